@@ -1,0 +1,1 @@
+"""Fine-tuning runs: from a recipe to an adapter and a report."""

@@ -1,0 +1,30 @@
+"""Errors of a fine-tuning run.
+
+FinetuneError            see offload.errors.SluiceError for the three parts
+  ConfigError            a recipe, or the command line over it
+  DataError              a row, a file or a data set
+  ModelError             weights, a config or a tokenizer
+  CheckpointError        a run directory that cannot be continued
+"""
+
+from offload.errors import SluiceError
+
+
+class FinetuneError(SluiceError):
+    """The base of what `finetune` raises."""
+
+
+class ConfigError(FinetuneError):
+    """A recipe, or the command line over it, is wrong."""
+
+
+class DataError(FinetuneError):
+    """A row, a file or a data set is wrong."""
+
+
+class ModelError(FinetuneError):
+    """Weights, a config or a tokenizer cannot be used."""
+
+
+class CheckpointError(FinetuneError):
+    """A run directory cannot be continued."""

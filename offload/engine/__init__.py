@@ -1,0 +1,1 @@
+"""Effects: lanes, host memory, slots and the executor that runs a plan."""

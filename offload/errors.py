@@ -1,0 +1,49 @@
+"""Errors that a user or a machine can cause, each with its limit and its fix.
+
+SluiceError                 what is wrong, the limit, and a hint with the exact setting
+  OffloadError              raised by this package
+    DoesNotFitError         a plan needs more than a budget holds
+    TransferError           a copy, a page lock or a lane failed
+    UnsupportedModelError   a model whose gradients could not be guaranteed
+    MachineError            a machine that is not known or cannot be read
+  FinetuneError             raised by the program above it (see finetune/errors.py)
+"""
+
+
+class SluiceError(Exception):
+    """An error in three parts: what was seen and where, the limit, and the fix.
+
+    Args:
+        what: What is wrong, with the value seen and where it came from.
+        limit: What would have been right.
+        hint: The setting or command that mends it, spelled out.
+    """
+
+    def __init__(self, what: str, *, limit: str, hint: str) -> None:
+        super().__init__(what, limit, hint)
+        self.what = what
+        self.limit = limit
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.what}; {self.limit}\n\nhint: {self.hint}"
+
+
+class OffloadError(SluiceError):
+    """The base of what `offload` raises."""
+
+
+class DoesNotFitError(OffloadError):
+    """A plan needs more memory than a budget holds."""
+
+
+class TransferError(OffloadError):
+    """A copy, a page lock or a lane failed."""
+
+
+class UnsupportedModelError(OffloadError):
+    """A model whose streamed gradients could not be guaranteed to be right."""
+
+
+class MachineError(OffloadError):
+    """A machine that is not known, or a machine file that cannot be read."""
