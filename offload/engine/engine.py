@@ -181,6 +181,10 @@ class Engine:
             num_loads=schedule.num_loads,
         )
 
+    def wait(self) -> None:
+        """Wait until the device has done all that was issued."""
+        self._device.finish()
+
     def detach(self) -> None:
         """Give the layers' parameters memory of their own, where the model came from."""
         if not self._is_attached:

@@ -1,16 +1,13 @@
-"""What a model is made of: shapes and counts from its config, without weights.
-
-A Hugging Face config names the sizes; which tensors follow from them differs by family in a few ways (biases, norms on queries
-and keys, attention windows, where the width of an expert stands). `_FAMILIES` lists exactly these differences. The defaults
-are those of transformers 5; sizes that make a model what it is have none and must be in the config.
-"""
+"""What a model is made of: shapes and counts from its config, without weights."""
 
 import difflib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from offload.errors import UnsupportedModelError
+from offload.plan.families import FAMILIES, Config, Family
 
 Group = Literal["attention", "mlp", "experts", "shared_experts", "router"]
 
@@ -62,6 +59,8 @@ class LayerFacts:
         window: Tokens that a sliding layer sees.
         linears: All matrix products but attention's own.
         norm_parameters: Weights of the norms, those on queries and keys included.
+        num_norms: Norms, those on queries and keys included.
+        normed_features: Elements of one token that pass through a norm, counted once per norm.
         sink_parameters: Attention sinks, one per head where the family has them.
     """
 
@@ -70,6 +69,8 @@ class LayerFacts:
     window: int | None
     linears: tuple[Linear, ...]
     norm_parameters: int
+    num_norms: int
+    normed_features: int
     sink_parameters: int
 
     def weights(self, group: Group) -> int:
@@ -208,10 +209,11 @@ def adapter_parameters(facts: ModelFacts, spec: AdapterSpec) -> int:
     known = linear_names(facts)
     for target in spec.targets:
         if target not in known:
+            nearest = difflib.get_close_matches(target, known, n=1, cutoff=0.0)[0]
             raise UnsupportedModelError(
                 f"adapter target '{target}' is no linear layer of a {facts.model_type} model",
                 limit=f"its linear layers are {', '.join(known)}",
-                hint=f"`adapter.targets: [{', '.join(_nearest(target, known))}]`",
+                hint=f"`adapter.targets: [{nearest}]`",
             )
     if spec.experts and not any(layer.num_experts for layer in facts.layers):
         raise UnsupportedModelError(
@@ -234,221 +236,132 @@ def linear_names(facts: ModelFacts) -> tuple[str, ...]:
 
 
 # ---------------------------------------------------------------------------------------------
-# Families
-
-
-class _Config:
-    """Typed access to a config, with errors that name the key."""
-
-    def __init__(self, values: Mapping[str, object], model_type: str) -> None:
-        self._values = values
-        self._model_type = model_type
-
-    def size(self, *keys: str) -> int:
-        """Return the first of these keys that is present: a size that must be given."""
-        for key in keys:
-            if self._values.get(key) is not None:
-                return self.size_or(key, 0)
-        raise UnsupportedModelError(
-            f"the config of a {self._model_type} model has no '{keys[0]}'",
-            limit="this size cannot be guessed",
-            hint=f'add `"{keys[0]}": ...` to config.json',
-        )
-
-    def size_or(self, key: str, default: int) -> int:
-        value = self._values.get(key)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise self._wrong(key, value, "a whole number, 0 or more")
-        return value
-
-    def flag(self, key: str, *, default: bool) -> bool:
-        value = self._values.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self._wrong(key, value, "true or false")
-        return value
-
-    def items(self, key: str) -> list[object] | None:
-        value = self._values.get(key)
-        if value is None or isinstance(value, list):
-            return value
-        raise self._wrong(key, value, "a list")
-
-    def has(self, key: str) -> bool:
-        return key in self._values
-
-    def _wrong(self, key: str, value: object, limit: str) -> UnsupportedModelError:
-        return UnsupportedModelError(
-            f"'{key}' is {value!r} in the config of a {self._model_type} model",
-            limit=f"it must be {limit}",
-            hint=f"correct `{key}` in config.json",
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Family:
-    """How one model type departs from the plain decoder; numbers are defaults of missing keys.
-
-    `expert_width` is the config key of an expert's width; None means that the family is dense. `slides` tells whether layer i has a
-    window when the config lists no layer types; None means that the family has no windows.
-    """
-
-    max_positions: int
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    is_tied: bool = False
-    bias_key: str | None = "attention_bias"
-    has_bias: bool = False
-    is_output_biased: bool = True
-    qk_norm: Literal["head", "whole"] | None = None
-    norms: int = 2
-    has_sinks: bool = False
-    expert_width: str | None = None
-    is_moe_biased: bool = False
-    window: int | None = None
-    has_window_switch: bool = False
-    slides: Callable[[int, _Config], bool] | None = None
-
-
-def _beyond_max_window_layers(i: int, config: _Config) -> bool:
-    return i >= config.size_or("max_window_layers", 28)
-
-
-_FAMILIES: Mapping[str, _Family] = {
-    "llama": _Family(max_positions=2048),
-    "mistral": _Family(
-        max_positions=131072, kv_heads=8, bias_key=None, window=4096, slides=lambda _i, _c: True
-    ),
-    "mixtral": _Family(
-        max_positions=131072,
-        kv_heads=8,
-        bias_key=None,
-        slides=lambda _i, _c: True,
-        expert_width="intermediate_size",
-    ),
-    "qwen2": _Family(
-        max_positions=32768,
-        kv_heads=32,
-        bias_key=None,
-        has_bias=True,
-        is_output_biased=False,
-        window=4096,
-        has_window_switch=True,
-        slides=_beyond_max_window_layers,
-    ),
-    "qwen2_moe": _Family(
-        max_positions=32768,
-        kv_heads=16,
-        bias_key="qkv_bias",
-        has_bias=True,
-        is_output_biased=False,
-        expert_width="moe_intermediate_size",
-        window=4096,
-        has_window_switch=True,
-        slides=lambda i, c: (i + 1) % 2 == 1 and not _beyond_max_window_layers(i, c),
-    ),
-    "qwen3": _Family(
-        max_positions=32768,
-        kv_heads=32,
-        head_dim=128,
-        qk_norm="head",
-        window=4096,
-        has_window_switch=True,
-        slides=_beyond_max_window_layers,
-    ),
-    "qwen3_moe": _Family(
-        max_positions=32768,
-        kv_heads=4,
-        qk_norm="head",
-        expert_width="moe_intermediate_size",
-        window=4096,
-        has_window_switch=True,
-        slides=lambda _i, _c: True,
-    ),
-    "olmoe": _Family(max_positions=4096, qk_norm="whole", expert_width="intermediate_size"),
-    "gemma3_text": _Family(
-        max_positions=131072,
-        kv_heads=4,
-        head_dim=256,
-        is_tied=True,
-        qk_norm="head",
-        norms=4,
-        window=4096,
-        slides=lambda i, c: (i + 1) % c.size_or("sliding_window_pattern", 6) != 0,
-    ),
-    "gpt_oss": _Family(
-        max_positions=131072,
-        kv_heads=8,
-        head_dim=64,
-        has_bias=True,
-        has_sinks=True,
-        expert_width="intermediate_size",
-        is_moe_biased=True,
-        window=128,
-        slides=lambda i, _c: (i + 1) % 2 == 1,
-    ),
-}
+# From a config
 
 
 def model_facts(config: Mapping[str, object]) -> ModelFacts:
-    """Read a model's shapes from its Hugging Face config.
-
-    Args:
-        config: The parsed config.json.
+    """Read a model's shapes from its Hugging Face config, the parsed config.json.
 
     Raises:
-        UnsupportedModelError: The model type is not known, or a key is missing or of the wrong type.
+        UnsupportedModelError: Unknown model type, or a key is missing or of the wrong type.
     """
     model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in _FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        nearest = difflib.get_close_matches(str(model_type), FAMILIES, n=3, cutoff=0.0)
         raise UnsupportedModelError(
             f"model_type {model_type!r} is not known to the planner",
-            limit=f"known are {', '.join(sorted(_FAMILIES))}",
-            hint=f"nearest: `{'`, `'.join(_nearest(str(model_type), tuple(_FAMILIES)))}`",
+            limit=f"known are {', '.join(sorted(FAMILIES))}",
+            hint=f"nearest: `{'`, `'.join(nearest)}`",
         )
-    family, read = _FAMILIES[model_type], _Config(config, model_type)
+    family, read = FAMILIES[model_type], Config(config, model_type)
     hidden, num_heads = read.size("hidden_size"), read.size("num_attention_heads")
-    default_kv_heads = num_heads if family.kv_heads is None else family.kv_heads
-    default_head_dim = hidden // num_heads if family.head_dim is None else family.head_dim
-    outline = ModelFacts(
+    kv_heads = num_heads if read.is_null("num_key_value_heads") else family.kv_heads or num_heads
+    model = ModelFacts(
         model_type=model_type,
         hidden_size=hidden,
         num_heads=num_heads,
-        num_kv_heads=num_heads
-        if read.has("num_key_value_heads") and config["num_key_value_heads"] is None
-        else read.size_or("num_key_value_heads", default_kv_heads),
-        head_dim=read.size_or("head_dim", default_head_dim),
+        num_kv_heads=read.size_or("num_key_value_heads", kv_heads),
+        head_dim=read.size_or("head_dim", family.head_dim or hidden // num_heads),
         vocab_size=read.size("vocab_size"),
         max_position_embeddings=read.size_or("max_position_embeddings", family.max_positions),
         tie_word_embeddings=read.flag("tie_word_embeddings", default=family.is_tied),
         layers=(),
     )
-    layers = tuple(
-        _layer(i, family, read, outline) for i in range(read.size("num_hidden_layers"))
-    )
-    return replace(outline, layers=layers)
+    num_layers = read.size("num_hidden_layers")
+    return replace(model, layers=tuple(_layer(i, family, read, model) for i in range(num_layers)))
 
 
-def _layer(i: int, family: _Family, read: _Config, model: ModelFacts) -> LayerFacts:
-    linears = _attention_linears(family, read, model)
+def _layer(i: int, family: Family, read: Config, model: ModelFacts) -> LayerFacts:
     is_moe = _is_moe(i, family, read)
-    linears += _moe_linears(family, read, model) if is_moe else _mlp_linears(read, model)
     window = _window(i, family, read)
-    norm_parameters = family.norms * model.hidden_size
-    if family.qk_norm == "head":
-        norm_parameters += 2 * model.head_dim
-    elif family.qk_norm == "whole":
-        norm_parameters += (
-            model.hidden_size + model.hidden_size // model.num_heads * model.num_kv_heads
-        )
+    norms_width = family.norms * model.hidden_size
+    q_width, kv_width = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    qk_parameters = {None: 0, "head": 2 * model.head_dim, "whole": q_width + kv_width}
     return LayerFacts(
         attention="full" if window is None else "sliding",
         mlp="moe" if is_moe else "dense",
         window=window,
-        linears=linears,
-        norm_parameters=norm_parameters,
+        linears=(
+            *_attention_linears(family, read, model),
+            *(_moe_linears(family, read, model) if is_moe else _mlp_linears(read, model)),
+        ),
+        norm_parameters=norms_width + qk_parameters[family.qk_norm],
+        num_norms=family.norms + (2 if family.qk_norm else 0),
+        normed_features=norms_width + (q_width + kv_width if family.qk_norm else 0),
         sink_parameters=model.num_heads if family.has_sinks else 0,
+    )
+
+
+def _is_moe(i: int, family: Family, read: Config) -> bool:
+    if family.expert_width is None or i in read.names("mlp_only_layers"):
+        return False
+    return (i + 1) % read.size_or("decoder_sparse_step", 1) == 0
+
+
+def _window(i: int, family: Family, read: Config) -> int | None:
+    if family.has_window_switch and not read.flag("use_sliding_window", default=False):
+        return None
+    if read.is_null("sliding_window"):
+        return None
+    types = read.names("layer_types")
+    slides = types[i] == "sliding_attention" if types else family.slides(i, read)
+    return read.size_or("sliding_window", family.window or 0) or None if slides else None
+
+
+def _attention_linears(family: Family, read: Config, model: ModelFacts) -> tuple[Linear, ...]:
+    hidden = model.hidden_size
+    q_width, kv_width = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    has_bias = family.has_bias
+    if family.bias_key is not None:
+        has_bias = read.flag(family.bias_key, default=family.has_bias)
+    linear = partial(Linear, group="attention")
+    return (
+        linear(name="q_proj", d_in=hidden, d_out=q_width, has_bias=has_bias),
+        linear(name="k_proj", d_in=hidden, d_out=kv_width, has_bias=has_bias),
+        linear(name="v_proj", d_in=hidden, d_out=kv_width, has_bias=has_bias),
+        linear(
+            name="o_proj", d_in=q_width, d_out=hidden, has_bias=has_bias and family.is_output_biased
+        ),
+    )
+
+
+def _mlp_linears(read: Config, model: ModelFacts) -> tuple[Linear, ...]:
+    has_bias = model.model_type == "llama" and read.flag("mlp_bias", default=False)
+    return _gated("mlp", model.hidden_size, read.size("intermediate_size"), has_bias=has_bias)
+
+
+def _gated(group: Group, hidden: int, width: int, *, has_bias: bool) -> tuple[Linear, ...]:
+    linear = partial(Linear, group=group, has_bias=has_bias)
+    return (
+        linear(name="gate_proj", d_in=hidden, d_out=width),
+        linear(name="up_proj", d_in=hidden, d_out=width),
+        linear(name="down_proj", d_in=width, d_out=hidden),
+    )
+
+
+def _moe_linears(family: Family, read: Config, model: ModelFacts) -> tuple[Linear, ...]:
+    hidden, has_bias = model.hidden_size, family.is_moe_biased
+    assert family.expert_width is not None
+    width = read.size(family.expert_width)
+    num_experts = read.size("num_experts", "num_local_experts")
+    expert = partial(
+        Linear,
+        group="experts",
+        num_experts=num_experts,
+        active=read.size("num_experts_per_tok"),
+        has_bias=has_bias,
+    )
+    router = Linear(name="gate", group="router", d_in=hidden, d_out=num_experts, has_bias=has_bias)
+    shared: tuple[Linear, ...] = ()
+    if model.model_type == "qwen2_moe":
+        shared_width = read.size("shared_expert_intermediate_size")
+        shared = (
+            *_gated("shared_experts", hidden, shared_width, has_bias=False),
+            Linear(name="shared_expert_gate", group="shared_experts", d_in=hidden, d_out=1),
+        )
+    return (
+        router,
+        expert(name="gate_up_proj", d_in=hidden, d_out=2 * width),
+        expert(name="down_proj", d_in=width, d_out=hidden),
+        *shared,
     )

@@ -77,6 +77,16 @@ class Timeline:
             ]
         )
 
+    @classmethod
+    def from_json(cls, text: str) -> "Timeline":
+        """Read what `to_json` wrote."""
+        return cls(
+            spans=tuple(
+                Span(**row | {"lane": Lane(row["lane"]), "kind": Kind(row["kind"])})
+                for row in json.loads(text)
+            )
+        )
+
 
 def perfetto_trace(timelines: Mapping[str, Timeline]) -> str:
     """Return a Chrome trace, which Perfetto reads: a process per timeline, a thread per lane.

@@ -1,0 +1,253 @@
+"""The commands. The one module that prints and exits."""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from finetune.errors import ConfigError
+from offload.errors import DoesNotFitError, SluiceError
+
+if TYPE_CHECKING:
+    from offload.plan.machine import Machine
+
+EXIT_USER, EXIT_DOES_NOT_FIT, EXIT_INTERRUPTED = 1, 3, 130
+
+app = typer.Typer(
+    name="sluice",
+    help="Fine-tune language models larger than the GPU, and know the step time beforehand.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+recipes_app = typer.Typer(help="List, show and copy the shipped recipes.", no_args_is_help=True)
+app.add_typer(recipes_app, name="recipes")
+
+Source = Annotated[str, typer.Argument(help="A recipe's path, or a shipped name.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings over the recipe's.")
+]
+
+
+@app.command()
+def finetune(
+    recipe: Source,
+    overrides: Overrides = None,
+    *,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue where it stopped.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an old run.")] = False,
+) -> None:
+    """Train an adapter, and show predicted against measured step time."""
+    from finetune.recipe_file import load_recipe
+
+    with _explained(recipe):
+        settings = load_recipe(recipe, overrides or [])
+        _quiet_libraries()
+        from finetune.screen import Screen
+        from finetune.train import finetune as run
+
+        console = _console()
+        outcome = run(settings, screen=Screen(console), is_resume=resume, may_overwrite=overwrite)
+        if outcome.is_interrupted:
+            console.print(
+                f"Stopped after step {outcome.num_steps}; continue with `--resume`.",
+                markup=False,
+            )
+            raise typer.Exit(EXIT_INTERRUPTED)
+        console.print(f"Adapter: {outcome.run_dir / 'adapter'}", markup=False)
+        console.print(f"Report:  {outcome.run_dir / 'report.json'}", markup=False)
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help="A recipe, a shipped shape or a config.json.")],
+    overrides: Overrides = None,
+    *,
+    machine: Annotated[
+        str | None,
+        typer.Option(help="A named card such as rtx5090, or a file of `sluice probe --save`."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print figures for programs.")] = False,
+) -> None:
+    """Predict step time and memory, without weights and without the card."""
+    with _explained(model):
+        from finetune import planning, report
+        from finetune.recipe_file import load_recipe
+        from offload.plan.plan import plan as make_plan
+
+        recipe = (
+            planning.recipe_for_shape(model, overrides or [])
+            if planning.is_shape(model)
+            else load_recipe(model, overrides or [], check_files=False)
+        )
+        facts = planning.facts_of(recipe.model)
+        here = planning.find_machine(machine) if machine else _probed(recipe.model.dtype)
+        result = make_plan(facts, here, planning.full_request(recipe, facts))
+        if as_json:
+            _print(json.dumps(report.plan_json(result), indent=2))
+        else:
+            _console().print(report.plan_tables(result))
+
+
+@app.command()
+def probe(
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the machine as JSON.")] = False,
+    save: Annotated[
+        Path | None, typer.Option(help="Write it to a file for `plan --machine`.")
+    ] = None,
+) -> None:
+    """Measure this machine."""
+    with _explained("this machine"):
+        from finetune.report import machine_table
+
+        machine = _probed("bfloat16")
+        if save is not None:
+            save.write_text(machine.to_json())
+        if as_json:
+            _print(machine.to_json())
+        else:
+            _console().print(machine_table(machine))
+
+
+@app.command()
+def validate(recipe: Source, overrides: Overrides = None) -> None:
+    """Check a recipe and print it with all defaults."""
+    from finetune.recipe import resolved_yaml
+    from finetune.recipe_file import load_recipe
+
+    with _explained(recipe):
+        _print(resolved_yaml(load_recipe(recipe, overrides or [])).rstrip())
+
+
+@app.command()
+def generate(
+    run_dir: Annotated[Path, typer.Argument(help="A finished run's directory.")],
+    *,
+    prompt: Annotated[str, typer.Option(help="What to ask.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 64,
+) -> None:
+    """Answer a prompt with a finished run's adapter."""
+    with _explained(str(run_dir)):
+        _quiet_libraries()
+        from finetune.answering import answer_prompt
+
+        _print(answer_prompt(run_dir, prompt, max_new_tokens=max_new_tokens))
+
+
+@recipes_app.command("list")
+def recipes_list() -> None:
+    """List the shipped recipes and shapes."""
+    from finetune.recipe import shipped_recipes
+    from finetune.shapes import shipped_shapes
+
+    for name, path in shipped_recipes().items():
+        _print(f"{name:24} {_first_comment(path)}")
+    _print("\nshapes, for `sluice plan NAME` or `model.config`:")
+    _print("  " + ", ".join(shipped_shapes()))
+
+
+@recipes_app.command("show")
+def recipes_show(name: Annotated[str, typer.Argument(help="A shipped name.")]) -> None:
+    """Print a shipped recipe with its comments."""
+    with _explained(name):
+        _print(_shipped(name).read_text().rstrip())
+
+
+@recipes_app.command("copy")
+def recipes_copy(
+    name: Annotated[str, typer.Argument(help="A shipped name.")],
+    to: Annotated[Path, typer.Argument(help="The file to write.")],
+) -> None:
+    """Copy a shipped recipe, to be edited."""
+    with _explained(name):
+        if to.exists():
+            raise ConfigError(
+                f"{to} exists", limit="a file is not overwritten", hint="name another file"
+            )
+        to.write_text(_shipped(name).read_text())
+        _print(f"{to}")
+
+
+@recipes_app.command("schema")
+def recipes_schema() -> None:
+    """Print the JSON schema of recipes, for editors."""
+    from finetune.recipe import json_schema
+
+    _print(json_schema().rstrip())
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the program."""
+    app(list(argv) if argv is not None else None)
+
+
+# ---------------------------------------------------------------------------------------- printing
+
+
+@contextmanager
+def _explained(where: str) -> Iterator[None]:
+    """Turn what a user or machine can cause into a message on stderr and an exit code."""
+    try:
+        yield
+    except SluiceError as error:
+        what, hint = f"{error.what}; {error.limit}", error.hint
+        is_about_recipe = isinstance(error, ConfigError)
+        suffix = "" if is_about_recipe or where in what else f" ({where})"
+        print(f"error: {what}{suffix}\n\nhint: {hint}", file=sys.stderr)
+        code = EXIT_DOES_NOT_FIT if isinstance(error, DoesNotFitError) else EXIT_USER
+        raise typer.Exit(code) from None
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+def _console() -> Console:
+    """Return the terminal, or a stream 120 wide that keeps tables whole in files."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=120)
+
+
+def _print(text: str) -> None:
+    print(text)
+
+
+def _probed(dtype: str) -> "Machine":
+    import torch
+
+    from offload.probe import probe as measure
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return measure(device=device, seconds=5.0, dtype=dtype)
+
+
+def _quiet_libraries() -> None:
+    """Silence what libraries say to their own developers; errors still come through."""
+    import logging
+    import warnings
+
+    for name in ("bitsandbytes", "transformers", "huggingface_hub", "torchao"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+
+
+def _shipped(name: str) -> Path:
+    from finetune.recipe import shipped_recipes
+
+    recipes = shipped_recipes()
+    if name not in recipes:
+        raise ConfigError(
+            f"{name} is not a shipped recipe",
+            limit=f"shipped are {', '.join(recipes)}",
+            hint="`sluice recipes list`",
+        )
+    return recipes[name]
+
+
+def _first_comment(path: Path) -> str:
+    return path.read_text().splitlines()[0].removeprefix("#").strip()

@@ -1,0 +1,233 @@
+"""Which rows a step trains on, and its batches, prepared ahead of the step.
+
+Which step. Row p of an endless stream of reshuffled epochs belongs to step p // rows_per_step: any
+step is known without the ones before it, and an epoch's last rows share a step with the next epoch.
+"""
+
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from finetune.data import ExampleSet, process_context, shuffled, worker_died
+from finetune.encode import IGNORE_INDEX, Example
+
+if TYPE_CHECKING:
+    pass
+
+PAD_TO_MULTIPLE_OF = 8
+_PREFETCH_STEPS = 2
+_FIELDS = ("input_ids", "labels", "attention_mask")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchOrder:
+    """Which rows each step trains on; any step can be asked for by its number alone."""
+
+    lengths: tuple[int, ...]
+    micro_batch_size: int
+    num_micro_batches: int
+    num_steps: int
+    seed: int
+
+    @property
+    def rows_per_step(self) -> int:
+        """Return the number of sequences in a step (the global batch size)."""
+        return self.micro_batch_size * self.num_micro_batches
+
+    def step(self, index: int) -> tuple[tuple[int, ...], ...]:
+        """Return the rows of each micro-batch of step `index`, counted from 0."""
+        assert 0 <= index < self.num_steps
+        num_rows = len(self.lengths)
+        first = index * self.rows_per_step
+        rows = []
+        for position in range(first, first + self.rows_per_step):
+            epoch, place = divmod(position, num_rows)
+            rows.append(int(shuffled(num_rows, seed=self.seed, epoch=epoch)[place]))
+        return self._grouped(rows)
+
+    def longest_step(self) -> tuple[tuple[int, ...], ...]:
+        """Return a step at least as large as any other: the longest rows of the data.
+
+        Its first micro-batch has the most padded tokens that a micro-batch can have. Rows repeat
+        when the data has fewer than a step, as they do in training.
+        """
+        by_length = sorted(range(len(self.lengths)), key=lambda row: -self.lengths[row])
+        copies, rest = divmod(self.rows_per_step, len(by_length))
+        return self._grouped(by_length * copies + by_length[:rest])
+
+    def _grouped(self, rows: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Put rows of like length into one micro-batch, longest first, so that little is padded."""
+        ordered = sorted(rows, key=lambda row: -self.lengths[row])
+        size = self.micro_batch_size
+        return tuple(tuple(ordered[at : at + size]) for at in range(0, len(ordered), size))
+
+
+def plan_batches(
+    lengths: Sequence[int],
+    *,
+    micro_batch_size: int,
+    num_micro_batches: int,
+    num_steps: int,
+    seed: int,
+) -> BatchOrder:
+    """Return the order of the rows over all steps.
+
+    Each epoch visits each row once, in an order drawn from (seed, epoch). Every step has the same
+    number of rows: the last ones of an epoch are filled up with the first ones of the next.
+    """
+    assert lengths
+    assert micro_batch_size > 0
+    assert num_micro_batches > 0
+    return BatchOrder(
+        lengths=tuple(lengths),
+        micro_batch_size=micro_batch_size,
+        num_micro_batches=num_micro_batches,
+        num_steps=num_steps,
+        seed=seed,
+    )
+
+
+def collate(
+    examples: Sequence[Example], *, pad_token_id: int, pad_to_multiple_of: int = PAD_TO_MULTIPLE_OF
+) -> dict[str, torch.Tensor]:
+    """Pad rows at the right into input_ids, labels and attention_mask, each int64 (B, T).
+
+    The mask is all ones only if no row is padded. The width may pass seq_len by what the multiple
+    asks for.
+    """
+    longest = max(len(example.input_ids) for example in examples)
+    width = padded(longest, pad_to_multiple_of)
+    shape = (len(examples), width)
+    input_ids = np.full(shape, pad_token_id, dtype=np.int64)
+    labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
+    attention_mask = np.zeros(shape, dtype=np.int64)
+    for row, example in enumerate(examples):
+        length = len(example.input_ids)
+        input_ids[row, :length] = example.input_ids
+        labels[row, :length] = example.labels
+        attention_mask[row, :length] = 1
+    arrays = {"input_ids": input_ids, "labels": labels, "attention_mask": attention_mask}
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def padded(length: int, multiple: int = PAD_TO_MULTIPLE_OF) -> int:
+    """Round a length up to a multiple."""
+    return -(-length // multiple) * multiple
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepBatch:
+    """The micro-batches of one step, and how long the step waited for them."""
+
+    step: int
+    micro_batches: tuple[dict[str, torch.Tensor], ...]
+    wait_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Steps(Dataset[torch.Tensor]):
+    """The steps as a map-style data set; each is one tensor of shape (3, tokens of the step).
+
+    One tensor because a worker hands each over by its own file descriptor, of which there are few.
+    """
+
+    examples: ExampleSet
+    order: BatchOrder
+    pad_token_id: int
+
+    def __getitem__(self, step: int) -> torch.Tensor:
+        batches = [
+            collate([self.examples[row] for row in rows], pad_token_id=self.pad_token_id)
+            for rows in self.order.step(step)
+        ]
+        return torch.stack([torch.cat([b[name].flatten() for b in batches]) for name in _FIELDS])
+
+
+class StepLoader:
+    """Iterate over the batches of steps `start_step` .. `order.num_steps`, prepared by workers.
+
+    The batches of a step depend on its number alone, so a resumed run sees the same ones. Workers
+    come from a fork server: a fork of this process would inherit its threads' locks and its
+    page-locked memory. The loader has its own random generator; torch's default one is not touched.
+    """
+
+    def __init__(
+        self,
+        examples: ExampleSet,
+        order: BatchOrder,
+        *,
+        start_step: int,
+        pad_token_id: int,
+        num_workers: int,
+    ) -> None:
+        self._order = order
+        self._start_step = start_step
+        steps = _Steps(examples=examples, order=order, pad_token_id=pad_token_id)
+        self._loader = DataLoader(
+            steps,
+            batch_size=None,
+            sampler=range(start_step, order.num_steps),
+            num_workers=num_workers,
+            prefetch_factor=_PREFETCH_STEPS if num_workers else None,
+            multiprocessing_context=process_context() if num_workers else None,
+            worker_init_fn=_prepare_worker,
+            generator=torch.Generator(),
+        )
+        self._packed: Iterator[torch.Tensor] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop the workers; their iterator ends them when it is let go."""
+        self._packed = None
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        self._packed = iter(self._loader)
+        for step in range(self._start_step, self._order.num_steps):
+            start_s = time.perf_counter()
+            packed = self._next()
+            wait_s = time.perf_counter() - start_s
+            yield StepBatch(step=step, micro_batches=self._unpacked(step, packed), wait_s=wait_s)
+        self.close()
+
+    def _next(self) -> torch.Tensor:
+        """Wait for the next step; torch looks after its workers every few seconds."""
+        assert self._packed is not None, "the loader is closed"
+        try:
+            return next(self._packed)
+        except (RuntimeError, OSError, EOFError) as error:
+            if isinstance(error, RuntimeError) and "exited unexpectedly" not in str(error):
+                raise
+            raise worker_died("preparing batches", error) from error
+
+    def _unpacked(self, step: int, packed: torch.Tensor) -> tuple[dict[str, torch.Tensor], ...]:
+        """Cut a step's tensor into micro-batches, without a copy."""
+        batches, at = [], 0
+        for rows in self._order.step(step):
+            width = padded(self._order.lengths[rows[0]], PAD_TO_MULTIPLE_OF)
+            part = packed[:, at : at + len(rows) * width].view(3, len(rows), width)
+            batches.append(dict(zip(_FIELDS, part, strict=True)))
+            at += len(rows) * width
+        return tuple(batches)
+
+
+def _prepare_worker(_: int) -> None:
+    """Keep a worker to one thread, and let Ctrl-C stop the run in its own order."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,0 +1,191 @@
+"""A run's directory: what it holds, and checkpoints that a kill at any moment cannot tear.
+
+A checkpoint is written under a temporary name, flushed to disk, and renamed in one step; only
+then are older ones removed. Data order, learning rate and dropout are pure functions of the
+recipe and the step, so weights, optimizer state and the step's number are all that has to be
+kept.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from finetune.errors import CheckpointError
+from finetune.files import PARTIAL, flush, write_atomically
+from finetune.recipe import Recipe, differences, resolved_yaml
+from finetune.recipe_file import load_recipe
+
+
+class RunDir:
+    """The paths of one run and what is in them."""
+
+    def __init__(self, path: Path) -> None:
+        """Name the directory; nothing is created."""
+        self.path = path
+        self.recipe_file = path / "recipe.yaml"
+        self.metrics_file = path / "metrics.jsonl"
+        self.report_file = path / "report.json"
+        self.adapter = path / "adapter"
+        self.checkpoints = path / "checkpoints"
+
+    def require_free(self) -> None:
+        """Check that a new run may be written here.
+
+        Raises:
+            CheckpointError: The directory holds a run already.
+        """
+        if self.recipe_file.exists():
+            raise CheckpointError(
+                f"{self.path} holds a run already",
+                limit="a run is not overwritten unasked",
+                hint="`--resume` continues it, `--overwrite` replaces it,"
+                " `output.name=...` names another",
+            )
+
+    def start(self, recipe: Recipe) -> None:
+        """Create the directory for a new run, in place of any other."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.checkpoints.mkdir(parents=True)
+        write_atomically(self.recipe_file, resolved_yaml(recipe))
+
+    def require_same_recipe(self, recipe: Recipe) -> None:
+        """Check that a run can be continued with this recipe.
+
+        Raises:
+            CheckpointError: There is no run, or it was started with other settings.
+        """
+        if not self.recipe_file.exists():
+            raise CheckpointError(
+                f"{self.path} holds no run",
+                limit="only a run that was started can be resumed",
+                hint="leave `--resume` away",
+            )
+        changed = differences(self.recipe(), recipe)
+        if changed:
+            raise CheckpointError(
+                f"the recipe is not the one that {self.path} was started with: "
+                + "; ".join(changed),
+                limit="a resumed run continues to the bit, so its settings cannot change",
+                hint="undo the change, or start a new run with `output.name=...`",
+            )
+
+    def require_adapter(self) -> None:
+        """Check that a run has come to its end.
+
+        Raises:
+            CheckpointError: There is no run, or no adapter yet.
+        """
+        if not self.recipe_file.exists() or not (self.adapter / "adapter_config.json").exists():
+            raise CheckpointError(
+                f"{self.path} holds no finished run",
+                limit="a finished run holds recipe.yaml and adapter/",
+                hint=f"`sluice finetune {self.recipe_file} --resume` ends it"
+                if self.recipe_file.exists()
+                else "name the directory that `sluice finetune` printed",
+            )
+
+    def recipe(self) -> Recipe:
+        """Return the recipe that the run was started with."""
+        return load_recipe(str(self.recipe_file), [], check_files=False)
+
+    # -------------------------------------------------------------------------------- checkpoints
+
+    def newest(self) -> int | None:
+        """Return the step of the newest complete checkpoint; clear away torn ones."""
+        for torn in self.checkpoints.glob(PARTIAL + "*"):
+            shutil.rmtree(torn)
+        steps = self._steps()
+        return steps[-1] if steps else None
+
+    def save(
+        self,
+        step: int,
+        parameters: Mapping[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        *,
+        data_hash: str,
+        num_kept: int,
+    ) -> Path:
+        """Write the checkpoint after `step` steps, then remove all but the newest `num_kept`."""
+        final = self._folder(step)
+        partial = final.with_name(PARTIAL + final.name)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        tensors = {name: p.detach().cpu().contiguous() for name, p in parameters.items()}
+        save_file(tensors, partial / "trained.safetensors")
+        torch.save(optimizer.state_dict(), partial / "optimizer.pt")
+        (partial / "state.json").write_text(json.dumps({"step": step, "data_hash": data_hash}))
+        for file in partial.iterdir():
+            flush(file)
+        flush(partial)
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        flush(self.checkpoints)
+        for old in self._steps()[:-num_kept]:
+            shutil.rmtree(self._folder(old))
+        return final
+
+    def load(
+        self,
+        step: int,
+        parameters: Mapping[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        *,
+        data_hash: str,
+    ) -> None:
+        """Put a checkpoint's tensors into the parameters and the optimizer.
+
+        Raises:
+            CheckpointError: The training rows are not those that the run was started with.
+        """
+        folder = self._folder(step)
+        state = json.loads((folder / "state.json").read_text())
+        if state["data_hash"] != data_hash:
+            raise CheckpointError(
+                "the training rows are not those that the run was started with",
+                limit="a resumed run continues to the bit, so its data cannot change",
+                hint="restore the data file, or start a new run with `output.name=...`",
+            )
+        tensors = load_file(folder / "trained.safetensors")
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(tensors[name])
+        optimizer.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True))
+
+    def _steps(self) -> list[int]:
+        return sorted(
+            int(folder.name.removeprefix("step-")) for folder in self.checkpoints.glob("step-*")
+        )
+
+    def _folder(self, step: int) -> Path:
+        return self.checkpoints / f"step-{step:07d}"
+
+    # ------------------------------------------------------------------------------------ metrics
+
+    def append_metrics(self, row: Mapping[str, Any]) -> None:
+        """Add a line to metrics.jsonl."""
+        with self.metrics_file.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """Return the lines of metrics.jsonl; a last line that a kill has torn is left out."""
+        if not self.metrics_file.exists():
+            return []
+        rows = []
+        for line in self.metrics_file.read_text().splitlines():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError:
+                break
+        return rows
+
+    def drop_metrics_after(self, step: int) -> None:
+        """Forget the lines of steps that a resumed run will run again."""
+        kept = [row for row in self.read_metrics() if row["step"] <= step]
+        write_atomically(self.metrics_file, "".join(json.dumps(row) + "\n" for row in kept))

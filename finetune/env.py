@@ -1,0 +1,25 @@
+"""The only place that reads environment variables."""
+
+import os
+from pathlib import Path
+
+
+def world_size() -> int:
+    """Return how many processes a launcher such as `accelerate launch` has started."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_offline() -> bool:
+    """Tell whether the user has forbidden the Hugging Face hub."""
+    return os.environ.get("HF_HUB_OFFLINE", "0").upper() in {"1", "TRUE", "YES", "ON"}
+
+
+def has_proxy() -> bool:
+    """Tell whether connections go through a proxy, so that a direct one proves nothing."""
+    return any(name.lower() in {"https_proxy", "all_proxy"} for name in os.environ)
+
+
+def cache_dir() -> Path:
+    """Return where tokens of data sets are kept between runs."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "sluice"

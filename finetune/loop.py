@@ -1,0 +1,136 @@
+"""Optimizer steps on an attached model: rehearsed, run, and validated."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from finetune.batches import collate
+from finetune.data import ExampleSet
+from finetune.objective import apply_step, learning_rate, make_optimizer
+from finetune.recipe import TrainSection
+from offload.engine.engine import Engine
+from offload.plan.timeline import Timeline
+
+Batch = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord:
+    """What one step was.
+
+    Attributes:
+        loss: Mean over the step's label tokens.
+        grad_norm: Before clipping.
+        lr: Learning rate.
+        num_tokens: Tokens of the rows, padding left out.
+        num_label_tokens: Tokens with a loss.
+        num_loads: Layers that crossed the link.
+        optimizer_s: Clipping and update.
+        step_s: The whole step, but for waiting for data.
+        timeline: The engine's ops.
+    """
+
+    loss: float
+    grad_norm: float
+    lr: float
+    num_tokens: int
+    num_label_tokens: int
+    num_loads: int
+    optimizer_s: float
+    step_s: float
+    timeline: Timeline
+
+
+class Loop:
+    """A model, its engine and its optimizer."""
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        engine: Engine,
+        parameters: Sequence[nn.Parameter],
+        train: TrainSection,
+        num_steps: int,
+    ) -> None:
+        """Take the parts and make a fresh optimizer."""
+        self._model = model
+        self._engine = engine
+        self._parameters = list(parameters)
+        self._train = train
+        self._num_steps = num_steps
+        self.optimizer = self._make_optimizer()
+
+    def step(self, number: int, micro_batches: Sequence[Batch]) -> StepRecord:
+        """Run optimizer step `number`, counted from 0."""
+        lr = learning_rate(
+            number,
+            peak=self._train.lr,
+            schedule=self._train.schedule,
+            warmup_steps=self._train.warmup_steps,
+            num_steps=self._num_steps,
+        )
+        return self._step(micro_batches, lr=lr, dropout_seed=hash((self._train.seed, number)))
+
+    def rehearse(self, longest: Sequence[Batch], typical: Sequence[Batch]) -> StepRecord:
+        """Run the longest step, then a typical one, and leave no trace in weights or optimizer.
+
+        Out of memory comes here or not at all.
+
+        Returns:
+            The record of the typical step, for calibration.
+        """
+        before = [parameter.detach().clone() for parameter in self._parameters]
+        self._step(longest, lr=0.0, dropout_seed=0)
+        record = self._step(typical, lr=0.0, dropout_seed=0)
+        with torch.no_grad():
+            for parameter, value in zip(self._parameters, before, strict=True):
+                parameter.copy_(value)
+        self.optimizer = self._make_optimizer()
+        return record
+
+    def validation_loss(self, examples: ExampleSet, *, pad_token_id: int) -> float:
+        """Return the mean loss over the label tokens of all held-out rows."""
+        size = self._train.micro_batch_size
+        loss_sum, num_label_tokens = 0.0, 0
+        self._model.eval()
+        for start in range(0, len(examples), size):
+            rows = [examples[i] for i in range(start, min(start + size, len(examples)))]
+            result = self._engine.forward(collate(rows, pad_token_id=pad_token_id))
+            loss_sum += result.loss_sum
+            num_label_tokens += result.num_label_tokens
+        self._model.train()
+        return loss_sum / num_label_tokens
+
+    def _step(self, micro_batches: Sequence[Batch], *, lr: float, dropout_seed: int) -> StepRecord:
+        start_s = time.perf_counter()
+        result = self._engine.forward_backward(micro_batches, dropout_seed=dropout_seed)
+        timeline = result.timeline  # waits for the device
+        update_start_s = time.perf_counter()
+        norm = apply_step(
+            self.optimizer, self._parameters, lr=lr, max_grad_norm=self._train.max_grad_norm
+        )
+        self._engine.wait()
+        end_s = time.perf_counter()
+        return StepRecord(
+            loss=result.loss,
+            grad_norm=float(norm),
+            lr=lr,
+            num_tokens=sum(int(batch["attention_mask"].sum()) for batch in micro_batches),
+            num_label_tokens=result.num_label_tokens,
+            num_loads=result.num_loads,
+            optimizer_s=end_s - update_start_s,
+            step_s=end_s - start_s,
+            timeline=timeline,
+        )
+
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        return make_optimizer(
+            self._parameters,
+            name=self._train.optimizer,
+            lr=self._train.lr,
+            weight_decay=self._train.weight_decay,
+        )

@@ -1,0 +1,203 @@
+"""The model and its tokenizer: where they are found, and how they are built."""
+
+import contextlib
+import json
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import urlsplit
+
+from finetune.env import has_proxy, is_offline
+from finetune.errors import ConfigError, ModelError
+from finetune.shapes import load_shape, shipped_shapes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_CONNECT_TIMEOUT_S = 3.0
+
+# ------------------------------------------------------------------------------------------ config
+
+
+def read_config(*, path: str | None, config: str | None) -> dict[str, Any]:
+    """Return the model's config as Hugging Face writes it, without loading torch.
+
+    A hub id is looked up in the local cache, then among the shipped shapes, then on the hub.
+
+    Raises:
+        ModelError: The config is nowhere to be found.
+        ConfigError: The file is not a config.
+    """
+    if config is not None:
+        return load_shape(config)
+    assert path is not None
+    if Path(path).is_dir():
+        return load_shape(path)
+    found = cached_file(path, "config.json")
+    if found is not None:
+        fields: dict[str, Any] = json.loads(found.read_text())
+        return fields
+    shape = path.rsplit("/", 1)[-1].lower()
+    if shape in shipped_shapes():
+        return load_shape(shape)
+    return _hub_config(path)
+
+
+def cached_file(hub_id: str, name: str) -> Path | None:
+    """Return a file of a hub repository from the local cache, or None."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    with contextlib.suppress(HFValidationError):
+        found = try_to_load_from_cache(hub_id, name)
+        if isinstance(found, str):
+            return Path(found)
+    return None
+
+
+def is_hub_reachable() -> bool:
+    """Tell within seconds whether the hub answers; its client would retry for half a minute."""
+    from huggingface_hub import constants
+
+    if is_offline():
+        return False
+    if has_proxy():
+        return True
+    host = urlsplit(constants.ENDPOINT)
+    port = host.port or (80 if host.scheme == "http" else 443)
+    try:
+        socket.create_connection((host.hostname or "", port), _CONNECT_TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def has_weights(path: str) -> bool:
+    """Tell whether a model's weights are on this machine."""
+    if Path(path).is_dir():
+        return any(Path(path).glob("*.safetensors"))
+    return any(
+        cached_file(path, name) is not None
+        for name in ("model.safetensors", "model.safetensors.index.json")
+    )
+
+
+def _hub_config(hub_id: str) -> dict[str, Any]:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    if not is_hub_reachable():
+        raise ModelError(
+            f"model.path: {hub_id} is no local directory and not in the cache",
+            limit="the Hugging Face hub cannot be reached",
+            hint="`model.path: DIR` with a downloaded model, or a shipped shape"
+            f" ({', '.join(shipped_shapes())}) as `model.config`",
+        )
+    try:
+        return load_shape(hf_hub_download(hub_id, "config.json"))
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise ModelError(
+            f"model.path: {hub_id} has no config.json on the hub ({type(error).__name__})",
+            limit="it must be a repository that you may read",
+            hint=f"look at https://huggingface.co/{hub_id}, or run `hf auth login`",
+        ) from error
+
+
+# --------------------------------------------------------------------------------- model, tokenizer
+
+
+def load_model(
+    *,
+    path: str | None,
+    config: str | None,
+    init: Literal["pretrained", "random"],
+    dtype: str,
+    seed: int,
+) -> "PreTrainedModel":
+    """Build the model on the host.
+
+    Raises:
+        ModelError: Weights are missing or do not match the config.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch_dtype: torch.dtype = getattr(torch, dtype)
+    if init == "random":
+        fields = read_config(path=path, config=config)
+        model_type = fields.pop("model_type")
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            built: PreTrainedModel = AutoModelForCausalLM.from_config(
+                AutoConfig.for_model(model_type, **fields), dtype=torch_dtype
+            )
+        return built
+    assert path is not None
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch_dtype, output_loading_info=True
+        )
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"model.path: {path} cannot be loaded: {str(error).splitlines()[0]}",
+            limit="it must hold config.json and safetensors weights of a causal language model",
+            hint="check `model.path`; an interrupted download is mended by downloading again",
+        ) from error
+    model: PreTrainedModel = loaded[0]
+    _require_complete(path, loaded[1])
+    return model
+
+
+def load_tokenizer(source: str | None) -> "PreTrainedTokenizerBase":
+    """Load a tokenizer and make sure that it can pad.
+
+    Raises:
+        ConfigError: No source was given.
+        ModelError: There is no tokenizer at the source.
+    """
+    from transformers import AutoTokenizer
+
+    if source is None:
+        raise ConfigError(
+            "model.tokenizer: null, and `model.config` names no tokenizer",
+            limit="rows must become tokens",
+            hint="`model.tokenizer: DIR` or a hub id with the same vocabulary",
+        )
+    is_local = Path(source).is_dir()
+    if not is_local and cached_file(source, "tokenizer_config.json") is None:
+        _require_hub(source)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"no tokenizer in {source}: {str(error).splitlines()[0]}",
+            limit="it must hold tokenizer.json, or the files that its class needs",
+            hint="`model.tokenizer: DIR` or a hub id",
+        ) from error
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _require_hub(source: str) -> None:
+    if not is_hub_reachable():
+        raise ModelError(
+            f"the tokenizer {source} is no local directory and not in the cache",
+            limit="the Hugging Face hub cannot be reached",
+            hint="`model.tokenizer: DIR` with a downloaded tokenizer",
+        )
+
+
+def _require_complete(path: str, report: Any) -> None:
+    """Refuse weights that leave part of the model at random, or that it has no place for."""
+    for problem, names in (
+        ("lacks", report["missing_keys"]),
+        ("holds, unknown to the model,", report["unexpected_keys"]),
+    ):
+        if names:
+            shown = sorted(map(str, names))
+            raise ModelError(
+                f"model.path: {path} {problem} {len(shown)} tensors, such as {shown[0]}",
+                limit="weights and config must match",
+                hint="download the model again, or give the config.json that belongs to it",
+            )

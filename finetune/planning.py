@@ -1,0 +1,129 @@
+"""From a recipe to what the planner takes: facts, machine and request. No torch, no weights."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from finetune.errors import ConfigError
+from finetune.model import read_config
+from finetune.recipe import AdapterSection, ModelSection, Recipe
+from finetune.recipe_file import load_recipe
+from finetune.shapes import shipped_shapes
+from offload.errors import MachineError
+from offload.plan.costs import Workload
+from offload.plan.facts import AdapterSpec, ModelFacts, linear_names, model_facts
+from offload.plan.machine import Machine, named_machine
+from offload.plan.plan import HEAD_CHUNK_TOKENS, PlanRequest
+
+if TYPE_CHECKING:
+    from finetune.source import StepSizes
+
+SHAPE_RECIPE = "qwen3_8b_lora_3060"
+ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+NF4_BYTES_PER_WEIGHT = 0.51587  # with double quantisation, blocks of 64 and 256
+
+
+def facts_of(model: ModelSection) -> ModelFacts:
+    """Return the model's facts from its config."""
+    return model_facts(read_config(path=model.path, config=model.config))
+
+
+def find_machine(name_or_file: str) -> Machine:
+    """Return a named card, or the machine that `sluice probe --save FILE` wrote.
+
+    Raises:
+        MachineError: Neither exists.
+    """
+    file = Path(name_or_file)
+    if file.is_file():
+        return Machine.from_json(file.read_text())
+    if file.suffix == ".json":
+        raise MachineError(
+            f"there is no machine file {file}",
+            limit="`--machine` takes a named card or a file",
+            hint=f"`sluice probe --save {file}` writes one for this machine",
+        )
+    return named_machine(name_or_file)
+
+
+def is_shape(name_or_path: str) -> bool:
+    """Tell a model's config from a recipe."""
+    path = Path(name_or_path)
+    is_config = path.suffix == ".json" or (path / "config.json").is_file()
+    return name_or_path in shipped_shapes() or is_config
+
+
+def recipe_for_shape(name_or_path: str, overrides: Sequence[str]) -> Recipe:
+    """Return the shipped LoRA recipe with another model in it, to plan for."""
+    model = ["model.path=null", f"model.config={name_or_path}", "model.init=random"]
+    return load_recipe(SHAPE_RECIPE, [*model, *overrides], check_files=False)
+
+
+def adapter_spec(adapter: AdapterSection, facts: ModelFacts) -> AdapterSpec:
+    """Return the adapter with its groups of targets spelled out."""
+    if adapter.targets == "all-linear":
+        targets = linear_names(facts)
+    elif adapter.targets == "attention":
+        targets = ATTENTION_LINEARS
+    else:
+        targets = adapter.targets
+    return AdapterSpec(rank=adapter.rank, targets=targets, experts=adapter.experts)
+
+
+def request_for(recipe: Recipe, facts: ModelFacts, sizes: "StepSizes") -> PlanRequest:
+    """Return what the recipe asks of the plan, for rows of these sizes."""
+    return _request(
+        recipe,
+        facts,
+        typical=_workload(recipe, facts, sizes.typical_width, label_tokens=sizes.label_tokens),
+        largest=_workload(recipe, facts, sizes.largest_width, label_tokens=sizes.most_label_tokens),
+    )
+
+
+def full_request(recipe: Recipe, facts: ModelFacts) -> PlanRequest:
+    """Return the request before the rows are known: all are full, every token has a loss."""
+    seq_len = recipe.train.seq_len
+    full = _workload(recipe, facts, seq_len, label_tokens=seq_len * recipe.train.micro_batch_size)
+    return _request(recipe, facts, typical=full, largest=full)
+
+
+def _workload(recipe: Recipe, facts: ModelFacts, seq_len: int, *, label_tokens: int) -> Workload:
+    dtype_bytes = DTYPE_BYTES[recipe.model.dtype]
+    is_nf4 = recipe.offload.codec == "nf4"
+    return Workload(
+        micro_batch_size=recipe.train.micro_batch_size,
+        seq_len=seq_len,
+        label_tokens=label_tokens,
+        head_chunk_tokens=HEAD_CHUNK_TOKENS,
+        adapter=adapter_spec(recipe.adapter, facts),
+        optimizer=recipe.train.optimizer,
+        dtype_bytes=dtype_bytes,
+        codec_ratio=NF4_BYTES_PER_WEIGHT / dtype_bytes if is_nf4 else 1.0,
+    )
+
+
+def _request(
+    recipe: Recipe, facts: ModelFacts, *, typical: Workload, largest: Workload
+) -> PlanRequest:
+    if recipe.train.seq_len > facts.max_position_embeddings:
+        raise ConfigError(
+            f"train.seq_len: {recipe.train.seq_len} for a {facts.model_type} model",
+            limit=f"it was made for at most {facts.max_position_embeddings} positions",
+            hint=f"`train.seq_len: {facts.max_position_embeddings}`",
+        )
+    return PlanRequest(
+        typical=typical,
+        largest=largest,
+        num_micro_batches=recipe.train.num_micro_batches,
+        num_slots=_num_slots(recipe, facts),
+        vram_budget_bytes=recipe.offload.vram_budget_bytes,
+        num_workers=recipe.data.num_workers,
+    )
+
+
+def _num_slots(recipe: Recipe, facts: ModelFacts) -> int | None:
+    wanted: int | Literal["auto", "all"] = recipe.offload.num_slots
+    if wanted == "auto":
+        return None
+    return facts.num_layers if wanted == "all" else wanted

@@ -1,0 +1,315 @@
+"""From a file and the command line to a `Recipe`, or to every reason why not.
+
+    find the file -> Draft -> overrides -> paths -> checked against the fields -> against the rules
+
+Every problem names file and line (or the override), the value seen, the limit, and the setting that
+mends it. To find all of them at once, the checker mends what it reports (a misspelt key is taken as
+its neighbour, a wrong value as the default) and looks again, so that no mistake hides another.
+
+Relative paths: a path in a recipe is looked for beside the recipe, then in the current directory; a
+path on the command line in the current directory only. What is found becomes absolute. What is not
+found and could be the id of a hub repository (`name` or `owner/name`) is left as one.
+`output.dir` is always from the current directory.
+"""
+
+import difflib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from finetune.errors import ConfigError
+from finetune.recipe import Recipe, shipped_recipes
+from finetune.recipe_draft import Draft, Place, apply_overrides, joint_error, read_draft
+from finetune.recipe_fields import (
+    describe,
+    example,
+    field_schema,
+    is_section,
+    near_path,
+    near_value,
+    sections,
+    settings,
+    shown,
+    written,
+)
+from finetune.recipe_rules import RIVALS, Breach
+from finetune.shapes import find_shape, shipped_shapes
+
+PATH_FIELDS = ("model.path", "model.tokenizer", "data.path", "data.eval_path")
+FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".yaml", ".zst", ".gz", ".arrow")
+
+
+def load_recipe(source: str, overrides: Sequence[str], *, check_files: bool = True) -> Recipe:
+    """Read, complete and check a recipe.
+
+    Args:
+        source: Path of a recipe, or the name of a shipped one.
+        overrides: `section.field=value` settings that go before the file's.
+        check_files: Refuse paths that can only be local and are missing. A plan needs no data.
+
+    Raises:
+        ConfigError: Anything is wrong; all problems are in the one error.
+    """
+    path = _find_recipe(source)
+    draft = read_draft(str(_shown_path(path)), _read_text(path))
+    apply_overrides(draft, overrides, rivals=RIVALS)
+    _resolve_paths(draft, path.parent, check_files=check_files)
+    recipe = _check(draft)
+    if recipe is None or draft.problems:
+        raise joint_error(draft.problems)
+    return recipe
+
+
+# ---------------------------------------------------------------------------------------------
+# Files
+
+
+def _find_recipe(source: str) -> Path:
+    """Return the file that a path or a shipped name means."""
+    path = Path(source).expanduser()
+    if _exists(path) and not path.is_dir():
+        return path
+    shipped = shipped_recipes()
+    if source.removesuffix(".yaml") in shipped:
+        return shipped[source.removesuffix(".yaml")]
+    if _exists(path):
+        raise ConfigError(
+            f"{source} is a directory",
+            limit="a recipe is a YAML file or the name of a shipped one",
+            hint=f"`{Path(source) / 'recipe.yaml'}`, or one of {', '.join(shipped)}",
+        )
+    near_names = difflib.get_close_matches(path.stem, shipped, n=1)
+    near_files = _near_files(path, suffix=".yaml")
+    near = [*near_files, *near_names]
+    raise ConfigError(
+        f"there is no recipe {source}",
+        limit="a recipe is the path of a YAML file or the name of a shipped one",
+        hint=f"`{near[0]}`" if near else f"one of {', '.join(shipped)}",
+    )
+
+
+def _read_text(path: Path) -> str:
+    """Return the text of a recipe file."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(
+            f"{path} cannot be read: {reason}",
+            limit="a recipe is a readable YAML file in UTF-8",
+            hint="`sluice recipes show quickstart` prints one to start from",
+        ) from error
+
+
+def _resolve_paths(draft: Draft, recipe_dir: Path, *, check_files: bool) -> None:
+    """Make the paths of a draft absolute where they lead to something."""
+    for field in PATH_FIELDS:
+        section_name, _, key = field.partition(".")
+        section = draft.values.get(section_name)
+        value = section.get(key) if isinstance(section, dict) else None
+        if not isinstance(section, dict) or not isinstance(value, str) or not value:
+            continue
+        bases = _bases(draft, field, recipe_dir)
+        found = _find_path(value, bases)
+        if found is not None:
+            section[key] = found
+        elif check_files and _is_local(value):
+            near = _near_files(bases[-1] / Path(value).expanduser(), suffix="")
+            draft.add_problem(
+                draft.place(field),
+                f"{field} is {shown(value)}, and there is no such file",
+                limit=f"it has to exist in {' or '.join(dict.fromkeys(map(str, bases)))}",
+                hint=f"`{field}: {near[0] if near else Path('FOLDER') / Path(value).name}`",
+            )
+    _resolve_config(draft, recipe_dir)
+
+
+def _resolve_config(draft: Draft, recipe_dir: Path) -> None:
+    """Make model.config absolute where it is a file, or check that it is a shipped shape."""
+    section = draft.values.get("model")
+    value = section.get("config") if isinstance(section, dict) else None
+    if not isinstance(section, dict) or not isinstance(value, str) or not value:
+        return
+    if value in shipped_shapes():
+        return
+    found = _find_path(value, _bases(draft, "model.config", recipe_dir))
+    if found is not None:
+        section["config"] = found
+        return
+    try:
+        find_shape(value)
+    except ConfigError as error:
+        draft.add_problem(
+            draft.place("model.config"),
+            f"model.config is {shown(value)}: {error.what}",
+            limit=error.limit,
+            hint=error.hint,
+        )
+
+
+def _bases(draft: Draft, field: str, recipe_dir: Path) -> tuple[Path, ...]:
+    """Return the directories in which a field's relative path is looked for."""
+    here = Path.cwd()
+    return (here,) if draft.place(field).is_override else (recipe_dir.absolute(), here)
+
+
+def _find_path(value: str, bases: Sequence[Path]) -> str | None:
+    """Return the absolute path of the first base in which a path exists, its `:split` kept."""
+    name, colon, split = value.partition(":")
+    for base in bases:
+        for text, rest in ((value, ""), (name, f"{colon}{split}")):
+            candidate = base / Path(text).expanduser()
+            if text and _exists(candidate):
+                # Path.resolve would follow links, and a hub cache links to files without a suffix.
+                return f"{os.path.abspath(candidate)}{rest}"  # noqa: PTH100
+    return None
+
+
+def _is_local(value: str) -> bool:
+    """Whether a path cannot be the id of a hub repository."""
+    return (
+        value.startswith((".", "/", "~")) or value.count("/") > 1 or value.endswith(FILE_SUFFIXES)
+    )
+
+
+def _exists(path: Path) -> bool:
+    """Whether there is something at a path that this user can see."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a name too long, or a folder that may not be read
+        return False
+
+
+def _near_files(path: Path, *, suffix: str) -> list[str]:
+    """Return the paths beside a missing one whose names are like its own."""
+    folder = path.parent
+    try:
+        names = [entry.name for entry in folder.iterdir() if entry.name.endswith(suffix)]
+    except OSError:
+        return []
+    near = difflib.get_close_matches(path.name, names, n=2)
+    return [str(_shown_path(folder / name)) for name in near]
+
+
+def _shown_path(path: Path) -> Path:
+    """Return a path as short as it can be written from the current directory."""
+    absolute, here = path.absolute(), Path.cwd()
+    return absolute.relative_to(here) if absolute.is_relative_to(here) else path
+
+
+# ---------------------------------------------------------------------------------------------
+# Checks
+
+
+def _check(draft: Draft) -> Recipe | None:
+    """Check a draft against fields and rules; note every problem and mend it to look further."""
+    for name in sections():
+        if draft.values.get(name) is None:
+            draft.values[name] = {}  # absent, or all of its settings are commented out
+    mended: set[str] = set()
+    while True:
+        try:
+            return Recipe.model_validate(draft.values)
+        except ValidationError as error:
+            details = error.errors(include_url=False)
+        if details[0]["type"] == "rules":
+            _note_breaches(draft, details[0]["ctx"]["breaches"], mended)
+            return None
+        for detail in details:
+            section_name, key = ["", *map(str, detail["loc"][:2])][-2:]
+            path = f"{section_name}.{key}" if section_name else key
+            if detail["type"] == "extra_forbidden":
+                _note_unknown(draft, section_name, key)
+            elif path not in mended:
+                mended.add(path)
+                _note_wrong(draft, path)
+
+
+def _note_breaches(draft: Draft, breaches: Sequence[Breach], mended: set[str]) -> None:
+    """Note the broken rules, less those that read a setting or a section which was mended."""
+    for breach in breaches:
+        read = {breach.field, breach.field.partition(".")[0], *breach.reads}
+        if mended.isdisjoint(read):
+            draft.add_problem(
+                draft.place(breach.field), breach.what, limit=breach.limit, hint=breach.hint
+            )
+
+
+def _note_wrong(draft: Draft, path: str) -> None:
+    """Note a section that is none, or a setting that is missing or wrong, and mend it."""
+    if is_section(path):
+        draft.add_problem(
+            draft.place(path),
+            f"{path} is {shown(draft.values[path])}",
+            limit=f"{path} is a section, with settings such as {', '.join(settings(path)[:3])}",
+            hint=f"`{path}:` and below it, indented, `{settings(path)[0]}: ...`",
+        )
+        draft.values[path] = {}
+        return
+    section_name, _, key = path.partition(".")
+    section = draft.values[section_name]
+    schema, value = field_schema(path), example(path)
+    if key in section:
+        seen, near = f"is {shown(section[key])}", near_value(section[key], schema)
+    else:
+        seen, near = "is not set", None
+    draft.add_problem(
+        draft.place(path),
+        f"{path} {seen}",
+        limit=f"it must be {describe(schema)}",
+        hint=_setting(draft.place(path), path, near or value),
+    )
+    section[key] = value
+
+
+def _note_unknown(draft: Draft, section_name: str, key: str) -> None:
+    """Note a key that no recipe has, and take it as its nearest neighbour where that is free.
+
+    Args:
+        draft: The recipe.
+        section_name: The section that holds the key; empty for a key beside the sections.
+        key: The key that is not known.
+    """
+    path = f"{section_name}.{key}" if section_name else key
+    holder = draft.values[section_name] if section_name else draft.values
+    place, value = draft.place(path), holder.pop(key)
+    meant = near_path(section_name, key)
+    if meant is None:
+        own = settings(section_name) if section_name else sections()
+        owner = f"the section {section_name}" if section_name else "a recipe"
+        limit, hint = f"{owner} has {', '.join(own)}", f"remove `{key}`"
+    elif meant == path:
+        section, _, setting = meant.partition(".")
+        limit = f"in a file, {setting} stands in the section {section}"
+        hint = f"`{section}:` and below it, indented, `{setting}: {written(value)}`"
+        _move(draft, value, path, meant)
+    else:
+        limit, hint = f"the nearest is {meant}", _setting(place, meant, value)
+        _move(draft, value, path, meant)
+    draft.add_problem(place, f"{path} is not a setting", limit=limit, hint=hint)
+
+
+def _setting(place: Place, path: str, value: Any) -> str:
+    """Write a setting as it is written at a place: in a recipe, or on the command line."""
+    if isinstance(value, dict) and not place.is_override:
+        return f"`{path}:`"
+    if isinstance(value, dict):
+        return " ".join(f"`{path}.{key}={written(item)}`" for key, item in value.items())
+    return f"`{path}={written(value)}`" if place.is_override else f"`{path}: {written(value)}`"
+
+
+def _move(draft: Draft, value: Any, path: str, meant: str) -> None:
+    """Put the value of a misspelt key where it was meant, unless something is there."""
+    section_name, dot, key = meant.partition(".")
+    holder = draft.values[section_name] if dot else draft.values
+    if isinstance(value, dict) == bool(dot) or not isinstance(holder, dict):
+        return
+    if holder.get(key or meant) not in (None, {}):
+        return
+    holder[key or meant] = value
+    for place_path, place in list(draft.places.items()):
+        if place_path == path or place_path.startswith(f"{path}."):
+            draft.places[meant + place_path.removeprefix(path)] = place

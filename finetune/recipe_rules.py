@@ -1,0 +1,251 @@
+"""Rules between the fields of a recipe, each broken one as an error in three parts.
+
+A field's own limits stand beside it in `finetune.recipe`. A rule here reads several fields, and one
+that is broken names the field to point at. Rules yield rather than raise, so that all of them are
+reported at once.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from finetune.recipe import AdapterSection, DataSection, ModelSection, Recipe, TrainSection
+
+# Pairs of which one field at most may be set. One that comes from the command line stands for the
+# user's choice of the pair and replaces the other that a recipe file sets.
+RIVALS = (
+    ("train.grad_accum_steps", "train.tokens_per_step"),
+    ("train.steps", "train.epochs"),
+    ("data.eval_path", "data.eval_frac"),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Breach:
+    """A rule between fields that a recipe breaks, as the three parts of an error.
+
+    Args:
+        field: Dotted path of the field to point at.
+        what: What is wrong, with the values seen.
+        limit: What the rule asks.
+        hint: The exact setting that mends it.
+        reads: The other fields that the rule read.
+    """
+
+    field: str
+    what: str
+    limit: str
+    hint: str
+    reads: tuple[str, ...] = ()
+
+
+def broken_rules(recipe: "Recipe") -> Iterator[Breach]:
+    """Yield every rule between fields that the recipe breaks."""
+    yield from _broken_model_rules(recipe.model)
+    yield from _broken_adapter_rules(recipe.adapter)
+    yield from _broken_data_rules(recipe.data)
+    yield from _broken_train_rules(recipe.train)
+    yield from _broken_eval_rules(recipe)
+    yield from _broken_step_rules(recipe)
+
+
+def _broken_model_rules(model: "ModelSection") -> Iterator[Breach]:
+    """One source of the model: a path, or a config with random weights."""
+    if model.path is None and model.config is None:
+        yield Breach(
+            field="model",
+            what="neither model.path nor model.config is set",
+            limit="a run needs one of them",
+            hint="`model.path: Qwen/Qwen3-0.6B`",
+        )
+    if model.path is not None and model.config is not None:
+        yield Breach(
+            field="model.config",
+            what=f"model.config is {model.config} and model.path is {model.path}",
+            limit="only one of them may be set, for each names a model",
+            hint="`model.config: null` keeps the path",
+            reads=("model.path",),
+        )
+    if model.config is not None and model.path is None and model.init == "pretrained":
+        yield Breach(
+            field="model.config",
+            what=f"model.config is {model.config} and model.init is pretrained",
+            limit="a config has no weights, so they can only be random",
+            hint="`model.init: random`, or `model.path` in place of `model.config`",
+            reads=("model.init",),
+        )
+
+
+def _broken_adapter_rules(adapter: "AdapterSection") -> Iterator[Breach]:
+    """An adapter has something to train."""
+    if not adapter.targets and not adapter.experts:
+        yield Breach(
+            field="adapter.targets",
+            what="adapter.targets is empty and adapter.experts is false",
+            limit="an adapter needs at least one target",
+            hint="`adapter.targets: all-linear`",
+            reads=("adapter.experts",),
+        )
+
+
+def _broken_data_rules(data: "DataSection") -> Iterator[Breach]:
+    """One held-out part, and columns that the format reads."""
+    if data.eval_path is not None and data.eval_frac is not None:
+        yield Breach(
+            field="data.eval_frac",
+            what=f"data.eval_frac is {data.eval_frac} and data.eval_path is {data.eval_path}",
+            limit="only one of them may be set",
+            hint="`data.eval_frac: null`",
+            reads=("data.eval_path",),
+        )
+    columns = {
+        "prompt_column": ("auto", "prompt_completion"),
+        "completion_column": ("auto", "prompt_completion"),
+        "messages_column": ("auto", "messages", "sharegpt"),
+    }
+    for name, formats in columns.items():
+        value: str | None = getattr(data, name)
+        if value is not None and data.format not in formats:
+            yield Breach(
+                field=f"data.{name}",
+                what=f"data.{name} is {value} and data.format is {data.format}",
+                limit=f"the setting has an effect with {_either(formats)} only",
+                hint=f"`data.format: {formats[-1]}`, or `data.{name}: null`",
+                reads=("data.format",),
+            )
+    if (data.prompt_column is None) != (data.completion_column is None):
+        given, missing = "prompt_column", "completion_column"
+        if data.prompt_column is None:
+            given, missing = missing, given
+        yield Breach(
+            field=f"data.{given}",
+            what=f"data.{given} is {getattr(data, given)} and data.{missing} is not set",
+            limit="a row needs both columns",
+            hint=f"`data.{missing}: {missing.removesuffix('_column')}`",
+            reads=(f"data.{missing}",),
+        )
+    if data.prompt_column is not None and data.messages_column is not None:
+        yield Breach(
+            field="data.messages_column",
+            what=(
+                f"data.messages_column is {data.messages_column}"
+                f" and data.prompt_column is {data.prompt_column}"
+            ),
+            limit="a row is either turns, or a prompt and its completion",
+            hint="`data.messages_column: null`",
+            reads=("data.prompt_column",),
+        )
+
+
+def _broken_train_rules(train: "TrainSection") -> Iterator[Breach]:
+    """One size of the step, one length of the run, and the checkpointing that a visit is."""
+    if (train.grad_accum_steps is None) == (train.tokens_per_step is None):
+        yield _not_exactly_one(
+            ("train.grad_accum_steps", train.grad_accum_steps, 8),
+            ("train.tokens_per_step", train.tokens_per_step, 8 * _micro_tokens(train)),
+        )
+    elif train.tokens_per_step is not None:
+        yield from _broken_tokens_rule(train, train.tokens_per_step)
+    if (train.steps is None) == (train.epochs is None):
+        yield _not_exactly_one(("train.steps", train.steps, 500), ("train.epochs", train.epochs, 1))
+    if train.steps is not None and train.warmup_steps >= train.steps:
+        yield Breach(
+            field="train.warmup_steps",
+            what=f"train.warmup_steps is {train.warmup_steps} and train.steps is {train.steps}",
+            limit=f"the warm-up has to end within the run: at most {train.steps - 1}",
+            hint=f"`train.warmup_steps: {train.steps // 20}`",
+            reads=("train.steps",),
+        )
+    if not train.gradient_checkpointing:
+        yield Breach(
+            field="train.gradient_checkpointing",
+            what="train.gradient_checkpointing is false",
+            limit=(
+                "it can only be true: weights leave their slot after a layer's forward visit, so"
+                " its backward visit always recomputes the layer from its kept input"
+            ),
+            hint="`train.gradient_checkpointing: true`, or leave the line out",
+        )
+
+
+def _broken_tokens_rule(train: "TrainSection", tokens_per_step: int) -> Iterator[Breach]:
+    """A step is a whole number of micro-batches."""
+    unit = _micro_tokens(train)
+    if tokens_per_step % unit == 0:
+        return
+    below = tokens_per_step // unit * unit
+    nearest = [str(tokens) for tokens in (below, below + unit) if tokens > 0]
+    yield Breach(
+        field="train.tokens_per_step",
+        what=f"train.tokens_per_step is {tokens_per_step}",
+        limit=(
+            f"it must be a multiple of {unit}"
+            f" (micro_batch_size {train.micro_batch_size} x seq_len {train.seq_len})"
+        ),
+        hint=" or ".join(f"`train.tokens_per_step: {tokens}`" for tokens in nearest),
+        reads=("train.micro_batch_size", "train.seq_len"),
+    )
+
+
+def _broken_eval_rules(recipe: "Recipe") -> Iterator[Breach]:
+    """What reads held-out rows needs some."""
+    if recipe.data.has_eval:
+        return
+    readers = {
+        "output.eval_every": recipe.output.eval_every,
+        "report.samples": recipe.report.samples,
+    }
+    for field, value in readers.items():
+        if value:
+            yield Breach(
+                field=field,
+                what=f"{field} is {value} and no rows are held out",
+                limit="it needs data.eval_path or data.eval_frac",
+                hint="`data.eval_frac: 0.05`",
+                reads=("data.eval_path", "data.eval_frac"),
+            )
+
+
+def _broken_step_rules(recipe: "Recipe") -> Iterator[Breach]:
+    """What names a step names one of the run's."""
+    steps, profile = recipe.train.steps, recipe.report.profile
+    if steps is not None and profile is not None and profile > steps:
+        yield Breach(
+            field="report.profile",
+            what=f"report.profile is {profile} and train.steps is {steps}",
+            limit=f"the recorded step must be one of 1 to {steps}",
+            hint=f"`report.profile: {min(3, steps)}`",
+            reads=("train.steps",),
+        )
+
+
+def _not_exactly_one(
+    first: tuple[str, float | None, int], second: tuple[str, float | None, int]
+) -> Breach:
+    """Describe a pair of settings of which both or neither is set, with values to suggest."""
+    (a, a_value, a_example), (b, b_value, b_example) = first, second
+    if a_value is None:
+        return Breach(
+            field=a.partition(".")[0],
+            what=f"neither {a} nor {b} is set",
+            limit="exactly one of them must be",
+            hint=f"`{a}: {a_example}` or `{b}: {b_example}`",
+        )
+    return Breach(
+        field=b,
+        what=f"{b} is {b_value} and {a} is {a_value}",
+        limit="exactly one of them must be set",
+        hint=f"`{b}: null` or `{a}: null`",
+        reads=(a,),
+    )
+
+
+def _micro_tokens(train: "TrainSection") -> int:
+    """Tokens of one micro-batch whose sequences are full."""
+    return train.micro_batch_size * train.seq_len
+
+
+def _either(names: tuple[str, ...]) -> str:
+    """Join names as `a, b or c`."""
+    return f"{', '.join(names[:-1])} or {names[-1]}"

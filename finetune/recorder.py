@@ -1,0 +1,102 @@
+"""Where a run's figures go beside the screen: metrics.jsonl, TensorBoard, Weights & Biases."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from finetune.checkpoint import RunDir
+from finetune.errors import ConfigError
+
+
+class Recorder:
+    """Writes each row of figures to every place that was asked for."""
+
+    def __init__(self, run_dir: RunDir, *, log_to: Sequence[str], name: str) -> None:
+        """Open the places.
+
+        Raises:
+            ConfigError: One needs a package that is not installed.
+        """
+        for place in log_to:
+            if find_spec(place) is None:
+                raise ConfigError(
+                    f"report.log_to: {place}, but the package {place} is not installed",
+                    limit="metrics.jsonl is always written and needs nothing",
+                    hint=f"`pip install {place}`, or `report.log_to: []`",
+                )
+        self._run_dir = run_dir
+        self._board: Any = None
+        self._wandb: Any = None
+        if "tensorboard" in log_to:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(log_dir=str(run_dir.path / "tensorboard"))
+        if "wandb" in log_to:
+            import wandb
+
+            self._wandb = wandb.init(name=name, dir=str(run_dir.path), resume="allow")
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Flush and close."""
+        if self._board is not None:
+            self._board.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Write one row; it has a `step`."""
+        self._run_dir.append_metrics(row)
+        figures = {k: v for k, v in row.items() if k != "step" and isinstance(v, int | float)}
+        if self._board is not None:
+            for name, value in figures.items():
+                self._board.add_scalar(name, value, row["step"])
+        if self._wandb is not None:
+            self._wandb.log(figures, step=row["step"])
+
+
+def profiled(folder: Path | None) -> AbstractContextManager[object]:
+    """Record what runs inside with torch.profiler, and with a memory snapshot on a GPU.
+
+    Args:
+        folder: Where trace.json and memory.pickle go; None records nothing.
+    """
+    return nullcontext() if folder is None else _Profile(folder)
+
+
+class _Profile:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._profiler = torch.profiler.profile(profile_memory=True)
+
+    def __enter__(self) -> Self:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if torch.cuda.is_available():
+            torch.cuda.memory._record_memory_history()
+        self._profiler.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._profiler.__exit__(kind, error, trace)
+        self._profiler.export_chrome_trace(str(self._folder / "trace.json"))
+        if torch.cuda.is_available():
+            torch.cuda.memory._dump_snapshot(str(self._folder / "memory.pickle"))
+            torch.cuda.memory._record_memory_history(enabled=None)

@@ -1,0 +1,69 @@
+"""Answers to held-out rows, before and after, and how many are right to the letter."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from finetune.encode import render_prompt
+from finetune.generation import generate
+from finetune.rows import Conversation
+from offload.engine.engine import Engine
+
+_BATCH_SIZE = 64
+_SPARE_TOKENS = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answers:
+    """Answers to some rows: (prompt, wanted, got) each."""
+
+    rows: tuple[tuple[str, str, str], ...]
+
+    @property
+    def exact_match(self) -> float:
+        """Part of the answers that equal the wanted one, spaces at the ends left out."""
+        return sum(got.strip() == wanted.strip() for _, wanted, got in self.rows) / len(self.rows)
+
+
+def answer(
+    rows: Sequence[Conversation],
+    *,
+    model: nn.Module,
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Answers:
+    """Let the model answer the last turn of each row, greedily."""
+    prompts, wanted = zip(*(render_prompt(row, tokenizer) for row in rows), strict=True)
+    longest = max(len(tokenizer.encode(text, add_special_tokens=False)) for text in wanted)
+    model.eval()
+    ids = generate(
+        engine,
+        prompts,
+        max_new_tokens=longest + _SPARE_TOKENS,
+        stop_ids=stop_ids(tokenizer),
+        pad_id=pad_id(tokenizer),
+        batch_size=_BATCH_SIZE,
+    )
+    model.train()
+    got = [str(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in ids]
+    asked = [_last_question(row) for row in rows]
+    return Answers(rows=tuple(zip(asked, wanted, got, strict=True)))
+
+
+def stop_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the tokens that end an answer."""
+    ids = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")}
+    ids.discard(tokenizer.unk_token_id)
+    return frozenset(token for token in ids if isinstance(token, int))
+
+
+def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the token that fills rows up; `load_tokenizer` has made sure of one."""
+    assert isinstance(tokenizer.pad_token_id, int)
+    return tokenizer.pad_token_id
+
+
+def _last_question(row: Conversation) -> str:
+    return next(m.content for m in reversed(row.messages) if m.role == "user")

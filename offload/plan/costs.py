@@ -1,0 +1,378 @@
+"""What each part of a step costs in time, before anything is run.
+
+Every operation of a layer is put on the roofline: matrix products at the rate of their size class,
+everything else by the bytes it reads and writes. A GPU works while the host issues, so a visit
+takes the longer of its work and its launches; on a CPU the two add up. Passes and launches are
+counted as in the transformers and peft code that runs, unfused.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from offload.plan.facts import (
+    AdapterSpec,
+    LayerFacts,
+    Linear,
+    ModelFacts,
+    adapted_linears,
+    adapter_parameters,
+)
+from offload.plan.machine import Machine
+from offload.plan.roofline import attention_flops, gemm
+
+Grade = Literal["spec", "probed", "calibrated"]
+Optimizer = Literal["adamw", "adamw_8bit"]
+Bound = Literal["compute", "memory", "launch"]
+
+FP32_BYTES = 4
+# Passes of fp32 over a normed feature (square, mean, scale, weight) and casts to and from fp32.
+NORM_FP32_PASSES, NORM_CASTS, NORM_OPS = 5, 2, 7
+ROTARY_PASSES, ROTARY_OPS = 10, 10
+SWIGLU_PASSES, RESIDUAL_PASSES = 5, 3
+# Sort, histogram, offsets and gathers of a mixture; tensors of (routed rows, h) read or written.
+ROUTING_OPS, ROUTING_PASSES = 30, 9
+ATTENTION_OPS = 8
+LORA_OPS = 6
+MERGE_OPS = 12
+FLASH_BACKWARD_FORWARDS = 2.5
+FRONT_OPS = 60
+TAIL_OPS, TAIL_LOGIT_PASSES = 40, 9
+# Clipping (3 passes of fp32) and AdamW, unfused (20) or in 8 bit (3 and two bytes of state twice).
+ADAMW_BYTES_PER_WEIGHT = {"adamw": 92, "adamw_8bit": 28}
+ADAMW_OPS = 14
+CUDA_TENSORS_PER_FOREACH = 100
+H2D_LATENCY_S = 2e-5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """What one micro-batch is, and what is trained on it.
+
+    Attributes:
+        micro_batch_size: Sequences.
+        seq_len: Tokens of each.
+        label_tokens: Tokens of the micro-batch that have a loss; only these reach the head.
+        head_chunk_tokens: Tokens whose logits exist at once.
+        adapter: What is trained, in fp32 as peft keeps it.
+        optimizer: What updates it.
+        dtype_bytes: Bytes of a weight as it computes, and of an activation.
+        codec_ratio: Bytes of cargo by bytes of the weights that it decodes to; 1 for native.
+    """
+
+    micro_batch_size: int
+    seq_len: int
+    label_tokens: int
+    head_chunk_tokens: int
+    adapter: AdapterSpec
+    optimizer: Optimizer
+    dtype_bytes: int
+    codec_ratio: float
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the micro-batch."""
+        return self.micro_batch_size * self.seq_len
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerCost:
+    """One decoder layer, for one micro-batch.
+
+    Attributes:
+        forward_s: Forward without a graph.
+        backward_s: Recompute, and backward to the layer's input and its adapters.
+        decode_s: Decoding of the cargo: once per visit, whatever the number of micro-batches.
+        weight_bytes: Cargo: what one load moves.
+        forward_flops: Of the forward.
+        backward_flops: Of recompute and backward.
+        bound: What the forward spends most time on.
+    """
+
+    forward_s: float
+    backward_s: float
+    decode_s: float
+    weight_bytes: int
+    forward_flops: float
+    backward_flops: float
+    bound: Bound
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Costs:
+    """All durations that the simulation needs.
+
+    Attributes:
+        grade: How the numbers were found.
+        layers: In forward order.
+        front_s: Embeddings and masks of one micro-batch.
+        tail_s: Norm, head and loss of one micro-batch, forward and backward.
+        optimizer_s: Clipping and update, once per step.
+        h2d_bytes_per_s: Rate of a load while the device computes.
+        h2d_latency_s: Fixed time of a load.
+    """
+
+    grade: Grade
+    layers: tuple[LayerCost, ...]
+    front_s: float
+    tail_s: float
+    optimizer_s: float
+    h2d_bytes_per_s: float
+    h2d_latency_s: float
+
+    def load_s(self, layer: int) -> float:
+        """Seconds of one load of a layer."""
+        return self.h2d_latency_s + self.layers[layer].weight_bytes / self.h2d_bytes_per_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Work:
+    """Operations one after another: time bound by arithmetic, by traffic, and their number."""
+
+    compute_s: float = 0.0
+    memory_s: float = 0.0
+    flops: float = 0.0
+    num_ops: float = 0
+
+    def __add__(self, other: "_Work") -> "_Work":
+        return _Work(
+            compute_s=self.compute_s + other.compute_s,
+            memory_s=self.memory_s + other.memory_s,
+            flops=self.flops + other.flops,
+            num_ops=self.num_ops + other.num_ops,
+        )
+
+    def times(self, factor: float) -> "_Work":
+        return _Work(
+            compute_s=self.compute_s * factor,
+            memory_s=self.memory_s * factor,
+            flops=self.flops * factor,
+            num_ops=self.num_ops * factor,
+        )
+
+    def seconds(self, machine: Machine) -> float:
+        work_s, launch_s = self.compute_s + self.memory_s, self.num_ops * machine.launch_s.value
+        return max(work_s, launch_s) if machine.device == "cuda" else work_s + launch_s
+
+    def bound(self, machine: Machine) -> Bound:
+        shares: dict[Bound, float] = {
+            "compute": self.compute_s,
+            "memory": self.memory_s,
+            "launch": self.num_ops * machine.launch_s.value,
+        }
+        return max(shares, key=lambda name: shares[name])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Pricer:
+    """Puts operations on one machine's roofline."""
+
+    machine: Machine
+    facts: ModelFacts
+    workload: Workload
+
+    def gemm(self, m: int, k: int, n: int, *, num_ops: int = 1) -> _Work:
+        roof = gemm(self.machine, m=m, k=k, n=n, dtype_bytes=self.workload.dtype_bytes)
+        is_compute = roof.compute_s >= roof.memory_s
+        return _Work(
+            compute_s=roof.compute_s if is_compute else 0.0,
+            memory_s=0.0 if is_compute else roof.memory_s,
+            flops=2.0 * m * k * n,
+            num_ops=num_ops,
+        )
+
+    def traffic(self, num_bytes: float, *, num_ops: float) -> _Work:
+        memory_s = num_bytes / self.machine.memory_bytes_per_s.value
+        return _Work(memory_s=memory_s, num_ops=num_ops)
+
+    def experts(self, linear: Linear) -> _Work:
+        """Grouped product: each expert's matrix is read once, each routed row passes one."""
+        rows = self.workload.num_tokens * linear.active
+        flops = 2.0 * rows * linear.d_in * linear.d_out
+        num_bytes = linear.num_weights + rows * (linear.d_in + linear.d_out)
+        compute_s = flops / self.machine.expert_gemm_flops_per_s.value
+        traffic_s = num_bytes * self.workload.dtype_bytes / self.machine.memory_bytes_per_s.value
+        is_compute = compute_s >= traffic_s
+        return _Work(
+            compute_s=compute_s if is_compute else 0.0,
+            memory_s=0.0 if is_compute else traffic_s,
+            flops=flops,
+            num_ops=1 if self.machine.has_grouped_gemm else min(linear.num_experts, rows),
+        )
+
+    def matmul(self, linear: Linear) -> _Work:
+        if linear.group == "experts":
+            return self.experts(linear)
+        return self.gemm(self.workload.num_tokens, linear.d_in, linear.d_out)
+
+    def adapter(self, linear: Linear) -> _Work:
+        """Low-rank branch in fp32; on experts, what peft does: merge all their weights anew."""
+        rank, b = self.workload.adapter.rank, self.workload.dtype_bytes
+        if linear.group == "experts":
+            merge_flops = 2.0 * rank * linear.num_weights
+            merge = self.traffic(2 * linear.num_weights * b, num_ops=MERGE_OPS)
+            compute_s = merge_flops / self.machine.gemm_flops_per_s.value
+            return merge + _Work(compute_s=compute_s, flops=merge_flops)
+        tokens = self.workload.num_tokens
+        flops = 2.0 * tokens * rank * (linear.d_in + linear.d_out)
+        casts = (
+            tokens * (linear.d_in + 2 * linear.d_out) * (b + FP32_BYTES) if b != FP32_BYTES else 0
+        )
+        passes = tokens * (linear.d_in + 6 * linear.d_out) * FP32_BYTES
+        arithmetic = _Work(compute_s=flops / self.machine.vector_flops_per_s.value, flops=flops)
+        return arithmetic + self.traffic(casts + passes, num_ops=LORA_OPS)
+
+    def attention(self, layer: LayerFacts) -> _Work:
+        flops = attention_flops(
+            num_tokens=self.workload.num_tokens,
+            context_tokens=self.workload.seq_len,
+            width=self.facts.num_heads * self.facts.head_dim,
+            count="causal",
+            window=layer.window,
+        )
+        compute_s = flops / self.machine.attention_flops_per_s.value
+        return _Work(compute_s=compute_s, flops=flops, num_ops=ATTENTION_OPS)
+
+    def pointwise(self, layer: LayerFacts) -> _Work:
+        """Norms, rotary embedding, residuals, activations and routing."""
+        facts, tokens, b = self.facts, self.workload.num_tokens, self.workload.dtype_bytes
+        norm_bytes = NORM_FP32_PASSES * FP32_BYTES
+        if b != FP32_BYTES:
+            norm_bytes += NORM_CASTS * (b + FP32_BYTES)
+        rotated = (facts.num_heads + facts.num_kv_heads) * facts.head_dim
+        passes = RESIDUAL_PASSES * 2 * facts.hidden_size + ROTARY_PASSES * rotated
+        num_ops = NORM_OPS * layer.num_norms + 2 + ROTARY_OPS
+        for linear in layer.linears:
+            if linear.name == "down_proj":
+                passes += SWIGLU_PASSES * linear.active * linear.d_in
+                num_ops += 3
+        if layer.mlp == "moe":
+            passes += ROUTING_PASSES * layer.experts_per_token * facts.hidden_size
+            num_ops += ROUTING_OPS
+        per_token = passes * b + layer.normed_features * norm_bytes
+        return self.traffic(tokens * per_token, num_ops=num_ops)
+
+
+def _sum(works: list[_Work]) -> _Work:
+    return sum(works, start=_Work())
+
+
+def _layer_cost(layer: LayerFacts, at: _Pricer) -> LayerCost:
+    adapted = adapted_linears(layer, at.workload.adapter)
+    products = _sum([at.matmul(linear) for linear in layer.linears])
+    attention, pointwise = at.attention(layer), at.pointwise(layer)
+    branches = _sum([at.adapter(linear) for linear in adapted])
+    forward = products + attention + pointwise + branches
+    # Merged expert weights want a gradient of their own, as large as they are, before A and B do.
+    merged = _sum([at.experts(linear) for linear in adapted if linear.group == "experts"])
+    backward = (
+        (products + merged)
+        + attention.times(FLASH_BACKWARD_FORWARDS)
+        + (pointwise + branches).times(2)
+    )
+    b = at.workload.dtype_bytes
+    cargo_bytes = math.ceil(layer.num_parameters * b * at.workload.codec_ratio)
+    decode = at.traffic(cargo_bytes + layer.num_parameters * b, num_ops=len(layer.linears))
+    return LayerCost(
+        forward_s=forward.seconds(at.machine),
+        backward_s=(forward + backward).seconds(at.machine),
+        decode_s=decode.seconds(at.machine) if at.workload.codec_ratio != 1 else 0.0,
+        weight_bytes=cargo_bytes,
+        forward_flops=forward.flops,
+        backward_flops=forward.flops + backward.flops,
+        bound=forward.bound(at.machine),
+    )
+
+
+def _tail(at: _Pricer) -> _Work:
+    tokens, hidden = at.workload.label_tokens, at.facts.hidden_size
+    vocab = at.facts.vocab_size
+    num_chunks = math.ceil(tokens / at.workload.head_chunk_tokens)
+    head = at.gemm(tokens, hidden, vocab) + at.gemm(tokens, vocab, hidden)
+    norm = 3 * NORM_FP32_PASSES * FP32_BYTES * tokens * hidden
+    logits = TAIL_LOGIT_PASSES * FP32_BYTES * tokens * vocab
+    return head + at.traffic(norm + logits, num_ops=TAIL_OPS * num_chunks)
+
+
+def _optimizer(at: _Pricer) -> _Work:
+    spec = at.workload.adapter
+    num_tensors = sum(2 * len(adapted_linears(layer, spec)) for layer in at.facts.layers)
+    if at.machine.device == "cuda" and at.workload.optimizer == "adamw":
+        num_tensors = math.ceil(num_tensors / CUDA_TENSORS_PER_FOREACH)
+    num_bytes = adapter_parameters(at.facts, spec) * ADAMW_BYTES_PER_WEIGHT[at.workload.optimizer]
+    return at.traffic(num_bytes, num_ops=ADAMW_OPS * num_tensors)
+
+
+def price(facts: ModelFacts, machine: Machine, workload: Workload) -> Costs:
+    """Price one micro-batch of this model on this machine.
+
+    Loads run at the one-way rate on a GPU, where nothing flows back, and on a CPU at the rate that
+    a copy has beside computing. The grade is "probed" if all rates were measured.
+    """
+    at = _Pricer(machine=machine, facts=facts, workload=workload)
+    shapes = {layer: _layer_cost(layer, at) for layer in set(facts.layers)}
+    embedded_bytes = 2 * workload.num_tokens * facts.hidden_size * workload.dtype_bytes
+    is_cuda = machine.device == "cuda"
+    h2d = machine.h2d_bytes_per_s if is_cuda else machine.h2d_duplex_bytes_per_s
+    return Costs(
+        grade="probed" if machine.is_measured else "spec",
+        layers=tuple(shapes[layer] for layer in facts.layers),
+        front_s=at.traffic(embedded_bytes, num_ops=FRONT_OPS).seconds(machine),
+        tail_s=_tail(at).seconds(machine),
+        optimizer_s=_optimizer(at).seconds(machine),
+        h2d_bytes_per_s=h2d.value,
+        h2d_latency_s=H2D_LATENCY_S,
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# Bounds
+
+
+def r3_bound_s(costs: Costs, *, num_slots: int, num_micro_batches: int) -> float:
+    """Return R3, the time that a warm layer-major step can reach, without the optimizer.
+
+    Each sweep takes the longer of its visits and its loads; before the loads and behind them
+    stands one visit each, in which nothing can be loaded.
+    """
+    forward = [num_micro_batches * c.forward_s + c.decode_s for c in costs.layers]
+    backward = [num_micro_batches * c.backward_s + c.decode_s for c in costs.layers]
+    upwards_s, downwards_s = _sweep_load_s(costs, num_slots)
+    ends = 2 / len(costs.layers)
+    return (
+        max(sum(forward), upwards_s + ends * sum(forward))
+        + num_micro_batches * (costs.front_s + costs.tail_s)
+        + max(sum(backward), downwards_s + ends * sum(backward))
+    )
+
+
+def usual_order_bound_s(costs: Costs, *, num_slots: int, num_micro_batches: int) -> float:
+    """Return the bound on a step in which every micro-batch walks all layers."""
+    upwards_s, downwards_s = _sweep_load_s(costs, num_slots)
+    return num_micro_batches * (
+        max(sum(c.forward_s + c.decode_s for c in costs.layers), upwards_s)
+        + costs.front_s
+        + costs.tail_s
+        + max(sum(c.backward_s + c.decode_s for c in costs.layers), downwards_s)
+    )
+
+
+def _sweep_load_s(costs: Costs, num_slots: int) -> tuple[float, float]:
+    num_loads = max(0, len(costs.layers) - num_slots)
+    loads = [costs.load_s(i) for i in range(len(costs.layers))]
+    return sum(loads[len(loads) - num_loads :]), sum(loads[:num_loads])
+
+
+def break_even_tokens(
+    facts: ModelFacts, machine: Machine, *, codec_ratio: float, num_slots: int, dtype_bytes: int
+) -> float:
+    """Return N*, the tokens per step above which streaming hides behind computing.
+
+    N* = kappa * r * F / B * (1 - C / L) for weights of two bytes, where kappa is total by active
+    parameters of the layers.
+    """
+    total = sum(layer.num_parameters for layer in facts.layers)
+    active = sum(layer.num_active_parameters for layer in facts.layers)
+    streamed_frac = max(0.0, 1 - num_slots / facts.num_layers)
+    flops_per_byte = machine.gemm_flops_per_s.value / machine.h2d_bytes_per_s.value
+    return total / active * codec_ratio * dtype_bytes / 2 * flops_per_byte * streamed_frac

@@ -1,0 +1,286 @@
+"""Rates and capacities of a machine, each with its source: measured, published, or assumed."""
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+from offload.errors import MachineError
+
+GIB = 2**30
+INF = float("inf")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rate:
+    """A number per second (of `launch_s`: seconds), and where it comes from."""
+
+    value: float
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """One device with its host.
+
+    On a CPU, device memory is the host's: both capacities name the same bytes.
+
+    Attributes:
+        name: What the machine is called in reports.
+        device: Where layers compute.
+        dtype: Type of the weights for which the rates of matrix products hold.
+        vram_bytes: Device memory that a process may use, its context included.
+        ram_bytes: Host memory that a process may use.
+        pinned_bytes: Host memory that may be page-locked.
+        context_bytes: Device memory gone before the first tensor: the CUDA context, or the process.
+        has_grouped_gemm: Whether the products of all experts run as one kernel.
+        gemm_flops_per_s: Large matrix products.
+        expert_gemm_flops_per_s: Products as small as one expert's.
+        attention_flops_per_s: Causal attention, only the lower triangle counted.
+        vector_flops_per_s: Arithmetic and products in fp32, as LoRA matrices kept in fp32 need.
+        memory_bytes_per_s: Device memory, reads and writes together.
+        h2d_bytes_per_s: Host to device, the other direction idle.
+        h2d_duplex_bytes_per_s: Host to device while the other direction (a CPU: compute) is busy.
+        d2h_bytes_per_s: Device to host.
+        host_memory_bytes_per_s: Host memory, reads and writes together.
+        launch_s: Seconds that it takes to issue one small operation.
+    """
+
+    name: str
+    device: Literal["cuda", "cpu"]
+    dtype: str
+    vram_bytes: int
+    ram_bytes: int
+    pinned_bytes: int
+    context_bytes: int
+    has_grouped_gemm: bool
+    gemm_flops_per_s: Rate
+    expert_gemm_flops_per_s: Rate
+    attention_flops_per_s: Rate
+    vector_flops_per_s: Rate
+    memory_bytes_per_s: Rate
+    h2d_bytes_per_s: Rate
+    h2d_duplex_bytes_per_s: Rate
+    d2h_bytes_per_s: Rate
+    host_memory_bytes_per_s: Rate
+    launch_s: Rate
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether every rate was measured on this machine."""
+        rates = (getattr(self, field.name) for field in fields(self) if field.type is Rate)
+        return all(rate.source == "measured" for rate in rates)
+
+    def to_json(self) -> str:
+        """Write the machine so that `from_json` returns an equal one."""
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "Machine":
+        """Read a machine.
+
+        Raises:
+            MachineError: Not JSON, or a key is unknown, missing or of the wrong type.
+        """
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise _bad_file(f"it is not JSON: {error}") from None
+        types = {field.name: field.type for field in fields(cls)}
+        _check_keys(values, types, "machine")
+        return cls(**{key: _parsed(key, value, types[key]) for key, value in values.items()})
+
+
+def _bad_file(why: str) -> MachineError:
+    return MachineError(
+        f"the machine file cannot be read: {why}",
+        limit="it holds what `probe --save` writes",
+        hint="measure again: `sluice probe --save FILE`",
+    )
+
+
+def _check_keys(values: object, known: Mapping[str, object], what: str) -> None:
+    if not isinstance(values, dict):
+        raise _bad_file(f"{what} is {values!r}, not an object")
+    for key in values:
+        if key not in known:
+            nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
+            raise _bad_file(f"{what} has an unknown key '{key}' (nearest: '{nearest}')")
+    for key in known:
+        if key not in values:
+            raise _bad_file(f"{what} has no key '{key}'")
+
+
+def _parsed(key: str, value: object, kind: object) -> Any:
+    if kind is Rate:
+        _check_keys(value, {"value": float, "source": str}, f"'{key}'")
+        assert isinstance(value, dict)
+        number, source = value["value"], value["source"]
+        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < INF:
+            raise _bad_file(f"the value of '{key}' is {number!r}, not a number above 0")
+        if not isinstance(source, str):
+            raise _bad_file(f"the source of '{key}' is {source!r}, not text")
+        return Rate(value=float(number), source=source)
+    if key == "device":
+        if value not in ("cuda", "cpu"):
+            raise _bad_file(f"'device' is {value!r}, not cuda or cpu")
+        return value
+    assert kind in (int, bool, str)
+    if type(value) is not kind or (kind is int and isinstance(value, int) and value < 0):
+        wanted = {int: "a whole number of bytes", bool: "true or false", str: "text"}[kind]
+        raise _bad_file(f"'{key}' is {value!r}, not {wanted}")
+    return value
+
+
+# ---------------------------------------------------------------------------------------------
+# Named cards
+
+# Shares of the datasheet that large kernels reach: 80 % of dense bf16 peak on H100 and H200, 70 to
+# 90 % of memory bandwidth. The others are assumptions until a probe replaces them.
+GEMM_FRAC = 0.8
+MEMORY_FRAC = 0.8
+EXPERT_FRAC = 0.7
+ATTENTION_FRAC = 0.6
+DUPLEX_FRAC = 51 / 56
+LAUNCH_S = 7e-6
+CONTEXT_BYTES = GIB * 3 // 4
+WORKSTATION_RAM_BYTES = 64 * GIB
+SERVER_RAM_BYTES = 256 * GIB
+HOST_MEMORY_BYTES_PER_S = 60e9
+
+_PCIE4 = Rate(value=25e9, source="assumed: PCIe 4.0 x16")
+_PCIE4_X8 = Rate(value=12.5e9, source="assumed: PCIe 4.0 x8")
+_PCIE5 = Rate(value=56e9, source="assumed: PCIe 5.0 x16, as an RTX 5090 measures")
+_PCIE5_X8 = Rate(value=28e9, source="assumed: PCIe 5.0 x8")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Card:
+    """Datasheet figures: dense bf16 with fp32 accumulation, and fp32, in FLOP/s."""
+
+    vram_gib: float
+    bf16: float
+    fp32: float
+    memory: float
+    link: Rate
+    measured_gemm: float | None = None
+    measured_memory: float | None = None
+    measured_vector: float | None = None
+    ram_bytes: int = WORKSTATION_RAM_BYTES
+    has_grouped_gemm: bool = False
+
+
+_CARDS: Mapping[str, _Card] = {
+    "rtx3060": _Card(vram_gib=12, bf16=25.5e12, fp32=12.7e12, memory=360e9, link=_PCIE4),
+    "rtx3090": _Card(vram_gib=24, bf16=71e12, fp32=35.6e12, memory=936e9, link=_PCIE4),
+    "rtx4060ti": _Card(vram_gib=16, bf16=44.1e12, fp32=22.1e12, memory=288e9, link=_PCIE4_X8),
+    "rtx4070": _Card(vram_gib=12, bf16=58.3e12, fp32=29.1e12, memory=504e9, link=_PCIE4),
+    "rtx4080": _Card(vram_gib=16, bf16=97.5e12, fp32=48.7e12, memory=717e9, link=_PCIE4),
+    "rtx4090": _Card(vram_gib=24, bf16=165.2e12, fp32=82.6e12, memory=1008e9, link=_PCIE4),
+    "rtx5060ti": _Card(vram_gib=16, bf16=47.4e12, fp32=23.7e12, memory=448e9, link=_PCIE5_X8),
+    "rtx5070": _Card(vram_gib=12, bf16=61.7e12, fp32=30.9e12, memory=672e9, link=_PCIE5),
+    "rtx5080": _Card(vram_gib=16, bf16=112.6e12, fp32=56.3e12, memory=960e9, link=_PCIE5),
+    "rtx5090": _Card(
+        vram_gib=32,
+        bf16=209.5e12,
+        fp32=104.8e12,
+        memory=1792e9,
+        link=Rate(value=56e9, source="owner-measured"),
+        measured_gemm=238e12,
+        measured_memory=1.4e12,
+    ),
+    "a100": _Card(
+        vram_gib=80,
+        bf16=312e12,
+        fp32=19.5e12,
+        memory=2039e9,
+        link=_PCIE4,
+        ram_bytes=SERVER_RAM_BYTES,
+    ),
+    "h100": _Card(
+        vram_gib=80,
+        bf16=989e12,
+        fp32=67e12,
+        memory=3350e9,
+        link=_PCIE5,
+        measured_gemm=800e12,
+        measured_memory=2.4e12,
+        measured_vector=25e12,
+        ram_bytes=SERVER_RAM_BYTES,
+        has_grouped_gemm=True,
+    ),
+    "h200": _Card(
+        vram_gib=140,
+        bf16=989e12,
+        fp32=67e12,
+        memory=4800e9,
+        link=_PCIE5,
+        ram_bytes=SERVER_RAM_BYTES,
+        has_grouped_gemm=True,
+    ),
+}
+CARD_NAMES = tuple(_CARDS)
+
+
+def named_machine(
+    name: str, *, ram_bytes: int | None = None, link_bytes_per_s: float | None = None
+) -> Machine:
+    """Return a known card in a workstation or server; case, spaces and dashes do not matter.
+
+    Args:
+        name: Such as rtx3060 or "RTX 5090".
+        ram_bytes: Host memory, where it is not the assumed 64 GiB (server cards: 256).
+        link_bytes_per_s: Host to device, where the slot is narrower than the card's link.
+
+    Raises:
+        MachineError: No such card; the nearest names are given.
+    """
+    plain = "".join(letter for letter in name.lower() if letter not in " -_")
+    key = next((known for known in (plain, f"rtx{plain}") if known in _CARDS), None)
+    if key is None:
+        nearest = difflib.get_close_matches(plain, CARD_NAMES, n=3, cutoff=0.0)
+        raise MachineError(
+            f"no machine is called '{name}'",
+            limit=f"known are {', '.join(CARD_NAMES)}",
+            hint=f"nearest: `{'`, `'.join(nearest)}`; or measure yours: `sluice probe --save FILE`",
+        )
+    host_bytes = _CARDS[key].ram_bytes if ram_bytes is None else ram_bytes
+    return _machine(key, _CARDS[key], host_bytes, link_bytes_per_s)
+
+
+def _machine(name: str, card: _Card, ram_bytes: int, link_bytes_per_s: float | None) -> Machine:
+    gemm = _published(card.measured_gemm, card.bf16, GEMM_FRAC)
+    link = card.link
+    if link_bytes_per_s is not None:
+        link = Rate(value=link_bytes_per_s, source="given")
+    return Machine(
+        name=name,
+        device="cuda",
+        dtype="bfloat16",
+        vram_bytes=int(card.vram_gib * GIB),
+        ram_bytes=ram_bytes,
+        pinned_bytes=ram_bytes,
+        context_bytes=CONTEXT_BYTES,
+        has_grouped_gemm=card.has_grouped_gemm,
+        gemm_flops_per_s=gemm,
+        expert_gemm_flops_per_s=_share(gemm, EXPERT_FRAC, "GEMM"),
+        attention_flops_per_s=_share(gemm, ATTENTION_FRAC, "GEMM"),
+        vector_flops_per_s=_published(card.measured_vector, card.fp32, GEMM_FRAC),
+        memory_bytes_per_s=_published(card.measured_memory, card.memory, MEMORY_FRAC),
+        h2d_bytes_per_s=link,
+        h2d_duplex_bytes_per_s=_share(link, DUPLEX_FRAC, "h2d"),
+        d2h_bytes_per_s=link,
+        host_memory_bytes_per_s=Rate(value=HOST_MEMORY_BYTES_PER_S, source="assumed"),
+        launch_s=Rate(value=LAUNCH_S, source="assumed"),
+    )
+
+
+def _published(measured: float | None, datasheet: float, frac: float) -> Rate:
+    if measured is not None:
+        return Rate(value=measured, source="owner-measured")
+    return Rate(value=datasheet * frac, source=f"datasheet x {frac}")
+
+
+def _share(rate: Rate, frac: float, of: str) -> Rate:
+    return Rate(value=rate.value * frac, source=f"assumed: {frac:.2g} x {of}")

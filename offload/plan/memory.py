@@ -1,0 +1,286 @@
+"""What stands in device and host memory at the peak of a step, in named terms.
+
+A peak is a maximum over instants, not a sum of everything that ever exists: logits and a layer's
+recompute never live together. `device_terms` lists the terms of the worst of three instants: a head
+chunk, a backward visit, the optimizer.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from offload.plan.costs import FP32_BYTES, Optimizer, Workload
+from offload.plan.facts import (
+    LayerFacts,
+    ModelFacts,
+    adapted_linears,
+    adapter_parameters,
+)
+from offload.plan.machine import Machine
+
+MIB = 2**20
+
+# bitsandbytes: two states of one byte, an fp32 scale per block; small tensors stay in fp32.
+BLOCK_8BIT = 256
+MIN_8BIT_ELEMENTS = 4096
+# Logits in fp32, their cast, the softmax and its gradient.
+LOGIT_COPIES = 3.5
+# Merged weights, their gradient, and what builds the one or the other.
+MERGED_EXPERT_COPIES = 3
+DECODED_BUFFERS = 2
+CUBLAS_BYTES = 2 * 32 * MIB
+FRAGMENTATION_FRAC = 0.03
+STAGING_LAYERS = 2
+LOADING_LAYERS = 2
+WORKER_BYTES = 256 * MIB
+CUDA_PROCESS_BYTES = 1536 * MIB
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryTerm:
+    """A named share of a peak."""
+
+    name: str
+    num_bytes: int
+
+
+def total_bytes(terms: Iterable[MemoryTerm]) -> int:
+    """Add up terms."""
+    return sum(term.num_bytes for term in terms)
+
+
+def layer_weight_bytes(facts: ModelFacts, *, dtype_bytes: int) -> tuple[int, ...]:
+    """Return the bytes of each layer's decoded weights."""
+    return tuple(layer.num_parameters * dtype_bytes for layer in facts.layers)
+
+
+def optimizer_state_bytes(tensor_sizes: Iterable[int], optimizer: Optimizer) -> int:
+    """Return the optimizer's state for trained tensors of these sizes.
+
+    AdamW keeps two fp32 moments. In 8 bit they are a byte each, with a scale per 256 elements, but
+    tensors under 4,096 elements keep fp32.
+    """
+    total = 0
+    for size in tensor_sizes:
+        if optimizer == "adamw" or size < MIN_8BIT_ELEMENTS:
+            total += 2 * FP32_BYTES * size
+        else:
+            total += 2 * (size + FP32_BYTES * math.ceil(size / BLOCK_8BIT))
+    return total
+
+
+def adapter_tensor_sizes(facts: ModelFacts, workload: Workload) -> tuple[int, ...]:
+    """Return the number of elements of every A and B."""
+    rank = workload.adapter.rank
+    return tuple(
+        rank * linear.num_experts * features
+        for layer in facts.layers
+        for linear in adapted_linears(layer, workload.adapter)
+        for features in (linear.d_in, linear.d_out)
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# Device
+
+
+def device_terms(
+    facts: ModelFacts,
+    machine: Machine,
+    workload: Workload,
+    *,
+    num_slots: int,
+    num_micro_batches: int,
+    is_padded: bool,
+) -> tuple[MemoryTerm, ...]:
+    """List what stands in device memory at the worst instant of a step.
+
+    Args:
+        facts: The model.
+        machine: The device; on a CPU these bytes are host memory.
+        workload: One micro-batch.
+        num_slots: Layer slots; at most one per layer is counted.
+        num_micro_batches: Micro-batches of a step, whose layer inputs are all kept.
+        is_padded: Whether batches hold padding, so that masks have to be written out.
+    """
+    always = _standing_terms(facts, workload, num_slots)
+    kept = _kept_terms(facts, workload, num_micro_batches=num_micro_batches, is_padded=is_padded)
+    head = MemoryTerm(name="head chunk", num_bytes=head_chunk_bytes(facts, workload))
+    update = MemoryTerm(
+        name="optimizer temporaries",
+        num_bytes=FP32_BYTES * adapter_parameters(facts, workload.adapter),
+    )
+    visit = max(
+        (_visit_terms(facts, layer, workload) for layer in set(facts.layers)), key=total_bytes
+    )
+    worst = max(((*kept, *visit), (*kept, head), (update,)), key=total_bytes)
+    used = total_bytes(always) + total_bytes(worst)
+    overhead = [MemoryTerm(name="fragmentation", num_bytes=int(used * FRAGMENTATION_FRAC))]
+    if machine.device == "cuda":
+        overhead.append(MemoryTerm(name="cuBLAS workspaces", num_bytes=CUBLAS_BYTES))
+    overhead.append(MemoryTerm(name="context", num_bytes=machine.context_bytes))
+    return tuple(term for term in (*always, *worst, *overhead) if term.num_bytes)
+
+
+def _standing_terms(
+    facts: ModelFacts, workload: Workload, num_slots: int
+) -> tuple[MemoryTerm, ...]:
+    b, largest = workload.dtype_bytes, max(layer.num_parameters for layer in facts.layers)
+    slot_bytes = math.ceil(largest * b * workload.codec_ratio)
+    outer = facts.embedding_parameters + facts.head_parameters + facts.final_norm_parameters
+    trained = FP32_BYTES * adapter_parameters(facts, workload.adapter)
+    sizes = adapter_tensor_sizes(facts, workload)
+    states = optimizer_state_bytes(sizes, workload.optimizer)
+    decoded = DECODED_BUFFERS * largest * b if workload.codec_ratio != 1 else 0
+    return (
+        MemoryTerm(name="slots", num_bytes=min(num_slots, facts.num_layers) * slot_bytes),
+        MemoryTerm(name="decoded layers", num_bytes=decoded),
+        MemoryTerm(name="embeddings, norm and head", num_bytes=outer * b),
+        MemoryTerm(name="adapters", num_bytes=trained),
+        MemoryTerm(name="gradients", num_bytes=trained),
+        MemoryTerm(name="optimizer states", num_bytes=states),
+    )
+
+
+def _kept_terms(
+    facts: ModelFacts, workload: Workload, *, num_micro_batches: int, is_padded: bool
+) -> tuple[MemoryTerm, ...]:
+    hidden_bytes = workload.num_tokens * facts.hidden_size * workload.dtype_bytes
+    recorded = num_micro_batches * recorded_bytes(facts, workload, is_padded=is_padded)
+    return (
+        MemoryTerm(
+            name="kept layer inputs",
+            num_bytes=facts.num_layers * num_micro_batches * hidden_bytes,
+        ),
+        MemoryTerm(
+            name="hidden states and their gradients",
+            num_bytes=(num_micro_batches + 1) * hidden_bytes,
+        ),
+        MemoryTerm(name="recorded arguments", num_bytes=recorded),
+    )
+
+
+def recorded_bytes(facts: ModelFacts, workload: Workload, *, is_padded: bool) -> int:
+    """Return what one micro-batch's masks, rotary tables and positions take until its last visit.
+
+    A full causal mask without padding is not written out, nor is a window that the sequence does
+    not exceed.
+    """
+    windows = {layer.window for layer in facts.layers}
+    rotary = 2 * workload.num_tokens * facts.head_dim * workload.dtype_bytes * len(windows)
+    num_masks = sum(
+        is_padded or (window is not None and window < workload.seq_len) for window in windows
+    )
+    return rotary + num_masks * workload.num_tokens * workload.seq_len + 8 * workload.num_tokens
+
+
+def head_chunk_bytes(facts: ModelFacts, workload: Workload) -> int:
+    """Return what the logits of one chunk take, with the copies that the loss makes."""
+    tokens = min(workload.head_chunk_tokens, workload.label_tokens)
+    return int(LOGIT_COPIES * FP32_BYTES * tokens * facts.vocab_size)
+
+
+def _visit_terms(
+    facts: ModelFacts, layer: LayerFacts, workload: Workload
+) -> tuple[MemoryTerm, ...]:
+    """List one backward visit: what recompute saves, and the widest gradients beside it."""
+    tokens, b = workload.num_tokens, workload.dtype_bytes
+    adapted = adapted_linears(layer, workload.adapter)
+    branches = sum(
+        linear.d_in + 2 * linear.d_out if b != FP32_BYTES else 2 * linear.d_out
+        for linear in adapted
+        if linear.group != "experts"
+    )
+    merged = sum(linear.num_weights for linear in adapted if linear.group == "experts")
+    return (
+        MemoryTerm(
+            name="one visit: saved activations",
+            num_bytes=tokens * saved_features_bytes(facts, layer, dtype_bytes=b),
+        ),
+        MemoryTerm(name="one visit: adapter branches", num_bytes=tokens * branches * FP32_BYTES),
+        MemoryTerm(
+            name="one visit: gradients",
+            num_bytes=tokens * (3 * facts.hidden_size + 2 * _widest(layer)) * b,
+        ),
+        MemoryTerm(name="merged expert weights", num_bytes=MERGED_EXPERT_COPIES * merged * b),
+    )
+
+
+def saved_features_bytes(facts: ModelFacts, layer: LayerFacts, *, dtype_bytes: int) -> int:
+    """Return the bytes per token that one layer saves for its backward.
+
+    Norms save their input in fp32 and their output; queries, keys and values are saved before and
+    after rotation, keys and values repeated to all heads; a dense MLP saves 4 widths, a mixture
+    k * (2 h + 3 f).
+    """
+    queries = facts.num_heads * facts.head_dim
+    key_values = 2 * facts.num_kv_heads * facts.head_dim
+    features = 2 * facts.hidden_size + 2 * (queries + key_values) + 2 * queries + queries
+    for linear in layer.linears:
+        if linear.name == "down_proj":
+            routed = 2 * facts.hidden_size + 3 * linear.d_in
+            features += linear.active * routed if linear.group == "experts" else 4 * linear.d_in
+    norms = layer.normed_features * (2 * FP32_BYTES + dtype_bytes)
+    return features * dtype_bytes + norms
+
+
+def _widest(layer: LayerFacts) -> int:
+    return max(linear.active * max(linear.d_in, linear.d_out) for linear in layer.linears)
+
+
+# ---------------------------------------------------------------------------------------------
+# Host
+
+
+def host_terms(
+    facts: ModelFacts, machine: Machine, workload: Workload, *, num_workers: int
+) -> tuple[MemoryTerm, ...]:
+    """List what stands in host memory while training.
+
+    On a CPU the process itself is counted with the device's terms, and both come from the same
+    memory.
+    """
+    weights = layer_weight_bytes(facts, dtype_bytes=workload.dtype_bytes)
+    cargo = [math.ceil(num_bytes * workload.codec_ratio) for num_bytes in weights]
+    slab, is_cuda = sum(cargo), machine.device == "cuda"
+    needs_staging = is_cuda and machine.pinned_bytes < slab
+    terms = (
+        MemoryTerm(name="slab", num_bytes=slab),
+        MemoryTerm(name="staging", num_bytes=STAGING_LAYERS * max(cargo) if needs_staging else 0),
+        MemoryTerm(name="loading", num_bytes=LOADING_LAYERS * max(weights)),
+        MemoryTerm(name="data workers", num_bytes=num_workers * WORKER_BYTES),
+        MemoryTerm(name="process", num_bytes=CUDA_PROCESS_BYTES if is_cuda else 0),
+    )
+    return tuple(term for term in terms if term.num_bytes)
+
+
+# ---------------------------------------------------------------------------------------------
+# What if: plain training of all weights, nothing offloaded
+
+
+def full_training_terms(
+    *,
+    num_parameters: int,
+    dtype_bytes: int,
+    activation_bytes: int,
+    context_bytes: int,
+) -> tuple[MemoryTerm, ...]:
+    """List the memory of training every weight with AdamW; below fp32 a master copy is kept."""
+    master = FP32_BYTES * num_parameters if dtype_bytes != FP32_BYTES else 0
+    return (
+        MemoryTerm(name="weights", num_bytes=dtype_bytes * num_parameters),
+        MemoryTerm(name="fp32 copy", num_bytes=master),
+        MemoryTerm(name="gradients", num_bytes=dtype_bytes * num_parameters),
+        MemoryTerm(
+            name="optimizer states", num_bytes=optimizer_state_bytes([num_parameters], "adamw")
+        ),
+        MemoryTerm(name="activations", num_bytes=activation_bytes),
+        MemoryTerm(name="context", num_bytes=context_bytes),
+    )
+
+
+def activation_bytes(
+    *, features: int, num_tokens: int, hidden_size: int, num_layers: int, dtype_bytes: int
+) -> int:
+    """Return what layers save without checkpointing, at `features` hidden sizes per token."""
+    return features * hidden_size * num_tokens * num_layers * dtype_bytes

@@ -1,0 +1,265 @@
+"""One step, planned as a value: what lies where, in which order it moves, and how long it takes.
+
+The number of slots is the one free choice so far. A byte of device memory used as a slot saves two
+bytes over the link in every step, so the plan takes as many slots as fit.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from offload.errors import DoesNotFitError
+from offload.plan.costs import Costs, Workload, price
+from offload.plan.facts import ModelFacts
+from offload.plan.machine import GIB, Machine
+from offload.plan.memory import MemoryTerm, device_terms, host_terms, total_bytes
+from offload.plan.schedule import Kind, Op, Order, Schedule, training_schedule, warm_ring
+from offload.plan.simulate import simulate
+from offload.plan.timeline import Timeline
+
+MIN_SLOTS = 2
+HEAD_CHUNK_TOKENS = 1024  # logits of a 151,936 vocabulary in fp32: 0.6 GB at a time
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanRequest:
+    """What a run asks of the plan.
+
+    Attributes:
+        typical: The micro-batch that time is predicted for.
+        largest: The largest micro-batch of the run, which must fit.
+        num_micro_batches: Micro-batches per step.
+        num_slots: Layers on the device at a time; None takes as many as fit.
+        vram_budget_bytes: Device memory the plan may use; None takes what the machine has.
+        num_workers: Processes that prepare data.
+    """
+
+    typical: Workload
+    largest: Workload
+    num_micro_batches: int
+    num_slots: int | None
+    vram_budget_bytes: int | None
+    num_workers: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Everything that the engine is told and the report compares with.
+
+    Attributes:
+        facts: The model.
+        machine: Where it is to run.
+        request: What was asked for.
+        num_slots: Layers on the device at a time.
+        schedule: The ops of a step that starts from a warm ring.
+        costs: What the ops cost, and by which grade of knowledge.
+        device_memory: Terms of the peak in device memory.
+        host_memory: Terms of the peak in host memory.
+    """
+
+    facts: ModelFacts
+    machine: Machine
+    request: PlanRequest
+    num_slots: int
+    schedule: Schedule
+    costs: Costs
+    device_memory: tuple[MemoryTerm, ...]
+    host_memory: tuple[MemoryTerm, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted peak of device memory."""
+        return total_bytes(self.device_memory)
+
+    @property
+    def host_bytes(self) -> int:
+        """Predicted peak of host memory."""
+        return total_bytes(self.host_memory)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a typical step, padding included."""
+        return self.request.typical.num_tokens * self.request.num_micro_batches
+
+    def predict(self) -> Timeline:
+        """Simulate the step, without the optimizer."""
+        return simulate(self.schedule, duration_of(self.costs))
+
+    @property
+    def step_s(self) -> float:
+        """Predicted time of a step, optimizer included."""
+        return self.predict().step_s + self.costs.optimizer_s
+
+
+def plan(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Plan:
+    """Choose the number of slots and lay the step out.
+
+    Raises:
+        DoesNotFitError: Device or host memory is too small; what is short and by how much.
+    """
+    num_slots = _choose_slots(facts, machine, request)
+    costs = price(facts, machine, request.typical)
+    schedule = training_schedule(
+        layer_bytes=[layer.weight_bytes for layer in costs.layers],
+        ring=warm_ring(num_slots),
+        num_micro_batches=request.num_micro_batches,
+        order=Order.LAYER_MAJOR,
+        trains_front=False,
+    )
+    return Plan(
+        facts=facts,
+        machine=machine,
+        request=request,
+        num_slots=num_slots,
+        schedule=schedule,
+        costs=costs,
+        device_memory=_device_terms(facts, machine, request, num_slots),
+        host_memory=_host_terms(facts, machine, request),
+    )
+
+
+def duration_of(costs: Costs) -> Callable[[Op], float]:
+    """Return what an op costs; a visit's first micro-batch pays for the decoding."""
+
+    def duration_s(op: Op) -> float:
+        if op.kind in (Kind.FRONT, Kind.FRONT_BACKWARD):
+            return costs.front_s
+        if op.kind is Kind.TAIL:
+            return costs.tail_s
+        assert op.layer is not None
+        if op.kind is Kind.LOAD:
+            return costs.load_s(op.layer)
+        layer = costs.layers[op.layer]
+        decode_s = layer.decode_s if op.micro_batch == 0 else 0.0
+        visit_s = layer.forward_s if op.kind is Kind.FORWARD else layer.backward_s
+        return visit_s + decode_s
+
+    return duration_s
+
+
+def calibrate(costs: Costs, measured: Timeline, *, optimizer_s: float) -> Costs:
+    """Replace the priced durations by those of a step that was run on this machine.
+
+    Args:
+        costs: As priced; loads that the measured step did not need keep their priced rate.
+        measured: A step of the typical micro-batches.
+        optimizer_s: The update's own time, as measured.
+    """
+    load_s = measured.busy_s(Kind.LOAD)
+    loaded_bytes = sum(span.num_bytes for span in measured.spans if span.kind is Kind.LOAD)
+    layers = tuple(
+        replace(
+            layer,
+            forward_s=_mean_s(measured, Kind.FORWARD, number),
+            backward_s=_mean_s(measured, Kind.BACKWARD, number),
+            decode_s=0.0,
+        )
+        for number, layer in enumerate(costs.layers)
+    )
+    return replace(
+        costs,
+        grade="calibrated",
+        layers=layers,
+        front_s=_mean_s(measured, Kind.FRONT, None),
+        tail_s=_mean_s(measured, Kind.TAIL, None),
+        optimizer_s=optimizer_s,
+        h2d_bytes_per_s=loaded_bytes / load_s if load_s else costs.h2d_bytes_per_s,
+        h2d_latency_s=0.0 if load_s else costs.h2d_latency_s,
+    )
+
+
+def with_costs(plan: Plan, costs: Costs) -> Plan:
+    """Return the same plan at other prices."""
+    return replace(plan, costs=costs)
+
+
+# ------------------------------------------------------------------------------------------ memory
+
+
+def _choose_slots(facts: ModelFacts, machine: Machine, request: PlanRequest) -> int:
+    """Return the number of slots, the largest that fits where it is free."""
+    if request.num_slots is not None:
+        wanted = min(request.num_slots, facts.num_layers)
+        _require_fit(facts, machine, request, wanted)
+        return wanted
+    for num_slots in range(facts.num_layers, MIN_SLOTS, -1):
+        if not _shortages(facts, machine, request, num_slots):
+            return num_slots
+    fewest = min(MIN_SLOTS, facts.num_layers)
+    _require_fit(facts, machine, request, fewest)
+    return fewest
+
+
+def _require_fit(facts: ModelFacts, machine: Machine, request: PlanRequest, num_slots: int) -> None:
+    shortages = _shortages(facts, machine, request, num_slots)
+    if not shortages:
+        return
+    raise DoesNotFitError(
+        f"with {num_slots} slots of {facts.num_layers} layers the plan needs "
+        + " and ".join(need for need, _ in shortages),
+        limit=" and ".join(limit for _, limit in shortages) + f" on {machine.name}",
+        hint=_nearest_fit(facts, machine, request, num_slots),
+    )
+
+
+def _shortages(
+    facts: ModelFacts, machine: Machine, request: PlanRequest, num_slots: int
+) -> list[tuple[str, str]]:
+    """Return (need, limit) of each memory that is too small; on a CPU there is only one memory."""
+    device_bytes = total_bytes(_device_terms(facts, machine, request, num_slots))
+    host_bytes = total_bytes(_host_terms(facts, machine, request))
+    device_limit = min(machine.vram_bytes, request.vram_budget_bytes or machine.vram_bytes)
+    shortages = []
+    if device_bytes > device_limit:
+        what = "device memory" if machine.device == "cuda" else "memory for computing"
+        shortages.append((f"{_gib(device_bytes)} of {what}", f"{_gib(device_limit)} may be used"))
+    if machine.device == "cpu":
+        host_bytes += device_bytes
+    if host_bytes > machine.ram_bytes:
+        shortages.append(
+            (f"{_gib(host_bytes)} of RAM", f"{_gib(machine.ram_bytes)} of RAM is there")
+        )
+    return shortages
+
+
+def _nearest_fit(facts: ModelFacts, machine: Machine, request: PlanRequest, num_slots: int) -> str:
+    """Name the nearest change that fits: fewer slots, or shorter sequences."""
+    for fewer in range(num_slots - 1, MIN_SLOTS - 1, -1):
+        if not _shortages(facts, machine, request, fewer):
+            return f"`offload.num_slots: {fewer}`"
+    seq_len = request.largest.seq_len
+    while seq_len >= 256:
+        seq_len //= 2
+        shorter = replace(request, largest=replace(request.largest, seq_len=seq_len))
+        if not _shortages(facts, machine, shorter, min(MIN_SLOTS, facts.num_layers)):
+            return f"`train.seq_len: {seq_len}` with `offload.num_slots: {MIN_SLOTS}`"
+    return "a machine with more memory, a smaller model, or cargo in fewer bits"
+
+
+def _device_terms(
+    facts: ModelFacts, machine: Machine, request: PlanRequest, num_slots: int
+) -> tuple[MemoryTerm, ...]:
+    return device_terms(
+        facts,
+        machine,
+        request.largest,
+        num_slots=num_slots,
+        num_micro_batches=request.num_micro_batches,
+        is_padded=request.largest.micro_batch_size > 1,
+    )
+
+
+def _host_terms(
+    facts: ModelFacts, machine: Machine, request: PlanRequest
+) -> tuple[MemoryTerm, ...]:
+    return host_terms(facts, machine, request.largest, num_workers=request.num_workers)
+
+
+def _mean_s(timeline: Timeline, kind: Kind, layer: int | None) -> float:
+    durations = [
+        span.duration_s for span in timeline.spans if span.kind is kind and span.layer == layer
+    ]
+    return sum(durations) / len(durations)
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.2f} GiB"

@@ -1,0 +1,302 @@
+"""The engine against itself resident (grade MOVE) and against transformers + peft (REORDER)."""
+
+import copy
+import random
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+import offload
+from offload.engine.engine import Engine
+from offload.engine.streams import CpuDevice
+from offload.plan.schedule import Order
+
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 64,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE)),
+    "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **EXPERTS)),
+    "gemma3_text": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SHAPE, sliding_window=8)),
+    "gpt_oss": lambda: GptOssForCausalLM(
+        GptOssConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=8)
+    ),
+}
+
+
+def with_lora(model: PreTrainedModel, *, dropout: float = 0.0) -> PeftModel:
+    has_experts = "num_experts" in model.config.to_dict()
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if has_experts else None
+    wrapped = get_peft_model(
+        model,
+        LoraConfig(
+            r=4,
+            lora_alpha=8,
+            lora_dropout=dropout,
+            target_modules=["q_proj", "v_proj", "o_proj"],
+            target_parameters=experts,
+        ),
+    )
+    for name, parameter in wrapped.named_parameters():
+        if "lora_B" in name:  # zero at the start: half of the gradients would be zero
+            torch.nn.init.normal_(parameter, std=0.1)
+    return wrapped.train()
+
+
+def tiny(name: str, *, dropout: float = 0.0) -> PeftModel:
+    torch.manual_seed(0)
+    return with_lora(MODELS[name](), dropout=dropout)
+
+
+def micro_batches(num: int = 3) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    batches = []
+    for number in range(num):
+        width = 12 + 2 * number
+        input_ids = torch.randint(0, 64, (2, width), generator=generator)
+        attention_mask = torch.ones_like(input_ids)
+        attention_mask[1, width - 3 :] = 0
+        labels = input_ids.clone()
+        labels[:, :4] = -100
+        labels[attention_mask == 0] = -100
+        batches.append({"input_ids": input_ids, "labels": labels, "attention_mask": attention_mask})
+    return batches
+
+
+def gradients(model: PeftModel) -> dict[str, torch.Tensor]:
+    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    assert len(found) == sum(p.requires_grad for p in model.parameters())
+    return found
+
+
+def streamed(
+    model: PeftModel, *, num_slots: int, seed: int = 0, order: Order = Order.LAYER_MAJOR
+) -> tuple[float, dict[str, torch.Tensor]]:
+    model = copy.deepcopy(model)
+    engine = offload.attach(model, num_slots=num_slots, device="cpu", head_chunk_tokens=7)
+    try:
+        result = engine.forward_backward(micro_batches(), dropout_seed=seed, order=order)
+        return result.loss, gradients(model)
+    finally:
+        engine.detach()
+
+
+def plain(model: PeftModel) -> tuple[float, dict[str, torch.Tensor]]:
+    """Ordinary gradient accumulation, normalised over the whole step."""
+    model = copy.deepcopy(model)
+    batches = micro_batches()
+    num_items = sum((batch["labels"][:, 1:] != -100).sum() for batch in batches)
+    loss = 0.0
+    for batch in batches:
+        part = model(**batch, use_cache=False, num_items_in_batch=num_items).loss
+        part.backward()
+        loss += part.item()
+    return loss, gradients(model)
+
+
+def truth_of(model: PeftModel) -> dict[str, torch.Tensor]:
+    """The plain model's gradients in float64, for which only the loop over experts works."""
+    model = copy.deepcopy(model).double()
+    model.config._experts_implementation = "eager"
+    return plain(model)[1]
+
+
+def assert_equal(
+    a: tuple[float, dict[str, torch.Tensor]], b: tuple[float, dict[str, torch.Tensor]]
+) -> None:
+    assert a[0] == b[0]
+    assert a[1].keys() == b[1].keys()
+    assert all(torch.equal(a[1][name], b[1][name]) for name in a[1])
+
+
+def rel_error(ours: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> float:
+    difference = sum((ours[n].double() - truth[n]).square().sum() for n in truth)
+    return float((difference / sum(t.square().sum() for t in truth.values())).sqrt())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_move_streamed_equals_resident_to_the_bit(name: str) -> None:
+    model = tiny(name)
+    assert_equal(streamed(model, num_slots=2), streamed(model, num_slots=6))
+    assert_equal(streamed(model, num_slots=3), streamed(model, num_slots=6))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_reorder_gradients_are_no_worse_than_those_of_transformers_and_peft(name: str) -> None:
+    model = tiny(name)
+    truth = truth_of(model)
+    reference_loss, reference = plain(model)
+    loss, ours = streamed(model, num_slots=2)
+    assert loss == pytest.approx(reference_loss, rel=1e-6)
+    # Both are within rounding of the truth; equal roundings give a ratio of 1.
+    assert rel_error(ours, truth) <= 1.05 * rel_error(reference, truth)
+    assert rel_error(reference, truth) < 1e-5
+
+
+def test_move_dropout_is_replayed_in_the_recompute() -> None:
+    model = tiny("qwen3", dropout=0.3)
+    assert_equal(streamed(model, num_slots=2), streamed(model, num_slots=6))
+    other = streamed(model, num_slots=2, seed=1)
+    assert other[0] != streamed(model, num_slots=2)[0]
+
+
+def test_dropout_gradients_are_those_of_one_and_the_same_mask() -> None:
+    """Under another mask in the recompute, a gradient would not be the slope of the loss."""
+    model = tiny("qwen3", dropout=0.3)
+    _, found = streamed(model, num_slots=2, seed=5)
+    name = max((n for n in found if "lora_B" in n), key=lambda n: float(found[n].abs().max()))
+    place = int(found[name].abs().argmax())
+    losses = []
+    for move in (0.02, -0.02):
+        moved = copy.deepcopy(model)
+        with torch.no_grad():
+            dict(moved.named_parameters())[name].view(-1)[place] += move
+        losses.append(streamed(moved, num_slots=2, seed=5)[0])
+    slope = (losses[0] - losses[1]) / 0.04
+    assert found[name].view(-1)[place].item() == pytest.approx(slope, rel=0.01)
+
+
+def test_the_usual_order_gives_the_same_gradients_within_rounding() -> None:
+    model = tiny("qwen3_moe")
+    truth = truth_of(model)
+    _, usual = streamed(model, num_slots=2, order=Order.MICRO_BATCH_MAJOR)
+    assert rel_error(usual, truth) < 1e-5
+
+
+def test_late_copies_change_nothing() -> None:
+    model = tiny("qwen3")
+    expected = streamed(model, num_slots=6)
+    jitter = random.Random(0)
+    device = CpuDevice(before_copy=lambda: time.sleep(jitter.random() * 0.01))
+    engine = Engine(model, num_slots=2, device=device, head_chunk_tokens=7)
+    result = engine.forward_backward(micro_batches(), dropout_seed=0)
+    assert_equal((result.loss, gradients(model)), expected)
+    engine.detach()
+
+
+def test_loads_are_counted_from_cold_and_steady_and_after_an_evaluation() -> None:
+    model = tiny("qwen3")
+    engine = offload.attach(model, num_slots=2, device="cpu")
+    assert engine.forward_backward(micro_batches()).num_loads == 10
+    assert engine.forward_backward(micro_batches()).num_loads == 8
+    assert engine.forward(micro_batches()[0]).num_loads == 4
+    assert engine.forward_backward(micro_batches()).num_loads == 10
+    engine.detach()
+
+
+def test_logits_without_gradients_equal_the_plain_model() -> None:
+    model = tiny("qwen3_moe").eval()
+    batch = {k: v for k, v in micro_batches()[0].items() if k != "labels"}
+    with torch.no_grad():
+        expected = model(**batch, use_cache=False).logits
+    engine = offload.attach(model, num_slots=2, device="cpu")
+    logits = engine.forward(batch).logits
+    last = engine.forward(batch, positions=torch.tensor([5, 7])).logits
+    engine.detach()
+    assert logits is not None
+    assert last is not None
+    assert torch.equal(logits[0], expected[0])
+    assert torch.allclose(last[:, 0], expected[torch.arange(2), torch.tensor([5, 7])], atol=1e-6)
+
+
+def test_detach_gives_the_model_back_as_it_was() -> None:
+    model = tiny("qwen3")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    engine = offload.attach(model, num_slots=2, device="cpu")
+    engine.forward_backward(micro_batches())
+    engine.detach()
+    after = model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    with pytest.raises(offload.OffloadError, match="the engine is detached"):
+        engine.forward_backward(micro_batches())
+
+
+def test_trained_embeddings_get_the_gradients_of_the_plain_model() -> None:
+    torch.manual_seed(0)
+    base = Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=True))
+    model = with_lora(base)
+    model.get_input_embeddings().weight.requires_grad_(True)
+    truth = truth_of(model)
+    _, ours = streamed(model, num_slots=2)
+    assert any("embed_tokens" in name for name in ours)
+    assert rel_error(ours, truth) < 1e-5
+
+
+def test_checkpointing_and_cache_left_on_change_nothing() -> None:
+    model = tiny("qwen3")
+    expected = streamed(model, num_slots=2)
+    for module in model.modules():
+        if hasattr(module, "gradient_checkpointing"):
+            module.gradient_checkpointing = True
+    model.config.use_cache = True
+    assert_equal(streamed(model, num_slots=2), expected)
+
+
+def test_a_failed_copy_is_an_error_and_the_next_step_is_right() -> None:
+    model = tiny("qwen3")
+    expected = streamed(model, num_slots=2)
+    failures = [OSError("the link is down")]
+
+    def fail_once() -> None:
+        if failures:
+            raise failures.pop()
+
+    engine = Engine(
+        model, num_slots=2, device=CpuDevice(before_copy=fail_once), head_chunk_tokens=7
+    )
+    with pytest.raises(offload.TransferError, match="the link is down"):
+        engine.forward_backward(micro_batches(), dropout_seed=0)
+    model.zero_grad()
+    result = engine.forward_backward(micro_batches(), dropout_seed=0)
+    assert_equal((result.loss, gradients(model)), expected)
+    engine.detach()
+
+
+def test_a_model_with_shared_keys_and_values_is_refused() -> None:
+    model = tiny("qwen3")
+    model.config.num_kv_shared_layers = 2
+    with pytest.raises(offload.UnsupportedModelError, match="num_kv_shared_layers is 2"):
+        offload.attach(model, num_slots=2, device="cpu")
+
+
+def test_a_router_loss_is_refused() -> None:
+    model = tiny("qwen3_moe")
+    model.config.output_router_logits = True
+    with pytest.raises(offload.UnsupportedModelError, match="output_router_logits is true"):
+        offload.attach(model, num_slots=2, device="cpu")
+
+
+def test_a_step_without_labels_is_refused() -> None:
+    model = tiny("qwen3")
+    engine = offload.attach(model, num_slots=2, device="cpu")
+    batch = micro_batches()[0]
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    with pytest.raises(offload.OffloadError, match="none of the 1 micro-batches has a token"):
+        engine.forward_backward([batch])
+    engine.detach()

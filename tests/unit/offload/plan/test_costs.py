@@ -1,0 +1,373 @@
+from dataclasses import replace
+
+import pytest
+
+from offload.plan.costs import (
+    Costs,
+    LayerCost,
+    Workload,
+    break_even_tokens,
+    price,
+    r3_bound_s,
+    usual_order_bound_s,
+)
+from offload.plan.facts import AdapterSpec, ModelFacts, model_facts
+from offload.plan.machine import Machine, Rate, named_machine
+from offload.plan.roofline import (
+    all_gather_bytes,
+    attention_flops,
+    elementwise,
+    gemm,
+    layer_elementwise_bytes,
+    layer_flops,
+    tensor_parallel_bytes,
+    unfused_softmax_bytes,
+)
+
+WITHIN = 0.01
+LINK = 400e9
+LLAMA_7B = model_facts(
+    {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "vocab_size": 32000,
+    }
+)
+LLAMA_70B = model_facts(
+    {
+        "model_type": "llama",
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 4,
+        "vocab_size": 32000,
+    }
+)
+QWEN_30B = model_facts(
+    {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "vocab_size": 151936,
+    }
+)
+ATTENTION_ONLY = AdapterSpec(
+    rank=16, targets=("q_proj", "k_proj", "v_proj", "o_proj"), experts=False
+)
+
+
+def h100_as_measured() -> Machine:
+    return named_machine("h100")
+
+
+def workload(**changes: object) -> Workload:
+    base = Workload(
+        micro_batch_size=1,
+        seq_len=8192,
+        label_tokens=8192,
+        head_chunk_tokens=1024,
+        adapter=ATTENTION_ONLY,
+        optimizer="adamw",
+        dtype_bytes=2,
+        codec_ratio=1.0,
+    )
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------------------------------
+# Published worked cases: operations
+
+
+def test_adding_two_large_matrices_is_memory_bound() -> None:
+    roof = elementwise(h100_as_measured(), num_elements=8192**2, num_passes=3, dtype_bytes=2)
+    assert roof.memory_s == pytest.approx(167.8e-6, rel=WITHIN)
+    assert roof.compute_s == pytest.approx(2.68e-6, rel=WITHIN)
+    assert roof.verdict == "memory"
+
+
+def test_a_square_product_of_1024_is_balanced() -> None:
+    roof = gemm(h100_as_measured(), m=1024, k=1024, n=1024, dtype_bytes=2)
+    assert roof.memory_s == pytest.approx(2.62e-6, rel=WITHIN)
+    assert roof.compute_s == pytest.approx(2.68e-6, rel=WITHIN)
+    assert roof.verdict == "balanced"
+
+
+def test_a_product_of_four_rows_is_memory_bound() -> None:
+    roof = gemm(h100_as_measured(), m=4, k=8192, n=8192, dtype_bytes=2)
+    assert roof.memory_s == pytest.approx(56.0e-6, rel=WITHIN)
+    assert roof.compute_s == pytest.approx(0.67e-6, rel=WITHIN)
+    assert roof.verdict == "memory"
+
+
+def test_a_large_square_product_is_compute_bound() -> None:
+    assert gemm(h100_as_measured(), m=8192, k=8192, n=8192, dtype_bytes=2).verdict == "compute"
+
+
+def test_the_linear_layers_of_attention_take_1_37_ms() -> None:
+    one = gemm(h100_as_measured(), m=8192, k=4096, n=4096, dtype_bytes=2)
+    assert 4 * one.time_s == pytest.approx(1.37e-3, rel=WITHIN)
+
+
+def test_the_products_and_scaling_of_attention_take_2_06_ms() -> None:
+    flops = attention_flops(num_tokens=8192, context_tokens=8192, width=4096, count="lecture_full")
+    assert flops / h100_as_measured().gemm_flops_per_s.value == pytest.approx(2.06e-3, rel=WITHIN)
+
+
+def test_an_unfused_softmax_takes_7_16_ms() -> None:
+    num_bytes = unfused_softmax_bytes(num_heads=64, seq_len=8192, dtype_bytes=2)
+    memory_s = num_bytes / h100_as_measured().memory_bytes_per_s.value
+    assert memory_s == pytest.approx(7.16e-3, rel=WITHIN)
+
+
+# ---------------------------------------------------------------------------------------------
+# Published worked cases: the forward of a layer
+
+
+@pytest.mark.parametrize(
+    ("facts", "num_tokens", "context_tokens", "matmul_s", "elementwise_s", "gather_s"),
+    [
+        (LLAMA_7B, 8192, 8192, 5.18e-3, 0.505e-3, 1.01e-3),
+        # Two ranks share a sequence of 8192, so each attends from 4096 tokens to all of it.
+        (LLAMA_70B, 4096, 8192, 9.71e-3, 0.573e-3, 4.24e-3),
+    ],
+    ids=["Llama 7B", "Llama 70B"],
+)
+def test_a_llama_layer_costs_what_the_lecture_says(
+    facts: ModelFacts,
+    num_tokens: int,
+    context_tokens: int,
+    matmul_s: float,
+    elementwise_s: float,
+    gather_s: float,
+) -> None:
+    machine, layer = h100_as_measured(), facts.layers[0]
+    flops = layer_flops(
+        facts, layer, num_tokens=num_tokens, context_tokens=context_tokens, count="lecture"
+    )
+    mlp_width = next(x.d_in for x in layer.linears if x.name == "down_proj")
+    moved = layer_elementwise_bytes(
+        num_tokens=num_tokens, hidden_size=facts.hidden_size, mlp_width=mlp_width, dtype_bytes=2
+    )
+    gathered = all_gather_bytes(num_parameters=layer.num_parameters, dtype_bytes=2)
+    assert flops / machine.gemm_flops_per_s.value == pytest.approx(matmul_s, rel=WITHIN)
+    assert moved / machine.memory_bytes_per_s.value == pytest.approx(elementwise_s, rel=WITHIN)
+    assert gathered / LINK == pytest.approx(gather_s, rel=WITHIN)
+
+
+def test_the_gathered_bytes_follow_the_formula_and_not_the_slide() -> None:
+    sizes = [
+        all_gather_bytes(num_parameters=facts.layers[0].num_parameters, dtype_bytes=2) / 1e6
+        for facts in (LLAMA_7B, LLAMA_70B)
+    ]
+    assert sizes == pytest.approx([405, 1694], rel=WITHIN)
+
+
+def test_splitting_a_70b_layer_in_two_moves_0_67_ms() -> None:
+    num_bytes = tensor_parallel_bytes(num_tokens=4096, hidden_size=8192, dtype_bytes=2)
+    assert num_bytes / LINK == pytest.approx(0.67e-3, rel=WITHIN)
+
+
+@pytest.mark.parametrize(("count", "forward_s"), [("lecture", 5.36e-3), ("causal", 5.93e-3)])
+def test_a_qwen_30b_layer_has_a_lecture_figure_and_an_exact_one(
+    count: str, forward_s: float
+) -> None:
+    flops = layer_flops(
+        QWEN_30B,
+        QWEN_30B.layers[0],
+        num_tokens=8192,
+        context_tokens=8192,
+        count=count,  # type: ignore[arg-type]
+    )
+    assert flops / 250e12 == pytest.approx(forward_s, rel=WITHIN)
+
+
+def test_a_qwen_30b_layer_costs_181_mflop_per_token_counted_exactly() -> None:
+    flops = layer_flops(
+        QWEN_30B, QWEN_30B.layers[0], num_tokens=8192, context_tokens=8192, count="causal"
+    )
+    assert flops / 8192 == pytest.approx(181e6, rel=WITHIN)
+
+
+def test_a_qwen_30b_layer_takes_19_46_ms_over_a_link_of_64_gb_per_s() -> None:
+    layer = QWEN_30B.layers[0]
+    num_bytes = 2 * (layer.weights("attention") + layer.weights("experts"))
+    assert num_bytes / 1e6 == pytest.approx(1245.7, rel=1e-4)
+    machine = named_machine("rtx5090", link_bytes_per_s=64e9)
+    costs = price(QWEN_30B, machine, workload())
+    assert costs.load_s(0) == pytest.approx(19.46e-3, rel=WITHIN)
+    assert costs.layers[0].weight_bytes == 2 * layer.num_parameters
+
+
+# ---------------------------------------------------------------------------------------------
+# Attention
+
+
+def test_a_window_as_long_as_the_sequence_changes_nothing() -> None:
+    full = attention_flops(num_tokens=64, context_tokens=64, width=8, count="causal")
+    windowed = attention_flops(num_tokens=64, context_tokens=64, width=8, count="causal", window=64)
+    assert windowed == full
+
+
+def test_a_short_window_costs_about_the_pairs_that_it_has() -> None:
+    pairs = sum(min(i + 1, 16) for i in range(4096))
+    flops = attention_flops(
+        num_tokens=4096, context_tokens=4096, width=8, count="causal", window=16
+    )
+    assert flops == pytest.approx(4 * 8 * pairs, rel=0.05)
+
+
+# ---------------------------------------------------------------------------------------------
+# Bounds
+
+
+@pytest.mark.parametrize(
+    ("facts", "codec_ratio", "expected"),
+    [
+        (QWEN_30B, 1.0, 46e3),
+        (QWEN_30B, 0.258, 12e3),
+        (LLAMA_7B, 1.0, 4.2e3),
+        (LLAMA_7B, 0.258, 1.1e3),
+    ],
+)
+def test_break_even_on_a_5090_is_what_the_design_says(
+    facts: ModelFacts, codec_ratio: float, expected: float
+) -> None:
+    tokens = break_even_tokens(
+        facts, named_machine("rtx5090"), codec_ratio=codec_ratio, num_slots=0, dtype_bytes=2
+    )
+    assert tokens == pytest.approx(expected, rel=0.015)
+
+
+def test_break_even_is_zero_when_every_layer_is_resident() -> None:
+    machine = named_machine("rtx5090")
+    tokens = break_even_tokens(QWEN_30B, machine, codec_ratio=1.0, num_slots=48, dtype_bytes=2)
+    assert tokens == 0
+
+
+def uniform_costs(*, load_s: float, num_layers: int = 10) -> Costs:
+    layer = LayerCost(
+        forward_s=1.0,
+        backward_s=2.0,
+        decode_s=0.5,
+        weight_bytes=1000,
+        forward_flops=1.0,
+        backward_flops=2.0,
+        bound="compute",
+    )
+    return Costs(
+        grade="spec",
+        layers=(layer,) * num_layers,
+        front_s=0.25,
+        tail_s=3.0,
+        optimizer_s=7.0,
+        h2d_bytes_per_s=1000 / load_s,
+        h2d_latency_s=0.0,
+    )
+
+
+def test_r3_counts_visits_alone_when_loads_are_short() -> None:
+    bound_s = r3_bound_s(uniform_costs(load_s=0.1), num_slots=4, num_micro_batches=2)
+    assert bound_s == pytest.approx(10 * 2.5 + 2 * 3.25 + 10 * 4.5)
+
+
+def test_r3_counts_loads_and_the_two_visits_at_their_ends_when_loads_are_long() -> None:
+    bound_s = r3_bound_s(uniform_costs(load_s=100.0), num_slots=4, num_micro_batches=2)
+    assert bound_s == pytest.approx((6 * 100 + 2 * 2.5) + 2 * 3.25 + (6 * 100 + 2 * 4.5))
+
+
+def test_the_usual_order_pays_the_loads_for_every_micro_batch() -> None:
+    costs = uniform_costs(load_s=100.0)
+    bound_s = usual_order_bound_s(costs, num_slots=4, num_micro_batches=3)
+    assert bound_s == pytest.approx(3 * (600 + 3.25 + 600))
+
+
+@pytest.mark.parametrize("num_slots", [10, 12])
+def test_nothing_is_loaded_when_every_layer_has_a_slot(num_slots: int) -> None:
+    bound_s = r3_bound_s(uniform_costs(load_s=1e6), num_slots=num_slots, num_micro_batches=1)
+    assert bound_s == pytest.approx(10 * 1.5 + 3.25 + 10 * 2.5)
+
+
+# ---------------------------------------------------------------------------------------------
+# Prices
+
+
+def test_a_named_card_is_priced_to_grade_spec_and_a_measured_one_to_probed() -> None:
+    machine = named_machine("rtx4090")
+    rates = {
+        name: Rate(value=getattr(machine, name).value, source="measured")
+        for name in Machine.__dataclass_fields__
+        if isinstance(getattr(machine, name), Rate)
+    }
+    assert price(QWEN_30B, machine, workload()).grade == "spec"
+    assert price(QWEN_30B, replace(machine, **rates), workload()).grade == "probed"  # type: ignore[arg-type]
+    assert price(QWEN_30B, replace(machine, launch_s=rates["launch_s"]), workload()).grade == "spec"
+
+
+def test_a_backward_visit_costs_two_to_four_forwards() -> None:
+    for layer in price(LLAMA_7B, named_machine("rtx4090"), workload()).layers:
+        assert 2 < layer.backward_s / layer.forward_s < 4
+        assert 2 < layer.backward_flops / layer.forward_flops < 3
+
+
+def test_one_token_is_bound_by_memory_or_launches_and_many_by_compute() -> None:
+    machine = named_machine("rtx4090")
+    few = price(LLAMA_7B, machine, workload(seq_len=1, label_tokens=1)).layers[0]
+    many = price(LLAMA_7B, machine, workload()).layers[0]
+    assert (few.bound != "compute", many.bound) == (True, "compute")
+
+
+def test_a_cpu_adds_launches_to_work_where_a_gpu_hides_them() -> None:
+    gpu = named_machine("rtx4090")
+    cpu, slow = replace(gpu, device="cpu"), Rate(value=1e-3, source="measured")
+    load = workload(seq_len=16, label_tokens=16)
+    on_cpu, on_gpu = (price(LLAMA_7B, m, load).layers[0].forward_s for m in (cpu, gpu))
+    assert on_cpu > on_gpu
+    slower = price(LLAMA_7B, replace(cpu, launch_s=slow), load).layers[0]
+    assert slower.bound == "launch"
+    assert slower.forward_s > 50e-3
+
+
+def test_a_loop_over_experts_launches_more_than_a_grouped_product() -> None:
+    looped = replace(named_machine("rtx4090"), device="cpu", has_grouped_gemm=False)
+    load = workload(seq_len=64, label_tokens=64)
+    slow = price(QWEN_30B, looped, load).layers[0].forward_s
+    fast = price(QWEN_30B, replace(looped, has_grouped_gemm=True), load).layers[0].forward_s
+    assert slow - fast == pytest.approx(2 * 127 * looped.launch_s.value)
+
+
+def test_adapters_on_experts_cost_more_than_on_attention_only() -> None:
+    machine, experts = named_machine("rtx5090"), replace(ATTENTION_ONLY, experts=True)
+    plain = price(QWEN_30B, machine, workload())
+    more = price(QWEN_30B, machine, workload(adapter=experts))
+    assert more.layers[0].backward_s > plain.layers[0].backward_s
+    assert more.optimizer_s > plain.optimizer_s
+
+
+def test_encoded_cargo_is_smaller_and_decoded_once_per_visit() -> None:
+    machine = named_machine("rtx4090")
+    native = price(LLAMA_7B, machine, workload()).layers[0]
+    nf4 = price(LLAMA_7B, machine, workload(codec_ratio=0.25)).layers[0]
+    assert nf4.weight_bytes == native.weight_bytes // 4
+    assert native.decode_s == 0 < nf4.decode_s
+    assert nf4.forward_s == native.forward_s
+
+
+def test_the_tail_is_priced_by_the_tokens_that_have_a_loss() -> None:
+    machine = named_machine("rtx4090")
+    all_tokens = price(QWEN_30B, machine, workload()).tail_s
+    half = price(QWEN_30B, machine, workload(label_tokens=4096)).tail_s
+    assert half == pytest.approx(all_tokens / 2, rel=0.01)
+
+
+def test_only_layers_of_different_shape_differ_in_price() -> None:
+    assert len(set(price(QWEN_30B, named_machine("rtx5090"), workload()).layers)) == 1

@@ -1,0 +1,88 @@
+import json
+from dataclasses import fields, replace
+
+import pytest
+
+from offload.errors import MachineError
+from offload.plan.machine import CARD_NAMES, GIB, Machine, Rate, named_machine
+
+
+@pytest.mark.parametrize("name", CARD_NAMES)
+def test_every_card_survives_json_exactly(name):
+    machine = named_machine(name)
+    assert Machine.from_json(machine.to_json()) == machine
+
+
+@pytest.mark.parametrize("name", ["rtx5090", "RTX 5090", "rtx-5090", "Rtx_5090", "5090"])
+def test_a_name_is_found_whatever_its_case_spaces_and_dashes(name):
+    assert named_machine(name) == named_machine("rtx5090")
+
+
+def test_the_5090_has_the_rates_that_owners_measured():
+    machine = named_machine("rtx5090")
+    assert machine.gemm_flops_per_s == Rate(value=238e12, source="owner-measured")
+    assert machine.h2d_bytes_per_s.value == 56e9
+    assert machine.h2d_duplex_bytes_per_s.value == pytest.approx(51e9)
+
+
+def test_a_rate_from_a_datasheet_says_so():
+    assert named_machine("rtx4090").gemm_flops_per_s.source == "datasheet x 0.8"
+    assert named_machine("rtx4090").launch_s.source == "assumed"
+
+
+@pytest.mark.parametrize(
+    ("name", "vram_gib"),
+    [("rtx3060", 12), ("rtx4060ti", 16), ("rtx5060ti", 16), ("rtx4090", 24), ("rtx5090", 32)],
+)
+def test_a_card_has_its_memory(name, vram_gib):
+    assert named_machine(name).vram_bytes == vram_gib * GIB
+
+
+def test_memory_and_link_of_the_host_can_be_given():
+    machine = named_machine("rtx4090", ram_bytes=32 * GIB, link_bytes_per_s=12e9)
+    assert (machine.ram_bytes, machine.pinned_bytes) == (32 * GIB, 32 * GIB)
+    assert machine.h2d_bytes_per_s == Rate(value=12e9, source="given")
+    assert machine.h2d_duplex_bytes_per_s.value < 12e9
+
+
+def test_an_unknown_name_is_refused_with_the_nearest():
+    with pytest.raises(MachineError, match=r"(?s)'rtx 5095'; known are rtx3060.*hint: .*`rtx5090`"):
+        named_machine("rtx 5095")
+
+
+def edited(**changes: object) -> str:
+    return json.dumps(json.loads(named_machine("h100").to_json()) | changes)
+
+
+@pytest.mark.parametrize("key", [field.name for field in fields(Machine)])
+def test_a_file_without_a_key_is_refused_by_the_key(key):
+    values = json.loads(named_machine("h100").to_json())
+    del values[key]
+    with pytest.raises(MachineError, match=f"no key '{key}'"):
+        Machine.from_json(json.dumps(values))
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{", "not JSON"),
+        ("[1]", r"machine is \[1\], not an object"),
+        (edited(gem_flops_per_s=1), r"'gem_flops_per_s' \(nearest: 'gemm_flops_per_s'\)"),
+        (edited(launch_s={"value": 0.0, "source": "measured"}), "'launch_s' is 0.0, not a number"),
+        (edited(launch_s={"value": float("nan"), "source": "measured"}), "'launch_s' is nan"),
+        (edited(launch_s={"value": 1.0}), "'launch_s' has no key 'source'"),
+        (edited(launch_s={"value": 1.0, "source": 3}), "source of 'launch_s' is 3"),
+        (edited(vram_bytes=1.5), "'vram_bytes' is 1.5, not a whole number"),
+        (edited(ram_bytes=-1), "'ram_bytes' is -1"),
+        (edited(has_grouped_gemm=1), "'has_grouped_gemm' is 1, not true or false"),
+        (edited(device="tpu"), "'device' is 'tpu', not cuda or cpu"),
+    ],
+)
+def test_a_broken_file_is_refused_with_what_is_wrong_in_it(text, why):
+    with pytest.raises(MachineError, match=why):
+        Machine.from_json(text)
+
+
+def test_a_rate_that_json_cannot_write_short_survives():
+    machine = replace(named_machine("h100"), launch_s=Rate(value=0.1 + 0.2, source="measured"))
+    assert Machine.from_json(machine.to_json()) == machine

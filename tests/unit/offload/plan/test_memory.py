@@ -1,0 +1,250 @@
+from dataclasses import replace
+
+import pytest
+
+from offload.plan.costs import Workload
+from offload.plan.facts import AdapterSpec, model_facts
+from offload.plan.machine import GIB, named_machine
+from offload.plan.memory import (
+    MemoryTerm,
+    activation_bytes,
+    adapter_tensor_sizes,
+    device_terms,
+    full_training_terms,
+    host_terms,
+    layer_weight_bytes,
+    optimizer_state_bytes,
+    recorded_bytes,
+    total_bytes,
+)
+
+WITHIN = 0.01
+GB = 10**9
+QWEN_30B = model_facts(
+    {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "vocab_size": 151936,
+    }
+)
+GEMMA = model_facts(
+    {
+        "model_type": "gemma3_text",
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "sliding_window": 1024,
+        "vocab_size": 1000,
+    }
+)
+WORKLOAD = Workload(
+    micro_batch_size=1,
+    seq_len=4096,
+    label_tokens=4096,
+    head_chunk_tokens=512,
+    adapter=AdapterSpec(rank=16, targets=("q_proj", "v_proj"), experts=False),
+    optimizer="adamw",
+    dtype_bytes=2,
+    codec_ratio=1.0,
+)
+
+
+def on_5090(workload: Workload = WORKLOAD, **changes: object) -> dict[str, int]:
+    settings = {"num_slots": 4, "num_micro_batches": 2, "is_padded": False} | changes
+    terms = device_terms(QWEN_30B, named_machine("rtx5090"), workload, **settings)  # type: ignore[arg-type]
+    names = [term.name for term in terms]
+    assert len(names) == len(set(names))
+    return {term.name: term.num_bytes for term in terms}
+
+
+# ---------------------------------------------------------------------------------------------
+# Published worked cases
+
+
+def by_name(terms: tuple[MemoryTerm, ...]) -> dict[str, int]:
+    return {term.name: term.num_bytes for term in terms}
+
+
+def test_training_7b_in_fp32_takes_104_gib_before_activations() -> None:
+    terms = full_training_terms(
+        num_parameters=7 * GB, dtype_bytes=4, activation_bytes=0, context_bytes=0
+    )
+    gib = {name: num_bytes / GIB for name, num_bytes in by_name(terms).items() if num_bytes}
+    expected = {"weights": 26.1, "gradients": 26.1, "optimizer states": 52.2}
+    assert gib == pytest.approx(expected, rel=WITHIN)
+    assert total_bytes(terms) / GIB == pytest.approx(104.3, rel=WITHIN)
+
+
+def test_training_1_5b_in_fp32_takes_85_4_gb() -> None:
+    activations = activation_bytes(
+        features=12, num_tokens=1024 * 16, hidden_size=1600, num_layers=48, dtype_bytes=4
+    )
+    assert activations / GB == pytest.approx(60.4, rel=WITHIN)
+    terms = full_training_terms(
+        num_parameters=1_500_000_000,
+        dtype_bytes=4,
+        activation_bytes=activations,
+        context_bytes=GB,
+    )
+    assert total_bytes(terms) / GB == pytest.approx(85.4, rel=WITHIN)
+
+
+def test_training_1_5b_in_mixed_precision_takes_26_9_gb_at_batch_2() -> None:
+    activations = activation_bytes(
+        features=6, num_tokens=1024 * 2, hidden_size=1600, num_layers=48, dtype_bytes=2
+    )
+    terms = full_training_terms(
+        num_parameters=1_500_000_000,
+        dtype_bytes=2,
+        activation_bytes=activations,
+        context_bytes=GB,
+    )
+    assert by_name(terms)["fp32 copy"] == 6 * GB
+    assert total_bytes(terms) / GB == pytest.approx(26.9, rel=WITHIN)
+
+
+# ---------------------------------------------------------------------------------------------
+# Optimizer
+
+
+def test_adamw_keeps_8_bytes_per_weight_and_8_bit_adamw_2_031() -> None:
+    assert optimizer_state_bytes([1 << 20], "adamw") / (1 << 20) == 8
+    assert optimizer_state_bytes([1 << 20], "adamw_8bit") / (1 << 20) == pytest.approx(2.031, 1e-3)
+
+
+def test_small_tensors_stay_in_fp32_under_8_bit_adamw() -> None:
+    assert optimizer_state_bytes([4095], "adamw_8bit") == 8 * 4095
+    assert optimizer_state_bytes([4096], "adamw_8bit") < 3 * 4096
+
+
+def test_8_bit_states_are_as_large_as_those_that_bitsandbytes_makes() -> None:
+    torch = pytest.importorskip("torch")
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    sizes = (4096, 10_000, 100)
+    parameters = [torch.nn.Parameter(torch.zeros(size)) for size in sizes]
+    optimizer = bitsandbytes.optim.AdamW8bit(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    made = sum(
+        tensor.numel() * tensor.element_size()
+        for state in optimizer.state.values()
+        for name, tensor in state.items()
+        if name in ("state1", "state2", "absmax1", "absmax2")
+    )
+    assert optimizer_state_bytes(sizes, "adamw_8bit") == made
+
+
+def test_adapter_tensors_are_an_a_and_a_b_per_target_and_layer() -> None:
+    sizes = adapter_tensor_sizes(QWEN_30B, WORKLOAD)
+    assert sizes[:4] == (16 * 2048, 16 * 4096, 16 * 2048, 16 * 512)
+    assert len(sizes) == 48 * 2 * 2
+
+
+# ---------------------------------------------------------------------------------------------
+# Device
+
+
+def test_slots_take_the_largest_layer_each() -> None:
+    one_layer = layer_weight_bytes(QWEN_30B, dtype_bytes=2)[0]
+    assert on_5090()["slots"] == 4 * one_layer
+    assert on_5090(num_slots=100)["slots"] == 48 * one_layer
+
+
+def test_kept_inputs_grow_with_layers_and_micro_batches() -> None:
+    assert on_5090()["kept layer inputs"] == 48 * 2 * 4096 * 2048 * 2
+    assert on_5090(num_micro_batches=4)["kept layer inputs"] == 48 * 4 * 4096 * 2048 * 2
+
+
+def test_adapters_gradients_and_states_are_fp32() -> None:
+    count = sum(adapter_tensor_sizes(QWEN_30B, WORKLOAD))
+    terms = on_5090()
+    assert terms["adapters"] == terms["gradients"] == 4 * count
+    assert terms["optimizer states"] == 8 * count
+
+
+def test_merged_expert_weights_are_priced_only_when_experts_are_adapted() -> None:
+    experts = replace(WORKLOAD, adapter=replace(WORKLOAD.adapter, experts=True))
+    assert "merged expert weights" not in on_5090()
+    one_layer = 2 * QWEN_30B.layers[0].weights("experts")
+    assert on_5090(experts)["merged expert weights"] == 3 * one_layer
+
+
+def test_the_head_chunk_counts_only_when_it_is_larger_than_a_visit() -> None:
+    assert "head chunk" not in on_5090()
+    large = on_5090(replace(WORKLOAD, head_chunk_tokens=4096))
+    assert large["head chunk"] == 14 * 4096 * 151936
+    assert not any(name.startswith("one visit") for name in large)
+
+
+def test_encoded_slots_shrink_and_two_decoded_layers_stand_beside_them() -> None:
+    encoded = on_5090(replace(WORKLOAD, codec_ratio=0.25))
+    assert encoded["slots"] == on_5090()["slots"] // 4
+    assert encoded["decoded layers"] == 2 * layer_weight_bytes(QWEN_30B, dtype_bytes=2)[0]
+    assert "decoded layers" not in on_5090()
+
+
+@pytest.mark.parametrize(
+    ("smaller", "larger"),
+    [
+        (WORKLOAD, replace(WORKLOAD, seq_len=8192, label_tokens=8192)),
+        (WORKLOAD, replace(WORKLOAD, micro_batch_size=2, label_tokens=8192)),
+        (WORKLOAD, replace(WORKLOAD, dtype_bytes=4)),
+        (replace(WORKLOAD, optimizer="adamw_8bit"), WORKLOAD),
+        (WORKLOAD, replace(WORKLOAD, adapter=replace(WORKLOAD.adapter, rank=64))),
+    ],
+)
+def test_more_work_takes_more_memory(smaller: Workload, larger: Workload) -> None:
+    assert sum(on_5090(smaller).values()) < sum(on_5090(larger).values())
+
+
+def test_masks_are_recorded_for_padding_and_for_windows_that_bind() -> None:
+    mask = 4096 * 4096
+    plain = recorded_bytes(QWEN_30B, WORKLOAD, is_padded=False)
+    assert recorded_bytes(QWEN_30B, WORKLOAD, is_padded=True) - plain == mask
+    windowed = recorded_bytes(GEMMA, WORKLOAD, is_padded=False)
+    assert recorded_bytes(GEMMA, WORKLOAD, is_padded=True) - windowed == mask
+    short = replace(WORKLOAD, seq_len=512)
+    unbound = recorded_bytes(GEMMA, short, is_padded=False)
+    assert recorded_bytes(GEMMA, short, is_padded=True) - unbound == 2 * 512 * 512
+
+
+def test_an_8k_mask_is_67_mb() -> None:
+    long = replace(WORKLOAD, seq_len=8192)
+    difference = recorded_bytes(QWEN_30B, long, is_padded=True) - recorded_bytes(
+        QWEN_30B, long, is_padded=False
+    )
+    assert difference / 1e6 == pytest.approx(67, rel=WITHIN)
+
+
+# ---------------------------------------------------------------------------------------------
+# Host
+
+
+def test_the_slab_holds_exactly_the_weights_of_all_layers() -> None:
+    terms = by_name(host_terms(QWEN_30B, named_machine("rtx5090"), WORKLOAD, num_workers=2))
+    assert terms["slab"] == sum(2 * layer.num_parameters for layer in QWEN_30B.layers)
+    assert "staging" not in terms
+
+
+def test_a_slab_that_cannot_be_pinned_needs_staging() -> None:
+    machine = replace(named_machine("rtx5090"), pinned_bytes=GIB)
+    terms = by_name(host_terms(QWEN_30B, machine, WORKLOAD, num_workers=0))
+    assert terms["staging"] == 2 * layer_weight_bytes(QWEN_30B, dtype_bytes=2)[0]
+    assert "data workers" not in terms
+
+
+def test_a_cpu_counts_its_process_once_with_the_device() -> None:
+    cpu = replace(named_machine("rtx5090"), device="cpu")
+    assert "process" not in by_name(host_terms(QWEN_30B, cpu, WORKLOAD, num_workers=0))
+    terms = device_terms(QWEN_30B, cpu, WORKLOAD, num_slots=2, num_micro_batches=1, is_padded=False)
+    assert by_name(terms)["context"] == cpu.context_bytes
+    assert "cuBLAS workspaces" not in by_name(terms)
