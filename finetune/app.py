@@ -41,6 +41,10 @@ def finetune(
     *,
     resume: Annotated[bool, typer.Option("--resume", help="Continue where it stopped.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an old run.")] = False,
+    machine: Annotated[
+        Path | None,
+        typer.Option(help="What `sluice probe --save` wrote, in place of measuring again."),
+    ] = None,
 ) -> None:
     """Train an adapter, and show predicted against measured step time."""
     from finetune.recipe_file import load_recipe
@@ -52,7 +56,13 @@ def finetune(
         from finetune.train import finetune as run
 
         console = _console()
-        outcome = run(settings, screen=Screen(console), is_resume=resume, may_overwrite=overwrite)
+        outcome = run(
+            settings,
+            screen=Screen(console),
+            machine_file=machine,
+            is_resume=resume,
+            may_overwrite=overwrite,
+        )
         if outcome.is_interrupted:
             console.print(
                 f"Stopped after step {outcome.num_steps}; continue with `--resume`.",
@@ -76,7 +86,7 @@ def plan(
 ) -> None:
     """Predict step time and memory, without weights and without the card."""
     with _explained(model):
-        from finetune import planning, report
+        from finetune import plan_report, planning
         from finetune.recipe_file import load_recipe
         from offload.plan.plan import plan as make_plan
 
@@ -89,9 +99,9 @@ def plan(
         here = planning.find_machine(machine) if machine else _probed(recipe.model.dtype)
         result = make_plan(facts, here, planning.full_request(recipe, facts))
         if as_json:
-            _print(json.dumps(report.plan_json(result), indent=2))
+            _print(json.dumps(plan_report.plan_json(result), indent=2))
         else:
-            _console().print(report.plan_tables(result))
+            _console().print(plan_report.plan_tables(result))
 
 
 @app.command()
@@ -104,7 +114,7 @@ def probe(
 ) -> None:
     """Measure this machine."""
     with _explained("this machine"):
-        from finetune.report import machine_table
+        from finetune.plan_report import machine_table
 
         machine = _probed("bfloat16")
         if save is not None:
@@ -196,7 +206,8 @@ def _explained(where: str) -> Iterator[None]:
     try:
         yield
     except SluiceError as error:
-        what, hint = f"{error.what}; {error.limit}", error.hint
+        joint = "\n" if "\n" in error.what else "; "
+        what, hint = f"{error.what}{joint}{error.limit}", error.hint
         is_about_recipe = isinstance(error, ConfigError)
         suffix = "" if is_about_recipe or where in what else f" ({where})"
         print(f"error: {what}{suffix}\n\nhint: {hint}", file=sys.stderr)

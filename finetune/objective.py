@@ -48,16 +48,6 @@ def make_optimizer(
     return optimizer
 
 
-def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Count the bytes of the optimizer's state tensors."""
-    return sum(
-        value.numel() * value.element_size()
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor)
-    )
-
-
 def clip(parameters: Sequence[nn.Parameter], max_norm: float | None) -> torch.Tensor:
     """Scale all gradients to a joint norm of at most `max_norm`; return the norm before."""
     return nn.utils.clip_grad_norm_(parameters, math.inf if max_norm is None else max_norm)

@@ -86,7 +86,7 @@ def require_ready(recipe: Recipe, facts: ModelFacts, machine: Machine) -> None:
     if shortage is not None:
         causes.append(f"{shortage.what}; {shortage.limit}")
     raise ModelError(
-        "\n  and ".join(causes),
+        "\n  - ".join(causes),
         limit="training needs the weights, memory for them and a device that is fast enough",
         hint=f"download the model where there is a network (`hf download {path}`) and set"
         " `model.path: DIR`; `sluice plan RECIPE --machine rtx5090` needs no weights",

@@ -142,9 +142,7 @@ class StepSizes:
             typical_width=round(statistics.mean(widths[typical])),
             label_tokens=round(sum(labels) / order.num_micro_batches),
             largest_width=max(_widths(order, order.longest_step())),
-            most_label_tokens=sum(
-                sorted(labels_of_rows, reverse=True)[: order.micro_batch_size]
-            ),
+            most_label_tokens=sum(sorted(labels_of_rows, reverse=True)[: order.micro_batch_size]),
         )
 
 

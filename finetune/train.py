@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 import offload
-from finetune import adapters, preflight, report
+from finetune import adapters, plan_report, preflight, report
 from finetune.batches import BatchOrder, StepLoader, collate
 from finetune.checkpoint import RunDir
 from finetune.env import cache_dir
 from finetune.files import write_atomically
 from finetune.loop import Batch, Loop
 from finetune.model import load_model, load_tokenizer
-from finetune.planning import facts_of, request_for
+from finetune.planning import facts_of, find_machine, request_for
 from finetune.recipe import Recipe
 from finetune.recorder import Recorder, profiled
 from finetune.sampling import answer, pad_id
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+PROBE_S = 5.0
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
     """How a run ended: in its directory, after some steps, perhaps before its last."""
@@ -46,12 +49,20 @@ class Outcome:
     is_interrupted: bool
 
 
-def finetune(recipe: Recipe, *, screen: Screen, is_resume: bool, may_overwrite: bool) -> Outcome:
+def finetune(
+    recipe: Recipe,
+    *,
+    screen: Screen,
+    machine_file: Path | None,
+    is_resume: bool,
+    may_overwrite: bool,
+) -> Outcome:
     """Run a recipe from its rows to its adapter.
 
     Args:
         recipe: What to do.
         screen: Where to show it.
+        machine_file: A machine that was measured before; None measures this one.
         is_resume: Continue the run in the recipe's directory.
         may_overwrite: Replace a run that is there.
 
@@ -66,8 +77,8 @@ def finetune(recipe: Recipe, *, screen: Screen, is_resume: bool, may_overwrite: 
     elif not may_overwrite:
         run_dir.require_free()
 
-    work = _prepare(recipe, screen)
-    screen.show(report.plan_tables(work.plan))
+    work = _prepare(recipe, screen, machine_file)
+    screen.show(plan_report.plan_tables(work.plan))
     session = _build(recipe, work)
     try:
         predicted = _rehearse(work, session, screen)
@@ -119,11 +130,14 @@ class _Work:
         ]
 
 
-def _prepare(recipe: Recipe, screen: Screen) -> _Work:
+def _prepare(recipe: Recipe, screen: Screen, machine_file: Path | None) -> _Work:
     device = torch.device(preflight.torch_device_name(recipe.offload))
     facts = facts_of(recipe.model)
-    screen.note("Measuring this machine ...")
-    machine = probe(device=device.type, seconds=5.0, dtype=recipe.model.dtype)
+    if machine_file is None:
+        screen.note("Measuring this machine ...")
+        machine = probe(device=device.type, seconds=PROBE_S, dtype=recipe.model.dtype)
+    else:
+        machine = find_machine(str(machine_file))
     preflight.require_ready(recipe, facts, machine)
     tokenizer = load_tokenizer(recipe.model.tokenizer_source)
     rows = load_rows(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 from offload.capacity import cuda_context_bytes, free_host_bytes, pinned_bytes, resident_bytes
 from offload.errors import MachineError
+from offload.plan.costs import FP32_BYTES, NORM_FP32_PASSES, SWIGLU_PASSES
 from offload.plan.machine import Machine, Rate
 
 if TYPE_CHECKING:
@@ -33,32 +34,26 @@ HOLD_CONTEXT = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Sizes:
-    """Sizes of the pieces: large enough to reach a rate, small enough for the time given."""
+    """Sizes of the pieces: products are (m, k, n), attention is (heads, tokens, head_dim)."""
 
     gemm: tuple[int, int, int]
     expert_gemm: tuple[int, int, int]
-    attention_heads: int
-    attention_tokens: int
-    head_dim: int
+    attention: tuple[int, int, int]
     activation_bytes: int
     copy_bytes: int
 
 
 _CPU_SIZES = _Sizes(
-    gemm=(512, 512, 512),
+    gemm=(1024, 512, 1536),
     expert_gemm=(64, 256, 512),
-    attention_heads=4,
-    attention_tokens=512,
-    head_dim=64,
+    attention=(4, 512, 64),
     activation_bytes=4 * MIB,
     copy_bytes=32 * MIB,
 )
 _CUDA_SIZES = _Sizes(
     gemm=(8192, 4096, 4096),
     expert_gemm=(512, 2048, 1536),
-    attention_heads=32,
-    attention_tokens=4096,
-    head_dim=128,
+    attention=(32, 4096, 128),
     activation_bytes=256 * MIB,
     copy_bytes=256 * MIB,
 )
@@ -214,9 +209,17 @@ class _Bench:
         self.has_grouped_gemm = self._is_cuda and torch.cuda.get_device_capability() >= (9, 0)
 
     def gemm_flops_per_s(self, shape: tuple[int, int, int], dtype: "torch.dtype") -> float:
+        """Run the three products of an MLP, whose results stand beside each other in memory."""
         m, k, n = shape
-        left, right = self._random(dtype, m, k), self._random(dtype, n, k)
-        return 2 * m * k * n / self._time_s(lambda: left @ right.T)
+        rows, gate, up, down = (
+            self._random(dtype, *size) for size in ((m, k), (n, k), (n, k), (k, n))
+        )
+
+        def run() -> object:
+            wide, other = rows @ gate.T, rows @ up.T
+            return wide @ down.T, other
+
+        return 3 * 2 * m * k * n / self._time_s(run)
 
     def fp32_flops_per_s(self) -> float:
         import torch
@@ -226,32 +229,35 @@ class _Bench:
     def attention_flops_per_s(self) -> float:
         from torch.nn.functional import scaled_dot_product_attention as attend
 
-        heads, tokens, dim = (
-            self.sizes.attention_heads,
-            self.sizes.attention_tokens,
-            self.sizes.head_dim,
-        )
+        heads, tokens, dim = self.sizes.attention
         q, k, v = (self._random(self.dtype, 1, heads, tokens, dim) for _ in range(3))
         flops = 4 * heads * dim * tokens * tokens / 2
         return flops / self._time_s(lambda: attend(q, k, v, is_causal=True))
 
     def memory_bytes_per_s(self) -> float:
-        """Add two tensors of an activation's size, the sum allocated anew."""
+        """Run what is not a product in a layer, a norm and a SwiGLU, and count as the plan does."""
         import torch
 
-        num_bytes = self.sizes.activation_bytes
-        left, right = (torch.ones(num_bytes // 4, device=self._device) for _ in range(2))
-        return 3 * num_bytes / self._time_s(lambda: left + right)
+        width = self.sizes.gemm[1]
+        num_elements = self.sizes.activation_bytes // 4
+        hidden = self._random(torch.float32, num_elements // width, width)
+        weight = torch.ones(width, device=self._device)
+
+        def run() -> object:
+            scale = torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + 1e-6)
+            normed = weight * (hidden * scale)
+            return torch.nn.functional.silu(normed) * hidden
+
+        num_passes = NORM_FP32_PASSES + SWIGLU_PASSES
+        return num_passes * FP32_BYTES * hidden.numel() / self._time_s(run)
 
     def host_memory_bytes_per_s(self) -> float:
-        """Add two tensors too large for caches into a third."""
+        """Add two tensors too large for caches; the sum is new memory, as the head's logits are."""
         import torch
 
         num_bytes = _CPU_SIZES.copy_bytes
-        left, right, total = (torch.ones(num_bytes // 4) for _ in range(3))
-        times_s = _repeated(
-            lambda: _timed(lambda: torch.add(left, right, out=total)), self._share_s
-        )
+        left, right = torch.ones(num_bytes // 4), torch.ones(num_bytes // 4)
+        times_s = _repeated(lambda: _timed(lambda: left + right), self._share_s)
         return 3 * num_bytes / _typical_s(times_s)
 
     def launch_s(self) -> float:

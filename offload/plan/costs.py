@@ -289,9 +289,12 @@ def _tail(at: _Pricer) -> _Work:
     vocab = at.facts.vocab_size
     num_chunks = math.ceil(tokens / at.workload.head_chunk_tokens)
     head = at.gemm(tokens, hidden, vocab) + at.gemm(tokens, vocab, hidden)
-    norm = 3 * NORM_FP32_PASSES * FP32_BYTES * tokens * hidden
-    logits = TAIL_LOGIT_PASSES * FP32_BYTES * tokens * vocab
-    return head + at.traffic(norm + logits, num_ops=TAIL_OPS * num_chunks)
+    norm = at.traffic(3 * NORM_FP32_PASSES * FP32_BYTES * tokens * hidden, num_ops=0)
+    # Logits outgrow a CPU's caches and its allocator's free list: every copy is new memory.
+    is_cuda = at.machine.device == "cuda"
+    rate = at.machine.memory_bytes_per_s if is_cuda else at.machine.host_memory_bytes_per_s
+    logits_s = TAIL_LOGIT_PASSES * FP32_BYTES * tokens * vocab / rate.value
+    return head + norm + _Work(memory_s=logits_s, num_ops=TAIL_OPS * num_chunks)
 
 
 def _optimizer(at: _Pricer) -> _Work:

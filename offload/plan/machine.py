@@ -39,11 +39,11 @@ class Machine:
         expert_gemm_flops_per_s: Products as small as one expert's.
         attention_flops_per_s: Causal attention, only the lower triangle counted.
         vector_flops_per_s: Arithmetic and products in fp32, as LoRA matrices kept in fp32 need.
-        memory_bytes_per_s: Device memory, reads and writes together.
+        memory_bytes_per_s: Norms and activations in device memory, reads and writes together.
         h2d_bytes_per_s: Host to device, the other direction idle.
         h2d_duplex_bytes_per_s: Host to device while the other direction (a CPU: compute) is busy.
         d2h_bytes_per_s: Device to host.
-        host_memory_bytes_per_s: Host memory, reads and writes together.
+        host_memory_bytes_per_s: Large new tensors in host memory, reads and writes together.
         launch_s: Seconds that it takes to issue one small operation.
     """
 

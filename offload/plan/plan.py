@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from offload.errors import DoesNotFitError
-from offload.plan.costs import Costs, Workload, price
+from offload.plan.costs import Costs, Workload, break_even_tokens, price, r3_bound_s
 from offload.plan.facts import ModelFacts
 from offload.plan.machine import GIB, Machine
 from offload.plan.memory import MemoryTerm, device_terms, host_terms, total_bytes
@@ -88,6 +88,27 @@ class Plan:
     def step_s(self) -> float:
         """Predicted time of a step, optimizer included."""
         return self.predict().step_s + self.costs.optimizer_s
+
+    @property
+    def bound_s(self) -> float:
+        """The bound R3 on the step, optimizer included."""
+        bound_s = r3_bound_s(
+            self.costs,
+            num_slots=self.num_slots,
+            num_micro_batches=self.request.num_micro_batches,
+        )
+        return bound_s + self.costs.optimizer_s
+
+    @property
+    def break_even_tokens(self) -> float:
+        """Tokens per step above which streaming hides behind computing."""
+        return break_even_tokens(
+            self.facts,
+            self.machine,
+            codec_ratio=self.request.typical.codec_ratio,
+            num_slots=self.num_slots,
+            dtype_bytes=self.request.typical.dtype_bytes,
+        )
 
 
 def plan(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Plan:

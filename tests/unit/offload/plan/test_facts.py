@@ -1,6 +1,7 @@
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from offload.plan.facts import (
 )
 
 CONFIGS = Path(__file__).parents[5] / "shared" / "configs"
-QWEN_30B = {
+QWEN_30B: dict[str, Any] = {
     "model_type": "qwen3_moe",
     "hidden_size": 2048,
     "moe_intermediate_size": 768,
@@ -29,7 +30,7 @@ QWEN_30B = {
     "num_experts_per_tok": 8,
     "vocab_size": 151936,
 }
-TINY = {
+TINY: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 4,
@@ -38,7 +39,7 @@ TINY = {
     "vocab_size": 64,
 }
 TINY_MOE = TINY | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-TINY_CONFIGS = {
+TINY_CONFIGS: dict[str, dict[str, Any]] = {
     "llama with biases": TINY
     | {
         "model_type": "llama",
@@ -60,15 +61,20 @@ TINY_CONFIGS = {
     "gemma3_text": TINY | {"model_type": "gemma3_text", "num_hidden_layers": 7, "head_dim": 16},
     "gpt_oss": TINY | {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2},
     "gpt_oss without attention biases": TINY
-    | {"model_type": "gpt_oss", "num_local_experts": 4, "attention_bias": False},
+    | {
+        "model_type": "gpt_oss",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "attention_bias": False,
+    },
 }
-TINY_CONFIGS["gpt_oss without attention biases"]["num_experts_per_tok"] = 2
 
 
-def on_meta(config: dict[str, object]) -> torch.nn.Module:
+def on_meta(config: dict[str, Any]) -> torch.nn.Module:
     known = {key: value for key, value in config.items() if key != "architectures"}
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**known))
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(**known))
+    return model
 
 
 def class_of(name: str) -> str:
@@ -103,7 +109,7 @@ def without_zeros(layer: LayerFacts) -> dict[str, int]:
     return {name: count for name, count in layer.parameters_by_class().items() if count}
 
 
-def assert_equal_to_built(config: dict[str, object]) -> None:
+def assert_equal_to_built(config: dict[str, Any]) -> None:
     facts, model = model_facts(config), on_meta(config)
     layers = model.get_submodule("model.layers")
     assert [without_zeros(layer) for layer in facts.layers] == [counted(x) for x in layers]  # type: ignore[attr-defined]
@@ -114,27 +120,27 @@ def assert_equal_to_built(config: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("config", TINY_CONFIGS.values(), ids=TINY_CONFIGS)
-def test_counts_per_tensor_class_equal_the_built_model(config):
+def test_counts_per_tensor_class_equal_the_built_model(config: dict[str, Any]) -> None:
     assert_equal_to_built(config)
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.stem)
-def test_counts_of_real_shapes_equal_the_built_model(path):
+def test_counts_of_real_shapes_equal_the_built_model(path: Path) -> None:
     assert_equal_to_built(json.loads(path.read_text()))
 
 
 @pytest.mark.parametrize("config", TINY_CONFIGS.values(), ids=TINY_CONFIGS)
-def test_a_config_written_by_transformers_is_read_the_same(config):
+def test_a_config_written_by_transformers_is_read_the_same(config: dict[str, Any]) -> None:
     written = AutoConfig.for_model(**config).to_dict()
     assert model_facts(written) == model_facts(config)
 
 
-def test_attention_and_expert_weights_of_a_qwen_30b_layer_are_1_245_708_288_bytes():
+def test_attention_and_expert_weights_of_a_qwen_30b_layer_are_1_245_708_288_bytes() -> None:
     layer = model_facts(QWEN_30B).layers[0]
     assert 2 * (layer.weights("attention") + layer.weights("experts")) == 1_245_708_288
 
 
-def test_qwen_30b_has_30_5_billion_parameters_of_which_3_3_are_active():
+def test_qwen_30b_has_30_5_billion_parameters_of_which_3_3_are_active() -> None:
     facts = model_facts(QWEN_30B)
     assert facts.num_parameters / 1e9 == pytest.approx(30.53, rel=1e-3)
     assert facts.num_active_parameters / 1e9 == pytest.approx(3.35, rel=1e-2)
@@ -146,33 +152,35 @@ def test_qwen_30b_has_30_5_billion_parameters_of_which_3_3_are_active():
     [("llama tied", False), ("qwen2", False), ("qwen3_moe", True), ("gpt_oss", True)],
 )
 @pytest.mark.parametrize("targets", [("q_proj", "v_proj"), "all"])
-def test_adapter_parameters_equal_those_that_peft_makes(name, experts, targets):
+def test_adapter_parameters_equal_those_that_peft_makes(
+    name: str, experts: bool, targets: tuple[str, ...] | str
+) -> None:
     config = TINY_CONFIGS[name] | {"tie_word_embeddings": False, "decoder_sparse_step": 1}
     facts = model_facts(config)
-    targets = linear_names(facts) if targets == "all" else targets
+    names = linear_names(facts) if isinstance(targets, str) else targets
     fused = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if experts else None
-    lora = LoraConfig(r=3, target_modules=list(targets), target_parameters=fused)
+    lora = LoraConfig(r=3, target_modules=list(names), target_parameters=fused)
     model = get_peft_model(on_meta(config), lora)
     made = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert adapter_parameters(facts, AdapterSpec(rank=3, targets=targets, experts=experts)) == made
+    assert adapter_parameters(facts, AdapterSpec(rank=3, targets=names, experts=experts)) == made
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's call
-def test_all_linear_in_peft_means_the_names_that_facts_lists():
+def test_all_linear_in_peft_means_the_names_that_facts_lists() -> None:
     config = TINY_CONFIGS["qwen2_moe"]
     model = get_peft_model(on_meta(config), LoraConfig(r=2, target_modules="all-linear"))
     adapted = {name.split(".")[-2] for name, _ in model.named_modules() if name.endswith(".lora_A")}
     assert adapted == set(linear_names(model_facts(config)))
 
 
-def test_an_unknown_model_type_names_the_nearest():
+def test_an_unknown_model_type_names_the_nearest() -> None:
     with pytest.raises(UnsupportedModelError, match=r"(?s)'qwen3moe'.*hint: .*qwen3_moe") as e:
         model_facts(QWEN_30B | {"model_type": "qwen3moe"})
     assert e.value.limit.startswith("known are gemma3_text, gpt_oss")
 
 
 @pytest.mark.parametrize("key", sorted(QWEN_30B.keys() - {"num_key_value_heads", "head_dim"}))
-def test_a_config_without_a_needed_size_is_refused_by_the_key(key):
+def test_a_config_without_a_needed_size_is_refused_by_the_key(key: str) -> None:
     config = {name: value for name, value in QWEN_30B.items() if name != key}
     with pytest.raises(UnsupportedModelError, match=key):
         model_facts(config)
@@ -187,12 +195,14 @@ def test_a_config_without_a_needed_size_is_refused_by_the_key(key):
         ("mlp_only_layers", 3, "a list"),
     ],
 )
-def test_a_value_of_the_wrong_type_is_refused_with_key_and_value(key, value, limit):
+def test_a_value_of_the_wrong_type_is_refused_with_key_and_value(
+    key: str, value: object, limit: str
+) -> None:
     with pytest.raises(UnsupportedModelError, match=f"`{key}` is {value!r} .*must be {limit}"):
         model_facts(QWEN_30B | {key: value})
 
 
-def test_a_target_that_no_layer_has_is_refused_with_the_nearest_name():
+def test_a_target_that_no_layer_has_is_refused_with_the_nearest_name() -> None:
     spec = AdapterSpec(rank=4, targets=("q_prj",), experts=False)
     with pytest.raises(
         UnsupportedModelError, match=r"(?s)'q_prj'.*q_proj, k_proj.*\n\nhint: .*q_proj"
@@ -200,7 +210,7 @@ def test_a_target_that_no_layer_has_is_refused_with_the_nearest_name():
         adapter_parameters(model_facts(QWEN_30B), spec)
 
 
-def test_expert_adapters_on_a_dense_model_are_refused():
+def test_expert_adapters_on_a_dense_model_are_refused() -> None:
     spec = AdapterSpec(rank=4, targets=("q_proj",), experts=True)
     with pytest.raises(UnsupportedModelError, match="no experts"):
         adapter_parameters(model_facts(TINY_CONFIGS["qwen2"]), spec)

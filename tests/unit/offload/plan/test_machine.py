@@ -8,24 +8,24 @@ from offload.plan.machine import CARD_NAMES, GIB, Machine, Rate, named_machine
 
 
 @pytest.mark.parametrize("name", CARD_NAMES)
-def test_every_card_survives_json_exactly(name):
+def test_every_card_survives_json_exactly(name: str) -> None:
     machine = named_machine(name)
     assert Machine.from_json(machine.to_json()) == machine
 
 
 @pytest.mark.parametrize("name", ["rtx5090", "RTX 5090", "rtx-5090", "Rtx_5090", "5090"])
-def test_a_name_is_found_whatever_its_case_spaces_and_dashes(name):
+def test_a_name_is_found_whatever_its_case_spaces_and_dashes(name: str) -> None:
     assert named_machine(name) == named_machine("rtx5090")
 
 
-def test_the_5090_has_the_rates_that_owners_measured():
+def test_the_5090_has_the_rates_that_owners_measured() -> None:
     machine = named_machine("rtx5090")
     assert machine.gemm_flops_per_s == Rate(value=238e12, source="owner-measured")
     assert machine.h2d_bytes_per_s.value == 56e9
     assert machine.h2d_duplex_bytes_per_s.value == pytest.approx(51e9)
 
 
-def test_a_rate_from_a_datasheet_says_so():
+def test_a_rate_from_a_datasheet_says_so() -> None:
     assert named_machine("rtx4090").gemm_flops_per_s.source == "datasheet x 0.8"
     assert named_machine("rtx4090").launch_s.source == "assumed"
 
@@ -34,18 +34,18 @@ def test_a_rate_from_a_datasheet_says_so():
     ("name", "vram_gib"),
     [("rtx3060", 12), ("rtx4060ti", 16), ("rtx5060ti", 16), ("rtx4090", 24), ("rtx5090", 32)],
 )
-def test_a_card_has_its_memory(name, vram_gib):
+def test_a_card_has_its_memory(name: str, vram_gib: int) -> None:
     assert named_machine(name).vram_bytes == vram_gib * GIB
 
 
-def test_memory_and_link_of_the_host_can_be_given():
+def test_memory_and_link_of_the_host_can_be_given() -> None:
     machine = named_machine("rtx4090", ram_bytes=32 * GIB, link_bytes_per_s=12e9)
     assert (machine.ram_bytes, machine.pinned_bytes) == (32 * GIB, 32 * GIB)
     assert machine.h2d_bytes_per_s == Rate(value=12e9, source="given")
     assert machine.h2d_duplex_bytes_per_s.value < 12e9
 
 
-def test_an_unknown_name_is_refused_with_the_nearest():
+def test_an_unknown_name_is_refused_with_the_nearest() -> None:
     with pytest.raises(MachineError, match=r"(?s)'rtx 5095'; known are rtx3060.*hint: .*`rtx5090`"):
         named_machine("rtx 5095")
 
@@ -55,7 +55,7 @@ def edited(**changes: object) -> str:
 
 
 @pytest.mark.parametrize("key", [field.name for field in fields(Machine)])
-def test_a_file_without_a_key_is_refused_by_the_key(key):
+def test_a_file_without_a_key_is_refused_by_the_key(key: str) -> None:
     values = json.loads(named_machine("h100").to_json())
     del values[key]
     with pytest.raises(MachineError, match=f"no key '{key}'"):
@@ -78,11 +78,11 @@ def test_a_file_without_a_key_is_refused_by_the_key(key):
         (edited(device="tpu"), "'device' is 'tpu', not cuda or cpu"),
     ],
 )
-def test_a_broken_file_is_refused_with_what_is_wrong_in_it(text, why):
+def test_a_broken_file_is_refused_with_what_is_wrong_in_it(text: str, why: str) -> None:
     with pytest.raises(MachineError, match=why):
         Machine.from_json(text)
 
 
-def test_a_rate_that_json_cannot_write_short_survives():
+def test_a_rate_that_json_cannot_write_short_survives() -> None:
     machine = replace(named_machine("h100"), launch_s=Rate(value=0.1 + 0.2, source="measured"))
     assert Machine.from_json(machine.to_json()) == machine

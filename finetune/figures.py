@@ -1,0 +1,43 @@
+"""Figures and tables as people read them."""
+
+from rich import box
+from rich.table import Table
+
+from offload.plan.machine import GIB
+
+
+def table_of(title: str, *columns: str) -> Table:
+    """Return an empty table; columns but the first hold figures, two unnamed ones do not."""
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE, show_header=any(columns), pad_edge=False
+    )
+    for number, column in enumerate(columns or ("", "")):
+        is_figure = bool(columns) and number > 0 and column not in ("wanted", "got")
+        table.add_column(column, justify="right" if is_figure else "left", overflow="fold")
+    return table
+
+
+def shown_time(seconds: float) -> str:
+    """Write a time in its natural unit."""
+    if seconds >= 7200:
+        return f"{seconds / 3600:,.1f} h"
+    if seconds >= 100:
+        return f"{seconds:,.0f} s"
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
+
+
+def shown_gib(num_bytes: float) -> str:
+    """Write bytes in GiB, or in MiB where that would be nearly 0."""
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else shown_mib(num_bytes)
+
+
+def shown_mib(num_bytes: float) -> str:
+    """Write bytes in MiB."""
+    return f"{num_bytes / 2**20:,.1f} MiB"
+
+
+def shown_count(number: int) -> str:
+    """Write a count in millions or billions."""
+    if number >= 1e9:
+        return f"{number / 1e9:.2f} B"
+    return f"{number / 1e6:.2f} M" if number >= 1e6 else f"{number:,}"

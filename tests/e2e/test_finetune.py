@@ -1,0 +1,245 @@
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from finetune import app
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*argv: object) -> int:
+    """Run the program in this process; return its exit code."""
+    with pytest.raises(SystemExit) as exit_info:
+        app.main([str(word) for word in argv])
+    code = exit_info.value.code
+    assert isinstance(code, int)
+    return code
+
+
+def losses(run_dir: Path) -> list[float]:
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    return [row["loss"] for row in rows]
+
+
+def adapter(run_dir: Path) -> dict[str, torch.Tensor]:
+    return load_file(run_dir / "adapter" / "adapter_model.safetensors")
+
+
+@pytest.fixture
+def finished(tmp_path, write_recipe, machine_file, capsys) -> Path:
+    recipe = write_recipe(
+        output={"eval_every": 3}, report={"samples": 4, "log_to": [], "profile": 2}
+    )
+    assert run("finetune", recipe, "--machine", machine_file) == 0
+    (tmp_path / "shown.txt").write_text(capsys.readouterr().out)
+    return tmp_path / "run"
+
+
+def test_a_run_leaves_everything_that_was_promised(finished: Path) -> None:
+    shown = (finished.parent / "shown.txt").read_text()
+    assert "Predicted peak memory" in shown
+    assert "Predicted (calibrated) against measured" in shown
+    assert "Before training: 0.0% of 4 right" in shown
+    assert f"Adapter: {finished / 'adapter'}" in shown
+    report = json.loads((finished / "report.json").read_text())
+    assert set(report["exact_match"]) == {"before", "after"}
+    assert {row["name"] for row in report["comparison"]} == {
+        *("step", "forward", "head and loss", "backward", "optimizer", "h2d", "stall"),
+        *("data wait", "peak memory"),
+    }
+    assert all(row["measured"] > 0 for row in report["comparison"][:5])
+    for name in ("recipe.yaml", "predicted.json", "predicted_timeline.json", "trace.json"):
+        assert (finished / name).stat().st_size > 0
+    trace = json.loads((finished / "trace.json").read_text())
+    assert {e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"} >= {
+        "predicted",
+        "measured",
+    }
+    assert (finished / "profile" / "trace.json").exists()
+    rows = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    assert ["eval_loss" in row for row in rows] == [False, False, True, False, False, True]
+    # 4 layers over 2 slots; the step behind an evaluation finds the ring disturbed
+    assert [row["num_loads"] for row in rows] == [6, 4, 4, 6, 4, 4]
+
+
+def test_training_lowers_the_loss(finished: Path) -> None:
+    found = losses(finished)
+    assert sum(found[-2:]) < sum(found[:2])
+
+
+def test_the_newest_two_checkpoints_are_kept(finished: Path) -> None:
+    names = sorted(path.name for path in (finished / "checkpoints").iterdir())
+    assert names == ["step-0000004", "step-0000006"]
+
+
+def test_the_adapter_gives_the_same_logits_in_plain_transformers_and_peft(
+    finished: Path, model_dir: Path
+) -> None:
+    tensors = adapter(finished)
+    trained_b = {name for name, t in tensors.items() if "lora_B" in name and t.abs().max() > 0}
+    assert any("q_proj" in name for name in trained_b)
+    assert any("experts" in name for name in trained_b)
+    newest = load_file(finished / "checkpoints" / "step-0000006" / "trained.safetensors")
+    base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    loaded = PeftModel.from_pretrained(base, finished / "adapter").eval()
+    input_ids = torch.arange(5, 25).view(2, 10)
+    with torch.no_grad():
+        plain = loaded(input_ids=input_ids).logits
+        for name, parameter in loaded.named_parameters():
+            if name in newest:  # the tensors that were trained, put in by name
+                assert torch.equal(parameter, newest.pop(name))
+    assert not newest
+    import offload
+
+    engine = offload.attach(loaded, num_slots=2, device="cpu")
+    ours = engine.forward({"input_ids": input_ids}).logits
+    engine.detach()
+    assert ours is not None
+    assert torch.allclose(ours, plain, atol=1e-6)
+
+
+def test_generate_answers_with_the_adapter(finished: Path, capsys) -> None:
+    assert run("generate", finished, "--prompt", "what follows 3", "--max-new-tokens", "3") == 0
+    assert capsys.readouterr().out.endswith("\n")
+
+
+def test_streamed_and_resident_runs_are_equal_to_the_bit(
+    tmp_path, write_recipe, machine_file
+) -> None:
+    recipe = write_recipe()
+    for slots in ("2", "all"):
+        assert (
+            run(
+                *("finetune", recipe, "--machine", machine_file),
+                *(f"offload.num_slots={slots}", f"output.dir={tmp_path / slots}"),
+            )
+            == 0
+        )
+    assert losses(tmp_path / "2") == losses(tmp_path / "all")
+    streamed, resident = adapter(tmp_path / "2"), adapter(tmp_path / "all")
+    assert all(torch.equal(streamed[name], resident[name]) for name in resident)
+
+
+def test_eight_bit_adam_keeps_two_bytes_of_state_per_large_tensor(
+    tmp_path, write_recipe, machine_file
+) -> None:
+    recipe = write_recipe(
+        train={"optimizer": "adamw_8bit", "steps": 2}, adapter={"rank": 64, "alpha": 64}
+    )
+    assert run("finetune", recipe, "--machine", machine_file) == 0
+    saved = torch.load(
+        tmp_path / "run" / "checkpoints" / "step-0000002" / "optimizer.pt", weights_only=True
+    )
+    tensors = load_file(tmp_path / "run" / "checkpoints" / "step-0000002" / "trained.safetensors")
+    weights = sum(t.numel() for t in tensors.values())
+    in_8_bit = sum(
+        value.numel()
+        for state in saved["state"].values()
+        for name, value in state["__bnb_optimizer_quant_state__"].items()
+        if name in {"state1", "state2"} and value.dtype is torch.uint8
+    )
+    large = sum(t.numel() for t in tensors.values() if t.numel() >= 4096)
+    assert large > weights / 2
+    assert in_8_bit == 2 * large
+
+
+def test_a_second_run_is_not_written_over_the_first(finished: Path, capsys) -> None:
+    recipe = finished.parent / "recipe.yaml"
+    assert run("finetune", recipe) == 1
+    assert f"{finished} holds a run already" in capsys.readouterr().err
+
+
+def test_a_changed_recipe_is_not_resumed_and_the_difference_is_named(
+    finished: Path, capsys
+) -> None:
+    assert run("finetune", finished / "recipe.yaml", "train.lr=0.5", "--resume") == 1
+    assert "train.lr: 0.02 -> 0.5" in capsys.readouterr().err
+
+
+def test_several_processes_are_refused(write_recipe, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert run("finetune", write_recipe()) == 1
+    assert "2 processes were launched" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------ interruption
+
+
+def start(recipe: Path, machine_file: Path, *words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "cli.py", "finetune", str(recipe), "--machine", str(machine_file), *words],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def wait_for(condition, process: subprocess.Popen[str]) -> None:
+    end_s = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < end_s
+        time.sleep(0.0005)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["in a step", "while saving"])
+def test_a_killed_run_resumes_to_the_bit(moment, tmp_path, write_recipe, machine_file) -> None:
+    recipe = write_recipe(train={"steps": 12}, data={"num_workers": 1})
+    run_dir, whole = tmp_path / "run", tmp_path / "whole"
+    assert run("finetune", recipe, "--machine", machine_file, f"output.dir={whole}") == 0
+    metrics, checkpoints = run_dir / "metrics.jsonl", run_dir / "checkpoints"
+    chance = random.Random(moment)
+    words: tuple[str, ...] = ()
+    for _ in range(3):
+        process = start(recipe, machine_file, *words)
+        steps = metrics.read_text().count("\n") if metrics.exists() else 0
+        if moment == "while saving":
+            wait_for(lambda: any(checkpoints.glob("partial-*")), process)
+        else:
+            goal = steps + chance.randrange(1, 4)
+            wait_for(
+                lambda goal=goal: metrics.exists() and metrics.read_text().count("\n") >= goal,
+                process,
+            )
+            time.sleep(chance.random() * 0.05)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        words = ("--resume",)
+    process = start(recipe, machine_file, "--resume")
+    shown = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, shown
+    assert losses(run_dir) == losses(whole)
+    resumed, uninterrupted = adapter(run_dir), adapter(whole)
+    assert all(torch.equal(resumed[name], uninterrupted[name]) for name in uninterrupted)
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_step_saves_and_can_be_resumed(
+    tmp_path, write_recipe, machine_file
+) -> None:
+    recipe = write_recipe(
+        train={"steps": 200, "schedule": "constant"}, output={"checkpoint_every": 1000}
+    )
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    process = start(recipe, machine_file)
+    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, process)
+    process.send_signal(signal.SIGINT)
+    shown = process.communicate(timeout=60)[0]
+    assert process.returncode == 130, shown
+    assert "continue with `--resume`" in shown
+    done = len(losses(tmp_path / "run"))
+    saved = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert saved == [f"step-{done:07d}"]
