@@ -4,7 +4,6 @@ Which step. Row p of an endless stream of reshuffled epochs belongs to step p //
 step is known without the ones before it, and an epoch's last rows share a step with the next epoch.
 """
 
-import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,8 +14,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from finetune.data import ExampleSet, process_context, shuffled, worker_died
+from finetune.data import ExampleSet, shuffled
 from finetune.encode import IGNORE_INDEX, Example
+from finetune.workers import prepare_worker, process_context, worker_died
 
 if TYPE_CHECKING:
     pass
@@ -153,9 +153,8 @@ class _Steps(Dataset[torch.Tensor]):
 class StepLoader:
     """Iterate over the batches of steps `start_step` .. `order.num_steps`, prepared by workers.
 
-    The batches of a step depend on its number alone, so a resumed run sees the same ones. Workers
-    come from a fork server: a fork of this process would inherit its threads' locks and its
-    page-locked memory. The loader has its own random generator; torch's default one is not touched.
+    The batches of a step depend on its number alone, so a resumed run sees the same ones. The
+    loader has its own random generator; torch's default one is not touched.
     """
 
     def __init__(
@@ -177,7 +176,7 @@ class StepLoader:
             num_workers=num_workers,
             prefetch_factor=_PREFETCH_STEPS if num_workers else None,
             multiprocessing_context=process_context() if num_workers else None,
-            worker_init_fn=_prepare_worker,
+            worker_init_fn=_prepare_loader_worker,
             generator=torch.Generator(),
         )
         self._packed: Iterator[torch.Tensor] | None = None
@@ -227,7 +226,6 @@ class StepLoader:
         return tuple(batches)
 
 
-def _prepare_worker(_: int) -> None:
-    """Keep a worker to one thread, and let Ctrl-C stop the run in its own order."""
+def _prepare_loader_worker(_: int) -> None:
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    prepare_worker()

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import multiprocessing
 import os
 import zipfile
 import zlib
@@ -20,10 +19,9 @@ import numpy as np
 from finetune.encode import Example, LossOn, check_is_fast, encode
 from finetune.errors import DataError
 from finetune.rows import Conversation
+from finetune.workers import prepare_worker, process_context, worker_died
 
 if TYPE_CHECKING:
-    from multiprocessing.context import ForkServerContext
-
     from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase
 
@@ -184,7 +182,9 @@ def encode_all(
     share = -(-len(conversations) // num_workers)
     parts = [conversations[at : at + share] for at in range(0, len(conversations), share)]
     examples: list[Example] = []
-    with ProcessPoolExecutor(num_workers, mp_context=process_context()) as pool:
+    with ProcessPoolExecutor(
+        num_workers, mp_context=process_context(), initializer=prepare_worker
+    ) as pool:
         jobs = [pool.submit(_encode_part, part, tokenizer, seq_len, loss_on) for part in parts]
         for job in jobs:
             encoded = _result(job)
@@ -298,19 +298,3 @@ def shuffled(num_rows: int, *, seed: int, epoch: int) -> "NDArray[np.int64]":
     """Return a permutation of the rows; RandomState, since numpy promises to keep its stream."""
     bits = np.random.MT19937(np.random.SeedSequence([seed, epoch]))
     return np.random.RandomState(bits).permutation(num_rows)
-
-
-def process_context() -> "ForkServerContext":
-    """Return a context whose worker processes share one clean parent, which imports torch once."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["numpy", "torch.utils.data"])
-    return context
-
-
-def worker_died(doing: str, error: Exception) -> DataError:
-    """Return the error for a worker that was killed."""
-    return DataError(
-        f"a data worker died while {doing}: {error}",
-        limit="each worker needs memory for the tokens of the data set",
-        hint="`data.num_workers: 0` prepares the data in the main process",
-    )

@@ -658,13 +658,14 @@ def exhaust(stream: Iterator[object]) -> int:
 
 
 def worker_pids() -> list[int]:
-    """Return the processes that prepare batches: children of the fork server, our child."""
-    parents = {}
+    """Return the processes that prepare batches: our children, but for Python's own tracker."""
+    pids = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rpartition(")")[2].split()
+            command = (stat.parent / "cmdline").read_text()
         except OSError:  # it ended while we looked
             continue
-        if fields[0] != "Z":
-            parents[int(stat.parent.name)] = int(fields[1])
-    return [pid for pid, parent in parents.items() if parents.get(parent) == os.getpid()]
+        if int(fields[1]) == os.getpid() and fields[0] != "Z" and "spawn_main" in command:
+            pids.append(int(stat.parent.name))
+    return pids

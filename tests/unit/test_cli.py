@@ -1,0 +1,187 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from finetune import app
+
+ROOT = Path(__file__).parents[2]
+
+# A new flag needs a line here, and a reason in its commit.
+FLAGS = {
+    "finetune": {"--resume", "--overwrite", "--machine"},
+    "plan": {"--machine", "--json"},
+    "probe": {"--json", "--save"},
+    "validate": set(),
+    "generate": {"--prompt", "--max-new-tokens"},
+    "recipes list": set(),
+    "recipes show": set(),
+    "recipes copy": set(),
+    "recipes schema": set(),
+}
+
+
+def run(*argv: object) -> int:
+    with pytest.raises(SystemExit) as exit_info:
+        app.main([str(word) for word in argv])
+    assert isinstance(exit_info.value.code, int)
+    return exit_info.value.code
+
+
+def commands(group, prefix: str = "") -> dict[str, set[str]]:
+    found = {}
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            found |= commands(command, f"{name} ")
+        else:
+            options = [p for p in command.params if p.param_type_name == "option"]
+            found[prefix + name] = {o for p in options for o in p.opts} - {"--help"}
+    return found
+
+
+def test_commands_and_flags_are_those_that_were_agreed_on() -> None:
+    assert commands(typer.main.get_command(app.app)) == FLAGS
+
+
+@pytest.mark.parametrize("words", [["--help"], ["finetune", "--help"], ["recipes", "list"]])
+def test_help_imports_no_torch(words: list[str]) -> None:
+    code = (
+        "import sys\nfrom finetune.app import main\n"
+        f"try:\n    main({words!r})\nexcept SystemExit as end:\n    assert not end.code\n"
+        "heavy = {'torch', 'transformers', 'peft', 'bitsandbytes', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
+def test_a_plan_for_a_card_imports_no_torch() -> None:
+    code = (
+        "import sys\nfrom finetune.app import main\n"
+        "try:\n    main(['plan', 'qwen3-235b-a22b', '--machine', 'h100', '--json',"
+        " 'train.seq_len=2048'])\n"
+        "except SystemExit as end:\n    assert end.code in (0, 3), end.code\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
+
+
+def test_the_plan_of_the_30b_recipe_has_the_known_figures(capsys) -> None:
+    recipe = ROOT / "recipes" / "qwen30b_lora_5090.yaml"
+    assert run("plan", recipe, "--machine", "rtx5090", "--json") == 0
+    plan = json.loads(capsys.readouterr().out)
+    layer = plan["per_layer"]
+    assert layer["weight_bytes"] == 1_245_708_288
+    assert layer["norm_bytes"] == 8_704
+    assert layer["router_bytes"] == 524_288
+    figures = {f["name"]: f["seconds"] for f in layer["compute_figures"]}
+    assert figures["attention as 3 S x h products, 250.00 TFLOP/s (a round figure)"] == (
+        pytest.approx(5.36e-3, rel=0.01)
+    )
+    assert figures["attention counted exactly, 250.00 TFLOP/s (a round figure)"] == (
+        pytest.approx(5.9e-3, rel=0.01)
+    )
+    for name in ("step_s", "tokens_per_s", "peak_vram_bytes", "host_bytes"):
+        assert plan["predicted"][name] > 0
+    assert layer["forward_s"] > 0
+    assert layer["h2d_s"] > 0
+
+
+def test_the_same_plan_is_printed_byte_for_byte_again(capsys) -> None:
+    words = ("plan", "qwen30b_lora_5090", "--machine", "rtx 5090", "--json")
+    assert run(*words) == 0
+    first = capsys.readouterr().out
+    assert run(*words) == 0
+    assert capsys.readouterr().out == first
+
+
+def test_a_plan_that_does_not_fit_exits_with_3_and_names_the_fix(capsys) -> None:
+    words = ("plan", "qwen30b_lora_5090", "--machine", "rtx3060")
+    assert run(*words) == 3
+    err = capsys.readouterr().err
+    assert "with 2 slots of 48 layers the plan needs" in err
+    assert "may be used on rtx3060" in err
+    assert "hint: " in err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "what", "hint"),
+    [
+        (["train.sead=1"], "train.sead", "train.seed"),
+        (["train.lr=high"], "train.lr", "train.lr=0.0002"),
+        (["adapter.rank=0"], "adapter.rank", "adapter.rank=1"),
+        (["data.path=nowhere.jsonl"], "nowhere.jsonl", "`data.path: "),
+    ],
+)
+def test_a_wrong_setting_is_refused_in_three_parts(overrides, what, hint, capsys) -> None:
+    assert run("validate", "quickstart", *overrides) == 1
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.startswith("error: ")
+    assert what in err
+    problem, _, fix = err.partition("\n\nhint: ")
+    assert ";" in problem
+    assert hint in fix
+
+
+def test_an_empty_data_set_is_refused(tmp_path: Path, capsys) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    words = (f"data.path={empty}", f"output.dir={tmp_path / 'run'}")
+    assert run("finetune", "quickstart", *words) == 1
+    err = capsys.readouterr().err
+    assert "empty.jsonl" in err
+    assert "hint: " in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_sequences_longer_than_the_model_allows_are_refused(tmp_path: Path, capsys) -> None:
+    words = ("train.seq_len=100000", f"output.dir={tmp_path / 'run'}")
+    assert run("plan", "quickstart", *words, "--machine", "rtx4090") == 1
+    err = capsys.readouterr().err
+    assert "train.seq_len: 100000 for a qwen3_moe model" in err
+    assert "at most" in err
+    assert "hint: `train.seq_len:" in err
+
+
+def test_an_unknown_card_names_the_nearest(capsys) -> None:
+    assert run("plan", "quickstart", "--machine", "rtx5091") == 1
+    assert "rtx5090" in capsys.readouterr().err
+
+
+def test_a_recipe_is_copied_once(tmp_path: Path, capsys) -> None:
+    target = tmp_path / "mine.yaml"
+    assert run("recipes", "copy", "gsm8k_lora", target) == 0
+    assert target.read_text() == (ROOT / "recipes" / "gsm8k_lora.yaml").read_text()
+    assert run("recipes", "copy", "gsm8k_lora", target) == 1
+    assert f"{target} exists" in capsys.readouterr().err
+
+
+def test_recipes_are_shown_and_listed(capsys) -> None:
+    assert run("recipes", "show", "quickstart") == 0
+    assert run("recipes", "list") == 0
+    out = capsys.readouterr().out
+    assert "model:" in out
+    assert "qwen30b_lora_5090" in out
+    assert run("recipes", "show", "quikstart") == 1
+    assert "shipped are" in capsys.readouterr().err
+
+
+def test_the_schema_describes_every_section(capsys) -> None:
+    assert run("recipes", "schema") == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert {"model", "adapter", "data", "train", "offload"} <= set(schema["properties"])
+
+
+def test_wrong_usage_exits_with_2(capsys) -> None:
+    assert run("finetune") == 2
+    assert run("plan", "quickstart", "--nonsense") == 2
+    assert "--nonsense" in capsys.readouterr().err
+
+
+def test_nf4_is_planned_and_not_pretended(tmp_path: Path, capsys) -> None:
+    assert run("plan", "qwen30b_qlora_4060ti", "--machine", "rtx4060ti") in (0, 3)
+    assert run("finetune", "quickstart", "offload.codec=nf4") == 1
+    assert "nf4 can be planned with and not yet trained with" in capsys.readouterr().err
