@@ -245,6 +245,10 @@ def _quiet_libraries() -> None:
     for name in ("bitsandbytes", "transformers", "huggingface_hub", "torchao"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)
+    if not sys.stderr.isatty():
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
 
 
 def _shipped(name: str) -> Path:

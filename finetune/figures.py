@@ -9,7 +9,12 @@ from offload.plan.machine import GIB
 def table_of(title: str, *columns: str) -> Table:
     """Return an empty table; columns but the first hold figures, two unnamed ones do not."""
     table = Table(
-        title=title, title_justify="left", box=box.SIMPLE, show_header=any(columns), pad_edge=False
+        title=title,
+        title_justify="left",
+        min_width=len(title),
+        box=box.SIMPLE,
+        show_header=any(columns),
+        pad_edge=False,
     )
     for number, column in enumerate(columns or ("", "")):
         is_figure = bool(columns) and number > 0 and column not in ("wanted", "got")

@@ -2,14 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import nn
-from transformers import PreTrainedTokenizerBase
 
 from finetune.encode import render_prompt
 from finetune.generation import generate
 from finetune.rows import Conversation
 from offload.engine.engine import Engine
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _BATCH_SIZE = 64
 _SPARE_TOKENS = 4
@@ -32,7 +35,7 @@ def answer(
     *,
     model: nn.Module,
     engine: Engine,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
 ) -> Answers:
     """Let the model answer the last turn of each row, greedily."""
     prompts, wanted = zip(*(render_prompt(row, tokenizer) for row in rows), strict=True)
@@ -52,14 +55,14 @@ def answer(
     return Answers(rows=tuple(zip(asked, wanted, got, strict=True)))
 
 
-def stop_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+def stop_ids(tokenizer: "PreTrainedTokenizerBase") -> frozenset[int]:
     """Return the tokens that end an answer."""
     ids = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")}
     ids.discard(tokenizer.unk_token_id)
     return frozenset(token for token in ids if isinstance(token, int))
 
 
-def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
+def pad_id(tokenizer: "PreTrainedTokenizerBase") -> int:
     """Return the token that fills rows up; `load_tokenizer` has made sure of one."""
     assert isinstance(tokenizer.pad_token_id, int)
     return tokenizer.pad_token_id

@@ -1,5 +1,6 @@
 """What a run shows while it runs. Everything that is printed goes through one console."""
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,6 +14,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+NUM_RECENT_STEPS = 20
+
 
 class StepBar:
     """A progress bar over optimizer steps."""
@@ -21,11 +24,14 @@ class StepBar:
         """Keep the bar."""
         self._progress = progress
         self._task = task
+        self._recent: deque[tuple[int, float]] = deque(maxlen=NUM_RECENT_STEPS)
 
-    def advance(self, *, loss: float, tokens_per_s: float) -> None:
-        """Show that a step is done."""
+    def advance(self, *, loss: float, num_tokens: int, seconds: float) -> None:
+        """Show that a step is done, and the rate of the last few."""
+        self._recent.append((num_tokens, seconds))
+        tokens, spent_s = (sum(column) for column in zip(*self._recent, strict=True))
         self._progress.update(
-            self._task, advance=1, loss=f"{loss:.4f}", rate=f"{tokens_per_s:,.0f}"
+            self._task, advance=1, loss=f"{loss:.4f}", rate=f"{tokens / spent_s:,.0f}"
         )
 
 

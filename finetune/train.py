@@ -285,7 +285,11 @@ def _train(
                     work.rows.held_out, pad_token_id=work.pad_token_id
                 )
             recorder.write(row)
-            bar.advance(loss=record.loss, tokens_per_s=row["tokens_per_s"])
+            bar.advance(
+                loss=record.loss,
+                num_tokens=record.num_tokens,
+                seconds=record.step_s + batch.wait_s,
+            )
             is_due = bool(output.checkpoint_every) and done % (output.checkpoint_every or 1) == 0
             if is_due or interrupts or done == num_steps:
                 save()

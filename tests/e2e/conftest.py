@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,21 +21,20 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     tokenizer = tiny_tokenizer()
     torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            hidden_size=32,
-            intermediate_size=64,
-            moe_intermediate_size=16,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            num_experts=4,
-            num_experts_per_tok=2,
-            vocab_size=len(tokenizer),
-            max_position_embeddings=128,
-        )
-    )
+    shape: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 16,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": 128,
+    }
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

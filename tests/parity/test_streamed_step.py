@@ -1,9 +1,11 @@
 """The engine against itself resident (grade MOVE) and against transformers + peft (REORDER)."""
 
 import copy
+import math
 import random
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +29,7 @@ from offload.engine.engine import Engine
 from offload.engine.streams import CpuDevice
 from offload.plan.schedule import Order
 
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 6,
@@ -36,7 +38,7 @@ SHAPE = {
     "head_dim": 8,
     "vocab_size": 64,
 }
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
@@ -135,8 +137,8 @@ def assert_equal(
 
 
 def rel_error(ours: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> float:
-    difference = sum((ours[n].double() - truth[n]).square().sum() for n in truth)
-    return float((difference / sum(t.square().sum() for t in truth.values())).sqrt())
+    difference = sum(float((ours[n].double() - truth[n]).square().sum()) for n in truth)
+    return math.sqrt(difference / sum(float(t.square().sum()) for t in truth.values()))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -253,7 +255,7 @@ def test_checkpointing_and_cache_left_on_change_nothing() -> None:
     expected = streamed(model, num_slots=2)
     for module in model.modules():
         if hasattr(module, "gradient_checkpointing"):
-            module.gradient_checkpointing = True
+            setattr(module, "gradient_checkpointing", True)  # noqa: B010 - mypy knows a tensor
     model.config.use_cache = True
     assert_equal(streamed(model, num_slots=2), expected)
 

@@ -32,7 +32,7 @@ def run(*argv: object) -> int:
 
 
 def commands(group, prefix: str = "") -> dict[str, set[str]]:
-    found = {}
+    found: dict[str, set[str]] = {}
     for name, command in group.commands.items():
         if hasattr(command, "commands"):
             found |= commands(command, f"{name} ")
