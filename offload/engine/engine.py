@@ -89,9 +89,11 @@ class Engine:
         self._home = _only_device(model)
         torch_device = device.torch_device
         records = [lay_out(group) for group in _streamed_parameters(self._layered)]
-        self._slab = Slab(records, is_page_locked=torch_device.type == "cuda")
+        self._slab = Slab(records)
         for layer in range(len(records)):
             self._slab.take(layer)
+        if torch_device.type == "cuda":
+            self._slab.page_lock()
         slots = Slots(records, num_slots=num_slots, torch_device=torch_device)
         _move_the_rest(model, records, torch_device)
         self._executor = Executor(

@@ -69,15 +69,11 @@ def lay_out(parameters: Sequence[nn.Parameter]) -> Record:
 class Slab:
     """The records of all layers in one block of host memory."""
 
-    def __init__(self, records: Sequence[Record], *, is_page_locked: bool) -> None:
-        """Map the block and page-lock it when asked.
+    def __init__(self, records: Sequence[Record]) -> None:
+        """Map the block; its pages take memory as they are filled.
 
         Args:
             records: One per layer.
-            is_page_locked: Register the block with CUDA, so that copies from it are asynchronous.
-
-        Raises:
-            TransferError: The block cannot be page-locked.
         """
         self.records = tuple(records)
         offsets = [0]
@@ -87,9 +83,7 @@ class Slab:
         self._memory = mmap.mmap(-1, max(1, self.num_bytes))
         self._block = torch.frombuffer(self._memory, dtype=torch.uint8)[: self.num_bytes]
         self._layers = [self._block[start:end] for start, end in pairwise(offsets)]
-        self._is_page_locked = is_page_locked
-        if is_page_locked:
-            self._page_lock()
+        self._is_page_locked = False
 
     def layer(self, layer: int) -> torch.Tensor:
         """Return a layer's record, uint8 (record.num_bytes,)."""
@@ -111,18 +105,16 @@ class Slab:
             view = field.view(self._layers[layer])
             field.parameter.data = view.clone().to(torch_device)
 
-    def close(self) -> None:
-        """Unlock the pages. The memory is freed with the last view of it."""
-        if self._is_page_locked:
-            torch.cuda.cudart().cudaHostUnregister(self._block.data_ptr())
-            self._is_page_locked = False
+    def page_lock(self) -> None:
+        """Register the filled block with CUDA, so that copies from it are asynchronous.
 
-    def _page_lock(self) -> None:
+        Raises:
+            TransferError: The system does not allow it.
+        """
         status = int(
             torch.cuda.cudart().cudaHostRegister(self._block.data_ptr(), self.num_bytes, 0)
         )
         if status != 0:
-            self._is_page_locked = False
             raise TransferError(
                 f"page-locking {self.num_bytes / 2**30:.2f} GiB of host memory failed"
                 f" (CUDA error {status})",
@@ -130,3 +122,10 @@ class Slab:
                 hint="raise the limit (`ulimit -l unlimited`; on WSL2 it is 1 to 2 GiB),"
                 " or train a smaller model",
             )
+        self._is_page_locked = True
+
+    def close(self) -> None:
+        """Unlock the pages. The memory is freed with the last view of it."""
+        if self._is_page_locked:
+            torch.cuda.cudart().cudaHostUnregister(self._block.data_ptr())
+            self._is_page_locked = False
