@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _CONNECT_TIMEOUT_S = 3.0
+_VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 # ------------------------------------------------------------------------------------------ config
 
@@ -120,6 +121,7 @@ def load_model(
         ModelError: Weights are missing or do not match the config.
     """
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch_dtype: torch.dtype = getattr(torch, dtype)
@@ -137,7 +139,7 @@ def load_model(
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch_dtype, output_loading_info=True
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(
             f"model.path: {path} cannot be loaded: {str(error).splitlines()[0]}",
             limit="it must hold config.json and safetensors weights of a causal language model",
@@ -163,8 +165,10 @@ def load_tokenizer(source: str | None) -> "PreTrainedTokenizerBase":
             limit="rows must become tokens",
             hint="`model.tokenizer: DIR` or a hub id with the same vocabulary",
         )
-    is_local = Path(source).is_dir()
-    if not is_local and cached_file(source, "tokenizer_config.json") is None:
+    folder = Path(source)
+    if folder.is_dir():
+        _require_vocabulary(folder)
+    elif cached_file(source, "tokenizer_config.json") is None:
         _require_hub(source)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
@@ -177,6 +181,16 @@ def load_tokenizer(source: str | None) -> "PreTrainedTokenizerBase":
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _require_vocabulary(folder: Path) -> None:
+    """Refuse a folder for which transformers would make up an empty tokenizer."""
+    if not any((folder / name).exists() for name in _VOCABULARY_FILES):
+        raise ModelError(
+            f"no tokenizer in {folder}",
+            limit=f"it must hold one of {', '.join(_VOCABULARY_FILES)}",
+            hint="`model.tokenizer: DIR` or a hub id",
+        )
 
 
 def _require_hub(source: str) -> None:

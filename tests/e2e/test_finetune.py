@@ -243,3 +243,14 @@ def test_ctrl_c_ends_the_step_saves_and_can_be_resumed(
     done = len(losses(tmp_path / "run"))
     saved = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
     assert saved == [f"step-{done:07d}"]
+
+
+def test_metrics_go_to_tensorboard_when_asked(tmp_path, write_recipe, machine_file) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    recipe = write_recipe(train={"steps": 2}, report={"log_to": ["tensorboard"]})
+    assert run("finetune", recipe, "--machine", machine_file) == 0
+    board = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    board.Reload()
+    shown = [event.value for event in board.Scalars("loss")]
+    assert shown == pytest.approx(losses(tmp_path / "run"))

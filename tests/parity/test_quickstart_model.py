@@ -1,0 +1,68 @@
+"""The model that newcomers train first: streamed equals resident over real steps (grade MOVE)."""
+
+from pathlib import Path
+
+import torch
+
+import offload
+from finetune import adapters
+from finetune.batches import collate
+from finetune.encode import encode
+from finetune.model import load_model, load_tokenizer
+from finetune.objective import apply_step, make_optimizer
+from finetune.rows import read_conversations
+
+QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart"
+NUM_STEPS, NUM_MICRO_BATCHES, MICRO_BATCH_SIZE = 5, 3, 4
+
+
+def batches() -> list[dict[str, torch.Tensor]]:
+    tokenizer = load_tokenizer(str(QUICKSTART / "model"))
+    rows = read_conversations(
+        path=str(QUICKSTART / "train.jsonl"),
+        data_format="messages",
+        prompt_column=None,
+        completion_column=None,
+        messages_column=None,
+        system=None,
+    )
+    size = MICRO_BATCH_SIZE
+    assert isinstance(tokenizer.pad_token_id, int)
+    return [
+        collate(
+            [encode(r, tokenizer, seq_len=128, loss_on="assistant") for r in rows[at : at + size]],
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        for at in range(0, NUM_STEPS * NUM_MICRO_BATCHES * size, size)
+    ]
+
+
+def steps(num_slots: int) -> list[tuple[float, dict[str, torch.Tensor]]]:
+    base = load_model(
+        path=str(QUICKSTART / "model"), config=None, init="pretrained", dtype="float32", seed=0
+    )
+    model = adapters.add_lora(
+        base, rank=4, alpha=8, dropout=0.0, targets="attention", has_experts=True, seed=0
+    ).train()
+    trained = adapters.trained(model)
+    assert any("experts" in name for name in trained)
+    assert any("q_proj" in name for name in trained)
+    optimizer = make_optimizer(list(trained.values()), name="adamw", lr=0.01, weight_decay=0.0)
+    engine = offload.attach(model, num_slots=num_slots, device="cpu")
+    found, data = [], batches()
+    for step in range(NUM_STEPS):
+        part = data[step * NUM_MICRO_BATCHES : (step + 1) * NUM_MICRO_BATCHES]
+        result = engine.forward_backward(part, dropout_seed=step)
+        gradients = {n: p.grad.clone() for n, p in trained.items() if p.grad is not None}
+        assert gradients.keys() == trained.keys()
+        found.append((result.loss, gradients))
+        apply_step(optimizer, list(trained.values()), lr=0.01, max_grad_norm=1.0)
+    engine.detach()
+    return found
+
+
+def test_move_five_steps_streamed_equal_five_steps_resident_to_the_bit() -> None:
+    for streamed, resident in zip(steps(num_slots=3), steps(num_slots=6), strict=True):
+        assert streamed[0] == resident[0]
+        for name, gradient in resident[1].items():
+            assert torch.equal(streamed[1][name], gradient)

@@ -1,0 +1,110 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from finetune import model as model_module
+from finetune.errors import ConfigError, ModelError
+from finetune.model import has_weights, load_model, load_tokenizer, read_config
+
+SHAPE = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "vocab_size": 32,
+}
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "no-cache"))
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    Qwen3ForCausalLM(Qwen3Config.from_dict(SHAPE)).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def load(path: Path) -> torch.nn.Module:
+    return load_model(path=str(path), config=None, init="pretrained", dtype="float32", seed=0)
+
+
+def test_a_shipped_shape_stands_in_for_a_hub_id_that_is_not_here(offline: None) -> None:
+    config = read_config(path="Qwen/Qwen3-30B-A3B", config=None)
+    assert config["num_experts"] == 128
+    assert not has_weights("Qwen/Qwen3-30B-A3B")
+
+
+def test_a_hub_id_without_a_network_is_an_error_that_says_so(offline: None) -> None:
+    with pytest.raises(ModelError, match=r"nobody/nothing is no local directory.*cannot be reach"):
+        read_config(path="nobody/nothing", config=None)
+
+
+def test_a_tokenizer_is_asked_for_where_none_is_known() -> None:
+    with pytest.raises(ConfigError, match=r"model\.tokenizer: null"):
+        load_tokenizer(None)
+
+
+def test_a_folder_without_a_tokenizer_is_an_error(model_dir: Path) -> None:
+    with pytest.raises(ModelError, match="no tokenizer in"):
+        load_tokenizer(str(model_dir))
+
+
+def test_random_weights_depend_on_the_seed_alone() -> None:
+    def weights(seed: int) -> torch.Tensor:
+        model = load_model(
+            path=None, config="tiny-qwen3-moe", init="random", dtype="float32", seed=seed
+        )
+        return next(model.parameters()).detach()
+
+    torch.manual_seed(7)
+    first, state = weights(1), torch.get_rng_state()
+    assert torch.equal(first, weights(1))
+    assert not torch.equal(first, weights(2))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_missing_tensor_is_named(model_dir: Path) -> None:
+    file = model_dir / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"lacks 1 tensors, such as model\.layers\.1\.mlp\.up"):
+        load(model_dir)
+
+
+def test_an_unexpected_tensor_is_named(model_dir: Path) -> None:
+    file = model_dir / "model.safetensors"
+    tensors = {**load_file(file), "model.layers.0.mlp.extra.weight": torch.zeros(2)}
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"unknown to the model, 1 tensors, such as .*extra"):
+        load(model_dir)
+
+
+def test_weights_that_are_cut_off_are_an_error_not_a_traceback(model_dir: Path) -> None:
+    file = model_dir / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load(model_dir)
+
+
+def test_a_config_that_is_cut_off_is_an_error(model_dir: Path) -> None:
+    (model_dir / "config.json").write_text(json.dumps(SHAPE)[:-5])
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        read_config(path=str(model_dir), config=None)
+
+
+def test_a_direct_connection_proves_nothing_behind_a_proxy(monkeypatch) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("https_proxy", "http://localhost:1")
+    assert model_module.is_hub_reachable()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert not model_module.is_hub_reachable()

@@ -1,0 +1,114 @@
+from dataclasses import replace
+
+import pytest
+
+from offload.errors import DoesNotFitError
+from offload.plan.costs import Workload
+from offload.plan.facts import AdapterSpec, model_facts
+from offload.plan.machine import GIB, named_machine
+from offload.plan.plan import PlanRequest, calibrate, plan, with_costs
+from offload.plan.schedule import Kind
+from offload.plan.simulate import simulate
+
+FACTS = model_facts(
+    {
+        "model_type": "qwen3",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+    }
+)
+CARD = named_machine("rtx4060ti")
+WORKLOAD = Workload(
+    micro_batch_size=1,
+    seq_len=2048,
+    label_tokens=2048,
+    head_chunk_tokens=1024,
+    adapter=AdapterSpec(rank=16, targets=("q_proj", "v_proj"), experts=False),
+    optimizer="adamw",
+    dtype_bytes=2,
+    codec_ratio=1.0,
+)
+REQUEST = PlanRequest(
+    typical=WORKLOAD,
+    largest=WORKLOAD,
+    num_micro_batches=8,
+    num_slots=None,
+    vram_budget_bytes=None,
+    num_workers=1,
+)
+
+
+def test_the_plan_takes_as_many_slots_as_fit() -> None:
+    chosen = plan(FACTS, CARD, REQUEST)
+    assert 2 < chosen.num_slots < FACTS.num_layers
+    assert chosen.peak_bytes <= CARD.vram_bytes
+    with pytest.raises(DoesNotFitError):
+        plan(FACTS, CARD, replace(REQUEST, num_slots=chosen.num_slots + 1))
+
+
+def test_a_larger_budget_never_takes_fewer_slots() -> None:
+    budgets = [gib * GIB for gib in (11, 12, 13, 14, 15)]
+    slots = [
+        plan(FACTS, CARD, replace(REQUEST, vram_budget_bytes=budget)).num_slots
+        for budget in budgets
+    ]
+    assert slots == sorted(slots)
+    assert slots[0] < slots[-1]
+
+
+def test_what_does_not_fit_names_need_limit_and_the_nearest_fix() -> None:
+    request = replace(REQUEST, num_slots=30, vram_budget_bytes=14 * GIB)
+    with pytest.raises(
+        DoesNotFitError,
+        match=r"with 30 slots of 36 layers the plan needs \d+\.\d\d GiB of device memory;"
+        r" 14\.00 GiB may be used on rtx4060ti\n\nhint: `offload\.num_slots: (\d+)`",
+    ) as error:
+        plan(FACTS, CARD, request)
+    hinted = int(error.value.hint.split(": ")[1].rstrip("`"))
+    assert plan(FACTS, CARD, replace(request, num_slots=hinted)).num_slots == hinted
+    with pytest.raises(DoesNotFitError):
+        plan(FACTS, CARD, replace(request, num_slots=hinted + 1))
+
+
+def test_too_long_sequences_are_told_a_length_that_fits() -> None:
+    long = replace(WORKLOAD, seq_len=131072, label_tokens=131072)
+    with pytest.raises(DoesNotFitError, match=r"hint: `train\.seq_len: \d+`") as error:
+        plan(FACTS, CARD, replace(REQUEST, typical=long, largest=long))
+    seq_len = int(error.value.hint.split("`")[1].split(": ")[1])
+    shorter = replace(WORKLOAD, seq_len=seq_len, label_tokens=seq_len)
+    assert plan(FACTS, CARD, replace(REQUEST, typical=shorter, largest=shorter)).num_slots >= 2
+
+
+def test_too_little_ram_is_named() -> None:
+    small = named_machine("rtx4060ti", ram_bytes=8 * GIB)
+    with pytest.raises(DoesNotFitError, match=r"GiB of RAM; 8\.00 GiB of RAM is there"):
+        plan(FACTS, small, REQUEST)
+
+
+def test_the_prediction_is_never_below_its_bound() -> None:
+    for num_micro_batches in (1, 2, 4, 8):
+        found = plan(FACTS, CARD, replace(REQUEST, num_micro_batches=num_micro_batches))
+        assert found.step_s >= found.bound_s * (1 - 1e-9)
+        assert found.step_s <= found.bound_s * 1.05
+
+
+def test_a_calibrated_plan_predicts_the_step_that_it_was_calibrated_on() -> None:
+    priced = plan(FACTS, CARD, replace(REQUEST, num_slots=4))
+    seconds = {
+        Kind.FRONT: 0.001,
+        Kind.LOAD: 0.02,
+        Kind.FORWARD: 0.004,
+        Kind.TAIL: 0.01,
+        Kind.BACKWARD: 0.012,
+    }
+    measured = simulate(priced.schedule, lambda op: seconds[op.kind])
+    costs = calibrate(priced.costs, measured, optimizer_s=0.5)
+    assert costs.grade == "calibrated"
+    again = with_costs(priced, costs)
+    assert again.predict().step_s == pytest.approx(measured.step_s)
+    assert again.step_s == pytest.approx(measured.step_s + 0.5)
