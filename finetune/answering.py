@@ -36,6 +36,7 @@ def answer_prompt(run_dir: Path, prompt: str, *, max_new_tokens: int) -> str:
         config=recipe.model.config,
         init=recipe.model.init,
         dtype=recipe.model.dtype,
+        device=device,
         seed=recipe.train.seed,
     )
     model = load_adapter(base, run.adapter)

@@ -180,6 +180,7 @@ def _build(recipe: Recipe, work: _Work) -> _Session:
         config=recipe.model.config,
         init=recipe.model.init,
         dtype=recipe.model.dtype,
+        device=work.device.type,
         seed=recipe.train.seed,
     )
     model = adapters.add_lora(

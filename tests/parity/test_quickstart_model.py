@@ -39,7 +39,12 @@ def batches() -> list[dict[str, torch.Tensor]]:
 
 def steps(num_slots: int) -> list[tuple[float, dict[str, torch.Tensor]]]:
     base = load_model(
-        path=str(QUICKSTART / "model"), config=None, init="pretrained", dtype="float32", seed=0
+        path=str(QUICKSTART / "model"),
+        config=None,
+        init="pretrained",
+        dtype="float32",
+        device="cpu",
+        seed=0,
     )
     model = adapters.add_lora(
         base, rank=4, alpha=8, dropout=0.0, targets="attention", has_experts=True, seed=0

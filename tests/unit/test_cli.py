@@ -43,7 +43,7 @@ def commands(group, prefix: str = "") -> dict[str, set[str]]:
 
 
 def test_commands_and_flags_are_those_that_were_agreed_on() -> None:
-    assert commands(typer.main.get_command(app.app)) == FLAGS
+    assert commands(typer.main.get_group(app.app)) == FLAGS
 
 
 @pytest.mark.parametrize("words", [["--help"], ["finetune", "--help"], ["recipes", "list"]])

@@ -44,7 +44,8 @@ def test_every_command_is_documented() -> None:
 
     from finetune import app
 
-    for name in typer.main.get_command(app.app).commands:
+    group = typer.main.get_group(app.app)
+    for name in group.commands:
         assert f"`sluice {name}" in README, name
 
 
@@ -52,7 +53,7 @@ def test_every_file_that_the_tree_names_exists() -> None:
     (tree,) = blocks("text")
     root, folder = Path(__file__).parents[2], Path()
     for line in tree.splitlines():
-        names = re.match(r"( *)((?:[\w/.]+(?:, )?)+)(?=  |$)", line)
+        names = re.match(r"( *)((?:[\w/.]+, )*[\w/.]+)  ", line)
         assert names is not None, line
         for name in names[2].split(", "):
             path = (folder if names[1] else Path()) / name

@@ -1,3 +1,5 @@
+from typing import Any
+
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -19,7 +21,7 @@ CONFIG = Qwen3Config.from_dict(
 )
 
 
-def make_loop(*, optimizer: str = "adamw") -> tuple[Loop, dict[str, torch.nn.Parameter]]:
+def make_loop(*, optimizer: Any = "adamw") -> tuple[Loop, dict[str, torch.nn.Parameter]]:
     torch.manual_seed(0)
     model = adapters.add_lora(
         Qwen3ForCausalLM(CONFIG),

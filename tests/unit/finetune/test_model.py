@@ -34,7 +34,9 @@ def model_dir(tmp_path: Path) -> Path:
 
 
 def load(path: Path) -> torch.nn.Module:
-    return load_model(path=str(path), config=None, init="pretrained", dtype="float32", seed=0)
+    return load_model(
+        path=str(path), config=None, init="pretrained", dtype="float32", device="cpu", seed=0
+    )
 
 
 def test_a_shipped_shape_stands_in_for_a_hub_id_that_is_not_here(offline: None) -> None:
@@ -61,7 +63,12 @@ def test_a_folder_without_a_tokenizer_is_an_error(model_dir: Path) -> None:
 def test_random_weights_depend_on_the_seed_alone() -> None:
     def weights(seed: int) -> torch.Tensor:
         model = load_model(
-            path=None, config="tiny-qwen3-moe", init="random", dtype="float32", seed=seed
+            path=None,
+            config="tiny-qwen3-moe",
+            init="random",
+            dtype="float32",
+            device="cpu",
+            seed=seed,
         )
         return next(model.parameters()).detach()
 
