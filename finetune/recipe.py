@@ -96,7 +96,7 @@ class DataSection(Section):
 
     path: str = Field(
         min_length=1,
-        description="File (jsonl, json, parquet), data set directory, or hub id of a data set.",
+        description="File (jsonl, json, parquet), data set directory, or hub id (id#config:split).",
         examples=["data/train.jsonl"],
     )
     format: Literal["auto", "messages", "alpaca", "sharegpt", "prompt_completion"] = Field(

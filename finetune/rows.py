@@ -221,14 +221,17 @@ def _read_parquet(file: Path) -> Iterator[tuple[str, object]]:
 
 
 def _read_datasets(path: str) -> Iterator[tuple[str, object]]:
-    """Yield the rows of a directory or a Hub data set; `:split` after the name chooses it."""
-    name, _, split = path.partition(":")
+    """Yield the rows of a directory or a Hub data set, named as `name#config:split`."""
+    source, _, split = path.partition(":")
+    name, _, config = source.partition("#")
     if not Path(name).is_dir() and (Path(name).is_absolute() or name.startswith(".")):
         raise _missing(Path(name))
-    return _rows_of(_load(name, split=split or "train", data_files=None, path=path), path)
+    return _rows_of(_load(name, config=config or None, split=split or "train", path=path), path)
 
 
-def _load(name: str, *, split: str, data_files: str | None, path: str) -> Any:
+def _load(
+    name: str, *, split: str, path: str, config: str | None = None, data_files: str | None = None
+) -> Any:
     """Load a data set through `datasets`, its failures turned into one error."""
     import datasets
 
@@ -238,7 +241,7 @@ def _load(name: str, *, split: str, data_files: str | None, path: str) -> Any:
         if saved:
             loaded = datasets.load_from_disk(name)
             return loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
-        return datasets.load_dataset(name, split=split, data_files=data_files)
+        return datasets.load_dataset(name, config, split=split, data_files=data_files)
     except (
         OSError,
         ValueError,

@@ -225,6 +225,26 @@ def test_a_saved_data_set_and_its_split_are_read(tmp_path: Path) -> None:
         read(f"{tmp_path / 'saved'}:tset")
 
 
+def test_config_and_split_of_a_hub_data_set_stand_behind_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    def load(name: str, config: str | None, *, split: str, data_files: object) -> object:
+        asked.append((name, config, split, data_files))
+        return [{"question": "1 + 1", "answer": "2"}]
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    for path in ("openai/gsm8k", "openai/gsm8k#main", "openai/gsm8k#main:test"):
+        rows = read(path, prompt_column="question", completion_column="answer")
+        assert [row.source for row in rows] == [f"{path}[0]"]
+    assert asked == [
+        ("openai/gsm8k", None, "train", None),
+        ("openai/gsm8k", "main", "train", None),
+        ("openai/gsm8k", "main", "test", None),
+    ]
+
+
 def test_a_hub_data_set_without_a_network_is_an_error_with_a_way_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
