@@ -211,7 +211,7 @@ class StepLoader:
         try:
             return next(self._packed)
         except (RuntimeError, OSError, EOFError) as error:
-            if isinstance(error, RuntimeError) and "exited unexpectedly" not in str(error):
+            if isinstance(error, RuntimeError) and "DataLoader worker (pid" not in str(error):
                 raise
             raise worker_died("preparing batches", error) from error
 

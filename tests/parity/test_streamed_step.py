@@ -4,7 +4,7 @@ import copy
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -70,8 +70,8 @@ def with_lora(model: PreTrainedModel, *, dropout: float = 0.0) -> PeftModel:
     return wrapped.train()
 
 
-def tiny(name: str, *, dropout: float = 0.0) -> PeftModel:
-    torch.manual_seed(0)
+def tiny(name: str, *, dropout: float = 0.0, seed: int = 0) -> PeftModel:
+    torch.manual_seed(seed)
     return with_lora(MODELS[name](), dropout=dropout)
 
 
@@ -148,16 +148,30 @@ def test_move_streamed_equals_resident_to_the_bit(name: str) -> None:
     assert_equal(streamed(model, num_slots=3), streamed(model, num_slots=6))
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Keep the order of sums from depending on how a product is cut among threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", MODELS)
 def test_reorder_gradients_are_no_worse_than_those_of_transformers_and_peft(name: str) -> None:
-    model = tiny(name)
-    truth = truth_of(model)
-    reference_loss, reference = plain(model)
-    loss, ours = streamed(model, num_slots=2)
-    assert loss == pytest.approx(reference_loss, rel=1e-6)
-    # Both are within rounding of the truth; equal roundings give a ratio of 1.
-    assert rel_error(ours, truth) <= 1.05 * rel_error(reference, truth)
-    assert rel_error(reference, truth) < 1e-5
+    """Over several models, since for a single one the ratio of two roundings is 1 +- 0.2."""
+    ours_squared = reference_squared = 0.0
+    for seed in range(6):
+        model = tiny(name, seed=seed)
+        truth = truth_of(model)
+        reference_loss, reference = plain(model)
+        loss, ours = streamed(model, num_slots=2)
+        assert loss == pytest.approx(reference_loss, rel=1e-6)
+        ours_squared += rel_error(ours, truth) ** 2
+        reference_squared += rel_error(reference, truth) ** 2
+    assert ours_squared <= 1.05**2 * reference_squared
+    assert reference_squared < 6 * 1e-5**2
 
 
 def test_move_dropout_is_replayed_in_the_recompute() -> None:
