@@ -246,9 +246,9 @@ def _quiet_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)
     if not sys.stderr.isatty():
-        from transformers.utils.logging import disable_progress_bar
+        from finetune.model import hide_loading_bar
 
-        disable_progress_bar()
+        hide_loading_bar()
 
 
 def _shipped(name: str) -> Path:

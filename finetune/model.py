@@ -160,6 +160,13 @@ def _with_experts(model: "PreTrainedModel", device: str) -> "PreTrainedModel":
     return model
 
 
+def hide_loading_bar() -> None:
+    """Keep transformers' own progress bar out of files."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+
+
 def load_tokenizer(source: str | None) -> "PreTrainedTokenizerBase":
     """Load a tokenizer and make sure that it can pad.
 
