@@ -186,7 +186,7 @@ _CARDS: Mapping[str, _Card] = {
         bf16=209.5e12,
         fp32=104.8e12,
         memory=1792e9,
-        link=Rate(value=56e9, source="owner-measured"),
+        link=Rate(value=56e9, source="measured by others"),
         measured_gemm=238e12,
         measured_memory=1.4e12,
     ),
@@ -278,7 +278,7 @@ def _machine(name: str, card: _Card, ram_bytes: int, link_bytes_per_s: float | N
 
 def _published(measured: float | None, datasheet: float, frac: float) -> Rate:
     if measured is not None:
-        return Rate(value=measured, source="owner-measured")
+        return Rate(value=measured, source="measured by others")
     return Rate(value=datasheet * frac, source=f"datasheet x {frac}")
 
 
