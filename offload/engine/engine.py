@@ -1,5 +1,6 @@
 """The library door: attach a model, run steps on it, detach it."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from offload.plan.schedule import (
     training_schedule,
 )
 from offload.plan.timeline import Timeline
+
+MIN_SLOTS = 2
 
 
 class StepResult:
@@ -84,8 +87,15 @@ class Engine:
         self, model: nn.Module, *, num_slots: int, device: Device, head_chunk_tokens: int
     ) -> None:
         """Move the frozen weights of the layers into the slab and bind them to the slots."""
+        if num_slots < MIN_SLOTS:
+            raise OffloadError(
+                f"num_slots is {num_slots}",
+                limit=f"a layer computes in one slot while the next arrives: at least {MIN_SLOTS}",
+                hint=f"`num_slots={MIN_SLOTS}`",
+            )
         self._device = device
         self._layered = LayeredModel(model)
+        num_slots = min(num_slots, len(self._layered.layers))
         self._home = _only_device(model)
         torch_device = device.torch_device
         records = [lay_out(group) for group in _streamed_parameters(self._layered)]
@@ -101,7 +111,7 @@ class Engine:
             slab=self._slab,
             slots=slots,
             device=device,
-            head_chunk_tokens=head_chunk_tokens,
+            head_chunk_tokens=min(head_chunk_tokens, self._layered.max_positions),
         )
         self._model = model
         self._trains_front = _trains_front(self._layered)
@@ -187,15 +197,26 @@ class Engine:
         """Wait until the device has done all that was issued."""
         self._device.finish()
 
+    def close(self) -> None:
+        """End the lanes and unlock the memory, without another copy of the layers.
+
+        What trains stays as it is; the layers' frozen weights are left wherever they were.
+        """
+        if self._is_attached:
+            self._is_attached = False
+            self._device.close()
+            self._slab.close()
+
     def detach(self) -> None:
-        """Give the layers' parameters memory of their own, where the model came from."""
+        """Give the layers' parameters memory of their own, where the model came from.
+
+        The layers take their memory twice until the engine is let go.
+        """
         if not self._is_attached:
             return
-        self._is_attached = False
-        self._device.close()
+        self.close()
         for layer in range(len(self.layer_bytes)):
             self._slab.give_back(layer, self._home)
-        self._slab.close()
         self._model.to(self._home)
         for module in self._checkpointing:
             _set_checkpointing(module, is_on=True)
@@ -222,8 +243,8 @@ class Engine:
         try:
             yield
         except BaseException:
-            self._device.abort()
             self._ring = cold_ring(len(self._ring))
+            self._device.abort()
             raise
         self._ring = schedule.ring_after
 
@@ -242,12 +263,16 @@ def _streamed_parameters(layered: LayeredModel) -> list[list[nn.Parameter]]:
     Raises:
         UnsupportedModelError: Nothing in the layers is frozen.
     """
-    uses: dict[int, int] = {}
-    for module in layered.model.modules():
-        for parameter in module.parameters(recurse=False):
-            uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    in_layers = Counter(id(p) for layer in layered.layers for p in layer.parameters())
+    owners = Counter(
+        id(p) for module in layered.model.modules() for p in module.parameters(recurse=False)
+    )
     groups = [
-        [p for p in layer.parameters() if not p.requires_grad and uses[id(p)] == 1]
+        [
+            p
+            for p in layer.parameters()
+            if not p.requires_grad and in_layers[id(p)] == 1 and owners[id(p)] == 1
+        ]
         for layer in layered.layers
     ]
     if not any(groups):

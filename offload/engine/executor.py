@@ -20,6 +20,7 @@ from offload.plan.schedule import Kind, Op, Schedule
 from offload.plan.timeline import Span, Timeline
 
 IGNORED = -100
+FRONT_LAYER = -1  # stands for the front where visits are seeded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +119,7 @@ class Executor:
         def run(op: Op) -> None:
             m = _given(op.micro_batch)
             if op.kind is Kind.FRONT:
-                self._front(state, m, batches[m].inputs)
+                self._front(state, m, batches[m].inputs, seed=seed)
             elif op.kind is Kind.FORWARD:
                 self._forward(state, _given(op.layer), m, seed=seed, is_kept=True)
             elif op.kind is Kind.TAIL:
@@ -151,7 +152,7 @@ class Executor:
         def run(op: Op) -> None:
             m = _given(op.micro_batch)
             if op.kind is Kind.FRONT:
-                self._front(state, m, inputs[m])
+                self._front(state, m, inputs[m], seed=0)
             elif op.kind is Kind.FORWARD:
                 self._forward(state, _given(op.layer), m, seed=0, is_kept=False)
             elif labels:
@@ -199,7 +200,8 @@ class Executor:
         source = self._slab.layer(_given(op.layer))
         self._device.copy(self._slots.target(_given(op.slot), source.numel()), source)
 
-    def _front(self, state: PassState, m: int, inputs: Batch) -> None:
+    def _front(self, state: PassState, m: int, inputs: Batch, *, seed: int) -> None:
+        self._seed_visit(seed, FRONT_LAYER, m)
         front = self._model.front(inputs)
         state.fronts[m] = front
         state.hidden[m] = front.hidden_BTD.detach()
@@ -208,7 +210,7 @@ class Executor:
         hidden_BTD = state.hidden[m]
         if is_kept:
             state.kept[layer, m] = hidden_BTD
-        _seed_visit(seed, layer, m)
+        self._seed_visit(seed, layer, m)
         with torch.no_grad():
             state.hidden[m] = self._model.layer_forward(
                 layer, hidden_BTD, state.fronts[m].calls[layer]
@@ -241,6 +243,7 @@ class Executor:
             if not positions_N.numel():
                 continue
             chunk_1ND = flat_ND[positions_N].unsqueeze(0)
+            self._model.check_loss_once(chunk_1ND, next_N.unsqueeze(0))
             chunk_1ND.requires_grad_(gradient_ND is not None)
             loss = self._model.tail_loss(chunk_1ND, next_N.unsqueeze(0), num_label_tokens)
             if gradient_ND is not None:
@@ -251,12 +254,20 @@ class Executor:
 
     def _backward(self, state: PassState, layer: int, m: int, *, seed: int) -> None:
         input_BTD = state.kept.pop((layer, m)).detach().requires_grad_()
-        _seed_visit(seed, layer, m)
+        self._seed_visit(seed, layer, m)
         with torch.enable_grad():
             output_BTD = self._model.layer_forward(layer, input_BTD, state.fronts[m].calls[layer])
         output_BTD.backward(state.gradient[m])
         assert input_BTD.grad is not None
         state.gradient[m] = input_BTD.grad
+
+    def _seed_visit(self, seed: int, layer: int, micro_batch: int) -> None:
+        """Seed dropout for one visit, on the host and on this device."""
+        visit_seed = hash((seed, layer, micro_batch)) & 0x7FFF_FFFF_FFFF_FFFF
+        torch.default_generator.manual_seed(visit_seed)
+        if self._device.torch_device.type == "cuda":
+            with torch.cuda.device(self._device.torch_device):
+                torch.cuda.manual_seed(visit_seed)
 
     def _rng_devices(self) -> list[torch.device]:
         torch_device = self._device.torch_device
@@ -267,10 +278,6 @@ def _front_backward(state: PassState, m: int) -> None:
     hidden_BTD = state.fronts.pop(m).hidden_BTD
     if hidden_BTD.requires_grad:  # not where only the head trains
         hidden_BTD.backward(state.gradient.pop(m))
-
-
-def _seed_visit(seed: int, layer: int, micro_batch: int) -> None:
-    torch.manual_seed(hash((seed, layer, micro_batch)) & 0x7FFF_FFFF_FFFF_FFFF)
 
 
 def _given(index: int | None) -> int:

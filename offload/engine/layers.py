@@ -16,6 +16,7 @@ values that a later layer reads again: right loss, wrong gradients. So only argu
 cannot use to hand state on are let through; any other is refused with its name.
 """
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from offload.errors import UnsupportedModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+CHECKED_TOKENS = 4
 Batch = Mapping[str, torch.Tensor]
 
 
@@ -109,6 +111,8 @@ class LayeredModel:
         self.model = cast("PreTrainedModel", model if unwrap is None else unwrap())
         text_config = self.model.config.get_text_config()
         _refuse_shared_state(text_config)
+        self.max_positions: int = getattr(text_config, "max_position_embeddings", sys.maxsize)
+        self._is_loss_checked = False
         self._owner, self._name = _find_layers(self.model, text_config.num_hidden_layers)
         self.layers = cast("nn.ModuleList", getattr(self._owner, self._name))
 
@@ -171,6 +175,34 @@ class LayeredModel:
             num_items_in_batch=num_label_tokens,
         )
         return cast("torch.Tensor", output.loss)
+
+    def check_loss_once(self, hidden_BTD: torch.Tensor, labels_BT: torch.Tensor) -> None:
+        """Check on the first tokens that come that the model's loss is what a step needs.
+
+        It must be the sum of the tokens' cross-entropies over the number that it is given. Models
+        that compute their own loss may shift labels again, or ignore that number.
+
+        Raises:
+            UnsupportedModelError: The loss is another one.
+        """
+        if self._is_loss_checked:
+            return
+        hidden_BTD, labels_BT = hidden_BTD[:, :CHECKED_TOKENS], labels_BT[:, :CHECKED_TOKENS]
+        with torch.no_grad():
+            logits_BTV = self.tail_logits(hidden_BTD)
+            right = torch.nn.functional.cross_entropy(
+                logits_BTV[0].float(), labels_BT[0], reduction="sum"
+            )
+            three = torch.tensor(3, device=hidden_BTD.device)
+            found = self.tail_loss(hidden_BTD, labels_BT, three) * 3
+        if not torch.isclose(found.float(), right, rtol=1e-3):
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} gives a loss of {float(found):.4f} where the sum of"
+                f" cross-entropies is {float(right):.4f}",
+                limit="its loss must take `shift_labels` and `num_items_in_batch`",
+                hint="train this model resident, with another tool",
+            )
+        self._is_loss_checked = True
 
     def tail_logits(self, hidden_BTD: torch.Tensor) -> torch.Tensor:
         """Run norm and head on some tokens; returns logits (B, T, V)."""

@@ -5,8 +5,8 @@ was submitted to the lane before and behind the given events, and returns the ev
 completion.
 
 On a CPU the compute lane is the caller's own thread (a body runs inside `submit`), the copy lane
-a worker with a FIFO queue. It is really asynchronous: a missing wait gives wrong numbers there
-too.
+a worker with a FIFO queue. A visit that
+did not wait for its load would compute with an older layer.
 
 On a GPU both lanes are CUDA streams and `submit` only issues. The host never waits inside a step;
 `finish` is the one place that does, and it is called after the step.
@@ -218,7 +218,8 @@ class CudaDevice:
         self._base = torch.cuda.Event(enable_timing=True)
 
     def begin(self) -> None:
-        """Mark time zero; the copy stream starts behind what the caller has issued."""
+        """Mark time zero on the caller's stream; the copy stream starts behind what it holds."""
+        self._streams[Lane.COMPUTE] = torch.cuda.current_stream(self.torch_device)
         self._base = torch.cuda.Event(enable_timing=True)
         self._base.record(self._streams[Lane.COMPUTE])
         self._streams[Lane.H2D].wait_event(self._base)

@@ -9,7 +9,7 @@ from finetune import adapters
 from finetune.batches import collate
 from finetune.encode import encode
 from finetune.model import load_model, load_tokenizer
-from finetune.objective import apply_step, make_optimizer
+from finetune.objective import clip, make_optimizer, update
 from finetune.rows import read_conversations
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart"
@@ -61,7 +61,8 @@ def steps(num_slots: int) -> list[tuple[float, dict[str, torch.Tensor]]]:
         gradients = {n: p.grad.clone() for n, p in trained.items() if p.grad is not None}
         assert gradients.keys() == trained.keys()
         found.append((result.loss, gradients))
-        apply_step(optimizer, list(trained.values()), lr=0.01, max_grad_norm=1.0)
+        clip(list(trained.values()), 1.0)
+        update(optimizer, list(trained.values()), lr=0.01)
     engine.detach()
     return found
 

@@ -13,6 +13,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -316,3 +318,49 @@ def test_a_step_without_labels_is_refused() -> None:
     with pytest.raises(offload.OffloadError, match="none of the 1 micro-batches has a token"):
         engine.forward_backward([batch])
     engine.detach()
+
+
+def test_a_module_that_two_layers_share_is_kept_out_of_the_slots() -> None:
+    model = tiny("qwen3")
+    base: Any = model.get_base_model()
+    layers = base.model.layers
+    layers[4].mlp = layers[1].mlp
+    truth = truth_of(model)
+    _, ours = streamed(model, num_slots=2)
+    assert rel_error(ours, truth) < 1e-5
+
+
+def test_a_loss_of_another_kind_is_refused_before_any_gradient() -> None:
+    model = tiny("qwen3")
+    base: Any = model.get_base_model()
+
+    def mean_loss(logits, labels, vocab_size, **_) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(logits.view(-1, vocab_size), labels.view(-1))
+
+    base.loss_function = mean_loss
+    engine = offload.attach(model, num_slots=2, device="cpu")
+    with pytest.raises(offload.UnsupportedModelError, match="where the sum of cross-entropies is"):
+        engine.forward_backward(micro_batches())
+    assert all(p.grad is None for p in model.parameters())
+    engine.detach()
+
+
+def test_dropout_before_the_layers_follows_the_seed_and_positions_their_limit() -> None:
+    torch.manual_seed(0)
+    config = GPT2Config(n_embd=32, n_layer=3, n_head=4, vocab_size=64, n_positions=20)
+    model = get_peft_model(
+        GPT2LMHeadModel(config), LoraConfig(r=4, target_modules=["c_proj"], fan_in_fan_out=True)
+    )
+    model.train()
+    engine = offload.attach(model, num_slots=2, device="cpu")
+    first, again, other = (
+        engine.forward_backward(micro_batches(), dropout_seed=seed).loss for seed in (1, 1, 2)
+    )
+    engine.detach()
+    assert first == again
+    assert first != other
+
+
+def test_fewer_than_two_slots_are_refused() -> None:
+    with pytest.raises(offload.OffloadError, match=r"num_slots is 1; .*at least 2"):
+        offload.attach(tiny("qwen3"), num_slots=1, device="cpu")
