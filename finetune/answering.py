@@ -55,5 +55,5 @@ def answer_prompt(run_dir: Path, prompt: str, *, max_new_tokens: int) -> str:
             batch_size=1,
         )
     finally:
-        engine.detach()
+        engine.close()
     return str(tokenizer.decode(ids[0], skip_special_tokens=True))

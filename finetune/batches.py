@@ -4,11 +4,13 @@ Which step. Row p of an endless stream of reshuffled epochs belongs to step p //
 step is known without the ones before it, and an epoch's last rows share a step with the next epoch.
 """
 
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -17,9 +19,6 @@ from torch.utils.data import DataLoader, Dataset
 from finetune.data import ExampleSet, shuffled
 from finetune.encode import IGNORE_INDEX, Example
 from finetune.workers import prepare_worker, process_context, worker_died
-
-if TYPE_CHECKING:
-    pass
 
 PAD_TO_MULTIPLE_OF = 8
 _PREFETCH_STEPS = 2
@@ -55,12 +54,17 @@ class BatchOrder:
     def longest_step(self) -> tuple[tuple[int, ...], ...]:
         """Return a step at least as large as any other: the longest rows of the data.
 
-        Its first micro-batch has the most padded tokens that a micro-batch can have. Rows repeat
-        when the data has fewer than a step, as they do in training.
+        Its first micro-batch has the most padded tokens that a micro-batch can have. A row stands
+        in it as often as a step can reach into another epoch.
         """
-        by_length = sorted(range(len(self.lengths)), key=lambda row: -self.lengths[row])
-        copies, rest = divmod(self.rows_per_step, len(by_length))
-        return self._grouped(by_length * copies + by_length[:rest])
+        num_rows = len(self.lengths)
+        copies = -(-self.rows_per_step // num_rows)
+        if num_rows % self.rows_per_step:
+            copies += 1  # the end of one epoch and the start of the next
+        by_length = sorted(range(num_rows), key=lambda row: -self.lengths[row])
+        return self._grouped(
+            [row for row in by_length for _ in range(copies)][: self.rows_per_step]
+        )
 
     def _grouped(self, rows: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Put rows of like length into one micro-batch, longest first, so that little is padded."""
@@ -197,7 +201,14 @@ class StepLoader:
         self._packed = None
 
     def __iter__(self) -> Iterator[StepBatch]:
-        self._packed = iter(self._loader)
+        # Ctrl-C reaches workers too, and would kill one that is still starting: they begin with it
+        # blocked, and ignore it once they can.
+        resource_tracker.ensure_running()  # it would unblock the signal when it starts
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._packed = iter(self._loader)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for step in range(self._start_step, self._order.num_steps):
             start_s = time.perf_counter()
             packed = self._next()

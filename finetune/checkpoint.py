@@ -6,13 +6,17 @@ recipe and the step, so weights, optimizer state and the step's number are all t
 kept.
 """
 
+import hashlib
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -20,6 +24,23 @@ from finetune.errors import CheckpointError
 from finetune.files import PARTIAL, flush, write_atomically
 from finetune.recipe import Recipe, differences, resolved_yaml
 from finetune.recipe_file import load_recipe
+
+_OWNED = (
+    "recipe.yaml",
+    "metrics.jsonl",
+    "report.json",
+    "trace.json",
+    "predicted.json",
+    "predicted_timeline.json",
+    "measured_timeline.json",
+    "samples_before.json",
+    "samples_after.json",
+    "adapter",
+    "checkpoints",
+    "profile",
+    "tensorboard",
+    "wandb",
+)
 
 
 class RunDir:
@@ -34,23 +55,43 @@ class RunDir:
         self.adapter = path / "adapter"
         self.checkpoints = path / "checkpoints"
 
-    def require_free(self) -> None:
-        """Check that a new run may be written here.
+    def require_startable(self, *, may_overwrite: bool) -> None:
+        """Check that a new run may be written here: nothing is there, or a run to be replaced.
 
         Raises:
-            CheckpointError: The directory holds a run already.
+            CheckpointError: There is a run already, or something that is no run.
         """
-        if self.recipe_file.exists():
+        if self.recipe_file.exists() and not may_overwrite:
             raise CheckpointError(
                 f"{self.path} holds a run already",
                 limit="a run is not overwritten unasked",
                 hint="`--resume` continues it, `--overwrite` replaces it,"
                 " `output.name=...` names another",
             )
+        is_empty = not self.path.exists() or (self.path.is_dir() and not any(self.path.iterdir()))
+        if not is_empty and not self.recipe_file.exists():
+            raise CheckpointError(
+                f"{self.path} is there and holds no run",
+                limit="a run is written to a new or empty directory",
+                hint="`output.dir=...` or `output.name=...` with a name that is free",
+            )
+        places = (self.path, *self.path.resolve().parents)
+        nearest = next(place for place in places if place.exists())
+        if not os.access(nearest, os.W_OK):
+            raise CheckpointError(
+                f"{self.path} cannot be written: {nearest} is read-only",
+                limit="a run writes checkpoints, metrics and its adapter",
+                hint="`output.dir=...` where you may write",
+            )
 
     def start(self, recipe: Recipe) -> None:
-        """Create the directory for a new run, in place of any other."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Begin a new run; of one that was here, what a run writes is removed and nothing else."""
+        for owned in _OWNED:
+            path = self.path / owned
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
         self.checkpoints.mkdir(parents=True)
         write_atomically(self.recipe_file, resolved_yaml(recipe))
 
@@ -74,6 +115,11 @@ class RunDir:
                 limit="a resumed run continues to the bit, so its settings cannot change",
                 hint="undo the change, or start a new run with `output.name=...`",
             )
+
+    def wandb_id(self) -> str:
+        """Return a name for this run that a resume finds again and no other run has."""
+        started = f"{self.path.resolve()} {self.recipe_file.stat().st_mtime_ns}"
+        return hashlib.sha256(started.encode()).hexdigest()[:16]
 
     def require_adapter(self) -> None:
         """Check that a run has come to its end.
@@ -128,7 +174,9 @@ class RunDir:
         partial.rename(final)
         flush(self.checkpoints)
         for old in self._steps()[:-num_kept]:
-            shutil.rmtree(self._folder(old))
+            discarded = self._folder(old).with_name(PARTIAL + self._folder(old).name)
+            self._folder(old).rename(discarded)  # a torn removal must not look complete
+            shutil.rmtree(discarded)
         return final
 
     def load(
@@ -142,21 +190,30 @@ class RunDir:
         """Put a checkpoint's tensors into the parameters and the optimizer.
 
         Raises:
-            CheckpointError: The training rows are not those that the run was started with.
+            CheckpointError: The training rows are not those that the run was started with, or the
+                checkpoint is damaged.
         """
         folder = self._folder(step)
-        state = json.loads((folder / "state.json").read_text())
+        try:
+            state = json.loads((folder / "state.json").read_text())
+            tensors = load_file(folder / "trained.safetensors")
+            optimizer_state = torch.load(folder / "optimizer.pt", weights_only=True)
+        except (OSError, ValueError, RuntimeError, SafetensorError, UnpicklingError) as error:
+            raise CheckpointError(
+                f"{folder} is damaged: {str(error).splitlines()[0]}",
+                limit="a checkpoint is whole when it is written, so something changed it since",
+                hint=f"remove {folder}; `--resume` then continues from the one before it",
+            ) from error
         if state["data_hash"] != data_hash:
             raise CheckpointError(
                 "the training rows are not those that the run was started with",
                 limit="a resumed run continues to the bit, so its data cannot change",
                 hint="restore the data file, or start a new run with `output.name=...`",
             )
-        tensors = load_file(folder / "trained.safetensors")
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(tensors[name])
-        optimizer.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True))
+        optimizer.load_state_dict(optimizer_state)
 
     def _steps(self) -> list[int]:
         return sorted(

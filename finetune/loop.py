@@ -1,5 +1,6 @@
 """Optimizer steps on an attached model: rehearsed, run, and validated."""
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,8 @@ from torch import nn
 
 from finetune.batches import collate
 from finetune.data import ExampleSet
-from finetune.objective import apply_step, learning_rate, make_optimizer
+from finetune.errors import FinetuneError
+from finetune.objective import clip, learning_rate, make_optimizer, update
 from finetune.recipe import TrainSection
 from offload.engine.engine import Engine
 from offload.plan.timeline import Timeline
@@ -73,7 +75,12 @@ class Loop:
             warmup_steps=self._train.warmup_steps,
             num_steps=self._num_steps,
         )
-        return self._step(micro_batches, lr=lr, dropout_seed=hash((self._train.seed, number)))
+        return self._step(
+            micro_batches,
+            lr=lr,
+            dropout_seed=hash((self._train.seed, number)),
+            name=f"step {number + 1}",
+        )
 
     def rehearse(self, longest: Sequence[Batch], typical: Sequence[Batch]) -> StepRecord:
         """Run the longest step, then a typical one, and leave no trace in weights or optimizer.
@@ -83,9 +90,12 @@ class Loop:
         Returns:
             The record of the typical step, for calibration.
         """
-        before = [parameter.detach().clone() for parameter in self._parameters]
-        self._step(longest, lr=0.0, dropout_seed=0)
-        record = self._step(typical, lr=0.0, dropout_seed=0)
+        before = [parameter.detach().cpu().clone() for parameter in self._parameters]
+        self._step(
+            typical, lr=0.0, dropout_seed=0, name="the rehearsal"
+        )  # from here on the optimizer has its states
+        self._step(longest, lr=0.0, dropout_seed=0, name="the rehearsal")
+        record = self._step(typical, lr=0.0, dropout_seed=0, name="the rehearsal")
         with torch.no_grad():
             for parameter, value in zip(self._parameters, before, strict=True):
                 parameter.copy_(value)
@@ -105,19 +115,21 @@ class Loop:
         self._model.train()
         return loss_sum / num_label_tokens
 
-    def _step(self, micro_batches: Sequence[Batch], *, lr: float, dropout_seed: int) -> StepRecord:
+    def _step(
+        self, micro_batches: Sequence[Batch], *, lr: float, dropout_seed: int, name: str
+    ) -> StepRecord:
         start_s = time.perf_counter()
         result = self._engine.forward_backward(micro_batches, dropout_seed=dropout_seed)
         timeline = result.timeline  # waits for the device
         update_start_s = time.perf_counter()
-        norm = apply_step(
-            self.optimizer, self._parameters, lr=lr, max_grad_norm=self._train.max_grad_norm
-        )
+        grad_norm = float(clip(self._parameters, self._train.max_grad_norm))
+        self._require_finite(name, result.loss, grad_norm)
+        update(self.optimizer, self._parameters, lr=lr)
         self._engine.wait()
         end_s = time.perf_counter()
         return StepRecord(
             loss=result.loss,
-            grad_norm=float(norm),
+            grad_norm=grad_norm,
             lr=lr,
             num_tokens=sum(int(batch["attention_mask"].sum()) for batch in micro_batches),
             num_label_tokens=result.num_label_tokens,
@@ -126,6 +138,15 @@ class Loop:
             step_s=end_s - start_s,
             timeline=timeline,
         )
+
+    def _require_finite(self, name: str, loss: float, grad_norm: float) -> None:
+        """Stop before an update that would ruin the weights and, in time, every checkpoint."""
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            raise FinetuneError(
+                f"in {name} the loss is {loss} and the norm of the gradients {grad_norm}",
+                limit="both must be finite; the step was not applied, and checkpoints are good",
+                hint=f"start again with a lower rate: `train.lr: {self._train.lr / 4:.1e}`",
+            )
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         return make_optimizer(

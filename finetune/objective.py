@@ -53,17 +53,12 @@ def clip(parameters: Sequence[nn.Parameter], max_norm: float | None) -> torch.Te
     return nn.utils.clip_grad_norm_(parameters, math.inf if max_norm is None else max_norm)
 
 
-def apply_step(
-    optimizer: torch.optim.Optimizer,
-    parameters: Sequence[nn.Parameter],
-    *,
-    lr: float,
-    max_grad_norm: float | None,
-) -> torch.Tensor:
-    """Clip, update and clear the gradients; return the gradient norm, still on the device."""
-    norm = clip(parameters, max_grad_norm)
+def update(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], *, lr: float
+) -> None:
+    """Update the parameters at this learning rate, and clear their gradients."""
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return norm
+    for parameter in parameters:
+        parameter.grad = None

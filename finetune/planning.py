@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 SHAPE_RECIPE = "qwen3_8b_lora_3060"
 ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
-DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 NF4_BYTES_PER_WEIGHT = 0.51587  # with double quantisation, blocks of 64 and 256
 
 
@@ -37,7 +37,14 @@ def find_machine(name_or_file: str) -> Machine:
     """
     file = Path(name_or_file)
     if file.is_file():
-        return Machine.from_json(file.read_text())
+        try:
+            return Machine.from_json(file.read_text())
+        except UnicodeDecodeError as error:
+            raise MachineError(
+                f"{file} is not text",
+                limit="a machine file is JSON",
+                hint=f"`sluice probe --save {file}` writes one for this machine",
+            ) from error
     if file.suffix == ".json":
         raise MachineError(
             f"there is no machine file {file}",

@@ -1,7 +1,12 @@
 """What can be known to fail before anything is loaded."""
 
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
 from finetune.env import world_size
 from finetune.errors import ConfigError, FinetuneError, ModelError
+from finetune.figures import shown_time
 from finetune.model import has_weights, is_hub_reachable
 from finetune.planning import full_request
 from finetune.recipe import OffloadSection, Recipe
@@ -10,8 +15,6 @@ from offload.plan.costs import price, r3_bound_s
 from offload.plan.facts import ModelFacts
 from offload.plan.machine import Machine
 from offload.plan.plan import MIN_SLOTS, plan
-
-_HOUR_S = 3600
 
 
 def require_one_process() -> None:
@@ -61,28 +64,74 @@ def require_trainable_cargo(offload: OffloadSection) -> None:
         )
 
 
+def require_loggers(log_to: Sequence[str]) -> None:
+    """Check that what metrics are to be sent to is installed.
+
+    Raises:
+        ConfigError: A package is missing.
+    """
+    for place in log_to:
+        if find_spec(place) is None:
+            raise ConfigError(
+                f"report.log_to: {place}, but the package {place} is not installed",
+                limit="metrics.jsonl is always written and needs nothing",
+                hint=f"`pip install {place}`, or `report.log_to: []`",
+            )
+
+
+def require_same_machine(machine: Machine, *, device: str, dtype: str) -> None:
+    """Refuse the rates of another device, or of another type of weights.
+
+    Raises:
+        ConfigError: They would give a plan for something else than what runs.
+    """
+    if (machine.device, machine.dtype) != (device, dtype):
+        raise ConfigError(
+            f"--machine holds rates of {machine.device} in {machine.dtype}",
+            limit=f"this run computes on {device} in {dtype}",
+            hint=f"`sluice probe --dtype {dtype} --save FILE` on this machine, or no `--machine`",
+        )
+
+
+def require_within_run(recipe: Recipe, *, num_steps: int) -> None:
+    """Refuse settings that lie behind the last step, once it is known.
+
+    Raises:
+        ConfigError: A warm-up that never ends, or a profile that is never taken.
+    """
+    for name, value in (
+        ("train.warmup_steps", recipe.train.warmup_steps),
+        ("report.profile", recipe.report.profile or 0),
+    ):
+        if value > num_steps:
+            raise ConfigError(
+                f"{name}: {value} in a run of {num_steps} steps",
+                limit="it must lie within the run",
+                hint=f"`{name}: {num_steps}` or less, or more `train.epochs`",
+            )
+
+
 def require_ready(recipe: Recipe, facts: ModelFacts, machine: Machine) -> None:
-    """Check that the weights can be had and that the plan fits, and name all that is in the way.
+    """Check that the weights can be had; if not, name all that is in the way of this run.
 
     Raises:
         ModelError: The weights are not here and cannot be fetched.
-        DoesNotFitError: The weights are here and memory is short.
     """
-    shortage = _shortage(recipe, facts, machine)
     path = recipe.model.path
-    is_missing = (
-        recipe.model.init == "pretrained"
-        and path is not None
-        and not has_weights(path)
-        and not is_hub_reachable()
-    )
-    if not is_missing:
-        if shortage is not None:
-            raise shortage
+    if recipe.model.init == "random" or path is None or has_weights(path):
+        return
+    if Path(path).is_dir():
+        raise ModelError(
+            f"model.path: {path} holds no *.safetensors",
+            limit="weights are read from safetensors files",
+            hint="download the model again, or `model.init: random` for measurements",
+        )
+    if is_hub_reachable():
         return
     causes = [f"model.path: {path} has no weights on this machine and the hub cannot be reached"]
     if machine.device == "cpu":
-        causes.append(f"on this CPU a step would take {_step_hours(recipe, facts, machine)}")
+        causes.append(f"on this CPU a step would take {_step_time(recipe, facts, machine)}")
+    shortage = _shortage(recipe, facts, machine)
     if shortage is not None:
         causes.append(f"{shortage.what}; {shortage.limit}")
     raise ModelError(
@@ -101,8 +150,8 @@ def _shortage(recipe: Recipe, facts: ModelFacts, machine: Machine) -> DoesNotFit
     return None
 
 
-def _step_hours(recipe: Recipe, facts: ModelFacts, machine: Machine) -> str:
+def _step_time(recipe: Recipe, facts: ModelFacts, machine: Machine) -> str:
     request = full_request(recipe, facts)
     costs = price(facts, machine, request.typical)
     bound_s = r3_bound_s(costs, num_slots=MIN_SLOTS, num_micro_batches=request.num_micro_batches)
-    return f"{(bound_s + costs.optimizer_s) / _HOUR_S:.1f} hours by the plan"
+    return f"{shown_time(bound_s + costs.optimizer_s)} by the plan"

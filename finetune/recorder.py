@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -10,36 +9,30 @@ from typing import Any, Self
 import torch
 
 from finetune.checkpoint import RunDir
-from finetune.errors import ConfigError
 
 
 class Recorder:
     """Writes each row of figures to every place that was asked for."""
 
-    def __init__(self, run_dir: RunDir, *, log_to: Sequence[str], name: str) -> None:
-        """Open the places.
-
-        Raises:
-            ConfigError: One needs a package that is not installed.
-        """
-        for place in log_to:
-            if find_spec(place) is None:
-                raise ConfigError(
-                    f"report.log_to: {place}, but the package {place} is not installed",
-                    limit="metrics.jsonl is always written and needs nothing",
-                    hint=f"`pip install {place}`, or `report.log_to: []`",
-                )
+    def __init__(
+        self, run_dir: RunDir, *, log_to: Sequence[str], name: str, first_step: int
+    ) -> None:
+        """Open the places; that their packages are there has been checked."""
         self._run_dir = run_dir
         self._board: Any = None
         self._wandb: Any = None
         if "tensorboard" in log_to:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(log_dir=str(run_dir.path / "tensorboard"))
+            self._board = SummaryWriter(
+                log_dir=str(run_dir.path / "tensorboard"), purge_step=first_step + 1
+            )
         if "wandb" in log_to:
             import wandb
 
-            self._wandb = wandb.init(name=name, dir=str(run_dir.path), resume="allow")
+            self._wandb = wandb.init(
+                name=name, id=run_dir.wandb_id(), dir=str(run_dir.path), resume="allow"
+            )
 
     def __enter__(self) -> Self:
         """Return itself."""

@@ -12,7 +12,9 @@ from rich.text import Text
 
 from finetune.figures import shown_mib, shown_time, table_of
 from finetune.files import write_atomically
-from finetune.plan_report import plan_json, predicted_phases
+from finetune.plan_report import plan_json
+from finetune.recipe import Recipe, recipe_hash
+from offload.plan.memory import CONTEXT, DATA_WORKERS, FRAGMENTATION
 from offload.plan.plan import Plan
 from offload.plan.timeline import Timeline, perfetto_trace
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from finetune.sampling import Answers
 
 NUM_SHOWN_SAMPLES = 5
+PREDICTION = "predicted.json"
 PHASES = ("step", "forward", "head and loss", "backward", "optimizer", "h2d", "stall", "data wait")
 
 
@@ -36,7 +39,7 @@ def promise(plan: Plan, *, num_steps: int) -> str:
 
 def write_prediction(run_dir: Path, *, first: Plan, calibrated: Plan) -> None:
     """Write what was predicted before step 1; a prediction that is there is left as it is."""
-    file = run_dir / "predicted.json"
+    file = run_dir / PREDICTION
     if file.exists():
         return
     both = {"before measuring": plan_json(first), "calibrated": plan_json(calibrated)}
@@ -79,45 +82,57 @@ class Comparison:
         return (self.predicted - self.measured) / self.measured if self.measured else None
 
 
-def compare(plan: Plan, rows: Sequence[Mapping[str, Any]], *, peak_bytes: int) -> list[Comparison]:
-    """Set a plan beside the medians of the steps that were run.
+def compare(
+    predicted_s: Mapping[str, float],
+    plan: Plan,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    peak_bytes: int,
+) -> list[Comparison]:
+    """Set what was predicted beside the medians of the steps that were run.
 
     Args:
-        plan: With the costs that were predicted before step 1.
+        predicted_s: Seconds by phase, from before step 1.
+        plan: For its memory.
         rows: Lines of metrics.jsonl.
-        peak_bytes: Measured peak: allocated on a GPU, the resident set on a CPU.
+        peak_bytes: Measured peak: allocated by torch on a GPU, the resident set on a CPU.
     """
-    predicted = predicted_phases(plan)
     table = [
         Comparison(
             name=name,
-            predicted=predicted[name],
+            predicted=predicted_s[name],
             measured=statistics.median(row["phases_s"][name] for row in rows),
             unit="s",
         )
         for name in PHASES
     ]
-    is_shared = plan.machine.device == "cpu"  # device memory is host memory
-    own_host_bytes = plan.host_bytes - sum(
-        term.num_bytes for term in plan.host_memory if term.name == "data workers"
-    )
-    table.append(
-        Comparison(
-            name="peak memory" if is_shared else "peak VRAM",
-            predicted=plan.peak_bytes + (own_host_bytes if is_shared else 0),
-            measured=peak_bytes,
-            unit="bytes",
+    if plan.machine.device == "cpu":  # device memory is host memory, workers are other processes
+        name, terms, others = (
+            "peak memory",
+            (*plan.device_memory, *plan.host_memory),
+            {DATA_WORKERS},
         )
-    )
+    else:
+        terms, others = plan.device_memory, {CONTEXT, FRAGMENTATION}
+        name = "peak allocated VRAM"
+    expected = sum(term.num_bytes for term in terms if term.name not in others)
+    table.append(Comparison(name=name, predicted=expected, measured=peak_bytes, unit="bytes"))
     return table
 
 
 def write_report(
-    run_dir: Path, plan: Plan, rows: Sequence[Mapping[str, Any]], *, peak_bytes: int
+    run_dir: Path,
+    recipe: Recipe,
+    plan: Plan,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    peak_bytes: int,
 ) -> Table:
     """Write report.json and trace.json, and return the table that a run ends with."""
-    comparisons = compare(plan, rows, peak_bytes=peak_bytes)
+    predicted = json.loads((run_dir / PREDICTION).read_text())["calibrated"]["predicted"]
+    comparisons = compare(predicted["phases_s"], plan, rows, peak_bytes=peak_bytes)
     content = {
+        "recipe_sha256": recipe_hash(recipe),
         "num_steps": len(rows),
         "first_loss": rows[0]["loss"],
         "last_loss": rows[-1]["loss"],
@@ -134,10 +149,12 @@ def write_report(
         ],
     }
     write_atomically(run_dir / "report.json", json.dumps(content, indent=1))
-    measured_file = run_dir / "measured_timeline.json"
-    measured = Timeline.from_json(measured_file.read_text())
-    trace = perfetto_trace({"predicted": plan.predict(), "measured": measured})
-    write_atomically(run_dir / "trace.json", trace)
+    tracks = {
+        name: Timeline.from_json(file.read_text())
+        for name in ("predicted", "measured")
+        if (file := run_dir / f"{name}_timeline.json").exists()
+    }
+    write_atomically(run_dir / "trace.json", perfetto_trace(tracks))
     return _comparison_table(comparisons, grade=plan.costs.grade, num_steps=len(rows))
 
 

@@ -14,7 +14,6 @@ from offload.engine.engine import Engine
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_BATCH_SIZE = 64
 _SPARE_TOKENS = 4
 
 
@@ -36,10 +35,20 @@ def answer(
     model: nn.Module,
     engine: Engine,
     tokenizer: "PreTrainedTokenizerBase",
+    max_pass_tokens: int,
 ) -> Answers:
-    """Let the model answer the last turn of each row, greedily."""
+    """Let the model answer the last turn of each row, greedily.
+
+    Args:
+        rows: What to ask.
+        model: The adapted model that the engine holds.
+        engine: Runs it.
+        tokenizer: Of the model.
+        max_pass_tokens: Tokens of a pass, padding included, that are known to fit.
+    """
     prompts, wanted = zip(*(render_prompt(row, tokenizer) for row in rows), strict=True)
     longest = max(len(tokenizer.encode(text, add_special_tokens=False)) for text in wanted)
+    width = max(map(len, prompts)) + longest + _SPARE_TOKENS
     model.eval()
     ids = generate(
         engine,
@@ -47,12 +56,24 @@ def answer(
         max_new_tokens=longest + _SPARE_TOKENS,
         stop_ids=stop_ids(tokenizer),
         pad_id=pad_id(tokenizer),
-        batch_size=_BATCH_SIZE,
+        batch_size=max(1, max_pass_tokens // width),
     )
     model.train()
     got = [str(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in ids]
     asked = [_last_question(row) for row in rows]
     return Answers(rows=tuple(zip(asked, wanted, got, strict=True)))
+
+
+def answerable(
+    rows: Sequence[Conversation], tokenizer: "PreTrainedTokenizerBase", *, seq_len: int
+) -> list[Conversation]:
+    """Return the rows whose prompt and answer fit into the length that is trained."""
+
+    def num_tokens(row: Conversation) -> int:
+        prompt, answer_text = render_prompt(row, tokenizer)
+        return len(prompt) + len(tokenizer.encode(answer_text, add_special_tokens=False))
+
+    return [row for row in rows if num_tokens(row) + _SPARE_TOKENS <= seq_len]
 
 
 def stop_ids(tokenizer: "PreTrainedTokenizerBase") -> frozenset[int]:

@@ -24,6 +24,7 @@ def process_context() -> "SpawnContext":
 def prepare_worker() -> None:
     """Leave Ctrl-C to the run, and end with it even where it was killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     run = multiprocessing.parent_process()
     assert run is not None
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from offload.errors import MachineError
 
 GIB = 2**30
-INF = float("inf")
+MAX_RATE = 1e30  # more than any machine, and a float still holds products of it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,8 +85,8 @@ class Machine:
         """
         try:
             values = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise _bad_file(f"it is not JSON: {error}") from None
+        except (ValueError, RecursionError) as error:  # not JSON, a number too long, or too deep
+            raise _bad_file(f"it is not JSON that can be read: {error}") from None
         types = {field.name: field.type for field in fields(cls)}
         _check_keys(values, types, "machine")
         return cls(**{key: _parsed(key, value, types[key]) for key, value in values.items()})
@@ -117,7 +117,8 @@ def _parsed(key: str, value: object, kind: object) -> Any:
         _check_keys(value, {"value": float, "source": str}, f"'{key}'")
         assert isinstance(value, dict)
         number, source = value["value"], value["source"]
-        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < INF:
+        is_number = isinstance(number, int | float) and not isinstance(number, bool)
+        if not is_number or not 0 < number < MAX_RATE:
             raise _bad_file(f"the value of '{key}' is {number!r}, not a number above 0")
         if not isinstance(source, str):
             raise _bad_file(f"the source of '{key}' is {source!r}, not text")

@@ -21,6 +21,9 @@ from offload.plan.machine import Machine
 
 MIB = 2**20
 
+# Terms that are asked for by name.
+SLAB, DATA_WORKERS, CONTEXT, FRAGMENTATION = "slab", "data workers", "context", "fragmentation"
+
 # bitsandbytes: two states of one byte, an fp32 scale per block; small tensors stay in fp32.
 BLOCK_8BIT = 256
 MIN_8BIT_ELEMENTS = 4096
@@ -32,7 +35,6 @@ MERGED_EXPERT_COPIES = {4: 1.5, 2: 2.25}
 DECODED_BUFFERS = 2
 CUBLAS_BYTES = 2 * 32 * MIB
 FRAGMENTATION_FRAC = 0.03
-STAGING_LAYERS = 2
 LOADING_LAYERS = 2
 WORKER_BYTES = 256 * MIB
 CUDA_PROCESS_BYTES = 1536 * MIB
@@ -118,10 +120,10 @@ def device_terms(
     visit = max(visits, key=total_bytes)
     worst = max(((*kept, *visit), (*kept, head), (update,)), key=total_bytes)
     used = total_bytes(always) + total_bytes(worst)
-    overhead = [MemoryTerm(name="fragmentation", num_bytes=int(used * FRAGMENTATION_FRAC))]
+    overhead = [MemoryTerm(name=FRAGMENTATION, num_bytes=int(used * FRAGMENTATION_FRAC))]
     if machine.device == "cuda":
         overhead.append(MemoryTerm(name="cuBLAS workspaces", num_bytes=CUBLAS_BYTES))
-    overhead.append(MemoryTerm(name="context", num_bytes=machine.context_bytes))
+    overhead.append(MemoryTerm(name=CONTEXT, num_bytes=machine.context_bytes))
     return tuple(term for term in (*always, *worst, *overhead) if term.num_bytes)
 
 
@@ -275,12 +277,10 @@ def host_terms(
     weights = layer_weight_bytes(facts, dtype_bytes=workload.dtype_bytes)
     cargo = [math.ceil(num_bytes * workload.codec_ratio) for num_bytes in weights]
     slab, is_cuda = sum(cargo), machine.device == "cuda"
-    needs_staging = is_cuda and machine.pinned_bytes < slab
     terms = (
-        MemoryTerm(name="slab", num_bytes=slab),
-        MemoryTerm(name="staging", num_bytes=STAGING_LAYERS * max(cargo) if needs_staging else 0),
+        MemoryTerm(name=SLAB, num_bytes=slab),
         MemoryTerm(name="loading", num_bytes=LOADING_LAYERS * max(weights)),
-        MemoryTerm(name="data workers", num_bytes=num_workers * WORKER_BYTES),
+        MemoryTerm(name=DATA_WORKERS, num_bytes=num_workers * WORKER_BYTES),
         MemoryTerm(name="process", num_bytes=CUDA_PROCESS_BYTES if is_cuda else 0),
     )
     return tuple(term for term in terms if term.num_bytes)
@@ -307,7 +307,7 @@ def full_training_terms(
             name="optimizer states", num_bytes=optimizer_state_bytes([num_parameters], "adamw")
         ),
         MemoryTerm(name="activations", num_bytes=activation_bytes),
-        MemoryTerm(name="context", num_bytes=context_bytes),
+        MemoryTerm(name=CONTEXT, num_bytes=context_bytes),
     )
 
 

@@ -11,7 +11,7 @@ from offload.errors import DoesNotFitError
 from offload.plan.costs import Costs, Workload, break_even_tokens, price, r3_bound_s
 from offload.plan.facts import ModelFacts
 from offload.plan.machine import GIB, Machine
-from offload.plan.memory import MemoryTerm, device_terms, host_terms, total_bytes
+from offload.plan.memory import SLAB, MemoryTerm, device_terms, host_terms, total_bytes
 from offload.plan.schedule import Kind, Op, Order, Schedule, training_schedule, warm_ring
 from offload.plan.simulate import simulate
 from offload.plan.timeline import Timeline
@@ -233,8 +233,16 @@ def _shortages(
     if device_bytes > device_limit:
         what = "device memory" if machine.device == "cuda" else "memory for computing"
         shortages.append((f"{_gib(device_bytes)} of {what}", f"{_gib(device_limit)} may be used"))
+    slab_bytes = sum(t.num_bytes for t in _host_terms(facts, machine, request) if t.name == SLAB)
     if machine.device == "cpu":
         host_bytes += device_bytes
+    elif slab_bytes > machine.pinned_bytes:
+        shortages.append(
+            (
+                f"{_gib(slab_bytes)} of page-locked memory",
+                f"{_gib(machine.pinned_bytes)} may be page-locked",
+            )
+        )
     if host_bytes > machine.ram_bytes:
         shortages.append(
             (f"{_gib(host_bytes)} of RAM", f"{_gib(machine.ram_bytes)} of RAM is there")

@@ -1,5 +1,7 @@
 import json
+import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from finetune import app
+from offload.plan.machine import named_machine
 
 ROOT = Path(__file__).parents[2]
 
@@ -176,10 +179,13 @@ def test_several_processes_are_refused(write_recipe, capsys, monkeypatch) -> Non
 # ------------------------------------------------------------------------------------ interruption
 
 
-def start(recipe: Path, machine_file: Path, *words: str) -> subprocess.Popen[str]:
+def start(
+    recipe: Path, machine_file: Path, *words: str, new_session: bool = False
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "cli.py", "finetune", str(recipe), "--machine", str(machine_file), *words],
         cwd=ROOT,
+        start_new_session=new_session,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -254,3 +260,104 @@ def test_metrics_go_to_tensorboard_when_asked(tmp_path, write_recipe, machine_fi
     board.Reload()
     shown = [event.value for event in board.Scalars("loss")]
     assert shown == pytest.approx(losses(tmp_path / "run"))
+
+
+# ---------------------------------------------------------------------------- what must not happen
+
+
+def test_files_of_others_are_not_deleted(tmp_path, write_recipe, machine_file, capsys) -> None:
+    precious = tmp_path / "run"
+    precious.mkdir()
+    (precious / "thesis.txt").write_text("years of work")
+    for words in ((), ("--overwrite",)):
+        assert run("finetune", write_recipe(), "--machine", machine_file, *words) == 1
+        assert f"{precious} is there and holds no run" in capsys.readouterr().err
+    assert (precious / "thesis.txt").read_text() == "years of work"
+
+
+def test_an_overwritten_run_keeps_what_is_not_its_own(finished: Path, machine_file) -> None:
+    (finished / "notes.txt").write_text("keep")
+    recipe = finished.parent / "recipe.yaml"
+    assert run("finetune", recipe, "--machine", machine_file, "--overwrite", "train.steps=2") == 0
+    assert (finished / "notes.txt").read_text() == "keep"
+    assert len(losses(finished)) == 2
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(
+    tmp_path, write_recipe, machine_file, capsys
+) -> None:
+    recipe = write_recipe(
+        train={"lr": 1.0, "steps": 200, "max_grad_norm": None, "schedule": "constant"},
+        adapter={"alpha": 1e20},
+        output={"checkpoint_every": 1},
+    )
+    assert run("finetune", recipe, "--machine", machine_file) == 1
+    err = capsys.readouterr().err
+    assert "nan" in err or "inf" in err
+    assert "train.lr: 2.5e-01" in err
+    newest = max((tmp_path / "run" / "checkpoints").iterdir(), default=None)
+    if newest is not None:
+        saved = load_file(newest / "trained.safetensors")
+        assert all(torch.isfinite(tensor).all() for tensor in saved.values())
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "trained.safetensors", "state.json"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_can_be_taken(
+    name: str, finished: Path, machine_file, capsys
+) -> None:
+    newest = finished / "checkpoints" / "step-0000006"
+    file = newest / name
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    words = ("finetune", finished / "recipe.yaml", "--machine", machine_file, "--resume")
+    assert run(*words) == 1
+    assert f"{newest} is damaged" in capsys.readouterr().err
+    shutil.rmtree(newest)
+    assert run(*words) == 0
+    assert len(losses(finished)) == 6
+
+
+def test_a_run_that_lost_its_timeline_can_still_be_finished(finished: Path, machine_file) -> None:
+    (finished / "measured_timeline.json").unlink()
+    words = ("finetune", finished / "recipe.yaml", "--machine", machine_file, "--resume")
+    assert run(*words) == 0
+
+
+def test_rates_of_another_machine_are_refused(write_recipe, capsys, tmp_path) -> None:
+    file = tmp_path / "card.json"
+    file.write_text(named_machine("rtx5090").to_json())
+    assert run("finetune", write_recipe(), "--machine", file) == 1
+    assert "--machine holds rates of cuda in bfloat16" in capsys.readouterr().err
+    file.write_bytes(b"\xff\xfe\x00")
+    assert run("finetune", write_recipe(), "--machine", file) == 1
+    assert f"{file} is not text" in capsys.readouterr().err
+
+
+def test_settings_behind_the_last_step_are_refused(write_recipe, machine_file, capsys) -> None:
+    recipe = write_recipe(train={"steps": None, "epochs": 0.1, "warmup_steps": 5})
+    assert run("finetune", recipe, "--machine", machine_file) == 1
+    assert "train.warmup_steps: 5 in a run of 1 steps" in capsys.readouterr().err
+
+
+def test_a_model_without_weights_is_said_to_have_none(
+    tmp_path, write_recipe, model_dir, machine_file, capsys
+) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(model_dir / "config.json", bare)
+    recipe = write_recipe(model={"path": str(bare)})
+    assert run("finetune", recipe, "--machine", machine_file) == 1
+    assert f"{bare} holds no *.safetensors" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay_s", [0.0, 0.3, 0.8])
+def test_ctrl_c_while_workers_start_does_not_hang(
+    delay_s: float, tmp_path, write_recipe, machine_file
+) -> None:
+    recipe = write_recipe(train={"steps": 100_000}, data={"num_workers": 1})
+    process = start(recipe, machine_file, new_session=True)
+    wait_for(lambda: (tmp_path / "run" / "predicted.json").exists(), process)
+    time.sleep(delay_s)
+    os.killpg(process.pid, signal.SIGINT)  # what a terminal does: all processes get it
+    shown = process.communicate(timeout=60)[0]
+    assert process.returncode == 130, shown

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.objective import apply_step, learning_rate, make_optimizer
+from finetune.objective import clip, learning_rate, make_optimizer, update
 
 
 def rates(schedule: Any, *, warmup_steps: int = 0, num_steps: int = 10) -> list[float]:
@@ -28,7 +28,8 @@ def test_a_step_clips_updates_and_clears_the_gradients(name: Any) -> None:
     parameter = torch.nn.Parameter(torch.zeros(64, 128))
     optimizer = make_optimizer([parameter], name=name, lr=0.1, weight_decay=0.0)
     parameter.grad = torch.full_like(parameter, 3.0)
-    norm = apply_step(optimizer, [parameter], lr=0.01, max_grad_norm=1.0)
+    norm = clip([parameter], 1.0)
+    update(optimizer, [parameter], lr=0.01)
     assert float(norm) == pytest.approx(3.0 * math.sqrt(64 * 128))
     assert parameter.grad is None
     assert torch.allclose(parameter, torch.tensor(-0.01), rtol=1e-3)
@@ -38,6 +39,7 @@ def test_without_a_limit_nothing_is_clipped() -> None:
     parameter = torch.nn.Parameter(torch.zeros(4))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     parameter.grad = torch.tensor([3.0, 0.0, 4.0, 0.0])
-    norm = apply_step(optimizer, [parameter], lr=1.0, max_grad_norm=None)
+    norm = clip([parameter], None)
+    update(optimizer, [parameter], lr=1.0)
     assert float(norm) == 5.0
     assert parameter.tolist() == [-3.0, 0.0, -4.0, 0.0]

@@ -66,6 +66,13 @@ def test_a_file_without_a_key_is_refused_by_the_key(key: str) -> None:
     ("text", "why"),
     [
         ("{", "not JSON"),
+        pytest.param("9" * 5000, "not JSON that .* 5000 digits", id="5000 digits"),
+        pytest.param("[" * 100_000, "not JSON that .* recursion", id="100000 brackets"),
+        pytest.param(
+            edited(launch_s={"value": 10**400, "source": "measured"}),
+            "'launch_s' is 1000",
+            id="1e400",
+        ),
         ("[1]", r"machine is \[1\], not an object"),
         (edited(gem_flops_per_s=1), r"'gem_flops_per_s' \(nearest: 'gemm_flops_per_s'\)"),
         (edited(launch_s={"value": 0.0, "source": "measured"}), "'launch_s' is 0.0, not a number"),

@@ -302,13 +302,6 @@ def test_the_slab_holds_exactly_the_weights_of_all_layers() -> None:
     assert "staging" not in terms
 
 
-def test_a_slab_that_cannot_be_pinned_needs_staging() -> None:
-    machine = replace(named_machine("rtx5090"), pinned_bytes=GIB)
-    terms = by_name(host_terms(QWEN_30B, machine, WORKLOAD, num_workers=0))
-    assert terms["staging"] == 2 * layer_weight_bytes(QWEN_30B, dtype_bytes=2)[0]
-    assert "data workers" not in terms
-
-
 def test_a_cpu_counts_its_process_once_with_the_device() -> None:
     cpu = replace(named_machine("rtx5090"), device="cpu")
     assert "process" not in by_name(host_terms(QWEN_30B, cpu, WORKLOAD, num_workers=0))

@@ -86,8 +86,16 @@ def test_too_long_sequences_are_told_a_length_that_fits() -> None:
 
 def test_too_little_ram_is_named() -> None:
     small = named_machine("rtx4060ti", ram_bytes=8 * GIB)
-    with pytest.raises(DoesNotFitError, match=r"GiB of RAM; 8\.00 GiB of RAM is there"):
+    with pytest.raises(DoesNotFitError, match=r"GiB of RAM; .*8\.00 GiB of RAM is there"):
         plan(FACTS, small, REQUEST)
+
+
+def test_layers_that_cannot_be_page_locked_do_not_fit() -> None:
+    wsl = replace(CARD, pinned_bytes=2 * GIB)
+    with pytest.raises(
+        DoesNotFitError, match=r"12\.94 GiB of page-locked memory; 2\.00 GiB may be page-locked"
+    ):
+        plan(FACTS, wsl, REQUEST)
 
 
 def test_the_prediction_is_never_below_its_bound() -> None:

@@ -1,0 +1,96 @@
+"""The model on its engine: built, and rehearsed before its first step."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+import offload
+from finetune import adapters
+from finetune.loop import Loop
+from finetune.model import load_model
+from finetune.prepare import Work
+from finetune.recipe import Recipe
+from finetune.screen import Screen
+from offload.engine import meter
+from offload.engine.engine import Engine
+from offload.errors import DoesNotFitError
+from offload.plan.machine import GIB
+from offload.plan.plan import MIN_SLOTS, Plan, calibrate, with_costs
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Session:
+    """The model on its engine, and what trains."""
+
+    model: "PeftModel"
+    engine: Engine
+    loop: Loop
+    trained: dict[str, nn.Parameter]
+
+
+def build(recipe: Recipe, work: Work) -> Session:
+    """Load the model, add the adapter, and put both on the engine."""
+    base = load_model(
+        path=recipe.model.path,
+        config=recipe.model.config,
+        init=recipe.model.init,
+        dtype=recipe.model.dtype,
+        device=work.device.type,
+        seed=recipe.train.seed,
+    )
+    model = adapters.add_lora(
+        base,
+        rank=recipe.adapter.rank,
+        alpha=recipe.adapter.alpha,
+        dropout=recipe.adapter.dropout,
+        targets=recipe.adapter.targets,
+        has_experts=recipe.adapter.experts,
+        seed=recipe.train.seed,
+    )
+    model.train()
+    trained = adapters.trained(model)
+    engine = offload.attach(
+        model,
+        num_slots=work.plan.num_slots,
+        device=str(work.device),
+        head_chunk_tokens=work.plan.request.typical.head_chunk_tokens,
+    )
+    loop = Loop(
+        model=model,
+        engine=engine,
+        parameters=list(trained.values()),
+        train=recipe.train,
+        num_steps=work.order.num_steps,
+    )
+    return Session(model=model, engine=engine, loop=loop, trained=trained)
+
+
+def rehearse(work: Work, session: Session, screen: Screen) -> Plan:
+    """Find out whether the longest batch fits, and how long a typical step takes here."""
+    screen.note("Trying the longest batch, then timing a typical step ...")
+    meter.reset_peak(work.device)
+    try:
+        record = session.loop.rehearse(
+            work.micro_batches(work.order.longest_step()),
+            work.micro_batches(work.order.step(work.sizes.typical_step)),
+        )
+    except torch.OutOfMemoryError as error:
+        raise _too_large(work.plan, error) from error
+    costs = calibrate(work.plan.costs, record.timeline, optimizer_s=record.optimizer_s)
+    return with_costs(work.plan, costs)
+
+
+def _too_large(plan: Plan, error: torch.OutOfMemoryError) -> DoesNotFitError:
+    num_slots = plan.num_slots
+    fix = f"offload.num_slots: {num_slots - 1}" if num_slots > MIN_SLOTS else "train.seq_len"
+    return DoesNotFitError(
+        f"the longest batch ran out of device memory with {num_slots} slots:"
+        f" {str(error).splitlines()[0]}",
+        limit=f"the plan had counted on {plan.peak_bytes / GIB:.2f} GiB",
+        hint=f"`{fix}`, or close what else uses the card",
+    )
