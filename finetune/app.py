@@ -107,6 +107,9 @@ def plan(
 @app.command()
 def probe(
     *,
+    dtype: Annotated[
+        str, typer.Option(help="What layers compute in: bfloat16 or float32.")
+    ] = "bfloat16",
     as_json: Annotated[bool, typer.Option("--json", help="Print the machine as JSON.")] = False,
     save: Annotated[
         Path | None, typer.Option(help="Write it to a file for `plan --machine`.")
@@ -116,7 +119,7 @@ def probe(
     with _explained("this machine"):
         from finetune.plan_report import machine_table
 
-        machine = _probed("bfloat16")
+        machine = _probed(dtype)
         if save is not None:
             save.write_text(machine.to_json())
         if as_json:
@@ -213,6 +216,16 @@ def _explained(where: str) -> Iterator[None]:
         print(f"error: {what}{suffix}\n\nhint: {hint}", file=sys.stderr)
         code = EXIT_DOES_NOT_FIT if isinstance(error, DoesNotFitError) else EXIT_USER
         raise typer.Exit(code) from None
+    except BrokenPipeError:
+        raise  # the reader of a pipe has gone, as with `| head`: typer ends without a word
+    except OSError as error:
+        what = f"{error.filename or where}: {error.strerror or error}"
+        print(
+            f"error: {what}; a file is read or written there, which needs permission and room"
+            "\n\nhint: give another path, mend the permissions (`ls -ld`) or free space (`df -h`)",
+            file=sys.stderr,
+        )
+        raise typer.Exit(EXIT_USER) from None
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         raise typer.Exit(EXIT_INTERRUPTED) from None

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _CACHE_VERSION = 1
-# that must first import its libraries is worth it from some ten thousand rows on.
+# A worker process must first import its libraries: it is worth that from some ten thousand rows on.
 _MIN_ROWS_PER_WORKER = 20_000
 _CACHED = ("kept", "input_ids", "labels", "offsets", "is_truncated")
 
@@ -104,7 +104,7 @@ def load_examples(
             num_workers=min(num_workers, len(conversations) // _MIN_ROWS_PER_WORKER),
         )
         arrays = _flatten(examples)
-        _write_cache(file, arrays)
+        _write_cache(file, arrays, notes=notes)
     sources = [conversation.source for conversation in conversations]
     kept: list[int] = arrays["kept"].tolist()
     dropped = tuple(sources[row] for row in sorted(set(range(len(sources))) - set(kept)))
@@ -260,22 +260,23 @@ def _cache_key(
 
 def _read_cache(file: Path, *, notes: list[str]) -> "dict[str, NDArray[Any]] | None":
     """Return the arrays of a cache file, or None with a note if it is torn."""
-    if not file.exists():
-        return None
     try:
         with file.open("rb") as stream, np.load(stream, allow_pickle=False) as stored:
             return {name: stored[name] for name in _CACHED}
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return None
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         notes.append(f"the token cache {file} was torn ({type(error).__name__}); it was rebuilt")
         return None
 
 
-def _write_cache(file: Path, arrays: "dict[str, NDArray[Any]]") -> None:
+def _write_cache(file: Path, arrays: "dict[str, NDArray[Any]]", *, notes: list[str]) -> None:
     """Write a cache file under another name and move it into place once it is on the disk.
 
-    The other name is fixed, so that a crash leaves no trail; two writers of it write the same.
+    The other name is the process's own, for two runs may start on the same rows at once. A cache
+    only saves time, so one that cannot be written is a note.
     """
-    draft = file.with_name(f".{file.name}.tmp")
+    draft = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with draft.open("wb") as out:
@@ -286,11 +287,10 @@ def _write_cache(file: Path, arrays: "dict[str, NDArray[Any]]") -> None:
     except OSError as error:
         with suppress(OSError):
             draft.unlink(missing_ok=True)
-        raise DataError(
-            f"the token cache {file} cannot be written: {error.strerror}",
-            limit="the run's folder must be writable and have room for the tokens",
-            hint="set `output.dir` to a folder that can be written",
-        ) from error
+        notes.append(
+            f"the token cache {file} cannot be written: {error.strerror};"
+            " the next run will make the tokens again"
+        )
 
 
 @lru_cache(maxsize=4)

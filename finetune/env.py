@@ -3,10 +3,23 @@
 import os
 from pathlib import Path
 
+from finetune.errors import ConfigError
+
 
 def world_size() -> int:
-    """Return how many processes a launcher such as `accelerate launch` has started."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """Return how many processes a launcher such as `accelerate launch` has started.
+
+    Raises:
+        ConfigError: The launcher's variable holds no number.
+    """
+    text = os.environ.get("WORLD_SIZE", "1")
+    if not text.isdecimal():
+        raise ConfigError(
+            f"the environment variable WORLD_SIZE is {text!r}",
+            limit="a launcher sets it to the number of its processes",
+            hint="`unset WORLD_SIZE`",
+        )
+    return int(text)
 
 
 def is_offline() -> bool:

@@ -141,9 +141,9 @@ def load_model(
     assert path is not None
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch_dtype, output_loading_info=True
+            path, dtype=torch_dtype, output_loading_info=True, ignore_mismatched_sizes=True
         )
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(
             f"model.path: {path} cannot be loaded: {str(error).splitlines()[0]}",
             limit="it must hold config.json and safetensors weights of a causal language model",
@@ -224,6 +224,10 @@ def _require_complete(path: str, report: Any) -> None:
     for problem, names in (
         ("lacks", report["missing_keys"]),
         ("holds, unknown to the model,", report["unexpected_keys"]),
+        (
+            "holds, in other sizes than its config's,",
+            [key for key, *_ in report["mismatched_keys"]],
+        ),
     ):
         if names:
             shown = sorted(map(str, names))

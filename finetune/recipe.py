@@ -54,9 +54,9 @@ class ModelSection(Section):
         default="pretrained",
         description="`random` builds the model from its config alone: for tests and measurements.",
     )
-    dtype: Literal["bfloat16", "float16", "float32"] = Field(
+    dtype: Literal["bfloat16", "float32"] = Field(
         default="bfloat16",
-        description="Type of the base weights as they compute.",
+        description="Type of the base weights as they compute; float16 would need loss scaling.",
     )
     tokenizer: str | None = Field(
         default=None,
@@ -219,11 +219,6 @@ class TrainSection(Section):
     def global_batch_size(self) -> int:
         """Sequences per optimizer step."""
         return self.micro_batch_size * self.num_micro_batches
-
-    @property
-    def max_tokens_per_step(self) -> int:
-        """Tokens of an optimizer step whose sequences are all full."""
-        return self.global_batch_size * self.seq_len
 
 
 class OffloadSection(Section):

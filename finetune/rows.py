@@ -184,6 +184,8 @@ def _read_jsonl(file: Path) -> Iterator[tuple[str, object]]:
                 row = _RowError(f"broken JSON: {error.msg} at column {error.colno}")
             except UnicodeDecodeError as error:
                 row = _RowError(f"not UTF-8: byte 0x{line[error.start]:02x} at {error.start}")
+            except (ValueError, RecursionError) as error:
+                row = _RowError(f"JSON beyond what can be read: {str(error).partition(';')[0]}")
             yield f"{file}:{number}", row
 
 
@@ -197,11 +199,11 @@ def _read_json(file: Path) -> Iterator[tuple[str, object]]:
             limit="a .json file must hold one array of rows",
             hint="if it holds one row per line, give it the ending .jsonl",
         ) from error
-    except UnicodeDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(
-            f"{file} is not UTF-8: {error.reason} at byte {error.start}",
-            limit="a .json file must be UTF-8 text",
-            hint=f"iconv -t UTF-8 {file}",
+            f"{file} cannot be read as JSON: {str(error).partition(';')[0]}",
+            limit="a .json file must hold one array of rows in UTF-8",
+            hint=f"`iconv -t UTF-8 {file}`, or .jsonl with a row per line, which names the bad one",
         ) from error
     if not isinstance(rows, list):
         raise DataError(
@@ -317,6 +319,10 @@ def _text(row: Mapping[str, object], key: str) -> str:
     value = row[key]
     if not isinstance(value, str):
         raise _RowError(f"{key!r} must be text, this is a {type(value).__name__}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise _RowError(f"{key!r} holds half a character: {value[error.start]!a}") from None
     return value
 
 

@@ -23,13 +23,10 @@ if TYPE_CHECKING:
     import torch
 
 MIB = 2**20
-DTYPES = ("bfloat16", "float16", "float32")
+DTYPES = ("bfloat16", "float32")
 NUM_MEASUREMENTS = 10
 MIN_REPEATS = 3
 SMALL_OPS = 200
-HOLD_CONTEXT = (
-    "import sys, torch; torch.zeros(1, device='cuda'); print(flush=True); sys.stdin.read()"
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +64,7 @@ def probe(*, device: str, dtype: str, seconds: float) -> Machine:
 
     Args:
         device: cuda or cpu.
-        dtype: bfloat16, float16 or float32: what the layers compute in.
+        dtype: bfloat16 or float32: what the layers compute in.
         seconds: Time to measure for, shared evenly; starting torch or a CUDA context comes on top.
 
     Raises:
@@ -76,8 +73,8 @@ def probe(*, device: str, dtype: str, seconds: float) -> Machine:
     if dtype not in DTYPES:
         raise MachineError(
             f"dtype '{dtype}' cannot be measured",
-            limit=f"it must be one of {', '.join(DTYPES)}",
-            hint="`model.dtype: bfloat16`",
+            limit=f"it must be {' or '.join(DTYPES)}",
+            hint="`--dtype bfloat16`, or `model.dtype: bfloat16` in a recipe",
         )
     import torch
 
@@ -100,6 +97,14 @@ def probe(*, device: str, dtype: str, seconds: float) -> Machine:
         return _probe_cpu(_Bench(torch.device("cpu"), getattr(torch, dtype), share_s), dtype)
 
 
+def has_grouped_gemm(capability: tuple[int, int], dtype: str) -> bool:
+    """Tell whether torch multiplies all experts in one kernel; consumer Blackwell (12.0) has none.
+
+    Source: pytorch aten/src/ATen/native/cuda/GroupedBlas.cpp, _grouped_mm_cuda.
+    """
+    return capability[0] in (9, 10) and dtype == "bfloat16"
+
+
 def _probe_cpu(bench: "_Bench", dtype: str) -> Machine:
     free_bytes, own_bytes = free_host_bytes(Path("/")), resident_bytes()
     copy = bench.host_copy_bytes_per_s()
@@ -115,6 +120,7 @@ def _probe_cpu(bench: "_Bench", dtype: str) -> Machine:
             context=own_bytes,
         ),
         links=(copy, bench.host_copy_beside_compute_bytes_per_s(), copy),
+        is_grouped=False,
     )
 
 
@@ -140,6 +146,7 @@ def _probe_cuda(bench: "_Bench", dtype: str) -> Machine:
             bench.pinned_copy_bytes_per_s(is_to_device=True, is_duplex=True),
             bench.pinned_copy_bytes_per_s(is_to_device=False, is_duplex=False),
         ),
+        is_grouped=has_grouped_gemm(torch.cuda.get_device_capability(), dtype),
     )
 
 
@@ -159,6 +166,7 @@ def _machine(
     dtype: str,
     memory: _Memory,
     links: tuple[float, float, float],
+    is_grouped: bool,
 ) -> Machine:
     h2d, h2d_duplex, d2h = links
     return Machine(
@@ -169,7 +177,7 @@ def _machine(
         ram_bytes=memory.ram,
         pinned_bytes=memory.pinned,
         context_bytes=memory.context,
-        has_grouped_gemm=bench.has_grouped_gemm,
+        has_grouped_gemm=is_grouped,
         gemm_flops_per_s=_measured(bench.gemm_flops_per_s(bench.sizes.gemm, bench.dtype)),
         expert_gemm_flops_per_s=_measured(
             bench.gemm_flops_per_s(bench.sizes.expert_gemm, bench.dtype)
@@ -206,7 +214,6 @@ class _Bench:
         self.dtype = dtype
         self.sizes = _CUDA_SIZES if self._is_cuda else _CPU_SIZES
         self.num_threads = torch.get_num_threads()
-        self.has_grouped_gemm = self._is_cuda and torch.cuda.get_device_capability() >= (9, 0)
 
     def gemm_flops_per_s(self, shape: tuple[int, int, int], dtype: "torch.dtype") -> float:
         """Run the three products of an MLP, whose results stand beside each other in memory."""
@@ -312,7 +319,8 @@ class _Bench:
             last.synchronize()
             return float(start.elapsed_time(end)) / 1e3
 
-        return size / _typical_s(_repeated(run, self._share_s))
+        share_s = self._share_s if is_to_device else 0.0  # no plan uses d2h: a few copies tell it
+        return size / _typical_s(_repeated(run, share_s))
 
     def _random(self, dtype: "torch.dtype", *shape: int) -> "torch.Tensor":
         import torch

@@ -1,3 +1,4 @@
+import errno
 import json
 import subprocess
 import sys
@@ -14,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 FLAGS = {
     "finetune": {"--resume", "--overwrite", "--machine"},
     "plan": {"--machine", "--json"},
-    "probe": {"--json", "--save"},
+    "probe": {"--dtype", "--json", "--save"},
     "validate": set(),
     "generate": {"--prompt", "--max-new-tokens"},
     "recipes list": set(),
@@ -62,7 +63,7 @@ def test_a_plan_for_a_card_imports_no_torch() -> None:
         "import sys\nfrom finetune.app import main\n"
         "try:\n    main(['plan', 'qwen3-235b-a22b', '--machine', 'h100', '--json',"
         " 'train.seq_len=2048'])\n"
-        "except SystemExit as end:\n    assert end.code in (0, 3), end.code\n"
+        "except SystemExit as end:\n    assert end.code == 3, end.code\n"
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
@@ -181,7 +182,53 @@ def test_wrong_usage_exits_with_2(capsys) -> None:
     assert "--nonsense" in capsys.readouterr().err
 
 
-def test_nf4_is_planned_and_not_pretended(tmp_path: Path, capsys) -> None:
-    assert run("plan", "qwen30b_qlora_4060ti", "--machine", "rtx4060ti") in (0, 3)
+@pytest.mark.parametrize(
+    ("recipe", "card"),
+    [
+        ("qwen3_8b_lora_3060", "rtx3060"),
+        ("qwen30b_qlora_4060ti", "rtx4060ti"),
+        ("qwen30b_lora_5090", "rtx5090"),
+    ],
+)
+def test_a_recipe_fits_the_card_that_it_is_named_for(recipe: str, card: str, capsys) -> None:
+    assert run("plan", recipe, "--machine", card) == 0
+    assert f"Plan for {card}" in capsys.readouterr().out
+
+
+def test_a_path_that_cannot_be_written_is_an_error_not_a_traceback(tmp_path: Path, capsys) -> None:
+    target = tmp_path / "nowhere" / "mine.yaml"
+    assert run("recipes", "copy", "quickstart", target) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {target}: No such file or directory; a file is read or written")
+    assert "\n\nhint: give another path" in err
+
+
+def test_a_full_disk_is_an_error_that_names_the_command_s_subject(capsys) -> None:
+    with pytest.raises(typer.Exit) as caught, app._explained("quickstart"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert caught.value.exit_code == 1
+    assert capsys.readouterr().err.startswith("error: quickstart: No space left on device; ")
+
+
+def test_a_reader_that_leaves_early_is_no_error(capsys) -> None:
+    with pytest.raises(BrokenPipeError), app._explained("quickstart"):
+        raise BrokenPipeError
+    assert not capsys.readouterr().err
+
+
+def test_a_probe_in_an_unknown_dtype_is_refused(capsys) -> None:
+    assert run("probe", "--dtype", "float16") == 1
+    err = capsys.readouterr().err
+    assert "dtype 'float16' cannot be measured; it must be bfloat16 or float32" in err
+    assert "hint: `--dtype bfloat16`" in err
+
+
+def test_a_world_size_that_is_no_number_is_named(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "abc")
+    assert run("finetune", "quickstart", f"output.dir={tmp_path / 'run'}") == 1
+    assert "error: the environment variable WORLD_SIZE is 'abc'; " in capsys.readouterr().err
+
+
+def test_nf4_is_planned_and_not_pretended(capsys) -> None:
     assert run("finetune", "quickstart", "offload.codec=nf4") == 1
     assert "nf4 can be planned with and not yet trained with" in capsys.readouterr().err

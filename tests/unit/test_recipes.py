@@ -71,7 +71,7 @@ def test_the_30b_recipe_fills_a_step_of_48k_tokens_with_sequences_of_8k() -> Non
     assert recipe.model.path == "Qwen/Qwen3-30B-A3B"
     assert recipe.offload.codec == "native"
     assert (recipe.train.seq_len, recipe.train.micro_batch_size) == (8192, 1)
-    assert recipe.train.max_tokens_per_step == 49_152
+    assert recipe.train.tokens_per_step == 49_152
 
 
 def test_the_4060ti_recipe_keeps_weights_in_nf4() -> None:

@@ -403,10 +403,29 @@ def test_a_torn_cache_is_rebuilt_with_a_note(tmp_path: Path, damage: str) -> Non
     assert load(rows, tmp_path).is_from_cache
 
 
-def test_a_cache_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_a_note(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(DataError, match=r"cannot be written: Not a directory(.|\n)*`output\.dir`"):
-        load(count_rows(2), tmp_path / "file" / "cache")
+    examples = load(count_rows(2), tmp_path / "file" / "cache")
+    assert len(examples) == 2
+    assert len(examples.notes) == 1
+    assert "cannot be written: Not a directory" in examples.notes[0]
+
+
+def test_two_runs_write_the_same_cache_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others: list[ExampleSet] = []
+
+    def another_run_meanwhile(_: int) -> None:
+        monkeypatch.undo()
+        monkeypatch.setattr(os, "getpid", lambda: 1)
+        others.append(load(count_rows(2), tmp_path))
+
+    monkeypatch.setattr(os, "fsync", another_run_meanwhile)
+    ours = load(count_rows(2), tmp_path)
+    assert (ours.notes, others[0].notes) == ((), ())
+    assert same(ours, load(count_rows(2), tmp_path))
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_workers_encode_to_the_same_examples_in_order() -> None:

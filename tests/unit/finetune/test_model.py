@@ -96,6 +96,13 @@ def test_an_unexpected_tensor_is_named(model_dir: Path) -> None:
         load(model_dir)
 
 
+def test_weights_of_other_sizes_than_the_config_says_are_named(model_dir: Path) -> None:
+    file = model_dir / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"intermediate_size": 48}))
+    with pytest.raises(ModelError, match=r"in other sizes than its config's, 6 tensors, such as"):
+        load(model_dir)
+
+
 def test_weights_that_are_cut_off_are_an_error_not_a_traceback(model_dir: Path) -> None:
     file = model_dir / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])

@@ -248,6 +248,15 @@ def test_all_problems_are_reported_at_once_in_the_order_of_their_lines(folder: P
     assert text.count("\n\nhint: ") == 9
 
 
+def test_float16_is_refused_for_it_would_need_loss_scaling(folder: Path) -> None:
+    assert_refused(
+        replaced("  path: Qwen/Qwen3-0.6B", "  path: Qwen/Qwen3-0.6B\n  dtype: float16"),
+        what='r.yaml:3: model.dtype is "float16"',
+        limit="it must be bfloat16 or float32",
+        hint="`model.dtype: bfloat16`",
+    )
+
+
 # ---------------------------------------------------------------------------------------------
 # Files
 

@@ -102,6 +102,20 @@ BAD_LINES = [
     ('{"instruction": "a", "output": " "}', r"empty answer"),
     ('["a", "b"]', r"a row must be an object, this is a list"),
     ('{"instruction": "a", "output": "\udcff"}', r"not UTF-8: byte 0xff at 32"),
+    (
+        r'{"instruction": "a", "output": "b\ud800"}',
+        r"'output' holds half a character: '\\ud800'",
+    ),
+    pytest.param(
+        f'{{"instruction": "a", "output": "b", "id": {"9" * 5000}}}',
+        r"JSON beyond what can be read: .*5000 digits",
+        id="5000 digits",
+    ),
+    pytest.param(
+        "[" * 100_000 + "]" * 100_000,
+        r"JSON beyond what can be read: .*recursion.*",
+        id="100000 brackets",
+    ),
 ]
 
 
@@ -187,6 +201,22 @@ def test_json_lines_in_a_json_file_are_told(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"rows.json:2: broken JSON: Extra data.*\n\nhint: .*\.jsonl"
     ):
+        read(file)
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        pytest.param("9" * 5000, "5000 digits", id="5000 digits"),
+        pytest.param("[" * 100_000 + "]" * 100_000, "recursion", id="100000 brackets"),
+    ],
+)
+def test_a_json_file_beyond_what_json_reads_is_refused(
+    tmp_path: Path, value: str, why: str
+) -> None:
+    file = tmp_path / "rows.json"
+    file.write_text(f"[{value}]")
+    with pytest.raises(DataError, match=rf"rows\.json cannot be read as JSON: .*{why}"):
         read(file)
 
 

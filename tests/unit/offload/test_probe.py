@@ -10,7 +10,7 @@ import torch
 from offload.capacity import free_host_bytes, resident_bytes
 from offload.errors import MachineError
 from offload.plan.machine import Machine, Rate
-from offload.probe import probe
+from offload.probe import has_grouped_gemm, probe
 
 GIB = 2**30
 
@@ -73,9 +73,22 @@ def test_importing_the_probe_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_an_unknown_dtype_is_refused() -> None:
-    with pytest.raises(MachineError, match=r"dtype 'int8' cannot be measured; .*bfloat16, float16"):
-        probe(device="cpu", dtype="int8", seconds=1.0)
+@pytest.mark.parametrize("dtype", ["int8", "float16"])
+def test_a_dtype_that_no_recipe_has_is_refused(dtype: str) -> None:
+    message = rf"dtype '{dtype}' cannot be measured; it must be bfloat16 or float32"
+    with pytest.raises(MachineError, match=message):
+        probe(device="cpu", dtype=dtype, seconds=1.0)
+
+
+@pytest.mark.parametrize(
+    ("capability", "is_grouped"),
+    [((8, 9), False), ((9, 0), True), ((10, 0), True), ((12, 0), False)],
+)
+def test_experts_are_one_kernel_where_torch_has_it(
+    capability: tuple[int, int], *, is_grouped: bool
+) -> None:
+    assert has_grouped_gemm(capability, "bfloat16") is is_grouped
+    assert not has_grouped_gemm(capability, "float32")
 
 
 def test_an_unknown_device_is_refused() -> None:
