@@ -12,6 +12,7 @@ On a GPU both lanes are CUDA streams and `submit` only issues. The host never wa
 `finish` is the one place that does, and it is called after the step.
 """
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -123,8 +124,15 @@ class CpuDevice:
         return job.event
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy on the running thread."""
-        target.copy_(source)
+        """Copy on the running thread alone, with the interpreter free.
+
+        Not `Tensor.copy_`, which would take the cores of the compute lane. To limit its threads by
+        `torch.set_num_threads` here would limit every thread that starts to use torch later.
+        """
+        assert target.is_contiguous()
+        assert source.is_contiguous()
+        assert target.nbytes == source.nbytes
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
 
     def finish(self) -> None:
         """Wait until the copy worker is idle; raise what it raised."""
@@ -172,7 +180,6 @@ class CpuDevice:
                 raise _AbortedError
 
     def _work(self) -> None:
-        torch.set_num_threads(1)  # this thread only: the compute threads keep their cores
         while (job := self._queue.get()) is not None:
             is_dropped = self._aborting.is_set() or self._failure is not None
             if job.body is not None and is_dropped:

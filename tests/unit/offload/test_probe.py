@@ -165,3 +165,12 @@ def test_a_container_sees_its_limit_where_its_own_path_is_not_mounted(root: Path
 def test_a_system_without_meminfo_is_refused(tmp_path: Path) -> None:
     with pytest.raises(MachineError, match="does not tell the available memory; Linux or WSL2"):
         free_host_bytes(tmp_path)
+
+
+def test_a_probe_leaves_later_threads_all_their_cores() -> None:
+    probe(device="cpu", dtype="float32", seconds=0.2)
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    assert found == [torch.get_num_threads()]
