@@ -10,8 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from finetune.errors import ConfigError
-
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+from finetune.planning import ATTENTION_LINEARS
 
 
 def linear_names(model: PreTrainedModel) -> tuple[str, ...]:
@@ -54,7 +53,7 @@ def add_lora(
     if targets == "all-linear":
         modules = known
     elif targets == "attention":
-        modules = tuple(name for name in known if name in ATTENTION)
+        modules = tuple(name for name in known if name in ATTENTION_LINEARS)
     else:
         modules = tuple(targets)
     unknown = sorted(set(modules) - set(known))

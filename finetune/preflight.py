@@ -14,7 +14,8 @@ from offload.errors import DoesNotFitError
 from offload.plan.costs import price, r3_bound_s
 from offload.plan.facts import ModelFacts
 from offload.plan.machine import Machine
-from offload.plan.plan import MIN_SLOTS, plan
+from offload.plan.plan import plan
+from offload.plan.schedule import MIN_SLOTS
 
 
 def require_one_process() -> None:

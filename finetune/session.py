@@ -17,7 +17,8 @@ from offload.engine import meter
 from offload.engine.engine import Engine
 from offload.errors import DoesNotFitError
 from offload.plan.machine import GIB
-from offload.plan.plan import MIN_SLOTS, Plan, calibrate, with_costs
+from offload.plan.plan import Plan, calibrate, with_costs
+from offload.plan.schedule import MIN_SLOTS
 
 if TYPE_CHECKING:
     from peft import PeftModel

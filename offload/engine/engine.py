@@ -16,6 +16,7 @@ from offload.engine.slots import Slots
 from offload.engine.streams import Device, Event
 from offload.errors import OffloadError, UnsupportedModelError
 from offload.plan.schedule import (
+    MIN_SLOTS,
     Order,
     Ring,
     Schedule,
@@ -24,8 +25,6 @@ from offload.plan.schedule import (
     training_schedule,
 )
 from offload.plan.timeline import Timeline
-
-MIN_SLOTS = 2
 
 
 class StepResult:

@@ -12,11 +12,10 @@ from offload.plan.costs import Costs, Workload, break_even_tokens, price, r3_bou
 from offload.plan.facts import ModelFacts
 from offload.plan.machine import GIB, Machine
 from offload.plan.memory import SLAB, MemoryTerm, device_terms, host_terms, total_bytes
-from offload.plan.schedule import Kind, Op, Order, Schedule, training_schedule, warm_ring
+from offload.plan.schedule import MIN_SLOTS, Kind, Op, Order, Schedule, training_schedule, warm_ring
 from offload.plan.simulate import simulate
 from offload.plan.timeline import Timeline
 
-MIN_SLOTS = 2
 HEAD_CHUNK_TOKENS = 1024  # logits of a 151,936 vocabulary in fp32: 0.6 GB at a time
 
 

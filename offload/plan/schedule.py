@@ -23,6 +23,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+MIN_SLOTS = 2  # a layer computes in one while the next arrives in another
+
 
 class Lane(StrEnum):
     """A FIFO queue of ops, such as a CUDA stream."""
