@@ -19,8 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from finetune.recipe_rules import broken_rules
-
-GIB = 2**30
+from offload.plan.machine import GIB
 
 # ---------------------------------------------------------------------------------------------
 # Sections

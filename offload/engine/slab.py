@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from offload.errors import TransferError
+from offload.plan.machine import GIB
 
 _ALIGN_BYTES = 256
 
@@ -116,7 +117,7 @@ class Slab:
         )
         if status != 0:
             raise TransferError(
-                f"page-locking {self.num_bytes / 2**30:.2f} GiB of host memory failed"
+                f"page-locking {self.num_bytes / GIB:.2f} GiB of host memory failed"
                 f" (CUDA error {status})",
                 limit="the system allows less page-locked memory than the model's layers need",
                 hint="raise the limit (`ulimit -l unlimited`; on WSL2 it is 1 to 2 GiB),"
