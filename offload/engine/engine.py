@@ -53,7 +53,7 @@ class StepResult:
     @property
     def loss(self) -> float:
         """Mean loss over the label tokens of the whole step."""
-        return float(torch.stack(self._losses).sum())
+        return float(torch.stack(self._losses).sum()) if self._losses else 0.0
 
     @property
     def timeline(self) -> Timeline:
@@ -126,6 +126,7 @@ class Engine:
         micro_batches: Sequence[Batch],
         *,
         dropout_seed: int | None = None,
+        num_label_tokens: int | None = None,
         order: Order = Order.LAYER_MAJOR,
     ) -> StepResult:
         """Add the gradients of one optimizer step to `.grad` of the trainable parameters.
@@ -136,6 +137,8 @@ class Engine:
             micro_batches: Each with input_ids (B, T) and labels (B, T; -100 for none), optionally
                 attention_mask and position_ids; best on the host.
             dropout_seed: Seeds dropout; None draws one from torch's generator.
+            num_label_tokens: What the sum of the losses is divided by; None counts those of the
+                micro-batches. Where several processes share a step, it is the number of all.
             order: Layer-major, or micro-batch-major as a baseline.
 
         Raises:
@@ -146,7 +149,8 @@ class Engine:
         """
         self._require_attached()
         labelled = [with_labels(batch, self._device.torch_device) for batch in micro_batches]
-        num_label_tokens = sum(batch.num_label_tokens for batch in labelled)
+        if num_label_tokens is None:
+            num_label_tokens = sum(batch.num_label_tokens for batch in labelled)
         if num_label_tokens == 0:
             raise OffloadError(
                 f"none of the {len(micro_batches)} micro-batches has a token with a label",
@@ -163,7 +167,9 @@ class Engine:
             trains_front=self._trains_front,
         )
         with self._consistent(schedule):
-            state, events = self._executor.train(schedule, labelled, seed=dropout_seed)
+            state, events = self._executor.train(
+                schedule, labelled, num_label_tokens=num_label_tokens, seed=dropout_seed
+            )
         return self._result(schedule, state, events, num_label_tokens)
 
     def forward(self, batch: Batch, *, positions: torch.Tensor | None = None) -> ForwardResult:

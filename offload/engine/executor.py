@@ -102,18 +102,22 @@ class Executor:
         self._head_chunk_tokens = head_chunk_tokens
 
     def train(
-        self, schedule: Schedule, batches: Sequence[LabelledBatch], *, seed: int
+        self,
+        schedule: Schedule,
+        batches: Sequence[LabelledBatch],
+        *,
+        num_label_tokens: int,
+        seed: int,
     ) -> tuple[PassState, list[Event]]:
         """Run a training schedule; gradients are added to `.grad` of the trainable parameters.
 
         Args:
             schedule: From `training_schedule`, for this many micro-batches and this ring.
             batches: The micro-batches.
+            num_label_tokens: What the sum of the losses is divided by.
             seed: Dropout is seeded by (seed, layer, micro-batch), so that the recompute repeats it.
         """
-        num_label_tokens = torch.tensor(
-            sum(batch.num_label_tokens for batch in batches), device=self._device.torch_device
-        )
+        num_items = torch.tensor(num_label_tokens, device=self._device.torch_device)
         state = PassState()
 
         def run(op: Op) -> None:
@@ -123,7 +127,7 @@ class Executor:
             elif op.kind is Kind.FORWARD:
                 self._forward(state, _given(op.layer), m, seed=seed, is_kept=True)
             elif op.kind is Kind.TAIL:
-                self._tail(state, m, batches[m], num_label_tokens)
+                self._tail(state, m, batches[m], num_items)
             elif op.kind is Kind.BACKWARD:
                 self._backward(state, _given(op.layer), m, seed=seed)
             else:

@@ -69,7 +69,10 @@ def run(change: Callable[[Schedule], Schedule]) -> tuple[float, dict[str, torch.
         trains_front=False,
     )
     batches = [with_labels(batch, device.torch_device) for batch in micro_batches()]
-    state, _ = engine._executor.train(change(schedule), batches, seed=0)
+    num_label_tokens = sum(batch.num_label_tokens for batch in batches)
+    state, _ = engine._executor.train(
+        change(schedule), batches, num_label_tokens=num_label_tokens, seed=0
+    )
     device.finish()
     engine.close()
     return float(torch.stack(state.losses).sum()), gradients(model)

@@ -364,3 +364,18 @@ def test_dropout_before_the_layers_follows_the_seed_and_positions_their_limit() 
 def test_fewer_than_two_slots_are_refused() -> None:
     with pytest.raises(offload.OffloadError, match=r"num_slots is 1; .*at least 2"):
         offload.attach(tiny("qwen3"), num_slots=1, device="cpu")
+
+
+def test_a_share_of_a_step_is_normalised_by_the_label_tokens_of_the_whole() -> None:
+    """As where several processes share a step: the parts add up to the step done by one."""
+    model = tiny("qwen3")
+    batches = micro_batches()
+    num_label_tokens = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+    whole_loss, whole = streamed(model, num_slots=2)
+    losses = []
+    engine = offload.attach(model, num_slots=2, device="cpu", head_chunk_tokens=7)
+    for part in (batches[:1], batches[1:]):
+        losses.append(engine.forward_backward(part, num_label_tokens=num_label_tokens).loss)
+    engine.detach()
+    assert sum(losses) == pytest.approx(whole_loss, rel=1e-6)
+    assert rel_error(gradients(model), whole) < 1e-6
