@@ -8,7 +8,7 @@
 Importing this package is light: torch is loaded by `attach`.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from offload.errors import (
     DoesNotFitError,
@@ -34,9 +34,15 @@ __all__ = [
 
 
 def attach(
-    model: "nn.Module", *, num_slots: int, device: str = "cuda", head_chunk_tokens: int = 1024
+    model: "nn.Module",
+    *,
+    num_slots: int,
+    device: str = "cuda",
+    stash: Literal["device", "host"] = "device",
+    trained_weights: Literal["device", "host"] = "device",
+    head_chunk_tokens: int = 1024,
 ) -> "Engine":
-    """Take over a causal language model whose base weights are frozen.
+    """Take over a causal language model.
 
     The frozen weights of its decoder layers move to one block of host memory (page-locked for a
     GPU) and are copied into `num_slots` slots on the device as they are needed. What trains, the
@@ -47,6 +53,11 @@ def attach(
         num_slots: Layers that are on the device at a time, at least 2. As many as there are
             layers means resident.
         device: Where to compute, "cuda", "cuda:1" or "cpu".
+        stash: Where the inputs of layers wait for the backward: "host" takes device memory for a
+            few of them only, and the link's other direction for the rest.
+        trained_weights: Where weights of the layers live that train: on the device beside the
+            slots, or on the host, streamed like the frozen ones. Then their gradients arrive on
+            the host too: give `engine.trained_parameters` to the optimizer.
         head_chunk_tokens: Tokens whose logits exist at a time.
 
     Raises:
@@ -55,12 +66,16 @@ def attach(
     """
     import torch
 
-    from offload.engine.engine import Engine
+    from offload.engine.engine import Engine, EngineOptions
     from offload.engine.streams import open_device
 
     return Engine(
         model,
-        num_slots=num_slots,
-        device=open_device(torch.device(device)),
-        head_chunk_tokens=head_chunk_tokens,
+        device=open_device(torch.device(device), is_staged=False),
+        options=EngineOptions(
+            num_slots=num_slots,
+            stash=stash,
+            trained_weights=trained_weights,
+            head_chunk_tokens=head_chunk_tokens,
+        ),
     )

@@ -1,10 +1,15 @@
 """Small stand-ins for what is slow, large or absent in a test."""
 
 import string
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from tokenizers import AddedToken, Tokenizer, decoders
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
+
+from offload.engine.streams import CpuDevice, Event
+from offload.plan.op import Lane
 
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
@@ -53,3 +58,27 @@ def tiny_tokenizer(
     )
     tokenizer.chat_template = chat_template
     return tokenizer
+
+
+class AroundOp(Protocol):
+    """Runs an op's body, when and how it likes."""
+
+    def __call__(self, number: int, lane: Lane, body: Callable[[], None]) -> None: ...
+
+
+class HookedDevice(CpuDevice):
+    """A CPU whose ops are run by a function that may hold them up or break them."""
+
+    def __init__(self, around: AroundOp) -> None:
+        super().__init__()
+        self._around = around
+        self._num_issued = 0
+
+    def begin(self) -> None:
+        super().begin()
+        self._num_issued = 0
+
+    def submit(self, lane: Lane, waits: Sequence[Event], body: Callable[[], None]) -> Event:
+        number = self._num_issued
+        self._num_issued += 1
+        return super().submit(lane, waits, lambda: self._around(number, lane, body))

@@ -4,6 +4,10 @@ The visit is the checkpoint. A forward visit keeps a layer's input and no graph;
 builds the layer's graph anew from that input and consumes it at once, while the weights still
 stand in their slot. No saved tensor outlives its weights, so a slot can be overwritten without
 any gradient noticing.
+
+Note [Letting go]: what a transfer reads on the device is let go of only by a compute op that waits
+for that transfer. The allocator may then give the memory to whatever is computed next, and no
+`record_stream` is needed.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,54 +16,19 @@ from functools import partial
 
 import torch
 
-from offload.engine.layers import Batch, Front, LayeredModel
-from offload.engine.slab import Slab
+from offload.engine.batch import Batch, LabelledBatch
+from offload.engine.cargo import Cargo
+from offload.engine.layers import Front, LayeredModel
+from offload.engine.masters import Masters
 from offload.engine.slots import Slots
-from offload.engine.streams import Device, Event
-from offload.plan.schedule import Kind, Op, Schedule
+from offload.engine.stash import Stash
+from offload.engine.streams import Device, Event, copy_on_host
+from offload.errors import UnsupportedModelError
+from offload.plan.op import Kind, Op
+from offload.plan.schedule import NUM_KEPT, Schedule
 from offload.plan.timeline import Span, Timeline
 
-IGNORED = -100
 FRONT_LAYER = -1  # stands for the front where visits are seeded
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LabelledBatch:
-    """A micro-batch with what the tail needs, on the compute device.
-
-    Attributes:
-        inputs: input_ids (B, T) and optionally attention_mask, position_ids.
-        positions: Where in the flattened (B * T) tokens a next token is to be predicted, (N,).
-        next_tokens: That token, (N,).
-    """
-
-    inputs: Batch
-    positions: torch.Tensor
-    next_tokens: torch.Tensor
-
-    @property
-    def num_label_tokens(self) -> int:
-        """Tokens with a loss."""
-        return self.positions.numel()
-
-
-def with_labels(batch: Batch, torch_device: torch.device) -> LabelledBatch:
-    """Shift the labels, find the tokens that have one, and move all to the device.
-
-    `batch` should be on the host, where finding the labelled tokens costs no synchronisation.
-    """
-    next_BT = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED).flatten()
-    positions = (next_BT != IGNORED).nonzero().flatten()
-    return LabelledBatch(
-        inputs=to_device({k: v for k, v in batch.items() if k != "labels"}, torch_device),
-        positions=positions.to(torch_device, non_blocking=True),
-        next_tokens=next_BT[positions].to(torch_device, non_blocking=True),
-    )
-
-
-def to_device(batch: Batch, torch_device: torch.device) -> dict[str, torch.Tensor]:
-    """Move a batch's tensors to the device."""
-    return {name: tensor.to(torch_device, non_blocking=True) for name, tensor in batch.items()}
 
 
 @dataclass(kw_only=True)
@@ -67,39 +36,46 @@ class PassState:
     """What the ops of one pass hand to each other; lists are indexed by micro-batch.
 
     Attributes:
-        hidden: Hidden states (B, T, D) on their way up.
-        kept: Each layer's input, by layer and micro-batch, until its backward visit.
+        fronts: What the model passes to its layers.
+        inputs: Inputs of layers (B, T, D) that are on the device, by layer and micro-batch; that of
+            layer L is what enters the tail.
+        fetched: Inputs that came back from the stash.
         gradient: Gradient of the loss by the hidden state, on its way down.
         losses: Sum over labelled tokens / num_label_tokens, one scalar tensor per chunk.
         logits: What a pass without labels asked for.
     """
 
     fronts: dict[int, Front] = field(default_factory=dict)
-    hidden: dict[int, torch.Tensor] = field(default_factory=dict)
-    kept: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    inputs: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    fetched: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     gradient: dict[int, torch.Tensor] = field(default_factory=dict)
     losses: list[torch.Tensor] = field(default_factory=list)
     logits: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class Executor:
-    """Binds a model, its slab and its slots to a device's lanes."""
+    """Binds a model, its cargo and its slots to a device's lanes."""
 
     def __init__(
         self,
         *,
         model: LayeredModel,
-        slab: Slab,
+        cargo: Cargo,
         slots: Slots,
+        stash: Stash,
+        masters: Masters,
         device: Device,
         head_chunk_tokens: int,
     ) -> None:
         """Keep the parts; nothing is moved."""
         self._model = model
-        self._slab = slab
+        self._cargo = cargo
         self._slots = slots
+        self._stash = stash
+        self._masters = masters
         self._device = device
         self._head_chunk_tokens = head_chunk_tokens
+        self._last_layer = len(model.layers) - 1
 
     def train(
         self,
@@ -108,6 +84,7 @@ class Executor:
         *,
         num_label_tokens: int,
         seed: int,
+        is_stashed: bool,
     ) -> tuple[PassState, list[Event]]:
         """Run a training schedule; gradients are added to `.grad` of the trainable parameters.
 
@@ -116,25 +93,26 @@ class Executor:
             batches: The micro-batches.
             num_label_tokens: What the sum of the losses is divided by.
             seed: Dropout is seeded by (seed, layer, micro-batch), so that the recompute repeats it.
+            is_stashed: Whether the schedule moves layer inputs to the host.
         """
         num_items = torch.tensor(num_label_tokens, device=self._device.torch_device)
         state = PassState()
+        step = _Step(seed=seed, is_kept=True, is_stashed=is_stashed)
 
         def run(op: Op) -> None:
             m = _given(op.micro_batch)
             if op.kind is Kind.FRONT:
-                self._front(state, m, batches[m].inputs, seed=seed)
+                self._front(state, m, batches[m].inputs, step)
             elif op.kind is Kind.FORWARD:
-                self._forward(state, _given(op.layer), m, seed=seed, is_kept=True)
+                self._forward(state, _given(op.layer), m, step)
             elif op.kind is Kind.TAIL:
                 self._tail(state, m, batches[m], num_items)
             elif op.kind is Kind.BACKWARD:
-                self._backward(state, _given(op.layer), m, seed=seed)
+                self._backward(state, _given(op.layer), m, step)
             else:
                 _front_backward(state, m)
 
-        with torch.random.fork_rng(devices=self._rng_devices()):
-            return state, self._issue(schedule, run)
+        return state, self._issue(schedule, state, run)
 
     def evaluate(
         self,
@@ -152,25 +130,24 @@ class Executor:
             positions: For logits: one token position per row (B,), or None for all tokens.
         """
         state = PassState()
+        step = _Step(seed=0, is_kept=False, is_stashed=False)
 
         def run(op: Op) -> None:
             m = _given(op.micro_batch)
             if op.kind is Kind.FRONT:
-                self._front(state, m, inputs[m], seed=0)
+                self._front(state, m, inputs[m], step)
             elif op.kind is Kind.FORWARD:
-                self._forward(state, _given(op.layer), m, seed=0, is_kept=False)
-            elif labels:
-                ones = torch.ones((), device=self._device.torch_device)
-                self._loss(state, state.hidden.pop(m), labels[m], ones, None)
+                self._forward(state, _given(op.layer), m, step)
             else:
-                hidden_BTD = state.hidden.pop(m)
-                if positions is not None:
-                    rows = torch.arange(hidden_BTD.shape[0], device=hidden_BTD.device)
-                    hidden_BTD = hidden_BTD[rows, positions].unsqueeze(1)
-                state.logits[m] = self._model.tail_logits(hidden_BTD)
+                hidden_BTD = state.inputs.pop((self._last_layer + 1, m))
+                if labels:
+                    ones = torch.ones((), device=self._device.torch_device)
+                    self._loss(state, hidden_BTD, labels[m], ones, None)
+                else:
+                    state.logits[m] = self._logits(hidden_BTD, positions)
 
-        with torch.no_grad(), torch.random.fork_rng(devices=self._rng_devices()):
-            return state, self._issue(schedule, run)
+        with torch.no_grad():
+            return state, self._issue(schedule, state, run)
 
     def timeline(self, schedule: Schedule, events: Sequence[Event]) -> Timeline:
         """Return the measured times of a pass that has finished."""
@@ -191,41 +168,87 @@ class Executor:
             )
         )
 
-    def _issue(self, schedule: Schedule, run: Callable[[Op], None]) -> list[Event]:
-        self._device.begin()
+    def _issue(
+        self, schedule: Schedule, state: PassState, compute: Callable[[Op], None]
+    ) -> list[Event]:
+        transfers: dict[Kind, Callable[[Op], None]] = {
+            Kind.READ: self._read,
+            Kind.LOAD: self._load,
+            Kind.STASH: partial(self._stash_input, state),
+            Kind.FETCH: partial(self._fetch_input, state),
+            Kind.GRADIENT: self._gradient,
+        }
         events: list[Event] = []
-        for op in schedule.ops:
-            body = self._load if op.kind is Kind.LOAD else run
-            waits = [events[i] for i in op.waits]
-            events.append(self._device.submit(op.lane, waits, partial(body, op)))
+        with torch.random.fork_rng(devices=self._rng_devices()):
+            self._device.begin()
+            for op in schedule.ops:
+                body = partial(transfers.get(op.kind, compute), op)
+                events.append(self._device.submit(op.lane, [events[i] for i in op.waits], body))
+            self._device.settle()
         return events
 
-    def _load(self, op: Op) -> None:
-        source = self._slab.layer(_given(op.layer))
-        self._device.copy(self._slots.target(_given(op.slot), source.numel()), source)
+    # ----------------------------------------------------------------------------------- transfers
 
-    def _front(self, state: PassState, m: int, inputs: Batch, *, seed: int) -> None:
-        self._seed_visit(seed, FRONT_LAYER, m)
+    def _read(self, op: Op) -> None:
+        target = self._slots.staging(_given(op.buffer), op.num_bytes)
+        self._cargo.deliver(_given(op.layer), op.offset, target, copy_on_host)
+
+    def _load(self, op: Op) -> None:
+        target = self._slots.target(_given(op.slot), op.offset, op.num_bytes)
+        if op.buffer is None:
+            self._cargo.deliver(_given(op.layer), op.offset, target, self._device.copy)
+        else:
+            self._device.copy(target, self._slots.staging(op.buffer, op.num_bytes))
+
+    def _stash_input(self, state: PassState, op: Op) -> None:
+        layer, m = _given(op.layer), _given(op.micro_batch)
+        input_BTD, place = state.inputs[layer, m], self._stash.place(layer, m)
+        if input_BTD.nbytes != place.nbytes:
+            raise UnsupportedModelError(
+                f"layer {layer} is given {tuple(input_BTD.shape)} of {input_BTD.dtype}",
+                limit="inputs that wait on the host are (B, T, hidden_size) of the model's type",
+                hint='`stash="device"`',
+            )
+        self._device.copy(place, _bytes(input_BTD))
+
+    def _fetch_input(self, state: PassState, op: Op) -> None:
+        layer, m = _given(op.layer), _given(op.micro_batch)
+        target = self._stash.fetched(_given(op.buffer), op.num_bytes)
+        self._device.copy(target, self._stash.place(layer, m))
+        like_BTD = state.fronts[m].hidden_BTD
+        state.fetched[layer, m] = target.view(like_BTD.dtype).view(like_BTD.shape)
+
+    def _gradient(self, op: Op) -> None:
+        sink, gradient = self._masters.leaving(
+            _given(op.layer), _given(op.buffer), op.offset, op.num_bytes
+        )
+        self._device.copy(sink, gradient)
+
+    # -------------------------------------------------------------------------------------- visits
+
+    def _front(self, state: PassState, m: int, inputs: Batch, step: "_Step") -> None:
+        self._seed_visit(step.seed, FRONT_LAYER, m)
         front = self._model.front(inputs)
         state.fronts[m] = front
-        state.hidden[m] = front.hidden_BTD.detach()
+        state.inputs[0, m] = front.hidden_BTD.detach().contiguous()
 
-    def _forward(self, state: PassState, layer: int, m: int, *, seed: int, is_kept: bool) -> None:
-        hidden_BTD = state.hidden[m]
-        if is_kept:
-            state.kept[layer, m] = hidden_BTD
-        self._seed_visit(seed, layer, m)
+    def _forward(self, state: PassState, layer: int, m: int, step: "_Step") -> None:
+        input_BTD = state.inputs[layer, m]
+        if step.is_stashed:  # the output takes its place; see Note [Letting go]
+            state.inputs.pop((layer + 1 - NUM_KEPT, m), None)
+        self._seed_visit(step.seed, layer, m)
         with torch.no_grad():
-            state.hidden[m] = self._model.layer_forward(
-                layer, hidden_BTD, state.fronts[m].calls[layer]
-            )
+            output_BTD = self._model.layer_forward(layer, input_BTD, state.fronts[m].calls[layer])
+        state.inputs[layer + 1, m] = output_BTD.contiguous()
+        if not step.is_kept:
+            del state.inputs[layer, m]
 
     def _tail(
-        self, state: PassState, m: int, batch: LabelledBatch, num_label_tokens: torch.Tensor
+        self, state: PassState, m: int, batch: LabelledBatch, num_items: torch.Tensor
     ) -> None:
-        hidden_BTD = state.hidden.pop(m)
+        hidden_BTD = state.inputs.pop((self._last_layer + 1, m))
         gradient_BTD = torch.zeros_like(hidden_BTD)
-        self._loss(state, hidden_BTD, batch, num_label_tokens, gradient_BTD.flatten(0, 1))
+        self._loss(state, hidden_BTD, batch, num_items, gradient_BTD.flatten(0, 1))
         state.gradient[m] = gradient_BTD
 
     def _loss(
@@ -233,7 +256,7 @@ class Executor:
         state: PassState,
         hidden_BTD: torch.Tensor,
         batch: LabelledBatch,
-        num_label_tokens: torch.Tensor,
+        num_items: torch.Tensor,
         gradient_ND: torch.Tensor | None,
     ) -> None:
         """Add the loss of the labelled tokens, chunk by chunk, and write its gradient if wanted."""
@@ -249,16 +272,25 @@ class Executor:
             chunk_1ND = flat_ND[positions_N].unsqueeze(0)
             self._model.check_loss_once(chunk_1ND, next_N.unsqueeze(0))
             chunk_1ND.requires_grad_(gradient_ND is not None)
-            loss = self._model.tail_loss(chunk_1ND, next_N.unsqueeze(0), num_label_tokens)
+            loss = self._model.tail_loss(chunk_1ND, next_N.unsqueeze(0), num_items)
             if gradient_ND is not None:
                 loss.backward()
                 assert chunk_1ND.grad is not None
                 gradient_ND[positions_N] = chunk_1ND.grad[0]
             state.losses.append(loss.detach())
 
-    def _backward(self, state: PassState, layer: int, m: int, *, seed: int) -> None:
-        input_BTD = state.kept.pop((layer, m)).detach().requires_grad_()
-        self._seed_visit(seed, layer, m)
+    def _logits(self, hidden_BTD: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+        if positions is not None:
+            rows = torch.arange(hidden_BTD.shape[0], device=hidden_BTD.device)
+            hidden_BTD = hidden_BTD[rows, positions].unsqueeze(1)
+        return self._model.tail_logits(hidden_BTD)
+
+    def _backward(self, state: PassState, layer: int, m: int, step: "_Step") -> None:
+        is_fetched = step.is_stashed and layer < self._last_layer
+        kept_BTD = (state.fetched if is_fetched else state.inputs).pop((layer, m))
+        self._masters.gather(layer)
+        input_BTD = kept_BTD.detach().requires_grad_()
+        self._seed_visit(step.seed, layer, m)
         with torch.enable_grad():
             output_BTD = self._model.layer_forward(layer, input_BTD, state.fronts[m].calls[layer])
         output_BTD.backward(state.gradient[m])
@@ -278,10 +310,23 @@ class Executor:
         return [torch_device] if torch_device.type == "cuda" else []
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Step:
+    """What all visits of a pass have in common."""
+
+    seed: int
+    is_kept: bool
+    is_stashed: bool
+
+
 def _front_backward(state: PassState, m: int) -> None:
     hidden_BTD = state.fronts.pop(m).hidden_BTD
     if hidden_BTD.requires_grad:  # not where only the head trains
         hidden_BTD.backward(state.gradient.pop(m))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _given(index: int | None) -> int:

@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from offload.engine.batch import Batch
 from offload.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 CHECKED_TOKENS = 4
-Batch = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,31 +1,29 @@
-"""Lanes that run ops asynchronously: CUDA streams on a GPU, a worker thread on a CPU.
+"""Lanes that run ops asynchronously: CUDA streams on a GPU, threads on a CPU.
 
-Both devices keep one contract. `submit(lane, waits, body)` issues a body behind everything that
-was submitted to the lane before and behind the given events, and returns the event of its
-completion.
+Both devices keep one contract. Between `begin` and `settle`, `submit(lane, waits, body)` issues a
+body behind everything that was submitted to the lane before and behind the given events, and
+returns the event of its completion.
 
-On a CPU the compute lane is the caller's own thread (a body runs inside `submit`), the copy lane
-a worker with a FIFO queue. A visit that
-did not wait for its load would compute with an older layer.
+On a CPU every lane but compute is a thread with a FIFO queue. The compute lane is the caller's
+own thread, so that its autocast, hooks and deterministic settings hold: its bodies are queued too
+and run in `settle`, when everything is issued. A visit that did not wait for its load would
+compute with an older layer.
 
-On a GPU both lanes are CUDA streams and `submit` only issues. The host never waits inside a step;
-`finish` is the one place that does, and it is called after the step.
+On a GPU the lanes are CUDA streams, `submit` only issues, and `settle` returns at once: the host
+never waits inside a step. Where loads pass a staging ring, which a thread fills, the h2d lane is
+issued by another thread: it alone waits for the reads.
 """
 
 import ctypes
-import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from queue import SimpleQueue
 from typing import Protocol, cast
 
 import torch
 
-from offload.errors import TransferError
-from offload.plan.schedule import Lane
-
-_POLL_S = 0.05
+from offload.engine.lanes import Flag, Job, Workers
+from offload.plan.op import Lane
 
 
 class Event(Protocol):
@@ -46,8 +44,11 @@ class Device(Protocol):
     def submit(self, lane: Lane, waits: Sequence[Event], body: Callable[[], None]) -> Event:
         """Issue `body` on `lane` behind `waits`."""
 
+    def settle(self) -> None:
+        """Return when the host may use the tensors that the pass made: a CPU has made them."""
+
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy the bytes of a flat host tensor into a flat device tensor, on the running lane."""
+        """Copy the bytes of a contiguous tensor into another, on the running lane."""
 
     def finish(self) -> None:
         """Wait until every lane is empty; raise what a lane raised."""
@@ -59,149 +60,95 @@ class Device(Protocol):
         """End the lanes. The device is unusable afterwards."""
 
 
+def copy_on_host(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy on the running thread alone, with the interpreter free.
+
+    Not `Tensor.copy_`, which would take the cores of the compute lane. To limit its threads by
+    `torch.set_num_threads` here would limit every thread that starts to use torch later.
+    """
+    assert target.is_contiguous()
+    assert source.is_contiguous()
+    assert target.nbytes == source.nbytes
+    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+
+
+def stay_put() -> None:
+    """Leave a lane's thread wherever the system runs it."""
+
+
 # ---------------------------------------------------------------------------------------------- CPU
 
 
-class _ThreadEvent:
-    """A flag with the times of the op that sets it."""
-
-    def __init__(self) -> None:
-        self.done = threading.Event()
-        self.start_s = 0.0
-        self.end_s = 0.0
-
-    def span_s(self) -> tuple[float, float]:
-        return self.start_s, self.end_s
-
-
-class _AbortedError(Exception):
-    """A queued op was dropped because the pass failed elsewhere."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Job:
-    """An op in the copy worker's queue. A marker has no body and is never dropped."""
-
-    body: Callable[[], None] | None
-    waits: Sequence[_ThreadEvent] = ()
-    event: _ThreadEvent = field(default_factory=_ThreadEvent)
-
-
 class CpuDevice:
-    """Compute on the caller's thread, copies on a worker."""
+    """Compute on the caller's thread, transfers on workers."""
 
     torch_device = torch.device("cpu")
 
-    def __init__(self, *, before_copy: Callable[[], None] | None = None) -> None:
-        """Start the copy worker.
+    def __init__(self, *, prepare_thread: Callable[[], None] = stay_put) -> None:
+        """Start the workers.
 
         Args:
-            before_copy: Called on the worker before each of its ops; throttles or jitters the lane.
+            prepare_thread: Called first on each worker's thread.
         """
-        self._before_copy = before_copy
-        self._queue: SimpleQueue[_Job | None] = SimpleQueue()
-        self._failure: BaseException | None = None
-        self._aborting = threading.Event()
-        self._clock_s = time.perf_counter()
-        self._worker = threading.Thread(target=self._work, name="sluice-h2d", daemon=True)
-        self._worker.start()
+        self._start_s = time.perf_counter()
+        self._computing: deque[Job] = deque()
+        self._workers = Workers(
+            [lane for lane in Lane if lane is not Lane.COMPUTE],
+            clock_s=lambda: time.perf_counter() - self._start_s,
+            prepare_thread=prepare_thread,
+        )
 
     def begin(self) -> None:
         """Start the clock of a pass."""
-        self._clock_s = time.perf_counter()
+        self._start_s = time.perf_counter()
 
     def submit(self, lane: Lane, waits: Sequence[Event], body: Callable[[], None]) -> Event:
-        """Queue `body` on the copy worker, or run it here when the lane is the compute lane.
+        """Queue `body`."""
+        job = Job(body=body, waits=cast("Sequence[Flag]", waits))
+        if lane is Lane.COMPUTE:
+            self._computing.append(job)
+        else:
+            self._workers.put(lane, job)
+        return job.flag
+
+    def settle(self) -> None:
+        """Run what is queued for the compute lane, then wait for the others.
 
         Raises:
-            TransferError: The copy lane has failed.
+            TransferError: A lane has failed.
         """
-        job = _Job(body=body, waits=cast("Sequence[_ThreadEvent]", waits))
-        if lane is Lane.COMPUTE:
-            self._run(job, self._wait_here)
-        else:
-            self._queue.put(job)
-        return job.event
+        while self._computing:
+            self._workers.run(self._computing.popleft())
+        self._workers.finish()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy on the running thread alone, with the interpreter free.
-
-        Not `Tensor.copy_`, which would take the cores of the compute lane. To limit its threads by
-        `torch.set_num_threads` here would limit every thread that starts to use torch later.
-        """
-        assert target.is_contiguous()
-        assert source.is_contiguous()
-        assert target.nbytes == source.nbytes
-        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+        """Copy on the running lane's thread."""
+        copy_on_host(target, source)
 
     def finish(self) -> None:
-        """Wait until the copy worker is idle; raise what it raised."""
-        self._wait_here(self._queue_marker())
+        """Do what `settle` does: nothing is left running behind it."""
+        self.settle()
 
     def abort(self) -> None:
-        """Drop the copies that are queued and wait for the one that runs."""
-        self._aborting.set()
-        self._queue_marker().done.wait()
-        self._aborting.clear()
-        self._failure = None
+        """Drop what is queued and wait for the transfers that run."""
+        self._computing.clear()
+        self._workers.drain()
 
     def close(self) -> None:
-        """Join the copy worker."""
-        self._aborting.set()
-        self._queue.put(None)
-        self._worker.join()
-
-    def _queue_marker(self) -> _ThreadEvent:
-        marker = _Job(body=None)
-        self._queue.put(marker)
-        return marker.event
-
-    def _run(self, job: _Job, wait: Callable[[_ThreadEvent], None]) -> None:
-        for event in job.waits:
-            wait(event)
-        job.event.start_s = time.perf_counter() - self._clock_s
-        if job.body is not None:
-            job.body()
-        job.event.end_s = time.perf_counter() - self._clock_s
-        job.event.done.set()
-
-    def _wait_here(self, event: _ThreadEvent) -> None:
-        while not event.done.wait(_POLL_S):
-            if self._failure is not None:
-                raise TransferError(
-                    f"the host-to-device lane failed: {self._failure!r}",
-                    limit="every queued copy must complete",
-                    hint="see the cause above; the step was not applied and can be run again",
-                ) from self._failure
-
-    def _wait_on_worker(self, event: _ThreadEvent) -> None:
-        while not event.done.wait(_POLL_S):
-            if self._aborting.is_set():
-                raise _AbortedError
-
-    def _work(self) -> None:
-        while (job := self._queue.get()) is not None:
-            is_dropped = self._aborting.is_set() or self._failure is not None
-            if job.body is not None and is_dropped:
-                continue
-            try:
-                if job.body is not None and self._before_copy is not None:
-                    self._before_copy()
-                self._run(job, self._wait_on_worker)
-            except _AbortedError:
-                continue
-            except Exception as error:  # noqa: BLE001 - raised again on the waiting thread
-                self._failure = error
+        """Join the workers."""
+        self._computing.clear()
+        self._workers.join()
 
 
 # --------------------------------------------------------------------------------------------- CUDA
 
 
 class _CudaEvent:
-    """Timing events around one op."""
+    """Timing events around one op; `issued` tells that they stand in their stream."""
 
     def __init__(self, base: torch.cuda.Event) -> None:
         self._base = base
+        self.issued = Flag()
         self.start = torch.cuda.Event(enable_timing=True)
         self.end = torch.cuda.Event(enable_timing=True)
 
@@ -213,54 +160,123 @@ class _CudaEvent:
 
 
 class CudaDevice:
-    """Compute on the caller's current stream, copies on a stream of their own."""
+    """Compute on the caller's current stream, each direction of the link on a stream of its own."""
 
-    def __init__(self, torch_device: torch.device) -> None:
-        """Create the copy stream of this device."""
+    def __init__(
+        self,
+        torch_device: torch.device,
+        *,
+        is_staged: bool,
+        prepare_thread: Callable[[], None] = stay_put,
+    ) -> None:
+        """Create the streams of this device.
+
+        Args:
+            torch_device: The GPU.
+            is_staged: Whether loads pass a staging ring.
+            prepare_thread: Called first on each thread that fills it and issues from it.
+        """
         self.torch_device = torch_device
         self._streams = {
             Lane.COMPUTE: torch.cuda.current_stream(torch_device),
             Lane.H2D: torch.cuda.Stream(torch_device),
+            Lane.D2H: torch.cuda.Stream(torch_device),
         }
         self._base = torch.cuda.Event(enable_timing=True)
+        self._start_s = time.perf_counter()
+        self._issued_by_thread = (Lane.HOST, Lane.H2D) if is_staged else ()
+        self._workers = Workers(
+            self._issued_by_thread,
+            clock_s=lambda: time.perf_counter() - self._start_s,
+            prepare_thread=prepare_thread,
+        )
 
     def begin(self) -> None:
-        """Mark time zero on the caller's stream; the copy stream starts behind what it holds."""
+        """Mark time zero on the caller's stream; the other streams start behind what it holds."""
         self._streams[Lane.COMPUTE] = torch.cuda.current_stream(self.torch_device)
         self._base = torch.cuda.Event(enable_timing=True)
         self._base.record(self._streams[Lane.COMPUTE])
-        self._streams[Lane.H2D].wait_event(self._base)
+        self._start_s = time.perf_counter()
+        for lane in (Lane.H2D, Lane.D2H):
+            self._streams[lane].wait_event(self._base)
 
     def submit(self, lane: Lane, waits: Sequence[Event], body: Callable[[], None]) -> Event:
-        """Issue `body` on the lane's stream; the host does not wait."""
+        """Issue `body` on the lane's stream; the host waits only for what a thread has to issue."""
+        if lane is Lane.HOST:
+            return self._submit_to_host(waits, body)
         event = _CudaEvent(self._base)
-        stream = self._streams[lane]
-        with torch.cuda.stream(stream):
-            for other in waits:
-                stream.wait_event(cast("_CudaEvent", other).end)
-            event.start.record(stream)
-            body()
-            event.end.record(stream)
+        job = Job(
+            body=lambda: self._issue(self._streams[lane], waits, body, event),
+            waits=[other if isinstance(other, Flag) else _cuda(other).issued for other in waits],
+            flag=event.issued,
+        )
+        if lane in self._issued_by_thread:
+            self._workers.put(lane, job)
+        else:
+            self._workers.run(job)
         return event
 
+    def settle(self) -> None:
+        """Return at once: what is issued later on the caller's stream runs behind the pass."""
+
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Issue the copy on the running stream; truly asynchronous from a page-locked source."""
+        """Issue the copy on the running stream; truly asynchronous with page-locked memory."""
         target.copy_(source, non_blocking=True)
 
     def finish(self) -> None:
-        """Wait for both streams."""
+        """Wait for the threads, then for the streams."""
+        self._workers.finish()
         for stream in self._streams.values():
             stream.synchronize()
 
     def abort(self) -> None:
-        """Wait for what was issued: a CUDA stream cannot be emptied."""
+        """Drop what is not issued yet and wait for the rest: a CUDA stream cannot be emptied."""
+        self._workers.drain()
         self.finish()
 
     def close(self) -> None:
-        """Wait for both streams; PyTorch owns and reuses them."""
-        self.finish()
+        """Join the threads and wait for the streams, which PyTorch owns and reuses."""
+        self._workers.join()
+        for stream in self._streams.values():
+            stream.synchronize()
+
+    def _submit_to_host(self, waits: Sequence[Event], body: Callable[[], None]) -> Event:
+        """Queue a read, which starts when the copies out of its buffer have ended."""
+        copies = [_cuda(other) for other in waits]
+
+        def read() -> None:
+            for copy in copies:
+                copy.end.synchronize()
+            body()
+
+        job = Job(body=read, waits=[copy.issued for copy in copies])
+        self._workers.put(Lane.HOST, job)
+        return job.flag
+
+    def _issue(
+        self,
+        stream: torch.cuda.Stream,
+        waits: Sequence[Event],
+        body: Callable[[], None],
+        event: _CudaEvent,
+    ) -> None:
+        with torch.cuda.device(self.torch_device), torch.cuda.stream(stream):
+            for other in waits:
+                if not isinstance(other, Flag):
+                    stream.wait_event(_cuda(other).end)
+            event.start.record(stream)
+            body()
+            event.end.record(stream)
 
 
-def open_device(torch_device: torch.device) -> Device:
+def _cuda(event: Event) -> _CudaEvent:
+    return cast("_CudaEvent", event)
+
+
+def open_device(
+    torch_device: torch.device, *, is_staged: bool, prepare_thread: Callable[[], None] = stay_put
+) -> Device:
     """Return the lanes for a `cpu` or `cuda` device."""
-    return CudaDevice(torch_device) if torch_device.type == "cuda" else CpuDevice()
+    if torch_device.type == "cuda":
+        return CudaDevice(torch_device, is_staged=is_staged, prepare_thread=prepare_thread)
+    return CpuDevice(prepare_thread=prepare_thread)

@@ -12,7 +12,8 @@ from offload.plan.costs import Costs, Workload, break_even_tokens, price, r3_bou
 from offload.plan.facts import ModelFacts
 from offload.plan.machine import GIB, Machine
 from offload.plan.memory import SLAB, MemoryTerm, device_terms, host_terms, total_bytes
-from offload.plan.schedule import MIN_SLOTS, Kind, Op, Order, Schedule, training_schedule, warm_ring
+from offload.plan.op import Kind, Op
+from offload.plan.schedule import MIN_SLOTS, Freight, Order, Schedule, training_schedule, warm_ring
 from offload.plan.simulate import simulate
 from offload.plan.timeline import Timeline
 
@@ -119,11 +120,12 @@ def plan(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Plan:
     num_slots = _choose_slots(facts, machine, request)
     costs = price(facts, machine, request.typical)
     schedule = training_schedule(
-        layer_bytes=[layer.weight_bytes for layer in costs.layers],
+        Freight.frozen([layer.weight_bytes for layer in costs.layers]),
         ring=warm_ring(num_slots),
         num_micro_batches=request.num_micro_batches,
         order=Order.LAYER_MAJOR,
         trains_front=False,
+        input_bytes=(),
     )
     return Plan(
         facts=facts,
@@ -147,7 +149,7 @@ def duration_of(costs: Costs) -> Callable[[Op], float]:
             return costs.tail_s
         assert op.layer is not None
         if op.kind is Kind.LOAD:
-            return costs.load_s(op.layer)
+            return costs.h2d_latency_s + op.num_bytes / costs.h2d_bytes_per_s
         layer = costs.layers[op.layer]
         decode_s = layer.decode_s if op.micro_batch == 0 else 0.0
         visit_s = layer.forward_s if op.kind is Kind.FORWARD else layer.backward_s

@@ -8,40 +8,30 @@ Idea. The *vertical snake ring*: slot = layer mod C, and all micro-batches of a 
 before the next layer is fetched. The visits run 0..L-1, L-1..0, 0..L-1, a snake, for which
 evicting the least recently used layer is optimal and equals this fixed map. The last C layers of
 the forward are still in place for the backward and the first C for the next forward, so a step
-loads 2 * (L - C) layers, whatever the number of micro-batches.
+loads 2 * (L - C) layers, whatever the number of micro-batches. Loads run up to C - 1 layers ahead.
 
-Layout. Ops are listed in an order in which they can be issued: an op stands behind every op that
-it waits for, and a load stands right behind the visit that frees its slot, which is as early as
-it can be issued. Lanes are FIFO, so `waits` names only ops of other lanes.
+Layout. Here the step is written as a program that runs line by line: load, visit, load, visit.
+Each line names the memory that it reads and writes; `offload.plan.hazards` makes lanes and waits
+of it. Everything that moves besides weights is a line too: layer inputs that are kept in host
+memory (the *stash*), gradients of the layers' own weights, reads from disk.
 
 Rejected. A dynamic cache: the same loads, but slot addresses change, so parameters would have to
 be bound again at each visit. The micro-batch-major order is kept, as the baseline that everybody
 else runs: it loads 2 * M * (L - C) layers.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 
+from offload.plan.hazards import Line, Resource, parallel
+from offload.plan.op import Kind, Lane, Op
+
+PIECE_BYTES = 64 * 2**20  # a longer copy would hold up what shares its copy engine
 MIN_SLOTS = 2  # a layer computes in one while the next arrives in another
-
-
-class Lane(StrEnum):
-    """A FIFO queue of ops, such as a CUDA stream."""
-
-    COMPUTE = "compute"
-    H2D = "h2d"
-
-
-class Kind(StrEnum):
-    """What an op does."""
-
-    FRONT = "front"
-    LOAD = "load"
-    FORWARD = "forward"
-    TAIL = "tail"
-    BACKWARD = "backward"
-    FRONT_BACKWARD = "front_backward"
+NUM_KEPT = 2  # inputs of a micro-batch on the device, where others are stashed: read and written
+NUM_FETCHED = 2  # visits whose stashed inputs are on the device: one is read, one arrives
+NUM_GRADIENT_BUFFERS = 2  # layers whose gradients are on the device: one fills, one leaves
 
 
 class Order(StrEnum):
@@ -51,24 +41,36 @@ class Order(StrEnum):
     MICRO_BATCH_MAJOR = "micro_batch_major"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Op:
-    """One piece of work on one lane.
-
-    `waits` holds positions in the op list, always smaller than the op's own.
-    """
-
-    lane: Lane
-    kind: Kind
-    layer: int | None = None
-    micro_batch: int | None = None
-    slot: int | None = None
-    num_bytes: int = 0
-    waits: tuple[int, ...] = ()
-
-
 Ring = tuple[int | None, ...]
 """Which layer each slot holds; None is an empty slot."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Freight:
+    """What crosses the link, and in which portions.
+
+    Attributes:
+        layer_bytes: Cargo of each layer, in forward order.
+        gradient_bytes: Gradients of each layer's own weights that go to the host; 0 where frozen.
+        piece_bytes: The largest copy; a longer one is cut.
+        num_staging: Buffers of `piece_bytes` that loads pass on their way; 0 where the cargo lies
+            in memory that the link reads itself.
+    """
+
+    layer_bytes: tuple[int, ...]
+    gradient_bytes: tuple[int, ...]
+    piece_bytes: int
+    num_staging: int
+
+    @classmethod
+    def frozen(cls, layer_bytes: Sequence[int]) -> "Freight":
+        """Return the freight of frozen layers whose cargo the link reads itself."""
+        return cls(
+            layer_bytes=tuple(layer_bytes),
+            gradient_bytes=(0,) * len(layer_bytes),
+            piece_bytes=PIECE_BYTES,
+            num_staging=0,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,21 +84,23 @@ class Schedule:
     @property
     def num_loads(self) -> int:
         """Layers copied from host to device."""
-        return sum(op.kind is Kind.LOAD for op in self.ops)
+        return sum(op.kind is Kind.LOAD and op.offset == 0 for op in self.ops)
+
+    @property
+    def num_fetch_buffers(self) -> int:
+        """Device buffers that stashed inputs come back to."""
+        fetches = (op.buffer for op in self.ops if op.kind is Kind.FETCH)
+        return max((buffer + 1 for buffer in fetches if buffer is not None), default=0)
 
     @property
     def h2d_bytes(self) -> int:
         """Bytes copied from host to device."""
         return sum(op.num_bytes for op in self.ops if op.lane is Lane.H2D)
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Visit:
-    """All work at one layer, in one direction, while its weights stand in their slot."""
-
-    kind: Kind
-    layer: int | None
-    micro_batches: tuple[int, ...]
+    @property
+    def d2h_bytes(self) -> int:
+        """Bytes copied from device to host."""
+        return sum(op.num_bytes for op in self.ops if op.lane is Lane.D2H)
 
 
 def cold_ring(num_slots: int) -> Ring:
@@ -110,122 +114,213 @@ def warm_ring(num_slots: int) -> Ring:
 
 
 def training_schedule(
+    freight: Freight,
     *,
-    layer_bytes: Sequence[int],
     ring: Ring,
     num_micro_batches: int,
     order: Order,
     trains_front: bool,
+    input_bytes: tuple[int, ...],
 ) -> Schedule:
     """List the ops of one optimizer step, without the optimizer.
 
+    Layers whose weights train are stale on the device once the optimizer has run: the ring after
+    the step does not hold them.
+
     Args:
-        layer_bytes: Cargo of each layer, in forward order.
+        freight: What crosses the link.
         ring: What the slots hold at the start; its length is the number of slots.
         num_micro_batches: Micro-batches of the step.
         order: Layer-major, or micro-batch-major as a baseline.
         trains_front: Whether a gradient has to go back through the embeddings.
+        input_bytes: Size of a layer's input by micro-batch, if inputs wait in host memory for their
+            backward visit; empty if they stay on the device.
 
     Returns:
         A schedule with 2 * (L - C) loads from a warm ring in layer-major order.
     """
+    assert not input_bytes or len(input_bytes) == num_micro_batches
+    assert order is Order.LAYER_MAJOR or not any(freight.gradient_bytes)
     everything = tuple(range(num_micro_batches))
     groups = [everything] if order is Order.LAYER_MAJOR else [(m,) for m in everything]
-    upwards = range(len(layer_bytes))
-    visits = []
+    program = _Program(freight=freight, ring=list(ring), input_bytes=input_bytes)
+    num_layers = len(freight.layer_bytes)
     for group in groups:
-        visits.append(_Visit(kind=Kind.FRONT, layer=None, micro_batches=group))
-        visits += [_Visit(kind=Kind.FORWARD, layer=i, micro_batches=group) for i in upwards]
-        visits.append(_Visit(kind=Kind.TAIL, layer=None, micro_batches=group))
-        visits += [
-            _Visit(kind=Kind.BACKWARD, layer=i, micro_batches=group) for i in reversed(upwards)
-        ]
+        program.outside(Kind.FRONT, group)
+        for layer in range(num_layers):
+            program.forward(layer, group, is_kept=True)
+        program.outside(Kind.TAIL, group)
+        for layer in reversed(range(num_layers)):
+            program.backward(layer, group)
         if trains_front:
-            visits.append(_Visit(kind=Kind.FRONT_BACKWARD, layer=None, micro_batches=group))
-    return _issue(visits, layer_bytes, ring)
+            program.outside(Kind.FRONT_BACKWARD, group)
+    is_stale = [num_bytes > 0 for num_bytes in freight.gradient_bytes]
+    left = tuple(None if i is None or is_stale[i] else i for i in program.ring)
+    return Schedule(ops=parallel(program.lines), ring_before=ring, ring_after=left)
 
 
-def forward_schedule(*, layer_bytes: Sequence[int], ring: Ring, num_micro_batches: int) -> Schedule:
+def forward_schedule(freight: Freight, *, ring: Ring, num_micro_batches: int) -> Schedule:
     """List the ops of one pass without gradients, for evaluation and generation.
 
     The ring is left at the top of the snake, so the next pass upwards starts with reloads, which
     its own schedule counts.
     """
-    everything = tuple(range(num_micro_batches))
-    visits = [_Visit(kind=Kind.FRONT, layer=None, micro_batches=everything)]
-    visits += [
-        _Visit(kind=Kind.FORWARD, layer=i, micro_batches=everything)
-        for i in range(len(layer_bytes))
-    ]
-    visits.append(_Visit(kind=Kind.TAIL, layer=None, micro_batches=everything))
-    return _issue(visits, layer_bytes, ring)
+    group = tuple(range(num_micro_batches))
+    program = _Program(freight=freight, ring=list(ring), input_bytes=())
+    program.outside(Kind.FRONT, group)
+    for layer in range(len(freight.layer_bytes)):
+        program.forward(layer, group, is_kept=False)
+    program.outside(Kind.TAIL, group)
+    return Schedule(ops=parallel(program.lines), ring_before=ring, ring_after=tuple(program.ring))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Load:
-    """A load that a visit needs, and the earlier visit (a position) that frees its slot."""
-
-    visit: int
-    layer: int
-    freed_by: int | None
+# ---------------------------------------------------------------------------------------------
+# The serial program
 
 
-def _loads(visits: Sequence[_Visit], ring: Ring) -> tuple[list[_Load], Ring]:
-    """Walk the visits over the ring and note every miss."""
-    slots = list(ring)
-    last_user: dict[int, int] = {}
-    loads = []
-    for position, visit in enumerate(visits):
-        if visit.layer is None:
-            continue
-        slot = visit.layer % len(slots)
-        if slots[slot] != visit.layer:
-            loads.append(_Load(visit=position, layer=visit.layer, freed_by=last_user.get(slot)))
-            slots[slot] = visit.layer
-        last_user[slot] = position
-    return loads, tuple(slots)
+@dataclass(kw_only=True, slots=True)
+class _Program:
+    """The lines of a pass, written one after the other, and the ring as it stands by then."""
 
+    freight: Freight
+    ring: list[int | None]
+    input_bytes: tuple[int, ...]
+    lines: list[Line] = field(default_factory=list)
+    num_pieces: int = 0
+    num_fetches: int = 0
 
-def _issue(visits: Sequence[_Visit], layer_bytes: Sequence[int], ring: Ring) -> Schedule:
-    """Lay visits and loads out in one list, each load as early as its slot is free.
+    def outside(self, kind: Kind, group: Sequence[int]) -> None:
+        """Write what is done before the first layer or behind the last."""
+        num_layers = len(self.freight.layer_bytes)
+        for m in group:
+            self.lines.append(
+                Line(
+                    op=Op(lane=Lane.COMPUTE, kind=kind, micro_batch=m),
+                    reads=self._kept(num_layers, m) if kind is Kind.TAIL else (),
+                    writes=self._kept(0, m) if kind is Kind.FRONT else (),
+                )
+            )
 
-    A load is freed by a visit that stands before the visit that needs it, and loads keep the
-    order of the visits, so when a visit is reached its load has been issued.
-    """
-    loads, ring_after = _loads(visits, ring)
-    ops: list[Op] = []
-    last_op_of_visit: dict[int, int] = {}
-    op_of_load: dict[int, int] = {}
-    next_load = 0
-    for position, visit in enumerate(visits):
-        while next_load < len(loads):
-            load = loads[next_load]
-            if load.freed_by is not None and load.freed_by not in last_op_of_visit:
-                break
-            waits = () if load.freed_by is None else (last_op_of_visit[load.freed_by],)
-            op_of_load[load.visit] = len(ops)
-            ops.append(
-                Op(
+    def forward(self, layer: int, group: Sequence[int], *, is_kept: bool) -> None:
+        """Write a visit on the way up; `is_kept` if there is to be one on the way down."""
+        slot = self._load(layer)
+        for m in group:
+            op = Op(lane=Lane.COMPUTE, kind=Kind.FORWARD, layer=layer, micro_batch=m, slot=slot)
+            self.lines.append(
+                Line(
+                    op=op,
+                    reads=(_slot(slot), *self._kept(layer, m)),
+                    writes=self._kept(layer + 1, m),
+                )
+            )
+            if is_kept and self._is_stashed(layer):
+                self.lines.append(self._stash(layer, m))
+
+    def backward(self, layer: int, group: Sequence[int]) -> None:
+        """Write a visit on the way down, and the gradients that leave it."""
+        slot = self._load(layer)
+        gradient = ("gradient", layer % NUM_GRADIENT_BUFFERS, 0)
+        num_bytes = self.freight.gradient_bytes[layer]
+        for m in group:
+            buffer, source = None, self._kept(layer, m)
+            if self._is_stashed(layer):
+                buffer = self.num_fetches % (NUM_FETCHED * len(group))
+                source = (("fetched", buffer, 0),)
+                self.num_fetches += 1
+                self.lines.append(self._fetch(layer, m, buffer))
+            op = Op(
+                lane=Lane.COMPUTE,
+                kind=Kind.BACKWARD,
+                layer=layer,
+                micro_batch=m,
+                slot=slot,
+                buffer=buffer,
+            )
+            writes = (gradient,) if num_bytes else ()
+            self.lines.append(Line(op=op, reads=(_slot(slot), *source), writes=writes))
+        for offset in range(0, num_bytes, self.freight.piece_bytes):
+            op = Op(
+                lane=Lane.D2H,
+                kind=Kind.GRADIENT,
+                layer=layer,
+                buffer=gradient[1],
+                offset=offset,
+                num_bytes=min(self.freight.piece_bytes, num_bytes - offset),
+            )
+            self.lines.append(Line(op=op, reads=(gradient,)))
+
+    def _load(self, layer: int) -> int:
+        """Write the load of a layer that its slot does not hold; return the slot."""
+        slot = layer % len(self.ring)
+        if self.ring[slot] != layer:
+            self.ring[slot] = layer
+            self.lines += self._pieces(layer, slot)
+        return slot
+
+    def _pieces(self, layer: int, slot: int) -> Iterator[Line]:
+        total, piece = self.freight.layer_bytes[layer], self.freight.piece_bytes
+        for offset in range(0, max(1, total), piece):
+            num_bytes = min(piece, total - offset)
+            staged: tuple[Resource, ...] = ()
+            buffer = None
+            if self.freight.num_staging:
+                buffer = self.num_pieces % self.freight.num_staging
+                staged = (("staging", buffer, 0),)
+                self.num_pieces += 1
+                yield Line(
+                    op=Op(
+                        lane=Lane.HOST,
+                        kind=Kind.READ,
+                        layer=layer,
+                        buffer=buffer,
+                        offset=offset,
+                        num_bytes=num_bytes,
+                    ),
+                    writes=staged,
+                )
+            yield Line(
+                op=Op(
                     lane=Lane.H2D,
                     kind=Kind.LOAD,
-                    layer=load.layer,
-                    slot=load.layer % len(ring),
-                    num_bytes=layer_bytes[load.layer],
-                    waits=waits,
-                )
+                    layer=layer,
+                    slot=slot,
+                    buffer=buffer,
+                    offset=offset,
+                    num_bytes=num_bytes,
+                ),
+                reads=staged,
+                writes=(_slot(slot),),
             )
-            next_load += 1
-        arrival = (op_of_load[position],) if position in op_of_load else ()
-        for number, micro_batch in enumerate(visit.micro_batches):
-            ops.append(
-                Op(
-                    lane=Lane.COMPUTE,
-                    kind=visit.kind,
-                    layer=visit.layer,
-                    micro_batch=micro_batch,
-                    slot=None if visit.layer is None else visit.layer % len(ring),
-                    waits=arrival if number == 0 else (),
-                )
-            )
-        last_op_of_visit[position] = len(ops) - 1
-    return Schedule(ops=tuple(ops), ring_before=ring, ring_after=ring_after)
+
+    def _stash(self, layer: int, m: int) -> Line:
+        op = Op(
+            lane=Lane.D2H,
+            kind=Kind.STASH,
+            layer=layer,
+            micro_batch=m,
+            num_bytes=self.input_bytes[m],
+        )
+        return Line(op=op, reads=self._kept(layer, m), writes=(("stash", layer, m),))
+
+    def _fetch(self, layer: int, m: int, buffer: int) -> Line:
+        op = Op(
+            lane=Lane.H2D,
+            kind=Kind.FETCH,
+            layer=layer,
+            micro_batch=m,
+            buffer=buffer,
+            num_bytes=self.input_bytes[m],
+        )
+        return Line(op=op, reads=(("stash", layer, m),), writes=(("fetched", buffer, 0),))
+
+    def _is_stashed(self, layer: int) -> bool:
+        """Tell whether a layer's inputs leave the device; the last layer wants its own at once."""
+        return bool(self.input_bytes) and layer < len(self.freight.layer_bytes) - 1
+
+    def _kept(self, layer: int, m: int) -> tuple[Resource, ...]:
+        """Return the place of a layer's input on the device, where there are only a few."""
+        return (("kept", layer % NUM_KEPT, m),) if self.input_bytes else ()
+
+
+def _slot(slot: int) -> Resource:
+    return ("slot", slot, 0)

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from offload.plan.schedule import Lane, Op, Schedule
+from offload.plan.op import Lane, Op
+from offload.plan.schedule import Schedule
 from offload.plan.timeline import Span, Timeline
 
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from offload.plan.schedule import Kind, Lane
+from offload.plan.op import Kind, Lane
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

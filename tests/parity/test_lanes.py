@@ -1,95 +1,209 @@
-"""Both lanes truly asynchronous, as on a GPU: the whole list is issued before anything has run."""
+"""Lanes that run apart: any delay gives the same bits, and a missing wait gives others.
 
+The whole list is issued before the first visit runs, so a transfer starts as soon as its waits let
+it, as on a GPU.
+"""
+
+import random
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from queue import SimpleQueue
-from typing import cast
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import pytest
 import torch
 
-from offload.engine.engine import Engine
-from offload.engine.executor import with_labels
-from offload.engine.streams import CpuDevice, Event, _Job, _ThreadEvent
-from offload.plan.schedule import Kind, Lane, Order, Schedule, cold_ring, training_schedule
-from tests.parity.test_streamed_step import (
-    assert_equal,
-    gradients,
-    micro_batches,
-    streamed,
-    tiny,
-)
+from offload.engine.batch import with_labels
+from offload.engine.engine import Engine, EngineOptions
+from offload.engine.streams import CpuDevice
+from offload.errors import OffloadError
+from offload.plan.op import Lane
+from offload.plan.schedule import Freight, Order, Schedule, cold_ring, training_schedule
+from tests.doubles import HookedDevice
+from tests.parity.test_streamed_step import assert_equal, micro_batches, tiny
 
 NUM_SLOTS = 2
+HOLD_S = 5.0
+Place = Literal["device", "host"]
+Found = tuple[float, dict[str, torch.Tensor]]
 
 
-class TwoWorkerDevice(CpuDevice):
-    """A CPU whose compute lane is a slow worker too, held back until all ops are issued."""
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What travels besides frozen weights."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._issued = threading.Event()
-        self._compute_queue: SimpleQueue[_Job | None] = SimpleQueue()
-        self._compute_worker = threading.Thread(target=self._compute, daemon=True)
-        self._compute_worker.start()
-
-    def submit(self, lane: Lane, waits: Sequence[Event], body: Callable[[], None]) -> Event:
-        if lane is not Lane.COMPUTE:
-            return super().submit(lane, waits, body)
-        job = _Job(body=body, waits=cast("Sequence[_ThreadEvent]", waits))
-        self._compute_queue.put(job)
-        return job.event
-
-    def finish(self) -> None:
-        self._issued.set()
-        self._compute_queue.put(None)
-        self._compute_worker.join(timeout=60)
-        assert not self._compute_worker.is_alive(), "the lanes wait for each other"
-        super().finish()
-
-    def _compute(self) -> None:
-        self._issued.wait()
-        while (job := self._compute_queue.get()) is not None:
-            time.sleep(0.002)  # loads that do not wait run ahead
-            self._run(job, self._wait_here)
+    stash: Place
+    trained_weights: Place
+    piece_bytes: int = 2**26
 
 
-def run(change: Callable[[Schedule], Schedule]) -> tuple[float, dict[str, torch.Tensor]]:
-    """Run one step on two workers, with a changed schedule."""
+SETTINGS = {
+    "weights only": Setting(stash="device", trained_weights="device"),
+    "weights in pieces": Setting(stash="device", trained_weights="device", piece_bytes=7_000),
+    "weights and inputs": Setting(stash="host", trained_weights="device"),
+    "weights, inputs and gradients": Setting(stash="host", trained_weights="host"),
+}
+
+
+def run(
+    setting: Setting, device: CpuDevice, *, num_slots: int = NUM_SLOTS, without: Any = None
+) -> Found:
+    """Run one step, perhaps with one wait left out; return its loss and its gradients."""
     model = tiny("qwen3")
-    device = TwoWorkerDevice()
-    engine = Engine(model, num_slots=NUM_SLOTS, device=device, head_chunk_tokens=7)
-    schedule = training_schedule(
-        layer_bytes=engine.layer_bytes,
-        ring=cold_ring(NUM_SLOTS),
-        num_micro_batches=3,
+    if setting.trained_weights == "host":
+        model.requires_grad_(True)
+    options = EngineOptions(
+        num_slots=num_slots,
+        stash=setting.stash,
+        trained_weights=setting.trained_weights,
+        head_chunk_tokens=7,
+    )
+    engine = Engine(model, device=device, options=options)
+    torch.manual_seed(0)
+    try:
+        batches = [with_labels(batch, device.torch_device) for batch in micro_batches(2)]
+        schedule = drop(schedule_of(engine, setting), without)
+        num_label_tokens = sum(batch.num_label_tokens for batch in batches)
+        if setting.stash == "host":
+            engine._stash.prepare(
+                engine._input_bytes(batches),
+                num_layers=len(engine.layer_bytes) - 1,
+                num_fetch_buffers=schedule.num_fetch_buffers,
+            )
+        poison(engine)
+        with engine._consistent(schedule.ring_after):
+            state, _ = engine._executor.train(
+                schedule,
+                batches,
+                num_label_tokens=num_label_tokens,
+                seed=0,
+                is_stashed=setting.stash == "host",
+            )
+            engine._masters.publish()
+        trained = engine.trained_parameters.items()
+        found = {name: p.grad.clone() for name, p in trained if p.grad is not None}
+        assert len(found) == len(trained)
+        return float(torch.stack(state.losses).sum()), found
+    finally:
+        engine.close()
+
+
+def poison(engine: Engine) -> None:
+    """Fill what a step reads with NaN: else it may hold the right values of the run before."""
+    for buffer in (*engine._executor._slots._buffers, *engine._stash._fetched, engine._stash._host):
+        buffer.fill_(0xFF)
+
+
+def schedule_of(engine: Engine, setting: Setting) -> Schedule:
+    batches = [with_labels(batch, torch.device("cpu")) for batch in micro_batches(2)]
+    return training_schedule(
+        replace(engine._freight, piece_bytes=setting.piece_bytes),
+        ring=cold_ring(len(engine._ring)),
+        num_micro_batches=len(batches),
         order=Order.LAYER_MAJOR,
-        trains_front=False,
+        trains_front=engine._trains_front,
+        input_bytes=engine._input_bytes(batches) if setting.stash == "host" else (),
     )
-    batches = [with_labels(batch, device.torch_device) for batch in micro_batches()]
-    num_label_tokens = sum(batch.num_label_tokens for batch in batches)
-    state, _ = engine._executor.train(
-        change(schedule), batches, num_label_tokens=num_label_tokens, seed=0
-    )
-    device.finish()
-    engine.close()
-    return float(torch.stack(state.losses).sum()), gradients(model)
 
 
-def without_waits(schedule: Schedule, *kinds: Kind) -> Schedule:
-    ops = (replace(op, waits=()) if op.kind in kinds else op for op in schedule.ops)
+def drop(schedule: Schedule, without: tuple[int, int] | None) -> Schedule:
+    if without is None:
+        return schedule
+    number, wait = without
+    ops = list(schedule.ops)
+    ops[number] = replace(
+        ops[number], waits=tuple(other for other in ops[number].waits if other != wait)
+    )
     return replace(schedule, ops=tuple(ops))
 
 
-def test_move_a_step_issued_at_once_equals_the_resident_step_to_the_bit() -> None:
-    assert_equal(run(lambda schedule: schedule), streamed(tiny("qwen3"), num_slots=6))
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+def test_move_any_delay_in_any_lane_gives_the_bits_of_the_resident_step(setting: Setting) -> None:
+    resident = Setting(stash="device", trained_weights=setting.trained_weights)
+    expected = run(resident, CpuDevice(), num_slots=6)
+    for seed in range(4):
+        chance = random.Random(seed)
+
+        def around(number: int, lane: Lane, body: Callable[[], None]) -> None:
+            time.sleep(chance.choice([0, 0, 0.003]))  # noqa: B023 - used within this turn
+            body()
+            time.sleep(chance.choice([0, 0, 0.003]))  # noqa: B023
+
+        assert_equal(run(setting, HookedDevice(around)), expected)
 
 
-def test_loads_that_do_not_wait_for_their_slot_give_other_gradients() -> None:
-    with pytest.raises(AssertionError):
-        assert_equal(
-            run(lambda schedule: without_waits(schedule, Kind.LOAD)),
-            streamed(tiny("qwen3"), num_slots=6),
-        )
+def waits_of(setting: Setting) -> list[tuple[int, int]]:
+    """Return (op, op that it waits for) of the step that `run` runs."""
+    model = tiny("qwen3")
+    options = EngineOptions(
+        num_slots=NUM_SLOTS,
+        stash=setting.stash,
+        trained_weights=setting.trained_weights,
+        head_chunk_tokens=7,
+    )
+    if setting.trained_weights == "host":
+        model.requires_grad_(True)
+    engine = Engine(model, device=CpuDevice(), options=options)
+    ops = schedule_of(engine, setting).ops
+    engine.close()
+    return [(number, wait) for number, op in enumerate(ops) for wait in op.waits]
+
+
+class Held:
+    """Holds one op back until another has run."""
+
+    def __init__(self, *, number: int, wait: int) -> None:
+        self._number, self._wait = number, wait
+        self._has_run = threading.Event()
+        self.was_overtaken = False
+
+    def __call__(self, number: int, lane: Lane, body: Callable[[], None]) -> None:
+        if number == self._wait:
+            self.was_overtaken = self._has_run.wait(HOLD_S)
+        try:
+            body()
+        finally:
+            if number == self._number:
+                self._has_run.set()
+
+
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+def test_a_step_without_any_one_of_its_waits_goes_wrong(setting: Setting) -> None:
+    """What was to be waited for is held back until the op that should have waited has run."""
+    expected = run(setting, CpuDevice())
+    for number, wait in waits_of(setting):
+        held = Held(number=number, wait=wait)
+        try:
+            found = run(setting, HookedDevice(held), without=(number, wait))
+        except (OffloadError, KeyError):
+            found = None  # what it needed was not there yet
+        assert held.was_overtaken
+        if found is not None:
+            with pytest.raises(AssertionError):
+                assert_equal(found, expected)
+
+
+def test_no_wait_is_implied_by_the_others() -> None:
+    """Else the test above could not hold an op back: `run` would wait for ever."""
+    freight = Freight(layer_bytes=(3,) * 5, gradient_bytes=(3,) * 5, piece_bytes=1, num_staging=2)
+    ops = training_schedule(
+        freight,
+        ring=cold_ring(2),
+        num_micro_batches=3,
+        order=Order.LAYER_MAJOR,
+        trains_front=True,
+        input_bytes=(1, 1, 1),
+    ).ops
+    for number, op in enumerate(ops):
+        for wait in op.waits:
+            others = [other for other in op.waits if other != wait]
+            lane = [i for i in range(number) if ops[i].lane is op.lane]
+            reached, stack = set(), [*others, *lane[-1:]]
+            while stack:
+                i = stack.pop()
+                if i not in reached:
+                    reached.add(i)
+                    before = [j for j in range(i) if ops[j].lane is ops[i].lane]
+                    stack += [*ops[i].waits, *before[-1:]]
+            assert wait not in reached

@@ -27,9 +27,12 @@ from transformers import (
 )
 
 import offload
-from offload.engine.engine import Engine
-from offload.engine.streams import CpuDevice
+from offload.engine.engine import Engine, EngineOptions
+from offload.plan.op import Lane
 from offload.plan.schedule import Order
+from tests.doubles import HookedDevice
+
+OPTIONS = EngineOptions(num_slots=2, stash="device", trained_weights="device", head_chunk_tokens=7)
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 32,
@@ -210,8 +213,12 @@ def test_late_copies_change_nothing() -> None:
     model = tiny("qwen3")
     expected = streamed(model, num_slots=6)
     jitter = random.Random(0)
-    device = CpuDevice(before_copy=lambda: time.sleep(jitter.random() * 0.01))
-    engine = Engine(model, num_slots=2, device=device, head_chunk_tokens=7)
+
+    def late(number: int, lane: Lane, body: Callable[[], None]) -> None:
+        time.sleep(jitter.random() * 0.01 if lane is Lane.H2D else 0)
+        body()
+
+    engine = Engine(model, device=HookedDevice(late), options=OPTIONS)
     result = engine.forward_backward(micro_batches(), dropout_seed=0)
     assert_equal((result.loss, gradients(model)), expected)
     engine.detach()
@@ -281,13 +288,12 @@ def test_a_failed_copy_is_an_error_and_the_next_step_is_right() -> None:
     expected = streamed(model, num_slots=2)
     failures = [OSError("the link is down")]
 
-    def fail_once() -> None:
-        if failures:
+    def fail_once(number: int, lane: Lane, body: Callable[[], None]) -> None:
+        if failures and lane is Lane.H2D:
             raise failures.pop()
+        body()
 
-    engine = Engine(
-        model, num_slots=2, device=CpuDevice(before_copy=fail_once), head_chunk_tokens=7
-    )
+    engine = Engine(model, device=HookedDevice(fail_once), options=OPTIONS)
     with pytest.raises(offload.TransferError, match="the link is down"):
         engine.forward_backward(micro_batches(), dropout_seed=0)
     model.zero_grad()

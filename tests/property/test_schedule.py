@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offload.plan.op import Kind, Lane, Op
 from offload.plan.schedule import (
-    Kind,
-    Lane,
+    Freight,
     Order,
     Ring,
     Schedule,
@@ -20,18 +20,48 @@ from offload.plan.simulate import simulate
 sizes = st.tuples(st.integers(2, 12), st.integers(2, 12), st.integers(1, 5)).map(
     lambda s: (s[0], min(s[0], s[1]), s[2])
 )
+small = st.tuples(st.integers(2, 5), st.integers(2, 5), st.integers(1, 3)).map(
+    lambda s: (s[0], min(s[0], s[1]), s[2])
+)
 orders = st.sampled_from(Order)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Schedule:
+    """Draw a step in which anything may travel, over any ring that a pass can leave."""
+    num_layers, num_slots, num_micro_batches = draw(small)
+    order = draw(orders)
+    has_gradients = order is Order.LAYER_MAJOR and draw(st.booleans())
+    is_trained = [has_gradients and draw(st.booleans()) for _ in range(num_layers)]
+    freight = Freight(
+        layer_bytes=tuple(draw(st.integers(0, 30)) for _ in range(num_layers)),
+        gradient_bytes=tuple(9 * is_one for is_one in is_trained),
+        piece_bytes=draw(st.sampled_from([7, 100])),
+        num_staging=draw(st.integers(0, 3)),
+    )
+    ring = draw(st.sampled_from([warm_ring(num_slots), cold_ring(num_slots)]))
+    if draw(st.booleans()):
+        ring = forward_schedule(freight, ring=ring, num_micro_batches=1).ring_after
+    return training_schedule(
+        freight,
+        ring=ring,
+        num_micro_batches=num_micro_batches,
+        order=order,
+        trains_front=draw(st.booleans()),
+        input_bytes=draw(st.sampled_from([(), (5,) * num_micro_batches])),
+    )
 
 
 def step(
     num_layers: int, ring: Ring, num_micro_batches: int, order: Order = Order.LAYER_MAJOR
 ) -> Schedule:
     return training_schedule(
-        layer_bytes=[100 + i for i in range(num_layers)],
+        Freight.frozen([100 + i for i in range(num_layers)]),
         ring=ring,
         num_micro_batches=num_micro_batches,
         order=order,
         trains_front=False,
+        input_bytes=(),
     )
 
 
@@ -46,53 +76,137 @@ def ancestors(schedule: Schedule) -> list[set[int]]:
     return before
 
 
-def check_order(schedule: Schedule) -> None:
-    """Check that each visit finds its layer in its slot, and that no load overwrites one in use."""
-    before = ancestors(schedule)
-    slots = dict(enumerate(schedule.ring_before))
-    writer: dict[int, int] = {}
-    readers: dict[int, list[int]] = {}
-    for number, op in enumerate(schedule.ops):
+Access = tuple[str, object, object]
+"""Whether an op reads, writes or adds to a place, which, and what lies there then."""
+
+
+class Accesses:
+    """What an op does to slots, buffers and kept inputs, from its kind alone."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._last_layer = max(op.layer for op in schedule.ops if op.layer is not None)
+        self._is_stashed = any(op.kind is Kind.STASH for op in schedule.ops)
+        self._trained = {op.layer for op in schedule.ops if op.kind is Kind.GRADIENT}
+
+    def of(self, op: Op) -> list[Access]:
+        layer = -1 if op.layer is None else op.layer
+        is_visit = op.lane is Lane.COMPUTE
+        return (self._visited if is_visit else self._moved)(op, layer, op.micro_batch)
+
+    def _kept(self, mode: str, layer: int, m: int | None) -> Access:
+        return mode, ("input", m, layer % 2 if self._is_stashed else layer), layer
+
+    def _moved(self, op: Op, layer: int, m: int | None) -> list[Access]:
+        if op.kind is Kind.READ:
+            return [("write", ("staging", op.buffer), (layer, op.offset))]
         if op.kind is Kind.LOAD:
-            assert op.slot is not None
-            assert all(reader in before[number] for reader in readers.get(op.slot, []))
-            slots[op.slot], writer[op.slot], readers[op.slot] = op.layer, number, []
-        elif op.layer is not None:
-            assert op.slot is not None
-            assert slots[op.slot] == op.layer
-            if op.slot in writer:
-                assert writer[op.slot] in before[number]
-            readers.setdefault(op.slot, []).append(number)
-    assert tuple(slots.values()) == schedule.ring_after
+            staged = ("read", ("staging", op.buffer), (layer, op.offset))
+            filled = ("add", ("slot", op.slot), layer)
+            return [filled] if op.buffer is None else [staged, filled]
+        if op.kind is Kind.STASH:
+            return [self._kept("read", layer, m), ("write", ("stash", layer, m), None)]
+        if op.kind is Kind.FETCH:
+            fetched = ("write", ("fetched", op.buffer), (layer, m))
+            return [("read", ("stash", layer, m), None), fetched]
+        assert op.kind is Kind.GRADIENT
+        return [("read", ("gradient", op.buffer), layer)]
+
+    def _visited(self, op: Op, layer: int, m: int | None) -> list[Access]:
+        weights = ("read", ("slot", op.slot), layer)
+        if op.kind is Kind.FRONT:
+            return [self._kept("write", 0, m)]
+        if op.kind is Kind.FORWARD:
+            return [weights, self._kept("read", layer, m), self._kept("write", layer + 1, m)]
+        if op.kind is Kind.TAIL:
+            return [self._kept("read", self._last_layer + 1, m)]
+        if op.kind is Kind.BACKWARD:
+            fetched = ("read", ("fetched", op.buffer), (layer, m))
+            own = (
+                fetched
+                if self._is_stashed and layer < self._last_layer
+                else self._kept("read", layer, m)
+            )
+            gathered = ("add", ("gradient", layer % 2), layer)
+            return [weights, own, *([gathered] if layer in self._trained else [])]
+        return []
 
 
-@given(sizes, orders, st.booleans())
-def test_every_visit_follows_its_load_and_precedes_the_next_one(size, order, is_warm) -> None:
-    num_layers, num_slots, num_micro_batches = size
-    ring = warm_ring(num_slots) if is_warm else cold_ring(num_slots)
-    check_order(step(num_layers, ring, num_micro_batches, order))
+def check_order(schedule: Schedule) -> None:
+    """Check each access: what it must follow has ended when it starts.
+
+    A read must follow all writes of what it wants; a write of something new must follow all reads
+    and writes of what was there.
+    """
+    before = ancestors(schedule)
+    content: dict[object, object] = {
+        ("slot", slot): layer for slot, layer in enumerate(schedule.ring_before)
+    }
+    writers: dict[object, list[int]] = {}
+    readers: dict[object, list[int]] = {}
+    accesses = Accesses(schedule)
+    for number, op in enumerate(schedule.ops):
+        for mode, place, wanted in accesses.of(op):
+            if mode == "read":
+                assert content.get(place) == wanted
+                assert before[number].issuperset(writers.get(place, ()))
+                readers.setdefault(place, []).append(number)
+            elif mode == "write" or content.get(place) != wanted:
+                assert before[number].issuperset(readers.get(place, ()))
+                assert before[number].issuperset(writers.get(place, ()))
+                content[place], readers[place], writers[place] = wanted, [], [number]
+            else:
+                writers[place].append(number)
+    trained = {op.layer for op in schedule.ops if op.kind is Kind.GRADIENT}
+    slots = (content[("slot", slot)] for slot in range(len(schedule.ring_before)))
+    assert schedule.ring_after == tuple(None if i in trained else i for i in slots)
 
 
-@given(sizes)
-def test_a_step_after_an_evaluation_is_in_order_too(size) -> None:
-    num_layers, num_slots, num_micro_batches = size
-    evaluation = forward_schedule(
-        layer_bytes=[1] * num_layers, ring=warm_ring(num_slots), num_micro_batches=1
-    )
-    check_order(evaluation)
-    check_order(step(num_layers, evaluation.ring_after, num_micro_batches))
+@given(steps())
+def test_no_op_reads_too_early_or_overwrites_what_is_in_use(schedule) -> None:
+    check_order(schedule)
 
 
-@given(sizes)
-def test_dropping_any_wait_breaks_the_order(size) -> None:
-    num_layers, num_slots, num_micro_batches = size
-    schedule = step(num_layers, cold_ring(num_slots), num_micro_batches)
+@given(steps())
+def test_dropping_any_wait_breaks_the_order(schedule) -> None:
     for number, op in enumerate(schedule.ops):
         for wait in op.waits:
             ops = list(schedule.ops)
             ops[number] = replace(op, waits=tuple(i for i in op.waits if i != wait))
             with pytest.raises(AssertionError):
                 check_order(replace(schedule, ops=tuple(ops)))
+
+
+@given(steps())
+def test_ops_are_listed_behind_what_they_wait_for_so_no_lane_waits_in_a_circle(schedule) -> None:
+    for number, op in enumerate(schedule.ops):
+        assert all(wait < number for wait in op.waits)
+        assert all(schedule.ops[wait].lane is not op.lane for wait in op.waits)
+
+
+@given(steps())
+def test_few_inputs_are_on_the_device_at_a_time_where_they_are_stashed(schedule) -> None:
+    """Counted over a run with one unit per op: 2 on the way up, 2 visits' worth on the way down."""
+    group = len({op.micro_batch for op in schedule.ops if op.kind is Kind.FRONT})
+    assert schedule.num_fetch_buffers <= 2 * group
+    before = ancestors(schedule)
+    stashes = [
+        (n, op.layer, op.micro_batch) for n, op in enumerate(schedule.ops) if op.kind is Kind.STASH
+    ]
+    for number, op in enumerate(schedule.ops):
+        if op.kind is Kind.FORWARD and op.layer is not None:
+            for stash, layer, m in stashes:
+                if m == op.micro_batch and layer is not None and layer < op.layer:
+                    assert stash in before[number]
+
+
+@given(steps())
+def test_all_pieces_of_a_layer_arrive_in_order_and_make_it_up(schedule) -> None:
+    arrived: dict[int | None, int] = {}
+    for op in schedule.ops:
+        if op.kind is Kind.LOAD:
+            start = 0 if op.offset == 0 else arrived[op.layer]
+            assert op.offset == start
+            arrived[op.layer] = start + op.num_bytes
 
 
 @given(sizes)

@@ -5,7 +5,7 @@ import torch
 
 from offload.engine.streams import CpuDevice
 from offload.errors import TransferError
-from offload.plan.schedule import Lane
+from offload.plan.op import Lane
 
 
 @pytest.fixture
@@ -49,16 +49,17 @@ def test_what_fails_on_the_copy_lane_is_raised_and_can_be_aborted(device: CpuDev
         raise OSError("no such page")
 
     failed = device.submit(Lane.H2D, [], fail)
+    device.submit(Lane.COMPUTE, [failed], lambda: None)
     with pytest.raises(TransferError, match="no such page"):
-        device.submit(Lane.COMPUTE, [failed], lambda: None)
+        device.settle()
     device.abort()
     device.submit(Lane.H2D, [], lambda: None)
     device.finish()
 
 
-def test_the_lane_ends_when_the_device_is_closed() -> None:
+def test_the_lanes_end_when_the_device_is_closed() -> None:
     before = threading.active_count()
     device = CpuDevice()
-    assert threading.active_count() == before + 1
+    assert threading.active_count() == before + 3
     device.close()
     assert threading.active_count() == before

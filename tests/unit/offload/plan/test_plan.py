@@ -6,8 +6,8 @@ from offload.errors import DoesNotFitError
 from offload.plan.costs import Workload
 from offload.plan.facts import AdapterSpec, model_facts
 from offload.plan.machine import GIB, named_machine
+from offload.plan.op import Kind
 from offload.plan.plan import PlanRequest, calibrate, plan, with_costs
-from offload.plan.schedule import Kind
 from offload.plan.simulate import simulate
 
 FACTS = model_facts(

@@ -2,18 +2,20 @@ import json
 
 import pytest
 
-from offload.plan.schedule import Kind, Lane, Order, cold_ring, training_schedule, warm_ring
+from offload.plan.op import Kind, Lane
+from offload.plan.schedule import Freight, Order, cold_ring, training_schedule, warm_ring
 from offload.plan.simulate import simulate
 from offload.plan.timeline import Timeline, perfetto_trace
 
 
 def schedule(*, num_slots: int, num_micro_batches: int, order: Order = Order.LAYER_MAJOR):
     return training_schedule(
-        layer_bytes=[10] * 8,
+        Freight.frozen([10] * 8),
         ring=warm_ring(num_slots),
         num_micro_batches=num_micro_batches,
         order=order,
         trains_front=False,
+        input_bytes=(),
     )
 
 
@@ -38,11 +40,12 @@ def test_resident_layers_are_never_loaded() -> None:
 
 def test_loads_of_a_cold_ring_are_issued_before_any_compute() -> None:
     cold = training_schedule(
-        layer_bytes=[10] * 8,
+        Freight.frozen([10] * 8),
         ring=cold_ring(3),
         num_micro_batches=2,
         order=Order.LAYER_MAJOR,
         trains_front=False,
+        input_bytes=(),
     )
     assert [op.kind for op in cold.ops[:4]] == [Kind.LOAD, Kind.LOAD, Kind.LOAD, Kind.FRONT]
 
@@ -84,5 +87,7 @@ def test_a_trace_has_one_track_per_timeline_and_lane() -> None:
     spans = [e for e in events["traceEvents"] if e["ph"] == "X"]
     assert len(spans) == 2 * len(timeline.spans)
     assert {(e["pid"], e["tid"]) for e in spans} == {
-        (process, thread) for process in range(2) for thread in range(len(Lane))
+        (process, list(Lane).index(lane))
+        for process in range(2)
+        for lane in (Lane.COMPUTE, Lane.H2D)
     }

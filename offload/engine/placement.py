@@ -1,0 +1,94 @@
+"""Which of a model's tensors are streamed, and what must be true of the others."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from offload.engine.layers import LayeredModel
+from offload.engine.slab import Record
+from offload.errors import UnsupportedModelError
+
+
+def streamed_parameters(
+    layered: LayeredModel, *, are_trained_streamed: bool
+) -> list[list[nn.Parameter]]:
+    """Return each layer's parameters that nothing else uses: the frozen ones, or all.
+
+    Args:
+        layered: The model.
+        are_trained_streamed: Whether weights that train are streamed too.
+
+    Raises:
+        UnsupportedModelError: There is nothing to stream.
+    """
+    in_layers = Counter(id(p) for layer in layered.layers for p in layer.parameters())
+    owners = Counter(
+        id(p) for module in layered.model.modules() for p in module.parameters(recurse=False)
+    )
+    groups = [
+        [
+            p
+            for p in layer.parameters()
+            if (are_trained_streamed or not p.requires_grad)
+            and in_layers[id(p)] == 1
+            and owners[id(p)] == 1
+        ]
+        for layer in layered.layers
+    ]
+    if not any(groups):
+        raise UnsupportedModelError(
+            f"{type(layered.model).__name__} has no frozen parameter in its layers",
+            limit="only frozen weights are streamed",
+            hint="freeze the base model and add an adapter, e.g. `peft.get_peft_model(model, ...)`,"
+            ' or train its weights on the host: `trained_weights="host"`',
+        )
+    return groups
+
+
+def only_device(model: nn.Module) -> torch.device:
+    """Return the device that a model is on.
+
+    Raises:
+        UnsupportedModelError: There are several, or it has no values.
+    """
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) != 1 or torch.device("meta") in devices:
+        raise UnsupportedModelError(
+            f"the model's parameters are on {sorted(map(str, devices))}",
+            limit="they must be on one device, with values",
+            hint='load it on the host: `from_pretrained(..., device_map="cpu")`',
+        )
+    return devices.pop()
+
+
+def move_the_rest(model: nn.Module, records: Sequence[Record], torch_device: torch.device) -> None:
+    """Move parameters outside the slots, and all buffers, to the compute device."""
+    streamed = {id(field.parameter) for record in records for field in record.fields}
+    for parameter in model.parameters():
+        if id(parameter) not in streamed:
+            parameter.data = parameter.data.to(torch_device)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(torch_device))
+
+
+def trains_front(layered: LayeredModel) -> bool:
+    """Tell whether anything outside the layers trains."""
+    in_layers = {id(parameter) for parameter in layered.layers.parameters()}
+    return any(p.requires_grad and id(p) not in in_layers for p in layered.model.parameters())
+
+
+def switch_off_checkpointing(model: nn.Module) -> list[nn.Module]:
+    """Switch Hugging Face's gradient checkpointing off, a visit being the checkpoint; say where."""
+    switched = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
+    for module in switched:
+        set_checkpointing(module, is_on=False)
+    return switched
+
+
+def set_checkpointing(module: nn.Module, *, is_on: bool) -> None:
+    """Switch one module's checkpointing."""
+    cast("Any", module).gradient_checkpointing = is_on

@@ -1,0 +1,65 @@
+"""Layer inputs that wait in host memory for their backward visit, and where they come back to."""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import torch
+
+Allocate = Callable[[int], torch.Tensor]
+
+
+class Stash:
+    """A block on the host with a place per layer and micro-batch, and buffers on the device.
+
+    Both grow to the largest step seen and stay, so that no step after it allocates.
+    """
+
+    def __init__(self, *, allocate_host: Allocate, torch_device: torch.device) -> None:
+        """Take nothing yet.
+
+        Args:
+            allocate_host: Returns uint8 host memory of a size that the link can copy to.
+            torch_device: Where layers compute.
+        """
+        self._allocate_host = allocate_host
+        self._torch_device = torch_device
+        self._host = torch.empty(0, dtype=torch.uint8)
+        self._fetched: list[torch.Tensor] = []
+        self._places: list[int] = [0]
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory taken."""
+        return self._host.numel()
+
+    def prepare(
+        self, input_bytes: Sequence[int], *, num_layers: int, num_fetch_buffers: int
+    ) -> None:
+        """Make room for a step; must not be called while one runs.
+
+        Args:
+            input_bytes: Of a layer's input, by micro-batch.
+            num_layers: Layers whose inputs are stashed.
+            num_fetch_buffers: Device buffers that the schedule uses.
+        """
+        self._places = [0, *accumulate(input_bytes)]
+        needed = num_layers * self._places[-1]
+        if needed > self._host.numel():
+            self._host = torch.empty(0, dtype=torch.uint8)  # the old one goes before the new comes
+            self._host = self._allocate_host(needed)
+        largest = max(input_bytes)
+        if len(self._fetched) < num_fetch_buffers or self._fetched[0].numel() < largest:
+            self._fetched = []
+            self._fetched = [
+                torch.empty(largest, dtype=torch.uint8, device=self._torch_device)
+                for _ in range(num_fetch_buffers)
+            ]
+
+    def place(self, layer: int, micro_batch: int) -> torch.Tensor:
+        """Return the host memory of one input, uint8."""
+        start = layer * self._places[-1]
+        return self._host[start + self._places[micro_batch] : start + self._places[micro_batch + 1]]
+
+    def fetched(self, buffer: int, num_bytes: int) -> torch.Tensor:
+        """Return the device memory that an input comes back to, uint8."""
+        return self._fetched[buffer][:num_bytes]

@@ -1,0 +1,130 @@
+"""From a serial program to ops on lanes: what each op must wait for, and no wait more.
+
+Problem. Copies and visits run on several lanes at once and share slots and buffers. A forgotten
+wait reads a layer before it has arrived, or overwrites one in use; a needless one costs time and
+hides the forgotten ones.
+
+Idea. A step is first written down as a program that would be right if it ran line by line, each
+line naming the resources that it reads and writes. Two lines must keep their order if they touch
+the same resource and one of them writes it: read after write, write after read, write after
+write. These hazards are the waits, less those that lanes and other waits imply: lanes are FIFO,
+and waiting is transitive.
+
+Layout. The ops come out in an order in which they can be issued: an op stands behind every op that
+it waits for, and a transfer stands as early as that allows, so that it is queued in time.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from offload.plan.op import Lane, Op
+
+Resource = tuple[str, int, int]
+"""A kind of memory and two numbers, such as ("slot", 2, 0): what ops contend for."""
+
+Clock = tuple[int, ...]
+"""By lane, how many of its ops have ended for certain."""
+
+_LANES = tuple(Lane)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """One op of the serial program, and what it touches."""
+
+    op: Op
+    reads: tuple[Resource, ...] = ()
+    writes: tuple[Resource, ...] = ()
+
+
+def parallel(program: Sequence[Line]) -> tuple[Op, ...]:
+    """Return the program's ops in issue order, each with its waits.
+
+    Each lane keeps the order of the program. `waits` holds the fewest positions that, together
+    with the order of the lanes, keep every two lines in order that contend for a resource.
+    """
+    hazards = _hazards(program)
+    issued = _issue_order(program, hazards)
+    position = {line: place for place, line in enumerate(issued)}
+    clocks: list[Clock] = []
+    last_clock: dict[Lane, Clock] = {}
+    num_on_lane = dict.fromkeys(Lane, 0)
+    ops: list[Op] = []
+    for line in issued:
+        op = program[line].op
+        waits = [position[other] for other in hazards[line]]
+        idle: Clock = (0,) * len(_LANES)
+        needed = _reduced(waits, last_clock.get(op.lane, idle), ops, clocks)
+        num_on_lane[op.lane] += 1
+        clock = _latest(last_clock.get(op.lane, idle), *(clocks[wait] for wait in needed))
+        own = _LANES.index(op.lane)
+        clocks.append((*clock[:own], num_on_lane[op.lane], *clock[own + 1 :]))
+        last_clock[op.lane] = clocks[-1]
+        ops.append(replace(op, waits=tuple(sorted(needed))))
+    return tuple(ops)
+
+
+def _hazards(program: Sequence[Line]) -> list[set[int]]:
+    """Return for each line the earlier ones that it contends with."""
+    writer: dict[Resource, int] = {}
+    readers: dict[Resource, list[int]] = {}
+    hazards: list[set[int]] = []
+    for number, line in enumerate(program):
+        found = {writer[resource] for resource in line.reads if resource in writer}
+        for resource in line.writes:
+            if resource in writer:
+                found.add(writer[resource])
+            found.update(readers.get(resource, ()))
+        for resource in line.reads:
+            readers.setdefault(resource, []).append(number)
+        for resource in line.writes:
+            writer[resource], readers[resource] = number, []
+        hazards.append(found)
+    return hazards
+
+
+def _issue_order(program: Sequence[Line], hazards: Sequence[set[int]]) -> list[int]:
+    """Merge the lanes: transfers as soon as what they wait for is issued, then one compute op."""
+    queues = {lane: [i for i, line in enumerate(program) if line.op.lane is lane] for lane in Lane}
+    heads = dict.fromkeys(Lane, 0)
+    issued: list[int] = []
+    is_issued = [False] * len(program)
+
+    def issue(lane: Lane) -> bool:
+        if heads[lane] == len(queues[lane]):
+            return False
+        line = queues[lane][heads[lane]]
+        if not all(is_issued[other] for other in hazards[line]):
+            return False
+        heads[lane] += 1
+        is_issued[line] = True
+        issued.append(line)
+        return True
+
+    transfers = [lane for lane in Lane if lane is not Lane.COMPUTE]
+    while len(issued) < len(program):
+        while any(issue(lane) for lane in transfers):
+            pass
+        issue(Lane.COMPUTE)
+    return issued
+
+
+def _reduced(
+    waits: Sequence[int], lane_clock: Clock, ops: Sequence[Op], clocks: Sequence[Clock]
+) -> list[int]:
+    """Leave out waits that the lane's earlier ops or another wait imply."""
+    newest: dict[Lane, int] = {}
+    for wait in waits:
+        lane = ops[wait].lane
+        newest[lane] = max(wait, newest.get(lane, -1))
+    needed = []
+    for lane, wait in newest.items():
+        index = _LANES.index(lane)
+        others = (clocks[other] for other in newest.values() if other != wait)
+        if clocks[wait][index] > _latest(lane_clock, *others)[index]:
+            needed.append(wait)
+    return needed
+
+
+def _latest(*clocks: Clock) -> Clock:
+    return tuple(map(max, zip(*clocks, strict=True)))

@@ -1,0 +1,68 @@
+"""The vocabulary of a step: lanes, and the ops that run on them."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Lane(StrEnum):
+    """A FIFO queue of ops, such as a CUDA stream or a thread."""
+
+    COMPUTE = "compute"
+    H2D = "h2d"
+    D2H = "d2h"
+    HOST = "host"
+
+
+class Kind(StrEnum):
+    """What an op does.
+
+    FRONT: what comes before the layers, for one micro-batch.
+    READ: a piece of a layer, from disk or pageable memory, into a staging buffer (host).
+    LOAD: a piece of a layer, into its slot (h2d).
+    FORWARD: a layer without a graph.
+    STASH: a layer's input, to host memory (d2h).
+    TAIL: norm, head and loss, and the gradient that leaves them.
+    FETCH: a layer's input, back to the device (h2d).
+    BACKWARD: a layer with a graph, and its gradients.
+    GRADIENT: a piece of the gradients of a layer's own weights, to host memory (d2h).
+    FRONT_BACKWARD: gradients of what comes before the layers.
+    """
+
+    FRONT = "front"
+    READ = "read"
+    LOAD = "load"
+    FORWARD = "forward"
+    STASH = "stash"
+    TAIL = "tail"
+    FETCH = "fetch"
+    BACKWARD = "backward"
+    GRADIENT = "gradient"
+    FRONT_BACKWARD = "front_backward"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Op:
+    """One piece of work on one lane.
+
+    Attributes:
+        lane: Where it runs, behind the lane's earlier ops.
+        kind: What it does.
+        layer: Which layer, counted from 0.
+        micro_batch: Which micro-batch of the step.
+        slot: The slot that a load fills or a visit reads.
+        buffer: Of READ and LOAD the staging buffer, of FETCH and BACKWARD the one that the
+            layer's input is fetched to, of GRADIENT the one that it leaves.
+        offset: First byte of a piece within its layer.
+        num_bytes: Bytes that move.
+        waits: Positions in the op list, always smaller than the op's own.
+    """
+
+    lane: Lane
+    kind: Kind
+    layer: int | None = None
+    micro_batch: int | None = None
+    slot: int | None = None
+    buffer: int | None = None
+    offset: int = 0
+    num_bytes: int = 0
+    waits: tuple[int, ...] = ()
