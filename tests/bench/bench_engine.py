@@ -5,7 +5,8 @@
 All arms run in turn within each round, so that a machine that changes its speed changes it for all.
 On a CPU the link is slowed down to where break-even is at 4 micro-batches; on a GPU it is the
 link that is there. M* is the number of micro-batches at which a forward sweep takes as long as its
-loads. R3 is computed from the durations of the visits of the same round's resident step.
+loads. R3 is computed from the durations of the step's own visits and the rate of its own loads;
+whether streaming slows the visits themselves is told by the tokens per second beside.
 
 The floor is the layer-major step with its copies left out: same ops, same waits, wrong numbers.
 What is slower than the floor is exposed transfer time.
@@ -82,6 +83,8 @@ class Bench:
     """Two engines over one model's shape: streamed and resident."""
 
     def __init__(self, device: str) -> None:
+        if device == "cpu":
+            torch.set_num_threads(1)  # the other core is for the copies
         self.device = device
         self.shape = SHAPES[device]
         self._link = SlowLink() if device == "cpu" else None
@@ -202,19 +205,19 @@ def shares(
     bench: Bench, steps: dict[str, tuple[float, Timeline, int]], num_micro_batches: int
 ) -> dict[str, dict[str, float]]:
     """Return step time, share of R3 and exposed transfer of each arm of a round."""
-    costs = bench.costs(steps["no streaming"][1], steps["layer-major"][1])
-    bound = {"num_slots": NUM_SLOTS, "num_micro_batches": num_micro_batches}
-    r3_s = r3_bound_s(costs, **bound)
+    link = steps["layer-major"][1]
     floor_s = steps["floor"][0]
-    return {
-        name: {
+    found = {}
+    for name, (wall_s, timeline, _) in steps.items():
+        costs = bench.costs(timeline, link)
+        bound = {"num_slots": NUM_SLOTS, "num_micro_batches": num_micro_batches}
+        found[name] = {
             "step_s": wall_s,
-            "r3_share": r3_s / wall_s,
+            "r3_share": r3_bound_s(costs, **bound) / wall_s,
             "usual_bound_share": usual_order_bound_s(costs, **bound) / wall_s,
             "exposed_s": wall_s - floor_s,
         }
-        for name, (wall_s, _, _) in steps.items()
-    }
+    return found
 
 
 def summary(
