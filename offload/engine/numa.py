@@ -1,0 +1,176 @@
+"""Which part of the host is near the GPU, and how a thread stays there.
+
+On a machine with several NUMA nodes the GPU hangs on one of them. A copy that starts in another
+node's memory, or is issued by a thread on another node's CPUs, crosses the link between the
+sockets. So the weights should lie on the GPU's node (see `offload.engine.mempolicy`) and the
+threads that feed it should run there. This module finds that node; on a machine with one node
+there is nothing to choose, and it says so.
+
+NVML is asked for the node of the nearest host memory. (`nvmlDeviceGetNumaNodeId` is not it: that
+one names the GPU's own memory where the system counts it as a node.) Else /sys tells: `numa_node`
+of the PCI device, or, where that is -1 for none, `local_cpulist`.
+"""
+
+import contextlib
+import os
+import re
+import threading
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from offload.engine.nvml import nearest_node
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostPlace:
+    """Where on the host to be, for a device.
+
+    Attributes:
+        node: The NUMA node to take memory from; None leaves it to the system.
+        cpus: The CPUs to run threads on; empty leaves it to the system.
+        reason: What was found and why, for the user.
+    """
+
+    node: int | None
+    cpus: frozenset[int]
+    reason: str
+
+
+def place_near(torch_device: torch.device) -> HostPlace:
+    """Find the place on this machine that is nearest to a device."""
+    if torch_device.type != "cuda":
+        return _anywhere("nothing is bound to a NUMA node: the CPU computes")
+    properties = torch.cuda.get_device_properties(torch_device)
+    bus_id = (
+        f"{properties.pci_domain_id:04x}"  # type: ignore[attr-defined] # torch's stub lacks these
+        f":{properties.pci_bus_id:02x}"  # type: ignore[attr-defined]
+        f":{properties.pci_device_id:02x}.0"  # type: ignore[attr-defined]
+    )
+    return find_place(
+        bus_id,
+        nvml_node=nearest_node(bus_id),
+        root=Path("/"),
+        allowed_cpus=frozenset(os.sched_getaffinity(0)),
+    )
+
+
+def find_place(
+    bus_id: str, *, nvml_node: int | None, root: Path, allowed_cpus: frozenset[int]
+) -> HostPlace:
+    """Find the place nearest to a PCI device.
+
+    Args:
+        bus_id: The device, like 0000:81:00.0.
+        nvml_node: The node that NVML names; None where it names none.
+        root: Where /sys is found.
+        allowed_cpus: What the process may run on: cgroups and `taskset` limit it.
+    """
+    nodes = _nodes(root)
+    if len(nodes) < 2:
+        found = "this machine has one" if nodes else "the system tells of none"
+        return _anywhere(f"nothing is bound to a NUMA node: {found}")
+    device = root / "sys/bus/pci/devices" / bus_id
+    local_cpus = _cpus(device / "local_cpulist")
+    node, source = nvml_node, "NVML"
+    if node not in nodes:
+        node, source = _number(device / "numa_node"), "/sys"
+    if node not in nodes:
+        node, source = _node_around(local_cpus, nodes), "its local CPUs"
+    if node is None:
+        is_told = local_cpus and not local_cpus >= frozenset().union(*nodes.values())
+        if not is_told:
+            return _anywhere(
+                f"nothing is bound to a NUMA node: the GPU at {bus_id} is near none of"
+                f" the {len(nodes)}, by NVML or /sys"
+            )
+        near, where = local_cpus, f"the GPU at {bus_id} is near CPUs {_shown(local_cpus)}"
+    else:
+        near, where = nodes[node], f"the GPU at {bus_id} is near NUMA node {node} (by {source})"
+    cpus = near & allowed_cpus
+    then = (
+        f"its threads run on CPUs {_shown(cpus)}"
+        if cpus
+        else f"this process may not run on CPUs {_shown(near)}, so threads are not bound"
+    )
+    return HostPlace(node=node, cpus=cpus, reason=f"{where}; {then}")
+
+
+@contextmanager
+def thread_on(cpus: Collection[int]) -> Iterator[str]:
+    """Run the calling thread on these CPUs inside the block; yield what was done, in a sentence.
+
+    Threads and processes that are started inside inherit it, and keep it when the block ends. So
+    hold it around a pass or around the whole body of a worker thread, not from attach to detach:
+    a data worker started between two steps may use every CPU, while autograd's thread, started
+    inside the first step, stays near the GPU that it feeds. Threads that exist already, like
+    OpenMP's, are not moved.
+
+    Args:
+        cpus: From `HostPlace`; empty leaves the thread alone.
+    """
+    thread = threading.get_native_id()
+    before = os.sched_getaffinity(thread)
+    done = "the thread runs on any CPU"
+    if cpus:
+        try:
+            os.sched_setaffinity(thread, cpus)
+            done = f"the thread runs on CPUs {_shown(cpus)}"
+        except OSError as error:  # the process was limited to other CPUs since they were found
+            done = f"the thread could not be bound to CPUs {_shown(cpus)}: {error.strerror}"
+    try:
+        yield done
+    finally:
+        if cpus:
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(thread, before)
+
+
+def _anywhere(reason: str) -> HostPlace:
+    return HostPlace(node=None, cpus=frozenset(), reason=reason)
+
+
+def _nodes(root: Path) -> dict[int, frozenset[int]]:
+    """Return the CPUs of each node that has any; nodes of memory alone are no place for threads."""
+    nodes = {}
+    for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
+        cpus = _cpus(folder / "cpulist")
+        if cpus:
+            nodes[int(folder.name.removeprefix("node"))] = cpus
+    return nodes
+
+
+def _node_around(cpus: frozenset[int], nodes: Mapping[int, frozenset[int]]) -> int | None:
+    """Return the node that all of these CPUs belong to, if there is one."""
+    return next((node for node in sorted(nodes) if cpus and cpus <= nodes[node]), None)
+
+
+def _number(path: Path) -> int | None:
+    text = _text(path)
+    return int(text) if re.fullmatch(r"-?\d+", text) else None
+
+
+def _cpus(path: Path) -> frozenset[int]:
+    """Read a list of CPUs as the kernel writes it: 0-3,8-11."""
+    cpus: set[int] = set()
+    for first, last in re.findall(r"(\d+)(?:-(\d+))?", _text(path)):
+        cpus.update(range(int(first), int(last or first) + 1))
+    return frozenset(cpus)
+
+
+def _shown(cpus: Collection[int]) -> str:
+    """Write CPUs as the kernel does."""
+    starts = [cpu for cpu in sorted(cpus) if cpu - 1 not in cpus]
+    ends = [cpu for cpu in sorted(cpus) if cpu + 1 not in cpus]
+    runs = zip(starts, ends, strict=True)
+    return ",".join(f"{start}" if start == end else f"{start}-{end}" for start, end in runs)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:  # a file that is missing or hidden tells nothing
+        return ""
