@@ -1,7 +1,5 @@
 """How much memory there is: free host memory within cgroups, page locks, a CUDA context."""
 
-import contextlib
-import mmap
 import os
 import subprocess
 import sys
@@ -11,7 +9,7 @@ from pathlib import Path
 from offload.errors import MachineError
 
 MIB = 2**20
-PIN_LADDER_BYTES = (256 * MIB, 1024 * MIB, 2048 * MIB, 4096 * MIB)
+LEAST_REHEARSED_BYTES, MAX_REHEARSED_BYTES = 256 * MIB, 4096 * MIB
 HOLD_CONTEXT = (
     "import sys, torch; torch.zeros(1, device='cuda'); print(flush=True); sys.stdin.read()"
 )
@@ -97,33 +95,13 @@ def cuda_context_bytes() -> int:
 
 
 def pinned_bytes(ram_bytes: int) -> int:
-    """Return what can be page-locked: climb a ladder; above its top only memory limits it."""
-    locked_bytes = 0
-    for size in PIN_LADDER_BYTES:
-        if size > ram_bytes // 2 or not _can_lock(size):
-            return locked_bytes
-        locked_bytes = size
-    return ram_bytes
-
-
-def _can_lock(num_bytes: int) -> bool:
-    """Page-lock and release.
-
-    A refusal leaves an error behind, which the next kernel reports once: so one is run for it.
-    """
-    import ctypes
-
+    """Return what can be page-locked: rehearse some sizes; above them only memory limits it."""
     import torch
 
-    with mmap.mmap(-1, num_bytes) as area:
-        view = ctypes.c_char.from_buffer(area)
-        address = ctypes.addressof(view)
-        cudart = torch.cuda.cudart()
-        is_locked = int(cudart.cudaHostRegister(address, num_bytes, 0)) == 0
-        if is_locked:
-            cudart.cudaHostUnregister(address)
-        else:
-            with contextlib.suppress(RuntimeError):
-                torch.ones(1, device="cuda").mul_(1.0)
-        del view
-    return is_locked
+    from offload.engine.pagelock import largest_lockable, open_locker
+
+    locker = open_locker(torch.device("cuda"), fd=None)
+    assert locker is not None
+    most_bytes = min(MAX_REHEARSED_BYTES, ram_bytes // 2)
+    worked_bytes, _ = largest_lockable(most_bytes, LEAST_REHEARSED_BYTES, locker)
+    return ram_bytes if worked_bytes == most_bytes else worked_bytes

@@ -1,0 +1,281 @@
+"""Page-locking of the slab: all of it, else a small ring to stage through, else nothing.
+
+A copy to the GPU is asynchronous, and runs at the link's rate, only from page-locked memory. The
+slab is locked in place, at its exact size: torch's own allocator would round it up to a power of
+two. Where the system refuses, three rungs are left, and the one in use is told with its cost:
+
+    pinned    the whole slab is locked
+    staged    layers go through a few locked buffers, which a thread fills (`staging.Stager`)
+    pageable  the driver copies in small pieces through buffers of its own
+
+A size is rehearsed in a child process before it is locked here, see `rehearsal`.
+"""
+
+import ctypes
+import mmap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from offload.capacity import free_host_bytes
+from offload.engine.cudart import CudaRuntime, loaded_runtime_path
+from offload.engine.rehearsal import rehearse_lock
+from offload.errors import TransferError
+from offload.plan.machine import GIB
+
+MAX_PIECE_BYTES = 64 * 2**20
+NUM_STAGING_BUFFERS = 4
+_START_S = 30.0  # a child's start, its CUDA context, and a first GiB
+_S_PER_GIB = 1.0  # pages are locked several times as fast
+_HINT = (
+    "to lock all, raise the limit: `ulimit -l unlimited`, in Docker `--ulimit memlock=-1`;"
+    " on WSL2 Windows sets it"
+)
+
+
+class LockMode(StrEnum):
+    """How layers leave host memory."""
+
+    PINNED = "pinned"
+    STAGED = "staged"
+    PAGEABLE = "pageable"
+    NOT_NEEDED = "not needed"
+
+
+class Locker(Protocol):
+    """What page-locks. Each call returns what speaks against it, or None; none leaves an error."""
+
+    def rehearse(self, num_bytes: int) -> str | None:
+        """Try a lock of this size where its failure does no harm, and wait for the answer."""
+
+    def register(self, address: int, num_bytes: int) -> str | None:
+        """Page-lock a range of this process."""
+
+    def unregister(self, address: int) -> str | None:
+        """Unlock what was registered at this address."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PageLock:
+    """What is page-locked.
+
+    Attributes:
+        mode: The rung.
+        num_bytes: Bytes that are locked.
+        reason: Which rung, why, and what it costs: for the user.
+        buffers: Where staged: the locked buffers, uint8, all of one size.
+        addresses: Where locked ranges start.
+        locker: What locked them.
+    """
+
+    mode: LockMode
+    num_bytes: int
+    reason: str
+    buffers: tuple[torch.Tensor, ...] = ()
+    addresses: tuple[int, ...] = ()
+    locker: Locker | None = None
+
+    def release(self) -> None:
+        """Unlock; to be called once, when no copy runs, and before the memory is unmapped.
+
+        Raises:
+            TransferError: The system does not unlock.
+        """
+        for address in self.addresses:
+            assert self.locker is not None
+            failure = self.locker.unregister(address)
+            if failure is not None:
+                raise TransferError(
+                    f"page-locked memory could not be unlocked: {failure}",
+                    limit="it must be locked still, and the GPU alive",
+                    hint="see the error before this one, or `dmesg`; end the process",
+                )
+
+
+def page_lock(
+    address: int, num_bytes: int, largest_record_bytes: int, locker: Locker | None
+) -> PageLock:
+    """Page-lock the slab, or what the system allows of the means to copy from it; may wait.
+
+    1. Rehearse the whole size, then half of it and so on, down to a ring of staging buffers.
+    2. If the whole size worked, lock the slab; if it or a smaller one did, lock a ring.
+
+    Args:
+        address: Start of the slab, on a page boundary; its pages should be filled.
+        num_bytes: Its length.
+        largest_record_bytes: The largest layer; a staging buffer need not be larger.
+        locker: From `open_locker`; None where no device needs locked memory.
+    """
+    if locker is None:
+        return PageLock(
+            mode=LockMode.NOT_NEEDED,
+            num_bytes=0,
+            reason="host memory is not page-locked: the CPU computes",
+        )
+    piece_bytes = _whole_pages(min(largest_record_bytes, MAX_PIECE_BYTES))
+    ring_bytes = NUM_STAGING_BUFFERS * piece_bytes
+    worked_bytes, refusal = largest_lockable(num_bytes, ring_bytes, locker)
+    if worked_bytes == num_bytes:
+        refusal = locker.register(address, num_bytes) or ""
+        if not refusal:
+            return PageLock(
+                mode=LockMode.PINNED,
+                num_bytes=num_bytes,
+                reason=f"all {_shown(num_bytes)} of layers are page-locked: copies are asynchronous"
+                " and run at the link's rate",
+                addresses=(address,),
+                locker=locker,
+            )
+    why = f"page-locking {_shown(num_bytes)} of layers was refused ({refusal})"
+    if 0 < worked_bytes < num_bytes:
+        why += f", of {_shown(worked_bytes)} not"
+    if worked_bytes and ring_bytes < num_bytes:
+        return _stage(piece_bytes, why, locker)
+    return _pageable(why)
+
+
+def largest_lockable(num_bytes: int, least_bytes: int, locker: Locker) -> tuple[int, str]:
+    """Rehearse `num_bytes`, then half of it and so on, then `least_bytes`, until one works.
+
+    Returns:
+        The size that worked, 0 if none did, and what spoke against the first that did not.
+    """
+    first_refusal = ""
+    for size in _rungs(num_bytes, least_bytes):
+        refusal = locker.rehearse(size)
+        if refusal is None:
+            return size, first_refusal
+        first_refusal = first_refusal or refusal
+    return 0, first_refusal
+
+
+def _rungs(num_bytes: int, least_bytes: int) -> Iterator[int]:
+    yield num_bytes
+    size = num_bytes // 2
+    while size > least_bytes:
+        yield size
+        size //= 2
+    if least_bytes < num_bytes:
+        yield least_bytes
+
+
+def _stage(piece_bytes: int, why: str, locker: Locker) -> PageLock:
+    """Lock a ring of buffers of its own."""
+    ring_bytes = NUM_STAGING_BUFFERS * piece_bytes
+    ring = torch.frombuffer(mmap.mmap(-1, ring_bytes), dtype=torch.uint8)
+    refusal = locker.register(ring.data_ptr(), ring_bytes)
+    if refusal is not None:
+        return _pageable(f"{why}; {_shown(ring_bytes)} to stage through was refused ({refusal})")
+    return PageLock(
+        mode=LockMode.STAGED,
+        num_bytes=ring_bytes,
+        reason=f"{why}: a thread copies them through {NUM_STAGING_BUFFERS} page-locked buffers of"
+        f" {_shown(piece_bytes)}, which reads and writes each byte once more in host memory;"
+        f" {_HINT}",
+        buffers=ring.split(piece_bytes),
+        addresses=(ring.data_ptr(),),
+        locker=locker,
+    )
+
+
+def _pageable(why: str) -> PageLock:
+    return PageLock(
+        mode=LockMode.PAGEABLE,
+        num_bytes=0,
+        reason=f"{why}: the driver copies them in small pieces, well below the link's rate, and"
+        f" the thread that copies waits for it; {_HINT}",
+    )
+
+
+def _whole_pages(num_bytes: int) -> int:
+    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _shown(num_bytes: int) -> str:
+    if num_bytes < GIB // 10:
+        return f"{num_bytes / 2**20:.2f} MiB"
+    return f"{num_bytes / GIB:.2f} GiB"
+
+
+# --------------------------------------------------------------------------------------------- CUDA
+
+
+def open_locker(torch_device: torch.device, fd: int | None) -> Locker | None:
+    """Return what page-locks for a device, None for a CPU.
+
+    Args:
+        torch_device: Where layers are copied to.
+        fd: The slab's file descriptor, whose memory a rehearsal shares; None rehearses with new
+            memory, at most half of what is free.
+    """
+    if torch_device.type != "cuda":
+        return None
+    torch.cuda.init()
+    path = loaded_runtime_path()
+    if path is None:
+        return _NoLocker()
+    is_current = torch_device == torch.device("cuda")
+    return CudaLocker(
+        runtime=CudaRuntime(ctypes.CDLL(str(path))),
+        path=path,
+        device_index=torch.cuda.current_device() if is_current else torch_device.index,
+        fd=fd,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CudaLocker:
+    """Locks with the runtime that torch uses, and rehearses with the same in a child.
+
+    Attributes:
+        runtime: The runtime.
+        path: Where it was loaded from.
+        device_index: The device that the memory is for.
+        fd: As for `open_locker`.
+    """
+
+    runtime: CudaRuntime
+    path: Path
+    device_index: int
+    fd: int | None
+
+    def rehearse(self, num_bytes: int) -> str | None:
+        """Try a lock of this size in a child process, and wait for the answer."""
+        if self.fd is None:
+            num_bytes = min(num_bytes, free_host_bytes(Path("/")) // 2)
+        return rehearse_lock(
+            runtime=self.path,
+            device_index=self.device_index,
+            num_bytes=num_bytes,
+            fd=self.fd,
+            timeout_s=_START_S + _S_PER_GIB * num_bytes / GIB,
+        )
+
+    def register(self, address: int, num_bytes: int) -> str | None:
+        """Page-lock a range of this process."""
+        with torch.cuda.device(self.device_index):
+            return self.runtime.register(address, num_bytes)
+
+    def unregister(self, address: int) -> str | None:
+        """Unlock what was registered at this address."""
+        with torch.cuda.device(self.device_index):
+            return self.runtime.unregister(address)
+
+
+class _NoLocker:
+    """Refuses all: a build of torch whose runtime cannot be reached, so no error be cleared."""
+
+    _REFUSAL = "the CUDA runtime that this build of torch uses was not found"
+
+    def rehearse(self, _num_bytes: int) -> str | None:
+        return self._REFUSAL
+
+    def register(self, _address: int, _num_bytes: int) -> str | None:
+        return self._REFUSAL
+
+    def unregister(self, _address: int) -> str | None:
+        return None

@@ -1,0 +1,104 @@
+"""A page lock tried in another process, where its failure does no harm.
+
+How much may be locked is nowhere written down: WSL2 allows 1 to 2 GiB, containers what their
+limits say, and some drivers fail in ways that spoil the CUDA context or end the process. So each
+size is tried first in a child, which has a context of its own for a moment (some hundred MB of
+device memory). It maps the same memory where that has a file descriptor, and takes no second copy.
+
+Run as a program, this file is that child. It imports no torch and so starts at once.
+"""
+
+import contextlib
+import ctypes
+import mmap
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from offload.engine.cudart import CudaRuntime
+
+_LOCKED, _REFUSED, _UNTRIED = 0, 3, 4
+_KILLED_S = 5.0
+_ROOT = Path(__file__).parents[2]
+
+
+def rehearse_lock(
+    *,
+    runtime: Path,
+    device_index: int,
+    num_bytes: int,
+    fd: int | None,
+    timeout_s: float,
+    program: tuple[str, ...] = (sys.executable, "-m", "offload.engine.rehearsal"),
+) -> str | None:
+    """Try to page-lock so many bytes in a child process, and wait for it.
+
+    Args:
+        runtime: From `loaded_runtime_path`.
+        device_index: The CUDA device.
+        num_bytes: How many.
+        fd: The memory to lock from its start on; None takes new memory, which must be free.
+        timeout_s: After this the child is killed.
+        program: What runs as the child.
+
+    Returns:
+        What speaks against locking so much; None where it worked, and where a child could get no
+        context at all (a card in exclusive mode), which says nothing about locks.
+    """
+    command = [*program, str(runtime), str(device_index), str(num_bytes)]
+    child = subprocess.Popen(
+        [*command, str(-1 if fd is None else fd)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        pass_fds=[] if fd is None else [fd],
+        cwd=_ROOT,
+    )
+    try:
+        output, errors = child.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        return f"no answer within {timeout_s:.0f} s"
+    finally:
+        _end(child)
+    if child.returncode in (_LOCKED, _UNTRIED):
+        return None
+    if child.returncode == _REFUSED:
+        return output.strip()
+    if child.returncode < 0:
+        return f"the process that tried it was ended by {signal.Signals(-child.returncode).name}"
+    last_line = errors.strip().rpartition("\n")[2]
+    return f"the process that tried it failed with exit status {child.returncode}: {last_line}"
+
+
+def _end(child: "subprocess.Popen[str]") -> None:
+    """Kill a child that still runs; one that the kernel does not let go yet is not waited for."""
+    if child.poll() is None:
+        child.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(_KILLED_S)
+    for pipe in (child.stdout, child.stderr):
+        if pipe is not None:
+            pipe.close()
+
+
+def _main(path: str, device_index: int, num_bytes: int, fd: int) -> int:
+    with contextlib.suppress(OSError):  # where memory runs out, end this process, not the run
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    try:
+        cuda = CudaRuntime(ctypes.CDLL(path))
+    except (OSError, AttributeError):  # found by torch's own way of loading only
+        return _UNTRIED
+    if cuda.open_device(device_index) is not None:
+        return _UNTRIED
+    memory = mmap.mmap(fd, num_bytes)
+    refusal = cuda.register(ctypes.addressof(ctypes.c_char.from_buffer(memory)), num_bytes)
+    if refusal is not None:
+        sys.stdout.write(refusal)
+        return _REFUSED
+    return _LOCKED
+
+
+if __name__ == "__main__":
+    sys.exit(_main(sys.argv[1], *map(int, sys.argv[2:5])))
