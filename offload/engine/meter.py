@@ -1,7 +1,15 @@
-"""Measured peaks of memory: torch's statistics on a GPU, the resident set on a CPU."""
+"""Measured memory: torch's statistics on a GPU, what the kernel counts on the host.
+
+A claim on host memory is measured in held bytes: anonymous and shared pages, which must stay in
+memory (or swap) while the process uses them. Pages of mapped files, such as a checkpoint that is
+being read, are left out: the kernel can drop them and read them again.
+"""
 
 import re
+import threading
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 import torch
 
@@ -22,6 +30,61 @@ def peak_bytes(device: torch.device) -> int:
     """Return the peak of allocated device memory since `reset_peak`, or of the resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    found = re.search(r"VmHWM:\s+(\d+) kB", _STATUS.read_text())
+    return _status_bytes("VmHWM")
+
+
+def held_bytes() -> int:
+    """Return the memory of this process that is not a file's: RssAnon + RssShmem.
+
+    The kernel sums its counters of the processors lazily: some hundred KB may be missing.
+    """
+    return _status_bytes("RssAnon") + _status_bytes("RssShmem")
+
+
+def torch_pinned_bytes() -> int:
+    """Return what torch's own allocator has page-locked, rounded up as it rounds; 0 on a CPU.
+
+    Memory that was locked in place is not among it, see `offload.engine.pagelock.PageLock`.
+    """
+    return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
+
+
+class HeldPeak:
+    """Takes the peak of `held_bytes` over a `with` block.
+
+    A thread looks every INTERVAL_S, and the block's start and end are looked at too. What rises
+    and falls again between two looks is not seen: a copy of a layer takes longer than that.
+
+    Attributes:
+        start_bytes: What was held at the start.
+        peak_bytes: The most that was held, once the block has ended.
+    """
+
+    INTERVAL_S = 0.001
+
+    def __enter__(self) -> Self:
+        self.start_bytes = self.peak_bytes = held_bytes()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="sluice-meter", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+        self.peak_bytes = max(self.peak_bytes, held_bytes())
+
+    def _watch(self) -> None:
+        while not self._ended.wait(self.INTERVAL_S):
+            self.peak_bytes = max(self.peak_bytes, held_bytes())
+
+
+def _status_bytes(name: str) -> int:
+    found = re.search(rf"^{name}:\s+(\d+) kB$", _STATUS.read_text(), re.MULTILINE)
     assert found is not None
     return int(found.group(1)) * 1024

@@ -99,30 +99,39 @@ def find_place(
     return HostPlace(node=node, cpus=cpus, reason=f"{where}; {then}")
 
 
+def bind_thread(cpus: Collection[int]) -> str:
+    """Run the calling thread on these CPUs from now on; return what was done, in a sentence.
+
+    Threads and processes that it starts later inherit it. For a lane's own thread.
+
+    Args:
+        cpus: From `HostPlace`; empty leaves the thread alone.
+    """
+    if not cpus:
+        return "the thread runs on any CPU"
+    try:
+        os.sched_setaffinity(threading.get_native_id(), cpus)
+    except OSError as error:  # the process was limited to other CPUs since they were found
+        return f"the thread could not be bound to CPUs {_shown(cpus)}: {error.strerror}"
+    return f"the thread runs on CPUs {_shown(cpus)}"
+
+
 @contextmanager
 def thread_on(cpus: Collection[int]) -> Iterator[str]:
     """Run the calling thread on these CPUs inside the block; yield what was done, in a sentence.
 
-    Threads and processes that are started inside inherit it, and keep it when the block ends. So
-    hold it around a pass or around the whole body of a worker thread, not from attach to detach:
-    a data worker started between two steps may use every CPU, while autograd's thread, started
-    inside the first step, stays near the GPU that it feeds. Threads that exist already, like
-    OpenMP's, are not moved.
+    For a thread that is the caller's: hold it around the fill of the slab and around each pass,
+    not from attach to detach. What is started inside inherits it and keeps it: a data worker
+    started between two passes may use every CPU, while autograd's thread, started inside the first
+    pass, stays near the GPU that it feeds. Threads that exist already, as OpenMP's, are not moved.
 
     Args:
         cpus: From `HostPlace`; empty leaves the thread alone.
     """
     thread = threading.get_native_id()
     before = os.sched_getaffinity(thread)
-    done = "the thread runs on any CPU"
-    if cpus:
-        try:
-            os.sched_setaffinity(thread, cpus)
-            done = f"the thread runs on CPUs {_shown(cpus)}"
-        except OSError as error:  # the process was limited to other CPUs since they were found
-            done = f"the thread could not be bound to CPUs {_shown(cpus)}: {error.strerror}"
     try:
-        yield done
+        yield bind_thread(cpus)
     finally:
         if cpus:
             with contextlib.suppress(OSError):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload.engine.numa import HostPlace, find_place, place_near, thread_on
+from offload.engine.numa import HostPlace, bind_thread, find_place, place_near, thread_on
 from offload.engine.nvml import nearest_node
 
 BUS_ID = "0000:81:00.0"
@@ -137,9 +137,9 @@ def test_only_the_calling_thread_is_bound() -> None:
     bound, release = threading.Event(), threading.Event()
 
     def work() -> None:
-        with thread_on({min(before)}):
-            bound.set()
-            release.wait(30)
+        bind_thread({min(before)})
+        bound.set()
+        release.wait(30)
 
     worker = threading.Thread(target=work)
     worker.start()

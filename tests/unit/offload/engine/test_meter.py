@@ -1,0 +1,58 @@
+import mmap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from offload.engine.meter import HeldPeak, held_bytes, torch_pinned_bytes
+
+MIB = 2**20
+SLACK_BYTES = 4 * MIB  # what else the process does, and counters that the kernel sums lazily
+
+
+@pytest.mark.parametrize("flags", [mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.MAP_SHARED])
+def test_pages_are_held_from_their_first_touch_and_shared_ones_too(flags: int) -> None:
+    before = held_bytes()
+    anonymous = flags | mmap.MAP_ANONYMOUS
+    with mmap.mmap(-1, 64 * MIB, flags=anonymous) as area:
+        assert held_bytes() - before < SLACK_BYTES
+        area.write(b"x" * (64 * MIB))
+        assert held_bytes() - before == pytest.approx(64 * MIB, abs=SLACK_BYTES)
+
+
+def test_pages_of_a_mapped_file_are_not_held(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(b"x" * (32 * MIB))
+    before = held_bytes()
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as area:
+        assert area[:: mmap.PAGESIZE].count(b"x") == 32 * MIB // mmap.PAGESIZE
+        assert held_bytes() - before < SLACK_BYTES
+
+
+def test_a_peak_inside_the_block_is_seen_after_it_has_gone() -> None:
+    with HeldPeak() as peak:
+        with mmap.mmap(-1, 64 * MIB) as area:
+            area.write(b"x" * (64 * MIB))
+            time.sleep(0.05)
+        after_bytes = held_bytes()
+    assert after_bytes - peak.start_bytes < SLACK_BYTES
+    assert peak.peak_bytes - peak.start_bytes == pytest.approx(64 * MIB, abs=SLACK_BYTES)
+
+
+def test_what_is_held_when_a_block_ends_counts_however_short_the_block() -> None:
+    with HeldPeak() as peak:
+        kept = torch.ones(64 * MIB, dtype=torch.uint8)
+    assert peak.peak_bytes - peak.start_bytes >= kept.numel() - SLACK_BYTES
+
+
+def test_a_block_that_fails_leaves_no_thread_behind() -> None:
+    with pytest.raises(KeyError), HeldPeak():
+        raise KeyError
+    assert not [thread for thread in threading.enumerate() if thread.name == "sluice-meter"]
+
+
+@pytest.mark.skipif(torch.cuda.is_initialized(), reason="another test has used the GPU")
+def test_without_a_gpu_torch_has_locked_nothing() -> None:
+    assert torch_pinned_bytes() == 0
