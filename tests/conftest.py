@@ -1,0 +1,32 @@
+"""What holds for all tests: when a test that needs a GPU is skipped, and when that is a failure."""
+
+import os
+from collections.abc import Generator
+
+import pytest
+import torch
+
+pytest_plugins = ["pytester"]
+
+
+def pytest_configure() -> None:
+    """Fix cuBLAS's workspace, which must be done before CUDA starts: exact tests rely on it."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA device")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Where a GPU is required, let no test that needs one be skipped, whatever the reason."""
+    report = yield
+    is_required = os.environ.get("REQUIRE_GPU") == "1" and item.get_closest_marker("gpu")
+    if is_required and report.skipped and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped although REQUIRE_GPU=1: {report.longrepr}"
+    return report
