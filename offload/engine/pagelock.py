@@ -5,7 +5,7 @@ slab is locked in place, at its exact size: torch's own allocator would round it
 two. Where the system refuses, three rungs are left, and the one in use is told with its cost:
 
     pinned    the whole slab is locked
-    staged    layers go through a few locked buffers, which a thread fills (`staging.Stager`)
+    staged    layers go through a few locked buffers, which the host lane fills piece by piece
     pageable  the driver copies in small pieces through buffers of its own
 
 A size is rehearsed in a child process before it is locked here, see `rehearsal`.
@@ -26,8 +26,8 @@ from offload.engine.cudart import CudaRuntime, loaded_runtime_path
 from offload.engine.rehearsal import rehearse_lock
 from offload.errors import TransferError
 from offload.plan.machine import GIB
+from offload.plan.schedule import PIECE_BYTES
 
-MAX_PIECE_BYTES = 64 * 2**20
 NUM_STAGING_BUFFERS = 4
 _START_S = 30.0  # a child's start, its CUDA context, and a first GiB
 _S_PER_GIB = 1.0  # pages are locked several times as fast
@@ -116,7 +116,7 @@ def page_lock(
             num_bytes=0,
             reason="host memory is not page-locked: the CPU computes",
         )
-    piece_bytes = _whole_pages(min(largest_record_bytes, MAX_PIECE_BYTES))
+    piece_bytes = _whole_pages(min(largest_record_bytes, PIECE_BYTES))
     ring_bytes = NUM_STAGING_BUFFERS * piece_bytes
     worked_bytes, refusal = largest_lockable(num_bytes, ring_bytes, locker)
     if worked_bytes == num_bytes:
