@@ -1,0 +1,229 @@
+"""The CUDA lanes without a card: streams and events that keep CUDA's rules, run by threads.
+
+A stream is a FIFO queue with a thread, save the caller's own, which runs at once. As with CUDA, to
+wait for an event is to wait for its last record, and for one never recorded is not to wait at all.
+So a wait that is issued too early gives wrong numbers here too.
+"""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+import torch
+
+from offload.engine.engine import Engine
+from offload.engine.streams import CudaDevice, copy_on_host
+from offload.plan.op import Lane
+from tests.parity.test_streamed_step import (
+    OPTIONS,
+    assert_equal,
+    gradients,
+    micro_batches,
+    streamed,
+    tiny,
+)
+
+TIMEOUT_S = 60
+PIECE_BYTES = 7_000
+
+
+class FakeStream:
+    """A queue of work; `is_own` for the caller's stream, whose work runs as it is issued."""
+
+    def __init__(self, cuda: "FakeCuda", *, is_own: bool = False) -> None:
+        self._cuda = cuda
+        self._queue: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
+        self._is_own = is_own
+        if not is_own:
+            cuda.streams.append(self)
+            self._thread = threading.Thread(target=self._work, daemon=True)
+            self._thread.start()
+
+    def put(self, work: Callable[[], Any]) -> None:
+        if self._is_own:
+            work()
+        else:
+            self._queue.put(work)
+
+    def wait_event(self, event: "FakeEvent") -> None:
+        recorded = event.recorded
+        if recorded is None:
+            self._cuda.num_waits_for_nothing += 1
+        else:
+            self.put(lambda: recorded.wait(TIMEOUT_S))
+
+    def synchronize(self) -> None:
+        done = threading.Event()
+        self.put(done.set)
+        assert done.wait(TIMEOUT_S)
+
+    def end(self) -> None:
+        self._queue.put(None)
+        self._thread.join(TIMEOUT_S)
+
+    def _work(self) -> None:
+        while (work := self._queue.get()) is not None:
+            time.sleep(self._cuda.delay_s())
+            work()
+
+
+class FakeEvent:
+    """An event, which can be recorded on a stream and then waited for."""
+
+    def __init__(self) -> None:
+        self.recorded: threading.Event | None = None
+        self._time_s = 0.0
+
+    def record(self, stream: FakeStream) -> None:
+        self.recorded = done = threading.Event()
+
+        def mark() -> None:
+            self._time_s = time.perf_counter()
+            done.set()
+
+        stream.put(mark)
+
+    def synchronize(self) -> None:
+        assert self.recorded is not None
+        assert self.recorded.wait(TIMEOUT_S)
+
+    def elapsed_time(self, end: "FakeEvent") -> float:
+        return 1e3 * (end._time_s - self._time_s)
+
+
+class FakeCuda:
+    """The part of `torch.cuda` that the lanes use."""
+
+    def __init__(self, seed: int) -> None:
+        self.streams: list[FakeStream] = []
+        self.num_waits_for_nothing = 0
+        self._own = FakeStream(self, is_own=True)
+        self._here = threading.local()
+        self._chance = random.Random(seed)
+
+    def delay_s(self) -> float:
+        return self._chance.choice([0, 0, 0, 0.002])
+
+    def current_stream(self, _device: torch.device | None = None) -> FakeStream:
+        stream: FakeStream = getattr(self._here, "stream", self._own)
+        return stream
+
+    @contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        before, self._here.stream = self.current_stream(), stream
+        yield
+        self._here.stream = before
+
+
+class FakeCudaDevice(CudaDevice):
+    """The CUDA lanes over memory of the host; a copy is work of the running stream."""
+
+    cuda: FakeCuda
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self.cuda.current_stream().put(lambda: copy_on_host(target, source))
+
+
+Open = Callable[..., FakeCudaDevice]
+
+
+@pytest.fixture
+def open_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
+    """Return what opens CUDA lanes over a made-up `torch.cuda`."""
+    opened: list[FakeCuda] = []
+
+    def opening(*, seed: int, is_staged: bool) -> FakeCudaDevice:
+        cuda = FakeCuda(seed)
+        opened.append(cuda)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda _device: FakeStream(cuda))
+        monkeypatch.setattr(torch.cuda, "Event", lambda **_options: FakeEvent())
+        monkeypatch.setattr(torch.cuda, "current_stream", cuda.current_stream)
+        monkeypatch.setattr(torch.cuda, "stream", cuda.stream)
+        monkeypatch.setattr(torch.cuda, "device", lambda _device: nullcontext())
+        device = FakeCudaDevice(torch.device("cpu"), is_staged=is_staged)
+        device.cuda = cuda
+        return device
+
+    yield opening
+    for cuda in opened:
+        for stream in cuda.streams:
+            stream.end()
+
+
+def attached(model: torch.nn.Module, device: FakeCudaDevice, *, num_staging: int) -> Engine:
+    engine = Engine(model, device=device, options=replace(OPTIONS, stash="host"))
+    engine._freight = replace(engine._freight, piece_bytes=PIECE_BYTES, num_staging=num_staging)
+    engine._executor._slots._staging = [
+        torch.full((PIECE_BYTES,), 0xFF, dtype=torch.uint8) for _ in range(num_staging)
+    ]
+    return engine
+
+
+@pytest.mark.parametrize("num_staging", [0, 1, 3])
+@pytest.mark.parametrize("seed", range(3))
+def test_move_streams_that_run_apart_give_the_bits_of_the_resident_step(
+    open_device: Open, seed: int, num_staging: int
+) -> None:
+    model = tiny("qwen3")
+    expected = streamed(model, num_slots=6)
+    device = open_device(seed=seed, is_staged=num_staging > 0)
+    engine = attached(model, device, num_staging=num_staging)
+    first = engine.forward_backward(micro_batches(), dropout_seed=0)
+    assert_equal((first.loss, gradients(model)), expected)
+    model.zero_grad()
+    second = engine.forward_backward(micro_batches(), dropout_seed=0)
+    assert_equal((second.loss, gradients(model)), expected)
+    spans = second.timeline.spans
+    assert all(span.start_s <= span.end_s for span in spans)
+    assert any(span.lane is Lane.HOST for span in spans) == (num_staging > 0)
+    assert device.cuda.num_waits_for_nothing == 0
+    engine.detach()
+
+
+@pytest.mark.parametrize("num_staging", [0, 2])
+@pytest.mark.parametrize("number", [1, 9, 40, 80])
+def test_the_step_after_one_that_failed_is_right(
+    open_device: Open, number: int, num_staging: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("qwen3")
+    expected = streamed(model, num_slots=6)
+    device = open_device(seed=0, is_staged=num_staging > 0)
+    engine = attached(model, device, num_staging=num_staging)
+    num_left = [number]
+    issue = device._issue
+
+    def issue_or_fail(*args: Any) -> None:
+        num_left[0] -= 1
+        if num_left[0] == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        issue(*args)
+
+    monkeypatch.setattr(device, "_issue", issue_or_fail)
+    with pytest.raises(Exception, match="CUDA out of memory"):
+        engine.forward_backward(micro_batches(), dropout_seed=0)
+    model.zero_grad()
+    result = engine.forward_backward(micro_batches(), dropout_seed=0)
+    assert_equal((result.loss, gradients(model)), expected)
+    engine.detach()
+
+
+def test_a_stream_that_does_not_wait_gives_other_gradients(
+    open_device: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What shows that the tests above can fail."""
+    model = tiny("qwen3")
+    expected = streamed(model, num_slots=6)
+    device = open_device(seed=0, is_staged=False)
+    monkeypatch.setattr(FakeStream, "wait_event", lambda _stream, _event: None)
+    engine = attached(model, device, num_staging=0)
+    result = engine.forward_backward(micro_batches(), dropout_seed=0)
+    device.finish()
+    with pytest.raises(AssertionError):
+        assert_equal((result.loss, gradients(model)), expected)
+    engine.detach()
