@@ -20,7 +20,7 @@ COUNTS: dict[Count, str] = {
 
 
 def predicted_phases(plan: Plan) -> dict[str, float]:
-    """Return predicted seconds by phase; all but `h2d`, which runs beside them, make up `step`."""
+    """Return predicted seconds by phase; all but `h2d` and `d2h` make up `step`."""
     phases = plan.predict().phases()
     phases["step"] += plan.costs.optimizer_s
     return phases | {"optimizer": plan.costs.optimizer_s, "data wait": 0.0}
@@ -101,6 +101,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "tokens_per_step": plan.tokens_per_step,
             "num_loads": plan.schedule.num_loads,
             "h2d_bytes": plan.schedule.h2d_bytes,
+            "d2h_bytes": plan.schedule.d2h_bytes,
             "break_even_tokens": plan.break_even_tokens,
         },
         "predicted": {
@@ -152,7 +153,8 @@ def _route_table(plan: Plan) -> Table:
         ),
         (
             "link",
-            f"{plan.schedule.num_loads} loads, {shown_gib(plan.schedule.h2d_bytes)} per step",
+            f"{plan.schedule.num_loads} loads, {shown_gib(plan.schedule.h2d_bytes)} per step"
+            + (f", {shown_gib(plan.schedule.d2h_bytes)} back" if plan.schedule.d2h_bytes else ""),
         ),
     ]
     if not is_resident:
@@ -192,7 +194,10 @@ def _time_table(plan: Plan) -> Table:
         ("stall", "compute: waits for weights"),
         ("optimizer", "compute: optimizer"),
         ("h2d", "h2d: loads, beside compute"),
+        ("d2h", "d2h: layer inputs, beside compute"),
     ):
+        if name == "d2h" and not plan.schedule.d2h_bytes:
+            continue
         table.add_row(lane, shown_time(phases[name]), f"{phases[name] / phases['step']:.0%}")
     table.add_row("step", shown_time(phases["step"]), "")
     table.add_row("bound R3", shown_time(plan.bound_s), "")

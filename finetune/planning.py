@@ -126,6 +126,7 @@ def _request(
         num_slots=_num_slots(recipe, facts),
         vram_budget_bytes=recipe.offload.vram_budget_bytes,
         num_workers=recipe.data.num_workers,
+        is_stashed=recipe.offload.stash == "host",
     )
 
 

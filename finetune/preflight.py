@@ -11,7 +11,8 @@ from finetune.model import has_weights, is_hub_reachable
 from finetune.planning import full_request
 from finetune.recipe import OffloadSection, Recipe
 from offload.errors import DoesNotFitError
-from offload.plan.costs import price, r3_bound_s
+from offload.plan.bounds import r3_bound_s
+from offload.plan.costs import price
 from offload.plan.facts import ModelFacts
 from offload.plan.machine import Machine
 from offload.plan.plan import plan

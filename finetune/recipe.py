@@ -237,6 +237,10 @@ class OffloadSection(Section):
         default="auto",
         description="Layers that the device holds at a time; `all` makes the model resident.",
     )
+    stash: Literal["device", "host"] = Field(
+        default="device",
+        description="Where the layers' inputs wait for the backward; `host` saves device memory.",
+    )
     vram_budget: Literal["auto"] | Annotated[float, Field(gt=0)] = Field(
         default="auto",
         description="Device memory that the plan may use, in GiB; `auto` takes what is free.",

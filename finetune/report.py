@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 NUM_SHOWN_SAMPLES = 5
 PREDICTION = "predicted.json"
-PHASES = ("step", "forward", "head and loss", "backward", "optimizer", "h2d", "stall", "data wait")
+COMPUTE_PHASES = ("step", "forward", "head and loss", "backward", "optimizer")
+LINK_PHASES = ("h2d", "d2h")
+PHASES = (*COMPUTE_PHASES, *LINK_PHASES, "stall", "data wait")
 
 
 def promise(plan: Plan, *, num_steps: int) -> str:
@@ -105,6 +107,7 @@ def compare(
             unit="s",
         )
         for name in PHASES
+        if name != "d2h" or plan.schedule.d2h_bytes
     ]
     if plan.machine.device == "cpu":  # device memory is host memory, workers are other processes
         name, terms, others = (

@@ -59,6 +59,7 @@ def build(recipe: Recipe, work: Work) -> Session:
         model,
         num_slots=work.plan.num_slots,
         device=str(work.device),
+        stash=recipe.offload.stash,
         head_chunk_tokens=work.plan.request.typical.head_chunk_tokens,
     )
     loop = Loop(

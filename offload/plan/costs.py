@@ -110,6 +110,7 @@ class Costs:
         optimizer_s: Clipping and update, once per step.
         h2d_bytes_per_s: Rate of a load while the device computes.
         h2d_latency_s: Fixed time of a load.
+        d2h_bytes_per_s: Rate of a copy to the host while the device computes.
     """
 
     grade: Grade
@@ -119,6 +120,7 @@ class Costs:
     optimizer_s: float
     h2d_bytes_per_s: float
     h2d_latency_s: float
+    d2h_bytes_per_s: float
 
     def load_s(self, layer: int) -> float:
         """Seconds of one load of a layer."""
@@ -306,17 +308,27 @@ def _optimizer(at: _Pricer) -> _Work:
     return at.traffic(num_bytes, num_ops=ADAMW_OPS * num_tensors)
 
 
-def price(facts: ModelFacts, machine: Machine, workload: Workload) -> Costs:
+def price(
+    facts: ModelFacts, machine: Machine, workload: Workload, *, is_duplex: bool = False
+) -> Costs:
     """Price one micro-batch of this model on this machine.
 
-    Loads run at the one-way rate on a GPU, where nothing flows back, and on a CPU at the rate that
-    a copy has beside computing. The grade is "probed" if all rates were measured.
+    On a CPU copies have the rate that they have beside computing. The grade is "probed" if all
+    rates were measured.
+
+    Args:
+        facts: The model.
+        machine: Its rates.
+        workload: One micro-batch.
+        is_duplex: Whether the link is busy in both directions at once.
     """
     at = _Pricer(machine=machine, facts=facts, workload=workload)
     shapes = {layer: _layer_cost(layer, at) for layer in set(facts.layers)}
     embedded_bytes = 2 * workload.num_tokens * facts.hidden_size * workload.dtype_bytes
     is_cuda = machine.device == "cuda"
-    h2d = machine.h2d_bytes_per_s if is_cuda else machine.h2d_duplex_bytes_per_s
+    is_alone = is_cuda and not is_duplex
+    h2d = machine.h2d_bytes_per_s if is_alone else machine.h2d_duplex_bytes_per_s
+    d2h = machine.d2h_bytes_per_s if is_cuda else machine.h2d_duplex_bytes_per_s
     return Costs(
         grade="probed" if machine.is_measured else "spec",
         layers=tuple(shapes[layer] for layer in facts.layers),
@@ -325,57 +337,5 @@ def price(facts: ModelFacts, machine: Machine, workload: Workload) -> Costs:
         optimizer_s=_optimizer(at).seconds(machine),
         h2d_bytes_per_s=h2d.value,
         h2d_latency_s=H2D_LATENCY_S,
+        d2h_bytes_per_s=d2h.value,
     )
-
-
-# ---------------------------------------------------------------------------------------------
-# Bounds
-
-
-def r3_bound_s(costs: Costs, *, num_slots: int, num_micro_batches: int) -> float:
-    """Return R3, the time that a warm layer-major step can reach, without the optimizer.
-
-    Each sweep takes the longer of its visits and its loads; before the loads and behind them
-    stands one visit each, in which nothing can be loaded.
-    """
-    forward = [num_micro_batches * c.forward_s + c.decode_s for c in costs.layers]
-    backward = [num_micro_batches * c.backward_s + c.decode_s for c in costs.layers]
-    upwards_s, downwards_s = _sweep_load_s(costs, num_slots)
-    ends = 2 / len(costs.layers)
-    return (
-        max(sum(forward), upwards_s + ends * sum(forward))
-        + num_micro_batches * (costs.front_s + costs.tail_s)
-        + max(sum(backward), downwards_s + ends * sum(backward))
-    )
-
-
-def usual_order_bound_s(costs: Costs, *, num_slots: int, num_micro_batches: int) -> float:
-    """Return the bound on a step in which every micro-batch walks all layers."""
-    upwards_s, downwards_s = _sweep_load_s(costs, num_slots)
-    return num_micro_batches * (
-        max(sum(c.forward_s + c.decode_s for c in costs.layers), upwards_s)
-        + costs.front_s
-        + costs.tail_s
-        + max(sum(c.backward_s + c.decode_s for c in costs.layers), downwards_s)
-    )
-
-
-def _sweep_load_s(costs: Costs, num_slots: int) -> tuple[float, float]:
-    num_loads = max(0, len(costs.layers) - num_slots)
-    loads = [costs.load_s(i) for i in range(len(costs.layers))]
-    return sum(loads[len(loads) - num_loads :]), sum(loads[:num_loads])
-
-
-def break_even_tokens(
-    facts: ModelFacts, machine: Machine, *, codec_ratio: float, num_slots: int, dtype_bytes: int
-) -> float:
-    """Return N*, the tokens per step above which streaming hides behind computing.
-
-    N* = kappa * r * F / B * (1 - C / L) for weights of two bytes, where kappa is total by active
-    parameters of the layers.
-    """
-    total = sum(layer.num_parameters for layer in facts.layers)
-    active = sum(layer.num_active_parameters for layer in facts.layers)
-    streamed_frac = max(0.0, 1 - num_slots / facts.num_layers)
-    flops_per_byte = machine.gemm_flops_per_s.value / machine.h2d_bytes_per_s.value
-    return total / active * codec_ratio * dtype_bytes / 2 * flops_per_byte * streamed_frac

@@ -18,11 +18,13 @@ from offload.plan.facts import (
     adapter_parameters,
 )
 from offload.plan.machine import Machine
+from offload.plan.schedule import NUM_FETCHED, NUM_KEPT
 
 MIB = 2**20
 
 # Terms that are asked for by name.
-SLAB, DATA_WORKERS, CONTEXT, FRAGMENTATION = "slab", "data workers", "context", "fragmentation"
+SLAB, STASH, DATA_WORKERS = "slab", "stashed layer inputs", "data workers"
+CONTEXT, FRAGMENTATION = "context", "fragmentation"
 
 # bitsandbytes: two states of one byte, an fp32 scale per block; small tensors stay in fp32.
 BLOCK_8BIT = 256
@@ -96,6 +98,7 @@ def device_terms(
     num_slots: int,
     num_micro_batches: int,
     is_padded: bool,
+    is_stashed: bool,
 ) -> tuple[MemoryTerm, ...]:
     """List what stands in device memory at the worst instant of a step.
 
@@ -106,9 +109,17 @@ def device_terms(
         num_slots: Layer slots; at most one per layer is counted.
         num_micro_batches: Micro-batches of a step, whose layer inputs are all kept.
         is_padded: Whether batches hold padding, so that masks have to be written out.
+        is_stashed: Whether layer inputs wait in host memory for the backward.
     """
     always = _standing_terms(facts, workload, num_slots)
-    kept = _kept_terms(facts, workload, num_micro_batches=num_micro_batches, is_padded=is_padded)
+    num_kept = NUM_KEPT + NUM_FETCHED if is_stashed else facts.num_layers
+    kept = _kept_terms(
+        facts,
+        workload,
+        num_kept=min(num_kept, facts.num_layers),
+        num_micro_batches=num_micro_batches,
+        is_padded=is_padded,
+    )
     head = MemoryTerm(name="head chunk", num_bytes=head_chunk_bytes(facts, workload))
     update = MemoryTerm(
         name="optimizer temporaries",
@@ -148,14 +159,20 @@ def _standing_terms(
 
 
 def _kept_terms(
-    facts: ModelFacts, workload: Workload, *, num_micro_batches: int, is_padded: bool
+    facts: ModelFacts,
+    workload: Workload,
+    *,
+    num_kept: int,
+    num_micro_batches: int,
+    is_padded: bool,
 ) -> tuple[MemoryTerm, ...]:
-    hidden_bytes = workload.num_tokens * facts.hidden_size * workload.dtype_bytes
+    """List layer inputs, those of `num_kept` layers at a time, and what stands beside them."""
+    hidden_bytes = input_bytes(facts, workload)
     recorded = num_micro_batches * recorded_bytes(facts, workload, is_padded=is_padded)
     return (
         MemoryTerm(
             name="kept layer inputs",
-            num_bytes=facts.num_layers * num_micro_batches * hidden_bytes,
+            num_bytes=num_kept * num_micro_batches * hidden_bytes,
         ),
         MemoryTerm(
             name="hidden states and their gradients",
@@ -163,6 +180,11 @@ def _kept_terms(
         ),
         MemoryTerm(name="recorded arguments", num_bytes=recorded),
     )
+
+
+def input_bytes(facts: ModelFacts, workload: Workload) -> int:
+    """Return the size of a layer's input for one micro-batch."""
+    return workload.num_tokens * facts.hidden_size * workload.dtype_bytes
 
 
 def recorded_bytes(facts: ModelFacts, workload: Workload, *, is_padded: bool) -> int:
@@ -267,9 +289,14 @@ def _gradient_bytes(facts: ModelFacts, layer: LayerFacts, *, dtype_bytes: int) -
 
 
 def host_terms(
-    facts: ModelFacts, machine: Machine, workload: Workload, *, num_workers: int
+    facts: ModelFacts,
+    machine: Machine,
+    workload: Workload,
+    *,
+    num_workers: int,
+    num_stashed: int,
 ) -> tuple[MemoryTerm, ...]:
-    """List what stands in host memory while training.
+    """List what stands in host memory while training, with `num_stashed` micro-batches' inputs.
 
     On a CPU the process itself is counted with the device's terms, and both come from the same
     memory.
@@ -279,6 +306,10 @@ def host_terms(
     slab, is_cuda = sum(cargo), machine.device == "cuda"
     terms = (
         MemoryTerm(name=SLAB, num_bytes=slab),
+        MemoryTerm(
+            name=STASH,
+            num_bytes=(facts.num_layers - 1) * num_stashed * input_bytes(facts, workload),
+        ),
         MemoryTerm(name="loading", num_bytes=LOADING_LAYERS * max(weights)),
         MemoryTerm(name=DATA_WORKERS, num_bytes=num_workers * WORKER_BYTES),
         MemoryTerm(name="process", num_bytes=CUDA_PROCESS_BYTES if is_cuda else 0),

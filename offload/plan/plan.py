@@ -8,11 +8,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from offload.errors import DoesNotFitError
-from offload.plan.costs import Costs, Workload, break_even_tokens, price, r3_bound_s
+from offload.plan.bounds import break_even_tokens, r3_bound_s
+from offload.plan.costs import Costs, Workload, price
 from offload.plan.facts import ModelFacts
 from offload.plan.machine import GIB, Machine
-from offload.plan.memory import SLAB, MemoryTerm, device_terms, host_terms, total_bytes
-from offload.plan.op import Kind, Op
+from offload.plan.memory import (
+    SLAB,
+    STASH,
+    MemoryTerm,
+    device_terms,
+    host_terms,
+    input_bytes,
+    total_bytes,
+)
+from offload.plan.op import Kind, Lane, Op
 from offload.plan.schedule import MIN_SLOTS, Freight, Order, Schedule, training_schedule, warm_ring
 from offload.plan.simulate import simulate
 from offload.plan.timeline import Timeline
@@ -31,6 +40,7 @@ class PlanRequest:
         num_slots: Layers on the device at a time; None takes as many as fit.
         vram_budget_bytes: Device memory the plan may use; None takes what the machine has.
         num_workers: Processes that prepare data.
+        is_stashed: Whether layer inputs wait in host memory for the backward.
     """
 
     typical: Workload
@@ -39,6 +49,12 @@ class PlanRequest:
     num_slots: int | None
     vram_budget_bytes: int | None
     num_workers: int
+    is_stashed: bool
+
+    @property
+    def num_stashed(self) -> int:
+        """Micro-batches whose layer inputs are in host memory."""
+        return self.num_micro_batches if self.is_stashed else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +112,7 @@ class Plan:
             self.costs,
             num_slots=self.num_slots,
             num_micro_batches=self.request.num_micro_batches,
+            fetched_bytes=self.request.num_stashed * input_bytes(self.facts, self.request.typical),
         )
         return bound_s + self.costs.optimizer_s
 
@@ -118,14 +135,14 @@ def plan(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Plan:
         DoesNotFitError: Device or host memory is too small; what is short and by how much.
     """
     num_slots = _choose_slots(facts, machine, request)
-    costs = price(facts, machine, request.typical)
+    costs = price(facts, machine, request.typical, is_duplex=request.is_stashed)
     schedule = training_schedule(
         Freight.frozen([layer.weight_bytes for layer in costs.layers]),
         ring=warm_ring(num_slots),
         num_micro_batches=request.num_micro_batches,
         order=Order.LAYER_MAJOR,
         trains_front=False,
-        input_bytes=(),
+        input_bytes=(input_bytes(facts, request.typical),) * request.num_stashed,
     )
     return Plan(
         facts=facts,
@@ -143,13 +160,15 @@ def duration_of(costs: Costs) -> Callable[[Op], float]:
     """Return what an op costs; a visit's first micro-batch pays for the decoding."""
 
     def duration_s(op: Op) -> float:
+        if op.lane is Lane.H2D:
+            return costs.h2d_latency_s + op.num_bytes / costs.h2d_bytes_per_s
+        if op.lane is Lane.D2H:
+            return costs.h2d_latency_s + op.num_bytes / costs.d2h_bytes_per_s
         if op.kind in (Kind.FRONT, Kind.FRONT_BACKWARD):
             return costs.front_s
         if op.kind is Kind.TAIL:
             return costs.tail_s
         assert op.layer is not None
-        if op.kind is Kind.LOAD:
-            return costs.h2d_latency_s + op.num_bytes / costs.h2d_bytes_per_s
         layer = costs.layers[op.layer]
         decode_s = layer.decode_s if op.micro_batch == 0 else 0.0
         visit_s = layer.forward_s if op.kind is Kind.FORWARD else layer.backward_s
@@ -234,13 +253,14 @@ def _shortages(
     if device_bytes > device_limit:
         what = "device memory" if machine.device == "cuda" else "memory for computing"
         shortages.append((f"{_gib(device_bytes)} of {what}", f"{_gib(device_limit)} may be used"))
-    slab_bytes = sum(t.num_bytes for t in _host_terms(facts, machine, request) if t.name == SLAB)
+    locked = [t for t in _host_terms(facts, machine, request) if t.name in (SLAB, STASH)]
+    locked_bytes = total_bytes(locked)
     if machine.device == "cpu":
         host_bytes += device_bytes
-    elif slab_bytes > machine.pinned_bytes:
+    elif locked_bytes > machine.pinned_bytes:
         shortages.append(
             (
-                f"{_gib(slab_bytes)} of page-locked memory",
+                f"{_gib(locked_bytes)} of page-locked memory",
                 f"{_gib(machine.pinned_bytes)} may be page-locked",
             )
         )
@@ -252,10 +272,14 @@ def _shortages(
 
 
 def _nearest_fit(facts: ModelFacts, machine: Machine, request: PlanRequest, num_slots: int) -> str:
-    """Name the nearest change that fits: fewer slots, or shorter sequences."""
+    """Name the nearest change that fits: fewer slots, inputs on the host, shorter sequences."""
     for fewer in range(num_slots - 1, MIN_SLOTS - 1, -1):
         if not _shortages(facts, machine, request, fewer):
             return f"`offload.num_slots: {fewer}`"
+    stashed = replace(request, is_stashed=True)
+    for num in range(num_slots, MIN_SLOTS - 1, -1):
+        if not _shortages(facts, machine, stashed, num):
+            return f"`offload.stash: host` with `offload.num_slots: {num}`"
     seq_len = request.largest.seq_len
     while seq_len >= 256:
         seq_len //= 2
@@ -275,13 +299,20 @@ def _device_terms(
         num_slots=num_slots,
         num_micro_batches=request.num_micro_batches,
         is_padded=request.largest.micro_batch_size > 1,
+        is_stashed=request.is_stashed,
     )
 
 
 def _host_terms(
     facts: ModelFacts, machine: Machine, request: PlanRequest
 ) -> tuple[MemoryTerm, ...]:
-    return host_terms(facts, machine, request.largest, num_workers=request.num_workers)
+    return host_terms(
+        facts,
+        machine,
+        request.largest,
+        num_workers=request.num_workers,
+        num_stashed=request.num_stashed,
+    )
 
 
 def _mean_s(timeline: Timeline, kind: Kind, layer: int | None) -> float:

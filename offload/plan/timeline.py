@@ -49,14 +49,15 @@ class Timeline:
     def phases(self) -> dict[str, float]:
         """Seconds by phase, as the report names them.
 
-        Compute phases and `stall` add up to `step`; `h2d` runs beside them.
+        Compute phases and `stall` add up to `step`; `h2d` and `d2h` run beside them.
         """
         return {
             "step": self.step_s,
             "forward": self.busy_s(Kind.FRONT, Kind.FORWARD),
             "head and loss": self.busy_s(Kind.TAIL),
             "backward": self.busy_s(Kind.BACKWARD, Kind.FRONT_BACKWARD),
-            "h2d": self.busy_s(Kind.LOAD),
+            "h2d": self.busy_s(Kind.LOAD, Kind.FETCH),
+            "d2h": self.busy_s(Kind.STASH, Kind.GRADIENT),
             "stall": self.stall_s,
         }
 

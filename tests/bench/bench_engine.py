@@ -30,7 +30,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload.engine.engine import Engine, EngineOptions
 from offload.engine.streams import CpuDevice, Device, open_device
-from offload.plan.costs import Costs, LayerCost, r3_bound_s, usual_order_bound_s
+from offload.plan.bounds import r3_bound_s, usual_order_bound_s
+from offload.plan.costs import Costs, LayerCost
 from offload.plan.op import Kind
 from offload.plan.schedule import Order
 from offload.plan.timeline import Timeline
@@ -149,6 +150,7 @@ class Bench:
             optimizer_s=0.0,
             h2d_bytes_per_s=sum(span.num_bytes for span in loads) / load_s if load_s else 1e30,
             h2d_latency_s=0.0,
+            d2h_bytes_per_s=1e30,
         )
 
     def close(self) -> None:

@@ -2,15 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from offload.plan.costs import (
-    Costs,
-    LayerCost,
-    Workload,
-    break_even_tokens,
-    price,
-    r3_bound_s,
-    usual_order_bound_s,
-)
+from offload.plan.bounds import break_even_tokens, r3_bound_s, usual_order_bound_s
+from offload.plan.costs import Costs, LayerCost, Workload, price
 from offload.plan.facts import AdapterSpec, ModelFacts, model_facts
 from offload.plan.machine import Machine, Rate, named_machine
 from offload.plan.roofline import (
@@ -272,6 +265,7 @@ def uniform_costs(*, load_s: float, num_layers: int = 10) -> Costs:
         optimizer_s=7.0,
         h2d_bytes_per_s=1000 / load_s,
         h2d_latency_s=0.0,
+        d2h_bytes_per_s=1.0,
     )
 
 

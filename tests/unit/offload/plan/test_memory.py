@@ -62,8 +62,14 @@ WORKLOAD = Workload(
 
 
 def on_5090(workload: Workload = WORKLOAD, **changes: object) -> dict[str, int]:
-    settings = {"num_slots": 4, "num_micro_batches": 2, "is_padded": False} | changes
-    terms = device_terms(QWEN_30B, named_machine("rtx5090"), workload, **settings)  # type: ignore[arg-type]
+    settings: dict[str, Any] = {
+        "num_slots": 4,
+        "num_micro_batches": 2,
+        "is_padded": False,
+        "is_stashed": False,
+    }
+    settings |= changes
+    terms = device_terms(QWEN_30B, named_machine("rtx5090"), workload, **settings)
     names = [term.name for term in terms]
     assert len(names) == len(set(names))
     return {term.name: term.num_bytes for term in terms}
@@ -286,6 +292,7 @@ def test_saved_bytes_are_those_that_autograd_saves_within_a_tenth(
             num_slots=1,
             num_micro_batches=1,
             is_padded=False,
+            is_stashed=False,
         )
     )
     predicted = terms["one visit: saved activations"] + terms["one visit: adapter inputs"]
@@ -297,14 +304,29 @@ def test_saved_bytes_are_those_that_autograd_saves_within_a_tenth(
 
 
 def test_the_slab_holds_exactly_the_weights_of_all_layers() -> None:
-    terms = by_name(host_terms(QWEN_30B, named_machine("rtx5090"), WORKLOAD, num_workers=2))
+    terms = by_name(
+        host_terms(QWEN_30B, named_machine("rtx5090"), WORKLOAD, num_workers=2, num_stashed=0)
+    )
     assert terms["slab"] == sum(2 * layer.num_parameters for layer in QWEN_30B.layers)
     assert "staging" not in terms
 
 
 def test_a_cpu_counts_its_process_once_with_the_device() -> None:
     cpu = replace(named_machine("rtx5090"), device="cpu")
-    assert "process" not in by_name(host_terms(QWEN_30B, cpu, WORKLOAD, num_workers=0))
-    terms = device_terms(QWEN_30B, cpu, WORKLOAD, num_slots=2, num_micro_batches=1, is_padded=False)
+    assert "process" not in by_name(
+        host_terms(QWEN_30B, cpu, WORKLOAD, num_workers=0, num_stashed=0)
+    )
+    terms = device_terms(
+        QWEN_30B, cpu, WORKLOAD, num_slots=2, num_micro_batches=1, is_padded=False, is_stashed=False
+    )
     assert by_name(terms)["context"] == cpu.context_bytes
     assert "cuBLAS workspaces" not in by_name(terms)
+
+
+def test_stashed_inputs_leave_those_of_four_layers_on_the_device_and_the_rest_on_the_host() -> None:
+    each = 4096 * 2048 * 2
+    assert on_5090(num_micro_batches=8, is_stashed=True)["kept layer inputs"] == 4 * 8 * each
+    terms = by_name(
+        host_terms(QWEN_30B, named_machine("rtx5090"), WORKLOAD, num_workers=0, num_stashed=8)
+    )
+    assert terms["stashed layer inputs"] == 47 * 8 * each

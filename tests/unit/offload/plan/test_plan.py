@@ -40,6 +40,7 @@ REQUEST = PlanRequest(
     num_slots=None,
     vram_budget_bytes=None,
     num_workers=1,
+    is_stashed=False,
 )
 
 
@@ -120,3 +121,24 @@ def test_a_calibrated_plan_predicts_the_step_that_it_was_calibrated_on() -> None
     again = with_costs(priced, costs)
     assert again.predict().step_s == pytest.approx(measured.step_s)
     assert again.step_s == pytest.approx(measured.step_s + 0.5)
+
+
+def test_stashing_inputs_makes_room_for_slots_and_takes_the_links_other_direction() -> None:
+    kept = plan(FACTS, CARD, replace(REQUEST, num_micro_batches=12))
+    stashed = plan(FACTS, CARD, replace(REQUEST, num_micro_batches=12, is_stashed=True))
+    assert stashed.num_slots > kept.num_slots
+    inputs_bytes = (FACTS.num_layers - 1) * 12 * 2048 * FACTS.hidden_size * 2
+    assert stashed.schedule.d2h_bytes == inputs_bytes
+    assert kept.schedule.d2h_bytes == 0
+    assert stashed.predict().busy_s(Kind.FETCH) > 0
+
+
+@pytest.mark.parametrize("num_slots", [2, 3, 8])
+def test_a_simulated_step_with_stashed_inputs_is_not_below_r3_and_close_to_it(num_slots) -> None:
+    chosen = plan(FACTS, CARD, replace(REQUEST, num_slots=num_slots, is_stashed=True))
+    assert 0.999 < chosen.step_s / chosen.bound_s < 1.15
+
+
+def test_where_only_stashed_inputs_fit_the_error_says_so() -> None:
+    with pytest.raises(DoesNotFitError, match=r"`offload\.stash: host` with `offload\.num_slots"):
+        plan(FACTS, CARD, replace(REQUEST, num_micro_batches=24, num_slots=2))
