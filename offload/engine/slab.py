@@ -2,21 +2,28 @@
 
 A record has the layout of the slot that it is copied to, so a load is one copy. The block is
 mapped at its exact size and, for a GPU, page-locked in place: torch's own pinned allocator would
-round it up to a power of two.
+round it up to a power of two. It is a file without a name (memfd), so that other processes of the
+same machine can map it too and a model lies in memory once, however many ranks train it.
 """
 
+import hashlib
 import mmap
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 import torch
 from torch import nn
 
-from offload.errors import TransferError
+from offload.engine.mapping import map_file, to_pages
+from offload.errors import OffloadError, TransferError
 from offload.plan.machine import GIB
 
 _ALIGN_BYTES = 256
+
+BeforeTouch = Callable[[int, int], None]
+"""Is given the address and size of a new block before its pages exist: NUMA policies go here."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +44,7 @@ class Field:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """The fields of one layer and their total size, aligned."""
+    """The fields of one layer and their total size, whole pages."""
 
     fields: tuple[Field, ...]
     num_bytes: int
@@ -49,7 +56,7 @@ class Record:
 
 
 def lay_out(parameters: Sequence[nn.Parameter]) -> Record:
-    """Place the parameters of one layer one behind the other."""
+    """Place the parameters of one layer one behind the other; they may be on the meta device."""
     fields = []
     offset = 0
     for parameter in parameters:
@@ -64,27 +71,132 @@ def lay_out(parameters: Sequence[nn.Parameter]) -> Record:
             )
         )
         offset += -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
-    return Record(fields=tuple(fields), num_bytes=offset)
+    return Record(fields=tuple(fields), num_bytes=to_pages(offset))
+
+
+def adopt(
+    records: Sequence[Record],
+    layers: Sequence[torch.Tensor],
+    groups: Sequence[Sequence[nn.Parameter]],
+) -> tuple[Record, ...]:
+    """Return the records with those parameters as fields that lie in them already.
+
+    They are told by address, so it does not matter what has been wrapped around them since. A
+    parameter that lies elsewhere is in no record; bytes that no parameter lies in stay as they are.
+
+    Args:
+        records: How the layers were laid out when they were loaded.
+        layers: The memory of each record.
+        groups: The parameters to look for, per layer.
+    """
+    adopted = []
+    for record, memory, group in zip(records, layers, groups, strict=True):
+        places = {memory.data_ptr() + f.offset: f for f in record.fields if f.num_bytes}
+        fields = [
+            replace(field, parameter=parameter)
+            for parameter in group
+            if (field := places.get(parameter.data_ptr())) is not None
+            and (field.shape, field.dtype) == (parameter.shape, parameter.dtype)
+            and parameter.is_contiguous()
+        ]
+        adopted.append(replace(record, fields=tuple(fields)))
+    return tuple(adopted)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlabHandle:
+    """What another process of this machine needs to map a slab; it can be pickled and sent."""
+
+    pid: int
+    descriptor: int
+    num_bytes: int
+    layout: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """Mapped memory, the file behind it, and why there is none."""
+
+    memory: torch.Tensor
+    descriptor: int | None
+    reason: str
 
 
 class Slab:
-    """The records of all layers in one block of host memory."""
+    """The records of all layers in one block of host memory.
 
-    def __init__(self, records: Sequence[Record]) -> None:
-        """Map the block; its pages take memory as they are filled.
+    Attributes:
+        records: The layers' layouts.
+        num_bytes: Size of the block.
+        reason: Why other processes cannot map it; empty where they can.
+    """
+
+    def __init__(
+        self,
+        records: Sequence[Record],
+        *,
+        before_touch: BeforeTouch | None = None,
+        block: Block | None = None,
+    ) -> None:
+        """Map a new block, whose pages take memory as they are filled, or use one that is there.
 
         Args:
             records: One per layer.
+            before_touch: Called once with the block's address and size, before its first use.
+            block: Memory of the right size, as `open` makes it.
         """
         self.records = tuple(records)
-        offsets = [0]
-        for record in records:
-            offsets.append(offsets[-1] + record.num_bytes)
+        offsets = [0, *accumulate(record.num_bytes for record in records)]
         self.num_bytes = offsets[-1]
-        self._memory = mmap.mmap(-1, max(1, self.num_bytes))
-        self._block = torch.frombuffer(self._memory, dtype=torch.uint8)[: self.num_bytes]
+        block = _new_block(self.num_bytes) if block is None else block
+        self._block, self._descriptor, self.reason = block.memory, block.descriptor, block.reason
+        if before_touch is not None:
+            before_touch(self._block.data_ptr(), self.num_bytes)
         self._layers = [self._block[start:end] for start, end in pairwise(offsets)]
+        self._layout = _digest(records)
         self._is_page_locked = False
+
+    @classmethod
+    def open(
+        cls, handle: SlabHandle, records: Sequence[Record], *, is_writable: bool = False
+    ) -> "Slab":
+        """Map the slab of another process; no memory is taken.
+
+        Args:
+            handle: The other slab's `handle`.
+            records: The same layout, of this process's own parameters.
+            is_writable: Whether this process may write to it. A write ends it otherwise.
+
+        Raises:
+            OffloadError: The slab is gone, cannot be reached, or holds other layers.
+        """
+        if _digest(records) != handle.layout:
+            raise OffloadError(
+                f"the slab of process {handle.pid} holds other layers than this process's model",
+                limit="ranks share a slab of one model in one dtype",
+                hint="start every rank with the same recipe",
+            )
+        return cls(records, block=_open_block(handle, is_writable=is_writable))
+
+    @property
+    def handle(self) -> SlabHandle:
+        """What `Slab.open` needs in another process; valid until `close`.
+
+        Raises:
+            OffloadError: The block cannot be shared, or was closed.
+        """
+        if self._descriptor is None:
+            raise OffloadError(
+                f"the slab cannot be shared: {self.reason or 'it was closed'}",
+                limit="other processes reach it as an open memfd",
+                hint="train in one process, or allow memfd_create in the container",
+            )
+        return SlabHandle(
+            pid=os.getpid(),
+            descriptor=self._descriptor,
+            num_bytes=self.num_bytes,
+            layout=self._layout,
+        )
 
     def layer(self, layer: int) -> torch.Tensor:
         """Return a layer's record, uint8 (record.num_bytes,)."""
@@ -99,6 +211,10 @@ class Slab:
             view = field.view(self._layers[layer])
             view.copy_(field.parameter.data)
             field.parameter.data = view
+
+    def adopt(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
+        """Make parameters that lie in the block already the fields of its records; see `adopt`."""
+        self.records = adopt(self.records, self._layers, groups)
 
     def give_back(self, layer: int, torch_device: torch.device) -> None:
         """Give a layer's parameters memory of their own again, on `torch_device`."""
@@ -126,7 +242,54 @@ class Slab:
         self._is_page_locked = True
 
     def close(self) -> None:
-        """Unlock the pages. The memory is freed with the last view of it."""
+        """Unlock the pages and stop sharing. The memory is freed with the last view of it."""
         if self._is_page_locked:
             torch.cuda.cudart().cudaHostUnregister(self._block.data_ptr())
             self._is_page_locked = False
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _new_block(num_bytes: int) -> Block:
+    descriptor, reason = _new_file(num_bytes)
+    if descriptor is None:
+        memory = torch.frombuffer(mmap.mmap(-1, max(1, num_bytes)), dtype=torch.uint8)[:num_bytes]
+    else:
+        memory = map_file(descriptor, num_bytes, is_writable=True)
+    return Block(memory=memory, descriptor=descriptor, reason=reason)
+
+
+def _new_file(num_bytes: int) -> tuple[int | None, str]:
+    """Return a new memfd of a size; or None and the reason why there is none."""
+    if not hasattr(os, "memfd_create"):
+        return None, "this system has no memfd_create"
+    try:
+        descriptor = os.memfd_create("sluice-slab")
+    except OSError as error:
+        return None, f"memfd_create: {error.strerror}"
+    try:
+        os.ftruncate(descriptor, max(1, num_bytes))
+    except OSError as error:
+        os.close(descriptor)
+        return None, f"a memfd of {num_bytes / GIB:.2f} GiB: {error.strerror}"
+    return descriptor, ""
+
+
+def _open_block(handle: SlabHandle, *, is_writable: bool) -> Block:
+    path = f"/proc/{handle.pid}/fd/{handle.descriptor}"
+    try:
+        descriptor = os.open(path, os.O_RDWR if is_writable else os.O_RDONLY)
+    except OSError as error:
+        raise OffloadError(
+            f"the slab of process {handle.pid} cannot be opened: {error.strerror} ({path})",
+            limit="ranks that share a slab run on one machine as one user, and while it lives",
+            hint="start all ranks with one `accelerate launch`",
+        ) from error
+    memory = map_file(descriptor, handle.num_bytes, is_writable=is_writable)
+    return Block(memory=memory, descriptor=descriptor, reason="")
+
+
+def _digest(records: Sequence[Record]) -> str:
+    places = [[(f.offset, tuple(f.shape), str(f.dtype)) for f in r.fields] for r in records]
+    return hashlib.sha256(repr(places).encode()).hexdigest()
