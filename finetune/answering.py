@@ -31,17 +31,18 @@ def answer_prompt(run_dir: Path, prompt: str, *, max_new_tokens: int) -> str:
     machine = probe(device=device, seconds=1.0, dtype=recipe.model.dtype)
     num_slots = plan(facts, machine, full_request(recipe, facts)).num_slots
     tokenizer = load_tokenizer(recipe.model.tokenizer_source)
-    base = load_model(
+    loaded = load_model(
         path=recipe.model.path,
         config=recipe.model.config,
         init=recipe.model.init,
         dtype=recipe.model.dtype,
         device=device,
         seed=recipe.train.seed,
+        tier="ram",
     )
-    model = load_adapter(base, run.adapter)
+    model = load_adapter(loaded.model, run.adapter)
     model.eval()
-    engine = offload.attach(model, num_slots=num_slots, device=device)
+    engine = offload.attach(model, num_slots=num_slots, device=device, cargo=loaded.cargo)
     try:
         messages = [Message(role="user", content=prompt)]
         if recipe.data.system:

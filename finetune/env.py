@@ -1,6 +1,8 @@
-"""The only place that reads environment variables."""
+"""The only place that reads or sets environment variables."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from finetune.errors import ConfigError
@@ -33,6 +35,24 @@ def has_proxy() -> bool:
 
 
 def cache_dir() -> Path:
-    """Return where tokens of data sets are kept between runs."""
+    """Return where tokens of data sets and stores of weights are kept between runs."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "sluice"
+
+
+@contextmanager
+def loading_one_by_one() -> Iterator[None]:
+    """Have transformers convert one tensor after the other.
+
+    Its threads would run ahead, and hold a whole model whose dtype is converted in memory.
+    """
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -3,16 +3,23 @@
 import contextlib
 import json
 import socket
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
-from finetune.env import has_proxy, is_offline
+from finetune.env import has_proxy, is_offline, loading_one_by_one
 from finetune.errors import ConfigError, ModelError
 from finetune.shapes import load_shape, shipped_shapes
+from finetune.weights import identity, store_path
+from offload.errors import StoreError
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from offload.engine.store import Cargo, Store
 
 _CONNECT_TIMEOUT_S = 3.0
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -107,6 +114,21 @@ def _hub_config(hub_id: str) -> dict[str, Any]:
 # --------------------------------------------------------------------------------- model, tokenizer
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loaded:
+    """A model on the host.
+
+    Attributes:
+        model: The model; an ordinary one to all who use it.
+        cargo: Where its layers' weights lie; None where each parameter has memory of its own.
+        notes: What the user should be told about it.
+    """
+
+    model: "PreTrainedModel"
+    cargo: "Cargo | None"
+    notes: tuple[str, ...] = ()
+
+
 def load_model(
     *,
     path: str | None,
@@ -115,34 +137,65 @@ def load_model(
     dtype: str,
     device: str,
     seed: int,
-) -> "PreTrainedModel":
+    tier: Literal["ram", "disk"],
+) -> Loaded:
     """Build the model on the host, to be run on `device`.
 
-    A mixture of experts runs on a CPU as a loop over its experts, which is 1.3 to 1.7 times as fast
-    there as grouped products (measured on the quickstart's model, see tests/bench/LOG.md).
+    Published weights go layer by layer to where they will wait: into the slab in memory, or with
+    tier `disk` into a file, which is kept for the next start. A mixture of experts runs on a CPU as
+    a loop over its experts, which is 1.3 to 1.7 times as fast there as grouped products (measured
+    on the quickstart's model, see tests/bench/LOG.md).
 
     Raises:
         ModelError: Weights are missing or do not match the config.
+        TransferError: The disk is full.
+        UnsupportedModelError: The model's layers cannot be streamed.
     """
+    from offload.engine.slab import Slab
+    from offload.engine.stowing import Stowing
+
+    if init == "random":
+        loaded = Loaded(model=_random_model(path, config, dtype, seed), cargo=None)
+    elif tier == "disk":
+        assert path is not None
+        loaded = _load_from_store(path, dtype)
+    else:
+        assert path is not None
+        with Stowing(lambda records, _names: Slab(records)) as stowing:
+            model = _load_published(path, dtype)
+        loaded = Loaded(model=model, cargo=stowing.hold)
+    if device == "cpu":
+        loaded.model.set_experts_implementation("eager")
+    return loaded
+
+
+def _random_model(path: str | None, config: str | None, dtype: str, seed: int) -> "PreTrainedModel":
     import torch
-    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    torch_dtype: torch.dtype = getattr(torch, dtype)
-    if init == "random":
-        fields = read_config(path=path, config=config)
-        model_type = fields.pop("model_type")
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            built: PreTrainedModel = AutoModelForCausalLM.from_config(
-                AutoConfig.for_model(model_type, **fields), dtype=torch_dtype
-            )
-        return _with_experts(built, device)
-    assert path is not None
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch_dtype, output_loading_info=True, ignore_mismatched_sizes=True
+    fields = read_config(path=path, config=config)
+    model_type = fields.pop("model_type")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(model_type, **fields), dtype=getattr(torch, dtype)
         )
+    return model
+
+
+def _load_published(path: str, dtype: str) -> "PreTrainedModel":
+    import torch
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with loading_one_by_one():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path,
+                dtype=getattr(torch, dtype),
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(
             f"model.path: {path} cannot be loaded: {str(error).splitlines()[0]}",
@@ -151,12 +204,70 @@ def load_model(
         ) from error
     model: PreTrainedModel = loaded[0]
     _require_complete(path, loaded[1])
-    return _with_experts(model, device)
+    return model
 
 
-def _with_experts(model: "PreTrainedModel", device: str) -> "PreTrainedModel":
-    if device == "cpu":
-        model.set_experts_implementation("eager")
+def _load_from_store(path: str, dtype: str) -> Loaded:
+    """Build the model around the store of its weights, which is written first if need be."""
+    from offload.engine.store import Store
+    from offload.engine.store_writer import sole_builder
+
+    file = store_path(path, dtype)
+    notes: tuple[str, ...] = ()
+    with sole_builder(file):
+        try:
+            store = Store(file, identity=_identity(path, dtype))
+        except StoreError as error:
+            _build_store(path, dtype, file)
+            store = Store(file, identity=_identity(path, dtype))
+            notes = (f"{error.what}; it was built from {path}",)
+    return Loaded(model=_model_around(store, path, dtype), cargo=store, notes=notes)
+
+
+def _build_store(path: str, dtype: str, file: Path) -> None:
+    from offload.engine.store_writer import StoreWriter
+    from offload.engine.stowing import Stowing
+
+    with Stowing(lambda records, names: StoreWriter(file, records=records, names=names)) as stowing:
+        model = _load_published(path, dtype)
+        writer = stowing.hold
+        assert writer is not None
+        writer.finish(_all_but(model, writer.names), _identity(path, dtype))
+
+
+def _all_but(model: "PreTrainedModel", names: Collection[str]) -> dict[str, "torch.Tensor"]:
+    """Return the model's other parameters and buffers; tied ones once, by their first name."""
+    state = model.state_dict(keep_vars=True)
+    first_names = {id(tensor): name for name, tensor in reversed(state.items())}
+    return {name: state[name].detach() for name in first_names.values() if name not in names}
+
+
+def _identity(path: str, dtype: str) -> dict[str, Any]:
+    config = Path(path, "config.json") if Path(path).is_dir() else cached_file(path, "config.json")
+    return {} if config is None else identity(config.parent, dtype)
+
+
+def _model_around(store: "Store", path: str, dtype: str) -> "PreTrainedModel":
+    """Build a model whose layers' weights are shown by the mapped store."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    config = AutoConfig.from_pretrained(path)
+    with torch.device("meta"):
+        kind = type(AutoModelForCausalLM.from_config(config))
+    loaded: Any = kind.from_pretrained(
+        None,
+        config=config,
+        state_dict=store.tensors(),
+        dtype=getattr(torch, dtype),
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+    )
+    model: PreTrainedModel = loaded[0]
+    _require_complete(str(store.path), loaded[1])
+    model.name_or_path = model.config.name_or_path = path
+    with contextlib.suppress(OSError):  # not every model comes with one
+        model.generation_config = GenerationConfig.from_pretrained(path)
     return model
 
 

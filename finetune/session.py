@@ -36,16 +36,17 @@ class Session:
 
 def build(recipe: Recipe, work: Work) -> Session:
     """Load the model, add the adapter, and put both on the engine."""
-    base = load_model(
+    loaded = load_model(
         path=recipe.model.path,
         config=recipe.model.config,
         init=recipe.model.init,
         dtype=recipe.model.dtype,
         device=work.device.type,
         seed=recipe.train.seed,
+        tier="ram",
     )
     model = adapters.add_lora(
-        base,
+        loaded.model,
         rank=recipe.adapter.rank,
         alpha=recipe.adapter.alpha,
         dropout=recipe.adapter.dropout,
@@ -61,6 +62,7 @@ def build(recipe: Recipe, work: Work) -> Session:
         device=str(work.device),
         stash=recipe.offload.stash,
         head_chunk_tokens=work.plan.request.typical.head_chunk_tokens,
+        cargo=loaded.cargo,
     )
     loop = Loop(
         model=model,

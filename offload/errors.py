@@ -6,6 +6,7 @@ SluiceError                 what is wrong, the limit, and a hint with the exact 
     TransferError           a copy, a page lock or a lane failed
     UnsupportedModelError   a model whose gradients could not be guaranteed
     MachineError            a machine that is not known or cannot be read
+    StoreError              a store file that is absent, damaged, or of other weights
   FinetuneError             raised by the program above it (see finetune/errors.py)
 """
 
@@ -47,3 +48,7 @@ class UnsupportedModelError(OffloadError):
 
 class MachineError(OffloadError):
     """A machine that is not known, or a machine file that cannot be read."""
+
+
+class StoreError(OffloadError):
+    """A store file that is absent, damaged, or of other weights: it has to be built again."""

@@ -9,8 +9,8 @@ same machine can map it too and a model lies in memory once, however many ranks 
 import hashlib
 import mmap
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
@@ -74,33 +74,32 @@ def lay_out(parameters: Sequence[nn.Parameter]) -> Record:
     return Record(fields=tuple(fields), num_bytes=to_pages(offset))
 
 
-def adopt(
-    records: Sequence[Record],
-    layers: Sequence[torch.Tensor],
-    groups: Sequence[Sequence[nn.Parameter]],
-) -> tuple[Record, ...]:
-    """Return the records with those parameters as fields that lie in them already.
+def adopt(memory: torch.Tensor, parameters: Iterable[nn.Parameter]) -> Record:
+    """Return the record of one layer whose parameters lie in its memory already.
 
     They are told by address, so it does not matter what has been wrapped around them since. A
-    parameter that lies elsewhere is in no record; bytes that no parameter lies in stay as they are.
+    parameter that lies elsewhere is not in the record.
 
     Args:
-        records: How the layers were laid out when they were loaded.
-        layers: The memory of each record.
-        groups: The parameters to look for, per layer.
+        memory: The layer's record, uint8.
+        parameters: The layer's parameters.
     """
-    adopted = []
-    for record, memory, group in zip(records, layers, groups, strict=True):
-        places = {memory.data_ptr() + f.offset: f for f in record.fields if f.num_bytes}
-        fields = [
-            replace(field, parameter=parameter)
-            for parameter in group
-            if (field := places.get(parameter.data_ptr())) is not None
-            and (field.shape, field.dtype) == (parameter.shape, parameter.dtype)
-            and parameter.is_contiguous()
-        ]
-        adopted.append(replace(record, fields=tuple(fields)))
-    return tuple(adopted)
+    fields = []
+    for parameter in parameters:
+        num_bytes = parameter.numel() * parameter.element_size()
+        offset = parameter.data_ptr() - memory.data_ptr()
+        is_inside = num_bytes > 0 and 0 <= offset <= memory.numel() - num_bytes
+        if is_inside and parameter.is_contiguous():
+            fields.append(
+                Field(
+                    parameter=parameter,
+                    offset=offset,
+                    num_bytes=num_bytes,
+                    shape=parameter.shape,
+                    dtype=parameter.dtype,
+                )
+            )
+    return Record(fields=tuple(fields), num_bytes=memory.numel())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,6 +147,7 @@ class Slab:
         self.records = tuple(records)
         offsets = [0, *accumulate(record.num_bytes for record in records)]
         self.num_bytes = offsets[-1]
+        self._is_opened = block is not None
         block = _new_block(self.num_bytes) if block is None else block
         self._block, self._descriptor, self.reason = block.memory, block.descriptor, block.reason
         if before_touch is not None:
@@ -202,6 +202,13 @@ class Slab:
         """Return a layer's record, uint8 (record.num_bytes,)."""
         return self._layers[layer]
 
+    def put(self, layer: int, index: int, values: torch.Tensor) -> torch.Tensor:
+        """Copy a field's values in and return its view; a slab of another process is filled."""
+        view = self.records[layer].fields[index].view(self._layers[layer])
+        if not self._is_opened:
+            view.copy_(values)
+        return view
+
     def take(self, layer: int) -> None:
         """Copy a layer's parameters in from where they are and let them alias the record.
 
@@ -210,11 +217,20 @@ class Slab:
         for field in self.records[layer].fields:
             view = field.view(self._layers[layer])
             view.copy_(field.parameter.data)
-            field.parameter.data = view
+        self.alias(layer)
+
+    def alias(self, layer: int) -> None:
+        """Let a layer's parameters alias its record, which is filled already."""
+        for field in self.records[layer].fields:
+            field.parameter.data = field.view(self._layers[layer])
 
     def adopt(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
-        """Make parameters that lie in the block already the fields of its records; see `adopt`."""
-        self.records = adopt(self.records, self._layers, groups)
+        """Make those parameters the fields of the records that lie in them already; see `adopt`.
+
+        Args:
+            groups: The parameters to look for, per layer.
+        """
+        self.records = tuple(map(adopt, self._layers, groups))
 
     def give_back(self, layer: int, torch_device: torch.device) -> None:
         """Give a layer's parameters memory of their own again, on `torch_device`."""

@@ -38,22 +38,23 @@ def batches() -> list[dict[str, torch.Tensor]]:
 
 
 def steps(num_slots: int) -> list[tuple[float, dict[str, torch.Tensor]]]:
-    base = load_model(
+    loaded = load_model(
         path=str(QUICKSTART / "model"),
         config=None,
         init="pretrained",
         dtype="float32",
         device="cpu",
         seed=0,
+        tier="ram",
     )
     model = adapters.add_lora(
-        base, rank=4, alpha=8, dropout=0.0, targets="attention", has_experts=True, seed=0
+        loaded.model, rank=4, alpha=8, dropout=0.0, targets="attention", has_experts=True, seed=0
     ).train()
     trained = adapters.trained(model)
     assert any("experts" in name for name in trained)
     assert any("q_proj" in name for name in trained)
     optimizer = make_optimizer(list(trained.values()), name="adamw", lr=0.01, weight_decay=0.0)
-    engine = offload.attach(model, num_slots=num_slots, device="cpu")
+    engine = offload.attach(model, num_slots=num_slots, device="cpu", cargo=loaded.cargo)
     found, data = [], batches()
     for step in range(NUM_STEPS):
         part = data[step * NUM_MICRO_BATCHES : (step + 1) * NUM_MICRO_BATCHES]

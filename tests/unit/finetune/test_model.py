@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from finetune import model as model_module
 from finetune.errors import ConfigError, ModelError
-from finetune.model import has_weights, load_model, load_tokenizer, read_config
+from finetune.model import Loaded, has_weights, load_model, load_tokenizer, read_config
 
 SHAPE = {
     "hidden_size": 16,
@@ -33,9 +34,9 @@ def model_dir(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def load(path: Path) -> torch.nn.Module:
+def load(path: Path, *, tier: Literal["ram", "disk"] = "ram", dtype: str = "float32") -> Loaded:
     return load_model(
-        path=str(path), config=None, init="pretrained", dtype="float32", device="cpu", seed=0
+        path=str(path), config=None, init="pretrained", dtype=dtype, device="cpu", seed=0, tier=tier
     )
 
 
@@ -69,7 +70,8 @@ def test_random_weights_depend_on_the_seed_alone() -> None:
             dtype="float32",
             device="cpu",
             seed=seed,
-        )
+            tier="ram",
+        ).model
         return next(model.parameters()).detach()
 
     torch.manual_seed(7)

@@ -1,0 +1,282 @@
+"""The layers' weights in a file: what the disk tier reads, and what a second start begins from.
+
+Layout. One page with the magic, the format's version and where the header is; then one record per
+layer, laid out as in the slab; then the record of everything else (embeddings, norm, head,
+buffers); then the header, JSON. Every part is whole pages, so O_DIRECT reads a record straight into
+a slot.
+
+Trust. A file is written under another name, flushed, and renamed when it is whole, so a kill leaves
+none behind; damage comes from disks, copies and other programs. What is checked when:
+
+- at `open`: the first page and the header by checksum, the size of the file to the byte, the
+  identity of the weights it was made from, and, as it is read anyway, the record of everything
+  else by checksum. That takes as long as reading an embedding, whatever the model's size.
+- at the first read of each layer: its record, by a checksum per piece, on the threads that read.
+  The first step's first sweep reads every layer, so a damaged one is found before any update.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.engine.mapping import PAGE_BYTES, aligned_empty, map_file, to_pages
+from offload.engine.reads import PIECE_BYTES, QUEUE_DEPTH, FileReader
+from offload.engine.slab import Record, Slab, adopt
+from offload.errors import StoreError, TransferError
+
+FORMAT = 1
+CHECKED_BYTES = 8 * 2**20
+MAGIC = b"sluice store\n"
+
+Identity = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """One tensor's place in a record."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+    def view(self, record: torch.Tensor) -> torch.Tensor:
+        """Return the tensor inside a flat uint8 record."""
+        flat = record[self.offset : self.offset + self.num_bytes]
+        return flat.view(getattr(torch, self.dtype)).view(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredRecord:
+    """A record's place in the file, its tensors, and a checksum per `CHECKED_BYTES` of it."""
+
+    offset: int
+    num_bytes: int
+    entries: tuple[Entry, ...]
+    checksums: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Header:
+    """What a store holds: which weights, and where."""
+
+    identity: Identity
+    layers: tuple[StoredRecord, ...]
+    rest: StoredRecord
+
+    def encoded(self) -> bytes:
+        """Return the header as it is written, whole pages."""
+        text = json.dumps(asdict(self)).encode()
+        return text.ljust(to_pages(len(text)))
+
+
+def first_page(header_offset: int, header: bytes) -> bytes:
+    """Return the page that a store begins with."""
+    values = json.dumps(
+        {
+            "format": FORMAT,
+            "header_offset": header_offset,
+            "header_bytes": len(header),
+            "header_checksum": zlib.crc32(header),
+        }
+    )
+    line = f"{values} {zlib.crc32(values.encode()):08x}\n".encode()
+    return (MAGIC + line).ljust(PAGE_BYTES, b"\0")
+
+
+def checksums(record: torch.Tensor) -> tuple[int, ...]:
+    """Return the checksum of each `CHECKED_BYTES` of a record."""
+    buffer = record.numpy().data
+    return tuple(
+        zlib.crc32(buffer[start : start + CHECKED_BYTES])
+        for start in range(0, len(buffer), CHECKED_BYTES)
+    )
+
+
+class Store:
+    """An open store. Its layers can be mapped, and read past the page cache.
+
+    Attributes:
+        records: Size of each layer's record, and its parameters once `adopt` was called.
+        mode: How `read_into` reads, `direct` or `buffered`.
+        reason: Why it is not `direct`; empty where it is.
+        num_bytes: Size of the layers' records together.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        identity: Identity,
+        queue_depth: int = QUEUE_DEPTH,
+        piece_bytes: int = PIECE_BYTES,
+    ) -> None:
+        """Open a store and check what can be checked without reading it all.
+
+        Args:
+            path: The file.
+            identity: What the weights were made from; must equal what the file says.
+            queue_depth: Reads in flight.
+            piece_bytes: Size of a read, whole pages.
+
+        Raises:
+            StoreError: The file is absent, damaged, or of other weights.
+        """
+        self.path = path
+        try:
+            self._header = _read_header(path)
+            _require_identity(path, self._header.identity, identity)
+            self._mapped = _map(path)
+            self._reader = FileReader(path, queue_depth=queue_depth, piece_bytes=piece_bytes)
+        except OSError as error:
+            raise unusable(path, str(error.strerror)) from error
+        self.mode, self.reason = self._reader.mode, self._reader.reason
+        self.num_bytes = sum(layer.num_bytes for layer in self._header.layers)
+        self._unchecked = set(range(len(self._header.layers)))
+        self._layers = [self._at(layer) for layer in self._header.layers]
+        self.records: tuple[Record, ...] = tuple(
+            Record(fields=(), num_bytes=layer.num_bytes) for layer in self._header.layers
+        )
+        try:
+            self._rest = self._read_rest()
+        except BaseException:
+            self.close()
+            raise
+
+    def layer(self, layer: int) -> torch.Tensor:
+        """Return a layer's record in the mapped file, uint8; it takes no memory of its own.
+
+        What shows through is not checked; a write to it ends the process.
+        """
+        return self._layers[layer]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return every tensor by name: those of layers mapped, all others in memory."""
+        named = {entry.name: entry.view(self._rest) for entry in self._header.rest.entries}
+        for record, stored in zip(self._layers, self._header.layers, strict=True):
+            named |= {entry.name: entry.view(record) for entry in stored.entries}
+        return named
+
+    def adopt(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
+        """Make those parameters the fields of the records that lie in the mapped file.
+
+        Args:
+            groups: The parameters to look for, per layer; see `slab.adopt`.
+        """
+        self.records = tuple(map(adopt, self._layers, groups))
+
+    def read_into(self, layer: int, target: torch.Tensor) -> None:
+        """Read a layer's record, several pieces at a time, and return when all of it is there.
+
+        The first read of a layer is checked.
+
+        Args:
+            layer: Which.
+            target: uint8 (record.num_bytes,) on the host, page-aligned (`aligned_empty`).
+
+        Raises:
+            TransferError: The disk fails, or the record is not what was written; the file is then
+                removed, so that the next start builds it again.
+        """
+        stored = self._header.layers[layer]
+        self._reader.read_into(stored.offset, target)
+        if layer not in self._unchecked:
+            return
+        if not self._is_whole(stored, target):
+            self.path.unlink(missing_ok=True)
+            raise TransferError(
+                f"layer {layer} in {self.path} is not what was written there",
+                limit="a store is whole when it is written, so the disk or a program changed it",
+                hint="start again: the file was removed and will be built anew",
+            )
+        self._unchecked.discard(layer)
+
+    def close(self) -> None:
+        """Join the reading threads. What is mapped stays for as long as something shows it."""
+        self._reader.close()
+
+    def _read_rest(self) -> torch.Tensor:
+        rest = aligned_empty(self._header.rest.num_bytes)
+        self._reader.read_into(self._header.rest.offset, rest)
+        if not self._is_whole(self._header.rest, rest):
+            raise unusable(self.path, "the weights outside the layers are not what was written")
+        return rest
+
+    def _is_whole(self, stored: StoredRecord, record: torch.Tensor) -> bool:
+        buffer = record.numpy().data
+        found = self._reader.each(
+            lambda start: zlib.crc32(buffer[start : start + CHECKED_BYTES]),
+            range(0, len(buffer), CHECKED_BYTES),
+        )
+        return tuple(found) == stored.checksums
+
+    def _at(self, stored: StoredRecord) -> torch.Tensor:
+        return self._mapped[stored.offset : stored.offset + stored.num_bytes]
+
+
+Cargo = Slab | Store
+"""Where the layers' weights of a loaded model lie: in memory, or in a file."""
+
+
+def unusable(path: Path, why: str) -> StoreError:
+    """Return the error that a store has to be built again, and why."""
+    return StoreError(
+        f"the store {path} cannot be used: {why}",
+        limit="it must be whole and made from the weights that are asked for",
+        hint="it is built again by the next start",
+    )
+
+
+def _read_header(path: Path) -> Header:
+    with path.open("rb") as file:
+        magic, _, line = file.read(PAGE_BYTES).partition(b"\n")
+        values, _, checksum = line.split(b"\n")[0].rpartition(b" ")
+        if magic + b"\n" != MAGIC or f"{zlib.crc32(values):08x}".encode() != checksum:
+            raise unusable(path, "its first page is not that of a store")
+        place = json.loads(values)
+        if place["format"] != FORMAT:
+            raise unusable(path, f"its format is {place['format']}, this version's is {FORMAT}")
+        num_bytes = os.fstat(file.fileno()).st_size
+        whole_bytes = place["header_offset"] + place["header_bytes"]
+        if num_bytes != whole_bytes:
+            raise unusable(path, f"it has {num_bytes:,} bytes of {whole_bytes:,}")
+        file.seek(place["header_offset"])
+        text = file.read(place["header_bytes"])
+    if zlib.crc32(text) != place["header_checksum"]:
+        raise unusable(path, "its header is damaged")
+    fields = json.loads(text)
+    return Header(
+        identity=fields["identity"],
+        layers=tuple(map(_stored_record, fields["layers"])),
+        rest=_stored_record(fields["rest"]),
+    )
+
+
+def _stored_record(fields: Mapping[str, Any]) -> StoredRecord:
+    entries = tuple(Entry(**e | {"shape": tuple(e["shape"])}) for e in fields["entries"])
+    return StoredRecord(
+        **dict(fields) | {"entries": entries, "checksums": tuple(fields["checksums"])}
+    )
+
+
+def _require_identity(path: Path, found: Identity, wanted: Identity) -> None:
+    wanted = json.loads(json.dumps(wanted))
+    differing = sorted(k for k in found.keys() | wanted.keys() if found.get(k) != wanted.get(k))
+    if differing:
+        raise unusable(path, f"it was made from other {' and '.join(differing)}")
+
+
+def _map(path: Path) -> torch.Tensor:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return map_file(descriptor, os.fstat(descriptor).st_size, is_writable=False)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,134 @@
+"""Catches the weights of decoder layers while a model is loaded, tensor by tensor.
+
+Problem. A loader gives every parameter memory of its own, and the engine would then copy the layers
+into its slab: the model lies in memory twice. A loader of our own would have to know what each
+architecture's checkpoint calls its tensors, and how those are fused and tied.
+
+Idea. Leave loading to the model's library and watch torch's own hook on the registration of
+parameters. The model is built without values first, so when the first parameter with values
+arrives, its module tree is complete: the layers are found, laid out, and a hold is made. From then
+on each parameter of a layer is put into the hold as it comes and aliases it from there, and what
+it came in is free at once. What does not fit the layout (another dtype than the module was built
+with) keeps its memory, and is resident later.
+
+    with Stowing(make_hold) as stowing:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    stowing.hold  # a Slab, or the StoreWriter
+
+Cost. Mapped shards are read as pages are touched; beyond the hold it takes what the library needs
+to convert one tensor. That holds if the library converts one tensor after the other.
+"""
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Generic, Protocol, TypeVar, cast
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from offload.engine.layers import LayeredModel
+from offload.engine.slab import Field, Record, lay_out
+
+_Places = dict[tuple[nn.Module, str], tuple[int, int, Field]]
+"""Of each module and attribute: layer, index among its fields, and the field."""
+
+
+class Hold(Protocol):
+    """Where weights are put while they are loaded."""
+
+    def put(self, layer: int, index: int, values: torch.Tensor) -> torch.Tensor:
+        """Take the values of a layer's field and return what its parameter is to alias."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+H = TypeVar("H", bound=Hold)
+
+
+class Stowing(Generic[H]):
+    """Puts the layers' weights of the one model that is loaded in this context into a hold.
+
+    Attributes:
+        hold: None until the first parameter of a layer arrives, and if none does.
+    """
+
+    def __init__(self, make_hold: Callable[[Sequence[Record], Sequence[Sequence[str]]], H]) -> None:
+        """Begin with nothing.
+
+        Args:
+            make_hold: Given each layer's record and the names of its fields, makes the hold.
+        """
+        self.hold: H | None = None
+        self._make_hold = make_hold
+        self._parents: dict[nn.Module, nn.Module] = {}
+        self._places: _Places | None = None
+
+    def __enter__(self) -> "Stowing[H]":
+        self._hooks = (
+            torch_module.register_module_module_registration_hook(self._note),
+            torch_module.register_module_parameter_registration_hook(self._catch),
+        )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._parents.clear()
+        self._places = None
+        if kind is not None and self.hold is not None:
+            self.hold.close()
+
+    def _note(self, parent: nn.Module, _name: str, child: nn.Module | None) -> None:
+        if child is not None:
+            self._parents[child] = parent
+
+    def _catch(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is None or parameter.is_meta:
+            return
+        if self._places is None:
+            self._places = self._plan(module)
+        place = self._places.get((module, name))
+        if place is None:
+            return
+        layer, index, field = place
+        if (field.shape, field.dtype) != (parameter.shape, parameter.dtype):
+            return
+        del self._places[module, name]
+        assert self.hold is not None
+        parameter.data = self.hold.put(layer, index, parameter.data)
+
+    def _plan(self, module: nn.Module) -> _Places:
+        """Lay out the layers of the model that a module belongs to, and make the hold."""
+        while module in self._parents:
+            module = self._parents[module]
+        layers = LayeredModel(module).layers
+        tied = cast("Any", module).all_tied_weights_keys
+        shared = {*tied, *tied.values()}
+        names = {
+            parameter: name for name, parameter in module.named_parameters() if name not in shared
+        }
+        places: _Places = {}
+        records, fields = [], []
+        for number, layer in enumerate(layers):
+            own = {
+                parameter: (owner, attribute)
+                for owner in layer.modules()
+                for attribute, parameter in owner.named_parameters(recurse=False)
+                if parameter in names and parameter.is_floating_point()
+            }
+            record = lay_out(list(own))
+            records.append(record)
+            fields.append([names[parameter] for parameter in own])
+            places |= {
+                own[field.parameter]: (number, index, field)
+                for index, field in enumerate(record.fields)
+            }
+        self.hold = self._make_hold(records, fields)
+        return places
