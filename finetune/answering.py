@@ -38,7 +38,7 @@ def answer_prompt(run_dir: Path, prompt: str, *, max_new_tokens: int) -> str:
         dtype=recipe.model.dtype,
         device=device,
         seed=recipe.train.seed,
-        tier="ram",
+        tier=recipe.offload.load_tier,
     )
     model = load_adapter(loaded.model, run.adapter)
     model.eval()

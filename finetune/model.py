@@ -215,12 +215,17 @@ def _load_from_store(path: str, dtype: str) -> Loaded:
     file = store_path(path, dtype)
     notes: tuple[str, ...] = ()
     with sole_builder(file):
+        is_first = not file.exists()
         try:
             store = Store(file, identity=_identity(path, dtype))
         except StoreError as error:
             _build_store(path, dtype, file)
             store = Store(file, identity=_identity(path, dtype))
-            notes = (f"{error.what}; it was built from {path}",)
+            notes = (
+                f"Wrote the layers of {path} to {file}."
+                if is_first
+                else f"Built the store anew: {error.what}.",
+            )
     return Loaded(model=_model_around(store, path, dtype), cargo=store, notes=notes)
 
 

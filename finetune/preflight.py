@@ -53,11 +53,17 @@ def torch_device_name(offload: OffloadSection) -> str:
 
 
 def require_trainable_cargo(offload: OffloadSection) -> None:
-    """Refuse a codec that the engine cannot decode.
+    """Refuse a codec that the engine cannot decode, and a tier that it cannot read.
 
     Raises:
-        ConfigError: The codec can be planned with, and not yet trained with.
+        ConfigError: The codec or tier is not trained with yet.
     """
+    if offload.tier == "disk":
+        raise ConfigError(
+            "offload.tier: disk cannot be trained from yet",
+            limit="this version's engine reads layers from memory",
+            hint="`offload.tier: ram`",
+        )
     if offload.codec == "nf4":
         raise ConfigError(
             "offload.codec: nf4 can be planned with and not yet trained with",

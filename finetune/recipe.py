@@ -226,8 +226,9 @@ class OffloadSection(Section):
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="What computes; `auto` takes CUDA where there is one."
     )
-    tier: Literal["auto", "ram"] = Field(
-        default="auto", description="Where layers wait that are in no slot; `ram` is host memory."
+    tier: Literal["auto", "ram", "disk"] = Field(
+        default="auto",
+        description="Where layers wait that are in no slot: `ram`, or a file on `disk`.",
     )
     codec: Literal["auto", "native", "nf4"] = Field(
         default="auto",
@@ -245,6 +246,11 @@ class OffloadSection(Section):
         default="auto",
         description="Device memory that the plan may use, in GiB; `auto` takes what is free.",
     )
+
+    @property
+    def load_tier(self) -> Literal["ram", "disk"]:
+        """Where the layers are loaded to."""
+        return "disk" if self.tier == "disk" else "ram"
 
     @property
     def vram_budget_bytes(self) -> int | None:

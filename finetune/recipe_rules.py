@@ -48,6 +48,7 @@ def broken_rules(recipe: "Recipe") -> Iterator[Breach]:
     yield from _broken_train_rules(recipe.train)
     yield from _broken_eval_rules(recipe)
     yield from _broken_step_rules(recipe)
+    yield from _broken_tier_rules(recipe)
 
 
 def _broken_model_rules(model: "ModelSection") -> Iterator[Breach]:
@@ -217,6 +218,18 @@ def _broken_step_rules(recipe: "Recipe") -> Iterator[Breach]:
             limit=f"the recorded step must be one of 1 to {steps}",
             hint=f"`report.profile: {min(3, steps)}`",
             reads=("train.steps",),
+        )
+
+
+def _broken_tier_rules(recipe: "Recipe") -> Iterator[Breach]:
+    """A file of weights is made from published ones."""
+    if recipe.offload.tier == "disk" and recipe.model.init == "random":
+        yield Breach(
+            field="offload.tier",
+            what="offload.tier is disk and model.init is random",
+            limit="the disk tier keeps published weights, and random ones are made in memory",
+            hint="`offload.tier: ram`, or `model.init: pretrained`",
+            reads=("model.init",),
         )
 
 

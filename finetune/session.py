@@ -26,12 +26,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Session:
-    """The model on its engine, and what trains."""
+    """The model on its engine, what trains, and what the user should be told of its loading."""
 
     model: "PeftModel"
     engine: Engine
     loop: Loop
     trained: dict[str, nn.Parameter]
+    notes: tuple[str, ...]
 
 
 def build(recipe: Recipe, work: Work) -> Session:
@@ -43,7 +44,7 @@ def build(recipe: Recipe, work: Work) -> Session:
         dtype=recipe.model.dtype,
         device=work.device.type,
         seed=recipe.train.seed,
-        tier="ram",
+        tier=recipe.offload.load_tier,
     )
     model = adapters.add_lora(
         loaded.model,
@@ -71,7 +72,7 @@ def build(recipe: Recipe, work: Work) -> Session:
         train=recipe.train,
         num_steps=work.order.num_steps,
     )
-    return Session(model=model, engine=engine, loop=loop, trained=trained)
+    return Session(model=model, engine=engine, loop=loop, trained=trained, notes=loaded.notes)
 
 
 def rehearse(work: Work, session: Session, screen: Screen) -> Plan:

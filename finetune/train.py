@@ -64,6 +64,8 @@ def finetune(
     screen.show(plan_report.plan_tables(work.plan))
     session = build(recipe, work)
     try:
+        for note in session.notes:
+            screen.note(note)
         predicted = rehearse(work, session, screen)
         first_step = _start(recipe, run_dir, work, session, is_resume=is_resume)
         screen.note(report.promise(predicted, num_steps=work.order.num_steps - first_step))

@@ -1,5 +1,6 @@
 """Uint8 tensors over mapped memory: page-aligned and of exactly the size that was asked for."""
 
+import ctypes
 import mmap
 import warnings
 
@@ -35,3 +36,14 @@ def map_file(descriptor: int, num_bytes: int, *, is_writable: bool) -> torch.Ten
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch has no read-only tensors, and says so
         return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
+
+
+def trim_heap() -> None:
+    """Give the whole pages of freed memory back to the system; does nothing without glibc.
+
+    malloc keeps freed blocks of up to 32 MiB. Small blocks that live on settle inside of them, the
+    next large one no longer fits, and the heap grows with each tensor that comes and goes.
+    """
+    library = ctypes.CDLL(None)
+    if hasattr(library, "malloc_trim"):
+        library.malloc_trim(0)

@@ -28,6 +28,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from offload.engine.layers import LayeredModel
+from offload.engine.mapping import trim_heap
 from offload.engine.slab import Field, Record, lay_out
 
 _Places = dict[tuple[nn.Module, str], tuple[int, int, Field]]
@@ -62,6 +63,7 @@ class Stowing(Generic[H]):
         """
         self.hold: H | None = None
         self._make_hold = make_hold
+        self._newest = -1
         self._parents: dict[nn.Module, nn.Module] = {}
         self._places: _Places | None = None
 
@@ -82,6 +84,7 @@ class Stowing(Generic[H]):
             hook.remove()
         self._parents.clear()
         self._places = None
+        trim_heap()
         if kind is not None and self.hold is not None:
             self.hold.close()
 
@@ -102,6 +105,9 @@ class Stowing(Generic[H]):
             return
         del self._places[module, name]
         assert self.hold is not None
+        if layer != self._newest:
+            self._newest = layer
+            trim_heap()
         parameter.data = self.hold.put(layer, index, parameter.data)
 
     def _plan(self, module: nn.Module) -> _Places:
