@@ -5,6 +5,7 @@ import json
 import socket
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from offload.engine.store import Cargo, Store
 
 _CONNECT_TIMEOUT_S = 3.0
+_UNSEEN = (
+    "The layers were loaded at once and not one by one (this version of transformers is not known):"
+    " they take their memory twice until training starts."
+)
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 # ------------------------------------------------------------------------------------------ config
@@ -161,9 +166,9 @@ def load_model(
         loaded = _load_from_store(path, dtype)
     else:
         assert path is not None
-        with Stowing(lambda records, _names: Slab(records)) as stowing:
+        with Stowing(lambda records, _: Slab(records), is_loaded=_is_loaded) as stowing:
             model = _load_published(path, dtype)
-        loaded = Loaded(model=model, cargo=stowing.hold)
+        loaded = Loaded(model=model, cargo=stowing.hold, notes=() if stowing.hold else (_UNSEEN,))
     if device == "cpu":
         loaded.model.set_experts_implementation("eager")
     return loaded
@@ -233,11 +238,21 @@ def _build_store(path: str, dtype: str, file: Path) -> None:
     from offload.engine.store_writer import StoreWriter
     from offload.engine.stowing import Stowing
 
-    with Stowing(lambda records, names: StoreWriter(file, records=records, names=names)) as stowing:
+    with Stowing(partial(StoreWriter, file), is_loaded=_is_loaded) as stowing:
         model = _load_published(path, dtype)
         writer = stowing.hold
-        assert writer is not None
+        if writer is None:
+            raise ModelError(
+                f"model.path: {path} was loaded and no weight of its layers was seen",
+                limit="the disk tier writes each as transformers registers it",
+                hint="`offload.tier: ram`, or another version of transformers",
+            )
         writer.finish(_all_but(model, writer.names), _identity(path, dtype))
+
+
+def _is_loaded(parameter: "torch.nn.Parameter") -> bool:
+    """Tell whether a parameter is from the weights; transformers marks those, not to init them."""
+    return bool(getattr(parameter, "_is_hf_initialized", False))
 
 
 def _all_but(model: "PreTrainedModel", names: Collection[str]) -> dict[str, "torch.Tensor"]:

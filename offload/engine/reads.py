@@ -22,6 +22,7 @@ from offload.errors import OffloadError, TransferError
 QUEUE_DEPTH = 8
 PIECE_BYTES = 8 * 2**20
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -78,8 +79,8 @@ class FileReader:
             starts,
         )
 
-    def each(self, work: Callable[[int], T], starts: Iterable[int]) -> list[T]:
-        """Run `work` on the reader's threads and wait for all of it, whatever fails.
+    def each(self, work: Callable[[S], T], items: Iterable[S]) -> list[T]:
+        """Run `work` for each item on the reader's threads; wait for all, whatever fails.
 
         Raises:
             OffloadError: The reader was closed.
@@ -92,7 +93,7 @@ class FileReader:
             )
         futures: list[Future[T]] = []
         try:
-            futures.extend(self._threads.submit(work, start) for start in starts)
+            futures.extend(self._threads.submit(work, item) for item in items)
             return [future.result() for future in futures]
         finally:
             for future in futures:

@@ -11,8 +11,8 @@ none behind; damage comes from disks, copies and other programs. What is checked
 - at `open`: the first page and the header by checksum, the size of the file to the byte, the
   identity of the weights it was made from, and, as it is read anyway, the record of everything
   else by checksum. That takes as long as reading an embedding, whatever the model's size.
-- at the first read of each layer: its record, by a checksum per piece, on the threads that read.
-  The first step's first sweep reads every layer, so a damaged one is found before any update.
+- at the first read of each layer: its tensors, by a checksum each, on the threads that read. The
+  first step's first sweep reads every layer, so a damaged one is found before any update.
 """
 
 import json
@@ -32,7 +32,6 @@ from offload.engine.slab import Record, Slab, adopt
 from offload.errors import StoreError, TransferError
 
 FORMAT = 1
-CHECKED_BYTES = 8 * 2**20
 MAGIC = b"sluice store\n"
 
 Identity = Mapping[str, Any]
@@ -47,21 +46,25 @@ class Entry:
     shape: tuple[int, ...]
     offset: int
     num_bytes: int
+    checksum: int
 
     def view(self, record: torch.Tensor) -> torch.Tensor:
         """Return the tensor inside a flat uint8 record."""
         flat = record[self.offset : self.offset + self.num_bytes]
         return flat.view(getattr(torch, self.dtype)).view(self.shape)
 
+    def is_whole(self, record: memoryview) -> bool:
+        """Tell whether the tensor in a record is what was written."""
+        return zlib.crc32(record[self.offset : self.offset + self.num_bytes]) == self.checksum
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredRecord:
-    """A record's place in the file, its tensors, and a checksum per `CHECKED_BYTES` of it."""
+    """A record's place in the file, and its tensors."""
 
     offset: int
     num_bytes: int
     entries: tuple[Entry, ...]
-    checksums: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,15 +93,6 @@ def first_page(header_offset: int, header: bytes) -> bytes:
     )
     line = f"{values} {zlib.crc32(values.encode()):08x}\n".encode()
     return (MAGIC + line).ljust(PAGE_BYTES, b"\0")
-
-
-def checksums(record: torch.Tensor) -> tuple[int, ...]:
-    """Return the checksum of each `CHECKED_BYTES` of a record."""
-    buffer = record.numpy().data
-    return tuple(
-        zlib.crc32(buffer[start : start + CHECKED_BYTES])
-        for start in range(0, len(buffer), CHECKED_BYTES)
-    )
 
 
 class Store:
@@ -212,11 +206,7 @@ class Store:
 
     def _is_whole(self, stored: StoredRecord, record: torch.Tensor) -> bool:
         buffer = record.numpy().data
-        found = self._reader.each(
-            lambda start: zlib.crc32(buffer[start : start + CHECKED_BYTES]),
-            range(0, len(buffer), CHECKED_BYTES),
-        )
-        return tuple(found) == stored.checksums
+        return all(self._reader.each(lambda entry: entry.is_whole(buffer), stored.entries))
 
     def _at(self, stored: StoredRecord) -> torch.Tensor:
         return self._mapped[stored.offset : stored.offset + stored.num_bytes]
@@ -262,9 +252,7 @@ def _read_header(path: Path) -> Header:
 
 def _stored_record(fields: Mapping[str, Any]) -> StoredRecord:
     entries = tuple(Entry(**e | {"shape": tuple(e["shape"])}) for e in fields["entries"])
-    return StoredRecord(
-        **dict(fields) | {"entries": entries, "checksums": tuple(fields["checksums"])}
-    )
+    return StoredRecord(**dict(fields) | {"entries": entries})
 
 
 def _require_identity(path: Path, found: Identity, wanted: Identity) -> None:

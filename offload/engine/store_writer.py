@@ -1,32 +1,33 @@
-"""Writes a store: layer by layer under another name, then renamed in one step.
+"""Writes a store: tensor by tensor under another name, then renamed in one step.
 
-Only one layer is in memory at a time. The room is reserved before the first layer is converted, so
+Nothing is kept in memory. The room is reserved before the first layer is converted, so
 that a full disk is found at once and not after an hour; whatever fails, no partial file is left.
 """
 
 import errno
 import fcntl
 import os
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 
 import torch
+from torch import nn
 
-from offload.engine.mapping import PAGE_BYTES, aligned_empty
+from offload.engine.mapping import PAGE_BYTES
 from offload.engine.slab import Record, lay_out
 from offload.engine.store import (
     Entry,
     Header,
     Identity,
     StoredRecord,
-    checksums,
     first_page,
 )
-from offload.errors import OffloadError, TransferError
+from offload.errors import TransferError
 from offload.plan.machine import GIB
 
-_UNTOUCHED = float("nan")
 _DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -54,7 +55,7 @@ class StoreWriter:
     """A store in the making; call `finish`, or `close` to leave nothing behind."""
 
     def __init__(
-        self, path: Path, *, records: Sequence[Record], names: Sequence[Sequence[str]]
+        self, path: Path, records: Sequence[Record], names: Sequence[Sequence[str]]
     ) -> None:
         """Create the file and reserve the room for the layers.
 
@@ -69,16 +70,13 @@ class StoreWriter:
         self._path = path
         self._partial = path.with_name(path.name + ".partial")
         self._records, self._names = tuple(records), names
-        self._offset = PAGE_BYTES
-        self._needed_bytes = PAGE_BYTES + sum(record.num_bytes for record in records)
-        self._staged: dict[int, torch.Tensor] = {}
         self._entries: list[list[Entry]] = [[] for _ in records]
-        self._written: dict[int, StoredRecord] = {}
-        self._stand_ins: dict[str, torch.Tensor] = {}
+        sizes = (record.num_bytes for record in records)
+        *self._offsets, self._end = accumulate(sizes, initial=PAGE_BYTES)
         self._descriptor: int | None = None
         with self._named_errors():
             self._descriptor = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-            os.posix_fallocate(self._descriptor, 0, self._needed_bytes)
+            os.posix_fallocate(self._descriptor, 0, self._end)
 
     @property
     def names(self) -> set[str]:
@@ -86,27 +84,20 @@ class StoreWriter:
         return {entry.name for entries in self._entries for entry in entries}
 
     def put(self, layer: int, index: int, values: torch.Tensor) -> torch.Tensor:
-        """Copy a field's values; the layer is written with the last of its fields.
+        """Write a field's values.
 
         Returns:
-            A stand-in of the same shape that takes no memory. Who writes to it, to initialise what
-            the weights lack, is found out by `finish`.
+            A stand-in of the same shape that takes no memory and holds no values.
 
         Raises:
             TransferError: The disk is full, or cannot be written.
         """
-        record = self._records[layer]
-        field = record.fields[index]
-        assert values.is_floating_point()
-        if layer not in self._staged:
-            self._staged[layer] = aligned_empty(record.num_bytes)
-        field.view(self._staged[layer]).copy_(values)
-        name = self._names[layer][index]
-        self._entries[layer].append(_entry(name, values, field.offset))
-        self._stand_ins[name] = torch.full((), _UNTOUCHED, dtype=values.dtype)
-        if len(self._entries[layer]) == len(record.fields):
-            self._flush_layer(layer)
-        return self._stand_ins[name].expand(values.shape)
+        field = self._records[layer].fields[index]
+        entry = self._write_tensor(
+            self._names[layer][index], values, record=self._offsets[layer], offset=field.offset
+        )
+        self._entries[layer].append(entry)
+        return torch.zeros((), dtype=values.dtype).expand(values.shape)
 
     def finish(self, rest: Mapping[str, torch.Tensor], identity: Identity) -> None:
         """Write everything else and the header, flush, and give the store its name.
@@ -117,76 +108,60 @@ class StoreWriter:
 
         Raises:
             TransferError: The disk is full, or cannot be written.
-            OffloadError: A tensor was given other values after it was put.
         """
-        self._require_untouched()
-        for layer in sorted(self._staged):
-            self._flush_layer(layer)
-        for layer in range(len(self._records)):
-            assert layer in self._written, f"nothing of layer {layer} was put"
-        header = Header(
-            identity=identity,
-            layers=tuple(self._written[layer] for layer in range(len(self._records))),
-            rest=self._write_rest(rest),
-        ).encoded()
-        header_offset = self._offset
-        self._append(header)
-        assert self._descriptor is not None
+        stored = [
+            StoredRecord(offset=offset, num_bytes=record.num_bytes, entries=tuple(entries))
+            for offset, record, entries in zip(
+                self._offsets, self._records, self._entries, strict=True
+            )
+        ]
+        stored_rest = self._write_rest(rest)
+        header = Header(identity=identity, layers=tuple(stored), rest=stored_rest).encoded()
+        header_offset = self._end
+        self._end += len(header)
         with self._named_errors():
+            assert self._descriptor is not None
+            self._write(header, header_offset)
             os.fsync(self._descriptor)
             self._write(first_page(header_offset, header), 0)
             os.fsync(self._descriptor)
             self._partial.rename(self._path)
             _flush_names(self._path.parent)
-        os.close(self._descriptor)
+            os.close(self._descriptor)
         self._descriptor = None
 
     def close(self) -> None:
         """Remove what was written, unless it was finished."""
-        self._staged.clear()
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
             self._partial.unlink(missing_ok=True)
 
-    def _require_untouched(self) -> None:
-        for name, stand_in in self._stand_ins.items():
-            if not stand_in.isnan():
-                raise OffloadError(
-                    f"{name} was initialised while loading: the weights lack it",
-                    limit="a store holds published weights and nothing made up",
-                    hint="`offload.tier: ram`, or weights that have every tensor",
-                )
-
-    def _flush_layer(self, layer: int) -> None:
-        self._written[layer] = self._append_record(
-            self._staged.pop(layer), tuple(self._entries[layer])
-        )
-
     def _write_rest(self, rest: Mapping[str, torch.Tensor]) -> StoredRecord:
-        record = lay_out([torch.nn.Parameter(t, requires_grad=False) for t in rest.values()])
-        memory = aligned_empty(record.num_bytes)
-        entries = []
-        for (name, values), field in zip(rest.items(), record.fields, strict=True):
-            field.view(memory).copy_(values)
-            entries.append(_entry(name, values, field.offset))
-        return self._append_record(memory, tuple(entries))
-
-    def _append_record(self, memory: torch.Tensor, entries: tuple[Entry, ...]) -> StoredRecord:
-        offset = self._offset
-        self._append(memory.numpy().data)
-        return StoredRecord(
-            offset=offset,
-            num_bytes=memory.numel(),
-            entries=entries,
-            checksums=checksums(memory),
-        )
-
-    def _append(self, content: bytes | memoryview) -> None:
-        self._needed_bytes = max(self._needed_bytes, self._offset + len(content))
+        record = lay_out([nn.Parameter(t, requires_grad=False) for t in rest.values()])
+        start = self._end
+        self._end += record.num_bytes
         with self._named_errors():
-            self._write(content, self._offset)
-        self._offset += len(content)
+            assert self._descriptor is not None
+            os.posix_fallocate(self._descriptor, 0, self._end)
+        entries = tuple(
+            self._write_tensor(name, values, record=start, offset=field.offset)
+            for (name, values), field in zip(rest.items(), record.fields, strict=True)
+        )
+        return StoredRecord(offset=start, num_bytes=record.num_bytes, entries=entries)
+
+    def _write_tensor(self, name: str, values: torch.Tensor, *, record: int, offset: int) -> Entry:
+        content = values.detach().contiguous().view(-1).view(torch.uint8).numpy().data
+        with self._named_errors():
+            self._write(content, record + offset)
+        return Entry(
+            name=name,
+            dtype=str(values.dtype).removeprefix("torch."),
+            shape=tuple(values.shape),
+            offset=offset,
+            num_bytes=len(content),
+            checksum=zlib.crc32(content),
+        )
 
     def _write(self, content: bytes | memoryview, offset: int) -> None:
         assert self._descriptor is not None
@@ -201,17 +176,7 @@ class StoreWriter:
             yield
         except OSError as error:
             self.close()
-            raise _failed(self._path, error, needed_bytes=self._needed_bytes) from error
-
-
-def _entry(name: str, values: torch.Tensor, offset: int) -> Entry:
-    return Entry(
-        name=name,
-        dtype=str(values.dtype).removeprefix("torch."),
-        shape=tuple(values.shape),
-        offset=offset,
-        num_bytes=values.numel() * values.element_size(),
-    )
+            raise _failed(self._path, error, needed_bytes=self._end) from error
 
 
 def _flush_names(folder: Path) -> None:

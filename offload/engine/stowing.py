@@ -55,13 +55,21 @@ class Stowing(Generic[H]):
         hold: None until the first parameter of a layer arrives, and if none does.
     """
 
-    def __init__(self, make_hold: Callable[[Sequence[Record], Sequence[Sequence[str]]], H]) -> None:
+    def __init__(
+        self,
+        make_hold: Callable[[Sequence[Record], Sequence[Sequence[str]]], H],
+        *,
+        is_loaded: Callable[[nn.Parameter], bool] = lambda _: True,
+    ) -> None:
         """Begin with nothing.
 
         Args:
             make_hold: Given each layer's record and the names of its fields, makes the hold.
+            is_loaded: Whether a parameter has its final values when it is registered. One that has
+                not, because it will be initialised, keeps its memory.
         """
         self.hold: H | None = None
+        self._is_loaded = is_loaded
         self._make_hold = make_hold
         self._newest = -1
         self._parents: dict[nn.Module, nn.Module] = {}
@@ -93,7 +101,7 @@ class Stowing(Generic[H]):
             self._parents[child] = parent
 
     def _catch(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is None or parameter.is_meta:
+        if parameter is None or parameter.is_meta or not self._is_loaded(parameter):
             return
         if self._places is None:
             self._places = self._plan(module)
@@ -127,7 +135,7 @@ class Stowing(Generic[H]):
                 parameter: (owner, attribute)
                 for owner in layer.modules()
                 for attribute, parameter in owner.named_parameters(recurse=False)
-                if parameter in names and parameter.is_floating_point()
+                if parameter in names
             }
             record = lay_out(list(own))
             records.append(record)
