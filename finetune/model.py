@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from offload.engine.store import Cargo, Store
+    from offload.engine.store import Hold, Store
 
 _CONNECT_TIMEOUT_S = 3.0
 _UNSEEN = (
@@ -125,12 +125,12 @@ class Loaded:
 
     Attributes:
         model: The model; an ordinary one to all who use it.
-        cargo: Where its layers' weights lie; None where each parameter has memory of its own.
+        hold: Where its layers' weights lie; None where each parameter has memory of its own.
         notes: What the user should be told about it.
     """
 
     model: "PreTrainedModel"
-    cargo: "Cargo | None"
+    hold: "Hold | None"
     notes: tuple[str, ...] = ()
 
 
@@ -160,7 +160,7 @@ def load_model(
     from offload.engine.stowing import Stowing
 
     if init == "random":
-        loaded = Loaded(model=_random_model(path, config, dtype, seed), cargo=None)
+        loaded = Loaded(model=_random_model(path, config, dtype, seed), hold=None)
     elif tier == "disk":
         assert path is not None
         loaded = _load_from_store(path, dtype)
@@ -168,7 +168,7 @@ def load_model(
         assert path is not None
         with Stowing(lambda records, _: Slab(records), is_loaded=_is_loaded) as stowing:
             model = _load_published(path, dtype)
-        loaded = Loaded(model=model, cargo=stowing.hold, notes=() if stowing.hold else (_UNSEEN,))
+        loaded = Loaded(model=model, hold=stowing.hold, notes=() if stowing.hold else (_UNSEEN,))
     if device == "cpu":
         loaded.model.set_experts_implementation("eager")
     return loaded
@@ -231,7 +231,7 @@ def _load_from_store(path: str, dtype: str) -> Loaded:
                 if is_first
                 else f"Built the store anew: {error.what}.",
             )
-    return Loaded(model=_model_around(store, path, dtype), cargo=store, notes=notes)
+    return Loaded(model=_model_around(store, path, dtype), hold=store, notes=notes)
 
 
 def _build_store(path: str, dtype: str, file: Path) -> None:

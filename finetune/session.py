@@ -63,7 +63,7 @@ def build(recipe: Recipe, work: Work) -> Session:
         device=str(work.device),
         stash=recipe.offload.stash,
         head_chunk_tokens=work.plan.request.typical.head_chunk_tokens,
-        cargo=loaded.cargo,
+        hold=loaded.hold,
     )
     loop = Loop(
         model=model,

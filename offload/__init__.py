@@ -8,6 +8,7 @@
 Importing this package is light: torch is loaded by `attach`.
 """
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from offload.errors import (
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from offload.engine.engine import Engine
+    from offload.engine.store import Hold
 
 __all__ = [
     "DoesNotFitError",
@@ -33,14 +35,18 @@ __all__ = [
 ]
 
 
-def attach(
+def attach(  # noqa: PLR0913 - the door to all of it
     model: "nn.Module",
     *,
     num_slots: int,
+    codec: Literal["native"] = "native",
+    tier: Literal["ram", "disk"] = "ram",
     device: str = "cuda",
     stash: Literal["device", "host"] = "device",
     trained_weights: Literal["device", "host"] = "device",
     head_chunk_tokens: int = 1024,
+    hold: "Hold | None" = None,
+    store_dir: str | None = None,
 ) -> "Engine":
     """Take over a causal language model.
 
@@ -52,30 +58,36 @@ def attach(
         model: A Hugging Face causal language model on the host, or a peft model around one.
         num_slots: Layers that are on the device at a time, at least 2. As many as there are
             layers means resident.
+        codec: How layers are kept while they wait: "native" is the dtype that they have.
+        tier: Where they wait: in host memory, or in a file.
         device: Where to compute, "cuda", "cuda:1" or "cpu".
-        stash: Where the inputs of layers wait for the backward: "host" takes device memory for a
-            few of them only, and the link's other direction for the rest.
+        stash: Where the inputs of layers wait for the backward: on the device, or most on the host.
         trained_weights: Where weights of the layers live that train: on the device beside the
-            slots, or on the host, streamed like the frozen ones. Then their gradients arrive on
-            the host too: give `engine.trained_parameters` to the optimizer.
+            slots, or on the host, streamed; then `engine.trained_parameters` go to the optimizer.
         head_chunk_tokens: Tokens whose logits exist at a time.
+        hold: Where the layers were loaded to (`offload.engine.stowing`); None copies them.
+        store_dir: With tier "disk" and no hold: a directory for a file as large as the layers.
 
     Raises:
         UnsupportedModelError: The gradients could not be guaranteed to be right.
-        TransferError: Host memory cannot be page-locked.
+        TransferError: Memory cannot be page-locked, or the store not be written.
+        OffloadError: Settings that do not go together.
     """
     import torch
 
     from offload.engine.engine import Engine, EngineOptions
-    from offload.engine.streams import open_device
 
     return Engine(
         model,
-        device=open_device(torch.device(device), is_staged=False),
+        device=torch.device(device),
         options=EngineOptions(
             num_slots=num_slots,
+            codec=codec,
+            tier=tier,
+            store_dir=None if store_dir is None else Path(store_dir),
             stash=stash,
             trained_weights=trained_weights,
             head_chunk_tokens=head_chunk_tokens,
         ),
+        hold=hold,
     )

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -10,20 +11,20 @@ from torch import nn
 
 from offload.engine import placement
 from offload.engine.batch import Batch, LabelledBatch, to_device, with_labels
-from offload.engine.cargo import SlabCargo
 from offload.engine.executor import Executor
-from offload.engine.host_blocks import HostBlocks
+from offload.engine.host_side import HostSide, Tier
 from offload.engine.layers import LayeredModel
+from offload.engine.mapping import aligned_empty
 from offload.engine.masters import Masters
 from offload.engine.results import ForwardResult, StepResult
-from offload.engine.slab import Record, Slab, lay_out
+from offload.engine.slab import Record
 from offload.engine.slots import Slots
 from offload.engine.stash import Stash
-from offload.engine.streams import Device
+from offload.engine.store import Hold
+from offload.engine.streams import Device, open_device
 from offload.errors import OffloadError
 from offload.plan.schedule import (
     MIN_SLOTS,
-    PIECE_BYTES,
     Freight,
     Order,
     Ring,
@@ -39,6 +40,9 @@ class EngineOptions:
     """How a model is attached; see `offload.attach`."""
 
     num_slots: int
+    codec: Literal["native"]
+    tier: Tier
+    store_dir: Path | None
     stash: Literal["device", "host"]
     trained_weights: Literal["device", "host"]
     head_chunk_tokens: int
@@ -47,36 +51,63 @@ class EngineOptions:
 class Engine:
     """A model whose decoder layers are streamed through C slots. See `offload.attach`."""
 
-    def __init__(self, model: nn.Module, *, device: Device, options: EngineOptions) -> None:
-        """Move the weights of the layers into the slab and bind them to the slots."""
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        device: torch.device | Device,
+        options: EngineOptions,
+        hold: Hold | None = None,
+    ) -> None:
+        """Bring the layers to where they will wait, and bind them to the slots.
+
+        Args:
+            model: On the host.
+            device: Where to compute, or the lanes of such a device.
+            options: How.
+            hold: Where the layers were loaded to; None if each parameter has its own memory.
+        """
         _require_enough(options.num_slots)
-        self._device = device
+        _require_codec(options.codec)
+        torch_device = device if isinstance(device, torch.device) else device.torch_device
         self._model = model
         self._layered = LayeredModel(model)
         self._options = options
         self._home = placement.only_device(model)
-        self._blocks = HostBlocks(is_locked=device.torch_device.type == "cuda")
-        self._checkpointing = placement.switch_off_checkpointing(model)
         self._trains_front = placement.trains_front(self._layered)
         groups = placement.streamed_parameters(
             self._layered, are_trained_streamed=options.trained_weights == "host"
         )
-        records = [lay_out(group) for group in groups]
-        self._slab = Slab(records)
+        self._host = HostSide(
+            groups,
+            hold=hold,
+            tier=options.tier,
+            store_dir=options.store_dir,
+            torch_device=torch_device,
+        )
+        if isinstance(device, torch.device):
+            device = open_device(
+                device,
+                is_staged=bool(self._host.staging),
+                prepare_thread=self._host.prepare_thread,
+            )
+        self._device = device
+        self._checkpointing = placement.switch_off_checkpointing(model)
         self._is_attached = True
         try:
-            self._executor = self._move(records)
+            self._executor = self._bind(self._host.records)
         except BaseException:
             with suppress(OffloadError):
                 self.detach()
             raise
-        self.layer_bytes = tuple(record.num_bytes for record in records)
-        self.slab_bytes = self._slab.num_bytes
+        self.notes = self._host.notes
+        self.layer_bytes = tuple(record.num_bytes for record in self._host.records)
+        self.slab_bytes, self.pinned_bytes = self._host.slab_bytes, self._host.pinned_bytes
         self._freight = Freight(
             layer_bytes=self.layer_bytes,
             gradient_bytes=self._masters.gradient_bytes,
-            piece_bytes=PIECE_BYTES,
-            num_staging=0,
+            piece_bytes=self._host.piece_bytes,
+            num_staging=len(self._host.staging),
         )
 
     @property
@@ -123,7 +154,7 @@ class Engine:
         if dropout_seed is None:
             dropout_seed = int(torch.randint(2**31, ()).item())
         schedule = self._schedule(labelled, order)
-        with self._consistent(schedule.ring_after):
+        with self._consistent(schedule.ring_after), self._host.nearby():
             state, events = self._executor.train(
                 schedule,
                 labelled,
@@ -157,7 +188,7 @@ class Engine:
         inputs = to_device({k: v for k, v in batch.items() if k != "labels"}, torch_device)
         if positions is not None:
             positions = positions.to(torch_device)
-        with self._consistent(schedule.ring_after):
+        with self._consistent(schedule.ring_after), self._host.nearby():
             state, _ = self._executor.evaluate(schedule, [inputs], labels, positions)
             self._device.finish()
         return ForwardResult(
@@ -179,8 +210,7 @@ class Engine:
         if self._is_attached:
             self._is_attached = False
             self._device.close()
-            self._blocks.close()
-            self._slab.close()
+            self._host.close()
 
     def detach(self) -> None:
         """Give the layers' parameters memory of their own, where the model came from.
@@ -189,42 +219,39 @@ class Engine:
         """
         if not self._is_attached:
             return
+        self._device.close()
+        self._host.give_back(self._home)
         self.close()
-        for layer in range(len(self._slab.records)):
-            self._slab.give_back(layer, self._home)
         self._model.to(self._home)
         for module in self._checkpointing:
             placement.set_checkpointing(module, is_on=True)
 
-    def _move(self, records: Sequence[Record]) -> Executor:
-        """Fill the slab, take the slots, and bind the layers to them."""
+    def _bind(self, records: Sequence[Record]) -> Executor:
+        """Take the slots, and bind the layers to them; move what is in none to the device."""
         torch_device = self._device.torch_device
-        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        for layer in range(len(records)):
-            self._slab.take(layer)
-        if torch_device.type == "cuda":
-            self._slab.page_lock()
+        blocks = self._host.blocks
+        trains_on_host = self._options.trained_weights == "host"
         self._masters = Masters(
             records,
-            [self._slab.layer(layer) for layer in range(len(records))],
-            names=names,
-            allocate_host=self._blocks.allocate,
+            self._host.layers if trains_on_host else (),
+            names={id(parameter): name for name, parameter in self._model.named_parameters()},
+            allocate_host=blocks.allocate,
             allocate_device=self._allocate_device,
         )
-        self._stash = Stash(allocate_host=self._blocks.allocate, torch_device=torch_device)
+        self._stash = Stash(allocate_host=blocks.allocate, torch_device=torch_device)
         placement.move_the_rest(self._model, records, torch_device)
         num_slots = min(self._options.num_slots, len(records))
         slots = Slots(
             records,
             num_slots=num_slots,
             allocate_device=self._allocate_device,
-            staging=(),
+            staging=self._host.staging,
         )
         self._ring: Ring = cold_ring(num_slots)
         self.slot_bytes = slots.num_bytes
         return Executor(
             model=self._layered,
-            cargo=SlabCargo(self._slab),
+            cargo=self._host.cargo,
             slots=slots,
             stash=self._stash,
             masters=self._masters,
@@ -233,7 +260,10 @@ class Engine:
         )
 
     def _allocate_device(self, num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device.torch_device)
+        torch_device = self._device.torch_device
+        if torch_device.type == "cpu":
+            return aligned_empty(num_bytes)  # a disk is read straight into it
+        return torch.empty(num_bytes, dtype=torch.uint8, device=torch_device)
 
     def _schedule(self, batches: Sequence[LabelledBatch], order: Order) -> Schedule:
         """List the ops of a step over the ring as it stands, and make room for what they stash."""
@@ -297,6 +327,15 @@ def _require_enough(num_slots: int) -> None:
             f"num_slots is {num_slots}",
             limit=f"a layer computes in one slot while the next arrives: at least {MIN_SLOTS}",
             hint=f"`num_slots={MIN_SLOTS}`",
+        )
+
+
+def _require_codec(codec: str) -> None:
+    if codec != "native":
+        raise OffloadError(
+            f"codec is {codec!r}",
+            limit="this version moves layers in the dtype that they have",
+            hint='`codec="native"`',
         )
 
 

@@ -1,9 +1,10 @@
-"""Blocks of host memory that the link can copy to and from."""
-
-import mmap
+"""Blocks of host memory that the link copies to and from."""
 
 import torch
 
+from offload.engine.mapping import aligned_empty
+from offload.engine.pagelock import Locker
+from offload.engine.slab import BeforeTouch
 from offload.errors import TransferError
 from offload.plan.machine import GIB
 
@@ -11,14 +12,16 @@ from offload.plan.machine import GIB
 class HostBlocks:
     """Page-aligned memory at its exact size, page-locked for a GPU."""
 
-    def __init__(self, *, is_locked: bool) -> None:
+    def __init__(self, *, locker: Locker | None, before_touch: BeforeTouch) -> None:
         """Take nothing yet.
 
         Args:
-            is_locked: Whether blocks are registered with CUDA.
+            locker: What page-locks; None where no device needs it.
+            before_touch: Called with address and size of each block, before its first use.
         """
-        self._is_locked = is_locked
-        self._blocks: list[torch.Tensor] = []
+        self._locker = locker
+        self._before_touch = before_touch
+        self._addresses: list[int] = []
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Return a new block, uint8.
@@ -26,21 +29,25 @@ class HostBlocks:
         Raises:
             TransferError: The system does not let it be page-locked.
         """
-        memory = mmap.mmap(-1, max(1, num_bytes))
-        block = torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
-        if self._is_locked and num_bytes:
-            status = int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), num_bytes, 0))
-            if status != 0:
+        block = aligned_empty(num_bytes)
+        if not num_bytes:
+            return block
+        self._before_touch(block.data_ptr(), num_bytes)
+        if self._locker is not None:
+            refusal = self._locker.register(block.data_ptr(), num_bytes)
+            if refusal is not None:
                 raise TransferError(
-                    f"page-locking {num_bytes / GIB:.2f} GiB of host memory failed"
-                    f" (CUDA error {status})",
-                    limit="what the link copies to must be page-locked",
-                    hint="raise the limit (`ulimit -l unlimited`; on WSL2 it is 1 to 2 GiB)",
+                    f"page-locking {num_bytes / GIB:.2f} GiB of host memory failed: {refusal}",
+                    limit="what the device copies to must be page-locked",
+                    hint="raise the limit (`ulimit -l unlimited`; on WSL2 Windows sets it), or keep"
+                    ' layer inputs on the device: `stash="device"`',
                 )
-            self._blocks.append(block)
+            self._addresses.append(block.data_ptr())
         return block
 
     def close(self) -> None:
         """Unlock all blocks. Their memory is freed with the last view of it."""
-        while self._blocks:
-            torch.cuda.cudart().cudaHostUnregister(self._blocks.pop().data_ptr())
+        while self._addresses:
+            address = self._addresses.pop()
+            if self._locker is not None:
+                self._locker.unregister(address)

@@ -35,13 +35,13 @@ class Masters:
 
         Args:
             records: One per layer.
-            layers: The layers' records in host memory, uint8.
+            layers: The layers' records in host memory, uint8; none if no streamed weight trains.
             names: id of a parameter -> its name in the model.
             allocate_host: Returns uint8 host memory that the link can copy to.
             allocate_device: Returns uint8 memory on the compute device.
         """
         self.parameters: dict[str, nn.Parameter] = {}
-        for record, layer in zip(records, layers, strict=True):
+        for record, layer in zip(records, layers, strict=False):
             for field in record.fields:
                 if field.parameter.requires_grad:
                     master = nn.Parameter(field.view(layer))

@@ -96,6 +96,13 @@ class PageLock:
                 )
 
 
+_NOT_NEEDED = PageLock(
+    mode=LockMode.NOT_NEEDED,
+    num_bytes=0,
+    reason="host memory is not page-locked: the CPU computes",
+)
+
+
 def page_lock(
     address: int, num_bytes: int, largest_record_bytes: int, locker: Locker | None
 ) -> PageLock:
@@ -111,11 +118,7 @@ def page_lock(
         locker: From `open_locker`; None where no device needs locked memory.
     """
     if locker is None:
-        return PageLock(
-            mode=LockMode.NOT_NEEDED,
-            num_bytes=0,
-            reason="host memory is not page-locked: the CPU computes",
-        )
+        return _NOT_NEEDED
     piece_bytes = _whole_pages(min(largest_record_bytes, PIECE_BYTES))
     ring_bytes = NUM_STAGING_BUFFERS * piece_bytes
     worked_bytes, refusal = largest_lockable(num_bytes, ring_bytes, locker)
@@ -161,6 +164,19 @@ def _rungs(num_bytes: int, least_bytes: int) -> Iterator[int]:
         size //= 2
     if least_bytes < num_bytes:
         yield least_bytes
+
+
+def lock_ring(largest_record_bytes: int, why: str, locker: Locker | None) -> PageLock:
+    """Page-lock a ring of buffers alone, for layers that lie on disk.
+
+    Args:
+        largest_record_bytes: The largest layer.
+        why: What is to be told of it.
+        locker: From `open_locker`; None where no device needs locked memory.
+    """
+    if locker is None:
+        return _NOT_NEEDED
+    return _stage(_whole_pages(min(largest_record_bytes, PIECE_BYTES)), why, locker)
 
 
 def _stage(piece_bytes: int, why: str, locker: Locker) -> PageLock:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from offload.engine.mapping import map_file, to_pages
-from offload.errors import OffloadError, TransferError
+from offload.errors import OffloadError
 from offload.plan.machine import GIB
 
 _ALIGN_BYTES = 256
@@ -127,6 +127,7 @@ class Slab:
     Attributes:
         records: The layers' layouts.
         num_bytes: Size of the block.
+        descriptor: The file behind it, until `close`; None where there is none.
         reason: Why other processes cannot map it; empty where they can.
     """
 
@@ -149,12 +150,11 @@ class Slab:
         self.num_bytes = offsets[-1]
         self._is_opened = block is not None
         block = _new_block(self.num_bytes) if block is None else block
-        self._block, self._descriptor, self.reason = block.memory, block.descriptor, block.reason
+        self._block, self.descriptor, self.reason = block.memory, block.descriptor, block.reason
         if before_touch is not None:
             before_touch(self._block.data_ptr(), self.num_bytes)
         self._layers = [self._block[start:end] for start, end in pairwise(offsets)]
         self._layout = _digest(records)
-        self._is_page_locked = False
 
     @classmethod
     def open(
@@ -185,7 +185,7 @@ class Slab:
         Raises:
             OffloadError: The block cannot be shared, or was closed.
         """
-        if self._descriptor is None:
+        if self.descriptor is None:
             raise OffloadError(
                 f"the slab cannot be shared: {self.reason or 'it was closed'}",
                 limit="other processes reach it as an open memfd",
@@ -193,7 +193,7 @@ class Slab:
             )
         return SlabHandle(
             pid=os.getpid(),
-            descriptor=self._descriptor,
+            descriptor=self.descriptor,
             num_bytes=self.num_bytes,
             layout=self._layout,
         )
@@ -238,33 +238,11 @@ class Slab:
             view = field.view(self._layers[layer])
             field.parameter.data = view.clone().to(torch_device)
 
-    def page_lock(self) -> None:
-        """Register the filled block with CUDA, so that copies from it are asynchronous.
-
-        Raises:
-            TransferError: The system does not allow it.
-        """
-        status = int(
-            torch.cuda.cudart().cudaHostRegister(self._block.data_ptr(), self.num_bytes, 0)
-        )
-        if status != 0:
-            raise TransferError(
-                f"page-locking {self.num_bytes / GIB:.2f} GiB of host memory failed"
-                f" (CUDA error {status})",
-                limit="the system allows less page-locked memory than the model's layers need",
-                hint="raise the limit (`ulimit -l unlimited`; on WSL2 it is 1 to 2 GiB),"
-                " or train a smaller model",
-            )
-        self._is_page_locked = True
-
     def close(self) -> None:
-        """Unlock the pages and stop sharing. The memory is freed with the last view of it."""
-        if self._is_page_locked:
-            torch.cuda.cudart().cudaHostUnregister(self._block.data_ptr())
-            self._is_page_locked = False
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        """Stop sharing. The memory is freed with the last view of it."""
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
 
 
 def _new_block(num_bytes: int) -> Block:

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.engine.cargo import Copy
 from offload.engine.mapping import PAGE_BYTES, aligned_empty, map_file, to_pages
 from offload.engine.reads import PIECE_BYTES, QUEUE_DEPTH, FileReader
 from offload.engine.slab import Record, Slab, adopt
@@ -135,6 +136,7 @@ class Store:
         self.mode, self.reason = self._reader.mode, self._reader.reason
         self.num_bytes = sum(layer.num_bytes for layer in self._header.layers)
         self._unchecked = set(range(len(self._header.layers)))
+        self._sums: dict[int, dict[str, int]] = {}
         self._layers = [self._at(layer) for layer in self._header.layers]
         self.records: tuple[Record, ...] = tuple(
             Record(fields=(), num_bytes=layer.num_bytes) for layer in self._header.layers
@@ -167,24 +169,58 @@ class Store:
         """
         self.records = tuple(map(adopt, self._layers, groups))
 
-    def read_into(self, layer: int, target: torch.Tensor) -> None:
-        """Read a layer's record, several pieces at a time, and return when all of it is there.
+    def layer_tensors(self, layer: int) -> list[torch.Tensor]:
+        """Return a layer's tensors, mapped, in the order that they were written in."""
+        return [entry.view(self._layers[layer]) for entry in self._header.layers[layer].entries]
 
-        The first read of a layer is checked.
+    def deliver(self, layer: int, offset: int, target: torch.Tensor, copy: Copy) -> None:
+        """Read a piece of a layer's record, in several reads at a time; `copy` is not used.
+
+        The first time that a layer is read, from its start to its end, it is checked.
 
         Args:
             layer: Which.
-            target: uint8 (record.num_bytes,) on the host, page-aligned (`aligned_empty`).
+            offset: Where in the record the piece starts, whole pages.
+            target: uint8 on the host, page-aligned (`aligned_empty`), whole pages.
+            copy: How a layer in memory would be copied.
 
         Raises:
             TransferError: The disk fails, or the record is not what was written; the file is then
                 removed, so that the next start builds it again.
         """
-        stored = self._header.layers[layer]
-        self._reader.read_into(stored.offset, target)
-        if layer not in self._unchecked:
+        self._reader.read_into(self._header.layers[layer].offset + offset, target)
+        if layer in self._unchecked:
+            self._check(layer, offset, target)
+
+    def read_into(self, layer: int, target: torch.Tensor) -> None:
+        """Read a layer's whole record; as `deliver`."""
+        self.deliver(layer, 0, target, _no_copy)
+
+    def close(self) -> None:
+        """Join the reading threads. What is mapped stays for as long as something shows it."""
+        self._reader.close()
+
+    def _check(self, layer: int, offset: int, piece: torch.Tensor) -> None:
+        """Carry the checksums of a layer's tensors on over a piece; compare them behind the last.
+
+        Raises:
+            TransferError: The record is not what was written.
+        """
+        stored, end = self._header.layers[layer], offset + piece.numel()
+        if offset == 0:
+            self._sums[layer] = {entry.name: 0 for entry in stored.entries}
+        sums, buffer = self._sums[layer], piece.numpy().data
+
+        def add(entry: Entry) -> None:
+            first = max(entry.offset, offset) - offset
+            behind = min(entry.offset + entry.num_bytes, end) - offset
+            if first < behind:
+                sums[entry.name] = zlib.crc32(buffer[first:behind], sums[entry.name])
+
+        self._reader.each(add, stored.entries)
+        if end < stored.num_bytes:
             return
-        if not self._is_whole(stored, target):
+        if any(sums[entry.name] != entry.checksum for entry in stored.entries):
             self.path.unlink(missing_ok=True)
             raise TransferError(
                 f"layer {layer} in {self.path} is not what was written there",
@@ -192,10 +228,7 @@ class Store:
                 hint="start again: the file was removed and will be built anew",
             )
         self._unchecked.discard(layer)
-
-    def close(self) -> None:
-        """Join the reading threads. What is mapped stays for as long as something shows it."""
-        self._reader.close()
+        del self._sums[layer]
 
     def _read_rest(self) -> torch.Tensor:
         rest = aligned_empty(self._header.rest.num_bytes)
@@ -212,8 +245,12 @@ class Store:
         return self._mapped[stored.offset : stored.offset + stored.num_bytes]
 
 
-Cargo = Slab | Store
+Hold = Slab | Store
 """Where the layers' weights of a loaded model lie: in memory, or in a file."""
+
+
+def _no_copy(_target: torch.Tensor, _source: torch.Tensor) -> None:
+    """Stand in where a file is read and nothing copied."""
 
 
 def unusable(path: Path, why: str) -> StoreError:

@@ -163,7 +163,13 @@ class Bench:
 
     def _attach(self, num_slots: int, device: Device) -> Engine:
         options = EngineOptions(
-            num_slots=num_slots, stash="device", trained_weights="device", head_chunk_tokens=1024
+            codec="native",
+            tier="ram",
+            store_dir=None,
+            num_slots=num_slots,
+            stash="device",
+            trained_weights="device",
+            head_chunk_tokens=1024,
         )
         return Engine(self._model(), device=device, options=options)
 

@@ -12,13 +12,22 @@ from torch import nn
 
 import offload
 from offload.engine.engine import Engine, EngineOptions
+from offload.engine.mapping import aligned_empty
 from offload.plan.op import Lane
 from tests.doubles import HookedDevice
 from tests.parity.test_streamed_step import assert_equal, gradients, micro_batches, streamed, tiny
 
 pytestmark = pytest.mark.timeout(60)
 
-OPTIONS = EngineOptions(num_slots=2, stash="host", trained_weights="device", head_chunk_tokens=7)
+OPTIONS = EngineOptions(
+    codec="native",
+    tier="ram",
+    store_dir=None,
+    num_slots=2,
+    stash="host",
+    trained_weights="device",
+    head_chunk_tokens=7,
+)
 
 
 class Fault:
@@ -101,14 +110,13 @@ def test_an_attachment_that_fails_half_way_gives_the_model_back(
     model = tiny("qwen3")
     before = copy.deepcopy(dict(model.named_parameters()))
     num_threads = threading.active_count()
-    real_empty = torch.empty
 
-    def empty(*sizes: int, **settings: object) -> torch.Tensor:
-        if settings.get("dtype") is torch.uint8 and sizes[0] > 10_000:
+    def empty(num_bytes: int) -> torch.Tensor:
+        if num_bytes > 10_000:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return real_empty(*sizes, **settings)  # type: ignore[call-overload]
+        return aligned_empty(num_bytes)
 
-    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr("offload.engine.engine.aligned_empty", empty)
     with pytest.raises(torch.OutOfMemoryError):
         offload.attach(model, num_slots=2, device="cpu")
     monkeypatch.undo()

@@ -140,7 +140,7 @@ def test_gradients_of_trained_layers_leave_the_device_once_whatever_the_micro_ba
     engine = offload.attach(model, num_slots=2, device="cpu", trained_weights="host")
     for num in (1, 3):
         result = engine.forward_backward(micro_batches(num))
-        assert layer_bytes <= result.d2h_bytes < 1.1 * layer_bytes  # aligned to 256 bytes
+        assert 0 <= result.d2h_bytes - layer_bytes <= NUM_LAYERS * 4096  # whole pages
         for parameter in engine.trained_parameters.values():
             parameter.grad = None
     engine.detach()

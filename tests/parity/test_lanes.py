@@ -54,6 +54,9 @@ def run(
     if setting.trained_weights == "host":
         model.requires_grad_(True)
     options = EngineOptions(
+        codec="native",
+        tier="ram",
+        store_dir=None,
         num_slots=num_slots,
         stash=setting.stash,
         trained_weights=setting.trained_weights,
@@ -137,6 +140,9 @@ def waits_of(setting: Setting) -> list[tuple[int, int]]:
     """Return (op, op that it waits for) of the step that `run` runs."""
     model = tiny("qwen3")
     options = EngineOptions(
+        codec="native",
+        tier="ram",
+        store_dir=None,
         num_slots=NUM_SLOTS,
         stash=setting.stash,
         trained_weights=setting.trained_weights,

@@ -54,7 +54,7 @@ def steps(num_slots: int) -> list[tuple[float, dict[str, torch.Tensor]]]:
     assert any("experts" in name for name in trained)
     assert any("q_proj" in name for name in trained)
     optimizer = make_optimizer(list(trained.values()), name="adamw", lr=0.01, weight_decay=0.0)
-    engine = offload.attach(model, num_slots=num_slots, device="cpu", cargo=loaded.cargo)
+    engine = offload.attach(model, num_slots=num_slots, device="cpu", hold=loaded.hold)
     found, data = [], batches()
     for step in range(NUM_STEPS):
         part = data[step * NUM_MICRO_BATCHES : (step + 1) * NUM_MICRO_BATCHES]

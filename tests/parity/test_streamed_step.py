@@ -32,7 +32,15 @@ from offload.plan.op import Lane
 from offload.plan.schedule import Order
 from tests.doubles import HookedDevice
 
-OPTIONS = EngineOptions(num_slots=2, stash="device", trained_weights="device", head_chunk_tokens=7)
+OPTIONS = EngineOptions(
+    codec="native",
+    tier="ram",
+    store_dir=None,
+    num_slots=2,
+    stash="device",
+    trained_weights="device",
+    head_chunk_tokens=7,
+)
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 32,

@@ -1,0 +1,200 @@
+"""The host's half of an attached model: where its layers wait, and how they leave for the device.
+
+Three things are settled here, once, and each is told in a note:
+
+- where the layers lie: in the slab, or in a store on disk;
+- how they leave: straight from page-locked memory, through a ring of page-locked buffers that a
+  thread fills, or as the driver can (see `pagelock`);
+- near which NUMA node that memory and the threads are (see `numa`).
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Literal
+
+import torch
+from torch import nn
+
+from offload.engine import numa, pagelock
+from offload.engine.cargo import Cargo, SlabCargo
+from offload.engine.host_blocks import HostBlocks
+from offload.engine.mapping import aligned_empty
+from offload.engine.mempolicy import bind_memory
+from offload.engine.slab import Record, Slab, lay_out
+from offload.engine.store import Store
+from offload.engine.store_writer import StoreWriter
+from offload.errors import OffloadError
+from offload.plan.schedule import PIECE_BYTES
+
+Tier = Literal["ram", "disk"]
+
+
+class HostSide:
+    """The layers' weights on the host, and the memory that they pass through.
+
+    Attributes:
+        records: Layout of each layer.
+        cargo: The engine's way to them.
+        staging: Buffers that loads pass on their way; none where the link reads the cargo itself.
+        blocks: Other host memory that the link uses.
+        slab_bytes: Host memory that holds layers; 0 where a store does.
+        pinned_bytes: What of it is page-locked, with the staging buffers.
+        notes: What was settled and why, for the user.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[nn.Parameter]],
+        *,
+        hold: Slab | Store | None,
+        tier: Tier,
+        store_dir: Path | None,
+        torch_device: torch.device,
+    ) -> None:
+        """Bring the layers to where they will wait, and page-lock.
+
+        Args:
+            groups: The parameters to stream, per layer.
+            hold: Where they lie already; None if each has memory of its own.
+            tier: Where they are to wait.
+            store_dir: Where a store is written if they are to wait on disk and lie in memory; it
+                is removed in the end.
+            torch_device: Where layers compute.
+
+        Raises:
+            OffloadError: The disk tier without a place for its store.
+            TransferError: The store cannot be written.
+        """
+        self._place = numa.place_near(torch_device)
+        self._given = hold
+        self._store_dir = store_dir
+        with numa.thread_on(self._place.cpus):
+            self._hold = self._settled(groups, hold, tier)
+            self._lock = self._page_lock(torch_device)
+        locker = pagelock.open_locker(torch_device, None)
+        self.blocks = HostBlocks(locker=locker, before_touch=self._bind)
+        self.records: tuple[Record, ...] = self._hold.records
+        is_store = isinstance(self._hold, Store)
+        self.cargo: Cargo = self._hold if isinstance(self._hold, Store) else SlabCargo(self._hold)
+        self.staging = self._lock.buffers
+        if is_store and torch_device.type == "cuda" and not self.staging:
+            self.staging = tuple(
+                aligned_empty(PIECE_BYTES) for _ in range(pagelock.NUM_STAGING_BUFFERS)
+            )
+        self.slab_bytes = 0 if is_store else self._hold.num_bytes
+        self.pinned_bytes = self._lock.num_bytes
+        self.notes = (*self._tier_notes(), self._lock.reason, self._place.reason)
+
+    @property
+    def layers(self) -> list[torch.Tensor]:
+        """The layers' records in memory that can be written.
+
+        Raises:
+            OffloadError: They lie on disk.
+        """
+        if isinstance(self._hold, Store):
+            raise OffloadError(
+                'trained_weights is "host" and tier is "disk"',
+                limit="weights that train are updated in memory",
+                hint='`tier="ram"`, or train an adapter',
+            )
+        return [self._hold.layer(layer) for layer in range(len(self.records))]
+
+    @property
+    def piece_bytes(self) -> int:
+        """The largest copy."""
+        return self.staging[0].numel() if self.staging else PIECE_BYTES
+
+    def prepare_thread(self) -> None:
+        """Keep the calling thread near the device."""
+        numa.bind_thread(self._place.cpus)
+
+    def nearby(self) -> AbstractContextManager[str]:
+        """Keep the calling thread near the device inside a block."""
+        return numa.thread_on(self._place.cpus)
+
+    def give_back(self, torch_device: torch.device) -> None:
+        """Give all layers' parameters memory of their own again."""
+        for layer, record in enumerate(self.records):
+            if isinstance(self._hold, Slab):
+                self._hold.give_back(layer, torch_device)
+            else:
+                memory = aligned_empty(record.num_bytes)
+                self._hold.read_into(layer, memory)
+                for field in record.fields:
+                    field.parameter.data = field.view(memory).clone().to(torch_device)
+
+    def close(self) -> None:
+        """Unlock, stop reading, and stop sharing."""
+        self.blocks.close()
+        self._lock.release()
+        self._hold.close()
+        if self._given is not None and self._given is not self._hold:
+            self._given.close()
+
+    def _settled(
+        self, groups: Sequence[Sequence[nn.Parameter]], hold: Slab | Store | None, tier: Tier
+    ) -> Slab | Store:
+        """Bring the layers to where they are to wait, unless they are there."""
+        if hold is None and tier == "disk":
+            hold = _written(groups, self._store_dir)
+        elif hold is not None:
+            hold.adopt(groups)
+        if (tier == "disk" and isinstance(hold, Store)) or isinstance(hold, Slab):
+            return hold
+        records = [lay_out(group) for group in groups] if hold is None else hold.records
+        slab = Slab(records, before_touch=self._bind)
+        for layer in range(len(slab.records)):
+            if isinstance(hold, Store):
+                hold.read_into(layer, slab.layer(layer))
+                slab.alias(layer)
+            else:
+                slab.take(layer)
+        return slab
+
+    def _page_lock(self, torch_device: torch.device) -> pagelock.PageLock:
+        largest_bytes = max(record.num_bytes for record in self._hold.records)
+        if isinstance(self._hold, Store):
+            locker = pagelock.open_locker(torch_device, None)
+            return pagelock.lock_ring(largest_bytes, "layers lie on disk", locker)
+        return pagelock.page_lock(
+            self._hold.layer(0).data_ptr(),
+            self._hold.num_bytes,
+            largest_bytes,
+            pagelock.open_locker(torch_device, self._hold.descriptor),
+        )
+
+    def _bind(self, address: int, num_bytes: int) -> None:
+        bind_memory(address, num_bytes, self._place.node)
+
+    def _tier_notes(self) -> tuple[str, ...]:
+        if isinstance(self._hold, Slab):
+            return (f"layers cannot be shared: {self._hold.reason}",) if self._hold.reason else ()
+        how = f"{self._hold.mode} reads" + (f": {self._hold.reason}" if self._hold.reason else "")
+        return (f"layers are read from {self._hold.path} ({how})",)
+
+
+def _written(groups: Sequence[Sequence[nn.Parameter]], store_dir: Path | None) -> Store:
+    """Write layers that lie in memory to a store that has no name once it is open."""
+    if store_dir is None:
+        raise OffloadError(
+            'tier is "disk" and the layers lie in memory',
+            limit="they are written to a file first, as large as they are",
+            hint='`store_dir="DIR"` on a fast drive, or `tier="ram"`',
+        )
+    with NamedTemporaryFile(dir=store_dir, suffix=".store") as file:
+        path = Path(file.name)
+        names = [[str(index) for index in range(len(group))] for group in groups]
+        writer = StoreWriter(path, [lay_out(group) for group in groups], names)
+        for layer, group in enumerate(groups):
+            for index, parameter in enumerate(group):
+                writer.put(layer, index, parameter.data)
+        writer.finish({}, {})
+        store = Store(path, identity={})
+    for layer, group in enumerate(groups):
+        for parameter, tensor in zip(group, store.layer_tensors(layer), strict=True):
+            parameter.data = tensor
+    store.adopt(groups)
+    return store
