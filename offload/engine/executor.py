@@ -270,7 +270,7 @@ class Executor:
             if not positions_N.numel():
                 continue
             chunk_1ND = flat_ND[positions_N].unsqueeze(0)
-            self._model.check_loss_once(chunk_1ND, next_N.unsqueeze(0))
+            self._model.check_tail_once(chunk_1ND, next_N.unsqueeze(0))
             chunk_1ND.requires_grad_(gradient_ND is not None)
             loss = self._model.tail_loss(chunk_1ND, next_N.unsqueeze(0), num_items)
             if gradient_ND is not None:
@@ -320,9 +320,7 @@ class _Step:
 
 
 def _front_backward(state: PassState, m: int) -> None:
-    hidden_BTD = state.fronts.pop(m).hidden_BTD
-    if hidden_BTD.requires_grad:  # not where only the head trains
-        hidden_BTD.backward(state.gradient.pop(m))
+    state.fronts.pop(m).backward(state.gradient.pop(m))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,96 +5,63 @@ pass to each of them (masks per layer type, rotary embeddings, positions), and w
 the last one (norm, head, loss). Both differ between some two hundred architectures.
 
 Idea. Run the model's own forward with stand-ins in place of its layers. For the *front*, a
-recorder notes each layer's arguments and returns the hidden state that it was given; the last one
-stops the pass. For the *tail*, stand-ins pass any tokens through and the last one hands over the
-true hidden states, so the model's own norm, head and loss run on them. Norm, head and loss work
-token by token, so the tail is given only the tokens that have a label, in chunks: the logits of a
-whole batch never exist at once.
+recorder notes each layer's arguments; the last one stops the pass. For the *tail*, the last
+stand-in hands over the true hidden states, so the model's own norm, head and loss run on them.
+Norm, head and loss work token by token, so the tail is given only the tokens that have a label, in
+chunks: the logits of a whole batch never exist at once.
 
-What would break this is state shared between layers beyond the hidden state, such as keys and
-values that a later layer reads again: right loss, wrong gradients. So only arguments that a layer
-cannot use to hand state on are let through; any other is refused with its name.
+What would break this is anything that layers share beyond the hidden state, or that the model does
+with it between or behind them: right loss, wrong gradients. None of it is known by name. Each is
+looked for where it would happen, before any gradient is touched, and refused with what was found.
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import nn
 
 from offload.engine.batch import Batch
+from offload.engine.calls import Call, Leaves
+from offload.engine.stand_ins import (
+    FORMS,
+    AllRecordedError,
+    Between,
+    Form,
+    Injector,
+    Note,
+    Recorder,
+    TouchedError,
+)
 from offload.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 CHECKED_TOKENS = 4
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
-    """What the model passes to one layer besides the hidden state."""
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+RESIDENT_HINT = "train this model resident, with another tool"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Front:
-    """What enters the layers: hidden states (B, T, D), and each layer's other arguments."""
+    """What enters the layers: hidden states (B, T, ...), and each layer's other arguments."""
 
     hidden_BTD: torch.Tensor
     calls: tuple[Call, ...]
+    leaves: Leaves
 
-
-class _AllRecordedError(Exception):
-    """All layers were reached; the rest of the model's forward is not needed."""
-
-
-class _StandIn(nn.Module):
-    """Takes a layer's place; the model reads the layer's attributes through it."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.__dict__["stood_in_for"] = layer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["stood_in_for"], name)
-
-
-class _Recorder(_StandIn):
-    def __init__(self, layer: nn.Module, notes: list[tuple[torch.Tensor, Call]], last: int) -> None:
-        super().__init__(layer)
-        self.__dict__["notes"] = notes
-        self.__dict__["last"] = last
-
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if args:
-            hidden, args = args[0], args[1:]
-        else:
-            hidden = kwargs.pop("hidden_states")
-        notes = cast("list[tuple[torch.Tensor, Call]]", self.__dict__["notes"])
-        notes.append((hidden, Call(args=args, kwargs=kwargs)))
-        if len(notes) == self.__dict__["last"]:
-            raise _AllRecordedError
-        return cast("torch.Tensor", hidden)
-
-
-class _PassThrough(_StandIn):
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return cast("torch.Tensor", args[0] if args else kwargs["hidden_states"])
-
-
-class _Injector(_StandIn):
-    def __init__(self, layer: nn.Module, hidden: torch.Tensor) -> None:
-        super().__init__(layer)
-        self.__dict__["hidden"] = hidden
-
-    def forward(self, *_args: Any, **_kwargs: Any) -> torch.Tensor:
-        return cast("torch.Tensor", self.__dict__["hidden"])
+    def backward(self, gradient_BTD: torch.Tensor) -> None:
+        """Take the gradients of all that enters the layers back through the front."""
+        sources, gradients = self.leaves.gradients()
+        if self.hidden_BTD.requires_grad:  # not where only the head trains
+            sources.append(self.hidden_BTD)
+            gradients.append(gradient_BTD)
+        if sources:
+            torch.autograd.backward(sources, gradients)
 
 
 class LayeredModel:
@@ -109,12 +76,19 @@ class LayeredModel:
         """
         unwrap = getattr(model, "get_base_model", None)  # peft's wrapper
         self.model = cast("PreTrainedModel", model if unwrap is None else unwrap())
+        self.name = type(self.model).__name__
+        _refuse_trained_outside(model, self.model)
         text_config = self.model.config.get_text_config()
         _refuse_shared_state(text_config)
         self.max_positions: int = getattr(text_config, "max_position_embeddings", sys.maxsize)
-        self._is_loss_checked = False
+        self._has_own_loss = True
+        self._is_tail_checked = False
+        self._form: Form | None = None
         self._owner, self._name = _find_layers(self.model, text_config.num_hidden_layers)
         self.layers = cast("nn.ModuleList", getattr(self._owner, self._name))
+        in_layers = set(self.layers.modules())
+        self._buffered = [[m for m in layer.modules() if m._buffers] for layer in self.layers]
+        self._around = [m for m in self.model.base_model.modules() if m not in in_layers]
 
     def front(self, batch: Batch) -> Front:
         """Run what comes before the layers.
@@ -124,39 +98,58 @@ class LayeredModel:
                 device.
 
         Raises:
-            UnsupportedModelError: A layer was not visited exactly once and in order, or gets an
-                argument through which layers could share state.
+            UnsupportedModelError: The model does something between its layers, does not visit each
+                once and in order, or passes an argument through which they could share state.
         """
-        notes: list[tuple[torch.Tensor, Call]] = []
-        recorders = [_Recorder(layer, notes, len(self.layers)) for layer in self.layers]
-        inputs = {name: batch[name] for name in _FRONT_INPUTS if name in batch}
-        with self._replaced(recorders):
-            try:
-                self.model(**inputs, use_cache=False)
-            except _AllRecordedError:
-                pass
-            else:
-                raise UnsupportedModelError(
-                    f"{type(self.model).__name__} called {len(notes)} of {len(self.layers)} layers",
-                    limit="each layer must be called once in each forward",
-                    hint="train this model resident, with another tool",
+        notes: list[Note] = []
+        try:
+            if self._form is None:
+                with _same_randomness(batch["input_ids"].device):
+                    self._form = self._find_form(batch)
+            self._record(batch, self._form, notes)
+        except TouchedError as error:
+            self._refuse(str(error), limit="only the layers may use what the layers return")
+        for note in notes:
+            for name, problem in note.call.problems():
+                self._refuse(
+                    f"passes `{name}` to layer {note.layer}, {problem}",
+                    limit="a layer may be passed constants, tensors and containers of them",
                 )
-        hidden_BTD = notes[0][0]
-        for layer, (hidden, call) in enumerate(notes):
-            if hidden is not hidden_BTD:
-                raise UnsupportedModelError(
-                    f"{type(self.model).__name__} changes the hidden state between layers"
-                    f" {layer - 1} and {layer}",
-                    limit="only layers may change it",
-                    hint="train this model resident, with another tool",
-                )
-            _check_call(type(self.model).__name__, layer, call)
-        return Front(hidden_BTD=hidden_BTD, calls=tuple(call for _, call in notes))
+        leaves = Leaves()
+        return Front(
+            hidden_BTD=notes[0].hidden,
+            calls=tuple(leaves.cut(note.call) for note in notes),
+            leaves=leaves,
+        )
 
     def layer_forward(self, layer: int, hidden_BTD: torch.Tensor, call: Call) -> torch.Tensor:
-        """Run one layer; its weights must be in place."""
-        output = self.layers[layer](hidden_BTD, *call.args, **call.kwargs)
-        return cast("torch.Tensor", output[0] if isinstance(output, tuple) else output)
+        """Run one layer; its weights must be in place.
+
+        Raises:
+            UnsupportedModelError: The layer changed what it may only read, so that another layer,
+                another micro-batch or its own recompute would see something else.
+        """
+        module = self.layers[layer]
+        before = self._state_of(layer, hidden_BTD, call)
+        if call.is_hidden_keyword:
+            output = module(*call.args, hidden_states=hidden_BTD, **call.kwargs)
+        else:
+            output = module(hidden_BTD, *call.args, **call.kwargs)
+        after = self._state_of(layer, hidden_BTD, call)
+        changed = [name for name in before if before[name] != after[name]]
+        if changed:
+            self._refuse(
+                f"has a layer {layer} that changes {' and '.join(changed)}",
+                limit="a layer may only read them: it is run again for its gradients",
+            )
+        if not isinstance(output, tuple | list):
+            return cast("torch.Tensor", output)
+        if self._form is not None and self._form.is_none and any(x is not None for x in output[1:]):
+            self._refuse(
+                f"has a layer {layer} that returns more than a hidden state",
+                limit="nothing else may go from layer to layer",
+            )
+        return cast("torch.Tensor", output[0])
 
     def tail_loss(
         self, hidden_BTD: torch.Tensor, labels_BT: torch.Tensor, num_label_tokens: torch.Tensor
@@ -168,6 +161,9 @@ class LayeredModel:
             labels_BT: The token that follows each of them (already shifted).
             num_label_tokens: What the sum of the losses is divided by.
         """
+        if not self._has_own_loss:
+            logits_BTV = self.tail_logits(hidden_BTD)
+            return _cross_entropy_sum(logits_BTV, labels_BT) / num_label_tokens
         output = self._tail(
             hidden_BTD,
             labels=labels_BT,
@@ -176,75 +172,206 @@ class LayeredModel:
         )
         return cast("torch.Tensor", output.loss)
 
-    def check_loss_once(self, hidden_BTD: torch.Tensor, labels_BT: torch.Tensor) -> None:
-        """Check on the first tokens that come that the model's loss is what a step needs.
-
-        It must be the sum of the tokens' cross-entropies over the number that it is given. Models
-        that compute their own loss may shift labels again, or ignore that number.
-
-        Raises:
-            UnsupportedModelError: The loss is another one.
-        """
-        if self._is_loss_checked:
-            return
-        hidden_BTD, labels_BT = hidden_BTD[:, :CHECKED_TOKENS], labels_BT[:, :CHECKED_TOKENS]
-        with torch.no_grad():
-            logits_BTV = self.tail_logits(hidden_BTD)
-            right = torch.nn.functional.cross_entropy(
-                logits_BTV[0].float(), labels_BT[0], reduction="sum"
-            )
-            three = torch.tensor(3, device=hidden_BTD.device)
-            found = self.tail_loss(hidden_BTD, labels_BT, three) * 3
-        if not torch.isclose(found.float(), right, rtol=1e-3):
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__} gives a loss of {float(found):.4f} where the sum of"
-                f" cross-entropies is {float(right):.4f}",
-                limit="its loss must take `shift_labels` and `num_items_in_batch`",
-                hint="train this model resident, with another tool",
-            )
-        self._is_loss_checked = True
-
     def tail_logits(self, hidden_BTD: torch.Tensor) -> torch.Tensor:
         """Run norm and head on some tokens; returns logits (B, T, V)."""
         return cast("torch.Tensor", self._tail(hidden_BTD).logits)
 
-    def _tail(self, hidden_BTD: torch.Tensor, **loss_inputs: torch.Tensor) -> Any:
-        stand_ins: list[nn.Module] = [_PassThrough(layer) for layer in self.layers[:-1]]
-        stand_ins.append(_Injector(self.layers[-1], hidden_BTD))
-        any_token_BT = torch.zeros(hidden_BTD.shape[:2], dtype=torch.long, device=hidden_BTD.device)
-        with self._replaced(stand_ins):
-            return self.model(input_ids=any_token_BT, use_cache=False, **loss_inputs)
+    def check_tail_once(self, hidden_BTD: torch.Tensor, labels_BT: torch.Tensor) -> None:
+        """Check on the first tokens that come that the tail is what a step needs.
+
+        Norm and head must work token by token and on nothing else. The loss must be the sum of the
+        tokens' cross-entropies over the number that it is given; where a model ignores that number
+        or shifts the labels itself, but means the same, the sum is computed here.
+
+        Raises:
+            UnsupportedModelError: The tail or the loss is another one.
+        """
+        if self._is_tail_checked:
+            return
+        hidden_BTD, labels_BT = hidden_BTD[:, :CHECKED_TOKENS], labels_BT[:, :CHECKED_TOKENS]
+        with torch.no_grad(), _same_randomness(hidden_BTD.device):
+            logits_BTV = self.tail_logits(hidden_BTD)
+            turned_BTV = self._tail(hidden_BTD.flip(1), any_token=1).logits.flip(1)
+            slack = 8 * torch.finfo(logits_BTV.dtype).eps * float(logits_BTV.abs().max())
+            if not torch.allclose(logits_BTV, turned_BTV, rtol=0, atol=slack):
+                self._refuse(
+                    "does not compute a token's logits from the last layer's output for it alone",
+                    limit="what follows the layers must work token by token",
+                )
+            self._check_loss(hidden_BTD, logits_BTV, labels_BT)
+        self._is_tail_checked = True
+
+    def _check_loss(
+        self, hidden_BTD: torch.Tensor, logits_BTV: torch.Tensor, labels_BT: torch.Tensor
+    ) -> None:
+        right = _cross_entropy_sum(logits_BTV, labels_BT)
+        three = torch.tensor(3, device=hidden_BTD.device)
+        found = self.tail_loss(hidden_BTD, labels_BT, three) * 3
+        if torch.isclose(found.float(), right, rtol=1e-3):
+            return
+        plain = self._tail(hidden_BTD, labels=labels_BT).loss.float()
+        unshifted = right / labels_BT.numel()
+        shifted = _cross_entropy_sum(logits_BTV[:, :-1], labels_BT[:, 1:]) / (labels_BT.numel() - 1)
+        if not any(torch.isclose(plain, mean, rtol=1e-3) for mean in (unshifted, shifted)):
+            self._refuse(
+                f"gives a loss of {float(found):.4f} where the sum of cross-entropies is"
+                f" {float(right):.4f}",
+                limit="its loss must be the cross-entropy of the next tokens",
+            )
+        self._has_own_loss = False
+
+    def _find_form(self, batch: Batch) -> Form:
+        """Return how the model wants its layers' output, tried on three tokens.
+
+        Where no form will do, the one that came furthest tells why.
+        """
+        inputs = {name: batch[name][:1, :3] for name in _FRONT_INPUTS if name in batch}
+        furthest, reason = 0, ""
+        for form in FORMS:
+            notes: list[Note] = []
+            try:
+                self._record(inputs, form, notes)
+            except (TouchedError, TypeError, ValueError, IndexError, AttributeError) as error:
+                if not reason or len(notes) > furthest:
+                    furthest, reason = len(notes), str(error)
+                continue
+            shape = notes[0].hidden.shape
+            if shape[:2] == inputs["input_ids"].shape:
+                return form
+            reason = f"has hidden states of shape {tuple(shape)} for one row of three tokens"
+            break
+        raise TouchedError(reason)
+
+    def _record(self, batch: Batch, form: Form, notes: list[Note]) -> None:
+        """Run the model up to its last layer; a note per layer."""
+        last = len(self.layers) - 1
+        recorders = [
+            Recorder(layer, i, notes=notes, form=form, is_last=i == last)
+            for i, layer in enumerate(self.layers)
+        ]
+        inputs = {name: batch[name] for name in _FRONT_INPUTS if name in batch}
+        with self._replaced(recorders), suppress(AllRecordedError):
+            self.model(**inputs, use_cache=False)
+        visited = [note.layer for note in notes]
+        if visited != list(range(last + 1)):
+            raise TouchedError(f"visits its layers in the order {visited}, not each once")
+        for before, note in pairwise(notes):
+            if note.hidden is not before.returned:
+                raise TouchedError(
+                    f"changes the hidden state between layers {before.layer} and {note.layer}"
+                )
+            if any(isinstance(part, Between) for part in note.call.parts()):
+                raise TouchedError(f"hands more than a hidden state on to layer {note.layer}")
+
+    def _tail(self, hidden_BTD: torch.Tensor, *, any_token: int = 0, **inputs: torch.Tensor) -> Any:
+        """Run the model on any tokens, with `hidden_BTD` as what its last layer returns."""
+        form = self._form or FORMS[0]
+        stand_ins: list[nn.Module] = [
+            Recorder(layer, i, notes=[], form=form, is_last=False)
+            for i, layer in enumerate(self.layers[:-1])
+        ]
+        stand_ins.append(Injector(self.layers[-1], hidden_BTD, form=form))
+        input_ids = torch.full(
+            hidden_BTD.shape[:2], any_token, dtype=torch.long, device=hidden_BTD.device
+        )
+        with self._replaced(stand_ins), _unchanged(self._around):
+            try:
+                return self.model(input_ids=input_ids, use_cache=False, **inputs)
+            except TouchedError as error:
+                self._refuse(str(error), limit="only the layers may use what the layers return")
 
     @contextmanager
     def _replaced(self, stand_ins: Sequence[nn.Module]) -> Iterator[None]:
+        """Put stand-ins in the layers' places; what layers return is not collected meanwhile."""
+        configs = (self.model.config, self.model.config.get_text_config())
+        flags = [
+            (config, name)
+            for config in configs
+            for name in ("output_hidden_states", "output_attentions")
+            if getattr(config, name, False)
+        ]
         setattr(self._owner, self._name, nn.ModuleList(stand_ins))
         try:
+            for config, name in flags:
+                setattr(config, name, False)
             yield
         finally:
             setattr(self._owner, self._name, self.layers)
+            for config, name in flags:
+                setattr(config, name, True)
+
+    def _state_of(self, layer: int, hidden_BTD: torch.Tensor, call: Call) -> dict[str, object]:
+        return {
+            "its input": hidden_BTD._version,
+            "its arguments": call.fingerprint(),
+            "its buffers": [
+                (id(b), b._version)
+                for m in self._buffered[layer]
+                for b in m._buffers.values()
+                if b is not None
+            ],
+        }
+
+    def _refuse(self, what: str, *, limit: str) -> NoReturn:
+        raise UnsupportedModelError(f"{self.name} {what}", limit=limit, hint=RESIDENT_HINT)
 
 
 _FRONT_INPUTS = ("input_ids", "attention_mask", "position_ids")
 
 
+@contextmanager
+def _unchanged(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Undo what modules note about the tokens that they see, such as rotary tables for a length."""
+    before = [(module, dict(vars(module)), dict(module._buffers)) for module in modules]
+    try:
+        yield
+    finally:
+        for module, attributes, buffers in before:
+            module.__dict__.update(attributes)
+            module._buffers.update(buffers)
+
+
+def _same_randomness(device: torch.device) -> AbstractContextManager[None]:
+    """Leave the generators as they are, so that a check does not change a dropout mask."""
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+
+
+def _cross_entropy_sum(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(
+        logits_BTV.flatten(0, 1).float(), labels_BT.flatten(), reduction="sum"
+    )
+
+
 def _find_layers(model: "PreTrainedModel", num_layers: int) -> tuple[nn.Module, str]:
     """Return the module that owns the decoder layers, and their attribute's name there."""
-    decoder = model.get_decoder()
-    found = [
-        (owner, name)
-        for owner in decoder.modules()
-        for name, child in owner.named_children()
-        if isinstance(child, nn.ModuleList)
-        and len(child) == num_layers
-        and any(owner is parent for parent in (decoder, *decoder.children()))
-    ]
-    if len(found) != 1:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has {len(found)} lists of {num_layers} modules",
-            limit="exactly one, its decoder layers, can be streamed",
-            hint="train this model resident, with another tool",
-        )
-    return found[0]
+    found: list[tuple[nn.Module, str]] = []
+    for root in (model.get_decoder(), model.base_model):
+        owners = (root, *root.children())
+        found = [
+            (owner, name)
+            for owner in owners
+            for name, child in owner.named_children()
+            if isinstance(child, nn.ModuleList) and len(child) == num_layers
+        ]
+        if len(found) == 1:
+            return found[0]
+    raise UnsupportedModelError(
+        f"{type(model).__name__} has {len(found)} lists of {num_layers} modules",
+        limit="exactly one, its decoder layers, can be streamed",
+        hint=RESIDENT_HINT,
+    )
+
+
+def _refuse_trained_outside(model: nn.Module, base: nn.Module) -> None:
+    """Refuse what trains around the model that runs, such as a soft prompt."""
+    inside = {id(parameter) for parameter in base.parameters()}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in inside:
+            raise UnsupportedModelError(
+                f"`{name}` trains, but is no part of {type(base).__name__}",
+                limit="the adapter must live inside the model's own modules",
+                hint="use an adapter such as LoRA",
+            )
 
 
 def _refuse_shared_state(text_config: Any) -> None:
@@ -253,7 +380,7 @@ def _refuse_shared_state(text_config: Any) -> None:
         raise UnsupportedModelError(
             f"config.num_kv_shared_layers is {text_config.num_kv_shared_layers}",
             limit="layers that read another layer's keys and values cannot be visited alone",
-            hint="train this model resident, with another tool",
+            hint=RESIDENT_HINT,
         )
     if getattr(text_config, "output_router_logits", False):
         raise UnsupportedModelError(
@@ -261,26 +388,3 @@ def _refuse_shared_state(text_config: Any) -> None:
             limit="the loss must be a sum over tokens",
             hint="set `output_router_logits` to false in the model's config.json",
         )
-
-
-def _check_call(model_name: str, layer: int, call: Call) -> None:
-    """Let through only arguments that cannot carry state from layer to layer."""
-    named = [*((f"argument {i + 1}", v) for i, v in enumerate(call.args)), *call.kwargs.items()]
-    for name, value in named:
-        problem = _problem_of(value)
-        if problem:
-            raise UnsupportedModelError(
-                f"{model_name} passes `{name}` to layer {layer}, {problem}",
-                limit="a layer may be passed only constants and tensors without gradient",
-                hint="train this model resident, with another tool",
-            )
-
-
-def _problem_of(value: object) -> str:
-    if isinstance(value, torch.Tensor):
-        return "a tensor that requires grad" if value.requires_grad else ""
-    if isinstance(value, tuple):
-        return next(filter(None, map(_problem_of, value)), "")
-    if value is None or isinstance(value, bool | int | float | str | torch.dtype):
-        return ""
-    return f"a {type(value).__name__} that layers could share state through"

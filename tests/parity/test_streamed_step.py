@@ -348,10 +348,12 @@ def test_a_loss_of_another_kind_is_refused_before_any_gradient() -> None:
     model = tiny("qwen3")
     base: Any = model.get_base_model()
 
-    def mean_loss(logits, labels, vocab_size, **_) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(logits.view(-1, vocab_size), labels.view(-1))
+    def smoothed_loss(logits, labels, vocab_size, **_) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(
+            logits.view(-1, vocab_size), labels.view(-1), label_smoothing=0.1
+        )
 
-    base.loss_function = mean_loss
+    base.loss_function = smoothed_loss
     engine = offload.attach(model, num_slots=2, device="cpu")
     with pytest.raises(offload.UnsupportedModelError, match="where the sum of cross-entropies is"):
         engine.forward_backward(micro_batches())
