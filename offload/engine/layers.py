@@ -27,6 +27,12 @@ from torch import nn
 
 from offload.engine.batch import Batch
 from offload.engine.calls import Call, Leaves
+from offload.engine.stack import (
+    RESIDENT_HINT,
+    find_layers,
+    refuse_shared_state,
+    refuse_trained_outside,
+)
 from offload.engine.stand_ins import (
     FORMS,
     AllRecordedError,
@@ -43,7 +49,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 CHECKED_TOKENS = 4
-RESIDENT_HINT = "train this model resident, with another tool"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,14 +82,14 @@ class LayeredModel:
         unwrap = getattr(model, "get_base_model", None)  # peft's wrapper
         self.model = cast("PreTrainedModel", model if unwrap is None else unwrap())
         self.name = type(self.model).__name__
-        _refuse_trained_outside(model, self.model)
+        refuse_trained_outside(model, self.model)
         text_config = self.model.config.get_text_config()
-        _refuse_shared_state(text_config)
+        refuse_shared_state(text_config)
         self.max_positions: int = getattr(text_config, "max_position_embeddings", sys.maxsize)
         self._has_own_loss = True
         self._is_tail_checked = False
         self._form: Form | None = None
-        self._owner, self._name = _find_layers(self.model, text_config.num_hidden_layers)
+        self._owner, self._name = find_layers(self.model, text_config)
         self.layers = cast("nn.ModuleList", getattr(self._owner, self._name))
         in_layers = set(self.layers.modules())
         self._buffered = [[m for m in layer.modules() if m._buffers] for layer in self.layers]
@@ -231,9 +236,13 @@ class LayeredModel:
             notes: list[Note] = []
             try:
                 self._record(inputs, form, notes)
-            except (TouchedError, TypeError, ValueError, IndexError, AttributeError) as error:
+            except torch.OutOfMemoryError:
+                raise
+            except _FORWARD_ERRORS as error:
                 if not reason or len(notes) > furthest:
-                    furthest, reason = len(notes), str(error)
+                    is_ours = isinstance(error, TouchedError)
+                    furthest = len(notes)
+                    reason = str(error) if is_ours else f"fails without its layers: {error}"
                 continue
             shape = notes[0].hidden.shape
             if shape[:2] == inputs["input_ids"].shape:
@@ -316,6 +325,15 @@ class LayeredModel:
         raise UnsupportedModelError(f"{self.name} {what}", limit=limit, hint=RESIDENT_HINT)
 
 
+_FORWARD_ERRORS = (
+    TouchedError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    RuntimeError,
+    NotImplementedError,
+)
 _FRONT_INPUTS = ("input_ids", "attention_mask", "position_ids")
 
 
@@ -340,51 +358,3 @@ def _cross_entropy_sum(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> tor
     return nn.functional.cross_entropy(
         logits_BTV.flatten(0, 1).float(), labels_BT.flatten(), reduction="sum"
     )
-
-
-def _find_layers(model: "PreTrainedModel", num_layers: int) -> tuple[nn.Module, str]:
-    """Return the module that owns the decoder layers, and their attribute's name there."""
-    found: list[tuple[nn.Module, str]] = []
-    for root in (model.get_decoder(), model.base_model):
-        owners = (root, *root.children())
-        found = [
-            (owner, name)
-            for owner in owners
-            for name, child in owner.named_children()
-            if isinstance(child, nn.ModuleList) and len(child) == num_layers
-        ]
-        if len(found) == 1:
-            return found[0]
-    raise UnsupportedModelError(
-        f"{type(model).__name__} has {len(found)} lists of {num_layers} modules",
-        limit="exactly one, its decoder layers, can be streamed",
-        hint=RESIDENT_HINT,
-    )
-
-
-def _refuse_trained_outside(model: nn.Module, base: nn.Module) -> None:
-    """Refuse what trains around the model that runs, such as a soft prompt."""
-    inside = {id(parameter) for parameter in base.parameters()}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and id(parameter) not in inside:
-            raise UnsupportedModelError(
-                f"`{name}` trains, but is no part of {type(base).__name__}",
-                limit="the adapter must live inside the model's own modules",
-                hint="use an adapter such as LoRA",
-            )
-
-
-def _refuse_shared_state(text_config: Any) -> None:
-    """Refuse configurations whose gradients would be wrong layer by layer."""
-    if getattr(text_config, "num_kv_shared_layers", 0):
-        raise UnsupportedModelError(
-            f"config.num_kv_shared_layers is {text_config.num_kv_shared_layers}",
-            limit="layers that read another layer's keys and values cannot be visited alone",
-            hint=RESIDENT_HINT,
-        )
-    if getattr(text_config, "output_router_logits", False):
-        raise UnsupportedModelError(
-            "config.output_router_logits is true, which adds a router loss over all layers at once",
-            limit="the loss must be a sum over tokens",
-            hint="set `output_router_logits` to false in the model's config.json",
-        )

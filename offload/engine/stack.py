@@ -1,0 +1,60 @@
+"""The stack of decoder layers: where a model keeps it, and what is known at once to forbid it."""
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from offload.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+RESIDENT_HINT = "train this model resident, with another tool"
+
+
+def find_layers(model: "PreTrainedModel", text_config: Any) -> tuple[nn.Module, str]:
+    """Return the module that owns the decoder layers, and their attribute's name there."""
+    keys = ("decoder_layers", "num_hidden_layers", "num_layers")
+    numbers = {getattr(text_config, key) for key in keys if hasattr(text_config, key)}
+    for root in (model.get_decoder(), model.base_model):
+        found = [
+            (owner, name)
+            for owner in (root, *root.children())
+            for name, child in owner.named_children()
+            if isinstance(child, nn.ModuleList) and len(child) in numbers
+        ]
+        if len(found) == 1:
+            return found[0]
+    raise UnsupportedModelError(
+        f"{type(model).__name__} has no single list of {sorted(numbers)} modules",
+        limit="one list, of its decoder layers, can be streamed",
+        hint=RESIDENT_HINT,
+    )
+
+
+def refuse_trained_outside(model: nn.Module, base: nn.Module) -> None:
+    """Refuse what trains around the model that runs, such as a soft prompt."""
+    inside = {id(parameter) for parameter in base.parameters()}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in inside:
+            raise UnsupportedModelError(
+                f"`{name}` trains, but is no part of {type(base).__name__}",
+                limit="the adapter must live inside the model's own modules",
+                hint="use an adapter such as LoRA",
+            )
+
+
+def refuse_shared_state(text_config: Any) -> None:
+    """Refuse configurations whose gradients would be wrong layer by layer."""
+    if getattr(text_config, "num_kv_shared_layers", 0):
+        raise UnsupportedModelError(
+            f"config.num_kv_shared_layers is {text_config.num_kv_shared_layers}",
+            limit="layers that read another layer's keys and values cannot be visited alone",
+            hint=RESIDENT_HINT,
+        )
+    if getattr(text_config, "output_router_logits", False):
+        raise UnsupportedModelError(
+            "config.output_router_logits is true, which adds a router loss over all layers at once",
+            limit="the loss must be a sum over tokens",
+            hint="set `output_router_logits` to false in the model's config.json",
+        )

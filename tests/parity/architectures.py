@@ -1,0 +1,307 @@
+"""Which architectures the engine trains exactly, found by comparing, and the table that says so.
+
+    python -m tests.parity.architectures --write docs/architectures.md
+    python -m tests.parity.architectures llama qwen3_moe
+
+Each type of transformers' causal language models is built tiny and random, gets adapters, and runs
+one step of three micro-batches of unequal width with padding: streamed through two slots, resident
+(grade MOVE, to the bit), and by plain transformers, peft and autograd (grade REORDER, against a
+float64 truth where a type can compute one). A type is exact, or refused with the engine's reason;
+anything else is a failure of the engine.
+"""
+
+import argparse
+import copy
+import math
+import os
+import re
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import offload
+from offload.engine.layers import Batch, LayeredModel
+from tests.parity.tiny_models import VOCABULARY, tiny_model, with_adapters
+
+SLACK = 1.05  # of the plain library's error, the limit of grade REORDER
+SEEDS = range(12)  # for one model the ratio of two roundings is 1 +- 0.1, so a miss is pooled
+CLOSE = 1e-5  # relative, to the plain library in float32, whatever the truth says
+TRUTHLESS = 2e-6  # the same where no float64 truth can be computed
+LIMIT_S = 60
+
+Gradients = Mapping[str, torch.Tensor]
+
+
+class InexactError(Exception):
+    """The engine accepted a model and its step is not the plain library's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What was found of one model type."""
+
+    model_type: str
+    is_exact: bool
+    reason: str = ""
+
+
+def causal_types() -> list[str]:
+    """Return the model types of the installed transformers' causal language models."""
+    return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+# --------------------------------------------------------------------------------------- comparing
+
+
+def micro_batches() -> list[dict[str, torch.Tensor]]:
+    """Return three micro-batches of unequal width, the second row of each padded."""
+    generator = torch.Generator().manual_seed(1)
+    batches = []
+    for number in range(3):
+        width = 12 + 2 * number
+        input_ids = torch.randint(3, VOCABULARY, (2, width), generator=generator)
+        attention_mask = torch.ones_like(input_ids)
+        attention_mask[1, width - 3 :] = 0
+        labels = input_ids.clone()
+        labels[:, :4] = -100
+        labels[attention_mask == 0] = -100
+        batches.append({"input_ids": input_ids, "labels": labels, "attention_mask": attention_mask})
+    return batches
+
+
+def gradients(model: nn.Module) -> Gradients:
+    """Return the gradient of each trainable parameter, zero where none was computed."""
+    trainable = ((n, p) for n, p in model.named_parameters() if p.requires_grad)
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in trainable}
+
+
+def streamed(
+    model: nn.Module, batches: Sequence[Batch], *, num_slots: int
+) -> tuple[float, Gradients]:
+    """Return loss and gradients of one step of the engine."""
+    model = copy.deepcopy(model)
+    engine = offload.attach(model, num_slots=num_slots, device="cpu", head_chunk_tokens=7)
+    try:
+        loss = engine.forward_backward(batches, dropout_seed=0).loss
+        return loss, gradients(model)
+    finally:
+        engine.detach()
+
+
+def plain(model: nn.Module, batches: Sequence[Batch]) -> tuple[float, Gradients]:
+    """Return loss and gradients of ordinary accumulation, normalised over the whole step."""
+    model = copy.deepcopy(model)
+    num_label_tokens = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+    loss = 0.0
+    for batch in batches:
+        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+        logits_BTV = model(**inputs, use_cache=False).logits
+        part = nn.functional.cross_entropy(
+            logits_BTV[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum"
+        )
+        part = part / num_label_tokens
+        part.backward()
+        loss += part.item()
+    return loss, gradients(model)
+
+
+def truth(model: nn.Module, batches: Sequence[Batch]) -> Gradients | None:
+    """Return the plain gradients in float64, or None for types that mix in other dtypes."""
+    model = copy.deepcopy(model).double()
+    config: Any = model.config
+    config._experts_implementation = "eager"  # grouped products know no float64
+    try:
+        return plain(model, batches)[1]
+    except (RuntimeError, TypeError):
+        return None
+
+
+def rel_error(ours: Gradients, true: Gradients) -> float:
+    """Return the norm of the difference of all gradients over the norm of the true ones."""
+    difference = sum(float((ours[n].double() - true[n]).square().sum()) for n in true)
+    return math.sqrt(difference / sum(float(t.double().square().sum()) for t in true.values()))
+
+
+def verdict_of(model_type: str) -> Verdict:
+    """Compare one type.
+
+    Raises:
+        InexactError: It was not refused and is not exact.
+    """
+    squares = {"ours": 0.0, "plain": 0.0}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            for seed in SEEDS:
+                ours, reference = _errors_of(model_type, seed)
+                squares["ours"] += ours**2
+                squares["plain"] += reference**2
+                if seed == SEEDS[0] and ours <= SLACK * reference:
+                    break
+        except offload.UnsupportedModelError as error:
+            return Verdict(model_type=model_type, is_exact=False, reason=_reason(error))
+    if squares["ours"] > SLACK**2 * squares["plain"]:
+        raise InexactError(f"{model_type}: squared errors {squares}, the limit is {SLACK} in error")
+    return Verdict(model_type=model_type, is_exact=True)
+
+
+def _errors_of(model_type: str, seed: int) -> tuple[float, float]:
+    """Return the errors of the engine and of the plain library for one random model."""
+    base = tiny_model(model_type, seed=seed)
+    layers = LayeredModel(base).layers
+    model = with_adapters(base, layers, seed=seed)
+    batches = micro_batches()
+    loss, ours = streamed(model, batches, num_slots=2)
+    resident_loss, resident = streamed(model, batches, num_slots=len(layers))
+    if loss != resident_loss or not all(torch.equal(ours[n], resident[n]) for n in ours):
+        raise InexactError(f"{model_type}: streamed and resident differ")
+    plain_loss, reference = plain(model, batches)
+    _require_close(model_type, ours, reference)
+    if not math.isclose(loss, plain_loss, rel_tol=CLOSE):
+        raise InexactError(f"{model_type}: loss {loss}, plain {plain_loss}")
+    true = truth(model, batches)
+    if true is not None:
+        return rel_error(ours, true), rel_error(reference, true)
+    return rel_error(ours, reference), TRUTHLESS / SLACK
+
+
+def _require_close(model_type: str, ours: Gradients, reference: Gradients) -> None:
+    """Check every tensor, for a small one drowns in the norm of all."""
+    total = math.sqrt(sum(float(t.square().sum()) for t in reference.values()))
+    if not total > 0:
+        raise InexactError(f"{model_type}: no gradients to compare")
+    for name, tensor in reference.items():
+        difference = float((ours[name] - tensor).norm())
+        if not difference <= CLOSE * (float(tensor.norm()) * 10 + total * 0.01):
+            raise InexactError(f"{model_type}: {name} differs by {difference}")
+
+
+def _reason(error: offload.UnsupportedModelError) -> str:
+    """Return what was seen and the limit, without the name of the class."""
+    what = re.sub(r"^[A-Z]\w+ (?=[a-z])", "", error.what)
+    return f"{what}; {error.limit}"
+
+
+# ------------------------------------------------------------------------------------------- table
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """The committed verdicts and the versions that they were found with."""
+
+    transformers: str
+    torch: str
+    verdicts: Mapping[str, Verdict]
+
+
+def write_table(verdicts: Sequence[Verdict]) -> str:
+    """Return the table as Markdown."""
+    num_exact = sum(verdict.is_exact for verdict in verdicts)
+    lines = [
+        "# Architectures",
+        "",
+        "Written by `python -m tests.parity.architectures --write docs/architectures.md`"
+        f" with transformers {transformers.__version__} and torch {_torch_version()}.",
+        "",
+        f"Of {len(verdicts)} causal language model types {num_exact} are exact and"
+        f" {len(verdicts) - num_exact} are refused.",
+        "",
+        "*Exact*: a step streamed through two slots has the loss and gradients of the resident step"
+        " to the bit, and those of plain transformers, peft and autograd within rounding.",
+        "*Refused*: `offload.UnsupportedModelError` is raised, with this reason, at `attach` or"
+        " before the first step's gradients.",
+        "",
+        "| model type | verdict | reason |",
+        "|---|---|---|",
+    ]
+    for verdict in sorted(verdicts, key=lambda v: v.model_type):
+        word = "exact" if verdict.is_exact else "refused"
+        reason = verdict.reason.replace("|", "\\|")
+        lines.append(f"| {verdict.model_type} | {word} | {reason} |")
+    return "\n".join(lines) + "\n"
+
+
+def read_table(path: Path) -> Table:
+    """Read what `write_table` wrote."""
+    text = path.read_text()
+    versions = re.search(r"with transformers (\S+) and torch (\S+)\.$", text, re.MULTILINE)
+    assert versions is not None
+    rows = re.findall(r"^\| (\S+) \| (exact|refused) \| (.*) \|$", text, re.MULTILINE)
+    return Table(
+        transformers=versions[1],
+        torch=versions[2],
+        verdicts={
+            name: Verdict(
+                model_type=name, is_exact=word == "exact", reason=reason.replace("\\|", "|")
+            )
+            for name, word, reason in rows
+        },
+    )
+
+
+def _torch_version() -> str:
+    return torch.__version__.split("+")[0]
+
+
+# -------------------------------------------------------------------------------------------- main
+
+
+def _verdict_in_child(model_type: str) -> Verdict | None:
+    """Find a verdict in a process of its own, in bounded time; None where there is none."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        signal.alarm(LIMIT_S)
+        try:
+            verdict = verdict_of(model_type)
+            os.write(writer, f"{int(verdict.is_exact)}{verdict.reason}".encode())
+        except BaseException:  # noqa: BLE001 - the child's last words, whatever they are
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        answer = pipe.read()
+    os.waitpid(child, 0)
+    if not answer:
+        return None
+    return Verdict(model_type=model_type, is_exact=answer[0] == "1", reason=answer[1:])
+
+
+def main() -> int:
+    """Print the verdicts and write them where asked to."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("types", nargs="*", help="model types; all if none is given")
+    parser.add_argument("--write", type=Path, help="the table's file")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    found, missing = [], []
+    for model_type in arguments.types or causal_types():
+        verdict = _verdict_in_child(model_type)
+        if verdict is None:
+            missing.append(model_type)
+            print(f"{model_type}: NEITHER EXACT NOR REFUSED", flush=True)  # noqa: T201
+            continue
+        found.append(verdict)
+        print(f"{model_type}: {verdict.reason or 'exact'}", flush=True)  # noqa: T201
+    if arguments.write and not missing:
+        arguments.write.parent.mkdir(exist_ok=True)
+        arguments.write.write_text(write_table(found))
+    return len(missing)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""Every causal language model type is exact or refused, as the committed table says."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from tests.parity.architectures import (
+    LIMIT_S,
+    Verdict,
+    causal_types,
+    read_table,
+    verdict_of,
+    write_table,
+)
+
+TABLE = read_table(Path(__file__).parents[2] / "docs" / "architectures.md")
+NUM_EXACT = 165  # a ratchet
+SAMPLE = (
+    "bamba",  # mamba and attention
+    "bart",  # a loss of its own, a decoder of two
+    "bloom",  # layers that return tuples, attention biases
+    "deepseek_v3",  # latent attention, dense and experts
+    "gemma3n_text",  # four hidden states at once
+    "gemma4_text",  # an input of its own for each layer, a container that layers could share
+    "gpt2",
+    "gpt_oss",
+    "hy_v4",  # layers that hand on more than a hidden state
+    "inkling2_text",  # a tail that reads hidden states of earlier layers
+    "llama",
+    "mamba2",  # no attention
+    "qwen3_moe",
+    "qwen3_next",  # linear and full attention, experts
+    "rwkv",  # layers that return a state
+    "zamba2",  # parameters that layers share
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Keep the order of sums from depending on how a product is cut among threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def check(model_type: str) -> None:
+    committed = TABLE.verdicts.get(model_type)
+    found = verdict_of(model_type)
+    if committed is not None and transformers.__version__ == TABLE.transformers:
+        assert found == committed
+
+
+@pytest.mark.timeout(LIMIT_S)
+@pytest.mark.parametrize("model_type", [name for name in SAMPLE if name in causal_types()])
+def test_reorder_a_sample_of_types_is_exact_or_refused_as_committed(model_type: str) -> None:
+    check(model_type)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S)
+@pytest.mark.parametrize("model_type", causal_types())
+def test_reorder_each_type_is_exact_or_refused_as_committed(model_type: str) -> None:
+    check(model_type)
+
+
+def test_the_table_lists_every_type_of_its_version() -> None:
+    if transformers.__version__ == TABLE.transformers:
+        assert TABLE.verdicts.keys() == set(causal_types())
+    assert all(bool(verdict.reason) != verdict.is_exact for verdict in TABLE.verdicts.values())
+
+
+def test_the_table_never_has_fewer_exact_types() -> None:
+    assert sum(verdict.is_exact for verdict in TABLE.verdicts.values()) >= NUM_EXACT
+
+
+def test_a_table_that_was_written_can_be_read(tmp_path: Path) -> None:
+    verdicts = [
+        Verdict(model_type="a-b", is_exact=True),
+        Verdict(model_type="c_d", is_exact=False, reason="x | y; z"),
+    ]
+    path = tmp_path / "table.md"
+    path.write_text(write_table(verdicts))
+    table = read_table(path)
+    assert list(table.verdicts.values()) == verdicts
+    assert table.transformers == transformers.__version__
+    assert "Of 2 causal language model types 1 are exact and 1 are refused." in path.read_text()
