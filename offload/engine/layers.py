@@ -113,7 +113,7 @@ class LayeredModel:
                     self._form = self._find_form(batch)
             self._record(batch, self._form, notes)
         except TouchedError as error:
-            self._refuse(str(error), limit="only the layers may use what the layers return")
+            self._refuse(str(error), limit=_ONE_STATE)
         for note in notes:
             for name, problem in note.call.problems():
                 self._refuse(
@@ -287,7 +287,7 @@ class LayeredModel:
             try:
                 return self.model(input_ids=input_ids, use_cache=False, **inputs)
             except TouchedError as error:
-                self._refuse(str(error), limit="only the layers may use what the layers return")
+                self._refuse(str(error), limit=_ONE_STATE)
 
     @contextmanager
     def _replaced(self, stand_ins: Sequence[nn.Module]) -> Iterator[None]:
@@ -325,6 +325,9 @@ class LayeredModel:
         raise UnsupportedModelError(f"{self.name} {what}", limit=limit, hint=RESIDENT_HINT)
 
 
+_ONE_STATE = (
+    "one hidden state of (rows, tokens, ...) may go from layer to layer, and only layers may use it"
+)
 _FORWARD_ERRORS = (
     TouchedError,
     TypeError,

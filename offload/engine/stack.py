@@ -26,7 +26,8 @@ def find_layers(model: "PreTrainedModel", text_config: Any) -> tuple[nn.Module, 
         if len(found) == 1:
             return found[0]
     raise UnsupportedModelError(
-        f"{type(model).__name__} has no single list of {sorted(numbers)} modules",
+        f"{type(model).__name__} has no list, or several, of as many modules as its config has"
+        f" layers ({', '.join(map(str, sorted(numbers))) or 'which it does not say'})",
         limit="one list, of its decoder layers, can be streamed",
         hint=RESIDENT_HINT,
     )

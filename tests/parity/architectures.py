@@ -106,6 +106,8 @@ def plain(model: nn.Module, batches: Sequence[Batch]) -> tuple[float, Gradients]
     for batch in batches:
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
         logits_BTV = model(**inputs, use_cache=False).logits
+        if logits_BTV.dtype is not torch.float64:
+            logits_BTV = logits_BTV.float()  # as transformers does before its loss
         part = nn.functional.cross_entropy(
             logits_BTV[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum"
         )

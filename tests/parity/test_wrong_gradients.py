@@ -62,12 +62,16 @@ def assert_exact(
 
 def assert_refused(model: nn.Module, match: str) -> None:
     """Check that a step is refused before any gradient is touched."""
-    with pytest.raises(offload.UnsupportedModelError, match=match):
+
+    def attach_and_step() -> None:
         engine = offload.attach(model, num_slots=2, device="cpu")
         try:
             engine.forward_backward(micro_batches())
         finally:
             engine.detach()
+
+    with pytest.raises(offload.UnsupportedModelError, match=match):
+        attach_and_step()
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
