@@ -41,7 +41,10 @@ class PassState:
             layer L is what enters the tail.
         fetched: Inputs that came back from the stash.
         gradient: Gradient of the loss by the hidden state, on its way down.
-        losses: Sum over labelled tokens / num_label_tokens, one scalar tensor per chunk.
+        losses: Sum over labelled tokens / num_label_tokens, one scalar tensor per chunk; and the
+            router loss of each micro-batch.
+        routing: What routers said in the forward, then the loss's gradient by it; by micro-batch
+            and layer.
         logits: What a pass without labels asked for.
     """
 
@@ -50,6 +53,7 @@ class PassState:
     fetched: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     gradient: dict[int, torch.Tensor] = field(default_factory=dict)
     losses: list[torch.Tensor] = field(default_factory=list)
+    routing: dict[int, dict[int, list[torch.Tensor]]] = field(default_factory=dict)
     logits: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
@@ -107,6 +111,7 @@ class Executor:
                 self._forward(state, _given(op.layer), m, step)
             elif op.kind is Kind.TAIL:
                 self._tail(state, m, batches[m], num_items)
+                self._balance(state, m, batches[m], num_label_tokens)
             elif op.kind is Kind.BACKWARD:
                 self._backward(state, _given(op.layer), m, step)
             else:
@@ -237,8 +242,10 @@ class Executor:
         if step.is_stashed:  # the output takes its place; see Note [Letting go]
             state.inputs.pop((layer + 1 - NUM_KEPT, m), None)
         self._seed_visit(step.seed, layer, m)
-        with torch.no_grad():
+        with torch.no_grad(), self._model.listening(layer) as router_logits:
             output_BTD = self._model.layer_forward(layer, input_BTD, state.fronts[m].calls[layer])
+        if router_logits and step.is_kept:
+            state.routing.setdefault(m, {})[layer] = router_logits
         state.inputs[layer + 1, m] = output_BTD.contiguous()
         if not step.is_kept:
             del state.inputs[layer, m]
@@ -279,6 +286,19 @@ class Executor:
                 gradient_ND[positions_N] = chunk_1ND.grad[0]
             state.losses.append(loss.detach())
 
+    def _balance(
+        self, state: PassState, m: int, batch: LabelledBatch, num_label_tokens: int
+    ) -> None:
+        """Add the router loss of a micro-batch, and keep its gradients for the backward visits."""
+        if self._model.router_loss is None:
+            return
+        loss, state.routing[m] = self._model.router_loss.loss(
+            state.routing[m],
+            batch.inputs.get("attention_mask"),
+            batch.num_label_tokens / num_label_tokens,
+        )
+        state.losses.append(loss)
+
     def _logits(self, hidden_BTD: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
         if positions is not None:
             rows = torch.arange(hidden_BTD.shape[0], device=hidden_BTD.device)
@@ -291,9 +311,12 @@ class Executor:
         self._masters.gather(layer)
         input_BTD = kept_BTD.detach().requires_grad_()
         self._seed_visit(step.seed, layer, m)
-        with torch.enable_grad():
+        with torch.enable_grad(), self._model.listening(layer) as router_logits:
             output_BTD = self._model.layer_forward(layer, input_BTD, state.fronts[m].calls[layer])
-        output_BTD.backward(state.gradient[m])
+        torch.autograd.backward(
+            [output_BTD, *router_logits],
+            [state.gradient[m], *state.routing.get(m, {}).pop(layer, [])],
+        )
         assert input_BTD.grad is not None
         state.gradient[m] = input_BTD.grad
 

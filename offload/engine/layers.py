@@ -27,6 +27,7 @@ from torch import nn
 
 from offload.engine.batch import Batch
 from offload.engine.calls import Call, Leaves
+from offload.engine.router import RouterLoss
 from offload.engine.stack import (
     RESIDENT_HINT,
     find_layers,
@@ -89,9 +90,15 @@ class LayeredModel:
         self._has_own_loss = True
         self._is_tail_checked = False
         self._form: Form | None = None
+        has_router_loss = getattr(text_config, "output_router_logits", False)
         self._owner, self._name = find_layers(self.model, text_config)
         self.layers = cast("nn.ModuleList", getattr(self._owner, self._name))
         in_layers = set(self.layers.modules())
+        self.router_loss = (
+            RouterLoss(self.model, self.model.get_decoder(), list(self.layers))
+            if has_router_loss
+            else None
+        )
         self._buffered = [[m for m in layer.modules() if m._buffers] for layer in self.layers]
         self._around = [m for m in self.model.base_model.modules() if m not in in_layers]
 
@@ -155,6 +162,15 @@ class LayeredModel:
                 limit="nothing else may go from layer to layer",
             )
         return cast("torch.Tensor", output[0])
+
+    @contextmanager
+    def listening(self, layer: int) -> Iterator[list[torch.Tensor]]:
+        """Collect the router logits of one visit; none where there is no router loss."""
+        if self.router_loss is None:
+            yield []
+        else:
+            with self.router_loss.listen(layer) as heard:
+                yield heard
 
     def tail_loss(
         self, hidden_BTD: torch.Tensor, labels_BT: torch.Tensor, num_label_tokens: torch.Tensor
@@ -296,7 +312,7 @@ class LayeredModel:
         flags = [
             (config, name)
             for config in configs
-            for name in ("output_hidden_states", "output_attentions")
+            for name in ("output_hidden_states", "output_attentions", "output_router_logits")
             if getattr(config, name, False)
         ]
         setattr(self._owner, self._name, nn.ModuleList(stand_ins))

@@ -53,9 +53,3 @@ def refuse_shared_state(text_config: Any) -> None:
             limit="layers that read another layer's keys and values cannot be visited alone",
             hint=RESIDENT_HINT,
         )
-    if getattr(text_config, "output_router_logits", False):
-        raise UnsupportedModelError(
-            "config.output_router_logits is true, which adds a router loss over all layers at once",
-            limit="the loss must be a sum over tokens",
-            hint="set `output_router_logits` to false in the model's config.json",
-        )

@@ -30,7 +30,8 @@ from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import offload
-from offload.engine.layers import Batch, LayeredModel
+from offload.engine.batch import Batch
+from offload.engine.layers import LayeredModel
 from tests.parity.tiny_models import VOCABULARY, tiny_model, with_adapters
 
 SLACK = 1.05  # of the plain library's error, the limit of grade REORDER

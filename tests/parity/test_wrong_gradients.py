@@ -300,12 +300,6 @@ def test_a_tail_that_reads_the_embeddings_is_refused() -> None:
     assert_refused(model, "does not compute a token's logits from the last layer's output for it")
 
 
-def test_a_router_loss_is_refused() -> None:
-    base = tiny_model("mixtral", output_router_logits=True)
-    with pytest.raises(offload.UnsupportedModelError, match="output_router_logits is true"):
-        offload.attach(base, num_slots=2, device="cpu")
-
-
 # -------------------------------------------------------------------------------- rotary and masks
 
 
