@@ -99,7 +99,8 @@ class Executor:
             seed: Dropout is seeded by (seed, layer, micro-batch), so that the recompute repeats it.
             is_stashed: Whether the schedule moves layer inputs to the host.
         """
-        num_items = torch.tensor(num_label_tokens, device=self._device.torch_device)
+        # Filled there: `torch.tensor` would copy the number, and wait for the device.
+        num_items = torch.full((), num_label_tokens, device=self._device.torch_device)
         state = PassState()
         step = _Step(seed=seed, is_kept=True, is_stashed=is_stashed)
 

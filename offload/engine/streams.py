@@ -144,13 +144,16 @@ class CpuDevice:
 
 
 class _CudaEvent:
-    """Timing events around one op; `issued` tells that they stand in their stream."""
+    """Timing events around one op; `issued` tells that they stand in their stream.
+
+    A host thread that waits for the end sleeps (`blocking`): it would take a core otherwise.
+    """
 
     def __init__(self, base: torch.cuda.Event) -> None:
         self._base = base
         self.issued = Flag()
         self.start = torch.cuda.Event(enable_timing=True)
-        self.end = torch.cuda.Event(enable_timing=True)
+        self.end = torch.cuda.Event(enable_timing=True, blocking=True)
 
     def span_s(self) -> tuple[float, float]:
         return (
@@ -278,5 +281,7 @@ def open_device(
 ) -> Device:
     """Return the lanes for a `cpu` or `cuda` device."""
     if torch_device.type == "cuda":
+        # With its index: for a lane's own thread, "cuda" alone is always the first one.
+        torch_device = torch.empty(0, device=torch_device).device
         return CudaDevice(torch_device, is_staged=is_staged, prepare_thread=prepare_thread)
     return CpuDevice(prepare_thread=prepare_thread)
