@@ -96,13 +96,6 @@ class PageLock:
                 )
 
 
-_NOT_NEEDED = PageLock(
-    mode=LockMode.NOT_NEEDED,
-    num_bytes=0,
-    reason="host memory is not page-locked: the CPU computes",
-)
-
-
 def page_lock(
     address: int, num_bytes: int, largest_record_bytes: int, locker: Locker | None
 ) -> PageLock:
@@ -118,9 +111,8 @@ def page_lock(
         locker: From `open_locker`; None where no device needs locked memory.
     """
     if locker is None:
-        return _NOT_NEEDED
-    piece_bytes = _whole_pages(min(largest_record_bytes, PIECE_BYTES))
-    ring_bytes = NUM_STAGING_BUFFERS * piece_bytes
+        return _not_needed()
+    ring_bytes = NUM_STAGING_BUFFERS * _piece_bytes(largest_record_bytes)
     worked_bytes, refusal = largest_lockable(num_bytes, ring_bytes, locker)
     if worked_bytes == num_bytes:
         refusal = locker.register(address, num_bytes) or ""
@@ -137,8 +129,26 @@ def page_lock(
     if 0 < worked_bytes < num_bytes:
         why += f", of {_shown(worked_bytes)} not"
     if worked_bytes and ring_bytes < num_bytes:
-        return _stage(piece_bytes, why, locker)
+        cost = f", which reads and writes each byte once more in host memory; {_HINT}"
+        return _ring(largest_record_bytes, why, cost, locker)
     return _pageable(why)
+
+
+def lock_ring(largest_record_bytes: int, why: str, locker: Locker | None) -> PageLock:
+    """Page-lock a ring of staging buffers and nothing else; may wait.
+
+    Args:
+        largest_record_bytes: As for `page_lock`.
+        why: Why no slab is locked, for the user: "layers lie on disk".
+        locker: As for `page_lock`.
+    """
+    if locker is None:
+        return _not_needed()
+    ring_bytes = NUM_STAGING_BUFFERS * _piece_bytes(largest_record_bytes)
+    refusal = locker.rehearse(ring_bytes)
+    if refusal is not None:
+        return _pageable(_refused_ring(why, ring_bytes, refusal))
+    return _ring(largest_record_bytes, why, "", locker)
 
 
 def largest_lockable(num_bytes: int, least_bytes: int, locker: Locker) -> tuple[int, str]:
@@ -166,35 +176,34 @@ def _rungs(num_bytes: int, least_bytes: int) -> Iterator[int]:
         yield least_bytes
 
 
-def lock_ring(largest_record_bytes: int, why: str, locker: Locker | None) -> PageLock:
-    """Page-lock a ring of buffers alone, for layers that lie on disk.
-
-    Args:
-        largest_record_bytes: The largest layer.
-        why: What is to be told of it.
-        locker: From `open_locker`; None where no device needs locked memory.
-    """
-    if locker is None:
-        return _NOT_NEEDED
-    return _stage(_whole_pages(min(largest_record_bytes, PIECE_BYTES)), why, locker)
-
-
-def _stage(piece_bytes: int, why: str, locker: Locker) -> PageLock:
+def _ring(largest_record_bytes: int, why: str, cost: str, locker: Locker) -> PageLock:
     """Lock a ring of buffers of its own."""
+    piece_bytes = _piece_bytes(largest_record_bytes)
     ring_bytes = NUM_STAGING_BUFFERS * piece_bytes
     ring = torch.frombuffer(mmap.mmap(-1, ring_bytes), dtype=torch.uint8)
     refusal = locker.register(ring.data_ptr(), ring_bytes)
     if refusal is not None:
-        return _pageable(f"{why}; {_shown(ring_bytes)} to stage through was refused ({refusal})")
+        return _pageable(_refused_ring(why, ring_bytes, refusal))
     return PageLock(
         mode=LockMode.STAGED,
         num_bytes=ring_bytes,
-        reason=f"{why}: a thread copies them through {NUM_STAGING_BUFFERS} page-locked buffers of"
-        f" {_shown(piece_bytes)}, which reads and writes each byte once more in host memory;"
-        f" {_HINT}",
+        reason=f"{why}: a thread puts them through {NUM_STAGING_BUFFERS} page-locked buffers of"
+        f" {_shown(piece_bytes)}{cost}",
         buffers=ring.split(piece_bytes),
         addresses=(ring.data_ptr(),),
         locker=locker,
+    )
+
+
+def _refused_ring(why: str, ring_bytes: int, refusal: str) -> str:
+    return f"{why}; {_shown(ring_bytes)} to stage through was refused ({refusal})"
+
+
+def _not_needed() -> PageLock:
+    return PageLock(
+        mode=LockMode.NOT_NEEDED,
+        num_bytes=0,
+        reason="host memory is not page-locked: the CPU computes",
     )
 
 
@@ -207,8 +216,9 @@ def _pageable(why: str) -> PageLock:
     )
 
 
-def _whole_pages(num_bytes: int) -> int:
-    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+def _piece_bytes(largest_record_bytes: int) -> int:
+    """Return the size of a staging buffer: no more than a copy or a layer, in whole pages."""
+    return -(-min(largest_record_bytes, PIECE_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _shown(num_bytes: int) -> str:

@@ -92,7 +92,10 @@ def _main(path: str, device_index: int, num_bytes: int, fd: int) -> int:
         return _UNTRIED
     if cuda.open_device(device_index) is not None:
         return _UNTRIED
-    memory = mmap.mmap(fd, num_bytes)
+    try:
+        memory = mmap.mmap(fd, num_bytes)
+    except OSError:  # a descriptor for reading only, or no room: nothing that speaks of locks
+        return _UNTRIED
     refusal = cuda.register(ctypes.addressof(ctypes.c_char.from_buffer(memory)), num_bytes)
     if refusal is not None:
         sys.stdout.write(refusal)

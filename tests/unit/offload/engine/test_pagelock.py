@@ -13,6 +13,7 @@ from offload.engine.pagelock import (
     CudaLocker,
     LockMode,
     largest_lockable,
+    lock_ring,
     open_locker,
     page_lock,
 )
@@ -71,7 +72,7 @@ def test_a_limit_below_the_slab_leaves_a_ring_of_locked_buffers() -> None:
     assert locker.rehearsed == [24 * GIB, 12 * GIB, 6 * GIB, 3 * GIB, 3 * GIB // 2]
     assert lock.reason == (
         f"page-locking 24.00 GiB of layers was refused (no {24 * GIB}), of 1.50 GiB not:"
-        " a thread copies them through 4 page-locked buffers of 64.00 MiB, which reads and writes"
+        " a thread puts them through 4 page-locked buffers of 64.00 MiB, which reads and writes"
         " each byte once more in host memory; to lock all, raise the limit: `ulimit -l unlimited`,"
         " in Docker `--ulimit memlock=-1`; on WSL2 Windows sets it"
     )
@@ -108,7 +109,7 @@ def test_a_lock_that_fails_after_its_rehearsal_is_no_end_but_the_next_rung() -> 
     locker = FakeLocker(2 * GIB, most_rehearsed_bytes=100 * GIB)
     lock = page_lock(ADDRESS, 24 * GIB, GIB, locker)
     assert lock.mode is LockMode.STAGED
-    assert f"was refused (not {24 * GIB}): a thread copies" in lock.reason
+    assert f"was refused (not {24 * GIB}): a thread puts" in lock.reason
 
 
 def test_a_ring_that_fails_after_its_rehearsal_leaves_pageable_copies() -> None:
@@ -123,6 +124,32 @@ def test_a_ring_that_fails_after_its_rehearsal_leaves_pageable_copies() -> None:
 def test_a_slab_smaller_than_a_ring_is_locked_or_pageable() -> None:
     assert page_lock(ADDRESS, PAGE, PAGE, FakeLocker(PAGE)).mode is LockMode.PINNED
     assert page_lock(ADDRESS, PAGE, PAGE, FakeLocker(0)).mode is LockMode.PAGEABLE
+
+
+def test_layers_on_disk_need_a_ring_alone() -> None:
+    locker = FakeLocker(GIB)
+    lock = lock_ring(3 * GIB, "layers lie on disk", locker)
+    assert (lock.mode, lock.num_bytes) == (LockMode.STAGED, RING_BYTES)
+    assert lock.reason == (
+        "layers lie on disk: a thread puts them through 4 page-locked buffers of 64.00 MiB"
+    )
+    assert locker.rehearsed == [RING_BYTES]
+    lock.release()
+    assert locker.locked == {}
+
+
+@pytest.mark.parametrize("most_rehearsed_bytes", [0, GIB])
+def test_layers_on_disk_whose_ring_is_refused_are_copied_from_pageable_buffers(
+    most_rehearsed_bytes: int,
+) -> None:
+    locker = FakeLocker(0, most_rehearsed_bytes=most_rehearsed_bytes)
+    lock = lock_ring(GIB, "layers lie on disk", locker)
+    assert (lock.mode, lock.buffers) == (LockMode.PAGEABLE, ())
+    assert lock.reason.startswith("layers lie on disk; 0.25 GiB to stage through was refused (no")
+
+
+def test_a_ring_for_a_cpu_is_not_needed() -> None:
+    assert lock_ring(GIB, "layers lie on disk", None).mode is LockMode.NOT_NEEDED
 
 
 def test_memory_that_does_not_unlock_is_an_error_with_its_reason() -> None:

@@ -64,6 +64,15 @@ def test_a_runtime_that_a_child_cannot_load_says_nothing_about_locks(tmp_path: P
     assert rehearsed(tmp_path / "libcudart.so") is None
 
 
+def test_memory_that_a_child_cannot_map_says_nothing_about_locks(
+    fake_runtime: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "slab"
+    path.write_bytes(bytes(2 * MOST_BYTES))
+    with path.open("rb") as file:  # for reading only
+        assert rehearsed(fake_runtime, num_bytes=2 * MOST_BYTES, fd=file.fileno()) is None
+
+
 def test_a_child_that_the_driver_ends_is_a_refusal(fake_runtime: Path) -> None:
     refusal = rehearsed(fake_runtime, device_index=KILLING_DEVICE)
     assert refusal == "the process that tried it was ended by SIGKILL"
