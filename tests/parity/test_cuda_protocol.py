@@ -166,14 +166,17 @@ def attached(model: torch.nn.Module, device: FakeCudaDevice, *, num_staging: int
     return engine
 
 
-@pytest.mark.parametrize("num_staging", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("is_staged", "num_staging"), [(False, 0), (True, 0), (True, 1), (True, 3)]
+)
 @pytest.mark.parametrize("seed", range(2))
 def test_move_streams_that_run_apart_give_the_bits_of_the_resident_step(
-    open_device: Open, seed: int, num_staging: int
+    open_device: Open, seed: int, *, is_staged: bool, num_staging: int
 ) -> None:
+    """Staged without buffers is for pageable memory: a thread waits for the driver."""
     model = tiny("qwen3")
     expected = streamed(model, num_slots=6)
-    device = open_device(seed=seed, is_staged=num_staging > 0)
+    device = open_device(seed=seed, is_staged=is_staged)
     engine = attached(model, device, num_staging=num_staging)
     first = engine.forward_backward(micro_batches(), dropout_seed=0)
     assert_equal((first.loss, gradients(model)), expected)
