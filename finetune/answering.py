@@ -29,7 +29,7 @@ def answer_prompt(run_dir: Path, prompt: str, *, max_new_tokens: int) -> str:
     device = preflight.torch_device_name(recipe.offload)
     facts = facts_of(recipe.model)
     machine = probe(device=device, seconds=1.0, dtype=recipe.model.dtype)
-    num_slots = plan(facts, machine, full_request(recipe, facts)).num_slots
+    num_slots = plan(facts, machine, full_request(recipe, facts, num_ranks=1)).num_slots
     tokenizer = load_tokenizer(recipe.model.tokenizer_source)
     loaded = load_model(
         path=recipe.model.path,

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from finetune.errors import ConfigError
+from finetune.env import launch, rank_label
+from finetune.errors import ConfigError, ToldRankError
 from offload.errors import DoesNotFitError, SluiceError
 
 if TYPE_CHECKING:
@@ -47,22 +48,25 @@ def finetune(
     ] = None,
 ) -> None:
     """Train an adapter, and show predicted against measured step time."""
+    from finetune.ranks import join
     from finetune.recipe_file import load_recipe
 
     with _explained(recipe):
-        settings = load_recipe(recipe, overrides or [])
-        _quiet_libraries()
-        from finetune.screen import Screen
-        from finetune.train import finetune as run
-
         console = _console()
-        outcome = run(
-            settings,
-            screen=Screen(console),
-            machine_file=machine,
-            is_resume=resume,
-            may_overwrite=overwrite,
-        )
+        with join(launch()) as ranks:
+            settings = load_recipe(recipe, overrides or [])
+            _quiet_libraries()
+            from finetune.screen import Screen
+            from finetune.train import finetune as run
+
+            outcome = run(
+                settings,
+                ranks=ranks,
+                screen=Screen(console),
+                machine_file=machine,
+                is_resume=resume,
+                may_overwrite=overwrite,
+            )
         if outcome.is_interrupted:
             console.print(
                 f"Stopped after step {outcome.num_steps}; continue with `--resume`.",
@@ -97,7 +101,7 @@ def plan(
         )
         facts = planning.facts_of(recipe.model)
         here = planning.find_machine(machine) if machine else _probed(recipe.model.dtype)
-        result = make_plan(facts, here, planning.full_request(recipe, facts))
+        result = make_plan(facts, here, planning.full_request(recipe, facts, num_ranks=1))
         if as_json:
             _print(json.dumps(plan_report.plan_json(result), indent=2))
         else:
@@ -208,12 +212,14 @@ def _explained(where: str) -> Iterator[None]:
     """Turn what a user or machine can cause into a message on stderr and an exit code."""
     try:
         yield
+    except ToldRankError:
+        raise typer.Exit(EXIT_USER) from None  # the rank that failed shows why
     except SluiceError as error:
         joint = "\n" if "\n" in error.what else "; "
         what, hint = f"{error.what}{joint}{error.limit}", error.hint
         is_about_recipe = isinstance(error, ConfigError)
         suffix = "" if is_about_recipe or where in what else f" ({where})"
-        print(f"error: {what}{suffix}\n\nhint: {hint}", file=sys.stderr)
+        print(f"error{rank_label()}: {what}{suffix}\n\nhint: {hint}", file=sys.stderr)
         code = EXIT_DOES_NOT_FIT if isinstance(error, DoesNotFitError) else EXIT_USER
         raise typer.Exit(code) from None
     except BrokenPipeError:
@@ -221,7 +227,8 @@ def _explained(where: str) -> Iterator[None]:
     except OSError as error:
         what = f"{error.filename or where}: {error.strerror or error}"
         print(
-            f"error: {what}; a file is read or written there, which needs permission and room"
+            f"error{rank_label()}: {what}; a file is read or written there, which needs permission"
+            " and room"
             "\n\nhint: give another path, mend the permissions (`ls -ld`) or free space (`df -h`)",
             file=sys.stderr,
         )
@@ -232,9 +239,13 @@ def _explained(where: str) -> Iterator[None]:
 
 
 def _console() -> Console:
-    """Return the terminal, or a stream 120 wide that keeps tables whole in files."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=120)
+    """Return the terminal, or a stream 120 wide that keeps tables whole in files.
+
+    Of several processes only the first is heard.
+    """
+    is_quiet = launch().index > 0
+    console = Console(highlight=False, quiet=is_quiet)
+    return console if console.is_terminal else Console(highlight=False, width=120, quiet=is_quiet)
 
 
 def _print(text: str) -> None:

@@ -6,7 +6,7 @@ step is known without the ones before it, and an epoch's last rows share a step 
 
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from types import TracebackType
@@ -127,35 +127,72 @@ def padded(length: int, multiple: int = PAD_TO_MULTIPLE_OF) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepShare:
+    """What one rank does of a step; with a single rank, all of it.
+
+    Attributes:
+        micro_batches: Those of this rank.
+        micro_batch_ids: Their numbers in the whole step.
+        num_tokens: Tokens of all the step's rows, padding left out.
+        num_label_tokens: Those with a loss.
+    """
+
+    micro_batches: tuple[dict[str, torch.Tensor], ...]
+    micro_batch_ids: tuple[int, ...]
+    num_tokens: int
+    num_label_tokens: int
+
+    @classmethod
+    def of(
+        cls,
+        step: Sequence[Sequence[int]],
+        examples: ExampleSet,
+        *,
+        micro_batches: Iterable[dict[str, torch.Tensor]],
+        micro_batch_ids: tuple[int, ...],
+    ) -> Self:
+        """Return these micro-batches as a share of a step with these rows."""
+        rows = [examples[row] for micro_batch in step for row in micro_batch]
+        return cls(
+            micro_batches=tuple(micro_batches),
+            micro_batch_ids=micro_batch_ids,
+            num_tokens=sum(len(row.input_ids) for row in rows),
+            num_label_tokens=sum(row.num_loss_tokens for row in rows),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepBatch:
-    """The micro-batches of one step, and how long the step waited for them."""
+    """This rank's share of one step, and how long the step waited for it."""
 
     step: int
-    micro_batches: tuple[dict[str, torch.Tensor], ...]
+    share: StepShare
     wait_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Steps(Dataset[torch.Tensor]):
-    """The steps as a map-style data set; each is one tensor of shape (3, tokens of the step).
+    """The steps as a map-style data set; each is one tensor of shape (3, tokens of the share).
 
     One tensor because a worker hands each over by its own file descriptor, of which there are few.
     """
 
     examples: ExampleSet
     order: BatchOrder
+    micro_batch_ids: tuple[int, ...]
     pad_token_id: int
 
     def __getitem__(self, step: int) -> torch.Tensor:
+        rows = self.order.step(step)
         batches = [
-            collate([self.examples[row] for row in rows], pad_token_id=self.pad_token_id)
-            for rows in self.order.step(step)
+            collate([self.examples[row] for row in rows[i]], pad_token_id=self.pad_token_id)
+            for i in self.micro_batch_ids
         ]
         return torch.stack([torch.cat([b[name].flatten() for b in batches]) for name in _FIELDS])
 
 
 class StepLoader:
-    """Iterate over the batches of steps `start_step` .. `order.num_steps`, prepared by workers.
+    """Iterate over a rank's batches of steps `start_step` .. `order.num_steps`, made by workers.
 
     The batches of a step depend on its number alone, so a resumed run sees the same ones. The
     loader has its own random generator; torch's default one is not touched.
@@ -166,13 +203,21 @@ class StepLoader:
         examples: ExampleSet,
         order: BatchOrder,
         *,
+        micro_batch_ids: tuple[int, ...],
         start_step: int,
         pad_token_id: int,
         num_workers: int,
     ) -> None:
+        self._examples = examples
         self._order = order
+        self._micro_batch_ids = micro_batch_ids
         self._start_step = start_step
-        steps = _Steps(examples=examples, order=order, pad_token_id=pad_token_id)
+        steps = _Steps(
+            examples=examples,
+            order=order,
+            micro_batch_ids=micro_batch_ids,
+            pad_token_id=pad_token_id,
+        )
         self._loader = DataLoader(
             steps,
             batch_size=None,
@@ -213,7 +258,7 @@ class StepLoader:
             start_s = time.perf_counter()
             packed = self._next()
             wait_s = time.perf_counter() - start_s
-            yield StepBatch(step=step, micro_batches=self._unpacked(step, packed), wait_s=wait_s)
+            yield StepBatch(step=step, share=self._unpacked(step, packed), wait_s=wait_s)
         self.close()
 
     def _next(self) -> torch.Tensor:
@@ -226,15 +271,21 @@ class StepLoader:
                 raise
             raise worker_died("preparing batches", error) from error
 
-    def _unpacked(self, step: int, packed: torch.Tensor) -> tuple[dict[str, torch.Tensor], ...]:
+    def _unpacked(self, step: int, packed: torch.Tensor) -> StepShare:
         """Cut a step's tensor into micro-batches, without a copy."""
+        rows_of_step = self._order.step(step)
         batches, at = [], 0
-        for rows in self._order.step(step):
+        for rows in (rows_of_step[i] for i in self._micro_batch_ids):
             width = padded(self._order.lengths[rows[0]], PAD_TO_MULTIPLE_OF)
             part = packed[:, at : at + len(rows) * width].view(3, len(rows), width)
             batches.append(dict(zip(_FIELDS, part, strict=True)))
             at += len(rows) * width
-        return tuple(batches)
+        return StepShare.of(
+            rows_of_step,
+            self._examples,
+            micro_batches=batches,
+            micro_batch_ids=self._micro_batch_ids,
+        )
 
 
 def _prepare_loader_worker(_: int) -> None:

@@ -3,25 +3,62 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from finetune.errors import ConfigError
 
 
-def world_size() -> int:
-    """Return how many processes a launcher such as `accelerate launch` has started.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """Which of how many processes this one is.
+
+    Attributes:
+        num: Processes of the run.
+        index: This one's number among them.
+        num_local: Those on this machine.
+        local_index: This one's number on this machine.
+    """
+
+    num: int
+    index: int
+    num_local: int
+    local_index: int
+
+
+def launch() -> Launch:
+    """Return what a launcher such as `accelerate launch` has said; without one, a single process.
 
     Raises:
-        ConfigError: The launcher's variable holds no number.
+        ConfigError: One of the launcher's variables is missing, or no number.
     """
-    text = os.environ.get("WORLD_SIZE", "1")
-    if not text.isdecimal():
+    num = _number("WORLD_SIZE", default="1")
+    if num == 1:
+        return Launch(num=1, index=0, num_local=1, local_index=0)
+    return Launch(
+        num=num,
+        index=_number("RANK"),
+        num_local=_number("LOCAL_WORLD_SIZE", default=str(num)),
+        local_index=_number("LOCAL_RANK"),
+    )
+
+
+def _number(name: str, *, default: str | None = None) -> int:
+    text = os.environ.get(name, default)
+    if text is None or not text.isdecimal():
+        seen = "not set" if text is None else repr(text)
         raise ConfigError(
-            f"the environment variable WORLD_SIZE is {text!r}",
-            limit="a launcher sets it to the number of its processes",
-            hint="`unset WORLD_SIZE`",
+            f"the environment variable {name} is {seen}",
+            limit="a launcher sets WORLD_SIZE, RANK and LOCAL_RANK to numbers, or none of them",
+            hint="`accelerate launch --multi_gpu --num_processes N`, or `unset WORLD_SIZE`",
         )
     return int(text)
+
+
+def rank_label() -> str:
+    """Return whose words these are where there are several processes; empty for one."""
+    rank = os.environ.get("RANK")
+    return "" if rank is None or os.environ.get("WORLD_SIZE", "1") == "1" else f" (rank {rank})"
 
 
 def is_offline() -> bool:

@@ -5,6 +5,8 @@ FinetuneError            see offload.errors.SluiceError for the three parts
   DataError              a row, a file or a data set
   ModelError             weights, a config or a tokenizer
   CheckpointError        a run directory that cannot be continued
+  RankError              another process of the run has failed
+    ToldRankError        and has said so itself
 """
 
 from offload.errors import SluiceError
@@ -28,3 +30,19 @@ class ModelError(FinetuneError):
 
 class CheckpointError(FinetuneError):
     """A run directory cannot be continued."""
+
+
+class RankError(FinetuneError):
+    """Another process of the run has ended, does not answer, or trains on something else."""
+
+
+class ToldRankError(RankError):
+    """Another process of the run has failed and shows why; this one ends with it, silently."""
+
+    def __init__(self, rank: int, failure: str) -> None:
+        super().__init__(
+            f"rank {rank} has failed: {failure}",
+            limit="the ranks of a run end together",
+            hint=f"see what rank {rank} shows",
+        )
+        self.rank = rank

@@ -2,21 +2,20 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from finetune.batches import collate
+from finetune.batches import StepShare, collate
 from finetune.data import ExampleSet
 from finetune.errors import FinetuneError
 from finetune.objective import clip, learning_rate, make_optimizer, update
+from finetune.ranks import Ranks
 from finetune.recipe import TrainSection
 from offload.engine.engine import Engine
 from offload.plan.timeline import Timeline
-
-Batch = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,13 +23,13 @@ class StepRecord:
     """What one step was.
 
     Attributes:
-        loss: Mean over the step's label tokens.
+        loss: Mean over the step's label tokens, those of all ranks.
         grad_norm: Before clipping.
         lr: Learning rate.
-        num_tokens: Tokens of the rows, padding left out.
-        num_label_tokens: Tokens with a loss.
-        num_loads: Layers that crossed the link.
-        optimizer_s: Clipping and update.
+        num_tokens: Tokens of the rows of all ranks, padding left out.
+        num_label_tokens: Tokens with a loss, of all ranks.
+        num_loads: Layers that crossed this rank's link.
+        optimizer_s: Adding up the ranks' gradients, clipping and update.
         step_s: The whole step, but for waiting for data.
         timeline: The engine's ops.
     """
@@ -47,7 +46,7 @@ class StepRecord:
 
 
 class Loop:
-    """A model, its engine and its optimizer."""
+    """A model, its engine and its optimizer; all ranks call it alike."""
 
     def __init__(
         self,
@@ -57,6 +56,7 @@ class Loop:
         parameters: Sequence[nn.Parameter],
         train: TrainSection,
         num_steps: int,
+        ranks: Ranks,
     ) -> None:
         """Take the parts and make a fresh optimizer."""
         self._model = model
@@ -64,10 +64,11 @@ class Loop:
         self._parameters = list(parameters)
         self._train = train
         self._num_steps = num_steps
+        self._ranks = ranks
         self.optimizer = self._make_optimizer()
 
-    def step(self, number: int, micro_batches: Sequence[Batch]) -> StepRecord:
-        """Run optimizer step `number`, counted from 0."""
+    def step(self, number: int, share: StepShare) -> StepRecord:
+        """Run optimizer step `number`, counted from 0, of which this rank does a share."""
         lr = learning_rate(
             number,
             peak=self._train.lr,
@@ -76,13 +77,13 @@ class Loop:
             num_steps=self._num_steps,
         )
         return self._step(
-            micro_batches,
+            share,
             lr=lr,
             dropout_seed=hash((self._train.seed, number)),
             name=f"step {number + 1}",
         )
 
-    def rehearse(self, longest: Sequence[Batch], typical: Sequence[Batch]) -> StepRecord:
+    def rehearse(self, longest: StepShare, typical: StepShare) -> StepRecord:
         """Run the longest step, then a typical one, and leave no trace in weights or optimizer.
 
         Out of memory comes here or not at all.
@@ -103,36 +104,41 @@ class Loop:
         return record
 
     def validation_loss(self, examples: ExampleSet, *, pad_token_id: int) -> float:
-        """Return the mean loss over the label tokens of all held-out rows."""
+        """Return the mean loss over the label tokens of all held-out rows, shared by the ranks."""
         size = self._train.micro_batch_size
         loss_sum, num_label_tokens = 0.0, 0
         self._model.eval()
-        for start in range(0, len(examples), size):
+        for start in range(size * self._ranks.index, len(examples), size * self._ranks.num):
             rows = [examples[i] for i in range(start, min(start + size, len(examples)))]
             result = self._engine.forward(collate(rows, pad_token_id=pad_token_id))
             loss_sum += result.loss_sum
             num_label_tokens += result.num_label_tokens
         self._model.train()
-        return loss_sum / num_label_tokens
+        told = self._ranks.exchange((loss_sum, num_label_tokens))
+        return sum(loss for loss, _ in told) / sum(num for _, num in told)
 
-    def _step(
-        self, micro_batches: Sequence[Batch], *, lr: float, dropout_seed: int, name: str
-    ) -> StepRecord:
+    def _step(self, share: StepShare, *, lr: float, dropout_seed: int, name: str) -> StepRecord:
         start_s = time.perf_counter()
-        result = self._engine.forward_backward(micro_batches, dropout_seed=dropout_seed)
+        result = self._engine.forward_backward(
+            share.micro_batches,
+            dropout_seed=dropout_seed,
+            num_label_tokens=share.num_label_tokens,
+            micro_batch_ids=share.micro_batch_ids,
+        )
         timeline = result.timeline  # waits for the device
         update_start_s = time.perf_counter()
+        loss = self._ranks.sum_gradients(self._parameters, loss=result.loss)
         grad_norm = float(clip(self._parameters, self._train.max_grad_norm))
-        self._require_finite(name, result.loss, grad_norm)
+        self._require_finite(name, loss, grad_norm)
         update(self.optimizer, self._parameters, lr=lr)
         self._engine.wait()
         end_s = time.perf_counter()
         return StepRecord(
-            loss=result.loss,
+            loss=loss,
             grad_norm=grad_norm,
             lr=lr,
-            num_tokens=sum(int(batch["attention_mask"].sum()) for batch in micro_batches),
-            num_label_tokens=result.num_label_tokens,
+            num_tokens=share.num_tokens,
+            num_label_tokens=share.num_label_tokens,
             num_loads=result.num_loads,
             optimizer_s=end_s - update_start_s,
             step_s=end_s - start_s,

@@ -78,21 +78,24 @@ def adapter_spec(adapter: AdapterSection, facts: ModelFacts) -> AdapterSpec:
     return AdapterSpec(rank=adapter.rank, targets=targets, experts=adapter.experts)
 
 
-def request_for(recipe: Recipe, facts: ModelFacts, sizes: "StepSizes") -> PlanRequest:
+def request_for(
+    recipe: Recipe, facts: ModelFacts, sizes: "StepSizes", *, num_ranks: int
+) -> PlanRequest:
     """Return what the recipe asks of the plan, for rows of these sizes."""
     return _request(
         recipe,
         facts,
         typical=_workload(recipe, facts, sizes.typical_width, label_tokens=sizes.label_tokens),
         largest=_workload(recipe, facts, sizes.largest_width, label_tokens=sizes.most_label_tokens),
+        num_ranks=num_ranks,
     )
 
 
-def full_request(recipe: Recipe, facts: ModelFacts) -> PlanRequest:
+def full_request(recipe: Recipe, facts: ModelFacts, *, num_ranks: int) -> PlanRequest:
     """Return the request before the rows are known: all are full, every token has a loss."""
     seq_len = recipe.train.seq_len
     full = _workload(recipe, facts, seq_len, label_tokens=seq_len * recipe.train.micro_batch_size)
-    return _request(recipe, facts, typical=full, largest=full)
+    return _request(recipe, facts, typical=full, largest=full, num_ranks=num_ranks)
 
 
 def _workload(recipe: Recipe, facts: ModelFacts, seq_len: int, *, label_tokens: int) -> Workload:
@@ -111,7 +114,7 @@ def _workload(recipe: Recipe, facts: ModelFacts, seq_len: int, *, label_tokens: 
 
 
 def _request(
-    recipe: Recipe, facts: ModelFacts, *, typical: Workload, largest: Workload
+    recipe: Recipe, facts: ModelFacts, *, typical: Workload, largest: Workload, num_ranks: int
 ) -> PlanRequest:
     if recipe.train.seq_len > facts.max_position_embeddings:
         raise ConfigError(
@@ -127,6 +130,7 @@ def _request(
         vram_budget_bytes=recipe.offload.vram_budget_bytes,
         num_workers=recipe.data.num_workers,
         is_stashed=recipe.offload.stash == "host",
+        num_ranks=num_ranks,
     )
 
 

@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from finetune.env import world_size
-from finetune.errors import ConfigError, FinetuneError, ModelError
+from finetune.errors import ConfigError, ModelError
 from finetune.figures import shown_time
 from finetune.model import has_weights, is_hub_reachable
 from finetune.planning import full_request
-from finetune.recipe import OffloadSection, Recipe
+from finetune.ranks import Ranks
+from finetune.recipe import OffloadSection, Recipe, TrainSection
 from offload.errors import DoesNotFitError
 from offload.plan.bounds import r3_bound_s
 from offload.plan.costs import price
@@ -18,20 +19,49 @@ from offload.plan.machine import Machine
 from offload.plan.plan import plan
 from offload.plan.schedule import MIN_SLOTS
 
+if TYPE_CHECKING:
+    import torch
 
-def require_one_process() -> None:
-    """Refuse a launch with several processes.
+
+def require_micro_batch_per_rank(train: TrainSection, *, num_ranks: int) -> None:
+    """Refuse a step that leaves a rank without work.
 
     Raises:
-        FinetuneError: There is more than one; each would train alone and overwrite the others.
+        ConfigError: It has fewer micro-batches than there are ranks.
     """
-    if world_size() > 1:
-        raise FinetuneError(
-            f"{world_size()} processes were launched",
-            limit="this version trains in one process",
-            hint="run `sluice finetune RECIPE` without `accelerate launch`, or with"
-            " `--num_processes 1`",
+    if train.num_micro_batches < num_ranks:
+        rows = train.micro_batch_size * num_ranks
+        setting = (
+            f"train.grad_accum_steps: {num_ranks}"
+            if train.tokens_per_step is None
+            else f"train.tokens_per_step: {rows * train.seq_len}"
         )
+        raise ConfigError(
+            f"a step of {train.num_micro_batches} micro-batches for {num_ranks} processes",
+            limit="each needs at least one micro-batch of the step",
+            hint=f"`{setting}`, or `--num_processes {train.num_micro_batches}`",
+        )
+
+
+def torch_device(offload: OffloadSection, ranks: Ranks) -> "torch.device":
+    """Return this rank's device.
+
+    Raises:
+        ConfigError: CUDA was asked for and is not there, or has fewer cards than there are ranks.
+    """
+    import torch
+
+    name = torch_device_name(offload)
+    if name == "cpu" or ranks.num == 1:
+        return torch.device(name)
+    num_cards = torch.cuda.device_count()
+    if num_cards < ranks.num:
+        raise ConfigError(
+            f"{ranks.num} processes were launched for {num_cards} CUDA devices",
+            limit="each process needs a card of its own",
+            hint=f"`--num_processes {num_cards}`",
+        )
+    return torch.device(name, ranks.local_index)
 
 
 def torch_device_name(offload: OffloadSection) -> str:
@@ -119,7 +149,7 @@ def require_within_run(recipe: Recipe, *, num_steps: int) -> None:
             )
 
 
-def require_ready(recipe: Recipe, facts: ModelFacts, machine: Machine) -> None:
+def require_ready(recipe: Recipe, facts: ModelFacts, machine: Machine, *, num_ranks: int) -> None:
     """Check that the weights can be had; if not, name all that is in the way of this run.
 
     Raises:
@@ -138,8 +168,10 @@ def require_ready(recipe: Recipe, facts: ModelFacts, machine: Machine) -> None:
         return
     causes = [f"model.path: {path} has no weights on this machine and the hub cannot be reached"]
     if machine.device == "cpu":
-        causes.append(f"on this CPU a step would take {_step_time(recipe, facts, machine)}")
-    shortage = _shortage(recipe, facts, machine)
+        causes.append(
+            f"on this CPU a step would take {_step_time(recipe, facts, machine, num_ranks)}"
+        )
+    shortage = _shortage(recipe, facts, machine, num_ranks)
     if shortage is not None:
         causes.append(f"{shortage.what}; {shortage.limit}")
     raise ModelError(
@@ -150,16 +182,18 @@ def require_ready(recipe: Recipe, facts: ModelFacts, machine: Machine) -> None:
     )
 
 
-def _shortage(recipe: Recipe, facts: ModelFacts, machine: Machine) -> DoesNotFitError | None:
+def _shortage(
+    recipe: Recipe, facts: ModelFacts, machine: Machine, num_ranks: int
+) -> DoesNotFitError | None:
     try:
-        plan(facts, machine, full_request(recipe, facts))
+        plan(facts, machine, full_request(recipe, facts, num_ranks=num_ranks))
     except DoesNotFitError as error:
         return error
     return None
 
 
-def _step_time(recipe: Recipe, facts: ModelFacts, machine: Machine) -> str:
-    request = full_request(recipe, facts)
+def _step_time(recipe: Recipe, facts: ModelFacts, machine: Machine, num_ranks: int) -> str:
+    request = full_request(recipe, facts, num_ranks=num_ranks)
     costs = price(facts, machine, request.typical)
-    bound_s = r3_bound_s(costs, num_slots=MIN_SLOTS, num_micro_batches=request.num_micro_batches)
+    bound_s = r3_bound_s(costs, num_slots=MIN_SLOTS, num_micro_batches=request.rank_micro_batches)
     return f"{shown_time(bound_s + costs.optimizer_s)} by the plan"

@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from finetune import preflight
-from finetune.batches import BatchOrder, collate
+from finetune.batches import BatchOrder, StepShare, collate
 from finetune.env import cache_dir
-from finetune.loop import Batch
 from finetune.model import load_tokenizer
 from finetune.planning import facts_of, find_machine, request_for
+from finetune.ranks import Ranks, own_micro_batches
 from finetune.recipe import Recipe
 from finetune.sampling import pad_id
 from finetune.screen import Screen
 from finetune.source import Rows, StepSizes, load_rows, row_order
+from offload.plan.machine import Machine
 from offload.plan.plan import Plan, plan
 from offload.probe import probe
 
@@ -28,12 +29,23 @@ PROBE_S = 5.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """The rows of a run, their order, and the plan for them."""
+    """The rows of a run, their order, and the plan for them.
+
+    Attributes:
+        device: This rank's.
+        tokenizer: The model's.
+        rows: What is trained on and held out.
+        order: Which rows each step trains on.
+        micro_batch_ids: Which micro-batches of a step are this rank's.
+        sizes: How large micro-batches are.
+        plan: The same for all ranks.
+    """
 
     device: torch.device
     tokenizer: "PreTrainedTokenizerBase"
     rows: Rows
     order: BatchOrder
+    micro_batch_ids: tuple[int, ...]
     sizes: StepSizes
     plan: Plan
 
@@ -42,37 +54,37 @@ class Work:
         """Token that fills rows up."""
         return pad_id(self.tokenizer)
 
-    def micro_batches(self, step: Sequence[Sequence[int]]) -> list[Batch]:
-        """Return the micro-batches of some rows."""
-        return [
-            collate([self.rows.train[i] for i in part], pad_token_id=self.pad_token_id)
-            for part in step
-        ]
+    def share(self, step: Sequence[Sequence[int]]) -> StepShare:
+        """Return this rank's share of a step with these rows."""
+        own = (
+            collate([self.rows.train[row] for row in step[i]], pad_token_id=self.pad_token_id)
+            for i in self.micro_batch_ids
+        )
+        return StepShare.of(
+            step, self.rows.train, micro_batches=own, micro_batch_ids=self.micro_batch_ids
+        )
 
 
-def prepare(recipe: Recipe, screen: Screen, machine_file: Path | None) -> Work:
+def prepare(recipe: Recipe, ranks: Ranks, screen: Screen, machine_file: Path | None) -> Work:
     """Measure the machine, read the rows, and plan the step.
 
     Raises:
         SluiceError: What a run needs is missing, or does not fit.
     """
-    device = torch.device(preflight.torch_device_name(recipe.offload))
+    device = preflight.torch_device(recipe.offload, ranks)
     facts = facts_of(recipe.model)
-    if machine_file is None:
-        screen.note("Measuring this machine ...")
-        machine = probe(device=device.type, seconds=PROBE_S, dtype=recipe.model.dtype)
-    else:
-        machine = find_machine(str(machine_file))
-        preflight.require_same_machine(machine, device=device.type, dtype=recipe.model.dtype)
-    preflight.require_ready(recipe, facts, machine)
+    machine = ranks.from_main(lambda: _machine(recipe, screen, device, machine_file))
+    preflight.require_ready(recipe, facts, machine, num_ranks=ranks.num)
     tokenizer = load_tokenizer(recipe.model.tokenizer_source)
-    rows = load_rows(
-        recipe.data,
-        tokenizer,
-        seq_len=recipe.train.seq_len,
-        seed=recipe.train.seed,
-        cache_dir=cache_dir(),
-    )
+    with ranks.main_first():
+        rows = load_rows(
+            recipe.data,
+            tokenizer,
+            seq_len=recipe.train.seq_len,
+            seed=recipe.train.seed,
+            cache_dir=cache_dir(),
+        )
+    ranks.require_same("the training rows", lambda: rows.data_hash)
     for note in rows.notes:
         screen.note(note)
     order = row_order(recipe.train, rows.train)
@@ -83,6 +95,22 @@ def prepare(recipe: Recipe, screen: Screen, machine_file: Path | None) -> Work:
         tokenizer=tokenizer,
         rows=rows,
         order=order,
+        micro_batch_ids=own_micro_batches(
+            order.num_micro_batches, index=ranks.index, num=ranks.num
+        ),
         sizes=sizes,
-        plan=plan(facts, machine, request_for(recipe, facts, sizes)),
+        plan=plan(facts, machine, request_for(recipe, facts, sizes, num_ranks=ranks.num)),
     )
+
+
+def _machine(
+    recipe: Recipe, screen: Screen, device: torch.device, machine_file: Path | None
+) -> Machine:
+    """Return the rates of this rank's device while the other ranks wait."""
+    dtype = recipe.model.dtype
+    if machine_file is None:
+        screen.note("Measuring this machine ...")
+        return probe(device=device.type, seconds=PROBE_S, dtype=dtype)
+    machine = find_machine(str(machine_file))
+    preflight.require_same_machine(machine, device=device.type, dtype=dtype)
+    return machine

@@ -14,7 +14,7 @@ from finetune.figures import shown_mib, shown_time, table_of
 from finetune.files import write_atomically
 from finetune.plan_report import plan_json
 from finetune.recipe import Recipe, recipe_hash
-from offload.plan.memory import CONTEXT, DATA_WORKERS, FRAGMENTATION
+from offload.plan.memory import CONTEXT, DATA_WORKERS, FRAGMENTATION, OTHER_RANKS
 from offload.plan.plan import Plan
 from offload.plan.timeline import Timeline, perfetto_trace
 
@@ -109,11 +109,11 @@ def compare(
         for name in PHASES
         if name != "d2h" or plan.schedule.d2h_bytes
     ]
-    if plan.machine.device == "cpu":  # device memory is host memory, workers are other processes
+    if plan.machine.device == "cpu":  # device memory is host memory, others are other processes
         name, terms, others = (
             "peak memory",
             (*plan.device_memory, *plan.host_memory),
-            {DATA_WORKERS},
+            {DATA_WORKERS, OTHER_RANKS},
         )
     else:
         terms, others = plan.device_memory, {CONTEXT, FRAGMENTATION}

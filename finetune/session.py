@@ -11,6 +11,7 @@ from finetune import adapters
 from finetune.loop import Loop
 from finetune.model import load_model
 from finetune.prepare import Work
+from finetune.ranks import Ranks
 from finetune.recipe import Recipe
 from finetune.screen import Screen
 from offload.engine import meter
@@ -35,7 +36,7 @@ class Session:
     notes: tuple[str, ...]
 
 
-def build(recipe: Recipe, work: Work) -> Session:
+def build(recipe: Recipe, work: Work, ranks: Ranks) -> Session:
     """Load the model, add the adapter, and put both on the engine."""
     loaded = load_model(
         path=recipe.model.path,
@@ -71,6 +72,7 @@ def build(recipe: Recipe, work: Work) -> Session:
         parameters=list(trained.values()),
         train=recipe.train,
         num_steps=work.order.num_steps,
+        ranks=ranks,
     )
     return Session(model=model, engine=engine, loop=loop, trained=trained, notes=loaded.notes)
 
@@ -81,8 +83,8 @@ def rehearse(work: Work, session: Session, screen: Screen) -> Plan:
     meter.reset_peak(work.device)
     try:
         record = session.loop.rehearse(
-            work.micro_batches(work.order.longest_step()),
-            work.micro_batches(work.order.step(work.sizes.typical_step)),
+            work.share(work.order.longest_step()),
+            work.share(work.order.step(work.sizes.typical_step)),
         )
     except torch.OutOfMemoryError as error:
         raise _too_large(work.plan, error) from error

@@ -1,4 +1,7 @@
-"""The main path: recipe -> machine, facts -> rows -> plan -> model, engine -> steps -> report."""
+"""The main path: recipe -> machine, facts -> rows -> plan -> model, engine -> steps -> report.
+
+All ranks walk it together; what is written and asked of the model is the main rank's alone.
+"""
 
 import json
 import signal
@@ -13,12 +16,14 @@ from finetune.batches import StepLoader
 from finetune.checkpoint import RunDir
 from finetune.files import write_atomically
 from finetune.prepare import Work, prepare
+from finetune.ranks import Ranks
 from finetune.recipe import Recipe
 from finetune.recorder import Recorder, profiled
 from finetune.sampling import answer, answerable
 from finetune.screen import Screen
 from finetune.session import Session, build, rehearse
 from offload.engine import meter
+from offload.plan.plan import Plan
 from offload.plan.timeline import Timeline
 
 
@@ -34,6 +39,7 @@ class Outcome:
 def finetune(
     recipe: Recipe,
     *,
+    ranks: Ranks,
     screen: Screen,
     machine_file: Path | None,
     is_resume: bool,
@@ -43,6 +49,7 @@ def finetune(
 
     Args:
         recipe: What to do.
+        ranks: The processes that do it together.
         screen: Where to show it.
         machine_file: A machine that was measured before; None measures this one.
         is_resume: Continue the run in the recipe's directory.
@@ -52,35 +59,38 @@ def finetune(
         SluiceError: Anything a user or the machine can cause.
     """
     run_dir = RunDir(recipe.output.run_dir)
-    preflight.require_one_process()
+    preflight.require_micro_batch_per_rank(recipe.train, num_ranks=ranks.num)
     preflight.require_trainable_cargo(recipe.offload)
     preflight.require_loggers(recipe.report.log_to)
-    if is_resume:
+    if ranks.is_main and is_resume:
         run_dir.require_same_recipe(recipe)
-    else:
+    elif ranks.is_main:
         run_dir.require_startable(may_overwrite=may_overwrite)
 
-    work = prepare(recipe, screen, machine_file)
+    work = prepare(recipe, ranks, screen, machine_file)
     screen.show(plan_report.plan_tables(work.plan))
-    session = build(recipe, work)
+    session = build(recipe, work, ranks)
     try:
         for note in session.notes:
             screen.note(note)
         predicted = rehearse(work, session, screen)
-        first_step = _start(recipe, run_dir, work, session, is_resume=is_resume)
-        screen.note(report.promise(predicted, num_steps=work.order.num_steps - first_step))
-        report.write_prediction(run_dir.path, first=work.plan, calibrated=predicted)
-        if first_step == 0:
-            _sample(recipe, run_dir, work, session, screen, when="before")
-        last_step = _train(recipe, run_dir, work, session, screen, first_step=first_step)
-        peak_bytes = meter.peak_bytes(work.device)
-        if last_step == work.order.num_steps:
-            adapters.save_adapter(session.model, run_dir.adapter)
-            _sample(recipe, run_dir, work, session, screen, when="after")
-            metrics = run_dir.read_metrics()
-            screen.show(
-                report.write_report(run_dir.path, recipe, predicted, metrics, peak_bytes=peak_bytes)
+        first_step = ranks.from_main(lambda: _start(recipe, run_dir, is_resume=is_resume))
+        if first_step:
+            run_dir.load(
+                first_step,
+                session.trained,
+                session.loop.optimizer,
+                data_hash=work.rows.data_hash,
             )
+        ranks.require_same_weights(session.trained, step=first_step)
+        screen.note(report.promise(predicted, num_steps=work.order.num_steps - first_step))
+        if ranks.is_main:
+            report.write_prediction(run_dir.path, first=work.plan, calibrated=predicted)
+        if ranks.is_main and first_step == 0:
+            _sample(recipe, run_dir, work, session, screen, when="before")
+        last_step = _train(recipe, run_dir, work, session, ranks, screen, first_step=first_step)
+        if ranks.is_main and last_step == work.order.num_steps:
+            _finish(recipe, run_dir, work, session, screen, predicted)
     finally:
         session.engine.close()
     return Outcome(
@@ -90,17 +100,13 @@ def finetune(
     )
 
 
-def _start(
-    recipe: Recipe, run_dir: RunDir, work: Work, session: Session, *, is_resume: bool
-) -> int:
-    """Return the first step to run: 0, or the one behind the newest checkpoint."""
+def _start(recipe: Recipe, run_dir: RunDir, *, is_resume: bool) -> int:
+    """Make the directory ready; return the first step to run, behind the newest checkpoint."""
     if not is_resume:
         run_dir.start(recipe)
         return 0
     step = run_dir.newest() or 0
     run_dir.drop_metrics_after(step)
-    if step:
-        run_dir.load(step, session.trained, session.loop.optimizer, data_hash=work.rows.data_hash)
     return step
 
 
@@ -109,6 +115,7 @@ def _train(
     run_dir: RunDir,
     work: Work,
     session: Session,
+    ranks: Ranks,
     screen: Screen,
     *,
     first_step: int,
@@ -118,6 +125,9 @@ def _train(
     done, timeline = first_step, Timeline(spans=())
 
     def save() -> None:
+        ranks.require_same_weights(session.trained, step=done)
+        if not ranks.is_main:
+            return
         write_atomically(run_dir.path / "measured_timeline.json", timeline.to_json())
         run_dir.save(
             done,
@@ -130,12 +140,16 @@ def _train(
     loader = StepLoader(
         work.rows.train,
         work.order,
+        micro_batch_ids=work.micro_batch_ids,
         start_step=first_step,
         pad_token_id=work.pad_token_id,
         num_workers=recipe.data.num_workers,
     )
     recorder = Recorder(
-        run_dir, log_to=recipe.report.log_to, name=output.name, first_step=first_step
+        run_dir,
+        log_to=recipe.report.log_to if ranks.is_main else (),
+        name=output.name,
+        first_step=first_step,
     )
     with (
         loader,
@@ -144,24 +158,26 @@ def _train(
         _interrupts() as interrupts,
     ):
         for batch in loader:
-            is_profiled = recipe.report.profile == batch.step + 1
+            is_profiled = ranks.is_main and recipe.report.profile == batch.step + 1
             with profiled(run_dir.path / "profile" if is_profiled else None):
-                record = session.loop.step(batch.step, batch.micro_batches)
+                record = session.loop.step(batch.step, batch.share)
             done, timeline = batch.step + 1, record.timeline
             row = report.metrics_row(record, step=done, data_wait_s=batch.wait_s)
             if work.rows.held_out and _is_due(done, output.eval_every):
                 row["eval_loss"] = session.loop.validation_loss(
                     work.rows.held_out, pad_token_id=work.pad_token_id
                 )
-            recorder.write(row)
+            if ranks.is_main:
+                recorder.write(row)
             bar.advance(
                 loss=record.loss,
                 num_tokens=record.num_tokens,
                 seconds=record.step_s + batch.wait_s,
             )
-            if _is_due(done, output.checkpoint_every) or interrupts or done == num_steps:
+            is_stopped = any(ranks.exchange(bool(interrupts)))
+            if _is_due(done, output.checkpoint_every) or is_stopped or done == num_steps:
                 save()
-            if interrupts:
+            if is_stopped:
                 break
     return done
 
@@ -185,6 +201,24 @@ def _interrupts() -> Iterator[list[int]]:
         yield received
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def _finish(
+    recipe: Recipe,
+    run_dir: RunDir,
+    work: Work,
+    session: Session,
+    screen: Screen,
+    predicted: Plan,
+) -> None:
+    """Write the adapter, its answers and the report."""
+    peak_bytes = meter.peak_bytes(work.device)
+    adapters.save_adapter(session.model, run_dir.adapter)
+    _sample(recipe, run_dir, work, session, screen, when="after")
+    metrics = run_dir.read_metrics()
+    screen.show(
+        report.write_report(run_dir.path, recipe, predicted, metrics, peak_bytes=peak_bytes)
+    )
 
 
 def _sample(

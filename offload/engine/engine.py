@@ -125,6 +125,7 @@ class Engine:
         *,
         dropout_seed: int | None = None,
         num_label_tokens: int | None = None,
+        micro_batch_ids: Sequence[int] | None = None,
         order: Order = Order.LAYER_MAJOR,
     ) -> StepResult:
         """Add the gradients of one optimizer step to `.grad` of the trained parameters.
@@ -137,6 +138,8 @@ class Engine:
             dropout_seed: Seeds dropout; None draws one from torch's generator.
             num_label_tokens: What the sum of the losses is divided by; None counts those of the
                 micro-batches. Where several processes share a step, it is the number of all.
+            micro_batch_ids: Number of each micro-batch in the whole step, so that its dropout does
+                not depend on who computes it; None numbers them from 0.
             order: Layer-major, or micro-batch-major as a baseline.
 
         Raises:
@@ -151,6 +154,9 @@ class Engine:
         if num_label_tokens is None:
             num_label_tokens = sum(batch.num_label_tokens for batch in labelled)
         _require_labels(num_label_tokens, len(micro_batches))
+        if micro_batch_ids is None:
+            micro_batch_ids = range(len(micro_batches))
+        assert len(micro_batch_ids) == len(micro_batches)
         if dropout_seed is None:
             dropout_seed = int(torch.randint(2**31, ()).item())
         schedule = self._schedule(labelled, order)
@@ -161,6 +167,7 @@ class Engine:
                 num_label_tokens=num_label_tokens,
                 seed=dropout_seed,
                 is_stashed=self._options.stash == "host",
+                ids=micro_batch_ids,
             )
             if self._masters.parameters:
                 self._device.finish()

@@ -89,6 +89,7 @@ class Executor:
         num_label_tokens: int,
         seed: int,
         is_stashed: bool,
+        ids: Sequence[int],
     ) -> tuple[PassState, list[Event]]:
         """Run a training schedule; gradients are added to `.grad` of the trainable parameters.
 
@@ -96,13 +97,14 @@ class Executor:
             schedule: From `training_schedule`, for this many micro-batches and this ring.
             batches: The micro-batches.
             num_label_tokens: What the sum of the losses is divided by.
-            seed: Dropout is seeded by (seed, layer, micro-batch), so that the recompute repeats it.
+            seed: Dropout is seeded by (seed, layer, id), so that the recompute repeats it.
             is_stashed: Whether the schedule moves layer inputs to the host.
+            ids: Number of each micro-batch in the whole step.
         """
         # Filled there: `torch.tensor` would copy the number, and wait for the device.
         num_items = torch.full((), num_label_tokens, device=self._device.torch_device)
         state = PassState()
-        step = _Step(seed=seed, is_kept=True, is_stashed=is_stashed)
+        step = _Step(seed=seed, ids=ids, is_kept=True, is_stashed=is_stashed)
 
         def run(op: Op) -> None:
             m = _given(op.micro_batch)
@@ -136,7 +138,7 @@ class Executor:
             positions: For logits: one token position per row (B,), or None for all tokens.
         """
         state = PassState()
-        step = _Step(seed=0, is_kept=False, is_stashed=False)
+        step = _Step(seed=0, ids=range(len(inputs)), is_kept=False, is_stashed=False)
 
         def run(op: Op) -> None:
             m = _given(op.micro_batch)
@@ -233,7 +235,7 @@ class Executor:
     # -------------------------------------------------------------------------------------- visits
 
     def _front(self, state: PassState, m: int, inputs: Batch, step: "_Step") -> None:
-        self._seed_visit(step.seed, FRONT_LAYER, m)
+        self._seed_visit(step, FRONT_LAYER, m)
         front = self._model.front(inputs)
         state.fronts[m] = front
         state.inputs[0, m] = front.hidden_BTD.detach().contiguous()
@@ -242,7 +244,7 @@ class Executor:
         input_BTD = state.inputs[layer, m]
         if step.is_stashed:  # the output takes its place; see Note [Letting go]
             state.inputs.pop((layer + 1 - NUM_KEPT, m), None)
-        self._seed_visit(step.seed, layer, m)
+        self._seed_visit(step, layer, m)
         with torch.no_grad(), self._model.listening(layer) as router_logits:
             output_BTD = self._model.layer_forward(layer, input_BTD, state.fronts[m].calls[layer])
         if router_logits and step.is_kept:
@@ -311,7 +313,7 @@ class Executor:
         kept_BTD = (state.fetched if is_fetched else state.inputs).pop((layer, m))
         self._masters.gather(layer)
         input_BTD = kept_BTD.detach().requires_grad_()
-        self._seed_visit(step.seed, layer, m)
+        self._seed_visit(step, layer, m)
         with torch.enable_grad(), self._model.listening(layer) as router_logits:
             output_BTD = self._model.layer_forward(layer, input_BTD, state.fronts[m].calls[layer])
         torch.autograd.backward(
@@ -321,9 +323,9 @@ class Executor:
         assert input_BTD.grad is not None
         state.gradient[m] = input_BTD.grad
 
-    def _seed_visit(self, seed: int, layer: int, micro_batch: int) -> None:
+    def _seed_visit(self, step: "_Step", layer: int, m: int) -> None:
         """Seed dropout for one visit, on the host and on this device."""
-        visit_seed = hash((seed, layer, micro_batch)) & 0x7FFF_FFFF_FFFF_FFFF
+        visit_seed = hash((step.seed, layer, step.ids[m])) & 0x7FFF_FFFF_FFFF_FFFF
         torch.default_generator.manual_seed(visit_seed)
         if self._device.torch_device.type == "cuda":
             with torch.cuda.device(self._device.torch_device):
@@ -339,6 +341,7 @@ class _Step:
     """What all visits of a pass have in common."""
 
     seed: int
+    ids: Sequence[int]
     is_kept: bool
     is_stashed: bool
 

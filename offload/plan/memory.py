@@ -24,7 +24,7 @@ MIB = 2**20
 
 # Terms that are asked for by name.
 SLAB, STASH, DATA_WORKERS = "slab", "stashed layer inputs", "data workers"
-CONTEXT, FRAGMENTATION = "context", "fragmentation"
+CONTEXT, FRAGMENTATION, OTHER_RANKS = "context", "fragmentation", "other ranks"
 
 # bitsandbytes: two states of one byte, an fp32 scale per block; small tensors stay in fp32.
 BLOCK_8BIT = 256
@@ -39,6 +39,8 @@ CUBLAS_BYTES = 2 * 32 * MIB
 FRAGMENTATION_FRAC = 0.03
 LOADING_LAYERS = 2
 WORKER_BYTES = 256 * MIB
+# Gradients go to the other ranks in pieces of this size.
+GRADIENT_BUCKET_BYTES = 64 * MIB
 CUDA_PROCESS_BYTES = 1536 * MIB
 
 
@@ -97,6 +99,7 @@ def device_terms(
     *,
     num_slots: int,
     num_micro_batches: int,
+    num_ranks: int,
     is_padded: bool,
     is_stashed: bool,
 ) -> tuple[MemoryTerm, ...]:
@@ -107,11 +110,15 @@ def device_terms(
         machine: The device; on a CPU these bytes are host memory.
         workload: One micro-batch.
         num_slots: Layer slots; at most one per layer is counted.
-        num_micro_batches: Micro-batches of a step, whose layer inputs are all kept.
+        num_micro_batches: Micro-batches of a rank's step, whose layer inputs are all kept.
+        num_ranks: Processes that share the step, each with a device.
         is_padded: Whether batches hold padding, so that masks have to be written out.
         is_stashed: Whether layer inputs wait in host memory for the backward.
     """
-    always = _standing_terms(facts, workload, num_slots)
+    always = (
+        *_standing_terms(facts, workload, num_slots),
+        MemoryTerm(name="gradient bucket", num_bytes=_bucket_bytes(facts, workload, num_ranks)),
+    )
     num_kept = NUM_KEPT + NUM_FETCHED if is_stashed else facts.num_layers
     kept = _kept_terms(
         facts,
@@ -136,6 +143,12 @@ def device_terms(
         overhead.append(MemoryTerm(name="cuBLAS workspaces", num_bytes=CUBLAS_BYTES))
     overhead.append(MemoryTerm(name=CONTEXT, num_bytes=machine.context_bytes))
     return tuple(term for term in (*always, *worst, *overhead) if term.num_bytes)
+
+
+def _bucket_bytes(facts: ModelFacts, workload: Workload, num_ranks: int) -> int:
+    if num_ranks == 1:
+        return 0
+    return min(GRADIENT_BUCKET_BYTES, FP32_BYTES * adapter_parameters(facts, workload.adapter))
 
 
 def _standing_terms(
@@ -295,11 +308,22 @@ def host_terms(
     *,
     num_workers: int,
     num_stashed: int,
+    num_ranks: int,
+    rank_device_bytes: int,
 ) -> tuple[MemoryTerm, ...]:
-    """List what stands in host memory while training, with `num_stashed` micro-batches' inputs.
+    """List what stands in host memory while training: of one rank by name, of the others together.
 
     On a CPU the process itself is counted with the device's terms, and both come from the same
     memory.
+
+    Args:
+        facts: The model.
+        machine: Where all ranks run.
+        workload: One micro-batch.
+        num_workers: Data workers of each rank.
+        num_stashed: Micro-batches whose layer inputs each rank keeps here.
+        num_ranks: Processes that share the step, each with a slab of its own.
+        rank_device_bytes: Device memory of each, which on a CPU is host memory too.
     """
     weights = layer_weight_bytes(facts, dtype_bytes=workload.dtype_bytes)
     cargo = [math.ceil(num_bytes * workload.codec_ratio) for num_bytes in weights]
@@ -314,7 +338,9 @@ def host_terms(
         MemoryTerm(name=DATA_WORKERS, num_bytes=num_workers * WORKER_BYTES),
         MemoryTerm(name="process", num_bytes=CUDA_PROCESS_BYTES if is_cuda else 0),
     )
-    return tuple(term for term in terms if term.num_bytes)
+    rank_bytes = total_bytes(terms) + (0 if is_cuda else rank_device_bytes)
+    others = MemoryTerm(name=OTHER_RANKS, num_bytes=(num_ranks - 1) * rank_bytes)
+    return tuple(term for term in (*terms, others) if term.num_bytes)
 
 
 # ---------------------------------------------------------------------------------------------

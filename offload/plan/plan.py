@@ -39,8 +39,9 @@ class PlanRequest:
         num_micro_batches: Micro-batches per step.
         num_slots: Layers on the device at a time; None takes as many as fit.
         vram_budget_bytes: Device memory the plan may use; None takes what the machine has.
-        num_workers: Processes that prepare data.
+        num_workers: Processes that prepare data, for each rank.
         is_stashed: Whether layer inputs wait in host memory for the backward.
+        num_ranks: Processes that share the step, on one machine and each with its own device.
     """
 
     typical: Workload
@@ -50,11 +51,17 @@ class PlanRequest:
     vram_budget_bytes: int | None
     num_workers: int
     is_stashed: bool
+    num_ranks: int
+
+    @property
+    def rank_micro_batches(self) -> int:
+        """Micro-batches of the rank that has most of them."""
+        return -(-self.num_micro_batches // self.num_ranks)
 
     @property
     def num_stashed(self) -> int:
-        """Micro-batches whose layer inputs are in host memory."""
-        return self.num_micro_batches if self.is_stashed else 0
+        """Micro-batches whose layer inputs a rank has in host memory."""
+        return self.rank_micro_batches if self.is_stashed else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,9 +73,9 @@ class Plan:
         machine: Where it is to run.
         request: What was asked for.
         num_slots: Layers on the device at a time.
-        schedule: The ops of a step that starts from a warm ring.
+        schedule: The ops of a step that starts from a warm ring, on the rank with most of it.
         costs: What the ops cost, and by which grade of knowledge.
-        device_memory: Terms of the peak in device memory.
+        device_memory: Terms of the peak in device memory, on each device.
         host_memory: Terms of the peak in host memory.
     """
 
@@ -111,7 +118,7 @@ class Plan:
         bound_s = r3_bound_s(
             self.costs,
             num_slots=self.num_slots,
-            num_micro_batches=self.request.num_micro_batches,
+            num_micro_batches=self.request.rank_micro_batches,
             fetched_bytes=self.request.num_stashed * input_bytes(self.facts, self.request.typical),
         )
         return bound_s + self.costs.optimizer_s
@@ -139,7 +146,7 @@ def plan(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Plan:
     schedule = training_schedule(
         Freight.frozen([layer.weight_bytes for layer in costs.layers]),
         ring=warm_ring(num_slots),
-        num_micro_batches=request.num_micro_batches,
+        num_micro_batches=request.rank_micro_batches,
         order=Order.LAYER_MAJOR,
         trains_front=False,
         input_bytes=(input_bytes(facts, request.typical),) * request.num_stashed,
@@ -152,7 +159,7 @@ def plan(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Plan:
         schedule=schedule,
         costs=costs,
         device_memory=_device_terms(facts, machine, request, num_slots),
-        host_memory=_host_terms(facts, machine, request),
+        host_memory=_host_terms(facts, machine, request, num_slots),
     )
 
 
@@ -247,14 +254,15 @@ def _shortages(
 ) -> list[tuple[str, str]]:
     """Return (need, limit) of each memory that is too small; on a CPU there is only one memory."""
     device_bytes = total_bytes(_device_terms(facts, machine, request, num_slots))
-    host_bytes = total_bytes(_host_terms(facts, machine, request))
+    host = _host_terms(facts, machine, request, num_slots)
+    host_bytes = total_bytes(host)
     device_limit = min(machine.vram_bytes, request.vram_budget_bytes or machine.vram_bytes)
     shortages = []
     if device_bytes > device_limit:
         what = "device memory" if machine.device == "cuda" else "memory for computing"
         shortages.append((f"{_gib(device_bytes)} of {what}", f"{_gib(device_limit)} may be used"))
-    locked = [t for t in _host_terms(facts, machine, request) if t.name in (SLAB, STASH)]
-    locked_bytes = total_bytes(locked)
+    locked = (term for term in host if term.name in (SLAB, STASH))
+    locked_bytes = request.num_ranks * total_bytes(locked)
     if machine.device == "cpu":
         host_bytes += device_bytes
     elif locked_bytes > machine.pinned_bytes:
@@ -286,6 +294,9 @@ def _nearest_fit(facts: ModelFacts, machine: Machine, request: PlanRequest, num_
         shorter = replace(request, largest=replace(request.largest, seq_len=seq_len))
         if not _shortages(facts, machine, shorter, min(MIN_SLOTS, facts.num_layers)):
             return f"`train.seq_len: {seq_len}` with `offload.num_slots: {MIN_SLOTS}`"
+    for num_ranks in range(request.num_ranks - 1, 0, -1):
+        if not _shortages(facts, machine, replace(request, num_ranks=num_ranks), num_slots):
+            return f"`--num_processes {num_ranks}`"
     return "a machine with more memory, a smaller model, or cargo in fewer bits"
 
 
@@ -297,14 +308,15 @@ def _device_terms(
         machine,
         request.largest,
         num_slots=num_slots,
-        num_micro_batches=request.num_micro_batches,
+        num_micro_batches=request.rank_micro_batches,
+        num_ranks=request.num_ranks,
         is_padded=request.largest.micro_batch_size > 1,
         is_stashed=request.is_stashed,
     )
 
 
 def _host_terms(
-    facts: ModelFacts, machine: Machine, request: PlanRequest
+    facts: ModelFacts, machine: Machine, request: PlanRequest, num_slots: int
 ) -> tuple[MemoryTerm, ...]:
     return host_terms(
         facts,
@@ -312,6 +324,8 @@ def _host_terms(
         request.largest,
         num_workers=request.num_workers,
         num_stashed=request.num_stashed,
+        num_ranks=request.num_ranks,
+        rank_device_bytes=total_bytes(_device_terms(facts, machine, request, num_slots)),
     )
 
 

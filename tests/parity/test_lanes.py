@@ -82,6 +82,7 @@ def run(
                 num_label_tokens=num_label_tokens,
                 seed=0,
                 is_stashed=setting.stash == "host",
+                ids=range(len(batches)),
             )
             engine._masters.publish()
         trained = engine.trained_parameters.items()

@@ -592,20 +592,30 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> ExampleSet:
 
 
 def loader(
-    examples: ExampleSet, *, start_step: int = 0, num_workers: int = 0, num_steps: int = 6
+    examples: ExampleSet,
+    *,
+    micro_batch_ids: tuple[int, ...] = (0, 1, 2),
+    start_step: int = 0,
+    num_workers: int = 0,
+    num_steps: int = 6,
 ) -> StepLoader:
     order = plan_batches(
         examples.lengths, micro_batch_size=2, num_micro_batches=3, num_steps=num_steps, seed=1
     )
     return StepLoader(
-        examples, order, start_step=start_step, pad_token_id=0, num_workers=num_workers
+        examples,
+        order,
+        micro_batch_ids=micro_batch_ids,
+        start_step=start_step,
+        pad_token_id=0,
+        num_workers=num_workers,
     )
 
 
 def batches_of(examples: ExampleSet, *, start_step: int = 0, num_workers: int = 0) -> list[object]:
     with loader(examples, start_step=start_step, num_workers=num_workers) as steps:
         return [
-            (batch.step, [{k: v.tolist() for k, v in b.items()} for b in batch.micro_batches])
+            (batch.step, [{k: v.tolist() for k, v in b.items()} for b in batch.share.micro_batches])
             for batch in steps
         ]
 
@@ -617,8 +627,7 @@ def test_the_loader_gives_the_collated_rows_of_each_step(examples: ExampleSet) -
     with loader(examples) as steps:
         for batch in steps:
             rows = order.step(batch.step)
-            assert len(batch.micro_batches) == len(rows)
-            for ours, indices in zip(batch.micro_batches, rows, strict=True):
+            for ours, indices in zip(batch.share.micro_batches, rows, strict=True):
                 theirs = collate([examples[row] for row in indices], pad_token_id=0)
                 assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
             assert batch.wait_s >= 0

@@ -5,7 +5,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import offload
 from finetune import adapters
+from finetune.batches import StepShare
 from finetune.loop import Loop
+from finetune.ranks import Ranks
 from finetune.recipe import TrainSection
 
 CONFIG = Qwen3Config.from_dict(
@@ -39,16 +41,27 @@ def make_loop(*, optimizer: Any = "adamw") -> tuple[Loop, dict[str, torch.nn.Par
     train = TrainSection(grad_accum_steps=2, steps=4, lr=0.1, weight_decay=0.1, optimizer=optimizer)
     engine = offload.attach(model, num_slots=2, device="cpu")
     loop = Loop(
-        model=model, engine=engine, parameters=list(trained.values()), train=train, num_steps=4
+        model=model,
+        engine=engine,
+        parameters=list(trained.values()),
+        train=train,
+        num_steps=4,
+        ranks=Ranks(),
     )
     return loop, trained
 
 
-def batches(width: int) -> list[dict[str, torch.Tensor]]:
+def batches(width: int) -> StepShare:
     ids = torch.randint(0, 32, (2, 2, width), generator=torch.Generator().manual_seed(width))
-    return [
-        {"input_ids": rows, "labels": rows, "attention_mask": torch.ones_like(rows)} for rows in ids
-    ]
+    return StepShare(
+        micro_batches=tuple(
+            {"input_ids": rows, "labels": rows, "attention_mask": torch.ones_like(rows)}
+            for rows in ids
+        ),
+        micro_batch_ids=(0, 1),
+        num_tokens=4 * width,
+        num_label_tokens=4 * (width - 1),
+    )
 
 
 def test_a_rehearsal_leaves_no_trace() -> None:

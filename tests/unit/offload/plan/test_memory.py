@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from offload.plan.costs import Workload
 from offload.plan.facts import AdapterSpec, linear_names, model_facts
-from offload.plan.machine import GIB, named_machine
+from offload.plan.machine import GIB, Machine, named_machine
 from offload.plan.memory import (
     MemoryTerm,
     activation_bytes,
@@ -67,6 +67,7 @@ def on_5090(workload: Workload = WORKLOAD, **changes: object) -> dict[str, int]:
         "num_micro_batches": 2,
         "is_padded": False,
         "is_stashed": False,
+        "num_ranks": 1,
     }
     settings |= changes
     terms = device_terms(QWEN_30B, named_machine("rtx5090"), workload, **settings)
@@ -291,6 +292,7 @@ def test_saved_bytes_are_those_that_autograd_saves_within_a_tenth(
             workload,
             num_slots=1,
             num_micro_batches=1,
+            num_ranks=1,
             is_padded=False,
             is_stashed=False,
         )
@@ -303,21 +305,29 @@ def test_saved_bytes_are_those_that_autograd_saves_within_a_tenth(
 # Host
 
 
+def host(machine: Machine, **changes: int) -> tuple[MemoryTerm, ...]:
+    settings = {"num_workers": 0, "num_stashed": 0, "num_ranks": 1, "rank_device_bytes": 10**9}
+    return host_terms(QWEN_30B, machine, WORKLOAD, **(settings | changes))
+
+
 def test_the_slab_holds_exactly_the_weights_of_all_layers() -> None:
-    terms = by_name(
-        host_terms(QWEN_30B, named_machine("rtx5090"), WORKLOAD, num_workers=2, num_stashed=0)
-    )
+    terms = by_name(host(named_machine("rtx5090"), num_workers=2))
     assert terms["slab"] == sum(2 * layer.num_parameters for layer in QWEN_30B.layers)
     assert "staging" not in terms
 
 
 def test_a_cpu_counts_its_process_once_with_the_device() -> None:
     cpu = replace(named_machine("rtx5090"), device="cpu")
-    assert "process" not in by_name(
-        host_terms(QWEN_30B, cpu, WORKLOAD, num_workers=0, num_stashed=0)
-    )
+    assert "process" not in by_name(host(cpu))
     terms = device_terms(
-        QWEN_30B, cpu, WORKLOAD, num_slots=2, num_micro_batches=1, is_padded=False, is_stashed=False
+        QWEN_30B,
+        cpu,
+        WORKLOAD,
+        num_slots=2,
+        num_micro_batches=1,
+        num_ranks=1,
+        is_padded=False,
+        is_stashed=False,
     )
     assert by_name(terms)["context"] == cpu.context_bytes
     assert "cuBLAS workspaces" not in by_name(terms)
@@ -326,7 +336,5 @@ def test_a_cpu_counts_its_process_once_with_the_device() -> None:
 def test_stashed_inputs_leave_those_of_four_layers_on_the_device_and_the_rest_on_the_host() -> None:
     each = 4096 * 2048 * 2
     assert on_5090(num_micro_batches=8, is_stashed=True)["kept layer inputs"] == 4 * 8 * each
-    terms = by_name(
-        host_terms(QWEN_30B, named_machine("rtx5090"), WORKLOAD, num_workers=0, num_stashed=8)
-    )
+    terms = by_name(host(named_machine("rtx5090"), num_stashed=8))
     assert terms["stashed layer inputs"] == 47 * 8 * each

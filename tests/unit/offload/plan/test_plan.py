@@ -41,6 +41,7 @@ REQUEST = PlanRequest(
     vram_budget_bytes=None,
     num_workers=1,
     is_stashed=False,
+    num_ranks=1,
 )
 
 

@@ -1,0 +1,128 @@
+"""The processes of a run, one per device, and how they share a step.
+
+Each rank trains on its own micro-batches; the gradients are added up once per step, and all ranks
+make the same update. What is shared is the step, not more of it: with N ranks a step has the rows,
+the loss and, but for the order in which sums are made, the gradients that it has with one.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, TypeVar
+
+from finetune.env import Launch
+from finetune.errors import FinetuneError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """A run of one process: there is nobody to talk to.
+
+    All ranks call the same methods in the same order. A rank that fails inside `with ranks:` ends
+    the others at their next call.
+    """
+
+    num = 1
+    index = 0
+    local_index = 0
+
+    @property
+    def is_main(self) -> bool:
+        """Tell whether this is the rank that writes and shows."""
+        return self.index == 0
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Part from the others, or tell them why this rank fails."""
+
+    def exchange(self, value: T) -> tuple[T, ...]:
+        """Return what each rank has given, in their order.
+
+        Raises:
+            RankError: A rank has failed, or is gone.
+        """
+        return (value,)
+
+    def from_main(self, make: Callable[[], T]) -> T:
+        """Return what `make` gives on the main rank, on all of them."""
+        return self.exchange(make() if self.is_main else None)[0]  # type: ignore[return-value]
+
+    @contextmanager
+    def main_first(self) -> Iterator[None]:
+        """Let the main rank go first, so that the others find what it has left in a cache."""
+        if not self.is_main:
+            self.exchange(None)
+        yield
+        if self.is_main:
+            self.exchange(None)
+
+    def sum_gradients(self, parameters: "Sequence[nn.Parameter]", *, loss: float) -> float:
+        """Add up the gradients of all ranks, in place, and return the sum of their losses.
+
+        A rank without a gradient counts as zero; where none has one, there is none afterwards.
+        """
+        return loss
+
+    def require_same(self, what: str, digest: Callable[[], str]) -> None:
+        """Check that all ranks have the same of something.
+
+        Raises:
+            FinetuneError: They have not.
+        """
+
+    def require_same_weights(self, parameters: "Mapping[str, nn.Parameter]", *, step: int) -> None:
+        """Check that what trains is the same on all ranks, to the bit.
+
+        Raises:
+            FinetuneError: They have drifted apart.
+        """
+
+
+def join(launch: Launch) -> Ranks:
+    """Return the ranks of this run, once all have come together.
+
+    Raises:
+        FinetuneError: They are on several machines, or cannot reach each other.
+    """
+    if launch.num == 1:
+        return Ranks()
+    if launch.num_local != launch.num:
+        raise FinetuneError(
+            f"{launch.num} processes were launched, {launch.num_local} of them on this machine",
+            limit="this version shares a step among the cards of one machine",
+            hint=f"`accelerate launch --multi_gpu --num_machines 1"
+            f" --num_processes {launch.num_local}`",
+        )
+    from finetune.process_group import ProcessGroup
+
+    return ProcessGroup(launch)
+
+
+def own_micro_batches(num_micro_batches: int, *, index: int, num: int) -> tuple[int, ...]:
+    """Return which micro-batches of a step a rank takes, of a step sorted by size.
+
+    They are dealt out in rounds, back and forth: who gets the largest of one round gets the
+    smallest of the next. So the ranks' numbers of micro-batches differ by one at most, and their
+    tokens by no more than the largest micro-batch has. The last round runs forth, so that no rank
+    has more micro-batches than the main one, whose times are shown.
+    """
+    last_round = (num_micro_batches - 1) // num
+    own = []
+    for number in range(num_micro_batches):
+        deal, place = divmod(number, num)
+        is_forth = (last_round - deal) % 2 == 0
+        if index == (place if is_forth else num - 1 - place):
+            own.append(number)
+    return tuple(own)
