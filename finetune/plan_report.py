@@ -149,7 +149,8 @@ def _route_table(plan: Plan) -> Table:
         (
             "step",
             f"{plan.tokens_per_step:,} tokens in {plan.request.num_micro_batches} micro-batches"
-            f" of {typical.micro_batch_size} x {typical.seq_len}",
+            f" of {typical.micro_batch_size} x {typical.seq_len}"
+            + (f", shared by {plan.request.num_ranks} ranks" if plan.request.num_ranks > 1 else ""),
         ),
         (
             "link",

@@ -9,6 +9,7 @@ Nobody is cut short. A launcher ends all ranks as soon as one has ended with an 
 have nothing to say wait until the one that shows the error is gone.
 """
 
+import atexit
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -47,7 +48,13 @@ class _Word:
 class ProcessGroup(Ranks):
     """The ranks of a launch with several processes."""
 
-    def __init__(self, launch: Launch, *, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        launch: Launch,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        bucket_bytes: int = GRADIENT_BUCKET_BYTES,
+    ) -> None:
         """Wait for the others.
 
         Raises:
@@ -55,6 +62,7 @@ class ProcessGroup(Ranks):
         """
         self.num, self.index, self.local_index = launch.num, launch.index, launch.local_index
         self._timeout_s = timeout_s
+        self._bucket_bytes = bucket_bytes
         self._bucket: torch.Tensor | None = None
         timeout = timedelta(seconds=timeout_s)
         try:
@@ -70,6 +78,7 @@ class ProcessGroup(Ranks):
                 hint=f"`accelerate launch --multi_gpu --num_processes {self.num}"
                 " --main_process_port 0` takes a port that is free",
             ) from error
+        atexit.register(_leave)  # behind an error: its threads would outlive the interpreter
 
     def __exit__(
         self,
@@ -80,7 +89,7 @@ class ProcessGroup(Ranks):
         """Part from the others, tell them why this rank fails, or let who failed speak."""
         if error is None:
             self.exchange(None)
-            dist.destroy_process_group()
+            _leave()
         elif isinstance(error, ToldRankError):
             self._wait_for(error.rank)
         elif isinstance(error, Exception) and not isinstance(error, RankError):
@@ -177,10 +186,15 @@ class ProcessGroup(Ranks):
         """Return the memory that gradients are sent from, made at the first step."""
         if self._bucket is None:
             dtype = reduce(torch.promote_types, (g.dtype for g in gradients))
-            most = GRADIENT_BUCKET_BYTES // dtype.itemsize
+            most = self._bucket_bytes // dtype.itemsize
             num_elements = min(most, sum(g.numel() for g in gradients))
             self._bucket = torch.empty(num_elements, dtype=dtype, device=gradients[0].device)
         return self._bucket
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _parts(gradients: Sequence[torch.Tensor], *, max_elements: int) -> Iterator[list[torch.Tensor]]:

@@ -170,12 +170,6 @@ def test_a_changed_recipe_is_not_resumed_and_the_difference_is_named(
     assert "train.lr: 0.02 -> 0.5" in capsys.readouterr().err
 
 
-def test_several_processes_are_refused(write_recipe, capsys, monkeypatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert run("finetune", write_recipe()) == 1
-    assert "2 processes were launched" in capsys.readouterr().err
-
-
 # ------------------------------------------------------------------------------------ interruption
 
 

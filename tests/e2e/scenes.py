@@ -1,0 +1,97 @@
+"""Two ranks that talk without a model: `python scenes.py NAME`, in one process for each rank."""
+
+import sys
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from finetune.env import launch
+from finetune.errors import ConfigError, FinetuneError, RankError, ToldRankError
+from finetune.process_group import ProcessGroup
+
+
+def sums() -> None:
+    """All that works, in one go."""
+    with ProcessGroup(launch(), bucket_bytes=4 * 5) as ranks:  # smaller than a parameter
+        me = ranks.index
+        assert ranks.exchange(("word", me)) == (("word", 0), ("word", 1))
+        assert ranks.from_main(lambda: f"made by {me}") == "made by 0"
+        parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((2, 3), (7,), (1,), (2,))]
+        parameters[0].grad = torch.full((2, 3), 1.0 + me)
+        parameters[1].grad = torch.arange(7.0) if me else None
+        parameters[2].grad = torch.full((1,), 0.5) if me == 0 else None
+        assert ranks.sum_gradients(parameters, loss=1.0 + me) == 3.0
+        expected = [torch.full((2, 3), 3.0), torch.arange(7.0), torch.full((1,), 0.5), None]
+        for parameter, gradient in zip(parameters, expected, strict=True):
+            assert (parameter.grad is None) == (gradient is None)
+            assert gradient is None or torch.equal(parameter.grad, gradient)  # type: ignore[arg-type]  # not None here
+        weights = {"w": nn.Parameter(torch.ones(3, dtype=torch.bfloat16))}
+        ranks.require_same_weights(weights, step=4)
+        if me == 1:
+            weights["w"].data[2] = 1.0078125  # the next bfloat16
+        with pytest.raises(
+            FinetuneError,
+            match=r"the trained weights after step 5 on rank 1 are not those on rank 0; .*",
+        ):
+            ranks.require_same_weights(weights, step=5)
+
+
+def main_first() -> None:
+    """The main rank is through before the other begins."""
+    with ProcessGroup(launch()) as ranks:
+        start_s = time.monotonic()
+        with ranks.main_first():
+            if ranks.is_main:
+                time.sleep(1.0)
+        assert time.monotonic() - start_s >= 1.0
+
+
+def one_fails() -> None:
+    """The other is told at its next word, and is quiet until the one that failed is gone."""
+
+    def fail() -> None:
+        with ProcessGroup(here) as ranks:
+            if ranks.index == 1:
+                raise ConfigError("a setting is wrong", limit="it must be right", hint="mend it")
+            ranks.exchange(None)
+
+    here = launch()
+    if here.index == 0:
+        with pytest.raises(ToldRankError, match="rank 1 has failed: a setting is wrong; "):
+            fail()
+    else:
+        with pytest.raises(ConfigError, match="a setting is wrong"):
+            fail()
+        time.sleep(1.0)  # shows its error
+    sys.stdout.write(f"rank {here.index} ends at {time.monotonic()}")
+
+
+def both_fail() -> None:
+    """Rank 0 speaks for both."""
+
+    def fail() -> None:
+        with ProcessGroup(here):
+            raise ConfigError("a setting is wrong", limit="it must be right", hint="mend it")
+
+    here = launch()
+    with pytest.raises(ToldRankError if here.index else ConfigError):
+        fail()
+
+
+def one_hangs() -> None:
+    """A rank that does not answer is waited for until the timeout."""
+
+    def wait() -> None:
+        with ProcessGroup(launch(), timeout_s=2.0) as ranks:
+            if ranks.index == 1:
+                time.sleep(5.0)
+            ranks.exchange(None)
+
+    with pytest.raises(RankError, match=r"gone or does not answer: .*within 2 s"):
+        wait()
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()
