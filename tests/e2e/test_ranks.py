@@ -77,7 +77,7 @@ def test_two_ranks_train_as_one_process_does(tmp_path, write_recipe, machine_fil
     assert launched.returncode == 0, shown
     assert_same_training(tmp_path / "two", tmp_path / "one")
     assert shown.count("Adapter: ") == 1
-    assert "in 3 micro-batches of 2 x 24, shared by 2 ranks" in shown
+    assert ", shared by 2 ranks" in shown
     assert sorted(path.name for path in (tmp_path / "two").iterdir()) == sorted(
         path.name for path in (tmp_path / "one").iterdir()
     )

@@ -634,6 +634,30 @@ def test_the_loader_gives_the_collated_rows_of_each_step(examples: ExampleSet) -
     assert batch.step == 5
 
 
+def test_the_loaders_of_two_ranks_have_the_step_between_them(examples: ExampleSet) -> None:
+    with (
+        loader(examples) as whole,
+        loader(examples, micro_batch_ids=(1, 2)) as first,
+        loader(examples, micro_batch_ids=(0,)) as second,
+    ):
+        for step, one, two in zip(whole, first, second, strict=True):
+            parts = {
+                i: batch
+                for share in (one.share, two.share)
+                for i, batch in zip(share.micro_batch_ids, share.micro_batches, strict=True)
+            }
+            for i, expected in zip(
+                step.share.micro_batch_ids, step.share.micro_batches, strict=True
+            ):
+                assert all(torch.equal(parts[i][name], expected[name]) for name in expected)
+            batches = step.share.micro_batches
+            for share in (step.share, one.share, two.share):  # all know of the whole step
+                assert share.num_tokens == sum(int(b["attention_mask"].sum()) for b in batches)
+                assert share.num_label_tokens == sum(
+                    int((b["labels"][:, 1:] != -100).sum()) for b in batches
+                )
+
+
 def test_a_resumed_loader_goes_on_with_the_same_batches(examples: ExampleSet) -> None:
     assert batches_of(examples, start_step=4) == batches_of(examples)[4:]
 

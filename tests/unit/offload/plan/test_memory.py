@@ -338,3 +338,18 @@ def test_stashed_inputs_leave_those_of_four_layers_on_the_device_and_the_rest_on
     assert on_5090(num_micro_batches=8, is_stashed=True)["kept layer inputs"] == 4 * 8 * each
     terms = by_name(host(named_machine("rtx5090"), num_stashed=8))
     assert terms["stashed layer inputs"] == 47 * 8 * each
+
+
+def test_each_further_rank_has_a_slab_workers_and_a_process_of_its_own() -> None:
+    card = named_machine("rtx5090")
+    alone = total_bytes(host(card, num_workers=2))
+    assert by_name(host(card, num_workers=2, num_ranks=3))["other ranks"] == 2 * alone
+    cpu = replace(card, device="cpu")
+    others = by_name(host(cpu, num_ranks=2, rank_device_bytes=7 * GB))["other ranks"]
+    assert others == total_bytes(host(cpu)) + 7 * GB
+
+
+def test_gradients_go_to_other_ranks_through_a_bucket() -> None:
+    assert "gradient bucket" not in on_5090()
+    adapter_bytes = 4 * sum(adapter_tensor_sizes(QWEN_30B, WORKLOAD))
+    assert on_5090(num_ranks=2)["gradient bucket"] == min(adapter_bytes, 64 * 2**20)

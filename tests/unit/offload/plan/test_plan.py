@@ -143,3 +143,45 @@ def test_a_simulated_step_with_stashed_inputs_is_not_below_r3_and_close_to_it(nu
 def test_where_only_stashed_inputs_fit_the_error_says_so() -> None:
     with pytest.raises(DoesNotFitError, match=r"`offload\.stash: host` with `offload\.num_slots"):
         plan(FACTS, CARD, replace(REQUEST, num_micro_batches=24, num_slots=2))
+
+
+# ------------------------------------------------------------------------------------------- ranks
+
+
+def test_ranks_share_the_micro_batches_and_not_the_step() -> None:
+    alone, shared = (
+        plan(FACTS, CARD, replace(REQUEST, num_slots=4, num_micro_batches=7, num_ranks=num))
+        for num in (1, 2)
+    )
+    assert shared.tokens_per_step == alone.tokens_per_step
+    assert shared.request.rank_micro_batches == 4  # the one with most of them
+    assert shared.schedule.num_loads == alone.schedule.num_loads
+    assert (
+        shared.step_s
+        == plan(FACTS, CARD, replace(REQUEST, num_slots=4, num_micro_batches=4)).step_s
+    )
+
+
+def test_ranks_that_fit_one_by_one_and_not_together_are_refused_with_the_fix() -> None:
+    request = replace(REQUEST, num_slots=4)
+    alone = plan(FACTS, CARD, request)
+    ram_bytes = int(2.5 * alone.host_bytes)
+    machine = replace(CARD, ram_bytes=ram_bytes, pinned_bytes=ram_bytes)
+    assert plan(FACTS, machine, replace(request, num_ranks=2)).host_bytes == 2 * alone.host_bytes
+    with pytest.raises(
+        DoesNotFitError,
+        match=r"GiB of page-locked memory and .* GiB of RAM; .*\n\nhint: `--num_processes 2`",
+    ):
+        plan(FACTS, machine, replace(request, num_ranks=4))
+
+
+def test_ranks_on_a_cpu_compute_in_one_memory() -> None:
+    cpu = replace(CARD, device="cpu", vram_bytes=256 * GIB, ram_bytes=256 * GIB)
+    found = plan(FACTS, cpu, replace(REQUEST, num_slots=4, num_ranks=3))
+    terms = {term.name: term.num_bytes for term in found.host_memory}
+    others = terms.pop("other ranks")
+    assert others == 2 * (sum(terms.values()) + found.peak_bytes)
+    needed = found.host_bytes + found.peak_bytes
+    with pytest.raises(DoesNotFitError, match=r"GiB of RAM; "):
+        plan(FACTS, replace(cpu, ram_bytes=needed - 1), found.request)
+    assert plan(FACTS, replace(cpu, ram_bytes=needed), found.request).num_slots == 4
