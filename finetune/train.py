@@ -122,21 +122,7 @@ def _train(
 ) -> int:
     """Run the steps that are left; return how many are done, fewer than all after a Ctrl-C."""
     output, num_steps = recipe.output, work.order.num_steps
-    done, timeline = first_step, Timeline(spans=())
-
-    def save() -> None:
-        ranks.require_same_weights(session.trained, step=done)
-        if not ranks.is_main:
-            return
-        write_atomically(run_dir.path / "measured_timeline.json", timeline.to_json())
-        run_dir.save(
-            done,
-            session.trained,
-            session.loop.optimizer,
-            data_hash=work.rows.data_hash,
-            num_kept=output.keep_checkpoints,
-        )
-
+    done = first_step
     loader = StepLoader(
         work.rows.train,
         work.order,
@@ -161,7 +147,7 @@ def _train(
             is_profiled = ranks.is_main and recipe.report.profile == batch.step + 1
             with profiled(run_dir.path / "profile" if is_profiled else None):
                 record = session.loop.step(batch.step, batch.share)
-            done, timeline = batch.step + 1, record.timeline
+            done = batch.step + 1
             row = report.metrics_row(record, step=done, data_wait_s=batch.wait_s)
             if work.rows.held_out and _is_due(done, output.eval_every):
                 row["eval_loss"] = session.loop.validation_loss(
@@ -176,10 +162,26 @@ def _train(
             )
             is_stopped = any(ranks.exchange(bool(interrupts)))
             if _is_due(done, output.checkpoint_every) or is_stopped or done == num_steps:
-                save()
+                ranks.require_same_weights(session.trained, step=done)
+                if ranks.is_main:
+                    _save(recipe, run_dir, work, session, record.timeline, step=done)
             if is_stopped:
                 break
     return done
+
+
+def _save(
+    recipe: Recipe, run_dir: RunDir, work: Work, session: Session, timeline: Timeline, *, step: int
+) -> None:
+    """Write the checkpoint behind a step, and where its time went."""
+    write_atomically(run_dir.path / "measured_timeline.json", timeline.to_json())
+    run_dir.save(
+        step,
+        session.trained,
+        session.loop.optimizer,
+        data_hash=work.rows.data_hash,
+        num_kept=recipe.output.keep_checkpoints,
+    )
 
 
 def _is_due(step: int, every: int | None) -> bool:

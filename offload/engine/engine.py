@@ -154,9 +154,7 @@ class Engine:
         if num_label_tokens is None:
             num_label_tokens = sum(batch.num_label_tokens for batch in labelled)
         _require_labels(num_label_tokens, len(micro_batches))
-        if micro_batch_ids is None:
-            micro_batch_ids = range(len(micro_batches))
-        assert len(micro_batch_ids) == len(micro_batches)
+        ids = range(len(micro_batches)) if micro_batch_ids is None else micro_batch_ids
         if dropout_seed is None:
             dropout_seed = int(torch.randint(2**31, ()).item())
         schedule = self._schedule(labelled, order)
@@ -167,7 +165,7 @@ class Engine:
                 num_label_tokens=num_label_tokens,
                 seed=dropout_seed,
                 is_stashed=self._options.stash == "host",
-                ids=micro_batch_ids,
+                ids=ids,
             )
             if self._masters.parameters:
                 self._device.finish()
