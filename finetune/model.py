@@ -3,7 +3,7 @@
 import contextlib
 import json
 import socket
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from offload.engine.slab import Record, Slab
     from offload.engine.store import Hold, Store
 
 _CONNECT_TIMEOUT_S = 3.0
@@ -143,6 +144,7 @@ def load_model(
     device: str,
     seed: int,
     tier: Literal["ram", "disk"],
+    make_slab: "Callable[[Sequence[Record]], Slab] | None" = None,
 ) -> Loaded:
     """Build the model on the host, to be run on `device`.
 
@@ -150,6 +152,8 @@ def load_model(
     tier `disk` into a file, which is kept for the next start. A mixture of experts runs on a CPU as
     a loop over its experts, which is 1.3 to 1.7 times as fast there as grouped products (measured
     on the quickstart's model, see tests/bench/LOG.md).
+
+    `make_slab` makes the slab of the layers' records; None, one of this process's own.
 
     Raises:
         ModelError: Weights are missing or do not match the config.
@@ -166,7 +170,8 @@ def load_model(
         loaded = _load_from_store(path, dtype)
     else:
         assert path is not None
-        with Stowing(lambda records, _: Slab(records), is_loaded=_is_loaded) as stowing:
+        make = make_slab or Slab
+        with Stowing(lambda records, _: make(records), is_loaded=_is_loaded) as stowing:
             model = _load_published(path, dtype)
         loaded = Loaded(model=model, hold=stowing.hold, notes=() if stowing.hold else (_UNSEEN,))
     if device == "cpu":

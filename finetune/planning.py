@@ -131,6 +131,7 @@ def _request(
         num_workers=recipe.data.num_workers,
         is_stashed=recipe.offload.stash == "host",
         num_ranks=num_ranks,
+        is_slab_shared=recipe.model.init == "pretrained",  # random layers are not loaded into one
     )
 
 

@@ -1,5 +1,6 @@
 """The model on its engine: built, and rehearsed before its first step."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from finetune.recipe import Recipe
 from finetune.screen import Screen
 from offload.engine import meter
 from offload.engine.engine import Engine
+from offload.engine.slab import Record, Slab
 from offload.errors import DoesNotFitError
 from offload.plan.machine import GIB
 from offload.plan.plan import Plan, calibrate, with_costs
@@ -46,7 +48,9 @@ def build(recipe: Recipe, work: Work, ranks: Ranks) -> Session:
         device=work.device.type,
         seed=recipe.train.seed,
         tier=recipe.offload.load_tier,
+        make_slab=_shared_slab(ranks, is_writable=work.device.type == "cuda"),
     )
+    ranks.exchange(None)  # from here on the slab is filled
     model = adapters.add_lora(
         loaded.model,
         rank=recipe.adapter.rank,
@@ -75,6 +79,27 @@ def build(recipe: Recipe, work: Work, ranks: Ranks) -> Session:
         ranks=ranks,
     )
     return Session(model=model, engine=engine, loop=loop, trained=trained, notes=loaded.notes)
+
+
+def _shared_slab(ranks: Ranks, *, is_writable: bool) -> Callable[[Sequence[Record]], Slab]:
+    """Return what makes a rank's slab: the main rank's is filled, and mapped by the others.
+
+    Args:
+        ranks: Of one machine.
+        is_writable: Whether the others may write to it. None does, but CUDA page-locks no mapping
+            that is only read.
+    """
+
+    def make(records: Sequence[Record]) -> Slab:
+        own = Slab(records) if ranks.is_main else None
+        handle = ranks.from_main(lambda: own.handle if own and not own.reason else None)
+        if own is not None:
+            return own
+        if handle is None:  # there is no memfd in this container: each has a slab of its own
+            return Slab(records)
+        return Slab.open(handle, records, is_writable=is_writable)
+
+    return make
 
 
 def rehearse(work: Work, session: Session, screen: Screen) -> Plan:

@@ -309,6 +309,7 @@ def host_terms(
     num_workers: int,
     num_stashed: int,
     num_ranks: int,
+    num_slabs: int,
     rank_device_bytes: int,
 ) -> tuple[MemoryTerm, ...]:
     """List what stands in host memory while training: of one rank by name, of the others together.
@@ -322,7 +323,8 @@ def host_terms(
         workload: One micro-batch.
         num_workers: Data workers of each rank.
         num_stashed: Micro-batches whose layer inputs each rank keeps here.
-        num_ranks: Processes that share the step, each with a slab of its own.
+        num_ranks: Processes that share the step.
+        num_slabs: Slabs that they have between them.
         rank_device_bytes: Device memory of each, which on a CPU is host memory too.
     """
     weights = layer_weight_bytes(facts, dtype_bytes=workload.dtype_bytes)
@@ -339,7 +341,8 @@ def host_terms(
         MemoryTerm(name="process", num_bytes=CUDA_PROCESS_BYTES if is_cuda else 0),
     )
     rank_bytes = total_bytes(terms) + (0 if is_cuda else rank_device_bytes)
-    others = MemoryTerm(name=OTHER_RANKS, num_bytes=(num_ranks - 1) * rank_bytes)
+    others_bytes = (num_ranks - 1) * rank_bytes - (num_ranks - num_slabs) * slab
+    others = MemoryTerm(name=OTHER_RANKS, num_bytes=others_bytes)
     return tuple(term for term in (*terms, others) if term.num_bytes)
 
 

@@ -42,6 +42,7 @@ class PlanRequest:
         num_workers: Processes that prepare data, for each rank.
         is_stashed: Whether layer inputs wait in host memory for the backward.
         num_ranks: Processes that share the step, on one machine and each with its own device.
+        is_slab_shared: Whether they share one slab; otherwise each has one.
     """
 
     typical: Workload
@@ -52,6 +53,12 @@ class PlanRequest:
     num_workers: int
     is_stashed: bool
     num_ranks: int
+    is_slab_shared: bool
+
+    @property
+    def num_slabs(self) -> int:
+        """Slabs in the machine's memory."""
+        return 1 if self.is_slab_shared else self.num_ranks
 
     @property
     def rank_micro_batches(self) -> int:
@@ -261,8 +268,8 @@ def _shortages(
     if device_bytes > device_limit:
         what = "device memory" if machine.device == "cuda" else "memory for computing"
         shortages.append((f"{_gib(device_bytes)} of {what}", f"{_gib(device_limit)} may be used"))
-    locked = (term for term in host if term.name in (SLAB, STASH))
-    locked_bytes = request.num_ranks * total_bytes(locked)
+    num_locked = {SLAB: request.num_slabs, STASH: request.num_ranks}
+    locked_bytes = sum(num_locked.get(term.name, 0) * term.num_bytes for term in host)
     if machine.device == "cpu":
         host_bytes += device_bytes
     elif locked_bytes > machine.pinned_bytes:
@@ -325,6 +332,7 @@ def _host_terms(
         num_workers=request.num_workers,
         num_stashed=request.num_stashed,
         num_ranks=request.num_ranks,
+        num_slabs=request.num_slabs,
         rank_device_bytes=total_bytes(_device_terms(facts, machine, request, num_slots)),
     )
 

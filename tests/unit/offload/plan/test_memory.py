@@ -307,7 +307,8 @@ def test_saved_bytes_are_those_that_autograd_saves_within_a_tenth(
 
 def host(machine: Machine, **changes: int) -> tuple[MemoryTerm, ...]:
     settings = {"num_workers": 0, "num_stashed": 0, "num_ranks": 1, "rank_device_bytes": 10**9}
-    return host_terms(QWEN_30B, machine, WORKLOAD, **(settings | changes))
+    settings |= {"num_slabs": changes.get("num_ranks", 1)} | changes
+    return host_terms(QWEN_30B, machine, WORKLOAD, **settings)
 
 
 def test_the_slab_holds_exactly_the_weights_of_all_layers() -> None:

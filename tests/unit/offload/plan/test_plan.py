@@ -42,6 +42,7 @@ REQUEST = PlanRequest(
     num_workers=1,
     is_stashed=False,
     num_ranks=1,
+    is_slab_shared=False,
 )
 
 
@@ -173,6 +174,18 @@ def test_ranks_that_fit_one_by_one_and_not_together_are_refused_with_the_fix() -
         match=r"GiB of page-locked memory and .* GiB of RAM; .*\n\nhint: `--num_processes 2`",
     ):
         plan(FACTS, machine, replace(request, num_ranks=4))
+
+
+def test_ranks_that_share_a_slab_hold_and_lock_it_once() -> None:
+    request = replace(REQUEST, num_slots=4, num_ranks=4)
+    each = plan(FACTS, replace(CARD, ram_bytes=256 * GIB, pinned_bytes=256 * GIB), request)
+    slab_bytes = {term.name: term.num_bytes for term in each.host_memory}["slab"]
+    shared = replace(request, is_slab_shared=True)
+    needed = each.host_bytes - 3 * slab_bytes
+    machine = replace(CARD, ram_bytes=needed, pinned_bytes=slab_bytes)
+    assert plan(FACTS, machine, shared).host_bytes == needed
+    with pytest.raises(DoesNotFitError, match=r"12\.94 GiB of page-locked memory"):
+        plan(FACTS, replace(machine, pinned_bytes=slab_bytes - 1), shared)
 
 
 def test_ranks_on_a_cpu_compute_in_one_memory() -> None:
