@@ -32,8 +32,9 @@ from offload.plan.memory import GRADIENT_BUCKET_BYTES
 
 T = TypeVar("T")
 
-# The main rank samples and writes while the others wait.
-TIMEOUT_S = 3600.0
+# For a process that hangs, one that dies being noticed at once. The main rank can sample for hours
+# while the others wait.
+TIMEOUT_S = 6 * 3600.0
 FAREWELL_S = 30.0
 
 

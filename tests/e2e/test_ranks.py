@@ -121,6 +121,30 @@ def test_two_ranks_resume_what_one_process_has_begun(tmp_path, write_recipe, mac
     assert_same_training(tmp_path / "run", tmp_path / "one")
 
 
+@pytest.mark.slow
+def test_two_ranks_have_one_slab_between_them(tmp_path, write_recipe, machine_file) -> None:
+    recipe = write_recipe(train={"steps": 5000, "schedule": "constant"})
+    words = ("cli.py", "finetune", recipe, "--machine", machine_file)
+    processes = start_ranks(words, words)
+    try:
+        wait_for(lambda: has_steps(tmp_path / "run", 1))
+        filled, opened = (slab_mappings(process.pid) for process in processes)
+    finally:
+        for process in processes:
+            process.kill()
+        outputs(processes)
+    assert [access for access, _ in filled] == ["rw-s"]
+    assert [access for access, _ in opened] == ["r--s"]
+    assert filled[0][1] == opened[0][1]
+
+
+def slab_mappings(pid: int) -> list[tuple[str, str]]:
+    """Return access and inode of each mapping of a slab."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    words = [line.split() for line in lines if "sluice-slab" in line]
+    return [(access, inode) for _, access, _, _, inode, *_ in words]
+
+
 # ------------------------------------------------------------------------------------------ faults
 
 
