@@ -9,7 +9,7 @@ same machine can map it too and a model lies in memory once, however many ranks 
 import hashlib
 import mmap
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -74,16 +74,32 @@ def lay_out(parameters: Sequence[nn.Parameter]) -> Record:
     return Record(fields=tuple(fields), num_bytes=to_pages(offset))
 
 
-def adopt(memory: torch.Tensor, parameters: Iterable[nn.Parameter]) -> Record:
-    """Return the record of one layer whose parameters lie in its memory already.
+def adopt(
+    layers: Sequence[torch.Tensor], groups: Sequence[Sequence[nn.Parameter]]
+) -> tuple[Record, ...]:
+    """Return the records of layers whose parameters lie in their memory already.
 
     They are told by address, so it does not matter what has been wrapped around them since. A
-    parameter that lies elsewhere is not in the record.
+    parameter that lies elsewhere is in no record.
 
     Args:
-        memory: The layer's record, uint8.
-        parameters: The layer's parameters.
+        layers: Each layer's record, uint8.
+        groups: Each layer's parameters.
+
+    Raises:
+        OffloadError: None of them lies there.
     """
+    records = tuple(map(_adopt_layer, layers, groups))
+    if not any(record.fields for record in records):
+        raise OffloadError(
+            "no parameter of the model lies where its layers were loaded to",
+            limit="an engine that is closed or detached gives parameters other memory",
+            hint="attach without `cargo`, or load the model again",
+        )
+    return records
+
+
+def _adopt_layer(memory: torch.Tensor, parameters: Sequence[nn.Parameter]) -> Record:
     fields = []
     for parameter in parameters:
         num_bytes = parameter.numel() * parameter.element_size()
@@ -225,12 +241,15 @@ class Slab:
             field.parameter.data = field.view(self._layers[layer])
 
     def adopt(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
-        """Make those parameters the fields of the records that lie in them already; see `adopt`.
+        """Make those parameters the fields of the records that lie in them already.
 
         Args:
-            groups: The parameters to look for, per layer.
+            groups: The parameters to look for, per layer; see `adopt`.
+
+        Raises:
+            OffloadError: None of them lies there.
         """
-        self.records = tuple(map(adopt, self._layers, groups))
+        self.records = adopt(self._layers, groups)
 
     def give_back(self, layer: int, torch_device: torch.device) -> None:
         """Give a layer's parameters memory of their own again, on `torch_device`."""

@@ -166,8 +166,11 @@ class Store:
 
         Args:
             groups: The parameters to look for, per layer; see `slab.adopt`.
+
+        Raises:
+            OffloadError: None of them lies there.
         """
-        self.records = tuple(map(adopt, self._layers, groups))
+        self.records = adopt(self._layers, groups)
 
     def layer_tensors(self, layer: int) -> list[torch.Tensor]:
         """Return a layer's tensors, mapped, in the order that they were written in."""

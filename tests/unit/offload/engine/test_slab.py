@@ -196,9 +196,20 @@ def test_parameters_that_lie_in_a_record_are_its_fields_and_others_are_not() -> 
 
 def test_a_parameter_that_only_begins_in_a_record_is_not_in_it() -> None:
     memory = aligned_empty(2 * PAGE_BYTES)
-    across = nn.Parameter(memory[PAGE_BYTES - 4 : PAGE_BYTES + 4], requires_grad=False)
-    assert adopt(memory[:PAGE_BYTES], [across]) == Record(fields=(), num_bytes=PAGE_BYTES)
-    assert adopt(memory[PAGE_BYTES:], [across]).fields == ()
+    across, inside = (
+        nn.Parameter(memory[start : start + 8], requires_grad=False)
+        for start in (PAGE_BYTES - 4, PAGE_BYTES - 8)
+    )
+    first, second = adopt([memory[:PAGE_BYTES], memory[PAGE_BYTES:]], [[across, inside], [across]])
+    assert [field.parameter for field in first.fields] == [inside]
+    assert second == Record(fields=(), num_bytes=PAGE_BYTES)
+
+
+def test_a_slab_that_no_parameter_lies_in_is_refused() -> None:
+    weights = parameters((3, 4))
+    slab = Slab([lay_out(weights)])
+    with pytest.raises(OffloadError, match="no parameter of the model lies where its layers were"):
+        slab.adopt([weights])
 
 
 # ------------------------------------------------------------------------------------ two processes
