@@ -42,7 +42,13 @@ def answer_prompt(run_dir: Path, prompt: str, *, max_new_tokens: int) -> str:
     )
     model = load_adapter(loaded.model, run.adapter)
     model.eval()
-    engine = offload.attach(model, num_slots=num_slots, device=device, hold=loaded.hold)
+    engine = offload.attach(
+        model,
+        num_slots=num_slots,
+        tier=recipe.offload.load_tier,
+        device=device,
+        hold=loaded.hold,
+    )
     try:
         messages = [Message(role="user", content=prompt)]
         if recipe.data.system:

@@ -142,7 +142,8 @@ def _route_table(plan: Plan) -> Table:
         ("layer 0", _layer_line(plan)),
         (
             "tiers",
-            f"{shown_gib(sum(c.weight_bytes for c in plan.costs.layers))} of layers in RAM,"
+            f"{shown_gib(sum(c.weight_bytes for c in plan.costs.layers))} of layers"
+            f" {'on disk (priced as if in RAM)' if plan.request.is_on_disk else 'in RAM'},"
             f" {plan.num_slots} slots of {shown_mib(cost.weight_bytes)} on the device"
             + (" (resident)" if is_resident else ""),
         ),

@@ -130,6 +130,7 @@ def _request(
         vram_budget_bytes=recipe.offload.vram_budget_bytes,
         num_workers=recipe.data.num_workers,
         is_stashed=recipe.offload.stash == "host",
+        is_on_disk=recipe.offload.load_tier == "disk",
         num_ranks=num_ranks,
         is_slab_shared=recipe.model.init == "pretrained",  # random layers are not loaded into one
     )

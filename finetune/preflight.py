@@ -83,17 +83,11 @@ def torch_device_name(offload: OffloadSection) -> str:
 
 
 def require_trainable_cargo(offload: OffloadSection) -> None:
-    """Refuse a codec that the engine cannot decode, and a tier that it cannot read.
+    """Refuse a codec that the engine cannot decode.
 
     Raises:
-        ConfigError: The codec or tier is not trained with yet.
+        ConfigError: The codec can be planned with, and not yet trained with.
     """
-    if offload.tier == "disk":
-        raise ConfigError(
-            "offload.tier: disk cannot be trained from yet",
-            limit="this version's engine reads layers from memory",
-            hint="`offload.tier: ram`",
-        )
     if offload.codec == "nf4":
         raise ConfigError(
             "offload.codec: nf4 can be planned with and not yet trained with",

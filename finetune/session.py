@@ -65,6 +65,7 @@ def build(recipe: Recipe, work: Work, ranks: Ranks) -> Session:
     engine = offload.attach(
         model,
         num_slots=work.plan.num_slots,
+        tier=recipe.offload.load_tier,
         device=str(work.device),
         stash=recipe.offload.stash,
         head_chunk_tokens=work.plan.request.typical.head_chunk_tokens,
@@ -78,7 +79,8 @@ def build(recipe: Recipe, work: Work, ranks: Ranks) -> Session:
         num_steps=work.order.num_steps,
         ranks=ranks,
     )
-    return Session(model=model, engine=engine, loop=loop, trained=trained, notes=loaded.notes)
+    notes = (*loaded.notes, *engine.notes)
+    return Session(model=model, engine=engine, loop=loop, trained=trained, notes=notes)
 
 
 def _shared_slab(ranks: Ranks, *, is_writable: bool) -> Callable[[Sequence[Record]], Slab]:

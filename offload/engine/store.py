@@ -155,10 +155,14 @@ class Store:
         return self._layers[layer]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return every tensor by name: those of layers mapped, all others in memory."""
-        named = {entry.name: entry.view(self._rest) for entry in self._header.rest.entries}
+        """Return every tensor by name: those of layers mapped, all others in memory.
+
+        `.data`, because views of one block also share its version: autograd would take a change of
+        one parameter for a change of all.
+        """
+        named = {entry.name: entry.view(self._rest).data for entry in self._header.rest.entries}
         for record, stored in zip(self._layers, self._header.layers, strict=True):
-            named |= {entry.name: entry.view(record) for entry in stored.entries}
+            named |= {entry.name: entry.view(record).data for entry in stored.entries}
         return named
 
     def adopt(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:

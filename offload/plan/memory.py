@@ -324,12 +324,12 @@ def host_terms(
         num_workers: Data workers of each rank.
         num_stashed: Micro-batches whose layer inputs each rank keeps here.
         num_ranks: Processes that share the step.
-        num_slabs: Slabs that they have between them.
+        num_slabs: Slabs that they have between them; 0 where layers lie on disk.
         rank_device_bytes: Device memory of each, which on a CPU is host memory too.
     """
     weights = layer_weight_bytes(facts, dtype_bytes=workload.dtype_bytes)
     cargo = [math.ceil(num_bytes * workload.codec_ratio) for num_bytes in weights]
-    slab, is_cuda = sum(cargo), machine.device == "cuda"
+    slab, is_cuda = sum(cargo) if num_slabs else 0, machine.device == "cuda"
     terms = (
         MemoryTerm(name=SLAB, num_bytes=slab),
         MemoryTerm(

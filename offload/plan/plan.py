@@ -41,6 +41,7 @@ class PlanRequest:
         vram_budget_bytes: Device memory the plan may use; None takes what the machine has.
         num_workers: Processes that prepare data, for each rank.
         is_stashed: Whether layer inputs wait in host memory for the backward.
+        is_on_disk: Whether the layers wait in a file; the disk's rate is not in the plan.
         num_ranks: Processes that share the step, on one machine and each with its own device.
         is_slab_shared: Whether they share one slab; otherwise each has one.
     """
@@ -52,12 +53,15 @@ class PlanRequest:
     vram_budget_bytes: int | None
     num_workers: int
     is_stashed: bool
+    is_on_disk: bool
     num_ranks: int
     is_slab_shared: bool
 
     @property
     def num_slabs(self) -> int:
         """Slabs in the machine's memory."""
+        if self.is_on_disk:
+            return 0
         return 1 if self.is_slab_shared else self.num_ranks
 
     @property

@@ -117,20 +117,19 @@ def test_generate_answers_with_the_adapter(finished: Path, capsys) -> None:
     assert capsys.readouterr().out.endswith("\n")
 
 
+@pytest.mark.parametrize("setting", ["tier=ram", "tier=disk", "stash=host"])
 def test_streamed_and_resident_runs_are_equal_to_the_bit(
-    tmp_path, write_recipe, machine_file
+    setting, tmp_path, write_recipe, machine_file
 ) -> None:
     recipe = write_recipe()
-    for slots in ("2", "all"):
-        assert (
-            run(
-                *("finetune", recipe, "--machine", machine_file),
-                *(f"offload.num_slots={slots}", f"output.dir={tmp_path / slots}"),
-            )
-            == 0
-        )
-    assert losses(tmp_path / "2") == losses(tmp_path / "all")
-    streamed, resident = adapter(tmp_path / "2"), adapter(tmp_path / "all")
+    for name, settings in (
+        ("streamed", ["offload.num_slots=2", f"offload.{setting}"]),
+        ("resident", ["offload.num_slots=all"]),
+    ):
+        arguments = [*settings, f"output.dir={tmp_path / name}"]
+        assert run("finetune", recipe, "--machine", machine_file, *arguments) == 0
+    assert losses(tmp_path / "streamed") == losses(tmp_path / "resident")
+    streamed, resident = adapter(tmp_path / "streamed"), adapter(tmp_path / "resident")
     assert all(torch.equal(streamed[name], resident[name]) for name in resident)
 
 

@@ -41,6 +41,7 @@ REQUEST = PlanRequest(
     vram_budget_bytes=None,
     num_workers=1,
     is_stashed=False,
+    is_on_disk=False,
     num_ranks=1,
     is_slab_shared=False,
 )
@@ -198,3 +199,10 @@ def test_ranks_on_a_cpu_compute_in_one_memory() -> None:
     with pytest.raises(DoesNotFitError, match=r"GiB of RAM; "):
         plan(FACTS, replace(cpu, ram_bytes=needed - 1), found.request)
     assert plan(FACTS, replace(cpu, ram_bytes=needed), found.request).num_slots == 4
+
+
+def test_layers_on_disk_take_no_host_memory() -> None:
+    in_ram = plan(FACTS, CARD, replace(REQUEST, num_slots=2))
+    on_disk = plan(FACTS, CARD, replace(REQUEST, num_slots=2, is_on_disk=True))
+    cargo = sum(layer.weight_bytes for layer in in_ram.costs.layers)
+    assert in_ram.host_bytes - on_disk.host_bytes == cargo
