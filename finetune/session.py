@@ -17,6 +17,8 @@ from finetune.recipe import Recipe
 from finetune.screen import Screen
 from offload.engine import meter
 from offload.engine.engine import Engine
+from offload.engine.mempolicy import bind_memory
+from offload.engine.numa import place_near
 from offload.engine.slab import Record, Slab
 from offload.errors import DoesNotFitError
 from offload.plan.machine import GIB
@@ -48,7 +50,7 @@ def build(recipe: Recipe, work: Work, ranks: Ranks) -> Session:
         device=work.device.type,
         seed=recipe.train.seed,
         tier=recipe.offload.load_tier,
-        make_slab=_shared_slab(ranks, is_writable=work.device.type == "cuda"),
+        make_slab=_shared_slab(ranks, work.device),
     )
     ranks.exchange(None)  # from here on the slab is filled
     model = adapters.add_lora(
@@ -83,23 +85,23 @@ def build(recipe: Recipe, work: Work, ranks: Ranks) -> Session:
     return Session(model=model, engine=engine, loop=loop, trained=trained, notes=notes)
 
 
-def _shared_slab(ranks: Ranks, *, is_writable: bool) -> Callable[[Sequence[Record]], Slab]:
+def _shared_slab(ranks: Ranks, device: torch.device) -> Callable[[Sequence[Record]], Slab]:
     """Return what makes a rank's slab: the main rank's is filled, and mapped by the others.
 
-    Args:
-        ranks: Of one machine.
-        is_writable: Whether the others may write to it. None does, but CUDA page-locks no mapping
-            that is only read.
+    CUDA page-locks no mapping that is only read, so for a GPU it is one that could be written.
     """
 
+    def near_device(address: int, num_bytes: int) -> None:
+        bind_memory(address, num_bytes, place_near(device).node)
+
     def make(records: Sequence[Record]) -> Slab:
-        own = Slab(records) if ranks.is_main else None
+        own = Slab(records, before_touch=near_device) if ranks.is_main else None
         handle = ranks.from_main(lambda: own.handle if own and not own.reason else None)
         if own is not None:
             return own
         if handle is None:  # there is no memfd in this container: each has a slab of its own
-            return Slab(records)
-        return Slab.open(handle, records, is_writable=is_writable)
+            return Slab(records, before_touch=near_device)
+        return Slab.open(handle, records, is_writable=device.type == "cuda")
 
     return make
 
