@@ -88,7 +88,7 @@ class Engine:
         if isinstance(device, torch.device):
             device = open_device(
                 device,
-                is_staged=bool(self._host.staging),
+                is_staged=self._host.is_staged,
                 prepare_thread=self._host.prepare_thread,
             )
         self._device = device
@@ -243,7 +243,9 @@ class Engine:
             allocate_host=blocks.allocate,
             allocate_device=self._allocate_device,
         )
-        self._stash = Stash(allocate_host=blocks.allocate, torch_device=torch_device)
+        self._stash = Stash(
+            allocate_host=blocks.allocate, free_host=self._free_host, torch_device=torch_device
+        )
         placement.move_the_rest(self._model, records, torch_device)
         num_slots = min(self._options.num_slots, len(records))
         slots = Slots(
@@ -263,6 +265,10 @@ class Engine:
             device=self._device,
             head_chunk_tokens=min(self._options.head_chunk_tokens, self._layered.max_positions),
         )
+
+    def _free_host(self, block: torch.Tensor) -> None:
+        self._device.finish()
+        self._host.blocks.free(block)
 
     def _allocate_device(self, num_bytes: int) -> torch.Tensor:
         torch_device = self._device.torch_device

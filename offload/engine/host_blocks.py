@@ -21,7 +21,7 @@ class HostBlocks:
         """
         self._locker = locker
         self._before_touch = before_touch
-        self._addresses: list[int] = []
+        self._locked: set[int] = set()
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Return a new block, uint8.
@@ -42,12 +42,23 @@ class HostBlocks:
                     hint="raise the limit (`ulimit -l unlimited`; on WSL2 Windows sets it), or keep"
                     ' layer inputs on the device: `stash="device"`',
                 )
-            self._addresses.append(block.data_ptr())
+            self._locked.add(block.data_ptr())
         return block
+
+    def free(self, block: torch.Tensor) -> None:
+        """Unlock a block, which no copy may be using; its memory goes with the last view of it.
+
+        A block must not go without this: memory that is mapped in its place later would be taken
+        for locked.
+        """
+        self._unlock(block.data_ptr())
 
     def close(self) -> None:
         """Unlock all blocks. Their memory is freed with the last view of it."""
-        while self._addresses:
-            address = self._addresses.pop()
-            if self._locker is not None:
-                self._locker.unregister(address)
+        for address in tuple(self._locked):
+            self._unlock(address)
+
+    def _unlock(self, address: int) -> None:
+        if self._locker is not None and address in self._locked:
+            self._locked.remove(address)
+            self._locker.unregister(address)

@@ -68,11 +68,15 @@ class HostSide:
             TransferError: The store cannot be written.
         """
         self._place = numa.place_near(torch_device)
+        self._policy = ""
         self._given = hold
         self._store_dir = store_dir
         with numa.thread_on(self._place.cpus):
             self._hold = self._settled(groups, hold, tier)
             self._lock = self._page_lock(torch_device)
+        self.notes = (*self._tier_notes(), self._lock.reason, self._place.reason)
+        if self._place.node is not None and self._policy:
+            self.notes += (self._policy,)
         locker = pagelock.open_locker(torch_device, None)
         self.blocks = HostBlocks(locker=locker, before_touch=self._bind)
         self.records: tuple[Record, ...] = self._hold.records
@@ -85,7 +89,6 @@ class HostSide:
             )
         self.slab_bytes = 0 if is_store else self._hold.num_bytes
         self.pinned_bytes = self._lock.num_bytes
-        self.notes = (*self._tier_notes(), self._lock.reason, self._place.reason)
 
     @property
     def layers(self) -> list[torch.Tensor]:
@@ -101,6 +104,15 @@ class HostSide:
                 hint='`tier="ram"`, or train an adapter',
             )
         return [self._hold.layer(layer) for layer in range(len(self.records))]
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether a thread issues the loads: from buffers, or where the driver makes it wait.
+
+        A copy from pageable memory returns when the stream has come to it. Issued by the caller's
+        thread it would hold up the visits that should run beside it.
+        """
+        return bool(self.staging) or self._lock.mode is pagelock.LockMode.PAGEABLE
 
     @property
     def piece_bytes(self) -> int:
@@ -160,14 +172,14 @@ class HostSide:
             locker = pagelock.open_locker(torch_device, None)
             return pagelock.lock_ring(largest_bytes, "layers lie on disk", locker)
         return pagelock.page_lock(
-            self._hold.layer(0).data_ptr(),
+            self._hold.address,
             self._hold.num_bytes,
             largest_bytes,
             pagelock.open_locker(torch_device, self._hold.descriptor),
         )
 
     def _bind(self, address: int, num_bytes: int) -> None:
-        bind_memory(address, num_bytes, self._place.node)
+        self._policy = bind_memory(address, num_bytes, self._place.node)
 
     def _tier_notes(self) -> tuple[str, ...]:
         if isinstance(self._hold, Slab):

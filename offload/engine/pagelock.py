@@ -12,7 +12,6 @@ A size is rehearsed in a child process before it is locked here, see `rehearsal`
 """
 
 import ctypes
-import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -23,6 +22,7 @@ import torch
 
 from offload.capacity import free_host_bytes
 from offload.engine.cudart import CudaRuntime, loaded_runtime_path
+from offload.engine.mapping import aligned_empty, to_pages
 from offload.engine.rehearsal import rehearse_lock
 from offload.errors import TransferError
 from offload.plan.machine import GIB
@@ -96,6 +96,13 @@ class PageLock:
                 )
 
 
+_NOT_NEEDED = PageLock(
+    mode=LockMode.NOT_NEEDED,
+    num_bytes=0,
+    reason="host memory is not page-locked: the CPU computes",
+)
+
+
 def page_lock(
     address: int, num_bytes: int, largest_record_bytes: int, locker: Locker | None
 ) -> PageLock:
@@ -111,7 +118,7 @@ def page_lock(
         locker: From `open_locker`; None where no device needs locked memory.
     """
     if locker is None:
-        return _not_needed()
+        return _NOT_NEEDED
     ring_bytes = NUM_STAGING_BUFFERS * _piece_bytes(largest_record_bytes)
     worked_bytes, refusal = largest_lockable(num_bytes, ring_bytes, locker)
     if worked_bytes == num_bytes:
@@ -143,7 +150,7 @@ def lock_ring(largest_record_bytes: int, why: str, locker: Locker | None) -> Pag
         locker: As for `page_lock`.
     """
     if locker is None:
-        return _not_needed()
+        return _NOT_NEEDED
     ring_bytes = NUM_STAGING_BUFFERS * _piece_bytes(largest_record_bytes)
     refusal = locker.rehearse(ring_bytes)
     if refusal is not None:
@@ -180,7 +187,7 @@ def _ring(largest_record_bytes: int, why: str, cost: str, locker: Locker) -> Pag
     """Lock a ring of buffers of its own."""
     piece_bytes = _piece_bytes(largest_record_bytes)
     ring_bytes = NUM_STAGING_BUFFERS * piece_bytes
-    ring = torch.frombuffer(mmap.mmap(-1, ring_bytes), dtype=torch.uint8)
+    ring = aligned_empty(ring_bytes)
     refusal = locker.register(ring.data_ptr(), ring_bytes)
     if refusal is not None:
         return _pageable(_refused_ring(why, ring_bytes, refusal))
@@ -199,14 +206,6 @@ def _refused_ring(why: str, ring_bytes: int, refusal: str) -> str:
     return f"{why}; {_shown(ring_bytes)} to stage through was refused ({refusal})"
 
 
-def _not_needed() -> PageLock:
-    return PageLock(
-        mode=LockMode.NOT_NEEDED,
-        num_bytes=0,
-        reason="host memory is not page-locked: the CPU computes",
-    )
-
-
 def _pageable(why: str) -> PageLock:
     return PageLock(
         mode=LockMode.PAGEABLE,
@@ -218,7 +217,7 @@ def _pageable(why: str) -> PageLock:
 
 def _piece_bytes(largest_record_bytes: int) -> int:
     """Return the size of a staging buffer: no more than a copy or a layer, in whole pages."""
-    return -(-min(largest_record_bytes, PIECE_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
+    return to_pages(min(largest_record_bytes, PIECE_BYTES))
 
 
 def _shown(num_bytes: int) -> str:

@@ -214,6 +214,11 @@ class Slab:
             layout=self._layout,
         )
 
+    @property
+    def address(self) -> int:
+        """Where the block starts; a layer's own address is none where all of its weights train."""
+        return self._block.data_ptr()
+
     def layer(self, layer: int) -> torch.Tensor:
         """Return a layer's record, uint8 (record.num_bytes,)."""
         return self._layers[layer]

@@ -14,14 +14,21 @@ class Stash:
     Both grow to the largest step seen and stay, so that no step after it allocates.
     """
 
-    def __init__(self, *, allocate_host: Allocate, torch_device: torch.device) -> None:
+    def __init__(
+        self,
+        *,
+        allocate_host: Allocate,
+        free_host: Callable[[torch.Tensor], None],
+        torch_device: torch.device,
+    ) -> None:
         """Take nothing yet.
 
         Args:
             allocate_host: Returns uint8 host memory of a size that the link can copy to.
+            free_host: Gives it back, behind the copies that still use it.
             torch_device: Where layers compute.
         """
-        self._allocate_host = allocate_host
+        self._allocate_host, self._free_host = allocate_host, free_host
         self._torch_device = torch_device
         self._host = torch.empty(0, dtype=torch.uint8)
         self._fetched: list[torch.Tensor] = []
@@ -45,7 +52,8 @@ class Stash:
         self._places = [0, *accumulate(input_bytes)]
         needed = num_layers * self._places[-1]
         if needed > self._host.numel():
-            self._host = torch.empty(0, dtype=torch.uint8)  # the old one goes before the new comes
+            self._free_host(self._host)  # the old one goes before the new comes
+            self._host = torch.empty(0, dtype=torch.uint8)
             self._host = self._allocate_host(needed)
         largest = max(input_bytes)
         if len(self._fetched) < num_fetch_buffers or self._fetched[0].numel() < largest:

@@ -176,8 +176,9 @@ class CudaDevice:
 
         Args:
             torch_device: The GPU.
-            is_staged: Whether loads pass a staging ring.
-            prepare_thread: Called first on each thread that fills it and issues from it.
+            is_staged: Whether a thread issues the loads: they pass a staging ring, or the driver
+                makes it wait for each.
+            prepare_thread: Called first on each thread that reads or issues.
         """
         self.torch_device = torch_device
         self._streams = {

@@ -194,11 +194,16 @@ def on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 class LateDevice(CudaDevice):
-    """A card whose ops on some lanes come late, and on some wait for nothing but their lane."""
+    """A card whose ops come late on some lanes, and on some wait for nothing in a second pass."""
 
     def __init__(self, *, late: Collection[Lane], hasty: Collection[Lane] = ()) -> None:
         super().__init__(torch.device("cuda"), is_staged=False)
         self._late, self._hasty = late, hasty
+        self._num_passes = 0
+
+    def begin(self) -> None:
+        super().begin()
+        self._num_passes += 1
 
     def submit(self, lane: Lane, waits: Sequence[Event], body: Callable[[], None]) -> Event:
         def run() -> None:
@@ -206,7 +211,8 @@ class LateDevice(CudaDevice):
                 torch.cuda._sleep(LATE_CYCLES)
             body()
 
-        return super().submit(lane, () if lane in self._hasty else waits, run)
+        is_hasty = lane in self._hasty and self._num_passes > 1
+        return super().submit(lane, () if is_hasty else waits, run)
 
 
 @pytest.mark.parametrize(
@@ -226,12 +232,13 @@ def test_move_a_late_stream_changes_nothing(late: set[Lane]) -> None:
     ("late", "hasty"), [(Lane.COMPUTE, Lane.H2D), (Lane.H2D, Lane.COMPUTE)], ids=str
 )
 def test_a_stream_that_does_not_wait_gives_other_gradients(late: Lane, hasty: Lane) -> None:
-    """What shows that the tests above can fail; memory that nothing was copied to holds NaN."""
+    """What shows that the tests above can fail."""
     model = tiny("qwen3", torch.bfloat16)
     resident = streamed(model, num_slots=NUM_LAYERS)
     device = LateDevice(late={late}, hasty={hasty})
-    with pytest.raises((AssertionError, offload.UnsupportedModelError)):
-        assert_equal(streamed(model, num_slots=2, device=device), resident)
+    found = streamed(model, num_slots=2, device=device, num_steps=2)
+    with pytest.raises(AssertionError):
+        assert_equal(found, resident)
 
 
 class BrokenDevice(CudaDevice):

@@ -19,7 +19,6 @@ import torch
 
 from offload.engine.engine import Engine
 from offload.engine.streams import CudaDevice, copy_on_host
-from offload.errors import UnsupportedModelError
 from offload.plan.op import Lane
 from tests.parity.test_streamed_step import (
     OPTIONS,
@@ -220,20 +219,17 @@ def test_the_step_after_one_that_failed_is_right(
 def test_a_stream_that_does_not_wait_gives_other_gradients(
     open_device: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What shows that the tests above can fail; a slot that nothing was copied to holds NaN."""
+    """What shows that the tests above can fail; the first step is right, the second hasty."""
     model = tiny("qwen3")
-    expected = streamed(model, num_slots=6)
     device = open_device(seed=0, is_staged=False)
+    engine = attached(model, device, num_staging=0)
+    first = engine.forward_backward(micro_batches(), dropout_seed=0)
+    expected = first.loss, gradients(model)
+    model.zero_grad()
+    device.finish()
     monkeypatch.setattr(FakeStream, "wait_event", lambda _stream, _event: None)
     monkeypatch.setattr(device.cuda, "delay_s", lambda: 0.01)
-    engine = attached(model, device, num_staging=0)
-    for buffer in engine._executor._slots._buffers:
-        buffer.fill_(0xFF)
-
-    def check() -> None:
-        result = engine.forward_backward(micro_batches(), dropout_seed=0)
-        assert_equal((result.loss, gradients(model)), expected)
-
-    with pytest.raises((AssertionError, UnsupportedModelError)):
-        check()
+    second = engine.forward_backward(micro_batches(), dropout_seed=0)
+    with pytest.raises(AssertionError):
+        assert_equal((second.loss, gradients(model)), expected)
     engine.detach()

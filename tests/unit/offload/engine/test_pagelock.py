@@ -43,6 +43,8 @@ class FakeLocker:
         return None if num_bytes <= self._most_rehearsed_bytes else f"no {num_bytes}"
 
     def register(self, address: int, num_bytes: int) -> str | None:
+        if address in self.locked:
+            return "already registered"
         if num_bytes > self._most_bytes:
             return f"not {num_bytes}"
         self.locked[address] = num_bytes
