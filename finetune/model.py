@@ -149,9 +149,10 @@ def load_model(
     """Build the model on the host, to be run on `device`.
 
     Published weights go layer by layer to where they will wait: into the slab in memory, or with
-    tier `disk` into a file, which is kept for the next start. A mixture of experts runs on a CPU as
-    a loop over its experts, which is 1.3 to 1.7 times as fast there as grouped products (measured
-    on the quickstart's model, see tests/bench/LOG.md).
+    tier `disk` into a file, which is kept for the next start. Towers for images and sound are left
+    without memory. A mixture of experts runs on a CPU as a loop over its experts, which is 1.3 to
+    1.7 times as fast there as grouped products (measured on the quickstart's model, see
+    tests/bench/LOG.md).
 
     `make_slab` makes the slab of the layers' records; None, one of this process's own.
 
@@ -161,6 +162,7 @@ def load_model(
         UnsupportedModelError: The model's layers cannot be streamed.
     """
     from offload.engine.slab import Slab
+    from offload.engine.stack import find_towers
     from offload.engine.stowing import Stowing
 
     if init == "random":
@@ -174,6 +176,8 @@ def load_model(
         with Stowing(lambda records, _: make(records), is_loaded=_is_loaded) as stowing:
             model = _load_published(path, dtype)
         loaded = Loaded(model=model, hold=stowing.hold, notes=() if stowing.hold else (_UNSEEN,))
+    for tower in find_towers(loaded.model):  # for images or sound: text needs none of it
+        tower.to("meta")
     if device == "cpu":
         loaded.model.set_experts_implementation("eager")
     return loaded

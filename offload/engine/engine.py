@@ -73,7 +73,7 @@ class Engine:
         self._model = model
         self._layered = LayeredModel(model)
         self._options = options
-        self._home = placement.only_device(model)
+        self._home = placement.only_device(self._layered)
         self._trains_front = placement.trains_front(self._layered)
         groups = placement.streamed_parameters(
             self._layered, are_trained_streamed=options.trained_weights == "host"
@@ -227,7 +227,7 @@ class Engine:
         self._device.close()
         self._host.give_back(self._home)
         self.close()
-        self._model.to(self._home)
+        placement.move_the_rest(self._layered, (), self._home)
         for module in self._checkpointing:
             placement.set_checkpointing(module, is_on=True)
 
@@ -246,7 +246,7 @@ class Engine:
         self._stash = Stash(
             allocate_host=blocks.allocate, free_host=self._free_host, torch_device=torch_device
         )
-        placement.move_the_rest(self._model, records, torch_device)
+        placement.move_the_rest(self._layered, records, torch_device)
         num_slots = min(self._options.num_slots, len(records))
         slots = Slots(
             records,

@@ -31,6 +31,7 @@ from offload.engine.router import RouterLoss
 from offload.engine.stack import (
     RESIDENT_HINT,
     find_layers,
+    find_towers,
     refuse_shared_state,
     refuse_trained_outside,
 )
@@ -94,6 +95,7 @@ class LayeredModel:
         self._owner, self._name = find_layers(self.model, text_config)
         self.layers = cast("nn.ModuleList", getattr(self._owner, self._name))
         in_layers = set(self.layers.modules())
+        self.towers = find_towers(self.model)
         self.router_loss = (
             RouterLoss(self.model, self.model.get_decoder(), list(self.layers))
             if has_router_loss
@@ -113,6 +115,12 @@ class LayeredModel:
             UnsupportedModelError: The model does something between its layers, does not visit each
                 once and in order, or passes an argument through which they could share state.
         """
+        unknown = sorted(set(batch) - set(_FRONT_INPUTS))
+        if unknown:
+            self._refuse(
+                f"would be given `{unknown[0]}`",
+                limit=f"a micro-batch holds labels and {', '.join(_FRONT_INPUTS)}",
+            )
         notes: list[Note] = []
         try:
             if self._form is None:

@@ -48,13 +48,14 @@ def streamed_parameters(
     return groups
 
 
-def only_device(model: nn.Module) -> torch.device:
-    """Return the device that a model is on.
+def only_device(layered: LayeredModel) -> torch.device:
+    """Return the device that a model is on; towers may be without values.
 
     Raises:
         UnsupportedModelError: There are several, or it has no values.
     """
-    devices = {parameter.device for parameter in model.parameters()}
+    modules = modules_on_device(layered)
+    devices = {p.device for module in modules for p in module.parameters(recurse=False)}
     if len(devices) != 1 or torch.device("meta") in devices:
         raise UnsupportedModelError(
             f"the model's parameters are on {sorted(map(str, devices))}",
@@ -64,15 +65,23 @@ def only_device(model: nn.Module) -> torch.device:
     return devices.pop()
 
 
-def move_the_rest(model: nn.Module, records: Sequence[Record], torch_device: torch.device) -> None:
-    """Move parameters outside the slots, and all buffers, to the compute device."""
+def move_the_rest(
+    layered: LayeredModel, records: Sequence[Record], torch_device: torch.device
+) -> None:
+    """Move parameters outside the slots, and buffers, to the compute device."""
     streamed = {id(field.parameter) for record in records for field in record.fields}
-    for parameter in model.parameters():
-        if id(parameter) not in streamed:
-            parameter.data = parameter.data.to(torch_device)
-    for module in model.modules():
+    for module in modules_on_device(layered):
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) not in streamed:
+                parameter.data = parameter.data.to(torch_device)
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(torch_device))
+
+
+def modules_on_device(layered: LayeredModel) -> list[nn.Module]:
+    """Return all modules but those of towers, which text does not pass through."""
+    left = {module for tower in layered.towers for module in tower.modules()}
+    return [module for module in layered.model.modules() if module not in left]
 
 
 def trains_front(layered: LayeredModel) -> bool:

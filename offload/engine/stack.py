@@ -33,6 +33,21 @@ def find_layers(model: "PreTrainedModel", text_config: Any) -> tuple[nn.Module, 
     )
 
 
+def find_towers(model: "PreTrainedModel") -> list[nn.Module]:
+    """Return what stands beside the decoder of a composite: towers for images and sound.
+
+    Text does not pass through them, so they need not be where the layers compute.
+    """
+    decoder, owner = model.get_decoder(), model.base_model
+    embedding = model.get_input_embeddings()
+    towers: list[nn.Module] = []
+    while decoder is not owner and decoder in set(owner.modules()):
+        children = {child: set(child.modules()) for child in owner.children()}
+        towers += [c for c, inside in children.items() if not inside & {decoder, embedding}]
+        owner = next(child for child, inside in children.items() if decoder in inside)
+    return towers
+
+
 def refuse_trained_outside(model: nn.Module, base: nn.Module) -> None:
     """Refuse what trains around the model that runs, such as a soft prompt."""
     inside = {id(parameter) for parameter in base.parameters()}

@@ -376,6 +376,16 @@ def test_packed_rows_are_exact_and_their_sequences_apart(
     assert base.config._attn_implementation == implementation
 
 
+def test_an_input_that_would_not_reach_the_model_is_refused() -> None:
+    batches = micro_batches()
+    for batch in batches:
+        batch["token_type_ids"] = torch.ones_like(batch["input_ids"])
+    engine = offload.attach(llama(), num_slots=2, device="cpu")
+    with pytest.raises(offload.UnsupportedModelError, match="would be given `token_type_ids`"):
+        engine.forward_backward(batches)
+    engine.detach()
+
+
 def test_a_mask_that_micro_batches_share_is_exact() -> None:
     batches = micro_batches()[:1] * 3
     assert batches[0]["attention_mask"] is batches[2]["attention_mask"]

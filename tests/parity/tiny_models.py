@@ -174,10 +174,10 @@ def tiny_config(model_type: str) -> PreTrainedConfig:
     model_class = _causal_class(_built_as(model_type))
     if not issubclass(config_class, model_class.config_class):
         config_class = model_class.config_class
-    return _small(config_class, special)
+    return small(config_class, special)
 
 
-def _small(config_class: type[PreTrainedConfig], special: Mapping[str, Any]) -> PreTrainedConfig:
+def small(config_class: type[PreTrainedConfig], special: Mapping[str, Any]) -> PreTrainedConfig:
     """Fill the fields that a config class has, and those of its sub-configs."""
     defaults = {field.name: field.default for field in dataclasses.fields(config_class)}
     names = set(defaults)
@@ -190,7 +190,7 @@ def _small(config_class: type[PreTrainedConfig], special: Mapping[str, Any]) -> 
             values[own_name] = value
     for name in names & set(_sub_configs(config_class)):
         if name not in values:
-            values[name] = _small(_sub_configs(config_class)[name], special)
+            values[name] = small(_sub_configs(config_class)[name], special)
     return config_class(**values)
 
 
