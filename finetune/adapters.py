@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from finetune.errors import ConfigError
 from finetune.planning import ATTENTION_LINEARS
+from offload.engine.stack import find_towers
 
 
 def linear_names(model: PreTrainedModel) -> tuple[str, ...]:
@@ -81,6 +82,7 @@ def add_lora(
         lora_alpha=alpha,  # type: ignore[arg-type]  # peft takes floats
         lora_dropout=dropout,
         target_modules=list(modules),
+        exclude_modules=_in_towers(model, modules) or None,
         target_parameters=list(experts) or None,
         task_type="CAUSAL_LM",
     )
@@ -102,6 +104,16 @@ def save_adapter(model: PeftModel, folder: Path) -> None:
 def load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
     """Put a saved adapter on a base model, for inference."""
     return PeftModel.from_pretrained(model, str(folder))
+
+
+def _in_towers(model: PreTrainedModel, modules: Sequence[str]) -> list[str]:
+    """Return the modules of towers that a target's name matches too; text trains none of them."""
+    inside = {module for tower in find_towers(model) for module in tower.modules()}
+    return [
+        name
+        for name, module in model.named_modules()
+        if module in inside and name.rsplit(".", 1)[-1] in modules
+    ]
 
 
 def _within_layer(name: str) -> str:

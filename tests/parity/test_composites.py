@@ -121,7 +121,7 @@ def test_a_loaded_composite_keeps_no_tower_in_memory_and_trains(
     )
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     assert all(".layers." in name and "vision_tower" not in name for name in trained)
-    engine = offload.attach(model, num_slots=2, device="cpu", cargo=loaded.cargo)
+    engine = offload.attach(model, num_slots=2, device="cpu", hold=loaded.hold)
     batches = micro_batches()
     loss = engine.forward_backward(batches).loss
     found = gradients(model)
