@@ -94,7 +94,8 @@ _TEXT_ONLY = {"gemma3n"}  # its vision tower needs timm, and is not trained
 
 _FEW_KV = {"num_key_value_heads": 4}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-_ROPES = {"full_attention": _ROPE, "sliding_attention": _ROPE}
+_MROPE = {**_ROPE, "mrope_section": [2, 1, 1]}
+_MROPES = {"full_attention": _MROPE, "sliding_attention": _MROPE}
 _ASSISTANT = {
     "hidden_size_per_layer_input": 0,
     "vocab_size_per_layer_input": 0,
@@ -104,7 +105,7 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "axk1": _FEW_KV,
     "axk2": _FEW_KV,
     "bamba": {"attn_layer_indices": [1, 3]},
-    "cohere_compass_text": {"rope_parameters": _ROPES},
+    "cohere_compass_text": {"rope_parameters": _MROPES},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
@@ -200,11 +201,18 @@ def _sub_configs(config_class: type[PreTrainedConfig]) -> dict[str, type[PreTrai
         **config_class.sub_configs,
         **getattr(config_class, "sub_configs_defaults", {}),
     }
-    classes = {
-        name: spec.get_config_class(spec.model_type) if hasattr(spec, "get_config_class") else spec
-        for name, spec in found.items()
-    }
-    return {name: kind for name, kind in classes.items() if isinstance(kind, type)}
+    classes = {}
+    for name, spec in found.items():
+        kind: Any = (
+            spec.get_config_class(spec.model_type) if hasattr(spec, "config_class") else spec
+        )
+        if not dataclasses.is_dataclass(kind):  # AutoConfig, in older versions
+            default = getattr(config_class(), name)
+            text_type = config_class.model_type.replace("_assistant", "_text")
+            kind = CONFIG_MAPPING[text_type] if default is None else type(default)
+        if dataclasses.is_dataclass(kind):
+            classes[name] = kind
+    return classes
 
 
 def _is_dropout(name: str) -> bool:
