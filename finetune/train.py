@@ -74,15 +74,7 @@ def finetune(
         for note in session.notes:
             screen.note(note)
         predicted = rehearse(work, session, screen)
-        first_step = ranks.from_main(lambda: _start(recipe, run_dir, is_resume=is_resume))
-        if first_step:
-            run_dir.load(
-                first_step,
-                session.trained,
-                session.loop.optimizer,
-                data_hash=work.rows.data_hash,
-            )
-        ranks.require_same_weights(session.trained, step=first_step)
+        first_step = _start(recipe, run_dir, work, session, ranks, is_resume=is_resume)
         screen.note(report.promise(predicted, num_steps=work.order.num_steps - first_step))
         if ranks.is_main:
             report.write_prediction(run_dir.path, first=work.plan, calibrated=predicted)
@@ -100,13 +92,29 @@ def finetune(
     )
 
 
-def _start(recipe: Recipe, run_dir: RunDir, *, is_resume: bool) -> int:
-    """Make the directory ready; return the first step to run, behind the newest checkpoint."""
-    if not is_resume:
-        run_dir.start(recipe)
-        return 0
-    step = run_dir.newest() or 0
-    run_dir.drop_metrics_after(step)
+def _start(
+    recipe: Recipe,
+    run_dir: RunDir,
+    work: Work,
+    session: Session,
+    ranks: Ranks,
+    *,
+    is_resume: bool,
+) -> int:
+    """Return the first step to run: 0, or the one behind the newest checkpoint, which is loaded."""
+
+    def make_ready() -> int:
+        if not is_resume:
+            run_dir.start(recipe)
+            return 0
+        newest = run_dir.newest() or 0
+        run_dir.drop_metrics_after(newest)
+        return newest
+
+    step = ranks.from_main(make_ready)
+    if step:
+        run_dir.load(step, session.trained, session.loop.optimizer, data_hash=work.rows.data_hash)
+    ranks.require_same_weights(session.trained, step=step)
     return step
 
 
