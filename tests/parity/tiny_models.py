@@ -201,7 +201,7 @@ def _sub_configs(config_class: type[PreTrainedConfig]) -> dict[str, type[PreTrai
         **config_class.sub_configs,
         **getattr(config_class, "sub_configs_defaults", {}),
     }
-    classes = {}
+    classes: dict[str, Any] = {}
     for name, spec in found.items():
         kind: Any = (
             spec.get_config_class(spec.model_type) if hasattr(spec, "config_class") else spec
