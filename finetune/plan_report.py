@@ -11,6 +11,7 @@ from offload.plan.facts import adapter_parameters
 from offload.plan.machine import Machine, Rate
 from offload.plan.plan import Plan
 from offload.plan.roofline import Count, layer_flops
+from offload.plan.schedule import NUM_STAGING
 
 REFERENCE_FLOPS_PER_S = 250e12
 COUNTS: dict[Count, str] = {
@@ -145,7 +146,8 @@ def _route_table(plan: Plan) -> Table:
             f"{shown_gib(sum(c.weight_bytes for c in plan.costs.layers))} of layers"
             f" {'on disk (priced as if in RAM)' if plan.request.is_on_disk else 'in RAM'},"
             f" {plan.num_slots} slots of {shown_mib(cost.weight_bytes)} on the device"
-            + (" (resident)" if is_resident else ""),
+            + (" (resident)" if is_resident else "")
+            + (f", by way of {NUM_STAGING} page-locked buffers" if plan.schedule.is_staged else ""),
         ),
         (
             "step",

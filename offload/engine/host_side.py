@@ -26,7 +26,7 @@ from offload.engine.slab import Record, Slab, lay_out
 from offload.engine.store import Store
 from offload.engine.store_writer import StoreWriter
 from offload.errors import OffloadError
-from offload.plan.schedule import PIECE_BYTES
+from offload.plan.schedule import NUM_STAGING, PIECE_BYTES
 
 Tier = Literal["ram", "disk"]
 
@@ -84,9 +84,7 @@ class HostSide:
         self.cargo: Cargo = self._hold if isinstance(self._hold, Store) else SlabCargo(self._hold)
         self.staging = self._lock.buffers
         if is_store and torch_device.type == "cuda" and not self.staging:
-            self.staging = tuple(
-                aligned_empty(PIECE_BYTES) for _ in range(pagelock.NUM_STAGING_BUFFERS)
-            )
+            self.staging = tuple(aligned_empty(PIECE_BYTES) for _ in range(NUM_STAGING))
         self.slab_bytes = 0 if is_store else self._hold.num_bytes
         self.pinned_bytes = self._lock.num_bytes
 

@@ -26,9 +26,8 @@ from offload.engine.mapping import aligned_empty, to_pages
 from offload.engine.rehearsal import rehearse_lock
 from offload.errors import TransferError
 from offload.plan.machine import GIB
-from offload.plan.schedule import PIECE_BYTES
+from offload.plan.schedule import NUM_STAGING, PIECE_BYTES
 
-NUM_STAGING_BUFFERS = 4
 _START_S = 30.0  # a child's start, its CUDA context, and a first GiB
 _S_PER_GIB = 1.0  # pages are locked several times as fast
 _HINT = (
@@ -119,7 +118,7 @@ def page_lock(
     """
     if locker is None:
         return _NOT_NEEDED
-    ring_bytes = NUM_STAGING_BUFFERS * _piece_bytes(largest_record_bytes)
+    ring_bytes = NUM_STAGING * _piece_bytes(largest_record_bytes)
     worked_bytes, refusal = largest_lockable(num_bytes, ring_bytes, locker)
     if worked_bytes == num_bytes:
         refusal = locker.register(address, num_bytes) or ""
@@ -151,7 +150,7 @@ def lock_ring(largest_record_bytes: int, why: str, locker: Locker | None) -> Pag
     """
     if locker is None:
         return _NOT_NEEDED
-    ring_bytes = NUM_STAGING_BUFFERS * _piece_bytes(largest_record_bytes)
+    ring_bytes = NUM_STAGING * _piece_bytes(largest_record_bytes)
     refusal = locker.rehearse(ring_bytes)
     if refusal is not None:
         return _pageable(_refused_ring(why, ring_bytes, refusal))
@@ -186,7 +185,7 @@ def _rungs(num_bytes: int, least_bytes: int) -> Iterator[int]:
 def _ring(largest_record_bytes: int, why: str, cost: str, locker: Locker) -> PageLock:
     """Lock a ring of buffers of its own."""
     piece_bytes = _piece_bytes(largest_record_bytes)
-    ring_bytes = NUM_STAGING_BUFFERS * piece_bytes
+    ring_bytes = NUM_STAGING * piece_bytes
     ring = aligned_empty(ring_bytes)
     refusal = locker.register(ring.data_ptr(), ring_bytes)
     if refusal is not None:
@@ -194,7 +193,7 @@ def _ring(largest_record_bytes: int, why: str, cost: str, locker: Locker) -> Pag
     return PageLock(
         mode=LockMode.STAGED,
         num_bytes=ring_bytes,
-        reason=f"{why}: a thread puts them through {NUM_STAGING_BUFFERS} page-locked buffers of"
+        reason=f"{why}: a thread puts them through {NUM_STAGING} page-locked buffers of"
         f" {_shown(piece_bytes)}{cost}",
         buffers=ring.split(piece_bytes),
         addresses=(ring.data_ptr(),),

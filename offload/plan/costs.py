@@ -111,6 +111,7 @@ class Costs:
         h2d_bytes_per_s: Rate of a load while the device computes.
         h2d_latency_s: Fixed time of a load.
         d2h_bytes_per_s: Rate of a copy to the host while the device computes.
+        read_bytes_per_s: Rate at which a thread fills staging buffers from memory.
     """
 
     grade: Grade
@@ -121,6 +122,7 @@ class Costs:
     h2d_bytes_per_s: float
     h2d_latency_s: float
     d2h_bytes_per_s: float
+    read_bytes_per_s: float
 
     def load_s(self, layer: int) -> float:
         """Seconds of one load of a layer."""
@@ -338,4 +340,5 @@ def price(
         h2d_bytes_per_s=h2d.value,
         h2d_latency_s=H2D_LATENCY_S,
         d2h_bytes_per_s=d2h.value,
+        read_bytes_per_s=machine.host_memory_bytes_per_s.value / 2,  # each byte in and out
     )

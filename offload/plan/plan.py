@@ -22,7 +22,15 @@ from offload.plan.memory import (
     total_bytes,
 )
 from offload.plan.op import Kind, Lane, Op
-from offload.plan.schedule import MIN_SLOTS, Freight, Order, Schedule, training_schedule, warm_ring
+from offload.plan.schedule import (
+    MIN_SLOTS,
+    NUM_STAGING,
+    Freight,
+    Order,
+    Schedule,
+    training_schedule,
+    warm_ring,
+)
 from offload.plan.simulate import simulate
 from offload.plan.timeline import Timeline
 
@@ -155,7 +163,10 @@ def plan(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Plan:
     num_slots = _choose_slots(facts, machine, request)
     costs = price(facts, machine, request.typical, is_duplex=request.is_stashed)
     schedule = training_schedule(
-        Freight.frozen([layer.weight_bytes for layer in costs.layers]),
+        Freight.frozen(
+            [layer.weight_bytes for layer in costs.layers],
+            num_staging=NUM_STAGING if _is_staged(facts, machine, request) else 0,
+        ),
         ring=warm_ring(num_slots),
         num_micro_batches=request.rank_micro_batches,
         order=Order.LAYER_MAJOR,
@@ -180,6 +191,8 @@ def duration_of(costs: Costs) -> Callable[[Op], float]:
     def duration_s(op: Op) -> float:
         if op.lane is Lane.H2D:
             return costs.h2d_latency_s + op.num_bytes / costs.h2d_bytes_per_s
+        if op.lane is Lane.HOST:
+            return op.num_bytes / costs.read_bytes_per_s
         if op.lane is Lane.D2H:
             return costs.h2d_latency_s + op.num_bytes / costs.d2h_bytes_per_s
         if op.kind in (Kind.FRONT, Kind.FRONT_BACKWARD):
@@ -272,14 +285,13 @@ def _shortages(
     if device_bytes > device_limit:
         what = "device memory" if machine.device == "cuda" else "memory for computing"
         shortages.append((f"{_gib(device_bytes)} of {what}", f"{_gib(device_limit)} may be used"))
-    num_locked = {SLAB: request.num_slabs, STASH: request.num_ranks}
-    locked_bytes = sum(num_locked.get(term.name, 0) * term.num_bytes for term in host)
+    stash_bytes = request.num_ranks * _size(host, STASH)
     if machine.device == "cpu":
         host_bytes += device_bytes
-    elif locked_bytes > machine.pinned_bytes:
+    elif stash_bytes > machine.pinned_bytes:
         shortages.append(
             (
-                f"{_gib(locked_bytes)} of page-locked memory",
+                f"{_gib(stash_bytes)} of page-locked memory for layer inputs",
                 f"{_gib(machine.pinned_bytes)} may be page-locked",
             )
         )
@@ -339,6 +351,18 @@ def _host_terms(
         num_slabs=request.num_slabs,
         rank_device_bytes=total_bytes(_device_terms(facts, machine, request, num_slots)),
     )
+
+
+def _is_staged(facts: ModelFacts, machine: Machine, request: PlanRequest) -> bool:
+    """Tell whether loads pass a ring of page-locked buffers: not all of the slab can be locked."""
+    host = _host_terms(facts, machine, request, MIN_SLOTS)
+    locked_bytes = request.num_slabs * _size(host, SLAB) + request.num_ranks * _size(host, STASH)
+    is_short = request.is_on_disk or locked_bytes > machine.pinned_bytes
+    return machine.device == "cuda" and is_short
+
+
+def _size(terms: tuple[MemoryTerm, ...], name: str) -> int:
+    return sum(term.num_bytes for term in terms if term.name == name)
 
 
 def _mean_s(timeline: Timeline, kind: Kind, layer: int | None) -> float:

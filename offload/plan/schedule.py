@@ -28,6 +28,7 @@ from offload.plan.hazards import Line, Resource, parallel
 from offload.plan.op import Kind, Lane, Op
 
 PIECE_BYTES = 64 * 2**20  # a longer copy would hold up what shares its copy engine
+NUM_STAGING = 4  # pieces on their way through page-locked memory, where not all of it can be
 MIN_SLOTS = 2  # a layer computes in one while the next arrives in another
 NUM_KEPT = 2  # inputs of a micro-batch on the device, where others are stashed: read and written
 NUM_FETCHED = 2  # visits whose stashed inputs are on the device: one is read, one arrives
@@ -63,13 +64,13 @@ class Freight:
     num_staging: int
 
     @classmethod
-    def frozen(cls, layer_bytes: Sequence[int]) -> "Freight":
-        """Return the freight of frozen layers whose cargo the link reads itself."""
+    def frozen(cls, layer_bytes: Sequence[int], *, num_staging: int = 0) -> "Freight":
+        """Return the freight of frozen layers."""
         return cls(
             layer_bytes=tuple(layer_bytes),
             gradient_bytes=(0,) * len(layer_bytes),
             piece_bytes=PIECE_BYTES,
-            num_staging=0,
+            num_staging=num_staging,
         )
 
 
@@ -85,6 +86,11 @@ class Schedule:
     def num_loads(self) -> int:
         """Layers copied from host to device."""
         return sum(op.kind is Kind.LOAD and op.offset == 0 for op in self.ops)
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether loads pass a staging ring."""
+        return any(op.kind is Kind.READ for op in self.ops)
 
     @property
     def num_fetch_buffers(self) -> int:

@@ -9,7 +9,6 @@ import torch
 
 from offload.engine.cudart import CudaRuntime
 from offload.engine.pagelock import (
-    NUM_STAGING_BUFFERS,
     CudaLocker,
     LockMode,
     largest_lockable,
@@ -19,11 +18,11 @@ from offload.engine.pagelock import (
 )
 from offload.errors import TransferError
 from offload.plan.machine import GIB
-from offload.plan.schedule import PIECE_BYTES
+from offload.plan.schedule import NUM_STAGING, PIECE_BYTES
 from tests.unit.offload.engine.conftest import MOST_BYTES
 
 PAGE = mmap.PAGESIZE
-RING_BYTES = NUM_STAGING_BUFFERS * PIECE_BYTES
+RING_BYTES = NUM_STAGING * PIECE_BYTES
 ADDRESS = 16 * PAGE
 
 
@@ -78,7 +77,7 @@ def test_a_limit_below_the_slab_leaves_a_ring_of_locked_buffers() -> None:
         " each byte once more in host memory; to lock all, raise the limit: `ulimit -l unlimited`,"
         " in Docker `--ulimit memlock=-1`; on WSL2 Windows sets it"
     )
-    assert [buffer.numel() for buffer in lock.buffers] == [PIECE_BYTES] * NUM_STAGING_BUFFERS
+    assert [buffer.numel() for buffer in lock.buffers] == [PIECE_BYTES] * NUM_STAGING
     assert locker.locked == {lock.buffers[0].data_ptr(): RING_BYTES}
     lock.release()
     assert locker.locked == {}
@@ -86,7 +85,7 @@ def test_a_limit_below_the_slab_leaves_a_ring_of_locked_buffers() -> None:
 
 def test_staging_buffers_are_no_larger_than_the_largest_layer_in_whole_pages() -> None:
     lock = page_lock(ADDRESS, GIB, 5 * PAGE + 1, FakeLocker(100 * PAGE))
-    assert [buffer.numel() for buffer in lock.buffers] == [6 * PAGE] * NUM_STAGING_BUFFERS
+    assert [buffer.numel() for buffer in lock.buffers] == [6 * PAGE] * NUM_STAGING
     assert all(buffer.data_ptr() % PAGE == 0 for buffer in lock.buffers)
 
 

@@ -266,6 +266,7 @@ def uniform_costs(*, load_s: float, num_layers: int = 10) -> Costs:
         h2d_bytes_per_s=1000 / load_s,
         h2d_latency_s=0.0,
         d2h_bytes_per_s=1.0,
+        read_bytes_per_s=1.0,
     )
 
 
