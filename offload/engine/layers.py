@@ -222,8 +222,11 @@ class LayeredModel:
             return  # nothing can be told from these; whoever reads the loss will see
         with torch.no_grad(), _same_randomness(hidden_BTD.device):
             logits_BTV = self.tail_logits(hidden_BTD)
+            if logits_BTV.isnan().any():
+                return  # nothing can be told yet, and the loss will say so itself
             turned_BTV = self._tail(hidden_BTD.flip(1), any_token=1).logits.flip(1)
-            slack = 8 * torch.finfo(logits_BTV.dtype).eps * float(logits_BTV.abs().max())
+            largest = float(logits_BTV[logits_BTV.isfinite()].abs().max())
+            slack = 8 * torch.finfo(logits_BTV.dtype).eps * largest
             if not torch.allclose(logits_BTV, turned_BTV, rtol=0, atol=slack):
                 self._refuse(
                     "does not compute a token's logits from the last layer's output for it alone",

@@ -4,6 +4,7 @@
 """
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -289,6 +290,22 @@ def test_a_tail_that_reads_other_tokens_is_refused() -> None:
     base.model.norm.register_forward_hook(lambda _m, _i, out: out + out.mean(dim=1, keepdim=True))
     base.lm_head.register_forward_hook(lambda _m, _i, out: out.cumsum(dim=1))
     assert_refused(model, "does not compute a token's logits from the last layer's output for it")
+
+
+def test_a_head_that_forbids_part_of_the_vocabulary_is_exact() -> None:
+    base: Any = tiny_model("llama")
+    model = adapted(base)
+    base.lm_head.register_forward_hook(
+        lambda _m, _i, out: out.masked_fill(torch.arange(64) < 2, -torch.inf)
+    )
+    assert_exact(model)
+
+
+def test_weights_that_are_no_numbers_show_in_the_loss() -> None:
+    base: Any = tiny_model("llama")
+    base.lm_head.weight[5] = torch.nan
+    loss, _ = streamed(adapted(base), micro_batches(), num_slots=2)
+    assert math.isnan(loss)
 
 
 def test_a_tail_that_reads_the_embeddings_is_refused() -> None:
