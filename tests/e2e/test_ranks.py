@@ -15,8 +15,8 @@ from tests.e2e.test_finetune import adapter, losses, run
 SCENES = Path(__file__).with_name("scenes.py")
 BROKEN = Path(__file__).with_name("broken_rank.py")
 # Sums are made in another order: some 1e-7 in a step, which later steps carry on.
-LOSS_TOLERANCE = 1e-5
-WEIGHT_TOLERANCE = 1e-4
+LOSS_TOLERANCE = 2e-6
+WEIGHT_TOLERANCE = 2e-5
 DROPOUT = {"experts": False, "dropout": 0.2}
 
 
