@@ -86,6 +86,11 @@ class Leaves:
         return type(value)(map(self._cut, value))
 
 
+def version_of(tensor: torch.Tensor) -> int | None:
+    """Return what counts up when a tensor is written to; None where torch does not count."""
+    return None if tensor.is_inference() else tensor._version
+
+
 def _walk(value: object) -> Iterator[object]:
     """Yield a value and, if it is a container, all that is in it."""
     yield value
@@ -99,7 +104,7 @@ def _walk(value: object) -> Iterator[object]:
 
 def _mark(value: object) -> object:
     if isinstance(value, torch.Tensor):
-        return id(value), value._version
+        return id(value), version_of(value)
     if isinstance(value, Mapping):
         return tuple(value)
     if isinstance(value, Sequence) and not isinstance(value, str):

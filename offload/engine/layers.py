@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from offload.engine.batch import Batch
-from offload.engine.calls import Call, Leaves
+from offload.engine.calls import Call, Leaves, version_of
 from offload.engine.router import RouterLoss
 from offload.engine.stack import (
     RESIDENT_HINT,
@@ -150,12 +150,14 @@ class LayeredModel:
                 another micro-batch or its own recompute would see something else.
         """
         module = self.layers[layer]
+        held = self._buffers_of(layer)  # or a new one could have the id of one let go
         before = self._state_of(layer, hidden_BTD, call)
         if call.is_hidden_keyword:
             output = module(*call.args, hidden_states=hidden_BTD, **call.kwargs)
         else:
             output = module(hidden_BTD, *call.args, **call.kwargs)
         after = self._state_of(layer, hidden_BTD, call)
+        del held
         changed = [name for name in before if before[name] != after[name]]
         if changed:
             self._refuse(
@@ -338,16 +340,15 @@ class LayeredModel:
             for config, name in flags:
                 setattr(config, name, True)
 
+    def _buffers_of(self, layer: int) -> list[torch.Tensor]:
+        owners = self._buffered[layer]
+        return [b for owner in owners for b in owner._buffers.values() if b is not None]
+
     def _state_of(self, layer: int, hidden_BTD: torch.Tensor, call: Call) -> dict[str, object]:
         return {
-            "its input": hidden_BTD._version,
+            "its input": version_of(hidden_BTD),
             "its arguments": call.fingerprint(),
-            "its buffers": [
-                (id(b), b._version)
-                for m in self._buffered[layer]
-                for b in m._buffers.values()
-                if b is not None
-            ],
+            "its buffers": [(id(b), version_of(b)) for b in self._buffers_of(layer)],
         }
 
     def _refuse(self, what: str, *, limit: str) -> NoReturn:

@@ -1,10 +1,8 @@
 """Every causal language model type is exact or refused, as the committed table says."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 import transformers
 
 from tests.parity.architectures import (
@@ -16,6 +14,7 @@ from tests.parity.architectures import (
     write_table,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 TABLE = read_table(Path(__file__).parents[2] / "docs" / "architectures.md")
 NUM_EXACT = 165  # a ratchet
 SAMPLE = (
@@ -36,15 +35,6 @@ SAMPLE = (
     "rwkv",  # layers that return a state
     "zamba2",  # parameters that layers share
 )
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Keep the order of sums from depending on how a product is cut among threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def check(model_type: str) -> None:

@@ -24,13 +24,10 @@ TEXT_PART = ("qwen3_5", "qwen3_5_moe", "llama4")  # and of these the text part a
 
 
 @pytest.fixture(autouse=True)
-def one_quiet_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def quiet(one_thread: None) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-    torch.set_num_threads(before)
 
 
 def composite(model_type: str) -> Any:

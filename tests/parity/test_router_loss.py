@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -23,6 +23,7 @@ from tests.parity.architectures import (
 )
 from tests.parity.tiny_models import tiny_model, with_adapters
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 COMMON = ("gpt_oss", "granitemoe", "mixtral", "olmoe", "qwen3_moe")
 OTHERS = (
     "dbrx",
@@ -45,14 +46,6 @@ OTHERS = (
     "qwen3_next",
     "qwen4_exp_text",
 )
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def balanced(model_type: str, *, seed: int = 0, coefficient: float = 0.5) -> nn.Module:

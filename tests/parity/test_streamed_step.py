@@ -4,7 +4,7 @@ import copy
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -159,15 +159,6 @@ def test_move_streamed_equals_resident_to_the_bit(name: str) -> None:
     model = tiny(name)
     assert_equal(streamed(model, num_slots=2), streamed(model, num_slots=6))
     assert_equal(streamed(model, num_slots=3), streamed(model, num_slots=6))
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Keep the order of sums from depending on how a product is cut among threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.usefixtures("one_thread")
