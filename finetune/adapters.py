@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from finetune.errors import ConfigError
 from finetune.planning import ATTENTION_LINEARS
-from offload.engine.stack import find_towers
+from offload.engine.model.stack import find_towers
 
 
 def linear_names(model: PreTrainedModel) -> tuple[str, ...]:

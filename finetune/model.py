@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from offload.engine.slab import Record, Slab
-    from offload.engine.store import Hold, Store
+    from offload.engine.host.slab import Record, Slab
+    from offload.engine.host.store import Hold, Store
 
 _CONNECT_TIMEOUT_S = 3.0
 _UNSEEN = (
@@ -161,9 +161,9 @@ def load_model(
         TransferError: The disk is full.
         UnsupportedModelError: The model's layers cannot be streamed.
     """
-    from offload.engine.slab import Slab
-    from offload.engine.stack import find_towers
-    from offload.engine.stowing import Stowing
+    from offload.engine.host.slab import Slab
+    from offload.engine.host.stowing import Stowing
+    from offload.engine.model.stack import find_towers
 
     if init == "random":
         loaded = Loaded(model=_random_model(path, config, dtype, seed), hold=None)
@@ -223,8 +223,8 @@ def _load_published(path: str, dtype: str) -> "PreTrainedModel":
 
 def _load_from_store(path: str, dtype: str) -> Loaded:
     """Build the model around the store of its weights, which is written first if need be."""
-    from offload.engine.store import Store
-    from offload.engine.store_writer import sole_builder
+    from offload.engine.host.store import Store
+    from offload.engine.host.store_writer import sole_builder
 
     file = store_path(path, dtype)
     notes: tuple[str, ...] = ()
@@ -244,8 +244,8 @@ def _load_from_store(path: str, dtype: str) -> Loaded:
 
 
 def _build_store(path: str, dtype: str, file: Path) -> None:
-    from offload.engine.store_writer import StoreWriter
-    from offload.engine.stowing import Stowing
+    from offload.engine.host.store_writer import StoreWriter
+    from offload.engine.host.stowing import Stowing
 
     with Stowing(partial(StoreWriter, file), is_loaded=_is_loaded) as stowing:
         model = _load_published(path, dtype)

@@ -17,9 +17,9 @@ from finetune.recipe import Recipe
 from finetune.screen import Screen
 from offload.engine import meter
 from offload.engine.engine import Engine
-from offload.engine.mempolicy import bind_memory
-from offload.engine.numa import place_near
-from offload.engine.slab import Record, Slab
+from offload.engine.host.mempolicy import bind_memory
+from offload.engine.host.numa import place_near
+from offload.engine.host.slab import Record, Slab
 from offload.errors import DoesNotFitError
 from offload.plan.machine import GIB
 from offload.plan.plan import Plan, calibrate, with_costs

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from offload.engine.engine import Engine
-    from offload.engine.store import Hold
+    from offload.engine.host.store import Hold
 
 __all__ = [
     "DoesNotFitError",
@@ -65,7 +65,7 @@ def attach(  # noqa: PLR0913 - the door to all of it
         trained_weights: Where weights of the layers live that train: on the device beside the
             slots, or on the host, streamed; then `engine.trained_parameters` go to the optimizer.
         head_chunk_tokens: Tokens whose logits exist at a time.
-        hold: Where the layers were loaded to (`offload.engine.stowing`); None copies them.
+        hold: Where the layers were loaded to (`offload.engine.host.stowing`); None copies them.
         store_dir: With tier "disk" and no hold: a directory for a file as large as the layers.
 
     Raises:

@@ -98,7 +98,7 @@ def pinned_bytes(ram_bytes: int) -> int:
     """Return what can be page-locked: rehearse some sizes; above them only memory limits it."""
     import torch
 
-    from offload.engine.pagelock import largest_lockable, open_locker
+    from offload.engine.host.pagelock import largest_lockable, open_locker
 
     locker = open_locker(torch.device("cuda"), fd=None)
     assert locker is not None

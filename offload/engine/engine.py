@@ -9,18 +9,18 @@ from typing import Literal
 import torch
 from torch import nn
 
-from offload.engine import placement
 from offload.engine.batch import Batch, LabelledBatch, to_device, with_labels
 from offload.engine.executor import Executor
-from offload.engine.host_side import HostSide, Tier
-from offload.engine.layers import LayeredModel
-from offload.engine.mapping import aligned_empty
+from offload.engine.host.mapping import aligned_empty
+from offload.engine.host.side import HostSide, Tier
+from offload.engine.host.slab import Record
+from offload.engine.host.store import Hold
 from offload.engine.masters import Masters
+from offload.engine.model import placement
+from offload.engine.model.layers import LayeredModel
 from offload.engine.results import ForwardResult, StepResult
-from offload.engine.slab import Record
 from offload.engine.slots import Slots
 from offload.engine.stash import Stash
-from offload.engine.store import Hold
 from offload.engine.streams import Device, open_device
 from offload.errors import OffloadError
 from offload.plan.schedule import (

@@ -17,9 +17,9 @@ from functools import partial
 import torch
 
 from offload.engine.batch import Batch, LabelledBatch
-from offload.engine.cargo import Cargo
-from offload.engine.layers import Front, LayeredModel
+from offload.engine.host.cargo import Cargo
 from offload.engine.masters import Masters
+from offload.engine.model.layers import Front, LayeredModel
 from offload.engine.slots import Slots
 from offload.engine.stash import Stash
 from offload.engine.streams import Device, Event, copy_on_host

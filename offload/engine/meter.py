@@ -44,7 +44,7 @@ def held_bytes() -> int:
 def torch_pinned_bytes() -> int:
     """Return what torch's own allocator has page-locked, rounded up as it rounds; 0 on a CPU.
 
-    Memory that was locked in place is not among it, see `offload.engine.pagelock.PageLock`.
+    Memory that was locked in place is not among it, see `offload.engine.host.pagelock.PageLock`.
     """
     return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from offload.engine.slab import Record
+from offload.engine.host.slab import Record
 from offload.engine.stash import Allocate
 
 

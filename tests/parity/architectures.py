@@ -31,7 +31,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import offload
 from offload.engine.batch import Batch
-from offload.engine.layers import LayeredModel
+from offload.engine.model.layers import LayeredModel
 from tests.parity.tiny_models import VOCABULARY, tiny_model, with_adapters
 
 SLACK = 1.05  # of the plain library's error, the limit of grade REORDER

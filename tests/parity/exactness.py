@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from offload.engine.layers import LayeredModel
+from offload.engine.model.layers import LayeredModel
 from tests.parity.architectures import micro_batches, plain, rel_error, streamed
 from tests.parity.tiny_models import tiny_model, with_adapters
 

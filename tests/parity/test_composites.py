@@ -13,9 +13,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 import offload
 from finetune.adapters import add_lora
 from finetune.model import load_model
-from offload.engine import placement
-from offload.engine.layers import LayeredModel
-from offload.engine.stack import find_towers
+from offload.engine.model import placement
+from offload.engine.model.layers import LayeredModel
+from offload.engine.model.stack import find_towers
 from tests.parity.architectures import gradients, micro_batches, plain, rel_error, streamed
 from tests.parity.tiny_models import SPECIAL, small, with_adapters
 

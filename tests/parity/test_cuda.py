@@ -25,9 +25,9 @@ from transformers import (
 
 import offload
 from offload.engine.engine import Engine
+from offload.engine.host.numa import place_near
+from offload.engine.host.pagelock import LockMode, open_locker, page_lock
 from offload.engine.meter import torch_pinned_bytes
-from offload.engine.numa import place_near
-from offload.engine.pagelock import LockMode, open_locker, page_lock
 from offload.engine.streams import CudaDevice, Event
 from offload.plan.op import Lane
 from tests.parity.test_streamed_step import (

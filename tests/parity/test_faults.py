@@ -12,7 +12,7 @@ from torch import nn
 
 import offload
 from offload.engine.engine import Engine, EngineOptions
-from offload.engine.mapping import aligned_empty
+from offload.engine.host.mapping import aligned_empty
 from offload.plan.op import Lane
 from tests.doubles import HookedDevice
 from tests.parity.test_streamed_step import assert_equal, gradients, micro_batches, streamed, tiny

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaForCausalLM
 
 import offload
-from offload.engine.layers import LayeredModel
+from offload.engine.model.layers import LayeredModel
 from tests.parity.architectures import gradients, micro_batches, plain, rel_error, streamed, truth
 from tests.parity.exactness import Batches, adapted, assert_exact, llama
 from tests.parity.tiny_models import tiny_model, with_adapters

@@ -11,7 +11,7 @@ from torch import nn
 
 import offload
 from offload.engine.batch import Batch
-from offload.engine.layers import LayeredModel
+from offload.engine.model.layers import LayeredModel
 from tests.parity.architectures import (
     SLACK,
     Gradients,

@@ -38,7 +38,7 @@ import offload
 from finetune.errors import ModelError
 from finetune.model import Loaded, load_model
 from finetune.weights import store_path
-from offload.engine.slab import Slab
+from offload.engine.host.slab import Slab
 from offload.errors import TransferError
 
 ROOT = Path(__file__).parents[3]
@@ -320,7 +320,7 @@ def test_models_dtypes_and_places_have_stores_of_their_own(qwen3: Path, tmp_path
 LOAD = """
 import sys
 import torch
-import offload.engine.stowing, offload.engine.store_writer
+import offload.engine.host.stowing, offload.engine.host.store_writer
 torch.set_num_threads(1)
 from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM, AutoModelForCausalLM
 from finetune.model import hide_loading_bar, load_model

@@ -11,18 +11,18 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
-from offload.engine.mapping import PAGE_BYTES, aligned_empty, trim_heap
-from offload.engine.slab import Record, Slab, SlabHandle, adopt, lay_out
+from offload.engine.host.mapping import PAGE_BYTES, aligned_empty, trim_heap
+from offload.engine.host.slab import Record, Slab, SlabHandle, adopt, lay_out
 from offload.errors import OffloadError
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[5]
 MIB = 2**20
 
 OPEN = """
 import sys
 import torch
 from torch import nn
-from offload.engine.slab import Slab, SlabHandle, lay_out
+from offload.engine.host.slab import Slab, SlabHandle, lay_out
 
 pid, descriptor, num_bytes, layout, shape = sys.argv[1:6]
 handle = SlabHandle(

@@ -26,16 +26,16 @@ import torch
 from torch import nn
 
 from offload.engine.batch import Batch
-from offload.engine.calls import Call, Leaves, version_of
-from offload.engine.router import RouterLoss
-from offload.engine.stack import (
+from offload.engine.model.calls import Call, Leaves, version_of
+from offload.engine.model.router import RouterLoss
+from offload.engine.model.stack import (
     RESIDENT_HINT,
     find_layers,
     find_towers,
     refuse_shared_state,
     refuse_trained_outside,
 )
-from offload.engine.stand_ins import (
+from offload.engine.model.stand_ins import (
     FORMS,
     AllRecordedError,
     Between,

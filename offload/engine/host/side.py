@@ -17,14 +17,14 @@ from typing import Literal
 import torch
 from torch import nn
 
-from offload.engine import numa, pagelock
-from offload.engine.cargo import Cargo, SlabCargo
-from offload.engine.host_blocks import HostBlocks
-from offload.engine.mapping import aligned_empty
-from offload.engine.mempolicy import bind_memory
-from offload.engine.slab import Record, Slab, lay_out
-from offload.engine.store import Store
-from offload.engine.store_writer import StoreWriter
+from offload.engine.host import numa, pagelock
+from offload.engine.host.blocks import HostBlocks
+from offload.engine.host.cargo import Cargo, SlabCargo
+from offload.engine.host.mapping import aligned_empty
+from offload.engine.host.mempolicy import bind_memory
+from offload.engine.host.slab import Record, Slab, lay_out
+from offload.engine.host.store import Store
+from offload.engine.host.store_writer import StoreWriter
 from offload.errors import OffloadError
 from offload.plan.schedule import NUM_STAGING, PIECE_BYTES
 

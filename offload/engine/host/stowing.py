@@ -27,9 +27,9 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from offload.engine.layers import LayeredModel
-from offload.engine.mapping import trim_heap
-from offload.engine.slab import Field, Record, lay_out
+from offload.engine.host.mapping import trim_heap
+from offload.engine.host.slab import Field, Record, lay_out
+from offload.engine.model.layers import LayeredModel
 
 _Places = dict[tuple[nn.Module, str], tuple[int, int, Field]]
 """Of each module and attribute: layer, index among its fields, and the field."""

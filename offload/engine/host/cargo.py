@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from offload.engine.slab import Slab
+from offload.engine.host.slab import Slab
 
 Copy = Callable[[torch.Tensor, torch.Tensor], None]
 """Copies the bytes of its second argument into its first."""

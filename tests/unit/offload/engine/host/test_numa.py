@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload.engine.numa import HostPlace, bind_thread, find_place, place_near, thread_on
-from offload.engine.nvml import nearest_node
+from offload.engine.host.numa import HostPlace, bind_thread, find_place, place_near, thread_on
+from offload.engine.host.nvml import nearest_node
 
 BUS_ID = "0000:81:00.0"
 ALL_CPUS = frozenset(range(16))

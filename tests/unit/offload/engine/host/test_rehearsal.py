@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from offload.engine.cudart import CudaRuntime, loaded_runtime_path
-from offload.engine.rehearsal import rehearse_lock
-from tests.unit.offload.engine.conftest import (
+from offload.engine.host.cudart import CudaRuntime, loaded_runtime_path
+from offload.engine.host.rehearsal import rehearse_lock
+from tests.unit.offload.engine.host.conftest import (
     HANGING_DEVICE,
     KILLING_DEVICE,
     MOST_BYTES,

@@ -16,11 +16,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from offload.engine.cudart import CudaRuntime
+from offload.engine.host.cudart import CudaRuntime
 
 _LOCKED, _REFUSED, _UNTRIED = 0, 3, 4
 _KILLED_S = 5.0
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[3]
 
 
 def rehearse_lock(
@@ -30,7 +30,7 @@ def rehearse_lock(
     num_bytes: int,
     fd: int | None,
     timeout_s: float,
-    program: tuple[str, ...] = (sys.executable, "-m", "offload.engine.rehearsal"),
+    program: tuple[str, ...] = (sys.executable, "-m", "offload.engine.host.rehearsal"),
 ) -> str | None:
     """Try to page-lock so many bytes in a child process, and wait for it.
 

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from offload.engine.mapping import PAGE_BYTES, aligned_empty
-from offload.engine.reads import FileReader
-from offload.engine.slab import Slab, lay_out
-from offload.engine.store import FORMAT, MAGIC, Store
-from offload.engine.store_writer import StoreWriter, sole_builder
+from offload.engine.host.mapping import PAGE_BYTES, aligned_empty
+from offload.engine.host.reads import FileReader
+from offload.engine.host.slab import Slab, lay_out
+from offload.engine.host.store import FORMAT, MAGIC, Store
+from offload.engine.host.store_writer import StoreWriter, sole_builder
 from offload.errors import OffloadError, StoreError, TransferError
 
 IDENTITY = {"files": [["model.safetensors", 10, 20]], "dtype": "float32", "codec": "native"}

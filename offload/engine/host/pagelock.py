@@ -21,9 +21,9 @@ from typing import Protocol
 import torch
 
 from offload.capacity import free_host_bytes
-from offload.engine.cudart import CudaRuntime, loaded_runtime_path
-from offload.engine.mapping import aligned_empty, to_pages
-from offload.engine.rehearsal import rehearse_lock
+from offload.engine.host.cudart import CudaRuntime, loaded_runtime_path
+from offload.engine.host.mapping import aligned_empty, to_pages
+from offload.engine.host.rehearsal import rehearse_lock
 from offload.errors import TransferError
 from offload.plan.machine import GIB
 from offload.plan.schedule import NUM_STAGING, PIECE_BYTES

@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from offload.engine.mapping import PAGE_BYTES
-from offload.engine.slab import Record, lay_out
-from offload.engine.store import (
+from offload.engine.host.mapping import PAGE_BYTES
+from offload.engine.host.slab import Record, lay_out
+from offload.engine.host.store import (
     Entry,
     Header,
     Identity,

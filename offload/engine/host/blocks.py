@@ -2,9 +2,9 @@
 
 import torch
 
-from offload.engine.mapping import aligned_empty
-from offload.engine.pagelock import Locker
-from offload.engine.slab import BeforeTouch
+from offload.engine.host.mapping import aligned_empty
+from offload.engine.host.pagelock import Locker
+from offload.engine.host.slab import BeforeTouch
 from offload.errors import TransferError
 from offload.plan.machine import GIB
 

@@ -2,7 +2,7 @@
 
 On a machine with several NUMA nodes the GPU hangs on one of them. A copy that starts in another
 node's memory, or is issued by a thread on another node's CPUs, crosses the link between the
-sockets. So the weights should lie on the GPU's node (see `offload.engine.mempolicy`) and the
+sockets. So the weights should lie on the GPU's node (see `offload.engine.host.mempolicy`) and the
 threads that feed it should run there. This module finds that node; on a machine with one node
 there is nothing to choose, and it says so.
 
@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from offload.engine.nvml import nearest_node
+from offload.engine.host.nvml import nearest_node
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from offload.engine.calls import Call
+from offload.engine.model.calls import Call
 
 
 class TouchedError(Exception):

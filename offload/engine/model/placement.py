@@ -7,8 +7,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from offload.engine.layers import LayeredModel
-from offload.engine.slab import Record
+from offload.engine.host.slab import Record
+from offload.engine.model.layers import LayeredModel
 from offload.errors import UnsupportedModelError
 
 

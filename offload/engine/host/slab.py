@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import nn
 
-from offload.engine.mapping import map_file, to_pages
+from offload.engine.host.mapping import map_file, to_pages
 from offload.errors import OffloadError
 from offload.plan.machine import GIB
 

@@ -5,14 +5,14 @@ import pytest
 import torch
 from torch import nn
 
-from offload.engine import mempolicy, numa, pagelock
-from offload.engine.host_blocks import HostBlocks
-from offload.engine.host_side import HostSide, Tier
-from offload.engine.numa import HostPlace
+from offload.engine.host import mempolicy, numa, pagelock
+from offload.engine.host.blocks import HostBlocks
+from offload.engine.host.numa import HostPlace
+from offload.engine.host.side import HostSide, Tier
 from offload.engine.stash import Stash
 from offload.errors import TransferError
 from offload.plan.machine import GIB
-from tests.unit.offload.engine.test_pagelock import FakeLocker
+from tests.unit.offload.engine.host.test_pagelock import FakeLocker
 
 CPU = torch.device("cpu")
 LAYER_BYTES = 2**20

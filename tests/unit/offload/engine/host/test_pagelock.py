@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload.engine.cudart import CudaRuntime
-from offload.engine.pagelock import (
+from offload.engine.host.cudart import CudaRuntime
+from offload.engine.host.pagelock import (
     CudaLocker,
     LockMode,
     largest_lockable,
@@ -19,7 +19,7 @@ from offload.engine.pagelock import (
 from offload.errors import TransferError
 from offload.plan.machine import GIB
 from offload.plan.schedule import NUM_STAGING, PIECE_BYTES
-from tests.unit.offload.engine.conftest import MOST_BYTES
+from tests.unit.offload.engine.host.conftest import MOST_BYTES
 
 PAGE = mmap.PAGESIZE
 RING_BYTES = NUM_STAGING * PIECE_BYTES

@@ -16,7 +16,7 @@ from typing import Literal, TypeVar
 
 import torch
 
-from offload.engine.mapping import PAGE_BYTES, aligned_empty
+from offload.engine.host.mapping import PAGE_BYTES, aligned_empty
 from offload.errors import OffloadError, TransferError
 
 QUEUE_DEPTH = 8

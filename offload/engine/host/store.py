@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.engine.cargo import Copy
-from offload.engine.mapping import PAGE_BYTES, aligned_empty, map_file, to_pages
-from offload.engine.reads import PIECE_BYTES, QUEUE_DEPTH, FileReader
-from offload.engine.slab import Record, Slab, adopt
+from offload.engine.host.cargo import Copy
+from offload.engine.host.mapping import PAGE_BYTES, aligned_empty, map_file, to_pages
+from offload.engine.host.reads import PIECE_BYTES, QUEUE_DEPTH, FileReader
+from offload.engine.host.slab import Record, Slab, adopt
 from offload.errors import StoreError, TransferError
 
 FORMAT = 1

@@ -1,0 +1,1 @@
+"""A model of transformers, taken apart into front, layers and tail."""
