@@ -147,6 +147,7 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
         "attn_layers": ["local", "local", "local", "local"],
         "feed_forward_size": 48,
     },
+    "rembert": {"input_embedding_size": 16, "output_embedding_size": 32},
     "roc_bert": {"pronunciation_vocab_size": 64, "shape_vocab_size": 64},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
     "youtu": _FEW_KV,
