@@ -1,6 +1,7 @@
-"""What waits or trains on the host: layer inputs, and the layers' own weights."""
+"""What waits elsewhere: layers on disk, layer inputs on the host; and what trains on the host."""
 
 import copy
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -59,6 +60,54 @@ def streamed_result(stash: Literal["device", "host"]):
     result = engine.forward_backward(micro_batches())
     engine.detach()
     return result
+
+
+# -------------------------------------------------------------------------------------- disk tier
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_move_layers_read_from_disk_change_nothing(name: str, tmp_path: Path) -> None:
+    model = tiny(name)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    engine = offload.attach(
+        model, num_slots=2, device="cpu", tier="disk", store_dir=str(tmp_path), head_chunk_tokens=7
+    )
+    assert any("layers are read from" in note for note in engine.notes)
+    assert engine.slab_bytes == 0
+    assert not list(tmp_path.iterdir())  # the file has no name any more, and goes with the engine
+    engine.forward_backward(micro_batches(), dropout_seed=0)
+    model.zero_grad()
+    result = engine.forward_backward(micro_batches(), dropout_seed=0)
+    found = result.loss, gradients(model)
+    assert_equal(found, streamed(tiny(name), num_slots=6))
+    assert result.num_loads == 2 * (NUM_LAYERS - 2)
+    engine.detach()
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+
+
+def test_the_disk_tier_without_a_directory_is_refused() -> None:
+    with pytest.raises(offload.OffloadError, match=r'tier is "disk".*\n\nhint: `store_dir="DIR"`'):
+        offload.attach(tiny("qwen3"), num_slots=2, device="cpu", tier="disk")
+
+
+def test_weights_that_train_on_the_host_cannot_lie_on_disk(tmp_path: Path) -> None:
+    model = plain("qwen3")
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    with pytest.raises(offload.OffloadError, match='trained_weights is "host" and tier is "disk"'):
+        offload.attach(
+            model,
+            num_slots=2,
+            device="cpu",
+            tier="disk",
+            store_dir=str(tmp_path),
+            trained_weights="host",
+        )
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+
+
+def test_a_codec_that_is_not_there_is_refused() -> None:
+    with pytest.raises(offload.OffloadError, match="codec is 'nf4'"):
+        offload.attach(tiny("qwen3"), num_slots=2, device="cpu", codec="nf4")  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------------------- full weights
