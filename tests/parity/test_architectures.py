@@ -50,7 +50,7 @@ def test_reorder_a_sample_of_types_is_exact_or_refused_as_committed(model_type: 
     check(model_type)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(LIMIT_S)
 @pytest.mark.parametrize("model_type", causal_types())
 def test_reorder_each_type_is_exact_or_refused_as_committed(model_type: str) -> None:

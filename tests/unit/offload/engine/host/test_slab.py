@@ -1,4 +1,3 @@
-import gc
 import os
 import signal
 import subprocess
@@ -36,12 +35,13 @@ def parameters(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> 
     return [nn.Parameter(torch.randn(shape).to(dtype), requires_grad=False) for shape in shapes]
 
 
-def pss_bytes(pid: int) -> int:
-    """Return this process's share of the memory of slabs: what n processes map counts 1/n each."""
+def pss_bytes(pid: int, *, address: int | None = None) -> int:
+    """Return a process's share of a slab, or of all slabs: what n processes map counts 1/n each."""
     total, is_slab = 0, False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         if "-" in line.split(" ")[0]:
-            is_slab = "sluice-slab" in line
+            is_here = address is None or line.startswith(f"{address:x}-")
+            is_slab = "sluice-slab" in line and is_here
         elif is_slab and line.startswith("Pss:"):
             total += int(line.split()[1]) * 1024
     return total
@@ -226,8 +226,7 @@ sys.stdin.read()
         assert child.stdout is not None
         sums = [int(filled.layer(i).to(torch.int64).sum()) for i in range(2)]
         assert child.stdout.readline() == f"{sums}\n"
-        gc.collect()  # slabs of other tests have the same name
-        shares = [pss_bytes(os.getpid()), pss_bytes(child.pid)]
+        shares = [pss_bytes(os.getpid(), address=filled.address), pss_bytes(child.pid)]
         child.communicate()
     assert sum(shares) == filled.num_bytes
     assert shares[0] == shares[1]
