@@ -217,8 +217,20 @@ def _load_published(path: str, dtype: str) -> "PreTrainedModel":
             hint="check `model.path`; an interrupted download is mended by downloading again",
         ) from error
     model: PreTrainedModel = loaded[0]
-    _require_complete(path, loaded[1])
+    report = loaded[1]
+    if _is_text_part(model, path):  # the towers' weights are there, and not wanted
+        own = (f"{model.base_model_prefix}.", "language_model.", "lm_head.")
+        keys = {key for key in report["unexpected_keys"] if key.startswith(own)}
+        report = report | {"unexpected_keys": keys}
+    _require_complete(path, report)
     return model
+
+
+def _is_text_part(model: "PreTrainedModel", path: str) -> bool:
+    """Tell whether a model for text alone was built from a checkpoint for more than text."""
+    from transformers import AutoConfig
+
+    return type(AutoConfig.from_pretrained(path)) is not type(model.config)
 
 
 def _load_from_store(path: str, dtype: str) -> Loaded:

@@ -7,11 +7,13 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 import offload
 from finetune.adapters import add_lora
+from finetune.errors import ModelError
 from finetune.model import load_model
 from offload.engine.model import placement
 from offload.engine.model.layers import LayeredModel
@@ -126,6 +128,32 @@ def test_a_loaded_composite_keeps_no_tower_in_memory_and_trains(
     plain_loss, reference = plain(model.train(), batches)
     assert loss == pytest.approx(plain_loss, rel=2e-6)
     assert rel_error(found, reference) < 2e-6
+
+
+@pytest.mark.parametrize("model_type", [*WHOLE, *TEXT_PART])
+def test_weights_of_towers_are_no_error_and_others_that_are_unknown_are(
+    model_type: str, tmp_path: Path
+) -> None:
+    composite(model_type).save_pretrained(tmp_path)
+    settings: dict[str, Any] = {
+        "path": str(tmp_path),
+        "config": None,
+        "init": "pretrained",
+        "dtype": "float32",
+        "device": "cpu",
+        "seed": 0,
+        "tier": "ram",
+    }
+    loaded = load_model(**settings)
+    assert loaded.hold is not None
+    loaded.hold.close()
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if "language_model" in name)
+    tensors[f"{name}.unknown"] = torch.zeros(1)
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="unknown to the model, 1 tensors"):
+        load_model(**settings)
 
 
 def test_a_model_without_towers_has_none() -> None:

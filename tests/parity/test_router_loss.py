@@ -102,7 +102,7 @@ def test_reorder_a_router_loss_is_that_of_the_plain_model(model_type: str) -> No
     check(model_type)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("model_type", [name for name in OTHERS if name in causal_types()])
 def test_reorder_a_router_loss_is_that_of_the_plain_model_in_other_types(model_type: str) -> None:
     check(model_type)
