@@ -29,7 +29,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload.engine.engine import Engine, EngineOptions
-from offload.engine.streams import CpuDevice, Device, open_device
+from offload.engine.streams import CpuDevice
 from offload.plan.bounds import r3_bound_s, usual_order_bound_s
 from offload.plan.costs import Costs, LayerCost
 from offload.plan.op import Kind
@@ -89,8 +89,9 @@ class Bench:
         self.device = device
         self.shape = SHAPES[device]
         self._link = SlowLink() if device == "cpu" else None
-        self._streamed = self._attach(NUM_SLOTS, self._link or self._open())
-        self._resident = self._attach(NUM_LAYERS, self._open())
+        torch_device = torch.device(device)
+        self._streamed = self._attach(NUM_SLOTS, self._link or torch_device)
+        self._resident = self._attach(NUM_LAYERS, torch_device)
 
     @property
     def tokens(self) -> int:
@@ -159,10 +160,7 @@ class Bench:
         self._streamed.close()
         self._resident.close()
 
-    def _open(self) -> Device:
-        return open_device(torch.device(self.device), is_staged=False)
-
-    def _attach(self, num_slots: int, device: Device) -> Engine:
+    def _attach(self, num_slots: int, device: torch.device | SlowLink) -> Engine:
         options = EngineOptions(
             codec="native",
             tier="ram",

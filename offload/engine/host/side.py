@@ -139,10 +139,12 @@ class HostSide:
     def close(self) -> None:
         """Unlock, stop reading, and stop sharing."""
         self.blocks.close()
-        self._lock.release()
-        self._hold.close()
-        if self._given is not None and self._given is not self._hold:
-            self._given.close()
+        try:
+            self._lock.release()
+        finally:
+            self._hold.close()
+            if self._given is not None and self._given is not self._hold:
+                self._given.close()
 
     def _settled(
         self, groups: Sequence[Sequence[nn.Parameter]], hold: Slab | Store | None, tier: Tier
