@@ -72,18 +72,22 @@ class Masters:
         return self._sinks[layer][offset:end], self._buffers[buffer][offset:end]
 
     def require_clear(self) -> None:
-        """Check that the gradients of the last step were used up.
+        """Check that no gradient of an earlier step is left.
 
         Raises:
-            OffloadError: A master still has one; the step would overwrite it.
+            OffloadError: A master has one, which the step would overwrite; or a parameter of the
+                model has, from before it was attached, which would keep the step's from its buffer.
         """
-        for name, master in self.parameters.items():
-            if master.grad is not None:
-                raise OffloadError(
-                    f"{name} still has the gradient of an earlier step",
-                    limit="gradients of weights on the host are written anew, not added",
-                    hint="`optimizer.zero_grad(set_to_none=True)` after `optimizer.step()`",
-                )
+        for record in self._gradients:
+            for field in record.fields:
+                name = self._names[id(field.parameter)]
+                if self.parameters[name].grad is not None or field.parameter.grad is not None:
+                    raise OffloadError(
+                        f"{name} still has the gradient of an earlier step",
+                        limit="gradients of weights on the host are written anew, not added",
+                        hint="`optimizer.zero_grad(set_to_none=True)` after `optimizer.step()`, and"
+                        " `model.zero_grad()` before `offload.attach`",
+                    )
 
     def let_go(self) -> None:
         """Take the buffers off the layers' parameters."""
