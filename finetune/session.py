@@ -18,7 +18,7 @@ from finetune.screen import Screen
 from offload.engine import meter
 from offload.engine.engine import Engine
 from offload.engine.host.mempolicy import bind_memory
-from offload.engine.host.numa import place_near
+from offload.engine.host.numa import place_near, thread_on
 from offload.engine.host.slab import Record, Slab
 from offload.errors import DoesNotFitError
 from offload.plan.machine import GIB
@@ -42,16 +42,18 @@ class Session:
 
 def build(recipe: Recipe, work: Work, ranks: Ranks) -> Session:
     """Load the model, add the adapter, and put both on the engine."""
-    loaded = load_model(
-        path=recipe.model.path,
-        config=recipe.model.config,
-        init=recipe.model.init,
-        dtype=recipe.model.dtype,
-        device=work.device.type,
-        seed=recipe.train.seed,
-        tier=recipe.offload.load_tier,
-        make_slab=_shared_slab(ranks, work.device),
-    )
+    place = place_near(work.device)
+    with thread_on(place.cpus):  # where memory cannot be bound, it is near the thread that fills it
+        loaded = load_model(
+            path=recipe.model.path,
+            config=recipe.model.config,
+            init=recipe.model.init,
+            dtype=recipe.model.dtype,
+            device=work.device.type,
+            seed=recipe.train.seed,
+            tier=recipe.offload.load_tier,
+            make_slab=_shared_slab(ranks, work.device, place.node),
+        )
     ranks.exchange(None)  # from here on the slab is filled
     model = adapters.add_lora(
         loaded.model,
@@ -85,14 +87,16 @@ def build(recipe: Recipe, work: Work, ranks: Ranks) -> Session:
     return Session(model=model, engine=engine, loop=loop, trained=trained, notes=notes)
 
 
-def _shared_slab(ranks: Ranks, device: torch.device) -> Callable[[Sequence[Record]], Slab]:
+def _shared_slab(
+    ranks: Ranks, device: torch.device, node: int | None
+) -> Callable[[Sequence[Record]], Slab]:
     """Return what makes a rank's slab: the main rank's is filled, and mapped by the others.
 
     CUDA page-locks no mapping that is only read, so for a GPU it is one that could be written.
     """
 
-    def near_device(address: int, num_bytes: int) -> None:
-        bind_memory(address, num_bytes, place_near(device).node)
+    def near_device(address: int, num_bytes: int) -> str:
+        return bind_memory(address, num_bytes, node)
 
     def make(records: Sequence[Record]) -> Slab:
         own = Slab(records, before_touch=near_device) if ranks.is_main else None

@@ -90,6 +90,32 @@ def test_the_disk_tier_without_a_directory_is_refused() -> None:
         offload.attach(tiny("qwen3"), num_slots=2, device="cpu", tier="disk")
 
 
+@pytest.mark.parametrize("tier", ["ram", "disk"])
+def test_a_directory_for_a_store_that_is_not_written_is_refused(
+    tier: Literal["ram", "disk"], tmp_path: Path
+) -> None:
+    model = tiny("qwen3")
+    hold = None
+    if tier == "disk":
+        first = offload.attach(
+            model, num_slots=2, device="cpu", tier="disk", store_dir=str(tmp_path)
+        )
+        hold = first._host._hold
+    with pytest.raises(offload.OffloadError, match=r"store_dir is .*\n\nhint: "):
+        offload.attach(
+            model, num_slots=2, device="cpu", tier=tier, hold=hold, store_dir=str(tmp_path)
+        )
+
+
+def test_layers_that_were_loaded_to_memory_are_not_taken_for_layers_on_disk() -> None:
+    model = tiny("qwen3")
+    engine = offload.attach(model, num_slots=2, device="cpu")
+    hold = engine._host._hold
+    with pytest.raises(offload.OffloadError, match='tier is "disk" and the layers were loaded'):
+        offload.attach(model, num_slots=2, device="cpu", tier="disk", hold=hold)
+    engine.detach()
+
+
 def test_weights_that_train_on_the_host_cannot_lie_on_disk(tmp_path: Path) -> None:
     model = plain("qwen3")
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -212,6 +238,16 @@ def test_a_gradient_that_was_not_used_is_an_error_and_not_overwritten() -> None:
     engine = offload.attach(plain("qwen3"), num_slots=2, device="cpu", trained_weights="host")
     engine.forward_backward(micro_batches())
     with pytest.raises(offload.OffloadError, match=r"still has the gradient.*\n\nhint: `optimizer"):
+        engine.forward_backward(micro_batches())
+    engine.detach()
+
+
+def test_a_gradient_from_before_the_model_was_attached_is_an_error() -> None:
+    """Else the new one would be added to it, and what arrives on the host be anything."""
+    model = plain("qwen3")
+    plain_backward(model)
+    engine = offload.attach(model, num_slots=2, device="cpu", trained_weights="host")
+    with pytest.raises(offload.OffloadError, match=r"layers\.0.* still has the gradient"):
         engine.forward_backward(micro_batches())
     engine.detach()
 

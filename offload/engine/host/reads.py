@@ -20,7 +20,7 @@ from offload.engine.host.mapping import PAGE_BYTES, aligned_empty
 from offload.errors import OffloadError, TransferError
 
 QUEUE_DEPTH = 8
-PIECE_BYTES = 8 * 2**20
+READ_BYTES = 8 * 2**20
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -37,7 +37,7 @@ class FileReader:
     mode: Literal["direct", "buffered"]
 
     def __init__(
-        self, path: Path, *, queue_depth: int = QUEUE_DEPTH, piece_bytes: int = PIECE_BYTES
+        self, path: Path, *, queue_depth: int = QUEUE_DEPTH, piece_bytes: int = READ_BYTES
     ) -> None:
         """Open the file and find out whether its file system reads past the page cache.
 

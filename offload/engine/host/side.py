@@ -64,19 +64,19 @@ class HostSide:
             torch_device: Where layers compute.
 
         Raises:
-            OffloadError: The disk tier without a place for its store.
+            OffloadError: Where layers are to wait does not go with where they lie.
             TransferError: The store cannot be written.
         """
+        _require_consistent(hold, tier, store_dir)
         self._place = numa.place_near(torch_device)
-        self._policy = ""
         self._given = hold
         self._store_dir = store_dir
         with numa.thread_on(self._place.cpus):
             self._hold = self._settled(groups, hold, tier)
             self._lock = self._page_lock(torch_device)
         self.notes = (*self._tier_notes(), self._lock.reason, self._place.reason)
-        if self._place.node is not None and self._policy:
-            self.notes += (self._policy,)
+        if self._place.node is not None and isinstance(self._hold, Slab):
+            self.notes += (self._hold.policy,) if self._hold.policy else ()
         locker = pagelock.open_locker(torch_device, None)
         self.blocks = HostBlocks(locker=locker, before_touch=self._bind)
         self.records: tuple[Record, ...] = self._hold.records
@@ -178,8 +178,8 @@ class HostSide:
             pagelock.open_locker(torch_device, self._hold.descriptor),
         )
 
-    def _bind(self, address: int, num_bytes: int) -> None:
-        self._policy = bind_memory(address, num_bytes, self._place.node)
+    def _bind(self, address: int, num_bytes: int) -> str:
+        return bind_memory(address, num_bytes, self._place.node)
 
     def _tier_notes(self) -> tuple[str, ...]:
         if isinstance(self._hold, Slab):
@@ -188,14 +188,36 @@ class HostSide:
         return (f"layers are read from {self._hold.path} ({how})",)
 
 
-def _written(groups: Sequence[Sequence[nn.Parameter]], store_dir: Path | None) -> Store:
-    """Write layers that lie in memory to a store that has no name once it is open."""
-    if store_dir is None:
+def _require_consistent(hold: Slab | Store | None, tier: Tier, store_dir: Path | None) -> None:
+    """Refuse settings that do not go together: none is ignored.
+
+    Raises:
+        OffloadError: Which, and why.
+    """
+    is_written = tier == "disk" and hold is None
+    if is_written and store_dir is None:
         raise OffloadError(
             'tier is "disk" and the layers lie in memory',
             limit="they are written to a file first, as large as they are",
             hint='`store_dir="DIR"` on a fast drive, or `tier="ram"`',
         )
+    if tier == "disk" and isinstance(hold, Slab):
+        raise OffloadError(
+            'tier is "disk" and the layers were loaded to memory',
+            limit="the disk tier reads a store",
+            hint='`tier="ram"`, or load them to a store',
+        )
+    if store_dir is not None and not is_written:
+        raise OffloadError(
+            f"store_dir is {store_dir} and no store is written",
+            limit='one is where `tier` is "disk" and the layers lie in memory',
+            hint="leave `store_dir` away",
+        )
+
+
+def _written(groups: Sequence[Sequence[nn.Parameter]], store_dir: Path | None) -> Store:
+    """Write layers that lie in memory to a store that has no name once it is open."""
+    assert store_dir is not None
     with NamedTemporaryFile(dir=store_dir, suffix=".store") as file:
         path = Path(file.name)
         names = [[str(index) for index in range(len(group))] for group in groups]

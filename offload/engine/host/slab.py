@@ -22,8 +22,9 @@ from offload.plan.machine import GIB
 
 _ALIGN_BYTES = 256
 
-BeforeTouch = Callable[[int, int], None]
-"""Is given the address and size of a new block before its pages exist: NUMA policies go here."""
+BeforeTouch = Callable[[int, int], str]
+"""Is given the address and size of a new block before its pages exist, and says what it did: NUMA
+policies go here."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,6 +146,7 @@ class Slab:
         num_bytes: Size of the block.
         descriptor: The file behind it, until `close`; None where there is none.
         reason: Why other processes cannot map it; empty where they can.
+        policy: What `before_touch` said; empty where there was none.
     """
 
     def __init__(
@@ -167,8 +169,9 @@ class Slab:
         self._is_opened = block is not None
         block = _new_block(self.num_bytes) if block is None else block
         self._block, self.descriptor, self.reason = block.memory, block.descriptor, block.reason
+        self.policy = ""
         if before_touch is not None:
-            before_touch(self._block.data_ptr(), self.num_bytes)
+            self.policy = before_touch(self._block.data_ptr(), self.num_bytes)
         self._layers = [self._block[start:end] for start, end in pairwise(offsets)]
         self._layout = _digest(records)
 

@@ -28,7 +28,7 @@ from torch import nn
 
 from offload.engine.host.cargo import Copy
 from offload.engine.host.mapping import PAGE_BYTES, aligned_empty, map_file, to_pages
-from offload.engine.host.reads import PIECE_BYTES, QUEUE_DEPTH, FileReader
+from offload.engine.host.reads import QUEUE_DEPTH, READ_BYTES, FileReader
 from offload.engine.host.slab import Record, Slab, adopt
 from offload.errors import StoreError, TransferError
 
@@ -112,7 +112,7 @@ class Store:
         *,
         identity: Identity,
         queue_depth: int = QUEUE_DEPTH,
-        piece_bytes: int = PIECE_BYTES,
+        piece_bytes: int = READ_BYTES,
     ) -> None:
         """Open a store and check what can be checked without reading it all.
 

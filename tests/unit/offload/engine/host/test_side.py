@@ -36,7 +36,8 @@ def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Open:
         locker: FakeLocker | None, *, tier: Tier = "ram", groups: list[list[nn.Parameter]]
     ) -> HostSide:
         monkeypatch.setattr(pagelock, "open_locker", lambda _device, _descriptor: locker)
-        return HostSide(groups, hold=None, tier=tier, store_dir=tmp_path, torch_device=CPU)
+        store_dir = tmp_path if tier == "disk" else None
+        return HostSide(groups, hold=None, tier=tier, store_dir=store_dir, torch_device=CPU)
 
     return open_with
 
@@ -100,7 +101,7 @@ class RefusedCalls:
 
 
 def blocks_of(locker: FakeLocker) -> HostBlocks:
-    return HostBlocks(locker=locker, before_touch=lambda _address, _num_bytes: None)
+    return HostBlocks(locker=locker, before_touch=lambda _address, _num_bytes: "")
 
 
 def test_a_stash_that_grows_unlocks_the_memory_that_it_leaves() -> None:

@@ -168,13 +168,15 @@ def test_put_copies_values_in_and_returns_their_view() -> None:
 def test_a_memory_policy_is_set_before_any_page_of_the_slab_exists() -> None:
     seen: list[tuple[int, int, int]] = []
 
-    def note(address: int, num_bytes: int) -> None:
+    def note(address: int, num_bytes: int) -> str:
         pages = Path("/proc/self/smaps").read_text().split(f"{address:x}-")[1]
         resident = next(line for line in pages.splitlines() if line.startswith("Rss:"))
         seen.append((address, num_bytes, int(resident.split()[1])))
+        return "noted"
 
     slab = Slab([lay_out(parameters((5000,)))], before_touch=note)
     assert seen == [(slab.layer(0).data_ptr(), slab.num_bytes, 0)]
+    assert slab.policy == "noted"
 
 
 # -------------------------------------------------------------------------------------------- adopt
