@@ -130,9 +130,6 @@ def training_schedule(
 ) -> Schedule:
     """List the ops of one optimizer step, without the optimizer.
 
-    Layers whose weights train are stale on the device once the optimizer has run: the ring after
-    the step does not hold them.
-
     Args:
         freight: What crosses the link.
         ring: What the slots hold at the start; its length is the number of slots.
@@ -160,9 +157,7 @@ def training_schedule(
             program.backward(layer, group)
         if trains_front:
             program.outside(Kind.FRONT_BACKWARD, group)
-    is_stale = [num_bytes > 0 for num_bytes in freight.gradient_bytes]
-    left = tuple(None if i is None or is_stale[i] else i for i in program.ring)
-    return Schedule(ops=parallel(program.lines), ring_before=ring, ring_after=left)
+    return program.schedule(ring)
 
 
 def forward_schedule(freight: Freight, *, ring: Ring, num_micro_batches: int) -> Schedule:
@@ -177,7 +172,7 @@ def forward_schedule(freight: Freight, *, ring: Ring, num_micro_batches: int) ->
     for layer in range(len(freight.layer_bytes)):
         program.forward(layer, group, is_kept=False)
     program.outside(Kind.TAIL, group)
-    return Schedule(ops=parallel(program.lines), ring_before=ring, ring_after=tuple(program.ring))
+    return program.schedule(ring)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -194,6 +189,16 @@ class _Program:
     lines: list[Line] = field(default_factory=list)
     num_pieces: int = 0
     num_fetches: int = 0
+
+    def schedule(self, ring_before: Ring) -> Schedule:
+        """Return the pass as ops.
+
+        Layers whose weights train may be changed behind any pass: the ring that it leaves does not
+        hold them.
+        """
+        trains = [num_bytes > 0 for num_bytes in self.freight.gradient_bytes]
+        left = tuple(None if i is None or trains[i] else i for i in self.ring)
+        return Schedule(ops=parallel(self.lines), ring_before=ring_before, ring_after=left)
 
     def outside(self, kind: Kind, group: Sequence[int]) -> None:
         """Write what is done before the first layer or behind the last."""

@@ -209,6 +209,25 @@ def test_an_update_makes_every_slot_stale_and_the_reloads_are_counted() -> None:
     assert loads == [NUM_LAYERS] * 2
 
 
+def test_an_evaluation_between_step_and_update_leaves_no_old_weights_behind() -> None:
+    def losses(*, is_evaluated: bool) -> list[float]:
+        engine = offload.attach(
+            plain("qwen3"), num_slots=NUM_LAYERS, device="cpu", trained_weights="host"
+        )
+        optimizer = torch.optim.SGD(engine.trained_parameters.values(), lr=0.5)
+        found = []
+        for step in range(3):
+            found.append(engine.forward_backward(micro_batches(), dropout_seed=step).loss)
+            if is_evaluated:
+                engine.forward(micro_batches()[0])
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        engine.detach()
+        return found
+
+    assert losses(is_evaluated=True) == losses(is_evaluated=False)
+
+
 def test_gradients_of_trained_layers_leave_the_device_once_whatever_the_micro_batches() -> None:
     model = plain("qwen3")
     layer_bytes = sum(p.numel() * 4 for p in model.get_decoder().layers.parameters())
