@@ -4,6 +4,7 @@ Which step. Row p of an endless stream of reshuffled epochs belongs to step p //
 step is known without the ones before it, and an epoch's last rows share a step with the next epoch.
 """
 
+import contextlib
 import signal
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,6 +23,7 @@ from finetune.workers import prepare_worker, process_context, worker_died
 
 PAD_TO_MULTIPLE_OF = 8
 _PREFETCH_STEPS = 2
+_DEATH_REPORT_S = 5.0
 _FIELDS = ("input_ids", "labels", "attention_mask")
 
 
@@ -266,8 +268,11 @@ class StepLoader:
         assert self._packed is not None, "the loader is closed"
         try:
             return next(self._packed)
-        except (RuntimeError, OSError, EOFError) as error:
-            if isinstance(error, RuntimeError) and "DataLoader worker (pid" not in str(error):
+        except (OSError, EOFError) as error:
+            _await_report_of_death()
+            raise worker_died("preparing batches", error) from error
+        except RuntimeError as error:
+            if "DataLoader worker (pid" not in str(error):
                 raise
             raise worker_died("preparing batches", error) from error
 
@@ -286,6 +291,15 @@ class StepLoader:
             micro_batches=batches,
             micro_batch_ids=self._micro_batch_ids,
         )
+
+
+def _await_report_of_death() -> None:
+    """Let torch raise what it reports of a dead worker: later, it would break what runs then.
+
+    A worker's pipe closes a moment before the signal of its end arrives.
+    """
+    with contextlib.suppress(RuntimeError):
+        time.sleep(_DEATH_REPORT_S)
 
 
 def _prepare_loader_worker(_: int) -> None:

@@ -163,11 +163,15 @@ class Held:
     def __init__(self, *, number: int, wait: int) -> None:
         self._number, self._wait = number, wait
         self._has_run = threading.Event()
+        self._is_let_go = False
         self.was_overtaken = False
 
     def __call__(self, number: int, lane: Lane, body: Callable[[], None]) -> None:
+        if number == self._number:
+            self.was_overtaken = not self._is_let_go
         if number == self._wait:
-            self.was_overtaken = self._has_run.wait(HOLD_S)
+            self._has_run.wait(HOLD_S)
+            self._is_let_go = True
         try:
             body()
         finally:
