@@ -7,6 +7,7 @@ SluiceError                 what is wrong, the limit, and a hint with the exact 
     UnsupportedModelError   a model whose gradients could not be guaranteed
     MachineError            a machine that is not known or cannot be read
     StoreError              a store file that is absent, damaged, or of other weights
+    CodecError              weights that cannot be written in the form that was asked for
   FinetuneError             raised by the program above it (see finetune/errors.py)
 """
 
@@ -52,3 +53,7 @@ class MachineError(OffloadError):
 
 class StoreError(OffloadError):
     """A store file that is absent, damaged, or of other weights: it has to be built again."""
+
+
+class CodecError(OffloadError):
+    """Weights that cannot be written in the form that was asked for."""

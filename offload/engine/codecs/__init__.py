@@ -1,0 +1,1 @@
+"""Codecs: how weights are written down while they wait, and read back for a visit."""

@@ -1,0 +1,72 @@
+"""What the engine asks of a codec."""
+
+from typing import Protocol
+
+import torch
+
+from offload.plan.codec import CodecName
+
+
+class Codec(Protocol):
+    """Writes a tensor down in fewer bytes, whose number is known from its shape alone.
+
+    Sizes do not depend on values, because layers are laid out before any weight is read.
+    """
+
+    name: CodecName
+
+    def num_bytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
+        """Return the size of an encoded tensor in bytes."""
+
+    def workspace_bytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
+        """Return the device memory that `decode` allocates and frees for one tensor, in bytes."""
+
+    def encode(self, values: torch.Tensor, encoded: torch.Tensor) -> None:
+        """Write a tensor down.
+
+        Args:
+            values: Floating point, any shape.
+            encoded: uint8 (num_bytes,), 256-byte aligned, on the same device; all of it is written.
+
+        Raises:
+            CodecError: These values cannot be written in this form.
+        """
+
+    def decode(self, encoded: torch.Tensor, values: torch.Tensor) -> None:
+        """Read a tensor back, in place, on the current stream; the host does not wait.
+
+        Args:
+            encoded: As `encode` left it, on the device of `values`.
+            values: Contiguous, of the shape and dtype that were encoded.
+        """
+
+
+class Native:
+    """The bytes as they are."""
+
+    name: CodecName = "native"
+
+    def num_bytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
+        """Return the size of the tensor itself."""
+        return shape.numel() * dtype.itemsize
+
+    def workspace_bytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
+        """Return 0."""
+        return 0
+
+    def encode(self, values: torch.Tensor, encoded: torch.Tensor) -> None:
+        """Copy."""
+        encoded.view(values.dtype).view(values.shape).copy_(values)
+
+    def decode(self, encoded: torch.Tensor, values: torch.Tensor) -> None:
+        """Copy."""
+        values.copy_(encoded.view(values.dtype).view(values.shape), non_blocking=True)
+
+
+NATIVE = Native()
+_CODECS: dict[str, Codec] = {codec.name: codec for codec in (NATIVE,)}
+
+
+def codec_named(name: CodecName) -> Codec:
+    """Return the codec of a name."""
+    return _CODECS[name]
