@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from offload.engine.host.slab import Record, Slab
+    from offload.engine.host.record import Record
+    from offload.engine.host.slab import Slab
     from offload.engine.host.store import Hold, Store
 
 _CONNECT_TIMEOUT_S = 3.0

@@ -19,7 +19,8 @@ from offload.engine import meter
 from offload.engine.engine import Engine
 from offload.engine.host.mempolicy import bind_memory
 from offload.engine.host.numa import place_near, thread_on
-from offload.engine.host.slab import Record, Slab
+from offload.engine.host.record import Record
+from offload.engine.host.slab import Slab
 from offload.errors import DoesNotFitError
 from offload.plan.machine import GIB
 from offload.plan.plan import Plan, calibrate, with_costs

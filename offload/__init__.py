@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from offload.errors import (
+    CodecError,
     DoesNotFitError,
     MachineError,
     OffloadError,
@@ -24,8 +25,10 @@ if TYPE_CHECKING:
 
     from offload.engine.engine import Engine
     from offload.engine.host.store import Hold
+    from offload.plan.codec import CodecName
 
 __all__ = [
+    "CodecError",
     "DoesNotFitError",
     "MachineError",
     "OffloadError",
@@ -39,7 +42,7 @@ def attach(  # noqa: PLR0913 - the door to all of it
     model: "nn.Module",
     *,
     num_slots: int,
-    codec: Literal["native"] = "native",
+    codec: "CodecName" = "native",
     tier: Literal["ram", "disk"] = "ram",
     device: str = "cuda",
     stash: Literal["device", "host"] = "device",
@@ -58,7 +61,9 @@ def attach(  # noqa: PLR0913 - the door to all of it
         model: A Hugging Face causal language model on the host, or a peft model around one.
         num_slots: Layers that are on the device at a time, at least 2. As many as there are
             layers means resident.
-        codec: How layers are kept while they wait: "native" is the dtype that they have.
+        codec: How the layers' matrices are written while they wait: "native", as they are;
+            "bf16", "fp16", "fp8", "int8" or "nf4", rounded to that; "bf16_packed", bf16 in three
+            quarters of the bytes. They are read back once per visit. What trains stays as it is.
         tier: Where they wait: in host memory, or in a file.
         device: Where to compute, "cuda", "cuda:1" or "cpu".
         stash: Where the inputs of layers wait for the backward: on the device, or most on the host.
@@ -71,6 +76,7 @@ def attach(  # noqa: PLR0913 - the door to all of it
     Raises:
         UnsupportedModelError: The gradients could not be guaranteed to be right.
         TransferError: Memory cannot be page-locked, or the store not be written.
+        CodecError: Weights cannot be written by the codec.
         OffloadError: Settings that do not go together.
     """
     import torch

@@ -12,17 +12,19 @@ from torch import nn
 from offload.engine.batch import Batch, LabelledBatch, to_device, with_labels
 from offload.engine.executor import Executor
 from offload.engine.host.mapping import aligned_empty
+from offload.engine.host.record import Record
 from offload.engine.host.side import HostSide, Tier
-from offload.engine.host.slab import Record
 from offload.engine.host.store import Hold
 from offload.engine.masters import Masters
 from offload.engine.model import placement
+from offload.engine.model.encoding import Encoding
 from offload.engine.model.layers import LayeredModel
 from offload.engine.results import ForwardResult, StepResult
 from offload.engine.slots import Slots
 from offload.engine.stash import Stash
 from offload.engine.streams import Device, open_device
 from offload.errors import OffloadError
+from offload.plan.codec import CodecName
 from offload.plan.schedule import (
     MIN_SLOTS,
     Freight,
@@ -40,7 +42,7 @@ class EngineOptions:
     """How a model is attached; see `offload.attach`."""
 
     num_slots: int
-    codec: Literal["native"]
+    codec: CodecName
     tier: Tier
     store_dir: Path | None
     stash: Literal["device", "host"]
@@ -68,7 +70,6 @@ class Engine:
             hold: Where the layers were loaded to; None if each parameter has its own memory.
         """
         _require_enough(options.num_slots)
-        _require_codec(options.codec)
         torch_device = device if isinstance(device, torch.device) else device.torch_device
         self._model = model
         self._layered = LayeredModel(model)
@@ -78,8 +79,10 @@ class Engine:
         groups = placement.streamed_parameters(
             self._layered, are_trained_streamed=options.trained_weights == "host"
         )
+        codecs = Encoding(self._layered, options.codec).of_layers(groups)
         self._host = HostSide(
             groups,
+            codecs,
             hold=hold,
             tier=options.tier,
             store_dir=options.store_dir,
@@ -106,6 +109,7 @@ class Engine:
         self._freight = Freight(
             layer_bytes=self.layer_bytes,
             gradient_bytes=self._masters.gradient_bytes,
+            decoded_bytes=tuple(record.decoded_bytes for record in self._host.records),
             piece_bytes=self._host.piece_bytes,
             num_staging=len(self._host.staging),
         )
@@ -246,6 +250,7 @@ class Engine:
         self._stash = Stash(
             allocate_host=blocks.allocate, free_host=self._free_host, torch_device=torch_device
         )
+        placement.require_values(self._model, records)
         placement.move_the_rest(self._layered, records, torch_device)
         num_slots = min(self._options.num_slots, len(records))
         slots = Slots(
@@ -338,15 +343,6 @@ def _require_enough(num_slots: int) -> None:
             f"num_slots is {num_slots}",
             limit=f"a layer computes in one slot while the next arrives: at least {MIN_SLOTS}",
             hint=f"`num_slots={MIN_SLOTS}`",
-        )
-
-
-def _require_codec(codec: str) -> None:
-    if codec != "native":
-        raise OffloadError(
-            f"codec is {codec!r}",
-            limit="this version moves layers in the dtype that they have",
-            hint='`codec="native"`',
         )
 
 

@@ -179,9 +179,10 @@ class Executor:
     def _issue(
         self, schedule: Schedule, state: PassState, compute: Callable[[Op], None]
     ) -> list[Event]:
-        transfers: dict[Kind, Callable[[Op], None]] = {
+        weights_and_inputs: dict[Kind, Callable[[Op], None]] = {
             Kind.READ: self._read,
             Kind.LOAD: self._load,
+            Kind.DECODE: self._decode,
             Kind.STASH: partial(self._stash_input, state),
             Kind.FETCH: partial(self._fetch_input, state),
             Kind.GRADIENT: self._gradient,
@@ -190,7 +191,7 @@ class Executor:
         with torch.random.fork_rng(devices=self._rng_devices()):
             self._device.begin()
             for op in schedule.ops:
-                body = partial(transfers.get(op.kind, compute), op)
+                body = partial(weights_and_inputs.get(op.kind, compute), op)
                 events.append(self._device.submit(op.lane, [events[i] for i in op.waits], body))
             self._device.settle()
         return events
@@ -207,6 +208,10 @@ class Executor:
             self._cargo.deliver(_given(op.layer), op.offset, target, self._device.copy)
         else:
             self._device.copy(target, self._slots.staging(op.buffer, op.num_bytes))
+
+    def _decode(self, op: Op) -> None:
+        with torch.no_grad():
+            self._slots.decode(_given(op.layer), _given(op.slot))
 
     def _stash_input(self, state: PassState, op: Op) -> None:
         layer, m = _given(op.layer), _given(op.micro_batch)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from offload.engine.host.slab import Record, lay_out
+from offload.engine.host.record import Record, lay_out
 from offload.engine.stash import Allocate
 from offload.errors import OffloadError
 from offload.plan.schedule import NUM_GRADIENT_BUFFERS

@@ -1,18 +1,22 @@
-"""The device side of the weights: C slots, allocated once.
+"""The device side of the weights: C slots, allocated once, and where encoded layers are decoded.
 
-The layers' parameters alias them for good: no address changes while the engine is attached.
+A layer's parameters alias its slot for good, or the decoded buffer, which all encoded layers share:
+no address changes while the engine is attached.
 """
 
 from collections.abc import Sequence
 
 import torch
 
-from offload.engine.host.slab import Record
+from offload.engine.host.record import Record
 from offload.engine.stash import Allocate
 
 
 class Slots:
-    """C flat buffers, each as large as the largest layer; layer l lives in slot l mod C."""
+    """C flat buffers, each as large as the largest layer; layer l lives in slot l mod C.
+
+    A layer with encoded fields computes in the decoded buffer, where one stands at a time.
+    """
 
     def __init__(
         self,
@@ -22,9 +26,9 @@ class Slots:
         allocate_device: Allocate,
         staging: Sequence[torch.Tensor],
     ) -> None:
-        """Allocate the buffers and bind every layer's parameters to its slot.
+        """Allocate the buffers and bind every layer's parameters to where they compute.
 
-        After this a parameter holds its layer's weights only while the slot does.
+        After this a parameter holds its layer's weights only while that memory does.
 
         Args:
             records: One per layer.
@@ -35,15 +39,25 @@ class Slots:
         slot_bytes = max(record.num_bytes for record in records)
         self._buffers = [allocate_device(slot_bytes) for _ in range(num_slots)]
         self._staging = list(staging)
-        self.num_bytes = slot_bytes * num_slots
+        self._records = tuple(records)
+        decoded_bytes = max(record.decoded_bytes for record in records)
+        self._decoded = allocate_device(decoded_bytes)
+        self.num_bytes = slot_bytes * num_slots + decoded_bytes
         for layer, record in enumerate(records):
             buffer = self._buffers[layer % num_slots]
             for field in record.fields:
-                field.parameter.data = field.view(buffer)
+                field.parameter.data = (
+                    field.decoded(self._decoded) if record.decoded_bytes else field.view(buffer)
+                )
 
     def target(self, slot: int, offset: int, num_bytes: int) -> torch.Tensor:
         """Return the place in a slot that a piece of a record is copied to."""
         return self._buffers[slot][offset : offset + num_bytes]
+
+    def decode(self, layer: int, slot: int) -> None:
+        """Decode a layer from its slot, on the running lane."""
+        for field in self._records[layer].fields:
+            field.decode(self._buffers[slot], self._decoded)
 
     def staging(self, buffer: int, num_bytes: int) -> torch.Tensor:
         """Return the first bytes of a staging buffer."""

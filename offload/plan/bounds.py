@@ -11,7 +11,9 @@ def r3_bound_s(
     """Return R3, the time that a warm layer-major step can reach, without the optimizer.
 
     Each sweep takes the longer of its visits and its loads; before the loads and behind them
-    stands one visit each, in which nothing can be loaded.
+    stands one visit each, in which nothing can be loaded. Encoded cargo leaves its slot when it is
+    decoded: the loads upwards begin behind the first decoding, and the first load downwards behind
+    the last layer's, which is decoded once for both of its visits.
 
     Args:
         costs: Of the ops.
@@ -24,12 +26,22 @@ def r3_bound_s(
     upwards_s, downwards_s = _sweep_load_s(costs, num_slots)
     num_loads = max(0, len(costs.layers) - num_slots)
     downwards_s += num_loads * fetched_bytes / costs.h2d_bytes_per_s
-    ends = 2 / len(costs.layers)
-    return (
-        max(sum(forward), upwards_s + ends * sum(forward))
-        + num_micro_batches * (costs.front_s + costs.tail_s)
-        + max(sum(backward), downwards_s + ends * sum(backward))
+    visit_s, back_s = sum(forward) / len(forward), sum(backward) / len(backward)
+    outside_s = num_micro_batches * (costs.front_s + costs.tail_s)
+    decode_s = sum(c.decode_s for c in costs.layers) / len(costs.layers)
+    if decode_s == 0:
+        up_s = max(sum(forward), upwards_s + 2 * visit_s)
+        return up_s + outside_s + max(sum(backward), downwards_s + 2 * back_s)
+    up_s = max(sum(forward), upwards_s + decode_s + visit_s)
+    if num_loads == 0:
+        return up_s + outside_s + sum(backward) - decode_s
+    tail_s = num_micro_batches * costs.tail_s
+    down_s = max(
+        tail_s + sum(backward) - decode_s,
+        tail_s + downwards_s * (num_loads - 1) / num_loads + 2 * back_s,
+        downwards_s + back_s - (visit_s - decode_s),
     )
+    return up_s + num_micro_batches * costs.front_s + down_s
 
 
 def usual_order_bound_s(costs: Costs, *, num_slots: int, num_micro_batches: int) -> float:

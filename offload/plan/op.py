@@ -19,6 +19,7 @@ class Kind(StrEnum):
     FRONT: what comes before the layers, for one micro-batch.
     READ: a piece of a layer, from disk or pageable memory, into a staging buffer (host).
     LOAD: a piece of a layer, into its slot (h2d).
+    DECODE: a layer, from its slot to where it computes, once per visit.
     FORWARD: a layer without a graph.
     STASH: a layer's input, to host memory (d2h).
     TAIL: norm, head and loss, and the gradient that leaves them.
@@ -31,6 +32,7 @@ class Kind(StrEnum):
     FRONT = "front"
     READ = "read"
     LOAD = "load"
+    DECODE = "decode"
     FORWARD = "forward"
     STASH = "stash"
     TAIL = "tail"
@@ -49,11 +51,11 @@ class Op:
         kind: What it does.
         layer: Which layer, counted from 0.
         micro_batch: Which micro-batch of the step.
-        slot: The slot that a load fills or a visit reads.
+        slot: The slot that a load fills, and a visit or the decoding before it reads.
         buffer: Of READ and LOAD the staging buffer, of FETCH and BACKWARD the one that the
             layer's input is fetched to, of GRADIENT the one that it leaves.
         offset: First byte of a piece within its layer.
-        num_bytes: Bytes that move.
+        num_bytes: Bytes that move; of DECODE those that are written.
         waits: Positions in the op list, always smaller than the op's own.
     """
 

@@ -186,7 +186,7 @@ def plan(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Plan:
 
 
 def duration_of(costs: Costs) -> Callable[[Op], float]:
-    """Return what an op costs; a visit's first micro-batch pays for the decoding."""
+    """Return what an op costs."""
 
     def duration_s(op: Op) -> float:
         if op.lane is Lane.H2D:
@@ -201,9 +201,9 @@ def duration_of(costs: Costs) -> Callable[[Op], float]:
             return costs.tail_s
         assert op.layer is not None
         layer = costs.layers[op.layer]
-        decode_s = layer.decode_s if op.micro_batch == 0 else 0.0
-        visit_s = layer.forward_s if op.kind is Kind.FORWARD else layer.backward_s
-        return visit_s + decode_s
+        if op.kind is Kind.DECODE:
+            return layer.decode_s
+        return layer.forward_s if op.kind is Kind.FORWARD else layer.backward_s
 
     return duration_s
 
@@ -223,7 +223,7 @@ def calibrate(costs: Costs, measured: Timeline, *, optimizer_s: float) -> Costs:
             layer,
             forward_s=_mean_s(measured, Kind.FORWARD, number),
             backward_s=_mean_s(measured, Kind.BACKWARD, number),
-            decode_s=0.0,
+            decode_s=_mean_s(measured, Kind.DECODE, number) if layer.decode_s else 0.0,
         )
         for number, layer in enumerate(costs.layers)
     )

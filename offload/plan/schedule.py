@@ -10,6 +10,10 @@ evicting the least recently used layer is optimal and equals this fixed map. The
 the forward are still in place for the backward and the first C for the next forward, so a step
 loads 2 * (L - C) layers, whatever the number of micro-batches. Loads run up to C - 1 layers ahead.
 
+Encoded cargo is decoded once per visit, into one buffer that all layers share, and its slot is
+free as soon as that is done: the next load runs beside the visit itself. (Two such buffers would
+let decoding run beside the visit before, and cost a decoded layer of device memory.)
+
 Layout. Here the step is written as a program that runs line by line: load, visit, load, visit.
 Each line names the memory that it reads and writes; `offload.plan.hazards` makes lanes and waits
 of it. Everything that moves besides weights is a line too: layer inputs that are kept in host
@@ -53,6 +57,7 @@ class Freight:
     Attributes:
         layer_bytes: Cargo of each layer, in forward order.
         gradient_bytes: Gradients of each layer's own weights that go to the host; 0 where frozen.
+        decoded_bytes: What each layer takes where it computes; 0 where that is its slot.
         piece_bytes: The largest copy; a longer one is cut.
         num_staging: Buffers of `piece_bytes` that loads pass on their way; 0 where the cargo lies
             in memory that the link reads itself.
@@ -60,15 +65,23 @@ class Freight:
 
     layer_bytes: tuple[int, ...]
     gradient_bytes: tuple[int, ...]
+    decoded_bytes: tuple[int, ...]
     piece_bytes: int
     num_staging: int
 
     @classmethod
-    def frozen(cls, layer_bytes: Sequence[int], *, num_staging: int = 0) -> "Freight":
-        """Return the freight of frozen layers."""
+    def frozen(
+        cls,
+        layer_bytes: Sequence[int],
+        *,
+        decoded_bytes: Sequence[int] | None = None,
+        num_staging: int = 0,
+    ) -> "Freight":
+        """Return the freight of frozen layers; without `decoded_bytes` none is encoded."""
         return cls(
             layer_bytes=tuple(layer_bytes),
             gradient_bytes=(0,) * len(layer_bytes),
+            decoded_bytes=tuple(decoded_bytes or [0] * len(layer_bytes)),
             piece_bytes=PIECE_BYTES,
             num_staging=num_staging,
         )
@@ -187,6 +200,7 @@ class _Program:
     ring: list[int | None]
     input_bytes: tuple[int, ...]
     lines: list[Line] = field(default_factory=list)
+    decoded: int | None = None
     num_pieces: int = 0
     num_fetches: int = 0
 
@@ -214,13 +228,13 @@ class _Program:
 
     def forward(self, layer: int, group: Sequence[int], *, is_kept: bool) -> None:
         """Write a visit on the way up; `is_kept` if there is to be one on the way down."""
-        slot = self._load(layer)
+        slot, weights = self._load(layer)
         for m in group:
             op = Op(lane=Lane.COMPUTE, kind=Kind.FORWARD, layer=layer, micro_batch=m, slot=slot)
             self.lines.append(
                 Line(
                     op=op,
-                    reads=(_slot(slot), *self._kept(layer, m)),
+                    reads=(weights, *self._kept(layer, m)),
                     writes=self._kept(layer + 1, m),
                 )
             )
@@ -229,7 +243,7 @@ class _Program:
 
     def backward(self, layer: int, group: Sequence[int]) -> None:
         """Write a visit on the way down, and the gradients that leave it."""
-        slot = self._load(layer)
+        slot, weights = self._load(layer)
         gradient = ("gradient", layer % NUM_GRADIENT_BUFFERS, 0)
         num_bytes = self.freight.gradient_bytes[layer]
         for m in group:
@@ -248,7 +262,7 @@ class _Program:
                 buffer=buffer,
             )
             writes = (gradient,) if num_bytes else ()
-            self.lines.append(Line(op=op, reads=(_slot(slot), *source), writes=writes))
+            self.lines.append(Line(op=op, reads=(weights, *source), writes=writes))
         for offset in range(0, num_bytes, self.freight.piece_bytes):
             op = Op(
                 lane=Lane.D2H,
@@ -260,13 +274,30 @@ class _Program:
             )
             self.lines.append(Line(op=op, reads=(gradient,)))
 
-    def _load(self, layer: int) -> int:
-        """Write the load of a layer that its slot does not hold; return the slot."""
+    def _load(self, layer: int) -> tuple[int, Resource]:
+        """Write what brings a layer's weights to where they compute, unless they stand there.
+
+        Returns:
+            The layer's slot, and what a visit reads.
+        """
         slot = layer % len(self.ring)
+        if self.freight.decoded_bytes[layer] and self.decoded == layer:
+            return slot, _DECODED
         if self.ring[slot] != layer:
             self.ring[slot] = layer
             self.lines += self._pieces(layer, slot)
-        return slot
+        if not self.freight.decoded_bytes[layer]:
+            return slot, _slot(slot)
+        self.decoded = layer
+        op = Op(
+            lane=Lane.COMPUTE,
+            kind=Kind.DECODE,
+            layer=layer,
+            slot=slot,
+            num_bytes=self.freight.decoded_bytes[layer],
+        )
+        self.lines.append(Line(op=op, reads=(_slot(slot),), writes=(_DECODED,)))
+        return slot, _DECODED
 
     def _pieces(self, layer: int, slot: int) -> Iterator[Line]:
         total, piece = self.freight.layer_bytes[layer], self.freight.piece_bytes
@@ -331,6 +362,9 @@ class _Program:
     def _kept(self, layer: int, m: int) -> tuple[Resource, ...]:
         """Return the place of a layer's input on the device, where there are only a few."""
         return (("kept", layer % NUM_KEPT, m),) if self.input_bytes else ()
+
+
+_DECODED: Resource = ("decoded", 0, 0)
 
 
 def _slot(slot: int) -> Resource:

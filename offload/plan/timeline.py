@@ -54,6 +54,7 @@ class Timeline:
         return {
             "step": self.step_s,
             "forward": self.busy_s(Kind.FRONT, Kind.FORWARD),
+            "decode": self.busy_s(Kind.DECODE),
             "head and loss": self.busy_s(Kind.TAIL),
             "backward": self.busy_s(Kind.BACKWARD, Kind.FRONT_BACKWARD),
             "h2d": self.busy_s(Kind.LOAD, Kind.FETCH),

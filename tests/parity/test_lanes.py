@@ -18,6 +18,7 @@ from offload.engine.batch import with_labels
 from offload.engine.engine import Engine, EngineOptions
 from offload.engine.streams import CpuDevice
 from offload.errors import OffloadError
+from offload.plan.codec import CodecName
 from offload.plan.op import Lane
 from offload.plan.schedule import Freight, Order, Schedule, cold_ring, training_schedule
 from tests.doubles import HookedDevice
@@ -35,12 +36,14 @@ class Setting:
 
     stash: Place
     trained_weights: Place
+    codec: CodecName = "native"
     piece_bytes: int = 2**26
 
 
 SETTINGS = {
     "weights only": Setting(stash="device", trained_weights="device"),
     "weights in pieces": Setting(stash="device", trained_weights="device", piece_bytes=7_000),
+    "encoded weights": Setting(stash="device", trained_weights="device", codec="nf4"),
     "weights and inputs": Setting(stash="host", trained_weights="device"),
     "weights, inputs and gradients": Setting(stash="host", trained_weights="host"),
 }
@@ -54,7 +57,7 @@ def run(
     if setting.trained_weights == "host":
         model.requires_grad_(True)
     options = EngineOptions(
-        codec="native",
+        codec=setting.codec,
         tier="ram",
         store_dir=None,
         num_slots=num_slots,
@@ -95,7 +98,8 @@ def run(
 
 def poison(engine: Engine) -> None:
     """Fill what a step reads with NaN: else it may hold the right values of the run before."""
-    for buffer in (*engine._executor._slots._buffers, *engine._stash._fetched, engine._stash._host):
+    slots, stash = engine._executor._slots, engine._stash
+    for buffer in (*slots._buffers, slots._decoded, *stash._fetched, stash._host):
         buffer.fill_(0xFF)
 
 
@@ -124,7 +128,7 @@ def drop(schedule: Schedule, without: tuple[int, int] | None) -> Schedule:
 
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
 def test_move_any_delay_in_any_lane_gives_the_bits_of_the_resident_step(setting: Setting) -> None:
-    resident = Setting(stash="device", trained_weights=setting.trained_weights)
+    resident = replace(setting, stash="device", piece_bytes=2**26)
     expected = run(resident, CpuDevice(), num_slots=6)
     for seed in range(4):
         chance = random.Random(seed)
@@ -141,7 +145,7 @@ def waits_of(setting: Setting) -> list[tuple[int, int]]:
     """Return (op, op that it waits for) of the step that `run` runs."""
     model = tiny("qwen3")
     options = EngineOptions(
-        codec="native",
+        codec=setting.codec,
         tier="ram",
         store_dir=None,
         num_slots=NUM_SLOTS,
@@ -197,7 +201,13 @@ def test_a_step_without_any_one_of_its_waits_goes_wrong(setting: Setting) -> Non
 
 def test_no_wait_is_implied_by_the_others() -> None:
     """Else the test above could not hold an op back: `run` would wait for ever."""
-    freight = Freight(layer_bytes=(3,) * 5, gradient_bytes=(3,) * 5, piece_bytes=1, num_staging=2)
+    freight = Freight(
+        layer_bytes=(3,) * 5,
+        gradient_bytes=(3,) * 5,
+        decoded_bytes=(9, 0, 9, 9, 9),
+        piece_bytes=1,
+        num_staging=2,
+    )
     ops = training_schedule(
         freight,
         ring=cold_ring(2),

@@ -36,6 +36,7 @@ def steps(draw: st.DrawFn) -> Schedule:
     freight = Freight(
         layer_bytes=tuple(draw(st.integers(0, 30)) for _ in range(num_layers)),
         gradient_bytes=tuple(9 * is_one for is_one in is_trained),
+        decoded_bytes=tuple(draw(st.sampled_from([0, 50])) for _ in range(num_layers)),
         piece_bytes=draw(st.sampled_from([7, 100])),
         num_staging=draw(st.integers(0, 3)),
     )
@@ -86,6 +87,7 @@ class Accesses:
     def __init__(self, schedule: Schedule) -> None:
         self._last_layer = max(op.layer for op in schedule.ops if op.layer is not None)
         self._is_stashed = any(op.kind is Kind.STASH for op in schedule.ops)
+        self._encoded = {op.layer for op in schedule.ops if op.kind is Kind.DECODE}
         self._trained = {op.layer for op in schedule.ops if op.kind is Kind.GRADIENT}
 
     def of(self, op: Op) -> list[Access]:
@@ -112,7 +114,10 @@ class Accesses:
         return [("read", ("gradient", op.buffer), layer)]
 
     def _visited(self, op: Op, layer: int, m: int | None) -> list[Access]:
-        weights = ("read", ("slot", op.slot), layer)
+        written = ("read", ("slot", op.slot), layer)
+        weights = ("read", "decoded", layer) if layer in self._encoded else written
+        if op.kind is Kind.DECODE:
+            return [written, ("write", "decoded", layer)]
         if op.kind is Kind.FRONT:
             return [self._kept("write", 0, m)]
         if op.kind is Kind.FORWARD:
@@ -242,7 +247,29 @@ def test_every_layer_sees_every_micro_batch_in_both_directions(size, order) -> N
         ]
 
 
-@given(sizes, orders, st.lists(st.floats(0.001, 5.0), min_size=8, max_size=8))
+@given(sizes)
+def test_encoded_layers_are_decoded_once_per_visit_and_at_the_turn_not_again(size) -> None:
+    num_layers, num_slots, num_micro_batches = size
+    encoded = Freight.frozen([100] * num_layers, decoded_bytes=[400] * num_layers)
+    for order in Order:
+        schedule = training_schedule(
+            encoded,
+            ring=warm_ring(num_slots),
+            num_micro_batches=num_micro_batches,
+            order=order,
+            trains_front=False,
+            input_bytes=(),
+        )
+        plain = step(num_layers, warm_ring(num_slots), num_micro_batches, order)
+        num_sweeps = 1 if order is Order.LAYER_MAJOR else num_micro_batches
+        decoded = [op.layer for op in schedule.ops if op.kind is Kind.DECODE]
+        turn = [*range(num_layers), *reversed(range(num_layers - 1))]
+        again = [*range(1, num_layers), *reversed(range(num_layers - 1))]
+        assert decoded == turn + again * (num_sweeps - 1)
+        assert schedule.num_loads == plain.num_loads
+
+
+@given(sizes, orders, st.lists(st.floats(0.001, 5.0), min_size=len(Kind), max_size=len(Kind)))
 def test_simulated_ops_keep_lanes_waits_and_durations(size, order, seconds) -> None:
     num_layers, num_slots, num_micro_batches = size
     schedule = step(num_layers, cold_ring(num_slots), num_micro_batches, order)

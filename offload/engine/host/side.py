@@ -17,12 +17,14 @@ from typing import Literal
 import torch
 from torch import nn
 
+from offload.engine.codecs.codec import Codec
 from offload.engine.host import numa, pagelock
 from offload.engine.host.blocks import HostBlocks
 from offload.engine.host.cargo import Cargo, SlabCargo
 from offload.engine.host.mapping import aligned_empty
 from offload.engine.host.mempolicy import bind_memory
-from offload.engine.host.slab import Record, Slab, lay_out
+from offload.engine.host.record import Record, lay_out
+from offload.engine.host.slab import Slab, give_back
 from offload.engine.host.store import Store
 from offload.engine.host.store_writer import StoreWriter
 from offload.errors import OffloadError
@@ -47,6 +49,7 @@ class HostSide:
     def __init__(
         self,
         groups: Sequence[Sequence[nn.Parameter]],
+        codecs: Sequence[Sequence[Codec]],
         *,
         hold: Slab | Store | None,
         tier: Tier,
@@ -57,6 +60,7 @@ class HostSide:
 
         Args:
             groups: The parameters to stream, per layer.
+            codecs: How each of them is to be written, unless it lies in a hold.
             hold: Where they lie already; None if each has memory of its own.
             tier: Where they are to wait.
             store_dir: Where a store is written if they are to wait on disk and lie in memory; it
@@ -72,7 +76,7 @@ class HostSide:
         self._given = hold
         self._store_dir = store_dir
         with numa.thread_on(self._place.cpus):
-            self._hold = self._settled(groups, hold, tier)
+            self._hold = self._settled(groups, codecs, hold, tier, torch_device)
             self._lock = self._page_lock(torch_device)
         self.notes = (*self._tier_notes(), self._lock.reason, self._place.reason)
         if self._place.node is not None and isinstance(self._hold, Slab):
@@ -129,12 +133,11 @@ class HostSide:
         """Give all layers' parameters memory of their own again."""
         for layer, record in enumerate(self.records):
             if isinstance(self._hold, Slab):
-                self._hold.give_back(layer, torch_device)
+                memory = self._hold.layer(layer)
             else:
                 memory = aligned_empty(record.num_bytes)
                 self._hold.read_into(layer, memory)
-                for field in record.fields:
-                    field.parameter.data = field.view(memory).clone().to(torch_device)
+            give_back(record, memory, torch_device)
 
     def close(self) -> None:
         """Unlock, stop reading, and stop sharing."""
@@ -147,17 +150,23 @@ class HostSide:
                 self._given.close()
 
     def _settled(
-        self, groups: Sequence[Sequence[nn.Parameter]], hold: Slab | Store | None, tier: Tier
+        self,
+        groups: Sequence[Sequence[nn.Parameter]],
+        codecs: Sequence[Sequence[Codec]],
+        hold: Slab | Store | None,
+        tier: Tier,
+        torch_device: torch.device,
     ) -> Slab | Store:
         """Bring the layers to where they are to wait, unless they are there."""
         if hold is None and tier == "disk":
-            hold = _written(groups, self._store_dir)
+            hold = _written(groups, codecs, self._store_dir, torch_device)
         elif hold is not None:
             hold.adopt(groups)
+            _require_codecs(hold, codecs)
         if (tier == "disk" and isinstance(hold, Store)) or isinstance(hold, Slab):
             return hold
-        records = [lay_out(group) for group in groups] if hold is None else hold.records
-        slab = Slab(records, before_touch=self._bind)
+        records = hold.records if hold else tuple(map(lay_out, groups, codecs))
+        slab = Slab(records, before_touch=self._bind, encoding_device=torch_device)
         for layer in range(len(slab.records)):
             if isinstance(hold, Store):
                 hold.read_into(layer, slab.layer(layer))
@@ -188,6 +197,23 @@ class HostSide:
         return (f"layers are read from {self._hold.path} ({how})",)
 
 
+def _require_codecs(hold: Slab | Store, codecs: Sequence[Sequence[Codec]]) -> None:
+    """Refuse layers that were loaded in another form than is asked for.
+
+    Raises:
+        OffloadError: Which forms.
+    """
+    found = {field.codec.name for record in hold.records for field in record.fields}
+    wanted = {codec.name for layer in codecs for codec in layer}
+    if found != wanted:
+        raise OffloadError(
+            f"the layers were loaded as {' and '.join(sorted(found))}, and"
+            f" {' and '.join(sorted(wanted))} is asked for",
+            limit="what is loaded stays in the form that it has",
+            hint="load them with the same codec",
+        )
+
+
 def _require_consistent(hold: Slab | Store | None, tier: Tier, store_dir: Path | None) -> None:
     """Refuse settings that do not go together: none is ignored.
 
@@ -215,13 +241,19 @@ def _require_consistent(hold: Slab | Store | None, tier: Tier, store_dir: Path |
         )
 
 
-def _written(groups: Sequence[Sequence[nn.Parameter]], store_dir: Path | None) -> Store:
+def _written(
+    groups: Sequence[Sequence[nn.Parameter]],
+    codecs: Sequence[Sequence[Codec]],
+    store_dir: Path | None,
+    torch_device: torch.device,
+) -> Store:
     """Write layers that lie in memory to a store that has no name once it is open."""
     assert store_dir is not None
     with NamedTemporaryFile(dir=store_dir, suffix=".store") as file:
         path = Path(file.name)
         names = [[str(index) for index in range(len(group))] for group in groups]
-        writer = StoreWriter(path, [lay_out(group) for group in groups], names)
+        records = list(map(lay_out, groups, codecs))
+        writer = StoreWriter(path, records, names, encoding_device=torch_device)
         for layer, group in enumerate(groups):
             for index, parameter in enumerate(group):
                 writer.put(layer, index, parameter.data)

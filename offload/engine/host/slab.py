@@ -6,117 +6,24 @@ round it up to a power of two. It is a file without a name (memfd), so that othe
 same machine can map it too and a model lies in memory once, however many ranks train it.
 """
 
-import hashlib
 import mmap
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, repeat
 
 import torch
 from torch import nn
 
-from offload.engine.host.mapping import map_file, to_pages
+from offload.engine.codecs.codec import NATIVE
+from offload.engine.host.mapping import map_file
+from offload.engine.host.record import Field, Record, adopt, digest, stand_in
 from offload.errors import OffloadError
 from offload.plan.machine import GIB
-
-_ALIGN_BYTES = 256
 
 BeforeTouch = Callable[[int, int], str]
 """Is given the address and size of a new block before its pages exist, and says what it did: NUMA
 policies go here."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Field:
-    """One parameter's place in its layer's record."""
-
-    parameter: nn.Parameter
-    offset: int
-    num_bytes: int
-    shape: torch.Size
-    dtype: torch.dtype
-
-    def view(self, record: torch.Tensor) -> torch.Tensor:
-        """Return this parameter's tensor inside a flat uint8 record."""
-        flat = record[self.offset : self.offset + self.num_bytes]
-        return flat.view(self.dtype).view(self.shape)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Record:
-    """The fields of one layer and their total size, whole pages."""
-
-    fields: tuple[Field, ...]
-    num_bytes: int
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the parameters themselves, without alignment."""
-        return sum(field.num_bytes for field in self.fields)
-
-
-def lay_out(parameters: Sequence[nn.Parameter]) -> Record:
-    """Place the parameters of one layer one behind the other; they may be on the meta device."""
-    fields = []
-    offset = 0
-    for parameter in parameters:
-        num_bytes = parameter.numel() * parameter.element_size()
-        fields.append(
-            Field(
-                parameter=parameter,
-                offset=offset,
-                num_bytes=num_bytes,
-                shape=parameter.shape,
-                dtype=parameter.dtype,
-            )
-        )
-        offset += -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
-    return Record(fields=tuple(fields), num_bytes=to_pages(offset))
-
-
-def adopt(
-    layers: Sequence[torch.Tensor], groups: Sequence[Sequence[nn.Parameter]]
-) -> tuple[Record, ...]:
-    """Return the records of layers whose parameters lie in their memory already.
-
-    They are told by address, so it does not matter what has been wrapped around them since. A
-    parameter that lies elsewhere is in no record.
-
-    Args:
-        layers: Each layer's record, uint8.
-        groups: Each layer's parameters.
-
-    Raises:
-        OffloadError: None of them lies there.
-    """
-    records = tuple(map(_adopt_layer, layers, groups))
-    if not any(record.fields for record in records):
-        raise OffloadError(
-            "no parameter of the model lies where its layers were loaded to",
-            limit="an engine that is closed or detached gives parameters other memory",
-            hint="attach without `cargo`, or load the model again",
-        )
-    return records
-
-
-def _adopt_layer(memory: torch.Tensor, parameters: Sequence[nn.Parameter]) -> Record:
-    fields = []
-    for parameter in parameters:
-        num_bytes = parameter.numel() * parameter.element_size()
-        offset = parameter.data_ptr() - memory.data_ptr()
-        is_inside = num_bytes > 0 and 0 <= offset <= memory.numel() - num_bytes
-        if is_inside and parameter.is_contiguous():
-            fields.append(
-                Field(
-                    parameter=parameter,
-                    offset=offset,
-                    num_bytes=num_bytes,
-                    shape=parameter.shape,
-                    dtype=parameter.dtype,
-                )
-            )
-    return Record(fields=tuple(fields), num_bytes=memory.numel())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,6 +62,7 @@ class Slab:
         *,
         before_touch: BeforeTouch | None = None,
         block: Block | None = None,
+        encoding_device: torch.device | None = None,
     ) -> None:
         """Map a new block, whose pages take memory as they are filled, or use one that is there.
 
@@ -162,6 +70,7 @@ class Slab:
             records: One per layer.
             before_touch: Called once with the block's address and size, before its first use.
             block: Memory of the right size, as `open` makes it.
+            encoding_device: Where values are encoded; None, where they are.
         """
         self.records = tuple(records)
         offsets = [0, *accumulate(record.num_bytes for record in records)]
@@ -173,7 +82,10 @@ class Slab:
         if before_touch is not None:
             self.policy = before_touch(self._block.data_ptr(), self.num_bytes)
         self._layers = [self._block[start:end] for start, end in pairwise(offsets)]
-        self._layout = _digest(records)
+        self._layout = digest(records)
+        self._laid_out = self.records
+        self._encoding_device = encoding_device
+        self._shown = [list(map(self._show, r.fields, repeat(i))) for i, r in enumerate(records)]
 
     @classmethod
     def open(
@@ -189,7 +101,7 @@ class Slab:
         Raises:
             OffloadError: The slab is gone, cannot be reached, or holds other layers.
         """
-        if _digest(records) != handle.layout:
+        if digest(records) != handle.layout:
             raise OffloadError(
                 f"the slab of process {handle.pid} holds other layers than this process's model",
                 limit="ranks share a slab of one model in one dtype",
@@ -227,29 +139,37 @@ class Slab:
         return self._layers[layer]
 
     def put(self, layer: int, index: int, values: torch.Tensor) -> torch.Tensor:
-        """Copy a field's values in and return its view; a slab of another process is filled."""
-        view = self.records[layer].fields[index].view(self._layers[layer])
+        """Write a field's values in and return what shows them; a slab of another is filled.
+
+        Raises:
+            CodecError: The values cannot be written in the field's form.
+        """
         if not self._is_opened:
-            view.copy_(values)
-        return view
+            field = self.records[layer].fields[index]
+            write(field, values, field.written(self._layers[layer]), self._encoding_device)
+        return self._shown[layer][index]
 
     def take(self, layer: int) -> None:
-        """Copy a layer's parameters in from where they are and let them alias the record.
+        """Write a layer's parameters in from where they are and let them show the record.
 
         The memory that they had before is free once nobody else holds it.
+
+        Raises:
+            CodecError: Values cannot be written in their field's form.
         """
-        for field in self.records[layer].fields:
-            view = field.view(self._layers[layer])
-            view.copy_(field.parameter.data)
-        self.alias(layer)
+        for index, field in enumerate(self.records[layer].fields):
+            field.parameter.data = self.put(layer, index, field.parameter.data)
 
     def alias(self, layer: int) -> None:
-        """Let a layer's parameters alias its record, which is filled already."""
-        for field in self.records[layer].fields:
-            field.parameter.data = field.view(self._layers[layer])
+        """Let a layer's parameters show its record, which is filled already.
+
+        What is written as it is shows its values; what is encoded shows a stand-in.
+        """
+        for shown, field in zip(self._shown[layer], self.records[layer].fields, strict=True):
+            field.parameter.data = shown
 
     def adopt(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
-        """Make those parameters the fields of the records that lie in them already.
+        """Make those parameters the fields of the records that show them already.
 
         Args:
             groups: The parameters to look for, per layer; see `adopt`.
@@ -257,19 +177,45 @@ class Slab:
         Raises:
             OffloadError: None of them lies there.
         """
-        self.records = adopt(self._layers, groups)
+        self.records = adopt(self._laid_out, self._shown, groups)
 
-    def give_back(self, layer: int, torch_device: torch.device) -> None:
-        """Give a layer's parameters memory of their own again, on `torch_device`."""
-        for field in self.records[layer].fields:
-            view = field.view(self._layers[layer])
-            field.parameter.data = view.clone().to(torch_device)
+    def _show(self, field: Field, layer: int) -> torch.Tensor:
+        if field.codec is not NATIVE:
+            return stand_in(field)
+        return field.view(self._layers[layer])
 
     def close(self) -> None:
         """Stop sharing. The memory is freed with the last view of it."""
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
+
+
+def write(
+    field: Field, values: torch.Tensor, target: torch.Tensor, device: torch.device | None
+) -> None:
+    """Write a field's values into its bytes on the host, encoded on `device` where that pays."""
+    values = values.detach().contiguous()
+    if field.codec is NATIVE or device is None or device.type == "cpu":
+        field.codec.encode(values, target)
+        return
+    encoded = torch.empty(target.numel(), dtype=torch.uint8, device=device)
+    field.codec.encode(values.to(device), encoded)
+    target.copy_(encoded)
+
+
+def give_back(record: Record, memory: torch.Tensor, torch_device: torch.device) -> None:
+    """Give a layer's parameters memory of their own, on `torch_device`.
+
+    Args:
+        record: Its layout.
+        memory: The record, uint8 on the host.
+        torch_device: Where the parameters are to be.
+    """
+    for field in record.fields:
+        values = torch.empty(field.shape, dtype=field.dtype)
+        field.codec.decode(field.written(memory), values)
+        field.parameter.data = values.to(torch_device)
 
 
 def _new_block(num_bytes: int) -> Block:
@@ -309,8 +255,3 @@ def _open_block(handle: SlabHandle, *, is_writable: bool) -> Block:
         ) from error
     memory = map_file(descriptor, handle.num_bytes, is_writable=is_writable)
     return Block(memory=memory, descriptor=descriptor, reason="")
-
-
-def _digest(records: Sequence[Record]) -> str:
-    places = [[(f.offset, tuple(f.shape), str(f.dtype)) for f in r.fields] for r in records]
-    return hashlib.sha256(repr(places).encode()).hexdigest()

@@ -19,20 +19,23 @@ import json
 import os
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from offload.engine.codecs.codec import NATIVE, codec_named
 from offload.engine.host.cargo import Copy
 from offload.engine.host.mapping import PAGE_BYTES, aligned_empty, map_file, to_pages
 from offload.engine.host.reads import QUEUE_DEPTH, READ_BYTES, FileReader
-from offload.engine.host.slab import Record, Slab, adopt
+from offload.engine.host.record import Field, Record, adopt, stand_in
+from offload.engine.host.slab import Slab
 from offload.errors import StoreError, TransferError
+from offload.plan.codec import CodecName
 
-FORMAT = 1
+FORMAT = 2
 MAGIC = b"sluice store\n"
 
 Identity = Mapping[str, Any]
@@ -40,19 +43,30 @@ Identity = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """One tensor's place in a record."""
+    """One tensor's place in a record, as `Field` has it, with its name and a checksum."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
+    codec: CodecName
     offset: int
     num_bytes: int
+    decoded_offset: int
     checksum: int
 
-    def view(self, record: torch.Tensor) -> torch.Tensor:
-        """Return the tensor inside a flat uint8 record."""
-        flat = record[self.offset : self.offset + self.num_bytes]
-        return flat.view(getattr(torch, self.dtype)).view(self.shape)
+    def field(self) -> Field:
+        """Return the place, of a parameter that is not known yet."""
+        shape, dtype = torch.Size(self.shape), getattr(torch, self.dtype)
+        unknown = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
+        return Field(
+            parameter=unknown,
+            offset=self.offset,
+            num_bytes=self.num_bytes,
+            shape=shape,
+            dtype=dtype,
+            codec=codec_named(self.codec),
+            decoded_offset=self.decoded_offset,
+        )
 
     def is_whole(self, record: memoryview) -> bool:
         """Tell whether the tensor in a record is what was written."""
@@ -65,7 +79,16 @@ class StoredRecord:
 
     offset: int
     num_bytes: int
+    decoded_bytes: int
     entries: tuple[Entry, ...]
+
+    def record(self) -> Record:
+        """Return the layout, of parameters that are not known yet."""
+        return Record(
+            fields=tuple(entry.field() for entry in self.entries),
+            num_bytes=self.num_bytes,
+            decoded_bytes=self.decoded_bytes,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,9 +161,15 @@ class Store:
         self._unchecked = set(range(len(self._header.layers)))
         self._sums: dict[int, dict[str, int]] = {}
         self._layers = [self._at(layer) for layer in self._header.layers]
-        self.records: tuple[Record, ...] = tuple(
-            Record(fields=(), num_bytes=layer.num_bytes) for layer in self._header.layers
-        )
+        self._laid_out = tuple(layer.record() for layer in self._header.layers)
+        self.records = tuple(replace(record, fields=()) for record in self._laid_out)
+        self._shown = [
+            [
+                field.view(memory).data if field.codec is NATIVE else stand_in(field)
+                for field in record.fields
+            ]
+            for record, memory in zip(self._laid_out, self._layers, strict=True)
+        ]
         try:
             self._rest = self._read_rest()
         except BaseException:
@@ -157,28 +186,29 @@ class Store:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return every tensor by name: those of layers mapped, all others in memory.
 
-        `.data`, because views of one block also share its version: autograd would take a change of
-        one parameter for a change of all.
+        What is encoded shows a stand-in. `.data`, because views of one block also share its
+        version: autograd would take a change of one parameter for a change of all.
         """
-        named = {entry.name: entry.view(self._rest).data for entry in self._header.rest.entries}
-        for record, stored in zip(self._layers, self._header.layers, strict=True):
-            named |= {entry.name: entry.view(record).data for entry in stored.entries}
+        rest = self._header.rest.entries
+        named = {entry.name: entry.field().view(self._rest).data for entry in rest}
+        for stored, shown in zip(self._header.layers, self._shown, strict=True):
+            named |= {e.name: tensor for e, tensor in zip(stored.entries, shown, strict=True)}
         return named
 
     def adopt(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
-        """Make those parameters the fields of the records that lie in the mapped file.
+        """Make those parameters the fields of the records that show them.
 
         Args:
-            groups: The parameters to look for, per layer; see `slab.adopt`.
+            groups: The parameters to look for, per layer; see `record.adopt`.
 
         Raises:
-            OffloadError: None of them lies there.
+            OffloadError: None of them shows any of it.
         """
-        self.records = adopt(self._layers, groups)
+        self.records = adopt(self._laid_out, self._shown, groups)
 
     def layer_tensors(self, layer: int) -> list[torch.Tensor]:
-        """Return a layer's tensors, mapped, in the order that they were written in."""
-        return [entry.view(self._layers[layer]) for entry in self._header.layers[layer].entries]
+        """Return a layer's tensors as `tensors` does, in the order that they were written in."""
+        return self._shown[layer]
 
     def deliver(self, layer: int, offset: int, target: torch.Tensor, copy: Copy) -> None:
         """Read a piece of a layer's record, in several reads at a time; `copy` is not used.

@@ -16,8 +16,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from offload.engine.host.mapping import PAGE_BYTES
-from offload.engine.host.slab import Record, lay_out
+from offload.engine.codecs.codec import NATIVE
+from offload.engine.host.mapping import PAGE_BYTES, aligned_empty
+from offload.engine.host.record import Field, Record, lay_out, stand_in
+from offload.engine.host.slab import write
 from offload.engine.host.store import (
     Entry,
     Header,
@@ -55,7 +57,12 @@ class StoreWriter:
     """A store in the making; call `finish`, or `close` to leave nothing behind."""
 
     def __init__(
-        self, path: Path, records: Sequence[Record], names: Sequence[Sequence[str]]
+        self,
+        path: Path,
+        records: Sequence[Record],
+        names: Sequence[Sequence[str]],
+        *,
+        encoding_device: torch.device | None = None,
     ) -> None:
         """Create the file and reserve the room for the layers.
 
@@ -63,6 +70,7 @@ class StoreWriter:
             path: What the store will be called. Hold `sole_builder` of it.
             records: The layers' layouts.
             names: The name of each of their fields.
+            encoding_device: Where values are encoded; None, where they are.
 
         Raises:
             TransferError: The disk is full, or cannot be written.
@@ -70,6 +78,7 @@ class StoreWriter:
         self._path = path
         self._partial = path.with_name(path.name + ".partial")
         self._records, self._names = tuple(records), names
+        self._encoding_device = encoding_device
         self._entries: list[list[Entry]] = [[] for _ in records]
         sizes = (record.num_bytes for record in records)
         *self._offsets, self._end = accumulate(sizes, initial=PAGE_BYTES)
@@ -91,13 +100,13 @@ class StoreWriter:
 
         Raises:
             TransferError: The disk is full, or cannot be written.
+            CodecError: The values cannot be written in the field's form.
         """
-        field = self._records[layer].fields[index]
-        entry = self._write_tensor(
-            self._names[layer][index], values, record=self._offsets[layer], offset=field.offset
+        field, name = self._records[layer].fields[index], self._names[layer][index]
+        self._entries[layer].append(
+            self._write_field(name, field, values, record=self._offsets[layer])
         )
-        self._entries[layer].append(entry)
-        return torch.zeros((), dtype=values.dtype).expand(values.shape)
+        return stand_in(field)
 
     def finish(self, rest: Mapping[str, torch.Tensor], identity: Identity) -> None:
         """Write everything else and the header, flush, and give the store its name.
@@ -110,7 +119,12 @@ class StoreWriter:
             TransferError: The disk is full, or cannot be written.
         """
         stored = [
-            StoredRecord(offset=offset, num_bytes=record.num_bytes, entries=tuple(entries))
+            StoredRecord(
+                offset=offset,
+                num_bytes=record.num_bytes,
+                decoded_bytes=record.decoded_bytes,
+                entries=tuple(entries),
+            )
             for offset, record, entries in zip(
                 self._offsets, self._records, self._entries, strict=True
             )
@@ -145,21 +159,30 @@ class StoreWriter:
             assert self._descriptor is not None
             os.posix_fallocate(self._descriptor, 0, self._end)
         entries = tuple(
-            self._write_tensor(name, values, record=start, offset=field.offset)
+            self._write_field(name, field, values, record=start)
             for (name, values), field in zip(rest.items(), record.fields, strict=True)
         )
-        return StoredRecord(offset=start, num_bytes=record.num_bytes, entries=entries)
+        return StoredRecord(
+            offset=start, num_bytes=record.num_bytes, decoded_bytes=0, entries=entries
+        )
 
-    def _write_tensor(self, name: str, values: torch.Tensor, *, record: int, offset: int) -> Entry:
-        content = values.detach().contiguous().view(-1).view(torch.uint8).numpy().data
+    def _write_field(self, name: str, field: Field, values: torch.Tensor, *, record: int) -> Entry:
+        if field.codec is NATIVE:
+            written = values.detach().contiguous().view(-1).view(torch.uint8)
+        else:
+            written = aligned_empty(field.num_bytes)
+            write(field, values, written, self._encoding_device)
+        content = written.numpy().data
         with self._named_errors():
-            self._write(content, record + offset)
+            self._write(content, record + field.offset)
         return Entry(
             name=name,
-            dtype=str(values.dtype).removeprefix("torch."),
-            shape=tuple(values.shape),
-            offset=offset,
-            num_bytes=len(content),
+            dtype=str(field.dtype).removeprefix("torch."),
+            shape=tuple(field.shape),
+            codec=field.codec.name,
+            offset=field.offset,
+            num_bytes=field.num_bytes,
+            decoded_offset=field.decoded_offset,
             checksum=zlib.crc32(content),
         )
 

@@ -28,8 +28,10 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from offload.engine.host.mapping import trim_heap
-from offload.engine.host.slab import Field, Record, lay_out
+from offload.engine.host.record import Field, Record, lay_out
+from offload.engine.model.encoding import Encoding
 from offload.engine.model.layers import LayeredModel
+from offload.plan.codec import CodecName
 
 _Places = dict[tuple[nn.Module, str], tuple[int, int, Field]]
 """Of each module and attribute: layer, index among its fields, and the field."""
@@ -59,18 +61,21 @@ class Stowing(Generic[H]):
         self,
         make_hold: Callable[[Sequence[Record], Sequence[Sequence[str]]], H],
         *,
+        codec: CodecName = "native",
         is_loaded: Callable[[nn.Parameter], bool] = lambda _: True,
     ) -> None:
         """Begin with nothing.
 
         Args:
             make_hold: Given each layer's record and the names of its fields, makes the hold.
+            codec: How the layers' matrices are written.
             is_loaded: Whether a parameter has its final values when it is registered. One that has
                 not, because it will be initialised, keeps its memory.
         """
         self.hold: H | None = None
         self._is_loaded = is_loaded
         self._make_hold = make_hold
+        self._codec: CodecName = codec
         self._newest = -1
         self._parents: dict[nn.Module, nn.Module] = {}
         self._places: _Places | None = None
@@ -122,7 +127,8 @@ class Stowing(Generic[H]):
         """Lay out the layers of the model that a module belongs to, and make the hold."""
         while module in self._parents:
             module = self._parents[module]
-        layers = LayeredModel(module).layers
+        layered = LayeredModel(module)
+        encoding = Encoding(layered, self._codec)
         tied = cast("Any", module).all_tied_weights_keys
         shared = {*tied, *tied.values()}
         names = {
@@ -130,14 +136,14 @@ class Stowing(Generic[H]):
         }
         places: _Places = {}
         records, fields = [], []
-        for number, layer in enumerate(layers):
+        for number, layer in enumerate(layered.layers):
             own = {
                 parameter: (owner, attribute)
                 for owner in layer.modules()
                 for attribute, parameter in owner.named_parameters(recurse=False)
                 if parameter in names
             }
-            record = lay_out(list(own))
+            record = lay_out(list(own), encoding.codecs(list(own)))
             records.append(record)
             fields.append([names[parameter] for parameter in own])
             places |= {

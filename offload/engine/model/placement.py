@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from offload.engine.host.slab import Record
+from offload.engine.host.record import Record, is_stand_in
 from offload.engine.model.layers import LayeredModel
 from offload.errors import UnsupportedModelError
 
@@ -63,6 +63,25 @@ def only_device(layered: LayeredModel) -> torch.device:
             hint='load it on the host: `from_pretrained(..., device_map="cpu")`',
         )
     return devices.pop()
+
+
+def require_values(model: nn.Module, records: Sequence[Record]) -> None:
+    """Check that what trains and what is not streamed has values of its own.
+
+    What a model shows of encoded weights, before they are streamed, are stand-ins.
+
+    Raises:
+        UnsupportedModelError: A parameter has not, or was made from one that has not.
+    """
+    frozen = {id(f.parameter) for r in records for f in r.fields if not f.parameter.requires_grad}
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in frozen and is_stand_in(parameter.data):
+            raise UnsupportedModelError(
+                f"{name} has no values: it was loaded encoded",
+                limit="only frozen weights of the layers may wait encoded, and nothing be copied"
+                " from them",
+                hint='load it as it is: `offload.codec: native`, or `codec="native"`',
+            )
 
 
 def move_the_rest(

@@ -247,11 +247,11 @@ def test_break_even_is_zero_when_every_layer_is_resident() -> None:
     assert tokens == 0
 
 
-def uniform_costs(*, load_s: float, num_layers: int = 10) -> Costs:
+def uniform_costs(*, load_s: float, num_layers: int = 10, decode_s: float = 0.0) -> Costs:
     layer = LayerCost(
         forward_s=1.0,
         backward_s=2.0,
-        decode_s=0.5,
+        decode_s=decode_s,
         weight_bytes=1000,
         forward_flops=1.0,
         backward_flops=2.0,
@@ -272,12 +272,18 @@ def uniform_costs(*, load_s: float, num_layers: int = 10) -> Costs:
 
 def test_r3_counts_visits_alone_when_loads_are_short() -> None:
     bound_s = r3_bound_s(uniform_costs(load_s=0.1), num_slots=4, num_micro_batches=2)
-    assert bound_s == pytest.approx(10 * 2.5 + 2 * 3.25 + 10 * 4.5)
+    assert bound_s == pytest.approx(10 * 2 + 2 * 3.25 + 10 * 4)
 
 
 def test_r3_counts_loads_and_the_two_visits_at_their_ends_when_loads_are_long() -> None:
     bound_s = r3_bound_s(uniform_costs(load_s=100.0), num_slots=4, num_micro_batches=2)
-    assert bound_s == pytest.approx((6 * 100 + 2 * 2.5) + 2 * 3.25 + (6 * 100 + 2 * 4.5))
+    assert bound_s == pytest.approx((6 * 100 + 2 * 2) + 2 * 3.25 + (6 * 100 + 2 * 4))
+
+
+def test_r3_of_encoded_layers_counts_a_decoding_per_visit_but_for_the_turn() -> None:
+    costs = uniform_costs(load_s=0.1, decode_s=0.5)
+    bound_s = r3_bound_s(costs, num_slots=4, num_micro_batches=2)
+    assert bound_s == pytest.approx(10 * 2.5 + 2 * 3.25 + 10 * 4.5 - 0.5)
 
 
 def test_the_usual_order_pays_the_loads_for_every_micro_batch() -> None:
@@ -289,7 +295,7 @@ def test_the_usual_order_pays_the_loads_for_every_micro_batch() -> None:
 @pytest.mark.parametrize("num_slots", [10, 12])
 def test_nothing_is_loaded_when_every_layer_has_a_slot(num_slots: int) -> None:
     bound_s = r3_bound_s(uniform_costs(load_s=1e6), num_slots=num_slots, num_micro_batches=1)
-    assert bound_s == pytest.approx(10 * 1.5 + 3.25 + 10 * 2.5)
+    assert bound_s == pytest.approx(10 * 1 + 3.25 + 10 * 2)
 
 
 # ---------------------------------------------------------------------------------------------

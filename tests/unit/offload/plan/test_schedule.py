@@ -2,7 +2,10 @@ import json
 
 import pytest
 
+from offload.plan.bounds import r3_bound_s
+from offload.plan.costs import Costs, LayerCost
 from offload.plan.op import Kind, Lane
+from offload.plan.plan import duration_of
 from offload.plan.schedule import Freight, Order, cold_ring, training_schedule, warm_ring
 from offload.plan.simulate import simulate
 from offload.plan.timeline import Timeline, perfetto_trace
@@ -69,10 +72,47 @@ def test_a_simulated_step_reaches_the_bound_r3(visit_s, load_s, expected_s) -> N
     assert timeline.step_s == pytest.approx(expected_s)
 
 
+@pytest.mark.parametrize(("visit_s", "load_s", "tail_s"), [(1.0, 0.1, 0.5), (0.1, 10.0, 0.5)])
+@pytest.mark.parametrize("num_slots", [3, 7, 8])
+def test_a_simulated_step_of_encoded_layers_reaches_r3(visit_s, load_s, tail_s, num_slots) -> None:
+    num_micro_batches, decode_s = 2, 0.3
+    layer = LayerCost(
+        forward_s=visit_s,
+        backward_s=2 * visit_s,
+        decode_s=decode_s,
+        weight_bytes=10,
+        forward_flops=0,
+        backward_flops=0,
+        bound="compute",
+    )
+    costs = Costs(
+        grade="spec",
+        layers=(layer,) * 8,
+        front_s=0.0,
+        tail_s=tail_s,
+        optimizer_s=0.0,
+        h2d_bytes_per_s=10 / load_s,
+        h2d_latency_s=0.0,
+        d2h_bytes_per_s=1.0,
+        read_bytes_per_s=1.0,
+    )
+    encoded = training_schedule(
+        Freight.frozen([10] * 8, decoded_bytes=[40] * 8),
+        ring=warm_ring(num_slots),
+        num_micro_batches=num_micro_batches,
+        order=Order.LAYER_MAJOR,
+        trains_front=False,
+        input_bytes=(),
+    )
+    step_s = simulate(encoded, duration_of(costs)).step_s
+    bound_s = r3_bound_s(costs, num_slots=num_slots, num_micro_batches=num_micro_batches)
+    assert step_s == pytest.approx(bound_s, rel=1e-6)
+
+
 def test_phases_of_the_compute_lane_add_up_to_the_step() -> None:
     timeline = simulate(schedule(num_slots=3, num_micro_batches=2), lambda op: 1.0)
     phases = timeline.phases()
-    parts = ("forward", "head and loss", "backward", "stall")
+    parts = ("forward", "decode", "head and loss", "backward", "stall")
     assert phases["step"] == pytest.approx(sum(phases[name] for name in parts))
 
 

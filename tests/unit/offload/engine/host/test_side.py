@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from offload.engine.codecs.codec import NATIVE
 from offload.engine.host import mempolicy, numa, pagelock
 from offload.engine.host.blocks import HostBlocks
 from offload.engine.host.numa import HostPlace
@@ -37,7 +38,8 @@ def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Open:
     ) -> HostSide:
         monkeypatch.setattr(pagelock, "open_locker", lambda _device, _descriptor: locker)
         store_dir = tmp_path if tier == "disk" else None
-        return HostSide(groups, hold=None, tier=tier, store_dir=store_dir, torch_device=CPU)
+        codecs = [[NATIVE] * len(group) for group in groups]
+        return HostSide(groups, codecs, hold=None, tier=tier, store_dir=store_dir, torch_device=CPU)
 
     return open_with
 

@@ -11,7 +11,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from offload.engine.host.mapping import PAGE_BYTES, aligned_empty, trim_heap
-from offload.engine.host.slab import Record, Slab, SlabHandle, adopt, lay_out
+from offload.engine.host.record import lay_out
+from offload.engine.host.slab import Slab, SlabHandle, give_back
 from offload.errors import OffloadError
 
 ROOT = Path(__file__).parents[5]
@@ -21,7 +22,8 @@ OPEN = """
 import sys
 import torch
 from torch import nn
-from offload.engine.host.slab import Slab, SlabHandle, lay_out
+from offload.engine.host.record import lay_out
+from offload.engine.host.slab import Slab, SlabHandle
 
 pid, descriptor, num_bytes, layout, shape = sys.argv[1:6]
 handle = SlabHandle(
@@ -150,7 +152,7 @@ def test_a_layer_that_is_taken_aliases_the_slab_and_given_back_does_not() -> Non
     assert all(map(torch.equal, weights, before))
     slab.layer(0).zero_()
     assert not any(weight.any() for weight in weights)
-    slab.give_back(0, torch.device("cpu"))
+    give_back(slab.records[0], slab.layer(0), torch.device("cpu"))
     slab.layer(0).fill_(255)
     assert not any(weight.any() for weight in weights)
     slab.close()
@@ -196,15 +198,15 @@ def test_parameters_that_lie_in_a_record_are_its_fields_and_others_are_not() -> 
     assert slab.records[0].num_bytes == slab.layer(0).numel() == slab.num_bytes
 
 
-def test_a_parameter_that_only_begins_in_a_record_is_not_in_it() -> None:
-    memory = aligned_empty(2 * PAGE_BYTES)
-    across, inside = (
-        nn.Parameter(memory[start : start + 8], requires_grad=False)
-        for start in (PAGE_BYTES - 4, PAGE_BYTES - 8)
-    )
-    first, second = adopt([memory[:PAGE_BYTES], memory[PAGE_BYTES:]], [[across, inside], [across]])
-    assert [field.parameter for field in first.fields] == [inside]
-    assert second == Record(fields=(), num_bytes=PAGE_BYTES)
+def test_a_parameter_that_is_longer_than_its_field_is_not_in_the_record() -> None:
+    weights = parameters((3,), (5,))
+    slab = Slab([lay_out(weights), lay_out(parameters((5,)))])
+    slab.take(0)
+    whole = slab.layer(0).view(torch.float32)
+    across, inside = (nn.Parameter(whole[:num], requires_grad=False) for num in (4, 3))
+    slab.adopt([[across, inside], [inside]])
+    assert [field.parameter for field in slab.records[0].fields] == [inside]
+    assert slab.records[1].fields == ()
 
 
 def test_a_slab_that_no_parameter_lies_in_is_refused() -> None:

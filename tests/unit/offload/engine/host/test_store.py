@@ -16,7 +16,8 @@ from torch import nn
 
 from offload.engine.host.mapping import PAGE_BYTES, aligned_empty
 from offload.engine.host.reads import FileReader
-from offload.engine.host.slab import Slab, lay_out
+from offload.engine.host.record import lay_out
+from offload.engine.host.slab import Slab
 from offload.engine.host.store import FORMAT, MAGIC, Store
 from offload.engine.host.store_writer import StoreWriter, sole_builder
 from offload.errors import OffloadError, StoreError, TransferError
@@ -228,7 +229,7 @@ def test_a_store_of_another_format_says_which(file: Path) -> None:
     line = newer + f" {zlib.crc32(newer):08x}\n".encode()
     with file.open("r+b") as page:
         page.write(MAGIC + line)
-    with pytest.raises(StoreError, match="its format is 99, this version's is 1"):
+    with pytest.raises(StoreError, match="its format is 99, this version's is 2"):
         Store(file, identity=IDENTITY)
 
 

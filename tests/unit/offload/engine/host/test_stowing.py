@@ -7,7 +7,8 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from offload.engine.host.slab import Record, Slab
+from offload.engine.host.record import Record
+from offload.engine.host.slab import Slab
 from offload.engine.host.stowing import Stowing
 from offload.errors import UnsupportedModelError
 

@@ -1,0 +1,180 @@
+"""A layer as one flat record: where each of its parameters lies, and in which form.
+
+A record has one layout while it waits and crosses the link, and where any of its parameters is
+encoded, another where it computes: there all of them stand decoded, side by side.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from offload.engine.codecs.codec import NATIVE, Codec
+from offload.engine.host.mapping import to_pages
+from offload.errors import OffloadError
+
+_ALIGN_BYTES = 256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Field:
+    """One parameter's place in its layer's record.
+
+    Attributes:
+        parameter: Whose values these are.
+        offset: First byte in the record.
+        num_bytes: Size in the record.
+        shape: Of the values.
+        dtype: Of the values.
+        codec: How they are written in the record.
+        decoded_offset: First byte where the whole record stands decoded.
+    """
+
+    parameter: nn.Parameter
+    offset: int
+    num_bytes: int
+    shape: torch.Size
+    dtype: torch.dtype
+    codec: Codec
+    decoded_offset: int
+
+    def written(self, record: torch.Tensor) -> torch.Tensor:
+        """Return the bytes in a flat uint8 record."""
+        return record[self.offset : self.offset + self.num_bytes]
+
+    def view(self, record: torch.Tensor) -> torch.Tensor:
+        """Return the tensor inside a flat uint8 record; only where it is written as it is."""
+        assert self.codec is NATIVE
+        return self.written(record).view(self.dtype).view(self.shape)
+
+    def decoded(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return the tensor inside the flat uint8 memory of a decoded record."""
+        end = self.decoded_offset + self.shape.numel() * self.dtype.itemsize
+        return memory[self.decoded_offset : end].view(self.dtype).view(self.shape)
+
+    def decode(self, record: torch.Tensor, memory: torch.Tensor) -> None:
+        """Read the tensor from a record into the memory of a decoded one, on the same device."""
+        self.codec.decode(self.written(record), self.decoded(memory))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """The fields of one layer.
+
+    Attributes:
+        fields: One per parameter.
+        num_bytes: Size of the record, whole pages.
+        decoded_bytes: What it takes decoded, whole pages; 0 where every field is as it computes.
+    """
+
+    fields: tuple[Field, ...]
+    num_bytes: int
+    decoded_bytes: int = 0
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the fields themselves, without alignment."""
+        return sum(field.num_bytes for field in self.fields)
+
+
+def lay_out(parameters: Sequence[nn.Parameter], codecs: Sequence[Codec] | None = None) -> Record:
+    """Place the parameters of one layer one behind the other; they may be on the meta device.
+
+    Args:
+        parameters: In the order that they are to lie in.
+        codecs: How each is written; None, all as they are.
+    """
+    fields = []
+    offset = decoded_offset = 0
+    for parameter, codec in zip(parameters, codecs or [NATIVE] * len(parameters), strict=True):
+        num_bytes = codec.num_bytes(parameter.shape, parameter.dtype)
+        fields.append(
+            Field(
+                parameter=parameter,
+                offset=offset,
+                num_bytes=num_bytes,
+                shape=parameter.shape,
+                dtype=parameter.dtype,
+                codec=codec,
+                decoded_offset=decoded_offset,
+            )
+        )
+        offset += _aligned(num_bytes)
+        decoded_offset += _aligned(parameter.numel() * parameter.element_size())
+    is_encoded = any(field.codec is not NATIVE for field in fields)
+    return Record(
+        fields=tuple(fields),
+        num_bytes=to_pages(offset),
+        decoded_bytes=to_pages(decoded_offset) if is_encoded else 0,
+    )
+
+
+def stand_in(field: Field) -> torch.Tensor:
+    """Return what shows in the place of encoded values: NaN everywhere, in the memory of one."""
+    return torch.full((), float("nan"), dtype=field.dtype).expand(field.shape)
+
+
+def is_stand_in(values: torch.Tensor) -> bool:
+    """Tell whether a parameter shows no values of its own."""
+    return values.numel() > 1 and not any(values.stride())
+
+
+def adopt(
+    records: Sequence[Record],
+    shown: Sequence[Sequence[torch.Tensor]],
+    groups: Sequence[Sequence[nn.Parameter]],
+) -> tuple[Record, ...]:
+    """Return the records of parameters that show what a hold has given out.
+
+    They are told by address, so it does not matter what has been wrapped around them since. A
+    parameter that shows something else is in no record.
+
+    Args:
+        records: The layers' layouts.
+        shown: By layer and field, what the hold gave out.
+        groups: Each layer's parameters.
+
+    Raises:
+        OffloadError: None of them shows any of it.
+    """
+    adopted = tuple(map(_adopt_layer, records, shown, groups))
+    if not any(record.fields for record in adopted):
+        raise OffloadError(
+            "no parameter of the model lies where its layers were loaded to",
+            limit="an engine that is closed or detached gives parameters other memory",
+            hint="attach without `hold`, or load the model again",
+        )
+    return adopted
+
+
+def _adopt_layer(
+    record: Record, shown: Sequence[torch.Tensor], parameters: Sequence[nn.Parameter]
+) -> Record:
+    fields = {
+        tensor.data_ptr(): field
+        for tensor, field in zip(shown, record.fields, strict=True)
+        if tensor.numel()
+    }
+    adopted = []
+    for parameter in parameters:
+        field = fields.get(parameter.data_ptr()) if parameter.numel() else None
+        if field is None or (field.shape, field.dtype) != (parameter.shape, parameter.dtype):
+            continue
+        if parameter.is_contiguous() or is_stand_in(parameter.data):
+            adopted.append(replace(field, parameter=parameter))
+    return replace(record, fields=tuple(adopted))
+
+
+def digest(records: Sequence[Record]) -> str:
+    """Return a name of the layout, the same wherever it is the same."""
+    places = [
+        [(f.offset, tuple(f.shape), str(f.dtype), f.codec.name) for f in record.fields]
+        for record in records
+    ]
+    return hashlib.sha256(repr(places).encode()).hexdigest()
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES

@@ -1,0 +1,74 @@
+"""Which of a model's weights a codec may round: its matrices, and nothing small that steers it."""
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from offload.engine.codecs.codec import NATIVE, Codec, codec_named
+from offload.engine.model.layers import LayeredModel
+from offload.plan.codec import CodecName
+
+_SAME_AS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Encoding:
+    """How each weight of one model's layers is written while it waits.
+
+    Weights of linear layers and of fused experts are written by the codec. Norms, biases, routers
+    and everything that is not known stay as they are, and so does what trains.
+    """
+
+    def __init__(self, layered: LayeredModel, codec: CodecName) -> None:
+        """Find the matrices.
+
+        Args:
+            layered: The model, perhaps without values, perhaps with adapters around its layers.
+            codec: What they are written by.
+        """
+        self._codec, self._name = codec_named(codec), codec
+        sizes = _router_sizes(layered)
+        self._matrices = {
+            id(parameter)
+            for layer in layered.layers
+            for module in layer.modules()
+            for name, parameter in module.named_parameters(recurse=False)
+            if _is_matrix(module, name, parameter, router_sizes=sizes)
+        }
+
+    def codecs(self, parameters: Sequence[nn.Parameter]) -> list[Codec]:
+        """Return how each of these is written while a model is loaded, and nothing is frozen."""
+        return [self._codec if self._is_written(p) else NATIVE for p in parameters]
+
+    def of_layers(self, groups: Sequence[Sequence[nn.Parameter]]) -> list[list[Codec]]:
+        """Return how each layer's parameters are written once it is known what trains."""
+        return [
+            [
+                NATIVE if parameter.requires_grad else codec
+                for parameter, codec in zip(group, self.codecs(group), strict=True)
+            ]
+            for group in groups
+        ]
+
+    def _is_written(self, parameter: nn.Parameter) -> bool:
+        is_matrix = id(parameter) in self._matrices and parameter.is_floating_point()
+        return is_matrix and _SAME_AS.get(self._name) is not parameter.dtype
+
+
+def _is_matrix(
+    module: nn.Module, name: str, parameter: nn.Parameter, *, router_sizes: Collection[int]
+) -> bool:
+    kind = type(module).__name__
+    if isinstance(module, nn.Linear | Conv1D):
+        is_router = "Router" in kind or "Gate" in kind or module.weight.shape[0] in router_sizes
+        return name == "weight" and not is_router
+    return "Experts" in kind and parameter.dim() == 3
+
+
+def _router_sizes(layered: LayeredModel) -> set[int]:
+    """Return how many outputs a linear layer has that is a router: one per expert, or one."""
+    config = layered.model.config.get_text_config()
+    keys = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    sizes = {getattr(config, key, None) for key in keys}
+    return {1, *(size for size in sizes if isinstance(size, int))}

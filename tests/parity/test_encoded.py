@@ -1,0 +1,175 @@
+"""Layers that wait encoded: the same bits as a resident model of the rounded weights (MOVE)."""
+
+import copy
+from pathlib import Path
+from typing import Literal, get_args
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+import offload
+from offload.engine.codecs.codec import NATIVE, codec_named
+from offload.engine.model.encoding import Encoding
+from offload.engine.model.layers import LayeredModel
+from offload.plan.codec import CodecName
+from offload.plan.schedule import Order
+from tests.parity.test_streamed_step import (
+    MODELS,
+    assert_equal,
+    gradients,
+    micro_batches,
+    streamed,
+    tiny,
+    with_lora,
+)
+
+LOSSY = [name for name in get_args(CodecName) if name not in ("native", "bf16_packed")]
+CPU = torch.device("cpu")
+
+
+def matrices(model: nn.Module, codec: CodecName) -> dict[str, nn.Parameter]:
+    """Return the weights of a model's layers that a codec writes, by name."""
+    layered = LayeredModel(model)
+    encoding = Encoding(layered, codec)
+    inside = set(map(id, layered.layers.parameters()))
+    named = {n: p for n, p in model.named_parameters() if id(p) in inside and not p.requires_grad}
+    codecs = encoding.codecs(list(named.values()))
+    return {
+        name: parameter
+        for (name, parameter), own in zip(named.items(), codecs, strict=True)
+        if own is not NATIVE
+    }
+
+
+def rounded(model: nn.Module, codec: CodecName) -> nn.Module:
+    """Return a copy whose weights are what the codec makes of them."""
+    model = copy.deepcopy(model)
+    for parameter in matrices(model, codec).values():
+        values, form = parameter.data, codec_named(codec)
+        written = torch.empty(form.num_bytes(values.shape, values.dtype), dtype=torch.uint8)
+        form.encode(values, written)
+        form.decode(written, values)
+    return model
+
+
+def encoded_step(
+    model: nn.Module,
+    codec: CodecName,
+    *,
+    order: Order = Order.LAYER_MAJOR,
+    tier: Literal["ram", "disk"] = "ram",
+    store_dir: str | None = None,
+) -> tuple[float, dict[str, torch.Tensor]]:
+    engine = offload.attach(
+        model,
+        num_slots=2,
+        codec=codec,
+        device="cpu",
+        tier=tier,
+        store_dir=store_dir,
+        head_chunk_tokens=7,
+    )
+    try:
+        engine.forward_backward(micro_batches(), dropout_seed=0, order=order)
+        model.zero_grad()
+        result = engine.forward_backward(micro_batches(), dropout_seed=0, order=order)
+        return result.loss, gradients(model)
+    finally:
+        engine.detach()
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+@pytest.mark.parametrize("name", MODELS)
+def test_move_encoded_layers_compute_as_resident_rounded_ones(name: str, codec: CodecName) -> None:
+    model = tiny(name)
+    exact = streamed(model, num_slots=6)
+    expected = streamed(rounded(model, codec), num_slots=6)
+    assert exact[0] != expected[0]
+    assert_equal(encoded_step(model, codec), expected)
+
+
+def test_move_packed_layers_compute_as_the_layers_themselves() -> None:
+    torch.manual_seed(0)
+    model = with_lora(MODELS["qwen3_moe"]().to(torch.bfloat16))
+    expected = streamed(model, num_slots=6)
+    engine = offload.attach(copy.deepcopy(model), num_slots=2, codec="bf16_packed", device="cpu")
+    plain_bytes = offload.attach(copy.deepcopy(model), num_slots=2, device="cpu").layer_bytes
+    assert sum(engine.layer_bytes) < sum(plain_bytes)
+    assert_equal(encoded_step(model, "bf16_packed"), expected)
+
+
+@pytest.mark.parametrize("codec", ["bf16", "fp16"])
+def test_a_cast_to_the_type_that_weights_have_leaves_them_as_they_are(codec: CodecName) -> None:
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[codec]
+    assert not matrices(MODELS["qwen3"]().to(dtype), codec)
+
+
+def test_move_encoded_layers_from_disk_and_in_the_usual_order(tmp_path: Path) -> None:
+    model = tiny("qwen3_moe")
+    order = Order.MICRO_BATCH_MAJOR
+    expected = streamed(rounded(model, "nf4"), num_slots=6, order=order)
+    found = encoded_step(
+        copy.deepcopy(model), "nf4", order=order, tier="disk", store_dir=str(tmp_path)
+    )
+    assert_equal(found, expected)
+
+
+def test_evaluation_sees_the_decoded_weights() -> None:
+    model = tiny("qwen3_moe").eval()
+    (batch,) = micro_batches(1)
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    with torch.no_grad():
+        expected = rounded(model, "nf4")(**inputs).logits
+    engine = offload.attach(model, num_slots=2, codec="nf4", device="cpu")
+    found = engine.forward(inputs).logits
+    assert found is not None
+    torch.testing.assert_close(found, expected)
+
+
+def test_norms_biases_routers_and_adapters_stay_as_they_are() -> None:
+    for name in ("qwen3_moe", "gpt_oss"):
+        model = tiny(name)
+        found = [key for key in matrices(model, "nf4") if ".layers.0." in key]
+        experts = {key.rpartition(".")[2] for key in found if "experts" in key}
+        assert experts == {"gate_up_proj", "down_proj"}
+        assert sum("self_attn" in key for key in found) == 4
+        assert len(found) == 6
+
+
+def test_a_detached_model_has_the_rounded_weights_and_the_rest_untouched() -> None:
+    model = tiny("qwen3_moe")
+    expected = dict(rounded(model, "nf4").named_parameters())
+    offload.attach(model, num_slots=2, codec="nf4", device="cpu").detach()
+    assert all(torch.equal(p, expected[name]) for name, p in model.named_parameters())
+
+
+def test_weights_that_train_on_the_host_are_not_encoded_and_the_frozen_ones_are() -> None:
+    model = MODELS["qwen3"]().train()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("mlp" in name)
+    expected = streamed_on_host(rounded(model, "nf4"), "native")
+    assert_equal(streamed_on_host(model, "nf4"), expected)
+
+
+def streamed_on_host(
+    model: PreTrainedModel | nn.Module, codec: CodecName
+) -> tuple[float, dict[str, torch.Tensor]]:
+    engine = offload.attach(
+        model,
+        num_slots=2,
+        codec=codec,
+        device="cpu",
+        trained_weights="host",
+        head_chunk_tokens=7,
+    )
+    loss = engine.forward_backward(micro_batches(), dropout_seed=0).loss
+    found = {n: p.grad.clone() for n, p in engine.trained_parameters.items() if p.grad is not None}
+    engine.detach()
+    return loss, found
+
+
+def test_a_codec_that_is_not_there_is_refused() -> None:
+    with pytest.raises(offload.CodecError, match="there is no codec 'nf3'"):
+        offload.attach(tiny("qwen3"), num_slots=2, device="cpu", codec="nf3")  # type: ignore[arg-type]
