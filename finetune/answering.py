@@ -36,6 +36,7 @@ def answer_prompt(run_dir: Path, prompt: str, *, max_new_tokens: int) -> str:
         config=recipe.model.config,
         init=recipe.model.init,
         dtype=recipe.model.dtype,
+        codec=recipe.offload.layer_codec,
         device=device,
         seed=recipe.train.seed,
         tier=recipe.offload.load_tier,
@@ -45,6 +46,7 @@ def answer_prompt(run_dir: Path, prompt: str, *, max_new_tokens: int) -> str:
     engine = offload.attach(
         model,
         num_slots=num_slots,
+        codec=recipe.offload.layer_codec,
         tier=recipe.offload.load_tier,
         device=device,
         hold=loaded.hold,

@@ -4,7 +4,7 @@ import contextlib
 import json
 import socket
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,6 +15,7 @@ from finetune.errors import ConfigError, ModelError
 from finetune.shapes import load_shape, shipped_shapes
 from finetune.weights import identity, store_path
 from offload.errors import StoreError
+from offload.plan.codec import CodecName
 
 if TYPE_CHECKING:
     import torch
@@ -136,12 +137,13 @@ class Loaded:
     notes: tuple[str, ...] = ()
 
 
-def load_model(
+def load_model(  # noqa: PLR0913 - one door for every way in
     *,
     path: str | None,
     config: str | None,
     init: Literal["pretrained", "random"],
     dtype: str,
+    codec: CodecName,
     device: str,
     seed: int,
     tier: Literal["ram", "disk"],
@@ -150,16 +152,18 @@ def load_model(
     """Build the model on the host, to be run on `device`.
 
     Published weights go layer by layer to where they will wait: into the slab in memory, or with
-    tier `disk` into a file, which is kept for the next start. Towers for images and sound are left
-    without memory. A mixture of experts runs on a CPU as a loop over its experts, which is 1.3 to
-    1.7 times as fast there as grouped products (measured on the quickstart's model, see
-    tests/bench/LOG.md).
+    tier `disk` into a file, which is kept for the next start. Weights that wait encoded go to such
+    a file first in either case: the next start need not encode them again. Towers for images and
+    sound are left without memory. A mixture of experts runs on a CPU as a loop over its experts,
+    which is 1.3 to 1.7 times as fast there as grouped products (measured on the quickstart's
+    model, see tests/bench/LOG.md).
 
     `make_slab` makes the slab of the layers' records; None, one of this process's own.
 
     Raises:
         ModelError: Weights are missing or do not match the config.
         TransferError: The disk is full.
+        CodecError: Weights cannot be written by the codec.
         UnsupportedModelError: The model's layers cannot be streamed.
     """
     from offload.engine.host.slab import Slab
@@ -168,9 +172,11 @@ def load_model(
 
     if init == "random":
         loaded = Loaded(model=_random_model(path, config, dtype, seed), hold=None)
-    elif tier == "disk":
+    elif tier == "disk" or codec != "native":
         assert path is not None
-        loaded = _load_from_store(path, dtype)
+        loaded = _load_from_store(path, dtype, codec, device)
+        if tier == "ram":
+            loaded = _into_memory(loaded, make_slab or Slab)
     else:
         assert path is not None
         make = make_slab or Slab
@@ -234,20 +240,34 @@ def _is_text_part(model: "PreTrainedModel", path: str) -> bool:
     return type(AutoConfig.from_pretrained(path)) is not type(model.config)
 
 
-def _load_from_store(path: str, dtype: str) -> Loaded:
+def _into_memory(loaded: Loaded, make_slab: "Callable[[Sequence[Record]], Slab]") -> Loaded:
+    """Read the layers of a model that was built around a store into a slab."""
+    from offload.engine.host.store import Store
+    from offload.engine.model.layers import LayeredModel
+
+    store = loaded.hold
+    assert isinstance(store, Store)
+    store.adopt([list(layer.parameters()) for layer in LayeredModel(loaded.model).layers])
+    slab = make_slab(store.records)
+    store.move_to(slab)
+    store.close()
+    return replace(loaded, hold=slab)
+
+
+def _load_from_store(path: str, dtype: str, codec: CodecName, device: str) -> Loaded:
     """Build the model around the store of its weights, which is written first if need be."""
     from offload.engine.host.store import Store
     from offload.engine.host.store_writer import sole_builder
 
-    file = store_path(path, dtype)
+    file = store_path(path, dtype, codec)
     notes: tuple[str, ...] = ()
     with sole_builder(file):
         is_first = not file.exists()
         try:
-            store = Store(file, identity=_identity(path, dtype))
+            store = Store(file, identity=_identity(path, dtype, codec))
         except StoreError as error:
-            _build_store(path, dtype, file)
-            store = Store(file, identity=_identity(path, dtype))
+            _build_store(path, dtype, codec, file, device)
+            store = Store(file, identity=_identity(path, dtype, codec))
             notes = (
                 f"Wrote the layers of {path} to {file}."
                 if is_first
@@ -256,11 +276,14 @@ def _load_from_store(path: str, dtype: str) -> Loaded:
     return Loaded(model=_model_around(store, path, dtype), hold=store, notes=notes)
 
 
-def _build_store(path: str, dtype: str, file: Path) -> None:
+def _build_store(path: str, dtype: str, codec: CodecName, file: Path, device: str) -> None:
+    import torch
+
     from offload.engine.host.store_writer import StoreWriter
     from offload.engine.host.stowing import Stowing
 
-    with Stowing(partial(StoreWriter, file), is_loaded=_is_loaded) as stowing:
+    make_writer = partial(StoreWriter, file, encoding_device=torch.device(device))
+    with Stowing(make_writer, codec=codec, is_loaded=_is_loaded) as stowing:
         model = _load_published(path, dtype)
         writer = stowing.hold
         if writer is None:
@@ -269,7 +292,7 @@ def _build_store(path: str, dtype: str, file: Path) -> None:
                 limit="the disk tier writes each as transformers registers it",
                 hint="`offload.tier: ram`, or another version of transformers",
             )
-        writer.finish(_all_but(model, writer.names), _identity(path, dtype))
+        writer.finish(_all_but(model, writer.names), _identity(path, dtype, codec))
 
 
 def _is_loaded(parameter: "torch.nn.Parameter") -> bool:
@@ -284,9 +307,9 @@ def _all_but(model: "PreTrainedModel", names: Collection[str]) -> dict[str, "tor
     return {name: state[name].detach() for name in first_names.values() if name not in names}
 
 
-def _identity(path: str, dtype: str) -> dict[str, Any]:
+def _identity(path: str, dtype: str, codec: CodecName) -> dict[str, Any]:
     config = Path(path, "config.json") if Path(path).is_dir() else cached_file(path, "config.json")
-    return {} if config is None else identity(config.parent, dtype)
+    return {} if config is None else identity(config.parent, dtype, codec)
 
 
 def _model_around(store: "Store", path: str, dtype: str) -> "PreTrainedModel":

@@ -82,20 +82,6 @@ def torch_device_name(offload: OffloadSection) -> str:
     return "cuda" if has_cuda and offload.device != "cpu" else "cpu"
 
 
-def require_trainable_cargo(offload: OffloadSection) -> None:
-    """Refuse a codec that the engine cannot decode.
-
-    Raises:
-        ConfigError: The codec can be planned with, and not yet trained with.
-    """
-    if offload.codec == "nf4":
-        raise ConfigError(
-            "offload.codec: nf4 can be planned with and not yet trained with",
-            limit="this version moves layers in the model's own dtype",
-            hint="`offload.codec: native`",
-        )
-
-
 def require_loggers(log_to: Sequence[str]) -> None:
     """Check that what metrics are to be sent to is installed.
 

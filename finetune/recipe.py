@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from finetune.recipe_rules import broken_rules
+from offload.plan.codec import CodecName
 from offload.plan.machine import GIB
 
 # ---------------------------------------------------------------------------------------------
@@ -230,7 +231,7 @@ class OffloadSection(Section):
         default="auto",
         description="Where layers wait that are in no slot: `ram`, or a file on `disk`.",
     )
-    codec: Literal["auto", "native", "nf4"] = Field(
+    codec: Literal["auto"] | CodecName = Field(
         default="auto",
         description="Form in which layers wait: `native` is `model.dtype`, `nf4` about 4 bits.",
     )
@@ -246,6 +247,11 @@ class OffloadSection(Section):
         default="auto",
         description="Device memory that the plan may use, in GiB; `auto` takes what is free.",
     )
+
+    @property
+    def layer_codec(self) -> CodecName:
+        """How the layers are written while they wait; `auto` rounds nothing."""
+        return "native" if self.codec == "auto" else self.codec
 
     @property
     def load_tier(self) -> Literal["ram", "disk"]:

@@ -50,6 +50,7 @@ def build(recipe: Recipe, work: Work, ranks: Ranks) -> Session:
             config=recipe.model.config,
             init=recipe.model.init,
             dtype=recipe.model.dtype,
+            codec=recipe.offload.layer_codec,
             device=work.device.type,
             seed=recipe.train.seed,
             tier=recipe.offload.load_tier,
@@ -70,6 +71,7 @@ def build(recipe: Recipe, work: Work, ranks: Ranks) -> Session:
     engine = offload.attach(
         model,
         num_slots=work.plan.num_slots,
+        codec=recipe.offload.layer_codec,
         tier=recipe.offload.load_tier,
         device=str(work.device),
         stash=recipe.offload.stash,

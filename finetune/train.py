@@ -60,7 +60,6 @@ def finetune(
     """
     run_dir = RunDir(recipe.output.run_dir)
     preflight.require_micro_batch_per_rank(recipe.train, num_ranks=ranks.num)
-    preflight.require_trainable_cargo(recipe.offload)
     preflight.require_loggers(recipe.report.log_to)
     if ranks.is_main and is_resume:
         run_dir.require_same_recipe(recipe)

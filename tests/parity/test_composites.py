@@ -102,6 +102,7 @@ def test_a_loaded_composite_keeps_no_tower_in_memory_and_trains(
         config=None,
         init="pretrained",
         dtype="float32",
+        codec="native",
         device="cpu",
         seed=0,
         tier=tier,

@@ -2,10 +2,11 @@
 
 import copy
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 import pytest
 import torch
+from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -26,7 +27,7 @@ from tests.parity.test_streamed_step import (
 )
 
 LOSSY = [name for name in get_args(CodecName) if name not in ("native", "bf16_packed")]
-CPU = torch.device("cpu")
+M = TypeVar("M", bound=nn.Module)
 
 
 def matrices(model: nn.Module, codec: CodecName) -> dict[str, nn.Parameter]:
@@ -43,7 +44,7 @@ def matrices(model: nn.Module, codec: CodecName) -> dict[str, nn.Parameter]:
     }
 
 
-def rounded(model: nn.Module, codec: CodecName) -> nn.Module:
+def rounded(model: M, codec: CodecName) -> M:
     """Return a copy whose weights are what the codec makes of them."""
     model = copy.deepcopy(model)
     for parameter in matrices(model, codec).values():
@@ -55,7 +56,7 @@ def rounded(model: nn.Module, codec: CodecName) -> nn.Module:
 
 
 def encoded_step(
-    model: nn.Module,
+    model: PeftModel,
     codec: CodecName,
     *,
     order: Order = Order.LAYER_MAJOR,
@@ -92,7 +93,7 @@ def test_move_encoded_layers_compute_as_resident_rounded_ones(name: str, codec: 
 
 def test_move_packed_layers_compute_as_the_layers_themselves() -> None:
     torch.manual_seed(0)
-    model = with_lora(MODELS["qwen3_moe"]().to(torch.bfloat16))
+    model = with_lora(MODELS["qwen3_moe"]().bfloat16())
     expected = streamed(model, num_slots=6)
     engine = offload.attach(copy.deepcopy(model), num_slots=2, codec="bf16_packed", device="cpu")
     plain_bytes = offload.attach(copy.deepcopy(model), num_slots=2, device="cpu").layer_bytes
@@ -102,8 +103,9 @@ def test_move_packed_layers_compute_as_the_layers_themselves() -> None:
 
 @pytest.mark.parametrize("codec", ["bf16", "fp16"])
 def test_a_cast_to_the_type_that_weights_have_leaves_them_as_they_are(codec: CodecName) -> None:
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[codec]
-    assert not matrices(MODELS["qwen3"]().to(dtype), codec)
+    model = MODELS["qwen3"]()
+    assert matrices(model, codec)
+    assert not matrices(model.half() if codec == "fp16" else model.bfloat16(), codec)
 
 
 def test_move_encoded_layers_from_disk_and_in_the_usual_order(tmp_path: Path) -> None:
@@ -154,7 +156,7 @@ def test_weights_that_train_on_the_host_are_not_encoded_and_the_frozen_ones_are(
 
 
 def streamed_on_host(
-    model: PreTrainedModel | nn.Module, codec: CodecName
+    model: PreTrainedModel, codec: CodecName
 ) -> tuple[float, dict[str, torch.Tensor]]:
     engine = offload.attach(
         model,

@@ -43,6 +43,7 @@ def steps(num_slots: int) -> list[tuple[float, dict[str, torch.Tensor]]]:
         config=None,
         init="pretrained",
         dtype="float32",
+        codec="native",
         device="cpu",
         seed=0,
         tier="ram",

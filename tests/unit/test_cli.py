@@ -227,8 +227,3 @@ def test_a_world_size_that_is_no_number_is_named(tmp_path: Path, monkeypatch, ca
     monkeypatch.setenv("WORLD_SIZE", "abc")
     assert run("finetune", "quickstart", f"output.dir={tmp_path / 'run'}") == 1
     assert "error: the environment variable WORLD_SIZE is 'abc'; " in capsys.readouterr().err
-
-
-def test_nf4_is_planned_and_not_pretended(capsys) -> None:
-    assert run("finetune", "quickstart", "offload.codec=nf4") == 1
-    assert "nf4 can be planned with and not yet trained with" in capsys.readouterr().err

@@ -167,11 +167,10 @@ class HostSide:
             return hold
         records = hold.records if hold else tuple(map(lay_out, groups, codecs))
         slab = Slab(records, before_touch=self._bind, encoding_device=torch_device)
-        for layer in range(len(slab.records)):
-            if isinstance(hold, Store):
-                hold.read_into(layer, slab.layer(layer))
-                slab.alias(layer)
-            else:
+        if isinstance(hold, Store):
+            hold.move_to(slab)
+        else:
+            for layer in range(len(slab.records)):
                 slab.take(layer)
         return slab
 

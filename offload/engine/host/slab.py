@@ -51,6 +51,7 @@ class Slab:
     Attributes:
         records: The layers' layouts.
         num_bytes: Size of the block.
+        is_opened: Whether it is another process's, which fills it.
         descriptor: The file behind it, until `close`; None where there is none.
         reason: Why other processes cannot map it; empty where they can.
         policy: What `before_touch` said; empty where there was none.
@@ -75,7 +76,7 @@ class Slab:
         self.records = tuple(records)
         offsets = [0, *accumulate(record.num_bytes for record in records)]
         self.num_bytes = offsets[-1]
-        self._is_opened = block is not None
+        self.is_opened = block is not None
         block = _new_block(self.num_bytes) if block is None else block
         self._block, self.descriptor, self.reason = block.memory, block.descriptor, block.reason
         self.policy = ""
@@ -144,7 +145,7 @@ class Slab:
         Raises:
             CodecError: The values cannot be written in the field's form.
         """
-        if not self._is_opened:
+        if not self.is_opened:
             field = self.records[layer].fields[index]
             write(field, values, field.written(self._layers[layer]), self._encoding_device)
         return self._shown[layer][index]

@@ -233,6 +233,17 @@ class Store:
         """Read a layer's whole record; as `deliver`."""
         self.deliver(layer, 0, target, _no_copy)
 
+    def move_to(self, slab: Slab) -> None:
+        """Fill a slab of the same layout, unless another process does, and let parameters show it.
+
+        Raises:
+            TransferError: As `deliver`.
+        """
+        for layer in range(len(self.records)):
+            if not slab.is_opened:
+                self.read_into(layer, slab.layer(layer))
+            slab.alias(layer)
+
     def close(self) -> None:
         """Join the reading threads. What is mapped stays for as long as something shows it."""
         self._reader.close()

@@ -40,6 +40,7 @@ from finetune.model import Loaded, load_model
 from finetune.weights import store_path
 from offload.engine.host.slab import Slab
 from offload.errors import TransferError
+from offload.plan.codec import CodecName
 
 ROOT = Path(__file__).parents[3]
 MIB = 2**20
@@ -96,7 +97,14 @@ def qwen3(tmp_path: Path) -> Path:
 
 def load(path: Path, tier: Tier, *, dtype: str = "float32") -> Loaded:
     return load_model(
-        path=str(path), config=None, init="pretrained", dtype=dtype, device="cpu", seed=0, tier=tier
+        path=str(path),
+        config=None,
+        init="pretrained",
+        dtype=dtype,
+        codec="native",
+        device="cpu",
+        seed=0,
+        tier=tier,
     )
 
 
@@ -216,7 +224,7 @@ def test_tensors_that_do_not_match_are_named_and_no_store_is_left(
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=message):
         load(path, tier)
-    assert not store_path(str(path), "float32").exists()
+    assert not store_path(str(path), "float32", "native").exists()
 
 
 def test_a_shard_that_is_cut_off_is_a_named_error(qwen3: Path, cache: Path) -> None:
@@ -246,7 +254,7 @@ def test_a_transformers_that_marks_nothing_is_noticed(
 
 
 def test_the_first_start_writes_a_store_and_the_second_reads_it(qwen3: Path) -> None:
-    file = store_path(str(qwen3), "float32")
+    file = store_path(str(qwen3), "float32", "native")
     first = load(qwen3, "disk")
     assert first.notes == (f"Wrote the layers of {qwen3} to {file}.",)
     for shard in qwen3.glob("*.safetensors"):  # same size and time, other content: it is not read
@@ -273,7 +281,7 @@ def damage_header(file: Path) -> None:
 def test_a_damaged_store_is_built_anew_and_said_so(
     damage: Callable[[Path], None], why: str, qwen3: Path
 ) -> None:
-    file = store_path(str(qwen3), "float32")
+    file = store_path(str(qwen3), "float32", "native")
     expected = load(qwen3, "ram").model
     load(qwen3, "disk")
     damage(file)
@@ -287,7 +295,7 @@ def test_a_damaged_store_is_built_anew_and_said_so(
 def test_a_layer_damaged_on_disk_stops_the_run_and_the_next_start_builds_it_anew(
     qwen3: Path,
 ) -> None:
-    file = store_path(str(qwen3), "float32")
+    file = store_path(str(qwen3), "float32", "native")
     load(qwen3, "disk")
     content = bytearray(file.read_bytes())
     content[8192] ^= 64
@@ -309,12 +317,20 @@ def test_weights_that_have_changed_get_a_new_store(qwen3: Path) -> None:
     assert_same_model(loaded.model, changed)
 
 
-def test_models_dtypes_and_places_have_stores_of_their_own(qwen3: Path, tmp_path: Path) -> None:
+def test_models_dtypes_codecs_and_places_have_stores_of_their_own(
+    qwen3: Path, tmp_path: Path
+) -> None:
     other = tmp_path / "elsewhere" / "qwen3"
     shutil.copytree(qwen3, other)
-    places = [(str(qwen3), "float32"), (str(qwen3), "bfloat16"), (str(other), "float32")]
-    assert len({store_path(*place) for place in places}) == 3
-    assert store_path("Qwen/Qwen3-0.6B", "float32").name.startswith("Qwen3-0.6B-float32-")
+    places: list[tuple[str, str, CodecName]] = [
+        (str(qwen3), "float32", "native"),
+        (str(qwen3), "bfloat16", "native"),
+        (str(other), "float32", "native"),
+        (str(qwen3), "float32", "nf4"),
+    ]
+    assert len({store_path(*place) for place in places}) == 4
+    name = store_path("Qwen/Qwen3-0.6B", "float32", "nf4").name
+    assert name.startswith("Qwen3-0.6B-float32-nf4-")
 
 
 LOAD = """
@@ -329,7 +345,8 @@ path, tier, dtype = sys.argv[1:4]
 print("ready", flush=True)
 sys.stdin.readline()
 loaded = load_model(
-    path=path, config=None, init="pretrained", dtype=dtype, device="cpu", seed=0, tier=tier
+    path=path, config=None, init="pretrained", dtype=dtype, codec="native", device="cpu", seed=0,
+    tier=tier,
 )
 print("loaded", *loaded.notes, flush=True)
 sys.stdin.readline()
@@ -388,7 +405,7 @@ def test_two_processes_that_want_a_store_build_one(
     children = [start(qwen3, "disk", "float32") for _ in range(2)]
     for child in children:
         child.go()
-    file = store_path(str(qwen3), "float32")
+    file = store_path(str(qwen3), "float32", "native")
     told = sorted(child.read() for child in children)
     assert told == ["loaded", f"loaded Wrote the layers of {qwen3} to {file}."]
     assert sorted(entry.name for entry in cache.iterdir()) == [file.name, file.name + ".lock"]
@@ -398,7 +415,7 @@ def test_two_processes_that_want_a_store_build_one(
 def test_a_builder_that_is_killed_leaves_the_next_start_free(
     qwen3: Path, cache: Path, start: Callable[[Path, Tier, str], Child]
 ) -> None:
-    file = store_path(str(qwen3), "float32")
+    file = store_path(str(qwen3), "float32", "native")
     cache.mkdir(parents=True)
     file.with_name(file.name + ".partial").write_bytes(b"torn")
     assert load(qwen3, "disk").notes == (f"Wrote the layers of {qwen3} to {file}.",)

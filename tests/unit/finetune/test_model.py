@@ -36,7 +36,14 @@ def model_dir(tmp_path: Path) -> Path:
 
 def load(path: Path, *, tier: Literal["ram", "disk"] = "ram", dtype: str = "float32") -> Loaded:
     return load_model(
-        path=str(path), config=None, init="pretrained", dtype=dtype, device="cpu", seed=0, tier=tier
+        path=str(path),
+        config=None,
+        init="pretrained",
+        dtype=dtype,
+        codec="native",
+        device="cpu",
+        seed=0,
+        tier=tier,
     )
 
 
@@ -68,6 +75,7 @@ def test_random_weights_depend_on_the_seed_alone() -> None:
             config="tiny-qwen3-moe",
             init="random",
             dtype="float32",
+            codec="native",
             device="cpu",
             seed=seed,
             tier="ram",
