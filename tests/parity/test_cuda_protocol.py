@@ -19,7 +19,9 @@ import torch
 
 from offload.engine.engine import Engine
 from offload.engine.streams import CudaDevice, copy_on_host
+from offload.plan.codec import CodecName
 from offload.plan.op import Lane
+from tests.parity.test_encoded import rounded
 from tests.parity.test_streamed_step import (
     OPTIONS,
     assert_equal,
@@ -156,8 +158,15 @@ def open_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
             stream.end()
 
 
-def attached(model: torch.nn.Module, device: FakeCudaDevice, *, num_staging: int) -> Engine:
-    engine = Engine(model, device=device, options=replace(OPTIONS, stash="host"))
+def attached(
+    model: torch.nn.Module,
+    device: FakeCudaDevice,
+    *,
+    num_staging: int,
+    codec: CodecName = "native",
+) -> Engine:
+    options = replace(OPTIONS, stash="host", codec=codec)
+    engine = Engine(model, device=device, options=options)
     engine._freight = replace(engine._freight, piece_bytes=PIECE_BYTES, num_staging=num_staging)
     engine._executor._slots._staging = [
         torch.full((PIECE_BYTES,), 0xFF, dtype=torch.uint8) for _ in range(num_staging)
@@ -185,6 +194,22 @@ def test_move_streams_that_run_apart_give_the_bits_of_the_resident_step(
     spans = second.timeline.spans
     assert all(span.start_s <= span.end_s for span in spans)
     assert any(span.lane is Lane.HOST for span in spans) == (num_staging > 0)
+    assert device.cuda.num_waits_for_nothing == 0
+    engine.detach()
+
+
+@pytest.mark.parametrize("num_staging", [0, 2])
+def test_move_encoded_layers_over_streams_compute_as_resident_rounded_ones(
+    open_device: Open, num_staging: int
+) -> None:
+    model = tiny("qwen3_moe")
+    expected = streamed(rounded(model, "nf4"), num_slots=6)
+    device = open_device(seed=0, is_staged=num_staging > 0)
+    engine = attached(model, device, num_staging=num_staging, codec="nf4")
+    for _ in range(2):
+        model.zero_grad()
+        result = engine.forward_backward(micro_batches(), dropout_seed=0)
+        assert_equal((result.loss, gradients(model)), expected)
     assert device.cuda.num_waits_for_nothing == 0
     engine.detach()
 
