@@ -224,7 +224,8 @@ class Engine:
     def detach(self) -> None:
         """Give the layers' parameters memory of their own, where the model came from.
 
-        The layers take their memory twice until the engine is let go.
+        Encoded weights come back as they were computed with. The layers take their memory twice
+        until the engine is let go.
         """
         if not self._is_attached:
             return
@@ -239,6 +240,7 @@ class Engine:
         """Take the slots, and bind the layers to them; move what is in none to the device."""
         torch_device = self._device.torch_device
         blocks = self._host.blocks
+        placement.require_values(self._model, records)
         trains_on_host = self._options.trained_weights == "host"
         self._masters = Masters(
             records,
@@ -250,7 +252,6 @@ class Engine:
         self._stash = Stash(
             allocate_host=blocks.allocate, free_host=self._free_host, torch_device=torch_device
         )
-        placement.require_values(self._model, records)
         placement.move_the_rest(self._layered, records, torch_device)
         num_slots = min(self._options.num_slots, len(records))
         slots = Slots(

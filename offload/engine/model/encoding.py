@@ -1,5 +1,6 @@
 """Which of a model's weights a codec may round: its matrices, and nothing small that steers it."""
 
+import re
 from collections.abc import Collection, Sequence
 
 import torch
@@ -10,6 +11,7 @@ from offload.engine.codecs.codec import NATIVE, Codec, codec_named
 from offload.engine.model.layers import LayeredModel
 from offload.plan.codec import CodecName
 
+_NUM_EXPERTS = re.compile(r"(^|_)n(um)?_(\w+_)?experts$")
 _SAME_AS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -63,12 +65,13 @@ def _is_matrix(
     if isinstance(module, nn.Linear | Conv1D):
         is_router = "Router" in kind or "Gate" in kind or module.weight.shape[0] in router_sizes
         return name == "weight" and not is_router
-    return "Experts" in kind and parameter.dim() == 3
+    return "Expert" in kind and parameter.dim() >= 2 and not name.endswith("bias")
 
 
 def _router_sizes(layered: LayeredModel) -> set[int]:
     """Return how many outputs a linear layer has that is a router: one per expert, or one."""
-    config = layered.model.config.get_text_config()
-    keys = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    sizes = {getattr(config, key, None) for key in keys}
-    return {1, *(size for size in sizes if isinstance(size, int))}
+    sizes = {1}
+    for key, value in layered.model.config.get_text_config().to_dict().items():
+        if _NUM_EXPERTS.search(key):
+            sizes.update(value if isinstance(value, list | tuple) else [value])
+    return sizes
