@@ -1,5 +1,44 @@
 """The forms in which layers wait, by name, and what a weight takes in each."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 CodecName = Literal["native", "bf16", "fp16", "fp8", "int8", "nf4", "bf16_packed"]
+CODEC_NAMES: tuple[CodecName, ...] = get_args(CodecName)
+
+FP8_BLOCK = 256  # weights that share a power of two, of one byte
+INT8_BLOCK = 256  # weights that share a float32
+NF4_BLOCK, NF4_NESTED_BLOCK = 64, 256  # weights that share a scale, scales that share a float32
+PACKED_BLOCK = 256  # weights that share a range of exponents, of one byte
+PACKED_ESCAPE_EVERY = 256  # room for one escape in so many weights ...
+PACKED_MIN_ESCAPES = 64  # ... and for a few in the smallest tensor
+PACKED_ESCAPE_BYTES = 6  # a position of 4 bytes (tensors under 2**31 weights), and the weight
+
+_BYTES_PER_WEIGHT: dict[CodecName, float] = {
+    "bf16": 2.0,
+    "fp16": 2.0,
+    "fp8": 1 + 1 / FP8_BLOCK,
+    "int8": 1 + 4 / INT8_BLOCK,
+    "nf4": 0.5 + 1 / NF4_BLOCK + 4 / (NF4_BLOCK * NF4_NESTED_BLOCK),
+    "bf16_packed": 1.5 + 1 / PACKED_BLOCK + PACKED_ESCAPE_BYTES / PACKED_ESCAPE_EVERY,
+}
+
+
+def bytes_per_weight(codec: CodecName, dtype_bytes: int) -> float:
+    """Return what a weight of a large tensor takes.
+
+    A small tensor takes up to 4 KiB more: its parts begin at multiples of 256 bytes, and tables
+    are written beside them.
+
+    Args:
+        codec: The form.
+        dtype_bytes: Bytes of a weight as it computes, which `native` keeps.
+    """
+    return float(dtype_bytes) if codec == "native" else _BYTES_PER_WEIGHT[codec]
+
+
+def decode_workspace_bytes(codec: CodecName) -> int:
+    """Return the most device memory that decoding a tensor takes, beside its two forms.
+
+    Tensors are decoded in pieces, so this does not grow with them.
+    """
+    return 0 if codec in ("native", "bf16", "fp16") else 16 * 2**20

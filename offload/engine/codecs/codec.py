@@ -4,6 +4,11 @@ from typing import Protocol
 
 import torch
 
+from offload.engine.codecs.casts import Cast
+from offload.engine.codecs.fp8 import Fp8
+from offload.engine.codecs.int8 import Int8
+from offload.engine.codecs.nf4 import Nf4
+from offload.engine.codecs.packed import Bf16Packed
 from offload.plan.codec import CodecName
 
 
@@ -64,7 +69,16 @@ class Native:
 
 
 NATIVE = Native()
-_CODECS: dict[str, Codec] = {codec.name: codec for codec in (NATIVE,)}
+NF4 = Nf4()
+_CODECS: dict[CodecName, Codec] = {
+    "native": NATIVE,
+    "bf16": Cast("bf16", torch.bfloat16),
+    "fp16": Cast("fp16", torch.float16),
+    "fp8": Fp8(),
+    "int8": Int8(),
+    "nf4": NF4,
+    "bf16_packed": Bf16Packed(),
+}
 
 
 def codec_named(name: CodecName) -> Codec:

@@ -1,0 +1,96 @@
+"""Weights as e4m3, with a power of two for each block."""
+
+import torch
+
+from offload.engine.codecs.layout import (
+    DEVICE_PIECE,
+    HOST_PIECE,
+    Layout,
+    blocks,
+    blocks_of,
+    check_dtype,
+    check_finite,
+    pieces,
+)
+from offload.plan.codec import FP8_BLOCK, CodecName
+
+_E4M3_MAX = 448.0
+_BIAS = 127  # of the scale's exponent, as float32 has it
+
+
+class Fp8:
+    """e4m3 in flat blocks of 256 weights, each scaled by a power of two, which takes one byte.
+
+    A floating point type keeps its relative error over its range, so a scale only has to put the
+    block's largest weight below e4m3's largest, 448: 18 binades of the block then fit, and neither
+    a finer scale nor a smaller block would be nearer. With a power of two scaling is exact both
+    ways, and every decoded weight is a bf16 number: one rounding in all.
+
+    Error: at most 2**-4 of the weight, half a unit of 4 significant bits, or 2**-18 of the block's
+    largest where that is more (below 2**-6 of the scale e4m3 has a fixed step of 2**-9, and the
+    block's largest is over 224 scales). Weights of fp16 that small round once more, by 2**-25, and
+    no scale is below 2**-126. e4m3: OCP 8-bit Floating Point Specification 1.0, table 1.
+    """
+
+    name: CodecName = "fp8"
+
+    def num_bytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
+        """Return a byte for each weight, and one for each block."""
+        check_dtype(self.name, dtype)
+        return _layout(shape.numel()).num_bytes
+
+    def workspace_bytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
+        """Return a piece's scales on a device, or its weights in float32 on a host."""
+        num_weights = shape.numel()
+        scales = 12 * -(-min(num_weights, DEVICE_PIECE) // FP8_BLOCK)
+        return max(scales, 12 * min(num_weights, HOST_PIECE))
+
+    def encode(self, values: torch.Tensor, encoded: torch.Tensor) -> None:
+        """Scale and round.
+
+        Raises:
+            CodecError: There are weights that are not finite.
+        """
+        check_dtype(self.name, values.dtype)
+        flat = values.detach().reshape(-1)
+        check_finite(self.name, flat)
+        quants, exponents = _layout(flat.numel()).split_to_write(encoded)
+        # what e4m3 rounds up to would be infinite: the largest number of 4 bits in the dtype
+        largest = 1.875 * 2.0 ** (15 if values.dtype is torch.float16 else 127)
+        for piece in pieces(flat.numel(), flat.device):
+            for part, shape in blocks(piece, FP8_BLOCK):
+                weights = flat[part].view(shape).float()
+                mantissa, exponent = torch.frexp(weights.abs().amax(1))
+                exponent += (mantissa > _E4M3_MAX / 512).int() - 9  # the largest is <= 448 scales
+                exponent.clamp_(1 - _BIAS, _BIAS)
+                exponents[blocks_of(part, FP8_BLOCK)] = (exponent + _BIAS).to(torch.uint8)
+                scaled = weights.clamp(-largest, largest).mul_(_power(_BIAS - exponent)[:, None])
+                quants[part].view(torch.float8_e4m3fn).copy_(scaled.view(-1))
+
+    def decode(self, encoded: torch.Tensor, values: torch.Tensor) -> None:
+        """Widen, then scale in place."""
+        flat = values.view(-1)
+        quants, exponents = _layout(flat.numel()).split(encoded)
+        for piece in pieces(flat.numel(), flat.device):
+            for part, shape in blocks(piece, FP8_BLOCK):
+                _widen(quants[part], flat[part])
+                scales = _power(exponents[blocks_of(part, FP8_BLOCK)])
+                flat[part].view(shape).mul_(scales[:, None])
+
+
+def _layout(num_weights: int) -> Layout:
+    return Layout((num_weights, -(-num_weights // FP8_BLOCK)))
+
+
+def _widen(quants: torch.Tensor, out: torch.Tensor) -> None:
+    """Write e4m3 in a wider dtype."""
+    if out.device.type == "cpu":  # converting one by one takes six times as long there
+        table = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(out.dtype)
+        torch.index_select(table, 0, quants.int(), out=out)
+    else:
+        out.copy_(quants.view(torch.float8_e4m3fn))
+
+
+def _power(biased: torch.Tensor) -> torch.Tensor:
+    """Return 2 ** (biased - 127) in float32, by its bits."""
+    return biased.to(torch.int32).bitwise_left_shift_(23).view(torch.float32)
