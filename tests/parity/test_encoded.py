@@ -95,15 +95,13 @@ def test_move_packed_layers_compute_as_the_layers_themselves() -> None:
     torch.manual_seed(0)
     model = with_lora(MODELS["qwen3_moe"]().bfloat16())
     expected = streamed(model, num_slots=6)
-    engine = offload.attach(copy.deepcopy(model), num_slots=2, codec="bf16_packed", device="cpu")
-    plain_bytes = offload.attach(copy.deepcopy(model), num_slots=2, device="cpu").layer_bytes
-    assert sum(engine.layer_bytes) < sum(plain_bytes)
+    assert matrices(model, "bf16_packed")
     assert_equal(encoded_step(model, "bf16_packed"), expected)
 
 
 @pytest.mark.parametrize("codec", ["bf16", "fp16"])
 def test_a_cast_to_the_type_that_weights_have_leaves_them_as_they_are(codec: CodecName) -> None:
-    model = MODELS["qwen3"]()
+    model = MODELS["qwen3"]().requires_grad_(False)
     assert matrices(model, codec)
     assert not matrices(model.half() if codec == "fp16" else model.bfloat16(), codec)
 

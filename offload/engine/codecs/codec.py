@@ -9,6 +9,7 @@ from offload.engine.codecs.fp8 import Fp8
 from offload.engine.codecs.int8 import Int8
 from offload.engine.codecs.nf4 import Nf4
 from offload.engine.codecs.packed import Bf16Packed
+from offload.errors import CodecError
 from offload.plan.codec import CodecName
 
 
@@ -82,5 +83,15 @@ _CODECS: dict[CodecName, Codec] = {
 
 
 def codec_named(name: CodecName) -> Codec:
-    """Return the codec of a name."""
+    """Return the codec of a name.
+
+    Raises:
+        CodecError: There is none.
+    """
+    if name not in _CODECS:
+        raise CodecError(
+            f"there is no codec {name!r}",
+            limit=f"codecs are {', '.join(_CODECS)}",
+            hint='`codec="native"` keeps the weights as they are',
+        )
     return _CODECS[name]
