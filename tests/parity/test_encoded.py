@@ -6,12 +6,15 @@ from typing import Literal, TypeVar, get_args
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import PreTrainedModel
 
 import offload
 from offload.engine.codecs.codec import NATIVE, codec_named
+from offload.engine.host.record import lay_out
+from offload.engine.host.showing import values_shown
+from offload.engine.host.slab import Slab
 from offload.engine.model.encoding import Encoding
 from offload.engine.model.layers import LayeredModel
 from offload.plan.codec import CodecName
@@ -173,3 +176,71 @@ def streamed_on_host(
 def test_a_codec_that_is_not_there_is_refused() -> None:
     with pytest.raises(offload.CodecError, match="there is no codec 'nf3'"):
         offload.attach(tiny("qwen3"), num_slots=2, device="cpu", codec="nf3")  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------ loading
+
+
+def as_loaded(model: PreTrainedModel, codec: CodecName) -> Slab:
+    """Let a model's layers lie in a slab, encoded, as they do behind a loader."""
+    layered = LayeredModel(model)
+    groups = [list(layer.parameters()) for layer in layered.layers]
+    records = map(lay_out, groups, map(Encoding(layered, codec).codecs, groups))
+    slab = Slab(list(records))
+    for layer in range(len(slab.records)):
+        slab.take(layer)
+    return slab
+
+
+def test_encoded_weights_show_no_values_but_inside_a_block_that_asks_for_them() -> None:
+    model = MODELS["qwen3"]().requires_grad_(False)
+    expected = rounded(model, "nf4").get_parameter("model.layers.3.mlp.up_proj.weight")
+    slab = as_loaded(model, "nf4")
+    weight = model.get_parameter("model.layers.3.mlp.up_proj.weight")
+    norm = model.get_parameter("model.layers.3.input_layernorm.weight")
+    assert weight.isnan().all()
+    assert not norm.isnan().any()
+    with values_shown(slab, 3):
+        assert torch.equal(weight, expected)
+    assert weight.isnan().all()
+    assert weight.untyped_storage().nbytes() == weight.element_size()
+
+
+@pytest.mark.parametrize("trained_weights", ["device", "host"])
+def test_an_encoded_weight_that_is_to_train_is_refused_by_name(
+    trained_weights: Literal["device", "host"],
+) -> None:
+    model = MODELS["qwen3"]().requires_grad_(False)
+    slab = as_loaded(model, "nf4")
+    model.get_parameter("model.layers.3.mlp.up_proj.weight").requires_grad_(True)
+    with pytest.raises(
+        offload.OffloadError, match=r"layers\.3\.mlp\.up_proj\.weight has no values"
+    ):
+        offload.attach(
+            model,
+            num_slots=2,
+            codec="nf4",
+            device="cpu",
+            hold=slab,
+            trained_weights=trained_weights,
+        )
+
+
+def test_a_copy_of_an_encoded_weight_is_refused_by_name() -> None:
+    model = MODELS["qwen3"]().requires_grad_(False)
+    slab = as_loaded(model, "nf4")
+    wrapped = get_peft_model(
+        model, LoraConfig(target_modules=["q_proj"], modules_to_save=["o_proj"])
+    )
+    with pytest.raises(offload.OffloadError, match=r"o_proj\.\S+\.weight has no values"):
+        offload.attach(wrapped, num_slots=2, codec="nf4", device="cpu", hold=slab)
+
+
+@pytest.mark.parametrize(("loaded", "asked"), [("nf4", "native"), ("native", "nf4")])
+def test_layers_that_were_loaded_in_another_form_are_refused(
+    loaded: CodecName, asked: CodecName
+) -> None:
+    model = MODELS["qwen3"]().requires_grad_(False)
+    slab = as_loaded(model, loaded)
+    with pytest.raises(offload.OffloadError, match=r"the layers were loaded as .*is asked for"):
+        offload.attach(model, num_slots=2, codec=asked, device="cpu", hold=slab)

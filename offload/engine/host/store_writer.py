@@ -214,7 +214,7 @@ def _failed(path: Path, error: OSError, *, needed_bytes: int) -> TransferError:
     if error.errno not in _DISK_IS_FULL:
         return TransferError(
             f"the store {path} cannot be written: {error.strerror}",
-            limit="the disk tier keeps the weights in a file of its own",
+            limit="layers that wait on disk, or encoded, are kept in a file of their own",
             hint="make the directory writable, or name another cache: `XDG_CACHE_HOME=DIR`",
         )
     status = os.statvfs(path.parent)
@@ -222,6 +222,6 @@ def _failed(path: Path, error: OSError, *, needed_bytes: int) -> TransferError:
     return TransferError(
         f"the store {path} needs {needed_bytes / GIB:.2f} GiB and {free_bytes / GIB:.2f} GiB is"
         f" free ({error.strerror})",
-        limit="the disk tier keeps the weights in a file of its own",
+        limit="layers that wait on disk, or encoded, are kept in a file of their own",
         hint=f"remove old stores from {path.parent}, or use a larger disk: `XDG_CACHE_HOME=DIR`",
     )

@@ -68,14 +68,22 @@ def only_device(layered: LayeredModel) -> torch.device:
 def require_values(model: nn.Module, records: Sequence[Record]) -> None:
     """Check that what trains and what is not streamed has values of its own.
 
-    What a model shows of encoded weights, before they are streamed, are stand-ins.
+    What a model shows of encoded weights, before they are streamed, are stand-ins, all NaN; so is
+    what was copied or computed from them.
 
     Raises:
         UnsupportedModelError: A parameter has not, or was made from one that has not.
     """
+    if not any(record.decoded_bytes for record in records):
+        return
     frozen = {id(f.parameter) for r in records for f in r.fields if not f.parameter.requires_grad}
     for name, parameter in model.named_parameters():
-        if id(parameter) not in frozen and is_stand_in(parameter.data):
+        if id(parameter) in frozen or parameter.is_meta:
+            continue
+        values = parameter.data
+        if is_stand_in(values) or (
+            parameter.requires_grad and values.numel() and bool(values.isnan().all())
+        ):
             raise UnsupportedModelError(
                 f"{name} has no values: it was loaded encoded",
                 limit="only frozen weights of the layers may wait encoded, and nothing be copied"
