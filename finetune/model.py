@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
-from finetune.env import has_proxy, is_offline, loading_one_by_one
+from finetune.env import has_proxy, is_offline
 from finetune.errors import ConfigError, ModelError
+from finetune.published import load_published, model_around
 from finetune.shapes import load_shape, shipped_shapes
 from finetune.weights import identity, store_path
 from offload.errors import StoreError
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 
     from offload.engine.host.record import Record
     from offload.engine.host.slab import Slab
-    from offload.engine.host.store import Hold, Store
+    from offload.engine.host.store import Hold
+    from offload.engine.host.stowing import OnPut
 
 _CONNECT_TIMEOUT_S = 3.0
 _UNSEEN = (
@@ -148,6 +150,7 @@ def load_model(  # noqa: PLR0913 - one door for every way in
     seed: int,
     tier: Literal["ram", "disk"],
     make_slab: "Callable[[Sequence[Record]], Slab] | None" = None,
+    on_put: "OnPut" = lambda _done, _all: None,
 ) -> Loaded:
     """Build the model on the host, to be run on `device`.
 
@@ -158,7 +161,8 @@ def load_model(  # noqa: PLR0913 - one door for every way in
     which is 1.3 to 1.7 times as fast there as grouped products (measured on the quickstart's
     model, see tests/bench/LOG.md).
 
-    `make_slab` makes the slab of the layers' records; None, one of this process's own.
+    `make_slab` makes the slab of the layers' records; None, one of this process's own. `on_put` is
+    told how far loading is.
 
     Raises:
         ModelError: Weights are missing or do not match the config.
@@ -174,14 +178,16 @@ def load_model(  # noqa: PLR0913 - one door for every way in
         loaded = Loaded(model=_random_model(path, config, dtype, seed), hold=None)
     elif tier == "disk" or codec != "native":
         assert path is not None
-        loaded = _load_from_store(path, dtype, codec, device)
+        loaded = _load_from_store(path, dtype, codec, device, on_put)
         if tier == "ram":
             loaded = _into_memory(loaded, make_slab or Slab)
     else:
         assert path is not None
         make = make_slab or Slab
-        with Stowing(lambda records, _: make(records), is_loaded=_is_loaded) as stowing:
-            model = _load_published(path, dtype)
+        with Stowing(
+            lambda records, _: make(records), is_loaded=_is_loaded, on_put=on_put
+        ) as stowing:
+            model = load_published(path, dtype)
         loaded = Loaded(model=model, hold=stowing.hold, notes=() if stowing.hold else (_UNSEEN,))
     for tower in find_towers(loaded.model):  # for images or sound: text needs none of it
         tower.to("meta")
@@ -204,42 +210,6 @@ def _random_model(path: str | None, config: str | None, dtype: str, seed: int) -
     return model
 
 
-def _load_published(path: str, dtype: str) -> "PreTrainedModel":
-    import torch
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
-
-    try:
-        with loading_one_by_one():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path,
-                dtype=getattr(torch, dtype),
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-            )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ModelError(
-            f"model.path: {path} cannot be loaded: {str(error).splitlines()[0]}",
-            limit="it must hold config.json and safetensors weights of a causal language model",
-            hint="check `model.path`; an interrupted download is mended by downloading again",
-        ) from error
-    model: PreTrainedModel = loaded[0]
-    report = loaded[1]
-    if _is_text_part(model, path):  # the towers' weights are there, and not wanted
-        own = (f"{model.base_model_prefix}.", "language_model.", "lm_head.")
-        keys = {key for key in report["unexpected_keys"] if key.startswith(own)}
-        report = report | {"unexpected_keys": keys}
-    _require_complete(path, report)
-    return model
-
-
-def _is_text_part(model: "PreTrainedModel", path: str) -> bool:
-    """Tell whether a model for text alone was built from a checkpoint for more than text."""
-    from transformers import AutoConfig
-
-    return type(AutoConfig.from_pretrained(path)) is not type(model.config)
-
-
 def _into_memory(loaded: Loaded, make_slab: "Callable[[Sequence[Record]], Slab]") -> Loaded:
     """Read the layers of a model that was built around a store into a slab."""
     from offload.engine.host.store import Store
@@ -254,7 +224,9 @@ def _into_memory(loaded: Loaded, make_slab: "Callable[[Sequence[Record]], Slab]"
     return replace(loaded, hold=slab)
 
 
-def _load_from_store(path: str, dtype: str, codec: CodecName, device: str) -> Loaded:
+def _load_from_store(
+    path: str, dtype: str, codec: CodecName, device: str, on_put: "OnPut"
+) -> Loaded:
     """Build the model around the store of its weights, which is written first if need be."""
     from offload.engine.host.store import Store
     from offload.engine.host.store_writer import sole_builder
@@ -266,25 +238,28 @@ def _load_from_store(path: str, dtype: str, codec: CodecName, device: str) -> Lo
         try:
             store = Store(file, identity=_identity(path, dtype, codec))
         except StoreError as error:
-            _build_store(path, dtype, codec, file, device)
+            _build_store(path, dtype, codec, file, device, on_put)
             store = Store(file, identity=_identity(path, dtype, codec))
             notes = (
                 f"Wrote the layers of {path} to {file}."
                 if is_first
                 else f"Built the store anew: {error.what}.",
             )
-    return Loaded(model=_model_around(store, path, dtype), hold=store, notes=notes)
+    model = model_around(store.tensors(), path=path, dtype=dtype, source=str(store.path))
+    return Loaded(model=model, hold=store, notes=notes)
 
 
-def _build_store(path: str, dtype: str, codec: CodecName, file: Path, device: str) -> None:
+def _build_store(
+    path: str, dtype: str, codec: CodecName, file: Path, device: str, on_put: "OnPut"
+) -> None:
     import torch
 
     from offload.engine.host.store_writer import StoreWriter
     from offload.engine.host.stowing import Stowing
 
     make_writer = partial(StoreWriter, file, encoding_device=torch.device(device))
-    with Stowing(make_writer, codec=codec, is_loaded=_is_loaded) as stowing:
-        model = _load_published(path, dtype)
+    with Stowing(make_writer, codec=codec, is_loaded=_is_loaded, on_put=on_put) as stowing:
+        model = load_published(path, dtype)
         writer = stowing.hold
         if writer is None:
             raise ModelError(
@@ -312,32 +287,8 @@ def _identity(path: str, dtype: str, codec: CodecName) -> dict[str, Any]:
     return {} if config is None else identity(config.parent, dtype, codec)
 
 
-def _model_around(store: "Store", path: str, dtype: str) -> "PreTrainedModel":
-    """Build a model whose layers' weights are shown by the mapped store."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-
-    config = AutoConfig.from_pretrained(path)
-    with torch.device("meta"):
-        kind = type(AutoModelForCausalLM.from_config(config))
-    loaded: Any = kind.from_pretrained(
-        None,
-        config=config,
-        state_dict=store.tensors(),
-        dtype=getattr(torch, dtype),
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,
-    )
-    model: PreTrainedModel = loaded[0]
-    _require_complete(str(store.path), loaded[1])
-    model.name_or_path = model.config.name_or_path = path
-    with contextlib.suppress(OSError):  # not every model comes with one
-        model.generation_config = GenerationConfig.from_pretrained(path)
-    return model
-
-
 def hide_loading_bar() -> None:
-    """Keep transformers' own progress bar out of files."""
+    """Keep transformers' own progress bar away: a run shows its own."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -393,22 +344,3 @@ def _require_hub(source: str) -> None:
             limit="the Hugging Face hub cannot be reached",
             hint="`model.tokenizer: DIR` with a downloaded tokenizer",
         )
-
-
-def _require_complete(path: str, report: Any) -> None:
-    """Refuse weights that leave part of the model at random, or that it has no place for."""
-    for problem, names in (
-        ("lacks", report["missing_keys"]),
-        ("holds, unknown to the model,", report["unexpected_keys"]),
-        (
-            "holds, in other sizes than its config's,",
-            [key for key, *_ in report["mismatched_keys"]],
-        ),
-    ):
-        if names:
-            shown = sorted(map(str, names))
-            raise ModelError(
-                f"model.path: {path} {problem} {len(shown)} tensors, such as {shown[0]}",
-                limit="weights and config must match",
-                hint="download the model again, or give the config.json that belongs to it",
-            )

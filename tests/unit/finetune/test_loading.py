@@ -41,6 +41,7 @@ from finetune.weights import store_path
 from offload.engine.host.slab import Slab
 from offload.errors import TransferError
 from offload.plan.codec import CodecName
+from tests.checkpoints import assert_same_model
 
 ROOT = Path(__file__).parents[3]
 MIB = 2**20
@@ -106,23 +107,6 @@ def load(path: Path, tier: Tier, *, dtype: str = "float32") -> Loaded:
         seed=0,
         tier=tier,
     )
-
-
-def assert_same_model(found: PreTrainedModel, expected: PreTrainedModel) -> None:
-    for kind in ("named_parameters", "named_buffers"):
-        ours, theirs = dict(getattr(found, kind)()), dict(getattr(expected, kind)())
-        assert ours.keys() == theirs.keys()
-        for name, tensor in theirs.items():
-            assert ours[name].dtype == tensor.dtype, name
-            assert torch.equal(ours[name], tensor), name
-            assert ours[name].requires_grad == tensor.requires_grad
-    ids = torch.arange(24).view(2, 12)
-    expected.set_experts_implementation("eager")
-    with torch.no_grad():
-        assert torch.equal(found(ids).logits, expected(ids).logits)
-    assert found.generation_config.to_dict() == expected.generation_config.to_dict()
-    assert found.name_or_path == expected.name_or_path
-    assert not found.training
 
 
 def in_hold(loaded: Loaded) -> set[str]:
