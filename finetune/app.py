@@ -269,10 +269,9 @@ def _quiet_libraries() -> None:
     for name in ("bitsandbytes", "transformers", "huggingface_hub", "torchao"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)
-    if not sys.stderr.isatty():
-        from finetune.model import hide_loading_bar
+    from finetune.model import hide_loading_bar
 
-        hide_loading_bar()
+    hide_loading_bar()
 
 
 def _shipped(name: str) -> Path:

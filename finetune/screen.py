@@ -1,20 +1,27 @@
 """What a run shows while it runs. Everything that is printed goes through one console."""
 
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console, RenderableType
 from rich.progress import (
     BarColumn,
+    DownloadColumn,
     MofNCompleteColumn,
     Progress,
     TaskID,
     TextColumn,
     TimeRemainingColumn,
+    TransferSpeedColumn,
 )
 
+from offload.plan.machine import GIB
+
 NUM_RECENT_STEPS = 20
+LINE_EVERY_S = 5.0
+NUM_LOADING_LINES = 10
 
 
 class StepBar:
@@ -35,6 +42,28 @@ class StepBar:
         )
 
 
+class LoadingLines:
+    """How far loading is where there is no terminal: a few lines, none of what takes no time."""
+
+    def __init__(self, note: Callable[[str], None], *, clock: Callable[[], float]) -> None:
+        """Begin now."""
+        self._note, self._clock = note, clock
+        self._start_s = self._last_s = clock()
+        self._num_told = 0
+
+    def __call__(self, done_bytes: int, all_bytes: int) -> None:
+        """Print a line if a tenth more is done, and some seconds have passed."""
+        now_s, num_tenths = self._clock(), NUM_LOADING_LINES * done_bytes // all_bytes
+        if num_tenths <= self._num_told or now_s - self._last_s < LINE_EVERY_S:
+            return
+        self._num_told, self._last_s = num_tenths, now_s
+        bytes_per_s = done_bytes / (now_s - self._start_s)
+        self._note(
+            f"Loading weights: {done_bytes / GIB:.2f} of {all_bytes / GIB:.2f} GiB,"
+            f" {bytes_per_s / 1e6:,.0f} MB/s, ETA {(all_bytes - done_bytes) / bytes_per_s:,.0f} s"
+        )
+
+
 class Screen:
     """A console, and the bars on it."""
 
@@ -49,6 +78,29 @@ class Screen:
     def note(self, text: str) -> None:
         """Print a line of plain text, brackets and all."""
         self.console.print(text, markup=False, highlight=False)
+
+    @contextmanager
+    def loading(self) -> Iterator[Callable[[int, int], None]]:
+        """Show how far loading is: call what is yielded with the bytes done and all bytes."""
+        if not self.console.is_terminal:
+            yield LoadingLines(self.note, clock=time.perf_counter)
+            return
+        progress = Progress(
+            TextColumn("Loading weights"),
+            DownloadColumn(binary_units=True),
+            BarColumn(),
+            TransferSpeedColumn(),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+            console=self.console,
+        )
+        with progress:
+            task = progress.add_task("", visible=False)
+
+            def show(done_bytes: int, all_bytes: int) -> None:
+                progress.update(task, completed=done_bytes, total=all_bytes, visible=True)
+
+            yield show
 
     @contextmanager
     def steps(self, *, done: int, total: int) -> Iterator[StepBar]:

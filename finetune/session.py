@@ -41,10 +41,11 @@ class Session:
     notes: tuple[str, ...]
 
 
-def build(recipe: Recipe, work: Work, ranks: Ranks) -> Session:
+def build(recipe: Recipe, work: Work, ranks: Ranks, screen: Screen) -> Session:
     """Load the model, add the adapter, and put both on the engine."""
     place = place_near(work.device)
-    with thread_on(place.cpus):  # where memory cannot be bound, it is near the thread that fills it
+    # where memory cannot be bound, it is near the thread that fills it
+    with thread_on(place.cpus), screen.loading() as on_put:
         loaded = load_model(
             path=recipe.model.path,
             config=recipe.model.config,
@@ -55,6 +56,7 @@ def build(recipe: Recipe, work: Work, ranks: Ranks) -> Session:
             seed=recipe.train.seed,
             tier=recipe.offload.load_tier,
             make_slab=_shared_slab(ranks, work.device, place.node),
+            on_put=on_put,
         )
     ranks.exchange(None)  # from here on the slab is filled
     model = adapters.add_lora(

@@ -68,7 +68,7 @@ def finetune(
 
     work = prepare(recipe, ranks, screen, machine_file)
     screen.show(plan_report.plan_tables(work.plan))
-    session = build(recipe, work, ranks)
+    session = build(recipe, work, ranks, screen)
     try:
         for note in session.notes:
             screen.note(note)

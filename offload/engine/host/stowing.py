@@ -36,6 +36,9 @@ from offload.plan.codec import CodecName
 _Places = dict[tuple[nn.Module, str], tuple[int, int, Field]]
 """Of each module and attribute: layer, index among its fields, and the field."""
 
+OnPut = Callable[[int, int], None]
+"""Is told how many bytes of weights were put so far, and how many there are, before encoding."""
+
 
 class Hold(Protocol):
     """Where weights are put while they are loaded."""
@@ -63,6 +66,7 @@ class Stowing(Generic[H]):
         *,
         codec: CodecName = "native",
         is_loaded: Callable[[nn.Parameter], bool] = lambda _: True,
+        on_put: OnPut = lambda _done, _all: None,
     ) -> None:
         """Begin with nothing.
 
@@ -71,11 +75,14 @@ class Stowing(Generic[H]):
             codec: How the layers' matrices are written.
             is_loaded: Whether a parameter has its final values when it is registered. One that has
                 not, because it will be initialised, keeps its memory.
+            on_put: Called behind each parameter that was put, with how far loading is.
         """
         self.hold: H | None = None
         self._is_loaded = is_loaded
         self._make_hold = make_hold
         self._codec: CodecName = codec
+        self._on_put = on_put
+        self._done_bytes = self._all_bytes = 0
         self._newest = -1
         self._parents: dict[nn.Module, nn.Module] = {}
         self._places: _Places | None = None
@@ -121,7 +128,10 @@ class Stowing(Generic[H]):
         if layer != self._newest:
             self._newest = layer
             trim_heap()
+        num_bytes = parameter.nbytes
         parameter.data = self.hold.put(layer, index, parameter.data)
+        self._done_bytes += num_bytes
+        self._on_put(self._done_bytes, self._all_bytes)
 
     def _plan(self, module: nn.Module) -> _Places:
         """Lay out the layers of the model that a module belongs to, and make the hold."""
@@ -150,5 +160,6 @@ class Stowing(Generic[H]):
                 own[field.parameter]: (number, index, field)
                 for index, field in enumerate(record.fields)
             }
+        self._all_bytes = sum(field.parameter.nbytes for _, _, field in places.values())
         self.hold = self._make_hold(records, fields)
         return places
