@@ -22,6 +22,7 @@ from finetune.recorder import Recorder, profiled
 from finetune.sampling import answer, answerable
 from finetune.screen import Screen
 from finetune.session import Session, build, rehearse
+from finetune.stock_report import stock_table
 from offload.engine import meter
 from offload.plan.plan import Plan
 from offload.plan.timeline import Timeline
@@ -72,6 +73,7 @@ def finetune(
     try:
         for note in session.notes:
             screen.note(note)
+        screen.show(stock_table(session.engine.stock))
         predicted = rehearse(work, session, screen)
         first_step = _start(recipe, run_dir, work, session, ranks, is_resume=is_resume)
         screen.note(report.promise(predicted, num_steps=work.order.num_steps - first_step))

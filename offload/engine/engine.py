@@ -19,6 +19,7 @@ from offload.engine.masters import Masters
 from offload.engine.model import placement
 from offload.engine.model.encoding import Encoding
 from offload.engine.model.layers import LayeredModel
+from offload.engine.model.stock import take_stock
 from offload.engine.results import ForwardResult, StepResult
 from offload.engine.slots import Slots
 from offload.engine.stash import Stash
@@ -35,6 +36,7 @@ from offload.plan.schedule import (
     forward_schedule,
     training_schedule,
 )
+from offload.plan.stock import Stock
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,6 +124,11 @@ class Engine:
             for name, parameter in self._model.named_parameters()
             if parameter.requires_grad
         }
+
+    @property
+    def stock(self) -> Stock:
+        """What the model's weights are, and in which form each of them waits."""
+        return take_stock(self._layered, self._host.records)
 
     def forward_backward(
         self,

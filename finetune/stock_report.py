@@ -1,0 +1,38 @@
+"""What the model's weights are and how they wait, as it is shown before the first step."""
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from finetune.figures import shown_count, shown_mib, table_of
+from offload.plan.stock import Stock
+
+
+def stock_table(stock: Stock) -> RenderableType:
+    """Return a line for each class of weights in each form, and what share of them is encoded."""
+    table = table_of("Weights", "class", "form", "parameters", "share", "decoded", "as they wait")
+    for row in stock.rows:
+        table.add_row(
+            row.kind,
+            row.codec,
+            shown_count(row.num_parameters),
+            f"{row.num_parameters / stock.num_parameters:.1%}",
+            shown_mib(row.decoded_bytes),
+            shown_mib(row.encoded_bytes),
+        )
+    table.add_section()
+    table.add_row(
+        "all",
+        "",
+        shown_count(stock.num_parameters),
+        "100.0%",
+        shown_mib(stock.decoded_bytes),
+        shown_mib(stock.encoded_bytes),
+        style="bold",
+    )
+    return Group(
+        table,
+        Text(
+            f"{stock.encoded_frac:.1%} of all parameters wait encoded,"
+            f" {stock.layers_encoded_frac:.1%} of the decoder layers' bytes"
+        ),
+    )

@@ -1,0 +1,121 @@
+"""What is shown while weights are loaded, and of what they are."""
+
+import io
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from transformers import AutoConfig
+
+from finetune.model import load_model
+from finetune.screen import NUM_LOADING_LINES, LoadingLines, Screen
+from finetune.stock_report import stock_table
+from offload.plan.machine import GIB
+from offload.plan.stock import Stock, StockRow
+from tests.checkpoints import write_checkpoint
+
+
+def lines_of(*, seconds: float, num_parameters: int) -> list[str]:
+    """Return what is printed while 10 GiB are loaded."""
+    told: list[str] = []
+    times = iter(seconds * i / num_parameters for i in range(num_parameters + 1))
+    lines = LoadingLines(told.append, clock=lambda: next(times))
+    for number in range(1, num_parameters + 1):
+        lines(number * 10 * GIB // num_parameters, 10 * GIB)
+    return told
+
+
+def test_a_long_load_without_a_terminal_prints_a_line_each_tenth() -> None:
+    told = lines_of(seconds=1000, num_parameters=5000)
+    assert len(told) == NUM_LOADING_LINES
+    assert told[0] == "Loading weights: 1.00 of 10.00 GiB, 11 MB/s, ETA 900 s"
+    assert told[-1] == "Loading weights: 10.00 of 10.00 GiB, 11 MB/s, ETA 0 s"
+
+
+def test_a_short_load_prints_little_or_nothing() -> None:
+    assert lines_of(seconds=4, num_parameters=5000) == []
+    assert len(lines_of(seconds=12, num_parameters=5000)) == 2
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_loading_shows_bytes_and_time_left(is_terminal: bool) -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=is_terminal, width=100)
+    with Screen(console).loading() as on_put:
+        on_put(GIB, 4 * GIB)
+        on_put(4 * GIB, 4 * GIB)
+    text = stream.getvalue()
+    assert is_terminal == ("4.0/4.0 GiB" in text)
+    assert is_terminal == ("ETA" in text)
+
+
+def test_a_screen_that_is_not_heard_shows_nothing() -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, quiet=True)
+    with Screen(console).loading() as on_put:
+        on_put(1, 1)
+    assert stream.getvalue() == ""
+
+
+@pytest.mark.parametrize("tier", ["ram", "disk"])
+def test_loading_tells_of_all_bytes_of_the_layers(
+    tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = AutoConfig.for_model(
+        "mixtral",
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        vocab_size=64,
+    )
+    write_checkpoint(tmp_path / "model", config)
+    told: list[tuple[int, int]] = []
+    loaded = load_model(
+        path=str(tmp_path / "model"),
+        config=None,
+        init="pretrained",
+        dtype="bfloat16",
+        codec="native",
+        device="cpu",
+        seed=0,
+        tier="ram" if tier == "ram" else "disk",
+        on_put=lambda done, total: told.append((done, total)),
+    )
+    layers = loaded.model.model.layers
+    all_bytes = sum(parameter.nbytes for parameter in layers.parameters())
+    assert len(told) == len(list(layers.parameters()))
+    assert {total for _, total in told} == {all_bytes}
+    assert told[-1] == (all_bytes, all_bytes)
+    assert all(a < b for (a, _), (b, _) in pairwise(told))
+
+
+def test_experts_that_are_left_as_they_are_show_in_the_table() -> None:
+    rows = (
+        StockRow(
+            kind="attention",
+            codec="nf4",
+            is_in_layers=True,
+            num_parameters=5_000_000,
+            decoded_bytes=10_000_000,
+            encoded_bytes=2_600_000,
+        ),
+        StockRow(
+            kind="experts",
+            codec="native",
+            is_in_layers=True,
+            num_parameters=95_000_000,
+            decoded_bytes=190_000_000,
+            encoded_bytes=190_000_000,
+        ),
+    )
+    stream = io.StringIO()
+    Console(file=stream, width=120).print(stock_table(Stock(rows=rows)))
+    text = stream.getvalue()
+    assert "5.0% of all parameters wait encoded, 5.0% of the decoder layers' bytes" in text
+    (line,) = [line for line in text.splitlines() if line.strip().startswith("experts")]
+    assert line.split() == ["experts", "native", "95.00", "M", "95.0%"] + ["181.2", "MiB"] * 2
