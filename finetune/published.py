@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.env import loading_one_by_one
 from finetune.errors import ModelError
-from finetune.prequantised import format_of, plain_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -22,6 +21,8 @@ def load_published(path: str, dtype: str) -> "PreTrainedModel":
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
+
+    from finetune.prequantised import format_of, plain_tensors
 
     with _named_errors(path), loading_one_by_one():
         config = AutoConfig.from_pretrained(path)
