@@ -26,10 +26,11 @@ class Fp8:
     a finer scale nor a smaller block would be nearer. With a power of two scaling is exact both
     ways, and every decoded weight is a bf16 number: one rounding in all.
 
-    Error: at most 2**-4 of the weight, half a unit of 4 significant bits, or 2**-18 of the block's
-    largest where that is more (below 2**-6 of the scale e4m3 has a fixed step of 2**-9, and the
-    block's largest is over 224 scales). Weights of fp16 that small round once more, by 2**-25, and
-    no scale is below 2**-126. e4m3: OCP 8-bit Floating Point Specification 1.0, table 1.
+    Error: at most 2**-4 of the weight, half a unit of 4 significant bits, or 2**-17 of the block's
+    largest where that is more: under 2**-6 of the scale e4m3 has a fixed step of 2**-9, and the
+    block's largest is over 224 scales. fp16 rounds what is below its normal numbers once more, by
+    2**-25, and no scale is below 2**-126, which leaves 2**-136.
+    Source: OCP 8-bit Floating Point Specification 1.0, table 1.
     """
 
     name: CodecName = "fp8"
@@ -40,10 +41,10 @@ class Fp8:
         return _layout(shape.numel()).num_bytes
 
     def workspace_bytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
-        """Return a piece's scales on a device, or its weights in float32 on a host."""
+        """Return a piece's scales, and on a host the piece twice in float32 and a table."""
         num_weights = shape.numel()
-        scales = 12 * -(-min(num_weights, DEVICE_PIECE) // FP8_BLOCK)
-        return max(scales, 12 * min(num_weights, HOST_PIECE))
+        on_device = 12 * -(-min(num_weights, DEVICE_PIECE) // FP8_BLOCK)
+        return max(on_device, 9 * min(num_weights, HOST_PIECE) + 2048)
 
     def encode(self, values: torch.Tensor, encoded: torch.Tensor) -> None:
         """Scale and round.

@@ -111,7 +111,6 @@ class Nf4:
         flat = values.view(-1)
         packed, quants, nested, table, offset = _layout(flat.numel()).split(encoded)
         code, mean = table.view(torch.float32), offset.view(torch.float32)[0]
-        operator = torch.ops.bitsandbytes.dequantize_4bit
         for piece in pieces(flat.numel(), flat.device):
             scales = blocks_of(piece, NF4_BLOCK)
             absmax = torch.ops.bitsandbytes.dequantize_blockwise.default(
@@ -121,12 +120,8 @@ class Nf4:
                 NF4_NESTED_BLOCK,
                 torch.float32,
             ).add_(mean)
-            out, given = flat[piece], (packed[blocks_of(piece, 2)], absmax, NF4_BLOCK, "nf4")
-            if flat.device.type == "cpu":  # nothing there writes in place, or an odd number fast
-                even = (out.numel() + 1) // 2 * 2
-                out.copy_(operator.default(*given, (even,), out.dtype).view(-1)[: out.numel()])
-            else:
-                operator.out(*given, out.shape, out.dtype, out=out)
+            _decode_piece(packed[blocks_of(piece, 2)], absmax, flat[piece])
+            del absmax  # or it would stand beside the next one
 
     def assemble(self, published: Published, shape: torch.Size, encoded: torch.Tensor) -> None:
         """Write the encoded form of a weight that bitsandbytes encoded; nothing is rounded.
@@ -163,6 +158,15 @@ def _layout(num_weights: int) -> Layout:
     num_scales = -(-num_weights // NF4_BLOCK)
     num_nested = -(-num_scales // NF4_NESTED_BLOCK)
     return Layout((-(-num_weights // 2), num_scales, 4 * num_nested, _MAP_BYTES, 4))
+
+
+def _decode_piece(packed: torch.Tensor, absmax: torch.Tensor, out: torch.Tensor) -> None:
+    operator, given = torch.ops.bitsandbytes.dequantize_4bit, (packed, absmax, NF4_BLOCK, "nf4")
+    if out.device.type == "cpu":  # nothing there writes in place, or an odd number fast
+        even = (out.numel() + 1) // 2 * 2
+        out.copy_(operator.default(*given, (even,), out.dtype).view(-1)[: out.numel()])
+    else:
+        operator.out(*given, out.shape, out.dtype, out=out)
 
 
 def _check_form(published: Published) -> None:

@@ -94,8 +94,7 @@ class Bf16Packed:
     def decode(self, encoded: torch.Tensor, values: torch.Tensor) -> None:
         """Unpack, then write the escaped weights over what their codes gave."""
         flat = values.view(-1).view(torch.int16)
-        low, codes, tops, positions, escaped = _layout(flat.numel()).split(encoded)
-        at, bits = positions.view(_position_dtype(flat.numel())), escaped.view(torch.int16)
+        low, codes, tops, at, bits = split(encoded, flat.numel())
         if flat.is_cuda and find_spec("triton") is not None:
             from offload.engine.codecs.packed_kernel import unpack
 
@@ -111,6 +110,13 @@ class Bf16Packed:
         for start in range(0, at.numel(), _PIECE // 4):
             some = slice(start, start + _PIECE // 4)
             flat.scatter_(0, at[some].long(), bits[some])
+
+
+def split(encoded: torch.Tensor, num_weights: int) -> tuple[torch.Tensor, ...]:
+    """Return the parts of an encoded tensor, each in its dtype."""
+    low, codes, tops, positions, escaped = _layout(num_weights).split(encoded)
+    at = positions.view(_position_dtype(num_weights))
+    return low, codes, tops, at, escaped.view(torch.int16)
 
 
 def num_escapes(num_weights: int) -> int:

@@ -1,0 +1,302 @@
+"""What holds for every codec: sizes, bytes, bounds, memory, and what is refused."""
+
+import importlib
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from offload.engine.codecs.codec import Codec, codec_named
+from offload.errors import CodecError
+from offload.plan.codec import (
+    CODEC_NAMES,
+    FP8_BLOCK,
+    INT8_BLOCK,
+    NF4_BLOCK,
+    NF4_NESTED_BLOCK,
+    CodecName,
+    bytes_per_weight,
+    decode_workspace_bytes,
+)
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+LOSSY: tuple[CodecName, ...] = ("fp8", "int8", "nf4")
+PAIRS = [
+    (name, dtype)
+    for name in CODEC_NAMES
+    for dtype in DTYPES
+    if name != "bf16_packed" or dtype is torch.bfloat16
+]
+EXACT = [("native", dtype) for dtype in DTYPES] + [
+    ("bf16", torch.bfloat16),
+    ("bf16_packed", torch.bfloat16),
+    ("fp16", torch.float16),
+]
+SHAPES = [(), (0,), (1,), (7,), (64,), (257,), (3, 100), (5, 0, 2), (4, 33, 65), (2**20 + 301,)]
+EXPERTS = torch.Size([128, 1536, 2048])  # gate_up_proj of a layer of Qwen3-30B-A3B
+SPECIAL = {
+    torch.bfloat16: [0x7FC1, 0xFFFF, 0x7F80, 0xFF80, 0x0001, 0x807F, 0x8000, 0x7F7F, 0x0080],
+    torch.float16: [0x7E01, 0xFFFF, 0x7C00, 0xFC00, 0x0001, 0x83FF, 0x8000, 0x7BFF, 0x0400],
+}
+
+
+def normal(shape: tuple[int, ...], dtype: torch.dtype, scale: float = 0.02) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype)
+
+
+def encoded(codec: Codec, values: torch.Tensor, garbage: int = 0xA5) -> torch.Tensor:
+    buffer = torch.full((codec.num_bytes(values.shape, values.dtype),), garbage, dtype=torch.uint8)
+    codec.encode(values, buffer)
+    return buffer
+
+
+def decoded(codec: Codec, values: torch.Tensor) -> torch.Tensor:
+    out = torch.full_like(values, 9, memory_format=torch.contiguous_format)
+    codec.decode(encoded(codec, values), out)
+    return out
+
+
+def bits(values: torch.Tensor) -> torch.Tensor:
+    return values.view(torch.int16 if values.dtype.itemsize == 2 else torch.int32)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("name", "dtype"), PAIRS)
+def test_every_byte_is_written_and_equal_weights_give_equal_bytes(
+    name: CodecName, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    codec, values = codec_named(name), normal(shape, dtype)
+    first = encoded(codec, values, garbage=0)
+    assert torch.equal(first, encoded(codec, values, garbage=255))
+    assert first.numel() <= values.numel() * bytes_per_weight(name, dtype.itemsize) + 4096
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("name", "dtype"), EXACT)
+def test_exact_codecs_give_every_bit_back(
+    name: CodecName, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    values = normal(shape, dtype)
+    if dtype in SPECIAL:
+        special = torch.tensor(SPECIAL[dtype]).to(torch.int16)[: values.numel()]
+        values.view(-1).view(torch.int16)[: len(special)] = special
+    assert torch.equal(bits(decoded(codec_named(name), values)), bits(values))
+
+
+@pytest.mark.parametrize(("name", "dtype"), PAIRS)
+def test_weights_that_do_not_lie_in_order_are_encoded_in_order(
+    name: CodecName, dtype: torch.dtype
+) -> None:
+    codec, values = codec_named(name), normal((130, 70), dtype).T
+    assert torch.equal(encoded(codec, values), encoded(codec, values.contiguous()))
+
+
+def half_unit(values: torch.Tensor) -> torch.Tensor:
+    """Half the distance to the next number, at most, in the dtype of `values`."""
+    info = torch.finfo(values.dtype)
+    return values.double().abs() * (info.eps / 2) + info.smallest_normal * info.eps / 2
+
+
+def largest(values: torch.Tensor, block: int) -> torch.Tensor:
+    """The largest magnitude of each block, for each of its members; in float64."""
+    flat = values.double().abs().view(-1)
+    padded = torch.nn.functional.pad(flat, (0, -flat.numel() % block)).view(-1, block)
+    return padded.amax(1).repeat_interleave(block)[: flat.numel()].view(values.shape)
+
+
+def bound(name: CodecName, values: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    """The error that a codec's docstring allows each weight."""
+    truth, rounding = values.double().abs(), half_unit(found)
+    if name == "bf16":
+        return torch.zeros_like(truth) if values.dtype is torch.bfloat16 else truth * 2**-8 + 1e-40
+    if name == "fp16":
+        return torch.where(truth < 2**-14, 2.0**-25, truth * 2**-11)
+    if name == "fp8":
+        small = largest(values, FP8_BLOCK) * 2**-17 + 2.0**-136
+        small += 2.0**-25 if values.dtype is torch.float16 else 0
+        return torch.maximum(truth * 2**-4, small)
+    if name == "int8":
+        return largest(values, INT8_BLOCK) / 250 + rounding
+    scales = largest(values, NF4_BLOCK).view(-1)[::NF4_BLOCK]
+    apart = largest(scales - scales.mean(), NF4_NESTED_BLOCK) / 125
+    of_scale = apart.repeat_interleave(NF4_BLOCK)[: values.numel()].view(values.shape)
+    return largest(values, NF4_BLOCK) * 0.152 + of_scale + rounding
+
+
+@pytest.mark.parametrize("scale", [1e-36, 1e-6, 1e-4, 0.02, 1.0, 3e3, 1e30])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["bf16", "fp16", *LOSSY])
+def test_errors_stay_within_the_stated_bounds(
+    name: CodecName, dtype: torch.dtype, scale: float
+) -> None:
+    ends = {"fp16": torch.float16}.get(name, dtype)
+    if scale > torch.finfo(ends).max / 10:
+        pytest.skip("these weights are infinite in this dtype")
+    values = normal((3, 111, 131), dtype, scale)
+    values[1, 10:40] = 0  # whole blocks
+    values[2, :, ::5] *= 1e-5
+    found = decoded(codec_named(name), values)
+    error = (found.double() - values.double()).abs()
+    allowed = bound(name, values, found)
+    assert (error <= allowed).all(), (error - allowed).max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", [*LOSSY, "bf16", "fp16"])
+def test_zeros_stay_zeros(name: CodecName, dtype: torch.dtype) -> None:
+    zeros = torch.zeros(5000, dtype=dtype)
+    assert torch.equal(decoded(codec_named(name), zeros), zeros)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fp8_does_not_round_the_largest_numbers_up_to_infinity(dtype: torch.dtype) -> None:
+    values = torch.tensor([1.0, -1.0, 0.5], dtype=dtype) * torch.finfo(dtype).max
+    found = decoded(codec_named("fp8"), values).double()
+    assert ((found - values.double()).abs() <= values.double().abs() * 2**-4).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fp8_rounds_once(dtype: torch.dtype) -> None:
+    once = decoded(codec_named("fp8"), normal((1000,), dtype))
+    assert torch.equal(decoded(codec_named("fp8"), once), once)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", LOSSY)
+def test_weights_that_would_spoil_their_block_are_refused(
+    name: CodecName, dtype: torch.dtype, bad: float
+) -> None:
+    values = normal((40, 50), dtype)
+    values[3, 4] = values[39, 49] = bad
+    with pytest.raises(CodecError, match=rf"2 of 2000 weights are not finite; {name} scales"):
+        encoded(codec_named(name), values)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "value", "limit"),
+    [
+        ("fp16", torch.bfloat16, 70000.0, "65504"),
+        ("fp16", torch.float32, -65520.0, "65504"),
+        ("bf16", torch.float32, 3.4e38, r"3\.38953e\+38"),
+    ],
+)
+def test_weights_too_large_for_a_cast_are_refused(
+    name: CodecName, dtype: torch.dtype, value: float, limit: str
+) -> None:
+    values = torch.tensor([0.0, value, float("inf"), float("nan")], dtype=dtype)
+    match = rf"1 of 4 weights are too large for {name}; {name} ends at {limit}"
+    with pytest.raises(CodecError, match=match):
+        encoded(codec_named(name), values)
+
+
+@pytest.mark.parametrize("name", [name for name in CODEC_NAMES if name != "native"])
+def test_other_dtypes_are_refused_before_any_weight_is_read(name: CodecName) -> None:
+    with pytest.raises(CodecError, match=rf"weights of torch.float64 cannot .* as {name}"):
+        codec_named(name).num_bytes(torch.Size([8]), torch.float64)
+
+
+def test_packed_bf16_takes_only_bf16() -> None:
+    with pytest.raises(CodecError, match=r"weights of torch.float16 .* takes torch.bfloat16\n"):
+        codec_named("bf16_packed").num_bytes(torch.Size([8]), torch.float16)
+
+
+@pytest.mark.parametrize(("name", "dtype"), PAIRS)
+def test_the_plan_knows_what_a_weight_takes(name: CodecName, dtype: torch.dtype) -> None:
+    num_bytes = codec_named(name).num_bytes(EXPERTS, dtype)
+    assert num_bytes / EXPERTS.numel() == pytest.approx(
+        bytes_per_weight(name, dtype.itemsize), rel=1e-5
+    )
+
+
+def test_the_plan_has_the_ratios_that_are_published() -> None:
+    assert bytes_per_weight("nf4", 2) == pytest.approx(0.51587, abs=1e-5)
+    assert bytes_per_weight("bf16_packed", 2) / 2 == pytest.approx(0.7637, abs=1e-4)
+
+
+def peak_bytes(work: Callable[[], None]) -> int:
+    """The most that was allocated on the host at a time."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        work()
+    held = peak = 0
+    events = [event for event in trace.profiler.kineto_results.events() if event.nbytes()]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+@pytest.mark.parametrize("num_weights", [100, 2**21 + 129])
+@pytest.mark.parametrize(("name", "dtype"), PAIRS)
+def test_decoding_allocates_what_was_said_and_encoding_little(
+    name: CodecName, dtype: torch.dtype, num_weights: int
+) -> None:
+    codec, values = codec_named(name), normal((num_weights,), dtype)
+    buffer = encoded(codec, values)
+    assert peak_bytes(lambda: codec.encode(values, buffer)) < 32 * 2**20
+    said = codec.workspace_bytes(values.shape, dtype)
+    assert peak_bytes(lambda: codec.decode(buffer, values)) <= said
+    assert codec.workspace_bytes(EXPERTS, dtype) <= decode_workspace_bytes(name)
+
+
+class DeviceOnly(TorchDispatchMode):
+    """Counts what lives on a device that computes nothing, and lets no host tensor near it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        assert all(tensor.is_meta for tensor in given), func
+        if func.name() == "bitsandbytes::dequantize_4bit.out":
+            # of no device: bitsandbytes' check of `out` takes a list for another shape (0.50)
+            packed, absmax, block, _, shape, dtype, out = args
+            assert list(out.shape) == shape
+            assert out.dtype is dtype
+            assert absmax.shape == (-(-out.numel() // block),)
+            assert packed.shape == (-(-out.numel() // 2),)
+            return None
+        result = func(*args, **(kwargs or {}))
+        for tensor in [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]:
+            storage = tensor.untyped_storage()
+            if all(storage._cdata != other.untyped_storage()._cdata for other in given):
+                self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self._made = {key: made for key, made in self._made.items() if not made[0].expired()}
+        self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self._made.values()))
+        return result
+
+
+@pytest.mark.parametrize(("name", "dtype"), PAIRS)
+def test_decoding_on_a_device_asks_nothing_of_the_host(name: CodecName, dtype: torch.dtype) -> None:
+    codec, shape = codec_named(name), EXPERTS
+    values = torch.empty(shape, dtype=dtype, device="meta")
+    buffer = torch.empty(codec.num_bytes(shape, dtype), dtype=torch.uint8, device="meta")
+    importlib.import_module("bitsandbytes")  # which makes tables
+    with DeviceOnly() as counted:
+        codec.decode(buffer, values)
+    assert counted.peak_bytes <= codec.workspace_bytes(shape, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "dtype"), PAIRS)
+def test_a_card_decodes_as_the_host_does_and_encodes_within_the_bounds(
+    name: CodecName, dtype: torch.dtype
+) -> None:
+    codec, values = codec_named(name), normal((33, 1000, 101), dtype)
+    buffer = encoded(codec, values)
+    found = torch.empty_like(values, device="cuda")
+    codec.decode(buffer.cuda(), found)
+    assert torch.equal(found.cpu(), decoded(codec, values))
+    on_card = torch.empty_like(buffer, device="cuda")
+    codec.encode(values.cuda(), on_card)
+    codec.decode(on_card, found)
+    error = (found.cpu().double() - values.double()).abs()
+    allowed = 0 if (name, dtype) in EXACT else bound(name, values, found.cpu())
+    assert (error <= allowed).all()
