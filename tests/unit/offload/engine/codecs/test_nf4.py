@@ -59,6 +59,25 @@ def test_bytes_and_weights_are_those_of_bitsandbytes(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [1.0, 0.0, 1e-39, 0.02, 3.0, 7e4, 1e38])
+def test_weights_between_two_values_go_where_bitsandbytes_puts_them(
+    scale: float, dtype: torch.dtype
+) -> None:
+    values = bnb.get_4bit_type("nf4", device="cpu")
+    between = (values[1:] + values[:-1]) / 2
+    near = torch.cat([between, between.nextafter(values[0]), between.nextafter(values[-1]), values])
+    block = torch.cat([near, -near, torch.zeros(-2 * len(near) % 62)])
+    blocks = torch.stack([torch.cat([row, torch.tensor([1.0, -1.0])]) for row in block.split(62)])
+    weights = (blocks * scale).to(dtype)
+    if not weights.isfinite().all():
+        pytest.skip("these weights are infinite in this dtype")
+    ours, assembled = buffer(weights), buffer(weights)
+    NF4.encode(weights, ours)
+    NF4.assemble(published(weights)[0], weights.shape, assembled)
+    assert torch.equal(ours, assembled)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_weights", [1, 65, 2**20 + 63])
 def test_an_odd_number_of_weights_is_decoded_by_the_same_rule(
     num_weights: int, dtype: torch.dtype
