@@ -193,6 +193,7 @@ def _time_table(plan: Plan) -> Table:
     table = table_of(f"Predicted step ({plan.costs.grade})", "lane", "time", "share")
     for name, lane in (
         ("forward", "compute: forward"),
+        ("decode", "compute: decoding of weights"),
         ("head and loss", "compute: head and loss"),
         ("backward", "compute: backward"),
         ("stall", "compute: waits for weights"),
@@ -200,7 +201,7 @@ def _time_table(plan: Plan) -> Table:
         ("h2d", "h2d: loads, beside compute"),
         ("d2h", "d2h: layer inputs, beside compute"),
     ):
-        if name == "d2h" and not plan.schedule.d2h_bytes:
+        if name in ("decode", "d2h") and not phases[name]:
             continue
         table.add_row(lane, shown_time(phases[name]), f"{phases[name] / phases['step']:.0%}")
     table.add_row("step", shown_time(phases["step"]), "")

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 NUM_SHOWN_SAMPLES = 5
 PREDICTION = "predicted.json"
-COMPUTE_PHASES = ("step", "forward", "head and loss", "backward", "optimizer")
+COMPUTE_PHASES = ("step", "forward", "decode", "head and loss", "backward", "optimizer")
 LINK_PHASES = ("h2d", "d2h")
+OPTIONAL_PHASES = ("decode", "d2h")
 PHASES = (*COMPUTE_PHASES, *LINK_PHASES, "stall", "data wait")
 
 
@@ -107,7 +108,7 @@ def compare(
             unit="s",
         )
         for name in PHASES
-        if name != "d2h" or plan.schedule.d2h_bytes
+        if name not in OPTIONAL_PHASES or predicted_s[name]
     ]
     if plan.machine.device == "cpu":  # device memory is host memory, others are other processes
         name, terms, others = (
