@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 SHAPE_RECIPE = "qwen3_8b_lora_3060"
 ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
-NF4_BYTES_PER_WEIGHT = 0.51587  # with double quantisation, blocks of 64 and 256
 
 
 def facts_of(model: ModelSection) -> ModelFacts:
@@ -99,8 +98,6 @@ def full_request(recipe: Recipe, facts: ModelFacts, *, num_ranks: int) -> PlanRe
 
 
 def _workload(recipe: Recipe, facts: ModelFacts, seq_len: int, *, label_tokens: int) -> Workload:
-    dtype_bytes = DTYPE_BYTES[recipe.model.dtype]
-    is_nf4 = recipe.offload.codec == "nf4"
     return Workload(
         micro_batch_size=recipe.train.micro_batch_size,
         seq_len=seq_len,
@@ -108,8 +105,8 @@ def _workload(recipe: Recipe, facts: ModelFacts, seq_len: int, *, label_tokens: 
         head_chunk_tokens=HEAD_CHUNK_TOKENS,
         adapter=adapter_spec(recipe.adapter, facts),
         optimizer=recipe.train.optimizer,
-        dtype_bytes=dtype_bytes,
-        codec_ratio=NF4_BYTES_PER_WEIGHT / dtype_bytes if is_nf4 else 1.0,
+        dtype_bytes=DTYPE_BYTES[recipe.model.dtype],
+        codec=recipe.offload.layer_codec,
     )
 
 

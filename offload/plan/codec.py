@@ -36,6 +36,14 @@ def bytes_per_weight(codec: CodecName, dtype_bytes: int) -> float:
     return float(dtype_bytes) if codec == "native" else _BYTES_PER_WEIGHT[codec]
 
 
+def is_encoded(codec: CodecName, dtype_bytes: int) -> bool:
+    """Tell whether matrices have to be decoded: not what has the type that it computes in.
+
+    Weights of two bytes are taken for bfloat16.
+    """
+    return codec != "native" and not (codec == "bf16" and dtype_bytes == _BYTES_PER_WEIGHT["bf16"])
+
+
 def decode_workspace_bytes(codec: CodecName) -> int:
     """Return the most device memory that decoding a tensor takes, beside its two forms.
 

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from offload.plan.codec import CodecName, bytes_per_weight, is_encoded
 from offload.plan.facts import (
     AdapterSpec,
     LayerFacts,
@@ -57,7 +58,7 @@ class Workload:
         adapter: What is trained, in fp32 as peft keeps it.
         optimizer: What updates it.
         dtype_bytes: Bytes of a weight as it computes, and of an activation.
-        codec_ratio: Bytes of cargo by bytes of the weights that it decodes to; 1 for native.
+        codec: How the layers' matrices are written while they wait.
     """
 
     micro_batch_size: int
@@ -67,12 +68,23 @@ class Workload:
     adapter: AdapterSpec
     optimizer: Optimizer
     dtype_bytes: int
-    codec_ratio: float
+    codec: CodecName
 
     @property
     def num_tokens(self) -> int:
         """Tokens of the micro-batch."""
         return self.micro_batch_size * self.seq_len
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether layers are decoded before they compute."""
+        return is_encoded(self.codec, self.dtype_bytes)
+
+    def cargo_bytes(self, layer: LayerFacts) -> int:
+        """Return what a layer takes while it waits, and what one load moves."""
+        matrices = layer.matrix_parameters
+        others_bytes = (layer.num_parameters - matrices) * self.dtype_bytes
+        return math.ceil(matrices * bytes_per_weight(self.codec, self.dtype_bytes)) + others_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -275,12 +287,12 @@ def _layer_cost(layer: LayerFacts, at: _Pricer) -> LayerCost:
         + (pointwise + branches).times(2)
     )
     b = at.workload.dtype_bytes
-    cargo_bytes = math.ceil(layer.num_parameters * b * at.workload.codec_ratio)
+    cargo_bytes = at.workload.cargo_bytes(layer)
     decode = at.traffic(cargo_bytes + layer.num_parameters * b, num_ops=len(layer.linears))
     return LayerCost(
         forward_s=forward.seconds(at.machine),
         backward_s=(forward + backward).seconds(at.machine),
-        decode_s=decode.seconds(at.machine) if at.workload.codec_ratio != 1 else 0.0,
+        decode_s=decode.seconds(at.machine) if at.workload.is_encoded else 0.0,
         weight_bytes=cargo_bytes,
         forward_flops=forward.flops,
         backward_flops=forward.flops + backward.flops,

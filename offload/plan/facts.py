@@ -91,6 +91,12 @@ class LayerFacts:
         }
 
     @property
+    def matrix_parameters(self) -> int:
+        """Parameters that a codec writes: not routers, norms, biases and sinks."""
+        kinds = ("attention", "mlp", "experts", "shared_experts")
+        return sum(self.parameters_by_class()[kind] for kind in kinds)
+
+    @property
     def num_parameters(self) -> int:
         """All parameters of the layer."""
         return sum(self.parameters_by_class().values())

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from offload.plan.codec import decode_workspace_bytes
 from offload.plan.costs import FP32_BYTES, Optimizer, Workload
 from offload.plan.facts import (
     LayerFacts,
@@ -34,7 +35,6 @@ LOGIT_COPIES = 3.5
 # Merged weights and their gradients, with what builds them, by bytes of a weight: peaks of 1.5 and
 # 2.2 copies were measured with peft 0.21 on a CPU.
 MERGED_EXPERT_COPIES = {4: 1.5, 2: 2.25}
-DECODED_BUFFERS = 2
 CUBLAS_BYTES = 2 * 32 * MIB
 FRAGMENTATION_FRAC = 0.03
 LOADING_LAYERS = 2
@@ -155,15 +155,17 @@ def _standing_terms(
     facts: ModelFacts, workload: Workload, num_slots: int
 ) -> tuple[MemoryTerm, ...]:
     b, largest = workload.dtype_bytes, max(layer.num_parameters for layer in facts.layers)
-    slot_bytes = math.ceil(largest * b * workload.codec_ratio)
+    slot_bytes = max(workload.cargo_bytes(layer) for layer in facts.layers)
     outer = facts.embedding_parameters + facts.head_parameters + facts.final_norm_parameters
     trained = FP32_BYTES * adapter_parameters(facts, workload.adapter)
     sizes = adapter_tensor_sizes(facts, workload)
     states = optimizer_state_bytes(sizes, workload.optimizer)
-    decoded = DECODED_BUFFERS * largest * b if workload.codec_ratio != 1 else 0
+    decoded = 0
+    if workload.is_encoded:
+        decoded = largest * b + decode_workspace_bytes(workload.codec)
     return (
         MemoryTerm(name="slots", num_bytes=min(num_slots, facts.num_layers) * slot_bytes),
-        MemoryTerm(name="decoded layers", num_bytes=decoded),
+        MemoryTerm(name="decoded layer", num_bytes=decoded),
         MemoryTerm(name="embeddings, norm and head", num_bytes=outer * b),
         MemoryTerm(name="adapters", num_bytes=trained),
         MemoryTerm(name="gradients", num_bytes=trained),
@@ -328,8 +330,8 @@ def host_terms(
         rank_device_bytes: Device memory of each, which on a CPU is host memory too.
     """
     weights = layer_weight_bytes(facts, dtype_bytes=workload.dtype_bytes)
-    cargo = [math.ceil(num_bytes * workload.codec_ratio) for num_bytes in weights]
-    slab, is_cuda = sum(cargo) if num_slabs else 0, machine.device == "cuda"
+    cargo_bytes = sum(map(workload.cargo_bytes, facts.layers))
+    slab, is_cuda = cargo_bytes if num_slabs else 0, machine.device == "cuda"
     terms = (
         MemoryTerm(name=SLAB, num_bytes=slab),
         MemoryTerm(

@@ -19,6 +19,7 @@ from offload.plan.memory import (
     device_terms,
     host_terms,
     input_bytes,
+    layer_weight_bytes,
     total_bytes,
 )
 from offload.plan.op import Kind, Lane, Op
@@ -145,12 +146,14 @@ class Plan:
     @property
     def break_even_tokens(self) -> float:
         """Tokens per step above which streaming hides behind computing."""
+        dtype_bytes = self.request.typical.dtype_bytes
+        decoded = layer_weight_bytes(self.facts, dtype_bytes=dtype_bytes)
         return break_even_tokens(
             self.facts,
             self.machine,
-            codec_ratio=self.request.typical.codec_ratio,
+            codec_ratio=sum(layer.weight_bytes for layer in self.costs.layers) / sum(decoded),
             num_slots=self.num_slots,
-            dtype_bytes=self.request.typical.dtype_bytes,
+            dtype_bytes=dtype_bytes,
         )
 
 
@@ -162,9 +165,11 @@ def plan(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Plan:
     """
     num_slots = _choose_slots(facts, machine, request)
     costs = price(facts, machine, request.typical, is_duplex=request.is_stashed)
+    decoded = layer_weight_bytes(facts, dtype_bytes=request.typical.dtype_bytes)
     schedule = training_schedule(
         Freight.frozen(
             [layer.weight_bytes for layer in costs.layers],
+            decoded_bytes=decoded if request.typical.is_encoded else None,
             num_staging=NUM_STAGING if _is_staged(facts, machine, request) else 0,
         ),
         ring=warm_ring(num_slots),

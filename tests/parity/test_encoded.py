@@ -1,6 +1,7 @@
 """Layers that wait encoded: the same bits as a resident model of the rounded weights (MOVE)."""
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, TypeVar, get_args
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import offload
 from offload.engine.codecs.codec import NATIVE, codec_named
@@ -18,9 +19,12 @@ from offload.engine.host.slab import Slab
 from offload.engine.model.encoding import Encoding
 from offload.engine.model.layers import LayeredModel
 from offload.plan.codec import CodecName
+from offload.plan.facts import model_facts
 from offload.plan.schedule import Order
 from tests.parity.test_streamed_step import (
+    EXPERTS,
     MODELS,
+    SHAPE,
     assert_equal,
     gradients,
     micro_batches,
@@ -28,6 +32,7 @@ from tests.parity.test_streamed_step import (
     tiny,
     with_lora,
 )
+from tests.unit.offload.plan.test_plan import WORKLOAD
 
 LOSSY = [name for name in get_args(CodecName) if name not in ("native", "bf16_packed")]
 M = TypeVar("M", bound=nn.Module)
@@ -139,6 +144,21 @@ def test_norms_biases_routers_and_adapters_stay_as_they_are() -> None:
         assert experts == {"gate_up_proj", "down_proj"}
         assert sum("self_attn" in key for key in found) == 4
         assert len(found) == 6
+
+
+@pytest.mark.parametrize("codec", get_args(CodecName))
+def test_the_plan_counts_the_bytes_that_are_loaded(codec: CodecName) -> None:
+    shape = {**SHAPE, **EXPERTS, "hidden_size": 256, "moe_intermediate_size": 192}
+    config = Qwen3MoeConfig(**shape)
+    model = Qwen3MoeForCausalLM(config).bfloat16().requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    engine = offload.attach(model, num_slots=2, codec=codec, device="cpu")
+    workload = replace(WORKLOAD, codec=codec, dtype_bytes=2)
+    layer = model_facts(config.to_dict()).layers[0]
+    num_fields = len(engine._host.records[0].fields)
+    assert 0 <= engine.layer_bytes[0] - workload.cargo_bytes(layer) <= 4096 * num_fields
+    assert workload.is_encoded == any(engine._freight.decoded_bytes)
+    engine.detach()
 
 
 def test_a_detached_model_has_the_rounded_weights_and_the_rest_untouched() -> None:

@@ -1,3 +1,4 @@
+import math
 from dataclasses import replace
 
 import pytest
@@ -72,7 +73,7 @@ def workload(**changes: object) -> Workload:
         adapter=ATTENTION_ONLY,
         optimizer="adamw",
         dtype_bytes=2,
-        codec_ratio=1.0,
+        codec="native",
     )
     return replace(base, **changes)  # type: ignore[arg-type]
 
@@ -357,8 +358,13 @@ def test_adapters_on_experts_cost_more_than_on_attention_only() -> None:
 def test_encoded_cargo_is_smaller_and_decoded_once_per_visit() -> None:
     machine = named_machine("rtx4090")
     native = price(LLAMA_7B, machine, workload()).layers[0]
-    nf4 = price(LLAMA_7B, machine, workload(codec_ratio=0.25)).layers[0]
-    assert nf4.weight_bytes == native.weight_bytes // 4
+    nf4 = price(LLAMA_7B, machine, workload(codec="nf4")).layers[0]
+    facts = LLAMA_7B.layers[0]
+    assert (
+        nf4.weight_bytes
+        == math.ceil(facts.matrix_parameters * (0.5 + 1 / 64 + 1 / 4096)) + 2 * 2 * 4096
+    )
+    assert native.weight_bytes == 2 * facts.num_parameters
     assert native.decode_s == 0 < nf4.decode_s
     assert nf4.forward_s == native.forward_s
 

@@ -6,6 +6,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from offload.plan.codec import decode_workspace_bytes
 from offload.plan.costs import Workload
 from offload.plan.facts import AdapterSpec, linear_names, model_facts
 from offload.plan.machine import GIB, Machine, named_machine
@@ -57,7 +58,7 @@ WORKLOAD = Workload(
     adapter=AdapterSpec(rank=16, targets=("q_proj", "v_proj"), experts=False),
     optimizer="adamw",
     dtype_bytes=2,
-    codec_ratio=1.0,
+    codec="native",
 )
 
 
@@ -195,11 +196,13 @@ def test_the_head_chunk_counts_only_when_it_is_larger_than_a_visit() -> None:
     assert not any(name.startswith("one visit") for name in large)
 
 
-def test_encoded_slots_shrink_and_two_decoded_layers_stand_beside_them() -> None:
-    encoded = on_5090(replace(WORKLOAD, codec_ratio=0.25))
-    assert encoded["slots"] == on_5090()["slots"] // 4
-    assert encoded["decoded layers"] == 2 * layer_weight_bytes(QWEN_30B, dtype_bytes=2)[0]
-    assert "decoded layers" not in on_5090()
+def test_encoded_slots_shrink_and_one_decoded_layer_stands_beside_them() -> None:
+    encoded = on_5090(replace(WORKLOAD, codec="nf4"))
+    assert encoded["slots"] == pytest.approx(0.2584 * on_5090()["slots"], rel=1e-3)
+    layer_bytes = layer_weight_bytes(QWEN_30B, dtype_bytes=2)[0]
+    assert encoded["decoded layer"] == layer_bytes + decode_workspace_bytes("nf4")
+    assert "decoded layer" not in on_5090()
+    assert on_5090(replace(WORKLOAD, codec="bf16")) == on_5090()
 
 
 @pytest.mark.parametrize(

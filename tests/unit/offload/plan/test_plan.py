@@ -31,7 +31,7 @@ WORKLOAD = Workload(
     adapter=AdapterSpec(rank=16, targets=("q_proj", "v_proj"), experts=False),
     optimizer="adamw",
     dtype_bytes=2,
-    codec_ratio=1.0,
+    codec="native",
 )
 REQUEST = PlanRequest(
     typical=WORKLOAD,
@@ -86,6 +86,19 @@ def test_too_long_sequences_are_told_a_length_that_fits() -> None:
     seq_len = int(error.value.hint.split("`")[1].split(": ")[1])
     shorter = replace(WORKLOAD, seq_len=seq_len, label_tokens=seq_len)
     assert plan(FACTS, CARD, replace(REQUEST, typical=shorter, largest=shorter)).num_slots >= 2
+
+
+def test_an_encoded_plan_decodes_each_layer_once_per_visit_and_respects_r3() -> None:
+    encoded = replace(WORKLOAD, codec="nf4")
+    request = replace(REQUEST, typical=encoded, largest=encoded, num_slots=4)
+    found = plan(FACTS, CARD, request)
+    decodings = [op for op in found.schedule.ops if op.kind is Kind.DECODE]
+    assert len(decodings) == 2 * FACTS.num_layers - 1
+    assert found.step_s >= found.bound_s > 0
+    native = plan(FACTS, CARD, replace(REQUEST, num_slots=4))
+    assert found.schedule.h2d_bytes == pytest.approx(0.258 * native.schedule.h2d_bytes, rel=0.01)
+    assert found.break_even_tokens == pytest.approx(0.258 * native.break_even_tokens, rel=0.01)
+    assert found.predict().phases()["decode"] > 0
 
 
 def test_too_little_ram_is_named() -> None:
