@@ -7,7 +7,7 @@ CODEC_NAMES: tuple[CodecName, ...] = get_args(CodecName)
 
 FP8_BLOCK = 256  # weights that share a power of two, of one byte
 INT8_BLOCK = 256  # weights that share a float32
-NF4_BLOCK, NF4_NESTED_BLOCK = 64, 256  # weights that share a scale, scales that share a float32
+NF4_BLOCK, NF4_NESTED_BLOCK = 64, 256  # weights that share a scale, scales that share two float32
 PACKED_BLOCK = 256  # weights that share a range of exponents, of one byte
 PACKED_ESCAPE_EVERY = 256  # room for one escape in so many weights ...
 PACKED_MIN_ESCAPES = 64  # ... and for a few in the smallest tensor
@@ -18,7 +18,7 @@ _BYTES_PER_WEIGHT: dict[CodecName, float] = {
     "fp16": 2.0,
     "fp8": 1 + 1 / FP8_BLOCK,
     "int8": 1 + 4 / INT8_BLOCK,
-    "nf4": 0.5 + 1 / NF4_BLOCK + 4 / (NF4_BLOCK * NF4_NESTED_BLOCK),
+    "nf4": 0.5 + 1 / NF4_BLOCK + 8 / (NF4_BLOCK * NF4_NESTED_BLOCK),
     "bf16_packed": 1.5 + 1 / PACKED_BLOCK + PACKED_ESCAPE_BYTES / PACKED_ESCAPE_EVERY,
 }
 

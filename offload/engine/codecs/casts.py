@@ -2,7 +2,7 @@
 
 import torch
 
-from offload.engine.codecs.layout import check_dtype, pieces
+from offload.engine.codecs.layout import check_dtype, is_finite, pieces
 from offload.errors import CodecError
 from offload.plan.codec import CodecName
 
@@ -41,7 +41,7 @@ class Cast:
         assert encoded.numel() == self.num_bytes(values.shape, values.dtype)
         flat, rounded = values.detach().reshape(-1), encoded.view(self._dtype)
         rounded.copy_(flat)
-        if values.dtype is self._dtype:
+        if values.dtype is self._dtype or is_finite(rounded):
             return
         num_lost = sum(
             int((rounded[piece].isinf() & flat[piece].isfinite()).sum())

@@ -93,6 +93,11 @@ def check_dtype(
         )
 
 
+def is_finite(values: torch.Tensor) -> bool:
+    """Return whether all values are finite, in one pass; the host waits."""
+    return not values.numel() or bool(torch.stack(values.aminmax()).isfinite().all())
+
+
 def check_finite(codec: CodecName, values: torch.Tensor) -> None:
     """Refuse weights with which a block, or all of a tensor, would be lost; the host waits.
 
@@ -103,7 +108,7 @@ def check_finite(codec: CodecName, values: torch.Tensor) -> None:
     Raises:
         CodecError: There are values that are not finite.
     """
-    if not values.numel() or torch.stack(values.aminmax()).isfinite().all():
+    if is_finite(values):
         return
     count = sum(
         int((~values[piece].isfinite()).sum()) for piece in pieces(len(values), values.device)

@@ -9,6 +9,7 @@ from offload.engine.codecs.layout import (
     DEVICE_PIECE,
     HOST_PIECE,
     Layout,
+    blocks,
     blocks_of,
     check_dtype,
     check_finite,
@@ -18,6 +19,7 @@ from offload.errors import CodecError
 from offload.plan.codec import NF4_BLOCK, NF4_NESTED_BLOCK, CodecName
 
 _MAP_BYTES = 4 * 256
+_HINT = "load the checkpoint that it was quantised from"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +52,9 @@ class Nf4:
 
     The bytes are those of `quantize_4bit(compress_statistics=True, quant_type="nf4")` of the whole
     tensor on the same device: blocks are apart, so weights are quantised piece by piece, and only
-    the scales, a sixteenth of a float32 for each weight, are held for the mean of them all.
+    the scales, a sixteenth of a float32 for each weight, are held for the mean of them all. The
+    mean is written for each block of scales: a layer's experts, each encoded by itself in a
+    checkpoint, can so be parts of one tensor.
 
     Error of a weight: at most 0.152 of its block's largest, half of the widest gap between
     the 16 values (-1 and -0.696), and the error of the scale: 1/125 of the largest difference
@@ -84,7 +88,7 @@ class Nf4:
         check_dtype(self.name, values.dtype)
         flat = values.detach().reshape(-1)
         check_finite(self.name, flat)
-        packed, quants, nested, table, offset = _layout(flat.numel()).split_to_write(encoded)
+        packed, quants, nested, table, means = _layout(flat.numel()).split_to_write(encoded)
         code = table.view(torch.float32)
         code.copy_(create_dynamic_map())
         absmax = flat.new_empty(quants.numel(), dtype=torch.float32)
@@ -93,9 +97,9 @@ class Nf4:
             found = _quantize(flat[piece])
             packed[blocks_of(piece, 2)] = found[0]
             absmax[blocks_of(piece, NF4_BLOCK)] = found[1]
-        mean = absmax.mean() if flat.numel() else absmax.new_zeros(())
-        offset.view(torch.float32)[0] = mean
         if flat.numel():
+            mean = absmax.mean()
+            means.view(torch.float32).copy_(mean)
             found = torch.ops.bitsandbytes.quantize_blockwise.default(
                 absmax.sub_(mean), code, NF4_NESTED_BLOCK
             )
@@ -107,55 +111,61 @@ class Nf4:
         import bitsandbytes  # noqa: F401  (registers its operators)
 
         flat = values.view(-1)
-        packed, quants, nested, table, offset = _layout(flat.numel()).split(encoded)
-        code, mean = table.view(torch.float32), offset.view(torch.float32)[0]
+        packed, quants, nested, table, means = _layout(flat.numel()).split(encoded)
+        code = table.view(torch.float32)
         for piece in pieces(flat.numel(), flat.device):
             scales = blocks_of(piece, NF4_BLOCK)
+            nests = blocks_of(scales, NF4_NESTED_BLOCK)
             absmax = torch.ops.bitsandbytes.dequantize_blockwise.default(
                 quants[scales],
-                nested.view(torch.float32)[blocks_of(scales, NF4_NESTED_BLOCK)],
+                nested.view(torch.float32)[nests],
                 code,
                 NF4_NESTED_BLOCK,
                 torch.float32,
-            ).add_(mean)
+            )
+            _add_means(absmax, means.view(torch.float32)[nests])
             _decode_piece(packed[blocks_of(piece, 2)], absmax, flat[piece])
             del absmax  # or it would stand beside the next one
 
-    def assemble(self, published: Published, shape: torch.Size, encoded: torch.Tensor) -> None:
-        """Write the encoded form of a weight that bitsandbytes encoded; nothing is rounded.
+    def assemble(
+        self, published: Published, part: slice, shape: torch.Size, encoded: torch.Tensor
+    ) -> None:
+        """Write, into the encoded form, a weight that bitsandbytes encoded; nothing is rounded.
 
         Args:
-            published: The parts, on the device of `encoded`.
-            shape: Of the weight.
-            encoded: As for `encode`.
+            published: The weight, on the device of `encoded`.
+            part: The weights of the tensor that it holds, all of them or an expert's; the first
+                part of a tensor has to be the first that is written.
+            shape: Of the tensor.
+            encoded: As for `encode`; all of it is written when all parts are.
 
         Raises:
-            CodecError: The parts are of another form, or do not belong to this shape.
+            CodecError: The weight is of another form, or not of this part's size.
         """
         _check_form(published)
-        layout = _layout(shape.numel())
-        parts = (
-            published.packed.reshape(-1).view(torch.uint8),
-            published.absmax,
-            published.nested_absmax,
-            published.nested_quant_map,
-            published.nested_absmax.new_tensor([published.nested_offset]),
-        )
-        sizes = tuple(part.nbytes for part in parts)
-        if sizes != layout.sizes:
+        _check_part(published, part, shape)
+        packed, quants, nested, table, means = _layout(shape.numel()).split_to_write(encoded)
+        scales = blocks_of(part, NF4_BLOCK)
+        nests = blocks_of(scales, NF4_NESTED_BLOCK)
+        code = table.view(torch.float32)
+        if part.start == 0:
+            code.copy_(published.nested_quant_map)
+        elif not torch.equal(code, published.nested_quant_map):
             raise CodecError(
-                f"the parts of an nf4 weight of shape {tuple(shape)} take {sizes} bytes",
-                limit=f"this shape has {layout.sizes}",
-                hint="compare the checkpoint's config.json with its weights",
+                f"the scales of weights {part.start} to {part.stop} have other values",
+                limit="all parts of a tensor share those of the first",
+                hint=_HINT,
             )
-        for target, part in zip(layout.split_to_write(encoded), parts, strict=True):
-            target.copy_(part.reshape(-1).view(torch.uint8))
+        packed[blocks_of(part, 2)] = published.packed.reshape(-1).view(torch.uint8)
+        quants[scales] = published.absmax.view(-1)
+        nested.view(torch.float32)[nests] = published.nested_absmax.view(-1)
+        means.view(torch.float32)[nests] = published.nested_offset
 
 
 def _layout(num_weights: int) -> Layout:
     num_scales = -(-num_weights // NF4_BLOCK)
     num_nested = -(-num_scales // NF4_NESTED_BLOCK)
-    return Layout((-(-num_weights // 2), num_scales, 4 * num_nested, _MAP_BYTES, 4))
+    return Layout((-(-num_weights // 2), num_scales, 4 * num_nested, _MAP_BYTES, 4 * num_nested))
 
 
 def _quantize(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -170,15 +180,20 @@ def _quantize(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         operator = torch.ops.bitsandbytes.quantize_4bit
         packed, absmax = operator.default(weights, NF4_BLOCK, "nf4", torch.uint8)
         return packed.view(-1), absmax
-    blocks = weights.view(-1, NF4_BLOCK).float()
-    absmax = blocks.abs().amax(1)
-    scaled = (blocks * (1.0 / absmax.clamp(min=1e-38))[:, None]).clamp_(-1, 1).view(-1)
+    in_blocks = weights.view(-1, NF4_BLOCK).float()
+    absmax = in_blocks.abs().amax(1)
+    scaled = (in_blocks * (1.0 / absmax.clamp(min=1e-38))[:, None]).clamp_(-1, 1).view(-1)
     values = get_4bit_type("nf4", device="cpu")
     codes = torch.zeros(scaled.shape, dtype=torch.uint8)
     is_above = torch.empty(scaled.shape, dtype=torch.bool)
     for midpoint in ((values[:-1] + values[1:]) / 2).tolist():
         codes += torch.gt(scaled, midpoint, out=is_above).view(torch.uint8)
     return codes[::2] << 4 | codes[1::2], absmax
+
+
+def _add_means(absmax: torch.Tensor, means: torch.Tensor) -> None:
+    for part, shape in blocks(slice(0, absmax.numel()), NF4_NESTED_BLOCK):
+        absmax[part].view(shape).add_(means[blocks_of(part, NF4_NESTED_BLOCK)][:, None])
 
 
 def _decode_piece(packed: torch.Tensor, absmax: torch.Tensor, out: torch.Tensor) -> None:
@@ -199,19 +214,38 @@ def _check_form(published: Published) -> None:
         raise CodecError(
             f"an nf4 weight has blocks of {found[0]} and {found[1]}",
             limit=f"those of {NF4_BLOCK} and {NF4_NESTED_BLOCK} can be read",
-            hint="load the checkpoint that it was made from",
+            hint=_HINT,
         )
     dtypes = (published.absmax.dtype, published.nested_absmax.dtype)
     if dtypes != (torch.uint8, torch.float32):
         raise CodecError(
             f"an nf4 weight has scales of {dtypes[0]}, scaled by {dtypes[1]}",
             limit="scales of torch.uint8, scaled by torch.float32, can be read",
-            hint="load the checkpoint that it was made from",
+            hint=_HINT,
         )
     table = get_4bit_type("nf4", device=published.quant_map.device)
     if not torch.equal(published.quant_map, table):
         raise CodecError(
             f"a 4-bit weight has the values {published.quant_map.tolist()}",
             limit=f"nf4 has {table.tolist()}",
-            hint="load the checkpoint that it was made from",
+            hint=_HINT,
+        )
+
+
+def _check_part(published: Published, part: slice, shape: torch.Size) -> None:
+    """Refuse a part that is not whole blocks of scales, or has another number of weights."""
+    every = NF4_BLOCK * NF4_NESTED_BLOCK
+    if part.start % every or (part.stop % every and part.stop != shape.numel()):
+        raise CodecError(
+            f"a quantised weight is weights {part.start} to {part.stop} of a tensor",
+            limit=f"a part begins and ends with a block of {every}",
+            hint=_HINT,
+        )
+    found = (published.packed.nbytes, published.absmax.nbytes, published.nested_absmax.nbytes)
+    expected = _layout(part.stop - part.start).sizes[:3]
+    if found != expected:
+        raise CodecError(
+            f"the parts of {part.stop - part.start} weights in nf4 take {found} bytes",
+            limit=f"so many weights take {expected}",
+            hint="compare the checkpoint's config.json with its weights",
         )

@@ -24,6 +24,7 @@ Rejected: one exponent range for the tensor (blocks of zeros, rows of another sc
 """
 
 from collections.abc import Iterator
+from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -95,10 +96,11 @@ class Bf16Packed:
         """Unpack, then write the escaped weights over what their codes gave."""
         flat = values.view(-1).view(torch.int16)
         low, codes, tops, at, bits = split(encoded, flat.numel())
-        if flat.is_cuda and find_spec("triton") is not None:
+        if flat.is_cuda and _has_triton():
             from offload.engine.codecs.packed_kernel import unpack
 
-            unpack(low, codes, tops, at, bits, flat)
+            with torch.cuda.device(flat.device):
+                unpack(low, codes, tops, at, bits, flat)
             return
         for part, (rows, columns) in _parts(flat.numel()):
             block = blocks_of(part, PACKED_BLOCK)
@@ -110,6 +112,11 @@ class Bf16Packed:
         for start in range(0, at.numel(), _PIECE // 4):
             some = slice(start, start + _PIECE // 4)
             flat.scatter_(0, at[some].long(), bits[some])
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def split(encoded: torch.Tensor, num_weights: int) -> tuple[torch.Tensor, ...]:
@@ -157,11 +164,11 @@ def _codes(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _best_tops(exponents: torch.Tensor) -> torch.Tensor:
     """Return the top of the 14 exponents that hold most of each block."""
-    counts = exponents.new_zeros((len(exponents), 256), dtype=torch.int32)
-    counts.scatter_add_(1, exponents.long(), torch.ones_like(exponents, dtype=torch.int32))
-    sums = counts.cumsum(1)
-    in_reach = sums[:, _NUM_CODES:-1] - sums[:, : -1 - _NUM_CODES]  # exponents 1 to 254
-    return in_reach.argmax(1).add_(_NUM_CODES).to(torch.uint8)
+    ordered = exponents.int().sort(1).values
+    first = torch.searchsorted(ordered, (ordered - _NUM_CODES + 1).clamp_(min=1))
+    in_reach = torch.arange(1, PACKED_BLOCK + 1, device=first.device) - first
+    best = in_reach.masked_fill_(ordered == 0xFF, 0).argmax(1, keepdim=True)
+    return ordered.gather(1, best)[:, 0].clamp_(min=_NUM_CODES).to(torch.uint8)
 
 
 def _exponents(codes: torch.Tensor, tops: torch.Tensor) -> torch.Tensor:
