@@ -69,8 +69,9 @@ class Bf16Packed:
         """
         check_dtype(self.name, values.dtype, (torch.bfloat16,))
         flat = values.detach().reshape(-1).view(torch.int16)
-        low, codes, tops, positions, escaped = _layout(flat.numel()).split_to_write(encoded)
-        found, num_found, room = [], 0, escaped.numel() // 2
+        _layout(flat.numel()).split_to_write(encoded)
+        low, codes, tops, positions, escaped = split(encoded, flat.numel())
+        num_found, room = 0, escaped.numel()
         for part, (rows, columns) in _parts(flat.numel()):
             bits = F.pad(flat[part].view(rows, columns), (0, PACKED_BLOCK - columns))
             low[part] = _low(flat[part])
@@ -78,9 +79,9 @@ class Bf16Packed:
             code, tops[block] = _codes(bits)
             codes.view(-1, _HALF)[block] = code[:, :_HALF] | (code[:, _HALF:] << 4)
             at = (code == _ESCAPE).view(-1).nonzero().view(-1) + part.start
+            kept = at[: max(room - num_found, 0)]
+            positions[num_found : num_found + kept.numel()] = kept
             num_found += at.numel()
-            if num_found <= room:
-                found.append(at)
         if num_found > room:
             raise CodecError(
                 f"{num_found} of {flat.numel()} weights are too small or too large beside others",
@@ -88,9 +89,8 @@ class Bf16Packed:
                 hint='`codec="native"` keeps them in 16 bits',
             )
         if room:
-            at = torch.cat([*found, flat.new_zeros(room - num_found, dtype=torch.int64)])
-            positions.view(_position_dtype(flat.numel())).copy_(at)
-            escaped.view(torch.int16).copy_(flat[at])
+            positions[num_found:] = 0
+            escaped.copy_(flat[positions])
 
     def decode(self, encoded: torch.Tensor, values: torch.Tensor) -> None:
         """Unpack, then write the escaped weights over what their codes gave."""

@@ -285,6 +285,7 @@ def test_decoding_on_a_device_asks_nothing_of_the_host(name: CodecName, dtype: t
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("default:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize(("name", "dtype"), PAIRS)
 def test_a_card_decodes_as_the_host_does_and_encodes_within_the_bounds(
     name: CodecName, dtype: torch.dtype

@@ -16,6 +16,8 @@ from offload.errors import CodecError
 
 PACKED = codec_named("bf16_packed")
 KERNEL = "offload.engine.codecs.packed_kernel"
+# Triton 3.9 tells whoever compiles floating point, which these kernels have none of
+pytestmark = pytest.mark.filterwarnings("default:TRITON_DEFAULT_FP_FUSION")
 
 
 def normal(num_weights: int) -> torch.Tensor:
@@ -104,7 +106,6 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
     sys.modules.pop(KERNEL, None)
 
 
-@pytest.mark.filterwarnings("default:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("kernel", ["interpreted"], indirect=True)
 @pytest.mark.parametrize("num_weights", [1, 255, 256, 2047, 2048, 2049, 70001])
 def test_the_kernel_gives_every_bit_back(kernel: ModuleType, num_weights: int) -> None:
@@ -116,7 +117,6 @@ def test_the_kernel_gives_every_bit_back(kernel: ModuleType, num_weights: int) -
     assert torch.equal(found, values.view(torch.int16))
 
 
-@pytest.mark.filterwarnings("default:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("kernel", ["compiled"], indirect=True)
 @pytest.mark.parametrize("capability", [75, 80, 86, 89, 90, 120])
 def test_the_kernel_moves_wide_words_on_every_card(kernel: ModuleType, capability: int) -> None:
