@@ -5,7 +5,6 @@ from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from offload.engine.codecs.codec import NATIVE, Codec, codec_named
 from offload.engine.model.layers import LayeredModel
@@ -62,8 +61,8 @@ def _is_matrix(
     module: nn.Module, name: str, parameter: nn.Parameter, *, router_sizes: Collection[int]
 ) -> bool:
     kind = type(module).__name__
-    if isinstance(module, nn.Linear | Conv1D):
-        is_router = "Router" in kind or "Gate" in kind or module.weight.shape[0] in router_sizes
+    if isinstance(module, nn.Linear) or kind == "Conv1D":
+        is_router = "Router" in kind or "Gate" in kind or parameter.shape[0] in router_sizes
         return name == "weight" and not is_router
     return "Expert" in kind and parameter.dim() >= 2 and not name.endswith("bias")
 
