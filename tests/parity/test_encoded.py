@@ -264,3 +264,19 @@ def test_layers_that_were_loaded_in_another_form_are_refused(
     slab = as_loaded(model, loaded)
     with pytest.raises(offload.OffloadError, match=r"the layers were loaded as .*is asked for"):
         offload.attach(model, num_slots=2, codec=asked, device="cpu", hold=slab)
+
+
+@pytest.mark.parametrize("tier", ["ram", "disk"])
+def test_a_weight_that_cannot_be_written_is_named(
+    tier: Literal["ram", "disk"], tmp_path: Path
+) -> None:
+    model = MODELS["qwen3"]().requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    with torch.no_grad():
+        model.get_parameter("model.layers.3.mlp.up_proj.weight")[2, 5] = float("inf")
+    store_dir = str(tmp_path) if tier == "disk" else None
+    with pytest.raises(offload.CodecError, match=r"weight 7 of layer 3, \(64, 32\): "):
+        offload.attach(
+            model, num_slots=2, codec="nf4", device="cpu", tier=tier, store_dir=store_dir
+        )
+    assert not list(tmp_path.iterdir())

@@ -9,7 +9,7 @@ Three things are settled here, once, and each is told in a note:
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Literal
@@ -250,13 +250,17 @@ def _written(
     assert store_dir is not None
     with NamedTemporaryFile(dir=store_dir, suffix=".store") as file:
         path = Path(file.name)
-        names = [[str(index) for index in range(len(group))] for group in groups]
+        names = [
+            [f"weight {index} of layer {layer}" for index in range(len(group))]
+            for layer, group in enumerate(groups)
+        ]
         records = list(map(lay_out, groups, codecs))
         writer = StoreWriter(path, records, names, encoding_device=torch_device)
-        for layer, group in enumerate(groups):
-            for index, parameter in enumerate(group):
-                writer.put(layer, index, parameter.data)
-        writer.finish({}, {})
+        with closing(writer):  # what is finished stays
+            for layer, group in enumerate(groups):
+                for index, parameter in enumerate(group):
+                    writer.put(layer, index, parameter.data)
+            writer.finish({}, {})
         store = Store(path, identity={})
     for layer, group in enumerate(groups):
         for parameter, tensor in zip(group, store.layer_tensors(layer), strict=True):

@@ -18,7 +18,7 @@ from torch import nn
 from offload.engine.codecs.codec import NATIVE
 from offload.engine.host.mapping import map_file
 from offload.engine.host.record import Field, Record, adopt, digest, stand_in
-from offload.errors import OffloadError
+from offload.errors import CodecError, OffloadError
 from offload.plan.machine import GIB
 
 BeforeTouch = Callable[[int, int], str]
@@ -146,8 +146,9 @@ class Slab:
             CodecError: The values cannot be written in the field's form.
         """
         if not self.is_opened:
-            field = self.records[layer].fields[index]
-            write(field, values, field.written(self._layers[layer]), self._encoding_device)
+            field, name = self.records[layer].fields[index], f"weight {index} of layer {layer}"
+            target = field.written(self._layers[layer])
+            write(name, field, values, target, self._encoding_device)
         return self._shown[layer][index]
 
     def take(self, layer: int) -> None:
@@ -193,9 +194,27 @@ class Slab:
 
 
 def write(
+    name: str,
+    field: Field,
+    values: torch.Tensor,
+    target: torch.Tensor,
+    device: torch.device | None,
+) -> None:
+    """Write a field's values into its bytes on the host, encoded on `device` where that pays.
+
+    Raises:
+        CodecError: They cannot be written; which weight it is, and why.
+    """
+    try:
+        _write(field, values, target, device)
+    except CodecError as error:
+        what = f"{name}, {tuple(field.shape)}: {error.what}"
+        raise CodecError(what, limit=error.limit, hint=error.hint) from error
+
+
+def _write(
     field: Field, values: torch.Tensor, target: torch.Tensor, device: torch.device | None
 ) -> None:
-    """Write a field's values into its bytes on the host, encoded on `device` where that pays."""
     values = values.detach().contiguous()
     if field.codec is NATIVE or device is None or device.type == "cpu":
         field.codec.encode(values, target)

@@ -171,7 +171,7 @@ class StoreWriter:
             written = values.detach().contiguous().view(-1).view(torch.uint8)
         else:
             written = aligned_empty(field.num_bytes)
-            write(field, values, written, self._encoding_device)
+            write(name, field, values, written, self._encoding_device)
         content = written.numpy().data
         with self._named_errors():
             self._write(content, record + field.offset)
