@@ -13,7 +13,7 @@ from finetune.data import ExampleSet
 from finetune.errors import FinetuneError
 from finetune.objective import clip, learning_rate, make_optimizer, update
 from finetune.ranks import Ranks
-from finetune.recipe import TrainSection
+from finetune.recipe_sections import TrainSection
 from offload.engine.engine import Engine
 from offload.plan.timeline import Timeline
 

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Literal
 
 from finetune.errors import ConfigError
 from finetune.model import read_config
-from finetune.recipe import AdapterSection, ModelSection, Recipe
+from finetune.recipe import Recipe
 from finetune.recipe_file import load_recipe
+from finetune.recipe_sections import AdapterSection, ModelSection
 from finetune.shapes import shipped_shapes
 from offload.errors import MachineError
 from offload.plan.costs import Workload

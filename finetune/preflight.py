@@ -10,7 +10,8 @@ from finetune.figures import shown_time
 from finetune.model import has_weights, is_hub_reachable
 from finetune.planning import full_request
 from finetune.ranks import Ranks
-from finetune.recipe import OffloadSection, Recipe, TrainSection
+from finetune.recipe import Recipe
+from finetune.recipe_sections import OffloadSection, TrainSection
 from offload.errors import DoesNotFitError
 from offload.plan.bounds import r3_bound_s
 from offload.plan.costs import price

@@ -1,321 +1,31 @@
-"""What the user wants: one frozen `Recipe`, and the only home of defaults.
+"""What the user wants: one frozen `Recipe`.
 
-A recipe is YAML in seven sections. Here are their fields, limits and defaults, and what else is
+A recipe is YAML in seven sections; their fields are in `finetune.recipe_sections`. Here is what is
 true of recipes as values: their canonical text, their hash, the difference of two, their JSON
 schema, and where the shipped ones lie. Rules between fields are in `finetune.recipe_rules`; reading
 a file, with line numbers, is the work of `finetune.recipe_file`.
-
-Everything below this module takes run settings as required arguments: a default written twice is a
-default with two values.
 """
 
 import hashlib
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from finetune.recipe_rules import broken_rules
-from offload.plan.codec import CodecName
-from offload.plan.machine import GIB
-
-# ---------------------------------------------------------------------------------------------
-# Sections
-
-# Lists arrive as lists from YAML and are kept as tuples, so that a recipe is hashable in depth.
-Targets = Annotated[tuple[str, ...], Field(strict=False)]
-
-
-class Section(BaseModel):
-    """The base of every section: frozen, strict about types, closed to unknown keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class ModelSection(Section):
-    """Which model is trained, and where its weights and tokenizer come from."""
-
-    path: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Hub id or local directory of the model. Either this or `model.config`.",
-        examples=["Qwen/Qwen3-0.6B"],
-    )
-    config: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Shipped shape, or path of a config.json, to build with random weights.",
-        examples=["tiny-qwen3"],
-    )
-    init: Literal["pretrained", "random"] = Field(
-        default="pretrained",
-        description="`random` builds the model from its config alone: for tests and measurements.",
-    )
-    dtype: Literal["bfloat16", "float32"] = Field(
-        default="bfloat16",
-        description="Type of the base weights as they compute; float16 would need loss scaling.",
-    )
-    tokenizer: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Hub id or local directory of the tokenizer; null means that of `model.path`.",
-        examples=["Qwen/Qwen3-0.6B"],
-    )
-
-    @property
-    def tokenizer_source(self) -> str | None:
-        """Where the tokenizer comes from: its own setting, else the model's."""
-        return self.tokenizer or self.path
-
-
-class AdapterSection(Section):
-    """The LoRA adapter: what is trained."""
-
-    rank: int = Field(default=16, ge=1, description="LoRA rank: columns of A, rows of B.")
-    alpha: float = Field(
-        default=32.0, gt=0, description="LoRA scale: the update is multiplied by alpha / rank."
-    )
-    dropout: float = Field(
-        default=0.0, ge=0, lt=1, description="Dropout on the adapter's input while training."
-    )
-    targets: Literal["all-linear", "attention"] | Targets = Field(
-        default="all-linear",
-        description="Linear layers with an adapter: a group, or a list such as [q_proj, v_proj].",
-    )
-    experts: bool = Field(
-        default=False,
-        description="Whether the fused experts of a mixture-of-experts model get adapters too.",
-    )
-
-
-class DataSection(Section):
-    """The rows to train on, and those held out."""
-
-    path: str = Field(
-        min_length=1,
-        description="File (jsonl, json, parquet), data set directory, or hub id (id#config:split).",
-        examples=["data/train.jsonl"],
-    )
-    format: Literal["auto", "messages", "alpaca", "sharegpt", "prompt_completion"] = Field(
-        default="auto", description="Form of a row; `auto` tells it from the column names."
-    )
-    prompt_column: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Column that holds the prompt, for `prompt_completion` rows.",
-        examples=["question"],
-    )
-    completion_column: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Column that holds the completion, for `prompt_completion` rows.",
-        examples=["answer"],
-    )
-    messages_column: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Column that holds the turns, for `messages` and `sharegpt` rows.",
-        examples=["messages"],
-    )
-    system: str | None = Field(
-        default=None,
-        min_length=1,
-        description="System prompt put before conversations that have none.",
-        examples=["Answer briefly."],
-    )
-    eval_path: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Held-out rows, in the same form as `data.path`.",
-        examples=["data/eval.jsonl"],
-    )
-    eval_frac: float | None = Field(
-        default=None,
-        gt=0,
-        lt=1,
-        description="Part of `data.path` that is held out, in place of `data.eval_path`.",
-        examples=[0.05],
-    )
-    loss_on: Literal["assistant", "all"] = Field(
-        default="assistant", description="Tokens that the loss is taken on."
-    )
-    num_workers: int = Field(
-        default=1,
-        ge=0,
-        description="Processes that prepare batches ahead of the step; 0 prepares in the step.",
-    )
-
-    @property
-    def has_eval(self) -> bool:
-        """Whether any rows are held out."""
-        return self.eval_path is not None or self.eval_frac is not None
-
-
-class TrainSection(Section):
-    """The optimizer step: how many tokens, how many steps, and the update."""
-
-    seq_len: int = Field(default=2048, ge=8, description="Longest sequence, in tokens.")
-    micro_batch_size: int = Field(default=1, ge=1, description="Sequences per forward.")
-    grad_accum_steps: int | None = Field(
-        default=None,
-        ge=1,
-        description="Micro-batches per optimizer step. Either this or `train.tokens_per_step`.",
-        examples=[8],
-    )
-    tokens_per_step: int | None = Field(
-        default=None,
-        ge=1,
-        description="Tokens per optimizer step: a multiple of micro_batch_size x seq_len.",
-        examples=[49152],
-    )
-    steps: int | None = Field(
-        default=None,
-        ge=1,
-        description="Optimizer steps to run. Either this or `train.epochs`.",
-        examples=[500],
-    )
-    epochs: float | None = Field(
-        default=None,
-        gt=0,
-        description="Passes over the training rows. Either this or `train.steps`.",
-        examples=[1],
-    )
-    optimizer: Literal["adamw", "adamw_8bit"] = Field(
-        default="adamw", description="`adamw_8bit` keeps its state in 8 bits (bitsandbytes)."
-    )
-    lr: float = Field(default=2e-4, gt=0, le=1, description="Peak learning rate.")
-    weight_decay: float = Field(
-        default=0.0, ge=0, lt=1, description="Decoupled weight decay of the trained tensors."
-    )
-    schedule: Literal["cosine", "linear", "constant"] = Field(
-        default="cosine", description="How the learning rate falls after the warm-up."
-    )
-    warmup_steps: int = Field(
-        default=0, ge=0, description="Steps over which the learning rate rises from 0."
-    )
-    max_grad_norm: float | None = Field(
-        default=1.0, gt=0, description="Norm that gradients are clipped to; null does not clip."
-    )
-    seed: int = Field(
-        default=0, ge=0, lt=2**32, description="Seed of initial weights, data order and dropout."
-    )
-    gradient_checkpointing: bool = Field(
-        default=True,
-        description="Only true: a visit recomputes its layer, so the visit is the checkpoint.",
-    )
-
-    @property
-    def num_micro_batches(self) -> int:
-        """Micro-batches per optimizer step, from whichever of the two settings was given."""
-        if self.grad_accum_steps is not None:
-            return self.grad_accum_steps
-        assert self.tokens_per_step is not None
-        return self.tokens_per_step // (self.micro_batch_size * self.seq_len)
-
-    @property
-    def global_batch_size(self) -> int:
-        """Sequences per optimizer step."""
-        return self.micro_batch_size * self.num_micro_batches
-
-
-class OffloadSection(Section):
-    """Where the base weights lie and how they travel."""
-
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="What computes; `auto` takes CUDA where there is one."
-    )
-    tier: Literal["auto", "ram", "disk"] = Field(
-        default="auto",
-        description="Where layers wait that are in no slot: `ram`, or a file on `disk`.",
-    )
-    codec: Literal["auto"] | CodecName = Field(
-        default="auto",
-        description="Form in which layers wait: `native` is `model.dtype`, `nf4` about 4 bits.",
-    )
-    num_slots: Literal["auto", "all"] | Annotated[int, Field(ge=2)] = Field(
-        default="auto",
-        description="Layers that the device holds at a time; `all` makes the model resident.",
-    )
-    stash: Literal["device", "host"] = Field(
-        default="device",
-        description="Where the layers' inputs wait for the backward; `host` saves device memory.",
-    )
-    vram_budget: Literal["auto"] | Annotated[float, Field(gt=0)] = Field(
-        default="auto",
-        description="Device memory that the plan may use, in GiB; `auto` takes what is free.",
-    )
-
-    @property
-    def layer_codec(self) -> CodecName:
-        """How the layers are written while they wait; `auto` rounds nothing."""
-        return "native" if self.codec == "auto" else self.codec
-
-    @property
-    def load_tier(self) -> Literal["ram", "disk"]:
-        """Where the layers are loaded to."""
-        return "disk" if self.tier == "disk" else "ram"
-
-    @property
-    def vram_budget_bytes(self) -> int | None:
-        """The budget in bytes; None where the plan takes what is free."""
-        return None if self.vram_budget == "auto" else int(self.vram_budget * GIB)
-
-
-class OutputSection(Section):
-    """What a run leaves behind, and how often."""
-
-    name: str = Field(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
-        description="Name of the run: letters, digits, dot, dash and underscore.",
-        examples=["my-first-run"],
-    )
-    dir: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Directory of the run, from the current directory; null means runs/NAME.",
-        examples=["runs/my-first-run"],
-    )
-    checkpoint_every: int | None = Field(
-        default=None,
-        ge=1,
-        description="Steps between checkpoints; null saves at the end and on Ctrl-C only.",
-        examples=[50],
-    )
-    keep_checkpoints: int = Field(default=2, ge=1, description="Newest checkpoints that are kept.")
-    eval_every: int | None = Field(
-        default=None,
-        ge=1,
-        description="Steps between losses on the held-out rows; null never takes one.",
-        examples=[50],
-    )
-
-    @property
-    def run_dir(self) -> Path:
-        """The directory of the run."""
-        return Path(self.dir) if self.dir is not None else Path("runs") / self.name
-
-
-class ReportSection(Section):
-    """What is shown and recorded beside the adapter."""
-
-    log_to: Annotated[tuple[Literal["tensorboard", "wandb"], ...], Field(strict=False)] = Field(
-        default=(), description="Where metrics go beside metrics.jsonl."
-    )
-    profile: int | None = Field(
-        default=None,
-        ge=1,
-        description="Step recorded by torch.profiler, with a memory snapshot; null records none.",
-        examples=[3],
-    )
-    samples: int = Field(
-        default=0,
-        ge=0,
-        description="Held-out rows answered before and after training and scored for exact match.",
-    )
-
+from finetune.recipe_sections import (
+    AdapterSection,
+    DataSection,
+    ModelSection,
+    OffloadSection,
+    OutputSection,
+    ReportSection,
+    Section,
+    TrainSection,
+)
 
 # ---------------------------------------------------------------------------------------------
 # The recipe and its rules
@@ -326,7 +36,8 @@ class Recipe(Section):
 
     model: ModelSection = Field(description="Which model is trained.")
     adapter: AdapterSection = Field(
-        default=AdapterSection(), description="The LoRA adapter: what is trained."
+        default=AdapterSection(),
+        description="What is trained: a LoRA adapter, and modules beside it.",
     )
     data: DataSection = Field(description="The rows to train on.")
     train: TrainSection = Field(description="The optimizer step and how many of them.")

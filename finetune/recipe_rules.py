@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from finetune.recipe import AdapterSection, DataSection, ModelSection, Recipe, TrainSection
+    from finetune.recipe import Recipe
+    from finetune.recipe_sections import AdapterSection, DataSection, ModelSection, TrainSection
 
 # Pairs of which one field at most may be set. One that comes from the command line stands for the
 # user's choice of the pair and replaces the other that a recipe file sets.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from finetune.batches import PAD_TO_MULTIPLE_OF, BatchOrder, padded, plan_batches
 from finetune.data import ExampleSet, load_examples, split_held_out
-from finetune.recipe import DataSection, TrainSection
+from finetune.recipe_sections import DataSection, TrainSection
 from finetune.rows import Conversation, read_conversations
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from finetune import adapters
 from finetune.batches import StepShare
 from finetune.loop import Loop
 from finetune.ranks import Ranks
-from finetune.recipe import TrainSection
+from finetune.recipe_sections import TrainSection
 
 CONFIG = Qwen3Config.from_dict(
     {

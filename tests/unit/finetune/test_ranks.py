@@ -9,7 +9,7 @@ from finetune import preflight
 from finetune.env import Launch, launch, rank_label
 from finetune.errors import ConfigError, FinetuneError
 from finetune.ranks import Ranks, join, own_micro_batches
-from finetune.recipe import OffloadSection, TrainSection
+from finetune.recipe_sections import OffloadSection, TrainSection
 
 
 @given(

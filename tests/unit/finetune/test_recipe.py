@@ -14,7 +14,6 @@ from pydantic import BaseModel, ValidationError
 
 from finetune.recipe import (
     Recipe,
-    Section,
     differences,
     json_schema,
     recipe_hash,
@@ -23,6 +22,7 @@ from finetune.recipe import (
     shipped_recipes,
 )
 from finetune.recipe_rules import broken_rules
+from finetune.recipe_sections import Section
 
 SECTIONS = [field.annotation for field in Recipe.model_fields.values()]
 
