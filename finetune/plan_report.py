@@ -7,11 +7,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from finetune.figures import shown_count, shown_gib, shown_mib, shown_time, table_of
-from offload.plan.facts import adapter_parameters
 from offload.plan.machine import Machine, Rate
 from offload.plan.plan import Plan
 from offload.plan.roofline import Count, layer_flops
 from offload.plan.schedule import NUM_STAGING
+from offload.plan.trained import adapter_parameters, module_parameters, trained_parameters
 
 REFERENCE_FLOPS_PER_S = 250e12
 COUNTS: dict[Count, str] = {
@@ -78,6 +78,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "num_parameters": facts.num_parameters,
             "num_active_parameters": facts.num_active_parameters,
             "num_adapter_parameters": adapter_parameters(facts, typical.adapter),
+            "num_module_parameters": module_parameters(facts, typical.adapter),
         },
         "per_layer": {
             "weight_bytes": sum(
@@ -134,12 +135,7 @@ def _route_table(plan: Plan) -> Table:
             f"{facts.model_type}, {facts.num_layers} layers, {shown_count(facts.num_parameters)}"
             f" parameters, {shown_count(facts.num_active_parameters)} active per token",
         ),
-        (
-            "adapter",
-            f"LoRA rank {typical.adapter.rank} on {', '.join(typical.adapter.targets)}"
-            + (" and the experts" if typical.adapter.experts else "")
-            + f": {shown_count(adapter_parameters(facts, typical.adapter))} trained",
-        ),
+        ("adapter", _adapter_line(plan)),
         ("layer 0", _layer_line(plan)),
         (
             "tiers",
@@ -175,6 +171,19 @@ def _route_table(plan: Plan) -> Table:
     for name, value in rows:
         table.add_row(name, value)
     return table
+
+
+def _adapter_line(plan: Plan) -> str:
+    spec = plan.request.typical.adapter
+    places = [*spec.targets, *(["the experts"] if spec.experts else [])]
+    ranks = ", ".join(f"{name} {rank}" for name, rank in spec.rank_pattern)
+    return (
+        f"{'DoRA' if spec.is_dora else 'LoRA'} rank {spec.rank}"
+        + (f" ({ranks})" if ranks else "")
+        + f" on {', '.join(places[:-1])}{' and ' if places[1:] else ''}{places[-1]}"
+        + (f", with {', '.join(spec.modules)} whole" if spec.modules else "")
+        + f": {shown_count(trained_parameters(plan.facts, spec))} trained"
+    )
 
 
 def _layer_line(plan: Plan) -> str:

@@ -27,21 +27,21 @@ def r3_bound_s(
     num_loads = max(0, len(costs.layers) - num_slots)
     downwards_s += num_loads * fetched_bytes / costs.h2d_bytes_per_s
     visit_s, back_s = sum(forward) / len(forward), sum(backward) / len(backward)
-    outside_s = num_micro_batches * (costs.front_s + costs.tail_s)
+    fronts_s = num_micro_batches * (costs.front_s + costs.front_backward_s)
+    tail_s = num_micro_batches * costs.tail_s
     decode_s = sum(c.decode_s for c in costs.layers) / len(costs.layers)
     if decode_s == 0:
         up_s = max(sum(forward), upwards_s + 2 * visit_s)
-        return up_s + outside_s + max(sum(backward), downwards_s + 2 * back_s)
+        return up_s + fronts_s + tail_s + max(sum(backward), downwards_s + 2 * back_s)
     up_s = max(sum(forward), upwards_s + decode_s + visit_s)
     if num_loads == 0:
-        return up_s + outside_s + sum(backward) - decode_s
-    tail_s = num_micro_batches * costs.tail_s
+        return up_s + fronts_s + tail_s + sum(backward) - decode_s
     down_s = max(
         tail_s + sum(backward) - decode_s,
         tail_s + downwards_s * (num_loads - 1) / num_loads + 2 * back_s,
         downwards_s + back_s - (visit_s - decode_s),
     )
-    return up_s + num_micro_batches * costs.front_s + down_s
+    return up_s + fronts_s + down_s
 
 
 def usual_order_bound_s(costs: Costs, *, num_slots: int, num_micro_batches: int) -> float:
@@ -51,6 +51,7 @@ def usual_order_bound_s(costs: Costs, *, num_slots: int, num_micro_batches: int)
         max(sum(c.forward_s + c.decode_s for c in costs.layers), upwards_s)
         + costs.front_s
         + costs.tail_s
+        + costs.front_backward_s
         + max(sum(c.backward_s + c.decode_s for c in costs.layers), downwards_s)
     )
 

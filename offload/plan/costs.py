@@ -17,10 +17,20 @@ from offload.plan.facts import (
     Linear,
     ModelFacts,
     adapted_linears,
-    adapter_parameters,
 )
 from offload.plan.machine import Machine
 from offload.plan.roofline import attention_flops, gemm
+from offload.plan.trained import (
+    EMBEDDING,
+    HEAD,
+    NORMS,
+    layer_module_sizes,
+    module_parameters,
+    outer_module_sizes,
+    trained_parameters,
+    trained_tensor_sizes,
+    whole_linears,
+)
 
 Grade = Literal["spec", "probed", "calibrated"]
 Optimizer = Literal["adamw", "adamw_8bit"]
@@ -35,6 +45,9 @@ SWIGLU_PASSES, RESIDUAL_PASSES = 5, 3
 ROUTING_OPS, ROUTING_PASSES = 30, 9
 ATTENTION_OPS = 8
 LORA_OPS = 6
+# DoRA builds the merged weight for its norm: passes of fp32 over it (product, cast, scale, sum,
+# norm), and over the output of each branch.
+DORA_WEIGHT_PASSES, DORA_OUTPUT_PASSES, DORA_OPS = 9, 8, 14
 MERGE_OPS = 12
 FLASH_BACKWARD_FORWARDS = 2.5
 FRONT_OPS = 60
@@ -118,6 +131,7 @@ class Costs:
         grade: How the numbers were found.
         layers: In forward order.
         front_s: Embeddings and masks of one micro-batch.
+        front_backward_s: Gradient of the embeddings by one micro-batch, where they train.
         tail_s: Norm, head and loss of one micro-batch, forward and backward.
         optimizer_s: Clipping and update, once per step.
         h2d_bytes_per_s: Rate of a load while the device computes.
@@ -135,6 +149,7 @@ class Costs:
     h2d_latency_s: float
     d2h_bytes_per_s: float
     read_bytes_per_s: float
+    front_backward_s: float = 0.0
 
     def load_s(self, layer: int) -> float:
         """Seconds of one load of a layer."""
@@ -223,7 +238,7 @@ class _Pricer:
 
     def adapter(self, linear: Linear) -> _Work:
         """Low-rank branch in fp32; on experts, what peft does: merge all their weights anew."""
-        rank, b = self.workload.adapter.rank, self.workload.dtype_bytes
+        rank, b = self.workload.adapter.rank_of(linear), self.workload.dtype_bytes
         if linear.group == "experts":
             merge_flops = 2.0 * rank * linear.num_weights
             merge = self.traffic(2 * linear.num_weights * b, num_ops=MERGE_OPS)
@@ -236,7 +251,31 @@ class _Pricer:
         )
         passes = tokens * (linear.d_in + 6 * linear.d_out) * FP32_BYTES
         arithmetic = _Work(compute_s=flops / self.machine.vector_flops_per_s.value, flops=flops)
-        return arithmetic + self.traffic(casts + passes, num_ops=LORA_OPS)
+        branch = arithmetic + self.traffic(casts + passes, num_ops=LORA_OPS)
+        return branch + self.dora(linear, rank) if self.workload.adapter.is_dora else branch
+
+    def dora(self, linear: Linear, rank: int) -> _Work:
+        """What DoRA adds: A and B pass an identity, and the norm of all weights is taken anew."""
+        flops = 2.0 * linear.d_in * rank * (linear.d_in + linear.d_out)
+        weight_passes = linear.d_in**2 + DORA_WEIGHT_PASSES * linear.num_weights
+        output_passes = DORA_OUTPUT_PASSES * self.workload.num_tokens * linear.d_out
+        arithmetic = _Work(compute_s=flops / self.machine.vector_flops_per_s.value, flops=flops)
+        traffic_bytes = FP32_BYTES * (weight_passes + output_passes)
+        return arithmetic + self.traffic(traffic_bytes, num_ops=DORA_OPS)
+
+    def module_gradients(self, layer: LayerFacts) -> _Work:
+        """Gradients of modules that are trained whole: a product each, added up in fp32."""
+        spec, tokens = self.workload.adapter, self.workload.num_tokens
+        products = [self.gemm(x.d_in, tokens, x.d_out) for x in whole_linears(layer, spec)]
+        sizes = layer_module_sizes(layer, spec)
+        normed = layer.normed_features if NORMS in spec.modules else 0
+        sums = self.traffic(2 * normed * tokens * FP32_BYTES, num_ops=0)
+        return _sum([*products, sums, self.added_up(sum(sizes), num_tensors=len(sizes))])
+
+    def added_up(self, num_elements: int, *, num_tensors: int) -> _Work:
+        """A new gradient is written and read, and added to one in fp32."""
+        element_bytes = 2 * self.workload.dtype_bytes + 2 * FP32_BYTES
+        return self.traffic(num_elements * element_bytes, num_ops=2 * num_tensors)
 
     def attention(self, layer: LayerFacts) -> _Work:
         flops = attention_flops(
@@ -285,6 +324,7 @@ def _layer_cost(layer: LayerFacts, at: _Pricer) -> LayerCost:
         (products + merged)
         + attention.times(FLASH_BACKWARD_FORWARDS)
         + (pointwise + branches).times(2)
+        + at.module_gradients(layer)
     )
     b = at.workload.dtype_bytes
     cargo_bytes = at.workload.cargo_bytes(layer)
@@ -310,15 +350,28 @@ def _tail(at: _Pricer) -> _Work:
     is_cuda = at.machine.device == "cuda"
     rate = at.machine.memory_bytes_per_s if is_cuda else at.machine.host_memory_bytes_per_s
     logits_s = TAIL_LOGIT_PASSES * FP32_BYTES * tokens * vocab / rate.value
-    return head + norm + _Work(memory_s=logits_s, num_ops=TAIL_OPS * num_chunks)
+    tail = head + norm + _Work(memory_s=logits_s, num_ops=TAIL_OPS * num_chunks)
+    trained = outer_module_sizes(at.facts, at.workload.adapter)
+    if HEAD in trained or (EMBEDDING in trained and at.facts.tie_word_embeddings):
+        sums = at.added_up(at.facts.embedding_parameters, num_tensors=1)
+        tail = tail + at.gemm(hidden, tokens, vocab) + sums.times(num_chunks)
+    return tail
+
+
+def _front_backward(at: _Pricer) -> _Work:
+    """The gradient of a trained embedding is as large as all of it, however few tokens it is of."""
+    trained = outer_module_sizes(at.facts, at.workload.adapter)
+    return at.added_up(trained.get(EMBEDDING, 0), num_tensors=1) if trained else _Work()
 
 
 def _optimizer(at: _Pricer) -> _Work:
     spec = at.workload.adapter
-    num_tensors = sum(2 * len(adapted_linears(layer, spec)) for layer in at.facts.layers)
+    num_tensors = len(trained_tensor_sizes(at.facts, spec))
     if at.machine.device == "cuda" and at.workload.optimizer == "adamw":
         num_tensors = math.ceil(num_tensors / CUDA_TENSORS_PER_FOREACH)
-    num_bytes = adapter_parameters(at.facts, spec) * ADAMW_BYTES_PER_WEIGHT[at.workload.optimizer]
+    num_bytes = trained_parameters(at.facts, spec) * ADAMW_BYTES_PER_WEIGHT[at.workload.optimizer]
+    if at.workload.dtype_bytes != FP32_BYTES:  # the copies that compute are written from fp32
+        num_bytes += module_parameters(at.facts, spec) * (FP32_BYTES + at.workload.dtype_bytes)
     return at.traffic(num_bytes, num_ops=ADAMW_OPS * num_tensors)
 
 
@@ -347,6 +400,7 @@ def price(
         grade="probed" if machine.is_measured else "spec",
         layers=tuple(shapes[layer] for layer in facts.layers),
         front_s=at.traffic(embedded_bytes, num_ops=FRONT_OPS).seconds(machine),
+        front_backward_s=_front_backward(at).seconds(machine),
         tail_s=_tail(at).seconds(machine),
         optimizer_s=_optimizer(at).seconds(machine),
         h2d_bytes_per_s=h2d.value,

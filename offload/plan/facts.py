@@ -1,7 +1,7 @@
 """What a model is made of: shapes and counts from its config, without weights."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -47,6 +47,11 @@ class Linear:
     def adapter_parameters(self, rank: int) -> int:
         """LoRA parameters as peft shapes them: A (rank * E, d_in) and B (d_out, rank * E)."""
         return rank * self.num_experts * (self.d_in + self.d_out)
+
+    @property
+    def key(self) -> str:
+        """Name by which an adapter's patterns mean it, whose last part others may share."""
+        return f"experts.{self.name}" if self.group == "experts" else self.name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,17 +183,29 @@ class ModelFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterSpec:
-    """A LoRA adapter with its targets resolved to module names.
+    """A LoRA adapter with its targets resolved to module names, and what trains whole beside it.
 
     Attributes:
         rank: LoRA rank.
         targets: Names of linear modules, such as q_proj; fused experts are not modules.
         experts: Whether the fused expert matrices are adapted too.
+        rank_pattern: Projections with a rank of their own, by `Linear.key`.
+        alpha_pattern: Projections with an alpha of their own: no bytes, but their names must be.
+        is_dora: Whether adapted linears learn a magnitude per output feature.
+        modules: What is trained whole: see `offload.plan.trained`.
     """
 
     rank: int
     targets: tuple[str, ...]
     experts: bool
+    rank_pattern: tuple[tuple[str, int], ...] = ()
+    alpha_pattern: tuple[str, ...] = ()
+    is_dora: bool = False
+    modules: tuple[str, ...] = ()
+
+    def rank_of(self, linear: Linear) -> int:
+        """Return the rank of one projection."""
+        return dict(self.rank_pattern).get(linear.key, self.rank)
 
 
 def adapted_linears(layer: LayerFacts, spec: AdapterSpec) -> tuple[Linear, ...]:
@@ -201,33 +218,9 @@ def adapted_linears(layer: LayerFacts, spec: AdapterSpec) -> tuple[Linear, ...]:
     )
 
 
-def layer_adapter_parameters(layer: LayerFacts, spec: AdapterSpec) -> int:
-    """Count the adapter's parameters at one layer."""
-    return sum(linear.adapter_parameters(spec.rank) for linear in adapted_linears(layer, spec))
-
-
-def adapter_parameters(facts: ModelFacts, spec: AdapterSpec) -> int:
-    """Count the adapter's parameters: r * (d_in + d_out) for every target of every layer.
-
-    Raises:
-        UnsupportedModelError: A target's name occurs in no layer, or there are no experts to adapt.
-    """
-    known = linear_names(facts)
-    for target in spec.targets:
-        if target not in known:
-            nearest = difflib.get_close_matches(target, known, n=1, cutoff=0.0)[0]
-            raise UnsupportedModelError(
-                f"adapter target '{target}' is no linear layer of a {facts.model_type} model",
-                limit=f"its linear layers are {', '.join(known)}",
-                hint=f"`adapter.targets: [{nearest}]`",
-            )
-    if spec.experts and not any(layer.num_experts for layer in facts.layers):
-        raise UnsupportedModelError(
-            f"adapter.experts is true, but this {facts.model_type} model has no experts",
-            limit="only mixture-of-experts layers have them",
-            hint="`adapter.experts: false`",
-        )
-    return sum(layer_adapter_parameters(layer, spec) for layer in facts.layers)
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return the known name that a misspelt one is most like."""
+    return difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)[0]
 
 
 def linear_names(facts: ModelFacts) -> tuple[str, ...]:
@@ -253,11 +246,11 @@ def model_facts(config: Mapping[str, object]) -> ModelFacts:
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        nearest = difflib.get_close_matches(str(model_type), FAMILIES, n=3, cutoff=0.0)
+        near = difflib.get_close_matches(str(model_type), FAMILIES, n=3, cutoff=0.0)
         raise UnsupportedModelError(
             f"model_type {model_type!r} is not known to the planner",
             limit=f"known are {', '.join(sorted(FAMILIES))}",
-            hint=f"nearest: `{'`, `'.join(nearest)}`",
+            hint=f"nearest: `{'`, `'.join(near)}`",
         )
     family, read = FAMILIES[model_type], Config(config, model_type)
     hidden, num_heads = read.size("hidden_size"), read.size("num_attention_heads")

@@ -16,10 +16,15 @@ from offload.plan.facts import (
     Linear,
     ModelFacts,
     adapted_linears,
-    adapter_parameters,
 )
 from offload.plan.machine import Machine
 from offload.plan.schedule import NUM_FETCHED, NUM_KEPT
+from offload.plan.trained import (
+    adapter_parameters,
+    module_tensor_sizes,
+    trained_parameters,
+    trained_tensor_sizes,
+)
 
 MIB = 2**20
 
@@ -35,6 +40,8 @@ LOGIT_COPIES = 3.5
 # Merged weights and their gradients, with what builds them, by bytes of a weight: peaks of 1.5 and
 # 2.2 copies were measured with peft 0.21 on a CPU.
 MERGED_EXPERT_COPIES = {4: 1.5, 2: 2.25}
+# fp32 copies while a norm is taken, by bytes of a weight: measured likewise, to 0.01 of a copy.
+DORA_WEIGHT_COPIES = {4: 3, 2: 4}
 CUBLAS_BYTES = 2 * 32 * MIB
 FRAGMENTATION_FRAC = 0.03
 LOADING_LAYERS = 2
@@ -75,17 +82,6 @@ def optimizer_state_bytes(tensor_sizes: Iterable[int], optimizer: Optimizer) -> 
         else:
             total += 2 * (size + FP32_BYTES * math.ceil(size / BLOCK_8BIT))
     return total
-
-
-def adapter_tensor_sizes(facts: ModelFacts, workload: Workload) -> tuple[int, ...]:
-    """Return the number of elements of every A and B."""
-    rank = workload.adapter.rank
-    return tuple(
-        rank * linear.num_experts * features
-        for layer in facts.layers
-        for linear in adapted_linears(layer, workload.adapter)
-        for features in (linear.d_in, linear.d_out)
-    )
 
 
 # ---------------------------------------------------------------------------------------------
@@ -130,7 +126,7 @@ def device_terms(
     head = MemoryTerm(name="head chunk", num_bytes=head_chunk_bytes(facts, workload))
     update = MemoryTerm(
         name="optimizer temporaries",
-        num_bytes=FP32_BYTES * adapter_parameters(facts, workload.adapter),
+        num_bytes=FP32_BYTES * trained_parameters(facts, workload.adapter),
     )
     visits = (
         _visit_terms(facts, layer, workload, is_padded=is_padded) for layer in set(facts.layers)
@@ -148,7 +144,7 @@ def device_terms(
 def _bucket_bytes(facts: ModelFacts, workload: Workload, num_ranks: int) -> int:
     if num_ranks == 1:
         return 0
-    return min(GRADIENT_BUCKET_BYTES, FP32_BYTES * adapter_parameters(facts, workload.adapter))
+    return min(GRADIENT_BUCKET_BYTES, FP32_BYTES * trained_parameters(facts, workload.adapter))
 
 
 def _standing_terms(
@@ -157,8 +153,11 @@ def _standing_terms(
     b, largest = workload.dtype_bytes, max(layer.num_parameters for layer in facts.layers)
     slot_bytes = max(workload.cargo_bytes(layer) for layer in facts.layers)
     outer = facts.embedding_parameters + facts.head_parameters + facts.final_norm_parameters
-    trained = FP32_BYTES * adapter_parameters(facts, workload.adapter)
-    sizes = adapter_tensor_sizes(facts, workload)
+    gradients = FP32_BYTES * trained_parameters(facts, workload.adapter)
+    adapters = FP32_BYTES * adapter_parameters(facts, workload.adapter)
+    modules = module_tensor_sizes(facts, workload.adapter)
+    copy_bytes = b if b == FP32_BYTES else b + FP32_BYTES
+    sizes = trained_tensor_sizes(facts, workload.adapter)
     states = optimizer_state_bytes(sizes, workload.optimizer)
     decoded = 0
     if workload.is_encoded:
@@ -167,8 +166,10 @@ def _standing_terms(
         MemoryTerm(name="slots", num_bytes=min(num_slots, facts.num_layers) * slot_bytes),
         MemoryTerm(name="decoded layer", num_bytes=decoded),
         MemoryTerm(name="embeddings, norm and head", num_bytes=outer * b),
-        MemoryTerm(name="adapters", num_bytes=trained),
-        MemoryTerm(name="gradients", num_bytes=trained),
+        MemoryTerm(name="adapters", num_bytes=adapters),
+        MemoryTerm(name="trained modules", num_bytes=copy_bytes * sum(modules)),
+        MemoryTerm(name="a module's new gradient", num_bytes=b * max(modules, default=0)),
+        MemoryTerm(name="gradients", num_bytes=gradients),
         MemoryTerm(name="optimizer states", num_bytes=states),
     )
 
@@ -240,12 +241,14 @@ def _visit_terms(
         ),
         MemoryTerm(
             name="one visit: adapter inputs",
-            num_bytes=tokens * _adapter_input_bytes(adapted, dtype_bytes=b),
+            num_bytes=tokens
+            * _adapter_input_bytes(adapted, dtype_bytes=b, is_dora=workload.adapter.is_dora),
         ),
         MemoryTerm(
             name="one visit: gradients",
             num_bytes=tokens * _gradient_bytes(facts, layer, dtype_bytes=b),
         ),
+        MemoryTerm(name="one visit: DoRA's norm", num_bytes=_dora_bytes(adapted, workload)),
         MemoryTerm(
             name="merged expert weights", num_bytes=int(MERGED_EXPERT_COPIES[b] * merged * b)
         ),
@@ -272,10 +275,11 @@ def saved_bytes_per_token(
     return normed * FP32_BYTES + features * dtype_bytes + 3 * layer.num_experts * FP32_BYTES
 
 
-def _adapter_input_bytes(adapted: tuple[Linear, ...], *, dtype_bytes: int) -> int:
+def _adapter_input_bytes(adapted: tuple[Linear, ...], *, dtype_bytes: int, is_dora: bool) -> int:
     """Return what low-rank branches save per token.
 
     In fp32, linears that read the same tensor share it. Otherwise peft casts it for each of them.
+    DoRA scales both the linear's own output and the branch's.
     """
     inputs: dict[tuple[str, str], int] = {}
     for linear in adapted:
@@ -283,7 +287,16 @@ def _adapter_input_bytes(adapted: tuple[Linear, ...], *, dtype_bytes: int) -> in
         element_bytes = dtype_bytes if linear.group == "experts" else FP32_BYTES
         key = (linear.group, "input" if is_shared else linear.name)
         inputs[key] = linear.active * linear.d_in * element_bytes
-    return sum(inputs.values())
+    scaled = (dtype_bytes + FP32_BYTES) * sum(linear.d_out for linear in adapted) if is_dora else 0
+    return sum(inputs.values()) + scaled
+
+
+def _dora_bytes(adapted: tuple[Linear, ...], workload: Workload) -> int:
+    """Return what stands while the norm of the widest linear's merged weight is taken."""
+    if not workload.adapter.is_dora:
+        return 0
+    copies = DORA_WEIGHT_COPIES[workload.dtype_bytes]
+    return FP32_BYTES * max(x.d_in**2 + copies * x.num_weights for x in adapted)
 
 
 def _gradient_bytes(facts: ModelFacts, layer: LayerFacts, *, dtype_bytes: int) -> int:

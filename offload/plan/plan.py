@@ -34,6 +34,7 @@ from offload.plan.schedule import (
 )
 from offload.plan.simulate import simulate
 from offload.plan.timeline import Timeline
+from offload.plan.trained import outer_module_sizes
 
 HEAD_CHUNK_TOKENS = 1024  # logits of a 151,936 vocabulary in fp32: 0.6 GB at a time
 
@@ -175,7 +176,7 @@ def plan(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Plan:
         ring=warm_ring(num_slots),
         num_micro_batches=request.rank_micro_batches,
         order=Order.LAYER_MAJOR,
-        trains_front=False,
+        trains_front=bool(outer_module_sizes(facts, request.typical.adapter)),
         input_bytes=(input_bytes(facts, request.typical),) * request.num_stashed,
     )
     return Plan(
@@ -200,8 +201,10 @@ def duration_of(costs: Costs) -> Callable[[Op], float]:
             return op.num_bytes / costs.read_bytes_per_s
         if op.lane is Lane.D2H:
             return costs.h2d_latency_s + op.num_bytes / costs.d2h_bytes_per_s
-        if op.kind in (Kind.FRONT, Kind.FRONT_BACKWARD):
+        if op.kind is Kind.FRONT:
             return costs.front_s
+        if op.kind is Kind.FRONT_BACKWARD:
+            return costs.front_backward_s
         if op.kind is Kind.TAIL:
             return costs.tail_s
         assert op.layer is not None
@@ -237,6 +240,9 @@ def calibrate(costs: Costs, measured: Timeline, *, optimizer_s: float) -> Costs:
         grade="calibrated",
         layers=layers,
         front_s=_mean_s(measured, Kind.FRONT, None),
+        front_backward_s=_mean_s(measured, Kind.FRONT_BACKWARD, None)
+        if measured.busy_s(Kind.FRONT_BACKWARD)
+        else 0.0,
         tail_s=_mean_s(measured, Kind.TAIL, None),
         optimizer_s=optimizer_s,
         h2d_bytes_per_s=loaded_bytes / load_s if load_s else costs.h2d_bytes_per_s,

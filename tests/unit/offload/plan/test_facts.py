@@ -12,10 +12,10 @@ from offload.errors import UnsupportedModelError
 from offload.plan.facts import (
     AdapterSpec,
     LayerFacts,
-    adapter_parameters,
     linear_names,
     model_facts,
 )
+from offload.plan.trained import adapter_parameters
 
 CONFIGS = Path(__file__).parents[5] / "shared" / "configs"
 QWEN_30B: dict[str, Any] = {

@@ -13,7 +13,6 @@ from offload.plan.machine import GIB, Machine, named_machine
 from offload.plan.memory import (
     MemoryTerm,
     activation_bytes,
-    adapter_tensor_sizes,
     device_terms,
     full_training_terms,
     host_terms,
@@ -22,6 +21,7 @@ from offload.plan.memory import (
     recorded_bytes,
     total_bytes,
 )
+from offload.plan.trained import adapter_tensor_sizes
 
 WITHIN = 0.01
 GB = 10**9
@@ -155,7 +155,7 @@ def test_8_bit_states_are_as_large_as_those_that_bitsandbytes_makes() -> None:
 
 
 def test_adapter_tensors_are_an_a_and_a_b_per_target_and_layer() -> None:
-    sizes = adapter_tensor_sizes(QWEN_30B, WORKLOAD)
+    sizes = adapter_tensor_sizes(QWEN_30B, WORKLOAD.adapter)
     assert sizes[:4] == (16 * 2048, 16 * 4096, 16 * 2048, 16 * 512)
     assert len(sizes) == 48 * 2 * 2
 
@@ -176,7 +176,7 @@ def test_kept_inputs_grow_with_layers_and_micro_batches() -> None:
 
 
 def test_adapters_gradients_and_states_are_fp32() -> None:
-    count = sum(adapter_tensor_sizes(QWEN_30B, WORKLOAD))
+    count = sum(adapter_tensor_sizes(QWEN_30B, WORKLOAD.adapter))
     terms = on_5090()
     assert terms["adapters"] == terms["gradients"] == 4 * count
     assert terms["optimizer states"] == 8 * count
@@ -355,5 +355,5 @@ def test_each_further_rank_has_a_slab_workers_and_a_process_of_its_own() -> None
 
 def test_gradients_go_to_other_ranks_through_a_bucket() -> None:
     assert "gradient bucket" not in on_5090()
-    adapter_bytes = 4 * sum(adapter_tensor_sizes(QWEN_30B, WORKLOAD))
+    adapter_bytes = 4 * sum(adapter_tensor_sizes(QWEN_30B, WORKLOAD.adapter))
     assert on_5090(num_ranks=2)["gradient bucket"] == min(adapter_bytes, 64 * 2**20)
