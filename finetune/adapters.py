@@ -1,27 +1,51 @@
 """LoRA adapters, by peft and in peft's format."""
 
 import re
-from collections.abc import Sequence
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import nn
 from transformers import PreTrainedModel
 
 from finetune.errors import ConfigError
-from finetune.planning import ATTENTION_LINEARS
+from finetune.planning import chosen_targets
+from finetune.whole_modules import Whole, whole_modules
 from offload.engine.model.stack import find_towers
+from offload.plan.facts import nearest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """How an adapter departs from plain LoRA of one rank.
+
+    Attributes:
+        rank_pattern: Projections with a rank of their own: q_proj, or experts.down_proj.
+        alpha_pattern: Projections with an alpha of their own.
+        is_rslora: Whether updates are multiplied by alpha / sqrt(rank).
+        is_dora: Whether linears also learn a magnitude per output feature.
+        modules_to_save: What is trained whole; see `finetune.whole_modules`.
+    """
+
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    is_rslora: bool = False
+    is_dora: bool = False
+    modules_to_save: tuple[str, ...] = ()
 
 
 def linear_names(model: PreTrainedModel) -> tuple[str, ...]:
     """Return the last names of all linear layers inside the decoder layers."""
-    names = {
-        name.rsplit(".", 1)[-1]
-        for name, module in model.get_decoder().named_modules()
-        if isinstance(module, nn.Linear) and re.search(r"(^|\.)layers?\.\d+\.", name)
-    }
-    return tuple(sorted(names))
+    return tuple(sorted({name.rsplit(".", 1)[-1] for name in _linears(model)}))
 
 
 def expert_parameters(model: PreTrainedModel) -> tuple[str, ...]:
@@ -44,26 +68,96 @@ def add_lora(
     targets: str | Sequence[str],
     has_experts: bool,
     seed: int,
+    options: Options = Options(),  # frozen, and plain LoRA
 ) -> PeftModel:
     """Freeze the model and add adapters, with weights drawn from `seed`.
 
     Raises:
-        ConfigError: A target that the model does not have, or experts where there are none.
+        ConfigError: A target that the model does not have, experts where there are none, or an
+            option that means nothing in this model.
     """
+    linears = _adapted_linears(model, targets, options)
+    experts = _expert_targets(model, has_experts=has_experts, dropout=dropout)
+    whole = whole_modules(model, options.modules_to_save, linears=_linears(model))
+    weights = _claimed_by_peft(model, linears, dropout=dropout, options=options)
+    modules = {name.rsplit(".", 1)[-1] for name in linears if name not in weights}
+    keys = _pattern_keys(linears, weights, experts)
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,  # type: ignore[arg-type]  # peft takes floats
+        lora_dropout=dropout,
+        rank_pattern=_pattern("rank_pattern", options.rank_pattern, keys),
+        alpha_pattern=_pattern("alpha_pattern", options.alpha_pattern, keys),
+        use_rslora=options.is_rslora,
+        use_dora=options.is_dora,
+        target_modules=sorted(modules),
+        exclude_modules=_in_towers(model, modules) or None,
+        target_parameters=sorted({*experts, *weights.values()}) or None,
+        modules_to_save=list(whole.names) or None,
+        ensure_weight_tying=whole.has_tied,
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng(devices=[]), _patterns_of_parameters():
+        torch.manual_seed(seed)
+        adapted = get_peft_model(model, config)
+    _start_from_base(adapted)
+    _require_adapted(adapted, linears, has_experts=has_experts)
+    _require_wrapped(adapted, whole)
+    return adapted
+
+
+def _adapted_linears(
+    model: PreTrainedModel, targets: str | Sequence[str], options: Options
+) -> dict[str, nn.Module]:
+    """Return the linear layers that get an adapter, by full name."""
     known = linear_names(model)
-    if targets == "all-linear":
-        modules = known
-    elif targets == "attention":
-        modules = tuple(name for name in known if name in ATTENTION_LINEARS)
-    else:
-        modules = tuple(targets)
-    unknown = sorted(set(modules) - set(known))
-    if unknown or not modules:
+    names = chosen_targets(targets, known=known, modules_to_save=options.modules_to_save)
+    unknown = sorted(set(names) - set(known))
+    if unknown or (targets and not names):
         raise ConfigError(
             f"adapter.targets: {', '.join(unknown) or targets} is not in this model",
             limit=f"its linear layers are {', '.join(known)}",
             hint="`adapter.targets: all-linear`",
         )
+    linears = {name: m for name, m in _linears(model).items() if name.rsplit(".", 1)[-1] in names}
+    for name, module in linears.items():
+        if options.is_dora and type(module) is not nn.Linear:
+            raise ConfigError(
+                f"adapter.dora: true, but {name} is a {type(module).__name__}",
+                limit="DoRA reads the weights of plain linear layers",
+                hint="`adapter.dora: false`",
+            )
+    return linears
+
+
+def _claimed_by_peft(
+    model: PreTrainedModel, linears: Mapping[str, nn.Module], *, dropout: float, options: Options
+) -> dict[str, str]:
+    """Return linears that can only be adapted as parameters -> their weights' names in a layer.
+
+    In some mixtures peft takes `gate_proj` to mean the routed experts, as it did before experts
+    were fused, also where a shared expert or a dense layer has a linear of that name. It would
+    adapt the one and leave the other. A weight that is named as a parameter is not mistaken.
+    """
+    probe = LoraConfig(target_modules=sorted({name.rsplit(".", 1)[-1] for name in linears}))
+    convert_peft_config_for_transformers(probe, model=model, conversions=None)
+    left_alone = set(probe.target_modules or ())
+    claimed = [name for name in linears if name.rsplit(".", 1)[-1] not in left_alone]
+    for setting, value in (("dora", options.is_dora), ("dropout", dropout)):
+        if claimed and value:
+            left = {name.rsplit(".", 1)[-1] for name in linears if name not in claimed}
+            raise ConfigError(
+                f"adapter.{setting}: {str(value).lower()}, and {claimed[0]} has an adapter",
+                limit="in this model peft adapts it as a parameter, without dropout and DoRA",
+                hint=f"`adapter.targets: [{', '.join(sorted(left))}]`",
+            )
+    return {name: f"{_within_layer(name)}.weight" for name in claimed}
+
+
+def _expert_targets(
+    model: PreTrainedModel, *, has_experts: bool, dropout: float
+) -> tuple[str, ...]:
+    """Return the fused expert weights that get an adapter."""
     experts = expert_parameters(model) if has_experts else ()
     if has_experts and not experts:
         raise ConfigError(
@@ -77,18 +171,92 @@ def add_lora(
             limit="adapters on fused experts have no dropout",
             hint="`adapter.dropout: 0.0`",
         )
-    config = LoraConfig(
-        r=rank,
-        lora_alpha=alpha,  # type: ignore[arg-type]  # peft takes floats
-        lora_dropout=dropout,
-        target_modules=list(modules),
-        exclude_modules=_in_towers(model, modules) or None,
-        target_parameters=list(experts) or None,
-        task_type="CAUSAL_LM",
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return get_peft_model(model, config)
+    return experts
+
+
+def _pattern_keys(
+    linears: Collection[str], weights: Mapping[str, str], experts: Sequence[str]
+) -> dict[str, set[str]]:
+    """Return a recipe's name of each adapted projection -> its names within a layer.
+
+    peft matches the ends of names, and saves patterns in alphabetical order: `down_proj` would mean
+    that of the experts too, once it is loaded. A name within the layer means one thing only.
+    """
+    keys: dict[str, set[str]] = {}
+    for name in linears:
+        end = weights.get(name, _within_layer(name))
+        keys.setdefault(name.rsplit(".", 1)[-1], set()).add(end)
+    for name in experts:
+        keys["experts." + name.rsplit(".", 1)[-1]] = {name}
+    return keys
+
+
+def _pattern(
+    field_name: str, wanted: Mapping[str, float], keys: Mapping[str, Collection[str]]
+) -> dict[str, float]:
+    """Return peft's form of a pattern."""
+    for name in wanted:
+        if name not in keys:
+            raise ConfigError(
+                f"adapter.{field_name} names {name}, which has no adapter",
+                limit=f"adapters are on {', '.join(keys)}",
+                hint=f"`adapter.{field_name}: {{{nearest(name, keys)}: {wanted[name]}}}`",
+            )
+    return {re.escape(end): value for name, value in wanted.items() for end in sorted(keys[name])}
+
+
+@torch.no_grad()
+def _start_from_base(adapted: PeftModel) -> None:
+    """Let DoRA's magnitudes be what its forward divides by, so that training starts at the base.
+
+    peft takes the first norm in the weights' own type, and later ones in fp32: with 16-bit weights
+    the first step would start from outputs that are up to 0.2 % off.
+    """
+    for module in adapted.modules():
+        if isinstance(module, LoraLayer) and "default" in module.lora_magnitude_vector:
+            base: Any = module.get_base_layer()
+            magnitude: Any = module.lora_magnitude_vector["default"]
+            magnitude.weight.copy_(torch.linalg.norm(base.weight.float(), dim=1))
+
+
+def _require_adapted(adapted: PeftModel, linears: Collection[str], *, has_experts: bool) -> None:
+    """Check that adapters are on these linears, on the experts if wanted, and nowhere else.
+
+    Raises:
+        ConfigError: peft has understood the targets in another way.
+    """
+    named = adapted.get_base_model().named_modules()
+    found = {name for name, m in named if isinstance(m, BaseTunerLayer)}
+    found = {name.replace(".base_layer", "") for name in found}
+    experts = {name for name in found if name.endswith("experts")} if has_experts else set()
+    odd = found ^ {*linears, *experts}
+    if odd:
+        raise ConfigError(
+            f"adapter.targets would not adapt {min(odd)} as it should",
+            limit=f"by peft's rules {len(odd)} modules of this model are taken or left by mistake",
+            hint="`adapter.targets: attention`",
+        )
+
+
+def _require_wrapped(adapted: PeftModel, whole: Whole) -> None:
+    """Check that peft has made copies of these modules and of no others, ties kept.
+
+    Raises:
+        ConfigError: Ends of names fit something else too, or tied weights came apart.
+    """
+    base: Any = adapted.get_base_model()
+    wrapped = {name for name, m in base.named_modules() if isinstance(m, ModulesToSaveWrapper)}
+    embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
+    heads = {name for name, m in base.named_modules() if m is head} if whole.has_tied else set()
+    odd = wrapped ^ (whole.modules | heads)
+    if whole.has_tied and embedding.weight is not head.weight:
+        odd |= heads
+    if odd:
+        raise ConfigError(
+            f"adapter.modules_to_save would not train {min(odd)} as it should",
+            limit=f"by peft's rules {len(odd)} modules of this model are taken or left by mistake",
+            hint="`adapter.modules_to_save: []`",
+        )
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -103,10 +271,30 @@ def save_adapter(model: PeftModel, folder: Path) -> None:
 
 def load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
     """Put a saved adapter on a base model, for inference."""
-    return PeftModel.from_pretrained(model, str(folder))
+    with _patterns_of_parameters():
+        return PeftModel.from_pretrained(model, str(folder))
 
 
-def _in_towers(model: PreTrainedModel, modules: Sequence[str]) -> list[str]:
+@contextmanager
+def _patterns_of_parameters() -> Iterator[None]:
+    """Keep peft from saying that patterns fit nothing: it looks for modules, not for parameters."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match")
+        yield
+
+
+def _linears(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Return the linear layers inside the decoder layers, by full name."""
+    decoder = model.get_decoder()
+    prefix = next(f"{name}." if name else "" for name, m in model.named_modules() if m is decoder)
+    return {
+        prefix + name: module
+        for name, module in decoder.named_modules()
+        if isinstance(module, nn.Linear) and re.search(r"(^|\.)layers?\.\d+\.", name)
+    }
+
+
+def _in_towers(model: PreTrainedModel, modules: Collection[str]) -> list[str]:
     """Return the modules of towers that a target's name matches too; text trains none of them."""
     inside = {module for tower in find_towers(model) for module in tower.modules()}
     return [

@@ -69,13 +69,36 @@ def recipe_for_shape(name_or_path: str, overrides: Sequence[str]) -> Recipe:
 
 def adapter_spec(adapter: AdapterSection, facts: ModelFacts) -> AdapterSpec:
     """Return the adapter with its groups of targets spelled out."""
-    if adapter.targets == "all-linear":
-        targets = linear_names(facts)
-    elif adapter.targets == "attention":
-        targets = ATTENTION_LINEARS
+    return AdapterSpec(
+        rank=adapter.rank,
+        targets=chosen_targets(
+            adapter.targets, known=linear_names(facts), modules_to_save=adapter.modules_to_save
+        ),
+        experts=adapter.experts,
+        rank_pattern=tuple(adapter.rank_pattern.items()),
+        alpha_pattern=tuple(adapter.alpha_pattern),
+        is_dora=adapter.dora,
+        modules=tuple(dict.fromkeys(adapter.modules_to_save)),
+    )
+
+
+def chosen_targets(
+    targets: str | Sequence[str], *, known: Sequence[str], modules_to_save: Sequence[str]
+) -> tuple[str, ...]:
+    """Return the linear layers that a group or a list means; of a group, those not trained whole.
+
+    Args:
+        targets: `all-linear`, `attention`, or names.
+        known: The linear layers that the model has.
+        modules_to_save: What is trained whole.
+    """
+    if targets == "all-linear":
+        chosen: Sequence[str] = known
+    elif targets == "attention":
+        chosen = [name for name in known if name in ATTENTION_LINEARS]
     else:
-        targets = adapter.targets
-    return AdapterSpec(rank=adapter.rank, targets=targets, experts=adapter.experts)
+        return tuple(targets)
+    return tuple(name for name in chosen if name not in modules_to_save)
 
 
 def request_for(

@@ -36,6 +36,14 @@ OTHER_NAMES = {
     "lora_dropout": "adapter.dropout",
     "target_modules": "adapter.targets",
     "lora_target_modules": "adapter.targets",
+    "use_rslora": "adapter.rslora",
+    "peft_use_rslora": "adapter.rslora",
+    "use_dora": "adapter.dora",
+    "peft_use_dora": "adapter.dora",
+    "loraplus_lr_ratio": "adapter.loraplus_ratio",
+    "lora_modules_to_save": "adapter.modules_to_save",
+    "train_norms": "adapter.modules_to_save",
+    "train_router": "adapter.modules_to_save",
     "model_name": "model.path",
     "model_name_or_path": "model.path",
     "base_model": "model.path",
@@ -91,7 +99,7 @@ def example(path: str) -> Any:
     """Return a value that `section.field` may have: its default, or else its example."""
     schema = field_schema(path)
     value = schema.get("default")
-    return schema["examples"][0] if value is None else value
+    return schema["examples"][0] if value in (None, {}) else value
 
 
 def shown(value: Any) -> str:
@@ -121,6 +129,8 @@ def describe(schema: dict[str, Any]) -> str:
     kind: str = schema["type"]
     if kind == "array":
         return f"a list of {describe(schema['items'])}"
+    if kind == "object":
+        return f"names, each with {describe(schema['additionalProperties'])}"
     if kind == "string":
         return f"text that matches {schema['pattern']}" if "pattern" in schema else "text"
     words = {"integer": "a whole number", "number": "a number", "boolean": "true or false"}

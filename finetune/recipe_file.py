@@ -294,9 +294,10 @@ def _note_unknown(draft: Draft, section_name: str, key: str) -> None:
 
 def _setting(place: Place, path: str, value: Any) -> str:
     """Write a setting as it is written at a place: in a recipe, or on the command line."""
-    if isinstance(value, dict) and not place.is_override:
+    is_of_section = isinstance(value, dict) and not path.count(".")
+    if is_of_section and not place.is_override:
         return f"`{path}:`"
-    if isinstance(value, dict):
+    if is_of_section:
         return " ".join(f"`{path}.{key}={written(item)}`" for key, item in value.items())
     return f"`{path}={written(value)}`" if place.is_override else f"`{path}: {written(value)}`"
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from finetune.recipe import Recipe
-    from finetune.recipe_sections import AdapterSection, DataSection, ModelSection, TrainSection
+    from finetune.recipe_sections import DataSection, ModelSection, TrainSection
 
 # Pairs of which one field at most may be set. One that comes from the command line stands for the
 # user's choice of the pair and replaces the other that a recipe file sets.
@@ -20,6 +20,9 @@ RIVALS = (
     ("train.steps", "train.epochs"),
     ("data.eval_path", "data.eval_frac"),
 )
+
+# What may be trained whole whatever the codec: these are on the device as they are published.
+NEVER_ENCODED = ("norms", "router", "embed_tokens", "lm_head")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +47,7 @@ class Breach:
 def broken_rules(recipe: "Recipe") -> Iterator[Breach]:
     """Yield every rule between fields that the recipe breaks."""
     yield from _broken_model_rules(recipe.model)
-    yield from _broken_adapter_rules(recipe.adapter)
+    yield from _broken_adapter_rules(recipe)
     yield from _broken_data_rules(recipe.data)
     yield from _broken_train_rules(recipe.train)
     yield from _broken_eval_rules(recipe)
@@ -79,8 +82,9 @@ def _broken_model_rules(model: "ModelSection") -> Iterator[Breach]:
         )
 
 
-def _broken_adapter_rules(adapter: "AdapterSection") -> Iterator[Breach]:
-    """An adapter has something to train."""
+def _broken_adapter_rules(recipe: "Recipe") -> Iterator[Breach]:
+    """An adapter has something to train, each part of it in one way."""
+    adapter = recipe.adapter
     if not adapter.targets and not adapter.experts:
         yield Breach(
             field="adapter.targets",
@@ -89,6 +93,45 @@ def _broken_adapter_rules(adapter: "AdapterSection") -> Iterator[Breach]:
             hint="`adapter.targets: all-linear`",
             reads=("adapter.experts",),
         )
+    if adapter.dora and adapter.experts:
+        yield Breach(
+            field="adapter.dora",
+            what="adapter.dora is true and adapter.experts is true",
+            limit="DoRA is for linear layers, and one adapter has it everywhere or nowhere",
+            hint="`adapter.dora: false`, or `adapter.experts: false`",
+            reads=("adapter.experts",),
+        )
+    twice = [name for name in adapter.modules_to_save if name in adapter.targets]
+    if not isinstance(adapter.targets, str) and twice:
+        left = [name for name in adapter.targets if name not in twice]
+        yield Breach(
+            field="adapter.modules_to_save",
+            what=f"adapter.modules_to_save and adapter.targets both name {', '.join(twice)}",
+            limit="a module is trained whole or has an adapter",
+            hint=f"`adapter.targets: [{', '.join(left)}]`",
+            reads=("adapter.targets",),
+        )
+    yield from _broken_codec_rules(recipe)
+
+
+def _broken_codec_rules(recipe: "Recipe") -> Iterator[Breach]:
+    """What starts from base weights needs them as they are, and encoded ones are not."""
+    adapter, codec = recipe.adapter, recipe.offload.codec
+    if codec in ("auto", "native"):
+        return
+    encoded = [name for name in adapter.modules_to_save if name not in NEVER_ENCODED]
+    for field, value in (
+        ("adapter.dora", "true" if adapter.dora else None),
+        ("adapter.modules_to_save", ", ".join(encoded) or None),
+    ):
+        if value is not None:
+            yield Breach(
+                field=field,
+                what=f"{field} is {value} and offload.codec is {codec}",
+                limit="it starts from the weights of linear layers, which lie encoded",
+                hint="`offload.codec: native`, or leave it out",
+                reads=("offload.codec",),
+            )
 
 
 def _broken_data_rules(data: "DataSection") -> Iterator[Breach]:

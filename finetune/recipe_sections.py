@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from offload.plan.codec import CodecName
 from offload.plan.machine import GIB
 
-# Lists arrive as lists from YAML and are kept as tuples, so that a recipe is hashable in depth.
-Targets = Annotated[tuple[str, ...], Field(strict=False)]
+# Lists arrive as lists from YAML and are kept as tuples, which nobody can change.
+Names = Annotated[tuple[str, ...], Field(strict=False)]
 
 
 class Section(BaseModel):
@@ -60,7 +60,7 @@ class ModelSection(Section):
 
 
 class AdapterSection(Section):
-    """The LoRA adapter: what is trained."""
+    """What is trained: a LoRA adapter, and modules beside it."""
 
     rank: int = Field(default=16, ge=1, description="LoRA rank: columns of A, rows of B.")
     alpha: float = Field(
@@ -69,13 +69,42 @@ class AdapterSection(Section):
     dropout: float = Field(
         default=0.0, ge=0, lt=1, description="Dropout on the adapter's input while training."
     )
-    targets: Literal["all-linear", "attention"] | Targets = Field(
+    targets: Literal["all-linear", "attention"] | Names = Field(
         default="all-linear",
         description="Linear layers with an adapter: a group, or a list such as [q_proj, v_proj].",
     )
     experts: bool = Field(
         default=False,
         description="Whether the fused experts of a mixture-of-experts model get adapters too.",
+    )
+    rank_pattern: dict[str, Annotated[int, Field(ge=1)]] = Field(
+        default={},
+        description="Rank of single projections, by name: q_proj, or experts.down_proj.",
+        examples=[{"q_proj": 32}],
+    )
+    alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        default={},
+        description="Alpha of single projections, by name: q_proj, or experts.down_proj.",
+        examples=[{"q_proj": 64.0}],
+    )
+    rslora: bool = Field(
+        default=False,
+        description="Whether the update is multiplied by alpha / sqrt(rank) (rsLoRA).",
+    )
+    dora: bool = Field(
+        default=False,
+        description="Whether linear layers also learn the norm of each output's weights (DoRA).",
+    )
+    loraplus_ratio: float | None = Field(
+        default=None,
+        gt=1,
+        description="How many times `train.lr` the B matrices learn at (LoRA+); null: at the same.",
+        examples=[16],
+    )
+    modules_to_save: Names = Field(
+        default=(),
+        description="Trained whole beside LoRA: norms, router, embed_tokens, lm_head, or linears.",
+        examples=[["norms", "router"]],
     )
 
 

@@ -67,6 +67,13 @@ def build(recipe: Recipe, work: Work, ranks: Ranks, screen: Screen) -> Session:
         targets=recipe.adapter.targets,
         has_experts=recipe.adapter.experts,
         seed=recipe.train.seed,
+        options=adapters.Options(
+            rank_pattern=recipe.adapter.rank_pattern,
+            alpha_pattern=recipe.adapter.alpha_pattern,
+            is_rslora=recipe.adapter.rslora,
+            is_dora=recipe.adapter.dora,
+            modules_to_save=recipe.adapter.modules_to_save,
+        ),
     )
     model.train()
     trained = adapters.trained(model)

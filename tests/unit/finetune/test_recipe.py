@@ -22,7 +22,7 @@ from finetune.recipe import (
     shipped_recipes,
 )
 from finetune.recipe_rules import broken_rules
-from finetune.recipe_sections import Section
+from finetune.recipe_sections import Section, TrainSection
 
 SECTIONS = [field.annotation for field in Recipe.model_fields.values()]
 
@@ -69,6 +69,17 @@ def test_the_defaults_and_examples_of_every_field_are_themselves_valid() -> None
                 assert validated
 
 
+def test_encoded_layers_leave_norms_routers_embeddings_and_head_as_they_are() -> None:
+    names = ["norms", "router", "embed_tokens", "lm_head"]
+    recipe = make_recipe(adapter__modules_to_save=names, offload__codec="nf4")
+    assert recipe.adapter.modules_to_save == tuple(names)
+
+
+@pytest.mark.parametrize("section", [s for s in SECTIONS if s is not TrainSection])
+def test_a_section_has_at_most_12_fields(section: type[Section]) -> None:
+    assert len(section.model_fields) <= 12
+
+
 def test_a_recipe_has_at_most_60_fields() -> None:
     assert sum(len(section.model_fields) for section in SECTIONS if section) <= 60
 
@@ -91,6 +102,11 @@ def test_every_section_is_frozen_and_closed(section: type[Section]) -> None:
         ("adapter__targets", "q_proj"),
         ("adapter__targets", [1]),
         ("adapter__experts", "yes"),
+        ("adapter__rank_pattern", {"q_proj": 0}),
+        ("adapter__rank_pattern", ["q_proj"]),
+        ("adapter__alpha_pattern", {"q_proj": 0}),
+        ("adapter__loraplus_ratio", 1),
+        ("adapter__modules_to_save", "lm_head"),
         ("train__lr", 0),
         ("train__lr", float("nan")),
         ("train__lr", float("inf")),
@@ -124,6 +140,9 @@ def test_a_value_outside_its_limits_is_refused(setting: str, value: object) -> N
         ("adapter__rank", 1),
         ("adapter__targets", ["q_proj", "v_proj"]),
         ("adapter__targets", "attention"),
+        ("adapter__rank_pattern", {"q_proj": 1, "experts.down_proj": 4}),
+        ("adapter__loraplus_ratio", 16),
+        ("adapter__modules_to_save", ["norms", "router"]),
         ("train__lr", 1),
         ("train__max_grad_norm", None),
         ("train__seed", 2**32 - 1),
@@ -150,6 +169,22 @@ def test_a_value_on_its_limit_is_accepted(setting: str, value: object) -> None:
             "model.init is pretrained; a config has no weights",
         ),
         ({"adapter__targets": []}, "adapter.targets is empty and adapter.experts is false"),
+        (
+            {"adapter__dora": True, "adapter__experts": True},
+            "adapter.dora is true and adapter.experts is true; DoRA is for linear layers",
+        ),
+        (
+            {"adapter__targets": ["q_proj", "v_proj"], "adapter__modules_to_save": ["v_proj"]},
+            "adapter.modules_to_save and adapter.targets both name v_proj",
+        ),
+        (
+            {"adapter__dora": True, "offload__codec": "nf4"},
+            "adapter.dora is true and offload.codec is nf4; it starts from the weights",
+        ),
+        (
+            {"adapter__modules_to_save": ["norms", "o_proj"], "offload__codec": "nf4"},
+            "adapter.modules_to_save is o_proj and offload.codec is nf4",
+        ),
         (
             {"data__eval_frac": 0.1, "data__eval_path": "e.jsonl"},
             "data.eval_frac is 0.1 and data.eval_path is e.jsonl",
@@ -273,7 +308,12 @@ def test_derived_values_follow_from_their_settings() -> None:
 
 
 def test_the_resolved_yaml_reads_back_as_the_same_recipe() -> None:
-    recipe = make_recipe(adapter__targets=["q_proj"], train__lr=1e-5, data__system="A: b\nc")
+    recipe = make_recipe(
+        adapter__targets=["q_proj"],
+        adapter__rank_pattern={"q_proj": 4},
+        train__lr=1e-5,
+        data__system="A: b\nc",
+    )
     text = resolved_yaml(recipe)
     assert Recipe.model_validate(yaml.safe_load(text)) == recipe
     assert list(yaml.safe_load(text)) == list(Recipe.model_fields)

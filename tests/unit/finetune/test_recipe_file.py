@@ -113,7 +113,8 @@ def test_a_key_like_no_other_lists_the_settings_of_its_section(folder: Path) -> 
     assert_refused(
         replaced("  rank: 8", "  rank: 8\n  zzz: [1]"),
         what="r.yaml:5: adapter.zzz is not a setting",
-        limit="the section adapter has rank, alpha, dropout, targets, experts",
+        limit="the section adapter has rank, alpha, dropout, targets, experts, rank_pattern,"
+        " alpha_pattern, rslora, dora, loraplus_ratio, modules_to_save",
         hint="remove `zzz`",
     )
 
@@ -125,6 +126,39 @@ def test_a_wrong_type_names_value_and_limit(folder: Path) -> None:
         limit="it must be a whole number of at least 1",
         hint="`adapter.rank: 16`",
     )
+
+
+def test_a_wrong_pattern_names_what_it_may_be_and_shows_one(folder: Path) -> None:
+    assert_refused(
+        replaced("rank: 8", "rank_pattern: {q_proj: 0}"),
+        what='r.yaml:4: adapter.rank_pattern is {"q_proj": 0}',
+        limit="it must be names, each with a whole number of at least 1",
+        hint='`adapter.rank_pattern: {"q_proj": 32}`',
+    )
+    assert_refused(
+        write(VALID),
+        "adapter.rank_pattern=4",
+        what="command line: adapter.rank_pattern=4: adapter.rank_pattern is 4",
+        limit="it must be names, each with a whole number of at least 1",
+        hint='`adapter.rank_pattern={"q_proj": 32}`',
+    )
+    recipe = load_recipe(write(VALID), ["adapter.rank_pattern={q_proj: 4}"])
+    assert recipe.adapter.rank_pattern == {"q_proj": 4}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("use_dora", "dora"),
+        ("peft_use_rslora", "rslora"),
+        ("loraplus_lr_ratio", "loraplus_ratio"),
+        ("lora_modules_to_save", "modules_to_save"),
+        ("train_norms", "modules_to_save"),
+    ],
+)
+def test_names_of_other_programs_lead_to_ours(theirs: str, ours: str, folder: Path) -> None:
+    error = refusal(replaced("  rank: 8", f"  rank: 8\n  {theirs}: true"))
+    assert f"adapter.{theirs} is not a setting; the nearest is adapter.{ours}" in str(error)
 
 
 def test_rank_0_is_refused(folder: Path) -> None:

@@ -1,0 +1,318 @@
+"""Every option of the adapter gives the gradients of plain peft, and loads where we are not."""
+
+import copy
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import PreTrainedModel
+
+from finetune.adapters import Options, add_lora, save_adapter, trained
+from finetune.errors import ConfigError
+from tests.parity import test_router_loss as router_loss
+from tests.parity.architectures import SLACK, micro_batches, plain, rel_error, streamed, truth
+from tests.parity.tiny_models import tiny_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+PATTERNS = Options(
+    rank_pattern={"o_proj": 3, "experts.down_proj": 1, "down_proj": 4},
+    alpha_pattern={"q_proj": 5.0, "experts.gate_up_proj": 7.0},
+    is_rslora=True,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """A model, an adapter on it, and what trains beside LoRA."""
+
+    model_type: str
+    options: Options
+    has_experts: bool = False
+    is_tied: bool = False
+
+
+CASES = {
+    "DoRA, with linears and norms whole": Case(
+        model_type="llama", options=Options(is_dora=True, modules_to_save=("o_proj", "norms"))
+    ),
+    "head and embeddings": Case(
+        model_type="llama", options=Options(modules_to_save=("lm_head", "embed_tokens"))
+    ),
+    "tied embeddings": Case(
+        model_type="llama", options=Options(modules_to_save=("embed_tokens",)), is_tied=True
+    ),
+    "patterns beside shared experts": Case(
+        model_type="glm4_moe", options=PATTERNS, has_experts=True
+    ),
+    "a router with a bias that corrects": Case(
+        model_type="deepseek_v3", options=Options(modules_to_save=("norms", "router"))
+    ),
+    "a router with a bias that trains": Case(
+        model_type="gpt_oss", options=Options(modules_to_save=("router",)), has_experts=True
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft's and transformers' own, about patterns and YaRN
+        yield
+
+
+def base_of(case: Case, *, seed: int, **changes: Any) -> PreTrainedModel:
+    model = tiny_model(
+        case.model_type, seed=seed, tie_word_embeddings=case.is_tied, num_experts=4, **changes
+    )
+    model.tie_weights()
+    return model
+
+
+def adapted(base: PreTrainedModel, case: Case, *, seed: int = 0) -> PeftModel:
+    """Add the adapter, and move all that trains from where it starts."""
+    model = add_lora(
+        base,
+        rank=2,
+        alpha=4,
+        dropout=0.0,
+        targets="all-linear",
+        has_experts=case.has_experts,
+        seed=seed,
+        options=case.options,
+    )
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in trained(model).values():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+    model.train()
+    return model
+
+
+def errors_of(case: Case, *, seed: int, true: bool) -> tuple[float, float]:
+    """Compare to the bit with the resident step, and with plain peft; return errors if asked."""
+    batches = micro_batches()
+    model = adapted(base_of(case, seed=seed), case, seed=seed)
+    loss, ours = streamed(model, batches, num_slots=2)
+    resident_loss, resident = streamed(model, batches, num_slots=8)
+    assert loss == resident_loss
+    assert all(torch.equal(ours[name], resident[name]) for name in resident)
+    assert set(ours) == set(trained(model))
+    plain_loss, reference = plain(model, batches)
+    assert loss == pytest.approx(plain_loss, rel=1e-6)
+    assert rel_error(ours, reference) < 2e-6
+    exact = truth(model, batches) if true else reference
+    assert exact is not None
+    return rel_error(ours, exact), rel_error(reference, exact)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_move_every_option_streams_as_it_computes_resident(case: Case) -> None:
+    errors_of(case, seed=0, true=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_reorder_gradients_of_every_option_are_no_worse_than_those_of_peft(case: Case) -> None:
+    errors = [errors_of(case, seed=seed, true=True) for seed in range(4)]
+    ours, theirs = (sum(error**2 for error in column) for column in zip(*errors, strict=True))
+    assert ours <= SLACK**2 * theirs
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_reorder_the_router_loss_listens_to_the_router_that_trains(model_type: str) -> None:
+    case = Case(model_type=model_type, options=Options(modules_to_save=("router",)))
+    batches = micro_batches()
+    base: Any = base_of(case, seed=0, output_router_logits=True)
+    base.router_aux_loss_coef = 0.5
+    model = adapted(base, case)
+    loss, ours = streamed(model, batches, num_slots=2)
+    plain_loss, reference = router_loss.plain(model, batches)
+    assert loss == pytest.approx(plain_loss, rel=1e-6)
+    assert set(ours) == set(trained(model))
+    assert rel_error(ours, reference) < 2e-6
+    without, deaf = plain(model, batches)
+    assert abs(plain_loss - without) > 0.01  # the loss is there to be listened to
+    assert rel_error(deaf, reference) > 0.01
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_saved_adapter_gives_the_same_logits_in_plain_peft(case: Case, tmp_path: Path) -> None:
+    base = base_of(case, seed=0)
+    elsewhere = copy.deepcopy(base)
+    model = adapted(base, case).eval()
+    save_adapter(model, tmp_path)
+    input_ids = torch.arange(16).view(2, 8)
+    loaded = PeftModel.from_pretrained(elsewhere, tmp_path).eval()
+    with torch.no_grad():
+        wanted = model(input_ids=input_ids).logits
+        assert torch.equal(loaded(input_ids=input_ids).logits, wanted)
+        with model.disable_adapter():
+            assert not torch.allclose(model(input_ids=input_ids).logits, wanted, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_move_dora_starts_from_the_base_model_to_the_bit(dtype: torch.dtype) -> None:
+    base: Any = base_of(CASES["head and embeddings"], seed=0)
+    base = base.to(dtype)
+    input_ids = torch.arange(16).view(2, 8)
+    with torch.no_grad():
+        wanted = base(input_ids=input_ids).logits
+        model = add_lora(
+            base,
+            rank=2,
+            alpha=4,
+            dropout=0.0,
+            targets="all-linear",
+            has_experts=False,
+            seed=0,
+            options=Options(is_dora=True),
+        )
+        assert torch.equal(model(input_ids=input_ids).logits, wanted)
+
+
+# ---------------------------------------------------------------------------------- what is adapted
+
+
+def ranks_of(model: PeftModel) -> dict[str, tuple[int, float]]:
+    """Return rank and scale by name within the second layer."""
+    return {
+        name.split(".layers.1.")[1]: (module.r["default"], module.scaling["default"])
+        for name, module in model.named_modules()
+        if ".layers.1." in name and hasattr(module, "lora_A")
+    }
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_patterns_mean_one_projection_each_also_when_loaded(
+    is_loaded: bool, tmp_path: Path
+) -> None:
+    options = replace(PATTERNS, alpha_pattern={"experts.gate_up_proj": 7.0})
+    case = Case(model_type="deepseek_v3", options=options, has_experts=True)
+    base = base_of(case, seed=0)
+    elsewhere = copy.deepcopy(base)
+    model = adapted(base, case)
+    if is_loaded:
+        save_adapter(model, tmp_path)
+        model = PeftModel.from_pretrained(elsewhere, tmp_path)
+    found = ranks_of(model)
+    assert found["self_attn.o_proj"] == (3, 4 / 3**0.5)
+    assert found["self_attn.kv_b_proj"] == (2, 4 / 2**0.5)
+    assert found["mlp.shared_experts.down_proj"] == (4, 4 / 4**0.5)
+    assert found["mlp.experts"] == (1, 4.0)  # around the other: of down_proj
+    assert found["mlp.experts.base_layer"] == (2, 7 / 2**0.5)
+
+
+@pytest.mark.parametrize("has_experts", [False, True])
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe", "qwen2_moe"])
+def test_linears_beside_experts_are_adapted_and_experts_only_if_wanted(
+    model_type: str, has_experts: bool
+) -> None:
+    case = Case(model_type=model_type, options=Options(), has_experts=has_experts)
+    model = adapted(base_of(case, seed=0), case)
+    found = ranks_of(model)
+    shared = "mlp.shared_expert" if model_type == "qwen2_moe" else "mlp.shared_experts"
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        assert found[f"{shared}.{name}"] == (2, 2.0)
+    assert ("mlp.experts" in found) == has_experts
+
+
+def test_of_a_group_modules_that_train_whole_get_no_adapter() -> None:
+    case = Case(model_type="llama", options=Options(modules_to_save=("o_proj", "up_proj")))
+    names = set(ranks_of(adapted(base_of(case, seed=0), case)))
+    assert {name.rsplit(".", 1)[-1] for name in names} == {
+        *("q_proj", "k_proj", "v_proj", "gate_proj", "down_proj")
+    }
+
+
+# ----------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        (
+            Case(model_type="llama", options=Options(modules_to_save=("router",))),
+            r"names router, which LlamaForCausalLM has not; it may hold norms, embed_tokens, ",
+        ),
+        (
+            Case(model_type="llama", options=Options(modules_to_save=("norm",))),
+            r"(?s)names norm, .*hint: `adapter.modules_to_save: \[norms\]`",
+        ),
+        (
+            Case(model_type="llama", options=Options(modules_to_save=("lm_head",)), is_tied=True),
+            r"(?s)names lm_head, which is embed_tokens .*hint: .*\[embed_tokens\]",
+        ),
+        (
+            Case(model_type="llama", options=Options(rank_pattern={"q_prj": 4})),
+            r"(?s)rank_pattern names q_prj, .*hint: `adapter.rank_pattern: {q_proj: 4}`",
+        ),
+        (
+            Case(model_type="qwen3_moe", options=Options(alpha_pattern={"experts.down_proj": 4.0})),
+            r"alpha_pattern names experts.down_proj, which has no adapter",
+        ),
+        (
+            Case(model_type="glm4_moe", options=Options(is_dora=True)),
+            r"adapter.dora: true, and model.layers.0.mlp.gate_proj has an adapter; ",
+        ),
+        (
+            Case(model_type="gpt2", options=Options(is_dora=True)),
+            r"adapter.targets: all-linear is not in this model",
+        ),
+    ],
+)
+def test_an_option_that_means_nothing_in_a_model_is_refused(case: Case, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        adapted(base_of(case, seed=0), case)
+
+
+def test_dropout_is_refused_where_peft_adapts_a_linear_as_a_parameter() -> None:
+    case = Case(model_type="glm4_moe", options=Options())
+    with pytest.raises(ConfigError, match=r"adapter.dropout: 0.1, and .*gate_proj has an adapter"):
+        add_lora(
+            base_of(case, seed=0),
+            rank=2,
+            alpha=4,
+            dropout=0.1,
+            targets="all-linear",
+            has_experts=False,
+            seed=0,
+        )
+
+
+def test_a_tied_head_with_a_bias_is_refused_for_peft_would_drop_it() -> None:
+    case = CASES["tied embeddings"]
+    base: Any = base_of(case, seed=0)
+    base.lm_head.bias = torch.nn.Parameter(torch.ones(64))
+    with pytest.raises(ConfigError, match="names embed_tokens, which is tied to a Linear; peft"):
+        adapted(base, case)
+
+
+def test_experts_alone_can_be_adapted() -> None:
+    model = add_lora(
+        base_of(Case(model_type="mixtral", options=Options()), seed=0),
+        rank=2,
+        alpha=4,
+        dropout=0.0,
+        targets=(),
+        has_experts=True,
+        seed=0,
+    )
+    assert set(ranks_of(model)) == {"mlp.experts", "mlp.experts.base_layer"}
+
+
+def test_dora_is_refused_on_a_linear_that_computes_in_its_own_way() -> None:
+    class Doubled(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    case = Case(model_type="llama", options=Options(is_dora=True))
+    base: Any = base_of(case, seed=0)
+    base.model.layers[1].self_attn.q_proj.__class__ = Doubled
+    with pytest.raises(ConfigError, match=r"model.layers.1.self_attn.q_proj is a Doubled"):
+        adapted(base, case)
+    adapted(base_of(case, seed=0), replace(case, options=Options()))
