@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 from finetune.batches import StepShare, collate
 from finetune.data import ExampleSet
 from finetune.errors import FinetuneError
-from finetune.objective import clip, learning_rate, make_optimizer, update
+from finetune.objective import Masters, clip, learning_rate, make_optimizer, update
 from finetune.ranks import Ranks
 from finetune.recipe_sections import TrainSection
 from offload.engine.engine import Engine
@@ -53,19 +53,41 @@ class Loop:
         *,
         model: nn.Module,
         engine: Engine,
-        parameters: Sequence[nn.Parameter],
+        trained: Mapping[str, nn.Parameter],
         train: TrainSection,
+        loraplus_ratio: float | None,
         num_steps: int,
         ranks: Ranks,
     ) -> None:
-        """Take the parts and make a fresh optimizer."""
+        """Take the parts and make a fresh optimizer.
+
+        Args:
+            model: With what trains, on its engine.
+            engine: Of the model.
+            trained: Name -> tensor of the model that trains.
+            train: How.
+            loraplus_ratio: How many times the learning rate B matrices learn at; None for once.
+            num_steps: Of the run.
+            ranks: The processes that share each step.
+        """
         self._model = model
         self._engine = engine
-        self._parameters = list(parameters)
+        self._masters = Masters(trained)
+        self._parameters = list(self._masters.weights.values())
+        self._loraplus_ratio = loraplus_ratio
         self._train = train
         self._num_steps = num_steps
         self._ranks = ranks
         self.optimizer = self._make_optimizer()
+
+    @property
+    def weights(self) -> Mapping[str, nn.Parameter]:
+        """What the optimizer updates, by name: with its states, all that a resume needs."""
+        return self._masters.weights
+
+    def publish(self) -> None:
+        """Let the model compute with weights that were changed from outside."""
+        self._masters.publish()
 
     def step(self, number: int, share: StepShare) -> StepRecord:
         """Run optimizer step `number`, counted from 0, of which this rank does a share."""
@@ -100,6 +122,7 @@ class Loop:
         with torch.no_grad():
             for parameter, value in zip(self._parameters, before, strict=True):
                 parameter.copy_(value)
+        self.publish()
         self.optimizer = self._make_optimizer()
         return record
 
@@ -130,7 +153,8 @@ class Loop:
         loss = self._ranks.sum_gradients(self._parameters, loss=result.loss)
         grad_norm = float(clip(self._parameters, self._train.max_grad_norm))
         self._require_finite(name, loss, grad_norm)
-        update(self.optimizer, self._parameters, lr=lr)
+        update(self.optimizer, self._parameters, lr=lr, loraplus_ratio=self._loraplus_ratio)
+        self.publish()
         self._engine.wait()
         end_s = time.perf_counter()
         return StepRecord(
@@ -156,8 +180,9 @@ class Loop:
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         return make_optimizer(
-            self._parameters,
+            self._masters.weights,
             name=self._train.optimizer,
             lr=self._train.lr,
             weight_decay=self._train.weight_decay,
+            loraplus_ratio=self._loraplus_ratio,
         )

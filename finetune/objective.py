@@ -1,7 +1,8 @@
 """What is minimised and by which steps: learning rate, optimizer, clipping."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -28,24 +29,82 @@ def learning_rate(
     return peak * 0.5 * (1 + math.cos(math.pi * progress))
 
 
+class Masters:
+    """What the optimizer updates: the trained tensors, those of 16 bits by a copy in fp32.
+
+    A step of a small rate is less than half of a 16-bit weight's last digit, and so is one of many
+    gradients beside their sum: both would be rounded away. So such a tensor only computes. Each new
+    gradient of it goes into that of its master as soon as it is there; after an update the master
+    is rounded into it.
+    """
+
+    def __init__(self, trained: Mapping[str, nn.Parameter]) -> None:
+        """Make the copies; what trains must be where it computes by now.
+
+        Args:
+            trained: Name -> tensor, of the model.
+        """
+        self._copies: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self.weights: dict[str, nn.Parameter] = {}
+        for name, parameter in trained.items():
+            self.weights[name] = parameter
+            if parameter.dtype in (torch.bfloat16, torch.float16):
+                master = nn.Parameter(parameter.detach().float())
+                parameter.register_post_accumulate_grad_hook(partial(_hand_over, master))
+                self._copies.append((parameter, master))
+                self.weights[name] = master
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the masters into the tensors that compute."""
+        for parameter, master in self._copies:
+            parameter.copy_(master)
+
+
+def _hand_over(master: nn.Parameter, parameter: torch.Tensor) -> None:
+    """Add a gradient to the master's, and take it off the tensor that computes."""
+    assert parameter.grad is not None
+    if master.grad is None:
+        master.grad = parameter.grad.float()
+    else:
+        master.grad += parameter.grad
+    parameter.grad = None
+
+
 def make_optimizer(
-    parameters: Sequence[nn.Parameter],
+    weights: Mapping[str, nn.Parameter],
     *,
     name: Literal["adamw", "adamw_8bit"],
     lr: float,
     weight_decay: float,
+    loraplus_ratio: float | None,
 ) -> torch.optim.Optimizer:
-    """Return AdamW over the trained tensors.
+    """Return AdamW over the trained tensors; with LoRA+ the B matrices are a group of their own.
 
     `adamw_8bit` is bitsandbytes' blockwise 8-bit AdamW: 2 bytes of state per weight in place of
     8, but for tensors of fewer than 4,096 elements, whose state stays in 32 bits.
+
+    Source: arXiv:2402.12354 section 4: B learns faster than A, all else at the rate of A. (peft
+    0.21's `create_loraplus_optimizer` takes tensors of one dimension with B. Here these are norms
+    and DoRA's magnitudes, of which the paper says nothing, so they keep the rate that was set.)
     """
+    b_matrices = {n for n in weights if is_b_matrix(n)} if loraplus_ratio is not None else set()
+    groups = [
+        {"params": [weight for n, weight in weights.items() if n not in b_matrices]},
+        {"params": [weight for n, weight in weights.items() if n in b_matrices]},
+    ]
+    groups = [group for group in groups if group["params"]]
     if name == "adamw":
-        return torch.optim.AdamW(parameters, lr=lr, weight_decay=weight_decay)
+        return torch.optim.AdamW(groups, lr=lr, weight_decay=weight_decay)
     from bitsandbytes.optim.adamw import AdamW8bit
 
-    optimizer: torch.optim.Optimizer = AdamW8bit(parameters, lr=lr, weight_decay=weight_decay)
+    optimizer: torch.optim.Optimizer = AdamW8bit(groups, lr=lr, weight_decay=weight_decay)
     return optimizer
+
+
+def is_b_matrix(name: str) -> bool:
+    """Tell LoRA's B, which starts at zero, by its name."""
+    return ".lora_B." in name or ".lora_embedding_B." in name
 
 
 def clip(parameters: Sequence[nn.Parameter], max_norm: float | None) -> torch.Tensor:
@@ -54,11 +113,15 @@ def clip(parameters: Sequence[nn.Parameter], max_norm: float | None) -> torch.Te
 
 
 def update(
-    optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], *, lr: float
+    optimizer: torch.optim.Optimizer,
+    parameters: Iterable[nn.Parameter],
+    *,
+    lr: float,
+    loraplus_ratio: float | None,
 ) -> None:
-    """Update the parameters at this learning rate, and clear their gradients."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+    """Update the parameters at this learning rate, B at its multiple, and clear their gradients."""
+    for group, ratio in zip(optimizer.param_groups, (1.0, loraplus_ratio), strict=False):
+        group["lr"] = lr if ratio is None else lr * ratio
     optimizer.step()
     for parameter in parameters:
         parameter.grad = None

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 import offload
 from finetune import adapters
@@ -32,12 +31,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Session:
-    """The model on its engine, what trains, and what the user should be told of its loading."""
+    """The model on its engine, its loop, and what the user should be told of its loading."""
 
     model: "PeftModel"
     engine: Engine
     loop: Loop
-    trained: dict[str, nn.Parameter]
     notes: tuple[str, ...]
 
 
@@ -76,7 +74,6 @@ def build(recipe: Recipe, work: Work, ranks: Ranks, screen: Screen) -> Session:
         ),
     )
     model.train()
-    trained = adapters.trained(model)
     engine = offload.attach(
         model,
         num_slots=work.plan.num_slots,
@@ -90,13 +87,14 @@ def build(recipe: Recipe, work: Work, ranks: Ranks, screen: Screen) -> Session:
     loop = Loop(
         model=model,
         engine=engine,
-        parameters=list(trained.values()),
+        trained=adapters.trained(model),
         train=recipe.train,
+        loraplus_ratio=recipe.adapter.loraplus_ratio,
         num_steps=work.order.num_steps,
         ranks=ranks,
     )
     notes = (*loaded.notes, *engine.notes)
-    return Session(model=model, engine=engine, loop=loop, trained=trained, notes=notes)
+    return Session(model=model, engine=engine, loop=loop, notes=notes)
 
 
 def _shared_slab(

@@ -114,8 +114,10 @@ def _start(
 
     step = ranks.from_main(make_ready)
     if step:
-        run_dir.load(step, session.trained, session.loop.optimizer, data_hash=work.rows.data_hash)
-    ranks.require_same_weights(session.trained, step=step)
+        loop = session.loop
+        run_dir.load(step, loop.weights, loop.optimizer, data_hash=work.rows.data_hash)
+        loop.publish()
+    ranks.require_same_weights(session.loop.weights, step=step)
     return step
 
 
@@ -171,7 +173,7 @@ def _train(
             )
             is_stopped = any(ranks.exchange(bool(interrupts)))
             if _is_due(done, output.checkpoint_every) or is_stopped or done == num_steps:
-                ranks.require_same_weights(session.trained, step=done)
+                ranks.require_same_weights(session.loop.weights, step=done)
                 if ranks.is_main:
                     _save(recipe, run_dir, work, session, record.timeline, step=done)
             if is_stopped:
@@ -186,7 +188,7 @@ def _save(
     write_atomically(run_dir.path / "measured_timeline.json", timeline.to_json())
     run_dir.save(
         step,
-        session.trained,
+        session.loop.weights,
         session.loop.optimizer,
         data_hash=work.rows.data_hash,
         num_kept=recipe.output.keep_checkpoints,

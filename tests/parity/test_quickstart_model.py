@@ -54,7 +54,9 @@ def steps(num_slots: int) -> list[tuple[float, dict[str, torch.Tensor]]]:
     trained = adapters.trained(model)
     assert any("experts" in name for name in trained)
     assert any("q_proj" in name for name in trained)
-    optimizer = make_optimizer(list(trained.values()), name="adamw", lr=0.01, weight_decay=0.0)
+    optimizer = make_optimizer(
+        trained, name="adamw", lr=0.01, weight_decay=0.0, loraplus_ratio=None
+    )
     engine = offload.attach(model, num_slots=num_slots, device="cpu", hold=loaded.hold)
     found, data = [], batches()
     for step in range(NUM_STEPS):
@@ -64,7 +66,7 @@ def steps(num_slots: int) -> list[tuple[float, dict[str, torch.Tensor]]]:
         assert gradients.keys() == trained.keys()
         found.append((result.loss, gradients))
         clip(list(trained.values()), 1.0)
-        update(optimizer, list(trained.values()), lr=0.01)
+        update(optimizer, trained.values(), lr=0.01, loraplus_ratio=None)
     engine.detach()
     return found
 

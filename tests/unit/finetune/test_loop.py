@@ -1,14 +1,21 @@
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import offload
 from finetune import adapters
 from finetune.batches import StepShare
+from finetune.checkpoint import RunDir
 from finetune.loop import Loop
 from finetune.ranks import Ranks
 from finetune.recipe_sections import TrainSection
+from offload.plan.costs import Workload
+from offload.plan.facts import AdapterSpec, linear_names, model_facts
+from offload.plan.machine import named_machine
+from offload.plan.memory import device_terms
 
 CONFIG = Qwen3Config.from_dict(
     {
@@ -23,28 +30,41 @@ CONFIG = Qwen3Config.from_dict(
 )
 
 
-def make_loop(*, optimizer: Any = "adamw") -> tuple[Loop, dict[str, torch.nn.Parameter]]:
+PLAIN = adapters.Options()
+
+
+def make_loop(
+    *,
+    optimizer: Any = "adamw",
+    dtype: torch.dtype = torch.float32,
+    options: adapters.Options = PLAIN,
+    loraplus_ratio: float | None = None,
+    lr: float = 0.1,
+) -> tuple[Loop, dict[str, torch.nn.Parameter]]:
     torch.manual_seed(0)
+    base: Any = Qwen3ForCausalLM(CONFIG)
     model = adapters.add_lora(
-        Qwen3ForCausalLM(CONFIG),
+        base.to(dtype),
         rank=2,
         alpha=4,
         dropout=0.2,
         targets="all-linear",
         has_experts=False,
         seed=0,
+        options=options,
     ).train()
     trained = adapters.trained(model)
     for name, parameter in trained.items():
         if "lora_B" in name:  # zero at the start, so that dropout would change nothing
             torch.nn.init.constant_(parameter, 0.1)
-    train = TrainSection(grad_accum_steps=2, steps=4, lr=0.1, weight_decay=0.1, optimizer=optimizer)
+    train = TrainSection(grad_accum_steps=2, steps=4, lr=lr, weight_decay=0.1, optimizer=optimizer)
     engine = offload.attach(model, num_slots=2, device="cpu")
     loop = Loop(
         model=model,
         engine=engine,
-        parameters=list(trained.values()),
+        trained=trained,
         train=train,
+        loraplus_ratio=loraplus_ratio,
         num_steps=4,
         ranks=Ranks(),
     )
@@ -85,3 +105,93 @@ def test_a_step_depends_on_its_number_and_not_on_the_state_of_random() -> None:
     assert again.step(0, batches(8)).loss == loss
     other, _ = make_loop()
     assert other.step(1, batches(8)).loss != loss  # another dropout mask
+
+
+WHOLE = adapters.Options(modules_to_save=("norms", "lm_head"))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
+def test_a_resume_in_16_bits_continues_to_the_bit(optimizer: Any, tmp_path: Path) -> None:
+    def make() -> tuple[Loop, dict[str, torch.nn.Parameter]]:
+        return make_loop(
+            optimizer=optimizer,
+            dtype=torch.bfloat16,
+            options=WHOLE,
+            loraplus_ratio=16.0,
+            lr=1e-4,  # steps too small for 16 bits: a resume from what computes would lose them
+        )
+
+    run_dir = RunDir(tmp_path)
+    run_dir.checkpoints.mkdir()
+    whole, expected = make()
+    whole.rehearse(batches(20), batches(8))
+    losses = []
+    for number in range(4):
+        losses.append(whole.step(number, batches(8)).loss)
+        if number == 1:
+            run_dir.save(2, whole.weights, whole.optimizer, data_hash="", num_kept=1)
+    resumed, found = make()
+    run_dir.load(2, resumed.weights, resumed.optimizer, data_hash="")
+    resumed.publish()
+    assert [resumed.step(number, batches(8)).loss for number in (2, 3)] == losses[2:]
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert all(torch.equal(resumed.weights[name], whole.weights[name]) for name in expected)
+    assert all(p.grad is None for p in (*found.values(), *resumed.weights.values()))
+    norm = "base_model.model.model.norm.modules_to_save.default.weight"
+    assert expected[norm].dtype is torch.bfloat16
+    assert whole.weights[norm].dtype is torch.float32
+    assert not torch.equal(whole.weights[norm], expected[norm].float())
+
+
+def test_a_rehearsal_in_16_bits_leaves_no_trace_either() -> None:
+    loop, parameters = make_loop(dtype=torch.bfloat16, options=WHOLE)
+    before = {name: p.detach().clone() for name, p in parameters.items()}
+    loop.rehearse(batches(20), batches(8))
+    assert all(torch.equal(p, before[name]) for name, p in parameters.items())
+    assert all(torch.equal(w, before[name].float()) for name, w in loop.weights.items())
+    assert all(w.grad is None for w in loop.weights.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_trains_takes_the_bytes_that_the_plan_says(dtype: torch.dtype) -> None:
+    loop, parameters = make_loop(dtype=dtype, options=WHOLE)
+    loop.step(0, batches(8))
+    facts = model_facts(CONFIG.to_dict())
+    spec = AdapterSpec(
+        rank=2, targets=linear_names(facts), experts=False, modules=WHOLE.modules_to_save
+    )
+    workload = Workload(
+        micro_batch_size=2,
+        seq_len=8,
+        label_tokens=14,
+        head_chunk_tokens=1024,
+        adapter=spec,
+        optimizer="adamw",
+        dtype_bytes=dtype.itemsize,
+        codec_ratio=1.0,
+    )
+    terms = device_terms(
+        facts,
+        named_machine("rtx5090"),
+        workload,
+        num_slots=2,
+        num_micro_batches=2,
+        num_ranks=1,
+        is_padded=True,
+        is_stashed=False,
+    )
+    planned = {term.name: term.num_bytes for term in terms}
+    whole = {name for name in parameters if "modules_to_save" in name}
+    copies = {
+        tensor.data_ptr(): tensor.nbytes
+        for name in whole
+        for tensor in (parameters[name], loop.weights[name])
+    }
+    assert planned["trained modules"] == sum(copies.values())
+    assert planned["adapters"] == sum(
+        p.nbytes for name, p in parameters.items() if name not in whole
+    )
+    states = loop.optimizer.state.values()
+    moments = sum(s[name].nbytes for s in states for name in ("exp_avg", "exp_avg_sq"))
+    assert planned["optimizer states"] == moments
+    assert planned["gradients"] == moments // 2
