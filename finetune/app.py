@@ -157,6 +157,35 @@ def generate(
         _print(answer_prompt(run_dir, prompt, max_new_tokens=max_new_tokens))
 
 
+@app.command()
+def adapter(
+    run_dir: Annotated[Path, typer.Argument(help="A finished run's directory.")],
+    *,
+    layout: Annotated[
+        str, typer.Option("--format", help="Who is to read it: vllm. (peft reads it as it is.)")
+    ],
+    out: Annotated[Path, typer.Option(help="The folder to write.")],
+) -> None:
+    """Write a finished run's adapter in another layout."""
+    with _explained(str(run_dir)):
+        if layout != "vllm":
+            raise ConfigError(
+                f"--format {layout}",
+                limit="an adapter is written for vllm; peft reads RUN_DIR/adapter as it lies",
+                hint="`--format vllm`",
+            )
+        from finetune.checkpoint import RunDir
+        from finetune.model import read_config
+        from finetune.vllm_adapter import write_vllm_adapter
+
+        run = RunDir(run_dir)
+        run.require_adapter()
+        model = run.recipe().model
+        config = read_config(path=model.path, config=model.config)
+        write_vllm_adapter(run.adapter, out, model_config=config)
+        _print(f"{out}")
+
+
 @recipes_app.command("list")
 def recipes_list() -> None:
     """List the shipped recipes and shapes."""

@@ -18,6 +18,7 @@ FLAGS = {
     "probe": {"--dtype", "--json", "--save"},
     "validate": set(),
     "generate": {"--prompt", "--max-new-tokens"},
+    "adapter": {"--format", "--out"},
     "recipes list": set(),
     "recipes show": set(),
     "recipes copy": set(),

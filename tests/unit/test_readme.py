@@ -49,6 +49,13 @@ def test_every_command_is_documented() -> None:
         assert f"`sluice {name}" in README, name
 
 
+def test_every_setting_of_the_adapter_is_documented() -> None:
+    from finetune.recipe_sections import AdapterSection
+
+    for name in AdapterSection.model_fields:
+        assert re.search(rf"(`| ){name}[:`]", README), name
+
+
 def test_every_file_that_the_tree_names_exists() -> None:
     (tree,) = blocks("text")
     root, folder = Path(__file__).parents[2], Path()

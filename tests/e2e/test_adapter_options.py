@@ -1,0 +1,147 @@
+"""What a recipe's adapter section can ask for, from the command line to plain peft."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import offload
+from finetune import app
+from finetune.adapters import load_adapter
+from finetune.model import load_model
+
+# peft looks for patterns among modules only, and says that those of experts fit nothing
+pytestmark = pytest.mark.filterwarnings("ignore:The following rank_pattern keys did not match")
+EVERYTHING = {
+    "rank_pattern": {"q_proj": 2, "experts.down_proj": 3},
+    "alpha_pattern": {"q_proj": 3.0},
+    "rslora": True,
+    "loraplus_ratio": 4,
+    "modules_to_save": ["norms", "router", "lm_head", "embed_tokens"],
+}
+DORA = {"dora": True, "experts": False, "modules_to_save": ["o_proj"]}
+INPUT_IDS = torch.arange(5, 25).view(2, 10)
+
+
+def run(*argv: object) -> int:
+    with pytest.raises(SystemExit) as exit_info:
+        app.main([str(word) for word in argv])
+    assert isinstance(exit_info.value.code, int)
+    return exit_info.value.code
+
+
+def plain_logits(model_dir: Path, adapter: Path | None) -> torch.Tensor:
+    model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, adapter)
+    with torch.no_grad():
+        logits: torch.Tensor = model.eval()(input_ids=INPUT_IDS).logits
+    return logits
+
+
+def streamed_logits(model_dir: Path, adapter: Path) -> torch.Tensor:
+    """Return what `sluice generate` computes: layers in the slab, the adapter on top."""
+    loaded = load_model(
+        path=str(model_dir),
+        config=None,
+        init="pretrained",
+        dtype="float32",
+        device="cpu",
+        seed=0,
+        tier="ram",
+    )
+    model = load_adapter(loaded.model, adapter).eval()
+    engine = offload.attach(model, num_slots=2, device="cpu", hold=loaded.hold)
+    logits = engine.forward({"input_ids": INPUT_IDS}).logits
+    engine.close()
+    assert logits is not None
+    return logits
+
+
+@pytest.mark.parametrize(
+    "options", [EVERYTHING, pytest.param(DORA, marks=pytest.mark.slow)], ids=["everything", "DoRA"]
+)
+def test_options_train_resume_to_the_bit_and_load_in_plain_peft(
+    options: dict[str, Any], tmp_path: Path, write_recipe, machine_file, model_dir, capsys
+) -> None:
+    recipe = write_recipe(
+        adapter=options,
+        train={"steps": 2},
+        output={"checkpoint_every": 1},
+        data={"eval_frac": None},
+    )
+    run_dir, words = tmp_path / "run", ("--machine", machine_file)
+    assert run("finetune", recipe, *words) == 0
+    assert (
+        "DoRA rank 4" if options is DORA else "rank 4 (experts.down_proj 3, q_proj 2) on q_proj"
+    ) in capsys.readouterr().out
+    whole = load_file(run_dir / "adapter" / "adapter_model.safetensors")
+    logits = plain_logits(model_dir, run_dir / "adapter")
+    assert not torch.allclose(logits, plain_logits(model_dir, None), atol=1e-4)
+    assert torch.allclose(streamed_logits(model_dir, run_dir / "adapter"), logits, atol=1e-6)
+
+    predicted = json.loads((run_dir / "predicted.json").read_text())
+    checkpoint = run_dir / "checkpoints" / "step-0000002"
+    trained = load_file(checkpoint / "trained.safetensors")
+    counts = predicted["before measuring"]["model"]
+    planned = counts["num_adapter_parameters"] + counts["num_module_parameters"]
+    assert planned == sum(tensor.numel() for tensor in trained.values())
+
+    shutil.rmtree(checkpoint)
+    shutil.rmtree(run_dir / "adapter")
+    assert run("finetune", recipe, *words, "--resume") == 0
+    resumed = load_file(run_dir / "adapter" / "adapter_model.safetensors")
+    assert resumed.keys() == whole.keys()
+    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+    assert run("generate", run_dir, "--prompt", "what follows 3", "--max-new-tokens", "2") == 0
+
+
+def test_norms_and_routers_move_and_are_saved_under_their_own_names(
+    tmp_path: Path, write_recipe, machine_file, model_dir
+) -> None:
+    recipe = write_recipe(adapter={"modules_to_save": ["norms", "router"]}, train={"steps": 1})
+    assert run("finetune", recipe, "--machine", machine_file) == 0
+    saved = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
+    base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).state_dict()
+    whole = {name: t for name, t in saved.items() if "lora_" not in name}
+    parts = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
+    assert set(whole) == {
+        f"base_model.model.model.{name}.weight"
+        for name in ("norm", *(f"layers.{i}.{p}" for i in range(4) for p in (*parts, "mlp.gate")))
+    }
+    for name, tensor in whole.items():
+        assert not torch.equal(tensor, base[name.removeprefix("base_model.model.")]), name
+
+
+def test_an_adapter_is_written_for_vllm(tmp_path: Path, write_recipe, machine_file, capsys) -> None:
+    recipe = write_recipe(train={"steps": 1})
+    assert run("finetune", recipe, "--machine", machine_file) == 0
+    out = tmp_path / "vllm"
+    assert run("adapter", tmp_path / "run", "--format", "vllm", "--out", out) == 0
+    assert capsys.readouterr().out.endswith(f"{out}\n")
+    names = set(load_file(out / "adapter_model.safetensors"))
+    assert "base_model.model.model.layers.3.mlp.experts.3.up_proj.lora_B.weight" in names
+    assert run("adapter", tmp_path / "run", "--format", "gguf", "--out", tmp_path / "x") == 1
+    assert "--format gguf; an adapter is written for vllm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        (["adapter.modules_to_save=[gate]"], "adapter.modules_to_save names 'gate'"),
+        (["adapter.rank_pattern={k: 3}"], "adapter.rank_pattern names 'k', which has no adapter"),
+        (["adapter.dora=true"], "adapter.dora is true and adapter.experts is true"),
+    ],
+)
+def test_what_can_have_no_effect_is_refused_before_anything_is_loaded(
+    settings: list[str], text: str, tmp_path: Path, write_recipe, machine_file, capsys
+) -> None:
+    assert run("finetune", write_recipe(), "--machine", machine_file, *settings) == 1
+    assert text in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
