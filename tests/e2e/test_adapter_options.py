@@ -52,6 +52,7 @@ def streamed_logits(model_dir: Path, adapter: Path) -> torch.Tensor:
         config=None,
         init="pretrained",
         dtype="float32",
+        codec="native",
         device="cpu",
         seed=0,
         tier="ram",

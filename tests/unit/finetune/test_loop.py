@@ -168,7 +168,7 @@ def test_what_trains_takes_the_bytes_that_the_plan_says(dtype: torch.dtype) -> N
         adapter=spec,
         optimizer="adamw",
         dtype_bytes=dtype.itemsize,
-        codec_ratio=1.0,
+        codec="native",
     )
     terms = device_terms(
         facts,

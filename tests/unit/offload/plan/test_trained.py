@@ -144,7 +144,7 @@ def workload(spec: AdapterSpec, *, dtype_bytes: int = 2) -> Workload:
         adapter=spec,
         optimizer="adamw",
         dtype_bytes=dtype_bytes,
-        codec_ratio=1.0,
+        codec="native",
     )
 
 
