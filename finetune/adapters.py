@@ -3,7 +3,7 @@
 import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,9 @@ from transformers import PreTrainedModel
 from finetune.errors import ConfigError
 from finetune.planning import chosen_targets
 from finetune.whole_modules import Whole, whole_modules
+from offload.engine.host.showing import values_shown
+from offload.engine.host.store import Hold
+from offload.engine.model.layers import LayeredModel
 from offload.engine.model.stack import find_towers
 from offload.plan.facts import nearest
 
@@ -59,7 +62,7 @@ def expert_parameters(model: PreTrainedModel) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def add_lora(
+def add_lora(  # noqa: PLR0913 - one door for every adapter
     model: PreTrainedModel,
     *,
     rank: int,
@@ -69,8 +72,12 @@ def add_lora(
     has_experts: bool,
     seed: int,
     options: Options = Options(),  # frozen, and plain LoRA
+    hold: Hold | None = None,
 ) -> PeftModel:
     """Freeze the model and add adapters, with weights drawn from `seed`.
+
+    `hold` is where the layers' weights lie, if they were loaded to one: encoded ones show no
+    values, and DoRA starts from them.
 
     Raises:
         ConfigError: A target that the model does not have, experts where there are none, or an
@@ -100,7 +107,7 @@ def add_lora(
     with torch.random.fork_rng(devices=[]), _patterns_of_parameters():
         torch.manual_seed(seed)
         adapted = get_peft_model(model, config)
-    _start_from_base(adapted)
+    _start_from_base(adapted, hold)
     _require_adapted(adapted, linears, has_experts=has_experts)
     _require_wrapped(adapted, whole)
     return adapted
@@ -206,17 +213,22 @@ def _pattern(
 
 
 @torch.no_grad()
-def _start_from_base(adapted: PeftModel) -> None:
+def _start_from_base(adapted: PeftModel, hold: Hold | None) -> None:
     """Let DoRA's magnitudes be what its forward divides by, so that training starts at the base.
 
     peft takes the first norm in the weights' own type, and later ones in fp32: with 16-bit weights
     the first step would start from outputs that are up to 0.2 % off.
     """
-    for module in adapted.modules():
-        if isinstance(module, LoraLayer) and "default" in module.lora_magnitude_vector:
-            base: Any = module.get_base_layer()
-            magnitude: Any = module.lora_magnitude_vector["default"]
-            magnitude.weight.copy_(torch.linalg.norm(base.weight.float(), dim=1))
+    layers = list(LayeredModel(adapted).layers)
+    if hold is not None:
+        hold.adopt([list(layer.parameters()) for layer in layers])
+    for number, layer in enumerate(layers):
+        found = [m for m in layer.modules() if isinstance(m, LoraLayer) and m.lora_magnitude_vector]
+        with values_shown(hold, number) if hold is not None and found else nullcontext():
+            for module in found:
+                base: Any = module.get_base_layer()
+                magnitude: Any = module.lora_magnitude_vector["default"]
+                magnitude.weight.copy_(torch.linalg.norm(base.weight.float(), dim=1))
 
 
 def _require_adapted(adapted: PeftModel, linears: Collection[str], *, has_experts: bool) -> None:

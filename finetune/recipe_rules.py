@@ -115,23 +115,19 @@ def _broken_adapter_rules(recipe: "Recipe") -> Iterator[Breach]:
 
 
 def _broken_codec_rules(recipe: "Recipe") -> Iterator[Breach]:
-    """What starts from base weights needs them as they are, and encoded ones are not."""
+    """A copy that trains starts from weights as they are published."""
     adapter, codec = recipe.adapter, recipe.offload.codec
     if codec in ("auto", "native"):
         return
     encoded = [name for name in adapter.modules_to_save if name not in NEVER_ENCODED]
-    for field, value in (
-        ("adapter.dora", "true" if adapter.dora else None),
-        ("adapter.modules_to_save", ", ".join(encoded) or None),
-    ):
-        if value is not None:
-            yield Breach(
-                field=field,
-                what=f"{field} is {value} and offload.codec is {codec}",
-                limit="it starts from the weights of linear layers, which lie encoded",
-                hint="`offload.codec: native`, or leave it out",
-                reads=("offload.codec",),
-            )
+    if encoded:
+        yield Breach(
+            field="adapter.modules_to_save",
+            what=f"adapter.modules_to_save is {', '.join(encoded)} and offload.codec is {codec}",
+            limit="what is trained whole starts from published weights, and these lie encoded",
+            hint="`offload.codec: native`, or leave it out",
+            reads=("offload.codec",),
+        )
 
 
 def _broken_data_rules(data: "DataSection") -> Iterator[Breach]:

@@ -72,6 +72,7 @@ def build(recipe: Recipe, work: Work, ranks: Ranks, screen: Screen) -> Session:
             is_dora=recipe.adapter.dora,
             modules_to_save=recipe.adapter.modules_to_save,
         ),
+        hold=loaded.hold,
     )
     model.train()
     engine = offload.attach(

@@ -3,7 +3,7 @@
 import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import offload
+from finetune.adapters import Options, add_lora
 from offload.engine.codecs.codec import NATIVE, codec_named
 from offload.engine.host.record import lay_out
 from offload.engine.host.showing import values_shown
@@ -280,3 +281,26 @@ def test_a_weight_that_cannot_be_written_is_named(
             model, num_slots=2, codec="nf4", device="cpu", tier=tier, store_dir=store_dir
         )
     assert not list(tmp_path.iterdir())
+
+
+def test_dora_over_encoded_layers_starts_from_the_weights_that_they_decode_to() -> None:
+    base = MODELS["qwen3"]().train().requires_grad_(False)
+    settings: dict[str, Any] = {
+        "rank": 4,
+        "alpha": 8.0,
+        "dropout": 0.0,
+        "targets": ["q_proj", "down_proj"],
+        "has_experts": False,
+        "seed": 0,
+        "options": Options(is_dora=True),
+    }
+    expected = streamed(add_lora(rounded(base, "nf4"), **settings), num_slots=6)
+    slab = as_loaded(base, "nf4")
+    model = add_lora(base, **settings, hold=slab)
+    engine = offload.attach(
+        model, num_slots=2, codec="nf4", device="cpu", hold=slab, head_chunk_tokens=7
+    )
+    loss = engine.forward_backward(micro_batches(), dropout_seed=0).loss
+    assert_equal((loss, gradients(model)), expected)
+    assert any("magnitude" in name for name in expected[1])
+    engine.detach()

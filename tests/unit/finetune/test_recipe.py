@@ -178,10 +178,6 @@ def test_a_value_on_its_limit_is_accepted(setting: str, value: object) -> None:
             "adapter.modules_to_save and adapter.targets both name v_proj",
         ),
         (
-            {"adapter__dora": True, "offload__codec": "nf4"},
-            "adapter.dora is true and offload.codec is nf4; it starts from the weights",
-        ),
-        (
             {"adapter__modules_to_save": ["norms", "o_proj"], "offload__codec": "nf4"},
             "adapter.modules_to_save is o_proj and offload.codec is nf4",
         ),
