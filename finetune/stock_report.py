@@ -10,14 +10,17 @@ from offload.plan.stock import Stock
 def stock_table(stock: Stock) -> RenderableType:
     """Return a line for each class of weights in each form, and what share of them is encoded."""
     table = table_of("Weights", "class", "form", "parameters", "share", "decoded", "as they wait")
-    for row in stock.rows:
+    keys = dict.fromkeys((row.kind, row.codec) for row in stock.rows)
+    for kind, codec in keys:
+        rows = [row for row in stock.rows if (row.kind, row.codec) == (kind, codec)]
+        num_parameters = sum(row.num_parameters for row in rows)
         table.add_row(
-            row.kind,
-            row.codec,
-            shown_count(row.num_parameters),
-            f"{row.num_parameters / stock.num_parameters:.1%}",
-            shown_mib(row.decoded_bytes),
-            shown_mib(row.encoded_bytes),
+            kind,
+            codec,
+            shown_count(num_parameters),
+            f"{num_parameters / stock.num_parameters:.1%}",
+            shown_mib(sum(row.decoded_bytes for row in rows)),
+            shown_mib(sum(row.encoded_bytes for row in rows)),
         )
     table.add_section()
     table.add_row(
