@@ -14,32 +14,27 @@ function, fp8 as it was published (a scale for each block of rows and columns; p
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import EllipsisType
 from typing import Any
 
 import torch
 
 from finetune.errors import ModelError
+from finetune.tensor_files import Unread
 
 Parts = Mapping[str, torch.Tensor]
 """The parts of a packed tensor, by what their names have behind its own."""
 
-_PACKED = ("U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4")
-"""What safetensors calls the dtypes that hold no weight by themselves."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Unread:
-    """A tensor that takes no memory until it is read, in transformers' way: `tensor[...]`."""
-
-    read: Callable[[], torch.Tensor]
-
-    def __getitem__(self, _all: EllipsisType) -> torch.Tensor:
-        """Return the values."""
-        return self.read()
+_PACKED = (
+    torch.uint8,
+    torch.int8,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e8m0fnu,
+)
+"""Dtypes that hold no weight by themselves."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,11 +77,11 @@ def format_of(quantization: Mapping[str, Any], path: str) -> Format:
     )
 
 
-def plain_tensors(homes: Mapping[str, Any], form: Format, path: str) -> dict[str, Unread]:
+def plain_tensors(published: Mapping[str, Unread], form: Format, path: str) -> dict[str, Unread]:
     """Return the plain tensors of a quantised checkpoint, unread.
 
     Args:
-        homes: The open safetensors file of each tensor.
+        published: All tensors of the checkpoint.
         form: How it is quantised.
         path: What errors name.
 
@@ -95,36 +90,37 @@ def plain_tensors(homes: Mapping[str, Any], form: Format, path: str) -> dict[str
     """
     tensors: dict[str, Unread] = {}
     inside: set[str] = set()
-    for name in homes:
+    for name in published:
         if mark := form.mark.search(name):
             base = name[: mark.start()]
-            endings = (mark[0], *_endings(base, homes, form, path))
-            tensors[base] = Unread(read=partial(_read_packed, homes, form, base, endings))
+            endings = (mark[0], *_endings(base, published, form, path))
+            parts = {ending: published[base + ending] for ending in endings}
+            tensors[base] = Unread(read=partial(_read_packed, form, parts))
             inside.update(base + ending for ending in endings)
         elif form.ignored.search(name):
             inside.add(name)
-    for name in homes.keys() - inside:
-        dtype = homes[name].get_slice(name).get_dtype()
+    for name in published.keys() - inside:
+        dtype = published[name].read().dtype
         if dtype in _PACKED:  # cast to a weight's dtype it would be a wrong weight
             raise _torn(path, f"{name} ({dtype}) lacks the scales that belong to it")
-        tensors[name] = Unread(read=partial(homes[name].get_tensor, name))
+        tensors[name] = published[name]
     return tensors
 
 
-def _endings(base: str, homes: Mapping[str, Any], form: Format, path: str) -> tuple[str, ...]:
+def _endings(
+    base: str, published: Mapping[str, Unread], form: Format, path: str
+) -> tuple[str, ...]:
     """Return the endings of the parts that a packed tensor must have."""
-    has_joint = any(base + ending in homes for ending in form.joint_parts)
+    has_joint = any(base + ending in published for ending in form.joint_parts)
     endings = form.parts + (form.joint_parts if has_joint else ())
     for ending in endings:
-        if base + ending not in homes:
+        if base + ending not in published:
             raise _torn(path, f"{base} lacks {base + ending}")
     return endings
 
 
-def _read_packed(
-    homes: Mapping[str, Any], form: Format, base: str, endings: Sequence[str]
-) -> torch.Tensor:
-    return form.dequantise({e: homes[base + e].get_tensor(base + e) for e in endings})
+def _read_packed(form: Format, parts: Mapping[str, Unread]) -> torch.Tensor:
+    return form.dequantise({ending: part.read() for ending, part in parts.items()})
 
 
 def _torn(path: str, what: str) -> ModelError:

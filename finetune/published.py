@@ -2,13 +2,15 @@
 
 import contextlib
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from finetune.env import loading_one_by_one
 from finetune.errors import ModelError
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
@@ -19,39 +21,28 @@ def load_published(path: str, dtype: str) -> "PreTrainedModel":
         ModelError: A tensor is missing, unknown or of another shape; a file is missing or damaged;
             or the checkpoint is quantised in a way that cannot be read.
     """
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
+    from finetune.fused import join_experts
     from finetune.prequantised import format_of, plain_tensors
+    from finetune.tensor_files import open_tensors
 
     with _named_errors(path), loading_one_by_one():
-        config = AutoConfig.from_pretrained(path)
-        quantization = _take_quantization(config)
+        empty = _empty_model(path)
+        quantization = empty.quantization
         form = None if quantization is None else format_of(quantization, path)
-        homes = _open(_weight_files(path))
+        tensors = open_tensors(_weight_files(path))
         if form is not None:
-            tensors = plain_tensors(homes, form, path)
-            _require_all_experts(path, tensors)
-            return model_around(tensors, path=path, dtype=dtype, source=path)
-        _require_all_experts(path, homes)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=getattr(torch, dtype),
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
-    _require_complete(path, *loaded, is_composite=type(config) is not type(loaded[0].config))
-    model: PreTrainedModel = loaded[0]
-    return model
+            tensors = plain_tensors(tensors, form, path)
+        _require_all_experts(path, tensors)
+        return _filled(empty, join_experts(tensors, empty.model), path, dtype, source=path)
 
 
 def model_around(
-    tensors: Mapping[str, Any], *, path: str, dtype: str, source: str
+    tensors: Mapping[str, "torch.Tensor"], *, path: str, dtype: str, source: str
 ) -> "PreTrainedModel":
     """Build a model of these tensors, which stay where they are if they have its dtype.
 
     Args:
-        tensors: By published names, or by the model's own.
+        tensors: By the model's own names.
         path: Where its config is.
         dtype: The model's.
         source: What errors name.
@@ -59,23 +50,52 @@ def model_around(
     Raises:
         ModelError: A tensor is missing, unknown or of another shape.
     """
+    return _filled(_empty_model(path), tensors, path, dtype, source=source)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Empty:
+    """A model without values.
+
+    Attributes:
+        model: On the meta device.
+        quantization: What its config says of quantised weights.
+        is_composite: Whether its checkpoint is for more than text.
+    """
+
+    model: "PreTrainedModel"
+    quantization: Mapping[str, Any] | None
+    is_composite: bool
+
+
+def _empty_model(path: str) -> _Empty:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(path)
-    _take_quantization(config)
+    quantization = _take_quantization(config)
     with torch.device("meta"):
-        empty: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-    kind: Any = type(empty)
+        model = AutoModelForCausalLM.from_config(config)
+    is_composite = type(config) is not type(model.config)
+    return _Empty(model=model, quantization=quantization, is_composite=is_composite)
+
+
+def _filled(
+    empty: _Empty, tensors: Mapping[str, Any], path: str, dtype: str, *, source: str
+) -> "PreTrainedModel":
+    import torch
+    from transformers import GenerationConfig
+
+    kind: Any = type(empty.model)
     loaded = kind.from_pretrained(
         None,
-        config=empty.config,
+        config=empty.model.config,
         state_dict=tensors,
         dtype=getattr(torch, dtype),
         output_loading_info=True,
         ignore_mismatched_sizes=True,
     )
-    _require_complete(source, *loaded, is_composite=type(config) is not type(empty.config))
+    _require_complete(source, *loaded, is_composite=empty.is_composite)
     model: PreTrainedModel = loaded[0]
     model.name_or_path = model.config.name_or_path = path
     with contextlib.suppress(OSError):  # not every model comes with one
@@ -85,11 +105,15 @@ def model_around(
 
 @contextlib.contextmanager
 def _named_errors(path: str) -> Iterator[None]:
-    from safetensors import SafetensorError
-
     try:
         yield
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, MemoryError) as error:
+        if isinstance(error, MemoryError) or "allocate memory" in str(error):
+            raise ModelError(
+                f"model.path: {path} cannot be loaded: there is no memory left for one tensor more",
+                limit="loading takes about twice the largest tensor beside what the layers take",
+                hint="free memory, or let layers wait in fewer bytes: `offload.codec: nf4`",
+            ) from error
         raise ModelError(
             f"model.path: {path} cannot be loaded: {str(error).splitlines()[0]}",
             limit="it must hold config.json and safetensors weights of a causal language model",
@@ -119,17 +143,6 @@ def _weight_files(path: str) -> list[str]:
     index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME)
     files: list[str] = get_checkpoint_shard_files(path, index)[0]
     return files
-
-
-def _open(files: Sequence[str]) -> dict[str, Any]:
-    """Return the open file of each tensor; only headers are read."""
-    from safetensors import safe_open
-
-    homes: dict[str, Any] = {}
-    for file in files:
-        shard: Any = safe_open(file, framework="pt", device="cpu")
-        homes |= dict.fromkeys(shard.keys(), shard)
-    return homes
 
 
 def _require_all_experts(path: str, names: Iterable[str]) -> None:

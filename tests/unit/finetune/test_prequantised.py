@@ -240,11 +240,15 @@ GATE = "model.layers.1.mlp.gate_proj.weight"
         (
             "bnb",
             lambda t: t.pop(f"{GATE}.quant_state.bitsandbytes__nf4"),
-            rf"{GATE}\S* \(U8\) lacks the scales",
+            rf"{GATE}\S* \(torch.uint8\) lacks the scales",
         ),
         ("bnb", lambda t: t.pop("model.norm.weight"), r"lacks 1 tensors, such as model\.norm"),
         ("bnb", lambda t: t.update(x=torch.ones(2)), "unknown to the model, 1 tensors, such as x"),
-        ("fp8", lambda t: t.pop(f"{GATE}_scale_inv"), rf"{GATE} \(F8_E4M3\) lacks the scales"),
+        (
+            "fp8",
+            lambda t: t.pop(f"{GATE}_scale_inv"),
+            rf"{GATE} \(torch.float8_e4m3fn\) lacks the scales",
+        ),
         ("fp8", lambda t: t.pop(GATE), rf"{GATE} lacks {GATE}"),
     ],
 )

@@ -1,0 +1,78 @@
+"""Experts that are published apart, joined as the model has them: in one tensor per projection.
+
+transformers reads all experts of a layer, stacks those of each projection, and concatenates the
+stacks: three copies of what is most of the layer. Where it does nothing else, the joined tensor is
+filled here expert by expert from the mapped file, so it exists once. Which tensors belong where is
+asked of transformers' own table; whatever it does otherwise to them is left to it.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from finetune.tensor_files import Unread
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def join_experts(tensors: Mapping[str, Unread], model: "PreTrainedModel") -> dict[str, Unread]:
+    """Return the tensors of a checkpoint with experts joined, under the model's names.
+
+    Args:
+        tensors: By published names.
+        model: Perhaps without values.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
+
+    transforms: Any = get_model_conversion_mapping(model)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    joining = {p: c for c in converters if _only_joins(c) for p in c.source_patterns}
+    state = model.state_dict()
+    rest, found = dict(tensors), dict[str, dict[str, dict[str, Unread]]]()
+    for name in sorted(tensors, key=dot_natural_key):
+        target, pattern = rename_source_key(
+            name, renamings, converters, model.base_model_prefix, state
+        )
+        if pattern in joining and target in state:
+            found.setdefault(target, {}).setdefault(pattern, {})[name] = rest.pop(name)
+    for target, kinds in found.items():
+        patterns = joining[next(iter(kinds))].source_patterns
+        if set(patterns) == kinds.keys():
+            parts = [list(kinds[pattern].values()) for pattern in patterns]
+            rest[target] = Unread(read=partial(_join, parts))
+        else:  # a projection is missing: transformers says so
+            for named in kinds.values():
+                rest |= named
+    return rest
+
+
+def _only_joins(converter: Any) -> bool:
+    """Tell whether transformers stacks experts, and at most concatenates their rows."""
+    from transformers.core_model_loading import Concatenate, MergeModulelist
+
+    kinds = [type(operation) for operation in converter.operations]
+    dims = [operation.dim for operation in converter.operations if hasattr(operation, "dim")]
+    is_one = len(converter.source_patterns) == 1
+    return len(converter.target_patterns) == 1 and (kinds, dims) == (
+        ([MergeModulelist], [0]) if is_one else ([MergeModulelist, Concatenate], [0, 1])
+    )
+
+
+def _join(kinds: Sequence[Sequence[Unread]]) -> torch.Tensor:
+    """Return (experts, rows of all kinds, columns)."""
+    first = [kind[0].read() for kind in kinds]
+    num_rows = sum(len(part) for part in first)
+    joined = first[0].new_empty(len(kinds[0]), num_rows, *first[0].shape[1:])
+    for expert, parts in zip(joined, zip(*kinds, strict=True), strict=True):
+        torch.cat([part.read() for part in parts], out=expert)
+    return joined
