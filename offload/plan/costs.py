@@ -31,10 +31,10 @@ from offload.plan.trained import (
     trained_tensor_sizes,
     whole_linears,
 )
+from offload.plan.work import Bound, Work
 
 Grade = Literal["spec", "probed", "calibrated"]
 Optimizer = Literal["adamw", "adamw_8bit"]
-Bound = Literal["compute", "memory", "launch"]
 
 FP32_BYTES = 4
 # Passes of fp32 over a normed feature (square, mean, scale, weight) and casts to and from fp32.
@@ -45,8 +45,7 @@ SWIGLU_PASSES, RESIDUAL_PASSES = 5, 3
 ROUTING_OPS, ROUTING_PASSES = 30, 9
 ATTENTION_OPS = 8
 LORA_OPS = 6
-# DoRA builds the merged weight for its norm: passes of fp32 over it (product, cast, scale, sum,
-# norm), and over the output of each branch.
+# DoRA's passes of fp32 over a merged weight, for its norm, and over the output of each branch.
 DORA_WEIGHT_PASSES, DORA_OUTPUT_PASSES, DORA_OPS = 9, 8, 14
 MERGE_OPS = 12
 FLASH_BACKWARD_FORWARDS = 2.5
@@ -157,44 +156,6 @@ class Costs:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Work:
-    """Operations one after another: time bound by arithmetic, by traffic, and their number."""
-
-    compute_s: float = 0.0
-    memory_s: float = 0.0
-    flops: float = 0.0
-    num_ops: float = 0
-
-    def __add__(self, other: "_Work") -> "_Work":
-        return _Work(
-            compute_s=self.compute_s + other.compute_s,
-            memory_s=self.memory_s + other.memory_s,
-            flops=self.flops + other.flops,
-            num_ops=self.num_ops + other.num_ops,
-        )
-
-    def times(self, factor: float) -> "_Work":
-        return _Work(
-            compute_s=self.compute_s * factor,
-            memory_s=self.memory_s * factor,
-            flops=self.flops * factor,
-            num_ops=self.num_ops * factor,
-        )
-
-    def seconds(self, machine: Machine) -> float:
-        work_s, launch_s = self.compute_s + self.memory_s, self.num_ops * machine.launch_s.value
-        return max(work_s, launch_s) if machine.device == "cuda" else work_s + launch_s
-
-    def bound(self, machine: Machine) -> Bound:
-        shares: dict[Bound, float] = {
-            "compute": self.compute_s,
-            "memory": self.memory_s,
-            "launch": self.num_ops * machine.launch_s.value,
-        }
-        return max(shares, key=lambda name: shares[name])
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class _Pricer:
     """Puts operations on one machine's roofline."""
 
@@ -202,21 +163,27 @@ class _Pricer:
     facts: ModelFacts
     workload: Workload
 
-    def gemm(self, m: int, k: int, n: int, *, num_ops: int = 1) -> _Work:
+    def gemm(self, m: int, k: int, n: int, *, num_ops: int = 1) -> Work:
         roof = gemm(self.machine, m=m, k=k, n=n, dtype_bytes=self.workload.dtype_bytes)
         is_compute = roof.compute_s >= roof.memory_s
-        return _Work(
+        return Work(
             compute_s=roof.compute_s if is_compute else 0.0,
             memory_s=0.0 if is_compute else roof.memory_s,
             flops=2.0 * m * k * n,
             num_ops=num_ops,
         )
 
-    def traffic(self, num_bytes: float, *, num_ops: float) -> _Work:
+    def traffic(self, num_bytes: float, *, num_ops: float) -> Work:
         memory_s = num_bytes / self.machine.memory_bytes_per_s.value
-        return _Work(memory_s=memory_s, num_ops=num_ops)
+        return Work(memory_s=memory_s, num_ops=num_ops)
 
-    def experts(self, linear: Linear) -> _Work:
+    def new_memory(self, num_bytes: float, *, num_ops: float) -> Work:
+        """Traffic of tensors that outgrow a CPU's caches and its allocator's free list."""
+        at, is_cuda = self.machine, self.machine.device == "cuda"
+        rate = at.memory_bytes_per_s if is_cuda else at.host_memory_bytes_per_s
+        return Work(memory_s=num_bytes / rate.value, num_ops=num_ops)
+
+    def experts(self, linear: Linear) -> Work:
         """Grouped product: each expert's matrix is read once, each routed row passes one."""
         rows = self.workload.num_tokens * linear.active
         flops = 2.0 * rows * linear.d_in * linear.d_out
@@ -224,46 +191,47 @@ class _Pricer:
         compute_s = flops / self.machine.expert_gemm_flops_per_s.value
         traffic_s = num_bytes * self.workload.dtype_bytes / self.machine.memory_bytes_per_s.value
         is_compute = compute_s >= traffic_s
-        return _Work(
+        return Work(
             compute_s=compute_s if is_compute else 0.0,
             memory_s=0.0 if is_compute else traffic_s,
             flops=flops,
             num_ops=1 if self.machine.has_grouped_gemm else min(linear.num_experts, rows),
         )
 
-    def matmul(self, linear: Linear) -> _Work:
+    def matmul(self, linear: Linear) -> Work:
         if linear.group == "experts":
             return self.experts(linear)
         return self.gemm(self.workload.num_tokens, linear.d_in, linear.d_out)
 
-    def adapter(self, linear: Linear) -> _Work:
+    def adapter(self, linear: Linear) -> Work:
         """Low-rank branch in fp32; on experts, what peft does: merge all their weights anew."""
         rank, b = self.workload.adapter.rank_of(linear), self.workload.dtype_bytes
         if linear.group == "experts":
             merge_flops = 2.0 * rank * linear.num_weights
             merge = self.traffic(2 * linear.num_weights * b, num_ops=MERGE_OPS)
             compute_s = merge_flops / self.machine.gemm_flops_per_s.value
-            return merge + _Work(compute_s=compute_s, flops=merge_flops)
+            return merge + Work(compute_s=compute_s, flops=merge_flops)
         tokens = self.workload.num_tokens
         flops = 2.0 * tokens * rank * (linear.d_in + linear.d_out)
         casts = (
             tokens * (linear.d_in + 2 * linear.d_out) * (b + FP32_BYTES) if b != FP32_BYTES else 0
         )
-        passes = tokens * (linear.d_in + 6 * linear.d_out) * FP32_BYTES
-        arithmetic = _Work(compute_s=flops / self.machine.vector_flops_per_s.value, flops=flops)
-        branch = arithmetic + self.traffic(casts + passes, num_ops=LORA_OPS)
-        return branch + self.dora(linear, rank) if self.workload.adapter.is_dora else branch
+        output_passes = 6 + (DORA_OUTPUT_PASSES if self.workload.adapter.is_dora else 0)
+        passes = tokens * (linear.d_in + output_passes * linear.d_out) * FP32_BYTES
+        arithmetic = Work(compute_s=flops / self.machine.vector_flops_per_s.value, flops=flops)
+        return arithmetic + self.traffic(casts + passes, num_ops=LORA_OPS)
 
-    def dora(self, linear: Linear, rank: int) -> _Work:
-        """What DoRA adds: A and B pass an identity, and the norm of all weights is taken anew."""
+    def dora_norm(self, linear: Linear) -> Work:
+        """The norm of a merged weight, without a gradient: A and B pass an identity for it."""
+        if not self.workload.adapter.is_dora:
+            return Work()
+        rank = self.workload.adapter.rank_of(linear)
         flops = 2.0 * linear.d_in * rank * (linear.d_in + linear.d_out)
-        weight_passes = linear.d_in**2 + DORA_WEIGHT_PASSES * linear.num_weights
-        output_passes = DORA_OUTPUT_PASSES * self.workload.num_tokens * linear.d_out
-        arithmetic = _Work(compute_s=flops / self.machine.vector_flops_per_s.value, flops=flops)
-        traffic_bytes = FP32_BYTES * (weight_passes + output_passes)
-        return arithmetic + self.traffic(traffic_bytes, num_ops=DORA_OPS)
+        passes = linear.d_in**2 + DORA_WEIGHT_PASSES * linear.num_weights
+        arithmetic = Work(compute_s=flops / self.machine.vector_flops_per_s.value, flops=flops)
+        return arithmetic + self.new_memory(FP32_BYTES * passes, num_ops=DORA_OPS)
 
-    def module_gradients(self, layer: LayerFacts) -> _Work:
+    def module_gradients(self, layer: LayerFacts) -> Work:
         """Gradients of modules that are trained whole: a product each, added up in fp32."""
         spec, tokens = self.workload.adapter, self.workload.num_tokens
         products = [self.gemm(x.d_in, tokens, x.d_out) for x in whole_linears(layer, spec)]
@@ -272,12 +240,12 @@ class _Pricer:
         sums = self.traffic(2 * normed * tokens * FP32_BYTES, num_ops=0)
         return _sum([*products, sums, self.added_up(sum(sizes), num_tensors=len(sizes))])
 
-    def added_up(self, num_elements: int, *, num_tensors: int) -> _Work:
+    def added_up(self, num_elements: int, *, num_tensors: int) -> Work:
         """A new gradient is written and read, and added to one in fp32."""
         element_bytes = 2 * self.workload.dtype_bytes + 2 * FP32_BYTES
         return self.traffic(num_elements * element_bytes, num_ops=2 * num_tensors)
 
-    def attention(self, layer: LayerFacts) -> _Work:
+    def attention(self, layer: LayerFacts) -> Work:
         flops = attention_flops(
             num_tokens=self.workload.num_tokens,
             context_tokens=self.workload.seq_len,
@@ -286,9 +254,9 @@ class _Pricer:
             window=layer.window,
         )
         compute_s = flops / self.machine.attention_flops_per_s.value
-        return _Work(compute_s=compute_s, flops=flops, num_ops=ATTENTION_OPS)
+        return Work(compute_s=compute_s, flops=flops, num_ops=ATTENTION_OPS)
 
-    def pointwise(self, layer: LayerFacts) -> _Work:
+    def pointwise(self, layer: LayerFacts) -> Work:
         """Norms, rotary embedding, residuals, activations and routing."""
         facts, tokens, b = self.facts, self.workload.num_tokens, self.workload.dtype_bytes
         norm_bytes = NORM_FP32_PASSES * FP32_BYTES
@@ -308,8 +276,8 @@ class _Pricer:
         return self.traffic(tokens * per_token, num_ops=num_ops)
 
 
-def _sum(works: list[_Work]) -> _Work:
-    return sum(works, start=_Work())
+def _sum(works: list[Work]) -> Work:
+    return sum(works, start=Work())
 
 
 def _layer_cost(layer: LayerFacts, at: _Pricer) -> LayerCost:
@@ -317,7 +285,8 @@ def _layer_cost(layer: LayerFacts, at: _Pricer) -> LayerCost:
     products = _sum([at.matmul(linear) for linear in layer.linears])
     attention, pointwise = at.attention(layer), at.pointwise(layer)
     branches = _sum([at.adapter(linear) for linear in adapted])
-    forward = products + attention + pointwise + branches
+    norms = _sum([at.dora_norm(linear) for linear in adapted])
+    forward = products + attention + pointwise + branches + norms
     # Merged expert weights want a gradient of their own, as large as they are, before A and B do.
     merged = _sum([at.experts(linear) for linear in adapted if linear.group == "experts"])
     backward = (
@@ -340,17 +309,14 @@ def _layer_cost(layer: LayerFacts, at: _Pricer) -> LayerCost:
     )
 
 
-def _tail(at: _Pricer) -> _Work:
+def _tail(at: _Pricer) -> Work:
     tokens, hidden = at.workload.label_tokens, at.facts.hidden_size
     vocab = at.facts.vocab_size
     num_chunks = math.ceil(tokens / at.workload.head_chunk_tokens)
     head = at.gemm(tokens, hidden, vocab) + at.gemm(tokens, vocab, hidden)
     norm = at.traffic(3 * NORM_FP32_PASSES * FP32_BYTES * tokens * hidden, num_ops=0)
-    # Logits outgrow a CPU's caches and its allocator's free list: every copy is new memory.
-    is_cuda = at.machine.device == "cuda"
-    rate = at.machine.memory_bytes_per_s if is_cuda else at.machine.host_memory_bytes_per_s
-    logits_s = TAIL_LOGIT_PASSES * FP32_BYTES * tokens * vocab / rate.value
-    tail = head + norm + _Work(memory_s=logits_s, num_ops=TAIL_OPS * num_chunks)
+    logit_bytes = TAIL_LOGIT_PASSES * FP32_BYTES * tokens * vocab
+    tail = head + norm + at.new_memory(logit_bytes, num_ops=TAIL_OPS * num_chunks)
     trained = outer_module_sizes(at.facts, at.workload.adapter)
     if HEAD in trained or (EMBEDDING in trained and at.facts.tie_word_embeddings):
         sums = at.added_up(at.facts.embedding_parameters, num_tensors=1)
@@ -358,13 +324,13 @@ def _tail(at: _Pricer) -> _Work:
     return tail
 
 
-def _front_backward(at: _Pricer) -> _Work:
+def _front_backward(at: _Pricer) -> Work:
     """The gradient of a trained embedding is as large as all of it, however few tokens it is of."""
     trained = outer_module_sizes(at.facts, at.workload.adapter)
-    return at.added_up(trained.get(EMBEDDING, 0), num_tensors=1) if trained else _Work()
+    return at.added_up(trained.get(EMBEDDING, 0), num_tensors=1) if trained else Work()
 
 
-def _optimizer(at: _Pricer) -> _Work:
+def _optimizer(at: _Pricer) -> Work:
     spec = at.workload.adapter
     num_tensors = len(trained_tensor_sizes(at.facts, spec))
     if at.machine.device == "cuda" and at.workload.optimizer == "adamw":
