@@ -141,6 +141,7 @@ def test_weights_of_towers_are_no_error_and_others_that_are_unknown_are(
         "config": None,
         "init": "pretrained",
         "dtype": "float32",
+        "codec": "native",
         "device": "cpu",
         "seed": 0,
         "tier": "ram",
