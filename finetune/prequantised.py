@@ -137,8 +137,8 @@ def _torn(path: str, what: str) -> ModelError:
 def _dequantise_bnb(parts: Parts) -> torch.Tensor:
     """Return a tensor in the dtype that it was quantised from.
 
-    It is dequantised flat: the CPU kernel of bitsandbytes 0.50 begins a block anew with each row,
-    which is wrong where a row is not a number of whole blocks.
+    It is dequantised flat, as it was packed. The CPU kernel of bitsandbytes 0.50 takes the scale of
+    another block where a row is not a number of whole blocks (of 48 or 96 weights, not of 40).
     """
     try:
         from bitsandbytes.functional import QuantState, dequantize_4bit

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from bitsandbytes.functional import QuantState, dequantize_4bit
+from bitsandbytes.functional import QuantState, dequantize_4bit, dequantize_blockwise
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
@@ -120,21 +120,37 @@ def test_4_bit_weights_are_those_that_bitsandbytes_dequantises(
     assert not hasattr(found.config, "quantization_config")
 
 
+def by_definition(pack: Pack, name: str, values: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    """Return what the format says of a packed tensor: flat blocks of 64, each with its scale."""
+    parts = dict(pack(name, values))
+    packed = parts.pop(name)
+    if not parts:
+        return {name: values}
+    state = QuantState.from_dict(
+        {key.removeprefix(name + "."): part for key, part in parts.items()}, torch.device("cpu")
+    )
+    scales = state.absmax
+    if state.nested:
+        scales = dequantize_blockwise(state.absmax, state.state2) + state.offset
+    nibbles = torch.stack([packed.view(-1) >> 4, packed.view(-1) & 15], dim=1).view(-1)
+    found = state.code[nibbles[: values.numel()].long()]
+    found *= scales.repeat_interleave(64)[: values.numel()]
+    return {name: found.to(values.dtype).view(values.shape)}
+
+
 @pytest.mark.parametrize("has_double_quantisation", [False, True])
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
-def test_4_bit_rows_that_are_no_whole_blocks_are_near_what_was_packed(
+def test_4_bit_rows_that_are_no_whole_blocks_are_dequantised_as_the_format_says(
     quant_type: str, has_double_quantisation: bool, tmp_path: Path
 ) -> None:
-    """bitsandbytes 0.50 itself is wrong there on a CPU: by more than the largest weight."""
+    """On a CPU bitsandbytes 0.50 itself does not, for rows of 48 or 96 weights."""
     pack = pack_bnb_4bit(quant_type=quant_type, has_double_quantisation=has_double_quantisation)
-    config = config_of("llama", hidden_size=40, intermediate_size=72)
+    config = config_of("llama", hidden_size=48, intermediate_size=96)
     write_checkpoint(tmp_path / "packed", config, pack=pack, quantization=BNB)
-    write_checkpoint(tmp_path / "plain", config)
+    write_checkpoint(tmp_path / "plain", config, pack=partial(by_definition, pack))
     found, expected = load(tmp_path / "packed"), load(tmp_path / "plain")
     for name, weight in expected.named_parameters():
-        error = (found.get_parameter(name).float() - weight.float()).abs()
-        steps = 0.2 if quant_type == "nf4" else 0.25  # of the largest weight of a block of 64
-        assert error.max() <= steps * weight.abs().max(), name
+        assert torch.equal(found.get_parameter(name), weight), name
 
 
 def test_only_one_tensor_is_dequantised_at_a_time(
