@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from finetune.errors import ConfigError
+from finetune.expert_lora import compute_beside
 from finetune.planning import chosen_targets
 from finetune.whole_modules import Whole, whole_modules
 from offload.engine.host.showing import values_shown
@@ -106,7 +107,7 @@ def add_lora(  # noqa: PLR0913 - one door for every adapter
     )
     with torch.random.fork_rng(devices=[]), _patterns_of_parameters():
         torch.manual_seed(seed)
-        adapted = get_peft_model(model, config)
+        adapted = compute_beside(get_peft_model(model, config))
     _start_from_base(adapted, hold)
     _require_adapted(adapted, linears, has_experts=has_experts)
     _require_wrapped(adapted, whole)
@@ -284,7 +285,7 @@ def save_adapter(model: PeftModel, folder: Path) -> None:
 def load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
     """Put a saved adapter on a base model, for inference."""
     with _patterns_of_parameters():
-        return PeftModel.from_pretrained(model, str(folder))
+        return compute_beside(PeftModel.from_pretrained(model, str(folder)))
 
 
 @contextmanager

@@ -1,0 +1,223 @@
+"""Fused experts with low-rank branches beside their matrices, which are never merged.
+
+Problem. peft adapts fused experts (`target_parameters`) by building W + s * B A of *all* experts in
+each forward, and a gradient as large in each backward: for Qwen3-30B-A3B 1.2 GB per layer and pass,
+whatever the number of tokens.
+
+Idea. A row that is sent to expert e needs x W_e + s * (x A_e) B_e: R more numbers per row are to
+be computed and kept. Rows are sorted by expert once, and every product runs over slices of them.
+transformers' experts interface hands the module and its routing to a registered function. Here it
+is handed the branches too, as one more keyword: any other implementation fails on that, so none
+can leave the adapter out in silence.
+
+Layout of the backward. Kept are the hidden states as they came in, not the S rows made of them
+(they are gathered again), the activation between the two products, and S x R numbers per branch.
+The routing weights are multiplied into that activation rather than into the result: it is
+narrower, and the result need not be kept for their gradient.
+
+Rejected: A of all experts on each token, to pick from afterwards, which is one dense product of
+E / C times the arithmetic; [W; A] as one matrix, which is a copy of all weights per visit.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from offload.engine.experts.products import Grouped, Loop, Products
+from offload.engine.experts.routing import route
+from offload.errors import UnsupportedModelError
+
+IMPLEMENTATIONS: Mapping[str, type[Products]] = {"eager": Loop, "grouped_mm": Grouped}
+SUFFIX = "+lora"
+ROW_BYTES = 16  # grouped products take rows of a multiple of this
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Branch:
+    """The adapter of one projection of all experts: scaling * (x A) B.
+
+    Attributes:
+        a_ERK: A of each expert, as a linear layer holds it.
+        b_ERN: B of each expert, the other way round.
+        scaling: One number, or one per rank (R,).
+    """
+
+    a_ERK: torch.Tensor
+    b_ERN: torch.Tensor
+    scaling: float | torch.Tensor
+
+    @staticmethod
+    def join(branches: Sequence["Branch"]) -> "Branch":
+        """Return the sum of several adapters as one of a higher rank."""
+        if len(branches) == 1:
+            return branches[0]
+        per_rank = [b.a_ERK.new_full((b.a_ERK.shape[1],), float(b.scaling)) for b in branches]
+        return Branch(
+            a_ERK=torch.cat([branch.a_ERK for branch in branches], dim=1),
+            b_ERN=torch.cat([branch.b_ERN for branch in branches], dim=1),
+            scaling=torch.cat(per_rank),
+        )
+
+    def fit(self, dtype: torch.dtype) -> "Branch":
+        """Return it in a dtype and laid out for products, its rank filled up to a whole row."""
+        missing = -self.a_ERK.shape[1] % (ROW_BYTES // dtype.itemsize)
+        a_ERK = self.a_ERK.to(dtype, memory_format=torch.contiguous_format).contiguous()
+        b_ERN = self.b_ERN.to(dtype, memory_format=torch.contiguous_format).contiguous()
+        scaling = self.scaling
+        if isinstance(scaling, torch.Tensor):
+            scaling = F.pad(scaling.to(dtype), (0, missing))
+        if missing:
+            a_ERK, b_ERN = F.pad(a_ERK, (0, 0, 0, missing)), F.pad(b_ERN, (0, 0, 0, missing))
+        return Branch(a_ERK=a_ERK, b_ERN=b_ERN, scaling=scaling)
+
+
+def take_branches(experts: nn.Module) -> None:
+    """Make a module of fused experts accept the keyword `lora`, a branch per projection.
+
+    All experts of its config then go through the functions below, which without that keyword do
+    what they did before.
+
+    Raises:
+        UnsupportedModelError: The module computes in a way in which no branch can be put.
+    """
+    what = _reason_against(experts)
+    if what is not None:
+        raise UnsupportedModelError(
+            f"{type(experts).__name__} {what}",
+            limit="adapters on experts are computed through transformers' experts interface, which"
+            " does not merge them",
+            hint="adapt the linear layers alone: `adapter.experts: false`",
+        )
+    config: Any = experts.config
+    plain = f"{config._experts_implementation}".removesuffix(SUFFIX)
+    if plain not in IMPLEMENTATIONS:
+        raise UnsupportedModelError(
+            f"{type(experts).__name__} computes by experts_implementation={plain!r}",
+            limit=f"adapters on experts take one of {', '.join(IMPLEMENTATIONS)}",
+            hint='`model.set_experts_implementation("grouped_mm")` before the adapter is put on',
+        )
+    for name in IMPLEMENTATIONS:
+        ALL_EXPERTS_FUNCTIONS.register(name + SUFFIX, partial(_experts_forward, name))
+    config._experts_implementation = plain + SUFFIX
+
+
+def _reason_against(experts: nn.Module) -> str | None:
+    own = vars(experts)
+    if not {"has_gate", "has_bias", "is_transposed", "config"} <= set(own):
+        return "does not go through transformers' experts interface"
+    # Older versions of transformers have neither of these.
+    if own.get("has_post_expert_norm"):
+        return "has a norm behind each expert"
+    if own.get("_is_expert_parallel"):
+        return "shares its experts with other devices"
+    return None
+
+
+def _experts_forward(
+    plain: str,
+    experts: Any,
+    hidden_TD: torch.Tensor,
+    expert_TC: torch.Tensor,
+    weight_TC: torch.Tensor,
+    *,
+    lora: Mapping[str, Branch] | None = None,
+) -> torch.Tensor:
+    """Compute what transformers' implementation `plain` does, and the branches beside it.
+
+    A choice of an expert that is not there counts for nothing, as in transformers' own loop.
+    """
+    if lora is None:
+        own_forward = type(experts).forward.__wrapped__
+        as_before = ALL_EXPERTS_FUNCTIONS.get(plain, own_forward)
+        return cast("torch.Tensor", as_before(experts, hidden_TD, expert_TC, weight_TC))
+    num_experts, up = experts.num_experts, "gate_up_proj" if experts.has_gate else "up_proj"
+    dtype = experts.down_proj.dtype
+    weight_TC = weight_TC.masked_fill(expert_TC >= num_experts, 0)
+    routing = route(expert_TC.clamp(max=num_experts - 1), num_experts=num_experts)
+    project = partial(_project, experts, lora, IMPLEMENTATIONS[plain](routing))
+
+    rows_SF = project(up, hidden_TD.to(dtype), is_up=True)
+    if experts.has_bias:
+        rows_SF = rows_SF + getattr(experts, f"{up}_bias")[routing.expert_S]
+    rows_SF = experts._apply_gate(rows_SF) if experts.has_gate else experts.act_fn(rows_SF)
+    weight_S1 = weight_TC.reshape(-1, 1)[routing.choice_S]
+    out_TD = project("down_proj", (rows_SF * weight_S1).to(dtype), is_up=False)
+    if experts.has_bias:
+        shape = (hidden_TD.shape[0], num_experts + 1)
+        shares_TE = weight_TC.new_zeros(shape).scatter_reduce(1, expert_TC, weight_TC, "sum")
+        out_TD = torch.addmm(out_TD, shares_TE[:, :-1].to(dtype), experts.down_proj_bias)
+    return out_TD.to(hidden_TD.dtype)
+
+
+def _project(
+    experts: Any,
+    lora: Mapping[str, Branch],
+    products: Products,
+    name: str,
+    given: torch.Tensor,
+    *,
+    is_up: bool,
+) -> torch.Tensor:
+    """Pass tokens up to rows, or rows down to tokens, through one projection of all experts."""
+    weights_EKN: torch.Tensor = getattr(experts, name)
+    if not experts.is_transposed:
+        weights_EKN = weights_EKN.transpose(1, 2)
+    branch: tuple[Any, ...] = (None, None, None)
+    if name in lora:
+        fitted = lora[name].fit(weights_EKN.dtype)
+        branch = (fitted.a_ERK, fitted.b_ERN, fitted.scaling)
+    projected: Any = _Projection.apply
+    return cast("torch.Tensor", projected(given, weights_EKN, *branch, products, is_up))
+
+
+class _Projection(torch.autograd.Function):
+    """Rows times their experts' matrices, and a branch; weights that are frozen get no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        given: torch.Tensor,
+        weights_EKN: torch.Tensor,
+        a_ERK: torch.Tensor | None,
+        b_ERN: torch.Tensor | None,
+        scaling: float | torch.Tensor,
+        products: Products,
+        is_up: bool,  # noqa: FBT001 - autograd passes no keywords
+    ) -> torch.Tensor:
+        rows = products.rows(given) if is_up else given
+        low_SR, pairs = None, [(rows, weights_EKN)]
+        if a_ERK is not None and b_ERN is not None:
+            low_SR = products.sum((rows, a_ERK.transpose(1, 2))).mul_(scaling)
+            pairs.insert(0, (low_SR, b_ERN))
+        ctx.save_for_backward(given, weights_EKN, a_ERK, b_ERN, low_SR)
+        ctx.scaling, ctx.products, ctx.is_up = scaling, products, is_up
+        return products.sum(*pairs, to_tokens=not is_up)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        given, weights_EKN, a_ERK, b_ERN, low_SR = ctx.saved_tensors
+        products, is_up = ctx.products, ctx.is_up
+        is_given, is_weight, is_a, is_b, *_ = ctx.needs_input_grad
+        gradient = gradients[0].contiguous()
+        grad_rows = gradient if is_up else products.rows(gradient)
+        of_given = of_weight = of_a = of_b = grad_low_SR = None
+        pairs = [(grad_rows, weights_EKN.transpose(1, 2))]
+        if a_ERK is not None:
+            grad_low_SR = products.sum((grad_rows, b_ERN.transpose(1, 2))).mul_(ctx.scaling)
+            pairs.insert(0, (grad_low_SR, a_ERK))
+        if is_b:
+            of_b = products.outer(low_SR, grad_rows)
+        if is_a or is_weight:
+            rows = products.rows(given) if is_up else given
+            of_a = products.outer(grad_low_SR, rows) if is_a else None
+            of_weight = products.outer(rows, grad_rows) if is_weight else None
+            del rows
+        if is_given:
+            of_given = products.sum(*pairs, to_tokens=is_up)
+        return of_given, of_weight, of_a, of_b, None, None, None

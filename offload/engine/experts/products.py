@@ -1,0 +1,146 @@
+"""Products of rows with their own expert's matrix, in two ways.
+
+S rows, sorted by expert (`routing.py`) so that each expert's are one slice; E experts; K and N
+features; T tokens.
+
+- `Loop`: one product per expert. It needs the ends of the slices on the host, for which a GPU would
+  have to be waited for: it is for a CPU. Rows are taken from their tokens, and added to them, a
+  slice at a time: S rows at once would be fresh memory, whose pages cost more than the copies.
+- `Grouped`: `torch.nn.functional.grouped_mm`, which reads the ends where they are.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch.nn import functional as F
+
+from offload.engine.experts.routing import Routing
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Taken:
+    """Rows that are taken from their tokens when an expert's are asked for."""
+
+    hidden_TK: torch.Tensor
+    tokens: Sequence[torch.Tensor]
+
+    def __getitem__(self, expert: int) -> torch.Tensor:
+        """Return an expert's rows."""
+        return self.hidden_TK.index_select(0, self.tokens[expert])
+
+
+Rows = torch.Tensor | Taken
+Pair = tuple[Rows, torch.Tensor]
+
+
+class Products(Protocol):
+    """A way to multiply rows that are sorted by expert."""
+
+    def __init__(self, routing: Routing) -> None:
+        """Note which rows there are."""
+
+    def rows(self, hidden_TK: torch.Tensor) -> Rows:
+        """Return each row's share of its token, which is all of it."""
+
+    def sum(self, *pairs: Pair, to_tokens: bool = False) -> torch.Tensor:
+        """Return the sum of rows (S, K) @ their expert's matrix of (E, K, N), for all pairs.
+
+        The smaller should come first: the next is added to it, and where a library can add to what
+        is there, that rounds only once.
+
+        Args:
+            pairs: Rows and matrices.
+            to_tokens: Whether to add up each token's rows: (T, N) rather than (S, N).
+        """
+
+    def outer(self, left: Rows, right: Rows) -> torch.Tensor:
+        """Return left^T @ right over each expert's rows, (E, K, N); zero where it has none."""
+
+
+class Loop:
+    """One product per expert."""
+
+    def __init__(self, routing: Routing) -> None:
+        """Read how many rows each expert has."""
+        end_E = routing.end_E
+        self._sizes: list[int] = torch.diff(end_E, prepend=end_E.new_zeros(1)).tolist()
+        self._used = [i for i, size in enumerate(self._sizes) if size]
+        self._tokens = routing.token_S.split(self._sizes)
+        self._shape = routing.row_TC.shape
+
+    def rows(self, hidden_TK: torch.Tensor) -> Rows:
+        """Leave them where they are, to be taken expert by expert."""
+        return Taken(hidden_TK=hidden_TK, tokens=self._tokens)
+
+    def sum(self, *pairs: Pair, to_tokens: bool = False) -> torch.Tensor:
+        """Add up in place; tokens in float32 at least, as several experts add to one."""
+        (first, first_EKN), *others = [(self._split(r), m.unbind()) for r, m in pairs]
+        like, num_features = pairs[0][1], pairs[0][1].shape[2]
+        if to_tokens:
+            dtype = torch.promote_types(like.dtype, torch.float32)
+            out_TN = like.new_zeros((self._shape[0], num_features), dtype=dtype)
+            for i in self._used:
+                product = torch.mm(first[i], first_EKN[i])
+                for rows, matrix_EKN in others:
+                    product.addmm_(rows[i], matrix_EKN[i])
+                out_TN.index_add_(0, self._tokens[i], product.to(dtype))
+            return out_TN.to(like.dtype)
+        out_SN = like.new_empty((self._shape.numel(), num_features))
+        outs = out_SN.split(self._sizes)
+        for i in self._used:
+            torch.mm(first[i], first_EKN[i], out=outs[i])
+            for rows, matrix_EKN in others:
+                outs[i].addmm_(rows[i], matrix_EKN[i])
+        return out_SN
+
+    def outer(self, left: Rows, right: Rows) -> torch.Tensor:
+        """Multiply each expert's rows of both."""
+        shape = (len(self._sizes), _tensor(left).shape[1], _tensor(right).shape[1])
+        out_EKN = _tensor(left).new_zeros(shape)
+        lefts, rights, outs = self._split(left), self._split(right), out_EKN.unbind()
+        for i in self._used:
+            torch.mm(lefts[i].t(), rights[i], out=outs[i])
+        return out_EKN
+
+    def _split(self, rows: Rows) -> Taken | Sequence[torch.Tensor]:
+        return rows if isinstance(rows, Taken) else rows.split(self._sizes)
+
+
+class Grouped:
+    """torch's grouped products."""
+
+    def __init__(self, routing: Routing) -> None:
+        """Keep where each expert's rows end, on the device."""
+        self._routing = routing
+
+    def rows(self, hidden_TK: torch.Tensor) -> Rows:
+        """Copy each token's features to its rows."""
+        return self._routing.spread(hidden_TK)
+
+    def sum(self, *pairs: Pair, to_tokens: bool = False) -> torch.Tensor:
+        """Add up the results: grouped products cannot add to what is there."""
+        first, *others = (
+            F.grouped_mm(_tensor(rows), matrix_EKN, offs=self._routing.end_E)
+            for rows, matrix_EKN in pairs
+        )
+        for other in others:
+            first += other
+        return self._routing.gather(first) if to_tokens else first
+
+    def outer(self, left: Rows, right: Rows) -> torch.Tensor:
+        """Let the rows be what is summed over.
+
+        What is written for an expert without rows is not always zero on Blackwell, see
+        https://github.com/pytorch/pytorch/issues/172439, so it is overwritten.
+        """
+        end_E = self._routing.end_E
+        out_EKN = F.grouped_mm(_tensor(left).t(), _tensor(right), offs=end_E)
+        has_rows_E = torch.diff(end_E, prepend=end_E.new_zeros(1)) > 0
+        return out_EKN.masked_fill_(~has_rows_E[:, None, None], 0)
+
+
+def _tensor(rows: Rows) -> torch.Tensor:
+    """Return what rows are, or are taken from."""
+    return rows.hidden_TK if isinstance(rows, Taken) else rows
