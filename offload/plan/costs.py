@@ -47,7 +47,8 @@ ATTENTION_OPS = 8
 LORA_OPS = 6
 # DoRA's passes of fp32 over a merged weight, for its norm, and over the output of each branch.
 DORA_WEIGHT_PASSES, DORA_OUTPUT_PASSES, DORA_OPS = 9, 8, 14
-MERGE_OPS = 12
+# Casts of A and B, scaling and addition of an adapter on experts, and its two products.
+EXPERT_LORA_OPS, EXPERT_LORA_PRODUCTS = 5, 2
 FLASH_BACKWARD_FORWARDS = 2.5
 FRONT_OPS = 60
 TAIL_OPS, TAIL_LOGIT_PASSES = 40, 9
@@ -204,13 +205,10 @@ class _Pricer:
         return self.gemm(self.workload.num_tokens, linear.d_in, linear.d_out)
 
     def adapter(self, linear: Linear) -> Work:
-        """Low-rank branch in fp32; on experts, what peft does: merge all their weights anew."""
-        rank, b = self.workload.adapter.rank_of(linear), self.workload.dtype_bytes
+        """Low-rank branch of one linear layer, in fp32, or of all experts."""
         if linear.group == "experts":
-            merge_flops = 2.0 * rank * linear.num_weights
-            merge = self.traffic(2 * linear.num_weights * b, num_ops=MERGE_OPS)
-            compute_s = merge_flops / self.machine.gemm_flops_per_s.value
-            return merge + Work(compute_s=compute_s, flops=merge_flops)
+            return self.expert_adapter(linear)
+        rank, b = self.workload.adapter.rank_of(linear), self.workload.dtype_bytes
         tokens = self.workload.num_tokens
         flops = 2.0 * tokens * rank * (linear.d_in + linear.d_out)
         casts = (
@@ -244,6 +242,22 @@ class _Pricer:
         """A new gradient is written and read, and added to one in fp32."""
         element_bytes = 2 * self.workload.dtype_bytes + 2 * FP32_BYTES
         return self.traffic(num_elements * element_bytes, num_ops=2 * num_tensors)
+
+    def expert_adapter(self, linear: Linear) -> Work:
+        """Two grouped products beside the frozen one, in its dtype: nothing is merged.
+
+        Each routed row is read, and its result is written once more; A and B are read in fp32,
+        written in the dtype of the products and read again.
+        """
+        rank, b = self.workload.adapter.rank_of(linear), self.workload.dtype_bytes
+        rows = self.workload.num_tokens * linear.active
+        flops = 2.0 * rows * rank * (linear.d_in + linear.d_out)
+        factors = linear.adapter_parameters(rank)
+        num_bytes = rows * (linear.d_in + 2 * linear.d_out) * b + factors * (FP32_BYTES + 2 * b)
+        num_products = 1 if self.machine.has_grouped_gemm else min(linear.num_experts, rows)
+        compute_s = flops / self.machine.expert_gemm_flops_per_s.value
+        num_ops = EXPERT_LORA_OPS + EXPERT_LORA_PRODUCTS * num_products
+        return Work(compute_s=compute_s, flops=flops) + self.traffic(num_bytes, num_ops=num_ops)
 
     def attention(self, layer: LayerFacts) -> Work:
         flops = attention_flops(
@@ -287,10 +301,8 @@ def _layer_cost(layer: LayerFacts, at: _Pricer) -> LayerCost:
     branches = _sum([at.adapter(linear) for linear in adapted])
     norms = _sum([at.dora_norm(linear) for linear in adapted])
     forward = products + attention + pointwise + branches + norms
-    # Merged expert weights want a gradient of their own, as large as they are, before A and B do.
-    merged = _sum([at.experts(linear) for linear in adapted if linear.group == "experts"])
     backward = (
-        (products + merged)
+        products
         + attention.times(FLASH_BACKWARD_FORWARDS)
         + (pointwise + branches).times(2)
         + at.module_gradients(layer)

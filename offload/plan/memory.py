@@ -13,7 +13,6 @@ from offload.plan.codec import decode_workspace_bytes
 from offload.plan.costs import FP32_BYTES, Optimizer, Workload
 from offload.plan.facts import (
     LayerFacts,
-    Linear,
     ModelFacts,
     adapted_linears,
 )
@@ -24,6 +23,13 @@ from offload.plan.trained import (
     module_tensor_sizes,
     trained_parameters,
     trained_tensor_sizes,
+)
+from offload.plan.visit_memory import (
+    adapter_input_bytes,
+    dora_bytes,
+    expert_factor_bytes,
+    gradient_bytes,
+    saved_bytes_per_token,
 )
 
 MIB = 2**20
@@ -37,11 +43,6 @@ BLOCK_8BIT = 256
 MIN_8BIT_ELEMENTS = 4096
 # Logits in fp32, their cast, the softmax and its gradient.
 LOGIT_COPIES = 3.5
-# Merged weights and their gradients, with what builds them, by bytes of a weight: peaks of 1.5 and
-# 2.2 copies were measured with peft 0.21 on a CPU.
-MERGED_EXPERT_COPIES = {4: 1.5, 2: 2.25}
-# fp32 copies while a norm is taken, by bytes of a weight: measured likewise, to 0.01 of a copy.
-DORA_WEIGHT_COPIES = {4: 3, 2: 4}
 CUBLAS_BYTES = 2 * 32 * MIB
 FRAGMENTATION_FRAC = 0.03
 LOADING_LAYERS = 2
@@ -232,84 +233,33 @@ def _visit_terms(
     tokens, b = workload.num_tokens, workload.dtype_bytes
     adapted = adapted_linears(layer, workload.adapter)
     is_masked = _is_masked(layer.window, workload, is_padded=is_padded)
-    merged = sum(linear.num_weights for linear in adapted if linear.group == "experts")
+    experts = [linear for linear in adapted if linear.group == "experts"]
+    spec = workload.adapter
     return (
         MemoryTerm(
             name="one visit: saved activations",
             num_bytes=tokens
-            * saved_bytes_per_token(facts, layer, dtype_bytes=b, is_masked=is_masked),
+            * saved_bytes_per_token(
+                facts, layer, dtype_bytes=b, is_masked=is_masked, has_adapted_experts=bool(experts)
+            ),
         ),
         MemoryTerm(
             name="one visit: adapter inputs",
-            num_bytes=tokens
-            * _adapter_input_bytes(adapted, dtype_bytes=b, is_dora=workload.adapter.is_dora),
+            num_bytes=tokens * adapter_input_bytes(adapted, spec=spec, dtype_bytes=b),
         ),
         MemoryTerm(
             name="one visit: gradients",
-            num_bytes=tokens * _gradient_bytes(facts, layer, dtype_bytes=b),
+            num_bytes=tokens
+            * gradient_bytes(facts, layer, dtype_bytes=b, has_adapted_experts=bool(experts)),
         ),
-        MemoryTerm(name="one visit: DoRA's norm", num_bytes=_dora_bytes(adapted, workload)),
         MemoryTerm(
-            name="merged expert weights", num_bytes=int(MERGED_EXPERT_COPIES[b] * merged * b)
+            name="one visit: DoRA's norm", num_bytes=dora_bytes(adapted, spec=spec, dtype_bytes=b)
+        ),
+        MemoryTerm(
+            name="one visit: factors of expert adapters",
+            num_bytes=expert_factor_bytes(experts, spec=spec, dtype_bytes=b),
         ),
     )
-
-
-def saved_bytes_per_token(
-    facts: ModelFacts, layer: LayerFacts, *, dtype_bytes: int, is_masked: bool
-) -> int:
-    """Return what one layer saves for its backward, adapters aside.
-
-    Frozen products save no input. Norms save theirs in fp32 (where layers compute in fp32, the
-    first norm's is the kept layer input itself), attention its output, queries, keys and values
-    (with a mask the keys and values repeated to all heads), an MLP 3 widths, a mixture 3 widths
-    and the result of each routed row.
-    """
-    normed = layer.normed_features - (facts.hidden_size if dtype_bytes == FP32_BYTES else 0)
-    key_value_heads = facts.num_heads if is_masked else facts.num_kv_heads
-    features = 2 * (facts.num_heads + key_value_heads) * facts.head_dim
-    for linear in layer.linears:
-        if linear.name == "down_proj":
-            result = linear.d_out if linear.group == "experts" else 0
-            features += linear.active * (3 * linear.d_in + result)
-    return normed * FP32_BYTES + features * dtype_bytes + 3 * layer.num_experts * FP32_BYTES
-
-
-def _adapter_input_bytes(adapted: tuple[Linear, ...], *, dtype_bytes: int, is_dora: bool) -> int:
-    """Return what low-rank branches save per token.
-
-    In fp32, linears that read the same tensor share it. Otherwise peft casts it for each of them.
-    DoRA scales both the linear's own output and the branch's.
-    """
-    inputs: dict[tuple[str, str], int] = {}
-    for linear in adapted:
-        is_shared = dtype_bytes == FP32_BYTES and linear.name not in ("o_proj", "down_proj")
-        element_bytes = dtype_bytes if linear.group == "experts" else FP32_BYTES
-        key = (linear.group, "input" if is_shared else linear.name)
-        inputs[key] = linear.active * linear.d_in * element_bytes
-    scaled = (dtype_bytes + FP32_BYTES) * sum(linear.d_out for linear in adapted) if is_dora else 0
-    return sum(inputs.values()) + scaled
-
-
-def _dora_bytes(adapted: tuple[Linear, ...], workload: Workload) -> int:
-    """Return what stands while the norm of the widest linear's merged weight is taken."""
-    if not workload.adapter.is_dora:
-        return 0
-    copies = DORA_WEIGHT_COPIES[workload.dtype_bytes]
-    return FP32_BYTES * max(x.d_in**2 + copies * x.num_weights for x in adapted)
-
-
-def _gradient_bytes(facts: ModelFacts, layer: LayerFacts, *, dtype_bytes: int) -> int:
-    """Return the gradients per token that stand beside all saved activations."""
-    widest = 0
-    for linear in layer.linears:
-        if linear.name == "down_proj" and linear.group == "experts":
-            rows = linear.active * (2 * linear.d_out + linear.d_in)
-            widest = max(widest, rows * dtype_bytes)
-        elif linear.name == "down_proj":
-            cast_bytes = 0 if dtype_bytes == FP32_BYTES else FP32_BYTES
-            widest = max(widest, linear.d_in * (2 * dtype_bytes + cast_bytes))
-    return facts.hidden_size * dtype_bytes + widest
 
 
 # ---------------------------------------------------------------------------------------------

@@ -355,6 +355,18 @@ def test_adapters_on_experts_cost_more_than_on_attention_only() -> None:
     assert more.optimizer_s > plain.optimizer_s
 
 
+def test_adapters_on_experts_cost_by_the_routed_row_and_not_by_the_weight() -> None:
+    machine, experts = named_machine("rtx5090"), replace(ATTENTION_ONLY, experts=True)
+    load = workload(adapter=experts)
+    plain, more = (price(QWEN_30B, machine, w).layers[0] for w in (workload(), load))
+    rows, features = 8 * load.num_tokens, (2048 + 1536) + (768 + 2048)
+    assert more.forward_flops - plain.forward_flops == 2 * rows * 16 * features
+    assert more.backward_s - plain.backward_s == pytest.approx(
+        3 * (more.forward_s - plain.forward_s)
+    )
+    assert more.forward_s < 1.25 * plain.forward_s
+
+
 def test_encoded_cargo_is_smaller_and_decoded_once_per_visit() -> None:
     machine = named_machine("rtx4090")
     native = price(LLAMA_7B, machine, workload()).layers[0]

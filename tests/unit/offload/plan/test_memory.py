@@ -6,6 +6,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from finetune.expert_lora import compute_beside
 from offload.plan.codec import decode_workspace_bytes
 from offload.plan.costs import Workload
 from offload.plan.facts import AdapterSpec, linear_names, model_facts
@@ -182,11 +183,15 @@ def test_adapters_gradients_and_states_are_fp32() -> None:
     assert terms["optimizer states"] == 8 * count
 
 
-def test_merged_expert_weights_are_priced_only_when_experts_are_adapted() -> None:
-    experts = replace(WORKLOAD, adapter=replace(WORKLOAD.adapter, experts=True))
-    assert "merged expert weights" not in on_5090()
-    one_layer = 2 * QWEN_30B.layers[0].weights("experts")
-    assert on_5090(experts)["merged expert weights"] == 2.25 * one_layer
+def test_adapters_on_experts_take_their_factors_and_never_merged_weights() -> None:
+    plain = replace(WORKLOAD, micro_batch_size=8)  # so that a visit is the worst instant
+    experts = replace(plain, adapter=replace(plain.adapter, experts=True))
+    name = "one visit: factors of expert adapters"
+    assert "one visit: gradients" in on_5090(plain)
+    assert name not in on_5090(plain)
+    one_layer_bytes = 2 * QWEN_30B.layers[0].weights("experts")
+    up, down = (16 * 128 * features for features in (2048 + 1536, 768 + 2048))
+    assert on_5090(experts)[name] == 2 * (up + down) + 6 * up < one_layer_bytes / 15
 
 
 def test_the_head_chunk_counts_only_when_it_is_larger_than_a_visit() -> None:
@@ -257,15 +262,21 @@ SMALL_MOE = SMALL_DENSE | {
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's call
-@pytest.mark.parametrize("config", [SMALL_DENSE, SMALL_MOE], ids=["dense", "moe"])
+@pytest.mark.parametrize(
+    ("config", "experts"),
+    [(SMALL_DENSE, False), (SMALL_MOE, False), (SMALL_MOE, True)],
+    ids=["dense", "moe", "moe, experts adapted"],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_saved_bytes_are_those_that_autograd_saves_within_a_tenth(
-    config: dict[str, Any], dtype: torch.dtype
+    config: dict[str, Any], experts: bool, dtype: torch.dtype
 ) -> None:
     facts, num_tokens = model_facts(config), 512
     base = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype)
     targets = linear_names(facts)
-    get_peft_model(base, LoraConfig(r=2, target_modules=list(targets)))
+    parameters = ["experts.gate_up_proj", "experts.down_proj"] if experts else None
+    lora = LoraConfig(r=2, target_modules=list(targets), target_parameters=parameters)
+    compute_beside(get_peft_model(base, lora))
     hidden = torch.randn(1, num_tokens, 128, dtype=dtype, requires_grad=True)
     rotary = base.model.rotary_emb(hidden, torch.arange(num_tokens)[None])
     known = {t.untyped_storage().data_ptr() for t in (hidden, *rotary, *base.parameters())}
@@ -285,7 +296,7 @@ def test_saved_bytes_are_those_that_autograd_saves_within_a_tenth(
         seq_len=num_tokens,
         label_tokens=num_tokens,
         head_chunk_tokens=1,
-        adapter=AdapterSpec(rank=2, targets=targets, experts=False),
+        adapter=AdapterSpec(rank=2, targets=targets, experts=experts),
         dtype_bytes=dtype.itemsize,
     )
     terms = by_name(
