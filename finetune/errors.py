@@ -5,6 +5,7 @@ FinetuneError            see offload.errors.SluiceError for the three parts
   DataError              a row, a file or a data set
   ModelError             weights, a config or a tokenizer
   CheckpointError        a run directory that cannot be continued
+  MergeError             an adapter that cannot be merged, or a model that cannot be exported
   RankError              another process of the run has failed
     ToldRankError        and has said so itself
 """
@@ -30,6 +31,10 @@ class ModelError(FinetuneError):
 
 class CheckpointError(FinetuneError):
     """A run directory cannot be continued."""
+
+
+class MergeError(FinetuneError):
+    """An adapter cannot be merged, or a model cannot be exported."""
 
 
 class RankError(FinetuneError):

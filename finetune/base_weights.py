@@ -1,0 +1,172 @@
+"""A published checkpoint, read tensor by tensor or row by row.
+
+The files' own headers say where each tensor lies, so what is not changed can be copied as bytes,
+whatever its type. What is changed is read into memory of its own and not mapped, because it is
+added to in place. A quantised checkpoint is seen as what its tensors decode to.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from finetune.errors import ModelError
+from finetune.packed import DTYPES, Spec, find_packed
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_COPY_BYTES = 2**24
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Place:
+    file: Path
+    offset: int
+    spec: Spec
+
+
+class BaseWeights:
+    """The weights in a folder.
+
+    Attributes:
+        specs: What each tensor is, by its published name, in the order of the files. A quantised
+            one is what it decodes to.
+        is_quantised: Whether any is.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Read the headers.
+
+        Raises:
+            ModelError: A file or a tensor is missing, or the weights are in a form that is not
+                read.
+        """
+        self._places: dict[str, _Place] = {}
+        files = _weight_files(folder)
+        for file in files:
+            self._places |= _read_header(file)
+        _require_listed(folder, self._places)
+        config = json.loads((folder / "config.json").read_text())
+        stored = {name: place.spec for name, place in self._places.items()}
+        self._packed, plain = find_packed(stored, files, config, source=str(folder))
+        self.is_quantised = bool(self._packed)
+        self.specs: dict[str, Spec] = {
+            **{name: stored[name] for name in stored if name in plain},
+            **{name: packed.spec for name, packed in self._packed.items()},
+        }
+
+    def is_copied(self, name: str) -> bool:
+        """Tell whether a tensor's bytes are those of the file."""
+        return name not in self._packed
+
+    def read(self, name: str, first: int = 0, behind: int | None = None) -> torch.Tensor:
+        """Return a tensor, or its rows from `first` up to `behind`.
+
+        Raises:
+            ModelError: Its type is not known, or the file ends too early.
+        """
+        if name in self._packed:
+            return self._packed[name].read()[first:behind]
+        return self._read(name, first, behind)
+
+    def raw(self, name: str) -> Iterator[bytes]:
+        """Return a tensor's bytes in pieces, as they are in the file."""
+        place = self._places[name]
+        with place.file.open("rb") as file:
+            file.seek(place.offset)
+            left = place.spec.num_bytes
+            while left:
+                piece = file.read(min(left, _COPY_BYTES))
+                if not piece:
+                    raise _too_short(place.file)
+                left -= len(piece)
+                yield piece
+
+    def _read(self, name: str, first: int = 0, behind: int | None = None) -> torch.Tensor:
+        place = self._places[name]
+        spec = place.spec
+        if spec.dtype not in DTYPES:
+            raise ModelError(
+                f"{name} in {place.file} is of type {spec.dtype}",
+                limit=f"the types that can be merged into are {', '.join(DTYPES)}",
+                hint="name the model in bfloat16 as the base",
+            )
+        shape = spec.shape
+        if behind is not None:
+            shape = (behind - first, *shape[1:])
+        row_bytes = spec.num_bytes // spec.shape[0] if behind is not None else 0
+        values = torch.empty(math.prod(shape) * DTYPES[spec.dtype].itemsize, dtype=torch.uint8)
+        if values.numel():
+            _read_into(place.file, place.offset + first * row_bytes, values.numpy().data)
+        return values.view(DTYPES[spec.dtype]).view(shape)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / INDEX).exists():
+        names = json.loads((folder / INDEX).read_text())["weight_map"].values()
+        files = [folder / name for name in sorted(set(names))]
+    else:
+        files = [folder / SINGLE]
+    for file in files:
+        if not file.exists():
+            raise ModelError(
+                f"{folder} has no {file.name}",
+                limit="a base holds model.safetensors, or all that its index names",
+                hint="download the model again; weights in .bin files cannot be merged into",
+            )
+    return files
+
+
+def _require_listed(folder: Path, places: Mapping[str, _Place]) -> None:
+    if not (folder / INDEX).exists():
+        return
+    for name, file in json.loads((folder / INDEX).read_text())["weight_map"].items():
+        if name not in places:
+            raise ModelError(
+                f"{folder / file} lacks {name}",
+                limit=f"{INDEX} says that it is there",
+                hint="download the model again",
+            )
+
+
+def _read_header(file: Path) -> dict[str, _Place]:
+    """Return where each tensor of a safetensors file lies.
+
+    Source: https://github.com/huggingface/safetensors#format.
+    """
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        whole_bytes = os.fstat(stream.fileno()).st_size
+        if length + 8 > whole_bytes:
+            raise _too_short(file)
+        header = json.loads(stream.read(length))
+    header.pop("__metadata__", None)
+    places = {}
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"][0]):
+        start, end = entry["data_offsets"]
+        if 8 + length + end > whole_bytes:
+            raise _too_short(file)
+        spec = Spec(dtype=entry["dtype"], shape=tuple(entry["shape"]), num_bytes=end - start)
+        places[name] = _Place(file=file, offset=8 + length + start, spec=spec)
+    return places
+
+
+def _read_into(file: Path, offset: int, target: memoryview) -> None:
+    with file.open("rb", buffering=0) as stream:
+        stream.seek(offset)
+        while target:
+            num_bytes = stream.readinto(target)
+            if not num_bytes:
+                raise _too_short(file)
+            target = target[num_bytes:]
+
+
+def _too_short(file: Path) -> ModelError:
+    return ModelError(
+        f"{file} ends too early",
+        limit="its header names tensors behind its end",
+        hint="download the model again",
+    )
