@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -186,6 +186,46 @@ def adapter(
         _print(f"{out}")
 
 
+@app.command()
+def merge(
+    run_dir: Annotated[Path, typer.Argument(help="A finished run's directory.")],
+    *,
+    out: Annotated[Path, typer.Option(help="The directory to write; it must not be there.")],
+) -> None:
+    """Write the trained model as plain weights, a few tensors in memory at a time."""
+    with _explained(str(run_dir)):
+        _quiet_libraries()
+        from finetune.merge_run import merge_run
+
+        console = _console()
+        with _bytes_bar(console, "merge") as progress:
+            merged = merge_run(run_dir, out, progress=progress)
+        _notes(console, merged.notes)
+        console.print(f"Model: {merged.folder}", markup=False)
+
+
+@app.command()
+def export(
+    source: Annotated[Path, typer.Argument(help="A finished run, or a merged model.")],
+    *,
+    gguf: Annotated[Path, typer.Option(help="The file to write; it must not be there.")],
+    llama_cpp: Annotated[
+        Path | None,
+        typer.Option(help="A clone of llama.cpp; without it, its converter on the PATH."),
+    ] = None,
+) -> None:
+    """Write the trained model as a GGUF file, by llama.cpp's converter."""
+    with _explained(str(source)):
+        _quiet_libraries()
+        from finetune.export import export_gguf
+
+        console = _console()
+        with _bytes_bar(console, "merge") as progress:
+            exported = export_gguf(source, gguf, llama_cpp=llama_cpp, progress=progress)
+        _notes(console, exported.notes)
+        console.print(f"GGUF: {exported.file}", markup=False)
+
+
 @recipes_app.command("list")
 def recipes_list() -> None:
     """List the shipped recipes and shapes."""
@@ -275,6 +315,22 @@ def _console() -> Console:
     is_quiet = launch().index > 0
     console = Console(highlight=False, quiet=is_quiet)
     return console if console.is_terminal else Console(highlight=False, width=120, quiet=is_quiet)
+
+
+@contextmanager
+def _bytes_bar(console: Console, what: str) -> Iterator[Callable[[int, int], None]]:
+    """Show how many bytes are written, and the time that is left; nothing before the first."""
+    from rich.progress import DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (DownloadColumn(), TransferSpeedColumn(), "ETA", TimeRemainingColumn())
+    with Progress(what, *columns, console=console) as bar:
+        task = bar.add_task("", visible=False)
+        yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
+
+
+def _notes(console: Console, notes: Sequence[str]) -> None:
+    for note in notes:
+        console.print(note, markup=False)
 
 
 def _print(text: str) -> None:

@@ -19,6 +19,8 @@ FLAGS = {
     "validate": set(),
     "generate": {"--prompt", "--max-new-tokens"},
     "adapter": {"--format", "--out"},
+    "merge": {"--out"},
+    "export": {"--gguf", "--llama-cpp"},
     "recipes list": set(),
     "recipes show": set(),
     "recipes copy": set(),
@@ -48,7 +50,9 @@ def test_commands_and_flags_are_those_that_were_agreed_on() -> None:
     assert commands(typer.main.get_group(app.app)) == FLAGS
 
 
-@pytest.mark.parametrize("words", [["--help"], ["finetune", "--help"], ["recipes", "list"]])
+@pytest.mark.parametrize(
+    "words", [["--help"], ["finetune", "--help"], ["merge", "--help"], ["recipes", "list"]]
+)
 def test_help_imports_no_torch(words: list[str]) -> None:
     code = (
         "import sys\nfrom finetune.app import main\n"

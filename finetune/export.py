@@ -1,0 +1,190 @@
+"""Turns a model into one GGUF file, by llama.cpp's own converter.
+
+What a tensor of each architecture is called in a GGUF file is known to `convert_hf_to_gguf.py` of
+llama.cpp alone; the `gguf` package reads and writes files and converts no model. So the converter
+is run as a program, and what it made is looked at: a file without the chat template answers with
+gibberish and says nothing.
+"""
+
+import json
+import mmap
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from finetune.base_weights import INDEX, SINGLE
+from finetune.errors import MergeError
+from finetune.files import PARTIAL
+from finetune.merge import Progress
+from finetune.merge_run import merge_run
+
+CONVERTER = "convert_hf_to_gguf.py"
+_REPOSITORY = "https://github.com/ggml-org/llama.cpp"
+_INSTALL = (
+    f"`git clone --depth 1 {_REPOSITORY} && python -m venv llama.cpp/.venv"
+    " && llama.cpp/.venv/bin/pip install"
+    " -r llama.cpp/requirements/requirements-convert_hf_to_gguf.txt`,"
+    " then `--llama-cpp llama.cpp`"
+)
+_MAGIC = b"GGUF"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exported:
+    """A GGUF file.
+
+    Attributes:
+        file: Where it is.
+        num_bytes: Its size.
+        notes: What the user should be told about it.
+    """
+
+    file: Path
+    num_bytes: int
+    notes: tuple[str, ...]
+
+
+def export_gguf(
+    source: Path, file: Path, *, llama_cpp: Path | None = None, progress: Progress | None = None
+) -> Exported:
+    """Write a model as a GGUF file, chat template and all.
+
+    Args:
+        source: A finished run, which is merged beside the file first, or a merged model.
+        file: A file that is not there yet.
+        llama_cpp: A clone of llama.cpp, whose own `.venv` is used if it has one; None, the
+            converter that is on the PATH.
+        progress: Told how far the merge is.
+
+    Raises:
+        CheckpointError: `source` is neither a model nor a finished run.
+        MergeError: There is no converter, it fails, or what it wrote is not whole.
+        ModelError: See `merge`.
+    """
+    if file.exists():
+        raise MergeError(
+            f"{file} is there already",
+            limit="a file is not overwritten",
+            hint="`--gguf` with a name that is free",
+        )
+    command = find_converter(llama_cpp)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with _model_of(source, file.parent, progress) as (folder, notes):
+        template = _template(folder)
+        partial = file.with_name(PARTIAL + file.name)
+        try:
+            _convert([*command, str(folder), "--outfile", str(partial)], partial, template)
+            partial.rename(file)
+        finally:
+            partial.unlink(missing_ok=True)
+    return Exported(file=file, num_bytes=file.stat().st_size, notes=notes)
+
+
+def find_converter(llama_cpp: Path | None) -> list[str]:
+    """Return the command that runs llama.cpp's converter.
+
+    Raises:
+        MergeError: It is not there.
+    """
+    if llama_cpp is None:
+        found = shutil.which(CONVERTER)
+        if found is not None:
+            return [found]
+        raise MergeError(
+            f"{CONVERTER} is not on the PATH",
+            limit="llama.cpp's converter makes GGUF files; no package holds it",
+            hint=_INSTALL,
+        )
+    script = llama_cpp / CONVERTER
+    if not script.is_file():
+        raise MergeError(
+            f"{llama_cpp} holds no {CONVERTER}",
+            limit="it must be a clone of llama.cpp",
+            hint=_INSTALL,
+        )
+    own_python = llama_cpp / ".venv" / "bin" / "python"
+    return [str(own_python) if own_python.exists() else sys.executable, str(script)]
+
+
+@contextmanager
+def _model_of(
+    source: Path, beside: Path, progress: Progress | None
+) -> Iterator[tuple[Path, tuple[str, ...]]]:
+    """Give a folder with a model; that of a run is gone again at the end."""
+    if (source / INDEX).exists() or (source / SINGLE).exists():
+        yield source, ()
+        return
+    with tempfile.TemporaryDirectory(prefix=PARTIAL, dir=beside) as folder:
+        merged = merge_run(source, Path(folder) / source.resolve().name, progress=progress)
+        yield merged.folder, merged.notes
+
+
+def _template(folder: Path) -> str | None:
+    """Return the chat template of a model, None if it has none.
+
+    Raises:
+        MergeError: The folder lacks what the converter reads, or says two different things.
+    """
+    settings = folder / "tokenizer_config.json"
+    for file in (folder / "config.json", settings):
+        if not file.exists():
+            raise MergeError(
+                f"{folder} has no {file.name}",
+                limit="the converter reads the model's config and its tokenizer's",
+                hint=f"copy {file.name} from the base model",
+            )
+    own = json.loads(settings.read_text()).get("chat_template")
+    jinja = folder / "chat_template.jinja"
+    if not jinja.exists():
+        return _default(own)
+    template = jinja.read_text()
+    if own is not None and _default(own) != template:
+        raise MergeError(
+            f"{folder} has two chat templates that differ",
+            limit=f"transformers follows {jinja.name} and the converter {settings.name}",
+            hint=f"remove `chat_template` from {settings}",
+        )
+    return template
+
+
+def _default(templates: str | Sequence[dict[str, str]] | None) -> str | None:
+    """Return the template that is used unasked, of one or of several with names."""
+    if templates is None or isinstance(templates, str):
+        return templates
+    return next((t["template"] for t in templates if t["name"] == "default"), None)
+
+
+def _convert(command: Sequence[str], made: Path, template: str | None) -> None:
+    """Run the converter and look at what it made.
+
+    Raises:
+        MergeError: It failed, or made no GGUF file, or one without the template.
+    """
+    code = subprocess.run(command, check=False).returncode
+    if code != 0:
+        raise MergeError(
+            f"{CONVERTER} ended with {code}",
+            limit="it must know the architecture and find its packages; its own words are above",
+            hint=f"a newer llama.cpp with its own packages: {_INSTALL}",
+        )
+    if not made.exists() or made.stat().st_size == 0:
+        raise MergeError(
+            f"{CONVERTER} wrote no {made.name}",
+            limit="it was told where to write with --outfile",
+            hint=f"a newer llama.cpp: {_INSTALL}",
+        )
+    with made.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        is_gguf = content[: len(_MAGIC)] == _MAGIC
+        has_template = template is None or content.find(template.encode()) >= 0
+    if not (is_gguf and has_template):
+        problem = "lacks the model's chat template" if is_gguf else "is no GGUF file"
+        raise MergeError(
+            f"what {CONVERTER} wrote {problem}",
+            limit="the file must answer in the form that was trained",
+            hint=f"a newer llama.cpp: {_INSTALL}",
+        )
