@@ -150,7 +150,11 @@ def test_a_saved_adapter_gives_the_same_logits_in_plain_peft(case: Case, tmp_pat
     loaded = PeftModel.from_pretrained(elsewhere, tmp_path).eval()
     with torch.no_grad():
         wanted = model(input_ids=input_ids).logits
-        assert torch.equal(loaded(input_ids=input_ids).logits, wanted)
+        found = loaded(input_ids=input_ids).logits
+        if case.has_experts:  # peft merges their weights, and rounds otherwise
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+        else:
+            assert torch.equal(found, wanted)
         with model.disable_adapter():
             assert not torch.allclose(model(input_ids=input_ids).logits, wanted, atol=1e-3)
 
