@@ -10,6 +10,8 @@ FinetuneError            see offload.errors.SluiceError for the three parts
     ToldRankError        and has said so itself
 """
 
+from collections.abc import Collection
+
 from offload.errors import SluiceError
 
 
@@ -35,6 +37,15 @@ class CheckpointError(FinetuneError):
 
 class MergeError(FinetuneError):
     """An adapter cannot be merged, or a model cannot be exported."""
+
+
+def unmatched(source: str, problem: str, names: Collection[str]) -> ModelError:
+    """Return the error that weights and config do not match, with a name for an example."""
+    return ModelError(
+        f"model.path: {source} {problem} {len(names)} tensors, such as {min(map(str, names))}",
+        limit="weights and config must match",
+        hint="download the model again, or give the config.json that belongs to it",
+    )
 
 
 class RankError(FinetuneError):

@@ -12,18 +12,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from finetune.errors import unmatched
 from finetune.tensor_files import Unread
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def join_experts(tensors: Mapping[str, Unread], model: "PreTrainedModel") -> dict[str, Unread]:
+def join_experts(
+    tensors: Mapping[str, Unread], model: "PreTrainedModel", path: str
+) -> dict[str, Unread]:
     """Return the tensors of a checkpoint with experts joined, under the model's names.
 
     Args:
         tensors: By published names.
         model: Perhaps without values.
+        path: What errors name.
+
+    Raises:
+        ModelError: Experts have one projection and not the other.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
@@ -47,13 +54,24 @@ def join_experts(tensors: Mapping[str, Unread], model: "PreTrainedModel") -> dic
             found.setdefault(target, {}).setdefault(pattern, {})[name] = rest.pop(name)
     for target, kinds in found.items():
         patterns = joining[next(iter(kinds))].source_patterns
-        if set(patterns) == kinds.keys():
-            parts = [list(kinds[pattern].values()) for pattern in patterns]
-            rest[target] = Unread(read=partial(_join, parts))
-        else:  # a projection is missing: transformers says so
-            for named in kinds.values():
-                rest |= named
+        _require_alike(path, patterns, kinds)
+        parts = [list(kinds[pattern].values()) for pattern in patterns]
+        rest[target] = Unread(read=partial(_join, parts))
     return rest
+
+
+def _require_alike(
+    path: str, patterns: Sequence[str], kinds: Mapping[str, Mapping[str, Unread]]
+) -> None:
+    """Check that there are as many tensors for each of these patterns, such as x.*.gate.weight."""
+    most = max(kinds, key=lambda pattern: len(kinds[pattern]))
+    ending = most.rpartition("*")[2]
+    for pattern in patterns:
+        behind = list(kinds[most])[len(kinds.get(pattern, {})) :]
+        if behind:
+            own_ending = pattern.rpartition("*")[2]
+            names = [name.removesuffix(ending) + own_ending for name in behind]
+            raise unmatched(path, "lacks", names)
 
 
 def _only_joins(converter: Any) -> bool:

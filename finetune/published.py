@@ -2,12 +2,12 @@
 
 import contextlib
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from finetune.env import loading_one_by_one
-from finetune.errors import ModelError
+from finetune.errors import ModelError, unmatched
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +33,7 @@ def load_published(path: str, dtype: str) -> "PreTrainedModel":
         if form is not None:
             tensors = plain_tensors(tensors, form, path)
         _require_all_experts(path, tensors)
-        return _filled(empty, join_experts(tensors, empty.model), path, dtype, source=path)
+        return _filled(empty, join_experts(tensors, empty.model, path), path, dtype, source=path)
 
 
 def model_around(
@@ -146,20 +146,15 @@ def _weight_files(path: str) -> list[str]:
 
 
 def _require_all_experts(path: str, names: Iterable[str]) -> None:
-    """Refuse experts with a gap, which transformers would stack as if they were all.
-
-    Tensors that are published one per expert are numbered from 0, as many of each kind.
-    """
-    numbers: dict[str, dict[str, set[int]]] = {}
+    """Refuse experts with a gap, which transformers would stack as if they were all."""
+    numbers: dict[tuple[str, str], set[int]] = {}
     for name in names:
         if found := re.fullmatch(r"(.*\bexperts\.)(\d+)(\..*)", name):
-            numbers.setdefault(found[1], {}).setdefault(found[3], set()).add(int(found[2]))
-    for prefix, kinds in numbers.items():
-        num_experts = 1 + max(map(max, kinds.values()))
-        for suffix, present in kinds.items():
-            for number in range(num_experts):
-                if number not in present:
-                    raise _unmatched(path, "lacks", [f"{prefix}{number}{suffix}"])
+            numbers.setdefault((found[1], found[3]), set()).add(int(found[2]))
+    for (prefix, suffix), present in numbers.items():
+        missing = set(range(max(present))) - present
+        if missing:
+            raise unmatched(path, "lacks", [f"{prefix}{i}{suffix}" for i in missing])
 
 
 def _require_complete(
@@ -184,15 +179,7 @@ def _require_complete(
         ),
     ):
         if names:
-            raise _unmatched(source, problem, names)
-
-
-def _unmatched(source: str, problem: str, names: Collection[str]) -> ModelError:
-    return ModelError(
-        f"model.path: {source} {problem} {len(names)} tensors, such as {min(map(str, names))}",
-        limit="weights and config must match",
-        hint="download the model again, or give the config.json that belongs to it",
-    )
+            raise unmatched(source, problem, names)
 
 
 def _is_in_further_layer(key: str, config: "PreTrainedConfig") -> bool:

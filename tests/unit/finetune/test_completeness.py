@@ -129,8 +129,8 @@ def rename(tensors: Tensors, old: str, new: str) -> None:
         tensors[name.replace(old, new)] = tensors.pop(name)
 
 
-def drop(tensors: Tensors, part: str) -> None:
-    for name in [name for name in tensors if part in name]:
+def drop(tensors: Tensors, part: str, *, of: str = "") -> None:
+    for name in [name for name in tensors if part in name and of in name]:
         del tensors[name]
 
 
@@ -139,6 +139,7 @@ def drop(tensors: Tensors, part: str) -> None:
     ("change", "lacking"),
     [
         (lambda t: drop(t, "layers.1.mlp.experts.2.up_proj"), "2.up_proj"),
+        (lambda t: drop(t, "layers.1.mlp.experts.3.up_proj"), "3.up_proj"),
         (lambda t: rename(t, "layers.1.mlp.experts.2.", "layers.1.mlp.experts.4."), "2.down_proj"),
         (lambda t: rename(t, "layers.1.mlp.experts.0.", "layers.1.mlp.experts.7."), "0.down_proj"),
     ],
@@ -151,7 +152,17 @@ def test_one_expert_that_is_missing_is_named(
     config = AutoConfig.for_model("glm4_moe", **SHAPE)
     write_checkpoint(tmp_path, config, pack=pack, quantization=FP8 if is_quantised else None)
     add_tensors(tmp_path, change)
-    with pytest.raises(ModelError, match=rf"lacks 1 tensors, such as .*\.experts\.{lacking}"):
+    with pytest.raises(ModelError, match=rf"lacks \d tensors, such as .*\.experts\.{lacking}"):
+        load(tmp_path, "ram")
+
+
+def test_a_projection_that_all_experts_lack_is_named(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, AutoConfig.for_model("glm4_moe", **SHAPE))
+    add_tensors(
+        tmp_path,
+        lambda t: drop(t, ".gate_proj.weight", of=".layers.1.mlp.experts."),
+    )
+    with pytest.raises(ModelError, match=r"lacks 4 tensors, such as .*experts\.0\.gate_proj"):
         load(tmp_path, "ram")
 
 

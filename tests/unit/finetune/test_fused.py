@@ -51,7 +51,7 @@ def test_experts_are_joined_before_transformers_sees_them(name: str, tmp_path: P
     write_checkpoint(tmp_path, config)
     model = AutoModelForCausalLM.from_config(config)
     published = open_tensors([str(file) for file in tmp_path.glob("*.safetensors")])
-    joined = join_experts(published, model)
+    joined = join_experts(published, model, str(tmp_path))
     assert published.keys() == published_shapes(config).keys()
     state = model.state_dict()
     made = joined.keys() - published.keys()
