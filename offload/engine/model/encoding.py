@@ -1,7 +1,8 @@
 """Which of a model's weights a codec may round: its matrices, and nothing small that steers it."""
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -69,8 +70,13 @@ def _is_matrix(
 
 def _router_sizes(layered: LayeredModel) -> set[int]:
     """Return how many outputs a linear layer has that is a router: one per expert, or one."""
-    sizes = {1}
-    for key, value in layered.model.config.get_text_config().to_dict().items():
-        if _NUM_EXPERTS.search(key):
-            sizes.update(value if isinstance(value, list | tuple) else [value])
-    return sizes
+    return {1, *_expert_counts(layered.model.config.get_text_config().to_dict())}
+
+
+def _expert_counts(config: Mapping[Any, Any]) -> Iterator[Any]:
+    """Yield the numbers of experts that a config names, and those within it."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _expert_counts(value)
+        elif _NUM_EXPERTS.search(str(key)):
+            yield from value if isinstance(value, list | tuple) else [value]
