@@ -499,15 +499,6 @@ def test_another_implementation_of_experts_is_refused_before_and_after() -> None
         model(input_ids=torch.arange(3, 8).unsqueeze(0))
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The following .*_pattern keys did not match any targeted module"
-)
-def test_targets_that_peft_takes_for_experts_are_refused() -> None:
-    settings: Any = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "has_experts": True, "seed": 0}
-    with pytest.raises(ConfigError, match=r"down_proj, gate_proj, up_proj for experts of Deepseek"):
-        add_lora(tiny_model("deepseek_v3"), targets="all-linear", **settings)
-
-
 def test_dropout_on_experts_is_refused() -> None:
     settings: Any = {"rank": 4, "alpha": 8.0, "dropout": 0.1, "has_experts": True, "seed": 0}
     with pytest.raises(ConfigError, match=r"adapters on fused experts have no dropout"):
