@@ -55,8 +55,8 @@ def join_experts(
     for target, kinds in found.items():
         patterns = joining[next(iter(kinds))].source_patterns
         _require_alike(path, patterns, kinds)
-        parts = [list(kinds[pattern].values()) for pattern in patterns]
-        rest[target] = Unread(read=partial(_join, parts))
+        parts = [list(kinds[pattern].items()) for pattern in patterns]
+        rest[target] = Unread(read=partial(_join, path, parts))
     return rest
 
 
@@ -86,11 +86,19 @@ def _only_joins(converter: Any) -> bool:
     )
 
 
-def _join(kinds: Sequence[Sequence[Unread]]) -> torch.Tensor:
-    """Return (experts, rows of all kinds, columns)."""
-    first = [kind[0].read() for kind in kinds]
+def _join(path: str, kinds: Sequence[Sequence[tuple[str, Unread]]]) -> torch.Tensor:
+    """Return (experts, rows of all kinds, columns).
+
+    Raises:
+        ModelError: An expert has another shape or dtype than the first.
+    """
+    first = [kind[0][1].read() for kind in kinds]
     num_rows = sum(len(part) for part in first)
     joined = first[0].new_empty(len(kinds[0]), num_rows, *first[0].shape[1:])
-    for expert, parts in zip(joined, zip(*kinds, strict=True), strict=True):
-        torch.cat([part.read() for part in parts], out=expert)
+    for expert, named in zip(joined, zip(*kinds, strict=True), strict=True):
+        parts = [part.read() for _, part in named]
+        for (name, _), part, like in zip(named, parts, first, strict=True):
+            if (part.shape, part.dtype) != (like.shape, like.dtype):
+                raise unmatched(path, "holds, unlike the first expert's,", [name])
+        torch.cat(parts, out=expert)
     return joined

@@ -5,8 +5,10 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from finetune.errors import ModelError
 from finetune.fused import join_experts
 from finetune.model import load_model
 from finetune.tensor_files import open_tensors
@@ -96,3 +98,15 @@ def test_tensors_that_are_not_aligned_are_read(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(content)
     tensors = open_tensors([str(tmp_path / "x")])
     assert torch.equal(tensors["b"][...], values)
+
+
+def test_an_expert_of_another_shape_than_the_first_is_named(tmp_path: Path) -> None:
+    """Its rows would run over into the next expert's."""
+    write_checkpoint(tmp_path, tiny_config("mixtral"))
+    (file,) = tmp_path.glob("*.safetensors")
+    tensors = load_file(file)
+    name = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
+    tensors[name] = torch.cat([tensors[name], tensors[name][:1]])
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=rf"unlike the first expert's, 1 tensors, such as {name}"):
+        load(tmp_path, "ram", "bfloat16")
