@@ -152,6 +152,7 @@ class Store:
         try:
             self._header = _read_header(path)
             _require_identity(path, self._header.identity, identity)
+            _require_forms(path, self._header.layers)
             self._mapped = _map(path)
             self._reader = FileReader(path, queue_depth=queue_depth, piece_bytes=piece_bytes)
         except OSError as error:
@@ -345,6 +346,13 @@ def _require_identity(path: Path, found: Identity, wanted: Identity) -> None:
     differing = sorted(k for k in found.keys() | wanted.keys() if found.get(k) != wanted.get(k))
     if differing:
         raise unusable(path, f"it was made from other {' and '.join(differing)}")
+
+
+def _require_forms(path: Path, layers: Sequence[StoredRecord]) -> None:
+    """Refuse what an earlier version's codecs wrote; a change that keeps sizes raises `FORMAT`."""
+    for field in (field for layer in layers for field in layer.record().fields):
+        if field.num_bytes != field.codec.num_bytes(field.shape, field.dtype):
+            raise unusable(path, f"its {field.codec.name} is not this version's")
 
 
 def _map(path: Path) -> torch.Tensor:

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from offload.engine.codecs.codec import NATIVE, codec_named
 from offload.engine.host.mapping import PAGE_BYTES, aligned_empty
 from offload.engine.host.reads import FileReader
 from offload.engine.host.record import lay_out
@@ -399,3 +400,48 @@ def test_a_closed_reader_is_a_named_error(store: Store) -> None:
     store.close()
     with pytest.raises(OffloadError, match=r"a\.store was closed"):
         read(store, 0)
+
+
+# ------------------------------------------------------------------------------------------- codecs
+
+
+def test_encoded_tensors_are_read_back_with_their_form_and_shown_as_stand_ins(
+    tmp_path: Path,
+) -> None:
+    nf4, file = codec_named("nf4"), tmp_path / "a.store"
+    values, norm = torch.randn(8, 64), torch.randn(8)
+    record = lay_out([nn.Parameter(values), nn.Parameter(norm)], [nf4, NATIVE])
+    writer = StoreWriter(file, [record], [["weight", "norm"]])
+    writer.put(0, 1, norm)  # in whichever order they come
+    writer.put(0, 0, values)
+    writer.finish({}, IDENTITY)
+    store = Store(file, identity=IDENTITY)
+    assert store.tensors()["weight"].isnan().all()
+    assert torch.equal(store.tensors()["norm"], norm)
+    store.adopt([[nn.Parameter(tensor) for tensor in store.layer_tensors(0)]])
+    memory = aligned_empty(record.num_bytes)
+    store.read_into(0, memory)
+    decoded = torch.empty(record.decoded_bytes, dtype=torch.uint8)
+    for field in store.records[0].fields:
+        field.decode(memory, decoded)
+    found = {field.codec.name: field.decoded(decoded) for field in store.records[0].fields}
+    written = torch.empty(nf4.num_bytes(values.shape, values.dtype), dtype=torch.uint8)
+    nf4.encode(values, written)
+    expected = torch.empty_like(values)
+    nf4.decode(written, expected)
+    assert torch.equal(found["nf4"], expected)
+    assert torch.equal(found["native"], norm)
+    store.close()
+
+
+def test_what_another_versions_codec_wrote_is_built_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "a.store"
+    record = lay_out([nn.Parameter(torch.randn(8, 64))], [codec_named("nf4")])
+    writer = StoreWriter(file, [record], [["weight"]])
+    writer.put(0, 0, torch.randn(8, 64))
+    writer.finish({}, IDENTITY)
+    monkeypatch.setattr(type(codec_named("nf4")), "num_bytes", lambda *_: 17)
+    with pytest.raises(StoreError, match="its nf4 is not this version's"):
+        Store(file, identity=IDENTITY)
