@@ -18,7 +18,7 @@ _BYTES_PER_WEIGHT: dict[CodecName, float] = {
     "fp16": 2.0,
     "fp8": 1 + 1 / FP8_BLOCK,
     "int8": 1 + 4 / INT8_BLOCK,
-    "nf4": 0.5 + 1 / NF4_BLOCK + 8 / (NF4_BLOCK * NF4_NESTED_BLOCK),
+    "nf4": 0.5 + 1 / NF4_BLOCK + 4 / (NF4_BLOCK * NF4_NESTED_BLOCK),
     "bf16_packed": 1.5 + 1 / PACKED_BLOCK + PACKED_ESCAPE_BYTES / PACKED_ESCAPE_EVERY,
 }
 

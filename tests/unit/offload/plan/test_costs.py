@@ -374,7 +374,7 @@ def test_encoded_cargo_is_smaller_and_decoded_once_per_visit() -> None:
     facts = LLAMA_7B.layers[0]
     assert (
         nf4.weight_bytes
-        == math.ceil(facts.matrix_parameters * (0.5 + 1 / 64 + 1 / 2048)) + 2 * 2 * 4096
+        == math.ceil(facts.matrix_parameters * (0.5 + 1 / 64 + 1 / 4096)) + 2 * 2 * 4096
     )
     assert native.weight_bytes == 2 * facts.num_parameters
     assert native.decode_s == 0 < nf4.decode_s

@@ -215,7 +215,7 @@ def test_the_plan_knows_what_a_weight_takes(name: CodecName, dtype: torch.dtype)
 
 
 def test_the_plan_has_the_ratios_that_are_published() -> None:
-    assert bytes_per_weight("nf4", 2) == pytest.approx(0.51587 + 4 / 16384, abs=1e-5)
+    assert bytes_per_weight("nf4", 2) == pytest.approx(0.51587, abs=1e-5)
     assert bytes_per_weight("bf16_packed", 2) / 2 == pytest.approx(0.7637, abs=1e-4)
 
 
