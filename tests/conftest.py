@@ -10,8 +10,14 @@ pytest_plugins = ["pytester"]
 
 
 def pytest_configure() -> None:
-    """Fix cuBLAS's workspace, which must be done before CUDA starts: exact tests rely on it."""
+    """Fix cuBLAS's workspace, which must be done before CUDA starts, and take one thread.
+
+    Exact tests rely on the first. The models of tests are tiny: on busy cores the threads of
+    torch's runtime and of bitsandbytes' wait for each other longer than they work.
+    """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
