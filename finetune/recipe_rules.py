@@ -115,10 +115,18 @@ def _broken_adapter_rules(recipe: "Recipe") -> Iterator[Breach]:
 
 
 def _broken_codec_rules(recipe: "Recipe") -> Iterator[Breach]:
-    """A copy that trains starts from weights as they are published."""
+    """What a codec can write, and that a copy that trains starts from weights as published."""
     adapter, codec = recipe.adapter, recipe.offload.codec
     if codec in ("auto", "native"):
         return
+    if codec == "bf16_packed" and recipe.model.dtype != "bfloat16":
+        yield Breach(
+            field="offload.codec",
+            what=f"offload.codec is {codec} and model.dtype is {recipe.model.dtype}",
+            limit="it packs bfloat16 weights, without loss",
+            hint="`model.dtype: bfloat16`, or `offload.codec: native`",
+            reads=("model.dtype",),
+        )
     encoded = [name for name in adapter.modules_to_save if name not in NEVER_ENCODED]
     if encoded:
         yield Breach(

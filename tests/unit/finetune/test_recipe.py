@@ -178,6 +178,10 @@ def test_a_value_on_its_limit_is_accepted(setting: str, value: object) -> None:
             "adapter.modules_to_save and adapter.targets both name v_proj",
         ),
         (
+            {"offload__codec": "bf16_packed", "model__dtype": "float32"},
+            "offload.codec is bf16_packed and model.dtype is float32; it packs bfloat16 weights",
+        ),
+        (
             {"adapter__modules_to_save": ["norms", "o_proj"], "offload__codec": "nf4"},
             "adapter.modules_to_save is o_proj and offload.codec is nf4",
         ),
