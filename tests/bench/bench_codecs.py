@@ -227,7 +227,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     rows = measure(Bench(options.device), num_rounds=options.rounds)
-    show(rows, Console().print)
+    show(rows, Console(width=120).print)
     if options.out is not None:
         options.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
