@@ -1,6 +1,7 @@
 """The commands. The one module that prints and exits."""
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from rich.console import Console
 
 from finetune.env import launch, rank_label
 from finetune.errors import ConfigError, ToldRankError
+from finetune.ranks import is_joined
 from offload.errors import DoesNotFitError, SluiceError
 
 if TYPE_CHECKING:
@@ -269,8 +271,22 @@ def recipes_schema() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the program."""
-    app(list(argv) if argv is not None else None)
+    """Run the program.
+
+    One of several processes ends at once behind an error: threads that the others still talk to
+    have aborted it on the interpreter's own way out, with another exit code.
+    """
+    try:
+        app(list(argv) if argv is not None else None)
+    except BaseException as error:
+        code = int(error.code or 0) if isinstance(error, SystemExit) else EXIT_USER
+        if code == 0 or not is_joined():
+            raise
+        if not isinstance(error, SystemExit):
+            sys.excepthook(type(error), error, error.__traceback__)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 # ---------------------------------------------------------------------------------------- printing

@@ -5,6 +5,7 @@ make the same update. What is shared is the step, not more of it: with N ranks a
 the loss and, but for the order in which sums are made, the gradients that it has with one.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -88,6 +89,12 @@ class Ranks:
         Raises:
             FinetuneError: They have drifted apart.
         """
+
+
+def is_joined() -> bool:
+    """Tell whether this process is one of several that have come together."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and bool(distributed.is_initialized())
 
 
 def join(launch: Launch) -> Ranks:
