@@ -681,6 +681,9 @@ def test_the_loader_leaves_the_random_state_alone(examples: ExampleSet) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+# torch tells of the death by a signal, which may come while it opens files or lets workers go.
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_killed_worker_is_an_error_and_not_a_hang(
     examples: ExampleSet, sent: signal.Signals
