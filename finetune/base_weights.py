@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 
 from finetune.errors import ModelError
-from finetune.packed import DTYPES, Spec, find_packed
+from finetune.packed import Spec, find_packed
+from finetune.tensor_files import DTYPES
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _COPY_BYTES = 2**24

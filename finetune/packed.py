@@ -14,23 +14,8 @@ from typing import Any
 import torch
 
 from finetune.prequantised import format_of, plain_tensors
-from finetune.tensor_files import Unread, open_tensors
+from finetune.tensor_files import DTYPES, Unread, open_tensors
 
-DTYPES: Mapping[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 _CODES: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}
 _BNB_STATE = ".quant_state.bitsandbytes__"
 _MXFP4_BLOCKS = "_blocks"

@@ -27,7 +27,8 @@ from transformers.core_model_loading import (
 )
 
 from finetune.errors import ModelError
-from finetune.packed import DTYPES, Spec
+from finetune.packed import Spec
+from finetune.tensor_files import DTYPES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,7 +21,7 @@ import torch
 
 from offload.engine.host.mapping import map_file
 
-_DTYPES = {
+DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
@@ -87,7 +87,7 @@ def _tensors_of(content: torch.Tensor, file: str) -> dict[str, Unread]:
         places = {name: place for name, place in header.items() if name != "__metadata__"}
         for name, place in places.items():
             begin, end = place["data_offsets"]
-            num_bytes = math.prod(place["shape"]) * _DTYPES[place["dtype"]].itemsize
+            num_bytes = math.prod(place["shape"]) * DTYPES[place["dtype"]].itemsize
             if not 0 <= begin <= end <= body.numel() or end - begin != num_bytes:
                 raise ValueError(f"{name} does not lie in it")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -100,7 +100,7 @@ def _tensors_of(content: torch.Tensor, file: str) -> dict[str, Unread]:
 
 def _view(body: torch.Tensor, place: dict[str, Any]) -> torch.Tensor:
     begin, end = place["data_offsets"]
-    dtype, flat = _DTYPES[place["dtype"]], body[begin:end]
+    dtype, flat = DTYPES[place["dtype"]], body[begin:end]
     if flat.storage_offset() % dtype.itemsize:
         flat = flat.clone()  # few writers leave tensors unaligned, the format lets them
     return flat.view(dtype).view(place["shape"])

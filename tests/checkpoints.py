@@ -10,12 +10,14 @@ they are written. Weights are about N(0, 0.02), as trained ones, and norms about
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+
+from finetune.model import load_model
 
 POOL_LEN = 2**22 + 3
 STRIDE = 1_000_003
@@ -152,6 +154,20 @@ def pack_fp8(*, rows: int, columns: int) -> Pack:
 def is_linear(name: str, values: torch.Tensor) -> bool:
     """Tell whether a published tensor is a matrix of a layer."""
     return values.ndim == 2 and ".layers." in name
+
+
+def load(path: Path, tier: Literal["ram", "disk"] = "ram", dtype: str = "bfloat16") -> Any:
+    """Return the model that a checkpoint is loaded as, for a CPU and not encoded."""
+    return load_model(
+        path=str(path),
+        config=None,
+        init="pretrained",
+        dtype=dtype,
+        codec="native",
+        device="cpu",
+        seed=0,
+        tier=tier,
+    ).model
 
 
 def assert_same_model(found: PreTrainedModel, expected: PreTrainedModel) -> None:

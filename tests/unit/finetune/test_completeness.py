@@ -10,8 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.errors import ModelError
-from finetune.model import load_model
-from tests.checkpoints import Pack, assert_same_model, pack_fp8, write_checkpoint
+from tests.checkpoints import Pack, assert_same_model, load, pack_fp8, write_checkpoint
 
 Tier = Literal["ram", "disk"]
 Tensors = dict[str, torch.Tensor]
@@ -41,19 +40,6 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [16, 16], "activation_scheme"
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-def load(path: Path, tier: Tier) -> Any:
-    return load_model(
-        path=str(path),
-        config=None,
-        init="pretrained",
-        dtype="bfloat16",
-        codec="native",
-        device="cpu",
-        seed=0,
-        tier=tier,
-    ).model
 
 
 def add_tensors(folder: Path, change: Callable[[Tensors], object]) -> None:

@@ -1,7 +1,7 @@
 """Experts that are published apart are joined as transformers joins them, and each exists once."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 import torch
@@ -10,9 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from finetune.errors import ModelError
 from finetune.fused import join_experts
-from finetune.model import load_model
 from finetune.tensor_files import open_tensors
-from tests.checkpoints import assert_same_model, published_shapes, write_checkpoint
+from tests.checkpoints import assert_same_model, load, published_shapes, write_checkpoint
 from tests.parity.tiny_models import tiny_config
 
 JOINED = ("mixtral", "deepseek_v3", "glm4_moe", "phimoe")
@@ -22,19 +21,6 @@ NOT_JOINED = ("gpt_oss", "granitemoe", "llama")
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-def load(path: Path, tier: Literal["ram", "disk"], dtype: str) -> Any:
-    return load_model(
-        path=str(path),
-        config=None,
-        init="pretrained",
-        dtype=dtype,
-        codec="native",
-        device="cpu",
-        seed=0,
-        tier=tier,
-    ).model
 
 
 @pytest.mark.parametrize(("tier", "dtype"), [("ram", "bfloat16"), ("disk", "float32")])

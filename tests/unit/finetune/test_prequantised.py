@@ -16,11 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
 from transformers.utils.quantization_config import Mxfp4Config
 
 from finetune.errors import ModelError
-from finetune.model import load_model
 from offload.engine.host.stowing import Stowing
 from tests.checkpoints import (
     Pack,
     assert_same_model,
+    load,
     pack_bnb_4bit,
     pack_fp8,
     pack_mxfp4,
@@ -58,19 +58,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def config_of(kind: str, **changes: Any) -> Any:
     return AutoConfig.for_model(kind, **SHAPE | KINDS[kind] | changes)
-
-
-def load(path: Path, *, tier: Tier = "ram", dtype: str = "bfloat16") -> Any:
-    return load_model(
-        path=str(path),
-        config=None,
-        init="pretrained",
-        dtype=dtype,
-        codec="native",
-        device="cpu",
-        seed=0,
-        tier=tier,
-    ).model
 
 
 def unpacked(pack: Pack, name: str, values: torch.Tensor) -> Mapping[str, torch.Tensor]:
