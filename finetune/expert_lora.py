@@ -7,7 +7,8 @@ import torch
 from peft import PeftModel
 from peft.tuners.lora import layer
 
-from offload.engine.experts.lora import Branch, take_branches
+from offload.engine.experts.branch import Branch
+from offload.engine.experts.lora import take_branches
 from offload.errors import UnsupportedModelError
 
 NUM_DIMS = 3  # of a parameter that holds a matrix per expert

@@ -19,62 +19,21 @@ Rejected: A of all experts on each token, to pick from afterwards, which is one 
 E / C times the arithmetic; [W; A] as one matrix, which is a copy of all weights per visit.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from offload.engine.experts import fused
+from offload.engine.experts.branch import Branch
 from offload.engine.experts.products import Grouped, Loop, Products
-from offload.engine.experts.routing import route
+from offload.engine.experts.routing import Routing, route
 from offload.errors import UnsupportedModelError
 
-IMPLEMENTATIONS: Mapping[str, type[Products]] = {"eager": Loop, "grouped_mm": Grouped}
 SUFFIX = "+lora"
-ROW_BYTES = 16  # grouped products take rows of a multiple of this
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Branch:
-    """The adapter of one projection of all experts: scaling * (x A) B.
-
-    Attributes:
-        a_ERK: A of each expert, as a linear layer holds it.
-        b_ERN: B of each expert, the other way round.
-        scaling: One number, or one per rank (R,).
-    """
-
-    a_ERK: torch.Tensor
-    b_ERN: torch.Tensor
-    scaling: float | torch.Tensor
-
-    @staticmethod
-    def join(branches: Sequence["Branch"]) -> "Branch":
-        """Return the sum of several adapters as one of a higher rank."""
-        if len(branches) == 1:
-            return branches[0]
-        per_rank = [b.a_ERK.new_full((b.a_ERK.shape[1],), float(b.scaling)) for b in branches]
-        return Branch(
-            a_ERK=torch.cat([branch.a_ERK for branch in branches], dim=1),
-            b_ERN=torch.cat([branch.b_ERN for branch in branches], dim=1),
-            scaling=torch.cat(per_rank),
-        )
-
-    def fit(self, dtype: torch.dtype) -> "Branch":
-        """Return it in a dtype and laid out for products, its rank filled up to a whole row."""
-        missing = -self.a_ERK.shape[1] % (ROW_BYTES // dtype.itemsize)
-        a_ERK = self.a_ERK.to(dtype, memory_format=torch.contiguous_format).contiguous()
-        b_ERN = self.b_ERN.to(dtype, memory_format=torch.contiguous_format).contiguous()
-        scaling = self.scaling
-        if isinstance(scaling, torch.Tensor):
-            scaling = F.pad(scaling.to(dtype), (0, missing))
-        if missing:
-            a_ERK, b_ERN = F.pad(a_ERK, (0, 0, 0, missing)), F.pad(b_ERN, (0, 0, 0, missing))
-        return Branch(a_ERK=a_ERK, b_ERN=b_ERN, scaling=scaling)
 
 
 def take_branches(experts: nn.Module) -> None:
@@ -102,9 +61,15 @@ def take_branches(experts: nn.Module) -> None:
             limit=f"adapters on experts take one of {', '.join(IMPLEMENTATIONS)}",
             hint='`model.set_experts_implementation("grouped_mm")` before the adapter is put on',
         )
+    register()
+    config._experts_implementation = plain + SUFFIX
+
+
+def register() -> None:
+    """Let transformers' experts interface know ours: `triton`, and each with branches."""
+    ALL_EXPERTS_FUNCTIONS.register(TRITON, partial(_experts_forward, TRITON))
     for name in IMPLEMENTATIONS:
         ALL_EXPERTS_FUNCTIONS.register(name + SUFFIX, partial(_experts_forward, name))
-    config._experts_implementation = plain + SUFFIX
 
 
 def _reason_against(experts: nn.Module) -> str | None:
@@ -132,27 +97,47 @@ def _experts_forward(
 
     A choice of an expert that is not there counts for nothing, as in transformers' own loop.
     """
-    if lora is None:
+    if lora is None and plain != TRITON:
         own_forward = type(experts).forward.__wrapped__
         as_before = ALL_EXPERTS_FUNCTIONS.get(plain, own_forward)
         return cast("torch.Tensor", as_before(experts, hidden_TD, expert_TC, weight_TC))
-    num_experts, up = experts.num_experts, "gate_up_proj" if experts.has_gate else "up_proj"
-    dtype = experts.down_proj.dtype
+    num_experts, dtype = experts.num_experts, experts.down_proj.dtype
     weight_TC = weight_TC.masked_fill(expert_TC >= num_experts, 0)
     routing = route(expert_TC.clamp(max=num_experts - 1), num_experts=num_experts)
-    project = partial(_project, experts, lora, IMPLEMENTATIONS[plain](routing))
-
-    rows_SF = project(up, hidden_TD.to(dtype), is_up=True)
-    if experts.has_bias:
-        rows_SF = rows_SF + getattr(experts, f"{up}_bias")[routing.expert_S]
-    rows_SF = experts._apply_gate(rows_SF) if experts.has_gate else experts.act_fn(rows_SF)
-    weight_S1 = weight_TC.reshape(-1, 1)[routing.choice_S]
-    out_TD = project("down_proj", (rows_SF * weight_S1).to(dtype), is_up=False)
+    out_TD = IMPLEMENTATIONS[plain](experts, lora or {}, routing, hidden_TD.to(dtype), weight_TC)
     if experts.has_bias:
         shape = (hidden_TD.shape[0], num_experts + 1)
         shares_TE = weight_TC.new_zeros(shape).scatter_reduce(1, expert_TC, weight_TC, "sum")
         out_TD = torch.addmm(out_TD, shares_TE[:, :-1].to(dtype), experts.down_proj_bias)
     return out_TD.to(hidden_TD.dtype)
+
+
+def _in_parts(
+    kind: type[Products],
+    experts: Any,
+    lora: Mapping[str, Branch],
+    routing: Routing,
+    hidden_TD: torch.Tensor,
+    weight_TC: torch.Tensor,
+) -> torch.Tensor:
+    """Compute all but the bias of the projection down by one of products.py, the rest by torch."""
+    up = "gate_up_proj" if experts.has_gate else "up_proj"
+    project = partial(_project, experts, lora, kind(routing))
+    rows_SF = project(up, hidden_TD, is_up=True)
+    if experts.has_bias:
+        rows_SF = rows_SF + getattr(experts, f"{up}_bias")[routing.expert_S]
+    rows_SF = experts._apply_gate(rows_SF) if experts.has_gate else experts.act_fn(rows_SF)
+    weight_S1 = weight_TC.reshape(-1, 1)[routing.choice_S]
+    return project("down_proj", (rows_SF * weight_S1).to(hidden_TD.dtype), is_up=False)
+
+
+Compute = Callable[[Any, Mapping[str, Branch], Routing, torch.Tensor, torch.Tensor], torch.Tensor]
+TRITON = "triton"
+IMPLEMENTATIONS: Mapping[str, Compute] = {
+    "eager": partial(_in_parts, Loop),
+    "grouped_mm": partial(_in_parts, Grouped),
+    TRITON: fused.compute,
+}
 
 
 def _project(

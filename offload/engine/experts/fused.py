@@ -1,0 +1,174 @@
+"""Frozen experts and their branches in a few Triton programs (see kernels.py).
+
+Layout of the backward. Kept are, beside the inputs, what the gate saw, 2 F numbers a row, and R per
+branch. The activation is computed again where its gradient is, which then is the gradient of what
+the gate saw, without ever being written itself.
+
+A branch is two products. The first, rows to rank, reads rows once at the speed of memory: as part
+of each tile it would be done again for each block of columns, an eighth more arithmetic. The second
+is a step of the tile's sum, where it rounds with the frozen product and not by itself.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offload.engine.experts.blocks import Blocks, blocks_for
+from offload.engine.experts.branch import Branch
+from offload.engine.experts.gates import Gate, gate_of
+from offload.engine.experts.launcher import Launcher
+from offload.engine.experts.routing import Routing
+from offload.errors import UnsupportedModelError
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MIN_CAPABILITY = (8, 0)
+
+
+def reason_against(experts: Any, device: torch.device) -> str | None:
+    """Tell why a module's experts cannot be computed here; None where they can."""
+    if gate_of(experts) is None:
+        return f"{type(experts).__name__} has a gate of its own kind, or none"
+    if experts.down_proj.dtype not in DTYPES:
+        return f"its weights are {experts.down_proj.dtype}"
+    if device.type != "cuda":
+        return f"Triton makes programs for a GPU, and layers compute on {device.type}"
+    if torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
+        return f"{torch.cuda.get_device_name(device)} is older than Ampere"
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return "Triton is not installed: `pip install triton`"
+    return None
+
+
+def compute(
+    experts: Any,
+    lora: Mapping[str, Branch],
+    routing: Routing,
+    hidden_TD: torch.Tensor,
+    weight_TC: torch.Tensor,
+) -> torch.Tensor:
+    """Return the sum of each token's experts (T, D), without the bias of the projection down.
+
+    Args:
+        experts: A module of fused experts, frozen.
+        lora: Branches by projection.
+        routing: Rows by expert.
+        hidden_TD: In the dtype of the experts.
+        weight_TC: Routing weights.
+
+    Raises:
+        UnsupportedModelError: A gate that no kernel has, or weights that train.
+    """
+    gate = gate_of(experts)
+    if gate is None or any(parameter.requires_grad for parameter in experts.parameters()):
+        name = type(experts).__name__
+        what = (
+            "has no gate that Triton's kernels know" if gate is None else "has weights that train"
+        )
+        raise UnsupportedModelError(
+            f"{name} {what}",
+            limit="they compute frozen experts whose gate is SiLU, GELU by tanh, or gpt_oss's",
+            hint="`model.experts_implementation: grouped_mm`",
+        )
+    up_EDF, down_EFD = experts.gate_up_proj, experts.down_proj
+    if not experts.is_transposed:
+        up_EDF, down_EFD = up_EDF.transpose(1, 2), down_EFD.transpose(1, 2)
+    bias_EF = experts.gate_up_proj_bias if experts.has_bias else None
+    up, down = lora.get("gate_up_proj"), lora.get("down_proj")
+    factors = [
+        factor
+        for branch in (up, down)
+        for factor in ((branch.a_ERK, branch.b_ERN) if branch else (None, None))
+    ]
+    inputs = (hidden_TD.contiguous(), weight_TC.contiguous(), up_EDF, down_EFD, bias_EF, *factors)
+    form = _Form(
+        routing=routing,
+        gate=gate,
+        blocks=blocks_for(
+            torch.cuda.get_device_capability(hidden_TD.device) if hidden_TD.is_cuda else None,
+            hidden_TD.dtype,
+            rows_per_expert=-(-routing.token_S.numel() // experts.num_experts),
+        ),
+        up_scaling=up.scaling if up else 1.0,
+        down_scaling=down.scaling if down else 1.0,
+        is_kept=torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs),
+    )
+    fused: Any = _Fused.apply
+    result: torch.Tensor = fused(form, *inputs)
+    return result
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Form:
+    """What a step through the experts is, but for its tensors."""
+
+    routing: Routing
+    gate: Gate
+    blocks: Blocks
+    up_scaling: float | torch.Tensor
+    down_scaling: float | torch.Tensor
+    is_kept: bool
+
+
+class _Fused(torch.autograd.Function):
+    """Projection up, gate, projection down, and the sum over each token's choices."""
+
+    @staticmethod
+    def forward(ctx: Any, form: _Form, *inputs: Any) -> torch.Tensor:
+        hidden_TD, weight_TC, up_EDF, down_EFD, bias_EF, *factors = inputs
+        at = Launcher(form.routing, form.gate, form.blocks)
+        up, down = _branches(form, factors, hidden_TD.dtype)
+        up_low = at.beside(hidden_TD, up, is_gathered=True)
+        inner_SF, gates_SF = at.activate(
+            hidden_TD, up_EDF, bias_EF, up_low, weight_TC, is_kept=form.is_kept
+        )
+        down_low = at.beside(inner_SF, down)
+        out_TD = at.to_tokens(inner_SF, down_EFD, down_low)
+        if form.is_kept:
+            made = (gates_SF, up_low[0], down_low[0])
+            ctx.save_for_backward(hidden_TD, weight_TC, up_EDF, down_EFD, *factors, *made)
+            ctx.form = form
+        return out_TD
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden_TD, weight_TC, up_EDF, down_EFD, *factors = ctx.saved_tensors[:8]
+        gates_SF, up_low_SR, down_low_SR = ctx.saved_tensors[8:]
+        at = Launcher(ctx.form.routing, ctx.form.gate, ctx.form.blocks)
+        up, down = _branches(ctx.form, factors, hidden_TD.dtype)
+        grad_TD = gradients[0].contiguous()
+        of_hidden = of_up_a = of_up_b = of_down_a = of_down_b = None
+
+        low = at.beside(grad_TD, down, is_back=True, is_gathered=True)
+        of_gates_SF, of_weight_TC, inner_SF = at.activate_backward(
+            grad_TD, down_EFD.transpose(1, 2), low, weight_TC, gates_SF, is_again=down is not None
+        )
+        if down is not None:
+            of_down_a = at.outer(low[0], inner_SF)
+            of_down_b = at.outer(down_low_SR, grad_TD, is_gathered=True)
+        del inner_SF
+        low = at.beside(of_gates_SF, up, is_back=True)
+        if up is not None:
+            of_up_a = at.outer(low[0], hidden_TD, is_gathered=True)
+            of_up_b = at.outer(up_low_SR, of_gates_SF)
+        if ctx.needs_input_grad[1]:
+            of_hidden = at.to_tokens(of_gates_SF, up_EDF.transpose(1, 2), low)
+        of_frozen = (None, None, None)
+        of_factors = (of_up_a, of_up_b, of_down_a, of_down_b)
+        return None, of_hidden, of_weight_TC, *of_frozen, *of_factors
+
+
+def _branches(
+    form: _Form, factors: Sequence[torch.Tensor | None], dtype: torch.dtype
+) -> tuple[Branch | None, Branch | None]:
+    """Return the branches of both projections, laid out for the kernels."""
+    up_a, up_b, down_a, down_b = factors
+    up = down = None
+    if up_a is not None and up_b is not None:
+        up = Branch(a_ERK=up_a, b_ERN=up_b, scaling=form.up_scaling).cast(dtype)
+    if down_a is not None and down_b is not None:
+        down = Branch(a_ERK=down_a, b_ERN=down_b, scaling=form.down_scaling).cast(dtype)
+    return up, down

@@ -1,0 +1,360 @@
+"""Products of rows with their own expert's matrix, as Triton programs.
+
+Problem. Before Hopper torch multiplies one expert after another, and waits for the device to tell
+how many rows each has: some hundred launches and a wait per projection.
+
+Idea. Rows are sorted by expert, and end_E says where each expert's end. Each program makes one tile
+of the result, for one expert. How many tiles there are is known on the device alone, but no column
+has more than ceil(S / BLOCK_M) + E of them: so many programs are started, each counts which
+expert its tile is of, and those behind the last tile end at once.
+
+What touches every row is done in its tile: taking it from its token, the branch (one more step of
+the sum), bias, gate and routing weight, and the way back through them. Only rows that are
+added up over a token's choices are written first, each to its choice's place, and summed later:
+atomic sums would not come out alike twice.
+
+Sums are fp32 whatever the rows are, and fp32 rows are not rounded to TF32.
+
+Letters: T tokens, C choices per token, S = T * C rows, E experts, K features in, N out, F width of
+an expert, R rank.
+"""
+
+import triton
+import triton.language as tl
+
+IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+SILU, CLAMPED_SWIGLU, GELU_TANH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+# ------------------------------------------------------------------------------------------ parts
+
+
+@triton.jit
+def find_tile(end_E, num_experts, num_columns, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Return this program's expert, first row, row behind the expert's last, and column block.
+
+    Neighbours share up to 8 tiles of rows and then a block of columns, so that most of what
+    they read comes from the L2 cache. A program too many gets an expert that is not there.
+    """
+    index = tl.arange(0, EXPERTS)
+    end = tl.load(end_E + index, mask=index < num_experts, other=0)
+    start = tl.load(end_E + index - 1, mask=(index > 0) & (index < num_experts), other=0)
+    num_tiles = tl.where(index < num_experts, (end - start + BLOCK_M - 1) // BLOCK_M, 0)
+    tile_end = tl.cumsum(num_tiles, 0)
+    expert = tl.sum((tile_end * num_columns <= tl.program_id(0)).to(tl.int32), 0)
+    is_ours = index == expert
+    first_tile = tl.sum(tl.where(is_ours, tile_end - num_tiles, 0), 0)
+    local = tl.program_id(0) - first_tile * num_columns
+    group = 8 * (local // (8 * num_columns))
+    size = tl.minimum(tl.sum(tl.where(is_ours, num_tiles, 0), 0) - group, 8)
+    size = tl.maximum(size, 1)
+    within = local % (8 * num_columns)
+    row = tl.sum(tl.where(is_ours, start, 0), 0) + (group + within % size) * BLOCK_M
+    return expert, row, tl.sum(tl.where(is_ours, end, 0), 0), within // size
+
+
+@triton.jit
+def add_dot(acc, left, right):
+    """Return acc + left @ right, summed in fp32."""
+    if IS_INTERPRETED:  # there tl.dot takes the bits of bf16 for whole numbers
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, acc, input_precision="ieee")
+
+
+@triton.jit
+def add_product(
+    acc,
+    left,  # pointers to the rows (BLOCK_M, 1)
+    right,  # pointers to the columns (1, BLOCK_N)
+    stride_k,
+    num_k,
+    IS_EVEN: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Add rows @ columns over K; all of both must be there, so what is too much repeats others."""
+    k = tl.arange(0, BLOCK_K)
+    for start in range(0, num_k, BLOCK_K):
+        if IS_EVEN:
+            x = tl.load(left + (start + k)[None, :])
+            w = tl.load(right + (start + k)[:, None] * stride_k)
+        else:
+            is_k = start + k < num_k
+            x = tl.load(left + (start + k)[None, :], mask=is_k[None, :], other=0.0)
+            w = tl.load(right + (start + k)[:, None] * stride_k, mask=is_k[:, None], other=0.0)
+        acc = add_dot(acc, x, w)
+    return acc
+
+
+@triton.jit
+def gate_parts(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, GATE: tl.constexpr):
+    """Return a gated activation, and its derivatives by the gate and by what is gated.
+
+    SILU is g sigmoid(g) u. CLAMPED_SWIGLU, of gpt_oss, is g sigmoid(ALPHA g) (u + 1), g at most
+    LIMIT and u within it. GELU_TANH is gelu by its tanh form, times u.
+    """
+    if GATE == SILU:
+        share = tl.sigmoid(gate)
+        curve = gate * share
+        return curve * up, (share + curve * (1.0 - share)) * up, curve
+    if GATE == CLAMPED_SWIGLU:
+        is_low = gate <= LIMIT
+        is_within = (up >= -LIMIT) & (up <= LIMIT)
+        gate = tl.where(is_low, gate, LIMIT)
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1.0
+        share = tl.sigmoid(ALPHA * gate)
+        curve = gate * share
+        slope = share + ALPHA * curve * (1.0 - share)
+        return curve * up, tl.where(is_low, slope * up, 0.0), tl.where(is_within, curve, 0.0)
+    inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+    share = tl.sigmoid(2.0 * inner)  # (1 + tanh(inner)) / 2
+    slope = 2.0 * 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * gate * gate)
+    curve = gate * share
+    return curve * up, (share + curve * (1.0 - share) * slope) * up, curve
+
+
+# ---------------------------------------------------------------------------------------- kernels
+
+
+@triton.jit
+def multiply(
+    rows,  # (T, K) if IS_GATHERED, else (S, K)
+    matrices,  # (E, K, N), any strides
+    low,  # (S, R)
+    factors,  # (E, R, N)
+    out,  # (S, N), by choice if IS_SCATTERED
+    token_S,
+    choice_S,
+    end_E,
+    num_experts,
+    num_k,
+    num_n,
+    rank,
+    stride_e,
+    stride_k,
+    stride_n,
+    EXPERTS: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    IS_GATHERED: tl.constexpr,
+    IS_SCATTERED: tl.constexpr,
+    HAS_LOW: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Write rows @ their expert's matrix, and low @ its factor beside it."""
+    num_columns = (num_n + BLOCK_N - 1) // BLOCK_N
+    expert, first, end, column = find_tile(end_E, num_experts, num_columns, EXPERTS, BLOCK_M)
+    if expert >= num_experts:
+        return
+    expert = expert.to(tl.int64)
+    row = first + tl.arange(0, BLOCK_M)
+    is_row = row < end
+    row = tl.minimum(row, end - 1).to(tl.int64)
+    n = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    there = n % num_n
+    taken = tl.load(token_S + row) if IS_GATHERED else row
+    acc = add_product(
+        tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32),
+        rows + (taken * num_k)[:, None],
+        matrices + expert * stride_e + (there * stride_n)[None, :],
+        stride_k,
+        num_k,
+        IS_EVEN,
+        BLOCK_K,
+    )
+    if HAS_LOW:
+        left = low + (row * rank)[:, None]
+        right = factors + expert * rank * num_n + there[None, :]
+        acc = add_product(acc, left, right, num_n, rank, IS_EVEN=False, BLOCK_K=BLOCK_R)
+    place = tl.load(choice_S + row) if IS_SCATTERED else row
+    is_there = is_row[:, None] & (n < num_n)[None, :]
+    tl.store(out + (place * num_n)[:, None] + n[None, :], acc.to(out.dtype.element_ty), is_there)
+
+
+@triton.jit
+def activate(
+    hidden,  # (T, K)
+    matrices,  # (E, K, 2 F), any strides
+    biases,  # (E, 2 F)
+    low,  # (S, R)
+    factors,  # (E, R, 2 F)
+    weights,  # (T * C,)
+    gates,  # (S, 2 F)
+    out,  # (S, F)
+    token_S,
+    choice_S,
+    end_E,
+    num_experts,
+    num_k,
+    width,
+    rank,
+    stride_e,
+    stride_k,
+    stride_n,
+    EXPERTS: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_LOW: tl.constexpr,
+    IS_KEPT: tl.constexpr,
+    GATE: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Write what enters the projection down, routing weights included, and what was gated."""
+    num_columns = (width + BLOCK_N // 2 - 1) // (BLOCK_N // 2)
+    expert, first, end, column = find_tile(end_E, num_experts, num_columns, EXPERTS, BLOCK_M)
+    if expert >= num_experts:
+        return
+    expert = expert.to(tl.int64)
+    row = first + tl.arange(0, BLOCK_M)
+    is_row = row < end
+    row = tl.minimum(row, end - 1).to(tl.int64)
+    # Columns of the tile alternate, a gate and what it gates, whatever the order of the matrix.
+    n = tl.arange(0, BLOCK_N)
+    if IS_INTERLEAVED:
+        there = (column * BLOCK_N + n) % (2 * width)
+    else:
+        there = (column * (BLOCK_N // 2) + n // 2) % width + (n % 2) * width
+    acc = add_product(
+        tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32),
+        hidden + (tl.load(token_S + row) * num_k)[:, None],
+        matrices + expert * stride_e + (there * stride_n)[None, :],
+        stride_k,
+        num_k,
+        IS_EVEN,
+        BLOCK_K,
+    )
+    if HAS_LOW:
+        left = low + (row * rank)[:, None]
+        right = factors + expert * rank * 2 * width + there[None, :]
+        acc = add_product(acc, left, right, 2 * width, rank, IS_EVEN=False, BLOCK_K=BLOCK_R)
+    if HAS_BIAS:
+        acc += tl.load(biases + expert * 2 * width + there)[None, :].to(tl.float32)
+    acc = acc.to(out.dtype.element_ty).to(tl.float32)  # as the backward will read it
+    gate, up = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N // 2, 2)))
+    f = column * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+    is_there = is_row[:, None] & (f < width)[None, :]
+    if IS_KEPT:
+        place = gates + (row * 2 * width)[:, None] + f[None, :]
+        tl.store(place, gate.to(gates.dtype.element_ty), is_there)
+        tl.store(place + width, up.to(gates.dtype.element_ty), is_there)
+    active, _, _ = gate_parts(gate, up, ALPHA, LIMIT, GATE)
+    weight = tl.load(weights + tl.load(choice_S + row)).to(tl.float32)
+    active = (active * weight[:, None]).to(out.dtype.element_ty)
+    tl.store(out + (row * width)[:, None] + f[None, :], active, is_there)
+
+
+@triton.jit
+def activate_backward(
+    gradient,  # (T, K), of the result
+    matrices,  # (E, K, F), any strides: down, the other way round
+    low,  # (S, R)
+    factors,  # (E, R, F)
+    weights,  # (T * C,)
+    gates,  # (S, 2 F)
+    of_gates,  # (S, 2 F), in the order of the matrix up
+    of_weights,  # (S, column blocks), fp32, to be summed
+    out,  # (S, F), what entered the projection down
+    token_S,
+    choice_S,
+    end_E,
+    num_experts,
+    num_k,
+    width,
+    rank,
+    stride_e,
+    stride_k,
+    stride_n,
+    EXPERTS: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    HAS_LOW: tl.constexpr,
+    IS_AGAIN: tl.constexpr,
+    GATE: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Write the gradient of what was gated, shares of the routing weights', and the input again."""
+    num_columns = (width + BLOCK_N - 1) // BLOCK_N
+    expert, first, end, column = find_tile(end_E, num_experts, num_columns, EXPERTS, BLOCK_M)
+    if expert >= num_experts:
+        return
+    expert = expert.to(tl.int64)
+    row = first + tl.arange(0, BLOCK_M)
+    is_row = row < end
+    row = tl.minimum(row, end - 1).to(tl.int64)
+    f = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    there = f % width
+    acc = add_product(
+        tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32),
+        gradient + (tl.load(token_S + row) * num_k)[:, None],
+        matrices + expert * stride_e + (there * stride_n)[None, :],
+        stride_k,
+        num_k,
+        IS_EVEN,
+        BLOCK_K,
+    )
+    if HAS_LOW:
+        left = low + (row * rank)[:, None]
+        right = factors + expert * rank * width + there[None, :]
+        acc = add_product(acc, left, right, width, rank, IS_EVEN=False, BLOCK_K=BLOCK_R)
+    is_there = is_row[:, None] & (f < width)[None, :]
+    place = gates + (row * 2 * width)[:, None] + f[None, :]
+    gate = tl.load(place, is_there, other=0.0).to(tl.float32)
+    up = tl.load(place + width, is_there, other=0.0).to(tl.float32)
+    active, by_gate, by_up = gate_parts(gate, up, ALPHA, LIMIT, GATE)
+    share = tl.sum(tl.where(is_there, acc * active, 0.0), 1)
+    tl.store(of_weights + row * num_columns + column, share, is_row)
+    weight = tl.load(weights + tl.load(choice_S + row)).to(tl.float32)[:, None]
+    if IS_AGAIN:
+        again = (active * weight).to(out.dtype.element_ty)
+        tl.store(out + (row * width)[:, None] + f[None, :], again, is_there)
+    acc *= weight
+    step = 2 if IS_INTERLEAVED else 1
+    place = of_gates + (row * 2 * width)[:, None] + (f * step)[None, :]
+    tl.store(place, (acc * by_gate).to(of_gates.dtype.element_ty), is_there)
+    place += 1 if IS_INTERLEAVED else width
+    tl.store(place, (acc * by_up).to(of_gates.dtype.element_ty), is_there)
+
+
+@triton.jit
+def sum_outer(
+    left,  # (S, R)
+    right,  # (T, N) if IS_GATHERED, else (S, N)
+    out,  # (E, R, N) fp32
+    token_S,
+    end_E,
+    rank,
+    num_n,
+    IS_GATHERED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Write left^T @ right over each expert's rows; zero where it has none."""
+    expert = tl.program_id(0).to(tl.int64)
+    end = tl.load(end_E + expert)
+    start = tl.load(end_E + expert - 1, mask=expert > 0, other=0)
+    r = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc = tl.zeros((BLOCK_R, BLOCK_N), dtype=tl.float32)
+    for first in range(start, end, BLOCK_M):
+        row = first + tl.arange(0, BLOCK_M)
+        is_row = row < end
+        row = tl.minimum(row, end - 1).to(tl.int64)
+        is_left = is_row[None, :] & (r < rank)[:, None]
+        a = tl.load(left + (row * rank)[None, :] + r[:, None], is_left, other=0.0)
+        taken = tl.load(token_S + row) if IS_GATHERED else row
+        b = tl.load(right + (taken * num_n)[:, None] + (n % num_n)[None, :])
+        acc = add_dot(acc, a, b)
+    place = out + (expert * rank + r)[:, None] * num_n + n[None, :]
+    tl.store(place, acc, (r < rank)[:, None] & (n < num_n)[None, :])

@@ -1,0 +1,227 @@
+"""Starts the kernels for one routing: sizes, tiles and what they write to.
+
+The letters are those of kernels.py.
+"""
+
+from typing import Any
+
+import torch
+
+from offload.engine.experts.blocks import Blocks
+from offload.engine.experts.branch import Branch
+from offload.engine.experts.gates import GATE_NAMES, Gate
+from offload.engine.experts.routing import Routing
+
+MIN_DOT, MAX_RANK_BLOCK = 16, 64
+LowPair = tuple[Any, Any]  # rows of a rank and what they are multiplied by, or nothing
+
+
+class Launcher:
+    """Starts the programs on the current stream; the host waits for nothing."""
+
+    def __init__(self, routing: Routing, gate: Gate, blocks: Blocks) -> None:
+        # Not every machine has Triton.
+        from offload.engine.experts import kernels
+
+        self._kernels: Any = kernels
+        self._routing, self._gate = routing, gate
+        self._num_rows, self._num_experts = routing.token_S.numel(), routing.end_E.numel()
+        self._blocks = blocks
+
+    def beside(
+        self,
+        rows: torch.Tensor,
+        branch: Branch | None,
+        *,
+        is_back: bool = False,
+        is_gathered: bool = False,
+    ) -> LowPair:
+        """Return rows @ the branch's first factor, scaled (S, R), and its second factor."""
+        if branch is None:
+            return None, None
+        first, second = branch.a_ERK, branch.b_ERN
+        if is_back:
+            first, second = second, first
+        low_SR = self._multiply(rows, first.transpose(1, 2), (None, None), is_gathered=is_gathered)
+        return low_SR.mul_(branch.scaling), second
+
+    def to_tokens(
+        self, rows_SK: torch.Tensor, matrices_EKN: torch.Tensor, low: LowPair
+    ) -> torch.Tensor:
+        """Return rows @ their expert's matrix, summed over each token's choices, (T, N)."""
+        by_choice_SN = self._multiply(rows_SK, matrices_EKN, low, is_scattered=True)
+        return by_choice_SN.view(*self._routing.row_TC.shape, -1).sum(1)
+
+    def activate(
+        self,
+        hidden_TD: torch.Tensor,
+        matrices_EDF: torch.Tensor,
+        biases_EF: torch.Tensor | None,
+        low: LowPair,
+        weight_TC: torch.Tensor,
+        *,
+        is_kept: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return what goes into the projection down (S, F), and what the gate saw (S, 2 F)."""
+        width = matrices_EDF.shape[2] // 2
+        out_SF = hidden_TD.new_empty(self._num_rows, width)
+        gates_SF = hidden_TD.new_empty(self._num_rows, 2 * width) if is_kept else None
+        self._launch(
+            self._kernels.activate,
+            self._blocks,
+            num_columns=_ceil_div(2 * width, self._blocks.n),
+            hidden=hidden_TD,
+            biases=biases_EF,
+            weights=weight_TC,
+            gates=gates_SF,
+            out=out_SF,
+            width=width,
+            HAS_BIAS=biases_EF is not None,
+            IS_KEPT=is_kept,
+            **self._product(matrices_EDF, low),
+            **self._gated(),
+        )
+        return out_SF, gates_SF
+
+    def activate_backward(
+        self,
+        grad_TD: torch.Tensor,
+        matrices_EDF: torch.Tensor,
+        low: LowPair,
+        weight_TC: torch.Tensor,
+        gates_SF: torch.Tensor,
+        *,
+        is_again: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """Return the gradients of what the gate saw and of routing weights, and what went down."""
+        width, blocks = matrices_EDF.shape[2], self._blocks.backward
+        of_gates_SF = torch.empty_like(gates_SF)
+        inner_SF = grad_TD.new_empty(self._num_rows, width) if is_again else None
+        num_columns = _ceil_div(width, blocks.n)
+        shares = grad_TD.new_empty(self._num_rows, num_columns, dtype=torch.float32)
+        self._launch(
+            self._kernels.activate_backward,
+            blocks,
+            num_columns=num_columns,
+            gradient=grad_TD,
+            weights=weight_TC,
+            gates=gates_SF,
+            of_gates=of_gates_SF,
+            of_weights=shares,
+            out=inner_SF,
+            width=width,
+            IS_AGAIN=is_again,
+            **self._product(matrices_EDF, low),
+            **self._gated(),
+        )
+        of_weight_TC = shares.sum(1)[self._routing.row_TC].to(weight_TC.dtype)
+        return of_gates_SF, of_weight_TC, inner_SF
+
+    def outer(
+        self, left_SR: torch.Tensor, right: torch.Tensor, *, is_gathered: bool = False
+    ) -> torch.Tensor:
+        """Return left^T @ right over each expert's rows, (E, R, N) in fp32."""
+        rank, num_n, blocks = left_SR.shape[1], right.shape[1], self._blocks.outer
+        out_ERN = right.new_empty(self._num_experts, rank, num_n, dtype=torch.float32)
+        block_r = _rank_block(rank)
+        grid = (self._num_experts, _ceil_div(num_n, blocks.n), _ceil_div(rank, block_r))
+        self._kernels.sum_outer[grid](
+            left=left_SR,
+            right=right,
+            out=out_ERN,
+            token_S=self._routing.token_S,
+            end_E=self._routing.end_E,
+            rank=rank,
+            num_n=num_n,
+            IS_GATHERED=is_gathered,
+            BLOCK_M=blocks.m,
+            BLOCK_N=blocks.n,
+            BLOCK_R=block_r,
+            num_warps=blocks.num_warps,
+            num_stages=blocks.num_stages,
+        )
+        return out_ERN
+
+    def _multiply(
+        self,
+        rows: torch.Tensor,
+        matrices_EKN: torch.Tensor,
+        low: LowPair,
+        *,
+        is_gathered: bool = False,
+        is_scattered: bool = False,
+    ) -> torch.Tensor:
+        num_n = matrices_EKN.shape[2]
+        blocks = self._blocks.within(num_n)
+        out_SN = rows.new_empty(self._num_rows, num_n)
+        self._launch(
+            self._kernels.multiply,
+            blocks,
+            num_columns=_ceil_div(num_n, blocks.n),
+            rows=rows,
+            out=out_SN,
+            num_n=num_n,
+            IS_GATHERED=is_gathered,
+            IS_SCATTERED=is_scattered,
+            **self._product(matrices_EKN, low),
+        )
+        return out_SN
+
+    def _product(self, matrices_EKN: torch.Tensor, low: LowPair) -> dict[str, object]:
+        """Return the arguments of a frozen product with a branch beside it."""
+        low_SR, factors_ERN = low
+        stride_e, stride_k, stride_n = matrices_EKN.stride()
+        num_k, rank = matrices_EKN.shape[1], 0 if low_SR is None else low_SR.shape[1]
+        return {
+            "matrices": matrices_EKN,
+            "low": low_SR,
+            "factors": factors_ERN,
+            "num_k": num_k,
+            "rank": rank,
+            "stride_e": stride_e,
+            "stride_k": stride_k,
+            "stride_n": stride_n,
+            "IS_EVEN": num_k % self._blocks.k == 0,
+            "HAS_LOW": low_SR is not None,
+            "BLOCK_R": _rank_block(rank),
+        }
+
+    def _gated(self) -> dict[str, object]:
+        gate = self._gate
+        return {
+            "GATE": GATE_NAMES.index(gate.name),
+            "IS_INTERLEAVED": gate.is_interleaved,
+            "ALPHA": gate.alpha,
+            "LIMIT": gate.limit,
+        }
+
+    def _launch(
+        self, kernel: Any, blocks: Blocks, *, num_columns: int, **arguments: object
+    ) -> None:
+        num_tiles = _ceil_div(self._num_rows, blocks.m) + self._num_experts
+        kernel[(num_tiles * num_columns,)](
+            token_S=self._routing.token_S,
+            choice_S=self._routing.choice_S,
+            end_E=self._routing.end_E,
+            num_experts=self._num_experts,
+            EXPERTS=_power_of_2(self._num_experts),
+            BLOCK_M=blocks.m,
+            BLOCK_N=blocks.n,
+            BLOCK_K=blocks.k,
+            num_warps=blocks.num_warps,
+            num_stages=blocks.num_stages,
+            **arguments,
+        )
+
+
+def _ceil_div(number: int, by: int) -> int:
+    return -(-number // by)
+
+
+def _power_of_2(number: int) -> int:
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def _rank_block(rank: int) -> int:
+    """Return how much of a rank is summed at a time: tensor cores take 16 at least."""
+    return min(max(MIN_DOT, _power_of_2(rank)), MAX_RANK_BLOCK)
