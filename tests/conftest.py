@@ -1,4 +1,4 @@
-"""What holds for all tests: when a test that needs a GPU is skipped, and when that is a failure."""
+"""What holds for all tests: their environment, and whether one that needs a GPU may be skipped."""
 
 import os
 from collections.abc import Generator
@@ -13,11 +13,14 @@ def pytest_configure() -> None:
     """Fix cuBLAS's workspace, which must be done before CUDA starts, and take one thread.
 
     Exact tests rely on the first. The models of tests are tiny: on busy cores the threads of
-    torch's runtime and of bitsandbytes' wait for each other longer than they work.
+    torch's runtime and of bitsandbytes' wait for each other longer than they work. Without a GPU
+    Triton's programs are interpreted, which is decided as it is imported.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

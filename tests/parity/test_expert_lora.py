@@ -2,9 +2,7 @@
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +11,6 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from transformers import PreTrainedModel
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
-from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from finetune.adapters import add_lora, expert_parameters, load_adapter, save_adapter
 from finetune.errors import ConfigError
@@ -32,6 +27,18 @@ from tests.parity.architectures import (
     rel_error,
     streamed,
     truth,
+)
+from tests.parity.experts import (
+    CLAMPED,
+    KINDS,
+    ROUTINGS,
+    D,
+    E,
+    F,
+    adapted_experts,
+    chosen,
+    randomised,
+    step,
 )
 from tests.parity.tiny_models import VOCABULARY, tiny_model
 
@@ -53,14 +60,6 @@ def adapted_by_peft(base: PreTrainedModel, *, seed: int = 0, **settings: Any) ->
         torch.manual_seed(seed)
         model = get_peft_model(base, LoraConfig(target_modules=targets, **config | settings))
         return randomised(model)
-
-
-def randomised(model: Any) -> Any:
-    """Draw all B: they are zero at the start, so half of the gradients would be."""
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.1)
-    return model
 
 
 def tiny(model_type: str, path: str, *, seed: int = 0) -> PreTrainedModel:
@@ -183,110 +182,6 @@ def as_peft_computes(model: Any) -> Any:
 
 
 # ----------------------------------------------------------------------------------- experts alone
-
-D, F, E = 64, 48, 5
-STD = 0.15
-
-
-class Holder(nn.Module):
-    """A model of one experts module."""
-
-    def __init__(self, kind: Callable[[Any], nn.Module], path: str, *, limit: float) -> None:
-        super().__init__()
-        self.config = SimpleNamespace(
-            hidden_size=D,
-            moe_intermediate_size=F,
-            intermediate_size=F,
-            num_experts=E,
-            num_local_experts=E,
-            n_routed_experts=E,
-            hidden_act="silu",
-            mlp_hidden_act="relu2",
-            moe_latent_size=None,
-            swiglu_alpha=1.702,
-            swiglu_limit=limit,
-            _experts_implementation=path,
-        )
-        self.experts = kind(self.config)
-        vars(self.experts)["limit"] = limit  # older versions of transformers do not ask the config
-        for parameter in self.parameters():
-            nn.init.normal_(parameter, std=STD)
-            parameter.requires_grad_(False)
-
-    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.experts(*inputs)
-        return result
-
-
-GATE_UP, DOWN = "gate_up_proj", "down_proj"
-KINDS: Mapping[str, tuple[Callable[[Any], nn.Module], Sequence[str]]] = {
-    "gated": (Qwen3MoeExperts, [GATE_UP, DOWN]),
-    "transposed, biased, clamped": (GptOssExperts, [GATE_UP, DOWN]),
-    "without gate": (NemotronHExperts, ["up_proj", DOWN]),
-    "one projection": (Qwen3MoeExperts, [DOWN]),
-    "the other": (GptOssExperts, [GATE_UP]),
-}
-CLAMPED, UNCLAMPED = 0.5, 7.0
-
-
-def adapted_experts(
-    kind: str,
-    path: str,
-    dtype: torch.dtype,
-    *,
-    seed: int = 0,
-    limit: float = UNCLAMPED,
-    **settings: Any,
-) -> Any:
-    """Return an experts module with random adapters of rank 4, computed by peft."""
-    make, names = KINDS[kind]
-    targets = [f"experts.{name}" for name in names]
-    defaults: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": []}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        holder = Holder(make, path, limit=limit).to(dtype)
-        config = LoraConfig(target_parameters=targets, **defaults | settings)
-        model = randomised(get_peft_model(holder, config))
-    return model.double() if dtype is torch.float64 else model
-
-
-ROUTINGS = ("mixed", "skewed", "idle experts", "one token", "twice the same")
-
-
-def chosen(
-    routing: str, dtype: torch.dtype, seed: int = 0
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return hidden states, choices and weights of 40 tokens, or of one."""
-    generator = torch.Generator().manual_seed(seed)
-    num_tokens = 1 if routing == "one token" else 40
-    hidden_TD = torch.randn(num_tokens, D, generator=generator)
-    scores_TE = torch.randn(num_tokens, E, generator=generator)
-    if routing == "skewed":
-        scores_TE[:, 3] += 100
-    if routing == "idle experts":
-        scores_TE[:, [0, 2, 4]] = -100.0
-    weight_TC, expert_TC = scores_TE.softmax(-1).topk(2)
-    if routing == "twice the same":
-        expert_TC[:, 1] = expert_TC[:, 0]
-    return hidden_TD.to(dtype), expert_TC, weight_TC.to(dtype)
-
-
-def step(
-    model: Any, routing: str, dtype: torch.dtype, *, seed: int = 0, precision: Any = None
-) -> Gradients:
-    """Return output and gradients for inputs of a dtype, computed in another where one is given."""
-    hidden_TD, expert_TC, weight_TC = chosen(routing, dtype, seed)
-    generator = torch.Generator().manual_seed(seed + 1)
-    grad_TD = torch.randn(hidden_TD.shape, generator=generator).to(dtype)
-    hidden_TD, weight_TC, grad_TD = (t.to(precision) for t in (hidden_TD, weight_TC, grad_TD))
-    hidden_TD.requires_grad_()
-    weight_TC.requires_grad_()
-    out_TD = model(hidden_TD, expert_TC, weight_TC)
-    assert out_TD.dtype is hidden_TD.dtype
-    out_TD.backward(grad_TD)
-    assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
-    grads = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
-    return {"out": out_TD.detach(), "hidden": hidden_TD.grad, "weight": weight_TC.grad, **grads}
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)

@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 import offload
 from finetune.adapters import add_lora, save_adapter
 from tests.parity.architectures import micro_batches
+from tests.parity.experts import randomised
 from tests.parity.test_encoded import rounded
-from tests.parity.test_expert_lora import TYPES, randomised
+from tests.parity.test_expert_lora import TYPES
 from tests.parity.test_streamed_step import assert_equal, gradients
 from tests.parity.tiny_models import NUM_LAYERS, tiny_model
 

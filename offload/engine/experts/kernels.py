@@ -53,6 +53,16 @@ def find_tile(end_E, num_experts, num_columns, EXPERTS: tl.constexpr, BLOCK_M: t
 
 
 @triton.jit
+def rounded(x, place):
+    """Return fp32 values in the type of a place, to the nearest, ties to even."""
+    if IS_INTERPRETED and place.dtype.element_ty == tl.bfloat16:  # there .to() cuts bits off
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        x = bits.to(tl.float32, bitcast=True)
+    return x.to(place.dtype.element_ty)
+
+
+@triton.jit
 def add_dot(acc, left, right):
     """Return acc + left @ right, summed in fp32."""
     if IS_INTERPRETED:  # there tl.dot takes the bits of bf16 for whole numbers
@@ -168,7 +178,7 @@ def multiply(
         acc = add_product(acc, left, right, num_n, rank, IS_EVEN=False, BLOCK_K=BLOCK_R)
     place = tl.load(choice_S + row) if IS_SCATTERED else row
     is_there = is_row[:, None] & (n < num_n)[None, :]
-    tl.store(out + (place * num_n)[:, None] + n[None, :], acc.to(out.dtype.element_ty), is_there)
+    tl.store(out + (place * num_n)[:, None] + n[None, :], rounded(acc, out), is_there)
 
 
 @triton.jit
@@ -235,17 +245,17 @@ def activate(
         acc = add_product(acc, left, right, 2 * width, rank, IS_EVEN=False, BLOCK_K=BLOCK_R)
     if HAS_BIAS:
         acc += tl.load(biases + expert * 2 * width + there)[None, :].to(tl.float32)
-    acc = acc.to(out.dtype.element_ty).to(tl.float32)  # as the backward will read it
+    acc = rounded(acc, out).to(tl.float32)  # as the backward will read it
     gate, up = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N // 2, 2)))
     f = column * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
     is_there = is_row[:, None] & (f < width)[None, :]
     if IS_KEPT:
         place = gates + (row * 2 * width)[:, None] + f[None, :]
-        tl.store(place, gate.to(gates.dtype.element_ty), is_there)
-        tl.store(place + width, up.to(gates.dtype.element_ty), is_there)
+        tl.store(place, rounded(gate, gates), is_there)
+        tl.store(place + width, rounded(up, gates), is_there)
     active, _, _ = gate_parts(gate, up, ALPHA, LIMIT, GATE)
     weight = tl.load(weights + tl.load(choice_S + row)).to(tl.float32)
-    active = (active * weight[:, None]).to(out.dtype.element_ty)
+    active = rounded(active * weight[:, None], out)
     tl.store(out + (row * width)[:, None] + f[None, :], active, is_there)
 
 
@@ -316,14 +326,14 @@ def activate_backward(
     tl.store(of_weights + row * num_columns + column, share, is_row)
     weight = tl.load(weights + tl.load(choice_S + row)).to(tl.float32)[:, None]
     if IS_AGAIN:
-        again = (active * weight).to(out.dtype.element_ty)
+        again = rounded(active * weight, out)
         tl.store(out + (row * width)[:, None] + f[None, :], again, is_there)
     acc *= weight
     step = 2 if IS_INTERLEAVED else 1
     place = of_gates + (row * 2 * width)[:, None] + (f * step)[None, :]
-    tl.store(place, (acc * by_gate).to(of_gates.dtype.element_ty), is_there)
+    tl.store(place, rounded(acc * by_gate, of_gates), is_there)
     place += 1 if IS_INTERLEAVED else width
-    tl.store(place, (acc * by_up).to(of_gates.dtype.element_ty), is_there)
+    tl.store(place, rounded(acc * by_up, of_gates), is_there)
 
 
 @triton.jit
