@@ -9,6 +9,7 @@ of each tile it would be done again for each block of columns, an eighth more ar
 is a step of the tile's sum, where it rounds with the frozen product and not by itself.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from offload.engine.experts.blocks import Blocks, blocks_for
 from offload.engine.experts.branch import Branch
 from offload.engine.experts.gates import Gate, gate_of
+from offload.engine.experts.interface import reason_outside
 from offload.engine.experts.launcher import Launcher
 from offload.engine.experts.routing import Routing
 from offload.errors import UnsupportedModelError
@@ -27,19 +29,31 @@ MIN_CAPABILITY = (8, 0)
 
 
 def reason_against(experts: Any, device: torch.device) -> str | None:
-    """Tell why a module's experts cannot be computed here; None where they can."""
-    if gate_of(experts) is None:
-        return f"{type(experts).__name__} has a gate of its own kind, or none"
-    if experts.down_proj.dtype not in DTYPES:
-        return f"its weights are {experts.down_proj.dtype}"
-    if device.type != "cuda":
-        return f"Triton makes programs for a GPU, and layers compute on {device.type}"
-    if torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
-        return f"{torch.cuda.get_device_name(device)} is older than Ampere"
+    """Tell why a module's experts cannot be computed on a device; None where they can."""
+    what = _reason_in(experts)
+    if what is not None:
+        return f"{type(experts).__name__} {what}"
     try:
-        import triton  # noqa: F401
+        import triton
     except ImportError:
         return "Triton is not installed: `pip install triton`"
+    if triton.knobs.runtime.interpret:  # anywhere, and slowly
+        return None
+    if device.type != "cuda":
+        return f"Triton makes programs for a GPU, and layers compute on the {device.type}"
+    if torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
+        return f"{torch.cuda.get_device_name(device)} is older than Ampere"
+    return None
+
+
+def _reason_in(experts: Any) -> str | None:
+    what = reason_outside(experts)
+    if what is not None:
+        return what
+    if gate_of(experts) is None:
+        return "has no gate that Triton's kernels know"
+    if experts.down_proj.dtype not in DTYPES:
+        return f"has weights in {experts.down_proj.dtype}"
     return None
 
 
@@ -62,17 +76,17 @@ def compute(
     Raises:
         UnsupportedModelError: A gate that no kernel has, or weights that train.
     """
-    gate = gate_of(experts)
-    if gate is None or any(parameter.requires_grad for parameter in experts.parameters()):
-        name = type(experts).__name__
-        what = (
-            "has no gate that Triton's kernels know" if gate is None else "has weights that train"
-        )
+    what = _reason_in(experts)
+    if what is None and any(parameter.requires_grad for parameter in experts.parameters()):
+        what = "has weights that train"
+    if what is not None:
         raise UnsupportedModelError(
-            f"{name} {what}",
+            f"{type(experts).__name__} {what}",
             limit="they compute frozen experts whose gate is SiLU, GELU by tanh, or gpt_oss's",
             hint="`model.experts_implementation: grouped_mm`",
         )
+    gate = gate_of(experts)
+    assert gate is not None
     up_EDF, down_EFD = experts.gate_up_proj, experts.down_proj
     if not experts.is_transposed:
         up_EDF, down_EFD = up_EDF.transpose(1, 2), down_EFD.transpose(1, 2)
@@ -90,7 +104,7 @@ def compute(
         blocks=blocks_for(
             torch.cuda.get_device_capability(hidden_TD.device) if hidden_TD.is_cuda else None,
             hidden_TD.dtype,
-            rows_per_expert=-(-routing.token_S.numel() // experts.num_experts),
+            rows_per_expert=math.ceil(routing.token_S.numel() / experts.num_experts),
         ),
         up_scaling=up.scaling if up else 1.0,
         down_scaling=down.scaling if down else 1.0,

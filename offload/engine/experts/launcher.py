@@ -3,6 +3,7 @@
 The letters are those of kernels.py.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ class Launcher:
         self._launch(
             self._kernels.activate,
             self._blocks,
-            num_columns=_ceil_div(2 * width, self._blocks.n),
+            num_columns=math.ceil(2 * width / self._blocks.n),
             hidden=hidden_TD,
             biases=biases_EF,
             weights=weight_TC,
@@ -97,7 +98,7 @@ class Launcher:
         width, blocks = matrices_EDF.shape[2], self._blocks.backward
         of_gates_SF = torch.empty_like(gates_SF)
         inner_SF = grad_TD.new_empty(self._num_rows, width) if is_again else None
-        num_columns = _ceil_div(width, blocks.n)
+        num_columns = math.ceil(width / blocks.n)
         shares = grad_TD.new_empty(self._num_rows, num_columns, dtype=torch.float32)
         self._launch(
             self._kernels.activate_backward,
@@ -124,7 +125,7 @@ class Launcher:
         rank, num_n, blocks = left_SR.shape[1], right.shape[1], self._blocks.outer
         out_ERN = right.new_empty(self._num_experts, rank, num_n, dtype=torch.float32)
         block_r = _rank_block(rank)
-        grid = (self._num_experts, _ceil_div(num_n, blocks.n), _ceil_div(rank, block_r))
+        grid = (self._num_experts, math.ceil(num_n / blocks.n), math.ceil(rank / block_r))
         self._kernels.sum_outer[grid](
             left=left_SR,
             right=right,
@@ -157,7 +158,7 @@ class Launcher:
         self._launch(
             self._kernels.multiply,
             blocks,
-            num_columns=_ceil_div(num_n, blocks.n),
+            num_columns=math.ceil(num_n / blocks.n),
             rows=rows,
             out=out_SN,
             num_n=num_n,
@@ -198,7 +199,7 @@ class Launcher:
     def _launch(
         self, kernel: Any, blocks: Blocks, *, num_columns: int, **arguments: object
     ) -> None:
-        num_tiles = _ceil_div(self._num_rows, blocks.m) + self._num_experts
+        num_tiles = math.ceil(self._num_rows / blocks.m) + self._num_experts
         kernel[(num_tiles * num_columns,)](
             token_S=self._routing.token_S,
             choice_S=self._routing.choice_S,
@@ -212,10 +213,6 @@ class Launcher:
             num_stages=blocks.num_stages,
             **arguments,
         )
-
-
-def _ceil_div(number: int, by: int) -> int:
-    return -(-number // by)
 
 
 def _power_of_2(number: int) -> int:

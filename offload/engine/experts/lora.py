@@ -29,6 +29,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from offload.engine.experts import fused
 from offload.engine.experts.branch import Branch
+from offload.engine.experts.interface import reason_outside
 from offload.engine.experts.products import Grouped, Loop, Products
 from offload.engine.experts.routing import Routing, route
 from offload.errors import UnsupportedModelError
@@ -45,7 +46,7 @@ def take_branches(experts: nn.Module) -> None:
     Raises:
         UnsupportedModelError: The module computes in a way in which no branch can be put.
     """
-    what = _reason_against(experts)
+    what = reason_outside(experts)
     if what is not None:
         raise UnsupportedModelError(
             f"{type(experts).__name__} {what}",
@@ -70,18 +71,6 @@ def register() -> None:
     ALL_EXPERTS_FUNCTIONS.register(TRITON, partial(_experts_forward, TRITON))
     for name in IMPLEMENTATIONS:
         ALL_EXPERTS_FUNCTIONS.register(name + SUFFIX, partial(_experts_forward, name))
-
-
-def _reason_against(experts: nn.Module) -> str | None:
-    own = vars(experts)
-    if not {"has_gate", "has_bias", "is_transposed", "config"} <= set(own):
-        return "does not go through transformers' experts interface"
-    # Older versions of transformers have neither of these.
-    if own.get("has_post_expert_norm"):
-        return "has a norm behind each expert"
-    if own.get("_is_expert_parallel"):
-        return "shares its experts with other devices"
-    return None
 
 
 def _experts_forward(

@@ -1,0 +1,16 @@
+"""What a module of experts must be for another implementation to compute it."""
+
+from torch import nn
+
+
+def reason_outside(experts: nn.Module) -> str | None:
+    """Tell why not all that a module computes goes through transformers' experts interface."""
+    own = vars(experts)
+    if not {"has_gate", "has_bias", "is_transposed", "config"} <= set(own):
+        return "does not go through transformers' experts interface"
+    # Older versions of transformers have neither of these.
+    if own.get("has_post_expert_norm"):
+        return "has a norm behind each expert"
+    if own.get("_is_expert_parallel"):
+        return "shares its experts with other devices"
+    return None
