@@ -40,6 +40,7 @@ def answer_prompt(run_dir: Path, prompt: str, *, max_new_tokens: int) -> str:
         device=device,
         seed=recipe.train.seed,
         tier=recipe.offload.load_tier,
+        experts_implementation="eager",  # an answer is asked for anywhere, and a token has few rows
     )
     model = load_adapter(loaded.model, run.adapter)
     model.eval()

@@ -103,6 +103,7 @@ def plan(
         )
         facts = planning.facts_of(recipe.model)
         here = planning.find_machine(machine) if machine else _probed(recipe.model.dtype)
+        here = planning.as_told(recipe.model, facts, here)
         result = make_plan(facts, here, planning.full_request(recipe, facts, num_ranks=1))
         if as_json:
             _print(json.dumps(plan_report.plan_json(result), indent=2))

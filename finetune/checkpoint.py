@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from safetensors import SafetensorError
@@ -24,9 +24,11 @@ from finetune.errors import CheckpointError
 from finetune.files import PARTIAL, flush, write_atomically
 from finetune.recipe import Recipe, differences, resolved_yaml
 from finetune.recipe_file import load_recipe
+from offload.plan.machine import ExpertsImplementation
 
 _OWNED = (
     "recipe.yaml",
+    "experts.json",
     "metrics.jsonl",
     "report.json",
     "trace.json",
@@ -50,6 +52,7 @@ class RunDir:
         """Name the directory; nothing is created."""
         self.path = path
         self.recipe_file = path / "recipe.yaml"
+        self.experts_file = path / "experts.json"
         self.metrics_file = path / "metrics.jsonl"
         self.report_file = path / "report.json"
         self.adapter = path / "adapter"
@@ -84,8 +87,13 @@ class RunDir:
                 hint="`output.dir=...` where you may write",
             )
 
-    def start(self, recipe: Recipe) -> None:
-        """Begin a new run; of one that was here, what a run writes is removed and nothing else."""
+    def start(self, recipe: Recipe, *, experts_implementation: str | None) -> None:
+        """Begin a new run; of one that was here, what a run writes is removed and nothing else.
+
+        Args:
+            recipe: What is to be done.
+            experts_implementation: How its experts are multiplied; None if there are none.
+        """
         for owned in _OWNED:
             path = self.path / owned
             if path.is_dir():
@@ -93,6 +101,9 @@ class RunDir:
             else:
                 path.unlink(missing_ok=True)
         self.checkpoints.mkdir(parents=True)
+        if experts_implementation is not None:
+            values = {"experts_implementation": experts_implementation}
+            write_atomically(self.experts_file, json.dumps(values))
         write_atomically(self.recipe_file, resolved_yaml(recipe))
 
     def require_same_recipe(self, recipe: Recipe) -> None:
@@ -115,6 +126,24 @@ class RunDir:
                 limit="a resumed run continues to the bit, so its settings cannot change",
                 hint="undo the change, or start a new run with `output.name=...`",
             )
+
+    def experts_implementation(self) -> ExpertsImplementation | None:
+        """Return how the run multiplies experts; None if it has not written that down.
+
+        Raises:
+            CheckpointError: The file is damaged.
+        """
+        if not self.experts_file.exists():
+            return None
+        text = self.experts_file.read_text()
+        for way in get_args(ExpertsImplementation):
+            if text == json.dumps({"experts_implementation": way}):
+                return way  # type: ignore[no-any-return]
+        raise CheckpointError(
+            f"{self.experts_file} holds {text!r}",
+            limit="it is written when a run starts, so something changed it since",
+            hint='`{"experts_implementation": "eager"}` in it if the run was begun on a CPU',
+        )
 
     def wandb_id(self) -> str:
         """Return a name for this run that a resume finds again and no other run has."""

@@ -12,16 +12,19 @@ from urllib.parse import urlsplit
 
 from finetune.env import has_proxy, is_offline
 from finetune.errors import ConfigError, ModelError
-from finetune.published import load_published, model_around
+from finetune.published import load_published, model_around, take_quantization
 from finetune.shapes import load_shape, shipped_shapes
 from finetune.weights import identity, store_path
 from offload.errors import StoreError
 from offload.plan.codec import CodecName
+from offload.plan.machine import ExpertsImplementation
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from torch import nn
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+    from finetune.recipe_sections import ModelSection
     from offload.engine.host.record import Record
     from offload.engine.host.slab import Slab
     from offload.engine.host.store import Hold
@@ -149,6 +152,7 @@ def load_model(  # noqa: PLR0913 - one door for every way in
     device: str,
     seed: int,
     tier: Literal["ram", "disk"],
+    experts_implementation: ExpertsImplementation | None,
     make_slab: "Callable[[Sequence[Record]], Slab] | None" = None,
     on_put: "OnPut" = lambda _done, _all: None,
 ) -> Loaded:
@@ -157,9 +161,8 @@ def load_model(  # noqa: PLR0913 - one door for every way in
     Published weights go layer by layer to where they will wait: into the slab in memory, or with
     tier `disk` into a file, which is kept for the next start. Weights that wait encoded go to such
     a file first in either case: the next start need not encode them again. Towers for images and
-    sound are left without memory. A mixture of experts runs on a CPU as a loop over its experts,
-    which is 1.3 to 1.7 times as fast there as grouped products (measured on the quickstart's
-    model, see tests/bench/LOG.md).
+    sound are left without memory. Experts are multiplied by `experts_implementation`; None leaves
+    that to transformers.
 
     `make_slab` makes the slab of the layers' records; None, one of this process's own. `on_put` is
     told how far loading is.
@@ -191,21 +194,61 @@ def load_model(  # noqa: PLR0913 - one door for every way in
         loaded = Loaded(model=model, hold=stowing.hold, notes=() if stowing.hold else (_UNSEEN,))
     for tower in find_towers(loaded.model):  # for images or sound: text needs none of it
         tower.to("meta")
-    if device == "cpu":
-        loaded.model.set_experts_implementation("eager")
+    if experts_implementation is not None:
+        _set_experts(loaded.model, experts_implementation)
     return loaded
+
+
+def _set_experts(model: "PreTrainedModel", implementation: ExpertsImplementation) -> None:
+    """Choose how all experts are multiplied; transformers passes over models that it misjudges."""
+    from offload.engine.experts import fused
+    from offload.engine.experts.choice import goes_through_interface
+
+    if implementation == "triton":
+        fused.register()
+    model.set_experts_implementation(implementation)
+    for name, module in model.named_modules():
+        if goes_through_interface(module):
+            config: Any = module.config
+            if config._experts_implementation != implementation:
+                raise ModelError(
+                    f"{name} computes by {config._experts_implementation}, not {implementation}",
+                    limit="all experts of a model are multiplied in one way",
+                    hint=f"`model.experts_implementation: {config._experts_implementation}`",
+                )
+
+
+def experts_of(model: "ModelSection") -> "nn.Module | None":
+    """Return the first fused experts whose code can be chosen, as they compute; without weights."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from offload.engine.experts.choice import find_experts
+
+    config = _config_of(model.path, model.config)
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, model.dtype))
+    return find_experts(empty)
+
+
+def _config_of(path: str | None, config: str | None) -> "PreTrainedConfig":
+    from transformers import AutoConfig
+
+    fields = read_config(path=path, config=config)
+    model_type = fields.pop("model_type")
+    made = AutoConfig.for_model(model_type, **fields)
+    take_quantization(made)  # what computes is the plain model that published weights decode to
+    return made
 
 
 def _random_model(path: str | None, config: str | None, dtype: str, seed: int) -> "PreTrainedModel":
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    fields = read_config(path=path, config=config)
-    model_type = fields.pop("model_type")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(model_type, **fields), dtype=getattr(torch, dtype)
+            _config_of(path, config), dtype=getattr(torch, dtype)
         )
     return model
 

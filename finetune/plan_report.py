@@ -1,13 +1,14 @@
 """What a plan looks like: as tables for people, as JSON for programs."""
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 
 from finetune.figures import shown_count, shown_gib, shown_mib, shown_time, table_of
-from offload.plan.machine import Machine, Rate
+from finetune.planning import has_experts
+from offload.plan.machine import Implementation, Machine, Rate
 from offload.plan.plan import Plan
 from offload.plan.roofline import Count, layer_flops
 from offload.plan.schedule import NUM_STAGING
@@ -71,6 +72,9 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     phases = predicted_phases(plan)
     return {
         "machine": plan.machine.name,
+        "experts_implementation": asdict(plan.machine.experts_implementation)
+        if has_experts(facts)
+        else None,
         "grade": plan.costs.grade,
         "model": {
             "type": facts.model_type,
@@ -164,6 +168,8 @@ def _route_table(plan: Plan) -> Table:
                 f"streaming costs nothing from {plan.break_even_tokens:,.0f} tokens per step",
             )
         )
+    if has_experts(facts):
+        rows.append(("experts", _experts_line(plan.machine)))
     rows += [
         ("compute", f"{shown_time(f.seconds)} per layer and micro-batch: {f.name}")
         for f in compute_figures(plan)
@@ -183,6 +189,14 @@ def _adapter_line(plan: Plan) -> str:
         + f" on {', '.join(places[:-1])}{' and ' if places[1:] else ''}{places[-1]}"
         + (f", with {', '.join(spec.modules)} whole" if spec.modules else "")
         + f": {shown_count(trained_parameters(plan.facts, spec))} trained"
+    )
+
+
+def _experts_line(machine: Machine) -> str:
+    way, rate = machine.experts_implementation, machine.expert_gemm_flops_per_s
+    return (
+        f"multiplied by {way.value} ({way.source}),"
+        f" {rate.value / 1e12:,.2f} TFLOP/s ({rate.source})"
     )
 
 
@@ -239,6 +253,8 @@ def machine_table(machine: Machine) -> Table:
         value = getattr(machine, field.name)
         if isinstance(value, Rate):
             table.add_row(field.name, f"{value.value:.4g}", value.source)
+        elif isinstance(value, Implementation):
+            table.add_row(field.name, value.value, value.source)
         elif field.name.endswith("_bytes"):
             table.add_row(field.name, shown_gib(value), "")
     return table

@@ -1,6 +1,7 @@
 """From a recipe to what the planner takes: facts, machine and request. No torch, no weights."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -13,7 +14,7 @@ from finetune.shapes import shipped_shapes
 from offload.errors import MachineError
 from offload.plan.costs import Workload
 from offload.plan.facts import AdapterSpec, ModelFacts, linear_names, model_facts
-from offload.plan.machine import Machine, named_machine
+from offload.plan.machine import Implementation, Machine, named_machine
 from offload.plan.plan import HEAD_CHUNK_TOKENS, PlanRequest
 
 if TYPE_CHECKING:
@@ -52,6 +53,37 @@ def find_machine(name_or_file: str) -> Machine:
             hint=f"`sluice probe --save {file}` writes one for this machine",
         )
     return named_machine(name_or_file)
+
+
+def has_experts(facts: ModelFacts) -> bool:
+    """Tell whether any layer is a mixture of experts."""
+    return any(layer.num_experts for layer in facts.layers)
+
+
+def as_told(model: ModelSection, facts: ModelFacts, machine: Machine) -> Machine:
+    """Return the machine as the recipe lets it multiply experts; the same one where that is auto.
+
+    Raises:
+        ConfigError: The model has no experts, or the device cannot do it.
+    """
+    way = model.experts_implementation
+    if way == "auto":
+        return machine
+    if not has_experts(facts):
+        raise ConfigError(
+            f"model.experts_implementation: {way}, but a {facts.model_type} model has no experts",
+            limit="a setting must be able to take effect",
+            hint="`model.experts_implementation: auto`",
+        )
+    if way == "triton" and machine.device == "cpu":
+        raise ConfigError(
+            f"model.experts_implementation: triton, but {machine.name} is a CPU",
+            limit="Triton's kernels run on CUDA",
+            hint="`model.experts_implementation: auto`",
+        )
+    return replace(
+        machine, experts_implementation=Implementation(value=way, source="as the recipe says")
+    )
 
 
 def is_shape(name_or_path: str) -> bool:

@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from finetune import preflight
+from finetune import experts, preflight
 from finetune.batches import BatchOrder, StepShare, collate
+from finetune.checkpoint import RunDir
 from finetune.env import cache_dir
 from finetune.model import load_tokenizer
-from finetune.planning import facts_of, find_machine, request_for
+from finetune.planning import facts_of, find_machine, has_experts, request_for
 from finetune.ranks import Ranks, own_micro_batches
 from finetune.recipe import Recipe
 from finetune.sampling import pad_id
 from finetune.screen import Screen
 from finetune.source import Rows, StepSizes, load_rows, row_order
-from offload.plan.machine import Machine
+from offload.plan.machine import ExpertsImplementation, Machine
 from offload.plan.plan import Plan, plan
 from offload.probe import probe
 
@@ -54,6 +55,13 @@ class Work:
         """Token that fills rows up."""
         return pad_id(self.tokenizer)
 
+    @property
+    def experts_implementation(self) -> ExpertsImplementation | None:
+        """How the model's experts are multiplied; None if it has none."""
+        if not has_experts(self.plan.facts):
+            return None
+        return self.plan.machine.experts_implementation.value
+
     def share(self, step: Sequence[Sequence[int]]) -> StepShare:
         """Return this rank's share of a step with these rows."""
         own = (
@@ -65,8 +73,22 @@ class Work:
         )
 
 
-def prepare(recipe: Recipe, ranks: Ranks, screen: Screen, machine_file: Path | None) -> Work:
-    """Measure the machine, read the rows, and plan the step.
+def prepare(
+    recipe: Recipe,
+    ranks: Ranks,
+    screen: Screen,
+    machine_file: Path | None,
+    *,
+    resumed: RunDir | None,
+) -> Work:
+    """Measure the machine, read the rows, choose how experts are multiplied, and plan the step.
+
+    Args:
+        recipe: What to do.
+        ranks: The processes that do it together.
+        screen: Where to show it.
+        machine_file: A machine that was measured before; None measures this one.
+        resumed: The run that goes on; None for a new one.
 
     Raises:
         SluiceError: What a run needs is missing, or does not fit.
@@ -75,6 +97,16 @@ def prepare(recipe: Recipe, ranks: Ranks, screen: Screen, machine_file: Path | N
     facts = facts_of(recipe.model)
     machine = ranks.from_main(lambda: _machine(recipe, screen, device, machine_file))
     preflight.require_ready(recipe, facts, machine, num_ranks=ranks.num)
+    settled = ranks.from_main(
+        lambda: experts.settled(
+            recipe,
+            facts,
+            machine,
+            device,
+            resumed=resumed,
+            is_from_file=machine_file is not None,
+        )
+    )
     tokenizer = load_tokenizer(recipe.model.tokenizer_source)
     with ranks.main_first():
         rows = load_rows(
@@ -90,6 +122,16 @@ def prepare(recipe: Recipe, ranks: Ranks, screen: Screen, machine_file: Path | N
     order = row_order(recipe.train, rows.train)
     preflight.require_within_run(recipe, num_steps=order.num_steps)
     sizes = StepSizes.of(order, rows.train)
+    request = request_for(recipe, facts, sizes, num_ranks=ranks.num)
+    planned = plan(facts, settled or machine, request)
+    if settled is None:
+        screen.note("Trying the ways to multiply experts ...")
+        machine, trials = ranks.from_main(
+            lambda: experts.measured(recipe, facts, machine, device, request.typical)
+        )
+        if trials:
+            screen.show(experts.trials_table(trials, num_tokens=request.typical.num_tokens))
+        planned = plan(facts, machine, request)
     return Work(
         device=device,
         tokenizer=tokenizer,
@@ -99,7 +141,7 @@ def prepare(recipe: Recipe, ranks: Ranks, screen: Screen, machine_file: Path | N
             order.num_micro_batches, index=ranks.index, num=ranks.num
         ),
         sizes=sizes,
-        plan=plan(facts, machine, request_for(recipe, facts, sizes, num_ranks=ranks.num)),
+        plan=planned,
     )
 
 

@@ -52,7 +52,7 @@ def broken_rules(recipe: "Recipe") -> Iterator[Breach]:
     yield from _broken_train_rules(recipe.train)
     yield from _broken_eval_rules(recipe)
     yield from _broken_step_rules(recipe)
-    yield from _broken_tier_rules(recipe)
+    yield from _broken_device_rules(recipe)
 
 
 def _broken_model_rules(model: "ModelSection") -> Iterator[Breach]:
@@ -269,8 +269,16 @@ def _broken_step_rules(recipe: "Recipe") -> Iterator[Breach]:
         )
 
 
-def _broken_tier_rules(recipe: "Recipe") -> Iterator[Breach]:
-    """A file of weights is made from published ones."""
+def _broken_device_rules(recipe: "Recipe") -> Iterator[Breach]:
+    """A file of weights is made from published ones; Triton computes on CUDA."""
+    if recipe.model.experts_implementation == "triton" and recipe.offload.device == "cpu":
+        yield Breach(
+            field="model.experts_implementation",
+            what="model.experts_implementation is triton and offload.device is cpu",
+            limit="Triton's kernels run on CUDA",
+            hint="`model.experts_implementation: auto`",
+            reads=("offload.device",),
+        )
     if recipe.offload.tier == "disk" and recipe.model.init == "random":
         yield Breach(
             field="offload.tier",

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from offload.plan.codec import CodecName
-from offload.plan.machine import GIB
+from offload.plan.machine import GIB, ExpertsImplementation
 
 # Lists arrive as lists from YAML and are kept as tuples, which nobody can change.
 Names = Annotated[tuple[str, ...], Field(strict=False)]
@@ -51,6 +51,12 @@ class ModelSection(Section):
         min_length=1,
         description="Hub id or local directory of the tokenizer; null means that of `model.path`.",
         examples=["Qwen/Qwen3-0.6B"],
+    )
+    experts_implementation: Literal["auto"] | ExpertsImplementation = Field(
+        default="auto",
+        description="How a mixture's experts are multiplied: `eager` one by one, `grouped_mm` by"
+        " torch, `triton` by our kernels; `auto` is the fastest of a trial on CUDA, `eager` on a"
+        " CPU.",
     )
 
     @property

@@ -53,6 +53,7 @@ def build(recipe: Recipe, work: Work, ranks: Ranks, screen: Screen) -> Session:
             device=work.device.type,
             seed=recipe.train.seed,
             tier=recipe.offload.load_tier,
+            experts_implementation=work.experts_implementation,
             make_slab=_shared_slab(ranks, work.device, place.node),
             on_put=on_put,
         )

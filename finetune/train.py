@@ -67,7 +67,7 @@ def finetune(
     elif ranks.is_main:
         run_dir.require_startable(may_overwrite=may_overwrite)
 
-    work = prepare(recipe, ranks, screen, machine_file)
+    work = prepare(recipe, ranks, screen, machine_file, resumed=run_dir if is_resume else None)
     screen.show(plan_report.plan_tables(work.plan))
     session = build(recipe, work, ranks, screen)
     try:
@@ -106,7 +106,7 @@ def _start(
 
     def make_ready() -> int:
         if not is_resume:
-            run_dir.start(recipe)
+            run_dir.start(recipe, experts_implementation=work.experts_implementation)
             return 0
         newest = run_dir.newest() or 0
         run_dir.drop_metrics_after(newest)

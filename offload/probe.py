@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 from offload.capacity import cuda_context_bytes, free_host_bytes, pinned_bytes, resident_bytes
 from offload.errors import MachineError
 from offload.plan.costs import FP32_BYTES, NORM_FP32_PASSES, SWIGLU_PASSES
-from offload.plan.machine import Machine, Rate
+from offload.plan.machine import Machine, Rate, assumed_implementation
 
 if TYPE_CHECKING:
     import torch
@@ -99,7 +99,7 @@ def probe(*, device: str, dtype: str, seconds: float) -> Machine:
 
 
 def has_grouped_gemm(capability: tuple[int, int], dtype: str) -> bool:
-    """Tell whether torch multiplies all experts in one kernel; consumer Blackwell (12.0) has none.
+    """Tell whether torch's grouped products are one kernel; consumer Blackwell (12.0) has none.
 
     Source: pytorch aten/src/ATen/native/cuda/GroupedBlas.cpp, _grouped_mm_cuda.
     """
@@ -169,7 +169,7 @@ def _machine(
     links: tuple[float, float, float],
     is_grouped: bool,
 ) -> Machine:
-    h2d, h2d_duplex, d2h = links
+    sizes, (h2d, h2d_duplex, d2h) = bench.sizes, links
     return Machine(
         name=name,
         device=device,
@@ -179,10 +179,9 @@ def _machine(
         pinned_bytes=memory.pinned,
         context_bytes=memory.context,
         has_grouped_gemm=is_grouped,
-        gemm_flops_per_s=_measured(bench.gemm_flops_per_s(bench.sizes.gemm, bench.dtype)),
-        expert_gemm_flops_per_s=_measured(
-            bench.gemm_flops_per_s(bench.sizes.expert_gemm, bench.dtype)
-        ),
+        experts_implementation=assumed_implementation(device=device, has_grouped_gemm=is_grouped),
+        gemm_flops_per_s=_measured(bench.gemm_flops_per_s(sizes.gemm, bench.dtype)),
+        expert_gemm_flops_per_s=_measured(bench.gemm_flops_per_s(sizes.expert_gemm, bench.dtype)),
         attention_flops_per_s=_measured(bench.attention_flops_per_s()),
         vector_flops_per_s=_measured(bench.fp32_flops_per_s()),
         memory_bytes_per_s=_measured(bench.memory_bytes_per_s()),

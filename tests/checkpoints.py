@@ -167,6 +167,7 @@ def load(path: Path, tier: Literal["ram", "disk"] = "ram", dtype: str = "bfloat1
         device="cpu",
         seed=0,
         tier=tier,
+        experts_implementation="eager",
     ).model
 
 

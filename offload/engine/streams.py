@@ -277,6 +277,12 @@ def _cuda(event: Event) -> _CudaEvent:
     return cast("_CudaEvent", event)
 
 
+def release_cached(device: torch.device) -> None:
+    """Give device memory that torch keeps for later back to the driver; waits for the device."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def open_device(
     torch_device: torch.device, *, is_staged: bool, prepare_thread: Callable[[], None] = stay_put
 ) -> Device:

@@ -157,14 +157,15 @@ class Costs:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Pricer:
-    """Puts operations on one machine's roofline."""
+class Pricer:
+    """Puts operations of one micro-batch on one machine's roofline."""
 
     machine: Machine
     facts: ModelFacts
     workload: Workload
 
     def gemm(self, m: int, k: int, n: int, *, num_ops: int = 1) -> Work:
+        """One product of matrices, all in the same kernel."""
         roof = gemm(self.machine, m=m, k=k, n=n, dtype_bytes=self.workload.dtype_bytes)
         is_compute = roof.compute_s >= roof.memory_s
         return Work(
@@ -175,8 +176,8 @@ class _Pricer:
         )
 
     def traffic(self, num_bytes: float, *, num_ops: float) -> Work:
-        memory_s = num_bytes / self.machine.memory_bytes_per_s.value
-        return Work(memory_s=memory_s, num_ops=num_ops)
+        """Reads and writes of device memory."""
+        return Work(memory_s=num_bytes / self.machine.memory_bytes_per_s.value, num_ops=num_ops)
 
     def new_memory(self, num_bytes: float, *, num_ops: float) -> Work:
         """Traffic of tensors that outgrow a CPU's caches and its allocator's free list."""
@@ -196,10 +197,16 @@ class _Pricer:
             compute_s=compute_s if is_compute else 0.0,
             memory_s=0.0 if is_compute else traffic_s,
             flops=flops,
-            num_ops=1 if self.machine.has_grouped_gemm else min(linear.num_experts, rows),
+            num_ops=self.expert_launches(linear),
         )
 
+    def expert_launches(self, linear: Linear) -> int:
+        """Launches of one product of rows with their experts' matrices."""
+        rows = self.workload.num_tokens * linear.active
+        return min(linear.num_experts, rows) if self.machine.loops_over_experts else 1
+
     def matmul(self, linear: Linear) -> Work:
+        """A linear layer, or all experts' one."""
         if linear.group == "experts":
             return self.experts(linear)
         return self.gemm(self.workload.num_tokens, linear.d_in, linear.d_out)
@@ -254,12 +261,12 @@ class _Pricer:
         flops = 2.0 * rows * rank * (linear.d_in + linear.d_out)
         factors = linear.adapter_parameters(rank)
         num_bytes = rows * (linear.d_in + 2 * linear.d_out) * b + factors * (FP32_BYTES + 2 * b)
-        num_products = 1 if self.machine.has_grouped_gemm else min(linear.num_experts, rows)
         compute_s = flops / self.machine.expert_gemm_flops_per_s.value
-        num_ops = EXPERT_LORA_OPS + EXPERT_LORA_PRODUCTS * num_products
+        num_ops = EXPERT_LORA_OPS + EXPERT_LORA_PRODUCTS * self.expert_launches(linear)
         return Work(compute_s=compute_s, flops=flops) + self.traffic(num_bytes, num_ops=num_ops)
 
     def attention(self, layer: LayerFacts) -> Work:
+        """Scores, softmax and values in one kernel."""
         flops = attention_flops(
             num_tokens=self.workload.num_tokens,
             context_tokens=self.workload.seq_len,
@@ -271,7 +278,7 @@ class _Pricer:
         return Work(compute_s=compute_s, flops=flops, num_ops=ATTENTION_OPS)
 
     def pointwise(self, layer: LayerFacts) -> Work:
-        """Norms, rotary embedding, residuals, activations and routing."""
+        """Norms, rotary embedding, residuals and activations but those of routed experts."""
         facts, tokens, b = self.facts, self.workload.num_tokens, self.workload.dtype_bytes
         norm_bytes = NORM_FP32_PASSES * FP32_BYTES
         if b != FP32_BYTES:
@@ -280,24 +287,30 @@ class _Pricer:
         passes = RESIDUAL_PASSES * 2 * facts.hidden_size + ROTARY_PASSES * rotated
         num_ops = NORM_OPS * layer.num_norms + 2 + ROTARY_OPS
         for linear in layer.linears:
-            if linear.name == "down_proj":
-                passes += SWIGLU_PASSES * linear.active * linear.d_in
+            if linear.name == "down_proj" and linear.group != "experts":
+                passes += SWIGLU_PASSES * linear.d_in
                 num_ops += 3
-        if layer.mlp == "moe":
-            passes += ROUTING_PASSES * layer.experts_per_token * facts.hidden_size
-            num_ops += ROUTING_OPS
         per_token = passes * b + layer.normed_features * norm_bytes
         return self.traffic(tokens * per_token, num_ops=num_ops)
+
+    def routing(self, layer: LayerFacts) -> Work:
+        """Rows that are made of tokens, pass an activation and become tokens again."""
+        if layer.mlp != "moe":
+            return Work()
+        width = sum(x.d_in for x in layer.linears if x.key == "experts.down_proj")
+        passes = SWIGLU_PASSES * width + ROUTING_PASSES * self.facts.hidden_size
+        rows = self.workload.num_tokens * layer.experts_per_token
+        return self.traffic(rows * passes * self.workload.dtype_bytes, num_ops=ROUTING_OPS + 3)
 
 
 def _sum(works: list[Work]) -> Work:
     return sum(works, start=Work())
 
 
-def _layer_cost(layer: LayerFacts, at: _Pricer) -> LayerCost:
+def _layer_cost(layer: LayerFacts, at: Pricer) -> LayerCost:
     adapted = adapted_linears(layer, at.workload.adapter)
     products = _sum([at.matmul(linear) for linear in layer.linears])
-    attention, pointwise = at.attention(layer), at.pointwise(layer)
+    attention, pointwise = at.attention(layer), at.pointwise(layer) + at.routing(layer)
     branches = _sum([at.adapter(linear) for linear in adapted])
     norms = _sum([at.dora_norm(linear) for linear in adapted])
     forward = products + attention + pointwise + branches + norms
@@ -321,9 +334,8 @@ def _layer_cost(layer: LayerFacts, at: _Pricer) -> LayerCost:
     )
 
 
-def _tail(at: _Pricer) -> Work:
-    tokens, hidden = at.workload.label_tokens, at.facts.hidden_size
-    vocab = at.facts.vocab_size
+def _tail(at: Pricer) -> Work:
+    tokens, hidden, vocab = at.workload.label_tokens, at.facts.hidden_size, at.facts.vocab_size
     num_chunks = math.ceil(tokens / at.workload.head_chunk_tokens)
     head = at.gemm(tokens, hidden, vocab) + at.gemm(tokens, vocab, hidden)
     norm = at.traffic(3 * NORM_FP32_PASSES * FP32_BYTES * tokens * hidden, num_ops=0)
@@ -336,13 +348,13 @@ def _tail(at: _Pricer) -> Work:
     return tail
 
 
-def _front_backward(at: _Pricer) -> Work:
+def _front_backward(at: Pricer) -> Work:
     """The gradient of a trained embedding is as large as all of it, however few tokens it is of."""
     trained = outer_module_sizes(at.facts, at.workload.adapter)
     return at.added_up(trained.get(EMBEDDING, 0), num_tensors=1) if trained else Work()
 
 
-def _optimizer(at: _Pricer) -> Work:
+def _optimizer(at: Pricer) -> Work:
     spec = at.workload.adapter
     num_tensors = len(trained_tensor_sizes(at.facts, spec))
     if at.machine.device == "cuda" and at.workload.optimizer == "adamw":
@@ -367,7 +379,7 @@ def price(
         workload: One micro-batch.
         is_duplex: Whether the link is busy in both directions at once.
     """
-    at = _Pricer(machine=machine, facts=facts, workload=workload)
+    at = Pricer(machine=machine, facts=facts, workload=workload)
     shapes = {layer: _layer_cost(layer, at) for layer in set(facts.layers)}
     embedded_bytes = 2 * workload.num_tokens * facts.hidden_size * workload.dtype_bytes
     is_cuda = machine.device == "cuda"

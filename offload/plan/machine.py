@@ -4,12 +4,15 @@ import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from offload.errors import MachineError
 
 GIB = 2**30
 MAX_RATE = 1e30  # more than any machine, and a float still holds products of it
+
+# Ways to multiply experts' rows, as transformers calls them; `triton` is this project's own.
+ExpertsImplementation = Literal["eager", "grouped_mm", "triton"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,6 +20,14 @@ class Rate:
     """A number per second (of `launch_s`: seconds), and where it comes from."""
 
     value: float
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Implementation:
+    """How the rows of experts are multiplied, and why so."""
+
+    value: ExpertsImplementation
     source: str
 
 
@@ -34,7 +45,8 @@ class Machine:
         ram_bytes: Host memory that a process may use.
         pinned_bytes: Host memory that may be page-locked.
         context_bytes: Device memory gone before the first tensor: the CUDA context, or the process.
-        has_grouped_gemm: Whether the products of all experts run as one kernel.
+        has_grouped_gemm: Whether torch's grouped products run as one kernel, and not as a loop.
+        experts_implementation: How the rows of experts are multiplied.
         gemm_flops_per_s: Large matrix products.
         expert_gemm_flops_per_s: Products as small as one expert's.
         attention_flops_per_s: Causal attention, only the lower triangle counted.
@@ -55,6 +67,7 @@ class Machine:
     pinned_bytes: int
     context_bytes: int
     has_grouped_gemm: bool
+    experts_implementation: Implementation
     gemm_flops_per_s: Rate
     expert_gemm_flops_per_s: Rate
     attention_flops_per_s: Rate
@@ -71,6 +84,12 @@ class Machine:
         """Whether every rate was measured on this machine."""
         rates = (getattr(self, field.name) for field in fields(self) if field.type is Rate)
         return all(rate.source == "measured" for rate in rates)
+
+    @property
+    def loops_over_experts(self) -> bool:
+        """Whether each expert's product is a launch of its own, as in a loop."""
+        way = self.experts_implementation.value
+        return way == "eager" or (way == "grouped_mm" and not self.has_grouped_gemm)
 
     def to_json(self) -> str:
         """Write the machine so that `from_json` returns an equal one."""
@@ -113,24 +132,31 @@ def _check_keys(values: object, known: Mapping[str, object], what: str) -> None:
 
 
 def _parsed(key: str, value: object, kind: object) -> Any:
-    if kind is Rate:
+    if kind in (Rate, Implementation):
         _check_keys(value, {"value": float, "source": str}, f"'{key}'")
         assert isinstance(value, dict)
-        number, source = value["value"], value["source"]
-        is_number = isinstance(number, int | float) and not isinstance(number, bool)
-        if not is_number or not 0 < number < MAX_RATE:
-            raise _bad_file(f"the value of '{key}' is {number!r}, not a number above 0")
+        found, source = value["value"], value["source"]
         if not isinstance(source, str):
             raise _bad_file(f"the source of '{key}' is {source!r}, not text")
-        return Rate(value=float(number), source=source)
+        if kind is Implementation:
+            return Implementation(value=_chosen(key, found, ExpertsImplementation), source=source)
+        is_number = isinstance(found, int | float) and not isinstance(found, bool)
+        if not is_number or not 0 < found < MAX_RATE:
+            raise _bad_file(f"the value of '{key}' is {found!r}, not a number above 0")
+        return Rate(value=float(found), source=source)
     if key == "device":
-        if value not in ("cuda", "cpu"):
-            raise _bad_file(f"'device' is {value!r}, not cuda or cpu")
-        return value
+        return _chosen(key, value, kind)
     assert kind in (int, bool, str)
     if type(value) is not kind or (kind is int and isinstance(value, int) and value < 0):
         wanted = {int: "a whole number of bytes", bool: "true or false", str: "text"}[kind]
         raise _bad_file(f"'{key}' is {value!r}, not {wanted}")
+    return value
+
+
+def _chosen(key: str, value: object, choices: object) -> Any:
+    names = get_args(choices)
+    if value not in names:
+        raise _bad_file(f"'{key}' is {value!r}, not {', '.join(names[:-1])} or {names[-1]}")
     return value
 
 
@@ -264,6 +290,9 @@ def _machine(name: str, card: _Card, ram_bytes: int, link_bytes_per_s: float | N
         pinned_bytes=ram_bytes,
         context_bytes=CONTEXT_BYTES,
         has_grouped_gemm=card.has_grouped_gemm,
+        experts_implementation=assumed_implementation(
+            device="cuda", has_grouped_gemm=card.has_grouped_gemm
+        ),
         gemm_flops_per_s=gemm,
         expert_gemm_flops_per_s=_share(gemm, EXPERT_FRAC, "GEMM"),
         attention_flops_per_s=_share(gemm, ATTENTION_FRAC, "GEMM"),
@@ -274,6 +303,16 @@ def _machine(name: str, card: _Card, ram_bytes: int, link_bytes_per_s: float | N
         d2h_bytes_per_s=link,
         host_memory_bytes_per_s=Rate(value=HOST_MEMORY_BYTES_PER_S, source="assumed"),
         launch_s=Rate(value=LAUNCH_S, source="assumed"),
+    )
+
+
+def assumed_implementation(*, device: str, has_grouped_gemm: bool) -> Implementation:
+    """Return the way that is taken for the fastest one before a run has measured any."""
+    if device == "cpu":
+        return Implementation(value="eager", source="a loop is the fastest on a CPU")
+    return Implementation(
+        value="grouped_mm" if has_grouped_gemm else "triton",
+        source="assumed until a run measures it",
     )
 
 

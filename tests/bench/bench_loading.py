@@ -67,7 +67,8 @@ try:
         copies = [tensor[...] for tensor in tensors.values()]
     else:
         loaded = load_model(path=path, config=None, init="pretrained", dtype="bfloat16",
-                            codec=codec, device="cpu", seed=0, tier=tier)
+                            codec=codec, device="cpu", seed=0, tier=tier,
+                            experts_implementation="eager")
     said = "loaded"
 except (MemoryError, RuntimeError) as error:
     said = "died: " + str(error).splitlines()[0]

@@ -56,6 +56,7 @@ def streamed_logits(model_dir: Path, adapter: Path) -> torch.Tensor:
         device="cpu",
         seed=0,
         tier="ram",
+        experts_implementation="eager",
     )
     model = load_adapter(loaded.model, adapter).eval()
     engine = offload.attach(model, num_slots=2, device="cpu", hold=loaded.hold)

@@ -106,6 +106,7 @@ def test_a_loaded_composite_keeps_no_tower_in_memory_and_trains(
         device="cpu",
         seed=0,
         tier=tier,
+        experts_implementation="eager",
     )
     towers = find_towers(loaded.model)
     assert towers
@@ -145,6 +146,7 @@ def test_weights_of_towers_are_no_error_and_others_that_are_unknown_are(
         "device": "cpu",
         "seed": 0,
         "tier": "ram",
+        "experts_implementation": "eager",
     }
     loaded = load_model(**settings)
     assert loaded.hold is not None

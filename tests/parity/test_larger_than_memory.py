@@ -30,7 +30,8 @@ torch.set_num_threads(1)
 
 def loaded():
     return load_model(path=sys.argv[1], config=None, init="pretrained", dtype="float32",
-                      codec="native", device="cpu", seed=0, tier="disk")
+                      codec="native", device="cpu", seed=0, tier="disk",
+                      experts_implementation="eager")
 
 def used_bytes():
     status = Path("/proc/self/status").read_text()

@@ -47,6 +47,7 @@ def steps(num_slots: int) -> list[tuple[float, dict[str, torch.Tensor]]]:
         device="cpu",
         seed=0,
         tier="ram",
+        experts_implementation="eager",
     )
     model = adapters.add_lora(
         loaded.model, rank=4, alpha=8, dropout=0.0, targets="attention", has_experts=True, seed=0

@@ -106,6 +106,7 @@ def load(path: Path, tier: Tier, *, dtype: str = "float32") -> Loaded:
         device="cpu",
         seed=0,
         tier=tier,
+        experts_implementation="eager",
     )
 
 
@@ -331,6 +332,7 @@ sys.stdin.readline()
 loaded = load_model(
     path=path, config=None, init="pretrained", dtype=dtype, codec="native", device="cpu", seed=0,
     tier=tier,
+    experts_implementation="eager",
 )
 print("loaded", *loaded.notes, flush=True)
 sys.stdin.readline()

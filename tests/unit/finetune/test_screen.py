@@ -84,6 +84,7 @@ def test_loading_tells_of_all_bytes_of_the_layers(
         device="cpu",
         seed=0,
         tier="ram" if tier == "ram" else "disk",
+        experts_implementation="eager",
         on_put=lambda done, total: told.append((done, total)),
     )
     layers = loaded.model.model.layers

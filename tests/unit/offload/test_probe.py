@@ -41,6 +41,7 @@ def test_rates_are_of_a_size_that_a_cpu_can_have(machine: Machine) -> None:
 
 def test_the_probe_names_the_machine_and_its_dtype(machine: Machine) -> None:
     assert (machine.device, machine.dtype, machine.has_grouped_gemm) == ("cpu", "float32", False)
+    assert machine.experts_implementation.value == "eager"
     assert machine.name.endswith(f"{torch.get_num_threads()} threads")
 
 
@@ -108,6 +109,8 @@ def test_a_card_is_measured() -> None:
     assert machine.is_measured
     assert 0 < machine.context_bytes < 4 * GIB < machine.vram_bytes
     assert machine.gemm_flops_per_s.value > 1e12
+    is_grouped = has_grouped_gemm(torch.cuda.get_device_capability(), "bfloat16")
+    assert machine.experts_implementation.value == ("grouped_mm" if is_grouped else "triton")
     assert machine.h2d_bytes_per_s.value > 1e9
 
 

@@ -6,7 +6,13 @@ import pytest
 from offload.plan.bounds import break_even_tokens, r3_bound_s, usual_order_bound_s
 from offload.plan.costs import Costs, LayerCost, Workload, price
 from offload.plan.facts import AdapterSpec, ModelFacts, model_facts
-from offload.plan.machine import Machine, Rate, named_machine
+from offload.plan.machine import (
+    ExpertsImplementation,
+    Implementation,
+    Machine,
+    Rate,
+    named_machine,
+)
 from offload.plan.roofline import (
     all_gather_bytes,
     attention_flops,
@@ -340,11 +346,28 @@ def test_a_cpu_adds_launches_to_work_where_a_gpu_hides_them() -> None:
 
 
 def test_a_loop_over_experts_launches_more_than_a_grouped_product() -> None:
-    looped = replace(named_machine("rtx4090"), device="cpu", has_grouped_gemm=False)
+    at = replace(named_machine("rtx4090"), device="cpu")  # there launches add up
     load = workload(seq_len=64, label_tokens=64)
-    slow = price(QWEN_30B, looped, load).layers[0].forward_s
-    fast = price(QWEN_30B, replace(looped, has_grouped_gemm=True), load).layers[0].forward_s
-    assert slow - fast == pytest.approx(2 * 127 * looped.launch_s.value)
+
+    def forward_s(way: ExpertsImplementation, *, has_kernel: bool) -> float:
+        return (
+            price(QWEN_30B, multiplying_by(at, way, has_kernel=has_kernel), load)
+            .layers[0]
+            .forward_s
+        )
+
+    fused_s = forward_s("grouped_mm", has_kernel=True)
+    assert forward_s("triton", has_kernel=False) == fused_s
+    for looped_s in (
+        forward_s("eager", has_kernel=True),
+        forward_s("grouped_mm", has_kernel=False),  # torch falls back to a loop
+    ):
+        assert looped_s - fused_s == pytest.approx(2 * 127 * at.launch_s.value)
+
+
+def multiplying_by(machine: Machine, way: ExpertsImplementation, *, has_kernel: bool) -> Machine:
+    implementation = Implementation(value=way, source="test")
+    return replace(machine, experts_implementation=implementation, has_grouped_gemm=has_kernel)
 
 
 def test_adapters_on_experts_cost_more_than_on_attention_only() -> None:

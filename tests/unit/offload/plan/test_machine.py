@@ -1,10 +1,19 @@
 import json
 from dataclasses import fields, replace
+from typing import get_args
 
 import pytest
 
 from offload.errors import MachineError
-from offload.plan.machine import CARD_NAMES, GIB, Machine, Rate, named_machine
+from offload.plan.machine import (
+    CARD_NAMES,
+    GIB,
+    ExpertsImplementation,
+    Implementation,
+    Machine,
+    Rate,
+    named_machine,
+)
 
 
 @pytest.mark.parametrize("name", CARD_NAMES)
@@ -28,6 +37,31 @@ def test_the_5090_has_the_rates_that_owners_measured() -> None:
 def test_a_rate_from_a_datasheet_says_so() -> None:
     assert named_machine("rtx4090").gemm_flops_per_s.source == "datasheet x 0.8"
     assert named_machine("rtx4090").launch_s.source == "assumed"
+
+
+@pytest.mark.parametrize(
+    ("name", "way"), [("rtx3060", "triton"), ("a100", "triton"), ("h200", "grouped_mm")]
+)
+def test_a_card_is_assumed_to_multiply_experts_in_its_fastest_way(name: str, way: str) -> None:
+    found = named_machine(name).experts_implementation
+    assert (found.value, found.source) == (way, "assumed until a run measures it")
+
+
+def test_experts_are_a_loop_by_eager_and_where_torch_has_no_kernel() -> None:
+    loops = {
+        (way, has_kernel): replace(
+            named_machine("h100"),
+            experts_implementation=Implementation(value=way, source="test"),
+            has_grouped_gemm=has_kernel,
+        ).loops_over_experts
+        for way in get_args(ExpertsImplementation)
+        for has_kernel in (False, True)
+    }
+    assert {key for key, is_loop in loops.items() if is_loop} == {
+        ("eager", False),
+        ("eager", True),
+        ("grouped_mm", False),
+    }
 
 
 @pytest.mark.parametrize(
@@ -83,11 +117,31 @@ def test_a_file_without_a_key_is_refused_by_the_key(key: str) -> None:
         (edited(ram_bytes=-1), "'ram_bytes' is -1"),
         (edited(has_grouped_gemm=1), "'has_grouped_gemm' is 1, not true or false"),
         (edited(device="tpu"), "'device' is 'tpu', not cuda or cpu"),
+        (
+            edited(experts_implementation={"value": "loop", "source": "me"}),
+            "'experts_implementation' is 'loop', not eager, grouped_mm or triton",
+        ),
+        (edited(experts_implementation="eager"), "'experts_implementation' is 'eager', not an obj"),
+        (
+            edited(experts_implementation={"value": "eager", "source": None}),
+            "source of 'experts_implementation' is None, not text",
+        ),
     ],
 )
 def test_a_broken_file_is_refused_with_what_is_wrong_in_it(text: str, why: str) -> None:
     with pytest.raises(MachineError, match=why):
         Machine.from_json(text)
+
+
+def test_a_file_of_an_older_version_is_refused_with_what_to_do() -> None:
+    values = json.loads(named_machine("h100").to_json())
+    del values["experts_implementation"]
+    message = (
+        r"machine has no key 'experts_implementation'; it holds what `probe --save` writes"
+        r"\n\nhint: measure again: `sluice probe --save FILE`"
+    )
+    with pytest.raises(MachineError, match=message):
+        Machine.from_json(json.dumps(values))
 
 
 def test_a_rate_that_json_cannot_write_short_survives() -> None:

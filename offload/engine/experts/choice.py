@@ -1,0 +1,229 @@
+"""Which way of multiplying experts' rows is the fastest here: each is tried on one layer's experts.
+
+Cards differ in what they have: torch's grouped products are one kernel on some and a loop with a
+host wait on others, Triton may be missing or new to a card. So the ways are measured, at the sizes
+that a run will have, forward and backward. Rounds are interleaved, for a card's clock changes with
+its load, and the first run of each, in which Triton compiles, is not counted.
+"""
+
+import copy
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from offload.engine.experts import fused
+from offload.engine.experts.lora import ROW_BYTES, Branch, take_branches
+from offload.engine.streams import release_cached
+from offload.errors import UnsupportedModelError
+from offload.plan.machine import ExpertsImplementation
+
+CANDIDATES: tuple[ExpertsImplementation, ...] = ("eager", "grouped_mm", "triton")
+NUM_ROUNDS = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """One way, and its time or what is against it.
+
+    Attributes:
+        implementation: The way.
+        seconds: Forward and backward, the median of all rounds; None if it cannot run.
+        reason: Why it cannot run.
+    """
+
+    implementation: ExpertsImplementation
+    seconds: float | None = None
+    reason: str | None = None
+
+
+def find_experts(model: nn.Module) -> nn.Module | None:
+    """Return the first module of fused experts that goes through transformers' interface."""
+    return next((m for m in model.modules() if goes_through_interface(m)), None)
+
+
+def goes_through_interface(module: nn.Module) -> bool:
+    """Tell whether transformers lets a module's experts be multiplied in several ways."""
+    return {"has_gate", "has_bias", "is_transposed", "config"} <= set(vars(module))
+
+
+def use(implementation: ExpertsImplementation, experts: nn.Module) -> None:
+    """Let a module multiply its experts in a way; so do all that share its config."""
+    if implementation == "triton":
+        fused.register()
+    config: Any = experts.config
+    config._experts_implementation = implementation
+
+
+def reason_against(
+    implementation: ExpertsImplementation, experts: nn.Module, device: torch.device
+) -> str | None:
+    """Return why a way cannot compute a module, as far as can be told without running it.
+
+    Args:
+        implementation: The way.
+        experts: Goes through transformers' interface; its weights may be on the meta device, and
+            are of the type that computes.
+        device: Where it is to compute.
+    """
+    if implementation == "triton":
+        return fused.reason_against(experts, device)
+    if implementation == "grouped_mm":
+        for name, weight in experts.named_parameters():
+            row_bytes = weight.shape[-1] * weight.element_size()
+            if row_bytes % ROW_BYTES:
+                return f"rows of {name} have {row_bytes} bytes, not a multiple of {ROW_BYTES}"
+    return None
+
+
+def fastest(trials: Sequence[Trial]) -> Trial:
+    """Return the way that took least.
+
+    Raises:
+        UnsupportedModelError: None can run.
+    """
+    times_s = [(trial.seconds, trial) for trial in trials if trial.seconds is not None]
+    if not times_s:
+        reasons = "; ".join(f"{trial.implementation}: {trial.reason}" for trial in trials)
+        raise UnsupportedModelError(
+            f"this model's experts cannot be multiplied on this device: {reasons}",
+            limit="one way must run forward and backward on a micro-batch",
+            hint="`offload.device: cpu`, or a shorter `train.seq_len` where memory ran out",
+        )
+    return min(times_s, key=lambda timed: timed[0])[1]
+
+
+def try_all(
+    experts: nn.Module,
+    *,
+    candidates: Sequence[ExpertsImplementation],
+    device: torch.device,
+    num_tokens: int,
+    experts_per_token: int,
+    ranks: Mapping[str, int],
+) -> tuple[Trial, ...]:
+    """Time each way on a copy of the module with random weights, which is gone afterwards.
+
+    Args:
+        experts: Of the type that computes; only its shapes are read, so it may be on meta.
+        candidates: Ways to try.
+        device: Where to compute.
+        num_tokens: Of a micro-batch.
+        experts_per_token: Experts that each is sent to, at random.
+        ranks: Projections with a LoRA branch, by parameter -> its rank.
+    """
+    reasons = {name: reason_against(name, experts, device) for name in candidates}
+    bench: _Bench | None = None
+    times_s: dict[ExpertsImplementation, list[float]] = {}
+    try:
+        bench = _Bench(experts, device, num_tokens, experts_per_token, ranks)
+        for name in candidates:
+            if reasons[name] is None:
+                reasons[name] = _failure(bench, name)
+        able = [name for name in candidates if reasons[name] is None]
+        times_s = {name: [] for name in able}
+        for _ in range(NUM_ROUNDS):
+            for name in able:
+                times_s[name].append(bench.step_s(name))
+    finally:
+        del bench
+        gc.collect()  # what a failed run has left lies in a cycle with its traceback
+        release_cached(device)
+    return tuple(
+        Trial(implementation=name, seconds=statistics.median(times_s[name]))
+        if reasons[name] is None
+        else Trial(implementation=name, reason=reasons[name])
+        for name in candidates
+    )
+
+
+def _failure(bench: "_Bench", name: ExpertsImplementation) -> str | None:
+    """Run once to warm up; return what went wrong.
+
+    Whatever it is, the other ways are there, and the reason is shown. Triton alone has errors of
+    its own, those of a compiler that is missing and those of headers that are.
+    """
+    try:
+        bench.step_s(name)
+    except torch.OutOfMemoryError:
+        return "device memory ran out"
+    except Exception as error:  # noqa: BLE001
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        return f"{type(error).__name__}: {first_line}"
+    return None
+
+
+class _Bench:
+    """One layer's experts, what goes through them, and the time that it takes."""
+
+    def __init__(
+        self,
+        experts: nn.Module,
+        device: torch.device,
+        num_tokens: int,
+        experts_per_token: int,
+        ranks: Mapping[str, int],
+    ) -> None:
+        self._device = device
+        self._generator = torch.Generator(device).manual_seed(0)
+        self._experts = cast("Any", copy.deepcopy(experts).to_empty(device=device))
+        self._experts.requires_grad_(requires_grad=False)
+        with torch.no_grad():
+            for parameter in self._experts.parameters():
+                parameter.normal_(std=0.02, generator=self._generator)
+        dtype, hidden = self._experts.down_proj.dtype, self._features("down_proj")[1]
+        self._hidden_TD = self._random(num_tokens, hidden).to(dtype).requires_grad_()
+        scores_TE = self._random(num_tokens, self._experts.num_experts).softmax(-1)
+        weight_TC, self._expert_TC = scores_TE.topk(experts_per_token)
+        self._weight_TC = weight_TC.to(dtype).requires_grad_()
+        self._gradient_TD = self._random(num_tokens, hidden).to(dtype)
+        self._branches = {name: self._branch(name, rank) for name, rank in ranks.items()}
+
+    def step_s(self, name: ExpertsImplementation) -> float:
+        """Return the time of a forward and a backward."""
+        use(name, self._experts)
+        if self._branches:
+            take_branches(self._experts)
+        return self._time_s(self._step)
+
+    def _step(self) -> None:
+        keywords = {"lora": self._branches} if self._branches else {}
+        out = self._experts(self._hidden_TD, self._expert_TC, self._weight_TC, **keywords)
+        factors = [f for b in self._branches.values() for f in (b.a_ERK, b.b_ERN)]
+        inputs = [self._hidden_TD, self._weight_TC, *factors]
+        torch.autograd.grad(out, inputs, self._gradient_TD)
+
+    def _branch(self, name: str, rank: int) -> Branch:
+        d_in, d_out = self._features(name)
+        num_experts: int = self._experts.num_experts
+        return Branch(
+            a_ERK=self._random(num_experts, rank, d_in).requires_grad_(),
+            b_ERN=self._random(num_experts, rank, d_out).requires_grad_(),
+            scaling=1.0,
+        )
+
+    def _features(self, name: str) -> tuple[int, int]:
+        """Return the features in and out of a projection."""
+        weight: torch.Tensor = getattr(self._experts, name)
+        d_in, d_out = weight.shape[1:] if self._experts.is_transposed else weight.shape[:0:-1]
+        return d_in, d_out
+
+    def _random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self._generator, device=self._device)
+
+    def _time_s(self, run: Callable[[], object]) -> float:
+        if self._device.type == "cpu":
+            start_s = time.perf_counter()
+            run()
+            return time.perf_counter() - start_s
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3

@@ -1,0 +1,81 @@
+from dataclasses import replace
+
+import pytest
+
+from offload.plan.costs import Workload, price
+from offload.plan.expert_rate import with_measured_experts
+from offload.plan.facts import AdapterSpec, ModelFacts, model_facts
+from offload.plan.machine import Machine, named_machine
+
+MOE: ModelFacts = model_facts(
+    {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 2,
+        "mlp_only_layers": [0],
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "vocab_size": 151936,
+    }
+)
+CARD = named_machine("rtx3090")
+
+
+def workload(*, experts: bool) -> Workload:
+    return Workload(
+        micro_batch_size=1,
+        seq_len=8192,
+        label_tokens=8192,
+        head_chunk_tokens=1024,
+        adapter=AdapterSpec(rank=16, targets=("q_proj",), experts=experts),
+        optimizer="adamw",
+        dtype_bytes=2,
+        codec="native",
+    )
+
+
+def priced_s(machine: Machine, load: Workload) -> float:
+    """Forward, recompute included, and backward of the layer's experts."""
+    layer = MOE.layers[1]
+    others = tuple(linear for linear in layer.linears if linear.group != "experts")
+    whole, bare = (replace(MOE, layers=(x,)) for x in (layer, replace(layer, linears=others)))
+    plain = replace(load, adapter=replace(load.adapter, experts=False))
+    whole_s = price(whole, machine, load).layers[0].backward_s
+    return whole_s - price(bare, machine, plain).layers[0].backward_s
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_the_experts_of_a_layer_are_priced_as_they_were_measured(*, experts: bool) -> None:
+    load = workload(experts=experts)
+    for seconds in (0.06, 0.2):
+        machine = with_measured_experts(
+            CARD, MOE, load, implementation="grouped_mm", seconds=seconds
+        )
+        assert priced_s(machine, load) == pytest.approx(seconds)
+        assert machine.experts_implementation.value == "grouped_mm"
+        assert machine.experts_implementation.source == "measured"
+        assert machine.expert_gemm_flops_per_s.source == "measured"
+
+
+def test_experts_are_never_priced_above_the_rate_of_large_products() -> None:
+    machine = with_measured_experts(
+        CARD, MOE, workload(experts=True), implementation="triton", seconds=1e-9
+    )
+    assert machine.expert_gemm_flops_per_s.value == pytest.approx(CARD.gemm_flops_per_s.value)
+
+
+def test_nothing_else_of_the_machine_is_changed() -> None:
+    machine = with_measured_experts(
+        CARD, MOE, workload(experts=True), implementation="triton", seconds=0.1
+    )
+    restored = replace(
+        machine,
+        experts_implementation=CARD.experts_implementation,
+        expert_gemm_flops_per_s=CARD.expert_gemm_flops_per_s,
+    )
+    assert restored == CARD
