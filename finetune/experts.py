@@ -6,7 +6,6 @@ and gives the same bits at every start; a recipe's setting goes before what `--m
 either is taken as it is, if it can compute the model's experts here.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,8 @@ from finetune.figures import shown_time, table_of
 from finetune.model import experts_of
 from finetune.planning import as_told, has_experts
 from finetune.recipe import Recipe
-from offload.engine.experts.choice import CANDIDATES, Trial, fastest, reason_against, try_all
+from finetune.screen import Screen
+from offload.engine.experts.choice import CANDIDATES, fastest, reason_against, try_all
 from offload.plan.costs import Workload
 from offload.plan.expert_rate import with_measured_experts
 from offload.plan.facts import ModelFacts, adapted_linears
@@ -24,7 +24,10 @@ from offload.plan.machine import ExpertsImplementation, Implementation, Machine
 
 if TYPE_CHECKING:
     import torch
-    from rich.table import Table
+
+
+NO_INTERFACE = "they do not go through transformers' experts interface"
+OWN_CODE = Implementation(value="eager", source="the model's own code")
 
 
 def settled(
@@ -71,20 +74,15 @@ def settled(
     else:
         return None
     is_wanted = told is not machine
-    if way.value != "eager" or is_wanted:
-        reason = _reason_against(recipe, way.value, device, is_wanted=is_wanted)
-        if reason is not None:
-            raise _refusal(way.value, reason, is_begun=begun is not None, is_wanted=is_wanted)
-    return replace(machine, experts_implementation=way)
-
-
-def _reason_against(
-    recipe: Recipe, way: ExpertsImplementation, device: "torch.device", *, is_wanted: bool
-) -> str | None:
+    if way.value == "eager" and not is_wanted:
+        return replace(machine, experts_implementation=way)
     experts = experts_of(recipe.model)
-    if experts is not None:
-        return reason_against(way, experts, device)
-    return "they do not go through transformers' experts interface" if is_wanted else None
+    reason = NO_INTERFACE if experts is None else reason_against(way.value, experts, device)
+    if experts is None and not is_wanted:
+        way = OWN_CODE
+    elif reason is not None:
+        raise _refusal(way.value, reason, is_begun=begun is not None, is_wanted=is_wanted)
+    return replace(machine, experts_implementation=way)
 
 
 def _refusal(
@@ -110,17 +108,22 @@ def _refusal(
 
 
 def measured(
-    recipe: Recipe, facts: ModelFacts, machine: Machine, device: "torch.device", load: Workload
-) -> tuple[Machine, tuple[Trial, ...]]:
-    """Try all ways on one layer's experts; return the machine with the fastest, and the trials.
+    recipe: Recipe,
+    facts: ModelFacts,
+    machine: Machine,
+    device: "torch.device",
+    load: Workload,
+    screen: Screen,
+) -> Machine:
+    """Try all ways on one layer's experts, show them, and return the machine with the fastest.
 
     Raises:
         UnsupportedModelError: None can compute them here.
     """
     experts = experts_of(recipe.model)
     if experts is None:  # the model has code of its own, in which there is nothing to choose
-        own = Implementation(value="eager", source="the model's own code")
-        return replace(machine, experts_implementation=own), ()
+        return replace(machine, experts_implementation=OWN_CODE)
+    screen.note("Trying the ways to multiply experts ...")
     layer = next(layer for layer in facts.layers if layer.num_experts)
     adapted = [x for x in adapted_linears(layer, load.adapter) if x.group == "experts"]
     trials = try_all(
@@ -133,17 +136,11 @@ def measured(
     )
     best = fastest(trials)
     assert best.seconds is not None
-    machine = with_measured_experts(
-        machine, facts, load, implementation=best.implementation, seconds=best.seconds
-    )
-    return machine, trials
-
-
-def trials_table(trials: Sequence[Trial], *, num_tokens: int) -> "Table":
-    """Return each way with its time, or with the reason why it cannot run."""
-    best = fastest(trials)
-    table = table_of(f"Experts of one layer, {num_tokens:,} tokens forward and backward")
+    table = table_of(f"Experts of one layer, {load.num_tokens:,} tokens forward and backward")
     for trial in trials:
         shown = f"{trial.reason}" if trial.seconds is None else shown_time(trial.seconds)
         table.add_row(trial.implementation, shown + (" (taken)" if trial is best else ""))
-    return table
+    screen.show(table)
+    return with_measured_experts(
+        machine, facts, load, implementation=best.implementation, seconds=best.seconds
+    )

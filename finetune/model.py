@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from finetune.env import has_proxy, is_offline
 from finetune.errors import ConfigError, ModelError
-from finetune.published import load_published, model_around, take_quantization
+from finetune.published import load_published, model_around
 from finetune.shapes import load_shape, shipped_shapes
 from finetune.weights import identity, store_path
 from offload.errors import StoreError
@@ -173,6 +173,7 @@ def load_model(  # noqa: PLR0913 - one door for every way in
         CodecError: Weights cannot be written by the codec.
         UnsupportedModelError: The model's layers cannot be streamed.
     """
+    from offload.engine.experts.choice import goes_through_interface, use
     from offload.engine.host.slab import Slab
     from offload.engine.host.stowing import Stowing
     from offload.engine.model.stack import find_towers
@@ -195,27 +196,10 @@ def load_model(  # noqa: PLR0913 - one door for every way in
     for tower in find_towers(loaded.model):  # for images or sound: text needs none of it
         tower.to("meta")
     if experts_implementation is not None:
-        _set_experts(loaded.model, experts_implementation)
+        for module in loaded.model.modules():
+            if goes_through_interface(module):
+                use(experts_implementation, module)
     return loaded
-
-
-def _set_experts(model: "PreTrainedModel", implementation: ExpertsImplementation) -> None:
-    """Choose how all experts are multiplied; transformers passes over models that it misjudges."""
-    from offload.engine.experts import fused
-    from offload.engine.experts.choice import goes_through_interface
-
-    if implementation == "triton":
-        fused.register()
-    model.set_experts_implementation(implementation)
-    for name, module in model.named_modules():
-        if goes_through_interface(module):
-            config: Any = module.config
-            if config._experts_implementation != implementation:
-                raise ModelError(
-                    f"{name} computes by {config._experts_implementation}, not {implementation}",
-                    limit="all experts of a model are multiplied in one way",
-                    hint=f"`model.experts_implementation: {config._experts_implementation}`",
-                )
 
 
 def experts_of(model: "ModelSection") -> "nn.Module | None":
@@ -236,9 +220,7 @@ def _config_of(path: str | None, config: str | None) -> "PreTrainedConfig":
 
     fields = read_config(path=path, config=config)
     model_type = fields.pop("model_type")
-    made = AutoConfig.for_model(model_type, **fields)
-    take_quantization(made)  # what computes is the plain model that published weights decode to
-    return made
+    return AutoConfig.for_model(model_type, **fields)
 
 
 def _random_model(path: str | None, config: str | None, dtype: str, seed: int) -> "PreTrainedModel":

@@ -18,6 +18,7 @@ from finetune.recipe import Recipe
 from finetune.sampling import pad_id
 from finetune.screen import Screen
 from finetune.source import Rows, StepSizes, load_rows, row_order
+from offload.plan.facts import ModelFacts
 from offload.plan.machine import ExpertsImplementation, Machine
 from offload.plan.plan import Plan, plan
 from offload.probe import probe
@@ -95,18 +96,10 @@ def prepare(
     """
     device = preflight.torch_device(recipe.offload, ranks)
     facts = facts_of(recipe.model)
-    machine = ranks.from_main(lambda: _machine(recipe, screen, device, machine_file))
-    preflight.require_ready(recipe, facts, machine, num_ranks=ranks.num)
-    settled = ranks.from_main(
-        lambda: experts.settled(
-            recipe,
-            facts,
-            machine,
-            device,
-            resumed=resumed,
-            is_from_file=machine_file is not None,
-        )
+    machine, is_settled = ranks.from_main(
+        lambda: _machine(recipe, facts, screen, device, machine_file, resumed)
     )
+    preflight.require_ready(recipe, facts, machine, num_ranks=ranks.num)
     tokenizer = load_tokenizer(recipe.model.tokenizer_source)
     with ranks.main_first():
         rows = load_rows(
@@ -123,15 +116,12 @@ def prepare(
     preflight.require_within_run(recipe, num_steps=order.num_steps)
     sizes = StepSizes.of(order, rows.train)
     request = request_for(recipe, facts, sizes, num_ranks=ranks.num)
-    planned = plan(facts, settled or machine, request)
-    if settled is None:
-        screen.note("Trying the ways to multiply experts ...")
-        machine, trials = ranks.from_main(
-            lambda: experts.measured(recipe, facts, machine, device, request.typical)
+    planned = plan(facts, machine, request)
+    if not is_settled:  # it fits, so the ways to multiply experts are worth a trial
+        measured = ranks.from_main(
+            lambda: experts.measured(recipe, facts, machine, device, request.typical, screen)
         )
-        if trials:
-            screen.show(experts.trials_table(trials, num_tokens=request.typical.num_tokens))
-        planned = plan(facts, machine, request)
+        planned = plan(facts, measured, request)
     return Work(
         device=device,
         tokenizer=tokenizer,
@@ -146,13 +136,25 @@ def prepare(
 
 
 def _machine(
-    recipe: Recipe, screen: Screen, device: torch.device, machine_file: Path | None
-) -> Machine:
-    """Return the rates of this rank's device while the other ranks wait."""
+    recipe: Recipe,
+    facts: ModelFacts,
+    screen: Screen,
+    device: torch.device,
+    machine_file: Path | None,
+    resumed: RunDir | None,
+) -> tuple[Machine, bool]:
+    """Return the rates of this rank's device, and whether it is settled how it multiplies experts.
+
+    The other ranks wait.
+    """
     dtype = recipe.model.dtype
     if machine_file is None:
         screen.note("Measuring this machine ...")
-        return probe(device=device.type, seconds=PROBE_S, dtype=dtype)
-    machine = find_machine(str(machine_file))
-    preflight.require_same_machine(machine, device=device.type, dtype=dtype)
-    return machine
+        machine = probe(device=device.type, seconds=PROBE_S, dtype=dtype)
+    else:
+        machine = find_machine(str(machine_file))
+        preflight.require_same_machine(machine, device=device.type, dtype=dtype)
+    settled = experts.settled(
+        recipe, facts, machine, device, resumed=resumed, is_from_file=machine_file is not None
+    )
+    return settled or machine, settled is not None

@@ -73,7 +73,7 @@ def _empty_model(path: str) -> _Empty:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(path)
-    quantization = take_quantization(config)
+    quantization = _take_quantization(config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     is_composite = type(config) is not type(model.config)
@@ -121,7 +121,7 @@ def _named_errors(path: str) -> Iterator[None]:
         ) from error
 
 
-def take_quantization(config: "PreTrainedConfig") -> dict[str, Any] | None:
+def _take_quantization(config: "PreTrainedConfig") -> dict[str, Any] | None:
     """Return what a config says of quantised weights, and take it out of the config.
 
     With it, transformers would build the model of other modules.

@@ -95,6 +95,24 @@ def test_the_plan_of_the_30b_recipe_has_the_known_figures(capsys) -> None:
     assert layer["h2d_s"] > 0
 
 
+def test_a_plan_says_how_it_takes_experts_to_be_multiplied(capsys) -> None:
+    words = ("plan", "qwen30b_lora_5090", "--machine", "rtx4090")
+    assert run(*words) == 0
+    assert (
+        "multiplied by triton (assumed until a run measures it), 92.51 TFLOP/s (assumed: 0.7"
+        in (capsys.readouterr().out)
+    )
+    assert run(*words, "model.experts_implementation=eager", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["experts_implementation"] == {
+        "value": "eager",
+        "source": "as the recipe says",
+    }
+    assert run("plan", "qwen3_8b_lora_3060", "--machine", "rtx4090") == 0
+    assert "multiplied by" not in capsys.readouterr().out
+    assert run(*words[:1], "qwen3_8b_lora_3060", *words[2:], "--json") == 0
+    assert json.loads(capsys.readouterr().out)["experts_implementation"] is None
+
+
 def test_the_same_plan_is_printed_byte_for_byte_again(capsys) -> None:
     words = ("plan", "qwen30b_lora_5090", "--machine", "rtx 5090", "--json")
     assert run(*words) == 0

@@ -56,6 +56,16 @@ def test_every_setting_of_the_adapter_is_documented() -> None:
         assert re.search(rf"(`| ){name}[:`]", README), name
 
 
+def test_every_way_to_multiply_experts_is_documented() -> None:
+    from typing import get_args
+
+    from offload.plan.machine import ExpertsImplementation
+
+    assert "`model.experts_implementation`" in README
+    for way in ("auto", *get_args(ExpertsImplementation)):
+        assert f"\n| `{way}` | " in README, way
+
+
 def test_every_file_that_the_tree_names_exists() -> None:
     (tree,) = blocks("text")
     root, folder = Path(__file__).parents[2], Path()

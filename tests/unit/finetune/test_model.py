@@ -1,15 +1,25 @@
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from finetune import model as model_module
 from finetune.errors import ConfigError, ModelError
-from finetune.model import Loaded, has_weights, load_model, load_tokenizer, read_config
+from finetune.model import (
+    Loaded,
+    experts_of,
+    has_weights,
+    load_model,
+    load_tokenizer,
+    read_config,
+)
+from finetune.recipe_sections import ModelSection
+from offload.engine.experts.choice import goes_through_interface
+from offload.plan.machine import ExpertsImplementation
 
 SHAPE = {
     "hidden_size": 16,
@@ -89,6 +99,42 @@ def test_random_weights_depend_on_the_seed_alone() -> None:
     assert torch.equal(first, weights(1))
     assert not torch.equal(first, weights(2))
     assert torch.equal(state, torch.get_rng_state())
+
+
+def random_moe(way: ExpertsImplementation | None) -> PreTrainedModel:
+    return load_model(
+        path=None,
+        config="tiny-qwen3-moe",
+        init="random",
+        dtype="float32",
+        codec="native",
+        device="cpu",
+        seed=0,
+        tier="ram",
+        experts_implementation=way,
+    ).model
+
+
+@pytest.mark.parametrize("way", ["eager", "grouped_mm"])
+def test_all_experts_compute_as_they_are_told(way: ExpertsImplementation) -> None:
+    model = random_moe(way)
+    experts = [module for module in model.modules() if goes_through_interface(module)]
+    assert len(experts) == 4
+    for module in experts:
+        config: Any = module.config
+        assert config._experts_implementation == way
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_experts_are_known_before_the_model_is_loaded(
+    dtype: Literal["bfloat16", "float32"],
+) -> None:
+    model = ModelSection(config="gpt-oss-20b", init="random", dtype=dtype)
+    experts: Any = experts_of(model)
+    assert experts.gate_up_proj.shape == (32, 2880, 5760)
+    assert experts.down_proj.dtype is getattr(torch, dtype)
+    assert {p.device.type for p in experts.parameters()} == {"meta"}
+    assert experts_of(ModelSection(config="tiny-qwen3", init="random")) is None
 
 
 def test_a_missing_tensor_is_named(model_dir: Path) -> None:

@@ -221,6 +221,10 @@ def test_a_value_on_its_limit_is_accepted(setting: str, value: object) -> None:
         ({"output__eval_every": 5}, "output.eval_every is 5 and no rows are held out"),
         ({"report__samples": 3}, "report.samples is 3 and no rows are held out"),
         ({"report__profile": 11}, "report.profile is 11 and train.steps is 10"),
+        (
+            {"model__experts_implementation": "triton", "offload__device": "cpu"},
+            "model.experts_implementation is triton and offload.device is cpu",
+        ),
     ],
 )
 def test_a_broken_rule_between_fields_names_the_values(changes: dict[str, Any], text: str) -> None:
