@@ -173,7 +173,8 @@ def load_model(  # noqa: PLR0913 - one door for every way in
         CodecError: Weights cannot be written by the codec.
         UnsupportedModelError: The model's layers cannot be streamed.
     """
-    from offload.engine.experts.choice import goes_through_interface, use
+    from offload.engine.experts.choice import use
+    from offload.engine.experts.interface import goes_through_interface
     from offload.engine.host.slab import Slab
     from offload.engine.host.stowing import Stowing
     from offload.engine.model.stack import find_towers

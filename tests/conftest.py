@@ -1,5 +1,7 @@
 """What holds for all tests: their environment, and whether one that needs a GPU may be skipped."""
 
+import contextlib
+import importlib
 import os
 from collections.abc import Generator
 
@@ -21,6 +23,8 @@ def pytest_configure() -> None:
     torch.set_num_threads(1)
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
+        with contextlib.suppress(ImportError):
+            importlib.import_module("triton")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

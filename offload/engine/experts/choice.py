@@ -18,7 +18,9 @@ import torch
 from torch import nn
 
 from offload.engine.experts import fused
-from offload.engine.experts.lora import ROW_BYTES, Branch, take_branches
+from offload.engine.experts.branch import ROW_BYTES, Branch
+from offload.engine.experts.interface import goes_through_interface
+from offload.engine.experts.lora import register, take_branches
 from offload.engine.streams import release_cached
 from offload.errors import UnsupportedModelError
 from offload.plan.machine import ExpertsImplementation
@@ -47,15 +49,10 @@ def find_experts(model: nn.Module) -> nn.Module | None:
     return next((m for m in model.modules() if goes_through_interface(m)), None)
 
 
-def goes_through_interface(module: nn.Module) -> bool:
-    """Tell whether transformers lets a module's experts be multiplied in several ways."""
-    return {"has_gate", "has_bias", "is_transposed", "config"} <= set(vars(module))
-
-
 def use(implementation: ExpertsImplementation, experts: nn.Module) -> None:
     """Let a module multiply its experts in a way; so do all that share its config."""
     if implementation == "triton":
-        fused.register()
+        register()
     config: Any = experts.config
     config._experts_implementation = implementation
 

@@ -12,6 +12,7 @@ is a step of the tile's sum, where it rounds with the frozen product and not by 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -33,17 +34,11 @@ def reason_against(experts: Any, device: torch.device) -> str | None:
     what = _reason_in(experts)
     if what is not None:
         return f"{type(experts).__name__} {what}"
-    try:
-        import triton
-    except ImportError:
-        return "Triton is not installed: `pip install triton`"
-    if triton.knobs.runtime.interpret:  # anywhere, and slowly
-        return None
     if device.type != "cuda":
-        return f"Triton makes programs for a GPU, and layers compute on the {device.type}"
+        return "Triton's kernels run on CUDA"
     if torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
         return f"{torch.cuda.get_device_name(device)} is older than Ampere"
-    return None
+    return None if find_spec("triton") else "Triton is not installed: `pip install triton`"
 
 
 def _reason_in(experts: Any) -> str | None:

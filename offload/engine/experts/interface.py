@@ -3,10 +3,15 @@
 from torch import nn
 
 
+def goes_through_interface(module: nn.Module) -> bool:
+    """Tell whether transformers lets a module's experts be multiplied in several ways."""
+    return {"has_gate", "has_bias", "is_transposed", "config"} <= set(vars(module))
+
+
 def reason_outside(experts: nn.Module) -> str | None:
     """Tell why not all that a module computes goes through transformers' experts interface."""
     own = vars(experts)
-    if not {"has_gate", "has_bias", "is_transposed", "config"} <= set(own):
+    if not goes_through_interface(experts):
         return "does not go through transformers' experts interface"
     # Older versions of transformers have neither of these.
     if own.get("has_post_expert_norm"):

@@ -18,7 +18,7 @@ from finetune.model import (
     read_config,
 )
 from finetune.recipe_sections import ModelSection
-from offload.engine.experts.choice import goes_through_interface
+from offload.engine.experts.interface import goes_through_interface
 from offload.plan.machine import ExpertsImplementation
 
 SHAPE = {

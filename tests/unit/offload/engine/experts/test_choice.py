@@ -11,7 +11,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from offload.engine.experts import fused
+from offload.engine.experts import choice, fused
 from offload.engine.experts.choice import (
     CANDIDATES,
     Trial,
@@ -182,13 +182,17 @@ def test_triton_is_told_not_to_run_on_a_cpu() -> None:
     assert tried(experts(), "triton", "eager")["triton"].seconds is None
 
 
-def test_triton_is_made_known_before_it_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    table, kernels = ALL_EXPERTS_FUNCTIONS._global_mapping, Calls("grouped_mm")
-    monkeypatch.delitem(table, "triton", raising=False)
-    monkeypatch.setattr(fused, "reason_against", lambda _experts, _device: None)
-    monkeypatch.setattr(fused, "register", lambda: monkeypatch.setitem(table, "triton", kernels))
-    assert tried(experts(), "triton")["triton"].reason is None
-    assert kernels.num == 6
+@pytest.mark.parametrize("ranks", [{}, {"gate_up_proj": 4, "down_proj": 4}], ids=["frozen", "lora"])
+def test_triton_is_made_known_before_it_is_tried(
+    ranks: Mapping[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    for name in ("triton", "triton+lora"):
+        monkeypatch.delitem(ALL_EXPERTS_FUNCTIONS._global_mapping, name, raising=False)
+    monkeypatch.setattr(fused, "reason_against", lambda _experts, _device: None)  # interpreted
+    monkeypatch.setattr(choice, "NUM_ROUNDS", 1)
+    monkeypatch.setattr(f"{__name__}.NUM_TOKENS", 8)
+    assert tried(experts(), "triton", ranks=ranks)["triton"].reason is None
 
 
 def test_nothing_is_left_of_a_trial_that_went_well_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
