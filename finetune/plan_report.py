@@ -20,6 +20,11 @@ COUNTS: dict[Count, str] = {
     "lecture": "attention as 3 S x h products",
 }
 
+FACTS_GRADES = {
+    "config": "from the config alone",
+    "built": "off the model, built without weights",
+}
+
 
 def predicted_phases(plan: Plan) -> dict[str, float]:
     """Return predicted seconds by phase; all but `h2d` and `d2h` make up `step`."""
@@ -78,6 +83,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "grade": plan.costs.grade,
         "model": {
             "type": facts.model_type,
+            "facts_grade": facts.grade,
             "num_layers": facts.num_layers,
             "num_parameters": facts.num_parameters,
             "num_active_parameters": facts.num_active_parameters,
@@ -90,7 +96,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             ),
             "norm_bytes": classes["norm"],
             "router_bytes": classes["router"],
-            "other_bytes": classes["bias"] + classes["sinks"],
+            "other_bytes": classes["bias"] + classes["other"],
             "cargo_bytes": cost.weight_bytes,
             "forward_s": cost.forward_s,
             "backward_s": cost.backward_s,
@@ -139,6 +145,7 @@ def _route_table(plan: Plan) -> Table:
             f"{facts.model_type}, {facts.num_layers} layers, {shown_count(facts.num_parameters)}"
             f" parameters, {shown_count(facts.num_active_parameters)} active per token",
         ),
+        ("counted", FACTS_GRADES[facts.grade]),
         ("adapter", _adapter_line(plan)),
         ("layer 0", _layer_line(plan)),
         (
@@ -204,7 +211,7 @@ def _layer_line(plan: Plan) -> str:
     layer, dtype_bytes = plan.facts.layers[0], plan.request.typical.dtype_bytes
     classes = {name: n * dtype_bytes for name, n in layer.parameters_by_class().items() if n}
     small = {
-        name: classes.pop(name) for name in ("norm", "router", "bias", "sinks") if name in classes
+        name: classes.pop(name) for name in ("norm", "router", "bias", "other") if name in classes
     }
     return f"{sum(classes.values()):,} bytes of {' and '.join(classes)} weights" + "".join(
         f", {num_bytes:,} of {name}" for name, num_bytes in small.items()

@@ -10,16 +10,13 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from offload.plan.attention_costs import attention_work
+from offload.plan.attention_kinds import SoftmaxAttention
 from offload.plan.codec import CodecName, bytes_per_weight, is_encoded
-from offload.plan.facts import (
-    AdapterSpec,
-    LayerFacts,
-    Linear,
-    ModelFacts,
-    adapted_linears,
-)
+from offload.plan.facts import AdapterSpec, LayerFacts, ModelFacts, adapted_linears
 from offload.plan.machine import Machine
-from offload.plan.roofline import attention_flops, gemm
+from offload.plan.parts import Linear
+from offload.plan.roofline import gemm
 from offload.plan.trained import (
     EMBEDDING,
     HEAD,
@@ -40,18 +37,17 @@ FP32_BYTES = 4
 # Passes of fp32 over a normed feature (square, mean, scale, weight) and casts to and from fp32.
 NORM_FP32_PASSES, NORM_CASTS, NORM_OPS = 5, 2, 7
 ROTARY_PASSES, ROTARY_OPS = 10, 10
-SWIGLU_PASSES, RESIDUAL_PASSES = 5, 3
+SWIGLU_PASSES, GELU_PASSES, RESIDUAL_PASSES = 5, 2, 3
+GATE_PASSES, LATENT_PASSES = 5, 4  # of an output's gate; of queries and keys, put together
 # Sort, histogram, offsets and gathers of a mixture; tensors of (routed rows, h) read or written.
 ROUTING_OPS, ROUTING_PASSES = 30, 9
-ATTENTION_OPS = 8
 LORA_OPS = 6
 # DoRA's passes of fp32 over a merged weight, for its norm, and over the output of each branch.
 DORA_WEIGHT_PASSES, DORA_OUTPUT_PASSES, DORA_OPS = 9, 8, 14
 # Casts of A and B, scaling and addition of an adapter on experts, and its two products.
 EXPERT_LORA_OPS, EXPERT_LORA_PRODUCTS = 5, 2
 FLASH_BACKWARD_FORWARDS = 2.5
-FRONT_OPS = 60
-TAIL_OPS, TAIL_LOGIT_PASSES = 40, 9
+FRONT_OPS, TAIL_OPS, TAIL_LOGIT_PASSES = 60, 40, 9
 # Clipping (3 passes of fp32) and AdamW, unfused (20) or in 8 bit (3 and two bytes of state twice).
 ADAMW_BYTES_PER_WEIGHT = {"adamw": 92, "adamw_8bit": 28}
 ADAMW_OPS = 14
@@ -164,7 +160,7 @@ class Pricer:
     facts: ModelFacts
     workload: Workload
 
-    def gemm(self, m: int, k: int, n: int, *, num_ops: int = 1) -> Work:
+    def gemm(self, m: int, k: int, n: int) -> Work:
         """One product of matrices, all in the same kernel."""
         roof = gemm(self.machine, m=m, k=k, n=n, dtype_bytes=self.workload.dtype_bytes)
         is_compute = roof.compute_s >= roof.memory_s
@@ -172,7 +168,7 @@ class Pricer:
             compute_s=roof.compute_s if is_compute else 0.0,
             memory_s=0.0 if is_compute else roof.memory_s,
             flops=2.0 * m * k * n,
-            num_ops=num_ops,
+            num_ops=1,
         )
 
     def traffic(self, num_bytes: float, *, num_ops: float) -> Work:
@@ -209,7 +205,8 @@ class Pricer:
         """A linear layer, or all experts' one."""
         if linear.group == "experts":
             return self.experts(linear)
-        return self.gemm(self.workload.num_tokens, linear.d_in, linear.d_out)
+        one = self.gemm(self.workload.num_tokens, linear.d_in, linear.d_out)
+        return one.times(linear.active)
 
     def adapter(self, linear: Linear) -> Work:
         """Low-rank branch of one linear layer, in fp32, or of all experts."""
@@ -266,16 +263,14 @@ class Pricer:
         return Work(compute_s=compute_s, flops=flops) + self.traffic(num_bytes, num_ops=num_ops)
 
     def attention(self, layer: LayerFacts) -> Work:
-        """Scores, softmax and values in one kernel."""
-        flops = attention_flops(
+        """What tokens do with each other."""
+        return attention_work(
+            layer.attention,
+            self.machine,
             num_tokens=self.workload.num_tokens,
-            context_tokens=self.workload.seq_len,
-            width=self.facts.num_heads * self.facts.head_dim,
-            count="causal",
-            window=layer.window,
+            seq_len=self.workload.seq_len,
+            dtype_bytes=self.workload.dtype_bytes,
         )
-        compute_s = flops / self.machine.attention_flops_per_s.value
-        return Work(compute_s=compute_s, flops=flops, num_ops=ATTENTION_OPS)
 
     def pointwise(self, layer: LayerFacts) -> Work:
         """Norms, rotary embedding, residuals and activations but those of routed experts."""
@@ -283,21 +278,26 @@ class Pricer:
         norm_bytes = NORM_FP32_PASSES * FP32_BYTES
         if b != FP32_BYTES:
             norm_bytes += NORM_CASTS * (b + FP32_BYTES)
-        rotated = (facts.num_heads + facts.num_kv_heads) * facts.head_dim
-        passes = RESIDUAL_PASSES * 2 * facts.hidden_size + ROTARY_PASSES * rotated
-        num_ops = NORM_OPS * layer.num_norms + 2 + ROTARY_OPS
+        kind, passes = layer.attention, float(RESIDUAL_PASSES * 2 * facts.hidden_size)
+        num_ops = NORM_OPS * len(layer.norms) + 2
+        if isinstance(kind, SoftmaxAttention):
+            passes += ROTARY_PASSES * kind.num_rotated_heads * kind.rotary_dim
+            passes += LATENT_PASSES * kind.num_heads * kind.qk_dim if kind.is_latent else 0
+            passes += GATE_PASSES * kind.width if kind.has_output_gate else 0
+            num_ops += ROTARY_OPS
         for linear in layer.linears:
-            if linear.name == "down_proj" and linear.group != "experts":
-                passes += SWIGLU_PASSES * linear.d_in
-                num_ops += 3
+            if linear.is_down and linear.group != "experts":
+                is_gated = linear.reads != "plain"
+                passes += (SWIGLU_PASSES if is_gated else GELU_PASSES) * linear.d_in
+                num_ops += 3 if is_gated else 1
         per_token = passes * b + layer.normed_features * norm_bytes
         return self.traffic(tokens * per_token, num_ops=num_ops)
 
     def routing(self, layer: LayerFacts) -> Work:
         """Rows that are made of tokens, pass an activation and become tokens again."""
-        if layer.mlp != "moe":
+        if not layer.num_experts:
             return Work()
-        width = sum(x.d_in for x in layer.linears if x.key == "experts.down_proj")
+        width = sum(x.d_in for x in layer.linears if x.group == "experts" and x.is_down)
         passes = SWIGLU_PASSES * width + ROUTING_PASSES * self.facts.hidden_size
         rows = self.workload.num_tokens * layer.experts_per_token
         return self.traffic(rows * passes * self.workload.dtype_bytes, num_ops=ROUTING_OPS + 3)

@@ -2,56 +2,17 @@
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Literal
 
 from offload.errors import UnsupportedModelError
-from offload.plan.families import FAMILIES, Config, Family
+from offload.plan.attention_kinds import Attention, SoftmaxAttention
+from offload.plan.blocks import Mixer
+from offload.plan.config_values import Config
+from offload.plan.families import FAMILIES, REFUSED, RESIDENT_HINT, TEXT_TIED, WHOLE_TIED, Family
+from offload.plan.parts import Group, Linear, Norm
 
-Group = Literal["attention", "mlp", "experts", "shared_experts", "router"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Linear:
-    """One matrix product of a layer, or a fused stack of one per expert.
-
-    Attributes:
-        name: Last part of the module's (or fused parameter's) name, such as q_proj.
-        group: Part of the layer that it belongs to.
-        d_in: Features in.
-        d_out: Features out.
-        num_experts: Matrices in the stack.
-        active: Matrices of the stack that one token passes through.
-        has_bias: Whether each matrix has a bias of d_out elements.
-    """
-
-    name: str
-    group: Group
-    d_in: int
-    d_out: int
-    num_experts: int = 1
-    active: int = 1
-    has_bias: bool = False
-
-    @property
-    def num_weights(self) -> int:
-        """Weights of the whole stack, without biases."""
-        return self.num_experts * self.d_in * self.d_out
-
-    @property
-    def num_biases(self) -> int:
-        """Biases of the whole stack."""
-        return self.num_experts * self.d_out if self.has_bias else 0
-
-    def adapter_parameters(self, rank: int) -> int:
-        """LoRA parameters as peft shapes them: A (rank * E, d_in) and B (d_out, rank * E)."""
-        return rank * self.num_experts * (self.d_in + self.d_out)
-
-    @property
-    def key(self) -> str:
-        """Name by which an adapter's patterns mean it, whose last part others may share."""
-        return f"experts.{self.name}" if self.group == "experts" else self.name
+TIED_KEY = "tie_word_embeddings"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,24 +20,21 @@ class LayerFacts:
     """One decoder layer.
 
     Attributes:
-        attention: Whether each token sees all before it, or a window.
-        mlp: Whether the MLP is one, or a mixture of experts.
-        window: Tokens that a sliding layer sees.
+        attention: How its tokens see each other.
         linears: All matrix products but attention's own.
-        norm_parameters: Weights of the norms, those on queries and keys included.
-        num_norms: Norms, those on queries and keys included.
-        normed_features: Elements of one token that pass through a norm, counted once per norm.
-        sink_parameters: Attention sinks, one per head where the family has them.
+        norms: All norms, those on queries and keys included.
+        num_others: Other parameters: attention sinks, convolutions, decays, scales.
     """
 
-    attention: Literal["full", "sliding"]
-    mlp: Literal["dense", "moe"]
-    window: int | None
+    attention: Attention
     linears: tuple[Linear, ...]
-    norm_parameters: int
-    num_norms: int
-    normed_features: int
-    sink_parameters: int
+    norms: tuple[Norm, ...]
+    num_others: int = 0
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that each token sees; None for all before it, in whatever form."""
+        return self.attention.window if isinstance(self.attention, SoftmaxAttention) else None
 
     def weights(self, group: Group) -> int:
         """Weights of one group's matrices, without biases."""
@@ -84,6 +42,7 @@ class LayerFacts:
 
     def parameters_by_class(self) -> dict[str, int]:
         """Parameter counts that add up to `num_parameters`."""
+        biases = sum(linear.num_biases for linear in self.linears)
         return {
             "attention": self.weights("attention"),
             "mlp": self.weights("mlp"),
@@ -91,15 +50,24 @@ class LayerFacts:
             "shared_experts": self.weights("shared_experts"),
             "router": self.weights("router"),
             "norm": self.norm_parameters,
-            "bias": sum(linear.num_biases for linear in self.linears),
-            "sinks": self.sink_parameters,
+            "bias": biases + sum(norm.num_biases for norm in self.norms),
+            "other": self.num_others,
         }
 
     @property
+    def norm_parameters(self) -> int:
+        """Weights of all norms."""
+        return sum(norm.num_weights for norm in self.norms)
+
+    @property
+    def normed_features(self) -> int:
+        """Elements of one token that pass through a norm, counted once per norm."""
+        return sum(norm.num_features for norm in self.norms)
+
+    @property
     def matrix_parameters(self) -> int:
-        """Parameters that a codec writes: not routers, norms, biases and sinks."""
-        kinds = ("attention", "mlp", "experts", "shared_experts")
-        return sum(self.parameters_by_class()[kind] for kind in kinds)
+        """Parameters that a codec writes: not routers, norms, biases and small others."""
+        return sum(linear.num_weights for linear in self.linears if linear.is_encodable)
 
     @property
     def num_parameters(self) -> int:
@@ -130,17 +98,35 @@ class LayerFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFacts:
-    """A causal language model: embedding, layers, norm, head."""
+    """A causal language model: embedding, layers, norm, head.
+
+    Attributes:
+        model_type: As its config names it.
+        hidden_size: Features of a hidden state.
+        vocab_size: Tokens that it knows.
+        max_position_embeddings: Tokens of the longest sequence that it was made for.
+        embedding_parameters: Weights of the token embedding.
+        head_parameters: Weights of the head that are not the embedding's.
+        tie_word_embeddings: Whether the head's weights are the embedding's.
+        final_norm_parameters: Weights of the norm before the head.
+        num_others: Other parameters before and behind the layers: positions, inputs of layers.
+        layer_input_features: Features that each layer is given beside the hidden state.
+        layers: In forward order.
+        grade: Whether all this was read from the config, or off the model, built without weights.
+    """
 
     model_type: str
     hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     vocab_size: int
     max_position_embeddings: int
+    embedding_parameters: int
+    head_parameters: int
     tie_word_embeddings: bool
+    final_norm_parameters: int
+    num_others: int = 0
+    layer_input_features: int = 0
     layers: tuple[LayerFacts, ...]
+    grade: Literal["config", "built"] = "config"
 
     @property
     def num_layers(self) -> int:
@@ -148,33 +134,20 @@ class ModelFacts:
         return len(self.layers)
 
     @property
-    def embedding_parameters(self) -> int:
-        """Weights of the token embedding."""
-        return self.vocab_size * self.hidden_size
-
-    @property
-    def head_parameters(self) -> int:
-        """Weights of the head that are not the embedding's."""
-        return 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
-
-    @property
-    def final_norm_parameters(self) -> int:
-        """Weights of the norm before the head."""
-        return self.hidden_size
-
-    @property
-    def _outer_parameters(self) -> int:
-        return self.embedding_parameters + self.head_parameters + self.final_norm_parameters
+    def outer_parameters(self) -> int:
+        """All weights before and behind the layers."""
+        tables = self.embedding_parameters + self.head_parameters
+        return tables + self.final_norm_parameters + self.num_others
 
     @property
     def num_parameters(self) -> int:
         """All parameters of the model."""
-        return self._outer_parameters + sum(layer.num_parameters for layer in self.layers)
+        return self.outer_parameters + sum(layer.num_parameters for layer in self.layers)
 
     @property
     def num_active_parameters(self) -> int:
         """Parameters that one token uses."""
-        return self._outer_parameters + sum(layer.num_active_parameters for layer in self.layers)
+        return self.outer_parameters + sum(layer.num_active_parameters for layer in self.layers)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -213,8 +186,8 @@ def adapted_linears(layer: LayerFacts, spec: AdapterSpec) -> tuple[Linear, ...]:
     return tuple(
         linear
         for linear in layer.linears
-        if (spec.experts if linear.group == "experts" else linear.name in spec.targets)
-        and linear.group != "router"
+        if (linear.is_module and linear.name in spec.targets)
+        or (linear.group == "experts" and spec.experts)
     )
 
 
@@ -225,12 +198,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def linear_names(facts: ModelFacts) -> tuple[str, ...]:
     """Return the names of the linear modules that can be adapter targets, in order of use."""
-    names = (
-        linear.name
-        for layer in facts.layers
-        for linear in layer.linears
-        if linear.group not in ("experts", "router")
-    )
+    names = (linear.name for layer in facts.layers for linear in layer.linears if linear.is_module)
     return tuple(dict.fromkeys(names))
 
 
@@ -241,10 +209,15 @@ def linear_names(facts: ModelFacts) -> tuple[str, ...]:
 def model_facts(config: Mapping[str, object]) -> ModelFacts:
     """Read a model's shapes from its Hugging Face config, the parsed config.json.
 
+    Of a composite, for text and images, it is the text part: the rest takes no part in training.
+
     Raises:
-        UnsupportedModelError: Unknown model type, or a key is missing or of the wrong type.
+        UnsupportedModelError: Unknown model type, one that cannot be trained layer by layer, or a
+            key is missing or of the wrong type.
     """
+    config = text_config(config)
     model_type = config.get("model_type")
+    refuse_by_name(config)
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         near = difflib.get_close_matches(str(model_type), FAMILIES, n=3, cutoff=0.0)
         raise UnsupportedModelError(
@@ -252,49 +225,131 @@ def model_facts(config: Mapping[str, object]) -> ModelFacts:
             limit=f"known are {', '.join(sorted(FAMILIES))}",
             hint=f"nearest: `{'`, `'.join(near)}`",
         )
-    family, read = FAMILIES[model_type], Config(config, model_type)
-    hidden, num_heads = read.size("hidden_size"), read.size("num_attention_heads")
-    kv_heads = num_heads if read.is_null("num_key_value_heads") else family.kv_heads or num_heads
-    model = ModelFacts(
+    family = FAMILIES[model_type]
+    read = Config(config, model_type, family.defaults)
+    hidden, vocab_size = read.size("hidden_size"), read.size("vocab_size")
+    num_layers = read.size("num_hidden_layers")
+    input_size = read.size_or("hidden_size_per_layer_input", 0) if family.has_layer_inputs else 0
+    others = 0
+    if input_size:
+        table = read.size("vocab_size_per_layer_input")
+        others = num_layers * input_size * (table + hidden) + input_size
+    types = read.names("layer_types")
+    if types and len(types) < num_layers:
+        raise UnsupportedModelError(
+            f"`layer_types` names {len(types)} layers of a {model_type} model",
+            limit=f"it has {num_layers}",
+            hint="correct `layer_types` or `num_hidden_layers` in config.json",
+        )
+    is_tied = read.flag(TIED_KEY, default=family.is_tied)
+    return ModelFacts(
         model_type=model_type,
         hidden_size=hidden,
-        num_heads=num_heads,
-        num_kv_heads=read.size_or("num_key_value_heads", kv_heads),
-        head_dim=read.size_or("head_dim", family.head_dim or hidden // num_heads),
-        vocab_size=read.size("vocab_size"),
-        max_position_embeddings=read.size_or("max_position_embeddings", family.max_positions),
-        tie_word_embeddings=read.flag("tie_word_embeddings", default=family.is_tied),
-        layers=(),
+        vocab_size=vocab_size,
+        max_position_embeddings=read.size("max_position_embeddings"),
+        embedding_parameters=vocab_size * hidden,
+        head_parameters=0 if is_tied else vocab_size * hidden,
+        tie_word_embeddings=is_tied,
+        final_norm_parameters=hidden if family.has_norm_weights else 0,
+        num_others=others,
+        layer_input_features=input_size,
+        layers=tuple(_layer(i, num_layers, family, read, input_size) for i in range(num_layers)),
     )
-    num_layers = read.size("num_hidden_layers")
-    return replace(model, layers=tuple(_layer(i, family, read, model) for i in range(num_layers)))
 
 
-def _layer(i: int, family: Family, read: Config, model: ModelFacts) -> LayerFacts:
-    is_moe = _is_moe(i, family, read)
-    window = _window(i, family, read)
-    norms_width = family.norms * model.hidden_size
-    q_width, kv_width = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    qk_parameters = {None: 0, "head": 2 * model.head_dim, "whole": q_width + kv_width}
+def is_known(config: Mapping[str, object]) -> bool:
+    """Tell whether `model_facts` knows the type, if only to refuse it."""
+    model_type = text_config(config).get("model_type")
+    return model_type in FAMILIES or model_type in REFUSED
+
+
+def text_config(config: Mapping[str, object]) -> Mapping[str, object]:
+    """Return the text part of a composite's config, and any other as it is.
+
+    A part that does not name its type has the composite's. Which of both says whether the head is
+    tied differs, as transformers builds them.
+    """
+    text, outer, key = config.get("text_config"), str(config.get("model_type")), TIED_KEY
+    if not isinstance(text, Mapping):
+        return config
+    tied = config.get(key, WHOLE_TIED.get(outer, text.get(key)))
+    if outer in TEXT_TIED or (outer.startswith("qwen2") and text.get(key)):
+        tied = text.get(key)
+    return {"model_type": f"{outer}_text", **text, key: tied}
+
+
+def refuse_by_name(config: Mapping[str, object]) -> None:
+    """Refuse what the engine refuses, for a reason that the config gives.
+
+    Raises:
+        UnsupportedModelError: Its layers cannot be visited one by one.
+    """
+    model_type, num_shared = str(config.get("model_type")), config.get("num_kv_shared_layers")
+    if model_type in REFUSED:
+        raise UnsupportedModelError(
+            f"model_type {model_type!r} cannot be trained layer by layer",
+            limit=REFUSED[model_type],
+            hint=RESIDENT_HINT,
+        )
+    if num_shared:
+        raise UnsupportedModelError(
+            f"config.num_kv_shared_layers is {num_shared}",
+            limit="layers that read another layer's keys and values cannot be visited alone",
+            hint=RESIDENT_HINT,
+        )
+
+
+def _layer(i: int, num_layers: int, family: Family, read: Config, input_size: int) -> LayerFacts:
+    hidden = read.size("hidden_size")
+    mixer = _mixer(i, num_layers, family, read)
+    is_moe = family.experts is not None and _has_experts(i, family, read)
+    linears, num_norms, others = list(mixer.linears), family.num_norms, mixer.num_others
+    norms = list(mixer.norms)
+    if not is_moe or family.has_mlp_beside_experts:
+        linears += family.mlp.read(read, hidden)
+    if is_moe:
+        assert family.experts is not None
+        experts = family.experts.read(read, hidden)
+        linears += experts
+        if family.has_mlp_beside_experts:
+            num_norms += 3
+        if family.experts.has_router_scales:
+            others += hidden + max(linear.num_experts for linear in experts)
+            norms.append(Norm(num_features=hidden, num_weights=0))
+    if input_size:
+        linears += [
+            Linear(name="per_layer_input_gate", group="mlp", d_in=hidden, d_out=input_size),
+            Linear(
+                name="per_layer_projection",
+                group="mlp",
+                d_in=input_size,
+                d_out=hidden,
+                reads="gated",
+            ),
+        ]
+        num_norms += 1
+    plain = Norm(num_features=hidden, num_weights=hidden if family.has_norm_weights else 0)
     return LayerFacts(
-        attention="full" if window is None else "sliding",
-        mlp="moe" if is_moe else "dense",
-        window=window,
-        linears=(
-            *_attention_linears(family, read, model),
-            *(_moe_linears(family, read, model) if is_moe else _mlp_linears(read, model)),
-        ),
-        norm_parameters=norms_width + qk_parameters[family.qk_norm],
-        num_norms=family.norms + (2 if family.qk_norm else 0),
-        normed_features=norms_width + (q_width + kv_width if family.qk_norm else 0),
-        sink_parameters=model.num_heads if family.has_sinks else 0,
+        attention=mixer.attention,
+        linears=tuple(linears),
+        norms=(*num_norms * (plain,), *norms),
+        num_others=others,
     )
 
 
-def _is_moe(i: int, family: Family, read: Config) -> bool:
-    if family.expert_width is None or i in read.names("mlp_only_layers"):
-        return False
-    return (i + 1) % read.size_or("decoder_sparse_step", 1) == 0
+def _has_experts(i: int, family: Family, read: Config) -> bool:
+    if family.has_mlp_beside_experts:
+        return read.flag("enable_moe_block", default=False)
+    return family.experts is not None and family.experts.is_in(i, read)
+
+
+def _mixer(i: int, num_layers: int, family: Family, read: Config) -> Mixer:
+    hidden, types = read.size("hidden_size"), read.names("layer_types")
+    is_linear = types[i] == "linear_attention" if types else family.is_linear(i, read)
+    if family.delta is not None and is_linear:
+        return family.delta.read(read, hidden)
+    is_last = family.has_global_last and i == num_layers - 1
+    return family.attention.read(read, hidden, None if is_last else _window(i, family, read))
 
 
 def _window(i: int, family: Family, read: Config) -> int | None:
@@ -304,63 +359,4 @@ def _window(i: int, family: Family, read: Config) -> int | None:
         return None
     types = read.names("layer_types")
     slides = types[i] == "sliding_attention" if types else family.slides(i, read)
-    return read.size_or("sliding_window", family.window or 0) or None if slides else None
-
-
-def _attention_linears(family: Family, read: Config, model: ModelFacts) -> tuple[Linear, ...]:
-    hidden = model.hidden_size
-    q_width, kv_width = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    has_bias = family.has_bias
-    if family.bias_key is not None:
-        has_bias = read.flag(family.bias_key, default=family.has_bias)
-    linear = partial(Linear, group="attention")
-    return (
-        linear(name="q_proj", d_in=hidden, d_out=q_width, has_bias=has_bias),
-        linear(name="k_proj", d_in=hidden, d_out=kv_width, has_bias=has_bias),
-        linear(name="v_proj", d_in=hidden, d_out=kv_width, has_bias=has_bias),
-        linear(
-            name="o_proj", d_in=q_width, d_out=hidden, has_bias=has_bias and family.is_output_biased
-        ),
-    )
-
-
-def _mlp_linears(read: Config, model: ModelFacts) -> tuple[Linear, ...]:
-    has_bias = model.model_type == "llama" and read.flag("mlp_bias", default=False)
-    return _gated("mlp", model.hidden_size, read.size("intermediate_size"), has_bias=has_bias)
-
-
-def _gated(group: Group, hidden: int, width: int, *, has_bias: bool) -> tuple[Linear, ...]:
-    linear = partial(Linear, group=group, has_bias=has_bias)
-    return (
-        linear(name="gate_proj", d_in=hidden, d_out=width),
-        linear(name="up_proj", d_in=hidden, d_out=width),
-        linear(name="down_proj", d_in=width, d_out=hidden),
-    )
-
-
-def _moe_linears(family: Family, read: Config, model: ModelFacts) -> tuple[Linear, ...]:
-    hidden, has_bias = model.hidden_size, family.is_moe_biased
-    assert family.expert_width is not None
-    width = read.size(family.expert_width)
-    num_experts = read.size("num_experts", "num_local_experts")
-    expert = partial(
-        Linear,
-        group="experts",
-        num_experts=num_experts,
-        active=read.size("num_experts_per_tok"),
-        has_bias=has_bias,
-    )
-    router = Linear(name="gate", group="router", d_in=hidden, d_out=num_experts, has_bias=has_bias)
-    shared: tuple[Linear, ...] = ()
-    if model.model_type == "qwen2_moe":
-        shared_width = read.size("shared_expert_intermediate_size")
-        shared = (
-            *_gated("shared_experts", hidden, shared_width, has_bias=False),
-            Linear(name="shared_expert_gate", group="shared_experts", d_in=hidden, d_out=1),
-        )
-    return (
-        router,
-        expert(name="gate_up_proj", d_in=hidden, d_out=2 * width),
-        expert(name="down_proj", d_in=width, d_out=hidden),
-        *shared,
-    )
+    return read.size_or("sliding_window", 0) or None if slides else None

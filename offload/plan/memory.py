@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from offload.plan.attention_kinds import SoftmaxAttention
 from offload.plan.codec import decode_workspace_bytes
 from offload.plan.costs import FP32_BYTES, Optimizer, Workload
 from offload.plan.facts import (
@@ -130,7 +131,8 @@ def device_terms(
         num_bytes=FP32_BYTES * trained_parameters(facts, workload.adapter),
     )
     visits = (
-        _visit_terms(facts, layer, workload, is_padded=is_padded) for layer in set(facts.layers)
+        _visit_terms(facts, layer, workload, is_padded=is_padded, is_cpu=machine.device == "cpu")
+        for layer in set(facts.layers)
     )
     visit = max(visits, key=total_bytes)
     worst = max(((*kept, *visit), (*kept, head), (update,)), key=total_bytes)
@@ -153,7 +155,6 @@ def _standing_terms(
 ) -> tuple[MemoryTerm, ...]:
     b, largest = workload.dtype_bytes, max(layer.num_parameters for layer in facts.layers)
     slot_bytes = max(workload.cargo_bytes(layer) for layer in facts.layers)
-    outer = facts.embedding_parameters + facts.head_parameters + facts.final_norm_parameters
     gradients = FP32_BYTES * trained_parameters(facts, workload.adapter)
     adapters = FP32_BYTES * adapter_parameters(facts, workload.adapter)
     modules = module_tensor_sizes(facts, workload.adapter)
@@ -166,7 +167,7 @@ def _standing_terms(
     return (
         MemoryTerm(name="slots", num_bytes=min(num_slots, facts.num_layers) * slot_bytes),
         MemoryTerm(name="decoded layer", num_bytes=decoded),
-        MemoryTerm(name="embeddings, norm and head", num_bytes=outer * b),
+        MemoryTerm(name="embeddings, norm and head", num_bytes=facts.outer_parameters * b),
         MemoryTerm(name="adapters", num_bytes=adapters),
         MemoryTerm(name="trained modules", num_bytes=copy_bytes * sum(modules)),
         MemoryTerm(name="a module's new gradient", num_bytes=b * max(modules, default=0)),
@@ -208,12 +209,21 @@ def recorded_bytes(facts: ModelFacts, workload: Workload, *, is_padded: bool) ->
     """Return what one micro-batch's masks, rotary tables and positions take until its last visit.
 
     A full causal mask without padding is not written out, nor is a window that the sequence does
-    not exceed.
+    not exceed, but where scores are: there the mask is added to them, and has their type.
     """
-    windows = {layer.window for layer in facts.layers}
-    rotary = 2 * workload.num_tokens * facts.head_dim * workload.dtype_bytes * len(windows)
-    num_masks = sum(_is_masked(window, workload, is_padded=is_padded) for window in windows)
-    return rotary + num_masks * workload.num_tokens * workload.seq_len + 8 * workload.num_tokens
+    kinds = {
+        (kind.rotary_dim, kind.window, kind.scores != "fused")
+        for kind in (layer.attention for layer in facts.layers)
+        if isinstance(kind, SoftmaxAttention)
+    }
+    per_token = 8 + facts.num_layers * facts.layer_input_features * workload.dtype_bytes
+    for rotary_dim, window, is_written_out in kinds:
+        per_token += 2 * rotary_dim * workload.dtype_bytes
+        if is_written_out:
+            per_token += workload.seq_len * workload.dtype_bytes
+        elif _is_masked(window, workload, is_padded=is_padded):
+            per_token += workload.seq_len
+    return per_token * workload.num_tokens
 
 
 def _is_masked(window: int | None, workload: Workload, *, is_padded: bool) -> bool:
@@ -227,7 +237,7 @@ def head_chunk_bytes(facts: ModelFacts, workload: Workload) -> int:
 
 
 def _visit_terms(
-    facts: ModelFacts, layer: LayerFacts, workload: Workload, *, is_padded: bool
+    facts: ModelFacts, layer: LayerFacts, workload: Workload, *, is_padded: bool, is_cpu: bool
 ) -> tuple[MemoryTerm, ...]:
     """List one backward visit: what recompute saves, and the widest gradients beside it."""
     tokens, b = workload.num_tokens, workload.dtype_bytes
@@ -240,7 +250,13 @@ def _visit_terms(
             name="one visit: saved activations",
             num_bytes=tokens
             * saved_bytes_per_token(
-                facts, layer, dtype_bytes=b, is_masked=is_masked, has_adapted_experts=bool(experts)
+                facts,
+                layer,
+                seq_len=workload.seq_len,
+                dtype_bytes=b,
+                is_masked=is_masked,
+                has_adapted_experts=bool(experts),
+                is_cpu=is_cpu,
             ),
         ),
         MemoryTerm(
@@ -250,7 +266,13 @@ def _visit_terms(
         MemoryTerm(
             name="one visit: gradients",
             num_bytes=tokens
-            * gradient_bytes(facts, layer, dtype_bytes=b, has_adapted_experts=bool(experts)),
+            * gradient_bytes(
+                facts,
+                layer,
+                seq_len=workload.seq_len,
+                dtype_bytes=b,
+                has_adapted_experts=bool(experts),
+            ),
         ),
         MemoryTerm(
             name="one visit: DoRA's norm", num_bytes=dora_bytes(adapted, spec=spec, dtype_bytes=b)

@@ -7,6 +7,7 @@ count differs from the exact one, both are here under their names.
 from dataclasses import dataclass
 from typing import Literal
 
+from offload.plan.attention_kinds import seen_tokens
 from offload.plan.facts import LayerFacts, ModelFacts
 from offload.plan.machine import Machine
 
@@ -75,10 +76,7 @@ def attention_flops(
         return 3.0 * width * num_tokens * context_tokens
     if count == "lecture_full":
         return 6.0 * width * num_tokens * context_tokens
-    seen = context_tokens / 2
-    if window is not None and window < context_tokens:
-        seen = window - window * window / (2 * context_tokens)
-    return 4.0 * width * num_tokens * seen
+    return 4.0 * width * num_tokens * seen_tokens(context_tokens, window)
 
 
 def unfused_softmax_bytes(*, num_heads: int, seq_len: int, dtype_bytes: int) -> int:
@@ -101,15 +99,26 @@ def layer_flops(
 
     The "lecture" counts take the hidden size for attention's width, and no router.
     """
-    width = facts.hidden_size if count != "causal" else facts.num_heads * facts.head_dim
     weights = sum(
         linear.active * linear.d_in * linear.d_out
         for linear in layer.linears
         if count == "causal" or linear.group != "router"
     )
-    return 2.0 * num_tokens * weights + attention_flops(
-        num_tokens=num_tokens, context_tokens=context_tokens, width=width, count=count
+    products = 2.0 * num_tokens * weights
+    if count == "causal":
+        return products + num_tokens * layer.attention.flops_per_token(context_tokens)
+    return products + attention_flops(
+        num_tokens=num_tokens, context_tokens=context_tokens, width=facts.hidden_size, count=count
     )
+
+
+def forward_flops_per_token(facts: ModelFacts, *, context_tokens: int) -> float:
+    """Count a forward of the whole model, head included, in the mean over a sequence."""
+    layers = sum(
+        layer_flops(facts, layer, num_tokens=1, context_tokens=context_tokens, count="causal")
+        for layer in facts.layers
+    )
+    return layers + 2.0 * facts.hidden_size * facts.vocab_size
 
 
 # ---------------------------------------------------------------------------------------------

@@ -11,12 +11,12 @@ from offload.errors import UnsupportedModelError
 from offload.plan.facts import (
     AdapterSpec,
     LayerFacts,
-    Linear,
     ModelFacts,
     adapted_linears,
     linear_names,
     nearest,
 )
+from offload.plan.parts import Linear
 
 NORMS, ROUTER, EMBEDDING, HEAD = "norms", "router", "embed_tokens", "lm_head"
 
@@ -70,6 +70,12 @@ def adapter_parameters(facts: ModelFacts, spec: AdapterSpec) -> int:
     adapted = {
         linear.key: None for layer in facts.layers for linear in adapted_linears(layer, spec)
     }
+    if not known and not adapted:
+        raise UnsupportedModelError(
+            f"nothing in a {facts.model_type} model can get an adapter",
+            limit="adapters are put on linear layers inside `layers`",
+            hint="train this model with another tool",
+        )
     if not adapted:
         raise UnsupportedModelError(
             "nothing gets an adapter: adapter.modules_to_save names all of adapter.targets",
@@ -116,10 +122,7 @@ def module_parameters(facts: ModelFacts, spec: AdapterSpec) -> int:
 
 
 def module_tensor_sizes(facts: ModelFacts, spec: AdapterSpec) -> tuple[int, ...]:
-    """Return the elements of every tensor of the modules that are trained whole.
-
-    A layer's norms are counted as if all were of one size.
-    """
+    """Return the elements of every tensor of the modules that are trained whole."""
     outside = outer_module_sizes(facts, spec)
     layers = [size for layer in facts.layers for size in layer_module_sizes(layer, spec)]
     return (*layers, *outside.values())
@@ -129,8 +132,7 @@ def layer_module_sizes(layer: LayerFacts, spec: AdapterSpec) -> tuple[int, ...]:
     """Return the elements of the tensors of one layer's modules that are trained whole."""
     sizes: list[int] = []
     if NORMS in spec.modules:
-        mean, rest = divmod(layer.norm_parameters, layer.num_norms)
-        sizes += [mean] * (layer.num_norms - 1) + [mean + rest]
+        sizes += [n for norm in layer.norms for n in (norm.num_weights, norm.num_biases) if n]
     for linear in whole_linears(layer, spec):
         sizes += [linear.num_weights] + ([linear.num_biases] if linear.has_bias else [])
     return tuple(sizes)
@@ -153,4 +155,4 @@ def outer_module_sizes(facts: ModelFacts, spec: AdapterSpec) -> Mapping[str, int
         EMBEDDING: facts.embedding_parameters,
         HEAD: facts.head_parameters,
     }
-    return {name: size for name, size in sizes.items() if name in spec.modules}
+    return {name: size for name, size in sizes.items() if size and name in spec.modules}

@@ -2,11 +2,20 @@
 
 import math
 
+from offload.plan.attention_kinds import (
+    DELTA_CHUNK_TOKENS,
+    Attention,
+    DeltaAttention,
+    SoftmaxAttention,
+)
 from offload.plan.costs import FP32_BYTES
-from offload.plan.facts import AdapterSpec, LayerFacts, Linear, ModelFacts
+from offload.plan.facts import AdapterSpec, LayerFacts, ModelFacts
+from offload.plan.parts import Linear, Reads
 
 # The rank of an adapter on experts is filled up to rows of this.
 EXPERT_ROW_BYTES = 16
+# What the activation before a projection down saves, in widths of its result.
+ACTIVATION_WIDTHS: dict[Reads, int] = {"plain": 1, "gated": 3, "clamped": 6}
 # fp32 copies of a weight while DoRA takes its norm, by bytes of a weight: measured with peft 0.21
 # on a CPU, to 0.01 of a copy.
 DORA_WEIGHT_COPIES = {4: 3, 2: 4}
@@ -16,27 +25,90 @@ def saved_bytes_per_token(
     facts: ModelFacts,
     layer: LayerFacts,
     *,
+    seq_len: int,
     dtype_bytes: int,
     is_masked: bool,
     has_adapted_experts: bool,
+    is_cpu: bool,
 ) -> int:
     """Return what one layer saves for its backward, the inputs of adapters aside.
 
     Frozen products save no input. Norms save theirs in fp32 (where layers compute in fp32, the
-    first norm's is the kept layer input itself), attention its output, queries, keys and values
-    (with a mask the keys and values repeated to all heads), an MLP 3 widths, a mixture 3 widths
-    and the result of each routed row. With adapters on the experts it is 5 widths, the weighted
-    activation among them, and no result.
+    first norm's is the kept layer input itself), an MLP its activation's operands, a mixture the
+    result of each routed row too. With adapters on the experts it is 2 widths in place of that
+    result, the weighted activation among them.
     """
     normed = layer.normed_features - (facts.hidden_size if dtype_bytes == FP32_BYTES else 0)
-    key_value_heads = facts.num_heads if is_masked else facts.num_kv_heads
-    features = 2 * (facts.num_heads + key_value_heads) * facts.head_dim
+    features = 0
     for linear in layer.linears:
-        if linear.name == "down_proj":
+        if linear.is_down:
             is_adapted = linear.group == "experts" and has_adapted_experts
             result = linear.d_out if linear.group == "experts" and not is_adapted else 0
-            features += linear.active * ((5 if is_adapted else 3) * linear.d_in + result)
-    return normed * FP32_BYTES + features * dtype_bytes + 3 * layer.num_experts * FP32_BYTES
+            widths = ACTIVATION_WIDTHS[linear.reads] + (2 if is_adapted else 0)
+            features += linear.active * (widths * linear.d_in + result)
+    attention = _attention_bytes(
+        layer.attention,
+        seq_len=seq_len,
+        dtype_bytes=dtype_bytes,
+        is_masked=is_masked,
+        is_cpu=is_cpu,
+    )
+    routing = 3 * layer.num_experts * FP32_BYTES
+    return normed * FP32_BYTES + features * dtype_bytes + attention + routing
+
+
+def _attention_bytes(
+    kind: Attention, *, seq_len: int, dtype_bytes: int, is_masked: bool, is_cpu: bool
+) -> int:
+    """Return what attention saves per token, its norms aside."""
+    if isinstance(kind, SoftmaxAttention):
+        return _softmax_bytes(
+            kind, seq_len=seq_len, dtype_bytes=dtype_bytes, is_masked=is_masked, is_cpu=is_cpu
+        )
+    if isinstance(kind, DeltaAttention):
+        return _delta_bytes(kind, dtype_bytes=dtype_bytes)
+    return FP32_BYTES * kind.width * (2 + kind.state_size)
+
+
+def _softmax_bytes(
+    kind: SoftmaxAttention, *, seq_len: int, dtype_bytes: int, is_masked: bool, is_cpu: bool
+) -> int:
+    """Return what softmax attention saves per token.
+
+    A fused kernel saves queries, keys, values and its output; with a mask, keys and values are
+    repeated to all heads. Without one (soft caps, sinks, and on a CPU queries wider than values)
+    keys and values are repeated too, and the scores are saved in place of the output: on a CPU in
+    fp32, capped ones before and behind the softmax. A view keeps all that it is cut out of.
+    """
+    num_heads, qk_dim, v_dim = kind.num_heads, kind.qk_dim, kind.v_dim
+    if kind.scores != "fused" or (is_cpu and kind.is_latent):
+        element_bytes = dtype_bytes if kind.scores != "fused" else FP32_BYTES
+        score_bytes = element_bytes
+        if kind.scores == "capped":
+            score_bytes += dtype_bytes + (FP32_BYTES if dtype_bytes != FP32_BYTES else 0)
+        return num_heads * ((2 * qk_dim + v_dim) * element_bytes + seq_len * score_bytes)
+    num_kv_heads = num_heads if is_masked else kind.num_kv_heads
+    features = (num_heads + num_kv_heads) * (qk_dim + v_dim)
+    if kind.is_latent:  # values are cut out of what keys come from
+        features += num_heads * (qk_dim - kind.rotary_dim)
+    if kind.is_fused:
+        features += (num_heads + kind.num_kv_heads) * qk_dim
+    if kind.has_output_gate:
+        features += num_heads * (2 * v_dim + (qk_dim if dtype_bytes == FP32_BYTES else 0))
+    return features * dtype_bytes
+
+
+def _delta_bytes(kind: DeltaAttention, *, dtype_bytes: int) -> int:
+    """Return what a gated delta net saves per token, counted in transformers' own code.
+
+    All of it is in fp32, but for what is convolved and the gated output: products within chunks,
+    the state after each chunk, and what becomes of queries, keys and values before.
+    """
+    k, v, c = kind.key_dim, kind.value_dim, DELTA_CHUNK_TOKENS
+    is_cast = dtype_bytes != FP32_BYTES
+    head = (8 if is_cast else 12) * k + (5 if is_cast else 6) * v + 5 * c + k * v // c
+    others = 2 * kind.conv_features + (kind.num_value_heads * v if is_cast else 0)
+    return FP32_BYTES * kind.num_value_heads * head + others * dtype_bytes
 
 
 def adapter_input_bytes(adapted: tuple[Linear, ...], *, spec: AdapterSpec, dtype_bytes: int) -> int:
@@ -48,13 +120,12 @@ def adapter_input_bytes(adapted: tuple[Linear, ...], *, spec: AdapterSpec, dtype
     """
     inputs: dict[tuple[str, str], int] = {}
     for linear in adapted:
-        is_down = linear.name == "down_proj"
         if linear.group == "experts":
             rank = _filled(spec.rank_of(linear), dtype_bytes)
-            features = linear.active * rank + (0 if is_down else linear.d_in)
+            features = linear.active * rank + (0 if linear.is_down else linear.d_in)
             inputs[linear.group, linear.name] = features * dtype_bytes
             continue
-        is_shared = dtype_bytes == FP32_BYTES and linear.name != "o_proj" and not is_down
+        is_shared = dtype_bytes == FP32_BYTES and linear.reads == "input"
         key = (linear.group, "input" if is_shared else linear.name)
         inputs[key] = linear.active * linear.d_in * FP32_BYTES
     outputs = sum(linear.d_out for linear in adapted) if spec.is_dora else 0
@@ -90,17 +161,27 @@ def _filled(rank: int, dtype_bytes: int) -> int:
 
 
 def gradient_bytes(
-    facts: ModelFacts, layer: LayerFacts, *, dtype_bytes: int, has_adapted_experts: bool
+    facts: ModelFacts,
+    layer: LayerFacts,
+    *,
+    seq_len: int,
+    dtype_bytes: int,
+    has_adapted_experts: bool,
 ) -> int:
-    """Return the gradients per token that stand beside all saved activations."""
-    widest = 0
+    """Return the gradients per token that stand beside all saved activations.
+
+    Of scores that are written out two stand at once, before and behind the softmax.
+    """
+    kind, widest = layer.attention, 0
+    if isinstance(kind, SoftmaxAttention) and kind.scores != "fused":
+        widest = 2 * kind.num_heads * seq_len * dtype_bytes
     for linear in layer.linears:
-        if linear.name == "down_proj" and linear.group == "experts":
+        if linear.is_down and linear.group == "experts":
             width = 2 * linear.d_out + linear.d_in
             if has_adapted_experts:  # behind the projection down, or at the activation
                 width = max(linear.d_out + linear.d_in, 4 * linear.d_in)
             widest = max(widest, linear.active * width * dtype_bytes)
-        elif linear.name == "down_proj":
+        elif linear.is_down:
             cast_bytes = 0 if dtype_bytes == FP32_BYTES else FP32_BYTES
             widest = max(widest, linear.d_in * (2 * dtype_bytes + cast_bytes))
     return facts.hidden_size * dtype_bytes + widest

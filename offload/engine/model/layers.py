@@ -29,7 +29,6 @@ from offload.engine.batch import Batch
 from offload.engine.model.calls import Call, Leaves, version_of
 from offload.engine.model.router import RouterLoss
 from offload.engine.model.stack import (
-    RESIDENT_HINT,
     find_layers,
     find_towers,
     refuse_shared_state,
@@ -46,6 +45,7 @@ from offload.engine.model.stand_ins import (
     TouchedError,
 )
 from offload.errors import UnsupportedModelError
+from offload.plan.families import RESIDENT_HINT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -5,11 +5,10 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from offload.errors import UnsupportedModelError
+from offload.plan.families import RESIDENT_HINT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-RESIDENT_HINT = "train this model resident, with another tool"
 
 
 def find_layers(model: "PreTrainedModel", text_config: Any) -> tuple[nn.Module, str]:

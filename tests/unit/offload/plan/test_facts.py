@@ -1,23 +1,17 @@
-import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+import yaml
 from peft import LoraConfig, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from offload.errors import UnsupportedModelError
-from offload.plan.facts import (
-    AdapterSpec,
-    LayerFacts,
-    linear_names,
-    model_facts,
-)
+from offload.plan.facts import AdapterSpec, linear_names, model_facts
 from offload.plan.trained import adapter_parameters
+from tests.counting import counted, on_meta, without_zeros
 
-CONFIGS = Path(__file__).parents[5] / "shared" / "configs"
+SHAPES = Path(__file__).parents[4] / "recipes" / "shapes"
 QWEN_30B: dict[str, Any] = {
     "model_type": "qwen3_moe",
     "hidden_size": 2048,
@@ -70,51 +64,12 @@ TINY_CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def on_meta(config: dict[str, Any]) -> torch.nn.Module:
-    known = {key: value for key, value in config.items() if key != "architectures"}
-    with torch.device("meta"):
-        model: torch.nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(**known))
-    return model
-
-
-def class_of(name: str) -> str:
-    last = name.split(".")[-1]
-    if "norm" in name:
-        return "norm"
-    if last == "sinks":
-        return "sinks"
-    if last.endswith("bias"):
-        return "bias"
-    for part, label in (
-        ("self_attn", "attention"),
-        ("shared_expert", "shared_experts"),
-        ("experts", "experts"),
-        ("mlp.gate.", "router"),
-        ("mlp.router.", "router"),
-        ("mlp", "mlp"),
-    ):
-        if part in name:
-            return label
-    raise AssertionError(name)
-
-
-def counted(layer: torch.nn.Module) -> dict[str, int]:
-    counts = Counter[str]()
-    for name, parameter in layer.named_parameters():
-        counts[class_of(name)] += parameter.numel()
-    return dict(counts)
-
-
-def without_zeros(layer: LayerFacts) -> dict[str, int]:
-    return {name: count for name, count in layer.parameters_by_class().items() if count}
-
-
 def assert_equal_to_built(config: dict[str, Any]) -> None:
     facts, model = model_facts(config), on_meta(config)
     layers = model.get_submodule("model.layers")
-    assert [without_zeros(layer) for layer in facts.layers] == [counted(x) for x in layers]  # type: ignore[attr-defined]
+    assert [without_zeros(layer) for layer in facts.layers] == [counted(x) for x in layers]
     assert facts.num_parameters == sum(p.numel() for p in model.parameters())
-    windows = [getattr(layer.self_attn, "sliding_window", None) for layer in layers]  # type: ignore[attr-defined]
+    windows = [getattr(layer.self_attn, "sliding_window", None) for layer in layers]
     if facts.model_type not in ("mixtral", "mistral", "olmoe", "llama"):
         assert [layer.window for layer in facts.layers] == windows
 
@@ -124,9 +79,9 @@ def test_counts_per_tensor_class_equal_the_built_model(config: dict[str, Any]) -
     assert_equal_to_built(config)
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(SHAPES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_counts_of_real_shapes_equal_the_built_model(path: Path) -> None:
-    assert_equal_to_built(json.loads(path.read_text()))
+    assert_equal_to_built(yaml.safe_load(path.read_text()))
 
 
 @pytest.mark.parametrize("config", TINY_CONFIGS.values(), ids=TINY_CONFIGS)
@@ -176,7 +131,7 @@ def test_all_linear_in_peft_means_the_names_that_facts_lists() -> None:
 def test_an_unknown_model_type_names_the_nearest() -> None:
     with pytest.raises(UnsupportedModelError, match=r"(?s)'qwen3moe'.*hint: .*qwen3_moe") as e:
         model_facts(QWEN_30B | {"model_type": "qwen3moe"})
-    assert e.value.limit.startswith("known are gemma3_text, gpt_oss")
+    assert e.value.limit.startswith("known are deepseek_v2, deepseek_v3, gemma")
 
 
 @pytest.mark.parametrize("key", sorted(QWEN_30B.keys() - {"num_key_value_heads", "head_dim"}))

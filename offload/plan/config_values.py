@@ -1,0 +1,68 @@
+"""Typed reading of a parsed config.json."""
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+from offload.errors import UnsupportedModelError
+
+T = TypeVar("T")
+
+
+class Config:
+    """Typed access to a config, with errors that name the key."""
+
+    def __init__(
+        self, values: Mapping[str, object], model_type: str, defaults: Mapping[str, int]
+    ) -> None:
+        """Keep the parsed config, and the sizes that missing keys have in this family."""
+        self._values = values
+        self._model_type = model_type
+        self._defaults = defaults
+
+    def size(self, *keys: str) -> int:
+        """Return the first of these keys that has a value: a size that cannot be guessed."""
+        for key in keys:
+            if self._values.get(key) is not None or key in self._defaults:
+                return self.size_or(key, 0)
+        raise UnsupportedModelError(
+            f"the config of a {self._model_type} model has no `{keys[0]}`",
+            limit="this size cannot be guessed",
+            hint=f'add `"{keys[0]}": ...` to config.json',
+        )
+
+    def size_or(self, key: str, default: int) -> int:
+        """Return a size, or where the key is missing or null the family's, or else the default."""
+        return self._typed(key, int, self._defaults.get(key, default), "a whole number")
+
+    def flag(self, key: str, *, default: bool) -> bool:
+        """Return a boolean, or the default where the key is missing or null."""
+        return self._typed(key, bool, default, "true or false")
+
+    def names(self, key: str) -> list[object]:
+        """Return a list, empty where the key is missing or null."""
+        return self._typed(key, list, [], "a list")
+
+    def frac(self, key: str, *, within: str, default: float) -> float:
+        """Return a number of a config, or of a mapping in it, or the default."""
+        inner = self._values.get(within)
+        for values in (self._values, inner if isinstance(inner, Mapping) else {}):
+            value = values.get(key)
+            if isinstance(value, int | float):
+                return float(value)
+        return default
+
+    def is_null(self, key: str) -> bool:
+        """Whether the key is there without a value."""
+        return self._values.get(key, 0) is None
+
+    def _typed(self, key: str, kind: type[T], default: T, limit: str) -> T:
+        value = self._values.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise UnsupportedModelError(
+                f"`{key}` is {value!r} in the config of a {self._model_type} model",
+                limit=f"it must be {limit}",
+                hint=f"correct `{key}` in config.json",
+            )
+        return value
