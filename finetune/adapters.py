@@ -49,7 +49,7 @@ class Options:
 
 def linear_names(model: PreTrainedModel) -> tuple[str, ...]:
     """Return the last names of all linear layers inside the decoder layers."""
-    return tuple(sorted({name.rsplit(".", 1)[-1] for name in _linears(model)}))
+    return tuple(sorted({name.rsplit(".", 1)[-1] for name in linear_modules(model)}))
 
 
 def expert_parameters(model: PreTrainedModel) -> tuple[str, ...]:
@@ -86,7 +86,7 @@ def add_lora(  # noqa: PLR0913 - one door for every adapter
     """
     linears = _adapted_linears(model, targets, options)
     experts = _expert_targets(model, has_experts=has_experts, dropout=dropout)
-    whole = whole_modules(model, options.modules_to_save, linears=_linears(model))
+    whole = whole_modules(model, options.modules_to_save, linears=linear_modules(model))
     weights = _claimed_by_peft(model, linears, dropout=dropout, options=options)
     modules = {name.rsplit(".", 1)[-1] for name in linears if name not in weights}
     keys = _pattern_keys(linears, weights, experts)
@@ -127,7 +127,9 @@ def _adapted_linears(
             limit=f"its linear layers are {', '.join(known)}",
             hint="`adapter.targets: all-linear`",
         )
-    linears = {name: m for name, m in _linears(model).items() if name.rsplit(".", 1)[-1] in names}
+    linears = {
+        name: m for name, m in linear_modules(model).items() if name.rsplit(".", 1)[-1] in names
+    }
     for name, module in linears.items():
         if options.is_dora and type(module) is not nn.Linear:
             raise ConfigError(
@@ -296,7 +298,7 @@ def _patterns_of_parameters() -> Iterator[None]:
         yield
 
 
-def _linears(model: PreTrainedModel) -> dict[str, nn.Module]:
+def linear_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Return the linear layers inside the decoder layers, by full name."""
     decoder = model.get_decoder()
     prefix = next(f"{name}." if name else "" for name, m in model.named_modules() if m is decoder)

@@ -13,7 +13,7 @@ from finetune.recipe_sections import AdapterSection, ModelSection
 from finetune.shapes import shipped_shapes
 from offload.errors import MachineError
 from offload.plan.costs import Workload
-from offload.plan.facts import AdapterSpec, ModelFacts, linear_names, model_facts
+from offload.plan.facts import AdapterSpec, ModelFacts, is_known, linear_names, model_facts
 from offload.plan.machine import Implementation, Machine, named_machine
 from offload.plan.plan import HEAD_CHUNK_TOKENS, PlanRequest
 
@@ -26,8 +26,16 @@ DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 
 
 def facts_of(model: ModelSection) -> ModelFacts:
-    """Return the model's facts from its config."""
-    return model_facts(read_config(path=model.path, config=model.config))
+    """Return the model's facts from its config; of an unknown type, by building it without weights.
+
+    The latter loads torch and transformers.
+    """
+    config = read_config(path=model.path, config=model.config)
+    if is_known(config):
+        return model_facts(config)
+    from finetune.meta_facts import built_facts
+
+    return built_facts(config)
 
 
 def find_machine(name_or_file: str) -> Machine:

@@ -18,7 +18,7 @@ from offload.engine.model.placement import modules_on_device
 from offload.plan.codec import CodecName
 from offload.plan.stock import Stock, StockRow, TensorClass
 
-_ATTENTIONS = ("Attention", "Attn", "Mixer", "DeltaNet", "Mamba")
+_ATTENTIONS = ("Attention", "Attn", "MLA", "Mixer", "DeltaNet", "Mamba")
 _MLPS = ("MLP", "Mlp", "FeedForward", "FFN")
 _ROUTERS = ("Router", "Gate", "Gating")
 _Kinds = dict[nn.Module, TensorClass]
@@ -68,7 +68,7 @@ def _classes(layered: LayeredModel) -> Iterator[tuple[nn.Parameter, TensorClass]
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     kinds: _Kinds = {}
     for layer in layered.layers:
-        _mark(layer, "other in layers", kinds)
+        kinds |= parts_of(layer)
     if head is not None:
         kinds[head] = "head"
     kinds[embedding] = "embeddings"
@@ -88,9 +88,18 @@ def _class_of(module: nn.Module, name: str, around: TensorClass) -> TensorClass:
     return "embeddings" if isinstance(module, nn.Embedding) else around
 
 
-def _mark(module: nn.Module, around: TensorClass, kinds: _Kinds) -> None:
+def parts_of(layer: nn.Module) -> dict[nn.Module, TensorClass]:
+    """Tell of each module of a layer what it is of."""
+    kinds: _Kinds = {}
+    _mark(layer, "other in layers", kinds, name="")  # it may be called by one of its parts
+    return kinds
+
+
+def _mark(
+    module: nn.Module, around: TensorClass, kinds: _Kinds, *, name: str | None = None
+) -> None:
     """Tell what a module of a layer is of, and all inside it."""
-    name = type(module).__name__
+    name = type(module).__name__ if name is None else name
     if around == "other in layers" and any(part in name for part in _ATTENTIONS):
         around = "attention"
     experts = [child for key, child in module.named_children() if _are_experts(key, child)]
@@ -115,9 +124,8 @@ def _mark_all(module: nn.Module, kind: TensorClass, kinds: _Kinds) -> None:
 
 
 def _are_experts(name: str, module: nn.Module) -> bool:
-    return "Shared" not in type(module).__name__ and (
-        name == "experts" or "Experts" in type(module).__name__
-    )
+    kind = type(module).__name__
+    return name == "experts" or ("Experts" in kind and "Shared" not in kind)
 
 
 def _is_router(module: nn.Module, experts: nn.Module) -> bool:

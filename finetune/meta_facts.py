@@ -1,0 +1,121 @@
+"""Facts of a model whose type the planner does not know: read off the model, built without weights.
+
+The model is built on torch's meta device, where tensors have shapes and no memory. Parameters are
+counted exactly, class by class. What attention computes is exact for softmax attention; any other
+mixing of tokens is taken for a recurrence with the state that the config names.
+"""
+
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+
+from finetune.adapters import linear_modules
+from finetune.meta_layers import Reader, is_norm
+from offload.engine.model.layers import LayeredModel
+from offload.engine.model.placement import modules_on_device
+from offload.errors import UnsupportedModelError
+from offload.plan.facts import ModelFacts, model_facts, refuse_by_name, text_config
+from offload.plan.families import RESIDENT_HINT
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def built_facts(config: Mapping[str, Any]) -> ModelFacts:
+    """Return the facts of a model that is built from its config, without memory for its weights.
+
+    Raises:
+        UnsupportedModelError: transformers has no causal language model of this type, it cannot be
+            trained layer by layer, or what it computes cannot be told.
+    """
+    refuse_by_name(text_config(config))
+    if config.get("model_type") not in CONFIG_MAPPING:
+        return model_facts(config)  # which refuses it, and names the nearest
+    return facts_of(model_on_meta(config))
+
+
+def model_on_meta(config: Mapping[str, Any]) -> "PreTrainedModel":
+    """Build a causal language model without memory for its weights.
+
+    Raises:
+        UnsupportedModelError: transformers has none of this type, or not of these sizes.
+    """
+    fields = {key: value for key, value in config.items() if key != "model_type"}
+    model_type = str(config.get("model_type"))
+    try:
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about values that only matter to generation
+            built = AutoConfig.for_model(model_type, **fields)
+            return cast("PreTrainedModel", AutoModelForCausalLM.from_config(built))
+    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
+        raise UnsupportedModelError(
+            f"transformers builds no causal language model of a {model_type} config:"
+            f" {str(error).splitlines()[0]}",
+            limit="the planner reads a type that it does not know off the built model",
+            hint="correct config.json, or `pip install -U transformers`",
+        ) from error
+
+
+def facts_of(model: "PreTrainedModel") -> ModelFacts:
+    """Read the facts off a model, towers for images and sound aside.
+
+    Raises:
+        UnsupportedModelError: Its layers cannot be told, or share weights.
+    """
+    layered = LayeredModel(model)
+    owners = Counter(id(p) for layer in layered.layers for p in set(layer.parameters()))
+    if any(count > 1 for count in owners.values()):
+        raise UnsupportedModelError(
+            f"{layered.name} has layers that share weights",
+            limit="the planner counts each layer's weights as its own",
+            hint=RESIDENT_HINT,
+        )
+    config: Any = model.config.get_text_config()
+    reader = Reader(
+        config=_flat(config.to_dict()),
+        hidden=config.hidden_size,
+        modules={id(module) for module in linear_modules(model).values()},
+        has_rotary=any("Rotary" in type(module).__name__ for module in model.modules()),
+        has_windows="create_sliding_window_causal_mask"
+        in vars(sys.modules[type(model).__module__]),
+        is_eager=model.config._attn_implementation == "eager",
+    )
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    is_tied = head is not None and head.weight is embedding.weight
+    inside = {id(p) for p in layered.layers.parameters()}
+    outside = {
+        id(p): (module, p)
+        for module in modules_on_device(layered)
+        for p in module.parameters(recurse=False)
+        if id(p) not in inside
+    }
+    total = sum(p.numel() for _, p in outside.values())
+    embedded = embedding.weight.numel()
+    head_size = 0 if head is None or is_tied else head.weight.numel()
+    norms = sum(p.numel() for m, p in outside.values() if is_norm(m) and m is not embedding)
+    return ModelFacts(
+        model_type=config.model_type,
+        hidden_size=config.hidden_size,
+        vocab_size=embedding.weight.shape[0],
+        max_position_embeddings=layered.max_positions,
+        embedding_parameters=embedded,
+        head_parameters=head_size,
+        tie_word_embeddings=is_tied,
+        final_norm_parameters=norms,
+        num_others=total - embedded - head_size - norms,
+        layers=tuple(reader.layer(layer, i) for i, layer in enumerate(layered.layers)),
+        grade="built",
+    )
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config with what stands in its parts: an own value comes before that of a part."""
+    parts = [part for part in config.values() if isinstance(part, Mapping)]
+    return {key: value for part in parts for key, value in part.items()} | dict(config)
