@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from offload.plan.attention_kinds import SoftmaxAttention
 from offload.plan.codec import decode_workspace_bytes
 from offload.plan.costs import FP32_BYTES, Optimizer, Workload
+from offload.plan.expert_memory import experts_form, factor_bytes
 from offload.plan.facts import (
     LayerFacts,
     ModelFacts,
@@ -28,7 +29,6 @@ from offload.plan.trained import (
 from offload.plan.visit_memory import (
     adapter_input_bytes,
     dora_bytes,
-    expert_factor_bytes,
     gradient_bytes,
     saved_bytes_per_token,
 )
@@ -131,7 +131,7 @@ def device_terms(
         num_bytes=FP32_BYTES * trained_parameters(facts, workload.adapter),
     )
     visits = (
-        _visit_terms(facts, layer, workload, is_padded=is_padded, is_cpu=machine.device == "cpu")
+        _visit_terms(facts, machine, layer, workload, is_padded=is_padded)
         for layer in set(facts.layers)
     )
     visit = max(visits, key=total_bytes)
@@ -237,7 +237,7 @@ def head_chunk_bytes(facts: ModelFacts, workload: Workload) -> int:
 
 
 def _visit_terms(
-    facts: ModelFacts, layer: LayerFacts, workload: Workload, *, is_padded: bool, is_cpu: bool
+    facts: ModelFacts, machine: Machine, layer: LayerFacts, workload: Workload, *, is_padded: bool
 ) -> tuple[MemoryTerm, ...]:
     """List one backward visit: what recompute saves, and the widest gradients beside it."""
     tokens, b = workload.num_tokens, workload.dtype_bytes
@@ -245,6 +245,7 @@ def _visit_terms(
     is_masked = _is_masked(layer.window, workload, is_padded=is_padded)
     experts = [linear for linear in adapted if linear.group == "experts"]
     spec = workload.adapter
+    form = experts_form(machine.experts_implementation.value, is_adapted=bool(experts))
     return (
         MemoryTerm(
             name="one visit: saved activations",
@@ -255,8 +256,8 @@ def _visit_terms(
                 seq_len=workload.seq_len,
                 dtype_bytes=b,
                 is_masked=is_masked,
-                has_adapted_experts=bool(experts),
-                is_cpu=is_cpu,
+                form=form,
+                is_cpu=machine.device == "cpu",
             ),
         ),
         MemoryTerm(
@@ -271,7 +272,7 @@ def _visit_terms(
                 layer,
                 seq_len=workload.seq_len,
                 dtype_bytes=b,
-                has_adapted_experts=bool(experts),
+                form=form,
             ),
         ),
         MemoryTerm(
@@ -279,7 +280,7 @@ def _visit_terms(
         ),
         MemoryTerm(
             name="one visit: factors of expert adapters",
-            num_bytes=expert_factor_bytes(experts, spec=spec, dtype_bytes=b),
+            num_bytes=factor_bytes(experts, spec=spec, dtype_bytes=b, form=form),
         ),
     )
 

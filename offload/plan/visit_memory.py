@@ -1,7 +1,5 @@
 """What the recompute and backward of one layer take: what is saved, and what stands beside it."""
 
-import math
-
 from offload.plan.attention_kinds import (
     DELTA_CHUNK_TOKENS,
     Attention,
@@ -9,13 +7,16 @@ from offload.plan.attention_kinds import (
     SoftmaxAttention,
 )
 from offload.plan.costs import FP32_BYTES
+from offload.plan.expert_memory import (
+    ACTIVATION_WIDTHS,
+    ExpertsForm,
+    filled,
+    gradient_features,
+    saved_features,
+)
 from offload.plan.facts import AdapterSpec, LayerFacts, ModelFacts
-from offload.plan.parts import Linear, Reads
+from offload.plan.parts import Linear
 
-# The rank of an adapter on experts is filled up to rows of this.
-EXPERT_ROW_BYTES = 16
-# What the activation before a projection down saves, in widths of its result.
-ACTIVATION_WIDTHS: dict[Reads, int] = {"plain": 1, "gated": 3, "clamped": 6}
 # fp32 copies of a weight while DoRA takes its norm, by bytes of a weight: measured with peft 0.21
 # on a CPU, to 0.01 of a copy.
 DORA_WEIGHT_COPIES = {4: 3, 2: 4}
@@ -28,24 +29,21 @@ def saved_bytes_per_token(
     seq_len: int,
     dtype_bytes: int,
     is_masked: bool,
-    has_adapted_experts: bool,
+    form: ExpertsForm,
     is_cpu: bool,
 ) -> int:
     """Return what one layer saves for its backward, the inputs of adapters aside.
 
     Frozen products save no input. Norms save theirs in fp32 (where layers compute in fp32, the
-    first norm's is the kept layer input itself), an MLP its activation's operands, a mixture the
-    result of each routed row too. With adapters on the experts it is 2 widths in place of that
-    result, the weighted activation among them.
+    first norm's is the kept layer input itself), an MLP its activation's operands.
     """
     normed = layer.normed_features - (facts.hidden_size if dtype_bytes == FP32_BYTES else 0)
     features = 0
     for linear in layer.linears:
-        if linear.is_down:
-            is_adapted = linear.group == "experts" and has_adapted_experts
-            result = linear.d_out if linear.group == "experts" and not is_adapted else 0
-            widths = ACTIVATION_WIDTHS[linear.reads] + (2 if is_adapted else 0)
-            features += linear.active * (widths * linear.d_in + result)
+        if linear.is_down and linear.group == "experts":
+            features += linear.active * saved_features(linear, form)
+        elif linear.is_down:
+            features += ACTIVATION_WIDTHS[linear.reads] * linear.active * linear.d_in
     attention = _attention_bytes(
         layer.attention,
         seq_len=seq_len,
@@ -121,7 +119,7 @@ def adapter_input_bytes(adapted: tuple[Linear, ...], *, spec: AdapterSpec, dtype
     inputs: dict[tuple[str, str], int] = {}
     for linear in adapted:
         if linear.group == "experts":
-            rank = _filled(spec.rank_of(linear), dtype_bytes)
+            rank = filled(spec.rank_of(linear), dtype_bytes)
             features = linear.active * rank + (0 if linear.is_down else linear.d_in)
             inputs[linear.group, linear.name] = features * dtype_bytes
             continue
@@ -140,33 +138,13 @@ def dora_bytes(adapted: tuple[Linear, ...], *, spec: AdapterSpec, dtype_bytes: i
     return FP32_BYTES * max(x.d_in**2 + copies * x.num_weights for x in adapted)
 
 
-def expert_factor_bytes(experts: list[Linear], *, spec: AdapterSpec, dtype_bytes: int) -> int:
-    """Return A and B as products want them, and the gradients of one projection's before a cast.
-
-    In fp32 an A is as the adapter holds it.
-    """
-    ranks = [_filled(spec.rank_of(linear), dtype_bytes) for linear in experts]
-    copied = sum(
-        rank * x.num_experts * (x.d_out + (x.d_in if dtype_bytes != FP32_BYTES else 0))
-        for x, rank in zip(experts, ranks, strict=True)
-    )
-    factors = (x.adapter_parameters(rank) for x, rank in zip(experts, ranks, strict=True))
-    largest = max(factors, default=0)
-    return copied * dtype_bytes + largest * (dtype_bytes + FP32_BYTES)
-
-
-def _filled(rank: int, dtype_bytes: int) -> int:
-    """Return the rank that products of experts have."""
-    return math.ceil(rank * dtype_bytes / EXPERT_ROW_BYTES) * EXPERT_ROW_BYTES // dtype_bytes
-
-
 def gradient_bytes(
     facts: ModelFacts,
     layer: LayerFacts,
     *,
     seq_len: int,
     dtype_bytes: int,
-    has_adapted_experts: bool,
+    form: ExpertsForm,
 ) -> int:
     """Return the gradients per token that stand beside all saved activations.
 
@@ -177,9 +155,7 @@ def gradient_bytes(
         widest = 2 * kind.num_heads * seq_len * dtype_bytes
     for linear in layer.linears:
         if linear.is_down and linear.group == "experts":
-            width = 2 * linear.d_out + linear.d_in
-            if has_adapted_experts:  # behind the projection down, or at the activation
-                width = max(linear.d_out + linear.d_in, 4 * linear.d_in)
+            width = gradient_features(linear, form)
             widest = max(widest, linear.active * width * dtype_bytes)
         elif linear.is_down:
             cast_bytes = 0 if dtype_bytes == FP32_BYTES else FP32_BYTES

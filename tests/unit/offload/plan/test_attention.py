@@ -246,7 +246,7 @@ def test_saved_bytes_are_those_that_autograd_saves(
         seq_len=NUM_TOKENS,
         dtype_bytes=dtype.itemsize,
         is_masked=False,
-        has_adapted_experts=False,
+        form="plain",
         is_cpu=True,
     )
     if is_adapted:
@@ -295,7 +295,7 @@ def test_on_a_card_latent_attention_keeps_no_scores() -> None:
             seq_len=seq_len,
             dtype_bytes=2,
             is_masked=False,
-            has_adapted_experts=False,
+            form="plain",
             is_cpu=is_cpu,
         )
         for seq_len, is_cpu in ((512, False), (1024, False), (512, True), (1024, True))
