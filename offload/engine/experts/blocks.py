@@ -60,7 +60,7 @@ def blocks_for(
     if capability is None:
         return INTERPRETED
     if dtype is torch.float32:  # without tensor cores
-        return Blocks(m=64, n=64, k=32, num_warps=4, num_stages=2)
+        return Blocks(m=64, n=64, k=16, num_warps=4, num_stages=2)
     m = max(16, min(64, 1 << (rows_per_expert - 1).bit_length()))
     if rows_per_expert > MANY_ROWS:
         num_stages = 4 if capability[0] == HOPPER else 3

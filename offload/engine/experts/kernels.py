@@ -322,18 +322,24 @@ def activate_backward(
     gate = tl.load(place, is_there, other=0.0).to(tl.float32)
     up = tl.load(place + width, is_there, other=0.0).to(tl.float32)
     active, by_gate, by_up = gate_parts(gate, up, ALPHA, LIMIT, GATE)
-    share = tl.sum(tl.where(is_there, acc * active, 0.0), 1)
+    share = tl.sum(acc * active, 1)  # what is not there is zero: every gate is, at zeros
     tl.store(of_weights + row * num_columns + column, share, is_row)
     weight = tl.load(weights + tl.load(choice_S + row)).to(tl.float32)[:, None]
     if IS_AGAIN:
         again = rounded(active * weight, out)
         tl.store(out + (row * width)[:, None] + f[None, :], again, is_there)
     acc *= weight
-    step = 2 if IS_INTERLEAVED else 1
-    place = of_gates + (row * 2 * width)[:, None] + (f * step)[None, :]
-    tl.store(place, rounded(acc * by_gate, of_gates), is_there)
-    place += 1 if IS_INTERLEAVED else width
-    tl.store(place, rounded(acc * by_up, of_gates), is_there)
+    by_gate = rounded(acc * by_gate, of_gates)
+    by_up = rounded(acc * by_up, of_gates)
+    if IS_INTERLEAVED:  # side by side: stores of single values would be as many, and spill
+        both = tl.reshape(tl.join(by_gate, by_up), (BLOCK_M, 2 * BLOCK_N))
+        n = column * 2 * BLOCK_N + tl.arange(0, 2 * BLOCK_N)
+        is_there = is_row[:, None] & (n < 2 * width)[None, :]
+        tl.store(of_gates + (row * 2 * width)[:, None] + n[None, :], both, is_there)
+    else:
+        place = of_gates + (row * 2 * width)[:, None] + f[None, :]
+        tl.store(place, by_gate, is_there)
+        tl.store(place + width, by_up, is_there)
 
 
 @triton.jit

@@ -140,6 +140,7 @@ class Launcher:
             BLOCK_R=block_r,
             num_warps=blocks.num_warps,
             num_stages=blocks.num_stages,
+            enable_fp_fusion=True,
         )
         return out_ERN
 
@@ -211,6 +212,7 @@ class Launcher:
             BLOCK_K=blocks.k,
             num_warps=blocks.num_warps,
             num_stages=blocks.num_stages,
+            enable_fp_fusion=True,  # said, as Triton 3.10 changes the default
             **arguments,
         )
 

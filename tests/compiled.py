@@ -1,0 +1,265 @@
+"""The kernels of experts as they would be launched, compiled for cards that are not there.
+
+Nothing is declared twice: fused.py computes transformers' own modules over tensors without memory,
+what it would launch is noted, and Triton specialises and compiles that as in a run, for
+a driver that only says which card it has. Triton's wheel brings the assembler, and the tool that
+reads back what it used.
+"""
+
+import importlib.util
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+
+from offload.engine.experts import fused
+from offload.engine.experts.blocks import MAX_SHARED_BYTES, Blocks
+from offload.engine.experts.branch import Branch
+from offload.engine.experts.routing import route
+from tests.mixtures import Mixture
+
+KERNELS = "offload.engine.experts.kernels"
+NUM_TOKENS = 4096  # kernels are compiled for any number
+WIDE_BYTES = 16  # most that a thread reads at once
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """A kernel and what it would be started with."""
+
+    kernel: str
+    grid: tuple[int, ...]
+    arguments: Mapping[str, Any]
+
+    @property
+    def item_bytes(self) -> int:
+        """The size of a value of what is multiplied."""
+        sizes = {self.arguments[x].itemsize for x in ("matrices", "right") if x in self.arguments}
+        return int(sizes.pop())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Access:
+    """A line of a kernel that reads or writes the card's memory.
+
+    Attributes:
+        source: What the line says.
+        lines: Its number, and those of the lines that called it.
+        num_bytes: Fewest that a thread moves at once.
+        is_async: Whether all of it is read ahead into shared memory, past the registers.
+    """
+
+    source: str
+    lines: tuple[int, ...]
+    num_bytes: int
+    is_async: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compiled:
+    """What a kernel takes on a card.
+
+    Attributes:
+        launch: What was compiled.
+        capability: Of the card, as 86.
+        registers: Of a thread.
+        spilled_bytes: Of a thread, for want of registers.
+        shared_bytes: Of a program.
+        accesses: To the card's memory, in the order of the code.
+    """
+
+    launch: Launch
+    capability: int
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    accesses: tuple[Access, ...]
+
+    @property
+    def max_shared_bytes(self) -> int:
+        """What a program may have on that card."""
+        return MAX_SHARED_BYTES[self.capability]
+
+    @property
+    def operands(self) -> dict[str, Access]:
+        """The reads of both sides of the large product, by what the kernel calls them."""
+        reads = [access for access in self.accesses if _operand(access)]
+        first = min(access.lines[1:] for access in reads)  # a branch's product comes behind it
+        return {_operand(access): access for access in reads if access.lines[1:] == first}
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether both sides are read ahead, by as few reads as there can be."""
+        given = self.launch.arguments
+        sides = {"x": ("M", "K"), "w": ("K", "N"), "a": ("M", "R"), "b": ("M", "N")}
+        num_threads = 32 * given["num_warps"]
+        for name, access in self.operands.items():
+            high, wide = (given[f"BLOCK_{side}"] for side in sides[name])
+            share_bytes = high * wide * self.launch.item_bytes // num_threads
+            if not access.is_async or access.num_bytes < min(WIDE_BYTES, share_bytes):
+                return False
+        return len(self.operands) == 2
+
+
+class _Recorder:
+    """Stands in for the module of kernels."""
+
+    def __init__(self) -> None:
+        self.launches: list[Launch] = []
+
+    def __getattr__(self, kernel: str) -> Any:
+        return _Noted(self.launches, kernel)
+
+
+class _Noted:
+    def __init__(self, launches: list[Launch], kernel: str) -> None:
+        self._launches, self._kernel = launches, kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def note(**arguments: Any) -> None:
+            self._launches.append(Launch(kernel=self._kernel, grid=grid, arguments=arguments))
+
+        return note
+
+
+class _Driver:
+    """What Triton asks of a GPU's driver to compile."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
+    def get_current_device(self) -> int:
+        """Return what Triton keeps compiled kernels by."""
+        return self._capability
+
+    def get_current_stream(self, device: int) -> int:
+        """Return a stream, which is not used."""
+        return 0 * device
+
+    def get_current_target(self) -> Any:
+        """Return the card."""
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self._capability, 32)
+
+
+def launches(
+    mixture: Mixture, dtype: torch.dtype, blocks: Blocks, *, rank: int | None, is_kept: bool = True
+) -> list[Launch]:
+    """Return what a forward starts, and the backward if a graph is kept."""
+    recorder = _Recorder()
+    with torch.device("meta"):
+        experts = mixture.experts(dtype, path="eager")
+        hidden_TD = torch.empty(NUM_TOKENS, mixture.hidden, dtype=dtype, requires_grad=True)
+        weight_TC = torch.empty(NUM_TOKENS, mixture.top_k, dtype=dtype, requires_grad=True)
+        expert_TC = torch.empty_like(weight_TC, dtype=torch.int64)
+        lora = {} if rank is None else _branches(experts, rank)
+    with (
+        mock.patch(KERNELS, recorder, create=True),
+        mock.patch.object(fused, "blocks_for", return_value=blocks),
+        torch.set_grad_enabled(is_kept),
+    ):
+        routing = route(expert_TC, num_experts=mixture.num_experts)
+        out_TD = fused.compute(experts, lora, routing, hidden_TD, weight_TC)
+        if is_kept:
+            out_TD.backward(torch.empty_like(out_TD))
+    return recorder.launches
+
+
+def _branches(experts: Any, rank: int) -> dict[str, Branch]:
+    branches = {}
+    for name in ("gate_up_proj", "down_proj"):
+        num_experts, num_k, num_n = getattr(experts, name).shape
+        if not experts.is_transposed:
+            num_k, num_n = num_n, num_k
+        branches[name] = Branch(
+            a_ERK=torch.empty(num_experts, rank, num_k, requires_grad=True),
+            b_ERN=torch.empty(num_experts, rank, num_n, requires_grad=True),
+            scaling=1.0,
+        )
+    return branches
+
+
+def compile_for(capability: int, noted: Sequence[Launch]) -> list[Compiled]:
+    """Compile launches for a card; those that come to one program are one."""
+    from triton.runtime import driver
+
+    found = {}
+    with _kernels() as kernels, mock.patch.object(driver, "_active", _Driver(capability)):
+        for launch in noted:
+            made = getattr(kernels, launch.kernel).warmup(grid=launch.grid, **launch.arguments)
+            found.setdefault(made.hash, (launch, made))
+    sources = Path(kernels.__file__ or "").read_text().splitlines()
+    return [_read(launch, made, capability, sources) for launch, made in found.values()]
+
+
+@contextmanager
+def _kernels() -> Iterator[ModuleType]:
+    """Define the kernels once more, to be compiled whatever others are for."""
+    from triton import knobs
+
+    spec = importlib.util.find_spec(KERNELS)
+    assert spec is not None
+    assert spec.loader is not None
+    kernels = importlib.util.module_from_spec(spec)
+    with knobs.runtime.scope():
+        knobs.runtime.interpret = False
+        spec.loader.exec_module(kernels)
+        yield kernels
+
+
+def _operand(access: Access) -> str:
+    name, is_read, _ = access.source.partition(" = tl.load(")
+    return name if is_read and name in {"x", "w", "a", "b"} else ""
+
+
+def _read(launch: Launch, made: Any, capability: int, sources: Sequence[str]) -> Compiled:
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        command = [tool, "-res-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    used = {name: int(number) for name, number in re.findall(r"([A-Z]+):(\d+)", said)}
+    return Compiled(
+        launch=launch,
+        capability=capability,
+        registers=used["REG"],
+        spilled_bytes=used["STACK"] + used["LOCAL"],
+        shared_bytes=used["SHARED"] + made.metadata.shared,
+        accesses=tuple(_accesses(made.asm["ptx"], sources)),
+    )
+
+
+def _accesses(ptx: str, sources: Sequence[str]) -> Iterator[Access]:
+    """Find what moves data, by the line that an instruction is of."""
+    own = re.search(r'\.file\s+(\d+) "[^"]*kernels\.py"', ptx)
+    assert own is not None
+    at: tuple[int, ...] = ()
+    moves: dict[tuple[int, ...], list[tuple[int, bool]]] = {}
+    for line in ptx.splitlines():
+        if re.match(r"\s*\.loc", line):
+            places = re.findall(rf"(?:\.loc|inlined_at)\s+{own[1]} (\d+)", line)
+            at = tuple(int(place) for place in places)
+        elif copied := re.search(r"cp\.async\.c[ag]\S* .*, 0x(\w+)", line):
+            moves.setdefault(at, []).append((int(copied[1], 16), True))
+        elif moved := re.search(r"(?:ld|st)\.global\S*?(?:\.v(\d))?\.b(\d+)", line):
+            num_bytes = int(moved[1] or 1) * int(moved[2]) // 8
+            moves.setdefault(at, []).append((num_bytes, False))
+    for lines, found in moves.items():
+        yield Access(
+            source=sources[lines[0] - 1].strip(),
+            lines=lines,
+            num_bytes=min(num_bytes for num_bytes, _ in found),
+            is_async=all(is_async for _, is_async in found),
+        )
