@@ -1,33 +1,25 @@
 """The kernels of experts as they would be launched, compiled for cards that are not there.
 
-Nothing is declared twice: fused.py computes transformers' own modules over tensors without memory,
-what it would launch is noted, and Triton specialises and compiles that as in a run, for
-a driver that only says which card it has. Triton's wheel brings the assembler, and the tool that
-reads back what it used.
+Triton specialises and compiles what mixtures.launches has noted as in a run, for a driver that only
+says which card it has. Its wheel brings the assembler, and the tool that reads back what was used.
 """
 
-import importlib.util
+import importlib
 import re
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import cache
+from multiprocessing import get_context
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
-import torch
-
-from offload.engine.experts import fused
-from offload.engine.experts.blocks import MAX_SHARED_BYTES, Blocks
-from offload.engine.experts.branch import Branch
-from offload.engine.experts.routing import route
-from tests.mixtures import Mixture
+from offload.engine.experts.blocks import MAX_SHARED_BYTES
 
 KERNELS = "offload.engine.experts.kernels"
-NUM_TOKENS = 4096  # kernels are compiled for any number
 WIDE_BYTES = 16  # most that a thread reads at once
 
 
@@ -109,27 +101,6 @@ class Compiled:
         return len(self.operands) == 2
 
 
-class _Recorder:
-    """Stands in for the module of kernels."""
-
-    def __init__(self) -> None:
-        self.launches: list[Launch] = []
-
-    def __getattr__(self, kernel: str) -> Any:
-        return _Noted(self.launches, kernel)
-
-
-class _Noted:
-    def __init__(self, launches: list[Launch], kernel: str) -> None:
-        self._launches, self._kernel = launches, kernel
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def note(**arguments: Any) -> None:
-            self._launches.append(Launch(kernel=self._kernel, grid=grid, arguments=arguments))
-
-        return note
-
-
 class _Driver:
     """What Triton asks of a GPU's driver to compile."""
 
@@ -151,69 +122,30 @@ class _Driver:
         return GPUTarget("cuda", self._capability, 32)
 
 
-def launches(
-    mixture: Mixture, dtype: torch.dtype, blocks: Blocks, *, rank: int | None, is_kept: bool = True
-) -> list[Launch]:
-    """Return what a forward starts, and the backward if a graph is kept."""
-    recorder = _Recorder()
-    with torch.device("meta"):
-        experts = mixture.experts(dtype, path="eager")
-        hidden_TD = torch.empty(NUM_TOKENS, mixture.hidden, dtype=dtype, requires_grad=True)
-        weight_TC = torch.empty(NUM_TOKENS, mixture.top_k, dtype=dtype, requires_grad=True)
-        expert_TC = torch.empty_like(weight_TC, dtype=torch.int64)
-        lora = {} if rank is None else _branches(experts, rank)
-    with (
-        mock.patch(KERNELS, recorder, create=True),
-        mock.patch.object(fused, "blocks_for", return_value=blocks),
-        torch.set_grad_enabled(is_kept),
-    ):
-        routing = route(expert_TC, num_experts=mixture.num_experts)
-        out_TD = fused.compute(experts, lora, routing, hidden_TD, weight_TC)
-        if is_kept:
-            out_TD.backward(torch.empty_like(out_TD))
-    return recorder.launches
-
-
-def _branches(experts: Any, rank: int) -> dict[str, Branch]:
-    branches = {}
-    for name in ("gate_up_proj", "down_proj"):
-        num_experts, num_k, num_n = getattr(experts, name).shape
-        if not experts.is_transposed:
-            num_k, num_n = num_n, num_k
-        branches[name] = Branch(
-            a_ERK=torch.empty(num_experts, rank, num_k, requires_grad=True),
-            b_ERN=torch.empty(num_experts, rank, num_n, requires_grad=True),
-            scaling=1.0,
-        )
-    return branches
-
-
 def compile_for(capability: int, noted: Sequence[Launch]) -> list[Compiled]:
     """Compile launches for a card; those that come to one program are one."""
+    with mock.patch.dict("os.environ", TRITON_INTERPRET="0"):
+        compiling = _process().submit(_compile_for, capability, noted)
+    return compiling.result()
+
+
+@cache
+def _process() -> ProcessPoolExecutor:
+    """Return a process of its own: where Triton was imported to interpret it cannot compile."""
+    return ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+
+
+def _compile_for(capability: int, noted: Sequence[Launch]) -> list[Compiled]:
     from triton.runtime import driver
 
-    found = {}
-    with _kernels() as kernels, mock.patch.object(driver, "_active", _Driver(capability)):
+    found: dict[str, tuple[Launch, Any]] = {}
+    kernels = importlib.import_module(KERNELS)
+    with mock.patch.object(driver, "_active", _Driver(capability)):
         for launch in noted:
             made = getattr(kernels, launch.kernel).warmup(grid=launch.grid, **launch.arguments)
             found.setdefault(made.hash, (launch, made))
     sources = Path(kernels.__file__ or "").read_text().splitlines()
     return [_read(launch, made, capability, sources) for launch, made in found.values()]
-
-
-@contextmanager
-def _kernels() -> Iterator[ModuleType]:
-    """Define the kernels once more, to be compiled whatever others are for."""
-    from triton import knobs
-
-    spec = importlib.util.find_spec(KERNELS)
-    assert spec is not None
-    assert spec.loader is not None
-    kernels = importlib.util.module_from_spec(spec)
-    with knobs.runtime.scope():
-        knobs.runtime.interpret = False
-        spec.loader.exec_module(kernels)
-        yield kernels
 
 
 def _operand(access: Access) -> str:
@@ -228,7 +160,7 @@ def _read(launch: Launch, made: Any, capability: int, sources: Sequence[str]) ->
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
-        command = [tool, "-res-usage", file.name]
+        command = [f"{tool}", "-res-usage", file.name]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     used = {name: int(number) for name, number in re.findall(r"([A-Z]+):(\d+)", said)}
     return Compiled(

@@ -1,8 +1,9 @@
-"""Experts of published models: transformers' own modules, at their size or scaled down."""
+"""Experts of published models: transformers' own modules, and what computing them would launch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -10,6 +11,14 @@ from transformers import GptOssConfig, MixtralConfig, Qwen3MoeConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from offload.engine.experts import fused
+from offload.engine.experts.blocks import Blocks
+from offload.engine.experts.branch import Branch
+from offload.engine.experts.routing import route
+from tests.compiled import KERNELS, Launch
+
+NUM_TOKENS = 4096  # kernels are compiled for any number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +62,7 @@ def _qwen(mixture: Mixture) -> nn.Module:
     return Qwen3MoeExperts(config)
 
 
-def _sized(mixture: Mixture) -> dict[str, int]:
+def _sized(mixture: Mixture) -> dict[str, Any]:
     return {
         "hidden_size": mixture.hidden,
         "intermediate_size": mixture.width,
@@ -79,3 +88,65 @@ MIXTRAL = Mixture(
     build=lambda mixture: MixtralExperts(MixtralConfig(**_sized(mixture))),
 )
 MIXTURES = (QWEN, GPT_OSS, MIXTRAL)
+
+
+class _Recorder:
+    """Stands in for the module of kernels."""
+
+    def __init__(self) -> None:
+        self.launches: list[Launch] = []
+
+    def __getattr__(self, kernel: str) -> Any:
+        return _Noted(self.launches, kernel)
+
+
+class _Noted:
+    def __init__(self, launches: list[Launch], kernel: str) -> None:
+        self._launches, self._kernel = launches, kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def note(**arguments: Any) -> None:
+            self._launches.append(Launch(kernel=self._kernel, grid=grid, arguments=arguments))
+
+        return note
+
+
+def launches(
+    mixture: Mixture, dtype: torch.dtype, blocks: Blocks, *, rank: int | None, is_kept: bool = True
+) -> list[Launch]:
+    """Return what a forward starts, and the backward if a graph is kept.
+
+    fused.py computes over tensors without memory, and the kernels only note what they are handed.
+    """
+    recorder = _Recorder()
+    with torch.device("meta"):
+        experts = mixture.experts(dtype, path="eager")
+        hidden_TD = torch.empty(NUM_TOKENS, mixture.hidden, dtype=dtype, requires_grad=True)
+        weight_TC = torch.empty(NUM_TOKENS, mixture.top_k, dtype=dtype, requires_grad=True)
+        expert_TC = torch.empty_like(weight_TC, dtype=torch.int64)
+        lora = {} if rank is None else branches(experts, rank)
+    with (
+        mock.patch(KERNELS, recorder, create=True),
+        mock.patch.object(fused, "blocks_for", return_value=blocks),
+        torch.set_grad_enabled(is_kept),
+    ):
+        routing = route(expert_TC, num_experts=mixture.num_experts)
+        out_TD = fused.compute(experts, lora, routing, hidden_TD, weight_TC)
+        if is_kept:
+            out_TD.backward(torch.empty_like(out_TD))
+    return recorder.launches
+
+
+def branches(experts: Any, rank: int) -> dict[str, Branch]:
+    """Return adapters of both projections, without values."""
+    made = {}
+    for name in ("gate_up_proj", "down_proj"):
+        num_experts, num_k, num_n = getattr(experts, name).shape
+        if not experts.is_transposed:
+            num_k, num_n = num_n, num_k
+        made[name] = Branch(
+            a_ERK=torch.empty(num_experts, rank, num_k, requires_grad=True),
+            b_ERN=torch.empty(num_experts, rank, num_n, requires_grad=True),
+            scaling=1.0,
+        )
+    return made

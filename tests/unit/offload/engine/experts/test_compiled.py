@@ -1,15 +1,17 @@
 """The kernels of experts for cards that are not there: what they take, and how they read."""
 
 import dataclasses
+import importlib.util
 
 import pytest
 import torch
 
 from offload.engine.experts.blocks import MAX_SHARED_BYTES, Blocks, blocks_for
-from tests.compiled import Compiled, compile_for, launches
-from tests.mixtures import GPT_OSS, MIXTURES, QWEN, Mixture
+from tests.compiled import Compiled, compile_for
+from tests.mixtures import GPT_OSS, MIXTURES, QWEN, Mixture, launches
 
-pytest.importorskip("triton", reason="Triton is not installed")
+if importlib.util.find_spec("triton") is None:  # not imported: others may want it interpreted
+    pytest.skip("Triton is not installed", allow_module_level=True)
 FEW, SOME, MANY = 8, 64, 257  # rows per expert
 KERNELS = {"multiply", "activate", "activate_backward", "sum_outer"}
 TILE = Blocks(m=64, n=128, k=64, num_warps=4, num_stages=3)
@@ -59,14 +61,21 @@ def test_kernels_launch_on_consumer_cards(capability: int, rows_per_expert: int)
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("mixture", MIXTURES, ids=lambda mixture: mixture.name)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("capability", MAX_SHARED_BYTES)
 def test_kernels_launch_on_all_cards(capability: int, dtype: torch.dtype, mixture: Mixture) -> None:
     for rows_per_expert in (FEW, SOME, MANY):
         blocks = blocks_for(divmod(capability, 10), dtype, rows_per_expert=rows_per_expert)
-        check(compiled(mixture, capability, blocks, dtype=dtype, ranks=(None, 16, 128)))
+        check(compiled(mixture, capability, blocks, dtype=dtype, ranks=(None, 16)))
 
 
+@pytest.mark.exhaustive
+def test_a_high_rank_launches_too() -> None:
+    blocks = blocks_for((8, 6), torch.bfloat16, rows_per_expert=MANY)
+    check(compiled(QWEN, 86, blocks, ranks=(24, 128)))
+
+
+@pytest.mark.slow
 def test_a_tile_that_is_too_large_for_its_warps_is_seen_to_spill() -> None:
     wide = dataclasses.replace(TILE, m=32, n=256, k=16, num_warps=1)
     found = compiled(QWEN, 86, wide, ranks=(None,), kernels={"multiply"})
