@@ -65,10 +65,9 @@ def factor_bytes(
         for x, rank in zip(experts, ranks, strict=True)
     )
     factors = [x.adapter_parameters(rank) for x, rank in zip(experts, ranks, strict=True)]
-    largest = max(factors, default=0)
     if is_fused:
-        return copied * dtype_bytes + (sum(factors) + largest) * FP32_BYTES
-    return copied * dtype_bytes + largest * (dtype_bytes + FP32_BYTES)
+        return copied * dtype_bytes + sum(factors) * FP32_BYTES
+    return copied * dtype_bytes + max(factors, default=0) * (dtype_bytes + FP32_BYTES)
 
 
 def filled(rank: int, dtype_bytes: int) -> int:

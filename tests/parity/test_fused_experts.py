@@ -1,7 +1,8 @@
 """The Triton kernels of experts: interpreted on a CPU, as they are on a GPU (grade REORDER)."""
 
 import copy
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 import pytest
 import torch
@@ -11,6 +12,15 @@ from finetune.expert_lora import compute_beside
 from offload.engine.experts import lora
 from offload.engine.experts.gates import Gate, gate_of
 from offload.errors import UnsupportedModelError
+from offload.plan.expert_memory import (
+    experts_form,
+    factor_bytes,
+    gradient_features,
+    saved_features,
+)
+from offload.plan.facts import AdapterSpec
+from offload.plan.parts import Linear, Reads
+from tests.bench.bench_experts import LiveBytes
 from tests.parity.architectures import SLACK, micro_batches, rel_error, streamed
 from tests.parity.experts import (
     CLAMPED,
@@ -185,6 +195,60 @@ def test_what_is_kept_is_what_the_gate_saw_and_a_rank_per_branch() -> None:
     inputs_bytes = 4 * (hidden_TD.numel() + 2 * weight_TC.numel()) + expert_TC.numel()
     found = sum(size for storage, size in kept.items() if storage not in own)
     assert found <= 4 * num_rows * (2 * sizes.width + 2 * rank) + inputs_bytes
+
+
+class NoKernels:
+    """Launches nothing: for what is allocated around it."""
+
+    def __getattr__(self, _name: str) -> Self:
+        return self
+
+    def __getitem__(self, _grid: object) -> Callable[..., None]:
+        return lambda **_arguments: None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sizes", [Sizes(128, 192, 4, 512, 2), Sizes(64, 256, 4, 512, 2)])
+@pytest.mark.parametrize("rank", [0, 16])
+def test_a_step_takes_the_memory_that_the_plan_counts(
+    rank: int, sizes: Sizes, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to 5 % more with adapters, whose gradients do not all stand at the widest instant."""
+    monkeypatch.setattr("offload.engine.experts.kernels", NoKernels())
+    model = by("triton", adapted_experts("gated", "eager", dtype, sizes=sizes, r=max(rank, 1)))
+    if not rank:
+        model = model.unload()
+        model.config._experts_implementation = "triton"
+    with LiveBytes() as live:
+        step(model, "mixed", dtype, sizes=sizes)
+    projections: tuple[tuple[str, int, int, Reads], ...] = (
+        ("gate_up_proj", sizes.hidden, 2 * sizes.width, "input"),
+        ("down_proj", sizes.width, sizes.hidden, "gated"),
+    )
+    linears = [
+        Linear(
+            name=name,
+            group="experts",
+            d_in=d_in,
+            d_out=d_out,
+            num_experts=sizes.num_experts,
+            active=sizes.num_choices,
+            reads=reads,
+        )
+        for name, d_in, d_out, reads in projections
+    ]
+    form = experts_form("triton", is_adapted=rank > 0)
+    per_row = saved_features(linears[1], form) + gradient_features(linears[1], form) + 2 * rank
+    num_rows, b = sizes.num_tokens * sizes.num_choices, dtype.itemsize
+    counted = num_rows * per_row * b + factor_bytes(
+        linears if rank else [],
+        spec=AdapterSpec(rank=rank, targets=(), experts=True),
+        dtype_bytes=b,
+        form=form,
+    )
+    inputs_and_output = 6 * sizes.num_tokens * sizes.hidden * b + 6 * 8 * num_rows
+    assert live.peak_bytes <= counted + inputs_and_output
+    assert counted <= 1.05 * live.peak_bytes
 
 
 @pytest.mark.gpu
