@@ -16,7 +16,8 @@ from finetune.plan_report import plan_json
 from finetune.recipe import Recipe, recipe_hash
 from offload.plan.memory import CONTEXT, DATA_WORKERS, FRAGMENTATION, OTHER_RANKS
 from offload.plan.plan import Plan
-from offload.plan.timeline import Timeline, perfetto_trace
+from offload.plan.timeline import Timeline
+from offload.plan.trace import perfetto_trace
 
 if TYPE_CHECKING:
     from finetune.loop import StepRecord

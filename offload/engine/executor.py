@@ -169,6 +169,7 @@ class Executor:
                     num_bytes=op.num_bytes,
                     start_s=start_s,
                     end_s=end_s,
+                    waits=op.waits,
                 )
                 for op, (start_s, end_s) in zip(
                     schedule.ops, (event.span_s() for event in events), strict=True

@@ -27,6 +27,7 @@ class Kind(StrEnum):
     BACKWARD: a layer with a graph, and its gradients.
     GRADIENT: a piece of the gradients of a layer's own weights, to host memory (d2h).
     FRONT_BACKWARD: gradients of what comes before the layers.
+    OPTIMIZER: the update, behind the pass; in timelines that show it, in no schedule.
     """
 
     FRONT = "front"
@@ -40,6 +41,7 @@ class Kind(StrEnum):
     BACKWARD = "backward"
     GRADIENT = "gradient"
     FRONT_BACKWARD = "front_backward"
+    OPTIMIZER = "optimizer"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -32,6 +32,7 @@ def simulate(schedule: Schedule, duration_s: Callable[[Op], float]) -> Timeline:
                 num_bytes=op.num_bytes,
                 start_s=start_s,
                 end_s=end_s,
+                waits=op.waits,
             )
         )
     return Timeline(spans=tuple(spans))

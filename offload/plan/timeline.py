@@ -1,15 +1,18 @@
 """When each op started and ended: one type for what was predicted and what was measured."""
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from offload.plan.op import Kind, Lane
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """One op's place in time, in seconds from the start of the step."""
+    """One op's place in time, in seconds from the start of the step.
+
+    `waits` are positions in the timeline: what had to end before it could start.
+    """
 
     lane: Lane
     kind: Kind
@@ -18,6 +21,7 @@ class Span:
     num_bytes: int
     start_s: float
     end_s: float
+    waits: tuple[int, ...] = ()
 
     @property
     def duration_s(self) -> float:
@@ -46,10 +50,33 @@ class Timeline:
         compute_s = sum(s.duration_s for s in self.spans if s.lane is Lane.COMPUTE)
         return max(0.0, self.step_s - compute_s)
 
+    def crossings(self) -> Iterator[tuple[int, int]]:
+        """List what waited across lanes: positions of the op that was waited for, and of the op."""
+        for number, span in enumerate(self.spans):
+            for other in span.waits:
+                if self.spans[other].lane is not span.lane:
+                    yield other, number
+
+    def with_optimizer(self, optimizer_s: float) -> "Timeline":
+        """Return the whole step: the pass, and the update behind it."""
+        if not optimizer_s:
+            return self
+        end_s = self.step_s
+        update = Span(
+            lane=Lane.COMPUTE,
+            kind=Kind.OPTIMIZER,
+            layer=None,
+            micro_batch=None,
+            num_bytes=0,
+            start_s=end_s,
+            end_s=end_s + optimizer_s,
+        )
+        return replace(self, spans=(*self.spans, update))
+
     def phases(self) -> dict[str, float]:
         """Seconds by phase, as the report names them.
 
-        Compute phases and `stall` add up to `step`; `h2d` and `d2h` run beside them.
+        Compute phases and `stall` add up to `step`; `h2d`, `d2h` and `reads` run beside them.
         """
         return {
             "step": self.step_s,
@@ -59,6 +86,7 @@ class Timeline:
             "backward": self.busy_s(Kind.BACKWARD, Kind.FRONT_BACKWARD),
             "h2d": self.busy_s(Kind.LOAD, Kind.FETCH),
             "d2h": self.busy_s(Kind.STASH, Kind.GRADIENT),
+            "reads": self.busy_s(Kind.READ),
             "stall": self.stall_s,
         }
 
@@ -74,6 +102,7 @@ class Timeline:
                     "num_bytes": span.num_bytes,
                     "start_s": span.start_s,
                     "end_s": span.end_s,
+                    "waits": span.waits,
                 }
                 for span in self.spans
             ]
@@ -84,44 +113,14 @@ class Timeline:
         """Read what `to_json` wrote."""
         return cls(
             spans=tuple(
-                Span(**row | {"lane": Lane(row["lane"]), "kind": Kind(row["kind"])})
+                Span(
+                    **row
+                    | {
+                        "lane": Lane(row["lane"]),
+                        "kind": Kind(row["kind"]),
+                        "waits": tuple(row["waits"]),
+                    }
+                )
                 for row in json.loads(text)
             )
         )
-
-
-def perfetto_trace(timelines: Mapping[str, Timeline]) -> str:
-    """Return a Chrome trace, which Perfetto reads: a process per timeline, a thread per lane.
-
-    Args:
-        timelines: Name of the track group ("predicted", "measured") -> timeline.
-    """
-    events: list[dict[str, object]] = []
-    lanes = {lane: number for number, lane in enumerate(Lane)}
-    for process, (name, timeline) in enumerate(timelines.items()):
-        events.append(_metadata("process_name", name, process, 0))
-        for lane, thread in lanes.items():
-            events.append(_metadata("thread_name", lane.value, process, thread))
-        events += _complete_events(timeline.spans, process, lanes)
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
-
-
-def _metadata(what: str, name: str, process: int, thread: int) -> dict[str, object]:
-    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}}
-
-
-def _complete_events(
-    spans: Iterable[Span], process: int, lanes: Mapping[Lane, int]
-) -> list[dict[str, object]]:
-    return [
-        {
-            "ph": "X",
-            "name": span.kind.value if span.layer is None else f"{span.kind.value} {span.layer}",
-            "pid": process,
-            "tid": lanes[span.lane],
-            "ts": span.start_s * 1e6,
-            "dur": span.duration_s * 1e6,
-            "args": {"micro_batch": span.micro_batch, "bytes": span.num_bytes},
-        }
-        for span in spans
-    ]

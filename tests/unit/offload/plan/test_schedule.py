@@ -8,7 +8,8 @@ from offload.plan.op import Kind, Lane
 from offload.plan.plan import duration_of
 from offload.plan.schedule import Freight, Order, cold_ring, training_schedule, warm_ring
 from offload.plan.simulate import simulate
-from offload.plan.timeline import Timeline, perfetto_trace
+from offload.plan.timeline import Timeline
+from offload.plan.trace import perfetto_trace
 
 
 def schedule(*, num_slots: int, num_micro_batches: int, order: Order = Order.LAYER_MAJOR):
