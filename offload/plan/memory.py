@@ -161,12 +161,13 @@ def _standing_terms(
     copy_bytes = b if b == FP32_BYTES else b + FP32_BYTES
     sizes = trained_tensor_sizes(facts, workload.adapter)
     states = optimizer_state_bytes(sizes, workload.optimizer)
-    decoded = 0
+    decoded, workspace = 0, 0
     if workload.is_encoded:
-        decoded = largest * b + decode_workspace_bytes(workload.codec)
+        decoded, workspace = largest * b, decode_workspace_bytes(workload.codec)
     return (
         MemoryTerm(name="slots", num_bytes=min(num_slots, facts.num_layers) * slot_bytes),
         MemoryTerm(name="decoded layer", num_bytes=decoded),
+        MemoryTerm(name="decode workspace", num_bytes=workspace),
         MemoryTerm(name="embeddings, norm and head", num_bytes=facts.outer_parameters * b),
         MemoryTerm(name="adapters", num_bytes=adapters),
         MemoryTerm(name="trained modules", num_bytes=copy_bytes * sum(modules)),
