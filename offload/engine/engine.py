@@ -16,6 +16,7 @@ from offload.engine.host.record import Record
 from offload.engine.host.side import HostSide, Tier
 from offload.engine.host.store import Hold
 from offload.engine.masters import Masters
+from offload.engine.meter import Arena
 from offload.engine.model import placement
 from offload.engine.model.encoding import Encoding
 from offload.engine.model.layers import LayeredModel
@@ -124,6 +125,11 @@ class Engine:
             for name, parameter in self._model.named_parameters()
             if parameter.requires_grad
         }
+
+    @property
+    def arenas(self) -> tuple[Arena, ...]:
+        """The memory that is held from step to step, without what stays where it was."""
+        return (*self._host.arenas, *self._slot_arenas, self._stash.arena)
 
     @property
     def stock(self) -> Stock:
@@ -268,7 +274,7 @@ class Engine:
             staging=self._host.staging,
         )
         self._ring: Ring = cold_ring(num_slots)
-        self.slot_bytes = slots.num_bytes
+        self.slot_bytes, self._slot_arenas = slots.num_bytes, slots.arenas
         return Executor(
             model=self._layered,
             cargo=self._host.cargo,

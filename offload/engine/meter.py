@@ -5,8 +5,12 @@ memory (or swap) while the process uses them. Pages of mapped files, such as a c
 being read, are left out: the kernel can drop them and read them again.
 """
 
+import ctypes
+import mmap
 import re
 import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -30,7 +34,17 @@ def peak_bytes(device: torch.device) -> int:
     """Return the peak of allocated device memory since `reset_peak`, or of the resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    return peak_host_bytes()
+
+
+def peak_host_bytes() -> int:
+    """Return the peak of the resident set, mapped files that were read included."""
     return _status_bytes("VmHWM")
+
+
+def peak_reserved_bytes(device: torch.device) -> int | None:
+    """Return the peak of what torch took from a GPU since `reset_peak`; None on a CPU."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
 
 
 def held_bytes() -> int:
@@ -39,6 +53,51 @@ def held_bytes() -> int:
     The kernel sums its counters of the processors lazily: some hundred KB may be missing.
     """
     return _status_bytes("RssAnon") + _status_bytes("RssShmem")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arena:
+    """Memory that the engine holds from step to step, by the name that the plan has for it."""
+
+    name: str
+    blocks: Sequence[torch.Tensor]
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether it is host memory."""
+        return all(block.device.type == "cpu" for block in self.blocks)
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size."""
+        return sum(block.nbytes for block in self.blocks)
+
+    @property
+    def resident_bytes(self) -> int | None:
+        """What of it stands in memory; None where the kernel does not tell."""
+        found = [resident_bytes(block) for block in self.blocks]
+        return None if None in found else sum(size for size in found if size is not None)
+
+
+def resident_bytes(block: torch.Tensor) -> int | None:
+    """Return what of a tensor's memory is there: all on a device, the touched pages on a host.
+
+    None where the kernel has no mincore, or a sandbox forbids it.
+    """
+    if block.device.type != "cpu" or not block.nbytes:
+        return block.nbytes
+    first = block.data_ptr() // mmap.PAGESIZE
+    end = -(-(block.data_ptr() + block.nbytes) // mmap.PAGESIZE)
+    states = torch.zeros(end - first, dtype=torch.uint8)
+    libc = ctypes.CDLL(None)
+    has_failed = libc.mincore(
+        ctypes.c_void_p(first * mmap.PAGESIZE),
+        ctypes.c_size_t((end - first) * mmap.PAGESIZE),
+        ctypes.c_void_p(states.data_ptr()),
+    )
+    if has_failed:
+        return None
+    return min(block.nbytes, int(states.bitwise_and(1).sum()) * mmap.PAGESIZE)
 
 
 def torch_pinned_bytes() -> int:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from offload.engine.host.record import Record
+from offload.engine.meter import Arena
 from offload.engine.stash import Allocate
 
 
@@ -43,6 +44,10 @@ class Slots:
         decoded_bytes = max(record.decoded_bytes for record in records)
         self._decoded = allocate_device(decoded_bytes)
         self.num_bytes = slot_bytes * num_slots + decoded_bytes
+        self.arenas = (
+            Arena(name="slots", blocks=self._buffers),
+            Arena(name="decoded layer", blocks=[self._decoded]),
+        )
         for layer, record in enumerate(records):
             buffer = self._buffers[layer % num_slots]
             for field in record.fields:

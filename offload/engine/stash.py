@@ -5,6 +5,9 @@ from itertools import accumulate
 
 import torch
 
+from offload.engine.meter import Arena
+from offload.plan.memory import STASH
+
 Allocate = Callable[[int], torch.Tensor]
 
 
@@ -38,6 +41,11 @@ class Stash:
     def host_bytes(self) -> int:
         """Host memory taken."""
         return self._host.numel()
+
+    @property
+    def arena(self) -> Arena:
+        """What is taken on the host; the plan counts what comes back with the inputs there."""
+        return Arena(name=STASH, blocks=[self._host])
 
     def prepare(
         self, input_bytes: Sequence[int], *, num_layers: int, num_fetch_buffers: int

@@ -27,7 +27,9 @@ from offload.engine.host.record import Record, lay_out
 from offload.engine.host.slab import Slab, give_back
 from offload.engine.host.store import Store
 from offload.engine.host.store_writer import StoreWriter
+from offload.engine.meter import Arena
 from offload.errors import OffloadError
+from offload.plan.memory import SLAB
 from offload.plan.schedule import NUM_STAGING, PIECE_BYTES
 
 Tier = Literal["ram", "disk"]
@@ -106,6 +108,12 @@ class HostSide:
                 hint='`tier="ram"`, or train an adapter',
             )
         return [self._hold.layer(layer) for layer in range(len(self.records))]
+
+    @property
+    def arenas(self) -> tuple[Arena, ...]:
+        """What is taken on the host for layers, and for what they pass on their way."""
+        slab = [self._hold.memory] if isinstance(self._hold, Slab) else []
+        return (Arena(name=SLAB, blocks=slab), Arena(name="staging", blocks=self.staging))
 
     @property
     def is_staged(self) -> bool:

@@ -131,6 +131,11 @@ class Slab:
         )
 
     @property
+    def memory(self) -> torch.Tensor:
+        """The whole block, uint8 (num_bytes,)."""
+        return self._block
+
+    @property
     def address(self) -> int:
         """Where the block starts; a layer's own address is none where all of its weights train."""
         return self._block.data_ptr()

@@ -1,4 +1,6 @@
+import ctypes
 import mmap
+import os
 import threading
 import time
 from pathlib import Path
@@ -6,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload.engine.meter import HeldPeak, held_bytes, torch_pinned_bytes
+from offload.engine.host.mapping import aligned_empty, map_file
+from offload.engine.meter import Arena, HeldPeak, held_bytes, resident_bytes, torch_pinned_bytes
 
 MIB = 2**20
 SLACK_BYTES = 4 * MIB  # what else the process does, and counters that the kernel sums lazily
@@ -64,3 +67,36 @@ def test_a_block_that_fails_leaves_no_thread_behind() -> None:
 @pytest.mark.skipif(torch.cuda.is_initialized(), reason="another test has used the GPU")
 def test_without_a_gpu_torch_has_locked_nothing() -> None:
     assert torch_pinned_bytes() == 0
+
+
+@pytest.mark.parametrize("make", [aligned_empty, lambda n: torch.empty(n + 64, dtype=torch.uint8)])
+def test_what_is_resident_of_a_tensor_is_what_was_touched(make) -> None:
+    block = make(64 * MIB)
+    assert (resident_bytes(block) or 0) < SLACK_BYTES
+    block[: 16 * MIB].fill_(1)
+    assert resident_bytes(block) == pytest.approx(16 * MIB, abs=SLACK_BYTES)
+    assert (resident_bytes(block[16 * MIB :]) or 0) < SLACK_BYTES
+    block.fill_(1)
+    assert resident_bytes(block) == block.nbytes
+    assert resident_bytes(block[5:7]) == 2
+    assert resident_bytes(block[:0]) == 0
+
+
+def test_pages_of_a_shared_file_are_counted_too() -> None:
+    descriptor = os.memfd_create("pages")
+    os.truncate(descriptor, 8 * MIB)
+    block = map_file(descriptor, 8 * MIB, is_writable=True)
+    os.close(descriptor)
+    assert resident_bytes(block) == 0
+    block.fill_(1)
+    assert resident_bytes(block) == 8 * MIB
+
+
+def test_a_kernel_that_does_not_tell_is_not_taken_for_empty_memory() -> None:
+    area = aligned_empty(2 * MIB)
+    beside = torch.frombuffer(
+        (ctypes.c_char * MIB).from_address(1 << 46), dtype=torch.uint8
+    )  # nothing is mapped there
+    assert resident_bytes(beside) is None
+    assert Arena(name="slab", blocks=[area, beside]).resident_bytes is None
+    assert Arena(name="slab", blocks=[area, beside]).num_bytes == 3 * MIB
