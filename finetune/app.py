@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -199,9 +199,10 @@ def merge(
     with _explained(str(run_dir)):
         _quiet_libraries()
         from finetune.merge_run import merge_run
+        from finetune.screen import bytes_bar
 
         console = _console()
-        with _bytes_bar(console, "merge") as progress:
+        with bytes_bar(console, "merge") as progress:
             merged = merge_run(run_dir, out, progress=progress)
         _notes(console, merged.notes)
         console.print(f"Model: {merged.folder}", markup=False)
@@ -221,9 +222,10 @@ def export(
     with _explained(str(source)):
         _quiet_libraries()
         from finetune.export import export_gguf
+        from finetune.screen import bytes_bar
 
         console = _console()
-        with _bytes_bar(console, "merge") as progress:
+        with bytes_bar(console, "merge") as progress:
             exported = export_gguf(source, gguf, llama_cpp=llama_cpp, progress=progress)
         _notes(console, exported.notes)
         console.print(f"GGUF: {exported.file}", markup=False)
@@ -245,7 +247,9 @@ def recipes_list() -> None:
 def recipes_show(name: Annotated[str, typer.Argument(help="A shipped name.")]) -> None:
     """Print a shipped recipe with its comments."""
     with _explained(name):
-        _print(_shipped(name).read_text().rstrip())
+        from finetune.recipe import shipped_recipe
+
+        _print(shipped_recipe(name).read_text().rstrip())
 
 
 @recipes_app.command("copy")
@@ -255,11 +259,13 @@ def recipes_copy(
 ) -> None:
     """Copy a shipped recipe, to be edited."""
     with _explained(name):
+        from finetune.recipe import shipped_recipe
+
         if to.exists():
             raise ConfigError(
                 f"{to} exists", limit="a file is not overwritten", hint="name another file"
             )
-        to.write_text(_shipped(name).read_text())
+        to.write_text(shipped_recipe(name).read_text())
         _print(f"{to}")
 
 
@@ -334,17 +340,6 @@ def _console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=120, quiet=is_quiet)
 
 
-@contextmanager
-def _bytes_bar(console: Console, what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show how many bytes are written, and the time that is left; nothing before the first."""
-    from rich.progress import DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (DownloadColumn(), TransferSpeedColumn(), "ETA", TimeRemainingColumn())
-    with Progress(what, *columns, console=console) as bar:
-        task = bar.add_task("", visible=False)
-        yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
-
-
 def _notes(console: Console, notes: Sequence[str]) -> None:
     for note in notes:
         console.print(note, markup=False)
@@ -374,19 +369,6 @@ def _quiet_libraries() -> None:
     from finetune.model import hide_loading_bar
 
     hide_loading_bar()
-
-
-def _shipped(name: str) -> Path:
-    from finetune.recipe import shipped_recipes
-
-    recipes = shipped_recipes()
-    if name not in recipes:
-        raise ConfigError(
-            f"{name} is not a shipped recipe",
-            limit=f"shipped are {', '.join(recipes)}",
-            hint="`sluice recipes list`",
-        )
-    return recipes[name]
 
 
 def _first_comment(path: Path) -> str:

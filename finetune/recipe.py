@@ -15,6 +15,7 @@ import yaml
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from finetune.errors import ConfigError
 from finetune.recipe_rules import broken_rules
 from finetune.recipe_sections import (
     AdapterSection,
@@ -114,3 +115,19 @@ def recipes_dir() -> Path:
 def shipped_recipes() -> dict[str, Path]:
     """Return the name and path of every shipped recipe, by name."""
     return {path.stem: path for path in sorted(recipes_dir().glob("*.yaml"))}
+
+
+def shipped_recipe(name: str) -> Path:
+    """Return the path of a shipped recipe.
+
+    Raises:
+        ConfigError: None has this name.
+    """
+    recipes = shipped_recipes()
+    if name not in recipes:
+        raise ConfigError(
+            f"{name} is not a shipped recipe",
+            limit=f"shipped are {', '.join(recipes)}",
+            hint="`sluice recipes list`",
+        )
+    return recipes[name]

@@ -64,6 +64,15 @@ class LoadingLines:
         )
 
 
+@contextmanager
+def bytes_bar(console: Console, what: str) -> Iterator[Callable[[int, int], None]]:
+    """Show how many bytes are written, and the time that is left; nothing before the first."""
+    columns = (DownloadColumn(), TransferSpeedColumn(), "ETA", TimeRemainingColumn())
+    with Progress(what, *columns, console=console) as bar:
+        task = bar.add_task("", visible=False)
+        yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
+
+
 class Screen:
     """A console, and the bars on it."""
 
