@@ -145,6 +145,25 @@ def validate(recipe: Source, overrides: Overrides = None) -> None:
         _print(resolved_yaml(load_recipe(recipe, overrides or [])).rstrip())
 
 
+@app.command("explain")
+def explain_run(
+    run_dir: Annotated[Path, typer.Argument(help="A run's directory, finished or not.")],
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="Print figures for programs.")] = False,
+) -> None:
+    """Show predicted against measured again, and draw both, from a run's files alone."""
+    with _explained(str(run_dir)):
+        from finetune.explain import draw, explain
+        from finetune.explain_tables import explanation_tables
+
+        found = explain(run_dir)
+        if as_json:
+            _print(json.dumps(found.to_json(), indent=2))
+            return
+        _console().print(explanation_tables(found))
+        _console().print(f"Drawn: {' and '.join(map(str, draw(run_dir, found)))}", markup=False)
+
+
 @app.command()
 def generate(
     run_dir: Annotated[Path, typer.Argument(help="A finished run's directory.")],

@@ -21,7 +21,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from finetune.errors import CheckpointError
+from finetune.explain import read_rows
 from finetune.files import PARTIAL, flush, write_atomically
+from finetune.prediction import LATER
 from finetune.recipe import Recipe, differences, resolved_yaml
 from finetune.recipe_file import load_recipe
 from offload.plan.machine import ExpertsImplementation
@@ -32,9 +34,9 @@ _OWNED = (
     "metrics.jsonl",
     "report.json",
     "trace.json",
+    "gantt.svg",
     "predicted.json",
-    "predicted_timeline.json",
-    "measured_timeline.json",
+    "measured.json",
     "samples_before.json",
     "samples_after.json",
     "adapter",
@@ -94,7 +96,8 @@ class RunDir:
             recipe: What is to be done.
             experts_implementation: How its experts are multiplied; None if there are none.
         """
-        for owned in _OWNED:
+        later = (file.name for file in self.path.glob(LATER))
+        for owned in (*_OWNED, *later):
             path = self.path / owned
             if path.is_dir():
                 shutil.rmtree(path)
@@ -261,15 +264,7 @@ class RunDir:
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Return the lines of metrics.jsonl; a last line that a kill has torn is left out."""
-        if not self.metrics_file.exists():
-            return []
-        rows = []
-        for line in self.metrics_file.read_text().splitlines():
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
-                break
-        return rows
+        return read_rows(self.metrics_file)
 
     def drop_metrics_after(self, step: int) -> None:
         """Forget the lines of steps that a resumed run will run again."""

@@ -6,10 +6,13 @@ from pathlib import Path
 PARTIAL = "partial-"
 
 
-def write_atomically(file: Path, text: str) -> None:
-    """Replace a file's content in one step."""
+def write_atomically(file: Path, text: str, *, mode: int | None = None) -> None:
+    """Replace a file's content in one step; `mode` is its permissions, if not the usual ones."""
     partial = file.with_name(PARTIAL + file.name)
+    partial.unlink(missing_ok=True)  # one that a kill has left may be read-only
     partial.write_text(text)
+    if mode is not None:
+        partial.chmod(mode)
     flush(partial)
     partial.replace(file)
 

@@ -14,7 +14,11 @@ from types import FrameType
 from finetune import adapters, plan_report, preflight, report
 from finetune.batches import StepLoader
 from finetune.checkpoint import RunDir
+from finetune.explain_tables import explanation_tables
 from finetune.files import write_atomically
+from finetune.loop import StepRecord
+from finetune.measured import write_measured
+from finetune.prediction import Promised, require_unchanged, write_prediction
 from finetune.prepare import Work, prepare
 from finetune.ranks import Ranks
 from finetune.recipe import Recipe
@@ -23,9 +27,6 @@ from finetune.sampling import answer, answerable
 from finetune.screen import Screen
 from finetune.session import Session, build, rehearse
 from finetune.stock_report import stock_table
-from offload.engine import meter
-from offload.plan.plan import Plan
-from offload.plan.timeline import Timeline
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +65,7 @@ def finetune(
     preflight.require_loggers(recipe.report.log_to)
     if ranks.is_main and is_resume:
         run_dir.require_same_recipe(recipe)
+        require_unchanged(run_dir.path, run_dir.read_metrics())
     elif ranks.is_main:
         run_dir.require_startable(may_overwrite=may_overwrite)
 
@@ -77,13 +79,18 @@ def finetune(
         predicted = rehearse(work, session, screen)
         first_step = _start(recipe, run_dir, work, session, ranks, is_resume=is_resume)
         screen.note(report.promise(predicted, num_steps=work.order.num_steps - first_step))
-        if ranks.is_main:
-            report.write_prediction(run_dir.path, first=work.plan, calibrated=predicted)
+        promised = ranks.from_main(
+            lambda: write_prediction(
+                run_dir.path, work.plan, predicted, steps=(first_step, work.order.num_steps)
+            )
+        )
         if ranks.is_main and first_step == 0:
             _sample(recipe, run_dir, work, session, screen, when="before")
-        last_step = _train(recipe, run_dir, work, session, ranks, screen, first_step=first_step)
+        last_step = _train(
+            recipe, run_dir, work, session, ranks, screen, promised, first_step=first_step
+        )
         if ranks.is_main and last_step == work.order.num_steps:
-            _finish(recipe, run_dir, work, session, screen, predicted)
+            _finish(recipe, run_dir, work, session, screen)
     finally:
         session.engine.close()
     return Outcome(
@@ -128,6 +135,7 @@ def _train(
     session: Session,
     ranks: Ranks,
     screen: Screen,
+    promised: Promised,
     *,
     first_step: int,
 ) -> int:
@@ -159,7 +167,9 @@ def _train(
             with profiled(run_dir.path / "profile" if is_profiled else None):
                 record = session.loop.step(batch.step, batch.share)
             done = batch.step + 1
-            row = report.metrics_row(record, step=done, data_wait_s=batch.wait_s)
+            row = report.metrics_row(
+                record, step=done, data_wait_s=batch.wait_s, seal=promised.seal
+            )
             if work.rows.held_out and _is_due(done, output.eval_every):
                 row["eval_loss"] = session.loop.validation_loss(
                     work.rows.held_out, pad_token_id=work.pad_token_id
@@ -175,17 +185,24 @@ def _train(
             if _is_due(done, output.checkpoint_every) or is_stopped or done == num_steps:
                 ranks.require_same_weights(session.loop.weights, step=done)
                 if ranks.is_main:
-                    _save(recipe, run_dir, work, session, record.timeline, step=done)
+                    _save(recipe, run_dir, work, session, record, promised, step=done)
             if is_stopped:
                 break
     return done
 
 
 def _save(
-    recipe: Recipe, run_dir: RunDir, work: Work, session: Session, timeline: Timeline, *, step: int
+    recipe: Recipe,
+    run_dir: RunDir,
+    work: Work,
+    session: Session,
+    record: StepRecord,
+    promised: Promised,
+    *,
+    step: int,
 ) -> None:
-    """Write the checkpoint behind a step, and where its time went."""
-    write_atomically(run_dir.path / "measured_timeline.json", timeline.to_json())
+    """Write the checkpoint behind a step, where its time went, and what stands in memory."""
+    write_measured(run_dir.path, record, session, promised, step=step, device=work.device)
     run_dir.save(
         step,
         session.loop.weights,
@@ -222,16 +239,12 @@ def _finish(
     work: Work,
     session: Session,
     screen: Screen,
-    predicted: Plan,
 ) -> None:
     """Write the adapter, its answers and the report."""
-    peak_bytes = meter.peak_bytes(work.device)
     adapters.save_adapter(session.model, run_dir.adapter)
     _sample(recipe, run_dir, work, session, screen, when="after")
-    metrics = run_dir.read_metrics()
-    screen.show(
-        report.write_report(run_dir.path, recipe, predicted, metrics, peak_bytes=peak_bytes)
-    )
+    explanation = report.write_report(run_dir.path, recipe, run_dir.read_metrics())
+    screen.show(explanation_tables(explanation))
 
 
 def _sample(

@@ -57,12 +57,13 @@ def test_a_run_leaves_everything_that_was_promised(finished: Path) -> None:
     assert f"Adapter: {finished / 'adapter'}" in shown
     report = json.loads((finished / "report.json").read_text())
     assert set(report["exact_match"]) == {"before", "after"}
-    assert {row["name"] for row in report["comparison"]} == {
-        *("step", "forward", "head and loss", "backward", "optimizer", "h2d", "stall"),
-        *("data wait", "peak memory"),
-    }
-    assert all(row["measured"] > 0 for row in report["comparison"][:5])
-    for name in ("recipe.yaml", "predicted.json", "predicted_timeline.json", "trace.json"):
+    (section,) = report["sections"]
+    assert [row["name"] for row in section["comparison"]] == [
+        *("step", "forward", "head and loss", "backward", "stall", "optimizer", "h2d", "data wait")
+    ]
+    assert all(row["measured"] > 0 for row in section["comparison"][:4])
+    assert report["memory"][0]["name"] == "peak memory"
+    for name in ("recipe.yaml", "predicted.json", "measured.json", "gantt.svg", "trace.json"):
         assert (finished / name).stat().st_size > 0
     trace = json.loads((finished / "trace.json").read_text())
     assert {e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"} >= {
@@ -310,7 +311,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_can_be_taken(
 
 
 def test_a_run_that_lost_its_timeline_can_still_be_finished(finished: Path, machine_file) -> None:
-    (finished / "measured_timeline.json").unlink()
+    (finished / "measured.json").unlink()
     words = ("finetune", finished / "recipe.yaml", "--machine", machine_file, "--resume")
     assert run(*words) == 0
 

@@ -17,6 +17,7 @@ FLAGS = {
     "plan": {"--machine", "--json"},
     "probe": {"--dtype", "--json", "--save"},
     "validate": set(),
+    "explain": {"--json"},
     "generate": {"--prompt", "--max-new-tokens"},
     "adapter": {"--format", "--out"},
     "merge": {"--out"},

@@ -1,0 +1,109 @@
+"""What was measured, written at each checkpoint: one step's ops, and the memory by term."""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from finetune.files import write_atomically
+from finetune.loop import StepRecord
+from finetune.prediction import SEAL, Promised, with_timeline
+from finetune.session import Session
+from offload.engine import meter
+from offload.plan.plan import calibrate, with_costs
+
+MEASURED = "measured.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredTerm:
+    """Memory that was found, and what the plan calls it.
+
+    Attributes:
+        name: What it is; the plan's name where it has one.
+        num_bytes: What stands in memory.
+        how: How that is known.
+        is_on_host: Whether it is host memory.
+    """
+
+    name: str
+    num_bytes: int
+    how: str
+    is_on_host: bool
+
+
+def write_measured(
+    run_dir: Path,
+    record: StepRecord,
+    session: Session,
+    promised: Promised,
+    *,
+    step: int,
+    device: torch.device,
+) -> None:
+    """Write where a step's time went, R3 at its own rates, and the memory of the run so far."""
+    costs = calibrate(promised.plan.costs, record.timeline, optimizer_s=record.optimizer_s)
+    content = {
+        "step": step,
+        SEAL: promised.seal,
+        "step_s": record.step_s,
+        "optimizer_s": record.optimizer_s,
+        "bound_s": with_costs(promised.plan, costs).bound_s,
+        "device": device.type,
+        "peak_bytes": meter.peak_bytes(device),
+        "peak_reserved_bytes": meter.peak_reserved_bytes(device),
+        "peak_host_bytes": meter.peak_host_bytes(),
+        "memory": [asdict(term) for term in memory_terms(session)],
+    }
+    write_atomically(run_dir / MEASURED, with_timeline(content, record.timeline))
+
+
+def memory_terms(session: Session) -> list[MeasuredTerm]:
+    """List what stands between two steps; what comes and goes within one is in the peak alone."""
+    arenas = session.engine.arenas
+    terms = [_arena_term(arena) for arena in arenas if arena.num_bytes]
+    in_arenas = [(b.data_ptr(), b.data_ptr() + b.nbytes) for a in arenas for b in a.blocks]
+    named = dict(session.model.named_parameters())
+    frozen = [
+        parameter
+        for parameter in named.values()
+        if not parameter.requires_grad
+        and not any(start <= parameter.data_ptr() < end for start, end in in_arenas)
+    ]
+    trained = [*session.loop.weights.items()]
+    trained += [(name, p) for name, p in named.items() if p.requires_grad]
+    states = (
+        value
+        for state in session.loop.optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    )
+    for name, tensors in (
+        ("embeddings, norm and head", frozen),
+        ("adapters", [p for name, p in trained if "lora_" in name]),
+        ("trained modules", [p for name, p in trained if "lora_" not in name]),
+        ("optimizer states", states),
+    ):
+        num_bytes = _tensor_bytes(tensors)
+        if num_bytes:  # it is where it computes, which on a CPU is host memory too
+            terms.append(
+                MeasuredTerm(name=name, num_bytes=num_bytes, how="tensors", is_on_host=False)
+            )
+    return terms
+
+
+def _arena_term(arena: meter.Arena) -> MeasuredTerm:
+    resident_bytes = arena.resident_bytes
+    is_known = arena.is_on_host and resident_bytes is not None
+    return MeasuredTerm(
+        name=arena.name,
+        num_bytes=arena.num_bytes if resident_bytes is None else resident_bytes,
+        how="resident pages" if is_known else "allocated",
+        is_on_host=arena.is_on_host,
+    )
+
+
+def _tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Add up tensors, those that share memory once."""
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())

@@ -1,0 +1,198 @@
+"""What was predicted before the first step, so kept that a later change is seen.
+
+Each start of a run writes its prediction before its first step, into a file of its own that is
+read-only: `predicted.json`, and `predicted-2.json` and so on for runs that are resumed. The file's
+SHA-256 is its seal. Every row of metrics.jsonl carries the seal of the prediction that was there
+before the row's step was run, and each later prediction carries that of the one before it. Whoever
+changes a prediction behind a step would have to forge every row since; nothing here keeps a user
+from forging them all.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import CheckpointError
+from finetune.files import write_atomically
+from finetune.plan_report import plan_json
+from offload.plan.plan import Plan
+from offload.plan.timeline import Timeline
+
+FIRST, LATER = "predicted.json", "predicted-[0-9]*.json"
+SEAL = "prediction_sha256"
+READ_ONLY = 0o444
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """What one start of a run predicted.
+
+    Attributes:
+        number: Which start, counted from 1.
+        sha256: Its seal: of the file as it is now.
+        previous_sha256: The seal of the one before it, as it was then.
+        first_step: Steps that were done before it.
+        num_steps: Steps of the whole run.
+        memory_grade: How memory was predicted.
+        before_measuring: As priced, before a step was timed.
+        calibrated: What the run is held to.
+        timeline: Of the pass, without the optimizer.
+    """
+
+    number: int
+    sha256: str
+    previous_sha256: str | None
+    first_step: int
+    num_steps: int
+    memory_grade: str
+    before_measuring: Mapping[str, Any]
+    calibrated: Mapping[str, Any]
+    timeline: Timeline
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Promised:
+    """The plan that a run is held to, and the seal of the file that it was written to."""
+
+    plan: Plan
+    seal: str
+
+
+def write_prediction(
+    run_dir: Path, first: Plan, calibrated: Plan, *, steps: tuple[int, int]
+) -> Promised:
+    """Write what is predicted for the steps to come; no prediction is ever replaced.
+
+    Args:
+        run_dir: Of the run.
+        first: As priced.
+        calibrated: At the prices of the rehearsal.
+        steps: How many are done, and how many the whole run has.
+    """
+    files = _files(run_dir)
+    first_step, num_steps = steps
+    content = {
+        "first_step": first_step,
+        "num_steps": num_steps,
+        "previous_sha256": _seal(files[-1].read_bytes()) if files else None,
+        "memory_grade": "formula",
+        "before measuring": plan_json(first),
+        "calibrated": plan_json(calibrated),
+    }
+    file = run_dir / (f"predicted-{_number(files[-1]) + 1}.json" if files else FIRST)
+    text = with_timeline(content, calibrated.predict())
+    write_atomically(file, text, mode=READ_ONLY)
+    return Promised(plan=calibrated, seal=_seal(text.encode()))
+
+
+def with_timeline(content: Mapping[str, Any], timeline: Timeline) -> str:
+    """Return JSON that people can read, and a timeline in its last line."""
+    head = json.dumps(content, indent=1).removesuffix("\n}")
+    return f'{head},\n "timeline": {timeline.to_json()}\n}}\n'
+
+
+def read_predictions(run_dir: Path) -> list[Prediction]:
+    """Return the predictions of all starts.
+
+    Raises:
+        CheckpointError: There is none, or one cannot be read.
+    """
+    files = _files(run_dir)
+    if not files:
+        raise CheckpointError(
+            f"{run_dir} holds no {FIRST}",
+            limit="a run writes its prediction before step 1",
+            hint="name the directory that `sluice finetune` wrote, which holds recipe.yaml and"
+            f" {FIRST}",
+        )
+    return [_read(file, _number(file)) for file in files]
+
+
+def _read(file: Path, number: int) -> Prediction:
+    content = file.read_bytes()
+    try:
+        row = json.loads(content)
+        return Prediction(
+            number=number,
+            sha256=_seal(content),
+            previous_sha256=row["previous_sha256"],
+            first_step=row["first_step"],
+            num_steps=row["num_steps"],
+            memory_grade=row["memory_grade"],
+            before_measuring=row["before measuring"],
+            calibrated=row["calibrated"],
+            timeline=Timeline.from_json(json.dumps(row["timeline"])),
+        )
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise CheckpointError(
+            f"{file} is no prediction: {type(error).__name__}: {error}",
+            limit="it is written whole before step 1, and read-only",
+            hint="it was changed since, or another version wrote it: restore it from a copy",
+        ) from error
+
+
+def changes(run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Say which predictions are not what they were when steps were run; none: all are.
+
+    Args:
+        run_dir: Of the run.
+        rows: Lines of metrics.jsonl.
+    """
+    files = _files(run_dir)
+    contents = {file.name: file.read_bytes() for file in files}
+    seals = {_seal(content): name for name, content in contents.items()}
+    found = []
+    for seal, count in Counter(row.get(SEAL) for row in rows).items():
+        if seal is None:
+            found.append(f"{count} steps name no prediction")
+        elif seal not in seals:
+            found.append(
+                f"{count} steps were run behind a prediction with SHA-256 {seal[:12]}...,"
+                f" which none of {', '.join(contents) or 'the files here'} has"
+            )
+    before, seal_before = FIRST, None
+    for name, content in contents.items():
+        if _previous(content) != seal_before:
+            found.append(f"{before} is not what {name} was written behind")
+        before, seal_before = name, _seal(content)
+    return found
+
+
+def require_unchanged(run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Check that a run may be continued: its rows would be compared with what was not predicted.
+
+    Raises:
+        CheckpointError: A prediction was changed.
+    """
+    found = changes(run_dir, rows)
+    if found:
+        raise CheckpointError(
+            f"in {run_dir} a prediction was changed: {'; '.join(found)}",
+            limit="what was predicted before a step cannot be changed behind it",
+            hint=f"restore {FIRST} from a copy, or start a new run with `output.name=...`",
+        )
+
+
+def _files(run_dir: Path) -> list[Path]:
+    first = run_dir / FIRST
+    return [*([first] if first.exists() else []), *sorted(run_dir.glob(LATER), key=_number)]
+
+
+def _number(file: Path) -> int:
+    return 1 if file.name == FIRST else int(file.stem.removeprefix("predicted-"))
+
+
+def _previous(content: bytes) -> str | None:
+    try:
+        row = json.loads(content)
+    except ValueError:
+        return None
+    return row.get("previous_sha256") if isinstance(row, dict) else None
+
+
+def _seal(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
