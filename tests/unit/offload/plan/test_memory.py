@@ -10,12 +10,10 @@ from finetune.expert_lora import compute_beside
 from offload.plan.codec import decode_workspace_bytes
 from offload.plan.costs import Workload
 from offload.plan.facts import AdapterSpec, linear_names, model_facts
-from offload.plan.machine import GIB, Machine, named_machine
+from offload.plan.machine import Machine, named_machine
 from offload.plan.memory import (
     MemoryTerm,
-    activation_bytes,
     device_terms,
-    full_training_terms,
     host_terms,
     layer_weight_bytes,
     optimizer_state_bytes,
@@ -78,50 +76,8 @@ def on_5090(workload: Workload = WORKLOAD, **changes: object) -> dict[str, int]:
     return {term.name: term.num_bytes for term in terms}
 
 
-# ---------------------------------------------------------------------------------------------
-# Published worked cases
-
-
 def by_name(terms: tuple[MemoryTerm, ...]) -> dict[str, int]:
     return {term.name: term.num_bytes for term in terms}
-
-
-def test_training_7b_in_fp32_takes_104_gib_before_activations() -> None:
-    terms = full_training_terms(
-        num_parameters=7 * GB, dtype_bytes=4, activation_bytes=0, context_bytes=0
-    )
-    gib = {name: num_bytes / GIB for name, num_bytes in by_name(terms).items() if num_bytes}
-    expected = {"weights": 26.1, "gradients": 26.1, "optimizer states": 52.2}
-    assert gib == pytest.approx(expected, rel=WITHIN)
-    assert total_bytes(terms) / GIB == pytest.approx(104.3, rel=WITHIN)
-
-
-def test_training_1_5b_in_fp32_takes_85_4_gb() -> None:
-    activations = activation_bytes(
-        features=12, num_tokens=1024 * 16, hidden_size=1600, num_layers=48, dtype_bytes=4
-    )
-    assert activations / GB == pytest.approx(60.4, rel=WITHIN)
-    terms = full_training_terms(
-        num_parameters=1_500_000_000,
-        dtype_bytes=4,
-        activation_bytes=activations,
-        context_bytes=GB,
-    )
-    assert total_bytes(terms) / GB == pytest.approx(85.4, rel=WITHIN)
-
-
-def test_training_1_5b_in_mixed_precision_takes_26_9_gb_at_batch_2() -> None:
-    activations = activation_bytes(
-        features=6, num_tokens=1024 * 2, hidden_size=1600, num_layers=48, dtype_bytes=2
-    )
-    terms = full_training_terms(
-        num_parameters=1_500_000_000,
-        dtype_bytes=2,
-        activation_bytes=activations,
-        context_bytes=GB,
-    )
-    assert by_name(terms)["fp32 copy"] == 6 * GB
-    assert total_bytes(terms) / GB == pytest.approx(26.9, rel=WITHIN)
 
 
 # ---------------------------------------------------------------------------------------------
