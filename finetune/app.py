@@ -88,13 +88,17 @@ def plan(
         str | None,
         typer.Option(help="A named card such as rtx5090, or a file of `sluice probe --save`."),
     ] = None,
+    wants_options: Annotated[
+        bool, typer.Option("--what-if", help="Price other ways to hold, move and share the model.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print figures for programs.")] = False,
 ) -> None:
     """Predict step time and memory, without weights and without the card."""
     with _explained(model):
-        from finetune import plan_report, planning
+        from finetune import plan_report, planning, whatif_report
         from finetune.recipe_file import load_recipe
         from offload.plan.plan import plan as make_plan
+        from offload.plan.whatif import NUM_CARDS, what_if
 
         recipe = (
             planning.recipe_for_shape(model, overrides or [])
@@ -105,10 +109,15 @@ def plan(
         here = planning.find_machine(machine) if machine else _probed(recipe.model.dtype)
         here = planning.as_told(recipe.model, facts, here)
         result = make_plan(facts, here, planning.full_request(recipe, facts, num_ranks=1))
+        others = what_if(result, num_cards=NUM_CARDS) if wants_options else None
         if as_json:
-            _print(json.dumps(plan_report.plan_json(result), indent=2))
+            figures = plan_report.plan_json(result)
+            figures |= whatif_report.what_if_json(others) if others else {}
+            _print(json.dumps(figures, indent=2))
         else:
             _console().print(plan_report.plan_tables(result))
+            if others:
+                _console().print(whatif_report.what_if_table(others, machine=here))
 
 
 @app.command()

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 # A new flag needs a line here, and a reason in its commit.
 FLAGS = {
     "finetune": {"--resume", "--overwrite", "--machine"},
-    "plan": {"--machine", "--json"},
+    "plan": {"--machine", "--what-if", "--json"},
     "probe": {"--dtype", "--json", "--save"},
     "validate": set(),
     "explain": {"--json"},
@@ -112,6 +112,27 @@ def test_a_plan_says_how_it_takes_experts_to_be_multiplied(capsys) -> None:
     assert "multiplied by" not in capsys.readouterr().out
     assert run(*words[:1], "qwen3_8b_lora_3060", *words[2:], "--json") == 0
     assert json.loads(capsys.readouterr().out)["experts_implementation"] is None
+
+
+def test_other_ways_are_priced_against_the_plan_for_people_and_programs(capsys) -> None:
+    words = ("plan", "qwen30b_lora_5090", "--machine", "rtx5090", "--what-if")
+    assert run(*words) == 0
+    table = capsys.readouterr().out.partition("What if: ")[2]
+    sections = ("without what this plan does:", "with a setting:", "only priced here:")
+    for line in (
+        "this plan",
+        *sections,
+        "  offload weights *",
+        "  4-bit weights",
+        "  shard (FSDP)",
+    ):
+        assert f"\n {line}" in table
+    assert run(*words, "--json") == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["what_if"]["plan"]["step_s"] == figures["predicted"]["step_s"]
+    assert {"name", "standing", "how", "source", "figures", "fits"} == set(
+        figures["what_if"]["options"][0]
+    )
 
 
 def test_the_same_plan_is_printed_byte_for_byte_again(capsys) -> None:

@@ -1,0 +1,145 @@
+"""One way to hold and move a model, and what it would do to a step, beside the plan in hand."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from offload.errors import DoesNotFitError
+from offload.plan.costs import LayerCost
+from offload.plan.facts import LayerFacts, ModelFacts
+from offload.plan.machine import Machine
+from offload.plan.plan import Plan, PlanRequest, plan, with_costs
+from offload.plan.schedule import MIN_SLOTS
+
+Standing = Literal["in the plan", "a setting", "not done here"]
+VAST_BYTES = 2**60
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figures:
+    """What a step takes.
+
+    Attributes:
+        step_s: Seconds of a step, optimizer included.
+        vram_bytes: Peak of device memory, on each card.
+        ram_bytes: Peak of host memory, of all processes together.
+        link_bytes: What crosses a card's link per step, both ways, to the host and to other cards.
+    """
+
+    step_s: float
+    vram_bytes: int
+    ram_bytes: int
+    link_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Option:
+    """One row of a what-if table.
+
+    Attributes:
+        name: What is done.
+        standing: Whether the plan does it, a setting would, or this tool only prices it.
+        how: The setting, or what the price is made of; why there is none.
+        source: Where the idea or the formula is from.
+        figures: Of the same step with the option; where the plan has it, without.
+        fits: Whether those are within the machine's memory.
+    """
+
+    name: str
+    standing: Standing
+    how: str
+    source: str
+    figures: Figures | None
+    fits: bool
+
+
+def figures_of(plan: Plan) -> Figures:
+    """Return a plan's own figures."""
+    return Figures(
+        step_s=plan.step_s,
+        vram_bytes=plan.peak_bytes,
+        ram_bytes=plan.host_bytes,
+        link_bytes=plan.schedule.h2d_bytes + plan.schedule.d2h_bytes,
+    )
+
+
+def replanned(
+    name: str, how: str, source: str, *, plan: Plan, request: PlanRequest, is_in_plan: bool
+) -> Option:
+    """Return an option that is a setting: the plan made anew with another request."""
+    made, short = plan_anyway(plan.facts, plan.machine, request)
+    return Option(
+        name=name,
+        standing="in the plan" if is_in_plan else "a setting",
+        how=how,
+        source=source,
+        figures=figures_of(made),
+        fits=not short,
+    )
+
+
+def priced(
+    name: str, how: str, source: str, *, plan: Plan, figures: Figures, is_in_plan: bool = False
+) -> Option:
+    """Return an option that no setting brings."""
+    return Option(
+        name=name,
+        standing="in the plan" if is_in_plan else "not done here",
+        how=how,
+        source=source,
+        figures=figures,
+        fits=not _short(figures, plan.machine, plan.request),
+    )
+
+
+def without_price(name: str, why: str, source: str) -> Option:
+    """Return an option that has no meaning here, and why."""
+    return Option(
+        name=name, standing="not done here", how=why, source=source, figures=None, fits=False
+    )
+
+
+def step_at_prices(plan: Plan, change: Callable[[LayerFacts, LayerCost], LayerCost]) -> float:
+    """Simulate the plan's ops with other prices of its layers."""
+    pairs = tuple(zip(plan.facts.layers, plan.costs.layers, strict=True))
+    changed = {pair: change(*pair) for pair in set(pairs)}
+    layers = tuple(changed[pair] for pair in pairs)
+    return with_costs(plan, replace(plan.costs, layers=layers)).step_s
+
+
+# ---------------------------------------------------------------------------------------------
+# Without regard to memory
+
+
+def plan_anyway(
+    facts: ModelFacts, machine: Machine, request: PlanRequest
+) -> tuple[Plan, tuple[str, ...]]:
+    """Plan as if there were memory enough, with the fewest slots, where there is not.
+
+    Returns:
+        The plan, and the names of the memories that are too small for it.
+    """
+    try:
+        return plan(facts, machine, request), ()
+    except DoesNotFitError:
+        pass
+    num_slots = MIN_SLOTS if request.num_slots is None else request.num_slots
+    freely = replace(request, num_slots=num_slots, vram_budget_bytes=None)
+    vast = replace(machine, vram_bytes=VAST_BYTES, ram_bytes=VAST_BYTES)
+    try:
+        made = plan(facts, vast, freely)  # what of it can be page-locked stays as it is
+    except DoesNotFitError:
+        made = plan(facts, replace(vast, pinned_bytes=VAST_BYTES), freely)
+    short = _short(figures_of(made), machine, request)
+    made = replace(made, machine=machine, request=replace(request, num_slots=num_slots))
+    return made, tuple(short or ["page-locked RAM"])
+
+
+def _short(figures: Figures, machine: Machine, request: PlanRequest) -> list[str]:
+    """Name the memories that are too small; on a CPU both are one."""
+    ram_bytes = figures.ram_bytes + (figures.vram_bytes if machine.device == "cpu" else 0)
+    limit_bytes = min(machine.vram_bytes, request.vram_budget_bytes or machine.vram_bytes)
+    return [
+        *(["VRAM"] if figures.vram_bytes > limit_bytes else []),
+        *(["RAM"] if ram_bytes > machine.ram_bytes else []),
+    ]

@@ -1,0 +1,305 @@
+"""Options that one card has and this tool does not, or does always: what a step would be.
+
+Times are those of the plan's own ops at other prices, memory is the plan's own terms and what would
+stand beside them.
+"""
+
+from collections import Counter
+from dataclasses import replace
+
+from offload.plan.attention_kinds import SoftmaxAttention
+from offload.plan.costs import ADAMW_BYTES_PER_WEIGHT, FP32_BYTES, LayerCost, Pricer
+from offload.plan.facts import LayerFacts, adapted_linears
+from offload.plan.memory import (
+    FRAGMENTATION_FRAC,
+    SLAB,
+    STASH,
+    activation_bytes,
+    device_terms,
+    full_training_terms,
+    optimizer_state_bytes,
+    total_bytes,
+)
+from offload.plan.option import (
+    Figures,
+    Option,
+    figures_of,
+    plan_anyway,
+    priced,
+    step_at_prices,
+    without_price,
+)
+from offload.plan.plan import Plan
+from offload.plan.roofline import elementwise, layer_elementwise_bytes, unfused_softmax_bytes
+from offload.plan.trained import (
+    NORMS,
+    outer_module_sizes,
+    trained_parameters,
+    trained_tensor_sizes,
+    whole_linears,
+)
+from offload.plan.work import Work
+
+VISIT = "one visit: "
+# Memory-bound operations of a backward visit, in forwards: once again, and twice backward.
+VISIT_FORWARDS = 3
+# A fused AdamW on a CPU: weight, gradient and two moments read, all but the gradient written.
+CPU_ADAMW_BYTES = 7 * FP32_BYTES
+UNFUSED_SCORE_BYTES = 4  # for each pair of tokens and head, in the layer that goes backward
+MANY_BATCHES = 4096
+
+
+def recompute_all(plan: Plan) -> Option:
+    """The visit is the recompute; without it the graph of all visits waits for the backward."""
+    return priced(
+        "recompute all",
+        "graphs of all layers on the card",
+        "arXiv:1604.06174",
+        plan=plan,
+        figures=replace(
+            figures_of(plan),
+            step_s=step_at_prices(
+                plan, lambda _, cost: replace(cost, backward_s=cost.backward_s - cost.forward_s)
+            ),
+            vram_bytes=plan.peak_bytes + _with_fragments(_graph_bytes(plan)),
+        ),
+        is_in_plan=True,
+    )
+
+
+def recompute_cheap(plan: Plan) -> Option:
+    """Keep what products give, and compute again what stands between them, attention included."""
+    products_s = _products_s(plan)
+    largest = plan.request.largest
+    features = sum(x.active * x.d_out for layer in plan.facts.layers for x in layer.linears)
+    kept_bytes = features * largest.num_tokens * largest.dtype_bytes
+    kept_bytes *= plan.request.num_micro_batches
+    return priced(
+        "recompute the cheap part",
+        "results of products on the card",
+        "arXiv:2205.05198",
+        plan=plan,
+        figures=replace(
+            figures_of(plan),
+            step_s=step_at_prices(
+                plan,
+                lambda layer, cost: replace(cost, backward_s=cost.backward_s - products_s[layer]),
+            ),
+            vram_bytes=plan.peak_bytes + _with_fragments(kept_bytes),
+        ),
+    )
+
+
+def offload_optimizer(plan: Plan) -> Option:
+    """Gradients leave the card, the CPU updates, weights come back; nothing runs beside it."""
+    name, source, at = "offload optimizer", "arXiv:2101.06840", plan.machine
+    if at.device == "cpu":
+        return without_price(name, "the CPU has it already", source)
+    largest, now = plan.request.largest, figures_of(plan)
+    copy_bytes = FP32_BYTES * trained_parameters(plan.facts, largest.adapter)
+    sizes = trained_tensor_sizes(plan.facts, largest.adapter)
+    update_s = (
+        copy_bytes / at.d2h_bytes_per_s.value
+        + CPU_ADAMW_BYTES * sum(sizes) / at.host_memory_bytes_per_s.value
+        + copy_bytes / at.h2d_bytes_per_s.value
+    )
+    states_bytes = optimizer_state_bytes(sizes, largest.optimizer)
+    return priced(
+        name,
+        "AdamW on the CPU, nothing beside it",
+        source,
+        plan=plan,
+        figures=Figures(
+            step_s=now.step_s - plan.costs.optimizer_s + update_s,
+            vram_bytes=now.vram_bytes - _with_fragments(states_bytes),
+            ram_bytes=now.ram_bytes + optimizer_state_bytes(sizes, "adamw") + 2 * copy_bytes,
+            link_bytes=now.link_bytes + 2 * copy_bytes,
+        ),
+    )
+
+
+def factored_optimizer(plan: Plan) -> Option:
+    """Adafactor without a first moment: sums over rows and columns in place of a second one.
+
+    The time of the update is taken to stay.
+    """
+    facts, workload = plan.facts, plan.request.largest
+    spec, sums = workload.adapter, 0
+    for layer in facts.layers:
+        for linear in adapted_linears(layer, spec):
+            width = spec.rank_of(linear) * linear.num_experts
+            sums += 2 * width + linear.d_in + linear.d_out
+            sums += linear.d_out if spec.is_dora else 0
+        sums += sum(x.d_in + x.d_out for x in whole_linears(layer, spec))
+        sums += layer.norm_parameters if NORMS in spec.modules else 0
+    for name, size in outer_module_sizes(facts, spec).items():
+        sums += size if name == NORMS else facts.vocab_size + facts.hidden_size
+    states_bytes = optimizer_state_bytes(trained_tensor_sizes(facts, spec), workload.optimizer)
+    return priced(
+        "factored optimizer",
+        "sums over rows and columns",
+        "arXiv:1804.04235",
+        plan=plan,
+        figures=replace(
+            figures_of(plan),
+            vram_bytes=plan.peak_bytes - _with_fragments(states_bytes - FP32_BYTES * sums),
+        ),
+    )
+
+
+def one_kernel_each(plan: Plan) -> Option:
+    """Norms, additions and SwiGLU read and write each tensor once."""
+    typical = plan.request.typical
+    at = Pricer(machine=plan.machine, facts=plan.facts, workload=typical)
+
+    def fused(layer: LayerFacts, cost: LayerCost) -> LayerCost:
+        downs = (x for x in layer.linears if x.is_down and x.group != "experts")
+        num_bytes = layer_elementwise_bytes(
+            num_tokens=typical.num_tokens,
+            hidden_size=plan.facts.hidden_size,
+            mlp_width=sum(linear.d_in for linear in downs),
+            dtype_bytes=typical.dtype_bytes,
+        )
+        roof = elementwise(plan.machine, num_elements=num_bytes, num_passes=1, dtype_bytes=1)
+        saved_s = max(0.0, at.pointwise(layer).memory_s - roof.time_s)
+        return replace(
+            cost,
+            forward_s=cost.forward_s - saved_s,
+            backward_s=cost.backward_s - VISIT_FORWARDS * saved_s,
+        )
+
+    return priced(
+        "fused norms and SwiGLU",
+        "each tensor read and written once",
+        "arXiv:2410.10989",
+        plan=plan,
+        figures=replace(figures_of(plan), step_s=step_at_prices(plan, fused)),
+    )
+
+
+def unfused_attention(plan: Plan) -> Option:
+    """Scores are written and read; PyTorch does so silently where no fused kernel takes a call."""
+    name, source = "attention not fused", "arXiv:2205.14135"
+    typical, largest = plan.request.typical, plan.request.largest
+    heads = {layer: _fused_heads(layer) for layer in set(plan.facts.layers)}
+    if not any(heads.values()):
+        return without_price(name, "nor is it in this model", source)
+
+    def unfused(layer: LayerFacts, cost: LayerCost) -> LayerCost:
+        num_bytes = typical.micro_batch_size * unfused_softmax_bytes(
+            num_heads=heads[layer], seq_len=typical.seq_len, dtype_bytes=typical.dtype_bytes
+        )
+        moved_s = num_bytes / plan.machine.memory_bytes_per_s.value
+        return replace(
+            cost,
+            forward_s=cost.forward_s + moved_s,
+            backward_s=cost.backward_s + VISIT_FORWARDS * moved_s,
+        )
+
+    num_scores = largest.micro_batch_size * max(heads.values()) * largest.seq_len**2
+    return priced(
+        name,
+        "scores written and read",
+        source,
+        plan=plan,
+        figures=replace(
+            figures_of(plan),
+            step_s=step_at_prices(plan, unfused),
+            vram_bytes=plan.peak_bytes + _with_fragments(UNFUSED_SCORE_BYTES * num_scores),
+        ),
+    )
+
+
+def train_all(plan: Plan) -> Option:
+    """Every weight trains on one card: a product more for each gradient, and states for all.
+
+    Of activations only layer inputs are counted: all else is recomputed.
+    """
+    facts, typical, products_s = plan.facts, plan.request.typical, _products_s(plan)
+    request = replace(plan.request, num_slots=facts.num_layers, is_stashed=False)
+    resident, _ = plan_anyway(facts, plan.machine, request)
+    layers_s = step_at_prices(
+        resident, lambda layer, cost: replace(cost, backward_s=cost.backward_s + products_s[layer])
+    )
+    update_bytes = ADAMW_BYTES_PER_WEIGHT["adamw"] * facts.num_parameters
+    terms = full_training_terms(
+        num_parameters=facts.num_parameters,
+        dtype_bytes=typical.dtype_bytes,
+        activation_bytes=activation_bytes(
+            features=1,
+            num_tokens=typical.num_tokens * plan.request.num_micro_batches,
+            hidden_size=facts.hidden_size,
+            num_layers=facts.num_layers,
+            dtype_bytes=typical.dtype_bytes,
+        ),
+        context_bytes=plan.machine.context_bytes,
+    )
+    update_s = update_bytes / plan.machine.memory_bytes_per_s.value
+    waiting = (term for term in plan.host_memory if term.name in (SLAB, STASH))
+    return priced(
+        "train all weights",
+        "AdamW, nothing offloaded",
+        "arXiv:1910.02054",
+        plan=plan,
+        figures=Figures(
+            step_s=layers_s - plan.costs.optimizer_s + update_s,
+            vram_bytes=total_bytes(terms),
+            ram_bytes=plan.host_bytes - total_bytes(waiting),
+            link_bytes=0,
+        ),
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+
+
+def _fused_heads(layer: LayerFacts) -> int:
+    """Return the heads whose scores a fused kernel keeps to itself."""
+    kind = layer.attention
+    return kind.num_heads if isinstance(kind, SoftmaxAttention) and kind.scores == "fused" else 0
+
+
+def _products_s(plan: Plan) -> dict[LayerFacts, float]:
+    """Return what the frozen products of a layer's forward take, for one micro-batch."""
+    at = Pricer(machine=plan.machine, facts=plan.facts, workload=plan.request.typical)
+    return {
+        layer: sum((at.matmul(linear) for linear in layer.linears), start=Work()).seconds(
+            plan.machine
+        )
+        for layer in set(plan.facts.layers)
+    }
+
+
+def _graph_bytes(plan: Plan) -> int:
+    """Return what all visits save for the backward, but for the one that the plan counts.
+
+    The terms of a visit are listed where it is the worst instant, as it is in a layer of its own
+    with very many sequences; they are proportional to those.
+    """
+    largest, counts = plan.request.largest, Counter(plan.facts.layers)
+    many = replace(
+        largest, micro_batch_size=MANY_BATCHES * largest.micro_batch_size, head_chunk_tokens=1
+    )
+    saved: dict[LayerFacts, int] = {}
+    for layer in counts:
+        terms = device_terms(
+            replace(plan.facts, layers=(layer,)),
+            plan.machine,
+            many,
+            num_slots=1,
+            num_micro_batches=1,
+            num_ranks=1,
+            is_padded=largest.micro_batch_size > 1,
+            is_stashed=False,
+        )
+        names = (f"{VISIT}saved activations", f"{VISIT}adapter inputs")
+        saved[layer] = sum(term.num_bytes for term in terms if term.name in names) // MANY_BATCHES
+        assert saved[layer]
+    is_counted = any(term.name.startswith(VISIT) for term in plan.device_memory)
+    counted_bytes = max(saved.values()) if is_counted else 0
+    all_layers = sum(saved[layer] * count for layer, count in counts.items())
+    return plan.request.num_micro_batches * all_layers - counted_bytes
+
+
+def _with_fragments(num_bytes: int) -> int:
+    return int(num_bytes * (1 + FRAGMENTATION_FRAC))
