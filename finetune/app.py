@@ -1,6 +1,5 @@
 """The commands. The one module that prints and exits."""
 
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -11,15 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from finetune.env import launch, rank_label
-from finetune.errors import ConfigError, ToldRankError
+from finetune.env import launch
+from finetune.errors import ConfigError
+from finetune.exits import EXIT_INTERRUPTED, EXIT_USER
+from finetune.exits import explained as _explained
 from finetune.ranks import is_joined
-from offload.errors import DoesNotFitError, SluiceError
 
 if TYPE_CHECKING:
-    from offload.plan.machine import Machine
-
-EXIT_USER, EXIT_DOES_NOT_FIT, EXIT_INTERRUPTED = 1, 3, 130
+    from rich.console import RenderableType
 
 app = typer.Typer(
     name="sluice",
@@ -35,6 +33,14 @@ Source = Annotated[str, typer.Argument(help="A recipe's path, or a shipped name.
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings over the recipe's.")
 ]
+Machine = Annotated[
+    str | None,
+    typer.Option(help="A named card such as rtx5090, or a file of `sluice probe --save`."),
+]
+Ram = Annotated[float | None, typer.Option(min=1, help="GiB of RAM beside a named card.")]
+Link = Annotated[float | None, typer.Option(min=0.1, help="GB/s of a named card's link.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print figures for programs.")]
+AsMarkdown = Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")]
 
 
 @app.command()
@@ -84,40 +90,59 @@ def plan(
     model: Annotated[str, typer.Argument(help="A recipe, a shipped shape or a config.json.")],
     overrides: Overrides = None,
     *,
-    machine: Annotated[
-        str | None,
-        typer.Option(help="A named card such as rtx5090, or a file of `sluice probe --save`."),
+    machine: Machine = None,
+    machines: Annotated[
+        str | None, typer.Option(help="`all`, or cards with commas: a table of them all.")
     ] = None,
-    wants_options: Annotated[
+    ram: Ram = None,
+    link: Link = None,
+    wants_ways: Annotated[
         bool, typer.Option("--what-if", help="Price other ways to hold, move and share the model.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print figures for programs.")] = False,
+    as_json: AsJson = False,
+    as_markdown: AsMarkdown = False,
 ) -> None:
     """Predict step time and memory, without weights and without the card."""
     with _explained(model):
-        from finetune import plan_report, planning, whatif_report
-        from finetune.recipe_file import load_recipe
-        from offload.plan.plan import plan as make_plan
-        from offload.plan.whatif import NUM_CARDS, what_if
+        from finetune.forecast import Beside, form_of, planned
 
-        recipe = (
-            planning.recipe_for_shape(model, overrides or [])
-            if planning.is_shape(model)
-            else load_recipe(model, overrides or [], check_files=False)
+        shown = planned(
+            model,
+            overrides or [],
+            machine=machine,
+            machines=machines,
+            beside=Beside(ram_gib=ram, link_gb_per_s=link),
+            wants_ways=wants_ways,
+            form=form_of(as_json=as_json, as_markdown=as_markdown),
         )
-        facts = planning.facts_of(recipe.model)
-        here = planning.find_machine(machine) if machine else _probed(recipe.model.dtype)
-        here = planning.as_told(recipe.model, facts, here)
-        result = make_plan(facts, here, planning.full_request(recipe, facts, num_ranks=1))
-        others = what_if(result, num_cards=NUM_CARDS) if wants_options else None
-        if as_json:
-            figures = plan_report.plan_json(result)
-            figures |= whatif_report.what_if_json(others) if others else {}
-            _print(json.dumps(figures, indent=2))
-        else:
-            _console().print(plan_report.plan_tables(result))
-            if others:
-                _console().print(whatif_report.what_if_table(others, machine=here))
+        _show(shown)
+
+
+@app.command()
+def fit(
+    model: Annotated[
+        str | None, typer.Argument(help="A shape or config.json; all shipped shapes without it.")
+    ] = None,
+    *,
+    vram: Annotated[float | None, typer.Option(min=1, help="GiB of VRAM to use.")] = None,
+    ram: Ram = None,
+    link: Link = None,
+    machine: Machine = None,
+    as_json: AsJson = False,
+    as_markdown: AsMarkdown = False,
+) -> None:
+    """List what trains, with LoRA, in given memory."""
+    with _explained(model or "all shapes"):
+        from finetune.forecast import Beside, form_of, models_that_fit
+
+        shown = models_that_fit(
+            model,
+            machine=machine,
+            vram_gib=vram,
+            beside=Beside(ram_gib=ram, link_gb_per_s=link),
+            form=form_of(as_json=as_json, as_markdown=as_markdown),
+        )
+        _show(shown)
 
 
 @app.command()
@@ -126,16 +151,17 @@ def probe(
     dtype: Annotated[
         str, typer.Option(help="What layers compute in: bfloat16 or float32.")
     ] = "bfloat16",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the machine as JSON.")] = False,
+    as_json: AsJson = False,
     save: Annotated[
         Path | None, typer.Option(help="Write it to a file for `plan --machine`.")
     ] = None,
 ) -> None:
     """Measure this machine."""
     with _explained("this machine"):
+        from finetune.forecast import probed
         from finetune.plan_report import machine_table
 
-        machine = _probed(dtype)
+        machine = probed(dtype)
         if save is not None:
             save.write_text(machine.to_json())
         if as_json:
@@ -327,37 +353,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 # ---------------------------------------------------------------------------------------- printing
 
 
-@contextmanager
-def _explained(where: str) -> Iterator[None]:
-    """Turn what a user or machine can cause into a message on stderr and an exit code."""
-    try:
-        yield
-    except ToldRankError:
-        raise typer.Exit(EXIT_USER) from None  # the rank that failed shows why
-    except SluiceError as error:
-        joint = "\n" if "\n" in error.what else "; "
-        what, hint = f"{error.what}{joint}{error.limit}", error.hint
-        is_about_recipe = isinstance(error, ConfigError)
-        suffix = "" if is_about_recipe or where in what else f" ({where})"
-        print(f"error{rank_label()}: {what}{suffix}\n\nhint: {hint}", file=sys.stderr)
-        code = EXIT_DOES_NOT_FIT if isinstance(error, DoesNotFitError) else EXIT_USER
-        raise typer.Exit(code) from None
-    except BrokenPipeError:
-        raise  # the reader of a pipe has gone, as with `| head`: typer ends without a word
-    except OSError as error:
-        what = f"{error.filename or where}: {error.strerror or error}"
-        print(
-            f"error{rank_label()}: {what}; a file is read or written there, which needs permission"
-            " and room"
-            "\n\nhint: give another path, mend the permissions (`ls -ld`) or free space (`df -h`)",
-            file=sys.stderr,
-        )
-        raise typer.Exit(EXIT_USER) from None
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
-
-
 def _console() -> Console:
     """Return the terminal, or a stream 120 wide that keeps tables whole in files.
 
@@ -377,13 +372,12 @@ def _print(text: str) -> None:
     print(text)
 
 
-def _probed(dtype: str) -> "Machine":
-    import torch
-
-    from offload.probe import probe as measure
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return measure(device=device, seconds=5.0, dtype=dtype)
+def _show(content: "RenderableType") -> None:
+    """Print tables as wide as the terminal, and text as it is."""
+    if isinstance(content, str):
+        _print(content)
+    else:
+        _console().print(content)
 
 
 def _quiet_libraries() -> None:

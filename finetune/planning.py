@@ -38,14 +38,27 @@ def facts_of(model: ModelSection) -> ModelFacts:
     return built_facts(config)
 
 
-def find_machine(name_or_file: str) -> Machine:
+def find_machine(
+    name_or_file: str, *, ram_bytes: int | None = None, link_bytes_per_s: float | None = None
+) -> Machine:
     """Return a named card, or the machine that `sluice probe --save FILE` wrote.
 
+    Args:
+        name_or_file: A card's name, or a path.
+        ram_bytes: Host memory of a named card, where it is not what is assumed.
+        link_bytes_per_s: The link of a named card, where it is not what is assumed.
+
     Raises:
-        MachineError: Neither exists.
+        MachineError: Neither exists, or a file's memory or link is to be another.
     """
     file = Path(name_or_file)
     if file.is_file():
+        if ram_bytes is not None or link_bytes_per_s is not None:
+            raise MachineError(
+                f"--ram or --link with the machine file {file}",
+                limit="they vary a named card; a file holds what was measured",
+                hint="edit ram_bytes or h2d_bytes_per_s in a copy of the file",
+            )
         try:
             return Machine.from_json(file.read_text())
         except UnicodeDecodeError as error:
@@ -60,7 +73,7 @@ def find_machine(name_or_file: str) -> Machine:
             limit="`--machine` takes a named card or a file",
             hint=f"`sluice probe --save {file}` writes one for this machine",
         )
-    return named_machine(name_or_file)
+    return named_machine(name_or_file, ram_bytes=ram_bytes, link_bytes_per_s=link_bytes_per_s)
 
 
 def has_experts(facts: ModelFacts) -> bool:

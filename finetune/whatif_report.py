@@ -8,7 +8,7 @@ from rich.table import Table
 from finetune.figures import shown_gib, shown_time, table_of
 from offload.plan.machine import Machine
 from offload.plan.option import Figures, Option, Standing
-from offload.plan.whatif import WhatIf
+from offload.plan.whatif import OtherWays
 
 SECTIONS: dict[Standing, str] = {
     "in the plan": "without what this plan does:",
@@ -17,18 +17,18 @@ SECTIONS: dict[Standing, str] = {
 }
 
 
-def what_if_table(what_if: WhatIf, *, machine: Machine) -> Table:
+def what_if_table(ways: OtherWays, *, machine: Machine) -> Table:
     """Return a row for each option: what it would change in the plan's own figures."""
     table = table_of(
         "What if: changes to this plan, all else as it is (slots too)",
         *("", "step", "VRAM", "RAM", "link per step", "by"),
     )
     table.columns[-1].justify = "left"
-    now = what_if.plan
+    now = ways.plan
     sizes = (shown_gib(size) for size in (now.vram_bytes, now.ram_bytes, now.link_bytes))
     table.add_row("this plan", shown_time(now.step_s), *sizes)
     for standing, title in SECTIONS.items():
-        options = [option for option in what_if.options if option.standing == standing]
+        options = [option for option in ways.options if option.standing == standing]
         if options:
             table.add_section()
             table.add_row(title, style="bold")
@@ -45,9 +45,9 @@ def what_if_table(what_if: WhatIf, *, machine: Machine) -> Table:
     return table
 
 
-def what_if_json(what_if: WhatIf) -> dict[str, Any]:
+def what_if_json(ways: OtherWays) -> dict[str, Any]:
     """Return the figures of a plan and of each option beside it."""
-    return {"what_if": asdict(what_if)}
+    return {"other_ways": asdict(ways)}
 
 
 def _changes(option: Option, now: Figures) -> list[str]:

@@ -135,6 +135,16 @@ def plan_anyway(
     return made, tuple(short or ["page-locked RAM"])
 
 
+def fits(facts: ModelFacts, machine: Machine, request: PlanRequest) -> bool:
+    """Tell whether there is any plan for a request."""
+    num_slots = MIN_SLOTS if request.num_slots is None else request.num_slots
+    try:
+        plan(facts, machine, replace(request, num_slots=num_slots))
+    except DoesNotFitError:
+        return False
+    return True
+
+
 def _short(figures: Figures, machine: Machine, request: PlanRequest) -> list[str]:
     """Name the memories that are too small; on a CPU both are one."""
     ram_bytes = figures.ram_bytes + (figures.vram_bytes if machine.device == "cpu" else 0)

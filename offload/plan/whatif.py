@@ -29,14 +29,14 @@ NUM_CARDS = 2  # what fits a workstation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WhatIf:
+class OtherWays:
     """A plan's figures, and the options beside it."""
 
     plan: Figures
     options: tuple[Option, ...]
 
 
-def what_if(plan: Plan, *, num_cards: int) -> WhatIf:
+def what_if(plan: Plan, *, num_cards: int) -> OtherWays:
     """Price every option against a plan.
 
     Args:
@@ -44,7 +44,7 @@ def what_if(plan: Plan, *, num_cards: int) -> WhatIf:
         num_cards: Cards of the options that take several.
     """
     assert plan.request.num_ranks == 1
-    return WhatIf(
+    return OtherWays(
         plan=figures_of(plan),
         options=(
             recompute_all(plan),

@@ -7,14 +7,23 @@ from pathlib import Path
 import pytest
 import typer
 
-from finetune import app
+from finetune import app, exits
 
 ROOT = Path(__file__).parents[2]
 
 # A new flag needs a line here, and a reason in its commit.
 FLAGS = {
     "finetune": {"--resume", "--overwrite", "--machine"},
-    "plan": {"--machine", "--what-if", "--json"},
+    "plan": {
+        "--machine",
+        "--machines",
+        "--ram",
+        "--link",
+        "--what-if",
+        "--json",
+        "--markdown",
+    },
+    "fit": {"--vram", "--ram", "--link", "--machine", "--json", "--markdown"},
     "probe": {"--dtype", "--json", "--save"},
     "validate": set(),
     "explain": {"--json"},
@@ -129,9 +138,9 @@ def test_other_ways_are_priced_against_the_plan_for_people_and_programs(capsys) 
         assert f"\n {line}" in table
     assert run(*words, "--json") == 0
     figures = json.loads(capsys.readouterr().out)
-    assert figures["what_if"]["plan"]["step_s"] == figures["predicted"]["step_s"]
+    assert figures["other_ways"]["plan"]["step_s"] == figures["predicted"]["step_s"]
     assert {"name", "standing", "how", "source", "figures", "fits"} == set(
-        figures["what_if"]["options"][0]
+        figures["other_ways"]["options"][0]
     )
 
 
@@ -249,14 +258,14 @@ def test_a_path_that_cannot_be_written_is_an_error_not_a_traceback(tmp_path: Pat
 
 
 def test_a_full_disk_is_an_error_that_names_the_command_s_subject(capsys) -> None:
-    with pytest.raises(typer.Exit) as caught, app._explained("quickstart"):
+    with pytest.raises(typer.Exit) as caught, exits.explained("quickstart"):
         raise OSError(errno.ENOSPC, "No space left on device")
     assert caught.value.exit_code == 1
     assert capsys.readouterr().err.startswith("error: quickstart: No space left on device; ")
 
 
 def test_a_reader_that_leaves_early_is_no_error(capsys) -> None:
-    with pytest.raises(BrokenPipeError), app._explained("quickstart"):
+    with pytest.raises(BrokenPipeError), exits.explained("quickstart"):
         raise BrokenPipeError
     assert not capsys.readouterr().err
 

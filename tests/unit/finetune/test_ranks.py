@@ -146,14 +146,14 @@ def test_only_the_first_process_is_heard(monkeypatch, capsys) -> None:
 def test_a_rank_that_another_has_ended_shows_nothing(monkeypatch, capsys, tmp_path: Path) -> None:
     import typer
 
-    from finetune import app
     from finetune.errors import ToldRankError
+    from finetune.exits import EXIT_USER, explained
 
-    with pytest.raises(typer.Exit) as ending, app._explained("recipe.yaml"):
+    with pytest.raises(typer.Exit) as ending, explained("recipe.yaml"):
         raise ToldRankError(1, "it broke")
-    assert ending.value.exit_code == app.EXIT_USER
+    assert ending.value.exit_code == EXIT_USER
     assert capsys.readouterr() == ("", "")
     set_launch(monkeypatch, WORLD_SIZE="2", RANK="1", LOCAL_RANK="1")
-    with pytest.raises(typer.Exit), app._explained("recipe.yaml"):
+    with pytest.raises(typer.Exit), explained("recipe.yaml"):
         raise ConfigError("it broke", limit="it must not", hint="mend it")
     assert capsys.readouterr().err.startswith("error (rank 1): it broke; it must not\n\nhint: ")

@@ -1,0 +1,44 @@
+"""How a command ends: its exit code, and behind an error the message on stderr."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+
+from finetune.env import rank_label
+from finetune.errors import ConfigError, ToldRankError
+from offload.errors import DoesNotFitError, SluiceError
+
+EXIT_USER, EXIT_DOES_NOT_FIT, EXIT_INTERRUPTED = 1, 3, 130
+
+
+@contextmanager
+def explained(where: str) -> Iterator[None]:
+    """Turn what a user or machine can cause into a message on stderr and an exit code."""
+    try:
+        yield
+    except ToldRankError:
+        raise typer.Exit(EXIT_USER) from None  # the rank that failed shows why
+    except SluiceError as error:
+        joint = "\n" if "\n" in error.what else "; "
+        what, hint = f"{error.what}{joint}{error.limit}", error.hint
+        is_about_recipe = isinstance(error, ConfigError)
+        suffix = "" if is_about_recipe or where in what else f" ({where})"
+        print(f"error{rank_label()}: {what}{suffix}\n\nhint: {hint}", file=sys.stderr)
+        code = EXIT_DOES_NOT_FIT if isinstance(error, DoesNotFitError) else EXIT_USER
+        raise typer.Exit(code) from None
+    except BrokenPipeError:
+        raise  # the reader of a pipe has gone, as with `| head`: typer ends without a word
+    except OSError as error:
+        what = f"{error.filename or where}: {error.strerror or error}"
+        print(
+            f"error{rank_label()}: {what}; a file is read or written there, which needs permission"
+            " and room"
+            "\n\nhint: give another path, mend the permissions (`ls -ld`) or free space (`df -h`)",
+            file=sys.stderr,
+        )
+        raise typer.Exit(EXIT_USER) from None
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        raise typer.Exit(EXIT_INTERRUPTED) from None

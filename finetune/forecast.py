@@ -1,0 +1,197 @@
+"""What `plan` and `fit` show: one plan, a table of machines, or a table of models."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rich.console import Group, RenderableType
+
+from finetune import offers, plan_report, planning, whatif_report
+from finetune.errors import ConfigError
+from finetune.figures import shown_gib
+from finetune.recipe import Recipe
+from finetune.recipe_file import load_recipe
+from offload.plan.machine import GIB, Machine
+from offload.plan.plan import plan
+from offload.plan.whatif import NUM_CARDS, what_if
+
+Form = Literal["table", "json", "markdown"]
+
+
+def form_of(*, as_json: bool, as_markdown: bool) -> Form:
+    """Return the form that flags ask for.
+
+    Raises:
+        ConfigError: They ask for two.
+    """
+    if as_json and as_markdown:
+        raise ConfigError(
+            "both --json and --markdown", limit="a table has one form", hint="`--json` alone"
+        )
+    return "json" if as_json else "markdown" if as_markdown else "table"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Beside:
+    """What a named card has beside it; None is what is assumed."""
+
+    ram_gib: float | None
+    link_gb_per_s: float | None
+
+    def machine(self, name: str) -> Machine:
+        """Return a named card with this beside it, or the machine of a file."""
+        link = self.link_gb_per_s
+        return planning.find_machine(
+            name,
+            ram_bytes=None if self.ram_gib is None else int(self.ram_gib * GIB),
+            link_bytes_per_s=None if link is None else link * 1e9,
+        )
+
+
+def planned(
+    model: str,
+    overrides: Sequence[str],
+    *,
+    machine: str | None,
+    machines: str | None,
+    beside: Beside,
+    wants_ways: bool,
+    form: Form,
+) -> RenderableType:
+    """Return the plan of a recipe or shape for one machine, or a table of machines.
+
+    Args:
+        model: A recipe, a shipped shape or a config.json.
+        overrides: Settings over the recipe's.
+        machine: A named card or a file; None measures this machine.
+        machines: Several of them with commas, or `all`: a table.
+        beside: What named cards have.
+        wants_ways: Whether other ways to hold and move the model are priced beside a plan.
+        form: How it is written.
+
+    Raises:
+        ConfigError: A flag that could have no effect.
+        DoesNotFitError: The plan needs more memory than there is.
+    """
+    if machines is None and form == "markdown":
+        raise ConfigError(
+            "--markdown without --machines",
+            limit="Markdown is for the table of machines",
+            hint="`--machines all --markdown`, or `--json`",
+        )
+    if machines is not None and (machine is not None or wants_ways):
+        flag = "--what-if" if machine is None else "--machine"
+        raise ConfigError(
+            f"{flag} with --machines",
+            limit="a table of machines has a line for each, and no more",
+            hint=f"leave out `{flag}`, or `--machines`",
+        )
+    recipe = (
+        planning.recipe_for_shape(model, overrides)
+        if planning.is_shape(model)
+        else load_recipe(model, overrides, check_files=False)
+    )
+    if machines is not None:
+        cards = [beside.machine(name) for name in offers.machine_names(machines)]
+        return _by_machine(recipe, cards, model=model, form=form)
+    here = _one_machine(machine, beside, dtype=recipe.model.dtype)
+    return _one_plan(recipe, here, wants_ways=wants_ways, form=form)
+
+
+def _one_machine(name: str | None, beside: Beside, *, dtype: str) -> Machine:
+    if name is not None:
+        return beside.machine(name)
+    for flag, value in (("--ram", beside.ram_gib), ("--link", beside.link_gb_per_s)):
+        if value is not None:
+            raise ConfigError(
+                f"{flag} {value:g} without a named card",
+                limit="without --machine this machine's own memory and link are measured",
+                hint="`--machine rtx4090`, or another card",
+            )
+    return probed(dtype)
+
+
+def _one_plan(recipe: Recipe, machine: Machine, *, wants_ways: bool, form: Form) -> RenderableType:
+    facts = planning.facts_of(recipe.model)
+    here = planning.as_told(recipe.model, facts, machine)
+    made = plan(facts, here, planning.full_request(recipe, facts, num_ranks=1))
+    ways = what_if(made, num_cards=NUM_CARDS) if wants_ways else None
+    if form == "json":
+        figures = plan_report.plan_json(made)
+        return _json(figures | (whatif_report.what_if_json(ways) if ways else {}))
+    tables = plan_report.plan_tables(made)
+    return Group(tables, whatif_report.what_if_table(ways, machine=here)) if ways else tables
+
+
+def _by_machine(
+    recipe: Recipe, machines: Sequence[Machine], *, model: str, form: Form
+) -> RenderableType:
+    found = offers.offers_on(recipe, machines, model=model)
+    first = found[0]
+    title = (
+        f"{model}: {first.tokens_per_step:,} tokens per step in sequences of {first.seq_len:,};"
+        " N* in tokens per step"
+    )
+    return _shown(title, offers.MACHINE_COLUMNS, offers.machine_rows(found), found, form)
+
+
+def models_that_fit(
+    model: str | None,
+    *,
+    machine: str | None,
+    vram_gib: float | None,
+    beside: Beside,
+    form: Form,
+) -> RenderableType:
+    """Return a table of what trains in given memory.
+
+    Args:
+        model: A shipped shape or a config.json; None takes all shipped shapes.
+        machine: The card whose rates count; None takes the slowest that has so much memory.
+        vram_gib: Device memory that may be used; None takes all of the machine's.
+        beside: Host memory and link.
+        form: How it is written.
+
+    Raises:
+        ConfigError: No budget, or one that the machine has not.
+        DoesNotFitError: Nothing fits.
+    """
+    card = beside.machine(machine or offers.slowest_card(vram_gib))
+    here = offers.budgeted(card, vram_gib=vram_gib)
+    found = offers.fitting(offers.offers_within(offers.trained_models(model), here), here)
+    title = (
+        f"LoRA in {shown_gib(here.vram_bytes)} of VRAM and {shown_gib(here.ram_bytes)} of RAM, at"
+        f" the rates of {here.name}{'' if machine else ' (assumed)'}:"
+        f" {found[0].tokens_per_step:,} tokens per step in sequences of {found[0].seq_len:,};"
+        " N* in tokens per step"
+    )
+    return _shown(title, offers.FIT_COLUMNS, offers.fit_rows(found), found, form)
+
+
+def probed(dtype: str) -> Machine:
+    """Measure this machine; this loads torch."""
+    import torch
+
+    from offload.probe import probe as measure
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return measure(device=device, seconds=5.0, dtype=dtype)
+
+
+def _shown(
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    found: Sequence[offers.Offer],
+    form: Form,
+) -> RenderableType:
+    if form == "json":
+        return _json(offers.offers_json(found))
+    if form == "markdown":
+        return offers.offers_markdown(title, columns, rows)
+    return offers.offers_table(title, columns, rows)
+
+
+def _json(figures: object) -> str:
+    return json.dumps(figures, indent=2)
