@@ -159,6 +159,7 @@ def probe(
     """Measure this machine."""
     with _explained("this machine"):
         from finetune.forecast import probed
+        from finetune.host_map import host_map
         from finetune.plan_report import machine_table
 
         machine = probed(dtype)
@@ -167,7 +168,7 @@ def probe(
         if as_json:
             _print(machine.to_json())
         else:
-            _console().print(machine_table(machine))
+            _console().print(host_map(machine, None), machine_table(machine), sep="\n")
 
 
 @app.command()

@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from finetune import offers, plan_report, planning, whatif_report
 from finetune.errors import ConfigError
 from finetune.figures import shown_gib
+from finetune.host_map import host_map
 from finetune.recipe import Recipe
 from finetune.recipe_file import load_recipe
 from offload.plan.machine import GIB, Machine
@@ -120,8 +121,8 @@ def _one_plan(recipe: Recipe, machine: Machine, *, wants_ways: bool, form: Form)
     if form == "json":
         figures = plan_report.plan_json(made)
         return _json(figures | (whatif_report.what_if_json(ways) if ways else {}))
-    tables = plan_report.plan_tables(made)
-    return Group(tables, whatif_report.what_if_table(ways, machine=here)) if ways else tables
+    shown = [plan_report.plan_tables(made), host_map(here, made)]
+    return Group(*shown, *([whatif_report.what_if_table(ways, machine=here)] if ways else []))
 
 
 def _by_machine(

@@ -1,0 +1,73 @@
+from dataclasses import replace
+
+from rich.console import Console
+
+from finetune import planning
+from finetune.host_map import host_map
+from offload.plan.machine import GIB, Machine, named_machine
+from offload.plan.plan import Plan, plan
+
+CARD = named_machine("rtx5090", ram_bytes=96 * GIB)
+
+
+def drawn(machine: Machine, made: Plan | None = None, *, width: int = 100) -> list[str]:
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(host_map(machine, made))
+    return capture.get().splitlines()
+
+
+def planned(*overrides: str) -> Plan:
+    recipe = planning.recipe_for_shape("qwen3-1.7b", ["train.tokens_per_step=4096", *overrides])
+    facts = planning.facts_of(recipe.model)
+    return plan(facts, CARD, planning.full_request(recipe, facts, num_ranks=1))
+
+
+def test_each_memory_and_link_is_drawn_with_its_rate_and_where_that_is_from() -> None:
+    text = "\n".join(drawn(CARD))
+    for part in (
+        "VRAM of rtx5090",
+        "32.00 GiB, read and written at 1,400.0 GB/s (measured by others)",
+        "to the device                      56.0 GB/s (measured by others)",
+        "while the other direction is busy  51.0 GB/s (assumed: 0.91 x h2d)",
+        "96.00 GiB, large new tensors at 60.0 GB/s (assumed)",
+        "up to 96.00 GiB of it page-locked",
+    ):
+        assert part in text
+    assert "planned" not in text
+
+
+def test_the_map_goes_from_the_device_down_to_the_host_in_closed_boxes() -> None:
+    lines = drawn(CARD)
+    order = [
+        next(i for i, line in enumerate(lines) if word in line)
+        for word in ("VRAM", "| ", "RAM \u2500")
+    ]
+    assert order == sorted(order)
+    tops = [line for line in lines if line.startswith("\u250c")]
+    bottoms = [line for line in lines if line.startswith("\u2514")]
+    assert len(tops) == len(bottoms) == 2
+    assert all(line.endswith("\u2510") for line in tops)
+
+
+def test_a_plan_s_map_tells_what_lies_where() -> None:
+    made = planned("offload.num_slots=3")
+    text = "\n".join(drawn(CARD, made))
+    assert "3 slots of 96.0 MiB in it" in text
+    assert f"planned: {made.peak_bytes / GIB:.2f} GiB" in text
+    assert "2.63 GiB of layers in it" in text
+
+
+def test_a_cpu_copies_within_its_own_memory() -> None:
+    cpu = replace(CARD, name="a CPU", device="cpu")
+    text = "\n".join(drawn(cpu))
+    assert "slots, in the RAM of a CPU" in text
+    assert "while the CPU computes" in text
+    assert "not page-locked" in text
+    assert "VRAM" not in text
+
+
+def test_a_narrow_terminal_wraps_the_map_and_loses_nothing() -> None:
+    words = " ".join(drawn(CARD, width=60))
+    assert "(assumed: 0.91 x" in words
+    assert max(map(len, drawn(CARD, width=60))) <= 60
