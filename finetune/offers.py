@@ -111,6 +111,9 @@ def trained_models(model: str | None) -> list[str]:
 def _offers_of(model: str, machine: Machine) -> Iterator[Offer]:
     recipe = planning.recipe_for_shape(model, [])
     facts = planning.facts_of(recipe.model)
+    if facts.max_position_embeddings < recipe.train.seq_len:
+        shorter = f"train.seq_len={facts.max_position_embeddings}"
+        recipe = planning.recipe_for_shape(model, [shorter])
     plain = planning.full_request(recipe, facts, num_ranks=1)
     for codec in CODECS:
         request = _with_codec(plain, codec)

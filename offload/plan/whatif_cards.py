@@ -181,10 +181,11 @@ def _split(cards: _Cards) -> Option:
     moved_s = moved / cards.bytes_per_s
 
     def shared(_: LayerFacts, cost: LayerCost) -> LayerCost:
+        parts = 1 if cost.bound == "launch" else cards.num  # a smaller kernel is a launch too
         return replace(
             cost,
-            forward_s=cost.forward_s / cards.num + moved_s,
-            backward_s=cost.backward_s / cards.num + 2 * moved_s,
+            forward_s=cost.forward_s / parts + moved_s,
+            backward_s=cost.backward_s / parts + 2 * moved_s,
             decode_s=cost.decode_s / cards.num,
         )
 

@@ -165,6 +165,15 @@ def test_fit_lists_what_trains_at_the_rates_of_an_assumed_card(capsys) -> None:
     assert max(line["vram_bytes"] for line in found) <= 10 * GIB
 
 
+def test_a_model_made_for_short_sequences_is_planned_with_those(tmp_path, capsys) -> None:
+    file = tmp_path / "config.json"
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4}
+    sizes |= {"num_attention_heads": 8, "vocab_size": 1000, "max_position_embeddings": 1024}
+    file.write_text(json.dumps({"model_type": "llama"} | sizes))
+    found = printed(capsys, "fit", file, "--vram", "8")
+    assert {(line["seq_len"], line["longest_seq_len"]) for line in found} == {(1024, 1024)}
+
+
 def test_fit_takes_all_shipped_shapes_but_toys() -> None:
     models = offers.trained_models(None)
     assert "qwen3-235b-a22b" in models

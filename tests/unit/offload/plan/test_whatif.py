@@ -253,6 +253,15 @@ def test_splitting_waits_for_four_exchanges_per_layer_and_pass() -> None:
     assert there.vram_bytes < made.peak_bytes
 
 
+def test_splitting_makes_kernels_smaller_and_not_fewer() -> None:
+    few = replace(WORKLOAD, seq_len=16, label_tokens=16)
+    made = planned(DENSE, typical=few, largest=few, num_slots=6)
+    assert made.costs.layers[0].bound == "launch"
+    split = figures(made, "split (tensor parallel)")
+    visits_s = 8 * sum(cost.forward_s + cost.backward_s for cost in made.costs.layers)
+    assert split.step_s > visits_s
+
+
 def test_a_pipeline_waits_while_it_fills_and_empties() -> None:
     few, many = (
         figures(planned(DENSE, num_micro_batches=num), "stage (pipeline)").step_s / num
