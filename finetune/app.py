@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from finetune.env import launch
+from finetune.env import cache_dir, launch
 from finetune.errors import ConfigError
 from finetune.exits import EXIT_INTERRUPTED, EXIT_USER
 from finetune.exits import explained as _explained
@@ -18,6 +18,8 @@ from finetune.ranks import is_joined
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+PROBE_HOST_S = 2.0
 
 app = typer.Typer(
     name="sluice",
@@ -161,8 +163,9 @@ def probe(
         from finetune.forecast import probed
         from finetune.host_map import host_map
         from finetune.plan_report import machine_table
+        from offload.host_probe import with_host
 
-        machine = probed(dtype)
+        machine = with_host(probed(dtype), folder=cache_dir(), seconds=PROBE_HOST_S)
         if save is not None:
             save.write_text(machine.to_json())
         if as_json:

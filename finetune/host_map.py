@@ -6,7 +6,7 @@ from rich.padding import Padding
 from rich.panel import Panel
 
 from finetune.figures import shown_gib
-from offload.plan.machine import Machine, Rate
+from offload.plan.machine import Machine, Node, Rate
 from offload.plan.plan import Plan
 
 
@@ -18,7 +18,9 @@ def host_map(machine: Machine, plan: Plan | None) -> RenderableType:
         plan: What is to lie in the memories, if it is known.
     """
     is_cuda = machine.device == "cuda"
-    on_device, in_host = ("", "") if plan is None else _planned(plan)
+    on_device, in_host, on_disk = ("", "", "layers, with `offload.tier: disk`")
+    if plan is not None:
+        on_device, in_host, on_disk = _planned(plan)
     beside = "while the other direction is busy" if is_cuda else "while the CPU computes"
     locked = f"up to {shown_gib(machine.pinned_bytes)} of it page-locked"
     return Group(
@@ -39,20 +41,24 @@ def host_map(machine: Machine, plan: Plan | None) -> RenderableType:
             f"{shown_gib(machine.ram_bytes)}, large new tensors at"
             f" {_shown(machine.host_memory_bytes_per_s)}",
             locked if is_cuda else "not page-locked: the CPU computes",
+            *(_node(node) for node in machine.nodes),
             in_host,
         ),
+        _link(("reads", _shown(machine.disk_bytes_per_s))),
+        _memory("disk", on_disk),
     )
 
 
-def _planned(plan: Plan) -> tuple[str, str]:
-    """Return what a plan puts into device and host memory."""
+def _planned(plan: Plan) -> tuple[str, str, str]:
+    """Return what a plan puts into device memory, host memory and on disk."""
     cargo = [cost.weight_bytes for cost in plan.costs.layers]
     slots = f"{plan.num_slots} slots of {shown_gib(max(cargo))}"
     layers = f"{shown_gib(sum(cargo))} of layers"
-    where = f"{layers} on the drive beside it" if plan.request.is_on_disk else f"{layers} in it"
+    is_on_disk = plan.request.is_on_disk
     return (
         f"planned: {shown_gib(plan.peak_bytes)}, {slots} in it",
-        f"planned: {shown_gib(plan.host_bytes)}, {where}",
+        f"planned: {shown_gib(plan.host_bytes)}" + ("" if is_on_disk else f", {layers} in it"),
+        f"planned: {layers}" if is_on_disk else "nothing of this plan",
     )
 
 
@@ -69,5 +75,15 @@ def _link(*lines: tuple[str, str]) -> Padding:
     return Padding("\n".join(rows), (0, 0, 0, 4))
 
 
-def _shown(rate: Rate) -> str:
+def _node(node: Node) -> str:
+    near = ", near the device" if node.is_near else ""
+    return (
+        f"node {node.number}: {shown_gib(node.ram_bytes)}, {node.num_cpus} CPUs{near};"
+        f" a thread copies {_shown(node.copy_bytes_per_s)}"
+    )
+
+
+def _shown(rate: Rate | None) -> str:
+    if rate is None:
+        return "not measured"
     return f"{rate.value / 1e9:,.1f} GB/s ({rate.source})"

@@ -32,6 +32,25 @@ class Implementation:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """Host memory with the processors beside it (NUMA).
+
+    Attributes:
+        number: As the system counts.
+        num_cpus: Processors, as many as this process may use.
+        ram_bytes: All of its memory.
+        is_near: Whether it is the nearest one to the device.
+        copy_bytes_per_s: Bytes that one of its threads copies within it.
+    """
+
+    number: int
+    num_cpus: int
+    ram_bytes: int
+    is_near: bool
+    copy_bytes_per_s: Rate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
     """One device with its host.
 
@@ -57,6 +76,9 @@ class Machine:
         d2h_bytes_per_s: Device to host.
         host_memory_bytes_per_s: Large new tensors in host memory, reads and writes together.
         launch_s: Seconds that it takes to issue one small operation.
+        disk_bytes_per_s: Reads of a file past the page cache, as stores are read; None where nobody
+            has looked. No plan is priced by it yet.
+        nodes: The host's memory in parts; empty where nobody has looked.
     """
 
     name: str
@@ -78,6 +100,8 @@ class Machine:
     d2h_bytes_per_s: Rate
     host_memory_bytes_per_s: Rate
     launch_s: Rate
+    disk_bytes_per_s: Rate | None = None
+    nodes: tuple[Node, ...] = ()
 
     @property
     def is_measured(self) -> bool:
@@ -132,6 +156,10 @@ def _check_keys(values: object, known: Mapping[str, object], what: str) -> None:
 
 
 def _parsed(key: str, value: object, kind: object) -> Any:
+    if kind == Rate | None:
+        return None if value is None else _parsed(key, value, Rate)
+    if kind == tuple[Node, ...]:
+        return _parsed_nodes(key, value)
     if kind in (Rate, Implementation):
         _check_keys(value, {"value": float, "source": str}, f"'{key}'")
         assert isinstance(value, dict)
@@ -151,6 +179,17 @@ def _parsed(key: str, value: object, kind: object) -> Any:
         wanted = {int: "a whole number of bytes", bool: "true or false", str: "text"}[kind]
         raise _bad_file(f"'{key}' is {value!r}, not {wanted}")
     return value
+
+
+def _parsed_nodes(key: str, value: object) -> tuple[Node, ...]:
+    if not isinstance(value, list):
+        raise _bad_file(f"'{key}' is {value!r}, not a list")
+    types = {field.name: field.type for field in fields(Node)}
+    nodes = []
+    for one in value:
+        _check_keys(one, types, f"one of '{key}'")
+        nodes.append(Node(**{name: _parsed(name, of, types[name]) for name, of in one.items()}))
+    return tuple(nodes)
 
 
 def _chosen(key: str, value: object, choices: object) -> Any:

@@ -69,7 +69,7 @@ def find_place(
         root: Where /sys is found.
         allowed_cpus: What the process may run on: cgroups and `taskset` limit it.
     """
-    nodes = _nodes(root)
+    nodes = nodes_of(root)
     if len(nodes) < 2:
         found = "this machine has one" if nodes else "the system tells of none"
         return _anywhere(f"nothing is bound to a NUMA node: {found}")
@@ -142,7 +142,7 @@ def _anywhere(reason: str) -> HostPlace:
     return HostPlace(node=None, cpus=frozenset(), reason=reason)
 
 
-def _nodes(root: Path) -> dict[int, frozenset[int]]:
+def nodes_of(root: Path) -> dict[int, frozenset[int]]:
     """Return the CPUs of each node that has any; nodes of memory alone are no place for threads."""
     nodes = {}
     for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):

@@ -4,7 +4,7 @@ from rich.console import Console
 
 from finetune import planning
 from finetune.host_map import host_map
-from offload.plan.machine import GIB, Machine, named_machine
+from offload.plan.machine import GIB, Machine, Node, Rate, named_machine
 from offload.plan.plan import Plan, plan
 
 CARD = named_machine("rtx5090", ram_bytes=96 * GIB)
@@ -35,6 +35,19 @@ def test_each_memory_and_link_is_drawn_with_its_rate_and_where_that_is_from() ->
     ):
         assert part in text
     assert "planned" not in text
+    assert "|  reads  not measured" in text
+
+
+def test_what_was_measured_of_nodes_and_disk_is_drawn() -> None:
+    rate = Rate(value=8.3e9, source="measured")
+    near, far = (
+        Node(number=i, num_cpus=8, ram_bytes=48 * GIB, is_near=i == 0, copy_bytes_per_s=rate)
+        for i in range(2)
+    )
+    text = "\n".join(drawn(replace(CARD, nodes=(near, far), disk_bytes_per_s=rate)))
+    assert "node 0: 48.00 GiB, 8 CPUs, near the device; a thread copies 8.3 GB/s (meas" in text
+    assert "node 1: 48.00 GiB, 8 CPUs; a thread copies 8.3 GB/s (measured)" in text
+    assert "|  reads  8.3 GB/s (measured)" in text
 
 
 def test_the_map_goes_from_the_device_down_to_the_host_in_closed_boxes() -> None:
@@ -46,7 +59,7 @@ def test_the_map_goes_from_the_device_down_to_the_host_in_closed_boxes() -> None
     assert order == sorted(order)
     tops = [line for line in lines if line.startswith("\u250c")]
     bottoms = [line for line in lines if line.startswith("\u2514")]
-    assert len(tops) == len(bottoms) == 2
+    assert len(tops) == len(bottoms) == 3
     assert all(line.endswith("\u2510") for line in tops)
 
 
@@ -56,6 +69,11 @@ def test_a_plan_s_map_tells_what_lies_where() -> None:
     assert "3 slots of 96.0 MiB in it" in text
     assert f"planned: {made.peak_bytes / GIB:.2f} GiB" in text
     assert "2.63 GiB of layers in it" in text
+    assert "nothing of this plan" in text
+    stored = replace(made, request=replace(made.request, is_on_disk=True))
+    on_disk = "\n".join(drawn(CARD, stored))
+    assert "planned: 2.63 GiB of layers" in on_disk
+    assert "of layers in it" not in on_disk
 
 
 def test_a_cpu_copies_within_its_own_memory() -> None:

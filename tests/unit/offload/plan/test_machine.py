@@ -11,6 +11,7 @@ from offload.plan.machine import (
     ExpertsImplementation,
     Implementation,
     Machine,
+    Node,
     Rate,
     named_machine,
 )
@@ -113,6 +114,10 @@ def test_a_file_without_a_key_is_refused_by_the_key(key: str) -> None:
         (edited(launch_s={"value": float("nan"), "source": "measured"}), "'launch_s' is nan"),
         (edited(launch_s={"value": 1.0}), "'launch_s' has no key 'source'"),
         (edited(launch_s={"value": 1.0, "source": 3}), "source of 'launch_s' is 3"),
+        (edited(disk_bytes_per_s=3), "'disk_bytes_per_s' is 3, not an object"),
+        (edited(nodes=3), "'nodes' is 3, not a list"),
+        (edited(nodes=[3]), "one of 'nodes' is 3, not an object"),
+        (edited(nodes=[{"number": 0}]), "one of 'nodes' has no key 'num_cpus'"),
         (edited(vram_bytes=1.5), "'vram_bytes' is 1.5, not a whole number"),
         (edited(ram_bytes=-1), "'ram_bytes' is -1"),
         (edited(has_grouped_gemm=1), "'has_grouped_gemm' is 1, not true or false"),
@@ -142,6 +147,13 @@ def test_a_file_of_an_older_version_is_refused_with_what_to_do() -> None:
     )
     with pytest.raises(MachineError, match=message):
         Machine.from_json(json.dumps(values))
+
+
+def test_nodes_and_the_disk_survive_json_exactly() -> None:
+    rate = Rate(value=8.3e9, source="measured")
+    node = Node(number=1, num_cpus=8, ram_bytes=32 * GIB, is_near=True, copy_bytes_per_s=rate)
+    machine = replace(named_machine("h100"), disk_bytes_per_s=rate, nodes=(node, node))
+    assert Machine.from_json(machine.to_json()) == machine
 
 
 def test_a_rate_that_json_cannot_write_short_survives() -> None:

@@ -1,0 +1,124 @@
+"""Measures what a host has beside its device: memory by NUMA node, and the disk.
+
+Apart from `offload.probe`, whose rates a run needs within seconds: this writes a file.
+"""
+
+import ctypes
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+from offload.plan.machine import Machine, Node, Rate
+
+MIB = 2**20
+FILE_BYTES = 512 * MIB
+COPY_BYTES = 64 * MIB
+PIECE_BYTES = 64 * MIB
+MIN_REPEATS = 3
+
+
+def with_host(machine: Machine, *, folder: Path, seconds: float) -> Machine:
+    """Return a machine with its nodes and the disk below a folder.
+
+    Args:
+        machine: As it was probed.
+        folder: Where stores would lie; a file is written there and removed.
+        seconds: Time to measure for, shared evenly; writing the file comes on top.
+    """
+    nodes = _nodes(machine, Path("/"), seconds=seconds / 2)
+    return replace(machine, nodes=nodes, disk_bytes_per_s=disk_rate(folder, seconds=seconds / 2))
+
+
+def disk_rate(folder: Path, *, seconds: float) -> Rate | None:
+    """Read a new file as stores are read.
+
+    Args:
+        folder: Where to write it; it is removed again.
+        seconds: Time to read for.
+
+    Returns:
+        None where there is no room for it, or it would be read from the page cache.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    from offload.engine.host.mapping import aligned_empty
+    from offload.engine.host.reads import FileReader
+
+    folder.mkdir(parents=True, exist_ok=True)
+    if shutil.disk_usage(folder).free < 2 * FILE_BYTES:
+        return None
+    with NamedTemporaryFile(dir=folder, prefix="probe-", suffix=".tmp") as file:
+        piece = os.urandom(8 * MIB)  # some drives write nothing for zeros
+        for _ in range(FILE_BYTES // len(piece)):
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+        reader = FileReader(Path(file.name))
+        try:
+            if reader.mode != "direct":
+                return None
+            target, offset = aligned_empty(PIECE_BYTES), 0
+
+            def read() -> None:
+                nonlocal offset
+                reader.read_into(offset, target)
+                offset = (offset + PIECE_BYTES) % FILE_BYTES
+
+            return _measured(PIECE_BYTES, read, seconds)
+        finally:
+            reader.close()
+
+
+def _nodes(machine: Machine, root: Path, *, seconds: float) -> tuple[Node, ...]:
+    """Measure each node by a thread of its own, whose first touch puts the memory there."""
+    import torch
+
+    from offload.engine.host.numa import nodes_of, place_near, thread_on
+
+    near = place_near(torch.device(machine.device)).node
+    allowed = os.sched_getaffinity(0)
+    usable = {number: cpus & allowed for number, cpus in nodes_of(root).items()}
+    usable = {number: cpus for number, cpus in usable.items() if cpus}
+    nodes = []
+    for number, cpus in sorted(usable.items()):
+        with thread_on(cpus):
+            rate = _copy_rate(seconds / len(usable))
+        info = root / f"sys/devices/system/node/node{number}/meminfo"
+        total = re.search(r"MemTotal:\s+(\d+) kB", info.read_text())
+        nodes.append(
+            Node(
+                number=number,
+                num_cpus=len(cpus),
+                ram_bytes=1024 * int(total[1]) if total else 0,
+                is_near=len(usable) == 1 or number == near,
+                copy_bytes_per_s=rate,
+            )
+        )
+    return tuple(nodes)
+
+
+def _copy_rate(seconds: float) -> Rate:
+    source, target = (
+        ctypes.create_string_buffer(COPY_BYTES),
+        ctypes.create_string_buffer(COPY_BYTES),
+    )
+    ctypes.memset(source, 1, COPY_BYTES)
+    return _measured(COPY_BYTES, lambda: ctypes.memmove(target, source, COPY_BYTES), seconds)
+
+
+def _measured(num_bytes: int, run: Callable[[], object], seconds: float) -> Rate:
+    """Run once to warm up, then until the time is over; of the times the 20th percentile counts."""
+    run()
+    times_s: list[float] = []
+    end_s = time.perf_counter() + seconds
+    while len(times_s) < MIN_REPEATS or time.perf_counter() < end_s:
+        start_s = time.perf_counter()
+        run()
+        times_s.append(time.perf_counter() - start_s)
+    return Rate(value=num_bytes / sorted(times_s)[len(times_s) // 5], source="measured")
