@@ -36,11 +36,11 @@ def what_if_table(ways: OtherWays, *, machine: Machine) -> Table:
             is_short = option.figures is not None and not option.fits
             name = f"  {option.name}{' *' if is_short else ''}"
             table.add_row(name, *_changes(option, now), option.how.replace("`", ""))
-    link = machine.h2d_duplex_bytes_per_s
-    table.caption = (
-        f"* more than {machine.name} has. Each card has a link of"
-        f" {link.value / 1e9:.1f} GB/s to all others ({link.source})."
-    )
+    table.caption = f"* more than {machine.name} has."
+    if machine.device == "cuda":
+        link = machine.h2d_duplex_bytes_per_s
+        rate = f"{link.value / 1e9:.1f} GB/s ({link.source})"
+        table.caption += f" Each card has a link of {rate} to all others."
     table.caption_justify = "left"
     return table
 
