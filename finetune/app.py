@@ -1,9 +1,9 @@
 """The commands. The one module that prints and exits."""
 
+import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -188,7 +188,7 @@ def validate(recipe: Source, overrides: Overrides = None) -> None:
 def explain_run(
     run_dir: Annotated[Path, typer.Argument(help="A run's directory, finished or not.")],
     *,
-    as_json: Annotated[bool, typer.Option("--json", help="Print figures for programs.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show predicted against measured again, and draw both, from a run's files alone."""
     with _explained(str(run_dir)):
