@@ -1,47 +1,124 @@
 """What a step cannot be faster than, in either order, and from where on streaming is free."""
 
+import math
+from dataclasses import dataclass
+
 from offload.plan.costs import Costs
 from offload.plan.facts import ModelFacts
 from offload.plan.machine import Machine
+from offload.plan.schedule import NUM_FETCHED, PIECE_BYTES, Ring, warm_ring
 
 
 def r3_bound_s(
-    costs: Costs, *, num_slots: int, num_micro_batches: int, fetched_bytes: int = 0
+    costs: Costs,
+    *,
+    num_slots: int,
+    num_micro_batches: int,
+    stashed_bytes: int = 0,
+    ring: Ring | None = None,
 ) -> float:
-    """Return R3, the time that a warm layer-major step can reach, without the optimizer.
+    """Return R3, which no layer-major step is faster than, without the optimizer.
 
-    Each sweep takes the longer of its visits and its loads; before the loads and behind them
-    stands one visit each, in which nothing can be loaded. Encoded cargo leaves its slot when it is
-    decoded: the loads upwards begin behind the first decoding, and the first load downwards behind
-    the last layer's, which is decoded once for both of its visits.
+    Each sweep takes the longer of its visits and its loads. Before a warm ring's loads and behind
+    them stands one visit each, in which nothing can be loaded. Encoded cargo leaves its slot when
+    it is decoded: the loads upwards begin behind the first decoding, and the first load downwards
+    behind the last layer's, which is decoded once for both of its visits. A step of equal layers
+    takes exactly this long, whatever the rates.
+
+    Stashed inputs leave one behind the other, and of those that come back all but the first two
+    visits' wait for a visit on the way down; behind the last of them stands one micro-batch.
 
     Args:
         costs: Of the ops.
         num_slots: Layers on the device at a time.
         num_micro_batches: Micro-batches of the step.
-        fetched_bytes: Stashed inputs that a visit on the way down takes from the host.
+        stashed_bytes: Of one micro-batch's layer input, where inputs wait in host memory.
+        ring: What the slots hold at the start; None is what a training step leaves there.
     """
-    forward = [num_micro_batches * c.forward_s + c.decode_s for c in costs.layers]
-    backward = [num_micro_batches * c.backward_s + c.decode_s for c in costs.layers]
-    upwards_s, downwards_s = _sweep_load_s(costs, num_slots)
-    num_loads = max(0, len(costs.layers) - num_slots)
-    downwards_s += num_loads * fetched_bytes / costs.h2d_bytes_per_s
-    visit_s, back_s = sum(forward) / len(forward), sum(backward) / len(backward)
-    fronts_s = num_micro_batches * (costs.front_s + costs.front_backward_s)
-    tail_s = num_micro_batches * costs.tail_s
-    decode_s = sum(c.decode_s for c in costs.layers) / len(costs.layers)
-    if decode_s == 0:
-        up_s = max(sum(forward), upwards_s + 2 * visit_s)
-        return up_s + fronts_s + tail_s + max(sum(backward), downwards_s + 2 * back_s)
-    up_s = max(sum(forward), upwards_s + decode_s + visit_s)
-    if num_loads == 0:
-        return up_s + fronts_s + tail_s + sum(backward) - decode_s
-    down_s = max(
-        tail_s + sum(backward) - decode_s,
-        tail_s + downwards_s * (num_loads - 1) / num_loads + 2 * back_s,
-        downwards_s + back_s - (visit_s - decode_s),
-    )
-    return up_s + fronts_s + down_s
+    sweeps = _Sweeps(costs=costs, num_micro_batches=num_micro_batches, stashed_bytes=stashed_bytes)
+    num_slots = min(num_slots, len(costs.layers))
+    top_s = sweeps.top_s(warm_ring(num_slots) if ring is None else ring)
+    return sweeps.end_s(top_s, num_slots) + num_micro_batches * costs.front_backward_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Sweeps:
+    """The way up to the head, and the way down from it, at one price."""
+
+    costs: Costs
+    num_micro_batches: int
+    stashed_bytes: int
+
+    def visit_s(self, layer: int, *, is_backward: bool) -> float:
+        """All micro-batches at a layer, and its decoding."""
+        cost = self.costs.layers[layer]
+        one_s = cost.backward_s if is_backward else cost.forward_s
+        return self.num_micro_batches * one_s + cost.decode_s
+
+    def top_s(self, ring: Ring) -> float:
+        """Return when the last layer's forward visit has ended, at the earliest."""
+        costs, num_layers = self.costs, len(self.costs.layers)
+        visits_s = [self.visit_s(i, is_backward=False) for i in range(num_layers)]
+        fronts_s = self.num_micro_batches * costs.front_s
+        ends_s = [fronts_s + sum(visits_s)]
+        missing, link_s = _missing(ring, num_layers), 0.0
+        for layer in reversed(missing):
+            link_s += _load_s(costs, layer)
+            before = layer - len(ring)  # the visit that has its slot
+            hold_s = fronts_s + sum(visits_s[:before]) + self._hold_s(before) if before >= 0 else 0
+            ends_s.append(hold_s + link_s + sum(visits_s[missing[-1] :]))
+        if missing and missing[0] == 0:
+            ends_s.append(_load_s(costs, 0) + sum(visits_s))
+        if self.stashed_bytes:
+            stash_s = costs.h2d_latency_s + self.stashed_bytes / costs.d2h_bytes_per_s
+            num_stashed = (num_layers - 1) * self.num_micro_batches
+            ends_s.append(costs.front_s + num_stashed * stash_s + costs.layers[-1].forward_s)
+        return max(ends_s)
+
+    def end_s(self, top_s: float, num_slots: int) -> float:
+        """Return when the first layer's backward visit has ended, at the earliest."""
+        costs, num_layers = self.costs, len(self.costs.layers)
+        visits_s = [self.visit_s(i, is_backward=True) for i in range(num_layers)]
+        last = costs.layers[-1]
+        turned_s = top_s + self.num_micro_batches * costs.tail_s
+        visits_s[-1] -= last.decode_s  # it still lies decoded
+        loads_s = [_load_s(costs, i) for i in reversed(range(num_layers - num_slots))]
+        starts = [(turned_s + visits_s[-1], sum(loads_s))]
+        if last.decode_s and loads_s:
+            up_s = self.num_micro_batches * last.forward_s
+            held_s = turned_s + visits_s[-1] + self._hold_s(num_layers - 2)
+            starts = [(top_s - up_s, sum(loads_s)), (held_s, sum(loads_s[1:]))]
+        ends_s = [turned_s + sum(visits_s)]
+        for start_s, link_s in starts if loads_s else []:
+            ends_s.append(start_s + link_s + visits_s[0])
+        if self.stashed_bytes:
+            fetch_s = costs.h2d_latency_s + self.stashed_bytes / costs.h2d_bytes_per_s
+            num_waiting = max(0, num_layers - 1 - NUM_FETCHED) * self.num_micro_batches
+            for start_s, link_s in starts if num_waiting else []:
+                one_s = costs.layers[0].backward_s
+                ends_s.append(start_s + link_s + num_waiting * fetch_s + one_s)
+        return max(ends_s)
+
+    def _hold_s(self, layer: int) -> float:
+        """How long a layer's visit on the way up, or its decoding in either, keeps its slot."""
+        return self.costs.layers[layer].decode_s or self.visit_s(layer, is_backward=False)
+
+
+def _missing(ring: Ring, num_layers: int) -> list[int]:
+    """Return the layers that a way up has to load."""
+    held, missing = list(ring), []
+    for layer in range(num_layers):
+        slot = layer % len(held)
+        if held[slot] != layer:
+            held[slot] = layer
+            missing.append(layer)
+    return missing
+
+
+def _load_s(costs: Costs, layer: int) -> float:
+    """Return what the pieces of a layer take on the link."""
+    num_more = max(0, math.ceil(costs.layers[layer].weight_bytes / PIECE_BYTES) - 1)
+    return costs.load_s(layer) + num_more * costs.h2d_latency_s
 
 
 def usual_order_bound_s(costs: Costs, *, num_slots: int, num_micro_batches: int) -> float:
@@ -58,7 +135,7 @@ def usual_order_bound_s(costs: Costs, *, num_slots: int, num_micro_batches: int)
 
 def _sweep_load_s(costs: Costs, num_slots: int) -> tuple[float, float]:
     num_loads = max(0, len(costs.layers) - num_slots)
-    loads = [costs.load_s(i) for i in range(len(costs.layers))]
+    loads = [_load_s(costs, i) for i in range(len(costs.layers))]
     return sum(loads[len(loads) - num_loads :]), sum(loads[:num_loads])
 
 

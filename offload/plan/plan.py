@@ -140,7 +140,9 @@ class Plan:
             self.costs,
             num_slots=self.num_slots,
             num_micro_batches=self.request.rank_micro_batches,
-            fetched_bytes=self.request.num_stashed * input_bytes(self.facts, self.request.typical),
+            stashed_bytes=input_bytes(self.facts, self.request.typical)
+            if self.request.is_stashed
+            else 0,
         )
         return bound_s + self.costs.optimizer_s
 

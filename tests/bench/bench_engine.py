@@ -217,11 +217,14 @@ def shares(
     found = {}
     for name, (wall_s, timeline, _) in steps.items():
         costs = bench.costs(timeline, link)
-        bound = {"num_slots": NUM_SLOTS, "num_micro_batches": num_micro_batches}
+        r3_s = r3_bound_s(costs, num_slots=NUM_SLOTS, num_micro_batches=num_micro_batches)
+        usual_s = usual_order_bound_s(
+            costs, num_slots=NUM_SLOTS, num_micro_batches=num_micro_batches
+        )
         found[name] = {
             "step_s": wall_s,
-            "r3_share": r3_bound_s(costs, **bound) / wall_s,
-            "usual_bound_share": usual_order_bound_s(costs, **bound) / wall_s,
+            "r3_share": r3_s / wall_s,
+            "usual_bound_share": usual_s / wall_s,
             "exposed_s": wall_s - floor_s,
         }
     return found

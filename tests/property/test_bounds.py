@@ -1,0 +1,161 @@
+"""The bound R3 against the simulation: never above it, and equal where layers are alike."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload.plan.bounds import r3_bound_s
+from offload.plan.costs import Costs, LayerCost
+from offload.plan.plan import duration_of
+from offload.plan.schedule import (
+    PIECE_BYTES,
+    Freight,
+    Order,
+    Ring,
+    cold_ring,
+    forward_schedule,
+    training_schedule,
+    warm_ring,
+)
+from offload.plan.simulate import simulate
+
+seconds = st.sampled_from([0.001, 0.01, 0.1, 0.5, 1.0, 3.0, 10.0])
+INPUT_BYTES = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A priced step; with `is_stashed`, inputs of 10 bytes travel."""
+
+    costs: Costs
+    num_slots: int
+    num_micro_batches: int
+    is_stashed: bool
+    is_encoded: bool
+
+    @property
+    def freight(self) -> Freight:
+        sizes = [layer.weight_bytes for layer in self.costs.layers]
+        return Freight.frozen(sizes, decoded_bytes=[99] * len(sizes) if self.is_encoded else None)
+
+    def simulated_s(self, ring: Ring | None = None) -> float:
+        schedule = training_schedule(
+            self.freight,
+            ring=warm_ring(self.num_slots) if ring is None else ring,
+            num_micro_batches=self.num_micro_batches,
+            order=Order.LAYER_MAJOR,
+            trains_front=self.costs.front_backward_s > 0,
+            input_bytes=(INPUT_BYTES,) * self.num_micro_batches if self.is_stashed else (),
+        )
+        return simulate(schedule, duration_of(self.costs)).step_s
+
+    def bound_s(self, ring: Ring | None = None) -> float:
+        return r3_bound_s(
+            self.costs,
+            num_slots=self.num_slots,
+            num_micro_batches=self.num_micro_batches,
+            stashed_bytes=INPUT_BYTES if self.is_stashed else 0,
+            ring=ring,
+        )
+
+    def ring_after_evaluation(self, ring: Ring) -> Ring:
+        return forward_schedule(self.freight, ring=ring, num_micro_batches=2).ring_after
+
+
+@st.composite
+def layer_costs(draw: st.DrawFn, *, is_encoded: bool) -> LayerCost:
+    return LayerCost(
+        forward_s=draw(seconds),
+        backward_s=draw(seconds),
+        decode_s=draw(seconds) if is_encoded else 0.0,
+        weight_bytes=draw(st.sampled_from([1, 10, 40, PIECE_BYTES + 1, 3 * PIECE_BYTES])),
+        forward_flops=1.0,
+        backward_flops=1.0,
+        bound="compute",
+    )
+
+
+@st.composite
+def steps(draw: st.DrawFn, *, are_alike: bool = False, is_stashed: bool | None = None) -> Step:
+    num_layers = draw(st.integers(1, 9))
+    num_slots = min(num_layers, draw(st.integers(2, 9)))
+    is_encoded = draw(st.booleans())
+    layers = [draw(layer_costs(is_encoded=is_encoded)) for _ in range(num_layers)]
+    costs = Costs(
+        grade="spec",
+        layers=tuple(layers[:1] * num_layers if are_alike else layers),
+        front_s=draw(seconds),
+        tail_s=draw(seconds),
+        optimizer_s=0.0,
+        h2d_bytes_per_s=draw(st.sampled_from([1.0, 10.0, 100.0, 1e8])),
+        h2d_latency_s=draw(st.sampled_from([0.0, 0.2])),
+        d2h_bytes_per_s=draw(st.sampled_from([1.0, 100.0])),
+        read_bytes_per_s=1.0,
+        front_backward_s=draw(st.sampled_from([0.0, 0.3])),
+    )
+    return Step(
+        costs=costs,
+        num_slots=num_slots,
+        num_micro_batches=draw(st.integers(1, 4)),
+        is_stashed=draw(st.booleans()) if is_stashed is None else is_stashed,
+        is_encoded=is_encoded,
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps())
+def test_no_step_is_simulated_below_r3(step: Step) -> None:
+    assert step.simulated_s() >= step.bound_s() * (1 - 1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps(are_alike=True, is_stashed=False))
+def test_a_warm_step_of_equal_layers_takes_exactly_r3(step: Step) -> None:
+    assert step.simulated_s() == pytest.approx(step.bound_s(), rel=1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps())
+def test_a_cold_ring_is_not_below_its_bound_which_is_above_the_warm_one(step: Step) -> None:
+    cold = cold_ring(step.num_slots)
+    assert step.simulated_s(cold) >= step.bound_s(cold) * (1 - 1e-9)
+    assert step.simulated_s(cold) >= step.simulated_s() * (1 - 1e-9)
+    assert step.bound_s(cold) >= step.bound_s() * (1 - 1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps(), st.booleans())
+def test_a_step_behind_an_evaluation_is_not_below_its_bound(step: Step, is_cold: bool) -> None:
+    before = cold_ring(step.num_slots) if is_cold else warm_ring(step.num_slots)
+    ring = step.ring_after_evaluation(before)
+    assert step.simulated_s(ring) >= step.bound_s(ring) * (1 - 1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps(are_alike=True, is_stashed=False))
+def test_a_cold_step_of_equal_layers_on_a_slow_link_takes_exactly_its_bound(step: Step) -> None:
+    """All layers are loaded on the way up, one behind the other."""
+    slow = replace(step, costs=replace(step.costs, h2d_bytes_per_s=1e-4))
+    cold = cold_ring(step.num_slots)
+    assert slow.simulated_s(cold) == pytest.approx(slow.bound_s(cold), rel=1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps())
+def test_one_more_slot_never_makes_a_step_slower(step: Step) -> None:
+    more = replace(step, num_slots=min(step.num_slots + 1, len(step.costs.layers)))
+    assert more.simulated_s() <= step.simulated_s() * (1 + 1e-9)
+    assert more.bound_s() <= step.bound_s() * (1 + 1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps())
+def test_a_faster_link_never_makes_a_step_slower(step: Step) -> None:
+    costs = replace(
+        step.costs,
+        h2d_bytes_per_s=2 * step.costs.h2d_bytes_per_s,
+        d2h_bytes_per_s=2 * step.costs.d2h_bytes_per_s,
+    )
+    assert replace(step, costs=costs).simulated_s() <= step.simulated_s() * (1 + 1e-9)
