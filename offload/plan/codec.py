@@ -1,9 +1,13 @@
 """The forms in which layers wait, by name, and what a weight takes in each."""
 
+from collections.abc import Mapping
 from typing import Literal, get_args
 
 CodecName = Literal["native", "bf16", "fp16", "fp8", "int8", "nf4", "bf16_packed"]
 CODEC_NAMES: tuple[CodecName, ...] = get_args(CodecName)
+EXACT_CODECS: tuple[CodecName, ...] = ("native", "bf16", "bf16_packed")  # of bfloat16 weights
+# Root mean square error by that of the weights, normal ones; measured by bench_codecs.
+ROUNDING: Mapping[CodecName, float] = {"int8": 7.3e-3, "fp8": 2.7e-2, "nf4": 9.2e-2}
 
 FP8_BLOCK = 256  # weights that share a power of two, of one byte
 INT8_BLOCK = 256  # weights that share a float32

@@ -6,6 +6,7 @@ chunk, a backward visit, the optimizer.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -38,6 +39,7 @@ MIB = 2**20
 # Terms that are asked for by name.
 SLAB, STASH, DATA_WORKERS = "slab", "stashed layer inputs", "data workers"
 CONTEXT, FRAGMENTATION, OTHER_RANKS = "context", "fragmentation", "other ranks"
+SLOTS, CUBLAS = "slots", "cuBLAS workspaces"
 
 # bitsandbytes: two states of one byte, an fp32 scale per block; small tensors stay in fp32.
 BLOCK_8BIT = 256
@@ -139,9 +141,18 @@ def device_terms(
     used = total_bytes(always) + total_bytes(worst)
     overhead = [MemoryTerm(name=FRAGMENTATION, num_bytes=int(used * FRAGMENTATION_FRAC))]
     if machine.device == "cuda":
-        overhead.append(MemoryTerm(name="cuBLAS workspaces", num_bytes=CUBLAS_BYTES))
+        overhead.append(MemoryTerm(name=CUBLAS, num_bytes=CUBLAS_BYTES))
     overhead.append(MemoryTerm(name=CONTEXT, num_bytes=machine.context_bytes))
     return tuple(term for term in (*always, *worst, *overhead) if term.num_bytes)
+
+
+def with_slots(one_slot: Iterable[MemoryTerm], num_slots: int) -> tuple[MemoryTerm, ...]:
+    """Return the terms of `device_terms` with one slot as they are with more of them."""
+    terms = {term.name: term.num_bytes for term in one_slot}
+    overhead = terms.get(FRAGMENTATION, 0) + terms.get(CUBLAS, 0) + terms.get(CONTEXT, 0)
+    used = sum(terms.values()) - overhead + (num_slots - 1) * terms[SLOTS]
+    terms |= {SLOTS: num_slots * terms[SLOTS], FRAGMENTATION: int(used * FRAGMENTATION_FRAC)}
+    return tuple(MemoryTerm(name=name, num_bytes=size) for name, size in terms.items())
 
 
 def _bucket_bytes(facts: ModelFacts, workload: Workload, num_ranks: int) -> int:
@@ -153,8 +164,9 @@ def _bucket_bytes(facts: ModelFacts, workload: Workload, num_ranks: int) -> int:
 def _standing_terms(
     facts: ModelFacts, workload: Workload, num_slots: int
 ) -> tuple[MemoryTerm, ...]:
-    b, largest = workload.dtype_bytes, max(layer.num_parameters for layer in facts.layers)
-    slot_bytes = max(workload.cargo_bytes(layer) for layer in facts.layers)
+    b, kinds = workload.dtype_bytes, set(facts.layers)
+    largest = max(layer.num_parameters for layer in kinds)
+    slot_bytes = max(workload.cargo_bytes(layer) for layer in kinds)
     gradients = FP32_BYTES * trained_parameters(facts, workload.adapter)
     adapters = FP32_BYTES * adapter_parameters(facts, workload.adapter)
     modules = module_tensor_sizes(facts, workload.adapter)
@@ -165,7 +177,7 @@ def _standing_terms(
     if workload.is_encoded:
         decoded, workspace = largest * b, decode_workspace_bytes(workload.codec)
     return (
-        MemoryTerm(name="slots", num_bytes=min(num_slots, facts.num_layers) * slot_bytes),
+        MemoryTerm(name=SLOTS, num_bytes=min(num_slots, facts.num_layers) * slot_bytes),
         MemoryTerm(name="decoded layer", num_bytes=decoded),
         MemoryTerm(name="decode workspace", num_bytes=workspace),
         MemoryTerm(name="embeddings, norm and head", num_bytes=facts.outer_parameters * b),
@@ -316,8 +328,9 @@ def host_terms(
         num_slabs: Slabs that they have between them; 0 where layers lie on disk.
         rank_device_bytes: Device memory of each, which on a CPU is host memory too.
     """
-    weights = layer_weight_bytes(facts, dtype_bytes=workload.dtype_bytes)
-    cargo_bytes = sum(map(workload.cargo_bytes, facts.layers))
+    kinds = Counter(facts.layers)
+    cargo_bytes = sum(num * workload.cargo_bytes(layer) for layer, num in kinds.items())
+    largest = max(layer.num_parameters for layer in kinds)
     slab, is_cuda = cargo_bytes if num_slabs else 0, machine.device == "cuda"
     terms = (
         MemoryTerm(name=SLAB, num_bytes=slab),
@@ -325,7 +338,7 @@ def host_terms(
             name=STASH,
             num_bytes=(facts.num_layers - 1) * num_stashed * input_bytes(facts, workload),
         ),
-        MemoryTerm(name="loading", num_bytes=LOADING_LAYERS * max(weights)),
+        MemoryTerm(name="loading", num_bytes=LOADING_LAYERS * largest * workload.dtype_bytes),
         MemoryTerm(name=DATA_WORKERS, num_bytes=num_workers * WORKER_BYTES),
         MemoryTerm(name="process", num_bytes=CUDA_PROCESS_BYTES if is_cuda else 0),
     )

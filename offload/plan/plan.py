@@ -1,31 +1,22 @@
 """One step, planned as a value: what lies where, in which order it moves, and how long it takes.
 
-The number of slots is the one free choice so far. A byte of device memory used as a slot saves two
-bytes over the link in every step, so the plan takes as many slots as fit.
+A byte of device memory used as a slot saves two bytes over the link in every step, so a plan takes
+as many slots as fit. What else may be chosen, `offload.plan.search` does.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from offload.errors import DoesNotFitError
 from offload.plan.bounds import break_even_tokens, r3_bound_s
 from offload.plan.costs import Costs, Workload, price
 from offload.plan.facts import ModelFacts
-from offload.plan.machine import GIB, Machine
-from offload.plan.memory import (
-    SLAB,
-    STASH,
-    MemoryTerm,
-    device_terms,
-    host_terms,
-    input_bytes,
-    layer_weight_bytes,
-    total_bytes,
-)
+from offload.plan.fit import Needs, refusal
+from offload.plan.machine import Machine
+from offload.plan.memory import MemoryTerm, input_bytes, layer_weight_bytes, total_bytes
 from offload.plan.op import Kind, Lane, Op
 from offload.plan.schedule import (
-    MIN_SLOTS,
     NUM_STAGING,
+    PIECE_BYTES,
     Freight,
     Order,
     Schedule,
@@ -161,36 +152,79 @@ class Plan:
 
 
 def plan(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Plan:
-    """Choose the number of slots and lay the step out.
+    """Lay the step out with the slots that were asked for, or as many as fit.
+
+    `offload.plan.search` chooses among requests.
 
     Raises:
         DoesNotFitError: Device or host memory is too small; what is short and by how much.
     """
-    num_slots = _choose_slots(facts, machine, request)
+    needs = Needs.of(facts, machine, request)
+    num_slots = needs.most_slots
+    if num_slots is None:
+        raise refusal(needs)
     costs = price(facts, machine, request.typical, is_duplex=request.is_stashed)
+    return laid_out(needs, costs, num_slots=num_slots)
+
+
+def laid_out(needs: Needs, costs: Costs, *, num_slots: int) -> Plan:
+    """Return the plan of a request that fits with so many slots."""
+    return Plan(
+        facts=needs.facts,
+        machine=needs.machine,
+        request=needs.request,
+        num_slots=num_slots,
+        schedule=schedule_of(needs, costs, num_slots=num_slots, is_draft=False),
+        costs=costs,
+        device_memory=needs.device(num_slots),
+        host_memory=needs.host(num_slots),
+    )
+
+
+def schedule_of(needs: Needs, costs: Costs, *, num_slots: int, is_draft: bool) -> Schedule:
+    """Return the ops of a step from a warm ring.
+
+    Args:
+        needs: The request, and where it is to run.
+        costs: For the sizes of layers.
+        num_slots: Layers on the device at a time.
+        is_draft: Whether ops that follow each other on their lane for certain become one: the
+            pieces of a load, and a visit's micro-batches where none of them waits for inputs.
+            `draft_step_s` takes such a schedule for as long as the whole one.
+    """
+    facts, request = needs.facts, needs.request
     decoded = layer_weight_bytes(facts, dtype_bytes=request.typical.dtype_bytes)
-    schedule = training_schedule(
-        Freight.frozen(
-            [layer.weight_bytes for layer in costs.layers],
-            decoded_bytes=decoded if request.typical.is_encoded else None,
-            num_staging=NUM_STAGING if _is_staged(facts, machine, request) else 0,
-        ),
+    freight = Freight.frozen(
+        [layer.weight_bytes for layer in costs.layers],
+        decoded_bytes=decoded if request.typical.is_encoded else None,
+        num_staging=NUM_STAGING if needs.is_staged else 0,
+    )
+    if is_draft and not needs.is_staged:
+        freight = replace(freight, piece_bytes=max(freight.layer_bytes))
+    is_merged = is_draft and not request.is_stashed
+    return training_schedule(
+        freight,
         ring=warm_ring(num_slots),
-        num_micro_batches=request.rank_micro_batches,
+        num_micro_batches=1 if is_merged else request.rank_micro_batches,
         order=Order.LAYER_MAJOR,
         trains_front=bool(outer_module_sizes(facts, request.typical.adapter)),
         input_bytes=(input_bytes(facts, request.typical),) * request.num_stashed,
     )
-    return Plan(
-        facts=facts,
-        machine=machine,
-        request=request,
-        num_slots=num_slots,
-        schedule=schedule,
-        costs=costs,
-        device_memory=_device_terms(facts, machine, request, num_slots),
-        host_memory=_host_terms(facts, machine, request, num_slots),
-    )
+
+
+def draft_step_s(needs: Needs, costs: Costs, *, num_slots: int) -> float:
+    """Return the predicted time of a step, optimizer included, by the fewest ops that give it."""
+    one_s, request = duration_of(costs), needs.request
+    is_whole, num_merged = needs.is_staged, 1 if request.is_stashed else request.rank_micro_batches
+
+    def duration_s(op: Op) -> float:
+        if op.kind is Kind.LOAD and not is_whole:
+            return one_s(op) + (-(-op.num_bytes // PIECE_BYTES) - 1) * costs.h2d_latency_s
+        is_visit = op.lane is Lane.COMPUTE and op.kind is not Kind.DECODE
+        return one_s(op) * (num_merged if is_visit else 1)
+
+    draft = schedule_of(needs, costs, num_slots=num_slots, is_draft=True)
+    return simulate(draft, duration_s).step_s + costs.optimizer_s
 
 
 def duration_of(costs: Costs) -> Callable[[Op], float]:
@@ -257,133 +291,8 @@ def with_costs(plan: Plan, costs: Costs) -> Plan:
     return replace(plan, costs=costs)
 
 
-# ------------------------------------------------------------------------------------------ memory
-
-
-def _choose_slots(facts: ModelFacts, machine: Machine, request: PlanRequest) -> int:
-    """Return the number of slots, the largest that fits where it is free."""
-    if request.num_slots is not None:
-        wanted = min(request.num_slots, facts.num_layers)
-        _require_fit(facts, machine, request, wanted)
-        return wanted
-    for num_slots in range(facts.num_layers, MIN_SLOTS, -1):
-        if not _shortages(facts, machine, request, num_slots):
-            return num_slots
-    fewest = min(MIN_SLOTS, facts.num_layers)
-    _require_fit(facts, machine, request, fewest)
-    return fewest
-
-
-def _require_fit(facts: ModelFacts, machine: Machine, request: PlanRequest, num_slots: int) -> None:
-    shortages = _shortages(facts, machine, request, num_slots)
-    if not shortages:
-        return
-    raise DoesNotFitError(
-        f"with {num_slots} slots of {facts.num_layers} layers the plan needs "
-        + " and ".join(need for need, _ in shortages),
-        limit=" and ".join(limit for _, limit in shortages) + f" on {machine.name}",
-        hint=_nearest_fit(facts, machine, request, num_slots),
-    )
-
-
-def _shortages(
-    facts: ModelFacts, machine: Machine, request: PlanRequest, num_slots: int
-) -> list[tuple[str, str]]:
-    """Return (need, limit) of each memory that is too small; on a CPU there is only one memory."""
-    device_bytes = total_bytes(_device_terms(facts, machine, request, num_slots))
-    host = _host_terms(facts, machine, request, num_slots)
-    host_bytes = total_bytes(host)
-    device_limit = min(machine.vram_bytes, request.vram_budget_bytes or machine.vram_bytes)
-    shortages = []
-    if device_bytes > device_limit:
-        what = "device memory" if machine.device == "cuda" else "memory for computing"
-        shortages.append((f"{_gib(device_bytes)} of {what}", f"{_gib(device_limit)} may be used"))
-    stash_bytes = request.num_ranks * _size(host, STASH)
-    if machine.device == "cpu":
-        host_bytes += device_bytes
-    elif stash_bytes > machine.pinned_bytes:
-        shortages.append(
-            (
-                f"{_gib(stash_bytes)} of page-locked memory for layer inputs",
-                f"{_gib(machine.pinned_bytes)} may be page-locked",
-            )
-        )
-    if host_bytes > machine.ram_bytes:
-        shortages.append(
-            (f"{_gib(host_bytes)} of RAM", f"{_gib(machine.ram_bytes)} of RAM is there")
-        )
-    return shortages
-
-
-def _nearest_fit(facts: ModelFacts, machine: Machine, request: PlanRequest, num_slots: int) -> str:
-    """Name the nearest change that fits: fewer slots, inputs on the host, shorter sequences."""
-    for fewer in range(num_slots - 1, MIN_SLOTS - 1, -1):
-        if not _shortages(facts, machine, request, fewer):
-            return f"`offload.num_slots: {fewer}`"
-    stashed = replace(request, is_stashed=True)
-    for num in range(num_slots, MIN_SLOTS - 1, -1):
-        if not _shortages(facts, machine, stashed, num):
-            return f"`offload.stash: host` with `offload.num_slots: {num}`"
-    seq_len = request.largest.seq_len
-    while seq_len >= 256:
-        seq_len //= 2
-        shorter = replace(request, largest=replace(request.largest, seq_len=seq_len))
-        if not _shortages(facts, machine, shorter, min(MIN_SLOTS, facts.num_layers)):
-            return f"`train.seq_len: {seq_len}` with `offload.num_slots: {MIN_SLOTS}`"
-    for num_ranks in range(request.num_ranks - 1, 0, -1):
-        if not _shortages(facts, machine, replace(request, num_ranks=num_ranks), num_slots):
-            return f"`--num_processes {num_ranks}`"
-    return "a machine with more memory, a smaller model, or cargo in fewer bits"
-
-
-def _device_terms(
-    facts: ModelFacts, machine: Machine, request: PlanRequest, num_slots: int
-) -> tuple[MemoryTerm, ...]:
-    return device_terms(
-        facts,
-        machine,
-        request.largest,
-        num_slots=num_slots,
-        num_micro_batches=request.rank_micro_batches,
-        num_ranks=request.num_ranks,
-        is_padded=request.largest.micro_batch_size > 1,
-        is_stashed=request.is_stashed,
-    )
-
-
-def _host_terms(
-    facts: ModelFacts, machine: Machine, request: PlanRequest, num_slots: int
-) -> tuple[MemoryTerm, ...]:
-    return host_terms(
-        facts,
-        machine,
-        request.largest,
-        num_workers=request.num_workers,
-        num_stashed=request.num_stashed,
-        num_ranks=request.num_ranks,
-        num_slabs=request.num_slabs,
-        rank_device_bytes=total_bytes(_device_terms(facts, machine, request, num_slots)),
-    )
-
-
-def _is_staged(facts: ModelFacts, machine: Machine, request: PlanRequest) -> bool:
-    """Tell whether loads pass a ring of page-locked buffers: not all of the slab can be locked."""
-    host = _host_terms(facts, machine, request, MIN_SLOTS)
-    locked_bytes = request.num_slabs * _size(host, SLAB) + request.num_ranks * _size(host, STASH)
-    is_short = request.is_on_disk or locked_bytes > machine.pinned_bytes
-    return machine.device == "cuda" and is_short
-
-
-def _size(terms: tuple[MemoryTerm, ...], name: str) -> int:
-    return sum(term.num_bytes for term in terms if term.name == name)
-
-
 def _mean_s(timeline: Timeline, kind: Kind, layer: int | None) -> float:
     durations = [
         span.duration_s for span in timeline.spans if span.kind is kind and span.layer == layer
     ]
     return sum(durations) / len(durations)
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:.2f} GiB"
