@@ -368,8 +368,7 @@ def _console() -> Console:
 
 
 def _notes(console: Console, notes: Sequence[str]) -> None:
-    for note in notes:
-        console.print(note, markup=False)
+    console.print(*notes, sep="\n", end="\n" if notes else "", markup=False)
 
 
 def _print(text: str) -> None:

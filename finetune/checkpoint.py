@@ -24,7 +24,7 @@ from finetune.errors import CheckpointError
 from finetune.explain import read_rows
 from finetune.files import PARTIAL, flush, write_atomically
 from finetune.prediction import LATER
-from finetune.recipe import Recipe, differences, resolved_yaml
+from finetune.recipe import Recipe, differences, resolved_yaml, with_micro_batch_size
 from finetune.recipe_file import load_recipe
 from offload.plan.machine import ExpertsImplementation
 
@@ -147,6 +147,14 @@ class RunDir:
             limit="it is written when a run starts, so something changed it since",
             hint='`{"experts_implementation": "eager"}` in it if the run was begun on a CPU',
         )
+
+    def as_begun(self, recipe: Recipe) -> Recipe:
+        """Return the recipe with the size of micro-batch that was chosen when the run began.
+
+        Another machine, or this one measured again, might choose another.
+        """
+        is_open = recipe.train.micro_batch_size == "auto" and self.recipe_file.exists()
+        return with_micro_batch_size(recipe, self.recipe().train.sequences) if is_open else recipe
 
     def wandb_id(self) -> str:
         """Return a name for this run that a resume finds again and no other run has."""

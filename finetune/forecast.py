@@ -7,14 +7,13 @@ from typing import Literal
 
 from rich.console import Group, RenderableType
 
-from finetune import offers, plan_report, planning, whatif_report
+from finetune import choice_report, choices, offers, plan_report, planning, whatif_report
 from finetune.errors import ConfigError
 from finetune.figures import shown_gib
 from finetune.host_map import host_map
 from finetune.recipe import Recipe
 from finetune.recipe_file import load_recipe
 from offload.plan.machine import GIB, Machine
-from offload.plan.plan import plan
 from offload.plan.whatif import NUM_CARDS, what_if
 
 Form = Literal["table", "json", "markdown"]
@@ -116,12 +115,14 @@ def _one_machine(name: str | None, beside: Beside, *, dtype: str) -> Machine:
 def _one_plan(recipe: Recipe, machine: Machine, *, wants_ways: bool, form: Form) -> RenderableType:
     facts = planning.facts_of(recipe.model)
     here = planning.as_told(recipe.model, facts, machine)
-    made = plan(facts, here, planning.full_request(recipe, facts, num_ranks=1))
+    choice = choices.choose(facts, here, choices.full_requests(recipe, facts, num_ranks=1))
+    made = choice.plan
     ways = what_if(made, num_cards=NUM_CARDS) if wants_ways else None
     if form == "json":
-        figures = plan_report.plan_json(made)
+        figures = plan_report.plan_json(made) | choice_report.choice_json(choice)
         return _json(figures | (whatif_report.what_if_json(ways) if ways else {}))
-    shown = [plan_report.plan_tables(made), host_map(here, made)]
+    choice_tables = choice_report.choice_tables(choice)
+    shown = [plan_report.plan_tables(made), choice_tables, host_map(here, made)]
     return Group(*shown, *([whatif_report.what_if_table(ways, machine=here)] if ways else []))
 
 

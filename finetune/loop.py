@@ -128,7 +128,7 @@ class Loop:
 
     def validation_loss(self, examples: ExampleSet, *, pad_token_id: int) -> float:
         """Return the mean loss over the label tokens of all held-out rows, shared by the ranks."""
-        size = self._train.micro_batch_size
+        size = self._train.sequences
         loss_sum, num_label_tokens = 0.0, 0
         self._model.eval()
         for start in range(size * self._ranks.index, len(examples), size * self._ranks.num):

@@ -157,7 +157,10 @@ def chosen_targets(
 def request_for(
     recipe: Recipe, facts: ModelFacts, sizes: "StepSizes", *, num_ranks: int
 ) -> PlanRequest:
-    """Return what the recipe asks of the plan, for rows of these sizes."""
+    """Return what the recipe asks of the plan, for rows of these sizes.
+
+    What it leaves open stands as it is plainest; `finetune.choices` has the other ways.
+    """
     return _request(
         recipe,
         facts,
@@ -170,13 +173,13 @@ def request_for(
 def full_request(recipe: Recipe, facts: ModelFacts, *, num_ranks: int) -> PlanRequest:
     """Return the request before the rows are known: all are full, every token has a loss."""
     seq_len = recipe.train.seq_len
-    full = _workload(recipe, facts, seq_len, label_tokens=seq_len * recipe.train.micro_batch_size)
+    full = _workload(recipe, facts, seq_len, label_tokens=seq_len * recipe.train.sequences)
     return _request(recipe, facts, typical=full, largest=full, num_ranks=num_ranks)
 
 
 def _workload(recipe: Recipe, facts: ModelFacts, seq_len: int, *, label_tokens: int) -> Workload:
     return Workload(
-        micro_batch_size=recipe.train.micro_batch_size,
+        micro_batch_size=recipe.train.sequences,
         seq_len=seq_len,
         label_tokens=label_tokens,
         head_chunk_tokens=HEAD_CHUNK_TOKENS,

@@ -5,10 +5,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from finetune.choices import choose, full_requests
 from finetune.errors import ConfigError, ModelError
 from finetune.figures import shown_time
 from finetune.model import has_weights, is_hub_reachable
-from finetune.planning import full_request
 from finetune.ranks import Ranks
 from finetune.recipe import Recipe
 from finetune.recipe_sections import OffloadSection, TrainSection
@@ -17,7 +17,6 @@ from offload.plan.bounds import r3_bound_s
 from offload.plan.costs import price
 from offload.plan.facts import ModelFacts
 from offload.plan.machine import Machine
-from offload.plan.plan import plan
 from offload.plan.schedule import MIN_SLOTS
 
 if TYPE_CHECKING:
@@ -30,17 +29,19 @@ def require_micro_batch_per_rank(train: TrainSection, *, num_ranks: int) -> None
     Raises:
         ConfigError: It has fewer micro-batches than there are ranks.
     """
-    if train.num_micro_batches < num_ranks:
-        rows = train.micro_batch_size * num_ranks
+    is_auto = train.micro_batch_size == "auto"  # one sequence each, at the least
+    num_micro_batches = train.global_batch_size if is_auto else train.num_micro_batches
+    if num_micro_batches < num_ranks:
+        rows = num_ranks if is_auto else train.sequences * num_ranks
         setting = (
             f"train.grad_accum_steps: {num_ranks}"
             if train.tokens_per_step is None
             else f"train.tokens_per_step: {rows * train.seq_len}"
         )
         raise ConfigError(
-            f"a step of {train.num_micro_batches} micro-batches for {num_ranks} processes",
+            f"a step of {num_micro_batches} micro-batches for {num_ranks} processes",
             limit="each needs at least one micro-batch of the step",
-            hint=f"`{setting}`, or `--num_processes {train.num_micro_batches}`",
+            hint=f"`{setting}`, or `--num_processes {num_micro_batches}`",
         )
 
 
@@ -167,14 +168,14 @@ def _shortage(
     recipe: Recipe, facts: ModelFacts, machine: Machine, num_ranks: int
 ) -> DoesNotFitError | None:
     try:
-        plan(facts, machine, full_request(recipe, facts, num_ranks=num_ranks))
+        choose(facts, machine, full_requests(recipe, facts, num_ranks=num_ranks))
     except DoesNotFitError as error:
         return error
     return None
 
 
 def _step_time(recipe: Recipe, facts: ModelFacts, machine: Machine, num_ranks: int) -> str:
-    request = full_request(recipe, facts, num_ranks=num_ranks)
+    request = full_requests(recipe, facts, num_ranks=num_ranks)[0]
     costs = price(facts, machine, request.typical)
     bound_s = r3_bound_s(costs, num_slots=MIN_SLOTS, num_micro_batches=request.rank_micro_batches)
     return f"{shown_time(bound_s + costs.optimizer_s)} by the plan"

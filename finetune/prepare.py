@@ -10,9 +10,10 @@ import torch
 from finetune import experts, preflight
 from finetune.batches import BatchOrder, StepShare, collate
 from finetune.checkpoint import RunDir
+from finetune.choices import choose, requests_for, settled
 from finetune.env import cache_dir
 from finetune.model import load_tokenizer
-from finetune.planning import facts_of, find_machine, has_experts, request_for
+from finetune.planning import facts_of, find_machine, has_experts
 from finetune.ranks import Ranks, own_micro_batches
 from finetune.recipe import Recipe
 from finetune.sampling import pad_id
@@ -20,7 +21,8 @@ from finetune.screen import Screen
 from finetune.source import Rows, StepSizes, load_rows, row_order
 from offload.plan.facts import ModelFacts
 from offload.plan.machine import ExpertsImplementation, Machine
-from offload.plan.plan import Plan, plan
+from offload.plan.plan import Plan
+from offload.plan.search import Choice
 from offload.probe import probe
 
 if TYPE_CHECKING:
@@ -34,22 +36,29 @@ class Work:
     """The rows of a run, their order, and the plan for them.
 
     Attributes:
+        recipe: With the size of micro-batch that was chosen, where it was left open.
         device: This rank's.
         tokenizer: The model's.
         rows: What is trained on and held out.
         order: Which rows each step trains on.
         micro_batch_ids: Which micro-batches of a step are this rank's.
         sizes: How large micro-batches are.
-        plan: The same for all ranks.
+        choice: The plan, the same for all ranks, and what was weighed against it.
     """
 
+    recipe: Recipe
     device: torch.device
     tokenizer: "PreTrainedTokenizerBase"
     rows: Rows
     order: BatchOrder
     micro_batch_ids: tuple[int, ...]
     sizes: StepSizes
-    plan: Plan
+    choice: Choice
+
+    @property
+    def plan(self) -> Plan:
+        """How a step runs."""
+        return self.choice.plan
 
     @property
     def pad_token_id(self) -> int:
@@ -112,17 +121,24 @@ def prepare(
     ranks.require_same("the training rows", lambda: rows.data_hash)
     for note in rows.notes:
         screen.note(note)
+    sized = {
+        one.train.sequences: (one, StepSizes.of(row_order(one.train, rows.train), rows.train))
+        for one in settled(recipe, num_ranks=ranks.num)
+    }
+    requests = requests_for(recipe, facts, list(sized.values()), num_ranks=ranks.num)
+    choice = choose(facts, machine, requests)
+    recipe, sizes = sized[choice.plan.request.typical.micro_batch_size]
     order = row_order(recipe.train, rows.train)
     preflight.require_within_run(recipe, num_steps=order.num_steps)
-    sizes = StepSizes.of(order, rows.train)
-    request = request_for(recipe, facts, sizes, num_ranks=ranks.num)
-    planned = plan(facts, machine, request)
     if not is_settled:  # it fits, so the ways to multiply experts are worth a trial
+        load = choice.plan.request.typical
         measured = ranks.from_main(
-            lambda: experts.measured(recipe, facts, machine, device, request.typical, screen)
+            lambda: experts.measured(recipe, facts, machine, device, load, screen)
         )
-        planned = plan(facts, measured, request)
+        of_size = [r for r in requests if r.typical.micro_batch_size == load.micro_batch_size]
+        choice = choose(facts, measured, of_size)
     return Work(
+        recipe=recipe,
         device=device,
         tokenizer=tokenizer,
         rows=rows,
@@ -131,7 +147,7 @@ def prepare(
             order.num_micro_batches, index=ranks.index, num=ranks.num
         ),
         sizes=sizes,
-        plan=planned,
+        choice=choice,
     )
 
 

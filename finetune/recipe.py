@@ -102,6 +102,12 @@ def _flat(recipe: Recipe) -> dict[str, Any]:
     }
 
 
+def with_micro_batch_size(recipe: Recipe, size: int) -> Recipe:
+    """Return the recipe with this many sequences in a micro-batch."""
+    train = recipe.train.model_copy(update={"micro_batch_size": size})
+    return recipe.model_copy(update={"train": train})
+
+
 # ---------------------------------------------------------------------------------------------
 # Shipped recipes
 

@@ -196,6 +196,16 @@ def _broken_train_rules(train: "TrainSection") -> Iterator[Breach]:
         )
     elif train.tokens_per_step is not None:
         yield from _broken_tokens_rule(train, train.tokens_per_step)
+    elif train.micro_batch_size == "auto":
+        yield Breach(
+            field="train.micro_batch_size",
+            what="train.micro_batch_size is auto and train.grad_accum_steps is"
+            f" {train.grad_accum_steps}",
+            limit="how many sequences a step has must be known to cut it into micro-batches",
+            hint=f"`train.tokens_per_step: {8 * train.seq_len}` in place of"
+            " `train.grad_accum_steps`, or `train.micro_batch_size: 1`",
+            reads=("train.grad_accum_steps",),
+        )
     if (train.steps is None) == (train.epochs is None):
         yield _not_exactly_one(("train.steps", train.steps, 500), ("train.epochs", train.epochs, 1))
     if train.steps is not None and train.warmup_steps >= train.steps:
@@ -229,7 +239,9 @@ def _broken_tokens_rule(train: "TrainSection", tokens_per_step: int) -> Iterator
         field="train.tokens_per_step",
         what=f"train.tokens_per_step is {tokens_per_step}",
         limit=(
-            f"it must be a multiple of {unit}"
+            f"it must be a multiple of {unit} (seq_len)"
+            if train.micro_batch_size == "auto"
+            else f"it must be a multiple of {unit}"
             f" (micro_batch_size {train.micro_batch_size} x seq_len {train.seq_len})"
         ),
         hint=" or ".join(f"`train.tokens_per_step: {tokens}`" for tokens in nearest),
@@ -311,8 +323,8 @@ def _not_exactly_one(
 
 
 def _micro_tokens(train: "TrainSection") -> int:
-    """Tokens of one micro-batch whose sequences are full."""
-    return train.micro_batch_size * train.seq_len
+    """Tokens of one micro-batch whose sequences are full; the smallest one where it is chosen."""
+    return (1 if train.micro_batch_size == "auto" else train.micro_batch_size) * train.seq_len
 
 
 def _either(names: tuple[str, ...]) -> str:

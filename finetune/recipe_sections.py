@@ -181,7 +181,10 @@ class TrainSection(Section):
     """The optimizer step: how many tokens, how many steps, and the update."""
 
     seq_len: int = Field(default=2048, ge=8, description="Longest sequence, in tokens.")
-    micro_batch_size: int = Field(default=1, ge=1, description="Sequences per forward.")
+    micro_batch_size: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
+        default=1,
+        description="Sequences per forward; `auto` takes what is fastest for `tokens_per_step`.",
+    )
     grad_accum_steps: int | None = Field(
         default=None,
         ge=1,
@@ -231,17 +234,25 @@ class TrainSection(Section):
     )
 
     @property
+    def sequences(self) -> int:
+        """Sequences per forward, once they are chosen."""
+        assert self.micro_batch_size != "auto", "settled by finetune.planning"
+        return self.micro_batch_size
+
+    @property
     def num_micro_batches(self) -> int:
         """Micro-batches per optimizer step, from whichever of the two settings was given."""
         if self.grad_accum_steps is not None:
             return self.grad_accum_steps
-        assert self.tokens_per_step is not None
-        return self.tokens_per_step // (self.micro_batch_size * self.seq_len)
+        return self.global_batch_size // self.sequences
 
     @property
     def global_batch_size(self) -> int:
-        """Sequences per optimizer step."""
-        return self.micro_batch_size * self.num_micro_batches
+        """Sequences per optimizer step, however they are cut into micro-batches."""
+        if self.grad_accum_steps is not None:
+            return self.sequences * self.grad_accum_steps
+        assert self.tokens_per_step is not None
+        return self.tokens_per_step // self.seq_len
 
 
 class OffloadSection(Section):
@@ -257,14 +268,15 @@ class OffloadSection(Section):
     codec: Literal["auto"] | CodecName = Field(
         default="auto",
         description="Form in which the layers' matrices wait: `native` is `model.dtype`,"
-        " `bf16_packed` the same in 3/4 of bf16's bytes, `nf4` about 4 bits.",
+        " `bf16_packed` the same in 3/4 of bf16's bytes, `nf4` about 4 bits; `auto` takes the"
+        " faster of the first two, which round nothing.",
     )
     num_slots: Literal["auto", "all"] | Annotated[int, Field(ge=2)] = Field(
         default="auto",
         description="Layers that the device holds at a time; `all` makes the model resident.",
     )
-    stash: Literal["device", "host"] = Field(
-        default="device",
+    stash: Literal["auto", "device", "host"] = Field(
+        default="auto",
         description="Where the layers' inputs wait for the backward; `host` saves device memory.",
     )
     vram_budget: Literal["auto"] | Annotated[float, Field(gt=0)] = Field(

@@ -49,7 +49,7 @@ def build(recipe: Recipe, work: Work, ranks: Ranks, screen: Screen) -> Session:
             config=recipe.model.config,
             init=recipe.model.init,
             dtype=recipe.model.dtype,
-            codec=recipe.offload.layer_codec,
+            codec=work.plan.request.typical.codec,
             device=work.device.type,
             seed=recipe.train.seed,
             tier=recipe.offload.load_tier,
@@ -79,10 +79,10 @@ def build(recipe: Recipe, work: Work, ranks: Ranks, screen: Screen) -> Session:
     engine = offload.attach(
         model,
         num_slots=work.plan.num_slots,
-        codec=recipe.offload.layer_codec,
+        codec=work.plan.request.typical.codec,
         tier=recipe.offload.load_tier,
         device=str(work.device),
-        stash=recipe.offload.stash,
+        stash="host" if work.plan.request.is_stashed else "device",
         head_chunk_tokens=work.plan.request.typical.head_chunk_tokens,
         hold=loaded.hold,
     )

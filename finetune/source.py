@@ -103,7 +103,7 @@ def row_order(train: TrainSection, examples: ExampleSet) -> BatchOrder:
         num_steps = math.ceil(train.epochs * len(examples) / train.global_batch_size)
     return plan_batches(
         examples.lengths,
-        micro_batch_size=train.micro_batch_size,
+        micro_batch_size=train.sequences,
         num_micro_batches=train.num_micro_batches,
         num_steps=num_steps,
         seed=train.seed,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from finetune import adapters, plan_report, preflight, report
+from finetune import adapters, choice_report, plan_report, preflight, report
 from finetune.batches import StepLoader
 from finetune.checkpoint import RunDir
 from finetune.explain_tables import explanation_tables
@@ -61,6 +61,7 @@ def finetune(
         SluiceError: Anything a user or the machine can cause.
     """
     run_dir = RunDir(recipe.output.run_dir)
+    recipe = run_dir.as_begun(recipe) if is_resume else recipe
     preflight.require_micro_batch_per_rank(recipe.train, num_ranks=ranks.num)
     preflight.require_loggers(recipe.report.log_to)
     if ranks.is_main and is_resume:
@@ -70,7 +71,9 @@ def finetune(
         run_dir.require_startable(may_overwrite=may_overwrite)
 
     work = prepare(recipe, ranks, screen, machine_file, resumed=run_dir if is_resume else None)
+    recipe = work.recipe
     screen.show(plan_report.plan_tables(work.plan))
+    screen.show(choice_report.choice_tables(work.choice))
     session = build(recipe, work, ranks, screen)
     try:
         for note in session.notes:

@@ -7,6 +7,7 @@ from typing import Literal
 from offload.errors import DoesNotFitError
 from offload.plan.costs import LayerCost
 from offload.plan.facts import LayerFacts, ModelFacts
+from offload.plan.fit import Needs
 from offload.plan.machine import Machine
 from offload.plan.plan import Plan, PlanRequest, plan, with_costs
 from offload.plan.schedule import MIN_SLOTS
@@ -137,12 +138,7 @@ def plan_anyway(
 
 def fits(facts: ModelFacts, machine: Machine, request: PlanRequest) -> bool:
     """Tell whether there is any plan for a request."""
-    num_slots = MIN_SLOTS if request.num_slots is None else request.num_slots
-    try:
-        plan(facts, machine, replace(request, num_slots=num_slots))
-    except DoesNotFitError:
-        return False
-    return True
+    return Needs.of(facts, machine, request).most_slots is not None
 
 
 def _short(figures: Figures, machine: Machine, request: PlanRequest) -> list[str]:

@@ -2,12 +2,14 @@ import errno
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import typer
 
 from finetune import app, exits
+from offload.plan.machine import GIB, named_machine
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,6 +38,16 @@ FLAGS = {
     "recipes copy": set(),
     "recipes schema": set(),
 }
+
+
+# Everything that a recipe can leave open, and 24 sequences a step.
+OPEN = (
+    "offload.codec=auto",
+    "offload.stash=auto",
+    "offload.num_slots=auto",
+    "train.micro_batch_size=auto",
+    "train.tokens_per_step=49152",
+)
 
 
 def run(*argv: object) -> int:
@@ -99,6 +111,40 @@ def test_a_plan_for_235b_takes_less_than_a_second_of_a_processor_and_no_torch() 
         assert "235.09 B" in done.stdout
         seconds.append(float(done.stderr))
     assert min(seconds) < 1
+
+
+def test_the_largest_plan_with_everything_open_is_quick_and_imports_no_torch(
+    tmp_path: Path,
+) -> None:
+    server = replace(named_machine("h200"), ram_bytes=1024 * GIB, pinned_bytes=1024 * GIB)
+    machine = tmp_path / "server.json"
+    machine.write_text(server.to_json())
+    words = ["plan", "qwen3-235b-a22b", "--machine", str(machine), "--json", *OPEN]
+    code = (
+        "import sys, time\nfrom finetune.app import main\n"
+        f"try:\n    main({words!r})\nexcept SystemExit as end:\n    assert not end.code\n"
+        "assert 'torch' not in sys.modules\n"
+        "print(time.process_time(), file=sys.stderr)\n"
+    )
+    done = [
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
+        for _ in range(2)
+    ]
+    assert done[0].stdout == done[1].stdout  # byte for byte, in another process
+    plan = json.loads(done[0].stdout)
+    assert plan["choice"]["micro_batch_size"] * plan["choice"]["num_micro_batches"] == 24
+    assert len(plan["rejected"]) == 3
+    seconds = min(float(one.stderr.split()[-1]) for one in done)
+    assert seconds < 2.0, "of the processor; measured: 0.8"
+
+
+def test_a_plan_shows_what_it_chose_and_turned_down(capsys) -> None:
+    assert run("plan", "qwen3_8b_lora_3060", "--machine", "rtx3060", *OPEN) == 0
+    shown = capsys.readouterr().out
+    assert "The choice" in shown
+    assert "chosen" in shown
+    assert "What if" in shown
+    assert "a link of twice the rate" in shown
 
 
 def test_the_plan_of_the_30b_recipe_has_the_known_figures(capsys) -> None:
@@ -173,9 +219,10 @@ def test_a_plan_that_does_not_fit_exits_with_3_and_names_the_fix(capsys) -> None
     words = ("plan", "qwen30b_lora_5090", "--machine", "rtx3060")
     assert run(*words) == 3
     err = capsys.readouterr().err
-    assert "with 2 slots of 48 layers the plan needs" in err
-    assert "may be used on rtx3060" in err
-    assert "hint: " in err
+    assert "with 2 slots of 48 layers and their inputs in RAM the plan needs 68.60 GiB" in err
+    assert "4.60 GiB too much; 64.00 GiB of RAM is there on rtx3060" in err
+    assert "hint: `offload.codec: bf16_packed`" in err
+    assert run(*words, "offload.codec=bf16_packed") == 0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,132 @@
+"""What a recipe leaves open, as requests for the planner to choose from.
+
+Only what leaves the training as it is may be left open: the exact forms of the layers, where their
+inputs wait, the number of slots, and how a step's sequences are cut into micro-batches. The loss is
+a mean over the label tokens of the whole step, so the cut does not enter it: but for a router's
+auxiliary loss, which is a product of means over one micro-batch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from finetune.errors import ConfigError
+from finetune.model import read_config
+from finetune.planning import full_request, request_for
+from finetune.recipe import Recipe, with_micro_batch_size
+from finetune.recipe_rules import NEVER_ENCODED
+from offload.errors import DoesNotFitError
+from offload.plan.codec import CodecName
+from offload.plan.facts import ModelFacts
+from offload.plan.fit import with_codec
+from offload.plan.machine import Machine
+from offload.plan.plan import PlanRequest
+from offload.plan.search import Choice, search
+
+if TYPE_CHECKING:
+    from finetune.source import StepSizes
+
+SUGGESTED_ROUNDING: tuple[CodecName, ...] = ("int8", "nf4")
+
+
+def settled(recipe: Recipe, *, num_ranks: int) -> tuple[Recipe, ...]:
+    """Return the recipe with each size of micro-batch that it allows, the smallest first.
+
+    Each cuts the same sequences into equal micro-batches, at least one for each rank.
+
+    Raises:
+        ConfigError: The size is left open for a model whose loss depends on it.
+    """
+    if recipe.train.micro_batch_size != "auto":
+        return (recipe,)
+    if _has_router_loss(read_config(path=recipe.model.path, config=recipe.model.config)):
+        raise ConfigError(
+            "train.micro_batch_size: auto for a model with output_router_logits in its config",
+            limit="its router's auxiliary loss is taken over each micro-batch by itself, so their"
+            " size is part of the training",
+            hint="`train.micro_batch_size: 1`, or another number",
+        )
+    num_sequences = recipe.train.global_batch_size
+    sizes = [n for n in range(1, num_sequences // num_ranks + 1) if num_sequences % n == 0]
+    return tuple(with_micro_batch_size(recipe, size) for size in sizes)
+
+
+def _has_router_loss(config: dict[str, Any]) -> bool:
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+    return any(part.get("output_router_logits") for part in parts)
+
+
+def full_requests(recipe: Recipe, facts: ModelFacts, *, num_ranks: int) -> list[PlanRequest]:
+    """Return the requests before the rows are known: all are full, every token has a loss."""
+    return _all_ways(
+        recipe,
+        [
+            full_request(one, facts, num_ranks=num_ranks)
+            for one in settled(recipe, num_ranks=num_ranks)
+        ],
+    )
+
+
+def requests_for(
+    recipe: Recipe,
+    facts: ModelFacts,
+    sized: Sequence[tuple[Recipe, "StepSizes"]],
+    *,
+    num_ranks: int,
+) -> list[PlanRequest]:
+    """Return the requests for rows of these sizes.
+
+    Args:
+        recipe: What is asked for.
+        facts: The model.
+        sized: The recipe settled in each way, and how large its micro-batches are then.
+        num_ranks: Processes that share the step.
+    """
+    cut = [request_for(one, facts, sizes, num_ranks=num_ranks) for one, sizes in sized]
+    return _all_ways(recipe, cut)
+
+
+def choose(facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]) -> Choice:
+    """Return the fastest plan that fits, and what was weighed against it.
+
+    Layers that may wait packed do so only where they would not fit otherwise: what unpacking costs
+    on a card has not been measured, and a file of packed weights is written at the first start.
+
+    Raises:
+        DoesNotFitError: None fits.
+    """
+    adapter = requests[0].typical.adapter
+    may_round = machine.device == "cuda" and set(adapter.modules) <= set(NEVER_ENCODED)
+    rounding = SUGGESTED_ROUNDING if may_round else ()
+    plainest = [r for r in requests if r.typical.codec == requests[0].typical.codec]
+    try:
+        return search(facts, machine, plainest, rounding=rounding)
+    except DoesNotFitError:
+        if len(plainest) == len(requests):
+            raise
+        others = [request for request in requests if request not in plainest]
+        return search(facts, machine, others, rounding=rounding)
+
+
+def _all_ways(recipe: Recipe, cut: Sequence[PlanRequest]) -> list[PlanRequest]:
+    """Return each cut of the step in each form and place, the plainest first.
+
+    That is: native weights, inputs on the device, small micro-batches, in this order.
+    """
+    stash = recipe.offload.stash
+    places = (False, True) if stash == "auto" else (stash == "host",)
+    return [
+        replace(with_codec(request, codec), is_stashed=is_stashed)
+        for codec in _codecs(recipe)
+        for is_stashed in places
+        for request in cut
+    ]
+
+
+def _codecs(recipe: Recipe) -> tuple[CodecName, ...]:
+    """Return the forms that layers may wait in; those that `auto` means round nothing."""
+    if recipe.offload.codec != "auto":
+        return (recipe.offload.codec,)
+    is_packable = recipe.model.dtype == "bfloat16"
+    is_packable &= set(recipe.adapter.modules_to_save) <= set(NEVER_ENCODED)
+    return ("native", "bf16_packed") if is_packable else ("native",)

@@ -1,0 +1,283 @@
+"""The choice among plans: the fastest step that fits, and what was not chosen, and why.
+
+Problem. Some settings change how a step runs and not what it computes: the exact form in which
+layers wait, where their inputs wait, the number of slots, how a step's sequences are cut into
+micro-batches. Which of them is fastest depends on the model, the machine and its memory.
+
+Idea. Each way to set them is a `PlanRequest`; the search is given all that are allowed, the
+plainest first. More slots are never slower, so each takes as many as fit. Then the bound R3, which
+no step is faster than, orders the requests, and a request is simulated only if its bound can still
+win. Of steps that take the same time, to one part in a million, the first request is chosen: same
+requests, same plan.
+
+On a CPU a form that has to be decoded is chosen for memory alone. There, copies and decoding are
+the same processor's work, and decoding took eight times as long as copying (bench_codecs), while
+the plan prices it by its bytes.
+
+Rejected. Rounding codecs as candidates: they change what is trained, which a plan does not do
+unasked. They are among the what-ifs, with their rounding beside them.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from offload.plan.bounds import r3_bound_s
+from offload.plan.codec import CodecName
+from offload.plan.costs import Costs, price
+from offload.plan.facts import ModelFacts
+from offload.plan.fit import Needs, Shortage, refusal, with_codec
+from offload.plan.machine import GIB, Machine
+from offload.plan.memory import input_bytes
+from offload.plan.plan import Plan, PlanRequest, draft_step_s, laid_out
+
+NUM_REJECTED = 3
+SAME_FRAC = 1e-6  # times that differ by less are the same
+ROUNDING_ERROR_FRAC = 1e-9  # between a bound and a simulated time that equals it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """One way to run the step, weighed.
+
+    Attributes:
+        needs: The request, and its memory.
+        costs: Of its ops.
+        num_slots: As many as fit; where none does, the fewest that it could have.
+        shortages: What is too small for it; empty if it fits.
+        bound_s: What its step cannot be faster than.
+        step_s: Its predicted step; None where the bound said enough.
+    """
+
+    needs: Needs
+    costs: Costs
+    num_slots: int
+    shortages: tuple[Shortage, ...]
+    bound_s: float
+    step_s: float | None = None
+
+    @classmethod
+    def weighed(cls, needs: Needs, costs: Costs, *, num_slots: int | None = None) -> "Candidate":
+        """Weigh a request, with so many slots or as many as fit."""
+        slots = num_slots or needs.most_slots or needs.fewest_slots
+        request = needs.request
+        stashed = input_bytes(needs.facts, request.typical) if request.is_stashed else 0
+        bound_s = r3_bound_s(
+            costs,
+            num_slots=slots,
+            num_micro_batches=request.rank_micro_batches,
+            stashed_bytes=stashed,
+        )
+        return cls(
+            needs=needs,
+            costs=costs,
+            num_slots=slots,
+            shortages=needs.shortages(slots),
+            bound_s=bound_s + costs.optimizer_s,
+        )
+
+    @property
+    def request(self) -> PlanRequest:
+        """What was asked for."""
+        return self.needs.request
+
+    @property
+    def least_s(self) -> float:
+        """The predicted step where it is known, or its bound."""
+        return self.bound_s if self.step_s is None else self.step_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Predicted tokens of a second, padding included."""
+        request = self.request
+        return request.typical.num_tokens * request.num_micro_batches / self.least_s
+
+    def simulated(self) -> "Candidate":
+        """Return it with its predicted step."""
+        if self.step_s is not None:
+            return self
+        step_s = draft_step_s(self.needs, self.costs, num_slots=self.num_slots)
+        return replace(self, step_s=step_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WhatIf:
+    """What another machine, step or form of the weights would give.
+
+    Attributes:
+        change: `memory`: a GiB more where the model computes; `link`: twice its rate; `tokens`:
+            twice the micro-batches of a step; or a codec that rounds.
+        best: The candidate that would be chosen then; where none fits, the nearest to it.
+        tokens_per_s: Its predicted rate, of tokens as the chosen plan counts them; None where
+            nothing fits.
+    """
+
+    change: Literal["memory", "link", "tokens"] | CodecName
+    best: Candidate
+    tokens_per_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """A plan, and what was weighed against it.
+
+    Attributes:
+        plan: The fastest that fits.
+        chosen: How it was weighed.
+        rejected: The best that were not chosen, the fastest first, whether they fit or not.
+        what_ifs: What else would give how much.
+    """
+
+    plan: Plan
+    chosen: Candidate
+    rejected: tuple[Candidate, ...]
+    what_ifs: tuple[WhatIf, ...]
+
+
+def search(
+    facts: ModelFacts,
+    machine: Machine,
+    requests: Sequence[PlanRequest],
+    *,
+    rounding: Sequence[CodecName],
+) -> Choice:
+    """Choose among requests that train the same.
+
+    Args:
+        facts: The model.
+        machine: Where it is to run.
+        requests: Ways to run the step, the plainest first; it is taken where times are the same.
+        rounding: Codecs to name among the what-ifs, if they would be faster.
+
+    Raises:
+        DoesNotFitError: None of them fits; what is short for the nearest, by how much, what fits.
+    """
+    weighed = [_weighed(facts, machine, request) for request in requests]
+    candidates = _comparable(weighed)
+    best = fastest(candidates)
+    if best is None:
+        raise refusal(_nearest(candidates).needs)
+    chosen = candidates[best]
+    return Choice(
+        plan=laid_out(chosen.needs, chosen.costs, num_slots=chosen.num_slots),
+        chosen=chosen,
+        rejected=_rejected(candidates, best),
+        what_ifs=tuple(_what_ifs(candidates, chosen, rounding)),
+    )
+
+
+def _weighed(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Candidate:
+    costs = price(facts, machine, request.typical, is_duplex=request.is_stashed)
+    return Candidate.weighed(Needs.of(facts, machine, request), costs)
+
+
+def _comparable(candidates: list[Candidate]) -> list[Candidate]:
+    """Leave out what is encoded where a CPU has room for what is not (see above)."""
+    is_cpu = candidates[0].needs.machine.device == "cpu"
+    plain = [c for c in candidates if not c.request.typical.is_encoded]
+    return plain if is_cpu and any(not c.shortages for c in plain) else candidates
+
+
+def fastest(candidates: list[Candidate]) -> int | None:
+    """Return the place of the first of the fastest that fit; None if none does.
+
+    Args:
+        candidates: The plainest first; each that is simulated is replaced by what came out.
+    """
+    fitting = [i for i, candidate in enumerate(candidates) if not candidate.shortages]
+    tried: list[int] = []
+    best_s, first = math.inf, -1
+    for i in sorted(fitting, key=lambda i: (candidates[i].bound_s, i)):
+        bound_s = candidates[i].bound_s
+        is_no_faster = bound_s * (1 + ROUNDING_ERROR_FRAC) >= best_s
+        if tried and (bound_s > best_s * (1 + SAME_FRAC) or (is_no_faster and i > first)):
+            continue
+        candidates[i] = candidates[i].simulated()
+        tried.append(i)
+        best_s = min(best_s, candidates[i].least_s)
+        first = min(j for j in tried if candidates[j].least_s <= best_s * (1 + SAME_FRAC))
+    return first if tried else None
+
+
+def _nearest(candidates: Sequence[Candidate]) -> Candidate:
+    return min(candidates, key=lambda c: sum(shortage.short_bytes for shortage in c.shortages))
+
+
+def _rejected(candidates: list[Candidate], best: int) -> tuple[Candidate, ...]:
+    """Return the best of the others, and the chosen one with one slot more."""
+    chosen = candidates[best]
+    others = [candidate for i, candidate in enumerate(candidates) if i != best]
+    is_open = chosen.request.num_slots is None
+    if is_open and chosen.num_slots < chosen.needs.facts.num_layers:
+        more = chosen.num_slots + 1
+        others.append(Candidate.weighed(chosen.needs, chosen.costs, num_slots=more))
+    while True:  # a bound may promise more than its step keeps
+        others.sort(key=lambda candidate: candidate.least_s)
+        unknown = [c for c in others[:NUM_REJECTED] if not c.shortages and c.step_s is None]
+        if not unknown:
+            return tuple(others[:NUM_REJECTED])
+        others[others.index(unknown[0])] = unknown[0].simulated()
+
+
+# ---------------------------------------------------------------------------------------------
+# What if
+
+
+def _what_ifs(
+    candidates: Sequence[Candidate], chosen: Candidate, rounding: Sequence[CodecName]
+) -> Iterator[WhatIf]:
+    facts, machine = chosen.needs.facts, chosen.needs.machine
+    request = chosen.request
+    tokens = request.typical.num_tokens * request.num_micro_batches
+
+    def what_if(
+        change: Literal["memory", "link", "tokens"] | CodecName, others: Iterable[Candidate]
+    ) -> WhatIf:
+        found = list(others)
+        best = fastest(found)
+        if best is None:
+            return WhatIf(change=change, best=_nearest(found), tokens_per_s=None)
+        num = 2 * tokens if change == "tokens" else tokens
+        return WhatIf(change=change, best=found[best], tokens_per_s=num / found[best].least_s)
+
+    yield what_if("memory", map(_with_more_memory, candidates))
+    yield what_if("link", map(_with_faster_link, candidates))
+    same_size = [
+        c.request
+        for c in candidates
+        if c.request.typical.micro_batch_size == request.typical.micro_batch_size
+    ]
+    doubled = [replace(r, num_micro_batches=2 * r.num_micro_batches) for r in same_size]
+    yield what_if("tokens", (_weighed(facts, machine, r) for r in doubled))
+    for codec in rounding:
+        coded = dict.fromkeys(with_codec(r, codec) for r in same_size)
+        found = what_if(codec, (_weighed(facts, machine, r) for r in coded))
+        if found.tokens_per_s and found.best.least_s < chosen.least_s * (1 - SAME_FRAC):
+            yield found
+
+
+def _with_more_memory(candidate: Candidate) -> Candidate:
+    """Weigh the same request with a GiB more where the model computes."""
+    needs, machine = candidate.needs, candidate.needs.machine
+    ram_bytes = machine.ram_bytes + (0 if machine.device == "cuda" else GIB)
+    budget_bytes = candidate.request.vram_budget_bytes
+    larger = replace(
+        needs,
+        machine=replace(machine, vram_bytes=machine.vram_bytes + GIB, ram_bytes=ram_bytes),
+        request=replace(
+            needs.request, vram_budget_bytes=None if budget_bytes is None else budget_bytes + GIB
+        ),
+    )
+    return Candidate.weighed(larger, candidate.costs)
+
+
+def _with_faster_link(candidate: Candidate) -> Candidate:
+    """Weigh the same request with both directions at twice their rate."""
+    costs = candidate.costs
+    faster = replace(
+        costs,
+        h2d_bytes_per_s=2 * costs.h2d_bytes_per_s,
+        d2h_bytes_per_s=2 * costs.d2h_bytes_per_s,
+    )
+    return Candidate.weighed(candidate.needs, faster, num_slots=candidate.num_slots)

@@ -1,0 +1,91 @@
+"""A run that leaves the size of its micro-batches to the planner."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from finetune.checkpoint import RunDir
+from finetune.errors import ConfigError
+from finetune.preflight import require_micro_batch_per_rank
+from finetune.recipe_file import load_recipe
+from tests.e2e.test_finetune import adapter, losses, run
+
+OPEN = {"micro_batch_size": "auto", "grad_accum_steps": None, "tokens_per_step": 6 * 64}
+
+
+def settings(run_dir: Path) -> dict[str, object]:
+    train: dict[str, object] = yaml.safe_load((run_dir / "recipe.yaml").read_text())["train"]
+    return train
+
+
+def test_an_open_size_is_settled_written_down_and_kept_by_a_resume(
+    tmp_path, write_recipe, machine_file, capsys
+) -> None:
+    recipe = write_recipe(train={**OPEN, "steps": 4})
+    assert run("finetune", recipe, "--machine", machine_file) == 0
+    shown = capsys.readouterr().out
+    assert "The choice" in shown
+    whole = tmp_path / "run"
+    size = settings(whole)["micro_batch_size"]
+    assert size in (1, 2, 3, 6)
+    predicted = json.loads((whole / "predicted.json").read_text())["calibrated"]["schedule"]
+    assert predicted["num_micro_batches"] == 6 // int(str(size))
+    # another machine would choose another size: the run keeps its own
+    other = 3 if size != 3 else 2
+    words = [f"output.dir={tmp_path / 'begun'}"]
+    assert run("finetune", recipe, "--machine", machine_file, *words) == 0
+    begun = tmp_path / "begun"
+    drop_last_checkpoint(begun)
+    file = begun / "recipe.yaml"
+    file.write_text(
+        file.read_text().replace(f"micro_batch_size: {size}", f"micro_batch_size: {other}")
+    )
+    capsys.readouterr()
+    assert run("finetune", recipe, "--machine", machine_file, *words, "--resume") == 0
+    assert settings(begun)["micro_batch_size"] == other
+    assert f"in {6 // other} micro-batches of {other} x" in capsys.readouterr().out
+
+
+def drop_last_checkpoint(run_dir: Path) -> None:
+    newest = sorted((run_dir / "checkpoints").glob("step-*"))[-1]
+    for file in newest.iterdir():
+        file.unlink()
+    newest.rmdir()
+
+
+def test_a_size_that_was_chosen_leaves_each_process_a_micro_batch_or_the_resume_is_refused(
+    tmp_path, write_recipe, machine_file
+) -> None:
+    recipe = write_recipe(train={**OPEN, "steps": 2})
+    assert run("finetune", recipe, "--machine", machine_file) == 0
+    settled = RunDir(tmp_path / "run").as_begun(load_recipe(str(recipe), []))
+    assert settled.train.micro_batch_size == settings(tmp_path / "run")["micro_batch_size"]
+    too_many = settled.train.num_micro_batches + 1
+    with pytest.raises(ConfigError, match=f"micro-batches for {too_many} processes"):
+        require_micro_batch_per_rank(settled.train, num_ranks=too_many)
+
+
+def test_an_open_run_and_its_settled_recipe_are_equal_to_the_bit(
+    tmp_path, write_recipe, machine_file
+) -> None:
+    recipe = write_recipe(train={**OPEN, "steps": 2})
+    assert run("finetune", recipe, "--machine", machine_file) == 0
+    again = tmp_path / "again"
+    words = ("--machine", machine_file, f"output.dir={again}")
+    assert run("finetune", tmp_path / "run" / "recipe.yaml", *words) == 0
+    assert losses(tmp_path / "run") == losses(again)
+    first, second = adapter(tmp_path / "run"), adapter(again)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_the_first_loss_does_not_depend_on_the_size(tmp_path, write_recipe, machine_file) -> None:
+    recipe = write_recipe(train={**OPEN, "steps": 1})
+    first = []
+    for size in (1, 6):
+        words = (f"train.micro_batch_size={size}", f"output.dir={tmp_path / str(size)}")
+        assert run("finetune", recipe, "--machine", machine_file, *words) == 0
+        first.append(losses(tmp_path / str(size))[0])
+    assert first[0] == pytest.approx(first[1], rel=1e-5)

@@ -1,0 +1,235 @@
+"""The choice among plans against all of them, simulated op by op."""
+
+from dataclasses import dataclass, replace
+from math import inf
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload.errors import DoesNotFitError
+from offload.plan.costs import Workload
+from offload.plan.facts import AdapterSpec, model_facts
+from offload.plan.fit import with_codec
+from offload.plan.machine import GIB, Machine, Rate, named_machine
+from offload.plan.plan import PlanRequest, plan
+from offload.plan.search import SAME_FRAC, Choice, fastest, search
+
+FACTS = model_facts(
+    {
+        "model_type": "qwen3",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 7,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 32000,
+    }
+)
+SEQ_LEN = 512
+
+
+def request(*, micro_batch_size: int, num_sequences: int, is_stashed: bool) -> PlanRequest:
+    micro_batch = Workload(
+        micro_batch_size=micro_batch_size,
+        seq_len=SEQ_LEN,
+        label_tokens=SEQ_LEN * micro_batch_size,
+        head_chunk_tokens=1024,
+        adapter=AdapterSpec(rank=16, targets=("q_proj", "v_proj"), experts=False),
+        optimizer="adamw",
+        dtype_bytes=2,
+        codec="native",
+    )
+    return PlanRequest(
+        typical=micro_batch,
+        largest=micro_batch,
+        num_micro_batches=num_sequences // micro_batch_size,
+        num_slots=None,
+        vram_budget_bytes=None,
+        num_workers=0,
+        is_stashed=is_stashed,
+        is_on_disk=False,
+        num_ranks=1,
+        is_slab_shared=False,
+    )
+
+
+@st.composite
+def machines(draw: st.DrawFn) -> Machine:
+    """Draw a card on which some ways to run the step fit, or all, or none."""
+    gbytes_per_s = draw(st.sampled_from([0.5, 2.0, 8.0, 25.0]))
+    card = named_machine(
+        "rtx4090",
+        ram_bytes=int(draw(st.floats(4, 9)) * GIB),
+        link_bytes_per_s=gbytes_per_s * 1e9,
+    )
+    return replace(
+        card,
+        vram_bytes=int(draw(st.floats(2.5, 7)) * GIB),
+        pinned_bytes=int(draw(st.floats(0.1, 6)) * GIB),
+        host_memory_bytes_per_s=Rate(value=draw(st.sampled_from([1e9, 60e9])), source="drawn"),
+    )
+
+
+@st.composite
+def all_requests(draw: st.DrawFn) -> list[PlanRequest]:
+    num_sequences = draw(st.sampled_from([1, 4, 6, 8, 12]))
+    cut = [
+        request(micro_batch_size=size, num_sequences=num_sequences, is_stashed=is_stashed)
+        for is_stashed in (False, True)
+        for size in range(1, num_sequences + 1)
+        if num_sequences % size == 0
+    ]
+    return cut + [with_codec(one, "bf16_packed") for one in cut]
+
+
+def found(machine: Machine, requests: list[PlanRequest]) -> Choice | None:
+    try:
+        return search(FACTS, machine, requests, rounding=("nf4",))
+    except DoesNotFitError:
+        return None
+
+
+def step_s(machine: Machine, one: PlanRequest) -> float:
+    """Return the time of a request's whole schedule; infinite if it does not fit."""
+    try:
+        return plan(FACTS, machine, one).step_s
+    except DoesNotFitError:
+        return inf
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """Stands in for a candidate: its bound, what its simulation will say, and whether it fits."""
+
+    bound_s: float
+    true_s: float
+    shortages: tuple[str, ...]
+    step_s: float | None = None
+
+    @property
+    def least_s(self) -> float:
+        return self.bound_s if self.step_s is None else self.step_s
+
+    def simulated(self) -> "Timed":
+        return replace(self, step_s=self.true_s)
+
+
+@st.composite
+def timed(draw: st.DrawFn) -> Timed:
+    true_s = draw(st.sampled_from([10.0, 10.000001, 10.2, 10.5, 11.0, 20.0]))
+    slack = draw(st.sampled_from([1.0, 1.0 - 1e-12, 0.99, 0.97, 0.5]))
+    shortages = draw(st.sampled_from([(), (), ("of RAM",)]))
+    return Timed(bound_s=true_s * slack, true_s=true_s, shortages=shortages)
+
+
+@given(st.lists(timed(), max_size=8))
+def test_the_first_of_the_fastest_is_found_whatever_the_bounds_promise(
+    candidates: list[Timed],
+) -> None:
+    fitting = [one.true_s for one in candidates if not one.shortages]
+    best_s = min(fitting, default=inf) * (1 + SAME_FRAC)
+    expected = [i for i, one in enumerate(candidates) if not one.shortages and one.true_s <= best_s]
+    place = fastest(candidates)  # type: ignore[arg-type]  # a double
+    assert place == (expected[0] if expected else None)
+    if place is not None:
+        assert candidates[place].step_s == candidates[place].true_s
+
+
+@settings(max_examples=15, deadline=None)
+@given(machines(), all_requests())
+def test_no_plan_that_fits_is_faster_than_the_chosen_one(machine, requests) -> None:
+    every = [step_s(machine, one) for one in requests]
+    choice = found(machine, requests)
+    if choice is None:
+        assert min(every) == inf
+        return
+    assert choice.plan.step_s <= min(every) * (1 + 2 * SAME_FRAC)
+    assert choice.plan.step_s == pytest.approx(choice.chosen.least_s, rel=1e-9)
+    place = requests.index(choice.plan.request)
+    earlier = every[:place]
+    assert all(other > min(every) * (1 + SAME_FRAC / 2) for other in earlier)
+
+
+@settings(max_examples=15, deadline=None)
+@given(machines(), all_requests())
+def test_what_was_rejected_trains_the_same_and_is_slower_or_does_not_fit(machine, requests) -> None:
+    choice = found(machine, requests)
+    if choice is None:
+        return
+    for one in (choice.chosen, *choice.rejected):
+        tokens = one.request.typical.num_tokens * one.request.num_micro_batches
+        assert tokens == requests[0].typical.num_tokens * requests[0].num_micro_batches
+        assert one.request.typical.codec in ("native", "bf16_packed")
+    assert len(choice.rejected) <= 3
+    times = [one.least_s for one in choice.rejected]
+    assert times == sorted(times)
+    for one in choice.rejected:
+        asked = replace(one.request, num_slots=one.num_slots)
+        if one.shortages:
+            with pytest.raises(DoesNotFitError):
+                plan(FACTS, machine, asked)
+        else:
+            assert one.step_s is not None
+            assert one.step_s == pytest.approx(plan(FACTS, machine, asked).step_s, rel=1e-9)
+            assert one.step_s >= choice.plan.step_s * (1 - 2 * SAME_FRAC)
+
+
+@settings(max_examples=15, deadline=None)
+@given(machines(), all_requests(), st.sampled_from(["vram", "ram", "pinned", "link"]))
+def test_more_of_anything_never_gives_a_slower_plan(machine, requests, what) -> None:
+    choice = found(machine, requests)
+    larger = {
+        "vram": replace(machine, vram_bytes=machine.vram_bytes + GIB // 2),
+        "ram": replace(machine, ram_bytes=machine.ram_bytes + GIB // 2),
+        "pinned": replace(machine, pinned_bytes=machine.pinned_bytes + GIB),
+        "link": replace(
+            machine,
+            **{
+                name: Rate(value=2 * getattr(machine, name).value, source="drawn")
+                for name in ("h2d_bytes_per_s", "h2d_duplex_bytes_per_s", "d2h_bytes_per_s")
+            },
+        ),
+    }[what]
+    if choice is None:
+        return
+    more = found(larger, requests)
+    assert more is not None
+    assert more.plan.step_s <= choice.plan.step_s * (1 + 2 * SAME_FRAC)
+
+
+@settings(max_examples=15, deadline=None)
+@given(machines(), all_requests())
+def test_what_if_is_what_a_plan_says_of_that_machine_or_step(machine, requests) -> None:
+    choice = found(machine, requests)
+    if choice is None:
+        return
+    what_ifs = {what_if.change: what_if for what_if in choice.what_ifs}
+    tokens = choice.plan.tokens_per_step
+    larger = found(replace(machine, vram_bytes=machine.vram_bytes + GIB), requests)
+    assert larger is not None
+    assert what_ifs["memory"].tokens_per_s == pytest.approx(
+        tokens / larger.plan.step_s, rel=4 * SAME_FRAC
+    )
+    links = ("h2d_bytes_per_s", "h2d_duplex_bytes_per_s", "d2h_bytes_per_s")
+    rates = {n: replace(getattr(machine, n), value=2 * getattr(machine, n).value) for n in links}
+    faster = found(replace(machine, **rates), requests)
+    assert faster is not None
+    assert what_ifs["link"].tokens_per_s == pytest.approx(
+        tokens / faster.plan.step_s, rel=4 * SAME_FRAC
+    )
+    size = choice.plan.request.typical.micro_batch_size
+    doubled = [
+        replace(one, num_micro_batches=2 * one.num_micro_batches)
+        for one in requests
+        if one.typical.micro_batch_size == size
+    ]
+    longer = found(machine, doubled)
+    rate = None if longer is None else pytest.approx(2 * tokens / longer.plan.step_s, rel=1e-5)
+    assert what_ifs["tokens"].tokens_per_s == rate
+    rounded = what_ifs.get("nf4")
+    if rounded is not None:
+        assert rounded.tokens_per_s is not None
+        assert rounded.tokens_per_s > tokens / choice.plan.step_s
+        assert rounded.best.request.typical.codec == "nf4"

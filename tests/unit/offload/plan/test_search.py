@@ -1,0 +1,168 @@
+from dataclasses import replace
+
+import pytest
+
+from offload.errors import DoesNotFitError
+from offload.plan.costs import price
+from offload.plan.fit import Needs, with_codec
+from offload.plan.machine import GIB, Rate
+from offload.plan.memory import device_terms
+from offload.plan.plan import PlanRequest, draft_step_s, plan
+from offload.plan.search import search
+from tests.unit.offload.plan.test_plan import CARD, FACTS, REQUEST, WORKLOAD
+
+SLOW = replace(CARD, vram_bytes=10 * GIB, h2d_bytes_per_s=Rate(value=2e9, source="drawn"))
+SHORT = replace(WORKLOAD, seq_len=256, label_tokens=256)
+SHORT_REQUEST = replace(REQUEST, typical=SHORT, largest=SHORT, num_micro_batches=1)
+CPU = replace(CARD, device="cpu", vram_bytes=64 * GIB)
+
+
+def all_ways(request: PlanRequest = REQUEST) -> list[PlanRequest]:
+    return [
+        replace(with_codec(request, codec), is_stashed=is_stashed)
+        for codec in ("native", "bf16_packed")
+        for is_stashed in (False, True)
+    ]
+
+
+@pytest.mark.parametrize("codec", ["native", "nf4"])
+@pytest.mark.parametrize("is_stashed", [False, True])
+@pytest.mark.parametrize("pinned_gib", [64, 5])
+@pytest.mark.parametrize("workload", [SHORT, WORKLOAD])
+def test_a_draft_takes_as_long_as_the_whole_schedule(
+    codec, is_stashed, pinned_gib, workload
+) -> None:
+    asked = replace(REQUEST, typical=workload, largest=WORKLOAD, num_micro_batches=8)
+    request = replace(with_codec(asked, codec), is_stashed=is_stashed, num_slots=4)
+    machine = replace(SLOW, vram_bytes=CARD.vram_bytes, pinned_bytes=pinned_gib * GIB)
+    costs = price(FACTS, machine, request.typical, is_duplex=is_stashed)
+    needs = Needs.of(FACTS, machine, request)
+    assert needs.is_staged == (pinned_gib == 5 and not (codec == "nf4" and not is_stashed))
+    whole = plan(FACTS, machine, request)
+    assert whole.schedule.is_staged == needs.is_staged
+    assert draft_step_s(needs, costs, num_slots=4) == pytest.approx(whole.step_s, rel=1e-12)
+
+
+@pytest.mark.parametrize("machine", [CARD, CPU])
+@pytest.mark.parametrize("num_slots", [1, 2, 7, 36, 40])
+def test_memory_by_slots_is_what_the_memory_model_says(machine, num_slots) -> None:
+    needs = Needs.of(FACTS, machine, REQUEST)
+    assert needs.device(num_slots) == device_terms(
+        FACTS,
+        machine,
+        REQUEST.largest,
+        num_slots=num_slots,
+        num_micro_batches=REQUEST.num_micro_batches,
+        num_ranks=1,
+        is_padded=False,
+        is_stashed=False,
+    )
+
+
+def test_where_all_take_the_same_time_the_plainest_is_chosen() -> None:
+    fast = replace(CARD, vram_bytes=80 * GIB)  # everything is resident, so nothing crosses the link
+    plain = all_ways()[:2]
+    choice = search(FACTS, fast, plain, rounding=())
+    assert choice.plan.request == plain[0]
+    assert choice.rejected[0].request == plain[1]
+    assert choice.rejected[0].step_s == pytest.approx(choice.plan.step_s, rel=1e-6)
+    assert search(FACTS, fast, plain[::-1], rounding=()).plan.request == plain[1]
+
+
+def test_on_a_slow_link_the_packed_form_is_chosen_and_the_native_one_is_slower() -> None:
+    choice = search(FACTS, SLOW, all_ways(SHORT_REQUEST), rounding=())
+    assert choice.plan.request.typical.codec == "bf16_packed"
+    native = [one for one in choice.rejected if one.request.typical.codec == "native"]
+    assert native
+    assert all(one.least_s > choice.plan.step_s for one in native)
+
+
+def test_the_same_input_gives_the_same_choice() -> None:
+    first, second = (search(FACTS, SLOW, all_ways(), rounding=("int8", "nf4")) for _ in range(2))
+    assert first == second
+    assert repr(first) == repr(second)
+
+
+def test_one_slot_more_is_among_the_rejected_and_short_of_what_the_plan_says() -> None:
+    choice = search(FACTS, CARD, [REQUEST], rounding=())
+    (more,) = choice.rejected
+    assert more.num_slots == choice.plan.num_slots + 1
+    (short,) = more.shortages
+    asked = replace(REQUEST, num_slots=more.num_slots)
+    with pytest.raises(DoesNotFitError, match=f"{short.short_bytes / GIB:.2f} GiB too much"):
+        plan(FACTS, CARD, asked)
+    enough = replace(CARD, vram_bytes=CARD.vram_bytes + short.short_bytes)
+    assert plan(FACTS, enough, asked).num_slots == more.num_slots
+    with pytest.raises(DoesNotFitError):
+        plan(FACTS, replace(enough, vram_bytes=enough.vram_bytes - 1), asked)
+
+
+def test_what_was_asked_for_is_not_chosen_anew() -> None:
+    asked = [replace(REQUEST, num_slots=3)]
+    choice = search(FACTS, CARD, asked, rounding=())
+    assert choice.plan.num_slots == 3
+    assert choice.plan.request == asked[0]
+    assert not choice.rejected
+
+
+def test_a_rounding_codec_is_never_chosen_and_named_only_where_it_is_faster() -> None:
+    requests = all_ways(SHORT_REQUEST)
+    choice = search(FACTS, SLOW, requests, rounding=("int8", "nf4"))
+    assert choice.plan.request.typical.codec in ("native", "bf16_packed")
+    named = {what_if.change: what_if.tokens_per_s or 0 for what_if in choice.what_ifs}
+    assert named["nf4"] > named["int8"] > choice.plan.tokens_per_step / choice.plan.step_s
+    resident = replace(CARD, vram_bytes=80 * GIB)
+    choice = search(FACTS, resident, requests, rounding=("int8", "nf4"))
+    assert {what_if.change for what_if in choice.what_ifs} == {"memory", "link", "tokens"}
+
+
+def test_on_a_cpu_layers_are_packed_only_for_want_of_memory() -> None:
+    roomy = search(FACTS, CPU, all_ways(), rounding=())
+    assert not roomy.plan.request.typical.is_encoded
+    assert all(not one.request.typical.is_encoded for one in roomy.rejected)
+    tightest = replace(REQUEST, num_slots=2)
+    need = plan(FACTS, CPU, tightest)
+    ram_bytes = need.host_bytes + need.peak_bytes - 1
+    small = replace(CPU, ram_bytes=ram_bytes)
+    packed = search(FACTS, small, all_ways(), rounding=())
+    assert packed.plan.request.typical.codec == "bf16_packed"
+
+
+def test_more_tokens_that_do_not_fit_are_said_not_to() -> None:
+    tight = replace(REQUEST, num_micro_batches=12)
+    choice = search(FACTS, CARD, [tight], rounding=())
+    (doubled,) = [one for one in choice.what_ifs if one.change == "tokens"]
+    assert doubled.tokens_per_s is None
+    assert doubled.best.request.num_micro_batches == 24
+    assert [short.what for short in doubled.best.shortages] == ["of device memory"]
+
+
+def test_where_nothing_fits_the_nearest_is_named_with_what_would_fit() -> None:
+    small = replace(CARD, vram_bytes=9 * GIB, ram_bytes=12 * GIB, pinned_bytes=12 * GIB)
+    with pytest.raises(
+        DoesNotFitError,
+        match=r"with 2 slots of 36 layers the plan needs 11\.15 GiB of device memory and 12\.35"
+        r" GiB of RAM, 2\.15 GiB and 0\.35 GiB too much; 9\.00 GiB may be used and 12\.00 GiB of"
+        r" RAM is there on rtx4060ti\n\nhint: `offload\.codec: nf4` \(rounds each weight, by 9\.2%"
+        r" of their size\) with `offload\.stash: host`$",
+    ):
+        search(FACTS, small, all_ways(), rounding=())
+    hinted = replace(with_codec(REQUEST, "nf4"), is_stashed=True)
+    search(FACTS, small, [hinted], rounding=())
+    for nearer in (with_codec(REQUEST, "nf4"), *all_ways()):
+        with pytest.raises(DoesNotFitError):
+            search(FACTS, small, [nearer], rounding=())
+
+
+def test_large_micro_batches_that_do_not_fit_are_told_to_be_cut() -> None:
+    large = replace(WORKLOAD, micro_batch_size=8, label_tokens=8 * 2048)
+    request = replace(REQUEST, typical=large, largest=large, num_micro_batches=1)
+    machine = replace(CARD, vram_bytes=9 * GIB)
+    with pytest.raises(
+        DoesNotFitError, match=r"hint: `train\.micro_batch_size: (\d)` and \d times as many"
+    ) as error:
+        search(FACTS, machine, [request, replace(request, is_stashed=True)], rounding=())
+    size = int(error.value.hint.split("`")[1].split(": ")[1])
+    cut = replace(WORKLOAD, micro_batch_size=size, label_tokens=size * 2048)
+    smaller = replace(request, typical=cut, largest=cut, num_micro_batches=8 // size)
+    search(FACTS, machine, [smaller, replace(smaller, is_stashed=True)], rounding=())
