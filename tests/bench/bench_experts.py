@@ -27,13 +27,12 @@ from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from finetune.expert_lora import compute_beside
+from offload.engine.tracing.allocator import LiveBytes
+from offload.engine.tracing.tracer import Tracer
 from tests.bench.bench_engine import git
 
 HIDDEN, WIDTH, TOP_K, RANK = 2048, 768, 8, 16
@@ -41,36 +40,6 @@ ROWS_PER_EXPERT = 256
 NUM_EXPERTS = {"cpu": 16, "cuda": 128}
 PLAIN = {"cpu": "eager", "cuda": "grouped_mm"}  # the faster one of transformers
 NONE, OURS, PEFT = "no adapter", "ours", "peft"
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the tensors that operations make, while these live."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak_bytes = self.largest_bytes = 0
-        self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        """Run an operation, and count what it returned."""
-        self._note((args, kwargs), is_new=False)
-        out = func(*args, **(kwargs or {}))
-        self._note(out, is_new=True)
-        self._seen = {k: seen for k, seen in self._seen.items() if not seen[0].expired()}
-        self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self._seen.values()))
-        return out
-
-    def _note(self, tree: object, *, is_new: bool) -> None:
-        for tensor in tree_leaves(tree):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                seen = self._seen.get(storage._cdata)
-                if seen is None or seen[0].expired():
-                    size = storage.nbytes() if is_new else 0
-                    self._seen[storage._cdata] = (StorageWeakRef(storage), size)
-                    self.largest_bytes = max(self.largest_bytes, size)
 
 
 class Holder(nn.Module):
@@ -143,7 +112,8 @@ class Bench:
             before = torch.cuda.memory_allocated()
             self._forward(arm).backward(self._gradient_TD)
             return torch.cuda.max_memory_allocated() - before
-        with LiveBytes() as live:
+        live = LiveBytes()
+        with Tracer(live):
             self._forward(arm).backward(self._gradient_TD)
         return live.peak_bytes
 

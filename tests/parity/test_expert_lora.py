@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 from finetune.adapters import add_lora, expert_parameters, load_adapter, save_adapter
 from finetune.errors import ConfigError
 from finetune.expert_lora import compute_beside
+from offload.engine.tracing.allocator import LiveBytes
+from offload.engine.tracing.tracer import Tracer
 from offload.errors import UnsupportedModelError
-from tests.bench.bench_experts import LiveBytes
 from tests.parity.architectures import (
     CLOSE,
     SEEDS,
@@ -314,11 +315,12 @@ def test_nothing_as_large_as_a_projection_is_ever_built(kind: str, path: str) ->
     peft_model = adapted_experts(kind, path, torch.float32)
     projection_bytes, factor_bytes = 4 * E * D * F, 4 * 4 * E * max(D, 2 * F)
     model = compute_beside(copy.deepcopy(peft_model))
-    with LiveBytes() as ours:
+    ours, merged = LiveBytes(), LiveBytes()
+    with Tracer(ours):
         step(model, "one token", torch.float32)
     assert ours.largest_bytes <= factor_bytes < projection_bytes
     assert ours.peak_bytes < projection_bytes
-    with LiveBytes() as merged:  # the count sees what peft builds
+    with Tracer(merged):  # the count sees what peft builds
         step(peft_model, "one token", torch.float32)
     assert merged.largest_bytes >= 2 * projection_bytes
 
