@@ -19,10 +19,11 @@ import torch
 from offload.engine.batch import Batch, LabelledBatch
 from offload.engine.host.cargo import Cargo
 from offload.engine.masters import Masters
-from offload.engine.model.layers import Front, LayeredModel
+from offload.engine.model.layers import CHECKED_TOKENS, Front, LayeredModel
 from offload.engine.slots import Slots
 from offload.engine.stash import Stash
 from offload.engine.streams import Device, Event, copy_on_host
+from offload.engine.visit import chunk_loss, visit_backward
 from offload.errors import UnsupportedModelError
 from offload.plan.op import Kind, Op
 from offload.plan.schedule import NUM_KEPT, Schedule
@@ -277,6 +278,9 @@ class Executor:
     ) -> None:
         """Add the loss of the labelled tokens, chunk by chunk, and write its gradient if wanted."""
         flat_ND = hidden_BTD.flatten(0, 1)
+        if batch.num_label_tokens:
+            few_N, next_N = batch.positions[:CHECKED_TOKENS], batch.next_tokens[:CHECKED_TOKENS]
+            self._model.check_tail_once(flat_ND[few_N].unsqueeze(0), next_N.unsqueeze(0))
         chunks = zip(
             batch.positions.split(self._head_chunk_tokens),
             batch.next_tokens.split(self._head_chunk_tokens),
@@ -285,15 +289,15 @@ class Executor:
         for positions_N, next_N in chunks:
             if not positions_N.numel():
                 continue
-            chunk_1ND = flat_ND[positions_N].unsqueeze(0)
-            self._model.check_tail_once(chunk_1ND, next_N.unsqueeze(0))
-            chunk_1ND.requires_grad_(gradient_ND is not None)
-            loss = self._model.tail_loss(chunk_1ND, next_N.unsqueeze(0), num_items)
-            if gradient_ND is not None:
-                loss.backward()
-                assert chunk_1ND.grad is not None
-                gradient_ND[positions_N] = chunk_1ND.grad[0]
-            state.losses.append(loss.detach())
+            loss = chunk_loss(
+                self._model,
+                flat_ND,
+                positions_N=positions_N,
+                next_N=next_N,
+                num_items=num_items,
+                gradient_ND=gradient_ND,
+            )
+            state.losses.append(loss)
 
     def _balance(
         self, state: PassState, m: int, batch: LabelledBatch, num_label_tokens: int
@@ -318,16 +322,15 @@ class Executor:
         is_fetched = step.is_stashed and layer < self._last_layer
         kept_BTD = (state.fetched if is_fetched else state.inputs).pop((layer, m))
         self._masters.gather(layer)
-        input_BTD = kept_BTD.detach().requires_grad_()
         self._seed_visit(step, layer, m)
-        with torch.enable_grad(), self._model.listening(layer) as router_logits:
-            output_BTD = self._model.layer_forward(layer, input_BTD, state.fronts[m].calls[layer])
-        torch.autograd.backward(
-            [output_BTD, *router_logits],
-            [state.gradient[m], *state.routing.get(m, {}).pop(layer, [])],
+        state.gradient[m] = visit_backward(
+            self._model,
+            layer,
+            kept_BTD=kept_BTD,
+            call=state.fronts[m].calls[layer],
+            gradient_BTD=state.gradient[m],
+            router_gradients=state.routing.get(m, {}).pop(layer, []),
         )
-        assert input_BTD.grad is not None
-        state.gradient[m] = input_BTD.grad
 
     def _seed_visit(self, step: "_Step", layer: int, m: int) -> None:
         """Seed dropout for one visit, on the host and on this device."""

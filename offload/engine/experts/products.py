@@ -64,11 +64,16 @@ class Loop:
 
     def __init__(self, routing: Routing) -> None:
         """Read how many rows each expert has."""
-        end_E = routing.end_E
-        self._sizes: list[int] = torch.diff(end_E, prepend=end_E.new_zeros(1)).tolist()
+        self._sizes = self._read_sizes(routing)
         self._used = [i for i, size in enumerate(self._sizes) if size]
         self._tokens = routing.token_S.split(self._sizes)
         self._shape = routing.row_TC.shape
+
+    @staticmethod
+    def _read_sizes(routing: Routing) -> list[int]:
+        end_E = routing.end_E
+        sizes: list[int] = torch.diff(end_E, prepend=end_E.new_zeros(1)).tolist()
+        return sizes
 
     def rows(self, hidden_TK: torch.Tensor) -> Rows:
         """Leave them where they are, to be taken expert by expert."""

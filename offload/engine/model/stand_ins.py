@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from offload.engine.model.calls import Call
 
@@ -84,7 +85,11 @@ FORMS = (
 
 def between(hidden: torch.Tensor) -> Between:
     """Return a tensor that looks like `hidden` and takes no memory of its own."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunctionSubclass(), unset_fake_temporarily():
+        if isinstance(hidden, FakeTensor):  # cannot be of another class as well
+            hidden = torch.empty_strided(
+                hidden.shape, hidden.stride(), dtype=hidden.dtype, device="meta"
+            )
         return hidden.detach().as_subclass(Between)
 
 

@@ -1,0 +1,144 @@
+"""The bytes of one backward visit and one head chunk of a real model, before it has run.
+
+The functions that the executor runs are run on a copy of the model without weights. Each distinct
+layer is visited once, with gradients in place as from the second micro-batch on. What a plan knows
+exactly is left out: weights, kept inputs, adapters, their gradients.
+"""
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from offload.engine.experts.gates import gate_of
+from offload.engine.experts.interface import goes_through_interface
+from offload.engine.model.calls import Call
+from offload.engine.model.layers import Front, LayeredModel
+from offload.engine.tracing.allocator import LiveBytes
+from offload.engine.tracing.cuda_kernels import CUDA_WORKSPACES, Capability, CudaKernels
+from offload.engine.tracing.experts import traced_experts
+from offload.engine.tracing.fake_model import fake_copy, rows_are_whole
+from offload.engine.tracing.tracer import Tracer
+from offload.engine.visit import chunk_loss, visit_backward
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TracedBytes:
+    """What stands in device memory at most beside what stood before.
+
+    Attributes:
+        visits: Of each layer's backward visit, by one micro-batch.
+        head_chunk: Of one chunk's norm, head, loss and backward.
+        recorded: Of what the model passes to all layers besides their inputs, of one micro-batch.
+    """
+
+    visits: tuple[int, ...]
+    head_chunk: int
+    recorded: int
+
+
+def trace_visits(
+    model: Any,
+    *,
+    batch_size: int,
+    seq_len: int,
+    is_padded: bool,
+    head_chunk_tokens: int,
+    capability: Capability | None,
+) -> TracedBytes:
+    """Trace a model with its adapters, which may lie anywhere and is not changed.
+
+    Args:
+        model: As it is handed to `offload.attach`.
+        batch_size: Sequences in a micro-batch.
+        seq_len: Tokens in each.
+        is_padded: Whether there is padding among them.
+        head_chunk_tokens: Labelled tokens in a chunk.
+        capability: Of the card; None for a CPU.
+    """
+    mode, memory = FakeTensorMode(allow_non_fake_inputs=True), LiveBytes()
+    fake = fake_copy(model, mode)
+    layered = LayeredModel(fake)
+    for module in layered.layers.modules():
+        if goes_through_interface(module):
+            gate_of(module)  # told by values, which fake tensors do not have
+    with ExitStack() as stack:
+        stack.enter_context(rows_are_whole())
+        if capability is not None:
+            stack.enter_context(CudaKernels(capability))
+        stack.enter_context(mode)
+        stack.enter_context(traced_experts(_num_experts(layered), capability))
+        stack.enter_context(Tracer(memory, CUDA_WORKSPACES if capability is not None else {}))
+        for parameter in fake.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.empty_like(parameter)
+        inputs = {"input_ids": torch.zeros(batch_size, seq_len, dtype=torch.long)}
+        if is_padded:
+            inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        before = memory.live_bytes
+        front = layered.front(inputs)
+        recorded = memory.live_bytes - before - front.hidden_BTD.untyped_storage().nbytes()
+        return TracedBytes(
+            visits=_visits(layered, front, memory),
+            head_chunk=_head_chunk(layered, front, memory, num_tokens=head_chunk_tokens),
+            recorded=recorded,
+        )
+
+
+def _visits(layered: LayeredModel, front: Front, memory: LiveBytes) -> tuple[int, ...]:
+    """Visit each layer that differs from those before it; return the peak of every layer."""
+    kept_BTD = torch.empty_like(front.hidden_BTD)
+    gradient_BTD = torch.empty_like(kept_BTD)
+    peaks: dict[object, int] = {}
+    visits = []
+    for index, (layer, call) in enumerate(zip(layered.layers, front.calls, strict=True)):
+        kind = _kind_of(layer, call)
+        if kind not in peaks:
+            before = memory.live_bytes
+            memory.reset_peak()
+            visit_backward(
+                layered,
+                index,
+                kept_BTD=kept_BTD,
+                call=call,
+                gradient_BTD=gradient_BTD,
+                router_gradients=(),
+            )
+            peaks[kind] = memory.peak_bytes - before
+        visits.append(peaks[kind])
+    return tuple(visits)
+
+
+def _kind_of(layer: nn.Module, call: Call) -> object:
+    """Return what two layers have in common that take the same memory."""
+    parameters = tuple(
+        (name, p.shape, p.dtype, p.requires_grad) for name, p in layer.named_parameters()
+    )
+    parts = (p.shape if isinstance(p, torch.Tensor) else type(p) for p in call.parts())
+    return repr(layer), parameters, tuple(parts)
+
+
+def _head_chunk(layered: LayeredModel, front: Front, memory: LiveBytes, *, num_tokens: int) -> int:
+    hidden_ND = torch.empty_like(front.hidden_BTD).flatten(0, 1)
+    gradient_ND = torch.empty_like(hidden_ND)
+    positions_N = torch.arange(min(num_tokens, len(hidden_ND)))
+    num_items = torch.full((), len(positions_N))
+    before = memory.live_bytes
+    memory.reset_peak()
+    chunk_loss(
+        layered,
+        hidden_ND,
+        positions_N=positions_N,
+        next_N=positions_N,
+        num_items=num_items,
+        gradient_ND=gradient_ND,
+    )
+    return memory.peak_bytes - before
+
+
+def _num_experts(layered: LayeredModel) -> int:
+    counts = [getattr(m, "num_experts", None) for m in layered.layers.modules()]
+    return max((count for count in counts if isinstance(count, int)), default=0)

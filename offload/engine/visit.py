@@ -1,0 +1,67 @@
+"""A layer's backward visit and a chunk of the head: what the executor runs, and a trace prices."""
+
+from collections.abc import Sequence
+
+import torch
+
+from offload.engine.model.calls import Call
+from offload.engine.model.layers import LayeredModel
+
+
+def visit_backward(
+    model: LayeredModel,
+    layer: int,
+    *,
+    kept_BTD: torch.Tensor,
+    call: Call,
+    gradient_BTD: torch.Tensor,
+    router_gradients: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """Compute a layer again from its kept input and take the gradient through it at once.
+
+    Args:
+        model: The model; the layer's weights must be in place.
+        layer: Which.
+        kept_BTD: The layer's input.
+        call: Its other arguments.
+        gradient_BTD: Of the loss, by the layer's output.
+        router_gradients: Of the loss, by what the layer's routers say.
+
+    Returns:
+        The gradient by the layer's input; those of what trains are in `.grad`.
+    """
+    input_BTD = kept_BTD.detach().requires_grad_()
+    with torch.enable_grad(), model.listening(layer) as router_logits:
+        output_BTD = model.layer_forward(layer, input_BTD, call)
+    torch.autograd.backward([output_BTD, *router_logits], [gradient_BTD, *router_gradients])
+    assert input_BTD.grad is not None
+    return input_BTD.grad
+
+
+def chunk_loss(
+    model: LayeredModel,
+    hidden_ND: torch.Tensor,
+    *,
+    positions_N: torch.Tensor,
+    next_N: torch.Tensor,
+    num_items: torch.Tensor,
+    gradient_ND: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the loss of some labelled tokens, and write its gradient where one is wanted.
+
+    Args:
+        model: The model.
+        hidden_ND: Output of the last layer, of all tokens of a micro-batch.
+        positions_N: Which of them have a next token to predict.
+        next_N: That token.
+        num_items: What the sum of the losses is divided by.
+        gradient_ND: Where the gradient by `hidden_ND` goes.
+    """
+    chunk_1ND = hidden_ND[positions_N].unsqueeze(0)
+    chunk_1ND.requires_grad_(gradient_ND is not None)
+    loss = model.tail_loss(chunk_1ND, next_N.unsqueeze(0), num_items)
+    if gradient_ND is not None:
+        loss.backward()
+        assert chunk_1ND.grad is not None
+        gradient_ND[positions_N] = chunk_1ND.grad[0]
+    return loss.detach()
