@@ -153,7 +153,7 @@ def test_adapters_on_experts_take_their_factors_and_never_merged_weights() -> No
 def test_the_head_chunk_counts_only_when_it_is_larger_than_a_visit() -> None:
     assert "head chunk" not in on_5090()
     large = on_5090(replace(WORKLOAD, head_chunk_tokens=4096))
-    assert large["head chunk"] == 14 * 4096 * 151936
+    assert large["head chunk"] == 4096 * (12 * 151936 + 6 * 2048)
     assert not any(name.startswith("one visit") for name in large)
 
 
