@@ -15,10 +15,12 @@ import torch
 from torch import nn
 
 from offload.engine.experts.lora import SUFFIX
+from offload.engine.tracing.allocator import LiveBytes
+from offload.engine.tracing.tracer import Tracer
 from offload.errors import OffloadError
 from tests.bench.bench_codecs import machine
 from tests.bench.bench_engine import git
-from tests.bench.bench_experts import LiveBytes, quantiles
+from tests.bench.bench_experts import quantiles
 from tests.mixtures import Mixture, branches
 
 RANK = 16
@@ -118,7 +120,8 @@ class Bench:
     def peak_bytes(self, run: Callable[[], object]) -> int:
         """Return what a run allocates at most."""
         if self.device.type == "cpu":
-            with LiveBytes() as live:
+            live = LiveBytes()
+            with Tracer(live):
                 run()
             return live.peak_bytes
         torch.cuda.reset_peak_memory_stats()

@@ -11,6 +11,8 @@ from torch import nn
 from finetune.expert_lora import compute_beside
 from offload.engine.experts import lora
 from offload.engine.experts.gates import Gate, gate_of
+from offload.engine.tracing.allocator import LiveBytes
+from offload.engine.tracing.tracer import Tracer
 from offload.errors import UnsupportedModelError
 from offload.plan.expert_memory import (
     experts_form,
@@ -20,7 +22,6 @@ from offload.plan.expert_memory import (
 )
 from offload.plan.facts import AdapterSpec
 from offload.plan.parts import Linear, Reads
-from tests.bench.bench_experts import LiveBytes
 from tests.parity.architectures import SLACK, micro_batches, rel_error, streamed
 from tests.parity.experts import (
     CLAMPED,
@@ -219,7 +220,8 @@ def test_a_step_takes_the_memory_that_the_plan_counts(
     if not rank:
         model = model.unload()
         model.config._experts_implementation = "triton"
-    with LiveBytes() as live:
+    live = LiveBytes()
+    with Tracer(live):
         step(model, "mixed", dtype, sizes=sizes)
     projections: tuple[tuple[str, int, int, Reads], ...] = (
         ("gate_up_proj", sizes.hidden, 2 * sizes.width, "input"),
