@@ -10,7 +10,7 @@ from finetune.expert_lora import compute_beside
 from offload.plan.codec import decode_workspace_bytes
 from offload.plan.costs import Workload
 from offload.plan.facts import AdapterSpec, linear_names, model_facts
-from offload.plan.machine import Machine, named_machine
+from offload.plan.machine import ExpertsImplementation, Implementation, Machine, named_machine
 from offload.plan.memory import (
     MemoryTerm,
     device_terms,
@@ -61,8 +61,16 @@ WORKLOAD = Workload(
 )
 
 
+def card(name: str, way: ExpertsImplementation) -> Machine:
+    """Return a card that multiplies experts in a way."""
+    return replace(
+        named_machine(name), experts_implementation=Implementation(value=way, source="a test")
+    )
+
+
 def on_5090(workload: Workload = WORKLOAD, **changes: object) -> dict[str, int]:
     settings: dict[str, Any] = {
+        "machine": named_machine("rtx5090"),
         "num_slots": 4,
         "num_micro_batches": 2,
         "is_padded": False,
@@ -70,7 +78,7 @@ def on_5090(workload: Workload = WORKLOAD, **changes: object) -> dict[str, int]:
         "num_ranks": 1,
     }
     settings |= changes
-    terms = device_terms(QWEN_30B, named_machine("rtx5090"), workload, **settings)
+    terms = device_terms(QWEN_30B, workload=workload, **settings)
     names = [term.name for term in terms]
     assert len(names) == len(set(names))
     return {term.name: term.num_bytes for term in terms}
@@ -147,7 +155,9 @@ def test_adapters_on_experts_take_their_factors_and_never_merged_weights() -> No
     assert name not in on_5090(plain)
     one_layer_bytes = 2 * QWEN_30B.layers[0].weights("experts")
     up, down = (16 * 128 * features for features in (2048 + 1536, 768 + 2048))
-    assert on_5090(experts)[name] == 2 * (up + down) + 6 * up < one_layer_bytes / 15
+    assert on_5090(experts)[name] == (2 + 4) * (up + down) < one_layer_bytes / 15
+    by_torch = on_5090(experts, machine=card("rtx5090", "grouped_mm"))
+    assert by_torch[name] == 2 * (up + down) + 6 * up
 
 
 def test_the_head_chunk_counts_only_when_it_is_larger_than_a_visit() -> None:
@@ -259,7 +269,7 @@ def test_saved_bytes_are_those_that_autograd_saves_within_a_tenth(
     terms = by_name(
         device_terms(
             facts,
-            named_machine("rtx3060"),
+            card("rtx3060", "grouped_mm"),
             workload,
             num_slots=1,
             num_micro_batches=1,
@@ -313,10 +323,10 @@ def test_stashed_inputs_leave_those_of_four_layers_on_the_device_and_the_rest_on
 
 
 def test_each_further_rank_has_a_slab_workers_and_a_process_of_its_own() -> None:
-    card = named_machine("rtx5090")
-    alone = total_bytes(host(card, num_workers=2))
-    assert by_name(host(card, num_workers=2, num_ranks=3))["other ranks"] == 2 * alone
-    cpu = replace(card, device="cpu")
+    gpu = named_machine("rtx5090")
+    alone = total_bytes(host(gpu, num_workers=2))
+    assert by_name(host(gpu, num_workers=2, num_ranks=3))["other ranks"] == 2 * alone
+    cpu = replace(gpu, device="cpu")
     others = by_name(host(cpu, num_ranks=2, rank_device_bytes=7 * GB))["other ranks"]
     assert others == total_bytes(host(cpu)) + 7 * GB
 
