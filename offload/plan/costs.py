@@ -13,6 +13,7 @@ from typing import Literal
 from offload.plan.attention_costs import attention_work
 from offload.plan.attention_kinds import SoftmaxAttention
 from offload.plan.codec import CodecName, bytes_per_weight, is_encoded
+from offload.plan.expert_passes import SWIGLU_PASSES, Way, way_of
 from offload.plan.facts import AdapterSpec, LayerFacts, ModelFacts, adapted_linears
 from offload.plan.machine import Machine
 from offload.plan.parts import Linear
@@ -37,10 +38,8 @@ FP32_BYTES = 4
 # Passes of fp32 over a normed feature (square, mean, scale, weight) and casts to and from fp32.
 NORM_FP32_PASSES, NORM_CASTS, NORM_OPS = 5, 2, 7
 ROTARY_PASSES, ROTARY_OPS = 10, 10
-SWIGLU_PASSES, GELU_PASSES, RESIDUAL_PASSES = 5, 2, 3
+GELU_PASSES, RESIDUAL_PASSES = 2, 3
 GATE_PASSES, LATENT_PASSES = 5, 4  # of an output's gate; of queries and keys, put together
-# Sort, histogram, offsets and gathers of a mixture; tensors of (routed rows, h) read or written.
-ROUTING_OPS, ROUTING_PASSES = 30, 9
 LORA_OPS = 6
 # DoRA's passes of fp32 over a merged weight, for its norm, and over the output of each branch.
 DORA_WEIGHT_PASSES, DORA_OUTPUT_PASSES, DORA_OPS = 9, 8, 14
@@ -160,6 +159,11 @@ class Pricer:
     facts: ModelFacts
     workload: Workload
 
+    @property
+    def way(self) -> Way:
+        """What passes memory beside products of experts."""
+        return way_of(self.machine.experts_implementation.value)
+
     def gemm(self, m: int, k: int, n: int) -> Work:
         """One product of matrices, all in the same kernel."""
         roof = gemm(self.machine, m=m, k=k, n=n, dtype_bytes=self.workload.dtype_bytes)
@@ -248,16 +252,12 @@ class Pricer:
         return self.traffic(num_elements * element_bytes, num_ops=2 * num_tensors)
 
     def expert_adapter(self, linear: Linear) -> Work:
-        """Two grouped products beside the frozen one, in its dtype: nothing is merged.
-
-        Each routed row is read, and its result is written once more; A and B are read in fp32,
-        written in the dtype of the products and read again.
-        """
+        """Two products more; A and B are read in fp32, written in their dtype and read again."""
         rank, b = self.workload.adapter.rank_of(linear), self.workload.dtype_bytes
         rows = self.workload.num_tokens * linear.active
         flops = 2.0 * rows * rank * (linear.d_in + linear.d_out)
         factors = linear.adapter_parameters(rank)
-        num_bytes = rows * (linear.d_in + 2 * linear.d_out) * b + factors * (FP32_BYTES + 2 * b)
+        num_bytes = rows * self.way.branch_features(linear) * b + factors * (FP32_BYTES + 2 * b)
         compute_s = flops / self.machine.expert_gemm_flops_per_s.value
         num_ops = EXPERT_LORA_OPS + EXPERT_LORA_PRODUCTS * self.expert_launches(linear)
         return Work(compute_s=compute_s, flops=flops) + self.traffic(num_bytes, num_ops=num_ops)
@@ -298,9 +298,9 @@ class Pricer:
         if not layer.num_experts:
             return Work()
         width = sum(x.d_in for x in layer.linears if x.group == "experts" and x.is_down)
-        passes = SWIGLU_PASSES * width + ROUTING_PASSES * self.facts.hidden_size
+        features = self.way.routed_features(width=width, hidden=self.facts.hidden_size)
         rows = self.workload.num_tokens * layer.experts_per_token
-        return self.traffic(rows * passes * self.workload.dtype_bytes, num_ops=ROUTING_OPS + 3)
+        return self.traffic(rows * features * self.workload.dtype_bytes, num_ops=self.way.num_ops)
 
 
 def _sum(works: list[Work]) -> Work:

@@ -27,6 +27,9 @@ def with_measured_experts(
         implementation: The way that was measured.
         seconds: Forward and backward of one layer's experts on that micro-batch.
     """
+    machine = replace(
+        machine, experts_implementation=Implementation(value=implementation, source="measured")
+    )
     at = Pricer(machine=machine, facts=facts, workload=workload)
     layer = next(layer for layer in facts.layers if layer.num_experts)
     experts = [linear for linear in layer.linears if linear.group == "experts"]
@@ -37,8 +40,5 @@ def with_measured_experts(
     flops += 3 * sum(branch.flops for branch in branches)
     other_s = 3 * (at.routing(layer).memory_s + sum(branch.memory_s for branch in branches))
     products_s = max(seconds - other_s, flops / machine.gemm_flops_per_s.value)
-    return replace(
-        machine,
-        experts_implementation=Implementation(value=implementation, source="measured"),
-        expert_gemm_flops_per_s=Rate(value=flops / products_s, source="measured"),
-    )
+    rate = Rate(value=flops / products_s, source="measured")
+    return replace(machine, expert_gemm_flops_per_s=rate)

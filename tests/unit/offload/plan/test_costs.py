@@ -207,7 +207,7 @@ def test_a_loop_over_experts_launches_more_than_a_grouped_product() -> None:
         )
 
     fused_s = forward_s("grouped_mm", has_kernel=True)
-    assert forward_s("triton", has_kernel=False) == fused_s
+    assert forward_s("triton", has_kernel=False) < fused_s  # and passes memory less often
     for looped_s in (
         forward_s("eager", has_kernel=True),
         forward_s("grouped_mm", has_kernel=False),  # torch falls back to a loop

@@ -1,3 +1,4 @@
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -5,7 +6,7 @@ import pytest
 from offload.plan.costs import Workload, price
 from offload.plan.expert_rate import with_measured_experts
 from offload.plan.facts import AdapterSpec, ModelFacts, model_facts
-from offload.plan.machine import Machine, named_machine
+from offload.plan.machine import ExpertsImplementation, Machine, named_machine
 
 MOE: ModelFacts = model_facts(
     {
@@ -52,12 +53,11 @@ def priced_s(machine: Machine, load: Workload) -> float:
 @pytest.mark.parametrize("experts", [False, True])
 def test_the_experts_of_a_layer_are_priced_as_they_were_measured(*, experts: bool) -> None:
     load = workload(experts=experts)
-    for seconds in (0.06, 0.2):
-        machine = with_measured_experts(
-            CARD, MOE, load, implementation="grouped_mm", seconds=seconds
-        )
+    ways: tuple[ExpertsImplementation, ...] = ("triton", "grouped_mm")
+    for way, seconds in itertools.product(ways, (0.06, 0.2)):
+        machine = with_measured_experts(CARD, MOE, load, implementation=way, seconds=seconds)
         assert priced_s(machine, load) == pytest.approx(seconds)
-        assert machine.experts_implementation.value == "grouped_mm"
+        assert machine.experts_implementation.value == way
         assert machine.experts_implementation.source == "measured"
         assert machine.expert_gemm_flops_per_s.source == "measured"
 
