@@ -161,6 +161,9 @@ def waits_of(setting: Setting) -> list[tuple[int, int]]:
     return [(number, wait) for number, op in enumerate(ops) for wait in op.waits]
 
 
+MANY_WAITS = ("weights and inputs", "weights, inputs and gradients")
+
+
 class Held:
     """Holds one op back until another has run."""
 
@@ -183,7 +186,13 @@ class Held:
                 self._has_run.set()
 
 
-@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize(
+    "setting",
+    [
+        pytest.param(setting, id=name, marks=pytest.mark.slow if name in MANY_WAITS else ())
+        for name, setting in SETTINGS.items()
+    ],
+)
 def test_a_step_without_any_one_of_its_waits_goes_wrong(setting: Setting) -> None:
     """What was to be waited for is held back until the op that should have waited has run."""
     expected = run(setting, CpuDevice())

@@ -385,6 +385,7 @@ def start(cache: Path) -> Iterator[Callable[[Path, Tier, str], Child]]:
         child.process.communicate()
 
 
+@pytest.mark.slow
 def test_two_processes_that_want_a_store_build_one(
     qwen3: Path, cache: Path, start: Callable[[Path, Tier, str], Child]
 ) -> None:
@@ -436,7 +437,7 @@ def published(
     ("tier", "dtype"),
     [
         ("ram", "bfloat16"),
-        ("disk", "bfloat16"),
+        pytest.param("disk", "bfloat16", marks=pytest.mark.slow),
         pytest.param("ram", "float32", marks=pytest.mark.slow),
         pytest.param("disk", "float32", marks=pytest.mark.slow),
     ],
