@@ -338,14 +338,14 @@ def recipes_schema() -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the program.
 
-    One of several processes ends at once behind an error: threads that the others still talk to
-    have aborted it on the interpreter's own way out, with another exit code.
+    One of several processes ends at once: threads that the others still talk to, and those that
+    parting from them leaves, have aborted it on the interpreter's own way out.
     """
     try:
         app(list(argv) if argv is not None else None)
     except BaseException as error:
         code = int(error.code or 0) if isinstance(error, SystemExit) else EXIT_USER
-        if code == 0 or not is_joined():
+        if not is_joined():
             raise
         if not isinstance(error, SystemExit):
             sys.excepthook(type(error), error, error.__traceback__)

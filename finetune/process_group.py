@@ -79,7 +79,7 @@ class ProcessGroup(Ranks):
                 hint=f"`accelerate launch --multi_gpu --num_processes {self.num}"
                 " --main_process_port 0` takes a port that is free",
             ) from error
-        atexit.register(_leave)  # behind an error: its threads would outlive the interpreter
+        atexit.register(_leave)  # where the process does not end at once, as the commands let it
 
     def __exit__(
         self,
@@ -90,7 +90,6 @@ class ProcessGroup(Ranks):
         """Part from the others, tell them why this rank fails, or let who failed speak."""
         if error is None:
             self.exchange(None)
-            _leave()
         elif isinstance(error, ToldRankError):
             self._wait_for(error.rank)
         elif isinstance(error, Exception) and not isinstance(error, RankError):

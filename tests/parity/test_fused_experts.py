@@ -160,6 +160,21 @@ def test_the_choice_of_an_expert_that_is_not_there_counts_for_nothing(device: st
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["gated", "transposed, biased, clamped"])
+def test_what_is_no_number_stays_so_and_in_its_own_token(kind: str, device: str) -> None:
+    """A clamp must not make a number of it, nor a tile hand it on."""
+    model = by("triton", adapted_experts(kind, "eager", torch.float32), device)
+    hidden_TD, expert_TC, weight_TC = (t.to(device) for t in chosen("mixed", torch.float32))
+    with torch.no_grad():
+        right = model(hidden_TD, expert_TC, weight_TC)
+        hidden_TD[3] = torch.nan
+        found = model(hidden_TD, expert_TC, weight_TC)
+    assert found[3].isnan().all()
+    found[3] = right[3]
+    assert torch.equal(found, right)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_step_has_the_same_bits_again(device: str) -> None:
     model = adapted_experts("gated", "eager", torch.bfloat16)
     first, again = (step(by("triton", model, device), "skewed", torch.bfloat16) for _ in range(2))
