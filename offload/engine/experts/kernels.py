@@ -106,13 +106,14 @@ def gate_parts(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, GATE: tl.cons
         curve = gate * share
         return curve * up, (share + curve * (1.0 - share)) * up, curve
     if GATE == CLAMPED_SWIGLU:
-        is_high, is_outside = gate > LIMIT, (up > LIMIT) | (up < -LIMIT)  # what is no number stays
-        gate = tl.where(is_high, LIMIT, gate)
-        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1.0
+        is_low, is_within = gate <= LIMIT, (up >= -LIMIT) & (up <= LIMIT)
+        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL) + 1.0
         share = tl.sigmoid(ALPHA * gate)
         curve = gate * share
         slope = share + ALPHA * curve * (1.0 - share)
-        return curve * up, tl.where(is_high, 0.0, slope * up), tl.where(is_outside, 0.0, curve)
+        return curve * up, tl.where(is_low, slope * up, 0.0), tl.where(is_within, curve, 0.0)
     inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
     share = tl.sigmoid(2.0 * inner)  # (1 + tanh(inner)) / 2
     slope = 2.0 * 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * gate * gate)
