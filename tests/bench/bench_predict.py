@@ -14,11 +14,13 @@ where one sequence is too much for it, sequences get shorter, down to MIN_SEQ_LE
 
 An error is (predicted - median) / median. Beside it stands the noise floor: by how much one step
 differs from the median of its run, at the median: the prediction rests on one timed step. `within`
-says whether it lies between the 20th and the 80th percentile of the steps.
+says whether it lies between the 20th and the 80th percentile of the steps, and `others` how many
+cores other processes kept busy meanwhile: on a quiet machine none.
 """
 
 import argparse
 import json
+import os
 import platform
 import random
 import statistics
@@ -26,6 +28,7 @@ import string
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from datetime import UTC, datetime
@@ -52,7 +55,7 @@ MIXTURES = ("qwen3_moe", "mixtral", "olmoe")
 # What the engine takes once and keeps; the plan prices each by this name.
 ARENAS = ("slots", "decoded layer", "slab", "staging", "stashed layer inputs")
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes")
-GIB, MIB = 2**30, 2**20
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -362,6 +365,7 @@ def measure(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         recipe = write_run(folder, c, device=device, num_steps=num_steps)
+        before = (time.perf_counter(), busy_s(), own_s())
         try:
             done = sluice(
                 "finetune",
@@ -377,7 +381,26 @@ def measure(
         if done.returncode:
             said = (done.stderr.strip() or done.stdout.strip()).splitlines()
             return {"error": f"exit status {done.returncode}: {' / '.join(said[-3:])}"}
-        return figures(folder / "run", is_cuda=device == "cuda")
+        wall_s, all_s, ours_s = (
+            now - then
+            for now, then in zip((time.perf_counter(), busy_s(), own_s()), before, strict=True)
+        )
+        conditions = {"wall_s": wall_s, "others_cores": max(0.0, all_s - ours_s) / wall_s}
+        return figures(folder / "run", is_cuda=device == "cuda") | conditions
+
+
+def busy_s() -> float:
+    """Return for how long all cores together have been busy since the system started."""
+    user, nice, system, _, _, irq, softirq, steal = map(
+        int, Path("/proc/stat").read_text().split(maxsplit=9)[1:9]
+    )
+    return (user + nice + system + irq + softirq + steal) / TICKS_PER_S
+
+
+def own_s() -> float:
+    """Return for how long this process and its ended children have kept cores busy."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 def figures(run_dir: Path, *, is_cuda: bool) -> dict[str, Any]:
@@ -506,7 +529,16 @@ def table_of_rows(rows: Sequence[Mapping[str, Any]], *, title: str) -> Table:
     table = Table(title=title)
     for column in ("", "model", "layers", "step", "weights", "slots", "stash", "predicted"):
         table.add_column(column)
-    for column in ("p20 / p50 / p80", "error", "noise", "within", "probed", "memory", "miss"):
+    for column in (
+        "p20 / p50 / p80",
+        "error",
+        "noise",
+        "within",
+        "others",
+        "probed",
+        "memory",
+        "miss",
+    ):
         table.add_column(column, justify="right", overflow="fold")
     for number, row in enumerate(rows, 1):
         c = Configuration(**row["configuration"])
@@ -533,6 +565,7 @@ def _figures_shown(row: Mapping[str, Any]) -> list[str]:
         f"{row['time_error']:+.1%}",
         f"{row['noise']:.1%}",
         "yes" if row["is_within_spread"] else "no",
+        f"{row['others_cores']:.1f}",
         f"{row['first_predicted'] / row['p50'] - 1:+.0%}",
         f"{row['memory_error']:+.1%}",
         f"{miss['name']} {miss['difference_s'] * 1e3:+.0f} ms",

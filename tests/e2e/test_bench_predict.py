@@ -1,5 +1,6 @@
 """The benchmark of predictions: what it draws, how it sums up, and one run from end to end."""
 
+import os
 from dataclasses import asdict, replace
 
 import pytest
@@ -151,6 +152,7 @@ def test_the_smallest_run_is_measured_and_one_that_cannot_run_says_why(
     found = measure(SMALLEST, machine_file, device="cpu", num_steps=3, limit_s=60.0)
     assert "error" not in found, found
     assert found["grade"] == "calibrated"
+    assert 0 <= found["others_cores"] < (os.cpu_count() or 1)
     assert found["n"] == len(found["steps_s"]) == 3
     assert found["p20"] <= found["p50"] <= found["p80"]
     assert found["time_error"] == pytest.approx(found["predicted"] / found["p50"] - 1)
