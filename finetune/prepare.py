@@ -21,7 +21,7 @@ from finetune.screen import Screen
 from finetune.source import Rows, StepSizes, load_rows, row_order
 from offload.plan.facts import ModelFacts
 from offload.plan.machine import ExpertsImplementation, Machine
-from offload.plan.plan import Plan
+from offload.plan.plan import Plan, PlanRequest
 from offload.plan.search import Choice
 from offload.probe import probe
 
@@ -103,8 +103,7 @@ def prepare(
     Raises:
         SluiceError: What a run needs is missing, or does not fit.
     """
-    device = preflight.torch_device(recipe.offload, ranks)
-    facts = facts_of(recipe.model)
+    device, facts = preflight.torch_device(recipe.offload, ranks), facts_of(recipe.model)
     machine, is_settled = ranks.from_main(
         lambda: _machine(recipe, facts, screen, device, machine_file, resumed)
     )
@@ -131,12 +130,7 @@ def prepare(
     order = row_order(recipe.train, rows.train)
     preflight.require_within_run(recipe, num_steps=order.num_steps)
     if not is_settled:  # it fits, so the ways to multiply experts are worth a trial
-        load = choice.plan.request.typical
-        measured = ranks.from_main(
-            lambda: experts.measured(recipe, facts, machine, device, load, screen)
-        )
-        of_size = [r for r in requests if r.typical.micro_batch_size == load.micro_batch_size]
-        choice = choose(facts, measured, of_size)
+        choice = _tried(recipe, ranks, screen, device, requests, choice)
     return Work(
         recipe=recipe,
         device=device,
@@ -149,6 +143,23 @@ def prepare(
         sizes=sizes,
         choice=choice,
     )
+
+
+def _tried(
+    recipe: Recipe,
+    ranks: Ranks,
+    screen: Screen,
+    device: torch.device,
+    requests: Sequence[PlanRequest],
+    choice: Choice,
+) -> Choice:
+    """Choose again, for this size of micro-batch, with the fastest way to multiply experts."""
+    facts, load = choice.plan.facts, choice.plan.request.typical
+    measured = ranks.from_main(
+        lambda: experts.measured(recipe, facts, choice.plan.machine, device, load, screen)
+    )
+    of_size = [r for r in requests if r.typical.micro_batch_size == load.micro_batch_size]
+    return choose(facts, measured, of_size)
 
 
 def _machine(

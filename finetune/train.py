@@ -76,16 +76,13 @@ def finetune(
     screen.show(choice_report.choice_tables(work.choice))
     session = build(recipe, work, ranks, screen)
     try:
-        for note in session.notes:
-            screen.note(note)
-        screen.show(stock_table(session.engine.stock))
+        _introduce(session, screen)
         predicted = rehearse(work, session, screen)
         first_step = _start(recipe, run_dir, work, session, ranks, is_resume=is_resume)
         screen.note(report.promise(predicted, num_steps=work.order.num_steps - first_step))
+        steps = (first_step, work.order.num_steps)
         promised = ranks.from_main(
-            lambda: write_prediction(
-                run_dir.path, work.plan, predicted, steps=(first_step, work.order.num_steps)
-            )
+            lambda: write_prediction(run_dir.path, work.plan, predicted, steps=steps)
         )
         if ranks.is_main and first_step == 0:
             _sample(recipe, run_dir, work, session, screen, when="before")
@@ -101,6 +98,13 @@ def finetune(
         num_steps=last_step,
         is_interrupted=last_step < work.order.num_steps,
     )
+
+
+def _introduce(session: Session, screen: Screen) -> None:
+    """Say how host memory is held, and what form each weight has."""
+    for note in session.notes:
+        screen.note(note)
+    screen.show(stock_table(session.engine.stock))
 
 
 def _start(
@@ -143,8 +147,7 @@ def _train(
     first_step: int,
 ) -> int:
     """Run the steps that are left; return how many are done, fewer than all after a Ctrl-C."""
-    output, num_steps = recipe.output, work.order.num_steps
-    done = first_step
+    output, num_steps, done = recipe.output, work.order.num_steps, first_step
     loader = StepLoader(
         work.rows.train,
         work.order,

@@ -11,7 +11,7 @@ from offload.plan.parts import Linear, Reads
 
 # By transformers' own code, by products with branches beside them, or by the fused kernels.
 ExpertsForm = Literal["plain", "beside", "fused", "fused beside"]
-# The rank of an adapter on experts is filled up to rows of this.
+# Grouped products take rows of a multiple of this: ranks of adapters on experts are filled up.
 ROW_BYTES = 16
 # What the activation before a projection down saves, in widths of its result.
 ACTIVATION_WIDTHS: dict[Reads, int] = {"plain": 1, "gated": 3, "clamped": 6}

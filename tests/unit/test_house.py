@@ -18,8 +18,9 @@ def test_files_and_functions_stay_short(path: Path) -> None:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):
             assert node.end_lineno is not None
-            # Behind the signature: a kernel is handed each pointer and size by itself.
-            assert node.end_lineno - node.body[0].lineno < MAX_FUNCTION_LINES - 1, node.name
+            # A kernel is handed each pointer and size by itself: its signature is not counted.
+            first = node.body[0].lineno if path.name == "kernels.py" else node.lineno
+            assert node.end_lineno - first < MAX_FUNCTION_LINES, node.name
 
 
 def test_the_whole_stays_small() -> None:

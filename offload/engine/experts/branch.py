@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-ROW_BYTES = 16  # grouped products take rows of a multiple of this
+from offload.plan.expert_memory import ROW_BYTES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -18,11 +18,12 @@ import torch
 from torch import nn
 
 from offload.engine.experts import fused
-from offload.engine.experts.branch import ROW_BYTES, Branch
+from offload.engine.experts.branch import Branch
 from offload.engine.experts.interface import goes_through_interface
 from offload.engine.experts.lora import register, take_branches
 from offload.engine.streams import release_cached
 from offload.errors import UnsupportedModelError
+from offload.plan.expert_memory import ROW_BYTES
 from offload.plan.machine import ExpertsImplementation
 
 CANDIDATES: tuple[ExpertsImplementation, ...] = ("eager", "grouped_mm", "triton")
