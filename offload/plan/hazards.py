@@ -25,8 +25,6 @@ Resource = tuple[str, int, int]
 Clock = tuple[int, ...]
 """By lane, how many of its ops have ended for certain."""
 
-_LANES = tuple(Lane)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
@@ -43,24 +41,26 @@ def parallel(program: Sequence[Line]) -> tuple[Op, ...]:
     Each lane keeps the order of the program. `waits` holds the fewest positions that, together
     with the order of the lanes, keep every two lines in order that contend for a resource.
     """
+    index = {lane: number for number, lane in enumerate(Lane)}
+    lanes = [index[line.op.lane] for line in program]
     hazards = _hazards(program)
-    issued = _issue_order(program, hazards)
+    issued = _issue_order(lanes, hazards)
     position = {line: place for place, line in enumerate(issued)}
+    issued_lanes = [lanes[line] for line in issued]
     clocks: list[Clock] = []
-    last_clock: dict[Lane, Clock] = {}
-    num_on_lane = dict.fromkeys(Lane, 0)
+    lane_clocks: list[Clock] = [(0,) * len(index)] * len(index)
     ops: list[Op] = []
-    for line in issued:
-        op = program[line].op
+    for line, own in zip(issued, issued_lanes, strict=True):
+        clock = lane_clocks[own]
         waits = [position[other] for other in hazards[line]]
-        idle: Clock = (0,) * len(_LANES)
-        needed = _reduced(waits, last_clock.get(op.lane, idle), ops, clocks)
-        num_on_lane[op.lane] += 1
-        clock = _latest(last_clock.get(op.lane, idle), *(clocks[wait] for wait in needed))
-        own = _LANES.index(op.lane)
-        clocks.append((*clock[:own], num_on_lane[op.lane], *clock[own + 1 :]))
-        last_clock[op.lane] = clocks[-1]
-        ops.append(replace(op, waits=tuple(sorted(needed))))
+        needed = _reduced(waits, own, clock, issued_lanes, clocks)
+        num_on_lane = clock[own] + 1
+        if needed:
+            clock = _latest(clock, *(clocks[wait] for wait in needed))
+        lane_clocks[own] = (*clock[:own], num_on_lane, *clock[own + 1 :])
+        clocks.append(lane_clocks[own])
+        op = program[line].op
+        ops.append(replace(op, waits=tuple(sorted(needed))) if needed else op)
     return tuple(ops)
 
 
@@ -83,14 +83,16 @@ def _hazards(program: Sequence[Line]) -> list[set[int]]:
     return hazards
 
 
-def _issue_order(program: Sequence[Line], hazards: Sequence[set[int]]) -> list[int]:
+def _issue_order(lanes: Sequence[int], hazards: Sequence[set[int]]) -> list[int]:
     """Merge the lanes: transfers as soon as what they wait for is issued, then one compute op."""
-    queues = {lane: [i for i, line in enumerate(program) if line.op.lane is lane] for lane in Lane}
-    heads = dict.fromkeys(Lane, 0)
+    queues: list[list[int]] = [[] for _ in Lane]
+    for line, lane in enumerate(lanes):
+        queues[lane].append(line)
+    heads = [0] * len(queues)
     issued: list[int] = []
-    is_issued = [False] * len(program)
+    is_issued = [False] * len(lanes)
 
-    def issue(lane: Lane) -> bool:
+    def issue(lane: int) -> bool:
         if heads[lane] == len(queues[lane]):
             return False
         line = queues[lane][heads[lane]]
@@ -101,27 +103,32 @@ def _issue_order(program: Sequence[Line], hazards: Sequence[set[int]]) -> list[i
         issued.append(line)
         return True
 
-    transfers = [lane for lane in Lane if lane is not Lane.COMPUTE]
-    while len(issued) < len(program):
+    compute = list(Lane).index(Lane.COMPUTE)
+    transfers = [lane for lane in range(len(queues)) if lane != compute]
+    while len(issued) < len(lanes):
         while any(issue(lane) for lane in transfers):
             pass
-        issue(Lane.COMPUTE)
+        issue(compute)
     return issued
 
 
 def _reduced(
-    waits: Sequence[int], lane_clock: Clock, ops: Sequence[Op], clocks: Sequence[Clock]
+    waits: Sequence[int],
+    own: int,
+    lane_clock: Clock,
+    lanes: Sequence[int],
+    clocks: Sequence[Clock],
 ) -> list[int]:
     """Leave out waits that the lane's earlier ops or another wait imply."""
-    newest: dict[Lane, int] = {}
+    newest: dict[int, int] = {}
     for wait in waits:
-        lane = ops[wait].lane
-        newest[lane] = max(wait, newest.get(lane, -1))
+        lane = lanes[wait]
+        if lane != own and wait > newest.get(lane, -1):
+            newest[lane] = wait
     needed = []
     for lane, wait in newest.items():
-        index = _LANES.index(lane)
         others = (clocks[other] for other in newest.values() if other != wait)
-        if clocks[wait][index] > _latest(lane_clock, *others)[index]:
+        if clocks[wait][lane] > _latest(lane_clock, *others)[lane]:
             needed.append(wait)
     return needed
 
