@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,8 @@ from finetune.ranks import Ranks
 from finetune.recipe_sections import TrainSection
 from offload.engine.engine import Engine
 from offload.plan.timeline import Timeline
+
+TIMED_S = 4.0  # for steps that are timed beside the first
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,26 +107,35 @@ class Loop:
             name=f"step {number + 1}",
         )
 
-    def rehearse(self, longest: StepShare, typical: StepShare) -> StepRecord:
-        """Run the longest step, then a typical one, and leave no trace in weights or optimizer.
+    def rehearse(self, longest: StepShare, typical: Sequence[StepShare]) -> StepRecord:
+        """Run the longest step, then typical ones, and leave no trace in weights or optimizer.
 
-        Out of memory comes here or not at all.
+        Out of memory comes here or not at all. No step is timed twice: kernels that were made for
+        its shapes, such as the number of tokens of each expert, would be there the second time.
+
+        Args:
+            longest: The step that takes most memory.
+            typical: The first is timed only where it is alone, of the others what time allows.
 
         Returns:
-            The record of the typical step, for calibration.
+            Of the timed steps the one with the median time, for calibration.
         """
         before = [parameter.detach().cpu().clone() for parameter in self._parameters]
-        self._step(
-            typical, lr=0.0, dropout_seed=0, name="the rehearsal"
-        )  # from here on the optimizer has its states
-        self._step(longest, lr=0.0, dropout_seed=0, name="the rehearsal")
-        record = self._step(typical, lr=0.0, dropout_seed=0, name="the rehearsal")
+        self._rehearsed(typical[0])  # from here on the optimizer has its states
+        self._rehearsed(longest)
+        first, *others = typical[1:] or typical
+        records = [self._rehearsed(first)]
+        num_more = int(TIMED_S / max(self._ranks.exchange(records[0].step_s)))
+        records += map(self._rehearsed, others[:num_more])
         with torch.no_grad():
             for parameter, value in zip(self._parameters, before, strict=True):
                 parameter.copy_(value)
         self.publish()
         self.optimizer = self._make_optimizer()
-        return record
+        return sorted(records, key=lambda record: record.step_s)[len(records) // 2]
+
+    def _rehearsed(self, share: StepShare) -> StepRecord:
+        return self._step(share, lr=0.0, dropout_seed=0, name="the rehearsal")
 
     def validation_loss(self, examples: ExampleSet, *, pad_token_id: int) -> float:
         """Return the mean loss over the label tokens of all held-out rows, shared by the ranks."""

@@ -129,7 +129,7 @@ def rehearse(work: Work, session: Session, screen: Screen) -> Plan:
     try:
         record = session.loop.rehearse(
             work.share(work.order.longest_step()),
-            work.share(work.order.step(work.sizes.typical_step)),
+            [work.share(work.order.step(step)) for step in work.sizes.typical_steps],
         )
     except torch.OutOfMemoryError as error:
         raise _too_large(work.plan, error) from error

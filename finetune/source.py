@@ -16,7 +16,7 @@ from finetune.rows import Conversation, read_conversations
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-NUM_STEPS_LOOKED_AT = 50
+NUM_STEPS_LOOKED_AT, NUM_TYPICAL = 50, 6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,14 +115,15 @@ class StepSizes:
     """How large micro-batches are.
 
     Attributes:
-        typical_step: A step whose tokens, padding included, are the median.
-        typical_width: Mean width of its micro-batches, in tokens.
+        typical_steps: A step whose tokens, padding included, are the median, and then those nearest
+            to it by size, larger and smaller ones in turn.
+        typical_width: Mean width of the first one's micro-batches, in tokens.
         label_tokens: Mean number of its tokens with a loss, per micro-batch.
         largest_width: Width of the widest micro-batch of the run.
         most_label_tokens: Most tokens with a loss that a micro-batch can have.
     """
 
-    typical_step: int
+    typical_steps: tuple[int, ...]
     typical_width: int
     label_tokens: int
     largest_width: int
@@ -133,17 +134,24 @@ class StepSizes:
         """Measure the first steps of an order."""
         looked_at = range(min(order.num_steps, NUM_STEPS_LOOKED_AT))
         widths = {step: _widths(order, order.step(step)) for step in looked_at}
-        median = statistics.median_low(sum(step_widths) for step_widths in widths.values())
-        typical = next(step for step in looked_at if sum(widths[step]) == median)
+        by_size = sorted(looked_at, key=lambda step: sum(widths[step]))
+        middle = (len(by_size) - 1) // 2
+        typical = by_size[middle]
         labels_of_rows = [example.num_loss_tokens for example in examples]
         labels = [labels_of_rows[i] for part in order.step(typical) for i in part]
         return cls(
-            typical_step=typical,
+            typical_steps=_outwards(by_size, middle)[:NUM_TYPICAL],
             typical_width=round(statistics.mean(widths[typical])),
             label_tokens=round(sum(labels) / order.num_micro_batches),
             largest_width=max(_widths(order, order.longest_step())),
             most_label_tokens=sum(sorted(labels_of_rows, reverse=True)[: order.micro_batch_size]),
         )
+
+
+def _outwards(ordered: Sequence[int], middle: int) -> tuple[int, ...]:
+    """Return what stands in the middle, then its neighbours on both sides in turn."""
+    places = sorted(range(len(ordered)), key=lambda place: (abs(place - middle), -place))
+    return tuple(ordered[place] for place in places)
 
 
 def _widths(order: BatchOrder, step: Sequence[Sequence[int]]) -> list[int]:

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import offload
 from finetune import adapters
 from finetune.batches import StepShare
 from finetune.checkpoint import RunDir
-from finetune.loop import Loop
+from finetune.loop import Loop, StepRecord
 from finetune.ranks import Ranks
 from finetune.recipe_sections import TrainSection
 from offload.plan.costs import Workload
@@ -87,7 +88,7 @@ def batches(width: int) -> StepShare:
 def test_a_rehearsal_leaves_no_trace() -> None:
     with_rehearsal, parameters = make_loop()
     before = {name: p.detach().clone() for name, p in parameters.items()}
-    with_rehearsal.rehearse(batches(20), batches(8))
+    with_rehearsal.rehearse(batches(20), [batches(8)])
     assert all(torch.equal(p, before[name]) for name, p in parameters.items())
     assert all(p.grad is None for p in parameters.values())
     assert not with_rehearsal.optimizer.state
@@ -124,7 +125,7 @@ def test_a_resume_in_16_bits_continues_to_the_bit(optimizer: Any, tmp_path: Path
     run_dir = RunDir(tmp_path)
     run_dir.checkpoints.mkdir()
     whole, expected = make()
-    whole.rehearse(batches(20), batches(8))
+    whole.rehearse(batches(20), [batches(8)])
     losses = []
     for number in range(4):
         losses.append(whole.step(number, batches(8)).loss)
@@ -146,10 +147,42 @@ def test_a_resume_in_16_bits_continues_to_the_bit(optimizer: Any, tmp_path: Path
 def test_a_rehearsal_in_16_bits_leaves_no_trace_either() -> None:
     loop, parameters = make_loop(dtype=torch.bfloat16, options=WHOLE)
     before = {name: p.detach().clone() for name, p in parameters.items()}
-    loop.rehearse(batches(20), batches(8))
+    loop.rehearse(batches(20), [batches(8)])
     assert all(torch.equal(p, before[name]) for name, p in parameters.items())
     assert all(torch.equal(w, before[name].float()) for name, w in loop.weights.items())
     assert all(w.grad is None for w in loop.weights.values())
+
+
+@pytest.mark.parametrize(
+    ("times_s", "expected_s", "widths"),
+    [
+        ([0.0, 9.0, 0.3, 0.5, 0.1], 0.3, [8, 20, 9, 10, 11]),  # the first is not timed
+        ([0.0, 9.0, 3.0, 1.0], 3.0, [8, 20, 9, 10]),  # there is time for one more
+        ([0.0, 9.0, 5.0], 5.0, [8, 20, 9]),
+    ],
+)
+def test_a_rehearsal_times_other_steps_while_there_is_time(
+    times_s: list[float],
+    expected_s: float,
+    widths: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop, _ = make_loop()
+    record, seen, left_s = loop.step(0, batches(8)), [], list(times_s)
+
+    def run(share: StepShare, **_: object) -> StepRecord:
+        seen.append(share.micro_batches[0]["input_ids"].shape[1])
+        return replace(record, step_s=left_s.pop(0))
+
+    monkeypatch.setattr(loop, "_step", run)
+    found = loop.rehearse(batches(20), [batches(width) for width in (8, 9, 10, 11)])
+    assert found.step_s == expected_s
+    assert seen == widths
+
+
+def test_a_run_of_one_step_is_rehearsed_with_it() -> None:
+    loop, _ = make_loop()
+    assert loop.rehearse(batches(20), [batches(8)]).num_tokens == batches(8).num_tokens
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
