@@ -14,8 +14,9 @@ from finetune.errors import MergeError
 from finetune.merge import Merged, Progress, merge
 from finetune.model import cached_file
 from offload.engine.codecs.codec import codec_named
-from offload.engine.host.mapping import aligned_empty, to_pages
+from offload.engine.host.mapping import aligned_empty
 from offload.plan.codec import CodecName
+from offload.plan.record import to_pages
 
 _SAMPLE_ELEMENTS = 2**22
 

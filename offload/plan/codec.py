@@ -12,32 +12,50 @@ ROUNDING: Mapping[CodecName, float] = {"int8": 7.3e-3, "fp8": 2.7e-2, "nf4": 9.2
 FP8_BLOCK = 256  # weights that share a power of two, of one byte
 INT8_BLOCK = 256  # weights that share a float32
 NF4_BLOCK, NF4_NESTED_BLOCK = 64, 256  # weights that share a scale, scales that share two float32
+MAP_BYTES = 4 * 256  # the values that 8 bits stand for, in float32
 PACKED_BLOCK = 256  # weights that share a range of exponents, of one byte
 PACKED_ESCAPE_EVERY = 256  # room for one escape in so many weights ...
 PACKED_MIN_ESCAPES = 64  # ... and for a few in the smallest tensor
-PACKED_ESCAPE_BYTES = 6  # a position of 4 bytes (tensors under 2**31 weights), and the weight
+PACKED_FAR = 2**31  # weights from which a position takes 8 bytes in place of 4
+CAST_BYTES = 2  # of bf16 and fp16
 
-_BYTES_PER_WEIGHT: dict[CodecName, float] = {
-    "bf16": 2.0,
-    "fp16": 2.0,
-    "fp8": 1 + 1 / FP8_BLOCK,
-    "int8": 1 + 4 / INT8_BLOCK,
-    "nf4": 0.5 + 1 / NF4_BLOCK + 4 / (NF4_BLOCK * NF4_NESTED_BLOCK),
-    "bf16_packed": 1.5 + 1 / PACKED_BLOCK + PACKED_ESCAPE_BYTES / PACKED_ESCAPE_EVERY,
-}
+ALIGN_BYTES = 256  # of each part: what the widest load and every dtype's view ask for
 
 
-def bytes_per_weight(codec: CodecName, dtype_bytes: int) -> float:
-    """Return what a weight of a large tensor takes.
+def aligned(num_bytes: int) -> int:
+    """Round a size up to where the next part may begin."""
+    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
-    A small tensor takes up to 4 KiB more: its parts begin at multiples of 256 bytes, and tables
-    are written beside them.
+
+def part_bytes(codec: CodecName, num_weights: int, dtype_bytes: int) -> tuple[int, ...]:
+    """Return the sizes of what a tensor is written as, part by part.
 
     Args:
         codec: The form.
+        num_weights: Of the tensor.
         dtype_bytes: Bytes of a weight as it computes, which `native` keeps.
     """
-    return float(dtype_bytes) if codec == "native" else _BYTES_PER_WEIGHT[codec]
+    if codec == "native":
+        return (dtype_bytes * num_weights,)
+    if codec == "fp8":
+        return num_weights, -(-num_weights // FP8_BLOCK)
+    if codec == "int8":
+        return num_weights, 4 * -(-num_weights // INT8_BLOCK), MAP_BYTES
+    if codec == "nf4":
+        num_scales = -(-num_weights // NF4_BLOCK)
+        num_nested = -(-num_scales // NF4_NESTED_BLOCK)
+        return -(-num_weights // 2), num_scales, 4 * num_nested, MAP_BYTES, 4
+    if codec == "bf16_packed":
+        num_blocks, room = -(-num_weights // PACKED_BLOCK), num_escapes(num_weights)
+        position_bytes = 4 if num_weights < PACKED_FAR else 8
+        codes_bytes = PACKED_BLOCK // 2 * num_blocks
+        return num_weights, codes_bytes, num_blocks, position_bytes * room, 2 * room
+    return (CAST_BYTES * num_weights,)
+
+
+def num_escapes(num_weights: int) -> int:
+    """Return how many weights of a packed tensor may lie outside of their block's range."""
+    return num_weights and PACKED_MIN_ESCAPES + num_weights // PACKED_ESCAPE_EVERY
 
 
 def is_encoded(codec: CodecName, dtype_bytes: int) -> bool:
@@ -45,7 +63,7 @@ def is_encoded(codec: CodecName, dtype_bytes: int) -> bool:
 
     Weights of two bytes are taken for bfloat16.
     """
-    return codec != "native" and not (codec == "bf16" and dtype_bytes == _BYTES_PER_WEIGHT["bf16"])
+    return codec != "native" and not (codec == "bf16" and dtype_bytes == CAST_BYTES)
 
 
 def decode_workspace_bytes(codec: CodecName) -> int:

@@ -12,11 +12,12 @@ from typing import Literal
 
 from offload.plan.attention_costs import attention_work
 from offload.plan.attention_kinds import SoftmaxAttention
-from offload.plan.codec import CodecName, bytes_per_weight, is_encoded
+from offload.plan.codec import CodecName, is_encoded
 from offload.plan.expert_passes import SWIGLU_PASSES, Way, way_of
 from offload.plan.facts import AdapterSpec, LayerFacts, ModelFacts, adapted_linears
 from offload.plan.machine import Machine
 from offload.plan.parts import Linear
+from offload.plan.record import record_bytes
 from offload.plan.roofline import gemm
 from offload.plan.trained import (
     EMBEDDING,
@@ -90,9 +91,7 @@ class Workload:
 
     def cargo_bytes(self, layer: LayerFacts) -> int:
         """Return what a layer takes while it waits, and what one load moves."""
-        matrices = layer.matrix_parameters
-        others_bytes = (layer.num_parameters - matrices) * self.dtype_bytes
-        return math.ceil(matrices * bytes_per_weight(self.codec, self.dtype_bytes)) + others_bytes
+        return record_bytes(layer, self.codec, self.dtype_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -65,9 +65,17 @@ class LayerFacts:
         return sum(norm.num_features for norm in self.norms)
 
     @property
-    def matrix_parameters(self) -> int:
-        """Parameters that a codec writes: not routers, norms, biases and small others."""
-        return sum(linear.num_weights for linear in self.linears if linear.is_encodable)
+    def matrix_sizes(self) -> tuple[int, ...]:
+        """Elements of each tensor that a codec writes: not routers, norms, biases and others."""
+        return tuple(linear.num_weights for linear in self.linears if linear.is_encodable)
+
+    @property
+    def other_sizes(self) -> tuple[int, ...]:
+        """Elements of each other tensor; what the facts do not tell apart counts as one."""
+        steering = (linear.num_weights for linear in self.linears if not linear.is_encodable)
+        biases = (linear.num_biases for linear in self.linears)
+        normed = (n for norm in self.norms for n in (norm.num_weights, norm.num_biases))
+        return tuple(n for n in (*steering, *biases, *normed, self.num_others) if n)
 
     @property
     def num_parameters(self) -> int:

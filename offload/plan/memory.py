@@ -20,6 +20,7 @@ from offload.plan.facts import (
     adapted_linears,
 )
 from offload.plan.machine import Machine
+from offload.plan.record import record_bytes
 from offload.plan.schedule import NUM_FETCHED, NUM_KEPT
 from offload.plan.trained import (
     adapter_parameters,
@@ -69,8 +70,9 @@ def total_bytes(terms: Iterable[MemoryTerm]) -> int:
 
 
 def layer_weight_bytes(facts: ModelFacts, *, dtype_bytes: int) -> tuple[int, ...]:
-    """Return the bytes of each layer's decoded weights."""
-    return tuple(layer.num_parameters * dtype_bytes for layer in facts.layers)
+    """Return the bytes of each layer's decoded weights, as they lie side by side."""
+    sizes = {layer: record_bytes(layer, "native", dtype_bytes) for layer in set(facts.layers)}
+    return tuple(sizes[layer] for layer in facts.layers)
 
 
 def optimizer_state_bytes(tensor_sizes: Iterable[int], optimizer: Optimizer) -> int:
@@ -165,7 +167,6 @@ def _standing_terms(
     facts: ModelFacts, workload: Workload, num_slots: int
 ) -> tuple[MemoryTerm, ...]:
     b, kinds = workload.dtype_bytes, set(facts.layers)
-    largest = max(layer.num_parameters for layer in kinds)
     slot_bytes = max(workload.cargo_bytes(layer) for layer in kinds)
     gradients = FP32_BYTES * trained_parameters(facts, workload.adapter)
     adapters = FP32_BYTES * adapter_parameters(facts, workload.adapter)
@@ -175,7 +176,8 @@ def _standing_terms(
     states = optimizer_state_bytes(sizes, workload.optimizer)
     decoded, workspace = 0, 0
     if workload.is_encoded:
-        decoded, workspace = largest * b, decode_workspace_bytes(workload.codec)
+        decoded = max(layer_weight_bytes(facts, dtype_bytes=b))
+        workspace = decode_workspace_bytes(workload.codec)
     return (
         MemoryTerm(name=SLOTS, num_bytes=min(num_slots, facts.num_layers) * slot_bytes),
         MemoryTerm(name="decoded layer", num_bytes=decoded),

@@ -9,7 +9,11 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
-from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+)
 
 import offload
 from finetune.adapters import Options, add_lora
@@ -20,10 +24,10 @@ from offload.engine.host.slab import Slab
 from offload.engine.model.encoding import Encoding
 from offload.engine.model.layers import LayeredModel
 from offload.plan.codec import CodecName
-from offload.plan.facts import model_facts
+from offload.plan.facts import AdapterSpec, model_facts
+from offload.plan.fit import Needs
 from offload.plan.schedule import Order
 from tests.parity.test_streamed_step import (
-    EXPERTS,
     MODELS,
     SHAPE,
     assert_equal,
@@ -33,7 +37,7 @@ from tests.parity.test_streamed_step import (
     tiny,
     with_lora,
 )
-from tests.unit.offload.plan.test_plan import WORKLOAD
+from tests.unit.offload.plan.test_plan import CARD, REQUEST, WORKLOAD
 
 LOSSY = [name for name in get_args(CodecName) if name not in ("native", "bf16_packed")]
 M = TypeVar("M", bound=nn.Module)
@@ -147,19 +151,31 @@ def test_norms_biases_routers_and_adapters_stay_as_they_are() -> None:
         assert len(found) == 6
 
 
+PLANNED: dict[str, dict[str, object]] = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96},
+    "phi3": {"pad_token_id": 0},  # few and wide tensors
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},  # biases
+}
+
+
 @pytest.mark.parametrize("codec", get_args(CodecName))
-def test_the_plan_counts_the_bytes_that_are_loaded(codec: CodecName) -> None:
-    shape = {**SHAPE, **EXPERTS, "hidden_size": 256, "moe_intermediate_size": 192}
-    config = Qwen3MoeConfig(**shape)
-    model = Qwen3MoeForCausalLM(config).bfloat16().requires_grad_(False)
+@pytest.mark.parametrize("model_type", PLANNED)
+def test_planned_arenas_are_those_that_the_engine_takes(model_type: str, codec: CodecName) -> None:
+    shape = {**SHAPE, "hidden_size": 128, "intermediate_size": 384, "head_dim": 32}
+    config = AutoConfig.for_model(model_type, **{**shape, **PLANNED[model_type]})
+    model = AutoModelForCausalLM.from_config(config).bfloat16().requires_grad_(False)
     model.lm_head.requires_grad_(True)
     engine = offload.attach(model, num_slots=2, codec=codec, device="cpu")
-    workload = replace(WORKLOAD, codec=codec, dtype_bytes=2)
-    layer = model_facts(config.to_dict()).layers[0]
-    num_fields = len(engine._host.records[0].fields)
-    assert 0 <= engine.layer_bytes[0] - workload.cargo_bytes(layer) <= 4096 * num_fields
-    assert workload.is_encoded == any(engine._freight.decoded_bytes)
+    taken = {arena.name: arena.num_bytes for arena in engine.arenas if arena.num_bytes}
     engine.detach()
+    facts = model_facts(config.to_dict())
+    adapter = AdapterSpec(rank=2, targets=("o_proj",), experts=False)
+    workload = replace(WORKLOAD, codec=codec, dtype_bytes=2, adapter=adapter)
+    request = replace(REQUEST, typical=workload, largest=workload, num_slots=2)
+    needs = Needs.of(facts, replace(CARD, device="cpu"), request)
+    planned = {term.name: term.num_bytes for term in (*needs.device(2), *needs.host(2))}
+    assert taken == {name: planned[name] for name in taken}
+    assert ("decoded layer" in planned) == ("decoded layer" in taken) == workload.is_encoded
 
 
 def test_a_detached_model_has_the_rounded_weights_and_the_rest_untouched() -> None:

@@ -5,11 +5,11 @@ import torch
 from offload.engine.codecs.layout import (
     DEVICE_PIECE,
     HOST_PIECE,
-    Layout,
     blocks,
     blocks_of,
     check_dtype,
     check_finite,
+    layout_of,
     pieces,
 )
 from offload.plan.codec import FP8_BLOCK, CodecName
@@ -38,7 +38,7 @@ class Fp8:
     def num_bytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
         """Return a byte for each weight, and one for each block."""
         check_dtype(self.name, dtype)
-        return _layout(shape.numel()).num_bytes
+        return layout_of(self.name, shape.numel()).num_bytes
 
     def workspace_bytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
         """Return a piece's scales, and on a host the piece twice in float32 and a table."""
@@ -55,7 +55,7 @@ class Fp8:
         check_dtype(self.name, values.dtype)
         flat = values.detach().reshape(-1)
         check_finite(self.name, flat)
-        quants, exponents = _layout(flat.numel()).split_to_write(encoded)
+        quants, exponents = layout_of(self.name, flat.numel()).split_to_write(encoded)
         # what e4m3 rounds up to would be infinite: the largest number of 4 bits in the dtype
         largest = 1.875 * 2.0 ** (15 if values.dtype is torch.float16 else 127)
         for piece in pieces(flat.numel(), flat.device):
@@ -71,16 +71,12 @@ class Fp8:
     def decode(self, encoded: torch.Tensor, values: torch.Tensor) -> None:
         """Widen, then scale in place."""
         flat = values.view(-1)
-        quants, exponents = _layout(flat.numel()).split(encoded)
+        quants, exponents = layout_of(self.name, flat.numel()).split(encoded)
         for piece in pieces(flat.numel(), flat.device):
             for part, shape in blocks(piece, FP8_BLOCK):
                 _widen(quants[part], flat[part])
                 scales = _power(exponents[blocks_of(part, FP8_BLOCK)])
                 flat[part].view(shape).mul_(scales[:, None])
-
-
-def _layout(num_weights: int) -> Layout:
-    return Layout((num_weights, -(-num_weights // FP8_BLOCK)))
 
 
 def _widen(quants: torch.Tensor, out: torch.Tensor) -> None:

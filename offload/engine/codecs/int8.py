@@ -4,15 +4,13 @@ import torch
 
 from offload.engine.codecs.layout import (
     HOST_PIECE,
-    Layout,
     blocks_of,
     check_dtype,
     check_finite,
+    layout_of,
     pieces,
 )
 from offload.plan.codec import INT8_BLOCK, CodecName
-
-_MAP_BYTES = 4 * 256
 
 
 class Int8:
@@ -32,7 +30,7 @@ class Int8:
     def num_bytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
         """Return a byte for each weight, four for each block, and the map."""
         check_dtype(self.name, dtype)
-        return _layout(shape.numel()).num_bytes
+        return layout_of(self.name, shape.numel()).num_bytes
 
     def workspace_bytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
         """Return a piece on a host; on a device the kernel writes in place."""
@@ -49,7 +47,7 @@ class Int8:
         check_dtype(self.name, values.dtype)
         flat = values.detach().reshape(-1)
         check_finite(self.name, flat)
-        quants, scales, table = _layout(flat.numel()).split_to_write(encoded)
+        quants, scales, table = layout_of(self.name, flat.numel()).split_to_write(encoded)
         code = table.view(torch.float32)
         code.copy_(create_linear_map())
         check_stream(flat)
@@ -63,7 +61,7 @@ class Int8:
         import bitsandbytes  # noqa: F401  (registers its operators)
 
         flat = values.view(-1)
-        quants, scales, table = _layout(flat.numel()).split(encoded)
+        quants, scales, table = layout_of(self.name, flat.numel()).split(encoded)
         code = table.view(torch.float32)
         operator = torch.ops.bitsandbytes.dequantize_blockwise
         for piece in pieces(flat.numel(), flat.device):
@@ -79,7 +77,3 @@ def check_stream(values: torch.Tensor) -> None:
     """Assert that what bitsandbytes quantises is in order with it: it takes the default stream."""
     if values.is_cuda:
         assert torch.cuda.current_stream(values.device) == torch.cuda.default_stream(values.device)
-
-
-def _layout(num_weights: int) -> Layout:
-    return Layout((num_weights, 4 * -(-num_weights // INT8_BLOCK), _MAP_BYTES))

@@ -7,9 +7,8 @@ from itertools import accumulate
 import torch
 
 from offload.errors import CodecError
-from offload.plan.codec import CodecName
+from offload.plan.codec import CodecName, aligned, part_bytes
 
-ALIGN_BYTES = 256  # of each part: what the widest load and every dtype's view ask for
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HOST_PIECE = 2**20  # weights: temporaries of a few MB, and enough work for the cores
 DEVICE_PIECE = 2**26  # weights: launches cost nothing beside the work
@@ -28,13 +27,13 @@ class Layout:
     @property
     def num_bytes(self) -> int:
         """The size of all parts and of what lies between them."""
-        return sum(map(_aligned, self.sizes))
+        return sum(map(aligned, self.sizes))
 
     def split(self, encoded: torch.Tensor) -> list[torch.Tensor]:
         """Return the parts, as views."""
         assert encoded.dtype is torch.uint8, encoded.dtype
         assert encoded.shape == (self.num_bytes,), (encoded.shape, self.num_bytes)
-        ends = accumulate(map(_aligned, self.sizes), initial=0)
+        ends = accumulate(map(aligned, self.sizes), initial=0)
         return [
             encoded[start : start + size] for start, size in zip(ends, self.sizes, strict=False)
         ]
@@ -43,13 +42,14 @@ class Layout:
         """Return the parts, and write zeros between them: equal weights, equal bytes."""
         start = 0
         for size in self.sizes:
-            encoded[start + size : start + _aligned(size)].zero_()
-            start += _aligned(size)
+            encoded[start + size : start + aligned(size)].zero_()
+            start += aligned(size)
         return self.split(encoded)
 
 
-def _aligned(size: int) -> int:
-    return -(-size // ALIGN_BYTES) * ALIGN_BYTES
+def layout_of(codec: CodecName, num_weights: int) -> Layout:
+    """Return the parts of a tensor that a codec writes in parts."""
+    return Layout(part_bytes(codec, num_weights, dtype_bytes=0))
 
 
 def pieces(num_weights: int, device: torch.device) -> Iterator[slice]:

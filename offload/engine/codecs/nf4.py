@@ -6,15 +6,13 @@ from offload.engine.codecs.int8 import check_stream
 from offload.engine.codecs.layout import (
     DEVICE_PIECE,
     HOST_PIECE,
-    Layout,
     blocks_of,
     check_dtype,
     check_finite,
+    layout_of,
     pieces,
 )
 from offload.plan.codec import NF4_BLOCK, NF4_NESTED_BLOCK, CodecName
-
-_MAP_BYTES = 4 * 256
 
 
 class Nf4:
@@ -36,7 +34,7 @@ class Nf4:
     def num_bytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
         """Return half a byte for each weight, one for each block, and what scales those."""
         check_dtype(self.name, dtype)
-        return _layout(shape.numel()).num_bytes
+        return layout_of(self.name, shape.numel()).num_bytes
 
     def workspace_bytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
         """Return a piece's scales in float32, and on a host the piece."""
@@ -56,7 +54,9 @@ class Nf4:
         check_dtype(self.name, values.dtype)
         flat = values.detach().reshape(-1)
         check_finite(self.name, flat)
-        packed, quants, nested, table, offset = _layout(flat.numel()).split_to_write(encoded)
+        packed, quants, nested, table, offset = layout_of(self.name, flat.numel()).split_to_write(
+            encoded
+        )
         code = table.view(torch.float32)
         code.copy_(create_dynamic_map())
         absmax = flat.new_empty(quants.numel(), dtype=torch.float32)
@@ -79,7 +79,7 @@ class Nf4:
         import bitsandbytes  # noqa: F401  (registers its operators)
 
         flat = values.view(-1)
-        packed, quants, nested, table, offset = _layout(flat.numel()).split(encoded)
+        packed, quants, nested, table, offset = layout_of(self.name, flat.numel()).split(encoded)
         code, mean = table.view(torch.float32), offset.view(torch.float32)
         for piece in pieces(flat.numel(), flat.device):
             scales = blocks_of(piece, NF4_BLOCK)
@@ -92,12 +92,6 @@ class Nf4:
             )
             _decode_piece(packed[blocks_of(piece, 2)], absmax.add_(mean), flat[piece])
             del absmax  # or it would stand beside the next one
-
-
-def _layout(num_weights: int) -> Layout:
-    num_scales = -(-num_weights // NF4_BLOCK)
-    num_nested = -(-num_scales // NF4_NESTED_BLOCK)
-    return Layout((-(-num_weights // 2), num_scales, 4 * num_nested, _MAP_BYTES, 4))
 
 
 def _quantize(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

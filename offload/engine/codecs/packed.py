@@ -30,14 +30,9 @@ from importlib.util import find_spec
 import torch
 import torch.nn.functional as F
 
-from offload.engine.codecs.layout import Layout, blocks, blocks_of, check_dtype
+from offload.engine.codecs.layout import blocks, blocks_of, check_dtype, layout_of
 from offload.errors import CodecError
-from offload.plan.codec import (
-    PACKED_BLOCK,
-    PACKED_ESCAPE_EVERY,
-    PACKED_MIN_ESCAPES,
-    CodecName,
-)
+from offload.plan.codec import PACKED_BLOCK, PACKED_FAR, CodecName
 
 _NUM_CODES = 14
 _ESCAPE = 15
@@ -55,7 +50,7 @@ class Bf16Packed:
     def num_bytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
         """Return about 1.53 bytes for each weight."""
         check_dtype(self.name, dtype, (torch.bfloat16,))
-        return _layout(shape.numel()).num_bytes
+        return layout_of(self.name, shape.numel()).num_bytes
 
     def workspace_bytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
         """Return the temporaries of a piece."""
@@ -69,7 +64,7 @@ class Bf16Packed:
         """
         check_dtype(self.name, values.dtype, (torch.bfloat16,))
         flat = values.detach().reshape(-1).view(torch.int16)
-        _layout(flat.numel()).split_to_write(encoded)
+        layout_of(self.name, flat.numel()).split_to_write(encoded)
         low, codes, tops, positions, escaped = split(encoded, flat.numel())
         num_found, room = 0, escaped.numel()
         for part, (rows, columns) in _parts(flat.numel()):
@@ -121,24 +116,9 @@ def _has_triton() -> bool:
 
 def split(encoded: torch.Tensor, num_weights: int) -> tuple[torch.Tensor, ...]:
     """Return the parts of an encoded tensor, each in its dtype."""
-    low, codes, tops, positions, escaped = _layout(num_weights).split(encoded)
-    at = positions.view(_position_dtype(num_weights))
+    low, codes, tops, positions, escaped = layout_of("bf16_packed", num_weights).split(encoded)
+    at = positions.view(torch.int32 if num_weights < PACKED_FAR else torch.int64)
     return low, codes, tops, at, escaped.view(torch.int16)
-
-
-def num_escapes(num_weights: int) -> int:
-    """Return how many weights of a tensor may lie outside of their block's range."""
-    return num_weights and PACKED_MIN_ESCAPES + num_weights // PACKED_ESCAPE_EVERY
-
-
-def _position_dtype(num_weights: int) -> torch.dtype:
-    return torch.int32 if num_weights < 2**31 else torch.int64
-
-
-def _layout(num_weights: int) -> Layout:
-    num_blocks, room = -(-num_weights // PACKED_BLOCK), num_escapes(num_weights)
-    position_bytes = _position_dtype(num_weights).itemsize
-    return Layout((num_weights, _HALF * num_blocks, num_blocks, position_bytes * room, 2 * room))
 
 
 def _parts(num_weights: int) -> Iterator[tuple[slice, tuple[int, int]]]:

@@ -6,13 +6,6 @@ import warnings
 
 import torch
 
-PAGE_BYTES = 4096
-
-
-def to_pages(num_bytes: int) -> int:
-    """Round a size up to whole pages."""
-    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
-
 
 def aligned_empty(num_bytes: int) -> torch.Tensor:
     """Return page-aligned memory, uint8 (num_bytes,), whose pages take room as they are touched.

@@ -22,10 +22,11 @@ import torch
 
 from offload.capacity import free_host_bytes
 from offload.engine.host.cudart import CudaRuntime, loaded_runtime_path
-from offload.engine.host.mapping import aligned_empty, to_pages
+from offload.engine.host.mapping import aligned_empty
 from offload.engine.host.rehearsal import rehearse_lock
 from offload.errors import TransferError
 from offload.plan.machine import GIB
+from offload.plan.record import to_pages
 from offload.plan.schedule import NUM_STAGING, PIECE_BYTES
 
 _START_S = 30.0  # a child's start, its CUDA context, and a first GiB

@@ -16,8 +16,9 @@ from typing import Literal, TypeVar
 
 import torch
 
-from offload.engine.host.mapping import PAGE_BYTES, aligned_empty
+from offload.engine.host.mapping import aligned_empty
 from offload.errors import OffloadError, TransferError
+from offload.plan.record import PAGE_BYTES
 
 QUEUE_DEPTH = 8
 READ_BYTES = 8 * 2**20

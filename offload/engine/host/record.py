@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 from offload.engine.codecs.codec import NATIVE, Codec
-from offload.engine.host.mapping import to_pages
 from offload.errors import OffloadError
-
-_ALIGN_BYTES = 256
+from offload.plan.codec import aligned
+from offload.plan.record import to_pages
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,8 +100,8 @@ def lay_out(parameters: Sequence[nn.Parameter], codecs: Sequence[Codec] | None =
                 decoded_offset=decoded_offset,
             )
         )
-        offset += _aligned(num_bytes)
-        decoded_offset += _aligned(parameter.numel() * parameter.element_size())
+        offset += aligned(num_bytes)
+        decoded_offset += aligned(parameter.numel() * parameter.element_size())
     is_encoded = any(field.codec is not NATIVE for field in fields)
     return Record(
         fields=tuple(fields),
@@ -174,7 +173,3 @@ def digest(records: Sequence[Record]) -> str:
         for record in records
     ]
     return hashlib.sha256(repr(places).encode()).hexdigest()
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES

@@ -28,12 +28,13 @@ from torch import nn
 
 from offload.engine.codecs.codec import NATIVE, codec_named
 from offload.engine.host.cargo import Copy
-from offload.engine.host.mapping import PAGE_BYTES, aligned_empty, map_file, to_pages
+from offload.engine.host.mapping import aligned_empty, map_file
 from offload.engine.host.reads import QUEUE_DEPTH, READ_BYTES, FileReader
 from offload.engine.host.record import Field, Record, adopt, stand_in
 from offload.engine.host.slab import Slab
 from offload.errors import StoreError, TransferError
 from offload.plan.codec import CodecName
+from offload.plan.record import PAGE_BYTES, to_pages
 
 FORMAT = 2
 MAGIC = b"sluice store\n"

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from offload.engine.codecs.codec import NATIVE
-from offload.engine.host.mapping import PAGE_BYTES, aligned_empty
+from offload.engine.host.mapping import aligned_empty
 from offload.engine.host.record import Field, Record, lay_out, stand_in
 from offload.engine.host.slab import write
 from offload.engine.host.store import (
@@ -29,6 +29,7 @@ from offload.engine.host.store import (
 )
 from offload.errors import TransferError
 from offload.plan.machine import GIB
+from offload.plan.record import PAGE_BYTES
 
 _DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

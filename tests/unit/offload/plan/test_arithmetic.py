@@ -11,6 +11,7 @@ from offload.plan.costs import Workload, price
 from offload.plan.facts import AdapterSpec, ModelFacts, model_facts
 from offload.plan.machine import GIB, Machine, Rate, named_machine
 from offload.plan.memory import MemoryTerm, activation_bytes, full_training_terms, total_bytes
+from offload.plan.record import to_pages
 from offload.plan.roofline import (
     all_gather_bytes,
     attention_flops,
@@ -263,7 +264,7 @@ def test_the_load_of_a_qwen_30b_layer_on_a_5090() -> None:
     assert RTX_5090.h2d_bytes_per_s == Rate(value=64e9, source="given")
     costs = price(QWEN_30B, RTX_5090, QWEN_WORKLOAD)
     assert costs.load_s(0) == pytest.approx(19.46 * MS, rel=WITHIN)
-    assert costs.layers[0].weight_bytes == BF16 * layer.num_parameters
+    assert costs.layers[0].weight_bytes == to_pages(BF16 * layer.num_parameters)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from offload.plan.memory import (
     recorded_bytes,
     total_bytes,
 )
+from offload.plan.record import to_pages
 from offload.plan.trained import adapter_tensor_sizes
 
 WITHIN = 0.01
@@ -294,7 +295,7 @@ def host(machine: Machine, **changes: int) -> tuple[MemoryTerm, ...]:
 
 def test_the_slab_holds_exactly_the_weights_of_all_layers() -> None:
     terms = by_name(host(named_machine("rtx5090"), num_workers=2))
-    assert terms["slab"] == sum(2 * layer.num_parameters for layer in QWEN_30B.layers)
+    assert terms["slab"] == sum(to_pages(2 * x.num_parameters) for x in QWEN_30B.layers)
     assert "staging" not in terms
 
 

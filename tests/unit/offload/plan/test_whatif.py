@@ -7,7 +7,8 @@ from offload.plan.facts import AdapterSpec, ModelFacts, model_facts
 from offload.plan.machine import GIB, named_machine
 from offload.plan.option import Figures, Option, figures_of, plan_anyway
 from offload.plan.plan import Plan, PlanRequest, plan
-from offload.plan.roofline import all_gather_bytes, tensor_parallel_bytes
+from offload.plan.record import record_bytes
+from offload.plan.roofline import tensor_parallel_bytes
 from offload.plan.trained import trained_parameters
 from offload.plan.whatif import what_if
 
@@ -228,7 +229,7 @@ def test_training_all_weights_takes_16_bytes_for_each_and_does_not_fit() -> None
 @pytest.mark.parametrize("num_cards", [2, 4])
 def test_sharding_gathers_what_a_card_has_not_for_every_micro_batch(num_cards: int) -> None:
     made = planned(num_micro_batches=8)
-    layer = all_gather_bytes(num_parameters=MOE.layers[0].num_parameters, dtype_bytes=2)
+    layer = record_bytes(MOE.layers[0], "native", 2)
     missing_frac = (num_cards - 1) / num_cards
     micro_batches = 8 // num_cards
     gathered = 2 * micro_batches * 8 * missing_frac * layer

@@ -19,8 +19,9 @@ from offload.plan.codec import (
     NF4_BLOCK,
     NF4_NESTED_BLOCK,
     CodecName,
-    bytes_per_weight,
+    aligned,
     decode_workspace_bytes,
+    part_bytes,
 )
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -37,6 +38,14 @@ EXACT = [("native", dtype) for dtype in DTYPES] + [
     ("fp16", torch.float16),
 ]
 SHAPES = [(), (0,), (1,), (7,), (64,), (257,), (3, 100), (5, 0, 2), (4, 33, 65), (2**20 + 301,)]
+BYTES_PER_WEIGHT: dict[CodecName, float] = {  # of large tensors; native has that of the dtype
+    "bf16": 2,
+    "fp16": 2,
+    "fp8": 1 + 1 / 256,
+    "int8": 1 + 4 / 256,
+    "nf4": 0.51587,
+    "bf16_packed": 2 * 0.76367,
+}
 EXPERTS = torch.Size([128, 1536, 2048])  # gate_up_proj of a layer of Qwen3-30B-A3B
 SPECIAL = {
     torch.bfloat16: [0x7FC1, 0xFFFF, 0x7F80, 0xFF80, 0x0001, 0x807F, 0x8000, 0x7F7F, 0x0080],
@@ -73,7 +82,7 @@ def test_every_byte_is_written_and_equal_weights_give_equal_bytes(
     codec, values = codec_named(name), normal(shape, dtype)
     first = encoded(codec, values, garbage=0)
     assert torch.equal(first, encoded(codec, values, garbage=255))
-    assert first.numel() <= values.numel() * bytes_per_weight(name, dtype.itemsize) + 4096
+    assert first.numel() <= values.numel() * BYTES_PER_WEIGHT.get(name, dtype.itemsize) + 4096
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -207,16 +216,24 @@ def test_packed_bf16_takes_only_bf16() -> None:
 
 
 @pytest.mark.parametrize(("name", "dtype"), PAIRS)
-def test_the_plan_knows_what_a_weight_takes(name: CodecName, dtype: torch.dtype) -> None:
+def test_a_weight_of_a_large_tensor_takes_what_is_published(
+    name: CodecName, dtype: torch.dtype
+) -> None:
     num_bytes = codec_named(name).num_bytes(EXPERTS, dtype)
     assert num_bytes / EXPERTS.numel() == pytest.approx(
-        bytes_per_weight(name, dtype.itemsize), rel=1e-5
+        BYTES_PER_WEIGHT.get(name, dtype.itemsize), rel=1e-5
     )
 
 
-def test_the_plan_has_the_ratios_that_are_published() -> None:
-    assert bytes_per_weight("nf4", 2) == pytest.approx(0.51587, abs=1e-5)
-    assert bytes_per_weight("bf16_packed", 2) / 2 == pytest.approx(0.7637, abs=1e-4)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("name", "dtype"), PAIRS)
+def test_the_plan_knows_what_a_tensor_takes(
+    name: CodecName, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    size = torch.Size(shape)
+    num_bytes = codec_named(name).num_bytes(size, dtype)
+    planned = sum(map(aligned, part_bytes(name, size.numel(), dtype.itemsize)))
+    assert aligned(num_bytes) == planned
 
 
 def peak_bytes(work: Callable[[], None]) -> int:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from offload.engine.codecs.codec import NF4
-from offload.engine.codecs.nf4 import _layout
+from offload.engine.codecs.layout import layout_of
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES = [(2,), (64,), (130,), (3, 100), (4, 33, 66), (2**20 + 1000, 2)]  # the last: in pieces
@@ -33,7 +33,7 @@ def written(values: torch.Tensor) -> torch.Tensor:
     packed, state = by_bitsandbytes(values)
     encoded = buffer(values)
     parts = (packed, state.absmax, state.state2.absmax, state.state2.code, state.offset)
-    targets = _layout(values.numel()).split_to_write(encoded)
+    targets = layout_of("nf4", values.numel()).split_to_write(encoded)
     for target, part in zip(targets, parts, strict=True):
         target.copy_(part.reshape(-1).view(torch.uint8))
     return encoded

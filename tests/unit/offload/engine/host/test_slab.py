@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
-from offload.engine.host.mapping import PAGE_BYTES, aligned_empty, trim_heap
+from offload.engine.host.mapping import aligned_empty, trim_heap
 from offload.engine.host.record import lay_out
 from offload.engine.host.slab import Slab, SlabHandle, give_back
 from offload.errors import OffloadError
+from offload.plan.record import PAGE_BYTES
 
 ROOT = Path(__file__).parents[5]
 MIB = 2**20

@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from offload.engine.codecs.codec import NATIVE, codec_named
-from offload.engine.host.mapping import PAGE_BYTES, aligned_empty
+from offload.engine.host.mapping import aligned_empty
 from offload.engine.host.reads import FileReader
 from offload.engine.host.record import lay_out
 from offload.engine.host.slab import Slab
 from offload.engine.host.store import FORMAT, MAGIC, Store
 from offload.engine.host.store_writer import StoreWriter, sole_builder
 from offload.errors import OffloadError, StoreError, TransferError
+from offload.plan.record import PAGE_BYTES
 
 IDENTITY = {"files": [["model.safetensors", 10, 20]], "dtype": "float32", "codec": "native"}
 SHAPES = ((3, 4), (5000,), (2, 3, 7))
