@@ -12,7 +12,7 @@ from offload.plan.codec import EXACT_CODECS, ROUNDING, CodecName
 from offload.plan.facts import ModelFacts
 from offload.plan.machine import GIB, Machine
 from offload.plan.memory import (
-    SLAB,
+    STAGING,
     STASH,
     MemoryTerm,
     device_terms,
@@ -113,10 +113,7 @@ class Needs:
     @property
     def is_staged(self) -> bool:
         """Whether loads pass a ring of page-locked buffers: not all of the slab can be locked."""
-        request, host = self.request, self.host(MIN_SLOTS)
-        locked = request.num_slabs * _size(host, SLAB) + request.num_ranks * _size(host, STASH)
-        is_short = request.is_on_disk or locked > self.machine.pinned_bytes
-        return self.machine.device == "cuda" and is_short
+        return bool(_size(self.host(MIN_SLOTS), STAGING))
 
     def shortages(self, num_slots: int) -> tuple[Shortage, ...]:
         """Return each memory that is too small; on a CPU there is only one memory."""

@@ -21,7 +21,7 @@ from offload.plan.facts import (
 )
 from offload.plan.machine import Machine
 from offload.plan.record import record_bytes
-from offload.plan.schedule import NUM_FETCHED, NUM_KEPT
+from offload.plan.schedule import NUM_FETCHED, NUM_KEPT, NUM_STAGING, PIECE_BYTES
 from offload.plan.trained import (
     adapter_parameters,
     module_tensor_sizes,
@@ -38,7 +38,8 @@ from offload.plan.visit_memory import (
 MIB = 2**20
 
 # Terms that are asked for by name.
-SLAB, STASH, DATA_WORKERS = "slab", "stashed layer inputs", "data workers"
+SLAB, STASH, STAGING = "slab", "stashed layer inputs", "staging"
+DATA_WORKERS = "data workers"
 CONTEXT, FRAGMENTATION, OTHER_RANKS = "context", "fragmentation", "other ranks"
 SLOTS, CUBLAS = "slots", "cuBLAS workspaces"
 
@@ -340,12 +341,15 @@ def host_terms(
     cargo_bytes = sum(num * workload.cargo_bytes(layer) for layer, num in kinds.items())
     largest = max(layer.num_parameters for layer in kinds)
     slab, is_cuda = cargo_bytes if num_slabs else 0, machine.device == "cuda"
+    stash = (facts.num_layers - 1) * num_stashed * input_bytes(facts, workload)
+    is_short = num_slabs * slab + num_ranks * stash > machine.pinned_bytes
+    staging = 0
+    if is_cuda and (is_short or not num_slabs):  # loads pass a ring that can be page-locked
+        staging = NUM_STAGING * min(max(map(workload.cargo_bytes, kinds)), PIECE_BYTES)
     terms = (
         MemoryTerm(name=SLAB, num_bytes=slab),
-        MemoryTerm(
-            name=STASH,
-            num_bytes=(facts.num_layers - 1) * num_stashed * input_bytes(facts, workload),
-        ),
+        MemoryTerm(name=STASH, num_bytes=stash),
+        MemoryTerm(name=STAGING, num_bytes=staging),
         MemoryTerm(name="loading", num_bytes=LOADING_LAYERS * largest * workload.dtype_bytes),
         MemoryTerm(name=DATA_WORKERS, num_bytes=num_workers * WORKER_BYTES),
         MemoryTerm(name="process", num_bytes=CUDA_PROCESS_BYTES if is_cuda else 0),

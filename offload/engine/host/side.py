@@ -29,7 +29,7 @@ from offload.engine.host.store import Store
 from offload.engine.host.store_writer import StoreWriter
 from offload.engine.meter import Arena
 from offload.errors import OffloadError
-from offload.plan.memory import SLAB
+from offload.plan.memory import SLAB, STAGING
 from offload.plan.schedule import NUM_STAGING, PIECE_BYTES
 
 Tier = Literal["ram", "disk"]
@@ -113,7 +113,7 @@ class HostSide:
     def arenas(self) -> tuple[Arena, ...]:
         """What is taken on the host for layers, and for what they pass on their way."""
         slab = [self._hold.memory] if isinstance(self._hold, Slab) else []
-        return (Arena(name=SLAB, blocks=slab), Arena(name="staging", blocks=self.staging))
+        return (Arena(name=SLAB, blocks=slab), Arena(name=STAGING, blocks=self.staging))
 
     @property
     def is_staged(self) -> bool:

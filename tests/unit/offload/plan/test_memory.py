@@ -324,7 +324,7 @@ def test_stashed_inputs_leave_those_of_four_layers_on_the_device_and_the_rest_on
 
 
 def test_each_further_rank_has_a_slab_workers_and_a_process_of_its_own() -> None:
-    gpu = named_machine("rtx5090")
+    gpu = replace(named_machine("rtx5090"), pinned_bytes=10**12)
     alone = total_bytes(host(gpu, num_workers=2))
     assert by_name(host(gpu, num_workers=2, num_ranks=3))["other ranks"] == 2 * alone
     cpu = replace(gpu, device="cpu")

@@ -8,6 +8,7 @@ from offload.plan.facts import AdapterSpec, model_facts
 from offload.plan.machine import GIB, Rate, named_machine
 from offload.plan.op import Kind
 from offload.plan.plan import PlanRequest, calibrate, plan, with_costs
+from offload.plan.schedule import NUM_STAGING, PIECE_BYTES
 from offload.plan.simulate import simulate
 
 FACTS = model_facts(
@@ -118,8 +119,19 @@ def test_layers_that_cannot_be_page_locked_pass_a_ring_of_buffers_which_is_price
     assert not locked.schedule.is_staged
     assert staged.schedule.num_loads == locked.schedule.num_loads
     slow = replace(wsl, host_memory_bytes_per_s=Rate(value=2e9, source="assumed"))
+    ring = {term.name: term.num_bytes for term in staged.host_memory}["staging"]
+    assert ring == NUM_STAGING * PIECE_BYTES
+    assert ring == staged.host_bytes - locked.host_bytes
     late = plan(FACTS, slow, replace(REQUEST, num_slots=2, num_micro_batches=1))
     assert late.step_s > staged.step_s >= locked.step_s
+
+
+def test_layers_on_disk_pass_buffers_on_a_card_and_none_on_a_cpu() -> None:
+    request = replace(REQUEST, num_slots=2, num_micro_batches=1, is_on_disk=True)
+    for machine, num_bytes in ((CARD, NUM_STAGING * PIECE_BYTES), (replace(CARD, device="cpu"), 0)):
+        found = {term.name: term.num_bytes for term in plan(FACTS, machine, request).host_memory}
+        assert found.get("staging", 0) == num_bytes
+        assert "slab" not in found
 
 
 def test_layer_inputs_that_cannot_be_page_locked_do_not_fit() -> None:
@@ -217,7 +229,10 @@ def test_ranks_that_share_a_slab_hold_and_lock_it_once() -> None:
     machine = replace(CARD, ram_bytes=needed, pinned_bytes=slab_bytes)
     assert plan(FACTS, machine, shared).host_bytes == needed
     assert not plan(FACTS, machine, shared).schedule.is_staged
-    assert plan(FACTS, replace(machine, pinned_bytes=slab_bytes - 1), shared).schedule.is_staged
+    ring_bytes = 4 * NUM_STAGING * PIECE_BYTES
+    short = replace(machine, pinned_bytes=slab_bytes - 1, ram_bytes=needed + ring_bytes)
+    assert plan(FACTS, short, shared).schedule.is_staged
+    assert plan(FACTS, short, shared).host_bytes == needed + ring_bytes
 
 
 def test_ranks_on_a_cpu_compute_in_one_memory() -> None:
@@ -232,8 +247,8 @@ def test_ranks_on_a_cpu_compute_in_one_memory() -> None:
     assert plan(FACTS, replace(cpu, ram_bytes=needed), found.request).num_slots == 4
 
 
-def test_layers_on_disk_take_no_host_memory() -> None:
+def test_layers_on_disk_take_no_host_memory_but_buffers() -> None:
     in_ram = plan(FACTS, CARD, replace(REQUEST, num_slots=2))
     on_disk = plan(FACTS, CARD, replace(REQUEST, num_slots=2, is_on_disk=True))
     cargo = sum(layer.weight_bytes for layer in in_ram.costs.layers)
-    assert in_ram.host_bytes - on_disk.host_bytes == cargo
+    assert in_ram.host_bytes - on_disk.host_bytes == cargo - NUM_STAGING * PIECE_BYTES
