@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Literal
 
 from offload.capacity import cuda_context_bytes, free_host_bytes, pinned_bytes, resident_bytes
 from offload.errors import MachineError
-from offload.plan.costs import FP32_BYTES, NORM_FP32_PASSES
+from offload.plan.costs import NORM_FP32_PASSES
 from offload.plan.expert_passes import SWIGLU_PASSES
 from offload.plan.machine import Machine, Rate, assumed_implementation
+from offload.plan.parts import FP32_BYTES
 
 if TYPE_CHECKING:
     import torch

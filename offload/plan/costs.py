@@ -16,7 +16,8 @@ from offload.plan.codec import CodecName, is_encoded
 from offload.plan.expert_passes import SWIGLU_PASSES, Way, way_of
 from offload.plan.facts import AdapterSpec, LayerFacts, ModelFacts, adapted_linears
 from offload.plan.machine import Machine
-from offload.plan.parts import Linear
+from offload.plan.optimizer import Optimizer, update_work
+from offload.plan.parts import FP32_BYTES, Linear
 from offload.plan.record import record_bytes
 from offload.plan.roofline import gemm
 from offload.plan.trained import (
@@ -26,16 +27,13 @@ from offload.plan.trained import (
     layer_module_sizes,
     module_parameters,
     outer_module_sizes,
-    trained_parameters,
-    trained_tensor_sizes,
+    trained_tensor_shapes,
     whole_linears,
 )
 from offload.plan.work import Bound, Work
 
 Grade = Literal["spec", "probed", "calibrated"]
-Optimizer = Literal["adamw", "adamw_8bit"]
 
-FP32_BYTES = 4
 # Passes of fp32 over a normed feature (square, mean, scale, weight) and casts to and from fp32.
 NORM_FP32_PASSES, NORM_CASTS, NORM_OPS = 5, 2, 7
 ROTARY_PASSES, ROTARY_OPS = 10, 10
@@ -48,10 +46,6 @@ DORA_WEIGHT_PASSES, DORA_OUTPUT_PASSES, DORA_OPS = 9, 8, 14
 EXPERT_LORA_OPS, EXPERT_LORA_PRODUCTS = 5, 2
 FLASH_BACKWARD_FORWARDS = 2.5
 FRONT_OPS, TAIL_OPS, TAIL_LOGIT_PASSES = 60, 40, 9
-# Clipping (3 passes of fp32) and AdamW, unfused (20) or in 8 bit (3 and two bytes of state twice).
-ADAMW_BYTES_PER_WEIGHT = {"adamw": 92, "adamw_8bit": 28}
-ADAMW_OPS = 14
-CUDA_TENSORS_PER_FOREACH = 100
 H2D_LATENCY_S = 2e-5
 
 
@@ -354,14 +348,12 @@ def _front_backward(at: Pricer) -> Work:
 
 
 def _optimizer(at: Pricer) -> Work:
-    spec = at.workload.adapter
-    num_tensors = len(trained_tensor_sizes(at.facts, spec))
-    if at.machine.device == "cuda" and at.workload.optimizer == "adamw":
-        num_tensors = math.ceil(num_tensors / CUDA_TENSORS_PER_FOREACH)
-    num_bytes = trained_parameters(at.facts, spec) * ADAMW_BYTES_PER_WEIGHT[at.workload.optimizer]
-    if at.workload.dtype_bytes != FP32_BYTES:  # the copies that compute are written from fp32
-        num_bytes += module_parameters(at.facts, spec) * (FP32_BYTES + at.workload.dtype_bytes)
-    return at.traffic(num_bytes, num_ops=ADAMW_OPS * num_tensors)
+    spec, shapes = at.workload.adapter, trained_tensor_shapes(at.facts, at.workload.adapter)
+    update = update_work(at.machine, shapes, at.workload.optimizer)
+    if at.workload.dtype_bytes == FP32_BYTES:
+        return update
+    copied = module_parameters(at.facts, spec) * (FP32_BYTES + at.workload.dtype_bytes)
+    return update + at.traffic(copied, num_ops=0)  # copies that compute are written from fp32
 
 
 def price(

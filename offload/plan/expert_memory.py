@@ -4,10 +4,9 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-from offload.plan.costs import FP32_BYTES
 from offload.plan.facts import AdapterSpec
 from offload.plan.machine import ExpertsImplementation
-from offload.plan.parts import Linear, Reads
+from offload.plan.parts import FP32_BYTES, Linear, Reads
 
 # By transformers' own code, by products with branches beside them, or by the fused kernels.
 ExpertsForm = Literal["plain", "beside", "fused", "fused beside"]

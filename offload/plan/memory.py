@@ -5,14 +5,13 @@ recompute never live together. `device_terms` lists the terms of the worst of th
 chunk, a backward visit, the optimizer.
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from offload.plan.attention_kinds import SoftmaxAttention
 from offload.plan.codec import decode_workspace_bytes
-from offload.plan.costs import FP32_BYTES, Optimizer, Workload
+from offload.plan.costs import Workload
 from offload.plan.expert_memory import experts_form, factor_bytes
 from offload.plan.facts import (
     LayerFacts,
@@ -20,13 +19,15 @@ from offload.plan.facts import (
     adapted_linears,
 )
 from offload.plan.machine import Machine
+from offload.plan.optimizer import state_bytes
+from offload.plan.parts import FP32_BYTES
 from offload.plan.record import record_bytes
 from offload.plan.schedule import NUM_FETCHED, NUM_KEPT, NUM_STAGING, PIECE_BYTES
 from offload.plan.trained import (
     adapter_parameters,
     module_tensor_sizes,
     trained_parameters,
-    trained_tensor_sizes,
+    trained_tensor_shapes,
 )
 from offload.plan.visit_memory import (
     adapter_input_bytes,
@@ -44,8 +45,6 @@ CONTEXT, FRAGMENTATION, OTHER_RANKS = "context", "fragmentation", "other ranks"
 SLOTS, CUBLAS = "slots", "cuBLAS workspaces"
 
 # bitsandbytes: two states of one byte, an fp32 scale per block; small tensors stay in fp32.
-BLOCK_8BIT = 256
-MIN_8BIT_ELEMENTS = 4096
 # In fp32, behind the loss: the softmax's logarithm, and the gradients by it and by the logits.
 LOGIT_COPIES = 3
 CUBLAS_BYTES = 2 * 32 * MIB
@@ -74,21 +73,6 @@ def layer_weight_bytes(facts: ModelFacts, *, dtype_bytes: int) -> tuple[int, ...
     """Return the bytes of each layer's decoded weights, as they lie side by side."""
     sizes = {layer: record_bytes(layer, "native", dtype_bytes) for layer in set(facts.layers)}
     return tuple(sizes[layer] for layer in facts.layers)
-
-
-def optimizer_state_bytes(tensor_sizes: Iterable[int], optimizer: Optimizer) -> int:
-    """Return the optimizer's state for trained tensors of these sizes.
-
-    AdamW keeps two fp32 moments. In 8 bit they are a byte each, with a scale per 256 elements, but
-    tensors under 4,096 elements keep fp32.
-    """
-    total = 0
-    for size in tensor_sizes:
-        if optimizer == "adamw" or size < MIN_8BIT_ELEMENTS:
-            total += 2 * FP32_BYTES * size
-        else:
-            total += 2 * (size + FP32_BYTES * math.ceil(size / BLOCK_8BIT))
-    return total
 
 
 # ---------------------------------------------------------------------------------------------
@@ -173,8 +157,8 @@ def _standing_terms(
     adapters = FP32_BYTES * adapter_parameters(facts, workload.adapter)
     modules = module_tensor_sizes(facts, workload.adapter)
     copy_bytes = b if b == FP32_BYTES else b + FP32_BYTES
-    sizes = trained_tensor_sizes(facts, workload.adapter)
-    states = optimizer_state_bytes(sizes, workload.optimizer)
+    shapes = trained_tensor_shapes(facts, workload.adapter)
+    states = state_bytes(shapes, workload.optimizer)
     decoded, workspace = 0, 0
     if workload.is_encoded:
         decoded = max(layer_weight_bytes(facts, dtype_bytes=b))
@@ -377,9 +361,7 @@ def full_training_terms(
         MemoryTerm(name="weights", num_bytes=dtype_bytes * num_parameters),
         MemoryTerm(name="fp32 copy", num_bytes=master),
         MemoryTerm(name="gradients", num_bytes=dtype_bytes * num_parameters),
-        MemoryTerm(
-            name="optimizer states", num_bytes=optimizer_state_bytes([num_parameters], "adamw")
-        ),
+        MemoryTerm(name="optimizer states", num_bytes=state_bytes([(num_parameters,)], "adamw")),
         MemoryTerm(name="activations", num_bytes=activation_bytes),
         MemoryTerm(name=CONTEXT, num_bytes=context_bytes),
     )

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+FP32_BYTES = 4
+
 Group = Literal["attention", "mlp", "experts", "shared_experts", "router"]
 Reads = Literal["input", "inside", "gated", "clamped", "plain"]
 

@@ -5,6 +5,7 @@ computes in the model's own type. Updates of a small rate would be lost in 16 bi
 it has them there is a second copy in fp32, which the optimizer updates and gradients add up in.
 """
 
+import math
 from collections.abc import Mapping
 
 from offload.errors import UnsupportedModelError
@@ -16,6 +17,7 @@ from offload.plan.facts import (
     linear_names,
     nearest,
 )
+from offload.plan.optimizer import Shape
 from offload.plan.parts import Linear
 
 NORMS, ROUTER, EMBEDDING, HEAD = "norms", "router", "embed_tokens", "lm_head"
@@ -30,20 +32,28 @@ def trained_parameters(facts: ModelFacts, spec: AdapterSpec) -> int:
     return adapter_parameters(facts, spec) + module_parameters(facts, spec)
 
 
-def trained_tensor_sizes(facts: ModelFacts, spec: AdapterSpec) -> tuple[int, ...]:
-    """Return the elements of every tensor that trains."""
-    return adapter_tensor_sizes(facts, spec) + module_tensor_sizes(facts, spec)
+def trained_tensor_shapes(facts: ModelFacts, spec: AdapterSpec) -> tuple[Shape, ...]:
+    """Return the shape of every tensor that trains."""
+    modules = [shape for layer in facts.layers for shape in _layer_module_shapes(layer, spec)]
+    for name, size in outer_module_sizes(facts, spec).items():
+        modules.append((size,) if name == NORMS else (facts.vocab_size, facts.hidden_size))
+    return (*_adapter_tensor_shapes(facts, spec), *modules)
 
 
 def adapter_tensor_sizes(facts: ModelFacts, spec: AdapterSpec) -> tuple[int, ...]:
-    """Return the elements of every A (rank * E, d_in), B (d_out, rank * E) and magnitude."""
-    sizes: list[int] = []
+    """Return the elements of every A, B and magnitude."""
+    return tuple(map(math.prod, _adapter_tensor_shapes(facts, spec)))
+
+
+def _adapter_tensor_shapes(facts: ModelFacts, spec: AdapterSpec) -> tuple[Shape, ...]:
+    """Return every A (rank * E, d_in), B (d_out, rank * E) and magnitude."""
+    shapes: list[Shape] = []
     for layer in facts.layers:
         for linear in adapted_linears(layer, spec):
             width = spec.rank_of(linear) * linear.num_experts
-            sizes += [width * linear.d_in, width * linear.d_out]
-            sizes += [linear.d_out] if spec.is_dora else []
-    return tuple(sizes)
+            shapes += [(width, linear.d_in), (linear.d_out, width)]
+            shapes += [(linear.d_out,)] if spec.is_dora else []
+    return tuple(shapes)
 
 
 def adapter_parameters(facts: ModelFacts, spec: AdapterSpec) -> int:
@@ -130,12 +140,17 @@ def module_tensor_sizes(facts: ModelFacts, spec: AdapterSpec) -> tuple[int, ...]
 
 def layer_module_sizes(layer: LayerFacts, spec: AdapterSpec) -> tuple[int, ...]:
     """Return the elements of the tensors of one layer's modules that are trained whole."""
-    sizes: list[int] = []
+    return tuple(map(math.prod, _layer_module_shapes(layer, spec)))
+
+
+def _layer_module_shapes(layer: LayerFacts, spec: AdapterSpec) -> tuple[Shape, ...]:
+    shapes: list[Shape] = []
     if NORMS in spec.modules:
-        sizes += [n for norm in layer.norms for n in (norm.num_weights, norm.num_biases) if n]
+        shapes += [(n,) for norm in layer.norms for n in (norm.num_weights, norm.num_biases) if n]
     for linear in whole_linears(layer, spec):
-        sizes += [linear.num_weights] + ([linear.num_biases] if linear.has_bias else [])
-    return tuple(sizes)
+        shapes += [(linear.d_out, linear.d_in)]
+        shapes += [(linear.num_biases,)] if linear.has_bias else []
+    return tuple(shapes)
 
 
 def whole_linears(layer: LayerFacts, spec: AdapterSpec) -> tuple[Linear, ...]:

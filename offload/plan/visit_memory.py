@@ -6,7 +6,6 @@ from offload.plan.attention_kinds import (
     DeltaAttention,
     SoftmaxAttention,
 )
-from offload.plan.costs import FP32_BYTES
 from offload.plan.expert_memory import (
     ACTIVATION_WIDTHS,
     ExpertsForm,
@@ -15,7 +14,7 @@ from offload.plan.expert_memory import (
     saved_features,
 )
 from offload.plan.facts import AdapterSpec, LayerFacts, ModelFacts
-from offload.plan.parts import Linear
+from offload.plan.parts import FP32_BYTES, Linear
 
 # fp32 copies of a weight while DoRA takes its norm, by bytes of a weight: measured with peft 0.21
 # on a CPU, to 0.01 of a copy.

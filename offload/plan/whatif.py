@@ -10,7 +10,7 @@ does not do is priced at its best: what can be sent beside compute costs no time
 from dataclasses import dataclass, replace
 
 from offload.plan.codec import CodecName
-from offload.plan.costs import Optimizer
+from offload.plan.optimizer import Optimizer
 from offload.plan.option import Figures, Option, figures_of, replanned
 from offload.plan.plan import Plan, PlanRequest
 from offload.plan.schedule import MIN_SLOTS

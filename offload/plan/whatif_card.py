@@ -6,9 +6,10 @@ stand beside them.
 
 from collections import Counter
 from dataclasses import replace
+from math import prod
 
 from offload.plan.attention_kinds import SoftmaxAttention
-from offload.plan.costs import ADAMW_BYTES_PER_WEIGHT, FP32_BYTES, LayerCost, Pricer
+from offload.plan.costs import LayerCost, Pricer
 from offload.plan.facts import LayerFacts, adapted_linears
 from offload.plan.memory import (
     FRAGMENTATION_FRAC,
@@ -17,9 +18,9 @@ from offload.plan.memory import (
     activation_bytes,
     device_terms,
     full_training_terms,
-    optimizer_state_bytes,
     total_bytes,
 )
+from offload.plan.optimizer import BYTES_PER_WEIGHT, state_bytes
 from offload.plan.option import (
     Figures,
     Option,
@@ -29,13 +30,14 @@ from offload.plan.option import (
     step_at_prices,
     without_price,
 )
+from offload.plan.parts import FP32_BYTES
 from offload.plan.plan import Plan
 from offload.plan.roofline import elementwise, layer_elementwise_bytes, unfused_softmax_bytes
 from offload.plan.trained import (
     NORMS,
     outer_module_sizes,
     trained_parameters,
-    trained_tensor_sizes,
+    trained_tensor_shapes,
     whole_linears,
 )
 from offload.plan.work import Work
@@ -97,13 +99,13 @@ def offload_optimizer(plan: Plan) -> Option:
         return without_price(name, "the CPU has it already", source)
     largest, now = plan.request.largest, figures_of(plan)
     copy_bytes = FP32_BYTES * trained_parameters(plan.facts, largest.adapter)
-    sizes = trained_tensor_sizes(plan.facts, largest.adapter)
+    shapes = trained_tensor_shapes(plan.facts, largest.adapter)
     update_s = (
         copy_bytes / at.d2h_bytes_per_s.value
-        + CPU_ADAMW_BYTES * sum(sizes) / at.host_memory_bytes_per_s.value
+        + CPU_ADAMW_BYTES * sum(map(prod, shapes)) / at.host_memory_bytes_per_s.value
         + copy_bytes / at.h2d_bytes_per_s.value
     )
-    states_bytes = optimizer_state_bytes(sizes, largest.optimizer)
+    states_bytes = state_bytes(shapes, largest.optimizer)
     return priced(
         name,
         "AdamW on the CPU, nothing beside it",
@@ -112,7 +114,7 @@ def offload_optimizer(plan: Plan) -> Option:
         figures=Figures(
             step_s=now.step_s - plan.costs.optimizer_s + update_s,
             vram_bytes=now.vram_bytes - _with_fragments(states_bytes),
-            ram_bytes=now.ram_bytes + optimizer_state_bytes(sizes, "adamw") + 2 * copy_bytes,
+            ram_bytes=now.ram_bytes + state_bytes(shapes, "adamw") + 2 * copy_bytes,
             link_bytes=now.link_bytes + 2 * copy_bytes,
         ),
     )
@@ -134,7 +136,7 @@ def factored_optimizer(plan: Plan) -> Option:
         sums += layer.norm_parameters if NORMS in spec.modules else 0
     for name, size in outer_module_sizes(facts, spec).items():
         sums += size if name == NORMS else facts.vocab_size + facts.hidden_size
-    states_bytes = optimizer_state_bytes(trained_tensor_sizes(facts, spec), workload.optimizer)
+    states_bytes = state_bytes(trained_tensor_shapes(facts, spec), workload.optimizer)
     return priced(
         "factored optimizer",
         "sums over rows and columns",
@@ -221,7 +223,7 @@ def train_all(plan: Plan) -> Option:
     layers_s = step_at_prices(
         resident, lambda layer, cost: replace(cost, backward_s=cost.backward_s + products_s[layer])
     )
-    update_bytes = ADAMW_BYTES_PER_WEIGHT["adamw"] * facts.num_parameters
+    update_bytes = BYTES_PER_WEIGHT["adamw"] * facts.num_parameters
     terms = full_training_terms(
         num_parameters=facts.num_parameters,
         dtype_bytes=typical.dtype_bytes,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from offload.plan.bounds import usual_order_bound_s
-from offload.plan.costs import FP32_BYTES, LayerCost
+from offload.plan.costs import LayerCost
 from offload.plan.facts import LayerFacts
 from offload.plan.memory import (
     CONTEXT,
@@ -30,6 +30,7 @@ from offload.plan.option import (
     step_at_prices,
     without_price,
 )
+from offload.plan.parts import FP32_BYTES
 from offload.plan.plan import Plan, with_costs
 from offload.plan.roofline import all_gather_bytes, tensor_parallel_bytes
 from offload.plan.trained import trained_parameters

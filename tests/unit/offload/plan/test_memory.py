@@ -16,10 +16,10 @@ from offload.plan.memory import (
     device_terms,
     host_terms,
     layer_weight_bytes,
-    optimizer_state_bytes,
     recorded_bytes,
     total_bytes,
 )
+from offload.plan.optimizer import state_bytes
 from offload.plan.record import to_pages
 from offload.plan.trained import adapter_tensor_sizes
 
@@ -94,13 +94,13 @@ def by_name(terms: tuple[MemoryTerm, ...]) -> dict[str, int]:
 
 
 def test_adamw_keeps_8_bytes_per_weight_and_8_bit_adamw_2_031() -> None:
-    assert optimizer_state_bytes([1 << 20], "adamw") / (1 << 20) == 8
-    assert optimizer_state_bytes([1 << 20], "adamw_8bit") / (1 << 20) == pytest.approx(2.031, 1e-3)
+    assert state_bytes([(1 << 20,)], "adamw") / (1 << 20) == 8
+    assert state_bytes([(1 << 20,)], "adamw_8bit") / (1 << 20) == pytest.approx(2.031, 1e-3)
 
 
 def test_small_tensors_stay_in_fp32_under_8_bit_adamw() -> None:
-    assert optimizer_state_bytes([4095], "adamw_8bit") == 8 * 4095
-    assert optimizer_state_bytes([4096], "adamw_8bit") < 3 * 4096
+    assert state_bytes([(4095,)], "adamw_8bit") == 8 * 4095
+    assert state_bytes([(4096,)], "adamw_8bit") < 3 * 4096
 
 
 def test_8_bit_states_are_as_large_as_those_that_bitsandbytes_makes() -> None:
@@ -117,7 +117,7 @@ def test_8_bit_states_are_as_large_as_those_that_bitsandbytes_makes() -> None:
         for name, tensor in state.items()
         if name in ("state1", "state2", "absmax1", "absmax2")
     )
-    assert optimizer_state_bytes(sizes, "adamw_8bit") == made
+    assert state_bytes([(size,) for size in sizes], "adamw_8bit") == made
 
 
 def test_adapter_tensors_are_an_a_and_a_b_per_target_and_layer() -> None:
