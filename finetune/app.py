@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from finetune.env import cache_dir, launch
+from finetune.env import launch, stores_dir
 from finetune.errors import ConfigError
 from finetune.exits import EXIT_INTERRUPTED, EXIT_USER
 from finetune.exits import explained as _explained
@@ -165,7 +165,7 @@ def probe(
         from finetune.plan_report import machine_table
         from offload.host_probe import with_host
 
-        machine = with_host(probed(dtype), folder=cache_dir(), seconds=PROBE_HOST_S)
+        machine = with_host(probed(dtype), folder=stores_dir(), seconds=PROBE_HOST_S)
         if save is not None:
             save.write_text(machine.to_json())
         if as_json:

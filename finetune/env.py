@@ -77,6 +77,11 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "sluice"
 
 
+def stores_dir() -> Path:
+    """Return where stores of weights lie."""
+    return cache_dir() / "stores"
+
+
 @contextmanager
 def loading_one_by_one() -> Iterator[None]:
     """Have transformers convert one tensor after the other.

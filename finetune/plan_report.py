@@ -151,7 +151,7 @@ def _route_table(plan: Plan) -> Table:
         (
             "tiers",
             f"{shown_gib(sum(c.weight_bytes for c in plan.costs.layers))} of layers"
-            f" {'on disk (priced as if in RAM)' if plan.request.is_on_disk else 'in RAM'},"
+            f" {_place(plan)},"
             f" {plan.num_slots} slots of {shown_mib(cost.weight_bytes)} on the device"
             + (" (resident)" if is_resident else "")
             + (f", by way of {NUM_STAGING} page-locked buffers" if plan.schedule.is_staged else ""),
@@ -184,6 +184,15 @@ def _route_table(plan: Plan) -> Table:
     for name, value in rows:
         table.add_row(name, value)
     return table
+
+
+def _place(plan: Plan) -> str:
+    rate = plan.machine.disk_bytes_per_s
+    if not plan.request.is_on_disk:
+        return "in RAM"
+    if rate is None:
+        return "on a disk that could not be measured (priced as if in RAM)"
+    return f"on disk, read at {rate.value / 1e9:,.2f} GB/s ({rate.source})"
 
 
 def _adapter_line(plan: Plan) -> str:
@@ -230,8 +239,9 @@ def _time_table(plan: Plan) -> Table:
         ("optimizer", "compute: optimizer"),
         ("h2d", "h2d: loads, beside compute"),
         ("d2h", "d2h: layer inputs, beside compute"),
+        ("reads", "host: reads into page-locked buffers, beside compute"),
     ):
-        if name in ("decode", "d2h") and not phases[name]:
+        if name in ("decode", "d2h", "reads") and not phases[name]:
             continue
         table.add_row(lane, shown_time(phases[name]), f"{phases[name] / phases['step']:.0%}")
     table.add_row("step", shown_time(phases["step"]), "")

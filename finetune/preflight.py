@@ -14,9 +14,9 @@ from finetune.recipe import Recipe
 from finetune.recipe_sections import OffloadSection, TrainSection
 from offload.errors import DoesNotFitError
 from offload.plan.bounds import r3_bound_s
-from offload.plan.costs import price
 from offload.plan.facts import ModelFacts
 from offload.plan.machine import Machine
+from offload.plan.plan import costs_of
 from offload.plan.schedule import MIN_SLOTS
 
 if TYPE_CHECKING:
@@ -176,6 +176,6 @@ def _shortage(
 
 def _step_time(recipe: Recipe, facts: ModelFacts, machine: Machine, num_ranks: int) -> str:
     request = full_requests(recipe, facts, num_ranks=num_ranks)[0]
-    costs = price(facts, machine, request.typical)
+    costs = costs_of(facts, machine, request)
     bound_s = r3_bound_s(costs, num_slots=MIN_SLOTS, num_micro_batches=request.rank_micro_batches)
     return f"{shown_time(bound_s + costs.optimizer_s)} by the plan"

@@ -1,7 +1,7 @@
 """What is known before the model is loaded: machine, rows and plan."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ from finetune import experts, preflight
 from finetune.batches import BatchOrder, StepShare, collate
 from finetune.checkpoint import RunDir
 from finetune.choices import choose, requests_for, settled
-from finetune.env import cache_dir
+from finetune.env import cache_dir, stores_dir
 from finetune.model import load_tokenizer
 from finetune.planning import facts_of, find_machine, has_experts
 from finetune.ranks import Ranks, own_micro_batches
@@ -19,6 +19,7 @@ from finetune.recipe import Recipe
 from finetune.sampling import pad_id
 from finetune.screen import Screen
 from finetune.source import Rows, StepSizes, load_rows, row_order
+from offload.host_probe import RUN_FILE_BYTES, disk_rate
 from offload.plan.facts import ModelFacts
 from offload.plan.machine import ExpertsImplementation, Machine
 from offload.plan.plan import Plan, PlanRequest
@@ -28,7 +29,7 @@ from offload.probe import probe
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PROBE_S = 5.0
+PROBE_S, PROBE_DISK_S = 5.0, 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,6 +179,9 @@ def _machine(
     if machine_file is None:
         screen.note("Measuring this machine ...")
         machine = probe(device=device.type, seconds=PROBE_S, dtype=dtype)
+        if recipe.offload.load_tier == "disk":
+            rate = disk_rate(stores_dir(), seconds=PROBE_DISK_S, file_bytes=RUN_FILE_BYTES)
+            machine = replace(machine, disk_bytes_per_s=rate)
     else:
         machine = find_machine(str(machine_file))
         preflight.require_same_machine(machine, device=device.type, dtype=dtype)

@@ -6,7 +6,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from finetune.env import cache_dir
+from finetune.env import stores_dir
 from offload.plan.codec import CodecName
 
 
@@ -15,7 +15,7 @@ def store_path(model: str, dtype: str, codec: CodecName) -> Path:
     path = str(Path(model).resolve()) if Path(model).is_dir() else model
     key = hashlib.sha256("\n".join((path, dtype, codec)).encode()).hexdigest()[:12]
     name = re.sub(r"[^A-Za-z0-9._-]", "-", Path(path).name)
-    return cache_dir() / "stores" / f"{name}-{dtype}-{codec}-{key}.store"
+    return stores_dir() / f"{name}-{dtype}-{codec}-{key}.store"
 
 
 def identity(folder: Path, dtype: str, codec: CodecName) -> dict[str, Any]:

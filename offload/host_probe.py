@@ -9,6 +9,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -17,6 +18,7 @@ from offload.plan.machine import Machine, Node, Rate
 
 MIB = 2**20
 FILE_BYTES = 512 * MIB
+RUN_FILE_BYTES = 128 * MIB  # before a run, which has to wait for it to be written
 COPY_BYTES = 64 * MIB
 PIECE_BYTES = 64 * MIB
 MIN_REPEATS = 3
@@ -31,34 +33,39 @@ def with_host(machine: Machine, *, folder: Path, seconds: float) -> Machine:
         seconds: Time to measure for, shared evenly; writing the file comes on top.
     """
     nodes = _nodes(machine, Path("/"), seconds=seconds / 2)
-    return replace(machine, nodes=nodes, disk_bytes_per_s=disk_rate(folder, seconds=seconds / 2))
+    rate = disk_rate(folder, seconds=seconds / 2, file_bytes=FILE_BYTES)
+    return replace(machine, nodes=nodes, disk_bytes_per_s=rate)
 
 
-def disk_rate(folder: Path, *, seconds: float) -> Rate | None:
-    """Read a new file as stores are read.
+def disk_rate(folder: Path, *, seconds: float, file_bytes: int) -> Rate | None:
+    """Read a new file as stores are read: past the page cache, several reads in flight.
 
     Args:
         folder: Where to write it; it is removed again.
         seconds: Time to read for.
+        file_bytes: Its size, whole pieces.
 
     Returns:
-        None where there is no room for it, or it would be read from the page cache.
-
-    Raises:
-        OSError: The file cannot be written.
+        None where it cannot be written, or would be read from the page cache.
     """
     from offload.engine.host.mapping import aligned_empty
     from offload.engine.host.reads import FileReader
 
-    folder.mkdir(parents=True, exist_ok=True)
-    if shutil.disk_usage(folder).free < 2 * FILE_BYTES:
-        return None
-    with NamedTemporaryFile(dir=folder, prefix="probe-", suffix=".tmp") as file:
-        piece = os.urandom(8 * MIB)  # some drives write nothing for zeros
-        for _ in range(FILE_BYTES // len(piece)):
-            file.write(piece)
-        file.flush()
-        os.fsync(file.fileno())
+    with ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if shutil.disk_usage(folder).free < 2 * file_bytes:
+                return None
+            file = stack.enter_context(
+                NamedTemporaryFile(dir=folder, prefix="probe-", suffix=".tmp")
+            )
+            piece = os.urandom(8 * MIB)  # some drives write nothing for zeros
+            for _ in range(file_bytes // len(piece)):
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+        except OSError:
+            return None
         reader = FileReader(Path(file.name))
         try:
             if reader.mode != "direct":
@@ -68,7 +75,7 @@ def disk_rate(folder: Path, *, seconds: float) -> Rate | None:
             def read() -> None:
                 nonlocal offset
                 reader.read_into(offset, target)
-                offset = (offset + PIECE_BYTES) % FILE_BYTES
+                offset = (offset + PIECE_BYTES) % file_bytes
 
             return _measured(PIECE_BYTES, read, seconds)
         finally:

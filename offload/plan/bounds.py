@@ -1,12 +1,13 @@
 """What a step cannot be faster than, in either order, and from where on streaming is free."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload.plan.costs import Costs
 from offload.plan.facts import ModelFacts
 from offload.plan.machine import Machine
-from offload.plan.schedule import NUM_FETCHED, PIECE_BYTES, Ring, warm_ring
+from offload.plan.schedule import NUM_FETCHED, NUM_STAGING, PIECE_BYTES, Ring, warm_ring
 
 
 def r3_bound_s(
@@ -16,6 +17,7 @@ def r3_bound_s(
     num_micro_batches: int,
     stashed_bytes: int = 0,
     ring: Ring | None = None,
+    is_staged: bool = False,
 ) -> float:
     """Return R3, which no layer-major step is faster than, without the optimizer.
 
@@ -34,8 +36,14 @@ def r3_bound_s(
         num_micro_batches: Micro-batches of the step.
         stashed_bytes: Of one micro-batch's layer input, where inputs wait in host memory.
         ring: What the slots hold at the start; None is what a training step leaves there.
+        is_staged: Whether loads pass staging buffers, which are filled from memory or from disk.
     """
-    sweeps = _Sweeps(costs=costs, num_micro_batches=num_micro_batches, stashed_bytes=stashed_bytes)
+    sweeps = _Sweeps(
+        costs=costs,
+        num_micro_batches=num_micro_batches,
+        stashed_bytes=stashed_bytes,
+        is_staged=is_staged,
+    )
     num_slots = min(num_slots, len(costs.layers))
     top_s = sweeps.top_s(warm_ring(num_slots) if ring is None else ring)
     return sweeps.end_s(top_s, num_slots) + num_micro_batches * costs.front_backward_s
@@ -48,6 +56,7 @@ class _Sweeps:
     costs: Costs
     num_micro_batches: int
     stashed_bytes: int
+    is_staged: bool
 
     def visit_s(self, layer: int, *, is_backward: bool) -> float:
         """All micro-batches at a layer, and its decoding."""
@@ -62,11 +71,14 @@ class _Sweeps:
         fronts_s = self.num_micro_batches * costs.front_s
         ends_s = [fronts_s + sum(visits_s)]
         missing, link_s = _missing(ring, num_layers), 0.0
-        for layer in reversed(missing):
+        if missing:
+            ends_s.append(self.read_s(missing) + sum(visits_s[missing[-1] :]))
+        for place, layer in reversed(list(enumerate(missing))):
             link_s += _load_s(costs, layer)
             before = layer - len(ring)  # the visit that has its slot
             hold_s = fronts_s + sum(visits_s[:before]) + self._hold_s(before) if before >= 0 else 0
-            ends_s.append(hold_s + link_s + sum(visits_s[missing[-1] :]))
+            way_s = max(link_s, self.read_s(missing[place:], is_ahead=True))
+            ends_s.append(hold_s + way_s + sum(visits_s[missing[-1] :]))
         if missing and missing[0] == 0:
             ends_s.append(_load_s(costs, 0) + sum(visits_s))
         if self.stashed_bytes:
@@ -82,22 +94,40 @@ class _Sweeps:
         last = costs.layers[-1]
         turned_s = top_s + self.num_micro_batches * costs.tail_s
         visits_s[-1] -= last.decode_s  # it still lies decoded
-        loads_s = [_load_s(costs, i) for i in reversed(range(num_layers - num_slots))]
-        starts = [(turned_s + visits_s[-1], sum(loads_s))]
-        if last.decode_s and loads_s:
+        loaded = list(reversed(range(num_layers - num_slots)))
+        starts = [(turned_s + visits_s[-1], loaded)]
+        if last.decode_s and loaded:
             up_s = self.num_micro_batches * last.forward_s
             held_s = turned_s + visits_s[-1] + self._hold_s(num_layers - 2)
-            starts = [(top_s - up_s, sum(loads_s)), (held_s, sum(loads_s[1:]))]
+            starts = [(top_s - up_s, loaded), (held_s, loaded[1:])]
         ends_s = [turned_s + sum(visits_s)]
-        for start_s, link_s in starts if loads_s else []:
-            ends_s.append(start_s + link_s + visits_s[0])
+        for start_s, layers in starts if loaded else []:
+            way_s = max(self.link_s(layers), self.read_s(layers, is_ahead=True))
+            ends_s.append(start_s + way_s + visits_s[0])
         if self.stashed_bytes:
-            fetch_s = costs.h2d_latency_s + self.stashed_bytes / costs.h2d_bytes_per_s
+            fetch_s = costs.h2d_latency_s + self.stashed_bytes / costs.fetch_bytes_per_s
             num_waiting = max(0, num_layers - 1 - NUM_FETCHED) * self.num_micro_batches
-            for start_s, link_s in starts if num_waiting else []:
+            for start_s, layers in starts if num_waiting else []:
                 one_s = costs.layers[0].backward_s
-                ends_s.append(start_s + link_s + num_waiting * fetch_s + one_s)
+                ends_s.append(start_s + self.link_s(layers) + num_waiting * fetch_s + one_s)
         return max(ends_s)
+
+    def link_s(self, layers: Sequence[int]) -> float:
+        """Return what these layers take on the link."""
+        return sum(_load_s(self.costs, layer) for layer in layers)
+
+    def read_s(self, layers: Sequence[int], *, is_ahead: bool = False) -> float:
+        """Return what filling buffers with these layers takes at least.
+
+        Args:
+            layers: Which.
+            is_ahead: Whether all buffers may be full by then.
+        """
+        if not self.is_staged:
+            return 0.0
+        sizes = [self.costs.layers[layer].weight_bytes for layer in layers]
+        ahead = NUM_STAGING * min(PIECE_BYTES, max(sizes, default=0)) if is_ahead else 0
+        return max(0, sum(sizes) - ahead) / self.costs.read_bytes_per_s
 
     def _hold_s(self, layer: int) -> float:
         """How long a layer's visit on the way up, or its decoding in either, keeps its slot."""
@@ -140,15 +170,24 @@ def _sweep_load_s(costs: Costs, num_slots: int) -> tuple[float, float]:
 
 
 def break_even_tokens(
-    facts: ModelFacts, machine: Machine, *, codec_ratio: float, num_slots: int, dtype_bytes: int
+    facts: ModelFacts,
+    machine: Machine,
+    *,
+    codec_ratio: float,
+    num_slots: int,
+    dtype_bytes: int,
+    num_disk_readers: int = 0,
 ) -> float:
     """Return N*, the tokens per step above which streaming hides behind computing.
 
     N* = kappa * r * F / B * (1 - C / L) for weights of two bytes, where kappa is total by active
-    parameters of the layers.
+    parameters of the layers, and B the rate of the slowest that a layer passes: link, or disk.
     """
     total = sum(layer.num_parameters for layer in facts.layers)
     active = sum(layer.num_active_parameters for layer in facts.layers)
     streamed_frac = max(0.0, 1 - num_slots / facts.num_layers)
-    flops_per_byte = machine.gemm_flops_per_s.value / machine.h2d_bytes_per_s.value
+    bytes_per_s = machine.h2d_bytes_per_s.value
+    if num_disk_readers and machine.disk_bytes_per_s is not None:
+        bytes_per_s = min(bytes_per_s, machine.disk_bytes_per_s.value / num_disk_readers)
+    flops_per_byte = machine.gemm_flops_per_s.value / bytes_per_s
     return total / active * codec_ratio * dtype_bytes / 2 * flops_per_byte * streamed_frac

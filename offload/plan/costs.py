@@ -15,7 +15,7 @@ from offload.plan.attention_kinds import SoftmaxAttention
 from offload.plan.codec import CodecName, is_encoded
 from offload.plan.expert_passes import SWIGLU_PASSES, Way, way_of
 from offload.plan.facts import AdapterSpec, LayerFacts, ModelFacts, adapted_linears
-from offload.plan.machine import Machine
+from offload.plan.machine import MEASURED, Machine
 from offload.plan.optimizer import Optimizer, update_work
 from offload.plan.parts import FP32_BYTES, Linear
 from offload.plan.record import record_bytes
@@ -122,10 +122,12 @@ class Costs:
         front_backward_s: Gradient of the embeddings by one micro-batch, where they train.
         tail_s: Norm, head and loss of one micro-batch, forward and backward.
         optimizer_s: Clipping and update, once per step.
-        h2d_bytes_per_s: Rate of a load while the device computes.
+        h2d_bytes_per_s: Rate of a load while the device computes; a CPU's load of a layer that
+            waits on disk is a read of its file.
         h2d_latency_s: Fixed time of a load.
         d2h_bytes_per_s: Rate of a copy to the host while the device computes.
-        read_bytes_per_s: Rate at which a thread fills staging buffers from memory.
+        fetch_bytes_per_s: Rate of the copy back.
+        read_bytes_per_s: Rate at which staging buffers are filled, from memory or from a file.
     """
 
     grade: Grade
@@ -136,6 +138,7 @@ class Costs:
     h2d_bytes_per_s: float
     h2d_latency_s: float
     d2h_bytes_per_s: float
+    fetch_bytes_per_s: float
     read_bytes_per_s: float
     front_backward_s: float = 0.0
 
@@ -357,18 +360,24 @@ def _optimizer(at: Pricer) -> Work:
 
 
 def price(
-    facts: ModelFacts, machine: Machine, workload: Workload, *, is_duplex: bool = False
+    facts: ModelFacts,
+    machine: Machine,
+    workload: Workload,
+    *,
+    is_duplex: bool = False,
+    num_disk_readers: int = 0,
 ) -> Costs:
     """Price one micro-batch of this model on this machine.
 
     On a CPU copies have the rate that they have beside computing. The grade is "probed" if all
-    rates were measured.
+    rates were measured. Layers on a disk that nobody has measured are priced as if in memory.
 
     Args:
         facts: The model.
         machine: Its rates.
         workload: One micro-batch.
         is_duplex: Whether the link is busy in both directions at once.
+        num_disk_readers: Processes that read the layers from disk at once; 0 if they lie in memory.
     """
     at = Pricer(machine=machine, facts=facts, workload=workload)
     shapes = {layer: _layer_cost(layer, at) for layer in set(facts.layers)}
@@ -377,15 +386,24 @@ def price(
     is_alone = is_cuda and not is_duplex
     h2d = machine.h2d_bytes_per_s if is_alone else machine.h2d_duplex_bytes_per_s
     d2h = machine.d2h_bytes_per_s if is_cuda else machine.h2d_duplex_bytes_per_s
+    load_bytes_per_s = h2d.value
+    read_bytes_per_s = machine.host_memory_bytes_per_s.value / 2  # each byte in and out
+    disk, is_measured = machine.disk_bytes_per_s, machine.is_measured
+    if num_disk_readers:
+        is_measured = is_measured and disk is not None and disk.source == MEASURED
+    if num_disk_readers and disk is not None:
+        read_bytes_per_s = disk.value / num_disk_readers
+        load_bytes_per_s = load_bytes_per_s if is_cuda else read_bytes_per_s
     return Costs(
-        grade="probed" if machine.is_measured else "spec",
+        grade="probed" if is_measured else "spec",
         layers=tuple(shapes[layer] for layer in facts.layers),
         front_s=at.traffic(embedded_bytes, num_ops=FRONT_OPS).seconds(machine),
         front_backward_s=_front_backward(at).seconds(machine),
         tail_s=_tail(at).seconds(machine),
         optimizer_s=_optimizer(at).seconds(machine),
-        h2d_bytes_per_s=h2d.value,
+        h2d_bytes_per_s=load_bytes_per_s,
         h2d_latency_s=H2D_LATENCY_S,
         d2h_bytes_per_s=d2h.value,
-        read_bytes_per_s=machine.host_memory_bytes_per_s.value / 2,  # each byte in and out
+        fetch_bytes_per_s=h2d.value,
+        read_bytes_per_s=read_bytes_per_s,
     )

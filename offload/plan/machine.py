@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 from offload.errors import MachineError
 
 GIB = 2**30
+MEASURED = "measured"  # the source of what was, on this machine
 MAX_RATE = 1e30  # more than any machine, and a float still holds products of it
 
 # Ways to multiply experts' rows, as transformers calls them; `triton` is this project's own.
@@ -77,7 +78,7 @@ class Machine:
         host_memory_bytes_per_s: Large new tensors in host memory, reads and writes together.
         launch_s: Seconds that it takes to issue one small operation.
         disk_bytes_per_s: Reads of a file past the page cache, as stores are read; None where nobody
-            has looked. No plan is priced by it yet.
+            has looked.
         nodes: The host's memory in parts; empty where nobody has looked.
     """
 
@@ -107,7 +108,7 @@ class Machine:
     def is_measured(self) -> bool:
         """Whether every rate was measured on this machine."""
         rates = (getattr(self, field.name) for field in fields(self) if field.type is Rate)
-        return all(rate.source == "measured" for rate in rates)
+        return all(rate.source == MEASURED for rate in rates)
 
     @property
     def loops_over_experts(self) -> bool:
@@ -214,6 +215,7 @@ CONTEXT_BYTES = GIB * 3 // 4
 WORKSTATION_RAM_BYTES = 64 * GIB
 SERVER_RAM_BYTES = 256 * GIB
 HOST_MEMORY_BYTES_PER_S = 60e9
+NVME_BYTES_PER_S = 6e9
 
 _PCIE4 = Rate(value=25e9, source="assumed: PCIe 4.0 x16")
 _PCIE4_X8 = Rate(value=12.5e9, source="assumed: PCIe 4.0 x8")
@@ -342,6 +344,7 @@ def _machine(name: str, card: _Card, ram_bytes: int, link_bytes_per_s: float | N
         d2h_bytes_per_s=link,
         host_memory_bytes_per_s=Rate(value=HOST_MEMORY_BYTES_PER_S, source="assumed"),
         launch_s=Rate(value=LAUNCH_S, source="assumed"),
+        disk_bytes_per_s=Rate(value=NVME_BYTES_PER_S, source="assumed: PCIe 4.0 NVMe"),
     )
 
 

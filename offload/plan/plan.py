@@ -42,7 +42,7 @@ class PlanRequest:
         vram_budget_bytes: Device memory the plan may use; None takes what the machine has.
         num_workers: Processes that prepare data, for each rank.
         is_stashed: Whether layer inputs wait in host memory for the backward.
-        is_on_disk: Whether the layers wait in a file; the disk's rate is not in the plan.
+        is_on_disk: Whether the layers wait in a file.
         num_ranks: Processes that share the step, on one machine and each with its own device.
         is_slab_shared: Whether they share one slab; otherwise each has one.
     """
@@ -64,6 +64,11 @@ class PlanRequest:
         if self.is_on_disk:
             return 0
         return 1 if self.is_slab_shared else self.num_ranks
+
+    @property
+    def num_disk_readers(self) -> int:
+        """Processes that read the layers from disk."""
+        return self.num_ranks if self.is_on_disk else 0
 
     @property
     def rank_micro_batches(self) -> int:
@@ -134,6 +139,7 @@ class Plan:
             stashed_bytes=input_bytes(self.facts, self.request.typical)
             if self.request.is_stashed
             else 0,
+            is_staged=self.schedule.is_staged,
         )
         return bound_s + self.costs.optimizer_s
 
@@ -148,6 +154,7 @@ class Plan:
             codec_ratio=sum(layer.weight_bytes for layer in self.costs.layers) / sum(decoded),
             num_slots=self.num_slots,
             dtype_bytes=dtype_bytes,
+            num_disk_readers=self.request.num_disk_readers,
         )
 
 
@@ -163,8 +170,18 @@ def plan(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Plan:
     num_slots = needs.most_slots
     if num_slots is None:
         raise refusal(needs)
-    costs = price(facts, machine, request.typical, is_duplex=request.is_stashed)
-    return laid_out(needs, costs, num_slots=num_slots)
+    return laid_out(needs, costs_of(facts, machine, request), num_slots=num_slots)
+
+
+def costs_of(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Costs:
+    """Price the ops of a request."""
+    return price(
+        facts,
+        machine,
+        request.typical,
+        is_duplex=request.is_stashed,
+        num_disk_readers=request.num_disk_readers,
+    )
 
 
 def laid_out(needs: Needs, costs: Costs, *, num_slots: int) -> Plan:
@@ -231,6 +248,8 @@ def duration_of(costs: Costs) -> Callable[[Op], float]:
     """Return what an op costs."""
 
     def duration_s(op: Op) -> float:
+        if op.kind is Kind.FETCH:
+            return costs.h2d_latency_s + op.num_bytes / costs.fetch_bytes_per_s
         if op.lane is Lane.H2D:
             return costs.h2d_latency_s + op.num_bytes / costs.h2d_bytes_per_s
         if op.lane is Lane.HOST:
@@ -256,12 +275,11 @@ def calibrate(costs: Costs, measured: Timeline, *, optimizer_s: float) -> Costs:
     """Replace the priced durations by those of a step that was run on this machine.
 
     Args:
-        costs: As priced; loads that the measured step did not need keep their priced rate.
+        costs: As priced; copies that the measured step did not need keep their priced rate.
         measured: A step of the typical micro-batches.
         optimizer_s: The update's own time, as measured.
     """
     load_s = measured.busy_s(Kind.LOAD)
-    loaded_bytes = sum(span.num_bytes for span in measured.spans if span.kind is Kind.LOAD)
     layers = tuple(
         replace(
             layer,
@@ -281,14 +299,22 @@ def calibrate(costs: Costs, measured: Timeline, *, optimizer_s: float) -> Costs:
         else 0.0,
         tail_s=_mean_s(measured, Kind.TAIL, None),
         optimizer_s=optimizer_s,
-        h2d_bytes_per_s=loaded_bytes / load_s if load_s else costs.h2d_bytes_per_s,
+        h2d_bytes_per_s=_rate(measured, Kind.LOAD, costs.h2d_bytes_per_s),
         h2d_latency_s=0.0 if load_s else costs.h2d_latency_s,
+        fetch_bytes_per_s=_rate(measured, Kind.FETCH, costs.fetch_bytes_per_s),
+        read_bytes_per_s=_rate(measured, Kind.READ, costs.read_bytes_per_s),
     )
 
 
 def with_costs(plan: Plan, costs: Costs) -> Plan:
     """Return the same plan at other prices."""
     return replace(plan, costs=costs)
+
+
+def _rate(timeline: Timeline, kind: Kind, priced_bytes_per_s: float) -> float:
+    num_bytes = sum(span.num_bytes for span in timeline.spans if span.kind is kind)
+    busy_s = timeline.busy_s(kind)
+    return num_bytes / busy_s if busy_s else priced_bytes_per_s
 
 
 def _mean_s(timeline: Timeline, kind: Kind, layer: int | None) -> float:

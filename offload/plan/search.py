@@ -25,12 +25,12 @@ from typing import Literal
 
 from offload.plan.bounds import r3_bound_s
 from offload.plan.codec import CodecName
-from offload.plan.costs import Costs, price
+from offload.plan.costs import Costs
 from offload.plan.facts import ModelFacts
 from offload.plan.fit import Needs, Shortage, refusal, with_codec
 from offload.plan.machine import GIB, Machine
 from offload.plan.memory import input_bytes
-from offload.plan.plan import Plan, PlanRequest, draft_step_s, laid_out
+from offload.plan.plan import Plan, PlanRequest, costs_of, draft_step_s, laid_out
 
 NUM_REJECTED = 3
 SAME_FRAC = 1e-6  # times that differ by less are the same
@@ -68,6 +68,7 @@ class Candidate:
             num_slots=slots,
             num_micro_batches=request.rank_micro_batches,
             stashed_bytes=stashed,
+            is_staged=needs.is_staged,
         )
         return cls(
             needs=needs,
@@ -168,7 +169,7 @@ def search(
 
 
 def _weighed(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Candidate:
-    costs = price(facts, machine, request.typical, is_duplex=request.is_stashed)
+    costs = costs_of(facts, machine, request)
     return Candidate.weighed(Needs.of(facts, machine, request), costs)
 
 
@@ -279,5 +280,6 @@ def _with_faster_link(candidate: Candidate) -> Candidate:
         costs,
         h2d_bytes_per_s=2 * costs.h2d_bytes_per_s,
         d2h_bytes_per_s=2 * costs.d2h_bytes_per_s,
+        fetch_bytes_per_s=2 * costs.fetch_bytes_per_s,
     )
     return Candidate.weighed(candidate.needs, faster, num_slots=candidate.num_slots)

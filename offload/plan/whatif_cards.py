@@ -197,6 +197,7 @@ def _split(cards: _Cards) -> Option:
         plan.costs,
         h2d_bytes_per_s=plan.costs.h2d_bytes_per_s * cards.num * loading_frac,
         d2h_bytes_per_s=plan.costs.d2h_bytes_per_s * cards.num * loading_frac,
+        fetch_bytes_per_s=plan.costs.fetch_bytes_per_s * cards.num * loading_frac,
         tail_s=plan.costs.tail_s / cards.num,
         optimizer_s=plan.costs.optimizer_s / cards.num,
     )

@@ -152,6 +152,7 @@ class Bench:
             h2d_bytes_per_s=sum(span.num_bytes for span in loads) / load_s if load_s else 1e30,
             h2d_latency_s=0.0,
             d2h_bytes_per_s=1e30,
+            fetch_bytes_per_s=1e30,
             read_bytes_per_s=1e30,
         )
 

@@ -10,6 +10,7 @@ from offload.plan.bounds import r3_bound_s
 from offload.plan.costs import Costs, LayerCost
 from offload.plan.plan import duration_of
 from offload.plan.schedule import (
+    NUM_STAGING,
     PIECE_BYTES,
     Freight,
     Order,
@@ -34,11 +35,16 @@ class Step:
     num_micro_batches: int
     is_stashed: bool
     is_encoded: bool
+    is_staged: bool
 
     @property
     def freight(self) -> Freight:
         sizes = [layer.weight_bytes for layer in self.costs.layers]
-        return Freight.frozen(sizes, decoded_bytes=[99] * len(sizes) if self.is_encoded else None)
+        return Freight.frozen(
+            sizes,
+            decoded_bytes=[99] * len(sizes) if self.is_encoded else None,
+            num_staging=NUM_STAGING if self.is_staged else 0,
+        )
 
     def simulated_s(self, ring: Ring | None = None) -> float:
         schedule = training_schedule(
@@ -58,6 +64,7 @@ class Step:
             num_micro_batches=self.num_micro_batches,
             stashed_bytes=INPUT_BYTES if self.is_stashed else 0,
             ring=ring,
+            is_staged=self.is_staged,
         )
 
     def ring_after_evaluation(self, ring: Ring) -> Ring:
@@ -78,7 +85,13 @@ def layer_costs(draw: st.DrawFn, *, is_encoded: bool) -> LayerCost:
 
 
 @st.composite
-def steps(draw: st.DrawFn, *, are_alike: bool = False, is_stashed: bool | None = None) -> Step:
+def steps(
+    draw: st.DrawFn,
+    *,
+    are_alike: bool = False,
+    is_stashed: bool | None = None,
+    is_staged: bool | None = None,
+) -> Step:
     num_layers = draw(st.integers(1, 9))
     num_slots = min(num_layers, draw(st.integers(2, 9)))
     is_encoded = draw(st.booleans())
@@ -92,7 +105,8 @@ def steps(draw: st.DrawFn, *, are_alike: bool = False, is_stashed: bool | None =
         h2d_bytes_per_s=draw(st.sampled_from([1.0, 10.0, 100.0, 1e8])),
         h2d_latency_s=draw(st.sampled_from([0.0, 0.2])),
         d2h_bytes_per_s=draw(st.sampled_from([1.0, 100.0])),
-        read_bytes_per_s=1.0,
+        fetch_bytes_per_s=draw(st.sampled_from([1.0, 10.0, 100.0])),
+        read_bytes_per_s=draw(st.sampled_from([1.0, 10.0, 1e8])),
         front_backward_s=draw(st.sampled_from([0.0, 0.3])),
     )
     return Step(
@@ -101,6 +115,7 @@ def steps(draw: st.DrawFn, *, are_alike: bool = False, is_stashed: bool | None =
         num_micro_batches=draw(st.integers(1, 4)),
         is_stashed=draw(st.booleans()) if is_stashed is None else is_stashed,
         is_encoded=is_encoded,
+        is_staged=draw(st.booleans()) if is_staged is None else is_staged,
     )
 
 
@@ -111,7 +126,7 @@ def test_no_step_is_simulated_below_r3(step: Step) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(steps(are_alike=True, is_stashed=False))
+@given(steps(are_alike=True, is_stashed=False, is_staged=False))
 def test_a_warm_step_of_equal_layers_takes_exactly_r3(step: Step) -> None:
     assert step.simulated_s() == pytest.approx(step.bound_s(), rel=1e-9)
 
@@ -134,7 +149,7 @@ def test_a_step_behind_an_evaluation_is_not_below_its_bound(step: Step, is_cold:
 
 
 @settings(max_examples=60, deadline=None)
-@given(steps(are_alike=True, is_stashed=False))
+@given(steps(are_alike=True, is_stashed=False, is_staged=False))
 def test_a_cold_step_of_equal_layers_on_a_slow_link_takes_exactly_its_bound(step: Step) -> None:
     """All layers are loaded on the way up, one behind the other."""
     slow = replace(step, costs=replace(step.costs, h2d_bytes_per_s=1e-4))
@@ -157,5 +172,7 @@ def test_a_faster_link_never_makes_a_step_slower(step: Step) -> None:
         step.costs,
         h2d_bytes_per_s=2 * step.costs.h2d_bytes_per_s,
         d2h_bytes_per_s=2 * step.costs.d2h_bytes_per_s,
+        fetch_bytes_per_s=2 * step.costs.fetch_bytes_per_s,
+        read_bytes_per_s=2 * step.costs.read_bytes_per_s,
     )
     assert replace(step, costs=costs).simulated_s() <= step.simulated_s() * (1 + 1e-9)

@@ -35,7 +35,7 @@ def test_each_memory_and_link_is_drawn_with_its_rate_and_where_that_is_from() ->
     ):
         assert part in text
     assert "planned" not in text
-    assert "|  reads  not measured" in text
+    assert "|  reads  6.0 GB/s (assumed: PCIe 4.0 NVMe)" in text
 
 
 def test_what_was_measured_of_nodes_and_disk_is_drawn() -> None:

@@ -19,7 +19,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def a_cpu() -> Machine:
-    return replace(named_machine("rtx3060"), device="cpu")
+    return replace(named_machine("rtx3060"), device="cpu", disk_bytes_per_s=None)
 
 
 def two_nodes(root: Path) -> list[int]:
@@ -68,11 +68,15 @@ def test_a_file_system_in_memory_is_not_taken_for_a_disk() -> None:
     mode = reader.mode
     reader.close()
     probe.unlink()
-    rate = disk_rate(shared, seconds=0.01)
+    rate = disk_rate(shared, seconds=0.01, file_bytes=64 * MIB)
     assert (rate is None) == (mode == "buffered")
 
 
-def test_a_full_disk_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_probe, "FILE_BYTES", 2**60)
-    assert disk_rate(tmp_path, seconds=0.01) is None
+def test_a_full_disk_is_not_measured(tmp_path: Path) -> None:
+    assert disk_rate(tmp_path, seconds=0.01, file_bytes=2**60) is None
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_is_not_measured(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert disk_rate(tmp_path / "file", seconds=0.01, file_bytes=64 * MIB) is None

@@ -123,6 +123,7 @@ def uniform_costs(*, load_s: float, num_layers: int = 10, decode_s: float = 0.0)
         h2d_bytes_per_s=1000 / load_s,
         h2d_latency_s=0.0,
         d2h_bytes_per_s=1.0,
+        fetch_bytes_per_s=1.0,
         read_bytes_per_s=1.0,
     )
 

@@ -5,9 +5,9 @@ import pytest
 from offload.errors import DoesNotFitError
 from offload.plan.costs import Workload
 from offload.plan.facts import AdapterSpec, model_facts
-from offload.plan.machine import GIB, Rate, named_machine
+from offload.plan.machine import GIB, Machine, Rate, named_machine
 from offload.plan.op import Kind
-from offload.plan.plan import PlanRequest, calibrate, plan, with_costs
+from offload.plan.plan import Plan, PlanRequest, calibrate, plan, with_costs
 from offload.plan.schedule import NUM_STAGING, PIECE_BYTES
 from offload.plan.simulate import simulate
 
@@ -252,3 +252,65 @@ def test_layers_on_disk_take_no_host_memory_but_buffers() -> None:
     on_disk = plan(FACTS, CARD, replace(REQUEST, num_slots=2, is_on_disk=True))
     cargo = sum(layer.weight_bytes for layer in in_ram.costs.layers)
     assert in_ram.host_bytes - on_disk.host_bytes == cargo - NUM_STAGING * PIECE_BYTES
+
+
+def on_disk(machine: Machine, *, gb_per_s: float, num_ranks: int = 1) -> Plan:
+    drive = replace(machine, disk_bytes_per_s=Rate(value=gb_per_s * 1e9, source="drawn"))
+    asked = replace(REQUEST, num_slots=2, is_on_disk=True, num_ranks=num_ranks, is_slab_shared=True)
+    return plan(FACTS, drive, replace(asked, num_micro_batches=num_ranks))
+
+
+def test_a_slow_disk_is_what_a_step_waits_for() -> None:
+    slow, fast = on_disk(CARD, gb_per_s=0.5), on_disk(CARD, gb_per_s=500)
+    assert slow.schedule.is_staged
+    reads_s = slow.schedule.h2d_bytes / 0.5e9
+    assert slow.predict().phases()["reads"] == pytest.approx(reads_s)
+    assert reads_s <= slow.step_s
+    assert slow.bound_s <= slow.step_s == pytest.approx(slow.bound_s, rel=0.03)
+    assert fast.step_s < 0.1 * slow.step_s
+    links = CARD.h2d_bytes_per_s.value / 0.5e9
+    assert slow.break_even_tokens == pytest.approx(links * fast.break_even_tokens)
+
+
+def test_ranks_share_the_disk() -> None:
+    alone, shared = on_disk(CARD, gb_per_s=0.5), on_disk(CARD, gb_per_s=0.5, num_ranks=2)
+    assert shared.costs.read_bytes_per_s == alone.costs.read_bytes_per_s / 2
+    assert shared.break_even_tokens == 2 * alone.break_even_tokens
+
+
+def test_a_cpu_loads_straight_from_disk_and_fetches_inputs_from_memory() -> None:
+    cpu = replace(CARD, device="cpu", ram_bytes=256 * GIB, vram_bytes=256 * GIB)
+    found = on_disk(cpu, gb_per_s=0.5)
+    assert not found.schedule.is_staged
+    assert found.costs.h2d_bytes_per_s == 0.5e9
+    assert found.costs.fetch_bytes_per_s == cpu.h2d_duplex_bytes_per_s.value
+    assert found.break_even_tokens == pytest.approx(
+        plan(FACTS, cpu, replace(REQUEST, num_slots=2)).break_even_tokens
+        * cpu.h2d_bytes_per_s.value
+        / 0.5e9
+    )
+
+
+def test_a_disk_that_nobody_measured_makes_no_prediction_probed() -> None:
+    rates = {
+        name: Rate(value=getattr(CARD, name).value, source="measured")
+        for name in Machine.__dataclass_fields__
+        if isinstance(getattr(CARD, name), Rate)
+    }
+    measured = replace(CARD, **rates)  # type: ignore[arg-type]
+    unknown = replace(measured, disk_bytes_per_s=None)
+    request = replace(REQUEST, num_slots=2, is_on_disk=True)
+    assert plan(FACTS, measured, request).costs.grade == "probed"
+    assert plan(FACTS, unknown, request).costs.grade == "spec"
+    assert plan(FACTS, unknown, replace(request, is_on_disk=False)).costs.grade == "probed"
+
+
+def test_calibration_replaces_the_rate_of_each_kind_of_copy_that_was_measured() -> None:
+    found = on_disk(CARD, gb_per_s=0.5)
+    costs = replace(found.costs, h2d_latency_s=0.0)
+    faster = replace(costs, h2d_bytes_per_s=3e9, read_bytes_per_s=2e9)
+    measured = with_costs(found, faster).predict()
+    calibrated = calibrate(costs, measured, optimizer_s=1.0)
+    assert calibrated.h2d_bytes_per_s == pytest.approx(3e9)
+    assert calibrated.read_bytes_per_s == pytest.approx(2e9)
+    assert calibrated.fetch_bytes_per_s == costs.fetch_bytes_per_s

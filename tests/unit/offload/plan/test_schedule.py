@@ -95,6 +95,7 @@ def test_a_simulated_step_of_encoded_layers_reaches_r3(visit_s, load_s, tail_s, 
         h2d_bytes_per_s=10 / load_s,
         h2d_latency_s=0.0,
         d2h_bytes_per_s=1.0,
+        fetch_bytes_per_s=1.0,
         read_bytes_per_s=1.0,
     )
     encoded = training_schedule(
