@@ -48,6 +48,7 @@ def attach(  # noqa: PLR0913 - the door to all of it
     stash: Literal["device", "host"] = "device",
     trained_weights: Literal["device", "host"] = "device",
     head_chunk_tokens: int = 1024,
+    kept_graphs: int = 0,
     hold: "Hold | None" = None,
     store_dir: str | None = None,
 ) -> "Engine":
@@ -70,6 +71,9 @@ def attach(  # noqa: PLR0913 - the door to all of it
         trained_weights: Where weights of the layers live that train: on the device beside the
             slots, or on the host, streamed; then `engine.trained_parameters` go to the optimizer.
         head_chunk_tokens: Tokens whose logits exist at a time.
+        kept_graphs: Layers, counted from the last, that keep what autograd saves of them from the
+            forward to the backward of a step, for all of its micro-batches, and so are not computed
+            twice; as many as there are layers means all.
         hold: Where the layers were loaded to (`offload.engine.host.stowing`); None copies them.
         store_dir: With tier "disk" and no hold: a directory for a file as large as the layers.
 
@@ -94,6 +98,7 @@ def attach(  # noqa: PLR0913 - the door to all of it
             stash=stash,
             trained_weights=trained_weights,
             head_chunk_tokens=head_chunk_tokens,
+            num_kept_graphs=kept_graphs,
         ),
         hold=hold,
     )

@@ -51,6 +51,7 @@ class EngineOptions:
     stash: Literal["device", "host"]
     trained_weights: Literal["device", "host"]
     head_chunk_tokens: int
+    num_kept_graphs: int
 
 
 class Engine:
@@ -76,6 +77,7 @@ class Engine:
         torch_device = device if isinstance(device, torch.device) else device.torch_device
         self._model = model
         self._layered = LayeredModel(model)
+        _require_layers(options.num_kept_graphs, len(self._layered.layers))
         self._options = options
         self._home = placement.only_device(self._layered)
         self._trains_front = placement.trains_front(self._layered)
@@ -303,6 +305,7 @@ class Engine:
                 limit="their gradients leave a layer once per step",
                 hint="`order=Order.LAYER_MAJOR`",
             )
+        num_kept_graphs = self._options.num_kept_graphs
         input_bytes = self._input_bytes(batches) if self._options.stash == "host" else ()
         schedule = training_schedule(
             self._freight,
@@ -311,11 +314,12 @@ class Engine:
             order=order,
             trains_front=self._trains_front,
             input_bytes=input_bytes,
+            num_kept_graphs=num_kept_graphs,
         )
-        if input_bytes:
+        if schedule.num_fetch_buffers:
             self._stash.prepare(
                 input_bytes,
-                num_layers=len(self.layer_bytes) - 1,
+                num_layers=len(self.layer_bytes) - max(1, num_kept_graphs),
                 num_fetch_buffers=schedule.num_fetch_buffers,
             )
         return schedule
@@ -357,6 +361,15 @@ def _require_enough(num_slots: int) -> None:
             f"num_slots is {num_slots}",
             limit=f"a layer computes in one slot while the next arrives: at least {MIN_SLOTS}",
             hint=f"`num_slots={MIN_SLOTS}`",
+        )
+
+
+def _require_layers(num_kept_graphs: int, num_layers: int) -> None:
+    if not 0 <= num_kept_graphs <= num_layers:
+        raise OffloadError(
+            f"kept_graphs is {num_kept_graphs}",
+            limit=f"it counts layers from the last, of which there are {num_layers}",
+            hint=f"`kept_graphs={min(max(0, num_kept_graphs), num_layers)}`",
         )
 
 

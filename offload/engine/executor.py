@@ -2,8 +2,10 @@
 
 The visit is the checkpoint. A forward visit keeps a layer's input and no graph; a backward visit
 builds the layer's graph anew from that input and consumes it at once, while the weights still
-stand in their slot. No saved tensor outlives its weights, so a slot can be overwritten without
-any gradient noticing.
+stand in their slot. Where the plan says so, a forward visit keeps its graph instead. Its saved
+tensors look at the slot and not at a copy, so others' weights may pass through the slot meanwhile,
+but the layer's own must be back for the backward visit. Autograd cannot notice a slot that was
+overwritten: it is the schedule's waits that put the right weights there, as for any visit.
 
 Note [Letting go]: what a transfer reads on the device is let go of only by a compute op that waits
 for that transfer. The allocator may then give the memory to whatever is computed next, and no
@@ -23,7 +25,7 @@ from offload.engine.model.layers import CHECKED_TOKENS, Front, LayeredModel
 from offload.engine.slots import Slots
 from offload.engine.stash import Stash
 from offload.engine.streams import Device, Event, copy_on_host
-from offload.engine.visit import chunk_loss, visit_backward
+from offload.engine.visit import Graph, chunk_loss, visit_backward, visit_with_graph
 from offload.errors import UnsupportedModelError
 from offload.plan.op import Kind, Op
 from offload.plan.schedule import NUM_KEPT, Schedule
@@ -41,6 +43,7 @@ class PassState:
         inputs: Inputs of layers (B, T, D) that are on the device, by layer and micro-batch; that of
             layer L is what enters the tail.
         fetched: Inputs that came back from the stash.
+        graphs: What forward visits kept for their backward visits, by layer and micro-batch.
         gradient: Gradient of the loss by the hidden state, on its way down.
         losses: Sum over labelled tokens / num_label_tokens, one scalar tensor per chunk; and the
             router loss of each micro-batch.
@@ -52,6 +55,7 @@ class PassState:
     fronts: dict[int, Front] = field(default_factory=dict)
     inputs: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     fetched: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    graphs: dict[tuple[int, int], Graph] = field(default_factory=dict)
     gradient: dict[int, torch.Tensor] = field(default_factory=dict)
     losses: list[torch.Tensor] = field(default_factory=list)
     routing: dict[int, dict[int, list[torch.Tensor]]] = field(default_factory=dict)
@@ -99,7 +103,7 @@ class Executor:
             batches: The micro-batches.
             num_label_tokens: What the sum of the losses is divided by.
             seed: Dropout is seeded by (seed, layer, id), so that the recompute repeats it.
-            is_stashed: Whether the schedule moves layer inputs to the host.
+            is_stashed: Whether layer inputs wait on the host, but for those of kept graphs.
             ids: Number of each micro-batch in the whole step.
         """
         # Filled there: `torch.tensor` would copy the number, and wait for the device.
@@ -112,12 +116,12 @@ class Executor:
             if op.kind is Kind.FRONT:
                 self._front(state, m, batches[m].inputs, step)
             elif op.kind is Kind.FORWARD:
-                self._forward(state, _given(op.layer), m, step)
+                self._forward(state, op, m, step)
             elif op.kind is Kind.TAIL:
                 self._tail(state, m, batches[m], num_items)
                 self._balance(state, m, batches[m], num_label_tokens)
             elif op.kind is Kind.BACKWARD:
-                self._backward(state, _given(op.layer), m, step)
+                self._backward(state, op, m, step)
             else:
                 _front_backward(state, m)
 
@@ -146,7 +150,7 @@ class Executor:
             if op.kind is Kind.FRONT:
                 self._front(state, m, inputs[m], step)
             elif op.kind is Kind.FORWARD:
-                self._forward(state, _given(op.layer), m, step)
+                self._forward(state, op, m, step)
             else:
                 hidden_BTD = state.inputs.pop((self._last_layer + 1, m))
                 if labels:
@@ -247,17 +251,24 @@ class Executor:
         state.fronts[m] = front
         state.inputs[0, m] = front.hidden_BTD.detach().contiguous()
 
-    def _forward(self, state: PassState, layer: int, m: int, step: "_Step") -> None:
+    def _forward(self, state: PassState, op: Op, m: int, step: "_Step") -> None:
+        layer = _given(op.layer)
         input_BTD = state.inputs[layer, m]
         if step.is_stashed:  # the output takes its place; see Note [Letting go]
             state.inputs.pop((layer + 1 - NUM_KEPT, m), None)
         self._seed_visit(step, layer, m)
-        with torch.no_grad(), self._model.listening(layer) as router_logits:
-            output_BTD = self._model.layer_forward(layer, input_BTD, state.fronts[m].calls[layer])
+        call = state.fronts[m].calls[layer]
+        if op.has_graph:
+            graph = visit_with_graph(self._model, layer, input_BTD=input_BTD, call=call)
+            state.graphs[layer, m] = graph
+            output_BTD, router_logits = graph.output, graph.router_logits
+        else:
+            with torch.no_grad(), self._model.listening(layer) as router_logits:
+                output_BTD = self._model.layer_forward(layer, input_BTD, call)
         if router_logits and step.is_kept:
             state.routing.setdefault(m, {})[layer] = router_logits
         state.inputs[layer + 1, m] = output_BTD.contiguous()
-        if not step.is_kept:
+        if op.has_graph or not step.is_kept:
             del state.inputs[layer, m]
 
     def _tail(
@@ -318,10 +329,15 @@ class Executor:
             hidden_BTD = hidden_BTD[rows, positions].unsqueeze(1)
         return self._model.tail_logits(hidden_BTD)
 
-    def _backward(self, state: PassState, layer: int, m: int, step: "_Step") -> None:
-        is_fetched = step.is_stashed and layer < self._last_layer
-        kept_BTD = (state.fetched if is_fetched else state.inputs).pop((layer, m))
+    def _backward(self, state: PassState, op: Op, m: int, step: "_Step") -> None:
+        layer = _given(op.layer)
+        router_gradients = state.routing.get(m, {}).pop(layer, [])
         self._masters.gather(layer)
+        if op.has_graph:
+            graph = state.graphs.pop((layer, m))
+            state.gradient[m] = graph.backward(state.gradient[m], router_gradients)
+            return
+        kept_BTD = (state.inputs if op.buffer is None else state.fetched).pop((layer, m))
         self._seed_visit(step, layer, m)
         state.gradient[m] = visit_backward(
             self._model,
@@ -329,7 +345,7 @@ class Executor:
             kept_BTD=kept_BTD,
             call=state.fronts[m].calls[layer],
             gradient_BTD=state.gradient[m],
-            router_gradients=state.routing.get(m, {}).pop(layer, []),
+            router_gradients=router_gradients,
         )
 
     def _seed_visit(self, step: "_Step", layer: int, m: int) -> None:

@@ -1,11 +1,70 @@
 """A layer's backward visit and a chunk of the head: what the executor runs, and a trace prices."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from offload.engine.model.calls import Call
 from offload.engine.model.layers import LayeredModel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Graph:
+    """What autograd recorded of one layer and micro-batch.
+
+    It refers to the layer's weights where they stand: they must be there again for `backward`.
+
+    Attributes:
+        input_BTD: The layer's input, a leaf.
+        said: The layer's output, and what its routers said of the tokens.
+    """
+
+    input_BTD: torch.Tensor
+    said: tuple[torch.Tensor, ...]
+
+    @property
+    def output(self) -> torch.Tensor:
+        """The layer's output (B, T, D), without the graph."""
+        return self.said[0].detach()
+
+    @property
+    def router_logits(self) -> list[torch.Tensor]:
+        """What the layer's routers said, without the graph."""
+        return [logits.detach() for logits in self.said[1:]]
+
+    def backward(
+        self, gradient_BTD: torch.Tensor, router_gradients: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """Take gradients of the loss through the layer, once.
+
+        Args:
+            gradient_BTD: By the layer's output.
+            router_gradients: By what the layer's routers said.
+
+        Returns:
+            The gradient by the layer's input; those of what trains are in `.grad`.
+        """
+        torch.autograd.backward(self.said, [gradient_BTD, *router_gradients])
+        assert self.input_BTD.grad is not None
+        return self.input_BTD.grad
+
+
+def visit_with_graph(
+    model: LayeredModel, layer: int, *, input_BTD: torch.Tensor, call: Call
+) -> Graph:
+    """Compute a layer and keep its graph.
+
+    Args:
+        model: The model; the layer's weights must be in place.
+        layer: Which.
+        input_BTD: The layer's input.
+        call: Its other arguments.
+    """
+    leaf_BTD = input_BTD.detach().requires_grad_()
+    with torch.enable_grad(), model.listening(layer) as router_logits:
+        output_BTD = model.layer_forward(layer, leaf_BTD, call)
+    return Graph(input_BTD=leaf_BTD, said=(output_BTD, *router_logits))
 
 
 def visit_backward(
@@ -30,12 +89,8 @@ def visit_backward(
     Returns:
         The gradient by the layer's input; those of what trains are in `.grad`.
     """
-    input_BTD = kept_BTD.detach().requires_grad_()
-    with torch.enable_grad(), model.listening(layer) as router_logits:
-        output_BTD = model.layer_forward(layer, input_BTD, call)
-    torch.autograd.backward([output_BTD, *router_logits], [gradient_BTD, *router_gradients])
-    assert input_BTD.grad is not None
-    return input_BTD.grad
+    graph = visit_with_graph(model, layer, input_BTD=kept_BTD, call=call)
+    return graph.backward(gradient_BTD, router_gradients)
 
 
 def chunk_loss(

@@ -20,11 +20,11 @@ class Kind(StrEnum):
     READ: a piece of a layer, from disk or pageable memory, into a staging buffer (host).
     LOAD: a piece of a layer, into its slot (h2d).
     DECODE: a layer, from its slot to where it computes, once per visit.
-    FORWARD: a layer without a graph.
+    FORWARD: a layer, without a graph unless its backward visit is to find one.
     STASH: a layer's input, to host memory (d2h).
     TAIL: norm, head and loss, and the gradient that leaves them.
     FETCH: a layer's input, back to the device (h2d).
-    BACKWARD: a layer with a graph, and its gradients.
+    BACKWARD: a layer's gradients, through a graph built anew unless one was kept.
     GRADIENT: a piece of the gradients of a layer's own weights, to host memory (d2h).
     FRONT_BACKWARD: gradients of what comes before the layers.
     OPTIMIZER: the update, behind the pass; in timelines that show it, in no schedule.
@@ -58,6 +58,7 @@ class Op:
             layer's input is fetched to, of GRADIENT the one that it leaves.
         offset: First byte of a piece within its layer.
         num_bytes: Bytes that move; of DECODE those that are written.
+        has_graph: Of FORWARD that it keeps its graph, of BACKWARD that it finds one.
         waits: Positions in the op list, always smaller than the op's own.
     """
 
@@ -69,4 +70,5 @@ class Op:
     buffer: int | None = None
     offset: int = 0
     num_bytes: int = 0
+    has_graph: bool = False
     waits: tuple[int, ...] = ()

@@ -19,6 +19,12 @@ Each line names the memory that it reads and writes; `offload.plan.hazards` make
 of it. Everything that moves besides weights is a line too: layer inputs that are kept in host
 memory (the *stash*), gradients of the layers' own weights, reads from disk.
 
+Kept graphs. The last K layers keep the graph of their forward visit, and are not computed again.
+Such a graph refers to where the weights stood, a place that others use in between if K > C or if
+layers are decoded. But a layer's place and its bytes are the same throughout a step, and each
+backward visit reads that place here: what it waits for has brought the weights back. They are the
+last layers, so that no graph stands beside a recompute.
+
 Rejected. A dynamic cache: the same loads, but slot addresses change, so parameters would have to
 be bound again at each visit. The micro-batch-major order is kept, as the baseline that everybody
 else runs: it loads 2 * M * (L - C) layers.
@@ -140,6 +146,7 @@ def training_schedule(
     order: Order,
     trains_front: bool,
     input_bytes: tuple[int, ...],
+    num_kept_graphs: int = 0,
 ) -> Schedule:
     """List the ops of one optimizer step, without the optimizer.
 
@@ -151,16 +158,23 @@ def training_schedule(
         trains_front: Whether a gradient has to go back through the embeddings.
         input_bytes: Size of a layer's input by micro-batch, if inputs wait in host memory for their
             backward visit; empty if they stay on the device.
+        num_kept_graphs: Layers, the last ones, that are not computed again.
 
     Returns:
         A schedule with 2 * (L - C) loads from a warm ring in layer-major order.
     """
     assert not input_bytes or len(input_bytes) == num_micro_batches
+    assert 0 <= num_kept_graphs <= len(freight.layer_bytes)
     assert order is Order.LAYER_MAJOR or not any(freight.gradient_bytes)
     everything = tuple(range(num_micro_batches))
     groups = [everything] if order is Order.LAYER_MAJOR else [(m,) for m in everything]
-    program = _Program(freight=freight, ring=list(ring), input_bytes=input_bytes)
     num_layers = len(freight.layer_bytes)
+    program = _Program(
+        freight=freight,
+        ring=list(ring),
+        input_bytes=input_bytes,
+        first_graph=num_layers - num_kept_graphs,
+    )
     for group in groups:
         program.outside(Kind.FRONT, group)
         for layer in range(num_layers):
@@ -180,7 +194,8 @@ def forward_schedule(freight: Freight, *, ring: Ring, num_micro_batches: int) ->
     its own schedule counts.
     """
     group = tuple(range(num_micro_batches))
-    program = _Program(freight=freight, ring=list(ring), input_bytes=())
+    no_graph = len(freight.layer_bytes)
+    program = _Program(freight=freight, ring=list(ring), input_bytes=(), first_graph=no_graph)
     program.outside(Kind.FRONT, group)
     for layer in range(len(freight.layer_bytes)):
         program.forward(layer, group, is_kept=False)
@@ -199,6 +214,7 @@ class _Program:
     freight: Freight
     ring: list[int | None]
     input_bytes: tuple[int, ...]
+    first_graph: int
     lines: list[Line] = field(default_factory=list)
     decoded: int | None = None
     num_pieces: int = 0
@@ -229,15 +245,18 @@ class _Program:
     def forward(self, layer: int, group: Sequence[int], *, is_kept: bool) -> None:
         """Write a visit on the way up; `is_kept` if there is to be one on the way down."""
         slot, weights = self._load(layer)
+        has_graph = self._has_graph(layer)
         for m in group:
-            op = Op(lane=Lane.COMPUTE, kind=Kind.FORWARD, layer=layer, micro_batch=m, slot=slot)
-            self.lines.append(
-                Line(
-                    op=op,
-                    reads=(weights, *self._kept(layer, m)),
-                    writes=self._kept(layer + 1, m),
-                )
+            op = Op(
+                lane=Lane.COMPUTE,
+                kind=Kind.FORWARD,
+                layer=layer,
+                micro_batch=m,
+                slot=slot,
+                has_graph=has_graph,
             )
+            reads = (weights, *self._kept(layer, m))
+            self.lines.append(Line(op=op, reads=reads, writes=self._kept(layer + 1, m)))
             if is_kept and self._is_stashed(layer):
                 self.lines.append(self._stash(layer, m))
 
@@ -245,9 +264,10 @@ class _Program:
         """Write a visit on the way down, and the gradients that leave it."""
         slot, weights = self._load(layer)
         gradient = ("gradient", layer % NUM_GRADIENT_BUFFERS, 0)
-        num_bytes = self.freight.gradient_bytes[layer]
+        num_bytes, has_graph = self.freight.gradient_bytes[layer], self._has_graph(layer)
         for m in group:
-            buffer, source = None, self._kept(layer, m)
+            # What a kept graph holds is no place that others write to.
+            buffer, source = None, () if has_graph else self._kept(layer, m)
             if self._is_stashed(layer):
                 buffer = self.num_fetches % (NUM_FETCHED * len(group))
                 source = (("fetched", buffer, 0),)
@@ -260,6 +280,7 @@ class _Program:
                 micro_batch=m,
                 slot=slot,
                 buffer=buffer,
+                has_graph=has_graph,
             )
             writes = (gradient,) if num_bytes else ()
             self.lines.append(Line(op=op, reads=(weights, *source), writes=writes))
@@ -356,8 +377,15 @@ class _Program:
         return Line(op=op, reads=(("stash", layer, m),), writes=(("fetched", buffer, 0),))
 
     def _is_stashed(self, layer: int) -> bool:
-        """Tell whether a layer's inputs leave the device; the last layer wants its own at once."""
-        return bool(self.input_bytes) and layer < len(self.freight.layer_bytes) - 1
+        """Tell whether a layer's inputs leave the device.
+
+        The last layer wants its own at once, and those of a kept graph are part of it.
+        """
+        is_last = layer == len(self.freight.layer_bytes) - 1
+        return bool(self.input_bytes) and not is_last and not self._has_graph(layer)
+
+    def _has_graph(self, layer: int) -> bool:
+        return layer >= self.first_graph
 
     def _kept(self, layer: int, m: int) -> tuple[Resource, ...]:
         """Return the place of a layer's input on the device, where there are only a few."""

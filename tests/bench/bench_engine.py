@@ -170,6 +170,7 @@ class Bench:
             stash="device",
             trained_weights="device",
             head_chunk_tokens=1024,
+            num_kept_graphs=0,
         )
         return Engine(self._model(), device=device, options=options)
 

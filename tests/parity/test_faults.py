@@ -27,6 +27,7 @@ OPTIONS = EngineOptions(
     stash="host",
     trained_weights="device",
     head_chunk_tokens=7,
+    num_kept_graphs=0,
 )
 
 

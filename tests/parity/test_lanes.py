@@ -64,6 +64,7 @@ def run(
         stash=setting.stash,
         trained_weights=setting.trained_weights,
         head_chunk_tokens=7,
+        num_kept_graphs=0,
     )
     engine = Engine(model, device=device, options=options)
     torch.manual_seed(0)
@@ -152,6 +153,7 @@ def waits_of(setting: Setting) -> list[tuple[int, int]]:
         stash=setting.stash,
         trained_weights=setting.trained_weights,
         head_chunk_tokens=7,
+        num_kept_graphs=0,
     )
     if setting.trained_weights == "host":
         model.requires_grad_(True)

@@ -40,6 +40,7 @@ OPTIONS = EngineOptions(
     stash="device",
     trained_weights="device",
     head_chunk_tokens=7,
+    num_kept_graphs=0,
 )
 
 SHAPE: dict[str, Any] = {

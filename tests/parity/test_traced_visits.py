@@ -117,6 +117,7 @@ def measured(
         stash="device",
         trained_weights="device",
         head_chunk_tokens=chunk,
+        num_kept_graphs=0,
     )
     engine = Engine(model, device=HookedDevice(around), options=options)
     input_ids = torch.randint(0, VOCABULARY, (rows, width))

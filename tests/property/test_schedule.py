@@ -50,11 +50,16 @@ def steps(draw: st.DrawFn) -> Schedule:
         order=order,
         trains_front=draw(st.booleans()),
         input_bytes=draw(st.sampled_from([(), (5,) * num_micro_batches])),
+        num_kept_graphs=draw(st.integers(0, num_layers)),
     )
 
 
 def step(
-    num_layers: int, ring: Ring, num_micro_batches: int, order: Order = Order.LAYER_MAJOR
+    num_layers: int,
+    ring: Ring,
+    num_micro_batches: int,
+    order: Order = Order.LAYER_MAJOR,
+    num_kept_graphs: int = 0,
 ) -> Schedule:
     return training_schedule(
         Freight.frozen([100 + i for i in range(num_layers)]),
@@ -63,6 +68,7 @@ def step(
         order=order,
         trains_front=False,
         input_bytes=(),
+        num_kept_graphs=num_kept_graphs,
     )
 
 
@@ -121,16 +127,21 @@ class Accesses:
         if op.kind is Kind.FRONT:
             return [self._kept("write", 0, m)]
         if op.kind is Kind.FORWARD:
-            return [weights, self._kept("read", layer, m), self._kept("write", layer + 1, m)]
+            graph: list[Access] = [("write", ("graph", layer, m), None)] if op.has_graph else []
+            return [
+                weights,
+                self._kept("read", layer, m),
+                self._kept("write", layer + 1, m),
+                *graph,
+            ]
         if op.kind is Kind.TAIL:
             return [self._kept("read", self._last_layer + 1, m)]
         if op.kind is Kind.BACKWARD:
-            fetched = ("read", ("fetched", op.buffer), (layer, m))
-            own = (
-                fetched
-                if self._is_stashed and layer < self._last_layer
-                else self._kept("read", layer, m)
-            )
+            own: Access = ("read", ("graph", layer, m), None)
+            if not op.has_graph:
+                fetched: Access = ("read", ("fetched", op.buffer), (layer, m))
+                is_fetched = self._is_stashed and layer < self._last_layer
+                own = fetched if is_fetched else self._kept("read", layer, m)
             gathered = ("add", ("gradient", layer % 2), layer)
             return [weights, own, *([gathered] if layer in self._trained else [])]
         return []
@@ -220,6 +231,27 @@ def test_a_warm_step_loads_each_streamed_layer_twice_whatever_the_micro_batches(
     schedule = step(num_layers, warm_ring(num_slots), num_micro_batches)
     assert schedule.num_loads == 2 * (num_layers - num_slots)
     assert schedule.ring_after == warm_ring(num_slots)
+
+
+@given(steps())
+def test_the_last_layers_keep_their_graphs_and_then_none_of_their_inputs_moves(schedule) -> None:
+    num_micro_batches = sum(op.kind is Kind.TAIL for op in schedule.ops)
+    kept = {op.layer for op in schedule.ops if op.has_graph}
+    last_layer = max(op.layer for op in schedule.ops if op.layer is not None)
+    assert kept == set(range(last_layer + 1 - len(kept), last_layer + 1))
+    for kind, sign in ((Kind.FORWARD, 1), (Kind.BACKWARD, 1), (Kind.STASH, 0), (Kind.FETCH, 0)):
+        ops = [op for op in schedule.ops if op.kind is kind and op.layer in kept]
+        assert len(ops) == sign * len(kept) * num_micro_batches
+        assert all(op.has_graph for op in ops)
+
+
+@given(sizes, st.integers(0, 12))
+def test_kept_graphs_move_no_weights_that_would_not_move_without_them(size, kept) -> None:
+    num_layers, num_slots, num_micro_batches = size
+    ring = warm_ring(num_slots)
+    plain = step(num_layers, ring, num_micro_batches)
+    schedule = step(num_layers, ring, num_micro_batches, num_kept_graphs=min(kept, num_layers))
+    assert [replace(op, has_graph=False) for op in schedule.ops] == list(plain.ops)
 
 
 @given(sizes)
