@@ -124,7 +124,7 @@ def _shared_slab(
 
 def rehearse(work: Work, session: Session, screen: Screen) -> Plan:
     """Find out whether the longest batch fits, and how long a typical step takes here."""
-    screen.note("Trying the longest batch, then timing a typical step ...")
+    screen.note("Trying the longest batch, then timing typical steps ...")
     meter.reset_peak(work.device)
     try:
         record = session.loop.rehearse(
