@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from offload.plan.memory import CONTEXT, DATA_WORKERS, FRAGMENTATION, OTHER_RANKS
+from offload.plan.traced import MemoryGrade
 
 VISITS = "layer inputs, one visit, head chunk"
 PROCESS = "process, libraries, loading"
 HEAP = "libraries, layer inputs, one visit, head chunk"
+COUNTED: MemoryGrade = "formula"
 # Of these no meter of this process tells anything.
 UNSEEN = {
     CONTEXT: "the driver's, outside torch",
@@ -48,6 +50,8 @@ def memory_rows(
 ) -> tuple[MemoryRow, ...]:
     """Set the terms of a plan beside those that were found.
 
+    Of a traced plan, peaks and what is left of them are: what stands throughout is counted.
+
     Args:
         plan: As `plan_json` wrote it.
         grade: How its memory was predicted.
@@ -59,7 +63,7 @@ def memory_rows(
     if not is_cuda:  # there is one memory, and one meter for all of this process
         terms = {name: n for name, n in (*device.items(), *host.items()) if name not in others}
         group = _group(terms, grade, measured, HEAP, peak=("peak memory", "resident set"))
-        return (*group, *_unseen({**device, **host}, grade, others))
+        return (*group, *_unseen({**device, **host}, others))
     on_device = {n: size for n, size in device.items() if n not in (CONTEXT, FRAGMENTATION)}
     on_host = {n: size for n, size in host.items() if n not in others}
     torch_peak, process_peak = (
@@ -67,12 +71,12 @@ def memory_rows(
         ("peak host memory", "resident set"),
     )
     apart = measured["peak_reserved_bytes"] - measured["peak_bytes"]
-    spare = _row(FRAGMENTATION, grade, device.get(FRAGMENTATION), apart, "torch: not allocated")
+    spare = _row(FRAGMENTATION, COUNTED, device.get(FRAGMENTATION), apart, "torch: not allocated")
     return (
         *_group(on_device, grade, _part(measured, is_on_host=False), VISITS, peak=torch_peak),
         spare,
-        *_group(on_host, grade, _part(measured, is_on_host=True), PROCESS, peak=process_peak),
-        *_unseen({**device, **host}, grade, {CONTEXT, *others}),
+        *_group(on_host, COUNTED, _part(measured, is_on_host=True), PROCESS, peak=process_peak),
+        *_unseen({**device, **host}, {CONTEXT, *others}),
     )
 
 
@@ -98,7 +102,8 @@ def _group(
     rows = [_row(name, grade, sum(terms.values()), measured["peak_bytes"], meter)]
     for term, num_bytes in terms.items():
         if term in found:
-            rows.append(_row(term, grade, num_bytes, found[term]["num_bytes"], found[term]["how"]))
+            num_found, how = found[term]["num_bytes"], found[term]["how"]
+            rows.append(_row(term, COUNTED, num_bytes, num_found, how))
     expected = sum(num_bytes for term, num_bytes in terms.items() if term not in found)
     left = measured["peak_bytes"] - sum(term["num_bytes"] for term in found.values())
     rows.append(_row(rest, grade, expected, left, f"{meter}: peak less the others"))
@@ -110,9 +115,9 @@ def _group(
     return rows
 
 
-def _unseen(terms: Mapping[str, int], grade: str, names: Iterable[str]) -> list[MemoryRow]:
+def _unseen(terms: Mapping[str, int], names: Iterable[str]) -> list[MemoryRow]:
     return [
-        _row(name, grade, terms[name], None, f"not measured: {UNSEEN[name]}")
+        _row(name, COUNTED, terms[name], None, f"not measured: {UNSEEN[name]}")
         for name in UNSEEN
         if name in names and name in terms
     ]

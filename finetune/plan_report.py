@@ -251,7 +251,7 @@ def _time_table(plan: Plan) -> Table:
 
 
 def _memory_table(plan: Plan) -> Table:
-    table = table_of("Predicted peak memory", "term", "size")
+    table = table_of(f"Predicted peak memory ({plan.memory_grade})", "term", "size")
     for place, terms, total in (
         ("device", plan.device_memory, plan.peak_bytes),
         ("host", plan.host_memory, plan.host_bytes),

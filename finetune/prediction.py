@@ -63,7 +63,12 @@ class Promised:
 
 
 def write_prediction(
-    run_dir: Path, first: Plan, calibrated: Plan, *, steps: tuple[int, int]
+    run_dir: Path,
+    first: Plan,
+    calibrated: Plan,
+    *,
+    steps: tuple[int, int],
+    choice: Mapping[str, Any],
 ) -> Promised:
     """Write what is predicted for the steps to come; no prediction is ever replaced.
 
@@ -72,6 +77,7 @@ def write_prediction(
         first: As priced.
         calibrated: At the prices of the rehearsal.
         steps: How many are done, and how many the whole run has.
+        choice: What was weighed, by formulas, before the model was loaded.
     """
     files = _files(run_dir)
     first_step, num_steps = steps
@@ -79,7 +85,8 @@ def write_prediction(
         "first_step": first_step,
         "num_steps": num_steps,
         "previous_sha256": _seal(files[-1].read_bytes()) if files else None,
-        "memory_grade": "formula",
+        "memory_grade": calibrated.memory_grade,
+        "choice": dict(choice),
         "before measuring": plan_json(first),
         "calibrated": plan_json(calibrated),
     }

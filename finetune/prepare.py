@@ -45,6 +45,7 @@ class Work:
         micro_batch_ids: Which micro-batches of a step are this rank's.
         sizes: How large micro-batches are.
         choice: The plan, the same for all ranks, and what was weighed against it.
+        requests: All that was weighed.
     """
 
     recipe: Recipe
@@ -55,11 +56,23 @@ class Work:
     micro_batch_ids: tuple[int, ...]
     sizes: StepSizes
     choice: Choice
+    requests: tuple[PlanRequest, ...]
 
     @property
     def plan(self) -> Plan:
         """How a step runs."""
         return self.choice.plan
+
+    @property
+    def ways(self) -> tuple[PlanRequest, ...]:
+        """What may still be chosen once layers are loaded and steps cut: slots, inputs' place."""
+        own = self.plan.request.typical
+        return tuple(
+            one
+            for one in self.requests
+            if one.typical.codec == own.codec
+            and one.typical.micro_batch_size == own.micro_batch_size
+        )
 
     @property
     def pad_token_id(self) -> int:
@@ -132,17 +145,17 @@ def prepare(
     preflight.require_within_run(recipe, num_steps=order.num_steps)
     if not is_settled:  # it fits, so the ways to multiply experts are worth a trial
         choice = _tried(recipe, ranks, screen, device, requests, choice)
+    own = own_micro_batches(order.num_micro_batches, index=ranks.index, num=ranks.num)
     return Work(
         recipe=recipe,
         device=device,
         tokenizer=tokenizer,
         rows=rows,
         order=order,
-        micro_batch_ids=own_micro_batches(
-            order.num_micro_batches, index=ranks.index, num=ranks.num
-        ),
+        micro_batch_ids=own,
         sizes=sizes,
         choice=choice,
+        requests=tuple(requests),
     )
 
 

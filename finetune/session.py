@@ -14,6 +14,7 @@ from finetune.prepare import Work
 from finetune.ranks import Ranks
 from finetune.recipe import Recipe
 from finetune.screen import Screen
+from finetune.traced import traced_plan
 from offload.engine import meter
 from offload.engine.engine import Engine
 from offload.engine.host.mempolicy import bind_memory
@@ -31,11 +32,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Session:
-    """The model on its engine, its loop, and what the user should be told of its loading."""
+    """The model on its engine, its loop, the plan, and what the user should be told of both."""
 
     model: "PeftModel"
     engine: Engine
     loop: Loop
+    plan: Plan
     notes: tuple[str, ...]
 
 
@@ -76,14 +78,15 @@ def build(recipe: Recipe, work: Work, ranks: Ranks, screen: Screen) -> Session:
         hold=loaded.hold,
     )
     model.train()
+    plan, traced = traced_plan(model, work.plan, ways=work.ways, device=work.device, ranks=ranks)
     engine = offload.attach(
         model,
-        num_slots=work.plan.num_slots,
-        codec=work.plan.request.typical.codec,
+        num_slots=plan.num_slots,
+        codec=plan.request.typical.codec,
         tier=recipe.offload.load_tier,
         device=str(work.device),
-        stash="host" if work.plan.request.is_stashed else "device",
-        head_chunk_tokens=work.plan.request.typical.head_chunk_tokens,
+        stash="host" if plan.request.is_stashed else "device",
+        head_chunk_tokens=plan.request.typical.head_chunk_tokens,
         hold=loaded.hold,
     )
     loop = Loop(
@@ -95,8 +98,8 @@ def build(recipe: Recipe, work: Work, ranks: Ranks, screen: Screen) -> Session:
         num_steps=work.order.num_steps,
         ranks=ranks,
     )
-    notes = (*loaded.notes, *engine.notes)
-    return Session(model=model, engine=engine, loop=loop, notes=notes)
+    notes = (*loaded.notes, traced, *engine.notes)
+    return Session(model=model, engine=engine, loop=loop, plan=plan, notes=notes)
 
 
 def _shared_slab(
@@ -132,9 +135,9 @@ def rehearse(work: Work, session: Session, screen: Screen) -> Plan:
             [work.share(work.order.step(step)) for step in work.sizes.typical_steps],
         )
     except torch.OutOfMemoryError as error:
-        raise _too_large(work.plan, error) from error
-    costs = calibrate(work.plan.costs, record.timeline, optimizer_s=record.optimizer_s)
-    return with_costs(work.plan, costs)
+        raise _too_large(session.plan, error) from error
+    costs = calibrate(session.plan.costs, record.timeline, optimizer_s=record.optimizer_s)
+    return with_costs(session.plan, costs)
 
 
 def _too_large(plan: Plan, error: torch.OutOfMemoryError) -> DoesNotFitError:

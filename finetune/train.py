@@ -27,6 +27,7 @@ from finetune.sampling import answer, answerable
 from finetune.screen import Screen
 from finetune.session import Session, build, rehearse
 from finetune.stock_report import stock_table
+from offload.plan.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,11 +80,7 @@ def finetune(
         _introduce(session, screen)
         predicted = rehearse(work, session, screen)
         first_step = _start(recipe, run_dir, work, session, ranks, is_resume=is_resume)
-        screen.note(report.promise(predicted, num_steps=work.order.num_steps - first_step))
-        steps = (first_step, work.order.num_steps)
-        promised = ranks.from_main(
-            lambda: write_prediction(run_dir.path, work.plan, predicted, steps=steps)
-        )
+        promised = _promise(run_dir, work, session, predicted, ranks, screen, first_step=first_step)
         if ranks.is_main and first_step == 0:
             _sample(recipe, run_dir, work, session, screen, when="before")
         last_step = _train(
@@ -133,6 +130,25 @@ def _start(
         loop.publish()
     ranks.require_same_weights(session.loop.weights, step=step)
     return step
+
+
+def _promise(
+    run_dir: RunDir,
+    work: Work,
+    session: Session,
+    predicted: Plan,
+    ranks: Ranks,
+    screen: Screen,
+    *,
+    first_step: int,
+) -> Promised:
+    """Say what the steps to come will take, and write it down."""
+    num_steps, choice = work.order.num_steps, choice_report.choice_json(work.choice)
+    screen.note(report.promise(predicted, num_steps=num_steps - first_step))
+    steps, path = (first_step, num_steps), run_dir.path
+    return ranks.from_main(
+        lambda: write_prediction(path, session.plan, predicted, steps=steps, choice=choice)
+    )
 
 
 def _train(

@@ -81,8 +81,9 @@ class Needs:
             num_slots=1,
             num_micro_batches=request.rank_micro_batches,
             num_ranks=request.num_ranks,
-            is_padded=request.largest.micro_batch_size > 1,
+            is_padded=request.is_padded,
             is_stashed=request.is_stashed,
+            traced=request.traced,
         )
         needs = cls(
             facts=facts, machine=machine, request=request, one_slot=one_slot, fixed_host=None
@@ -176,6 +177,7 @@ def refusal(needs: Needs) -> DoesNotFitError:
     shortages = needs.shortages(num_slots)
     short = " and ".join(f"{_gib(s.needed_bytes)} {s.what}" for s in shortages)
     inputs = " and their inputs in RAM" if needs.request.is_stashed else ""
+    inputs += ", its visits traced," if needs.request.traced else ""
     return DoesNotFitError(
         f"with {num_slots} slots of {needs.facts.num_layers} layers{inputs} the plan needs {short},"
         f" {' and '.join(_gib(s.short_bytes) for s in shortages)} too much",
@@ -218,7 +220,7 @@ def _changes(request: "PlanRequest") -> Iterator[tuple[str, "PlanRequest"]]:
     seq_len = request.largest.seq_len // 2
     while seq_len >= MIN_HINTED_SEQ_LEN:
         for words, coded in (*exact, *rounded):
-            shorter = replace(coded, largest=replace(coded.largest, seq_len=seq_len))
+            shorter = replace(coded, largest=replace(coded.largest, seq_len=seq_len), traced=None)
             yield from _either_stash(_joined(words, f"`train.seq_len: {seq_len}`"), shorter)
         seq_len //= 2
 
@@ -249,6 +251,7 @@ def _all_cut(
                     request,
                     largest=replace(largest, micro_batch_size=size),
                     num_micro_batches=request.num_micro_batches * num,
+                    traced=None,  # a trace is of one size
                 )
                 parts = f"`train.micro_batch_size: {size}` and {num} times as many"
                 yield from _either_stash(_joined(words, parts), cut)

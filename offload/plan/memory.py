@@ -23,9 +23,12 @@ from offload.plan.optimizer import state_bytes
 from offload.plan.parts import FP32_BYTES
 from offload.plan.record import record_bytes
 from offload.plan.schedule import NUM_FETCHED, NUM_KEPT, NUM_STAGING, PIECE_BYTES
+from offload.plan.traced import TracedBytes
 from offload.plan.trained import (
+    EMBEDDING,
     adapter_parameters,
     module_tensor_sizes,
+    outer_module_sizes,
     trained_parameters,
     trained_tensor_shapes,
 )
@@ -43,8 +46,9 @@ SLAB, STASH, STAGING = "slab", "stashed layer inputs", "staging"
 DATA_WORKERS = "data workers"
 CONTEXT, FRAGMENTATION, OTHER_RANKS = "context", "fragmentation", "other ranks"
 SLOTS, CUBLAS = "slots", "cuBLAS workspaces"
+# What a trace finds in place of formulas.
+VISIT, HEAD_CHUNK, RECORDED = "one visit", "head chunk", "recorded arguments"
 
-# bitsandbytes: two states of one byte, an fp32 scale per block; small tensors stay in fp32.
 # In fp32, behind the loss: the softmax's logarithm, and the gradients by it and by the logits.
 LOGIT_COPIES = 3
 CUBLAS_BYTES = 2 * 32 * MIB
@@ -79,7 +83,7 @@ def layer_weight_bytes(facts: ModelFacts, *, dtype_bytes: int) -> tuple[int, ...
 # Device
 
 
-def device_terms(
+def device_terms(  # noqa: PLR0913 - all that stands in memory
     facts: ModelFacts,
     machine: Machine,
     workload: Workload,
@@ -89,6 +93,7 @@ def device_terms(
     num_ranks: int,
     is_padded: bool,
     is_stashed: bool,
+    traced: TracedBytes | None = None,
 ) -> tuple[MemoryTerm, ...]:
     """List what stands in device memory at the worst instant of a step.
 
@@ -101,29 +106,32 @@ def device_terms(
         num_ranks: Processes that share the step, each with a device.
         is_padded: Whether batches hold padding, so that masks have to be written out.
         is_stashed: Whether layer inputs wait in host memory for the backward.
+        traced: What a trace of this micro-batch found, in place of formulas.
     """
     always = (
-        *_standing_terms(facts, workload, num_slots),
+        *_standing_terms(facts, workload, num_slots, is_traced=traced is not None),
         MemoryTerm(name="gradient bucket", num_bytes=_bucket_bytes(facts, workload, num_ranks)),
     )
     num_kept = NUM_KEPT + NUM_FETCHED if is_stashed else facts.num_layers
+    recorded = traced.recorded if traced else recorded_bytes(facts, workload, is_padded=is_padded)
     kept = _kept_terms(
         facts,
         workload,
         num_kept=min(num_kept, facts.num_layers),
         num_micro_batches=num_micro_batches,
-        is_padded=is_padded,
+        recorded=recorded,
     )
-    head = MemoryTerm(name="head chunk", num_bytes=head_chunk_bytes(facts, workload))
+    chunk_bytes = traced.head_chunk if traced else head_chunk_bytes(facts, workload)
+    head = MemoryTerm(name=HEAD_CHUNK, num_bytes=chunk_bytes)
     update = MemoryTerm(
         name="optimizer temporaries",
         num_bytes=FP32_BYTES * trained_parameters(facts, workload.adapter),
     )
-    visits = (
-        _visit_terms(facts, machine, layer, workload, is_padded=is_padded)
-        for layer in set(facts.layers)
-    )
-    visit = max(visits, key=total_bytes)
+    visit: tuple[MemoryTerm, ...]
+    if traced:
+        visit = (MemoryTerm(name=VISIT, num_bytes=max(traced.visits)),)
+    else:
+        visit = _largest_visit(facts, machine, workload, is_padded=is_padded)
     worst = max(((*kept, *visit), (*kept, head), (update,)), key=total_bytes)
     used = total_bytes(always) + total_bytes(worst)
     overhead = [MemoryTerm(name=FRAGMENTATION, num_bytes=int(used * FRAGMENTATION_FRAC))]
@@ -149,13 +157,16 @@ def _bucket_bytes(facts: ModelFacts, workload: Workload, num_ranks: int) -> int:
 
 
 def _standing_terms(
-    facts: ModelFacts, workload: Workload, num_slots: int
+    facts: ModelFacts, workload: Workload, num_slots: int, *, is_traced: bool
 ) -> tuple[MemoryTerm, ...]:
     b, kinds = workload.dtype_bytes, set(facts.layers)
     slot_bytes = max(workload.cargo_bytes(layer) for layer in kinds)
     gradients = FP32_BYTES * trained_parameters(facts, workload.adapter)
     adapters = FP32_BYTES * adapter_parameters(facts, workload.adapter)
     modules = module_tensor_sizes(facts, workload.adapter)
+    # traced visits and head chunks hold those of their own modules; the front is not traced
+    outside = outer_module_sizes(facts, workload.adapter)
+    new_gradient = outside.get(EMBEDDING, 0) if is_traced else max(modules, default=0)
     copy_bytes = b if b == FP32_BYTES else b + FP32_BYTES
     shapes = trained_tensor_shapes(facts, workload.adapter)
     states = state_bytes(shapes, workload.optimizer)
@@ -170,7 +181,7 @@ def _standing_terms(
         MemoryTerm(name="embeddings, norm and head", num_bytes=facts.outer_parameters * b),
         MemoryTerm(name="adapters", num_bytes=adapters),
         MemoryTerm(name="trained modules", num_bytes=copy_bytes * sum(modules)),
-        MemoryTerm(name="a module's new gradient", num_bytes=b * max(modules, default=0)),
+        MemoryTerm(name="a module's new gradient", num_bytes=b * new_gradient),
         MemoryTerm(name="gradients", num_bytes=gradients),
         MemoryTerm(name="optimizer states", num_bytes=states),
     )
@@ -182,11 +193,10 @@ def _kept_terms(
     *,
     num_kept: int,
     num_micro_batches: int,
-    is_padded: bool,
+    recorded: int,
 ) -> tuple[MemoryTerm, ...]:
     """List layer inputs, those of `num_kept` layers at a time, and what stands beside them."""
     hidden_bytes = input_bytes(facts, workload)
-    recorded = num_micro_batches * recorded_bytes(facts, workload, is_padded=is_padded)
     return (
         MemoryTerm(
             name="kept layer inputs",
@@ -196,7 +206,7 @@ def _kept_terms(
             name="hidden states and their gradients",
             num_bytes=(num_micro_batches + 1) * hidden_bytes,
         ),
-        MemoryTerm(name="recorded arguments", num_bytes=recorded),
+        MemoryTerm(name=RECORDED, num_bytes=num_micro_batches * recorded),
     )
 
 
@@ -240,6 +250,16 @@ def head_chunk_bytes(facts: ModelFacts, workload: Workload) -> int:
     return tokens * (
         LOGIT_COPIES * FP32_BYTES * facts.vocab_size + hidden_bytes * facts.hidden_size
     )
+
+
+def _largest_visit(
+    facts: ModelFacts, machine: Machine, workload: Workload, *, is_padded: bool
+) -> tuple[MemoryTerm, ...]:
+    visits = (
+        _visit_terms(facts, machine, layer, workload, is_padded=is_padded)
+        for layer in set(facts.layers)
+    )
+    return max(visits, key=total_bytes)
 
 
 def _visit_terms(
@@ -342,33 +362,3 @@ def host_terms(
     others_bytes = (num_ranks - 1) * rank_bytes - (num_ranks - num_slabs) * slab
     others = MemoryTerm(name=OTHER_RANKS, num_bytes=others_bytes)
     return tuple(term for term in (*terms, others) if term.num_bytes)
-
-
-# ---------------------------------------------------------------------------------------------
-# What if: plain training of all weights, nothing offloaded
-
-
-def full_training_terms(
-    *,
-    num_parameters: int,
-    dtype_bytes: int,
-    activation_bytes: int,
-    context_bytes: int,
-) -> tuple[MemoryTerm, ...]:
-    """List the memory of training every weight with AdamW; below fp32 a master copy is kept."""
-    master = FP32_BYTES * num_parameters if dtype_bytes != FP32_BYTES else 0
-    return (
-        MemoryTerm(name="weights", num_bytes=dtype_bytes * num_parameters),
-        MemoryTerm(name="fp32 copy", num_bytes=master),
-        MemoryTerm(name="gradients", num_bytes=dtype_bytes * num_parameters),
-        MemoryTerm(name="optimizer states", num_bytes=state_bytes([(num_parameters,)], "adamw")),
-        MemoryTerm(name="activations", num_bytes=activation_bytes),
-        MemoryTerm(name=CONTEXT, num_bytes=context_bytes),
-    )
-
-
-def activation_bytes(
-    *, features: int, num_tokens: int, hidden_size: int, num_layers: int, dtype_bytes: int
-) -> int:
-    """Return what layers save without checkpointing, at `features` hidden sizes per token."""
-    return features * hidden_size * num_tokens * num_layers * dtype_bytes

@@ -25,6 +25,7 @@ from offload.plan.schedule import (
 )
 from offload.plan.simulate import simulate
 from offload.plan.timeline import Timeline
+from offload.plan.traced import MemoryGrade, TracedBytes
 from offload.plan.trained import outer_module_sizes
 
 HEAD_CHUNK_TOKENS = 1024  # logits of a 151,936 vocabulary in fp32: 0.6 GB at a time
@@ -45,6 +46,7 @@ class PlanRequest:
         is_on_disk: Whether the layers wait in a file.
         num_ranks: Processes that share the step, on one machine and each with its own device.
         is_slab_shared: Whether they share one slab; otherwise each has one.
+        traced: What a trace of `largest` found that it takes; None counts it by formulas.
     """
 
     typical: Workload
@@ -57,6 +59,7 @@ class PlanRequest:
     is_on_disk: bool
     num_ranks: int
     is_slab_shared: bool
+    traced: TracedBytes | None = None
 
     @property
     def num_slabs(self) -> int:
@@ -69,6 +72,11 @@ class PlanRequest:
     def num_disk_readers(self) -> int:
         """Processes that read the layers from disk."""
         return self.num_ranks if self.is_on_disk else 0
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether the largest micro-batch holds padding, so that masks have to be written out."""
+        return self.largest.micro_batch_size > 1
 
     @property
     def rank_micro_batches(self) -> int:
@@ -104,6 +112,11 @@ class Plan:
     costs: Costs
     device_memory: tuple[MemoryTerm, ...]
     host_memory: tuple[MemoryTerm, ...]
+
+    @property
+    def memory_grade(self) -> MemoryGrade:
+        """How the device's memory is known; what stands there throughout is counted either way."""
+        return "traced" if self.request.traced else "formula"
 
     @property
     def peak_bytes(self) -> int:

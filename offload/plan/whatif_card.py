@@ -11,13 +11,12 @@ from math import prod
 from offload.plan.attention_kinds import SoftmaxAttention
 from offload.plan.costs import LayerCost, Pricer
 from offload.plan.facts import LayerFacts, adapted_linears
+from offload.plan.full_training import activation_bytes, full_training_terms
 from offload.plan.memory import (
     FRAGMENTATION_FRAC,
     SLAB,
     STASH,
-    activation_bytes,
     device_terms,
-    full_training_terms,
     total_bytes,
 )
 from offload.plan.optimizer import BYTES_PER_WEIGHT, state_bytes

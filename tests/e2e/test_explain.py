@@ -44,6 +44,21 @@ def forge(file: Path) -> None:
     file.write_text(json.dumps(content, indent=1))
 
 
+def _require_sealed_and_traced(file: Path, shown: str) -> None:
+    """Memory is of the traced grade, and what was turned down stands beside it."""
+    assert not file.stat().st_mode & 0o222
+    predicted = json.loads(file.read_text())
+    assert predicted["memory_grade"] == "traced"
+    terms = predicted["calibrated"]["predicted"]["device_memory"]
+    assert terms.keys() & {"one visit", "head chunk"}
+    assert not any(name.startswith("one visit:") for name in terms)
+    assert predicted["calibrated"]["predicted"]["peak_vram_bytes"] == sum(terms.values())
+    assert "Predicted peak memory (formula)" in shown
+    assert "Memory (traced): " in shown
+    assert predicted["choice"]["choice"]["codec"] == "nf4"
+    assert isinstance(predicted["choice"]["rejected"], list)
+
+
 def test_a_run_is_explained_from_its_files_resumed_and_caught_when_forged(
     tmp_path, write_recipe, machine_file, capsys
 ) -> None:
@@ -51,7 +66,7 @@ def test_a_run_is_explained_from_its_files_resumed_and_caught_when_forged(
     run_dir = tmp_path / "run"
     assert run("finetune", recipe, "--machine", machine_file) == 0
     at_end = capsys.readouterr().out
-    assert not (run_dir / "predicted.json").stat().st_mode & 0o222
+    _require_sealed_and_traced(run_dir / "predicted.json", at_end)
     first = (run_dir / "predicted.json").read_bytes()
     _require_true_rows(run_dir)
 

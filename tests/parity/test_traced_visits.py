@@ -21,8 +21,9 @@ from offload.engine.experts.lora import register
 from offload.engine.tracing.allocator import LiveBytes
 from offload.engine.tracing.experts import SilentLauncher
 from offload.engine.tracing.tracer import Tracer
-from offload.engine.tracing.visits import TracedBytes, trace_visits
+from offload.engine.tracing.visits import trace_visits
 from offload.plan.op import Kind, Lane
+from offload.plan.traced import TracedBytes
 from tests.doubles import HookedDevice
 
 NUM_LAYERS, VOCABULARY, HIDDEN = 2, 512, 64

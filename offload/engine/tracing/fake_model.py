@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from offload.engine.host.record import is_stand_in
+
 
 def fake_copy(model: Any, mode: FakeTensorMode) -> Any:
     """Copy a model, on the meta device or with weights, as one on a CPU without weights.
@@ -19,9 +21,12 @@ def fake_copy(model: Any, mode: FakeTensorMode) -> Any:
     copies: dict[int, object] = {}
     with torch.no_grad(), mode:
         for tensor in (*model.parameters(), *model.buffers()):
-            fake = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
-            )
+            if is_stand_in(tensor):  # for weights that wait encoded, and compute side by side
+                fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            else:
+                fake = torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
+                )
             if isinstance(tensor, nn.Parameter):
                 fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
             copies[id(tensor)] = fake

@@ -6,7 +6,6 @@ exactly is left out: weights, kept inputs, adapters, their gradients.
 """
 
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,21 +22,7 @@ from offload.engine.tracing.experts import traced_experts
 from offload.engine.tracing.fake_model import fake_copy, rows_are_whole
 from offload.engine.tracing.tracer import Tracer
 from offload.engine.visit import chunk_loss, visit_backward
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TracedBytes:
-    """What stands in device memory at most beside what stood before.
-
-    Attributes:
-        visits: Of each layer's backward visit, by one micro-batch.
-        head_chunk: Of one chunk's norm, head, loss and backward.
-        recorded: Of what the model passes to all layers besides their inputs, of one micro-batch.
-    """
-
-    visits: tuple[int, ...]
-    head_chunk: int
-    recorded: int
+from offload.plan.traced import TracedBytes
 
 
 def trace_visits(

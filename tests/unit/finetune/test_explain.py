@@ -62,7 +62,7 @@ def record(plan: Plan, *, slow_layer_s: float = 0.0, optimizer_s: float = 0.5) -
 def write_run(folder: Path, *, slow_s: list[float], wait_s: float = 0.0625) -> Promised:
     """Write a run's prediction, and a row for each step."""
     plan = exact(tiny_plan())
-    promised = write_prediction(folder, tiny_plan(), plan, steps=(0, NUM_STEPS))
+    promised = write_prediction(folder, tiny_plan(), plan, steps=(0, NUM_STEPS), choice={})
     write_rows(folder, promised, slow_s=slow_s, wait_s=wait_s)
     return promised
 
@@ -155,7 +155,7 @@ def test_steps_are_held_to_the_prediction_that_was_there_before_them(tmp_path: P
     write_run(tmp_path, slow_s=[0.0] * 3)
     plan = exact(tiny_plan())
     slower = with_costs(plan, replace(plan.costs, optimizer_s=2.5))
-    second = write_prediction(tmp_path, tiny_plan(), slower, steps=(2, NUM_STEPS))
+    second = write_prediction(tmp_path, tiny_plan(), slower, steps=(2, NUM_STEPS), choice={})
     write_rows(tmp_path, second, slow_s=[0.0] * 2, first=4)
     found = explain(tmp_path)
     assert [(s.prediction, s.steps, s.num_steps) for s in found.sections] == [
@@ -308,5 +308,9 @@ def test_on_a_cpu_all_of_it_is_one_memory() -> None:
     assert found["libraries, layer inputs, one visit, head chunk"] == (1320, 2800 - 1514)
     assert found["data workers"] == (300, None)
     assert "fragmentation" not in found
+    assert {row.name for row in rows if row.grade == "traced"} == {
+        "peak memory",
+        "libraries, layer inputs, one visit, head chunk",
+    }
     planned = sum(row.predicted or 0 for row in rows[1:] if row.measured is not None)
     assert planned == rows[0].predicted  # no term is counted twice or left out

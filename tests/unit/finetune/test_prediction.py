@@ -65,7 +65,11 @@ def calibrated(optimizer_s: float = 0.5) -> Plan:
 
 def write(folder: Path, *, optimizer_s: float = 0.5, first_step: int = 0) -> str:
     promised = write_prediction(
-        folder, tiny_plan(), calibrated(optimizer_s), steps=(first_step, 10)
+        folder,
+        tiny_plan(),
+        calibrated(optimizer_s),
+        steps=(first_step, 10),
+        choice={"choice": {"num_slots": 2}},
     )
     return promised.seal
 

@@ -9,8 +9,9 @@ import pytest
 
 from offload.plan.costs import Workload, price
 from offload.plan.facts import AdapterSpec, ModelFacts, model_facts
+from offload.plan.full_training import activation_bytes, full_training_terms
 from offload.plan.machine import GIB, Machine, Rate, named_machine
-from offload.plan.memory import MemoryTerm, activation_bytes, full_training_terms, total_bytes
+from offload.plan.memory import MemoryTerm, total_bytes
 from offload.plan.record import to_pages
 from offload.plan.roofline import (
     all_gather_bytes,

@@ -10,6 +10,7 @@ from offload.plan.op import Kind
 from offload.plan.plan import Plan, PlanRequest, calibrate, plan, with_costs
 from offload.plan.schedule import NUM_STAGING, PIECE_BYTES
 from offload.plan.simulate import simulate
+from offload.plan.traced import TracedBytes
 
 FACTS = model_facts(
     {
@@ -314,3 +315,76 @@ def test_calibration_replaces_the_rate_of_each_kind_of_copy_that_was_measured() 
     assert calibrated.h2d_bytes_per_s == pytest.approx(3e9)
     assert calibrated.read_bytes_per_s == pytest.approx(2e9)
     assert calibrated.fetch_bytes_per_s == costs.fetch_bytes_per_s
+
+
+# ---------------------------------------------------------------------------------------------
+# Traced
+
+
+TRACED = TracedBytes(visits=(GIB, 2 * GIB, GIB), head_chunk=GIB // 2, recorded=GIB // 16)
+
+
+def device(request: PlanRequest, traced: TracedBytes | None) -> dict[str, int]:
+    made = plan(FACTS, CARD, replace(request, traced=traced))
+    assert made.memory_grade == ("traced" if traced else "formula")
+    return {term.name: term.num_bytes for term in made.device_memory}
+
+
+def test_traced_bytes_stand_in_place_of_formulas_and_the_rest_stays() -> None:
+    request = replace(REQUEST, num_slots=2)
+    formula, found = device(request, None), device(request, TRACED)
+    assert found["one visit"] == 2 * GIB
+    assert found["recorded arguments"] == 8 * (GIB // 16)
+    assert not any(name.startswith("one visit:") for name in found)
+    others = found.keys() - {"one visit", "recorded arguments", "fragmentation"}
+    assert {name: found[name] for name in others} == {name: formula[name] for name in others}
+    used = sum(found.values()) - found["context"] - found["cuBLAS workspaces"]
+    assert found["fragmentation"] == int(0.03 * (used - found["fragmentation"]))
+
+
+def test_the_worst_of_three_instants_is_found_again_from_traced_bytes() -> None:
+    request = replace(REQUEST, num_slots=2)
+    large_head = replace(TRACED, head_chunk=3 * GIB)
+    found = device(request, large_head)
+    assert found["head chunk"] == 3 * GIB
+    assert "one visit" not in found
+    tiny = TracedBytes(visits=(1,), head_chunk=1, recorded=1)
+    many = replace(WORKLOAD, adapter=replace(WORKLOAD.adapter, rank=512), seq_len=8)
+    updating = replace(request, typical=many, largest=many, num_micro_batches=1)
+    assert "optimizer temporaries" in device(updating, tiny)
+
+
+def test_a_trace_of_a_trained_head_holds_its_new_gradient() -> None:
+    for modules, is_apart in ((("lm_head",), False), (("embed_tokens",), True)):
+        trained = replace(WORKLOAD, adapter=replace(WORKLOAD.adapter, modules=modules))
+        request = replace(REQUEST, typical=trained, largest=trained, num_slots=2)
+        request = replace(request, vram_budget_bytes=None)
+        machine = replace(CARD, vram_bytes=64 * GIB)
+        made = plan(FACTS, machine, replace(request, traced=TRACED))
+        names = {term.name for term in made.device_memory}
+        assert ("a module's new gradient" in names) == is_apart
+
+
+def test_fewer_slots_are_taken_or_hinted_where_a_trace_finds_more_than_formulas() -> None:
+    by_formula = plan(FACTS, CARD, REQUEST)
+    chunk_bytes = {term.name: term.num_bytes for term in by_formula.device_memory}["head chunk"]
+    more = TracedBytes(visits=(1,), head_chunk=chunk_bytes + GIB, recorded=1)
+    less = TracedBytes(visits=(1,), head_chunk=1, recorded=1)
+    fewer = plan(FACTS, CARD, replace(REQUEST, traced=more))
+    assert (
+        fewer.num_slots
+        < by_formula.num_slots
+        < plan(FACTS, CARD, replace(REQUEST, traced=less)).num_slots
+    )
+    wanted = replace(REQUEST, num_slots=by_formula.num_slots, traced=more)
+    with pytest.raises(
+        DoesNotFitError, match=r", its visits traced, the plan needs \d+\.\d\d GiB of device"
+    ) as error:
+        plan(FACTS, CARD, wanted)
+    assert error.value.hint == f"`offload.num_slots: {fewer.num_slots}`"
+
+
+def test_a_trace_that_is_too_large_for_any_slots_is_told_a_shorter_length() -> None:
+    huge = TracedBytes(visits=(CARD.vram_bytes,), head_chunk=1, recorded=1)
+    with pytest.raises(DoesNotFitError, match=r"hint: `train\.seq_len: 1024`"):
+        plan(FACTS, CARD, replace(REQUEST, traced=huge))

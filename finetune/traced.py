@@ -1,0 +1,83 @@
+"""The plan's memory, traced: its largest micro-batch on the model that is there, without values.
+
+Formulas stand for the code of the models that they were made for; a trace runs this model's own. It
+comes after loading, so what it may change is what is still open then: the number of slots, and
+where layer inputs wait. A number that the recipe names is kept, or refused.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from finetune.choices import choose
+from finetune.figures import shown_mib
+from finetune.ranks import Ranks
+from offload.engine.tracing.visits import trace_visits
+from offload.errors import UnsupportedModelError
+from offload.plan.plan import Plan, PlanRequest
+from offload.plan.traced import TracedBytes
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+
+def traced_plan(
+    model: "PeftModel",
+    plan: Plan,
+    *,
+    ways: Sequence[PlanRequest],
+    device: torch.device,
+    ranks: Ranks,
+) -> tuple[Plan, str]:
+    """Return the plan with its memory traced, the same on all ranks, and what to say of it.
+
+    Args:
+        model: With its adapter, as it is to be attached.
+        plan: As it was made by formulas.
+        ways: What may still be chosen, the plan's own request among it.
+        device: Where this rank computes.
+        ranks: The processes that share the plan; the main one traces.
+
+    Raises:
+        DoesNotFitError: As traced, the step takes more memory than there is.
+    """
+    found = ranks.from_main(lambda: _trace(model, plan.request, device))
+    if isinstance(found, str):
+        return plan, f"Memory (formula): {_shown(plan)}; it could not be traced: {found}"
+    traced_ways = [replace(way, traced=found) for way in ways]
+    traced = choose(plan.facts, plan.machine, traced_ways).plan
+    note = f"Memory (traced): {_shown(traced)}; by formula {shown_mib(plan.peak_bytes)}"
+    if _settings(traced) != _settings(plan):
+        note += f"; planned again: {_settings(traced)} in place of {_settings(plan)}"
+    return traced, note
+
+
+def _trace(model: "PeftModel", request: PlanRequest, device: torch.device) -> TracedBytes | str:
+    """Trace the largest micro-batch; return why that cannot be where torch or the model says so."""
+    largest, is_cuda = request.largest, device.type == "cuda"
+    try:
+        return trace_visits(
+            model,
+            batch_size=largest.micro_batch_size,
+            seq_len=largest.seq_len,
+            is_padded=request.is_padded,
+            head_chunk_tokens=min(largest.head_chunk_tokens, largest.label_tokens),
+            capability=torch.cuda.get_device_capability(device) if is_cuda else None,
+        )
+    except (RuntimeError, UnsupportedModelError) as error:
+        # What torch raises of operations that need values, or have no form without them, is a
+        # RuntimeError, as NotImplementedError is. A front that fails by it is refused.
+        reason = str(error).strip().partition("\n")[0]
+        return f"{type(error).__name__}: {reason}" if reason else type(error).__name__
+
+
+def _shown(plan: Plan) -> str:
+    where = "of device memory" if plan.machine.device == "cuda" else "for computing"
+    return f"{shown_mib(plan.peak_bytes)} {where} at the peak"
+
+
+def _settings(plan: Plan) -> str:
+    place = "in RAM" if plan.request.is_stashed else "on the device"
+    return f"{plan.num_slots} slots, inputs {place}"
