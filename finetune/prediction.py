@@ -86,7 +86,7 @@ def write_prediction(
         "num_steps": num_steps,
         "previous_sha256": _seal(files[-1].read_bytes()) if files else None,
         "memory_grade": calibrated.memory_grade,
-        "choice": dict(choice),
+        "choice": {"memory_grade": "formula", **choice},
         "before measuring": plan_json(first),
         "calibrated": plan_json(calibrated),
     }
