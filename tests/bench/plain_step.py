@@ -43,6 +43,8 @@ class PlainRun:
         rank: Of LoRA on `targets`, in fp32.
         optimizer: `adamw`, or bitsandbytes' `paged_adamw_8bit`.
         attention: `eager`, or the kernel of `sdpa`; None for torch's choice.
+        keeps_output: Whether the loop holds a step's output, and with it the logits, until the next
+            forward returns, as `out = model(...)` in a bare loop does.
     """
 
     config: dict[str, Any]
@@ -56,6 +58,7 @@ class PlainRun:
     is_checkpointed: bool
     attention: str | None
     capability: Capability
+    keeps_output: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +100,8 @@ def trace_plain_run(run: PlainRun) -> Peaks:
             out.loss.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            del out
+            if not run.keeps_output:
+                del out
     return Peaks(
         allocated_bytes=memory.peak_allocated_bytes, reserved_bytes=memory.peak_reserved_bytes
     )

@@ -18,6 +18,7 @@ from finetune.expert_lora import compute_beside
 from offload.engine.engine import Engine, EngineOptions
 from offload.engine.experts import fused
 from offload.engine.experts.lora import register
+from offload.engine.model.layers import LayeredModel
 from offload.engine.tracing.allocator import LiveBytes
 from offload.engine.tracing.experts import SilentLauncher
 from offload.engine.tracing.tracer import Tracer
@@ -206,6 +207,18 @@ def test_a_trace_leaves_the_model_as_it_was() -> None:
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name])
         assert parameter.grad is None
+
+
+@pytest.mark.parametrize("path", ["grouped_mm", "triton"])
+def test_weights_that_wait_encoded_are_traced_as_those_that_they_decode_to(path: str) -> None:
+    sizes: dict[str, Any] = {"rows": 1, "width": 16, "is_padded": False, "chunk": 8}
+    model = built("moe", torch.bfloat16, path=path, experts=True)
+    whole = traced(model, **sizes)
+    for layer in LayeredModel(model).layers:
+        for parameter in layer.parameters():
+            if not parameter.requires_grad:  # as a model shows what lies in a store
+                parameter.data = torch.full((), float("nan")).bfloat16().expand(parameter.shape)
+    assert traced(model, **sizes) == whole
 
 
 def test_layers_that_differ_are_priced_one_by_one() -> None:

@@ -1,7 +1,8 @@
 """The traced memory of a plain training step against runs that others measured.
 
 Source: fitcheck-llm 0.3.1 (MIT), data/measurements/final-t4-20260921.json runs 10 and 11, and
-canifinetune 0.4.1 (MIT), benchmarks/results, Qwen2.5-1.5B-Instruct, 1 x 1024, not checkpointed.
+canifinetune 0.4.1 (MIT), benchmarks/results, Qwen2.5-1.5B-Instruct, 1 x 1024, not checkpointed, and
+Qwen2.5-0.5B-Instruct, 1 x 1024, bf16.
 """
 
 from dataclasses import replace
@@ -24,6 +25,7 @@ ON_T4 = PlainRun(
     is_checkpointed=True,
     attention="efficient",
     capability=(7, 5),
+    keeps_output=False,
 )
 # Without checkpointing each layer's scores in fp32 are there at the peak: grouped keys in fp32 make
 # torch take the math kernel.
@@ -36,6 +38,14 @@ ON_4080 = replace(
     is_checkpointed=False,
     attention=None,
     capability=(8, 9),
+    keeps_output=True,
+)
+# Its former logits, in bfloat16, stand where the next ones in float32 would fit.
+PLAIN_ON_4080 = replace(
+    ON_4080,
+    config=config_of("Qwen/Qwen2.5-0.5B-Instruct"),
+    quant="none",
+    is_checkpointed=True,
 )
 
 
@@ -48,6 +58,7 @@ ON_4080 = replace(
             replace(ON_T4, attention="eager"), 3.641, 3.963, id="T4, eager", marks=pytest.mark.slow
         ),
         pytest.param(ON_4080, 9.3413, 9.5527, id="4080, not checkpointed", marks=pytest.mark.slow),
+        pytest.param(PLAIN_ON_4080, 3.0324, 3.7949, id="4080, bf16", marks=pytest.mark.slow),
     ],
 )
 def test_peaks_are_those_that_others_measured(
