@@ -25,6 +25,23 @@ DELTA_OPS, DELTA_OPS_PER_CHUNK = 60, 9
 RECURRENCE_PASSES, RECURRENCE_OPS = 12, 40
 
 
+def block_factor(seq_len: int) -> float:
+    """Return how much more a CPU's kernel computes than the triangle below the diagonal.
+
+    It takes whole blocks of queries, with all keys up to the block's end.
+
+    Source: pytorch aten/src/ATen/native/cpu/FlashAttentionKernel.cpp, flash_attention_kernel_impl.
+    """
+    block = next(size for least, size in ((768, 256), (192, 64), (0, 32)) if seq_len >= least)
+    return (seq_len + min(block, seq_len)) / (seq_len + 1)
+
+
+def causal_flops(*, width: int, seq_len: int, is_cpu: bool) -> float:
+    """Count the attention of one sequence as a fused kernel of this device computes it."""
+    triangle = 2.0 * width * seq_len * (seq_len + 1)
+    return triangle * (block_factor(seq_len) if is_cpu else 1)
+
+
 def attention_work(
     kind: Attention, machine: Machine, *, num_tokens: int, seq_len: int, dtype_bytes: int
 ) -> Work:
@@ -40,6 +57,7 @@ def attention_work(
     memory = (machine.memory_bytes_per_s if is_cuda else machine.host_memory_bytes_per_s).value
     if isinstance(kind, SoftmaxAttention):
         if kind.scores == "fused" and (is_cuda or not kind.is_latent):
+            flops *= 1 if is_cuda else block_factor(seq_len)
             compute_s = flops / machine.attention_flops_per_s.value
             return Work(compute_s=compute_s, flops=flops, num_ops=ATTENTION_OPS)
         flops = 4.0 * kind.width * num_tokens * seq_len

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from offload.plan.adapter_costs import dora_norm, expert_branch, linear_branch
 from offload.plan.attention_costs import attention_work
 from offload.plan.attention_kinds import SoftmaxAttention
 from offload.plan.codec import CodecName, is_encoded
@@ -39,14 +40,11 @@ NORM_FP32_PASSES, NORM_CASTS, NORM_OPS = 5, 2, 7
 ROTARY_PASSES, ROTARY_OPS = 10, 10
 GELU_PASSES, RESIDUAL_PASSES = 2, 3
 GATE_PASSES, LATENT_PASSES = 5, 4  # of an output's gate; of queries and keys, put together
-LORA_OPS = 6
-# DoRA's passes of fp32 over a merged weight, for its norm, and over the output of each branch.
-DORA_WEIGHT_PASSES, DORA_OUTPUT_PASSES, DORA_OPS = 9, 8, 14
-# Casts of A and B, scaling and addition of an adapter on experts, and its two products.
-EXPERT_LORA_OPS, EXPERT_LORA_PRODUCTS = 5, 2
 FLASH_BACKWARD_FORWARDS = 2.5
 FRONT_OPS, TAIL_OPS, TAIL_LOGIT_PASSES = 60, 40, 9
 H2D_LATENCY_S = 2e-5
+# glibc's mmap threshold grows up to this (mallopt(3), DEFAULT_MMAP_THRESHOLD_MAX).
+MAPPED_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,21 +162,28 @@ class Pricer:
         """One product of matrices, all in the same kernel."""
         roof = gemm(self.machine, m=m, k=k, n=n, dtype_bytes=self.workload.dtype_bytes)
         is_compute = roof.compute_s >= roof.memory_s
-        return Work(
+        product = Work(
             compute_s=roof.compute_s if is_compute else 0.0,
             memory_s=0.0 if is_compute else roof.memory_s,
             flops=2.0 * m * k * n,
             num_ops=1,
         )
+        return product + self.cold(k * n * self.workload.dtype_bytes)
+
+    def cold(self, num_bytes: float) -> Work:
+        """Weights that a CPU's product waits for: they come from memory, not beside arithmetic."""
+        is_cpu = self.machine.device == "cpu"
+        return Work(memory_s=num_bytes / self.machine.h2d_bytes_per_s.value if is_cpu else 0.0)
 
     def traffic(self, num_bytes: float, *, num_ops: float) -> Work:
         """Reads and writes of device memory."""
         return Work(memory_s=num_bytes / self.machine.memory_bytes_per_s.value, num_ops=num_ops)
 
-    def new_memory(self, num_bytes: float, *, num_ops: float) -> Work:
-        """Traffic of tensors that outgrow a CPU's caches and its allocator's free list."""
-        at, is_cuda = self.machine, self.machine.device == "cuda"
-        rate = at.memory_bytes_per_s if is_cuda else at.host_memory_bytes_per_s
+    def new_memory(self, num_bytes: float, *, num_ops: float, tensor_bytes: int) -> Work:
+        """Traffic of tensors that a CPU's allocator maps anew each time if they are so large."""
+        at = self.machine
+        is_mapped = at.device == "cpu" and tensor_bytes >= MAPPED_BYTES
+        rate = at.host_memory_bytes_per_s if is_mapped else at.memory_bytes_per_s
         return Work(memory_s=num_bytes / rate.value, num_ops=num_ops)
 
     def experts(self, linear: Linear) -> Work:
@@ -194,7 +199,7 @@ class Pricer:
             memory_s=0.0 if is_compute else traffic_s,
             flops=flops,
             num_ops=self.expert_launches(linear),
-        )
+        ) + self.cold(linear.num_weights * self.workload.dtype_bytes)
 
     def expert_launches(self, linear: Linear) -> int:
         """Launches of one product of rows with their experts' matrices."""
@@ -210,28 +215,11 @@ class Pricer:
 
     def adapter(self, linear: Linear) -> Work:
         """Low-rank branch of one linear layer, in fp32, or of all experts."""
-        if linear.group == "experts":
-            return self.expert_adapter(linear)
-        rank, b = self.workload.adapter.rank_of(linear), self.workload.dtype_bytes
-        tokens = self.workload.num_tokens
-        flops = 2.0 * tokens * rank * (linear.d_in + linear.d_out)
-        casts = (
-            tokens * (linear.d_in + 2 * linear.d_out) * (b + FP32_BYTES) if b != FP32_BYTES else 0
+        return (
+            expert_branch(self, linear)
+            if linear.group == "experts"
+            else linear_branch(self, linear)
         )
-        output_passes = 6 + (DORA_OUTPUT_PASSES if self.workload.adapter.is_dora else 0)
-        passes = tokens * (linear.d_in + output_passes * linear.d_out) * FP32_BYTES
-        arithmetic = Work(compute_s=flops / self.machine.vector_flops_per_s.value, flops=flops)
-        return arithmetic + self.traffic(casts + passes, num_ops=LORA_OPS)
-
-    def dora_norm(self, linear: Linear) -> Work:
-        """The norm of a merged weight, without a gradient: A and B pass an identity for it."""
-        if not self.workload.adapter.is_dora:
-            return Work()
-        rank = self.workload.adapter.rank_of(linear)
-        flops = 2.0 * linear.d_in * rank * (linear.d_in + linear.d_out)
-        passes = linear.d_in**2 + DORA_WEIGHT_PASSES * linear.num_weights
-        arithmetic = Work(compute_s=flops / self.machine.vector_flops_per_s.value, flops=flops)
-        return arithmetic + self.new_memory(FP32_BYTES * passes, num_ops=DORA_OPS)
 
     def module_gradients(self, layer: LayerFacts) -> Work:
         """Gradients of modules that are trained whole: a product each, added up in fp32."""
@@ -246,17 +234,6 @@ class Pricer:
         """A new gradient is written and read, and added to one in fp32."""
         element_bytes = 2 * self.workload.dtype_bytes + 2 * FP32_BYTES
         return self.traffic(num_elements * element_bytes, num_ops=2 * num_tensors)
-
-    def expert_adapter(self, linear: Linear) -> Work:
-        """Two products more; A and B are read in fp32, written in their dtype and read again."""
-        rank, b = self.workload.adapter.rank_of(linear), self.workload.dtype_bytes
-        rows = self.workload.num_tokens * linear.active
-        flops = 2.0 * rows * rank * (linear.d_in + linear.d_out)
-        factors = linear.adapter_parameters(rank)
-        num_bytes = rows * self.way.branch_features(linear) * b + factors * (FP32_BYTES + 2 * b)
-        compute_s = flops / self.machine.expert_gemm_flops_per_s.value
-        num_ops = EXPERT_LORA_OPS + EXPERT_LORA_PRODUCTS * self.expert_launches(linear)
-        return Work(compute_s=compute_s, flops=flops) + self.traffic(num_bytes, num_ops=num_ops)
 
     def attention(self, layer: LayerFacts) -> Work:
         """What tokens do with each other."""
@@ -296,7 +273,8 @@ class Pricer:
         width = sum(x.d_in for x in layer.linears if x.group == "experts" and x.is_down)
         features = self.way.routed_features(width=width, hidden=self.facts.hidden_size)
         rows = self.workload.num_tokens * layer.experts_per_token
-        return self.traffic(rows * features * self.workload.dtype_bytes, num_ops=self.way.num_ops)
+        num_ops = self.way.num_ops + self.way.ops_per_expert * min(layer.num_experts, rows)
+        return self.traffic(rows * features * self.workload.dtype_bytes, num_ops=num_ops)
 
 
 def _sum(works: list[Work]) -> Work:
@@ -308,7 +286,7 @@ def _layer_cost(layer: LayerFacts, at: Pricer) -> LayerCost:
     products = _sum([at.matmul(linear) for linear in layer.linears])
     attention, pointwise = at.attention(layer), at.pointwise(layer) + at.routing(layer)
     branches = _sum([at.adapter(linear) for linear in adapted])
-    norms = _sum([at.dora_norm(linear) for linear in adapted])
+    norms = _sum([dora_norm(at, linear) for linear in adapted])
     forward = products + attention + pointwise + branches + norms
     backward = (
         products
@@ -336,7 +314,15 @@ def _tail(at: Pricer) -> Work:
     head = at.gemm(tokens, hidden, vocab) + at.gemm(tokens, vocab, hidden)
     norm = at.traffic(3 * NORM_FP32_PASSES * FP32_BYTES * tokens * hidden, num_ops=0)
     logit_bytes = TAIL_LOGIT_PASSES * FP32_BYTES * tokens * vocab
-    tail = head + norm + at.new_memory(logit_bytes, num_ops=TAIL_OPS * num_chunks)
+    tail = (
+        head
+        + norm
+        + at.new_memory(
+            logit_bytes,
+            num_ops=TAIL_OPS * num_chunks,
+            tensor_bytes=FP32_BYTES * min(tokens, at.workload.head_chunk_tokens) * vocab,
+        )
+    )
     trained = outer_module_sizes(at.facts, at.workload.adapter)
     if HEAD in trained or (EMBEDDING in trained and at.facts.tie_word_embeddings):
         sums = at.added_up(at.facts.embedding_parameters, num_tensors=1)

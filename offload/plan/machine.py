@@ -68,15 +68,20 @@ class Machine:
         has_grouped_gemm: Whether torch's grouped products run as one kernel, and not as a loop.
         experts_implementation: How the rows of experts are multiplied.
         gemm_flops_per_s: Large matrix products.
-        expert_gemm_flops_per_s: Products as small as one expert's.
-        attention_flops_per_s: Causal attention, only the lower triangle counted.
-        vector_flops_per_s: Arithmetic and products in fp32, as LoRA matrices kept in fp32 need.
+        expert_gemm_flops_per_s: Products of routed rows with their experts' matrices, in the way
+            that torch multiplies them here.
+        tall_gemm_flops_per_s: Products with 16 columns or rows on one side, as low-rank branches
+            have them, forward and backward.
+        tall_fp32_flops_per_s: The same in fp32, as adapters are kept.
+        attention_flops_per_s: Causal attention, forward and backward: of a card the lower triangle
+            is counted, of a CPU the blocks that its kernel computes.
+        vector_flops_per_s: Arithmetic and large products in fp32.
         memory_bytes_per_s: Norms and activations in device memory, reads and writes together.
         h2d_bytes_per_s: Host to device, the other direction idle.
         h2d_duplex_bytes_per_s: Host to device while the other direction (a CPU: compute) is busy.
         d2h_bytes_per_s: Device to host.
         host_memory_bytes_per_s: Large new tensors in host memory, reads and writes together.
-        launch_s: Seconds that it takes to issue one small operation.
+        launch_s: Seconds that it takes to issue one operation of a layer.
         disk_bytes_per_s: Reads of a file past the page cache, as stores are read; None where nobody
             has looked.
         nodes: The host's memory in parts; empty where nobody has looked.
@@ -93,6 +98,8 @@ class Machine:
     experts_implementation: Implementation
     gemm_flops_per_s: Rate
     expert_gemm_flops_per_s: Rate
+    tall_gemm_flops_per_s: Rate
+    tall_fp32_flops_per_s: Rate
     attention_flops_per_s: Rate
     vector_flops_per_s: Rate
     memory_bytes_per_s: Rate
@@ -215,6 +222,7 @@ CONTEXT_BYTES = GIB * 3 // 4
 WORKSTATION_RAM_BYTES = 64 * GIB
 SERVER_RAM_BYTES = 256 * GIB
 HOST_MEMORY_BYTES_PER_S = 60e9
+TALL_COLUMNS = 16  # with which tall rates are measured
 NVME_BYTES_PER_S = 6e9
 
 _PCIE4 = Rate(value=25e9, source="assumed: PCIe 4.0 x16")
@@ -319,6 +327,8 @@ def named_machine(
 
 def _machine(name: str, card: _Card, ram_bytes: int, link_bytes_per_s: float | None) -> Machine:
     gemm = _published(card.measured_gemm, card.bf16, GEMM_FRAC)
+    vector = _published(card.measured_vector, card.fp32, GEMM_FRAC)
+    memory = _published(card.measured_memory, card.memory, MEMORY_FRAC)
     link = card.link
     if link_bytes_per_s is not None:
         link = Rate(value=link_bytes_per_s, source="given")
@@ -336,9 +346,11 @@ def _machine(name: str, card: _Card, ram_bytes: int, link_bytes_per_s: float | N
         ),
         gemm_flops_per_s=gemm,
         expert_gemm_flops_per_s=_share(gemm, EXPERT_FRAC, "GEMM"),
+        tall_gemm_flops_per_s=_tall(gemm, memory, num_bytes=2),
+        tall_fp32_flops_per_s=_tall(vector, memory, num_bytes=4),
         attention_flops_per_s=_share(gemm, ATTENTION_FRAC, "GEMM"),
-        vector_flops_per_s=_published(card.measured_vector, card.fp32, GEMM_FRAC),
-        memory_bytes_per_s=_published(card.measured_memory, card.memory, MEMORY_FRAC),
+        vector_flops_per_s=vector,
+        memory_bytes_per_s=memory,
         h2d_bytes_per_s=link,
         h2d_duplex_bytes_per_s=_share(link, DUPLEX_FRAC, "h2d"),
         d2h_bytes_per_s=link,
@@ -362,6 +374,12 @@ def _published(measured: float | None, datasheet: float, frac: float) -> Rate:
     if measured is not None:
         return Rate(value=measured, source="measured by others")
     return Rate(value=datasheet * frac, source=f"datasheet x {frac}")
+
+
+def _tall(gemm: Rate, memory: Rate, *, num_bytes: int) -> Rate:
+    """Return the rate of products that pass their long side once, beside their arithmetic."""
+    seconds_per_flop = 1 / gemm.value + num_bytes / (2 * TALL_COLUMNS * memory.value)
+    return Rate(value=1 / seconds_per_flop, source="assumed: GEMM, and one pass over the long side")
 
 
 def _share(rate: Rate, frac: float, of: str) -> Rate:
