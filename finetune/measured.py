@@ -11,6 +11,7 @@ from finetune.loop import StepRecord
 from finetune.prediction import SEAL, Promised, with_timeline
 from finetune.session import Session
 from offload.engine import meter
+from offload.plan.memory import PAGED_STATES
 from offload.plan.plan import calibrate, with_costs
 
 MEASURED = "measured.json"
@@ -73,22 +74,29 @@ def memory_terms(session: Session) -> list[MeasuredTerm]:
     ]
     trained = [*session.loop.weights.items()]
     trained += [(name, p) for name, p in named.items() if p.requires_grad]
-    states = (
+    states = [
         value
         for state in session.loop.optimizer.state.values()
         for value in state.values()
         if isinstance(value, torch.Tensor)
-    )
+    ]
+    paged = [value for value in states if hasattr(value, "is_paged")]  # bitsandbytes marks them
     for name, tensors in (
         ("embeddings, norm and head", frozen),
         ("adapters", [p for name, p in trained if "lora_" in name]),
         ("trained modules", [p for name, p in trained if "lora_" not in name]),
-        ("optimizer states", states),
+        ("optimizer states", [value for value in states if not hasattr(value, "is_paged")]),
+        (PAGED_STATES, paged),
     ):
         num_bytes = _tensor_bytes(tensors)
         if num_bytes:  # it is where it computes, which on a CPU is host memory too
             terms.append(
-                MeasuredTerm(name=name, num_bytes=num_bytes, how="tensors", is_on_host=False)
+                MeasuredTerm(
+                    name=name,
+                    num_bytes=num_bytes,
+                    how="tensors",
+                    is_on_host=name == PAGED_STATES,
+                )
             )
     return terms
 

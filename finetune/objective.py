@@ -8,6 +8,8 @@ from typing import Literal
 import torch
 from torch import nn
 
+from offload.plan.optimizer import Optimizer
+
 Schedule = Literal["cosine", "linear", "constant"]
 
 
@@ -74,15 +76,20 @@ def _hand_over(master: nn.Parameter, parameter: torch.Tensor) -> None:
 def make_optimizer(
     weights: Mapping[str, nn.Parameter],
     *,
-    name: Literal["adamw", "adamw_8bit"],
+    name: Optimizer,
     lr: float,
     weight_decay: float,
     loraplus_ratio: float | None,
 ) -> torch.optim.Optimizer:
-    """Return AdamW over the trained tensors; with LoRA+ the B matrices are a group of their own.
+    """Return the optimizer of what trains; with LoRA+ the B matrices are a group of their own.
 
     `adamw_8bit` is bitsandbytes' blockwise 8-bit AdamW: 2 bytes of state per weight in place of
-    8, but for tensors of fewer than 4,096 elements, whose state stays in 32 bits.
+    8, but for tensors of fewer than 4,096 elements, whose state stays in 32 bits. If paged, the
+    driver moves the states of large tensors to the host while the device is full.
+
+    torch's Adafactor takes steps relative to a tensor's own size, at least to `eps[1]`. LoRA's B
+    starts at zero, and with the usual 1e-3 it would not move; with 1 the rate is the root mean
+    square of a step, as it is about in AdamW. (Tensors that are larger than 1 take larger steps.)
 
     Source: arXiv:2402.12354 section 4: B learns faster than A, all else at the rate of A. (peft
     0.21's `create_loraplus_optimizer` takes tensors of one dimension with B. Here these are norms
@@ -96,9 +103,12 @@ def make_optimizer(
     groups = [group for group in groups if group["params"]]
     if name == "adamw":
         return torch.optim.AdamW(groups, lr=lr, weight_decay=weight_decay)
-    from bitsandbytes.optim.adamw import AdamW8bit
+    if name == "adafactor":
+        return torch.optim.Adafactor(groups, lr=lr, eps=(None, 1.0), weight_decay=weight_decay)
+    from bitsandbytes.optim.adamw import AdamW8bit, PagedAdamW8bit
 
-    optimizer: torch.optim.Optimizer = AdamW8bit(groups, lr=lr, weight_decay=weight_decay)
+    kind = PagedAdamW8bit if name == "paged_adamw_8bit" else AdamW8bit
+    optimizer: torch.optim.Optimizer = kind(groups, lr=lr, weight_decay=weight_decay)
     return optimizer
 
 

@@ -291,6 +291,14 @@ def _broken_device_rules(recipe: "Recipe") -> Iterator[Breach]:
             hint="`model.experts_implementation: auto`",
             reads=("offload.device",),
         )
+    if recipe.train.optimizer == "paged_adamw_8bit" and recipe.offload.device == "cpu":
+        yield Breach(
+            field="train.optimizer",
+            what="train.optimizer is paged_adamw_8bit and offload.device is cpu",
+            limit="states are paged between a CUDA device and the host",
+            hint="`train.optimizer: adamw_8bit`",
+            reads=("offload.device",),
+        )
     if recipe.offload.tier == "disk" and recipe.model.init == "random":
         yield Breach(
             field="offload.tier",

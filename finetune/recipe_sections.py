@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from offload.plan.codec import CodecName
 from offload.plan.machine import GIB, ExpertsImplementation
+from offload.plan.optimizer import Optimizer
 
 # Lists arrive as lists from YAML and are kept as tuples, which nobody can change.
 Names = Annotated[tuple[str, ...], Field(strict=False)]
@@ -209,10 +210,17 @@ class TrainSection(Section):
         description="Passes over the training rows. Either this or `train.steps`.",
         examples=[1],
     )
-    optimizer: Literal["adamw", "adamw_8bit"] = Field(
-        default="adamw", description="`adamw_8bit` keeps its state in 8 bits (bitsandbytes)."
+    optimizer: Optimizer = Field(
+        default="adamw",
+        description="`adamw_8bit` keeps its state in 8 bits (bitsandbytes), `paged_adamw_8bit` in"
+        " host memory too where the card is full; `adafactor` keeps sums of rows and columns.",
     )
-    lr: float = Field(default=2e-4, gt=0, le=1, description="Peak learning rate.")
+    lr: float = Field(
+        default=2e-4,
+        gt=0,
+        le=1,
+        description="Peak learning rate: about how far a step moves each weight, by any optimizer.",
+    )
     weight_decay: float = Field(
         default=0.0, ge=0, lt=1, description="Decoupled weight decay of the trained tensors."
     )

@@ -19,7 +19,7 @@ from offload.plan.facts import (
     adapted_linears,
 )
 from offload.plan.machine import Machine
-from offload.plan.optimizer import state_bytes
+from offload.plan.optimizer import paged_bytes, state_bytes, temporary_bytes
 from offload.plan.parts import FP32_BYTES
 from offload.plan.record import record_bytes
 from offload.plan.schedule import NUM_FETCHED, NUM_KEPT, NUM_STAGING, PIECE_BYTES
@@ -44,6 +44,7 @@ MIB = 2**20
 # Terms that are asked for by name.
 SLAB, STASH, STAGING = "slab", "stashed layer inputs", "staging"
 DATA_WORKERS = "data workers"
+PAGED_STATES = "paged optimizer states"
 CONTEXT, FRAGMENTATION, OTHER_RANKS = "context", "fragmentation", "other ranks"
 SLOTS, CUBLAS = "slots", "cuBLAS workspaces"
 # What a trace finds in place of formulas.
@@ -125,7 +126,9 @@ def device_terms(  # noqa: PLR0913 - all that stands in memory
     head = MemoryTerm(name=HEAD_CHUNK, num_bytes=chunk_bytes)
     update = MemoryTerm(
         name="optimizer temporaries",
-        num_bytes=FP32_BYTES * trained_parameters(facts, workload.adapter),
+        num_bytes=temporary_bytes(
+            trained_tensor_shapes(facts, workload.adapter), workload.optimizer
+        ),
     )
     visit: tuple[MemoryTerm, ...]
     if traced:
@@ -356,6 +359,12 @@ def host_terms(
         MemoryTerm(name=STAGING, num_bytes=staging),
         MemoryTerm(name="loading", num_bytes=LOADING_LAYERS * largest * workload.dtype_bytes),
         MemoryTerm(name=DATA_WORKERS, num_bytes=num_workers * WORKER_BYTES),
+        MemoryTerm(
+            name=PAGED_STATES,
+            num_bytes=paged_bytes(
+                trained_tensor_shapes(facts, workload.adapter), workload.optimizer
+            ),
+        ),
         MemoryTerm(name="process", num_bytes=CUDA_PROCESS_BYTES if is_cuda else 0),
     )
     rank_bytes = total_bytes(terms) + (0 if is_cuda else rank_device_bytes)

@@ -15,7 +15,6 @@ from offload.plan.option import Figures, Option, figures_of, replanned
 from offload.plan.plan import Plan, PlanRequest
 from offload.plan.schedule import MIN_SLOTS
 from offload.plan.whatif_card import (
-    factored_optimizer,
     offload_optimizer,
     one_kernel_each,
     recompute_all,
@@ -55,7 +54,7 @@ def what_if(plan: Plan, *, num_cards: int) -> OtherWays:
             _codec(plan, "fp8 weights", "fp8", "arXiv:2209.05433"),
             _codec(plan, "4-bit weights", "nf4", "arXiv:2305.14314"),
             _optimizer(plan, "8-bit optimizer", "adamw_8bit", "arXiv:2110.02861"),
-            factored_optimizer(plan),
+            _optimizer(plan, "factored optimizer", "adafactor", "arXiv:1804.04235"),
             one_kernel_each(plan),
             unfused_attention(plan),
             train_all(plan),

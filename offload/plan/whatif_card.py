@@ -10,7 +10,7 @@ from math import prod
 
 from offload.plan.attention_kinds import SoftmaxAttention
 from offload.plan.costs import LayerCost, Pricer
-from offload.plan.facts import LayerFacts, adapted_linears
+from offload.plan.facts import LayerFacts
 from offload.plan.full_training import activation_bytes, full_training_terms
 from offload.plan.memory import (
     FRAGMENTATION_FRAC,
@@ -33,11 +33,8 @@ from offload.plan.parts import FP32_BYTES
 from offload.plan.plan import Plan
 from offload.plan.roofline import elementwise, layer_elementwise_bytes, unfused_softmax_bytes
 from offload.plan.trained import (
-    NORMS,
-    outer_module_sizes,
     trained_parameters,
     trained_tensor_shapes,
-    whole_linears,
 )
 from offload.plan.work import Work
 
@@ -115,35 +112,6 @@ def offload_optimizer(plan: Plan) -> Option:
             vram_bytes=now.vram_bytes - _with_fragments(states_bytes),
             ram_bytes=now.ram_bytes + state_bytes(shapes, "adamw") + 2 * copy_bytes,
             link_bytes=now.link_bytes + 2 * copy_bytes,
-        ),
-    )
-
-
-def factored_optimizer(plan: Plan) -> Option:
-    """Adafactor without a first moment: sums over rows and columns in place of a second one.
-
-    The time of the update is taken to stay.
-    """
-    facts, workload = plan.facts, plan.request.largest
-    spec, sums = workload.adapter, 0
-    for layer in facts.layers:
-        for linear in adapted_linears(layer, spec):
-            width = spec.rank_of(linear) * linear.num_experts
-            sums += 2 * width + linear.d_in + linear.d_out
-            sums += linear.d_out if spec.is_dora else 0
-        sums += sum(x.d_in + x.d_out for x in whole_linears(layer, spec))
-        sums += layer.norm_parameters if NORMS in spec.modules else 0
-    for name, size in outer_module_sizes(facts, spec).items():
-        sums += size if name == NORMS else facts.vocab_size + facts.hidden_size
-    states_bytes = state_bytes(trained_tensor_shapes(facts, spec), workload.optimizer)
-    return priced(
-        "factored optimizer",
-        "sums over rows and columns",
-        "arXiv:1804.04235",
-        plan=plan,
-        figures=replace(
-            figures_of(plan),
-            vram_bytes=plan.peak_bytes - _with_fragments(states_bytes - FP32_BYTES * sums),
         ),
     )
 

@@ -35,7 +35,7 @@ def test_the_rate_rises_over_the_warmup_and_then_follows_its_schedule() -> None:
     assert rates("cosine")[0] == 2.0
 
 
-@pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adafactor"])
 def test_a_step_clips_updates_and_clears_the_gradients(name: Any) -> None:
     parameter = torch.nn.Parameter(torch.zeros(64, 128))
     optimizer = make_optimizer(
@@ -70,7 +70,7 @@ def lora_layer() -> Any:
     return get_peft_model(base, config)
 
 
-@pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adafactor"])
 def test_b_learns_at_its_multiple_of_the_rate_and_all_else_at_the_rate(name: Any) -> None:
     trained = adapters.trained(lora_layer())
     before = {key: p.detach().clone() for key, p in trained.items()}

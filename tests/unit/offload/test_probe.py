@@ -34,7 +34,7 @@ def test_every_rate_is_measured_and_above_zero(machine: Machine) -> None:
 def test_rates_are_of_a_size_that_a_cpu_can_have(machine: Machine) -> None:
     assert 1e8 < machine.gemm_flops_per_s.value < 1e14
     assert 1e8 < machine.attention_flops_per_s.value < 1e14
-    assert machine.tall_fp32_flops_per_s.value < 1.2 * machine.vector_flops_per_s.value
+    assert 1e8 < machine.tall_fp32_flops_per_s.value < 1e14
     assert 1e7 < machine.h2d_bytes_per_s.value < 1e12
     assert 1e7 < machine.host_memory_bytes_per_s.value < 1e12
     assert 1e-7 < machine.launch_s.value < 1e-3

@@ -7,6 +7,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.expert_lora import compute_beside
+from offload.errors import OffloadError
 from offload.plan.codec import decode_workspace_bytes
 from offload.plan.costs import Workload
 from offload.plan.facts import AdapterSpec, linear_names, model_facts
@@ -19,9 +20,9 @@ from offload.plan.memory import (
     recorded_bytes,
     total_bytes,
 )
-from offload.plan.optimizer import state_bytes
+from offload.plan.optimizer import paged_bytes, state_bytes, temporary_bytes, update_work
 from offload.plan.record import to_pages
-from offload.plan.trained import adapter_tensor_sizes
+from offload.plan.trained import adapter_tensor_sizes, trained_tensor_shapes
 
 WITHIN = 0.01
 GB = 10**9
@@ -96,6 +97,48 @@ def by_name(terms: tuple[MemoryTerm, ...]) -> dict[str, int]:
 def test_adamw_keeps_8_bytes_per_weight_and_8_bit_adamw_2_031() -> None:
     assert state_bytes([(1 << 20,)], "adamw") / (1 << 20) == 8
     assert state_bytes([(1 << 20,)], "adamw_8bit") / (1 << 20) == pytest.approx(2.031, 1e-3)
+
+
+def test_paged_adamw_keeps_the_moments_of_large_tensors_on_the_host() -> None:
+    shapes = [(1000, 100), (99_999,)]
+    assert paged_bytes(shapes, "paged_adamw_8bit") == 2 * 100_000
+    assert paged_bytes(shapes, "adamw_8bit") == 0
+    all_bytes = state_bytes(shapes, "adamw_8bit")
+    assert state_bytes(shapes, "paged_adamw_8bit") == all_bytes - 2 * 100_000
+
+
+def test_paged_states_leave_the_card_for_the_host_and_cross_the_link_twice() -> None:
+    card = named_machine("rtx5090")
+    adapter = replace(WORKLOAD.adapter, rank=128)
+    shapes = trained_tensor_shapes(QWEN_30B, adapter)
+    paged = paged_bytes(shapes, "paged_adamw_8bit")
+    load = replace(WORKLOAD, adapter=adapter, optimizer="paged_adamw_8bit")
+    host = host_terms(
+        QWEN_30B,
+        card,
+        load,
+        num_workers=0,
+        num_stashed=0,
+        num_ranks=1,
+        num_slabs=1,
+        rank_device_bytes=0,
+    )
+    assert {term.name: term.num_bytes for term in host}["paged optimizer states"] == paged > 0
+    more = update_work(card, shapes, "paged_adamw_8bit").memory_s
+    less = update_work(card, shapes, "adamw_8bit").memory_s
+    assert more - less == pytest.approx(2 * paged / card.h2d_bytes_per_s.value)
+
+
+def test_paged_states_are_refused_on_a_cpu() -> None:
+    cpu = replace(named_machine("rtx5090"), device="cpu")
+    with pytest.raises(OffloadError, match=r"paged_adamw_8bit, but rtx5090 is a CPU") as error:
+        update_work(cpu, [(8,)], "paged_adamw_8bit")
+    assert error.value.hint == "`train.optimizer: adamw_8bit`"
+
+
+def test_adafactor_keeps_rows_and_columns_and_takes_a_tensor_at_a_time() -> None:
+    assert state_bytes([(300, 20), (7,)], "adafactor") == 4 * (300 + 20 + 7)
+    assert temporary_bytes([(300, 20), (7,)], "adafactor") == 4 * 6000
 
 
 def test_small_tensors_stay_in_fp32_under_8_bit_adamw() -> None:
