@@ -1,8 +1,9 @@
 """What low-rank branches take beside the products that they are added to.
 
-A product with few columns is its arithmetic and a pass over its long side, which is why a machine
-has a rate of its own for them. A branch of rank r of a linear layer is two of them, in fp32; of
-experts, in the weights' type.
+A product with few columns is a pass over its long side, however few they are: kernels take 16 at
+least. So a machine has a rate of its own for 16, and columns beyond them cost what they do in large
+products. A branch of rank r of a linear layer is two of them, in fp32; of experts, in the weights'
+type.
 """
 
 from typing import TYPE_CHECKING
@@ -21,10 +22,10 @@ DORA_WEIGHT_PASSES, DORA_OUTPUT_PASSES, DORA_OPS = 9, 8, 14
 EXPERT_LORA_OPS, EXPERT_LORA_PRODUCTS = 5, 2
 
 
-def long_sides(num_elements: float, *, tall: Rate, large: Rate) -> Work:
-    """Price what products with few columns take beyond the rate of large ones."""
-    excess_s = max(0.0, 1 / tall.value - 1 / large.value)  # of a product's operation
-    return Work(memory_s=2 * TALL_COLUMNS * num_elements * excess_s)
+def long_sides(num_elements: float, rank: int, *, tall: Rate, large: Rate) -> Work:
+    """Price what products with `rank` columns take beyond the rate of large ones."""
+    whole_s = TALL_COLUMNS / tall.value + max(0, rank - TALL_COLUMNS) / large.value
+    return Work(memory_s=2 * num_elements * max(0.0, whole_s - rank / large.value))
 
 
 def linear_branch(at: "Pricer", linear: Linear) -> Work:
@@ -35,7 +36,10 @@ def linear_branch(at: "Pricer", linear: Linear) -> Work:
     flops = 2.0 * tokens * rank * features
     products = Work(compute_s=flops / machine.vector_flops_per_s.value, flops=flops)
     sides = long_sides(
-        tokens * features, tall=machine.tall_fp32_flops_per_s, large=machine.vector_flops_per_s
+        tokens * features,
+        rank,
+        tall=machine.tall_fp32_flops_per_s,
+        large=machine.vector_flops_per_s,
     )
     casts = tokens * (linear.d_in + 2 * linear.d_out) * (b + FP32_BYTES) if b != FP32_BYTES else 0
     output_passes = 5 + (DORA_OUTPUT_PASSES if spec.is_dora else 0)
@@ -66,6 +70,7 @@ def expert_branch(at: "Pricer", linear: Linear) -> Work:
     if way.branch_sides:
         products = products + long_sides(
             way.branch_sides * rows * (linear.d_in + linear.d_out),
+            rank,
             tall=machine.tall_gemm_flops_per_s,
             large=machine.gemm_flops_per_s,
         )

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from offload.plan.bounds import break_even_tokens, r3_bound_s, usual_order_bound_s
-from offload.plan.costs import Costs, LayerCost, Workload, price
+from offload.plan.costs import Costs, LayerCost, Pricer, Workload, price
 from offload.plan.facts import AdapterSpec, ModelFacts, model_facts
 from offload.plan.machine import (
     ExpertsImplementation,
@@ -14,6 +14,7 @@ from offload.plan.machine import (
 )
 from offload.plan.record import to_pages
 from offload.plan.roofline import attention_flops
+from offload.plan.work import Work
 
 LLAMA_7B = model_facts(
     {
@@ -263,3 +264,40 @@ def test_the_tail_is_priced_by_the_tokens_that_have_a_loss() -> None:
 
 def test_only_layers_of_different_shape_differ_in_price() -> None:
     assert len(set(price(QWEN_30B, named_machine("rtx5090"), workload()).layers)) == 1
+
+
+def test_a_branch_of_few_columns_costs_as_one_of_sixteen_and_more_cost_their_arithmetic() -> None:
+    machine = replace(named_machine("rtx4090"), launch_s=Rate(value=1e-12, source="drawn"))
+    linear = LLAMA_7B.layers[0].linears[0]
+
+    def branch(rank: int, at: Machine) -> Work:
+        adapter = AdapterSpec(rank=rank, targets=("q_proj",), experts=False)
+        load = workload(adapter=adapter)
+        return Pricer(machine=at, facts=LLAMA_7B, workload=load).adapter(linear)
+
+    def seconds(rank: int, at: Machine = machine) -> float:
+        work = branch(rank, at)
+        return work.compute_s + work.memory_s
+
+    assert seconds(1) == pytest.approx(seconds(16))
+    more_s = branch(64, machine).compute_s - branch(16, machine).compute_s
+    assert seconds(64) - seconds(16) == pytest.approx(more_s)
+    slow = replace(machine, tall_fp32_flops_per_s=Rate(value=1e12, source="drawn"))
+    flops = branch(16, machine).flops
+    tall = machine.tall_fp32_flops_per_s.value
+    assert seconds(16, slow) - seconds(16) == pytest.approx(flops / 1e12 - flops / tall)
+
+
+def test_a_cpu_waits_for_weights_and_maps_large_tensors_anew() -> None:
+    cpu = replace(
+        named_machine("rtx4090"), device="cpu", h2d_bytes_per_s=Rate(value=1e9, source="")
+    )
+    at = Pricer(machine=cpu, facts=LLAMA_7B, workload=workload())
+    on_card = Pricer(machine=named_machine("rtx4090"), facts=LLAMA_7B, workload=workload())
+    extra = at.gemm(4096, 512, 512).memory_s - on_card.gemm(4096, 512, 512).memory_s
+    assert extra == pytest.approx(2 * 512 * 512 / 1e9)
+    small, large = (
+        at.new_memory(1e9, num_ops=0, tensor_bytes=n).memory_s for n in (2**25 - 1, 2**25)
+    )
+    assert small == 1e9 / cpu.memory_bytes_per_s.value
+    assert large == 1e9 / cpu.host_memory_bytes_per_s.value
