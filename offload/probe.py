@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("bfloat16", "float32")
 NUM_MEASUREMENTS = 12
-NUM_ROUNDS = {"cpu": 4, "cuda": 1}
+NUM_ROUNDS = {"cpu": 2, "cuda": 1}
 
 Measure = Callable[[], float]
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 MIB = 2**20
-MIN_REPEATS = 3
+MIN_REPEATS = 2
 SWIGLU_OPS = 3
 
 
