@@ -8,11 +8,10 @@ auxiliary loss, which is a product of means over one micro-batch.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from finetune.errors import ConfigError
-from finetune.model import read_config
-from finetune.planning import full_request, request_for
+from finetune.planning import full_request, has_router_loss, request_for
 from finetune.recipe import Recipe, with_micro_batch_size
 from finetune.recipe_rules import NEVER_ENCODED
 from offload.errors import DoesNotFitError
@@ -39,7 +38,7 @@ def settled(recipe: Recipe, *, num_ranks: int) -> tuple[Recipe, ...]:
     """
     if recipe.train.micro_batch_size != "auto":
         return (recipe,)
-    if _has_router_loss(read_config(path=recipe.model.path, config=recipe.model.config)):
+    if has_router_loss(recipe.model):
         raise ConfigError(
             "train.micro_batch_size: auto for a model with output_router_logits in its config",
             limit="its router's auxiliary loss is taken over each micro-batch by itself, so their"
@@ -49,11 +48,6 @@ def settled(recipe: Recipe, *, num_ranks: int) -> tuple[Recipe, ...]:
     num_sequences = recipe.train.global_batch_size
     sizes = [n for n in range(1, num_sequences // num_ranks + 1) if num_sequences % n == 0]
     return tuple(with_micro_batch_size(recipe, size) for size in sizes)
-
-
-def _has_router_loss(config: dict[str, Any]) -> bool:
-    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
-    return any(part.get("output_router_logits") for part in parts)
 
 
 def full_requests(recipe: Recipe, facts: ModelFacts, *, num_ranks: int) -> list[PlanRequest]:

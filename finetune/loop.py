@@ -58,6 +58,7 @@ class Loop:
         trained: Mapping[str, nn.Parameter],
         train: TrainSection,
         loraplus_ratio: float | None,
+        is_masked: bool,
         num_steps: int,
         ranks: Ranks,
     ) -> None:
@@ -69,6 +70,7 @@ class Loop:
             trained: Name -> tensor of the model that trains.
             train: How.
             loraplus_ratio: How many times the learning rate B matrices learn at; None for once.
+            is_masked: Whether the model is told which tokens are padding.
             num_steps: Of the run.
             ranks: The processes that share each step.
         """
@@ -77,6 +79,7 @@ class Loop:
         self._masters = Masters(trained)
         self._parameters = list(self._masters.weights.values())
         self._loraplus_ratio = loraplus_ratio
+        self._is_masked = is_masked
         self._train = train
         self._num_steps = num_steps
         self._ranks = ranks
@@ -144,7 +147,7 @@ class Loop:
         self._model.eval()
         for start in range(size * self._ranks.index, len(examples), size * self._ranks.num):
             rows = [examples[i] for i in range(start, min(start + size, len(examples)))]
-            result = self._engine.forward(collate(rows, pad_token_id=pad_token_id))
+            result = self._engine.forward(self._shown(collate(rows, pad_token_id=pad_token_id)))
             loss_sum += result.loss_sum
             num_label_tokens += result.num_label_tokens
         self._model.train()
@@ -154,7 +157,7 @@ class Loop:
     def _step(self, share: StepShare, *, lr: float, dropout_seed: int, name: str) -> StepRecord:
         start_s = time.perf_counter()
         result = self._engine.forward_backward(
-            share.micro_batches,
+            [self._shown(batch) for batch in share.micro_batches],
             dropout_seed=dropout_seed,
             num_label_tokens=share.num_label_tokens,
             micro_batch_ids=share.micro_batch_ids,
@@ -179,6 +182,15 @@ class Loop:
             step_s=end_s - start_s,
             timeline=timeline,
         )
+
+    def _shown(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return what the model is given of a batch.
+
+        Padding stands behind a row's tokens, where causal attention does not look for them, and has
+        no loss. So a mask changes nothing, but that it has to be written out, and that attention
+        takes a slower kernel.
+        """
+        return {k: v for k, v in batch.items() if self._is_masked or k != "attention_mask"}
 
     def _require_finite(self, name: str, loss: float, grad_norm: float) -> None:
         """Stop before an update that would ruin the weights and, in time, every checkpoint."""

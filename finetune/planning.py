@@ -81,6 +81,13 @@ def has_experts(facts: ModelFacts) -> bool:
     return any(layer.num_experts for layer in facts.layers)
 
 
+def has_router_loss(model: ModelSection) -> bool:
+    """Tell whether the model's config asks for its router's auxiliary loss."""
+    config = read_config(path=model.path, config=model.config)
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+    return any(part.get("output_router_logits") for part in parts)
+
+
 def as_told(model: ModelSection, facts: ModelFacts, machine: Machine) -> Machine:
     """Return the machine as the recipe lets it multiply experts; the same one where that is auto.
 
@@ -210,6 +217,7 @@ def _request(
         is_on_disk=recipe.offload.load_tier == "disk",
         num_ranks=num_ranks,
         is_slab_shared=recipe.model.init == "pretrained",  # random layers are not loaded into one
+        is_masked=has_router_loss(recipe.model),  # it does not count padding
     )
 
 

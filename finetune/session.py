@@ -95,6 +95,7 @@ def build(recipe: Recipe, work: Work, ranks: Ranks, screen: Screen) -> Session:
         trained=adapters.trained(model),
         train=recipe.train,
         loraplus_ratio=recipe.adapter.loraplus_ratio,
+        is_masked=plan.request.is_masked,
         num_steps=work.order.num_steps,
         ranks=ranks,
     )

@@ -62,7 +62,7 @@ def _trace(model: "PeftModel", request: PlanRequest, device: torch.device) -> Tr
             model,
             batch_size=largest.micro_batch_size,
             seq_len=largest.seq_len,
-            is_padded=request.is_padded,
+            is_padded=request.is_masked,
             head_chunk_tokens=min(largest.head_chunk_tokens, largest.label_tokens),
             capability=torch.cuda.get_device_capability(device) if is_cuda else None,
         )

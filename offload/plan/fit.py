@@ -81,7 +81,7 @@ class Needs:
             num_slots=1,
             num_micro_batches=request.rank_micro_batches,
             num_ranks=request.num_ranks,
-            is_padded=request.is_padded,
+            is_padded=request.is_masked,
             is_stashed=request.is_stashed,
             traced=request.traced,
         )

@@ -47,6 +47,7 @@ class PlanRequest:
         num_ranks: Processes that share the step, on one machine and each with its own device.
         is_slab_shared: Whether they share one slab; otherwise each has one.
         traced: What a trace of `largest` found that it takes; None counts it by formulas.
+        is_masked: Whether the model is told which tokens are padding, and writes masks out.
     """
 
     typical: Workload
@@ -60,6 +61,7 @@ class PlanRequest:
     num_ranks: int
     is_slab_shared: bool
     traced: TracedBytes | None = None
+    is_masked: bool = False
 
     @property
     def num_slabs(self) -> int:
@@ -72,11 +74,6 @@ class PlanRequest:
     def num_disk_readers(self) -> int:
         """Processes that read the layers from disk."""
         return self.num_ranks if self.is_on_disk else 0
-
-    @property
-    def is_padded(self) -> bool:
-        """Whether the largest micro-batch holds padding, so that masks have to be written out."""
-        return self.largest.micro_batch_size > 1
 
     @property
     def rank_micro_batches(self) -> int:

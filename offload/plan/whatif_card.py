@@ -258,7 +258,7 @@ def _graph_bytes(plan: Plan) -> int:
             num_slots=1,
             num_micro_batches=1,
             num_ranks=1,
-            is_padded=largest.micro_batch_size > 1,
+            is_padded=plan.request.is_masked,
             is_stashed=False,
         )
         names = (f"{VISIT}saved activations", f"{VISIT}adapter inputs")

@@ -149,7 +149,7 @@ def _shard(cards: _Cards) -> Option:
         num_slots=2,  # one computes, the next one arrives
         num_micro_batches=1,
         num_ranks=cards.num,
-        is_padded=request.is_padded,
+        is_padded=request.is_masked,
         is_stashed=False,
     )
     held = sum(cost.weight_bytes for cost in plan.costs.layers) // cards.num
@@ -233,7 +233,7 @@ def _stage(cards: _Cards) -> Option:
         num_slots=num_layers,
         num_micro_batches=min(num, micro_batches),
         num_ranks=1,
-        is_padded=request.is_padded,
+        is_padded=request.is_masked,
         is_stashed=False,
     )
     neighbours = 1 if num == 2 else 2

@@ -41,6 +41,22 @@ def test_rotary_tables_that_follow_the_longest_row_seen_are_those_of_the_plain_m
     assert rel_error(found, gradients(plain_model)) < 2e-6
 
 
+@pytest.mark.parametrize("model_type", ["bamba", "gemma3_text", "mpt", "qwen3_next"])
+def test_reorder_padding_behind_a_rows_tokens_changes_nothing_with_or_without_a_mask(
+    model_type: str,
+) -> None:
+    """State spaces, windows, biases by distance, gated deltas: what comes later is not seen."""
+    base = tiny_model(model_type)
+    model = with_adapters(base, LayeredModel(base).layers)
+    loss, masked = streamed(model, micro_batches(), num_slots=2)
+    found_loss, found = streamed(model, padded("none"), num_slots=2)
+    assert found_loss == pytest.approx(loss, rel=1e-6)
+    assert rel_error(found, masked) < 5e-6
+    for batch in (others := padded("none")):
+        batch["input_ids"] = batch["input_ids"].masked_fill(batch["labels"] == -100, 3)
+    assert streamed(model, others, num_slots=2)[0] != pytest.approx(loss, rel=1e-6)
+
+
 def accumulate(model: nn.Module, batches: Batches) -> None:
     num_label_tokens = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
     for batch in batches:

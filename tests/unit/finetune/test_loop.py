@@ -13,6 +13,7 @@ from finetune.checkpoint import RunDir
 from finetune.loop import Loop, StepRecord
 from finetune.ranks import Ranks
 from finetune.recipe_sections import TrainSection
+from offload.engine.results import StepResult
 from offload.plan.costs import Workload
 from offload.plan.facts import AdapterSpec, linear_names, model_facts
 from offload.plan.machine import named_machine
@@ -41,6 +42,7 @@ def make_loop(
     options: adapters.Options = PLAIN,
     loraplus_ratio: float | None = None,
     lr: float = 0.1,
+    is_masked: bool = False,
 ) -> tuple[Loop, dict[str, torch.nn.Parameter]]:
     torch.manual_seed(0)
     base: Any = Qwen3ForCausalLM(CONFIG)
@@ -66,6 +68,7 @@ def make_loop(
         trained=trained,
         train=train,
         loraplus_ratio=loraplus_ratio,
+        is_masked=is_masked,
         num_steps=4,
         ranks=Ranks(),
     )
@@ -178,6 +181,24 @@ def test_a_rehearsal_times_other_steps_while_there_is_time(
     found = loop.rehearse(batches(20), [batches(width) for width in (8, 9, 10, 11)])
     assert found.step_s == expected_s
     assert seen == widths
+
+
+@pytest.mark.parametrize("is_masked", [True, False])
+def test_a_model_is_told_of_padding_only_where_its_loss_counts_tokens(
+    is_masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, _ = make_loop(is_masked=is_masked)
+    seen: list[set[str]] = []
+    run = loop._engine.forward_backward
+
+    def noted(micro_batches: Any, **options: Any) -> StepResult:
+        seen.extend(set(batch) for batch in micro_batches)
+        return run(micro_batches, **options)
+
+    monkeypatch.setattr(loop._engine, "forward_backward", noted)
+    loop.step(0, batches(8))
+    names = {"input_ids", "labels", *(["attention_mask"] if is_masked else [])}
+    assert seen == [names, names]
 
 
 def test_a_run_of_one_step_is_rehearsed_with_it() -> None:

@@ -75,8 +75,9 @@ def test_a_plan_of_auto_slots_takes_as_many_as_fit_by_the_trace() -> None:
 
 
 def test_a_number_of_slots_that_does_not_fit_by_the_trace_is_refused_with_one_that_does() -> None:
-    whole, _ = traced(planned("qwen3", num_slots=4))
-    roomy = planned("qwen3", num_slots=4, budget_bytes=whole.peak_bytes)
+    first = planned("qwen3", num_slots=4)
+    whole, _ = traced(first)
+    roomy = replace(first, request=replace(first.request, vram_budget_bytes=whole.peak_bytes))
     assert traced(roomy)[0].num_slots == 4
     short = replace(roomy, request=replace(roomy.request, vram_budget_bytes=whole.peak_bytes - 1))
     with pytest.raises(
