@@ -55,6 +55,7 @@ def _settings(one: Candidate) -> dict[str, Any]:
     return {
         "codec": request.typical.codec,
         "num_slots": one.num_slots,
+        "kept_graphs": one.num_kept_graphs,
         "stash": "host" if request.is_stashed else "device",
         "micro_batch_size": request.typical.micro_batch_size,
         "num_micro_batches": request.num_micro_batches,
@@ -74,7 +75,8 @@ def _words(one: Candidate) -> str:
     request = one.request
     return (
         f"{request.typical.codec}, {one.num_slots} slots,"
-        f" inputs {'in RAM' if request.is_stashed else 'on the device'},"
+        + (f" {one.num_kept_graphs} kept graphs," if one.num_kept_graphs else "")
+        + f" inputs {'in RAM' if request.is_stashed else 'on the device'},"
         f" {request.num_micro_batches} x {request.typical.micro_batch_size} sequences"
     )
 

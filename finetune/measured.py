@@ -44,7 +44,12 @@ def write_measured(
     device: torch.device,
 ) -> None:
     """Write where a step's time went, R3 at its own rates, and the memory of the run so far."""
-    costs = calibrate(promised.plan.costs, record.timeline, optimizer_s=record.optimizer_s)
+    costs = calibrate(
+        promised.plan.costs,
+        record.timeline,
+        optimizer_s=record.optimizer_s,
+        num_kept_graphs=promised.plan.num_kept_graphs,
+    )
     content = {
         "step": step,
         SEAL: promised.seal,

@@ -15,6 +15,7 @@ from offload.plan.schedule import NUM_STAGING
 from offload.plan.trained import adapter_parameters, module_parameters, trained_parameters
 
 REFERENCE_FLOPS_PER_S = 250e12
+MATRIX_CLASSES = ("attention", "mlp", "experts", "shared_experts")
 COUNTS: dict[Count, str] = {
     "causal": "attention counted exactly",
     "lecture": "attention as 3 S x h products",
@@ -91,15 +92,14 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "num_module_parameters": module_parameters(facts, typical.adapter),
         },
         "per_layer": {
-            "weight_bytes": sum(
-                classes[name] for name in ("attention", "mlp", "experts", "shared_experts")
-            ),
+            "weight_bytes": sum(classes[name] for name in MATRIX_CLASSES),
             "norm_bytes": classes["norm"],
             "router_bytes": classes["router"],
             "other_bytes": classes["bias"] + classes["other"],
             "cargo_bytes": cost.weight_bytes,
             "forward_s": cost.forward_s,
             "backward_s": cost.backward_s,
+            "recompute_s": cost.recompute_s,
             "h2d_s": plan.costs.load_s(0),
             "bound": cost.bound,
             "compute_figures": [
@@ -109,6 +109,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         },
         "schedule": {
             "num_slots": plan.num_slots,
+            "kept_graphs": plan.num_kept_graphs,
             "num_micro_batches": plan.request.num_micro_batches,
             "tokens_per_step": plan.tokens_per_step,
             "num_loads": plan.schedule.num_loads,
@@ -168,6 +169,8 @@ def _route_table(plan: Plan) -> Table:
             + (f", {shown_gib(plan.schedule.d2h_bytes)} back" if plan.schedule.d2h_bytes else ""),
         ),
     ]
+    if plan.num_kept_graphs:
+        rows.append(("backward", _kept_line(plan)))
     if not is_resident:
         rows.append(
             (
@@ -205,6 +208,16 @@ def _adapter_line(plan: Plan) -> str:
         + f" on {', '.join(places[:-1])}{' and ' if places[1:] else ''}{places[-1]}"
         + (f", with {', '.join(spec.modules)} whole" if spec.modules else "")
         + f": {shown_count(trained_parameters(plan.facts, spec))} trained"
+    )
+
+
+def _kept_line(plan: Plan) -> str:
+    first, num_layers = plan.facts.num_layers - plan.num_kept_graphs, plan.facts.num_layers
+    saved_s = sum(cost.recompute_s for cost in plan.costs.layers[first:])
+    saved_s *= plan.request.rank_micro_batches
+    return (
+        f"{plan.num_kept_graphs} of {num_layers} layers keep their graph, the last ones:"
+        f" {shown_time(saved_s)} of recompute saved"
     )
 
 

@@ -211,6 +211,7 @@ def _request(
         largest=largest,
         num_micro_batches=recipe.train.num_micro_batches,
         num_slots=_num_slots(recipe, facts),
+        num_kept_graphs=_num_kept_graphs(recipe, facts),
         vram_budget_bytes=recipe.offload.vram_budget_bytes,
         num_workers=recipe.data.num_workers,
         is_stashed=recipe.offload.stash == "host",
@@ -226,3 +227,18 @@ def _num_slots(recipe: Recipe, facts: ModelFacts) -> int | None:
     if wanted == "auto":
         return None
     return facts.num_layers if wanted == "all" else wanted
+
+
+def _num_kept_graphs(recipe: Recipe, facts: ModelFacts) -> int | None:
+    wanted: int | Literal["auto", "all"] = recipe.offload.kept_graphs
+    if wanted == "auto":
+        return None
+    if wanted == "all":
+        return facts.num_layers
+    if wanted > facts.num_layers:
+        raise ConfigError(
+            f"offload.kept_graphs: {wanted} for a model of {facts.num_layers} layers",
+            limit="it counts layers, from the last one",
+            hint="`offload.kept_graphs: all`",
+        )
+    return wanted

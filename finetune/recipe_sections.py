@@ -283,6 +283,11 @@ class OffloadSection(Section):
         default="auto",
         description="Layers that the device holds at a time; `all` makes the model resident.",
     )
+    kept_graphs: Literal["auto", "all"] | Annotated[int, Field(ge=0)] = Field(
+        default="auto",
+        description="Layers, from the last, that the backward does not compute again because what"
+        " autograd saved of them stays on the device; `auto` takes as many as fit and pay.",
+    )
     stash: Literal["auto", "device", "host"] = Field(
         default="auto",
         description="Where the layers' inputs wait for the backward; `host` saves device memory.",

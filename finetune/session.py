@@ -87,6 +87,7 @@ def build(recipe: Recipe, work: Work, ranks: Ranks, screen: Screen) -> Session:
         device=str(work.device),
         stash="host" if plan.request.is_stashed else "device",
         head_chunk_tokens=plan.request.typical.head_chunk_tokens,
+        kept_graphs=plan.num_kept_graphs,
         hold=loaded.hold,
     )
     loop = Loop(
@@ -136,17 +137,26 @@ def rehearse(work: Work, session: Session, screen: Screen) -> Plan:
             [work.share(work.order.step(step)) for step in work.sizes.typical_steps],
         )
     except torch.OutOfMemoryError as error:
-        raise _too_large(session.plan, error) from error
-    costs = calibrate(session.plan.costs, record.timeline, optimizer_s=record.optimizer_s)
+        raise too_large(session.plan, error) from error
+    costs = calibrate(
+        session.plan.costs,
+        record.timeline,
+        optimizer_s=record.optimizer_s,
+        num_kept_graphs=session.plan.num_kept_graphs,
+    )
     return with_costs(session.plan, costs)
 
 
-def _too_large(plan: Plan, error: torch.OutOfMemoryError) -> DoesNotFitError:
-    num_slots = plan.num_slots
+def too_large(plan: Plan, error: torch.OutOfMemoryError) -> DoesNotFitError:
+    """Return the error for a rehearsal that ran out of memory, with what to set."""
+    num_slots, num_graphs = plan.num_slots, plan.num_kept_graphs
     fix = f"offload.num_slots: {num_slots - 1}" if num_slots > MIN_SLOTS else "train.seq_len"
+    if num_graphs:
+        fix = "offload.kept_graphs: 0"
     return DoesNotFitError(
-        f"the longest batch ran out of device memory with {num_slots} slots:"
-        f" {str(error).splitlines()[0]}",
+        f"the longest batch ran out of device memory with {num_slots} slots"
+        + (f" and {num_graphs} kept graphs" if num_graphs else "")
+        + f": {str(error).splitlines()[0]}",
         limit=f"the plan had counted on {plan.peak_bytes / GIB:.2f} GiB",
         hint=f"`{fix}`, or close what else uses the card",
     )

@@ -1,8 +1,8 @@
 """The plan's memory, traced: its largest micro-batch on the model that is there, without values.
 
 Formulas stand for the code of the models that they were made for; a trace runs this model's own. It
-comes after loading, so what it may change is what is still open then: the number of slots, and
-where layer inputs wait. A number that the recipe names is kept, or refused.
+comes after loading, so what it may change is what is still open then: the numbers of slots and of
+kept graphs, and where layer inputs wait. A number that the recipe names is kept, or refused.
 """
 
 from collections.abc import Sequence
@@ -80,4 +80,5 @@ def _shown(plan: Plan) -> str:
 
 def _settings(plan: Plan) -> str:
     place = "in RAM" if plan.request.is_stashed else "on the device"
-    return f"{plan.num_slots} slots, inputs {place}"
+    graphs = f"{plan.num_kept_graphs} kept graphs, " if plan.num_kept_graphs else ""
+    return f"{plan.num_slots} slots, {graphs}inputs {place}"

@@ -71,9 +71,8 @@ def attach(  # noqa: PLR0913 - the door to all of it
         trained_weights: Where weights of the layers live that train: on the device beside the
             slots, or on the host, streamed; then `engine.trained_parameters` go to the optimizer.
         head_chunk_tokens: Tokens whose logits exist at a time.
-        kept_graphs: Layers, counted from the last, that keep what autograd saves of them from the
-            forward to the backward of a step, for all of its micro-batches, and so are not computed
-            twice; as many as there are layers means all.
+        kept_graphs: Layers, from the last, whose activations stay on the device for the backward,
+            which computes the others again.
         hold: Where the layers were loaded to (`offload.engine.host.stowing`); None copies them.
         store_dir: With tier "disk" and no hold: a directory for a file as large as the layers.
 
@@ -87,18 +86,14 @@ def attach(  # noqa: PLR0913 - the door to all of it
 
     from offload.engine.engine import Engine, EngineOptions
 
-    return Engine(
-        model,
-        device=torch.device(device),
-        options=EngineOptions(
-            num_slots=num_slots,
-            codec=codec,
-            tier=tier,
-            store_dir=None if store_dir is None else Path(store_dir),
-            stash=stash,
-            trained_weights=trained_weights,
-            head_chunk_tokens=head_chunk_tokens,
-            num_kept_graphs=kept_graphs,
-        ),
-        hold=hold,
+    options = EngineOptions(
+        num_slots=num_slots,
+        codec=codec,
+        tier=tier,
+        store_dir=None if store_dir is None else Path(store_dir),
+        stash=stash,
+        trained_weights=trained_weights,
+        head_chunk_tokens=head_chunk_tokens,
+        num_kept_graphs=kept_graphs,
     )
+    return Engine(model, device=torch.device(device), options=options, hold=hold)

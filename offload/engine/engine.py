@@ -73,11 +73,10 @@ class Engine:
             options: How.
             hold: Where the layers were loaded to; None if each parameter has its own memory.
         """
-        _require_enough(options.num_slots)
         torch_device = device if isinstance(device, torch.device) else device.torch_device
         self._model = model
         self._layered = LayeredModel(model)
-        _require_layers(options.num_kept_graphs, len(self._layered.layers))
+        _require_possible(options, len(self._layered.layers))
         self._options = options
         self._home = placement.only_device(self._layered)
         self._trains_front = placement.trains_front(self._layered)
@@ -355,16 +354,14 @@ class Engine:
             )
 
 
-def _require_enough(num_slots: int) -> None:
+def _require_possible(options: EngineOptions, num_layers: int) -> None:
+    num_slots, num_kept_graphs = options.num_slots, options.num_kept_graphs
     if num_slots < MIN_SLOTS:
         raise OffloadError(
             f"num_slots is {num_slots}",
             limit=f"a layer computes in one slot while the next arrives: at least {MIN_SLOTS}",
             hint=f"`num_slots={MIN_SLOTS}`",
         )
-
-
-def _require_layers(num_kept_graphs: int, num_layers: int) -> None:
     if not 0 <= num_kept_graphs <= num_layers:
         raise OffloadError(
             f"kept_graphs is {num_kept_graphs}",

@@ -16,6 +16,7 @@ def r3_bound_s(
     num_slots: int,
     num_micro_batches: int,
     stashed_bytes: int = 0,
+    num_kept_graphs: int = 0,
     ring: Ring | None = None,
     is_staged: bool = False,
 ) -> float:
@@ -24,17 +25,20 @@ def r3_bound_s(
     Each sweep takes the longer of its visits and its loads. Before a warm ring's loads and behind
     them stands one visit each, in which nothing can be loaded. Encoded cargo leaves its slot when
     it is decoded: the loads upwards begin behind the first decoding, and the first load downwards
-    behind the last layer's, which is decoded once for both of its visits. A step of equal layers
-    takes exactly this long, whatever the rates.
+    behind the last layer's, which is decoded once for both of its visits. On the way down visits
+    take two times, with a kept graph and without, so there each load is followed: it waits for its
+    slot and for the load before it. A step of equal layers takes exactly this long, whatever the
+    rates.
 
-    Stashed inputs leave one behind the other, and of those that come back all but the first two
-    visits' wait for a visit on the way down; behind the last of them stands one micro-batch.
+    Stashed inputs leave one behind the other. They come back between the loads, each when the visit
+    before the last is done with its buffer.
 
     Args:
         costs: Of the ops.
         num_slots: Layers on the device at a time.
         num_micro_batches: Micro-batches of the step.
         stashed_bytes: Of one micro-batch's layer input, where inputs wait in host memory.
+        num_kept_graphs: Layers, the last ones, that are not computed again.
         ring: What the slots hold at the start; None is what a training step leaves there.
         is_staged: Whether loads pass staging buffers, which are filled from memory or from disk.
     """
@@ -43,10 +47,11 @@ def r3_bound_s(
         num_micro_batches=num_micro_batches,
         stashed_bytes=stashed_bytes,
         is_staged=is_staged,
+        first_graph=len(costs.layers) - num_kept_graphs,
     )
     num_slots = min(num_slots, len(costs.layers))
-    top_s = sweeps.top_s(warm_ring(num_slots) if ring is None else ring)
-    return sweeps.end_s(top_s, num_slots) + num_micro_batches * costs.front_backward_s
+    up_s = sweeps.up_s(warm_ring(num_slots) if ring is None else ring)
+    return sweeps.end_s(up_s, num_slots) + num_micro_batches * costs.front_backward_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,17 +62,22 @@ class _Sweeps:
     num_micro_batches: int
     stashed_bytes: int
     is_staged: bool
+    first_graph: int
 
-    def visit_s(self, layer: int, *, is_backward: bool) -> float:
-        """All micro-batches at a layer, and its decoding."""
+    @property
+    def num_stashed(self) -> int:
+        """Layers, the first ones, whose inputs leave the device."""
+        return min(self.first_graph, len(self.costs.layers) - 1)
+
+    def visit_s(self, layer: int) -> float:
+        """All micro-batches at a layer on the way up, and its decoding."""
         cost = self.costs.layers[layer]
-        one_s = cost.backward_s if is_backward else cost.forward_s
-        return self.num_micro_batches * one_s + cost.decode_s
+        return self.num_micro_batches * cost.forward_s + cost.decode_s
 
-    def top_s(self, ring: Ring) -> float:
-        """Return when the last layer's forward visit has ended, at the earliest."""
+    def up_s(self, ring: Ring) -> float:
+        """Return when the last layer's forward visit has ended, if no input had to be stashed."""
         costs, num_layers = self.costs, len(self.costs.layers)
-        visits_s = [self.visit_s(i, is_backward=False) for i in range(num_layers)]
+        visits_s = [self.visit_s(i) for i in range(num_layers)]
         fronts_s = self.num_micro_batches * costs.front_s
         ends_s = [fronts_s + sum(visits_s)]
         missing, link_s = _missing(ring, num_layers), 0.0
@@ -81,40 +91,55 @@ class _Sweeps:
             ends_s.append(hold_s + way_s + sum(visits_s[missing[-1] :]))
         if missing and missing[0] == 0:
             ends_s.append(_load_s(costs, 0) + sum(visits_s))
-        if self.stashed_bytes:
-            stash_s = costs.h2d_latency_s + self.stashed_bytes / costs.d2h_bytes_per_s
-            num_stashed = (num_layers - 1) * self.num_micro_batches
-            ends_s.append(costs.front_s + num_stashed * stash_s + costs.layers[-1].forward_s)
         return max(ends_s)
 
-    def end_s(self, top_s: float, num_slots: int) -> float:
+    def stash_s(self) -> float:
+        """Return when the last layer's forward visit has ended, if inputs alone held it up."""
+        costs, first = self.costs, self.num_stashed
+        one_s = costs.h2d_latency_s + self.stashed_bytes / costs.d2h_bytes_per_s
+        left_s = costs.front_s + first * self.num_micro_batches * one_s
+        above = range(first + 1, len(costs.layers))
+        above_s = sum(self.visit_s(layer) for layer in above)
+        return left_s + costs.layers[first].forward_s + above_s
+
+    def end_s(self, up_s: float, num_slots: int) -> float:
         """Return when the first layer's backward visit has ended, at the earliest."""
         costs, num_layers = self.costs, len(self.costs.layers)
-        visits_s = [self.visit_s(i, is_backward=True) for i in range(num_layers)]
-        last = costs.layers[-1]
-        turned_s = top_s + self.num_micro_batches * costs.tail_s
-        visits_s[-1] -= last.decode_s  # it still lies decoded
-        loaded = list(reversed(range(num_layers - num_slots)))
-        starts = [(turned_s + visits_s[-1], loaded)]
-        if last.decode_s and loaded:
-            up_s = self.num_micro_batches * last.forward_s
-            held_s = turned_s + visits_s[-1] + self._hold_s(num_layers - 2)
-            starts = [(top_s - up_s, loaded), (held_s, loaded[1:])]
-        ends_s = [turned_s + sum(visits_s)]
-        for start_s, layers in starts if loaded else []:
-            way_s = max(self.link_s(layers), self.read_s(layers, is_ahead=True))
-            ends_s.append(start_s + way_s + visits_s[0])
-        if self.stashed_bytes:
-            fetch_s = costs.h2d_latency_s + self.stashed_bytes / costs.fetch_bytes_per_s
-            num_waiting = max(0, num_layers - 1 - NUM_FETCHED) * self.num_micro_batches
-            for start_s, layers in starts if num_waiting else []:
-                one_s = costs.layers[0].backward_s
-                ends_s.append(start_s + self.link_s(layers) + num_waiting * fetch_s + one_s)
-        return max(ends_s)
-
-    def link_s(self, layers: Sequence[int]) -> float:
-        """Return what these layers take on the link."""
-        return sum(_load_s(self.costs, layer) for layer in layers)
+        num_stashed = self.num_stashed if self.stashed_bytes else 0
+        top_s = max(up_s, self.stash_s()) if num_stashed else up_s
+        fetch_s = costs.h2d_latency_s + self.stashed_bytes / costs.fetch_bytes_per_s
+        now_s, link_s = top_s + self.num_micro_batches * costs.tail_s, 0.0
+        free_s, done_s = [0.0] * num_layers, [[0.0] * self.num_micro_batches] * NUM_FETCHED
+        for layer in reversed(range(num_layers)):
+            cost = costs.layers[layer]
+            if layer + num_slots < num_layers:
+                link_s = max(link_s, free_s[layer + num_slots]) + _load_s(costs, layer)
+                now_s = max(now_s, link_s)
+            now_s += cost.decode_s
+            free_s[layer] = now_s
+            if layer == num_layers - 1:  # it still lies decoded
+                now_s -= cost.decode_s
+                free_s[layer] = up_s - self.num_micro_batches * cost.forward_s
+            one_s = cost.back_s(has_graph=layer >= self.first_graph)
+            if layer < num_stashed:
+                ends_s = []
+                for free in done_s[0]:  # the buffer that an input comes back to
+                    link_s = max(link_s, free) + fetch_s
+                    now_s = max(now_s, link_s) + one_s
+                    ends_s.append(now_s)
+                done_s = [*done_s[1:], ends_s]
+            else:
+                now_s += self.num_micro_batches * one_s
+            if not cost.decode_s:
+                free_s[layer] = now_s
+        loaded = range(num_layers - num_slots)
+        if loaded:
+            read_s = self.read_s(loaded, is_ahead=True)
+            first_s = self.num_micro_batches * costs.layers[0].back_s(
+                has_graph=self.first_graph == 0
+            )
+            now_s = max(now_s, free_s[-1] + read_s + costs.layers[0].decode_s + first_s)
+        return now_s
 
     def read_s(self, layers: Sequence[int], *, is_ahead: bool = False) -> float:
         """Return what filling buffers with these layers takes at least.
@@ -131,7 +156,7 @@ class _Sweeps:
 
     def _hold_s(self, layer: int) -> float:
         """How long a layer's visit on the way up, or its decoding in either, keeps its slot."""
-        return self.costs.layers[layer].decode_s or self.visit_s(layer, is_backward=False)
+        return self.costs.layers[layer].decode_s or self.visit_s(layer)
 
 
 def _missing(ring: Ring, num_layers: int) -> list[int]:

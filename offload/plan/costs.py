@@ -93,6 +93,7 @@ class LayerCost:
     Attributes:
         forward_s: Forward without a graph.
         backward_s: Recompute, and backward to the layer's input and its adapters.
+        recompute_s: The share of it that a kept graph saves.
         decode_s: Decoding of the cargo: once per visit, whatever the number of micro-batches.
         weight_bytes: Cargo: what one load moves.
         forward_flops: Of the forward.
@@ -102,11 +103,16 @@ class LayerCost:
 
     forward_s: float
     backward_s: float
+    recompute_s: float
     decode_s: float
     weight_bytes: int
     forward_flops: float
     backward_flops: float
     bound: Bound
+
+    def back_s(self, *, has_graph: bool) -> float:
+        """Return the seconds of a backward visit, with or without a kept graph."""
+        return self.backward_s - self.recompute_s if has_graph else self.backward_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -237,13 +243,9 @@ class Pricer:
 
     def attention(self, layer: LayerFacts) -> Work:
         """What tokens do with each other."""
-        return attention_work(
-            layer.attention,
-            self.machine,
-            num_tokens=self.workload.num_tokens,
-            seq_len=self.workload.seq_len,
-            dtype_bytes=self.workload.dtype_bytes,
-        )
+        load, kind = self.workload, layer.attention
+        num, seq_len, b = load.num_tokens, load.seq_len, load.dtype_bytes
+        return attention_work(kind, self.machine, num_tokens=num, seq_len=seq_len, dtype_bytes=b)
 
     def pointwise(self, layer: LayerFacts) -> Work:
         """Norms, rotary embedding, residuals and activations but those of routed experts."""
@@ -288,18 +290,16 @@ def _layer_cost(layer: LayerFacts, at: Pricer) -> LayerCost:
     branches = _sum([at.adapter(linear) for linear in adapted])
     norms = _sum([dora_norm(at, linear) for linear in adapted])
     forward = products + attention + pointwise + branches + norms
-    backward = (
-        products
-        + attention.times(FLASH_BACKWARD_FORWARDS)
-        + (pointwise + branches).times(2)
-        + at.module_gradients(layer)
-    )
+    backward = products + attention.times(FLASH_BACKWARD_FORWARDS) + at.module_gradients(layer)
+    backward = backward + (pointwise + branches).times(2)
     b = at.workload.dtype_bytes
     cargo_bytes = at.workload.cargo_bytes(layer)
     decode = at.traffic(cargo_bytes + layer.num_parameters * b, num_ops=len(layer.linears))
+    backward_s = (forward + backward).seconds(at.machine)
     return LayerCost(
         forward_s=forward.seconds(at.machine),
-        backward_s=(forward + backward).seconds(at.machine),
+        backward_s=backward_s,
+        recompute_s=backward_s - backward.seconds(at.machine),
         decode_s=decode.seconds(at.machine) if at.workload.is_encoded else 0.0,
         weight_bytes=cargo_bytes,
         forward_flops=forward.flops,

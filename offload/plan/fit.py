@@ -3,6 +3,7 @@
 The one home of these questions: the plan, the search among plans and the refusal all ask here.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -12,13 +13,15 @@ from offload.plan.codec import EXACT_CODECS, ROUNDING, CodecName
 from offload.plan.facts import ModelFacts
 from offload.plan.machine import GIB, Machine
 from offload.plan.memory import (
+    OTHER_RANKS,
     STAGING,
     STASH,
+    DeviceNeeds,
     MemoryTerm,
-    device_terms,
+    device_needs,
     host_terms,
+    input_bytes,
     total_bytes,
-    with_slots,
 )
 from offload.plan.schedule import MIN_SLOTS
 from offload.plan.trained import EMBEDDING, HEAD, NORMS, ROUTER
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from offload.plan.plan import PlanRequest
 
 MIN_HINTED_SEQ_LEN = 128
+GRAPH_RESERVE_FRAC = 0.1  # what autograd saves is within this of the formula, over what is tested
 PACKED: CodecName = "bf16_packed"
 ROUNDED: CodecName = "nf4"
 
@@ -55,30 +59,29 @@ class Shortage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Needs:
-    """The memory of a request, by the number of slots.
+    """The memory of a request, by the number of slots and of kept graphs.
 
     Attributes:
         facts: The model.
         machine: Where it is to run.
         request: What was asked for.
-        one_slot: Terms of device memory with a single slot, from which those of more follow.
-        fixed_host: Terms of host memory; None where they grow with the slots.
+        on_device: What stands in device memory.
+        fixed_host: Terms of host memory, with no kept graph; None where they grow with the slots.
     """
 
     facts: ModelFacts
     machine: Machine
     request: "PlanRequest"
-    one_slot: tuple[MemoryTerm, ...]
+    on_device: DeviceNeeds
     fixed_host: tuple[MemoryTerm, ...] | None
 
     @classmethod
     def of(cls, facts: ModelFacts, machine: Machine, request: "PlanRequest") -> "Needs":
         """Add up what a request takes."""
-        one_slot = device_terms(
+        on_device = device_needs(
             facts,
             machine,
             request.largest,
-            num_slots=1,
             num_micro_batches=request.rank_micro_batches,
             num_ranks=request.num_ranks,
             is_padded=request.is_masked,
@@ -86,41 +89,56 @@ class Needs:
             traced=request.traced,
         )
         needs = cls(
-            facts=facts, machine=machine, request=request, one_slot=one_slot, fixed_host=None
+            facts=facts, machine=machine, request=request, on_device=on_device, fixed_host=None
         )
         # several ranks on a CPU count each other's slots as host memory
         is_fixed = machine.device == "cuda" or request.num_ranks == 1
-        return replace(needs, fixed_host=needs.host(MIN_SLOTS)) if is_fixed else needs
+        return replace(needs, fixed_host=needs.host(MIN_SLOTS, 0)) if is_fixed else needs
 
-    def device(self, num_slots: int) -> tuple[MemoryTerm, ...]:
+    def device(self, num_slots: int, num_kept_graphs: int) -> tuple[MemoryTerm, ...]:
         """Return the terms of each device's peak."""
-        return with_slots(self.one_slot, min(num_slots, self.facts.num_layers))
+        num_slots = min(num_slots, self.facts.num_layers)
+        return self.on_device.terms(num_slots=num_slots, num_kept_graphs=num_kept_graphs)
 
-    def host(self, num_slots: int) -> tuple[MemoryTerm, ...]:
-        """Return the terms of the host's peak."""
-        if self.fixed_host is not None:
-            return self.fixed_host
-        return host_terms(
+    def host(self, num_slots: int, num_kept_graphs: int) -> tuple[MemoryTerm, ...]:
+        """Return the terms of the host's peak; inputs of kept graphs do not wait there."""
+        request = self.request
+        terms = self.fixed_host or host_terms(
             self.facts,
             self.machine,
-            self.request.largest,
-            num_workers=self.request.num_workers,
-            num_stashed=self.request.num_stashed,
-            num_ranks=self.request.num_ranks,
-            num_slabs=self.request.num_slabs,
-            rank_device_bytes=total_bytes(self.device(num_slots)),
+            request.largest,
+            num_workers=request.num_workers,
+            num_stashed=request.num_stashed,
+            num_ranks=request.num_ranks,
+            num_slabs=request.num_slabs,
+            rank_device_bytes=total_bytes(self.device(num_slots, num_kept_graphs)),
+        )
+        if num_kept_graphs < 2 or not request.is_stashed:
+            return terms
+        num_inputs = (num_kept_graphs - 1) * request.num_stashed
+        spared = num_inputs * input_bytes(self.facts, request.largest)
+        spared_of = {STASH: spared, OTHER_RANKS: (request.num_ranks - 1) * spared}
+        return tuple(
+            replace(term, num_bytes=term.num_bytes - spared_of.get(term.name, 0)) for term in terms
         )
 
     @property
     def is_staged(self) -> bool:
         """Whether loads pass a ring of page-locked buffers: not all of the slab can be locked."""
-        return bool(_size(self.host(MIN_SLOTS), STAGING))
+        return bool(_size(self.host(MIN_SLOTS, self.fewest_graphs), STAGING))
 
-    def shortages(self, num_slots: int) -> tuple[Shortage, ...]:
-        """Return each memory that is too small; on a CPU there is only one memory."""
+    def shortages(self, num_slots: int, num_kept_graphs: int) -> tuple[Shortage, ...]:
+        """Return each memory that is too small; on a CPU there is only one memory.
+
+        Graphs that nobody asked for are counted with a reserve: a step that ran out of memory for
+        them would have to be planned again.
+        """
         machine, budget_bytes = self.machine, self.request.vram_budget_bytes
         is_cuda = machine.device == "cuda"
-        device_bytes, host = total_bytes(self.device(num_slots)), self.host(num_slots)
+        device_bytes = total_bytes(self.device(num_slots, num_kept_graphs))
+        if self.request.num_kept_graphs is None:
+            device_bytes += int(GRAPH_RESERVE_FRAC * self.on_device.graph_bytes[num_kept_graphs])
+        host = self.host(num_slots, num_kept_graphs)
         stash_bytes = self.request.num_ranks * _size(host, STASH)
         asked = [
             Shortage(
@@ -151,20 +169,37 @@ class Needs:
         return min(MIN_SLOTS if wanted is None else wanted, self.facts.num_layers)
 
     @property
+    def fewest_graphs(self) -> int:
+        """The number of kept graphs that was asked for, or none."""
+        return self.request.num_kept_graphs or 0
+
+    def most_graphs(self, num_slots: int) -> int:
+        """Return the number of kept graphs that was asked for, or the largest that fits.
+
+        What a layer saves is told from a trace, or from formulas that are checked for the families
+        that are known by their config. Of a model of another type no graph is kept unasked.
+        """
+        is_known = self.facts.grade == "config" or self.request.traced is not None
+        if self.request.num_kept_graphs is not None or not is_known:
+            return self.fewest_graphs
+        numbers = range(1, self.facts.num_layers + 1)
+        return bisect_left(numbers, True, key=lambda n: bool(self.shortages(num_slots, n)))  # noqa: FBT003
+
+    @property
     def most_slots(self) -> int | None:
         """The number of slots that was asked for, or the largest that fits; None if none does.
 
         More slots always take more memory, so half of the numbers are ruled out at a time.
         """
-        fewest = self.fewest_slots
-        if self.shortages(fewest):
+        fewest, num_graphs = self.fewest_slots, self.fewest_graphs
+        if self.shortages(fewest, num_graphs):
             return None
         if self.request.num_slots is not None:
             return fewest
         low, high = fewest, self.facts.num_layers
         while low < high:
             middle = (low + high + 1) // 2
-            if self.shortages(middle):
+            if self.shortages(middle, num_graphs):
                 high = middle - 1
             else:
                 low = middle
@@ -174,12 +209,13 @@ class Needs:
 def refusal(needs: Needs) -> DoesNotFitError:
     """Return the error for a request that does not fit: what is short, by how much, what fits."""
     num_slots, machine = needs.fewest_slots, needs.machine
-    shortages = needs.shortages(num_slots)
+    shortages = needs.shortages(num_slots, needs.fewest_graphs)
     short = " and ".join(f"{_gib(s.needed_bytes)} {s.what}" for s in shortages)
-    inputs = " and their inputs in RAM" if needs.request.is_stashed else ""
-    inputs += ", its visits traced," if needs.request.traced else ""
+    kept = f", {needs.fewest_graphs} kept graphs" if needs.fewest_graphs else ""
+    kept += " and their inputs in RAM" if needs.request.is_stashed else ""
+    kept += ", its visits traced," if needs.request.traced else ""
     return DoesNotFitError(
-        f"with {num_slots} slots of {needs.facts.num_layers} layers{inputs} the plan needs {short},"
+        f"with {num_slots} slots of {needs.facts.num_layers} layers{kept} the plan needs {short},"
         f" {' and '.join(_gib(s.short_bytes) for s in shortages)} too much",
         limit=" and ".join(f"{_gib(s.limit_bytes)} {s.limit}" for s in shortages)
         + f" on {machine.name}",
@@ -189,16 +225,21 @@ def refusal(needs: Needs) -> DoesNotFitError:
 
 def _nearest_fit(needs: Needs) -> str:
     """Name the nearest change that fits: first those that leave what is trained as it is."""
-    wanted = needs.request.num_slots
-    for words, request in _changes(needs.request):
+    asked, wanted, fewer = needs.request, needs.request.num_slots, ""
+    if asked.num_kept_graphs:
+        freely = replace(needs, request=replace(asked, num_kept_graphs=None))
+        if not freely.shortages(freely.fewest_slots, 0):
+            return f"`offload.kept_graphs: {freely.most_graphs(freely.fewest_slots)}`"
+        asked, fewer = replace(asked, num_kept_graphs=0), "`offload.kept_graphs: 0`"
+    for words, request in _changes(asked):
         open_request = replace(request, num_slots=None)
         num_slots = Needs.of(needs.facts, needs.machine, open_request).most_slots
         if num_slots is None:
             continue
         if wanted is None or num_slots >= min(wanted, needs.facts.num_layers):
-            return words
+            return _joined(words, fewer)
         slots = f"`offload.num_slots: {num_slots}`"
-        return _joined(words, slots)
+        return _joined(words, slots, fewer)
     return "a machine with more memory, or a smaller model"
 
 

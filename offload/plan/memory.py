@@ -1,23 +1,19 @@
 """What stands in device and host memory at the peak of a step, in named terms.
 
 A peak is a maximum over instants, not a sum of everything that ever exists: logits and a layer's
-recompute never live together. `device_terms` lists the terms of the worst of three instants: a head
-chunk, a backward visit, the optimizer.
+recompute never live together. `device_terms` lists the terms of the worst of these instants: a head
+chunk and the first backward visit, both beside all kept graphs; a visit that computes its layer
+again, beside none of them; the optimizer.
 """
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offload.plan.attention_kinds import SoftmaxAttention
 from offload.plan.codec import decode_workspace_bytes
 from offload.plan.costs import Workload
-from offload.plan.expert_memory import experts_form, factor_bytes
-from offload.plan.facts import (
-    LayerFacts,
-    ModelFacts,
-    adapted_linears,
-)
+from offload.plan.facts import ModelFacts
 from offload.plan.machine import Machine
 from offload.plan.optimizer import paged_bytes, state_bytes, temporary_bytes
 from offload.plan.parts import FP32_BYTES
@@ -32,12 +28,7 @@ from offload.plan.trained import (
     trained_parameters,
     trained_tensor_shapes,
 )
-from offload.plan.visit_memory import (
-    adapter_input_bytes,
-    dora_bytes,
-    gradient_bytes,
-    saved_bytes_per_token,
-)
+from offload.plan.visit_memory import VisitBytes, is_masked, visit_bytes
 
 MIB = 2**20
 
@@ -46,7 +37,7 @@ SLAB, STASH, STAGING = "slab", "stashed layer inputs", "staging"
 DATA_WORKERS = "data workers"
 PAGED_STATES = "paged optimizer states"
 CONTEXT, FRAGMENTATION, OTHER_RANKS = "context", "fragmentation", "other ranks"
-SLOTS, CUBLAS = "slots", "cuBLAS workspaces"
+SLOTS, CUBLAS, KEPT_GRAPHS = "slots", "cuBLAS workspaces", "kept graphs"
 # What a trace finds in place of formulas.
 VISIT, HEAD_CHUNK, RECORDED = "one visit", "head chunk", "recorded arguments"
 
@@ -84,6 +75,45 @@ def layer_weight_bytes(facts: ModelFacts, *, dtype_bytes: int) -> tuple[int, ...
 # Device
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceNeeds:
+    """What stands in device memory, by the number of slots and of graphs that are kept.
+
+    Attributes:
+        always: At every instant, with one slot.
+        kept: From the forward to the backward, with no graph.
+        graph_bytes: What graphs add to it, by their number.
+        visit: A visit that computes its layer again, beside no graph.
+        instants: Of a head chunk and of a visit that finds a graph: what stands beside all graphs.
+        update: The optimizer.
+        fixed: What nothing adds to.
+    """
+
+    always: tuple[MemoryTerm, ...]
+    kept: tuple[MemoryTerm, ...]
+    graph_bytes: tuple[int, ...]
+    visit: tuple[MemoryTerm, ...]
+    instants: tuple[tuple[MemoryTerm, ...], ...]
+    update: MemoryTerm
+    fixed: tuple[MemoryTerm, ...]
+
+    def terms(self, *, num_slots: int, num_kept_graphs: int) -> tuple[MemoryTerm, ...]:
+        """List what stands at the worst instant; more slots or graphs never take less."""
+        always = tuple(
+            MemoryTerm(name=SLOTS, num_bytes=num_slots * term.num_bytes)
+            if term.name == SLOTS
+            else term
+            for term in self.always
+        )
+        graphs = MemoryTerm(name=KEPT_GRAPHS, num_bytes=self.graph_bytes[num_kept_graphs])
+        beside = [(*self.kept, graphs, *instant) for instant in self.instants]
+        worst = max(((*self.kept, *self.visit), *beside, (self.update,)), key=total_bytes)
+        used = total_bytes(always) + total_bytes(worst)
+        fragmentation = MemoryTerm(name=FRAGMENTATION, num_bytes=int(used * FRAGMENTATION_FRAC))
+        terms = (*always, *worst, fragmentation, *self.fixed)
+        return tuple(term for term in terms if term.num_bytes)
+
+
 def device_terms(  # noqa: PLR0913 - all that stands in memory
     facts: ModelFacts,
     machine: Machine,
@@ -96,7 +126,7 @@ def device_terms(  # noqa: PLR0913 - all that stands in memory
     is_stashed: bool,
     traced: TracedBytes | None = None,
 ) -> tuple[MemoryTerm, ...]:
-    """List what stands in device memory at the worst instant of a step.
+    """List what stands in device memory at the worst instant of a step that keeps no graph.
 
     Args:
         facts: The model.
@@ -109,48 +139,78 @@ def device_terms(  # noqa: PLR0913 - all that stands in memory
         is_stashed: Whether layer inputs wait in host memory for the backward.
         traced: What a trace of this micro-batch found, in place of formulas.
     """
-    always = (
-        *_standing_terms(facts, workload, num_slots, is_traced=traced is not None),
-        MemoryTerm(name="gradient bucket", num_bytes=_bucket_bytes(facts, workload, num_ranks)),
+    needs = device_needs(
+        facts,
+        machine,
+        workload,
+        num_micro_batches=num_micro_batches,
+        num_ranks=num_ranks,
+        is_padded=is_padded,
+        is_stashed=is_stashed,
+        traced=traced,
     )
-    num_kept = NUM_KEPT + NUM_FETCHED if is_stashed else facts.num_layers
+    return needs.terms(num_slots=min(num_slots, facts.num_layers), num_kept_graphs=0)
+
+
+def device_needs(
+    facts: ModelFacts,
+    machine: Machine,
+    workload: Workload,
+    *,
+    num_micro_batches: int,
+    num_ranks: int,
+    is_padded: bool,
+    is_stashed: bool,
+    traced: TracedBytes | None,
+) -> DeviceNeeds:
+    """Add up what a step takes on each device; for the arguments see `device_terms`."""
+    num_layers = facts.num_layers
+    num_kept = min(NUM_KEPT + NUM_FETCHED, num_layers) if is_stashed else num_layers
     recorded = traced.recorded if traced else recorded_bytes(facts, workload, is_padded=is_padded)
     kept = _kept_terms(
         facts,
         workload,
-        num_kept=min(num_kept, facts.num_layers),
+        num_kept=num_kept,
         num_micro_batches=num_micro_batches,
         recorded=recorded,
     )
+    kinds = set(facts.layers)
+    visits = {x: visit_bytes(facts, machine, x, workload, is_padded=is_padded) for x in kinds}
+    beside = max(visits.values(), key=lambda visit: visit.gradients + visit.dora)
+    cublas = MemoryTerm(name=CUBLAS, num_bytes=CUBLAS_BYTES if machine.device == "cuda" else 0)
+    bucket_bytes = _bucket_bytes(facts, workload, num_ranks)
     chunk_bytes = traced.head_chunk if traced else head_chunk_bytes(facts, workload)
-    head = MemoryTerm(name=HEAD_CHUNK, num_bytes=chunk_bytes)
-    update = MemoryTerm(
-        name="optimizer temporaries",
-        num_bytes=temporary_bytes(
-            trained_tensor_shapes(facts, workload.adapter), workload.optimizer
-        ),
-    )
-    visit: tuple[MemoryTerm, ...]
+    visit = max((_visit_terms(visit) for visit in visits.values()), key=total_bytes)
     if traced:
         visit = (MemoryTerm(name=VISIT, num_bytes=max(traced.visits)),)
-    else:
-        visit = _largest_visit(facts, machine, workload, is_padded=is_padded)
-    worst = max(((*kept, *visit), (*kept, head), (update,)), key=total_bytes)
-    used = total_bytes(always) + total_bytes(worst)
-    overhead = [MemoryTerm(name=FRAGMENTATION, num_bytes=int(used * FRAGMENTATION_FRAC))]
-    if machine.device == "cuda":
-        overhead.append(MemoryTerm(name=CUBLAS, num_bytes=CUBLAS_BYTES))
-    overhead.append(MemoryTerm(name=CONTEXT, num_bytes=machine.context_bytes))
-    return tuple(term for term in (*always, *worst, *overhead) if term.num_bytes)
-
-
-def with_slots(one_slot: Iterable[MemoryTerm], num_slots: int) -> tuple[MemoryTerm, ...]:
-    """Return the terms of `device_terms` with one slot as they are with more of them."""
-    terms = {term.name: term.num_bytes for term in one_slot}
-    overhead = terms.get(FRAGMENTATION, 0) + terms.get(CUBLAS, 0) + terms.get(CONTEXT, 0)
-    used = sum(terms.values()) - overhead + (num_slots - 1) * terms[SLOTS]
-    terms |= {SLOTS: num_slots * terms[SLOTS], FRAGMENTATION: int(used * FRAGMENTATION_FRAC)}
-    return tuple(MemoryTerm(name=name, num_bytes=size) for name, size in terms.items())
+    graph_bytes = [0]
+    for number, layer in enumerate(reversed(facts.layers), start=1):
+        # with the last layer's output, and inputs that would have waited on the host
+        num_hidden = (number == 1) + (number + num_kept <= num_layers)
+        # the largest visit that was traced, gradients included, is more than any graph
+        graph = max(traced.visits) if traced else visits[layer].graph
+        one_bytes = graph + num_hidden * input_bytes(facts, workload)
+        graph_bytes.append(graph_bytes[-1] + num_micro_batches * one_bytes)
+    return DeviceNeeds(
+        always=(
+            *_standing_terms(facts, workload, 1, is_traced=traced is not None),
+            MemoryTerm(name="gradient bucket", num_bytes=bucket_bytes),
+        ),
+        kept=kept,
+        graph_bytes=tuple(graph_bytes),
+        visit=visit,
+        instants=(
+            (MemoryTerm(name=HEAD_CHUNK, num_bytes=chunk_bytes),),
+            () if traced else _visit_terms(replace(beside, saved=0, adapter_inputs=0, factors=0)),
+        ),
+        update=MemoryTerm(
+            name="optimizer temporaries",
+            num_bytes=temporary_bytes(
+                trained_tensor_shapes(facts, workload.adapter), workload.optimizer
+            ),
+        ),
+        fixed=(cublas, MemoryTerm(name=CONTEXT, num_bytes=machine.context_bytes)),
+    )
 
 
 def _bucket_bytes(facts: ModelFacts, workload: Workload, num_ranks: int) -> int:
@@ -234,13 +294,9 @@ def recorded_bytes(facts: ModelFacts, workload: Workload, *, is_padded: bool) ->
         per_token += 2 * rotary_dim * workload.dtype_bytes
         if is_written_out:
             per_token += workload.seq_len * workload.dtype_bytes
-        elif _is_masked(window, workload, is_padded=is_padded):
+        elif is_masked(window, workload, is_padded=is_padded):
             per_token += workload.seq_len
     return per_token * workload.num_tokens
-
-
-def _is_masked(window: int | None, workload: Workload, *, is_padded: bool) -> bool:
-    return is_padded or (window is not None and window < workload.seq_len)
 
 
 def head_chunk_bytes(facts: ModelFacts, workload: Workload) -> int:
@@ -255,62 +311,14 @@ def head_chunk_bytes(facts: ModelFacts, workload: Workload) -> int:
     )
 
 
-def _largest_visit(
-    facts: ModelFacts, machine: Machine, workload: Workload, *, is_padded: bool
-) -> tuple[MemoryTerm, ...]:
-    visits = (
-        _visit_terms(facts, machine, layer, workload, is_padded=is_padded)
-        for layer in set(facts.layers)
-    )
-    return max(visits, key=total_bytes)
-
-
-def _visit_terms(
-    facts: ModelFacts, machine: Machine, layer: LayerFacts, workload: Workload, *, is_padded: bool
-) -> tuple[MemoryTerm, ...]:
+def _visit_terms(one: VisitBytes) -> tuple[MemoryTerm, ...]:
     """List one backward visit: what recompute saves, and the widest gradients beside it."""
-    tokens, b = workload.num_tokens, workload.dtype_bytes
-    adapted = adapted_linears(layer, workload.adapter)
-    is_masked = _is_masked(layer.window, workload, is_padded=is_padded)
-    experts = [linear for linear in adapted if linear.group == "experts"]
-    spec = workload.adapter
-    form = experts_form(machine.experts_implementation.value, is_adapted=bool(experts))
     return (
-        MemoryTerm(
-            name="one visit: saved activations",
-            num_bytes=tokens
-            * saved_bytes_per_token(
-                facts,
-                layer,
-                seq_len=workload.seq_len,
-                dtype_bytes=b,
-                is_masked=is_masked,
-                form=form,
-                is_cpu=machine.device == "cpu",
-            ),
-        ),
-        MemoryTerm(
-            name="one visit: adapter inputs",
-            num_bytes=tokens * adapter_input_bytes(adapted, spec=spec, dtype_bytes=b),
-        ),
-        MemoryTerm(
-            name="one visit: gradients",
-            num_bytes=tokens
-            * gradient_bytes(
-                facts,
-                layer,
-                seq_len=workload.seq_len,
-                dtype_bytes=b,
-                form=form,
-            ),
-        ),
-        MemoryTerm(
-            name="one visit: DoRA's norm", num_bytes=dora_bytes(adapted, spec=spec, dtype_bytes=b)
-        ),
-        MemoryTerm(
-            name="one visit: factors of expert adapters",
-            num_bytes=factor_bytes(experts, spec=spec, dtype_bytes=b, form=form),
-        ),
+        MemoryTerm(name="one visit: saved activations", num_bytes=one.saved),
+        MemoryTerm(name="one visit: adapter inputs", num_bytes=one.adapter_inputs),
+        MemoryTerm(name="one visit: gradients", num_bytes=one.gradients),
+        MemoryTerm(name="one visit: DoRA's norm", num_bytes=one.dora),
+        MemoryTerm(name="one visit: factors of expert adapters", num_bytes=one.factors),
     )
 
 

@@ -125,7 +125,10 @@ def plan_anyway(
     except DoesNotFitError:
         pass
     num_slots = MIN_SLOTS if request.num_slots is None else request.num_slots
-    freely = replace(request, num_slots=num_slots, vram_budget_bytes=None)
+    num_graphs = request.num_kept_graphs or 0
+    freely = replace(
+        request, num_slots=num_slots, num_kept_graphs=num_graphs, vram_budget_bytes=None
+    )
     vast = replace(machine, vram_bytes=VAST_BYTES, ram_bytes=VAST_BYTES)
     try:
         made = plan(facts, vast, freely)  # what of it can be page-locked stays as it is

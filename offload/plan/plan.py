@@ -1,14 +1,15 @@
 """One step, planned as a value: what lies where, in which order it moves, and how long it takes.
 
-A byte of device memory used as a slot saves two bytes over the link in every step, so a plan takes
-as many slots as fit. What else may be chosen, `offload.plan.search` does.
+A byte of device memory used as a slot saves two bytes over the link in every step, and one that
+holds a graph saves computing it again: `offload.plan.split` shares memory out between the two. What
+else may be chosen, `offload.plan.search` does.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from offload.plan.bounds import break_even_tokens, r3_bound_s
-from offload.plan.costs import Costs, Workload, price
+from offload.plan.costs import Costs, LayerCost, Workload, price
 from offload.plan.facts import ModelFacts
 from offload.plan.fit import Needs, refusal
 from offload.plan.machine import Machine
@@ -24,6 +25,7 @@ from offload.plan.schedule import (
     warm_ring,
 )
 from offload.plan.simulate import simulate
+from offload.plan.split import shared_out
 from offload.plan.timeline import Timeline
 from offload.plan.traced import MemoryGrade, TracedBytes
 from offload.plan.trained import outer_module_sizes
@@ -40,6 +42,8 @@ class PlanRequest:
         largest: The largest micro-batch of the run, which must fit.
         num_micro_batches: Micro-batches per step.
         num_slots: Layers on the device at a time; None takes as many as fit.
+        num_kept_graphs: Layers, the last ones, that keep their graph from the forward to the
+            backward; None takes as many as fit and pay.
         vram_budget_bytes: Device memory the plan may use; None takes what the machine has.
         num_workers: Processes that prepare data, for each rank.
         is_stashed: Whether layer inputs wait in host memory for the backward.
@@ -54,6 +58,7 @@ class PlanRequest:
     largest: Workload
     num_micro_batches: int
     num_slots: int | None
+    num_kept_graphs: int | None
     vram_budget_bytes: int | None
     num_workers: int
     is_stashed: bool
@@ -95,6 +100,7 @@ class Plan:
         machine: Where it is to run.
         request: What was asked for.
         num_slots: Layers on the device at a time.
+        num_kept_graphs: Layers, the last ones, that are not computed again in the backward.
         schedule: The ops of a step that starts from a warm ring, on the rank with most of it.
         costs: What the ops cost, and by which grade of knowledge.
         device_memory: Terms of the peak in device memory, on each device.
@@ -105,6 +111,7 @@ class Plan:
     machine: Machine
     request: PlanRequest
     num_slots: int
+    num_kept_graphs: int
     schedule: Schedule
     costs: Costs
     device_memory: tuple[MemoryTerm, ...]
@@ -150,6 +157,7 @@ class Plan:
             if self.request.is_stashed
             else 0,
             is_staged=self.schedule.is_staged,
+            num_kept_graphs=self.num_kept_graphs,
         )
         return bound_s + self.costs.optimizer_s
 
@@ -169,7 +177,7 @@ class Plan:
 
 
 def plan(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Plan:
-    """Lay the step out with the slots that were asked for, or as many as fit.
+    """Lay the step out with the slots and kept graphs that were asked for, or that fit and pay.
 
     `offload.plan.search` chooses among requests.
 
@@ -177,10 +185,12 @@ def plan(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Plan:
         DoesNotFitError: Device or host memory is too small; what is short and by how much.
     """
     needs = Needs.of(facts, machine, request)
-    num_slots = needs.most_slots
-    if num_slots is None:
+    costs = costs_of(facts, machine, request)
+    shares = shared_out(needs, costs)
+    if shares is None:
         raise refusal(needs)
-    return laid_out(needs, costs_of(facts, machine, request), num_slots=num_slots)
+    num_slots, num_kept_graphs = shares
+    return laid_out(needs, costs, num_slots=num_slots, num_kept_graphs=num_kept_graphs)
 
 
 def costs_of(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Costs:
@@ -194,27 +204,33 @@ def costs_of(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Costs
     )
 
 
-def laid_out(needs: Needs, costs: Costs, *, num_slots: int) -> Plan:
-    """Return the plan of a request that fits with so many slots."""
+def laid_out(needs: Needs, costs: Costs, *, num_slots: int, num_kept_graphs: int) -> Plan:
+    """Return the plan of a request that fits with so many slots and kept graphs."""
     return Plan(
         facts=needs.facts,
         machine=needs.machine,
         request=needs.request,
         num_slots=num_slots,
-        schedule=schedule_of(needs, costs, num_slots=num_slots, is_draft=False),
+        num_kept_graphs=num_kept_graphs,
+        schedule=schedule_of(
+            needs, costs, num_slots=num_slots, num_kept_graphs=num_kept_graphs, is_draft=False
+        ),
         costs=costs,
-        device_memory=needs.device(num_slots),
-        host_memory=needs.host(num_slots),
+        device_memory=needs.device(num_slots, num_kept_graphs),
+        host_memory=needs.host(num_slots, num_kept_graphs),
     )
 
 
-def schedule_of(needs: Needs, costs: Costs, *, num_slots: int, is_draft: bool) -> Schedule:
+def schedule_of(
+    needs: Needs, costs: Costs, *, num_slots: int, num_kept_graphs: int, is_draft: bool
+) -> Schedule:
     """Return the ops of a step from a warm ring.
 
     Args:
         needs: The request, and where it is to run.
         costs: For the sizes of layers.
         num_slots: Layers on the device at a time.
+        num_kept_graphs: Layers that are not computed again.
         is_draft: Whether ops that follow each other on their lane for certain become one: the
             pieces of a load, and a visit's micro-batches where none of them waits for inputs.
             `draft_step_s` takes such a schedule for as long as the whole one.
@@ -236,10 +252,11 @@ def schedule_of(needs: Needs, costs: Costs, *, num_slots: int, is_draft: bool) -
         order=Order.LAYER_MAJOR,
         trains_front=bool(outer_module_sizes(facts, request.typical.adapter)),
         input_bytes=(input_bytes(facts, request.typical),) * request.num_stashed,
+        num_kept_graphs=num_kept_graphs,
     )
 
 
-def draft_step_s(needs: Needs, costs: Costs, *, num_slots: int) -> float:
+def draft_step_s(needs: Needs, costs: Costs, *, num_slots: int, num_kept_graphs: int) -> float:
     """Return the predicted time of a step, optimizer included, by the fewest ops that give it."""
     one_s, request = duration_of(costs), needs.request
     is_whole, num_merged = needs.is_staged, 1 if request.is_stashed else request.rank_micro_batches
@@ -250,7 +267,9 @@ def draft_step_s(needs: Needs, costs: Costs, *, num_slots: int) -> float:
         is_visit = op.lane is Lane.COMPUTE and op.kind is not Kind.DECODE
         return one_s(op) * (num_merged if is_visit else 1)
 
-    draft = schedule_of(needs, costs, num_slots=num_slots, is_draft=True)
+    draft = schedule_of(
+        needs, costs, num_slots=num_slots, num_kept_graphs=num_kept_graphs, is_draft=True
+    )
     return simulate(draft, duration_s).step_s + costs.optimizer_s
 
 
@@ -276,27 +295,28 @@ def duration_of(costs: Costs) -> Callable[[Op], float]:
         layer = costs.layers[op.layer]
         if op.kind is Kind.DECODE:
             return layer.decode_s
-        return layer.forward_s if op.kind is Kind.FORWARD else layer.backward_s
+        return layer.forward_s if op.kind is Kind.FORWARD else layer.back_s(has_graph=op.has_graph)
 
     return duration_s
 
 
-def calibrate(costs: Costs, measured: Timeline, *, optimizer_s: float) -> Costs:
+def calibrate(
+    costs: Costs, measured: Timeline, *, optimizer_s: float, num_kept_graphs: int
+) -> Costs:
     """Replace the priced durations by those of a step that was run on this machine.
+
+    A recompute was measured as the forward that it repeats.
 
     Args:
         costs: As priced; copies that the measured step did not need keep their priced rate.
         measured: A step of the typical micro-batches.
         optimizer_s: The update's own time, as measured.
+        num_kept_graphs: Layers of the measured step that were not computed again.
     """
+    first_graph = len(costs.layers) - num_kept_graphs
     load_s = measured.busy_s(Kind.LOAD)
     layers = tuple(
-        replace(
-            layer,
-            forward_s=_mean_s(measured, Kind.FORWARD, number),
-            backward_s=_mean_s(measured, Kind.BACKWARD, number),
-            decode_s=_mean_s(measured, Kind.DECODE, number) if layer.decode_s else 0.0,
-        )
+        _measured(layer, measured, number, has_graph=number >= first_graph)
         for number, layer in enumerate(costs.layers)
     )
     return replace(
@@ -313,6 +333,17 @@ def calibrate(costs: Costs, measured: Timeline, *, optimizer_s: float) -> Costs:
         h2d_latency_s=0.0 if load_s else costs.h2d_latency_s,
         fetch_bytes_per_s=_rate(measured, Kind.FETCH, costs.fetch_bytes_per_s),
         read_bytes_per_s=_rate(measured, Kind.READ, costs.read_bytes_per_s),
+    )
+
+
+def _measured(layer: LayerCost, measured: Timeline, number: int, *, has_graph: bool) -> LayerCost:
+    forward_s, back_s = (_mean_s(measured, k, number) for k in (Kind.FORWARD, Kind.BACKWARD))
+    return replace(
+        layer,
+        forward_s=forward_s,
+        backward_s=back_s + forward_s if has_graph else back_s,
+        recompute_s=forward_s if has_graph else min(forward_s, back_s),
+        decode_s=_mean_s(measured, Kind.DECODE, number) if layer.decode_s else 0.0,
     )
 
 

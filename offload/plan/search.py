@@ -5,10 +5,10 @@ layers wait, where their inputs wait, the number of slots, how a step's sequence
 micro-batches. Which of them is fastest depends on the model, the machine and its memory.
 
 Idea. Each way to set them is a `PlanRequest`; the search is given all that are allowed, the
-plainest first. More slots are never slower, so each takes as many as fit. Then the bound R3, which
-no step is faster than, orders the requests, and a request is simulated only if its bound can still
-win. Of steps that take the same time, to one part in a million, the first request is chosen: same
-requests, same plan.
+plainest first. More slots are never slower, nor are more kept graphs: each request takes as many as
+fit, of both, shared out by the bound R3, which no step is faster than. Then the same bound orders
+the requests, and a request is simulated only if its bound can still win. Of steps that take the
+same time, to one part in a million, the first request is chosen: same requests, same plan.
 
 On a CPU a form that has to be decoded is chosen for memory alone. There, copies and decoding are
 the same processor's work, and decoding took eight times as long as copying (bench_codecs), while
@@ -23,17 +23,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from offload.plan.bounds import r3_bound_s
 from offload.plan.codec import CodecName
 from offload.plan.costs import Costs
 from offload.plan.facts import ModelFacts
 from offload.plan.fit import Needs, Shortage, refusal, with_codec
 from offload.plan.machine import GIB, Machine
-from offload.plan.memory import input_bytes
 from offload.plan.plan import Plan, PlanRequest, costs_of, draft_step_s, laid_out
+from offload.plan.split import SAME_FRAC, bound_of, shared_out
 
 NUM_REJECTED = 3
-SAME_FRAC = 1e-6  # times that differ by less are the same
 ROUNDING_ERROR_FRAC = 1e-9  # between a bound and a simulated time that equals it
 
 
@@ -44,7 +42,8 @@ class Candidate:
     Attributes:
         needs: The request, and its memory.
         costs: Of its ops.
-        num_slots: As many as fit; where none does, the fewest that it could have.
+        num_slots: Where none fits, the fewest that it could have.
+        num_kept_graphs: Layers, the last ones, that are not computed again.
         shortages: What is too small for it; empty if it fits.
         bound_s: What its step cannot be faster than.
         step_s: Its predicted step; None where the bound said enough.
@@ -53,30 +52,34 @@ class Candidate:
     needs: Needs
     costs: Costs
     num_slots: int
+    num_kept_graphs: int
     shortages: tuple[Shortage, ...]
     bound_s: float
     step_s: float | None = None
 
     @classmethod
-    def weighed(cls, needs: Needs, costs: Costs, *, num_slots: int | None = None) -> "Candidate":
-        """Weigh a request, with so many slots or as many as fit."""
-        slots = num_slots or needs.most_slots or needs.fewest_slots
-        request = needs.request
-        stashed = input_bytes(needs.facts, request.typical) if request.is_stashed else 0
-        bound_s = r3_bound_s(
-            costs,
-            num_slots=slots,
-            num_micro_batches=request.rank_micro_batches,
-            stashed_bytes=stashed,
-            is_staged=needs.is_staged,
-        )
+    def weighed(
+        cls, needs: Needs, costs: Costs, *, num_slots: int, num_kept_graphs: int
+    ) -> "Candidate":
+        """Weigh a request with so many slots and graphs."""
+        bound_s = bound_of(needs, costs, num_slots=num_slots, num_kept_graphs=num_kept_graphs)
         return cls(
             needs=needs,
             costs=costs,
-            num_slots=slots,
-            shortages=needs.shortages(slots),
-            bound_s=bound_s + costs.optimizer_s,
+            num_slots=num_slots,
+            num_kept_graphs=num_kept_graphs,
+            shortages=needs.shortages(num_slots, num_kept_graphs),
+            bound_s=bound_s,
         )
+
+    @classmethod
+    def split(cls, needs: Needs, costs: Costs) -> "Candidate":
+        """Weigh a request as its memory is best shared out; where it does not fit, at its least."""
+        num_slots, num_kept_graphs = shared_out(needs, costs) or (
+            needs.fewest_slots,
+            needs.fewest_graphs,
+        )
+        return cls.weighed(needs, costs, num_slots=num_slots, num_kept_graphs=num_kept_graphs)
 
     @property
     def request(self) -> PlanRequest:
@@ -98,7 +101,12 @@ class Candidate:
         """Return it with its predicted step."""
         if self.step_s is not None:
             return self
-        step_s = draft_step_s(self.needs, self.costs, num_slots=self.num_slots)
+        step_s = draft_step_s(
+            self.needs,
+            self.costs,
+            num_slots=self.num_slots,
+            num_kept_graphs=self.num_kept_graphs,
+        )
         return replace(self, step_s=step_s)
 
 
@@ -161,7 +169,12 @@ def search(
         raise refusal(_nearest(candidates).needs)
     chosen = candidates[best]
     return Choice(
-        plan=laid_out(chosen.needs, chosen.costs, num_slots=chosen.num_slots),
+        plan=laid_out(
+            chosen.needs,
+            chosen.costs,
+            num_slots=chosen.num_slots,
+            num_kept_graphs=chosen.num_kept_graphs,
+        ),
         chosen=chosen,
         rejected=_rejected(candidates, best),
         what_ifs=tuple(_what_ifs(candidates, chosen, rounding)),
@@ -170,7 +183,7 @@ def search(
 
 def _weighed(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Candidate:
     costs = costs_of(facts, machine, request)
-    return Candidate.weighed(Needs.of(facts, machine, request), costs)
+    return Candidate.split(Needs.of(facts, machine, request), costs)
 
 
 def _comparable(candidates: list[Candidate]) -> list[Candidate]:
@@ -206,13 +219,20 @@ def _nearest(candidates: Sequence[Candidate]) -> Candidate:
 
 
 def _rejected(candidates: list[Candidate], best: int) -> tuple[Candidate, ...]:
-    """Return the best of the others, and the chosen one with one slot more."""
+    """Return the best of the others, and the chosen one with one slot or graph more."""
     chosen = candidates[best]
     others = [candidate for i, candidate in enumerate(candidates) if i != best]
-    is_open = chosen.request.num_slots is None
-    if is_open and chosen.num_slots < chosen.needs.facts.num_layers:
-        more = chosen.num_slots + 1
-        others.append(Candidate.weighed(chosen.needs, chosen.costs, num_slots=more))
+    for more_slots, more_graphs, asked in (
+        (1, 0, chosen.request.num_slots),
+        (0, 1, chosen.request.num_kept_graphs),
+    ):
+        num_slots, num_graphs = chosen.num_slots + more_slots, chosen.num_kept_graphs + more_graphs
+        if asked is None and max(num_slots, num_graphs) <= chosen.needs.facts.num_layers:
+            others.append(
+                Candidate.weighed(
+                    chosen.needs, chosen.costs, num_slots=num_slots, num_kept_graphs=num_graphs
+                )
+            )
     while True:  # a bound may promise more than its step keeps
         others.sort(key=lambda candidate: candidate.least_s)
         unknown = [c for c in others[:NUM_REJECTED] if not c.shortages and c.step_s is None]
@@ -270,7 +290,7 @@ def _with_more_memory(candidate: Candidate) -> Candidate:
             needs.request, vram_budget_bytes=None if budget_bytes is None else budget_bytes + GIB
         ),
     )
-    return Candidate.weighed(larger, candidate.costs)
+    return Candidate.split(larger, candidate.costs)
 
 
 def _with_faster_link(candidate: Candidate) -> Candidate:
@@ -282,4 +302,4 @@ def _with_faster_link(candidate: Candidate) -> Candidate:
         d2h_bytes_per_s=2 * costs.d2h_bytes_per_s,
         fetch_bytes_per_s=2 * costs.fetch_bytes_per_s,
     )
-    return Candidate.weighed(candidate.needs, faster, num_slots=candidate.num_slots)
+    return Candidate.split(candidate.needs, faster)

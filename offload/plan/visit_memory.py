@@ -1,24 +1,86 @@
 """What the recompute and backward of one layer take: what is saved, and what stands beside it."""
 
+from dataclasses import dataclass
+
 from offload.plan.attention_kinds import (
     DELTA_CHUNK_TOKENS,
     Attention,
     DeltaAttention,
     SoftmaxAttention,
 )
+from offload.plan.costs import Workload
 from offload.plan.expert_memory import (
     ACTIVATION_WIDTHS,
     ExpertsForm,
+    experts_form,
+    factor_bytes,
     filled,
     gradient_features,
     saved_features,
 )
-from offload.plan.facts import AdapterSpec, LayerFacts, ModelFacts
+from offload.plan.facts import AdapterSpec, LayerFacts, ModelFacts, adapted_linears
+from offload.plan.machine import Machine
 from offload.plan.parts import FP32_BYTES, Linear
 
 # fp32 copies of a weight while DoRA takes its norm, by bytes of a weight: measured with peft 0.21
 # on a CPU, to 0.01 of a copy.
 DORA_WEIGHT_COPIES = {4: 3, 2: 4}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VisitBytes:
+    """What one micro-batch's visit of a layer takes, with its graph.
+
+    Attributes:
+        saved: Activations.
+        adapter_inputs: What low-rank branches save.
+        factors: Of experts' adapters, as they compute.
+        gradients: The widest that stand beside all of these.
+        dora: What stands while a merged weight's norm is taken.
+    """
+
+    saved: int
+    adapter_inputs: int
+    factors: int
+    gradients: int
+    dora: int
+
+    @property
+    def graph(self) -> int:
+        """What stays for as long as the graph is kept."""
+        return self.saved + self.adapter_inputs + self.factors
+
+
+def visit_bytes(
+    facts: ModelFacts, machine: Machine, layer: LayerFacts, workload: Workload, *, is_padded: bool
+) -> VisitBytes:
+    """Add up a visit of a layer on a machine."""
+    tokens, b, spec = workload.num_tokens, workload.dtype_bytes, workload.adapter
+    seq_len, adapted = workload.seq_len, adapted_linears(layer, spec)
+    experts = [linear for linear in adapted if linear.group == "experts"]
+    form = experts_form(machine.experts_implementation.value, is_adapted=bool(experts))
+    saved = saved_bytes_per_token(
+        facts,
+        layer,
+        seq_len=seq_len,
+        dtype_bytes=b,
+        is_masked=is_masked(layer.window, workload, is_padded=is_padded),
+        form=form,
+        is_cpu=machine.device == "cpu",
+    )
+    gradients = gradient_bytes(facts, layer, seq_len=seq_len, dtype_bytes=b, form=form)
+    return VisitBytes(
+        saved=tokens * saved,
+        adapter_inputs=tokens * adapter_input_bytes(adapted, spec=spec, dtype_bytes=b),
+        factors=factor_bytes(experts, spec=spec, dtype_bytes=b, form=form),
+        gradients=tokens * gradients,
+        dora=dora_bytes(adapted, spec=spec, dtype_bytes=b),
+    )
+
+
+def is_masked(window: int | None, workload: Workload, *, is_padded: bool) -> bool:
+    """Tell whether a mask is written out that says more than what is causal."""
+    return is_padded or (window is not None and window < workload.seq_len)
 
 
 def saved_bytes_per_token(

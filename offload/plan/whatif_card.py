@@ -4,19 +4,18 @@ Times are those of the plan's own ops at other prices, memory is the plan's own 
 stand beside them.
 """
 
-from collections import Counter
 from dataclasses import replace
 from math import prod
 
 from offload.plan.attention_kinds import SoftmaxAttention
 from offload.plan.costs import LayerCost, Pricer
 from offload.plan.facts import LayerFacts
+from offload.plan.fit import Needs
 from offload.plan.full_training import activation_bytes, full_training_terms
 from offload.plan.memory import (
     FRAGMENTATION_FRAC,
     SLAB,
     STASH,
-    device_terms,
     total_bytes,
 )
 from offload.plan.optimizer import BYTES_PER_WEIGHT, state_bytes
@@ -38,17 +37,16 @@ from offload.plan.trained import (
 )
 from offload.plan.work import Work
 
-VISIT = "one visit: "
 # Memory-bound operations of a backward visit, in forwards: once again, and twice backward.
 VISIT_FORWARDS = 3
 # A fused AdamW on a CPU: weight, gradient and two moments read, all but the gradient written.
 CPU_ADAMW_BYTES = 7 * FP32_BYTES
 UNFUSED_SCORE_BYTES = 4  # for each pair of tokens and head, in the layer that goes backward
-MANY_BATCHES = 4096
 
 
 def recompute_all(plan: Plan) -> Option:
     """The visit is the recompute; without it the graph of all visits waits for the backward."""
+    needs = Needs.of(plan.facts, plan.machine, plan.request)
     return priced(
         "recompute all",
         "graphs of all layers on the card",
@@ -57,9 +55,14 @@ def recompute_all(plan: Plan) -> Option:
         figures=replace(
             figures_of(plan),
             step_s=step_at_prices(
-                plan, lambda _, cost: replace(cost, backward_s=cost.backward_s - cost.forward_s)
+                plan,
+                lambda _, cost: replace(
+                    cost, backward_s=cost.back_s(has_graph=True), recompute_s=0.0
+                ),
             ),
-            vram_bytes=plan.peak_bytes + _with_fragments(_graph_bytes(plan)),
+            vram_bytes=total_bytes(
+                needs.device(plan.num_slots, num_kept_graphs=plan.facts.num_layers)
+            ),
         ),
         is_in_plan=True,
     )
@@ -81,7 +84,11 @@ def recompute_cheap(plan: Plan) -> Option:
             figures_of(plan),
             step_s=step_at_prices(
                 plan,
-                lambda layer, cost: replace(cost, backward_s=cost.backward_s - products_s[layer]),
+                lambda layer, cost: replace(
+                    cost,
+                    backward_s=cost.backward_s - products_s[layer],
+                    recompute_s=max(0.0, cost.recompute_s - products_s[layer]),
+                ),
             ),
             vram_bytes=plan.peak_bytes + _with_fragments(kept_bytes),
         ),
@@ -135,6 +142,7 @@ def one_kernel_each(plan: Plan) -> Option:
             cost,
             forward_s=cost.forward_s - saved_s,
             backward_s=cost.backward_s - VISIT_FORWARDS * saved_s,
+            recompute_s=max(0.0, cost.recompute_s - saved_s),
         )
 
     return priced(
@@ -163,6 +171,7 @@ def unfused_attention(plan: Plan) -> Option:
             cost,
             forward_s=cost.forward_s + moved_s,
             backward_s=cost.backward_s + VISIT_FORWARDS * moved_s,
+            recompute_s=cost.recompute_s + moved_s,
         )
 
     num_scores = largest.micro_batch_size * max(heads.values()) * largest.seq_len**2
@@ -185,7 +194,7 @@ def train_all(plan: Plan) -> Option:
     Of activations only layer inputs are counted: all else is recomputed.
     """
     facts, typical, products_s = plan.facts, plan.request.typical, _products_s(plan)
-    request = replace(plan.request, num_slots=facts.num_layers, is_stashed=False)
+    request = replace(plan.request, num_slots=facts.num_layers, num_kept_graphs=0, is_stashed=False)
     resident, _ = plan_anyway(facts, plan.machine, request)
     layers_s = step_at_prices(
         resident, lambda layer, cost: replace(cost, backward_s=cost.backward_s + products_s[layer])
@@ -237,37 +246,6 @@ def _products_s(plan: Plan) -> dict[LayerFacts, float]:
         )
         for layer in set(plan.facts.layers)
     }
-
-
-def _graph_bytes(plan: Plan) -> int:
-    """Return what all visits save for the backward, but for the one that the plan counts.
-
-    The terms of a visit are listed where it is the worst instant, as it is in a layer of its own
-    with very many sequences; they are proportional to those.
-    """
-    largest, counts = plan.request.largest, Counter(plan.facts.layers)
-    many = replace(
-        largest, micro_batch_size=MANY_BATCHES * largest.micro_batch_size, head_chunk_tokens=1
-    )
-    saved: dict[LayerFacts, int] = {}
-    for layer in counts:
-        terms = device_terms(
-            replace(plan.facts, layers=(layer,)),
-            plan.machine,
-            many,
-            num_slots=1,
-            num_micro_batches=1,
-            num_ranks=1,
-            is_padded=plan.request.is_masked,
-            is_stashed=False,
-        )
-        names = (f"{VISIT}saved activations", f"{VISIT}adapter inputs")
-        saved[layer] = sum(term.num_bytes for term in terms if term.name in names) // MANY_BATCHES
-        assert saved[layer]
-    is_counted = any(term.name.startswith(VISIT) for term in plan.device_memory)
-    counted_bytes = max(saved.values()) if is_counted else 0
-    all_layers = sum(saved[layer] * count for layer, count in counts.items())
-    return plan.request.num_micro_batches * all_layers - counted_bytes
 
 
 def _with_fragments(num_bytes: int) -> int:

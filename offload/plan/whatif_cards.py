@@ -187,6 +187,7 @@ def _split(cards: _Cards) -> Option:
             cost,
             forward_s=cost.forward_s / parts + moved_s,
             backward_s=cost.backward_s / parts + 2 * moved_s,
+            recompute_s=cost.recompute_s / parts + moved_s,
             decode_s=cost.decode_s / cards.num,
         )
 
@@ -270,7 +271,10 @@ def _spread_experts(cards: _Cards) -> Option:
     def exchanged(layer: LayerFacts, cost: LayerCost) -> LayerCost:
         moved_s = moved[layer] / cards.bytes_per_s
         return replace(
-            cost, forward_s=cost.forward_s + moved_s, backward_s=cost.backward_s + 2 * moved_s
+            cost,
+            forward_s=cost.forward_s + moved_s,
+            backward_s=cost.backward_s + 2 * moved_s,
+            recompute_s=cost.recompute_s + moved_s,
         )
 
     total = sum(layer.num_parameters for layer in facts.layers)

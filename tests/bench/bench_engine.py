@@ -137,6 +137,7 @@ class Bench:
         layer = LayerCost(
             forward_s=mean_s(Kind.FORWARD),
             backward_s=mean_s(Kind.BACKWARD),
+            recompute_s=0.0,
             decode_s=0.0,
             weight_bytes=self._streamed.layer_bytes[0],
             forward_flops=0.0,

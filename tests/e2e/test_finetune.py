@@ -124,8 +124,8 @@ def test_streamed_and_resident_runs_are_equal_to_the_bit(
 ) -> None:
     recipe = write_recipe()
     for name, settings in (
-        ("streamed", ["offload.num_slots=2", f"offload.{setting}"]),
-        ("resident", ["offload.num_slots=all"]),
+        ("streamed", ["offload.num_slots=2", "offload.kept_graphs=1", f"offload.{setting}"]),
+        ("resident", ["offload.num_slots=all", "offload.kept_graphs=all"]),
     ):
         arguments = [*settings, f"output.dir={tmp_path / name}"]
         assert run("finetune", recipe, "--machine", machine_file, *arguments) == 0

@@ -173,7 +173,7 @@ def test_planned_arenas_are_those_that_the_engine_takes(model_type: str, codec: 
     workload = replace(WORKLOAD, codec=codec, dtype_bytes=2, adapter=adapter)
     request = replace(REQUEST, typical=workload, largest=workload, num_slots=2)
     needs = Needs.of(facts, replace(CARD, device="cpu"), request)
-    planned = {term.name: term.num_bytes for term in (*needs.device(2), *needs.host(2))}
+    planned = {term.name: term.num_bytes for term in (*needs.device(2, 0), *needs.host(2, 0))}
     assert taken == {name: planned[name] for name in taken}
     assert ("decoded layer" in planned) == ("decoded layer" in taken) == workload.is_encoded
 

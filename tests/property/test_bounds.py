@@ -36,6 +36,7 @@ class Step:
     is_stashed: bool
     is_encoded: bool
     is_staged: bool
+    num_kept_graphs: int
 
     @property
     def freight(self) -> Freight:
@@ -54,6 +55,7 @@ class Step:
             order=Order.LAYER_MAJOR,
             trains_front=self.costs.front_backward_s > 0,
             input_bytes=(INPUT_BYTES,) * self.num_micro_batches if self.is_stashed else (),
+            num_kept_graphs=self.num_kept_graphs,
         )
         return simulate(schedule, duration_of(self.costs)).step_s
 
@@ -63,6 +65,7 @@ class Step:
             num_slots=self.num_slots,
             num_micro_batches=self.num_micro_batches,
             stashed_bytes=INPUT_BYTES if self.is_stashed else 0,
+            num_kept_graphs=self.num_kept_graphs,
             ring=ring,
             is_staged=self.is_staged,
         )
@@ -73,9 +76,11 @@ class Step:
 
 @st.composite
 def layer_costs(draw: st.DrawFn, *, is_encoded: bool) -> LayerCost:
+    backward_s = draw(seconds)
     return LayerCost(
         forward_s=draw(seconds),
-        backward_s=draw(seconds),
+        backward_s=backward_s,
+        recompute_s=backward_s * draw(st.sampled_from([0.0, 0.3, 0.9])),
         decode_s=draw(seconds) if is_encoded else 0.0,
         weight_bytes=draw(st.sampled_from([1, 10, 40, PIECE_BYTES + 1, 3 * PIECE_BYTES])),
         forward_flops=1.0,
@@ -116,6 +121,7 @@ def steps(
         is_stashed=draw(st.booleans()) if is_stashed is None else is_stashed,
         is_encoded=is_encoded,
         is_staged=draw(st.booleans()) if is_staged is None else is_staged,
+        num_kept_graphs=draw(st.integers(0, num_layers)),
     )
 
 

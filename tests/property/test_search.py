@@ -1,6 +1,7 @@
 """The choice among plans against all of them, simulated op by op."""
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import inf
 
 import pytest
@@ -10,10 +11,12 @@ from hypothesis import strategies as st
 from offload.errors import DoesNotFitError
 from offload.plan.costs import Workload
 from offload.plan.facts import AdapterSpec, model_facts
-from offload.plan.fit import with_codec
+from offload.plan.fit import Needs, with_codec
 from offload.plan.machine import GIB, Machine, Rate, named_machine
+from offload.plan.op import Kind
 from offload.plan.plan import PlanRequest, plan
-from offload.plan.search import SAME_FRAC, Choice, fastest, search
+from offload.plan.search import Choice, fastest, search
+from offload.plan.split import SAME_FRAC
 
 FACTS = model_facts(
     {
@@ -46,6 +49,7 @@ def request(*, micro_batch_size: int, num_sequences: int, is_stashed: bool) -> P
         largest=micro_batch,
         num_micro_batches=num_sequences // micro_batch_size,
         num_slots=None,
+        num_kept_graphs=0,
         vram_budget_bytes=None,
         num_workers=0,
         is_stashed=is_stashed,
@@ -75,8 +79,12 @@ def machines(draw: st.DrawFn) -> Machine:
 @st.composite
 def all_requests(draw: st.DrawFn) -> list[PlanRequest]:
     num_sequences = draw(st.sampled_from([1, 4, 6, 8, 12]))
+    num_kept_graphs = draw(st.sampled_from([0, None]))
     cut = [
-        request(micro_batch_size=size, num_sequences=num_sequences, is_stashed=is_stashed)
+        replace(
+            request(micro_batch_size=size, num_sequences=num_sequences, is_stashed=is_stashed),
+            num_kept_graphs=num_kept_graphs,
+        )
         for is_stashed in (False, True)
         for size in range(1, num_sequences + 1)
         if num_sequences % size == 0
@@ -166,7 +174,9 @@ def test_what_was_rejected_trains_the_same_and_is_slower_or_does_not_fit(machine
     times = [one.least_s for one in choice.rejected]
     assert times == sorted(times)
     for one in choice.rejected:
-        asked = replace(one.request, num_slots=one.num_slots)
+        asked = replace(one.request, num_slots=one.num_slots, num_kept_graphs=one.num_kept_graphs)
+        if one.shortages and one.request.num_kept_graphs is None:
+            continue  # it may be short of the reserve alone
         if one.shortages:
             with pytest.raises(DoesNotFitError):
                 plan(FACTS, machine, asked)
@@ -233,3 +243,42 @@ def test_what_if_is_what_a_plan_says_of_that_machine_or_step(machine, requests) 
         assert rounded.tokens_per_s is not None
         assert rounded.tokens_per_s > tokens / choice.plan.step_s
         assert rounded.best.request.typical.codec == "nf4"
+
+
+@settings(max_examples=15, deadline=None)
+@given(machines(), st.booleans(), st.sampled_from([1, 4]))
+def test_memory_is_shared_out_between_slots_and_graphs_as_is_fastest(
+    machine: Machine, is_stashed: bool, num_sequences: int
+) -> None:
+    one = request(micro_batch_size=1, num_sequences=num_sequences, is_stashed=is_stashed)
+    one = replace(one, num_kept_graphs=None)
+    needs = Needs.of(FACTS, machine, one)
+    every = [
+        step_s(machine, replace(one, num_slots=num_slots, num_kept_graphs=num_kept_graphs))
+        for num_slots in range(2, FACTS.num_layers + 1)
+        for num_kept_graphs in [needs.most_graphs(num_slots)]
+        if not needs.shortages(num_slots, num_kept_graphs)
+    ]
+    assert step_s(machine, one) <= min(every, default=inf) * 1.002
+
+
+@settings(max_examples=10, deadline=None)
+@given(machines(), st.booleans(), st.integers(2, 6))
+def test_a_kept_graph_never_slows_a_step_nor_takes_less_memory(
+    machine: Machine, is_stashed: bool, num_slots: int
+) -> None:
+    vast = replace(machine, vram_bytes=200 * GIB, ram_bytes=200 * GIB, pinned_bytes=200 * GIB)
+    one = request(micro_batch_size=1, num_sequences=4, is_stashed=is_stashed)
+    plans = [
+        plan(FACTS, vast, replace(one, num_slots=num_slots, num_kept_graphs=number))
+        for number in range(FACTS.num_layers + 1)
+    ]
+    for fewer, more in pairwise(plans):
+        assert more.step_s <= fewer.step_s * (1 + 1e-9)
+        assert more.peak_bytes >= fewer.peak_bytes
+        assert more.host_bytes <= fewer.host_bytes
+    assert plans[-1].schedule.d2h_bytes == 0
+    saved_s = 4 * sum(layer.recompute_s for layer in plans[0].costs.layers)
+    assert plans[0].predict().busy_s(Kind.BACKWARD) - plans[-1].predict().busy_s(
+        Kind.BACKWARD
+    ) == pytest.approx(saved_s)

@@ -69,7 +69,7 @@ def test_what_does_not_fit_names_the_memory_and_what_it_needs(capsys) -> None:
 
 
 def test_memory_and_link_beside_named_cards_can_be_given(capsys) -> None:
-    words = ("plan", "qwen3-8b", "train.tokens_per_step=2048")
+    words = ("plan", "qwen3-8b", "train.tokens_per_step=2048", "offload.kept_graphs=0")
     wide = printed(capsys, *words, "--machine", "rtx3060", "--ram", "32")
     slow = printed(capsys, *words, "--machine", "rtx3060", "--link", "2.5")
     breaks = [x["schedule"]["break_even_tokens"] for x in (wide, slow)]

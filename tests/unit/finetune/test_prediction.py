@@ -48,6 +48,7 @@ def tiny_plan() -> Plan:
         largest=WORKLOAD,
         num_micro_batches=2,
         num_slots=2,
+        num_kept_graphs=0,
         vram_budget_bytes=None,
         num_workers=0,
         is_stashed=False,

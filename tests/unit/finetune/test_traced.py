@@ -38,6 +38,7 @@ def planned(model_type: str, *, num_slots: int | None, budget_bytes: int | None 
         largest=workload,
         num_micro_batches=3,
         num_slots=num_slots,
+        num_kept_graphs=0,
         vram_budget_bytes=budget_bytes,
         num_workers=0,
         is_stashed=False,

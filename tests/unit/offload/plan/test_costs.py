@@ -109,6 +109,7 @@ def uniform_costs(*, load_s: float, num_layers: int = 10, decode_s: float = 0.0)
     layer = LayerCost(
         forward_s=1.0,
         backward_s=2.0,
+        recompute_s=0.0,
         decode_s=decode_s,
         weight_bytes=1000,
         forward_flops=1.0,

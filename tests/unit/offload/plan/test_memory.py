@@ -7,6 +7,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.expert_lora import compute_beside
+from offload.engine.model.layers import LayeredModel
+from offload.engine.visit import Graph, visit_with_graph
 from offload.errors import OffloadError
 from offload.plan.codec import decode_workspace_bytes
 from offload.plan.costs import Workload
@@ -14,6 +16,7 @@ from offload.plan.facts import AdapterSpec, linear_names, model_facts
 from offload.plan.machine import ExpertsImplementation, Implementation, Machine, named_machine
 from offload.plan.memory import (
     MemoryTerm,
+    device_needs,
     device_terms,
     host_terms,
     layer_weight_bytes,
@@ -324,6 +327,55 @@ def test_saved_bytes_are_those_that_autograd_saves_within_a_tenth(
     )
     predicted = terms["one visit: saved activations"] + terms["one visit: adapter inputs"]
     assert predicted == pytest.approx(sum(saved.values()), rel=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's call
+@pytest.mark.parametrize("config", [SMALL_DENSE, SMALL_MOE], ids=["dense", "moe"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_kept_graphs_take_what_the_engine_keeps_within_a_tenth(
+    config: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """Three layers, two of which keep their graphs of two micro-batches."""
+    config, num_tokens = config | {"num_hidden_layers": 3}, 256
+    base = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype)
+    model = LayeredModel(get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj", "v_proj"])))
+    saved: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    graphs: list[Graph] = []
+    fronts = []
+    for seed in range(2):
+        fronts.append(model.front({"input_ids": torch.full((1, num_tokens), seed)}))
+        hidden = torch.randn(1, num_tokens, 128, dtype=dtype)
+        for layer in (1, 2):
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+                call = fronts[-1].calls[layer]
+                graphs.append(visit_with_graph(model, layer, input_BTD=hidden, call=call))
+            hidden = graphs[-1].output
+    known = [*base.parameters(), *(graph.input_BTD for graph in graphs)]
+    known += [p for f in fronts for p in f.calls[0].parts() if isinstance(p, torch.Tensor)]
+    places = {tensor.untyped_storage().data_ptr() for tensor in known}
+    found = sum(size for place, size in saved.items() if place not in places)
+    outputs = sum(graph.output.nbytes for graph in graphs[1::2])
+    needs = device_needs(
+        model_facts(config),
+        card("rtx3060", "grouped_mm"),
+        replace(
+            WORKLOAD,
+            seq_len=num_tokens,
+            adapter=AdapterSpec(rank=2, targets=("q_proj", "v_proj"), experts=False),
+            dtype_bytes=dtype.itemsize,
+        ),
+        num_micro_batches=2,
+        num_ranks=1,
+        is_padded=False,
+        is_stashed=False,
+        traced=None,
+    )
+    assert needs.graph_bytes[2] == pytest.approx(found + outputs, rel=0.1)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -1,3 +1,4 @@
+import re
 from dataclasses import replace
 
 import pytest
@@ -40,6 +41,7 @@ REQUEST = PlanRequest(
     largest=WORKLOAD,
     num_micro_batches=8,
     num_slots=None,
+    num_kept_graphs=0,
     vram_budget_bytes=None,
     num_workers=1,
     is_stashed=False,
@@ -153,8 +155,10 @@ def test_the_prediction_is_never_below_its_bound() -> None:
         assert found.step_s <= found.bound_s * 1.05
 
 
-def test_a_calibrated_plan_predicts_the_step_that_it_was_calibrated_on() -> None:
-    priced = plan(FACTS, CARD, replace(REQUEST, num_slots=4))
+@pytest.mark.parametrize("num_kept_graphs", [0, 1])
+def test_a_calibrated_plan_predicts_the_step_that_it_was_calibrated_on(num_kept_graphs) -> None:
+    request = replace(REQUEST, num_slots=4, num_micro_batches=1, num_kept_graphs=num_kept_graphs)
+    priced = plan(FACTS, CARD, request)
     seconds = {
         Kind.FRONT: 0.001,
         Kind.LOAD: 0.02,
@@ -162,12 +166,46 @@ def test_a_calibrated_plan_predicts_the_step_that_it_was_calibrated_on() -> None
         Kind.TAIL: 0.01,
         Kind.BACKWARD: 0.012,
     }
-    measured = simulate(priced.schedule, lambda op: seconds[op.kind])
-    costs = calibrate(priced.costs, measured, optimizer_s=0.5)
+    measured = simulate(
+        priced.schedule, lambda op: seconds[op.kind] - (0.004 if op.has_graph else 0.0)
+    )
+    costs = calibrate(
+        priced.costs, measured, optimizer_s=0.5, num_kept_graphs=priced.num_kept_graphs
+    )
+    assert priced.num_kept_graphs == num_kept_graphs
     assert costs.grade == "calibrated"
     again = with_costs(priced, costs)
     assert again.predict().step_s == pytest.approx(measured.step_s)
     assert again.step_s == pytest.approx(measured.step_s + 0.5)
+    assert all(c.back_s(has_graph=False) == pytest.approx(0.012) for c in costs.layers[:-1])
+    assert all(c.back_s(has_graph=True) == pytest.approx(0.008) for c in costs.layers[:-1])
+
+
+def test_graphs_that_do_not_fit_are_refused_with_the_most_that_would() -> None:
+    asked = replace(REQUEST, num_slots=2, num_micro_batches=1, num_kept_graphs=36)
+    with pytest.raises(DoesNotFitError, match=r"2 slots of 36 layers, 36 kept graphs") as refused:
+        plan(FACTS, CARD, asked)
+    number = int(re.findall(r"`offload.kept_graphs: (\d+)`", str(refused.value))[0])
+    assert 0 < number < 36
+    assert plan(FACTS, CARD, replace(asked, num_kept_graphs=number)).num_kept_graphs == number
+    many = replace(asked, num_micro_batches=24)
+    both = r"`offload.stash: host` with `offload.kept_graphs: 0`"
+    with pytest.raises(DoesNotFitError, match=both):
+        plan(FACTS, CARD, many)
+
+
+def test_graphs_that_nobody_asked_for_are_kept_for_known_families_and_with_a_reserve() -> None:
+    asked = replace(REQUEST, num_slots=2, num_micro_batches=1, num_kept_graphs=None)
+    chosen = plan(FACTS, CARD, asked)
+    graphs = next(t.num_bytes for t in chosen.device_memory if t.name == "kept graphs")
+    assert chosen.peak_bytes + graphs / 10 <= CARD.vram_bytes
+    needed = chosen.peak_bytes + int(graphs / 10)
+    assert plan(FACTS, replace(CARD, vram_bytes=needed), asked) == replace(
+        chosen, machine=replace(CARD, vram_bytes=needed)
+    )
+    less = plan(FACTS, replace(CARD, vram_bytes=needed - 1), asked)
+    assert less.num_kept_graphs == chosen.num_kept_graphs - 1
+    assert plan(replace(FACTS, grade="built"), CARD, asked).num_kept_graphs == 0
 
 
 def test_stashing_inputs_makes_room_for_slots_and_takes_the_links_other_direction() -> None:
@@ -311,7 +349,7 @@ def test_calibration_replaces_the_rate_of_each_kind_of_copy_that_was_measured() 
     costs = replace(found.costs, h2d_latency_s=0.0)
     faster = replace(costs, h2d_bytes_per_s=3e9, read_bytes_per_s=2e9)
     measured = with_costs(found, faster).predict()
-    calibrated = calibrate(costs, measured, optimizer_s=1.0)
+    calibrated = calibrate(costs, measured, optimizer_s=1.0, num_kept_graphs=0)
     assert calibrated.h2d_bytes_per_s == pytest.approx(3e9)
     assert calibrated.read_bytes_per_s == pytest.approx(2e9)
     assert calibrated.fetch_bytes_per_s == costs.fetch_bytes_per_s

@@ -192,6 +192,7 @@ def request(spec: AdapterSpec) -> PlanRequest:
         largest=workload(spec),
         num_micro_batches=4,
         num_slots=4,
+        num_kept_graphs=0,
         vram_budget_bytes=None,
         num_workers=0,
         is_stashed=False,
