@@ -32,10 +32,12 @@ def run_case(case: Case, settings: Settings, program: tuple[str, ...] = ()) -> s
         program: What to run; empty for the case itself.
     """
     command = program or (sys.executable, "-m", "tests.bench.gpu.child", case.name)
+    env = [case.setting] if case.setting else []
+    env += ["OMP_NUM_THREADS=1", "MKL_NUM_THREADS=1"] if settings.is_rehearsal else []
     log = settings.out / LOG
     start_s, start_byte = time.perf_counter(), log.stat().st_size if log.exists() else 0
     with log.open("ab") as out:
-        status = _within_limit([*command, settings.to_json()], settings.limit_s, out)
+        status = _within_limit(["env", *env, *command, settings.to_json()], settings.limit_s, out)
     took_s = round(time.perf_counter() - start_s, 1)
     journal = Journal(settings, case.name)
     with log.open("rb") as written:

@@ -4,13 +4,9 @@ import importlib
 import sys
 import traceback
 
-import torch
-
 from tests.bench.gpu.cases import named
 from tests.bench.gpu.journal import Journal
 from tests.bench.gpu.settings import Settings
-
-THREADS = 2  # of a rehearsal, which shares its machine
 
 
 def main() -> int:
@@ -18,8 +14,6 @@ def main() -> int:
     name, text = sys.argv[1:]
     (case,) = named(name)
     settings = Settings.from_json(text)
-    if settings.is_rehearsal:
-        torch.set_num_threads(THREADS)
     journal = Journal(settings, case.name)
     try:
         importlib.import_module(f"tests.bench.gpu.{case.module}").run(settings, journal)

@@ -28,11 +28,15 @@ MAX_ERROR_LETTERS = 400
 
 
 class Journal:
-    """The rows of one run; those of a case are added under its name."""
+    """The rows of one run; those of a case are added under its name.
+
+    Attributes:
+        case: Whose rows are added.
+    """
 
     def __init__(self, settings: Settings, case: str) -> None:
         """Read what is there."""
-        self._file, self._case, self._settings = settings.out / ROWS, case, settings
+        self._file, self.case, self._settings = settings.out / ROWS, case, settings
         self._common = common(settings)
         self._rows = [row for row in read(self._file) if self._is_same(row)]
 
@@ -69,22 +73,19 @@ class Journal:
         parts = self._last(PARTS).get("parts")
         return parts is not None and all(map(self.has, parts))
 
-    def again(self) -> None:
-        """Read what other processes have written since."""
-        self._rows = [row for row in read(self._file) if self._is_same(row)]
-
     def _last(self, part: str) -> Row:
-        own = [r for r in self._rows if (r["case"], r["part"]) == (self._case, part)]
+        own = [r for r in self._rows if (r["case"], r["part"]) == (self.case, part)]
         return own[-1] if own else {}
 
     def _is_same(self, row: Mapping[str, Any]) -> bool:
         return all(row.get(name) == self._common[name] for name in SAME)
 
     def _write(self, part: str, fields: Row) -> None:
-        row = {"case": self._case, "part": part} | fields | self._common | self._rates(fields)
+        is_cut = self._file.exists() and not self._file.read_bytes().endswith(b"\n")
+        row = {"case": self.case, "part": part} | fields | self._common | self._rates(fields)
         self._rows.append(row)
         with self._file.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write("\n" * is_cut + json.dumps(row) + "\n")
 
     def _rates(self, fields: Row) -> Row:
         """Return the rates that this run has measured, by the type of weights."""

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from offload.plan.machine import GIB, Machine
+from offload.plan.machine import Machine
 
 PROBE_S = 5.0
 
@@ -53,14 +53,7 @@ class Settings:
 
             machine = probe(device=self.device, dtype=dtype, seconds=PROBE_S / 5 ** self.is_rehearsal)
             file.write_text(machine.to_json())
-        return self.capped(Machine.from_json(file.read_text()))
-
-    def capped(self, machine: Machine, vram_gib: float | None = None) -> Machine:
-        """Return the machine with no more device memory than a budget, or than `vram_gib`."""
-        budget = vram_gib or self.vram_gib
-        if budget is None or machine.device == "cpu":
-            return machine
-        return replace(machine, vram_bytes=min(machine.vram_bytes, int(budget * GIB)))
+        return Machine.from_json(file.read_text())
 
     def to_json(self) -> str:
         """Write what another process needs."""

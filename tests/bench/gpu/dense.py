@@ -1,0 +1,31 @@
+"""Qwen3-8B's and Qwen3-32B's shapes, LoRA on all linear layers."""
+
+from offload.plan.codec import CodecName
+from offload.plan.facts import AdapterSpec, linear_names, model_facts
+from tests.bench.gpu.journal import Journal
+from tests.bench.gpu.models import fields
+from tests.bench.gpu.moe30b import parts_of
+from tests.bench.gpu.parts import worth_running
+from tests.bench.gpu.settings import Settings
+from tests.bench.gpu.training import machine_for, model_of, row_name, run_parts
+
+RANK, SEQ_LENS = 16, (2048, 8192)
+FORMS: tuple[tuple[str, CodecName, tuple[float, ...]], ...] = (
+    ("qwen3-8b", "native", (12,)),
+    ("qwen3-32b", "native", (24,)),
+    ("qwen3-32b", "nf4", (16,)),
+)
+
+
+def run(settings: Settings, journal: Journal) -> None:
+    """Measure all parts."""
+    work = []
+    for shape, codec, budgets in FORMS[:1] if settings.is_rehearsal else FORMS:
+        targets = linear_names(model_facts(fields(shape)))
+        adapter = AdapterSpec(rank=RANK, targets=targets, experts=False)
+        model = model_of(shape, adapter, is_rehearsal=settings.is_rehearsal)
+        parts = parts_of(codec, budgets, settings, SEQ_LENS)
+        work.append((model, worth_running(model, machine_for(model, settings, parts[0]), parts)))
+    journal.expect([row_name(model, part) for model, parts in work for part in parts])
+    for number, (model, parts) in enumerate(work):
+        run_parts(settings, journal, model, parts, limit_s=settings.left_s / (len(work) - number))

@@ -1,0 +1,47 @@
+"""Qwen3-30B-A3B's shape, LoRA on attention and experts: bf16, then nf4, by budget and length."""
+
+from tests.bench.gpu.journal import Journal
+from tests.bench.gpu.models import ATTENTION
+from tests.bench.gpu.parts import Part, worth_running
+from tests.bench.gpu.settings import Settings
+from tests.bench.gpu.training import machine_for, model_of, row_name, run_parts
+from offload.plan.codec import CodecName
+from offload.plan.facts import AdapterSpec
+
+SHAPE, RANK = "qwen3-30b-a3b", 8
+ADAPTER = AdapterSpec(rank=RANK, targets=ATTENTION, experts=True)
+FORMS: tuple[tuple[CodecName, tuple[float, ...]], ...] = (
+    ("native", (24, 32)),
+    ("nf4", (24, 12, 32)),
+)
+SEQ_LENS, FRACS = (8192, 2048), (2.0, 0.5, 1.0)
+
+
+def parts_of(
+    codec: CodecName, budgets: tuple[float, ...], settings: Settings, seq_lens: tuple[int, ...]
+) -> list[Part]:
+    """Return the parts of one form, those first that goals are about; in a rehearsal a few."""
+    if settings.is_rehearsal:
+        return [
+            Part(codec=codec, vram_gib=None, seq_len=16, of_m_star=frac, num_slots=2)
+            for frac in FRACS[:2]
+        ]
+    own = budgets if settings.vram_gib is None else (settings.vram_gib,)
+    return [
+        Part(codec=codec, vram_gib=budget, seq_len=seq_len, of_m_star=frac)
+        for frac in FRACS
+        for seq_len in seq_lens
+        for budget in own
+    ]
+
+
+def run(settings: Settings, journal: Journal) -> None:
+    """Measure all parts."""
+    model = model_of(SHAPE, ADAPTER, is_rehearsal=settings.is_rehearsal)
+    forms = []
+    for codec, budgets in FORMS:
+        parts = parts_of(codec, budgets, settings, SEQ_LENS)
+        forms.append(worth_running(model, machine_for(model, settings, parts[0]), parts))
+    journal.expect([row_name(model, part) for parts in forms for part in parts])
+    for number, parts in enumerate(forms):
+        run_parts(settings, journal, model, parts, limit_s=settings.left_s / (len(forms) - number))

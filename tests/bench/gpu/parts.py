@@ -1,0 +1,279 @@
+"""What a model is trained with in each part of a case, planned from the rates of this run.
+
+M* is the number of micro-batches at which the plan says that streaming starts to be free, by the
+slots that such a step leaves room for: more micro-batches keep more inputs, and leave fewer slots.
+
+A fast card on a slow link needs over 100 k tokens for that. Where all layers would take longer than
+the case has, fewer are run, with as many fewer slots: the share of layers that stream is kept, and
+with it M*. The row says so.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Any
+
+from offload.errors import DoesNotFitError
+from offload.plan.bounds import break_even_tokens
+from offload.plan.codec import CodecName
+from offload.plan.costs import Optimizer, Workload, price
+from offload.plan.facts import AdapterSpec, ModelFacts, model_facts
+from offload.plan.fit import Needs, refusal
+from offload.plan.machine import GIB, Machine
+from offload.plan.memory import layer_weight_bytes, total_bytes
+from offload.plan.plan import HEAD_CHUNK_TOKENS, Plan, PlanRequest, plan
+from offload.plan.search import Candidate
+from tests.bench.gpu.rig import NUM_STEPS
+
+MIN_LAYERS = 6  # with fewer, the first and last visits of a sweep are most of it
+DIVISORS = (1, 2, 3, 4, 6, 8)
+FIXED_POINT_ROUNDS = 6
+RESIDENT_TOKENS = 16384  # of a step in which nothing streams, so that there is no M*
+ENOUGH_BYTES = 2**42
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Model:
+    """A model and what trains of it.
+
+    Attributes:
+        shape: Its name among recipes/shapes.
+        config: Its fields.
+        adapter: What trains.
+        dtype: Of its weights as they compute.
+        optimizer: What updates the adapter.
+    """
+
+    shape: str
+    config: Mapping[str, Any]
+    adapter: AdapterSpec
+    dtype: str
+    optimizer: Optimizer
+
+    @property
+    def facts(self) -> ModelFacts:
+        """Its shapes."""
+        return model_facts(self.config)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether its layers are mixtures."""
+        return any(layer.num_experts for layer in self.facts.layers)
+
+    def with_layers(self, num_layers: int) -> "Model":
+        """Return the same model with fewer layers."""
+        return replace(self, config={**self.config, "num_hidden_layers": num_layers})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One measurement: a form of the weights, a budget, a length, and how many tokens.
+
+    Attributes:
+        codec: Form in which layers wait.
+        vram_gib: Memory that the card has; None for all of it.
+        seq_len: Tokens of a micro-batch.
+        of_m_star: Micro-batches, as a multiple of M*.
+        num_slots: Where it is not for the plan to say.
+    """
+
+    codec: CodecName
+    vram_gib: float | None
+    seq_len: int
+    of_m_star: float
+    num_slots: int | None = None
+
+    @property
+    def name(self) -> str:
+        """What its row is called."""
+        form = "plain" if self.codec == "native" else self.codec
+        card = "" if self.vram_gib is None else f"{self.vram_gib:g}GiB-"
+        return f"{form}-{card}{self.seq_len}-{self.of_m_star:g}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """A part, weighed for the whole model, and planned for the layers that are run.
+
+    Attributes:
+        part: What is measured.
+        num_micro_batches: Of a step.
+        n_star_tokens: Tokens per step from which streaming is free, says the plan; 0 where all fits.
+        whole: The whole model, with as much host memory as it takes.
+        run: For the layers that are run here.
+    """
+
+    part: Part
+    num_micro_batches: int
+    n_star_tokens: float
+    whole: Candidate
+    run: Plan
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """What a row says of it."""
+        whole, run = self.whole, self.run
+        num_layers, num_all = run.facts.num_layers, whole.needs.facts.num_layers
+        note = "all layers fit, nothing streams" if whole.num_slots == num_all else ""
+        if num_layers < num_all:
+            fewer = f"{num_layers} of {num_all} layers, {run.num_slots} slots for {whole.num_slots}"
+            note = ", ".join(filter(None, (fewer, note)))
+        return {
+            "codec": self.part.codec,
+            "budget_gib": self.part.vram_gib,
+            "seq_len": self.part.seq_len,
+            "of_m_star": self.part.of_m_star,
+            "num_micro_batches": self.num_micro_batches,
+            "tokens_per_step": run.tokens_per_step,
+            "n_star_tokens": self.n_star_tokens,
+            "num_layers": num_layers,
+            "of_layers": num_all,
+            "num_slots": run.num_slots,
+            "is_stashed": run.request.is_stashed,
+            "optimizer": run.request.typical.optimizer,
+            "rank": run.request.typical.adapter.rank,
+            "experts_implementation": run.machine.experts_implementation.value,
+            "whole_model": {
+                "bound_s": whole.bound_s,
+                "num_slots": whole.num_slots,
+                "device_bytes": total_bytes(whole.needs.device(whole.num_slots)),
+                "host_bytes": total_bytes(whole.needs.host(whole.num_slots)),
+            },
+            "note": note,
+        }
+
+
+def best_optimizer() -> Optimizer:
+    """Return what the shipped recipes take, if it is installed."""
+    return "adamw_8bit" if find_spec("bitsandbytes") else "adamw"
+
+
+def planned(model: Model, machine: Machine, part: Part, *, num_layers: int) -> Planned:
+    """Plan a part.
+
+    Raises:
+        DoesNotFitError: It takes more memory than there is.
+    """
+    num, whole = weighed(model, machine, part)
+    num_all, num_slots = model.facts.num_layers, whole.num_slots
+    if num_slots < num_all:
+        num_slots = max(2, round(num_slots * num_layers / num_all))
+    request = replace(whole.request, num_slots=min(num_slots, num_layers))
+    return Planned(
+        part=part,
+        num_micro_batches=num,
+        n_star_tokens=_n_star(whole),
+        whole=whole,
+        run=plan(model.with_layers(num_layers).facts, machine, request),
+    )
+
+
+def weighed(model: Model, machine: Machine, part: Part) -> tuple[int, Candidate]:
+    """Return the micro-batches of a part at the slots that these leave, and how it is run.
+
+    Raises:
+        DoesNotFitError: It takes more device memory than there is.
+    """
+    machine = replace(machine, ram_bytes=ENOUGH_BYTES, pinned_bytes=ENOUGH_BYTES)
+    num, found = 1, _best(model, machine, part, 1)
+    for _ in range(FIXED_POINT_ROUNDS):
+        wanted = _n_star(found) or RESIDENT_TOKENS
+        next_num = max(1, round(part.of_m_star * wanted / part.seq_len))
+        if next_num == num:
+            break
+        num, found = next_num, _best(model, machine, part, next_num)
+    return num, found
+
+
+def _best(model: Model, machine: Machine, part: Part, num_micro_batches: int) -> Candidate:
+    """Return the way with the lower bound of those that fit: inputs on the device, or in RAM."""
+    workload, candidates = workload_of(model, part), []
+    facts = model.facts
+    for is_stashed in (False, True):
+        request = PlanRequest(
+            typical=workload,
+            largest=workload,
+            num_micro_batches=num_micro_batches,
+            num_slots=part.num_slots,
+            vram_budget_bytes=None,
+            num_workers=0,
+            is_stashed=is_stashed,
+            is_on_disk=False,
+            num_ranks=1,
+            is_slab_shared=False,
+        )
+        costs = price(facts, machine, workload, is_duplex=is_stashed)
+        candidates.append(Candidate.weighed(Needs.of(facts, machine, request), costs))
+    fitting = [candidate for candidate in candidates if not candidate.shortages]
+    if not fitting:
+        raise refusal(candidates[-1].needs)
+    return min(fitting, key=lambda candidate: candidate.bound_s)
+
+
+def _n_star(found: Candidate) -> float:
+    """Return N* at the slots that a candidate has."""
+    needs, workload = found.needs, found.request.typical
+    decoded = layer_weight_bytes(needs.facts, dtype_bytes=workload.dtype_bytes)
+    return break_even_tokens(
+        needs.facts,
+        needs.machine,
+        codec_ratio=sum(layer.weight_bytes for layer in found.costs.layers) / sum(decoded),
+        num_slots=found.num_slots,
+        dtype_bytes=workload.dtype_bytes,
+    )
+
+
+def worth_running(model: Model, machine: Machine, parts: Sequence[Part]) -> list[Part]:
+    """Leave out what differs from another part in nothing: all tokens are enough where all fits."""
+    return [part for part in parts if part.of_m_star == 1 or _streams(model, machine, part)]
+
+
+def _streams(model: Model, machine: Machine, part: Part) -> bool:
+    try:
+        _, found = weighed(model, capped(machine, part), part)
+    except DoesNotFitError:
+        return True  # that is a result
+    return found.num_slots < model.facts.num_layers
+
+
+def capped(machine: Machine, part: Part) -> Machine:
+    """Return the machine with no more device memory than a part has."""
+    if part.vram_gib is None or machine.device == "cpu":
+        return machine
+    return replace(machine, vram_bytes=min(machine.vram_bytes, int(part.vram_gib * GIB)))
+
+
+def layers_within(
+    model: Model, machine: Machine, parts: Sequence[Part], *, limit_s: float, setup_s: float
+) -> int:
+    """Return how many layers can be run so that all parts fit a time; at least `MIN_LAYERS`.
+
+    Args:
+        model: All of it.
+        machine: Its rates.
+        parts: What is to be run; those that do not fit the card take no time.
+        limit_s: For all of it.
+        setup_s: What it takes to make all layers and to lock their memory.
+    """
+    num_all, total_s = model.facts.num_layers, setup_s
+    for part in parts:
+        with suppress(DoesNotFitError):
+            _, found = weighed(model, capped(machine, part), part)
+            total_s += NUM_STEPS * found.bound_s
+    fitting = (num_all // divisor for divisor in DIVISORS if total_s / divisor <= limit_s)
+    return max(min(MIN_LAYERS, num_all), next(fitting, 0))
+
+
+def workload_of(model: Model, part: Part) -> Workload:
+    """Return one micro-batch: a sequence whose tokens all have a label but the first."""
+    return Workload(
+        micro_batch_size=1,
+        seq_len=part.seq_len,
+        label_tokens=part.seq_len - 1,
+        head_chunk_tokens=HEAD_CHUNK_TOKENS,
+        adapter=model.adapter,
+        optimizer=model.optimizer,
+        dtype_bytes=2 if model.dtype == "bfloat16" else 4,
+        codec=part.codec,
+    )
