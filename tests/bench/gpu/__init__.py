@@ -25,7 +25,8 @@ Interface of a case, for whoever adds one:
 4. Fields: JSON values, units in names, quantiles from `tests.bench.record.quantiles`. A part whose
    fields have these names is shown in the table and held against the goals: tokens_per_s, step_s
    (p20, p50, p80), n, r3_share, resident_share, exposed_frac, calibrated_error, memory_error,
-   ceiling_share, each but tokens_per_s and step_s as {p20, p50, p80} or a number; note: in words.
+   ceiling_share, as {p20, p50, p80} or numbers; of_m_star: micro-batches as a multiple of M*; note:
+   in words. Of a peer, of_ours is its tokens per second divided by this engine's at equal work.
    The code's version, machine, libraries, cap and rates stand in every row without being given.
 5. In a rehearsal (`settings.is_rehearsal`) everything is tiny, on `settings.device` cpu.
 
