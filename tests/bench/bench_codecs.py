@@ -27,7 +27,7 @@ from transformers import Qwen3Config, Qwen3Model
 
 from offload.engine.codecs.codec import Codec, codec_named
 from offload.plan.codec import CODEC_NAMES
-from tests.bench.bench_engine import git, median
+from tests.bench.record import git, median
 
 MICRO_BATCHES = (1, 2, 4)
 SHAPES = {

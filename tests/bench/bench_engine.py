@@ -15,7 +15,6 @@ What is slower than the floor is exposed transfer time.
 import argparse
 import json
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from offload.plan.costs import Costs, LayerCost
 from offload.plan.op import Kind
 from offload.plan.schedule import Order
 from offload.plan.timeline import Timeline
+from tests.bench.record import git, median
 
 NUM_LAYERS, NUM_SLOTS = 8, 3
 BREAK_EVEN = 4  # micro-batches, where the link can be set
@@ -269,11 +269,6 @@ def summary(
     }
 
 
-def git(*args: str) -> str:
-    """Return what git says."""
-    return subprocess.run(["git", *args], capture_output=True, text=True, check=True).stdout.strip()
-
-
 def show(rows: list[dict[str, object]], print_line: Callable[[object], None]) -> None:
     """Print the rows as a table."""
     table = Table(title="medians over the rounds")
@@ -291,13 +286,6 @@ def show(rows: list[dict[str, object]], print_line: Callable[[object], None]) ->
             f"{median(row, 'exposed_s') * 1e3:+.0f} ms",
         )
     print_line(table)
-
-
-def median(row: dict[str, object], key: str) -> float:
-    """Return the median of one of a row's quantities."""
-    quantiles = row[key]
-    assert isinstance(quantiles, dict)
-    return float(quantiles["p50"])
 
 
 def main() -> None:

@@ -33,7 +33,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from finetune.expert_lora import compute_beside
 from offload.engine.tracing.allocator import LiveBytes
 from offload.engine.tracing.tracer import Tracer
-from tests.bench.bench_engine import git
+from tests.bench.record import git, quantiles
 
 HIDDEN, WIDTH, TOP_K, RANK = 2048, 768, 8, 16
 ROWS_PER_EXPERT = 256
@@ -175,12 +175,6 @@ def measure(bench: Bench, *, num_rounds: int) -> list[dict[str, object]]:
         }
         for arm, taken in samples.items()
     ]
-
-
-def quantiles(values: Sequence[float]) -> dict[str, float]:
-    """Return the 20th, 50th and 80th percentile."""
-    cuts = statistics.quantiles(values, n=10, method="inclusive")
-    return {"p20": cuts[1], "p50": statistics.median(values), "p80": cuts[7]}
 
 
 def show(rows: Sequence[Mapping[str, Any]], print_line: Callable[[object], None]) -> None:

@@ -33,7 +33,6 @@ from rich.table import Table
 
 from offload.engine.experts.blocks import MAX_SHARED_BYTES
 from offload.engine.experts.lora import register
-from tests.bench.bench_engine import median
 from tests.bench.grouped import (
     ARMS,
     OURS,
@@ -47,6 +46,7 @@ from tests.bench.grouped import (
     measure,
     where,
 )
+from tests.bench.record import median
 from tests.bench.tiles import compile_all, show_sweep, sweep
 from tests.mixtures import MIXTURES, Mixture
 

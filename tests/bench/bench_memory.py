@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 from offload.engine.tracing.cuda_kernels import Capability
-from tests.bench.bench_engine import git
 from tests.bench.plain_step import Peaks, PlainRun, trace_plain_run
+from tests.bench.record import git
 
 RUNS = Path("measured_runs.csv")
 GIB = 2**30

@@ -43,7 +43,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from finetune.explain import METRICS, explain, read_rows
 from finetune.prediction import read_predictions
-from tests.bench.bench_engine import git
+from tests.bench.record import cpu_name, git
 from tests.checkpoints import write_checkpoint
 from tests.doubles import tiny_tokenizer
 
@@ -598,13 +598,6 @@ def common_fields(device: str, seed: int) -> dict[str, Any]:
         **{name: version(name) for name in PACKAGES},
         "seed": seed,
     }
-
-
-def cpu_name() -> str:
-    """Return what the processor calls itself, and how many cores there are."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()} x {len(names)}"
 
 
 def main() -> None:

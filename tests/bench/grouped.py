@@ -19,8 +19,7 @@ from offload.engine.tracing.allocator import LiveBytes
 from offload.engine.tracing.tracer import Tracer
 from offload.errors import OffloadError
 from tests.bench.bench_codecs import machine
-from tests.bench.bench_engine import git
-from tests.bench.bench_experts import quantiles
+from tests.bench.record import git, quantiles
 from tests.mixtures import Mixture, branches
 
 RANK = 16

@@ -11,9 +11,8 @@ from rich.table import Table
 
 from offload.engine.experts import fused
 from offload.engine.experts.blocks import MAX_SHARED_BYTES, Blocks, blocks_for
-from tests.bench.bench_engine import median
-from tests.bench.bench_experts import quantiles
 from tests.bench.grouped import OURS, RANK, Bench, Case, Log, Row, failures
+from tests.bench.record import median, quantiles
 from tests.compiled import compile_for
 from tests.mixtures import GPT_OSS, QWEN, launches
 

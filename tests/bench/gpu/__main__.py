@@ -49,7 +49,9 @@ def run_case(case: Case, settings: Settings, program: tuple[str, ...] = ()) -> s
         state, error = STOPPED, f"its {settings.limit_s:.0f} s were over"
     else:
         state, error = FAILED, " / ".join(said) or f"exit status {status}"
-    journal.end(state, limit_s=settings.limit_s, took_s=took_s, **({"error": error} if error else {}))
+    journal.end(
+        state, limit_s=settings.limit_s, took_s=took_s, **({"error": error} if error else {})
+    )
     return f"{case.name}: {state} after {took_s:.0f} s" + (f": {error}" if error else "")
 
 

@@ -5,7 +5,6 @@ for its slot, would compute with another layer's. Algorithms are deterministic; 
 multiplied by a loop, which every card can repeat to the bit.
 """
 
-import itertools
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -14,18 +13,31 @@ from typing import Any, Literal
 import torch
 
 from offload.engine.engine import Engine, EngineOptions
-from offload.engine.streams import CpuDevice, CudaDevice, Device, Event
+from offload.engine.streams import CudaDevice, Event
 from offload.plan.facts import AdapterSpec
 from offload.plan.op import Kind, Lane
+from offload.plan.timeline import Timeline
+from tests.bench.bench_engine import SlowLink
 from tests.bench.gpu.journal import Journal
 from tests.bench.gpu.models import ATTENTION, fields, make
-from tests.bench.gpu.rig import Batches, batches_of
+from tests.bench.gpu.rig import batches_of, rebind
 from tests.bench.gpu.settings import Settings
 
 LATE_CYCLES, LATE_S = 4_000_000, 0.002
-LATE: tuple[tuple[Lane, ...], ...] = ((), (Lane.H2D,), (Lane.D2H,), (Lane.COMPUTE,))
-NUM_LAYERS, NUM_STEPS = 5, 3
+NUM_LAYERS, NUM_SLOTS, NUM_STEPS = 5, 2, 3
+VISITS = (Kind.FORWARD, Kind.BACKWARD)
+SHAPES = ("qwen3-8b", "qwen3-30b-a3b")
+Stash = Literal["device", "host"]
 Found = tuple[float, dict[str, torch.Tensor]]
+WAYS: tuple[tuple[Stash, tuple[Lane, ...]], ...] = (
+    ("device", ()),
+    ("device", (Lane.H2D,)),
+    ("device", (Lane.COMPUTE,)),
+    ("host", ()),
+    ("host", (Lane.D2H,)),
+    ("host", (Lane.H2D, Lane.COMPUTE)),
+)
+"""Where layer inputs wait, and which lanes are late."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,56 +45,55 @@ class Size:
     """What is computed: a model's widths, and how many tokens of it.
 
     Attributes:
-        name: What is the slower of both, as intended; the row has what was measured.
+        name: Which of both takes longer.
         hidden: Features.
         seq_len: Tokens of a micro-batch.
         num_micro_batches: Of a step.
+        link_bytes_per_s: Of a CPU's link; a card has its own.
     """
 
     name: str
     hidden: int
     seq_len: int
     num_micro_batches: int
+    link_bytes_per_s: float = float("inf")
 
 
 SIZES = (
-    Size(name="slow copies", hidden=4096, seq_len=64, num_micro_batches=2),
-    Size(name="fast copies", hidden=1024, seq_len=2048, num_micro_batches=4),
+    Size(name="slow copies", hidden=2048, seq_len=64, num_micro_batches=2),
+    Size(name="fast copies", hidden=512, seq_len=2048, num_micro_batches=4),
 )
 TINY = (
-    Size(name="slow copies", hidden=64, seq_len=8, num_micro_batches=2),
+    Size(name="slow copies", hidden=64, seq_len=8, num_micro_batches=2, link_bytes_per_s=5e6),
     Size(name="fast copies", hidden=32, seq_len=32, num_micro_batches=3),
 )
 
 
-def late(lanes: Collection[Lane], device: str) -> Device:
-    """Return a device whose ops come late on some lanes."""
-    if device == "cpu":
-        return _LateCpu(lanes)
-    return _LateCuda(lanes)
+class LateCpu(SlowLink):
+    """A CPU whose ops come late on some lanes."""
 
-
-class _LateCpu(CpuDevice):
-    def __init__(self, lanes: Collection[Lane]) -> None:
-        super().__init__()
-        self._late = lanes
+    late: Collection[Lane] = ()
 
     def submit(self, lane: Lane, waits: Sequence[Event], body: Callable[[], None]) -> Event:
+        """Queue `body`, perhaps behind a pause."""
+
         def run() -> None:
-            time.sleep(LATE_S if lane in self._late else 0.0)
+            time.sleep(LATE_S if lane in self.late else 0.0)
             body()
 
         return super().submit(lane, waits, run)
 
 
-class _LateCuda(CudaDevice):
-    def __init__(self, lanes: Collection[Lane]) -> None:
-        super().__init__(torch.empty(0, device="cuda").device, is_staged=False)
-        self._late = lanes
+class LateCuda(CudaDevice):
+    """A card whose streams come late on some lanes."""
+
+    late: Collection[Lane] = ()
 
     def submit(self, lane: Lane, waits: Sequence[Event], body: Callable[[], None]) -> Event:
+        """Issue `body`, perhaps behind a kernel that waits."""
+
         def run() -> None:
-            if lane in self._late:
+            if lane in self.late:
                 torch.cuda._sleep(LATE_CYCLES)
             body()
 
@@ -90,43 +101,98 @@ class _LateCuda(CudaDevice):
 
 
 def run(settings: Settings, journal: Journal) -> None:
-    """Compare each size of each kind of model, with each lane late."""
+    """Compare each size of each kind of model."""
     torch.use_deterministic_algorithms(mode=True)
     sizes = TINY if settings.is_rehearsal else SIZES
-    work = list(itertools.product(sizes, ("qwen3-8b", "qwen3-30b-a3b"), ("device", "host")))
-    journal.expect([_name(*one) for one in work])
-    for size, shape, stash in work:
-        name = _name(size, shape, stash)
-        if journal.has(name) or settings.left_s < 0:
-            continue
-        batches = batches_of(size.num_micro_batches, size.seq_len, 512)
-        config = config_of(shape, size)
-        resident, _ = steps(config, (), settings, batches, num_slots=NUM_LAYERS, stash="device")
-        unequal: dict[str, list[str]] = {}
-        ratio = 0.0
-        for lanes in LATE:
-            found, timeline = steps(config, lanes, settings, batches, num_slots=2, stash=stash)
-            if not lanes:
-                loads_s = timeline.busy_s(Kind.LOAD)
-                ratio = loads_s / timeline.busy_s(Kind.FORWARD, Kind.BACKWARD)
+    work = {f"{size.name}, {shape}": (size, shape) for size in sizes for shape in SHAPES}
+    journal.expect(list(work))
+    for name, (size, shape) in work.items():
+        if not journal.has(name) and settings.left_s > 0:
+            journal.add(name, **compared(size, shape, settings))
+
+
+def compared(size: Size, shape: str, settings: Settings) -> dict[str, Any]:
+    """Run a model resident, then streamed in each way; return what was not equal."""
+    bench = Bench(size, shape, settings)
+    try:
+        resident, _ = bench.steps(num_slots=NUM_LAYERS, stash="device", late=())
+        unequal, ratio = {}, 0.0
+        for stash, late in WAYS:
+            found, timeline = bench.steps(num_slots=NUM_SLOTS, stash=stash, late=late)
+            ratio = ratio or timeline.busy_s(Kind.LOAD) / timeline.busy_s(*VISITS)
             if names := differing(found, resident):
-                unequal["+".join(lanes) or "none"] = names
-        journal.add(
-            name,
-            is_equal=not unequal,
-            unequal=unequal,
-            num_tensors=len(resident[1]),
-            loss=resident[0],
-            late=["+".join(lanes) or "none" for lanes in LATE],
-            loads_of_visits=ratio,
-            hidden=size.hidden,
-            tokens_per_step=size.seq_len * size.num_micro_batches,
-            dtype="float32" if settings.is_rehearsal else "bfloat16",
+                unequal[f"inputs on the {stash}, late {'+'.join(late) or 'none'}"] = names
+    finally:
+        bench.close()
+    return {
+        "is_equal": not unequal,
+        "unequal": unequal,
+        "num_ways": len(WAYS),
+        "num_tensors": len(resident[1]),
+        "loss": resident[0],
+        "loads_of_visits": ratio,
+        "hidden": size.hidden,
+        "tokens_per_step": size.seq_len * size.num_micro_batches,
+        "dtype": bench.dtype_name,
+    }
+
+
+class Bench:
+    """A model on an engine whose slots, stash and late lanes can be changed."""
+
+    def __init__(self, size: Size, shape: str, settings: Settings) -> None:
+        """Make the model and attach it."""
+        config = config_of(shape, size)
+        self._batches = batches_of(size.num_micro_batches, size.seq_len, config["vocab_size"])
+        self.dtype_name = "float32" if settings.is_rehearsal else "bfloat16"
+        device: LateCpu | LateCuda
+        if settings.is_rehearsal:
+            device = LateCpu()
+            device.bytes_per_s = size.link_bytes_per_s
+        else:
+            device = LateCuda(torch.empty(0, device="cuda").device, is_staged=False)
+        self._device = device
+        self._made = make(
+            config,
+            dtype=getattr(torch, self.dtype_name),
+            codec="native",
+            device=torch.device(settings.device),
+            adapter=AdapterSpec(rank=8, targets=ATTENTION, experts="num_experts" in config),
+            experts_implementation="eager" if "num_experts" in config else None,
+        )
+        options = EngineOptions(
+            num_slots=NUM_LAYERS,
+            codec="native",
+            tier="ram",
+            store_dir=None,
+            stash="device",
+            trained_weights="device",
+            head_chunk_tokens=1024,
+        )
+        self._engine = Engine(
+            self._made.model, device=device, options=options, hold=self._made.slab
         )
 
+    def steps(
+        self, *, num_slots: int, stash: Stash, late: Collection[Lane]
+    ) -> tuple[Found, Timeline]:
+        """Run steps on the same batches; return the last one's loss, gradients and times."""
+        rebind(self._engine, self._made.slab, num_slots=num_slots, stash=stash)
+        self._device.late = late
+        model, result = self._made.model, None
+        for _ in range(NUM_STEPS):
+            model.zero_grad()
+            result = self._engine.forward_backward(self._batches, dropout_seed=0)
+        assert result is not None
+        loss, timeline = result.loss, result.timeline
+        return (
+            loss,
+            {n: p.grad for n, p in model.named_parameters() if p.grad is not None},
+        ), timeline
 
-def _name(size: Size, shape: str, stash: str) -> str:
-    return f"{size.name}, {shape}, inputs on the {stash}"
+    def close(self) -> None:
+        """End the engine."""
+        self._engine.close()
 
 
 def config_of(shape: str, size: Size) -> dict[str, Any]:
@@ -137,53 +203,12 @@ def config_of(shape: str, size: Size) -> dict[str, Any]:
         "intermediate_size": 3 * size.hidden,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": size.hidden // 4 if size.hidden < 512 else 128,
+        "head_dim": min(128, size.hidden // 4),
     }
     if "num_experts" in config:
         config |= {"num_experts": 8, "num_experts_per_tok": 2}
         config["moe_intermediate_size"] = size.hidden // 2
     return config
-
-
-def steps(
-    config: dict[str, Any],
-    lanes: Collection[Lane],
-    settings: Settings,
-    batches: Batches,
-    *,
-    num_slots: int,
-    stash: Literal["device", "host"] | str,
-) -> tuple[Found, Any]:
-    """Run some steps on the same batches; return the last one's loss, gradients and times."""
-    made = make(
-        config,
-        dtype=torch.float32 if settings.is_rehearsal else torch.bfloat16,
-        codec="native",
-        device=torch.device(settings.device),
-        adapter=AdapterSpec(rank=8, targets=ATTENTION, experts="num_experts" in config),
-        experts_implementation="eager" if "num_experts" in config else None,
-    )
-    options = EngineOptions(
-        num_slots=num_slots,
-        codec="native",
-        tier="ram",
-        store_dir=None,
-        stash="host" if stash == "host" else "device",
-        trained_weights="device",
-        head_chunk_tokens=1024,
-    )
-    engine = Engine(
-        made.model, device=late(lanes, settings.device), options=options, hold=made.slab
-    )
-    try:
-        for _ in range(NUM_STEPS - 1):
-            engine.forward_backward(batches, dropout_seed=0)
-            made.model.zero_grad()
-        result = engine.forward_backward(batches, dropout_seed=0)
-        found = {n: p.grad for n, p in made.model.named_parameters() if p.grad is not None}
-        return (result.loss, found), result.timeline
-    finally:
-        engine.close()
 
 
 def differing(found: Found, expected: Found) -> list[str]:

@@ -112,7 +112,5 @@ def verdicts(rows: Sequence[Row]) -> tuple[Verdict, ...]:
         values = [(row, value_of(row, goal.quantity)) for row in rows if goal.of(row)]
         known = [(row, value) for row, value in values if value is not None]
         misses = [(r["case"], r["part"], v) for r, v in known if not goal.is_reached(v)]
-        found.append(
-            Verdict(goal=goal, num_reached=len(known) - len(misses), misses=tuple(misses))
-        )
+        found.append(Verdict(goal=goal, num_reached=len(known) - len(misses), misses=tuple(misses)))
     return tuple(found)

@@ -1,19 +1,18 @@
-"""Where the time of one warm step goes: the kernels that take most, and the compute lane's FLOP/s."""
+"""Where a warm step's time goes: the kernels that take most, and the layers' FLOP/s."""
 
 from typing import Any
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
+from offload.plan.facts import AdapterSpec, linear_names, model_facts
 from tests.bench.gpu import dense, moe30b
 from tests.bench.gpu.card import Card
 from tests.bench.gpu.journal import Journal
+from tests.bench.gpu.models import fields
 from tests.bench.gpu.parts import MIN_LAYERS, Model, Part
 from tests.bench.gpu.rig import NUM_WARM, rates_of
 from tests.bench.gpu.settings import Settings
 from tests.bench.gpu.training import FAILURES, Session, machine_for, model_of
-from offload.plan.facts import AdapterSpec, linear_names, model_facts
-from tests.bench.gpu.models import fields
 
 NUM_TOP = 25
 SEQ_LEN, VRAM_GIB, OF_M_STAR = 8192, 32.0, 0.5
@@ -57,7 +56,9 @@ def profiled(settings: Settings, model: Model) -> dict[str, Any]:
             for _ in range(NUM_WARM):
                 rig.step(batches)
             plain = rig.step(batches)
-            with profile(activities=[ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU]) as seen:
+            with profile(
+                activities=[ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU]
+            ) as seen:
                 step = rig.step(batches)
         finally:
             session.close()

@@ -60,7 +60,7 @@ def fill(name: str, target: torch.Tensor) -> None:
     """Give a contiguous tensor the values that belong to a parameter's name; norms are about 1.
 
     Args:
-        name: As transformers calls it in the plain model, such as model.layers.0.mlp.up_proj.weight.
+        name: As the plain model calls it, such as model.layers.0.mlp.up_proj.weight.
         target: Floating point, on any device.
     """
     pool, flat = _pool(target.dtype), target.view(-1)
@@ -140,10 +140,12 @@ def empty(config: Mapping[str, Any], dtype: torch.dtype) -> PreTrainedModel:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             kind, dtype=dtype, attn_implementation="sdpa"
         )
-    return model.requires_grad_(requires_grad=False)  # type: ignore[no-any-return]  # torch's
+    return model.requires_grad_(requires_grad=False)
 
 
-def _stowed(base: PreTrainedModel, codec: CodecName, device: torch.device, node: int | None) -> Slab:
+def _stowed(
+    base: PreTrainedModel, codec: CodecName, device: torch.device, node: int | None
+) -> Slab:
     """Give an empty model values: its layers' in a slab, all others memory of their own."""
     names: dict[int, str] = {}
     for path, module in base.named_modules():

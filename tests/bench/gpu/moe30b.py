@@ -1,12 +1,12 @@
 """Qwen3-30B-A3B's shape, LoRA on attention and experts: bf16, then nf4, by budget and length."""
 
+from offload.plan.codec import CodecName
+from offload.plan.facts import AdapterSpec
 from tests.bench.gpu.journal import Journal
 from tests.bench.gpu.models import ATTENTION
 from tests.bench.gpu.parts import Part, worth_running
 from tests.bench.gpu.settings import Settings
 from tests.bench.gpu.training import machine_for, model_of, row_name, run_parts
-from offload.plan.codec import CodecName
-from offload.plan.facts import AdapterSpec
 
 SHAPE, RANK = "qwen3-30b-a3b", 8
 ADAPTER = AdapterSpec(rank=RANK, targets=ATTENTION, experts=True)

@@ -99,7 +99,7 @@ class Planned:
     Attributes:
         part: What is measured.
         num_micro_batches: Of a step.
-        n_star_tokens: Tokens per step from which streaming is free, says the plan; 0 where all fits.
+        n_star_tokens: Tokens of a step from which streaming is free; 0 where all layers fit.
         whole: The whole model, with as much host memory as it takes.
         run: For the layers that are run here.
     """

@@ -51,9 +51,7 @@ def _host(settings: Settings, num_bytes: int) -> dict[str, Any]:
     start_s = time.perf_counter()
     fill("a.weight", slab.records[0].fields[0].view(slab.layer(0)))
     made_s = time.perf_counter()
-    lock = page_lock(
-        slab.address, slab.num_bytes, num_bytes, open_locker(device, slab.descriptor)
-    )
+    lock = page_lock(slab.address, slab.num_bytes, num_bytes, open_locker(device, slab.descriptor))
     locked_s = time.perf_counter()
     lock.release()
     slab.close()

@@ -100,22 +100,8 @@ class Rig:
         )
 
     def rebind(self, *, num_slots: int, stash: Literal["device", "host"]) -> None:
-        """Take other slots over the slab that is there, as `attach` would, without locking it anew.
-
-        1. Let the layers show the slab and let go of slots, decoded layer and stashed inputs.
-        2. Give their memory back, and bind the layers to new slots.
-        """
-        engine: Any = self.engine
-        engine.wait()
-        for layer in range(len(self._slab.records)):
-            self._slab.alias(layer)
-        engine._free_host(engine._stash._host)
-        engine._executor = engine._stash = engine._masters = None
-        engine._slot_arenas = ()
-        gc.collect()
-        release_cached(engine._device.torch_device)
-        engine._options = replace(engine._options, num_slots=num_slots, stash=stash)
-        engine._executor = engine._bind(engine._host.records)
+        """Take other slots over the slab that is there."""
+        rebind(self.engine, self._slab, num_slots=num_slots, stash=stash)
 
     @contextmanager
     def without_loads(self) -> Iterator[None]:
@@ -130,6 +116,24 @@ class Rig:
     def close(self) -> None:
         """End the engine."""
         self.engine.close()
+
+
+def rebind(engine: Any, slab: Slab, *, num_slots: int, stash: Literal["device", "host"]) -> None:
+    """Take other slots over the slab that is there, as `attach` would, without locking it anew.
+
+    1. Let the layers show the slab and let go of slots, decoded layer and stashed inputs.
+    2. Give their memory back, and bind the layers to new slots.
+    """
+    engine.wait()
+    for layer in range(len(slab.records)):
+        slab.alias(layer)
+    engine._free_host(engine._stash._host)
+    engine._executor = engine._stash = engine._masters = None
+    engine._slot_arenas = ()
+    gc.collect()
+    release_cached(engine._device.torch_device)
+    engine._options = replace(engine._options, num_slots=num_slots, stash=stash)
+    engine._executor = engine._bind(engine._host.records)
 
 
 def _nothing(_op: object) -> None:
@@ -216,7 +220,7 @@ def memory_of(rig: Rig, plan: Plan, device: torch.device, peak_bytes: int) -> di
     """Return predicted and measured memory; of a CPU that of the arenas, which have names there."""
     apart = (CONTEXT, FRAGMENTATION)
     planned = sum(term.num_bytes for term in plan.device_memory if term.name not in apart)
-    found = {
+    found: dict[str, Any] = {
         "peak_bytes": peak_bytes,
         "predicted_peak_bytes": planned,
         "peak_host_bytes": meter.peak_host_bytes(),

@@ -51,7 +51,7 @@ class Settings:
         if not file.exists():
             from offload.probe import probe
 
-            machine = probe(device=self.device, dtype=dtype, seconds=PROBE_S / 5 ** self.is_rehearsal)
+            machine = probe(device=self.device, dtype=dtype, seconds=PROBE_S / 5**self.is_rehearsal)
             file.write_text(machine.to_json())
         return Machine.from_json(file.read_text())
 

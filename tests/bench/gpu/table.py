@@ -1,4 +1,4 @@
-"""The rows of a run as Markdown: what was measured, what failed, what was not run, and the goals."""
+"""The rows of a run as Markdown: measured, failed, not run; and the goals."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -32,13 +32,16 @@ def text_of(rows: Sequence[Row], cases: Sequence[Case] = CASES) -> str:
 def head(rows: Sequence[Row]) -> str:
     """Say where and with what it was measured."""
     row = rows[-1]
-    cap = "not capped by --vram" if row["vram_gib"] is None else f"capped at {row['vram_gib']:g} GiB"
+    cap = (
+        "not capped by --vram" if row["vram_gib"] is None else f"capped at {row['vram_gib']:g} GiB"
+    )
     versions = ", ".join(f"{name} {found}" for name, found in row["versions"].items() if found)
     code = (row["git_sha"] or "")[:9] + (" and changes" if row["dirty"] else "")
+    host = f"{row['cpu']}, {row['host_bytes'] / 2**30:.0f} GiB"
     return (
         f"## {row['gpu'] or row['cpu']}\n\n"
-        f"{row['date'][:10]}; driver {row['driver']}, {cap}; {row['cpu']},"
-        f" {row['host_bytes'] / 2**30:.0f} GiB; code {code}, {row['code_sha256'][:12]}; {versions}\n"
+        f"{row['date'][:10]}; driver {row['driver']}, {cap}; {host};"
+        f" code {code}, {row['code_sha256'][:12]}; {versions}\n"
     )
 
 
@@ -66,7 +69,9 @@ def cells_of(row: Row) -> list[str]:
     step: Any = row.get("step_s")
     shown = "" if step is None else " / ".join(f"{step[p]:.3g}" for p in ("p20", "p50", "p80"))
     peak = row.get("peak_bytes")
-    memory = "" if peak is None else f"{peak / 2**30:.2f} GiB {_signed(row, 'memory_error')}".strip()
+    memory = (
+        "" if peak is None else f"{peak / 2**30:.2f} GiB {_signed(row, 'memory_error')}".strip()
+    )
     return [
         row["case"],
         row["part"],
@@ -102,19 +107,20 @@ def _words(rows: Sequence[Row]) -> Iterator[str]:
     for row in rows:
         name = f"{row['case']}, {row['part']}"
         if "is_equal" in row:
-            late = ", ".join(row["late"])
             equal = "equal to the bit" if row["is_equal"] else f"NOT EQUAL: {row['unequal']}"
             ratio = f"loads take {row['loads_of_visits']:.2g} of the visits"
-            yield f"{name}: {equal}, {row['num_tensors']} gradients, late lanes {late}; {ratio}"
+            counts = f"{row['num_tensors']} gradients, {row['num_ways']} ways"
+            yield f"{name}: {equal}, {counts}; {ratio}"
         elif "exit_status" in row:
-            counts = [f"{row[key]} {key}" for key in ("tests", "failures", "errors") if key in row]
-            yield f"{name}: {', '.join(counts) or row['last_lines']}"
+            told = [f"{row[key]} {key}" for key in ("tests", "failures", "errors") if key in row]
+            yield f"{name}: {', '.join(told) or row['last_lines']}"
         elif "lock_bytes_per_s" in row:
             made, locked = row["fill_bytes_per_s"] / 1e9, row["lock_bytes_per_s"] / 1e9
-            yield f"{name}: weights made at {made:.2f} GB/s, locked at {locked:.2f}; {row['lock_reason']}"
+            both = f"weights made at {made:.2f} GB/s, locked at {locked:.2f}"
+            yield f"{name}: {both}; {row['lock_reason']}"
         elif "flops_per_s" in row:
-            ways = [f"{way} {rate / 1e12:.3g} TFLOP/s" for way, rate in row["flops_per_s"].items()]
-            yield f"{name}: {', '.join(ways)}"
+            ways = [f"{way} {rate / 1e12:.3g}" for way, rate in row["flops_per_s"].items()]
+            yield f"{name}: {', '.join(ways)} TFLOP/s"
         elif "top" in row:
             top = [f"{one['frac']:.1%} {one['name'][:60]}" for one in row["top"][:8]]
             share = _percent(row, "ceiling_share")

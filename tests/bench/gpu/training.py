@@ -13,8 +13,8 @@ from offload.errors import SluiceError
 from offload.plan.codec import CodecName
 from offload.plan.expert_rate import with_measured_experts
 from offload.plan.facts import AdapterSpec
-from offload.plan.plan import Plan
 from offload.plan.machine import Machine, Rate
+from offload.plan.plan import Plan
 from tests.bench.bench_engine import SlowLink
 from tests.bench.gpu import models
 from tests.bench.gpu.card import Card
@@ -53,7 +53,7 @@ def model_of(shape: str, adapter: AdapterSpec, *, is_rehearsal: bool) -> Model:
     """Return a model of a shipped shape; in a rehearsal a tiny one of that kind."""
     config = models.fields(shape)
     if is_rehearsal:
-        config |= TINY | ({k: v for k, v in TINY_EXPERTS.items() if k in config})
+        config |= {**TINY, **{k: v for k, v in TINY_EXPERTS.items() if k in config}}
         if "num_experts" in config:
             config["num_experts_per_tok"] = 2
     return Model(
@@ -103,9 +103,7 @@ class Session:
         Raises:
             DoesNotFitError: There is no room for it.
         """
-        return planned(
-            self._model, capped(self._machine, part), part, num_layers=self.num_layers
-        )
+        return planned(self._model, capped(self._machine, part), part, num_layers=self.num_layers)
 
     def run(self, part: Part, *, wants_resident: bool) -> dict[str, Any]:
         """Measure one part; return what its row says.
