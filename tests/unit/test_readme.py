@@ -77,3 +77,9 @@ def test_every_file_that_the_tree_names_exists() -> None:
             assert (root / path).exists(), path
             if name.endswith("/"):
                 folder = path
+
+
+def test_what_is_said_of_speed_is_made_from_the_results_that_are_kept() -> None:
+    from tests.bench.gpu.record import section, with_section
+
+    assert with_section(README, section()) == README

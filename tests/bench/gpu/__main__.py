@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import IO
 
+import torch
 from rich.console import Console
 
 from tests.bench.gpu.cases import CASES, Case, named
@@ -46,7 +47,7 @@ def run_case(case: Case, settings: Settings, program: tuple[str, ...] = ()) -> s
     if status == 0 and journal.is_complete():
         state, error = COMPLETE, ""
     elif status in (0, None):
-        state, error = STOPPED, f"its {settings.limit_s:.0f} s were over"
+        state, error = STOPPED, f"its {round(settings.limit_s, 1):g} s were over"
     else:
         state, error = FAILED, " / ".join(said) or f"exit status {status}"
     journal.end(
@@ -99,6 +100,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=9.0, help="for everything")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, tiny")
     options = parser.parse_args()
+    if not options.rehearse and not torch.cuda.is_available():
+        parser.error("torch sees no CUDA device; --rehearse runs everything on a CPU")
     options.out.mkdir(parents=True, exist_ok=True)
     end_s, say = time.perf_counter() + 60 * options.minutes, Console(width=180).print
     cases = named(options.cases)

@@ -28,4 +28,6 @@ def run(settings: Settings, journal: Journal) -> None:
         work.append((model, worth_running(model, machine_for(model, settings, parts[0]), parts)))
     journal.expect([row_name(model, part) for model, parts in work for part in parts])
     for number, (model, parts) in enumerate(work):
-        run_parts(settings, journal, model, parts, limit_s=settings.left_s / (len(work) - number))
+        num_later = len(work) - number - 1
+        reserve_s = settings.left_s * num_later / (num_later + 1)
+        run_parts(settings, journal, model, parts, reserve_s=reserve_s)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+TWICE = 1.95  # M*, whole micro-batches as they come
 Row = Mapping[str, Any]
 
 
@@ -53,7 +54,7 @@ class Verdict:
 
 
 def _has_twice_m_star(row: Row) -> bool:
-    return bool(row.get("of_m_star", 0) >= 2)
+    return (row.get("of_m_star") or 0.0) >= TWICE
 
 
 def _is_training(row: Row) -> bool:

@@ -50,9 +50,9 @@ def fields(shape: str, *, num_layers: int | None = None, **other: Any) -> dict[s
 
 
 @cache
-def _pool(dtype: torch.dtype) -> torch.Tensor:
+def _pool(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     drawn = torch.randn(POOL_LEN, generator=torch.Generator().manual_seed(0))
-    return drawn.mul_(STD).to(dtype)
+    return drawn.mul_(STD).to(dtype).to(device)
 
 
 @torch.no_grad()
@@ -63,7 +63,7 @@ def fill(name: str, target: torch.Tensor) -> None:
         name: As the plain model calls it, such as model.layers.0.mlp.up_proj.weight.
         target: Floating point, on any device.
     """
-    pool, flat = _pool(target.dtype), target.view(-1)
+    pool, flat = _pool(target.dtype, target.device), target.view(-1)
     start, done = zlib.crc32(name.encode()) % POOL_LEN, 0
     while done < flat.numel():
         part = pool[start : start + flat.numel() - done]

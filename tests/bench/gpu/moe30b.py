@@ -44,4 +44,6 @@ def run(settings: Settings, journal: Journal) -> None:
         forms.append(worth_running(model, machine_for(model, settings, parts[0]), parts))
     journal.expect([row_name(model, part) for parts in forms for part in parts])
     for number, parts in enumerate(forms):
-        run_parts(settings, journal, model, parts, limit_s=settings.left_s / (len(forms) - number))
+        num_later = len(forms) - number - 1
+        reserve_s = settings.left_s * num_later / (num_later + 1)
+        run_parts(settings, journal, model, parts, reserve_s=reserve_s)

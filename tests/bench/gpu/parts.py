@@ -8,6 +8,7 @@ the case has, fewer are run, with as many fewer slots: the share of layers that 
 with it M*. The row says so.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -28,9 +29,10 @@ from tests.bench.gpu.rig import NUM_STEPS
 
 MIN_LAYERS = 6  # with fewer, the first and last visits of a sweep are most of it
 DIVISORS = (1, 2, 3, 4, 6, 8)
-FIXED_POINT_ROUNDS = 6
+MAX_TRIES = 12
 RESIDENT_TOKENS = 16384  # of a step in which nothing streams, so that there is no M*
 ENOUGH_BYTES = 2**42
+RAM_SHARE = 0.9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +76,7 @@ class Part:
         codec: Form in which layers wait.
         vram_gib: Memory that the card has; None for all of it.
         seq_len: Tokens of a micro-batch.
-        of_m_star: Micro-batches, as a multiple of M*.
+        of_m_star: Micro-batches, as a multiple of M*; as near as whole ones come.
         num_slots: Where it is not for the plan to say.
     """
 
@@ -111,6 +113,13 @@ class Planned:
     run: Plan
 
     @property
+    def of_m_star(self) -> float | None:
+        """The step's tokens as a multiple of N*; whole micro-batches do not meet it exactly."""
+        if not self.n_star_tokens:
+            return None
+        return self.num_micro_batches * self.part.seq_len / self.n_star_tokens
+
+    @property
     def said(self) -> dict[str, Any]:
         """What a row says of it."""
         whole, run = self.whole, self.run
@@ -123,7 +132,7 @@ class Planned:
             "codec": self.part.codec,
             "budget_gib": self.part.vram_gib,
             "seq_len": self.part.seq_len,
-            "of_m_star": self.part.of_m_star,
+            "of_m_star": self.of_m_star,
             "num_micro_batches": self.num_micro_batches,
             "tokens_per_step": run.tokens_per_step,
             "n_star_tokens": self.n_star_tokens,
@@ -158,7 +167,7 @@ def planned(model: Model, machine: Machine, part: Part, *, num_layers: int) -> P
     num, whole = weighed(model, machine, part)
     num_all, num_slots = model.facts.num_layers, whole.num_slots
     if num_slots < num_all:
-        num_slots = max(2, round(num_slots * num_layers / num_all))
+        num_slots = max(2, min(num_layers - 1, round(num_slots * num_layers / num_all)))
     request = replace(whole.request, num_slots=min(num_slots, num_layers))
     return Planned(
         part=part,
@@ -172,18 +181,26 @@ def planned(model: Model, machine: Machine, part: Part, *, num_layers: int) -> P
 def weighed(model: Model, machine: Machine, part: Part) -> tuple[int, Candidate]:
     """Return the micro-batches of a part at the slots that these leave, and how it is run.
 
+    Of the numbers tried, the one that comes nearest: slots change with it, and M* with them.
+
     Raises:
         DoesNotFitError: It takes more device memory than there is.
     """
     machine = replace(machine, ram_bytes=ENOUGH_BYTES, pinned_bytes=ENOUGH_BYTES)
-    num, found = 1, _best(model, machine, part, 1)
-    for _ in range(FIXED_POINT_ROUNDS):
-        wanted = _n_star(found) or RESIDENT_TOKENS
-        next_num = max(1, round(part.of_m_star * wanted / part.seq_len))
-        if next_num == num:
+    num, seen = 1, {1: _best(model, machine, part, 1)}
+
+    def wanted(num: int) -> float:
+        return part.of_m_star * (_n_star(seen[num]) or RESIDENT_TOKENS) / part.seq_len
+
+    for _ in range(MAX_TRIES):
+        aim = wanted(num)
+        next_num = max(1, math.ceil(aim) if part.of_m_star >= 1 else round(aim))
+        num = next_num if next_num not in seen else (num + next_num) // 2
+        if num in seen:
             break
-        num, found = next_num, _best(model, machine, part, next_num)
-    return num, found
+        seen[num] = _best(model, machine, part, num)
+    num = min(seen, key=lambda one: abs(math.log(one / wanted(one))))
+    return num, seen[num]
 
 
 def _best(model: Model, machine: Machine, part: Part, num_micro_batches: int) -> Candidate:
@@ -225,16 +242,15 @@ def _n_star(found: Candidate) -> float:
 
 
 def worth_running(model: Model, machine: Machine, parts: Sequence[Part]) -> list[Part]:
-    """Leave out what differs from another part in nothing: all tokens are enough where all fits."""
-    return [part for part in parts if part.of_m_star == 1 or _streams(model, machine, part)]
-
-
-def _streams(model: Model, machine: Machine, part: Part) -> bool:
-    try:
-        _, found = weighed(model, capped(machine, part), part)
-    except DoesNotFitError:
-        return True  # that is a result
-    return found.num_slots < model.facts.num_layers
+    """Leave out parts whose steps are those of an earlier one, as where nearly all layers fit."""
+    found: dict[tuple[object, ...], Part] = {}
+    for part in parts:
+        steps: tuple[object, ...] = ("does not fit",)
+        with suppress(DoesNotFitError):
+            num, best = weighed(model, capped(machine, part), part)
+            steps = (num, best.num_slots, best.request.is_stashed)
+        found.setdefault((part.codec, part.vram_gib, part.seq_len, *steps), part)
+    return list(found.values())
 
 
 def capped(machine: Machine, part: Part) -> Machine:
@@ -247,7 +263,7 @@ def capped(machine: Machine, part: Part) -> Machine:
 def layers_within(
     model: Model, machine: Machine, parts: Sequence[Part], *, limit_s: float, setup_s: float
 ) -> int:
-    """Return how many layers can be run so that all parts fit a time; at least `MIN_LAYERS`.
+    """Return how many layers fit the time and the RAM with all parts; at least `MIN_LAYERS`.
 
     Args:
         model: All of it.
@@ -256,12 +272,14 @@ def layers_within(
         limit_s: For all of it.
         setup_s: What it takes to make all layers and to lock their memory.
     """
-    num_all, total_s = model.facts.num_layers, setup_s
+    num_all, total_s, host_bytes = model.facts.num_layers, setup_s, 0
     for part in parts:
         with suppress(DoesNotFitError):
             _, found = weighed(model, capped(machine, part), part)
             total_s += NUM_STEPS * found.bound_s
-    fitting = (num_all // divisor for divisor in DIVISORS if total_s / divisor <= limit_s)
+            host_bytes = max(host_bytes, total_bytes(found.needs.host(found.num_slots)))
+    most = max(total_s / max(1.0, limit_s), host_bytes / (RAM_SHARE * machine.ram_bytes))
+    fitting = (num_all // divisor for divisor in DIVISORS if most <= divisor)
     return max(min(MIN_LAYERS, num_all), next(fitting, 0))
 
 

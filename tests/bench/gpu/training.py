@@ -1,5 +1,6 @@
 """Steps of a model of real shape through a smaller card: what `moe30b` and `dense` run."""
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -63,6 +64,10 @@ def model_of(shape: str, adapter: AdapterSpec, *, is_rehearsal: bool) -> Model:
         dtype="float32" if is_rehearsal else "bfloat16",
         optimizer="adamw" if is_rehearsal else best_optimizer(),
     )
+
+
+_TRIED: dict[tuple[str, str, AdapterSpec, int], Machine] = {}
+"""Machines as their ways to multiply experts were tried once, by model and tokens."""
 
 
 class Session:
@@ -174,11 +179,14 @@ class Session:
 def machine_for(model: Model, settings: Settings, part: Part) -> Machine:
     """Return the rates of this run, experts in the way that is the fastest here."""
     machine = settings.machine(model.dtype)
-    if model.has_experts and machine.device == "cuda":
-        machine = _with_experts(model, machine, part)
     if machine.device == "cpu":
-        machine = _slowed(model, machine)
-    return machine
+        return _slowed(model, machine)
+    if not model.has_experts:
+        return machine
+    key = (model.shape, model.dtype, model.adapter, part.seq_len)
+    if key not in _TRIED:
+        _TRIED[key] = _with_experts(model, machine, part)
+    return _TRIED[key]
 
 
 def _with_experts(model: Model, machine: Machine, part: Part) -> Machine:
@@ -216,7 +224,7 @@ def _slowed(model: Model, machine: Machine) -> Machine:
 
 
 def run_parts(
-    settings: Settings, journal: Journal, model: Model, parts: Sequence[Part], *, limit_s: float
+    settings: Settings, journal: Journal, model: Model, parts: Sequence[Part], *, reserve_s: float
 ) -> None:
     """Measure all parts of one form of the weights that have no row yet.
 
@@ -225,7 +233,7 @@ def run_parts(
         journal: Where rows go.
         model: What trains.
         parts: Of one codec, in the order of their worth.
-        limit_s: What may be planned for.
+        reserve_s: What is to be left of the case's time.
     """
     left = [part for part in parts if not journal.has(row_name(model, part))]
     if not left:
@@ -236,7 +244,7 @@ def run_parts(
         model,
         machine,
         left,
-        limit_s=SHARE_OF_LIMIT * limit_s,
+        limit_s=SHARE_OF_LIMIT * (settings.left_s - reserve_s),
         setup_s=setup_s(journal, num_bytes),
     )
     with Card(machine.device) as card:
@@ -248,7 +256,8 @@ def run_parts(
             return
         with closing(session):
             for part in left:
-                _run_part(settings, journal, session, part, is_first=part is left[0])
+                left_s = math.inf if part is left[0] else settings.left_s - reserve_s
+                _run_part(journal, session, part, left_s=left_s)
 
 
 def row_name(model: Model, part: Part) -> str:
@@ -256,14 +265,12 @@ def row_name(model: Model, part: Part) -> str:
     return f"{model.shape}-{part.name}"
 
 
-def _run_part(
-    settings: Settings, journal: Journal, session: Session, part: Part, *, is_first: bool
-) -> None:
+def _run_part(journal: Journal, session: Session, part: Part, *, left_s: float) -> None:
     """Measure a part, unless there is no time for it."""
     name = f"{session.shape}-{part.name}"
     try:
         needed_s = NUM_STEPS * session.planned(part).run.step_s
-        if is_first or needed_s < settings.left_s:
-            journal.add(name, **session.run(part, wants_resident=part.of_m_star != 1))
+        if needed_s < left_s:
+            journal.add(name, **session.run(part, wants_resident=part.of_m_star > 1))
     except FAILURES as error:
         journal.fail(name, error)
