@@ -64,7 +64,7 @@ SIZES = (
     Size(name="fast copies", hidden=512, seq_len=2048, num_micro_batches=4),
 )
 TINY = (
-    Size(name="slow copies", hidden=64, seq_len=8, num_micro_batches=2, link_bytes_per_s=5e6),
+    Size(name="slow copies", hidden=64, seq_len=8, num_micro_batches=2, link_bytes_per_s=2e7),
     Size(name="fast copies", hidden=32, seq_len=32, num_micro_batches=3),
 )
 
