@@ -47,7 +47,9 @@ def run_case(case: Case, settings: Settings, program: tuple[str, ...] = ()) -> s
         said = written.read().decode(errors="replace").strip().splitlines()[-LAST_LINES:]
     if status == 0 and journal.is_complete():
         state, error = COMPLETE, ""
-    elif status in (0, None):
+    elif status == 0:
+        state, error = STOPPED, "no time was left for all parts"
+    elif status is None:
         state, error = STOPPED, f"its {round(settings.limit_s, 1):g} s were over"
     else:
         state, error = FAILED, " / ".join([f"exit status {status}", *said])
