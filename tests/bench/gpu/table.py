@@ -116,8 +116,8 @@ def _words(rows: Sequence[Row]) -> Iterator[str]:
             yield f"{name}: {', '.join(told) or row['last_lines']}"
         elif "lock_bytes_per_s" in row:
             made, locked = row["fill_bytes_per_s"] / 1e9, row["lock_bytes_per_s"] / 1e9
-            both = f"weights made at {made:.2f} GB/s, locked at {locked:.2f}"
-            yield f"{name}: {both}; {row['lock_reason']}"
+            lock = "" if row["lock_mode"] == "not needed" else f", locked at {locked:.2f}"
+            yield f"{name}: weights made at {made:.2f} GB/s{lock}; {row['lock_reason']}"
         elif "flops_per_s" in row:
             ways = [f"{way} {rate / 1e12:.3g}" for way, rate in row["flops_per_s"].items()]
             yield f"{name}: {', '.join(ways)} TFLOP/s"
@@ -126,7 +126,8 @@ def _words(rows: Sequence[Row]) -> Iterator[str]:
             share = _percent(row, "ceiling_share")
             yield f"{name}: {share} of the GEMM ceiling in the layers; {'; '.join(top)}"
         elif "num_rows" in row:
-            yield f"{name}: {row['num_rows']} rows; {' '.join(row['last_lines'][-1:])}"
+            said = [line for line in row["last_lines"] if any(map(str.isalnum, line))]
+            yield f"{name}: {row['num_rows']} rows; {' '.join(said[-1:])}"
 
 
 def failures(rows: Sequence[Row]) -> list[str]:
