@@ -16,6 +16,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from offload.engine.streams import Event
+from offload.errors import DoesNotFitError
 from offload.plan.codec import CodecName
 from offload.plan.facts import AdapterSpec
 from offload.plan.machine import GIB, named_machine
@@ -263,6 +264,15 @@ def test_micro_batches_are_the_multiple_of_what_streaming_takes_to_be_free() -> 
             assert 2 <= found.run.num_slots < 8
         if found.whole.num_slots < 24:  # else one micro-batch more or less changes too much
             assert found.of_m_star == pytest.approx(part.of_m_star, rel=0.3)
+
+
+def test_a_card_stands_in_for_a_smaller_one_and_for_no_larger_one() -> None:
+    part = Part(codec="native", vram_gib=24, seq_len=8192, of_m_star=1.0)
+    assert capped(H200, part).vram_bytes == 24 * GIB
+    nearly = replace(H200, vram_bytes=int(23.5 * GIB))
+    assert capped(nearly, part) == nearly
+    with pytest.raises(DoesNotFitError, match=r"has 16\.0 GiB; this part is for a card of 24 GiB"):
+        capped(named_machine("rtx4080"), part)
 
 
 def test_fewer_layers_are_run_where_time_or_memory_is_short() -> None:

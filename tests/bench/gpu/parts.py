@@ -33,6 +33,7 @@ MAX_TRIES = 12
 RESIDENT_TOKENS = 16384  # of a step in which nothing streams, so that there is no M*
 ENOUGH_BYTES = 2**42
 RAM_SHARE = 0.9
+NOMINAL_SHARE = 0.95  # a card of 24 GiB shows some less
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -254,9 +255,19 @@ def worth_running(model: Model, machine: Machine, parts: Sequence[Part]) -> list
 
 
 def capped(machine: Machine, part: Part) -> Machine:
-    """Return the machine with no more device memory than a part has."""
+    """Return the machine with no more device memory than a part has.
+
+    Raises:
+        DoesNotFitError: The card is smaller than that.
+    """
     if part.vram_gib is None or machine.device == "cpu":
         return machine
+    if machine.vram_bytes < NOMINAL_SHARE * part.vram_gib * GIB:
+        raise DoesNotFitError(
+            f"{machine.name} has {machine.vram_bytes / GIB:.1f} GiB",
+            limit=f"this part is for a card of {part.vram_gib:g} GiB",
+            hint="a larger card, or another `--vram`",
+        )
     return replace(machine, vram_bytes=min(machine.vram_bytes, int(part.vram_gib * GIB)))
 
 
