@@ -162,6 +162,7 @@ class Bench:
         )
         options = EngineOptions(
             num_slots=NUM_LAYERS,
+            num_kept_graphs=0,
             codec="native",
             tier="ram",
             store_dir=None,

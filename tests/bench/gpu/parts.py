@@ -18,11 +18,12 @@ from typing import Any
 from offload.errors import DoesNotFitError
 from offload.plan.bounds import break_even_tokens
 from offload.plan.codec import CodecName
-from offload.plan.costs import Optimizer, Workload, price
+from offload.plan.costs import Workload, price
 from offload.plan.facts import AdapterSpec, ModelFacts, model_facts
 from offload.plan.fit import Needs, refusal
 from offload.plan.machine import GIB, Machine
 from offload.plan.memory import layer_weight_bytes, total_bytes
+from offload.plan.optimizer import Optimizer
 from offload.plan.plan import HEAD_CHUNK_TOKENS, Plan, PlanRequest, plan
 from offload.plan.search import Candidate
 from tests.bench.gpu.rig import NUM_STEPS
@@ -147,8 +148,8 @@ class Planned:
             "whole_model": {
                 "bound_s": whole.bound_s,
                 "num_slots": whole.num_slots,
-                "device_bytes": total_bytes(whole.needs.device(whole.num_slots)),
-                "host_bytes": total_bytes(whole.needs.host(whole.num_slots)),
+                "device_bytes": total_bytes(whole.needs.device(whole.num_slots, 0)),
+                "host_bytes": total_bytes(whole.needs.host(whole.num_slots, 0)),
             },
             "note": note,
         }
@@ -214,6 +215,7 @@ def _best(model: Model, machine: Machine, part: Part, num_micro_batches: int) ->
             largest=workload,
             num_micro_batches=num_micro_batches,
             num_slots=part.num_slots,
+            num_kept_graphs=0,  # the goals count a recompute of every layer
             vram_budget_bytes=None,
             num_workers=0,
             is_stashed=is_stashed,
@@ -222,7 +224,7 @@ def _best(model: Model, machine: Machine, part: Part, num_micro_batches: int) ->
             is_slab_shared=False,
         )
         costs = price(facts, machine, workload, is_duplex=is_stashed)
-        candidates.append(Candidate.weighed(Needs.of(facts, machine, request), costs))
+        candidates.append(Candidate.split(Needs.of(facts, machine, request), costs))
     fitting = [candidate for candidate in candidates if not candidate.shortages]
     if not fitting:
         raise refusal(candidates[-1].needs)
@@ -288,7 +290,7 @@ def layers_within(
         with suppress(DoesNotFitError):
             _, found = weighed(model, capped(machine, part), part)
             total_s += NUM_STEPS * found.bound_s
-            host_bytes = max(host_bytes, total_bytes(found.needs.host(found.num_slots)))
+            host_bytes = max(host_bytes, total_bytes(found.needs.host(found.num_slots, 0)))
     most = max(total_s / max(1.0, limit_s), host_bytes / (RAM_SHARE * machine.ram_bytes))
     fitting = (num_all // divisor for divisor in DIVISORS if most <= divisor)
     return max(min(MIN_LAYERS, num_all), next(fitting, 0))

@@ -15,9 +15,9 @@ from offload.engine import meter
 from offload.engine.engine import Engine, EngineOptions
 from offload.engine.host.slab import Slab
 from offload.engine.streams import Device, release_cached
-from offload.plan.costs import Optimizer
 from offload.plan.memory import CONTEXT, FRAGMENTATION
 from offload.plan.op import Kind
+from offload.plan.optimizer import Optimizer
 from offload.plan.plan import Plan, calibrate, with_costs
 from offload.plan.schedule import Order
 from offload.plan.timeline import Timeline
@@ -65,6 +65,7 @@ class Rig:
             device=device,
             options=EngineOptions(
                 num_slots=plan.num_slots,
+                num_kept_graphs=plan.num_kept_graphs,
                 codec=request.typical.codec,
                 tier="ram",
                 store_dir=None,
@@ -161,7 +162,12 @@ def measure(rig: Rig, plan: Plan, batches: Batches, device: torch.device) -> dic
         rig.step(batches)
     first = rig.step(batches)
     peak_bytes, reserved_bytes = meter.peak_bytes(device), meter.peak_reserved_bytes(device)
-    costs = calibrate(plan.costs, first.timeline, optimizer_s=first.optimizer_s)
+    costs = calibrate(
+        plan.costs,
+        first.timeline,
+        optimizer_s=first.optimizer_s,
+        num_kept_graphs=plan.num_kept_graphs,
+    )
     steps: list[Step] = []
     floors: list[Step] = []
     for number in range(NUM_ROUNDS):
@@ -196,7 +202,12 @@ def measure(rig: Rig, plan: Plan, batches: Batches, device: torch.device) -> dic
 
 def own_bound_s(plan: Plan, step: Step) -> float:
     """Return R3 at the durations of a step's own visits and the rate of its own loads."""
-    costs = calibrate(plan.costs, step.timeline, optimizer_s=step.optimizer_s)
+    costs = calibrate(
+        plan.costs,
+        step.timeline,
+        optimizer_s=step.optimizer_s,
+        num_kept_graphs=plan.num_kept_graphs,
+    )
     return with_costs(plan, costs).bound_s
 
 
