@@ -14,6 +14,7 @@ from rich.console import Console
 
 from tests.bench.gpu.cases import CASES, Case, named
 from tests.bench.gpu.journal import Journal
+from tests.bench.gpu.peers.case import write_pythons
 from tests.bench.gpu.settings import Settings
 from tests.bench.gpu.table import text_of
 
@@ -107,10 +108,14 @@ def main() -> None:
         help="for everything; more than 9 give each case more",
     )
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, tiny")
+    parser.add_argument(
+        "--peer-python", action="append", default=[], metavar="NAME=PATH", help="runs that peer"
+    )
     options = parser.parse_args()
     if not options.rehearse and not torch.cuda.is_available():
         parser.error("torch sees no CUDA device; --rehearse runs everything on a CPU")
     options.out.mkdir(parents=True, exist_ok=True)
+    write_pythons(options.out, options.peer_python)
     end_s, say = time.perf_counter() + 60 * options.minutes, Console(width=180).print
     cases = named(options.cases)
     settings = Settings(

@@ -45,6 +45,13 @@ CASES = (
         limit_s=300.0,
         what="sealed predictions of drawn runs",
     ),
+    Case(
+        name="peers",
+        module="peers.case",
+        limit_s=530.0,
+        rehearsal_s=180.0,
+        what="side by side with other programs",
+    ),
 )
 
 
