@@ -1,6 +1,7 @@
 """The case `peers`: jobs that each peer is given in turn, and a row for each."""
 
 import json
+import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -58,15 +59,20 @@ PEERS = {
         program="by_trainer", way="zero3", limit_s=200.0, said="DeepSpeed ZeRO-3 offload"
     ),
     "unsloth": Peer(program="by_trainer", way="unsloth", limit_s=100.0, said="unsloth"),
+    "experts4bit": Peer(
+        program="by_experts4bit", way="host", limit_s=150.0, said="experts4bit-qlora, layer-major"
+    ),
 }
 ALL = (SLUICE, "hf", "fsdp2", "device_map", "zero3", "unsloth")
 ON_EXPERTS = (SLUICE, "hf", "device_map")
+IN_4_BITS = (SLUICE, "experts4bit")
 
 TINY: Mapping[str, Any] = {
     "num_layers": None,
     "vocab_size": 512,
     "vram_gib": None,
     "dtype": "float32",
+    "codec": "native",
     "rank": 4,
     "seq_len": 64,
     "micro_batch_size": 2,
@@ -119,6 +125,7 @@ def jobs(settings: Settings) -> tuple[Job, ...]:
         "targets": LINEARS,
         "has_experts": False,
         "vram_gib": cap or 12.0,
+        "codec": "native",
         "peers": ALL,
         **CARD,
     }
@@ -126,41 +133,62 @@ def jobs(settings: Settings) -> tuple[Job, ...]:
         "shape": "qwen3-30b-a3b",
         "num_layers": num_layers or 20,
         "targets": ATTENTION,
-        "vram_gib": cap or 24.0,
         **CARD,
     }
+    native: Mapping[str, Any] = {"codec": "native", "vram_gib": cap or 24.0, **mixture}
     return (
         Job(name="8b-in-part", num_layers=min(num_layers or 8, 8), **dense),
         Job(name="8b", num_layers=num_layers, **dense),
-        Job(name="30b-a3b", has_experts=False, peers=ALL, **mixture),
-        Job(name="30b-a3b-experts", has_experts=True, peers=ON_EXPERTS, **mixture),
+        Job(name="30b-a3b", has_experts=False, peers=ALL, **native),
+        Job(
+            name="30b-a3b-nf4",
+            codec="nf4",
+            vram_gib=min(cap or 8.0, 8.0),  # in 4 bits, 12 GiB would hold all of these layers
+            has_experts=True,
+            peers=IN_4_BITS,
+            **mixture,
+        ),
+        Job(name="30b-a3b-experts", has_experts=True, peers=ON_EXPERTS, **native),
     )
 
 
 def run(settings: Settings, journal: Journal) -> None:
     """Give each job to its peers, and say of each whether and how they compare."""
     mine = jobs(settings)
-    journal.expect([name for job in mine for name in (*map(job.part, job.peers), job.part("all"))])
+    journal.expect([name for job in mine for name in parts(job)])
     for job in mine:
-        folder = settings.out / "peers" / job.name
-        for peer in job.peers:
-            if journal.has(job.part(peer)):
-                continue
-            if settings.left_s < LEAST_S:
-                return
-            machine = settings.out / f"machine-{job.dtype}.json" if settings.is_rehearsal else None
-            if machine is not None:
-                settings.machine(job.dtype)
-            job_file = write(job, folder, device=settings.device, machine=machine)
-            with watched.card(settings.device, job.vram_gib) as free_bytes:
-                result = ask(peer, job_file, settings)
-            if result is None:
-                return
-            note(journal, job, peer, result, free_bytes=free_bytes)
-        if not journal.has(job.part("all")):
-            compare(journal, job)
-        for shard in folder.glob("model/*.safetensors"):  # tens of GB, and all have seen them
-            shard.unlink()
+        if not all(map(journal.has, parts(job))):
+            give(job, settings, journal)
+        if settings.left_s < LEAST_S:
+            return
+
+
+def parts(job: Job) -> list[str]:
+    """Return the rows of a job: of each peer, and of all together."""
+    return [job.part(name) for name in (*job.peers, "all")]
+
+
+def give(job: Job, settings: Settings, journal: Journal) -> None:
+    """Give a job to those peers that have no row yet, as long as there is time; then compare."""
+    folder = settings.out / "peers" / job.name
+    machine = settings.out / f"machine-{job.dtype}.json" if settings.is_rehearsal else None
+    if machine is not None:
+        settings.machine(job.dtype)
+    job_file = write(job, folder, device=settings.device, machine=machine)
+    for peer in job.peers:
+        if journal.has(job.part(peer)):
+            continue
+        if settings.left_s < LEAST_S:
+            return
+        with watched.card(settings.device, job.vram_gib) as free_bytes:
+            result = ask(peer, job_file, settings)
+        if result is None:
+            return
+        note(journal, job, peer, result, free_bytes=free_bytes)
+    compare(journal, job)
+    for shard in folder.glob("model/*.safetensors"):  # tens of GB, and all have seen them
+        shard.unlink()
+    shutil.rmtree(folder / "cache", ignore_errors=True)
 
 
 def ask(peer: str, job_file: Path, settings: Settings) -> Row | None:

@@ -35,6 +35,7 @@ class Job:
         vocab_size: Of the model; None leaves it.
         vram_gib: What the card is made to have.
         dtype: Of weights and products.
+        codec: Form in which the layers' matrices wait: native, or nf4.
         rank: Of the adapter, whose alpha is twice that.
         targets: Linear layers with an adapter.
         has_experts: Whether fused experts have one too.
@@ -56,6 +57,7 @@ class Job:
     vocab_size: int | None
     vram_gib: float | None
     dtype: str
+    codec: str
     rank: int
     targets: tuple[str, ...]
     has_experts: bool
@@ -171,7 +173,7 @@ def _write_recipe(job: Job, folder: Path, *, device: str) -> Path:
             "schedule": "constant",
             "seed": job.seed,
         },
-        "offload": {"device": device, "num_slots": job.num_slots or "auto"},
+        "offload": {"device": device, "codec": job.codec, "num_slots": job.num_slots or "auto"},
         "output": {"name": "peer", "dir": str(folder / "sluice")},
     }
     file.write_text(yaml.safe_dump(recipe))
