@@ -4,6 +4,7 @@ Its recipe's documented fast path: `prepare_qlora_training`, attention in 4 bits
 it, adapters in fp32, and its step that takes all micro-batches through a layer before the next.
 """
 
+import importlib
 from typing import Any
 
 from tests.bench.gpu.peers.programs.told import Job, Result, Watch, rows_of, tell
@@ -12,11 +13,13 @@ from tests.bench.gpu.peers.programs.told import Job, Result, Watch, rows_of, tel
 def run(way: str, job: Job, watch: Watch) -> Result:
     """Train, and return what was trained."""
     import torch
-    from experts4bit_qlora.engines.layer_major import layer_major_step
-    from experts4bit_qlora.recipe import QLoRASetup, prepare_qlora_training
+
+    # in the peer's environment alone, where nobody checks types
+    major: Any = importlib.import_module("experts4bit_qlora.engines.layer_major")
+    recipe: Any = importlib.import_module("experts4bit_qlora.recipe")
 
     is_cuda = job["device"] == "cuda"
-    setup = QLoRASetup(
+    setup = recipe.QLoRASetup(
         r=job["rank"],
         alpha=job["alpha"],
         adapter_dtype="fp32",
@@ -26,7 +29,7 @@ def run(way: str, job: Job, watch: Watch) -> Result:
         pin=is_cuda,
         expert_kernel="grouped_nf4" if is_cuda else "reference",
     )
-    prepared = prepare_qlora_training(job["model"], setup, device=job["device"])
+    prepared = recipe.prepare_qlora_training(job["model"], setup, device=job["device"])
     model: Any = prepared.model
     _load_adapter(model, job)
     optimizer = torch.optim.AdamW(prepared.trainable, lr=job["lr"], weight_decay=0.0)
@@ -40,7 +43,7 @@ def run(way: str, job: Job, watch: Watch) -> Result:
         step = [{k: v.to(job["device"]) for k, v in b.items()} for b in batches[at : at + num]]
         for batch in step:
             batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-        losses = layer_major_step(model, step, [1 / num] * num)
+        losses = major.layer_major_step(model, step, [1 / num] * num)
         norm = torch.nn.utils.clip_grad_norm_(prepared.trainable, 1.0)
         optimizer.step()
         optimizer.zero_grad()

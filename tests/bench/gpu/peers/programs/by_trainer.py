@@ -5,6 +5,7 @@ under FSDP), bf16 by autocast over bf16 weights, fused AdamW where the optimizer
 """
 
 import functools
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ CARD_RESERVE_GIB = 4.0  # for activations: `max_memory` is for weights, and its 
 def run(way: str, job: Job, watch: Watch) -> Result:
     """Train, and return what was trained."""
     if way == "unsloth":
-        import unsloth  # type: ignore[import-not-found]  # noqa: F401  # patches transformers, so it comes before it
+        importlib.import_module("unsloth")  # patches transformers, so it comes before it
     arguments = _arguments(way, job)  # before the model: ZeRO-3 splits it while it is loaded
     model, adapted = _by_unsloth(job) if way == "unsloth" else _by_peft(way, job)
     if way == "device_map":
@@ -61,15 +62,15 @@ def _by_peft(way: str, job: Job) -> tuple[Any, Any]:
 def _by_unsloth(job: Job) -> tuple[Any, Any]:
     """Return the same as unsloth's guide has it, its own checkpointing included."""
     import torch
-    from unsloth import FastLanguageModel
 
-    model, _ = FastLanguageModel.from_pretrained(
+    language_model: Any = importlib.import_module("unsloth").FastLanguageModel
+    model, _ = language_model.from_pretrained(
         model_name=job["model"],
         max_seq_length=job["seq_len"],
         dtype=getattr(torch, job["dtype"]),
         load_in_4bit=False,
     )
-    adapted = FastLanguageModel.get_peft_model(
+    adapted = language_model.get_peft_model(
         model,
         r=job["rank"],
         lora_alpha=job["alpha"],
