@@ -59,11 +59,12 @@ PEERS = {
         program="by_trainer", way="zero3", limit_s=200.0, said="DeepSpeed ZeRO-3 offload"
     ),
     "unsloth": Peer(program="by_trainer", way="unsloth", limit_s=100.0, said="unsloth"),
+    "soup": Peer(program="by_soup", way="stream", limit_s=150.0, said="soup-cli, stream_layers"),
     "experts4bit": Peer(
         program="by_experts4bit", way="host", limit_s=150.0, said="experts4bit-qlora, layer-major"
     ),
 }
-ALL = (SLUICE, "hf", "fsdp2", "device_map", "zero3", "unsloth")
+ALL = (SLUICE, "hf", "fsdp2", "device_map", "zero3", "soup", "unsloth")
 ON_EXPERTS = (SLUICE, "hf", "device_map")
 IN_4_BITS = (SLUICE, "experts4bit")
 
@@ -201,7 +202,7 @@ def ask(peer: str, job_file: Path, settings: Settings) -> Row | None:
     result_file.unlink(missing_ok=True)
     limit_s = min(known.limit_s, settings.left_s)
     extensions = settings.out / "peers" / "extensions"
-    for lock in extensions.glob("*/*/lock"):  # of a compiler that was ended, waited for for ever
+    for lock in extensions.glob("**/lock"):  # of a compiler that was ended, waited for for ever
         lock.unlink()
     python = pythons(settings.out).get(peer, sys.executable)
     given = [f"PYTHONPATH={ROOT}", f"XDG_CACHE_HOME={folder / 'cache'}", "HF_HUB_OFFLINE=1"]
