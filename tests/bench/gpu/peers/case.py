@@ -56,7 +56,7 @@ PEERS = {
         program="by_trainer", way="fsdp2", limit_s=150.0, said="FSDP2 with CPUOffloadPolicy"
     ),
     "zero3": Peer(
-        program="by_trainer", way="zero3", limit_s=200.0, said="DeepSpeed ZeRO-3 offload"
+        program="by_trainer", way="zero3", limit_s=240.0, said="DeepSpeed ZeRO-3 offload"
     ),
     "unsloth": Peer(program="by_trainer", way="unsloth", limit_s=100.0, said="unsloth"),
     "soup": Peer(program="by_soup", way="stream", limit_s=150.0, said="soup-cli, stream_layers"),
@@ -207,6 +207,7 @@ def ask(peer: str, job_file: Path, settings: Settings) -> Row | None:
     python = pythons(settings.out).get(peer, sys.executable)
     given = [f"PYTHONPATH={ROOT}", f"XDG_CACHE_HOME={folder / 'cache'}", "HF_HUB_OFFLINE=1"]
     given.append(f"TORCH_EXTENSIONS_DIR={extensions}")
+    given.append(f"SOUP_LAYER_STREAM_CACHE_DIR={folder / 'cache' / 'soup'}")
     given += ["OMP_NUM_THREADS=1", "MKL_NUM_THREADS=1"] if settings.is_rehearsal else []
     given += launched(known.way, settings.device)
     program = ["-m", f"tests.bench.gpu.peers.programs.{known.program}", known.way]
