@@ -15,6 +15,7 @@ from tests.bench.gpu.journal import Journal
 from tests.bench.gpu.peers import case, watched
 from tests.bench.gpu.peers.equal import differences
 from tests.bench.gpu.settings import Settings
+from tests.bench.gpu.table import others
 
 SLUICE: dict[str, Any] = {
     "num_tokens": 1536,
@@ -22,6 +23,8 @@ SLUICE: dict[str, Any] = {
     "losses": [6.0, 5.0],
     "grad_norms": [1.0, 0.5],
     "steps_s": [0.1, 0.1],
+    "first_step_s": 9.0,
+    "peak_host_bytes": 2**30,
 }
 
 
@@ -86,7 +89,9 @@ def test_without_the_needed_peers_nothing_is_compared(settings: Settings) -> Non
         "not compared, losses differ by up to 20.00%, more than 0.00%"
     )
     assert not rows["all"]["is_compared"]
-    assert rows["all"]["note"] == "no comparison: hf and fsdp2 did not do this work"
+    said = "no comparison: hf and fsdp2 did not do this work"
+    assert rows["all"]["note"] == said
+    assert said in others([rows["all"]])
 
 
 def test_nothing_is_compared_with_a_sluice_that_failed(settings: Settings) -> None:

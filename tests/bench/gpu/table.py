@@ -125,6 +125,8 @@ def _words(rows: Sequence[Row]) -> Iterator[str]:
             top = [f"{one['frac']:.1%} {one['name'][:60]}" for one in row["top"][:8]]
             share = _percent(row, "ceiling_share")
             yield f"{name}: {share} of the GEMM ceiling in the layers; {'; '.join(top)}"
+        elif "is_compared" in row:
+            yield f"{name}: {row['note']}"
         elif "num_rows" in row:
             said = [line for line in row["last_lines"] if any(map(str.isalnum, line))]
             yield f"{name}: {row['num_rows']} rows; {' '.join(said[-1:])}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from offload.plan.machine import GIB
 from tests.bench.gpu.journal import Journal, Row
 from tests.bench.gpu.peers import watched
 from tests.bench.gpu.peers.equal import differences
@@ -292,7 +293,10 @@ def note(journal: Journal, job: Job, peer: str, result: Row, *, free_bytes: int 
     steps_s = result.pop("steps_s")
     row = work | result | {"step_s": quantiles(steps_s), "n": len(steps_s), "steps_s": steps_s}
     row["tokens_per_s"] = quantiles([job.tokens_per_step / step_s for step_s in steps_s])
-    said = [PEERS[peer].said]
+    if "peak_allocated_bytes" in row:
+        row["peak_bytes"] = row["peak_allocated_bytes"]
+    waited = f"first step after {row['first_step_s']:.0f} s"
+    said = [f"{PEERS[peer].said}, {waited}, {row['peak_host_bytes'] / GIB:.1f} GiB of RAM"]
     if peer != SLUICE:
         row |= beside(row, own_row(journal, job, SLUICE), job)
         said.append(verdict(row))
