@@ -206,20 +206,18 @@ def ask(peer: str, job_file: Path, settings: Settings) -> Row | None:
     for lock in extensions.glob("**/lock"):  # of a compiler that was ended, waited for for ever
         lock.unlink()
     python = pythons(settings.out).get(peer, sys.executable)
-    given = [f"PYTHONPATH={ROOT}", f"XDG_CACHE_HOME={folder / 'cache'}", "HF_HUB_OFFLINE=1"]
+    given = [f"XDG_CACHE_HOME={folder / 'cache'}", "HF_HUB_OFFLINE=1"]
     given.append(f"TORCH_EXTENSIONS_DIR={extensions}")
     given.append(f"SOUP_LAYER_STREAM_CACHE_DIR={folder / 'cache' / 'soup'}")
     given += ["OMP_NUM_THREADS=1", "MKL_NUM_THREADS=1"] if settings.is_rehearsal else []
     given += launched(known.way, settings.device)
     program = ["-m", f"tests.bench.gpu.peers.programs.{known.program}", known.way]
+    own = [] if python == sys.executable else ["-u", "PYTHONPATH"]  # another's packages
     start_s = time.perf_counter()
+    told = [str(job_file), str(result_file), f"{start_s}"]
+    command = ["env", *own, *given, python, *program, *told]
     try:
-        ended = watched.run(
-            ["env", *given, python, *program, str(job_file), str(result_file), f"{start_s}"],
-            cwd=ROOT,
-            log=log,
-            limit_s=limit_s,
-        )
+        ended = watched.run(command, cwd=ROOT, log=log, limit_s=limit_s)
     except OSError as error:
         return {"error": f"{type(error).__name__}: {error}"}
     seen: Row = {
