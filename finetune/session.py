@@ -20,7 +20,9 @@ from offload.engine.engine import Engine
 from offload.engine.host.mempolicy import bind_memory
 from offload.engine.host.numa import place_near, thread_on
 from offload.engine.host.record import Record
+from offload.engine.host.side import Tier
 from offload.engine.host.slab import Slab
+from offload.engine.host.store import Hold
 from offload.errors import DoesNotFitError
 from offload.plan.machine import GIB
 from offload.plan.plan import Plan, calibrate, with_costs
@@ -79,17 +81,7 @@ def build(recipe: Recipe, work: Work, ranks: Ranks, screen: Screen) -> Session:
     )
     model.train()
     plan, traced = traced_plan(model, work.plan, ways=work.ways, device=work.device, ranks=ranks)
-    engine = offload.attach(
-        model,
-        num_slots=plan.num_slots,
-        codec=plan.request.typical.codec,
-        tier=recipe.offload.load_tier,
-        device=str(work.device),
-        stash="host" if plan.request.is_stashed else "device",
-        head_chunk_tokens=plan.request.typical.head_chunk_tokens,
-        kept_graphs=plan.num_kept_graphs,
-        hold=loaded.hold,
-    )
+    engine = _attached(model, plan, tier=recipe.offload.load_tier, hold=loaded.hold, at=work.device)
     loop = Loop(
         model=model,
         engine=engine,
@@ -102,6 +94,22 @@ def build(recipe: Recipe, work: Work, ranks: Ranks, screen: Screen) -> Session:
     )
     notes = (*loaded.notes, traced, *engine.notes)
     return Session(model=model, engine=engine, loop=loop, plan=plan, notes=notes)
+
+
+def _attached(
+    model: "PeftModel", plan: Plan, *, tier: Tier, hold: Hold | None, at: torch.device
+) -> Engine:
+    return offload.attach(
+        model,
+        num_slots=plan.num_slots,
+        codec=plan.request.typical.codec,
+        tier=tier,
+        device=str(at),
+        stash="host" if plan.request.is_stashed else "device",
+        head_chunk_tokens=plan.request.typical.head_chunk_tokens,
+        kept_graphs=plan.num_kept_graphs,
+        hold=hold,
+    )
 
 
 def _shared_slab(

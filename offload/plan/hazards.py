@@ -15,7 +15,7 @@ it waits for, and a transfer stands as early as that allows, so that it is queue
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from offload.plan.op import Lane, Op
 
@@ -60,7 +60,7 @@ def parallel(program: Sequence[Line]) -> tuple[Op, ...]:
         lane_clocks[own] = (*clock[:own], num_on_lane, *clock[own + 1 :])
         clocks.append(lane_clocks[own])
         op = program[line].op
-        ops.append(replace(op, waits=tuple(sorted(needed))) if needed else op)
+        ops.append(op.behind(tuple(sorted(needed))) if needed else op)
     return tuple(ops)
 
 

@@ -72,3 +72,18 @@ class Op:
     num_bytes: int = 0
     has_graph: bool = False
     waits: tuple[int, ...] = ()
+
+    def behind(self, waits: tuple[int, ...]) -> "Op":
+        """Return the same op with these waits; `dataclasses.replace` takes thrice as long."""
+        return Op(
+            lane=self.lane,
+            kind=self.kind,
+            layer=self.layer,
+            micro_batch=self.micro_batch,
+            slot=self.slot,
+            buffer=self.buffer,
+            offset=self.offset,
+            num_bytes=self.num_bytes,
+            has_graph=self.has_graph,
+            waits=waits,
+        )

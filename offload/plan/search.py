@@ -32,6 +32,7 @@ from offload.plan.plan import Plan, PlanRequest, costs_of, draft_step_s, laid_ou
 from offload.plan.split import SAME_FRAC, bound_of, shared_out
 
 NUM_REJECTED = 3
+NO_SLOWER = ("memory", "link")  # changes behind which the chosen plan is as fast as before
 ROUNDING_ERROR_FRAC = 1e-9  # between a bound and a simulated time that equals it
 
 
@@ -256,6 +257,9 @@ def _what_ifs(
         change: Literal["memory", "link", "tokens"] | CodecName, others: Iterable[Candidate]
     ) -> WhatIf:
         found = list(others)
+        least_s = min((c.bound_s for c in found if not c.shortages), default=math.inf)
+        if change in NO_SLOWER and chosen.least_s * (1 - SAME_FRAC) <= least_s < math.inf:
+            return WhatIf(change=change, best=chosen, tokens_per_s=chosen.tokens_per_s)
         best = fastest(found)
         if best is None:
             return WhatIf(change=change, best=_nearest(found), tokens_per_s=None)
