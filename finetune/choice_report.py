@@ -5,7 +5,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from finetune.figures import shown_gib, shown_time, table_of
+from finetune.figures import shown_gib, shown_graphs, shown_time, table_of
 from offload.plan.codec import ROUNDING
 from offload.plan.fit import Shortage
 from offload.plan.search import Candidate, Choice, WhatIf
@@ -75,7 +75,7 @@ def _words(one: Candidate) -> str:
     request = one.request
     return (
         f"{request.typical.codec}, {one.num_slots} slots,"
-        + (f" {one.num_kept_graphs} kept graphs," if one.num_kept_graphs else "")
+        + (f" {shown_graphs(one.num_kept_graphs)}," if one.num_kept_graphs else "")
         + f" inputs {'in RAM' if request.is_stashed else 'on the device'},"
         f" {request.num_micro_batches} x {request.typical.micro_batch_size} sequences"
     )

@@ -46,3 +46,8 @@ def shown_count(number: int) -> str:
     if number >= 1e9:
         return f"{number / 1e9:.2f} B"
     return f"{number / 1e6:.2f} M" if number >= 1e6 else f"{number:,}"
+
+
+def shown_graphs(num_kept_graphs: int) -> str:
+    """Return how many layers keep their graphs, in words."""
+    return f"{num_kept_graphs} kept graph{'s' if num_kept_graphs > 1 else ''}"

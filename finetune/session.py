@@ -8,6 +8,7 @@ import torch
 
 import offload
 from finetune import adapters
+from finetune.figures import shown_graphs
 from finetune.loop import Loop
 from finetune.model import load_model
 from finetune.prepare import Work
@@ -163,7 +164,7 @@ def too_large(plan: Plan, error: torch.OutOfMemoryError) -> DoesNotFitError:
         fix = "offload.kept_graphs: 0"
     return DoesNotFitError(
         f"the longest batch ran out of device memory with {num_slots} slots"
-        + (f" and {num_graphs} kept graphs" if num_graphs else "")
+        + (f" and {shown_graphs(num_graphs)}" if num_graphs else "")
         + f": {str(error).splitlines()[0]}",
         limit=f"the plan had counted on {plan.peak_bytes / GIB:.2f} GiB",
         hint=f"`{fix}`, or close what else uses the card",

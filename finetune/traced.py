@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from finetune.choices import choose
-from finetune.figures import shown_mib
+from finetune.figures import shown_graphs, shown_mib
 from finetune.ranks import Ranks
 from offload.engine.tracing.visits import trace_visits
 from offload.errors import UnsupportedModelError
@@ -80,5 +80,5 @@ def _shown(plan: Plan) -> str:
 
 def _settings(plan: Plan) -> str:
     place = "in RAM" if plan.request.is_stashed else "on the device"
-    graphs = f"{plan.num_kept_graphs} kept graphs, " if plan.num_kept_graphs else ""
+    graphs = f"{shown_graphs(plan.num_kept_graphs)}, " if plan.num_kept_graphs else ""
     return f"{plan.num_slots} slots, {graphs}inputs {place}"

@@ -13,6 +13,7 @@ from offload.plan.fit import Needs
 from offload.plan.memory import input_bytes
 
 SAME_FRAC = 1e-6  # times that differ by less are the same
+WORTH_FRAC = 0.01  # of the step: for less no slot is given up, which a slower link would miss
 
 
 def bound_of(needs: Needs, costs: Costs, *, num_slots: int, num_kept_graphs: int) -> float:
@@ -34,8 +35,9 @@ def shared_out(needs: Needs, costs: Costs) -> tuple[int, int] | None:
 
     With each slot more there is room for fewer graphs. As long as loads bound the step it is faster
     with it, and from where visits do it is not: where that begins is found by halving. Of numbers
-    of slots that leave room for the same graphs the largest is taken. On a CPU slots come first:
-    there a load slows the visits beside it, which the plan does not price.
+    of slots that leave room for the same graphs the largest is taken, and the most that there can
+    be where graphs would gain little. On a CPU slots come first: there a load slows the visits
+    beside it, which the plan does not price.
 
     Returns:
         The two numbers, or None if the request does not fit at all.
@@ -60,7 +62,7 @@ def shared_out(needs: Needs, costs: Costs) -> tuple[int, int] | None:
             low = middle + 1
         else:
             high = middle
-    if bound_s(low) >= bound_s(most[0]) * (1 - SAME_FRAC):
+    if bound_s(low) >= bound_s(most[0]) * (1 - WORTH_FRAC):
         return most
     num_graphs = needs.most_graphs(low)
     while needs.most_graphs(low + 1) == num_graphs:

@@ -69,8 +69,8 @@ def noted(settings: Settings, results: dict[str, dict[str, Any]]) -> dict[str, A
 def test_peers_that_did_equal_work_are_compared(settings: Settings) -> None:
     slow = SLUICE | {"steps_s": [0.3, 0.3]}
     rows = noted(settings, {"sluice": SLUICE, "hf": slow, "fsdp2": SLUICE | {"steps_s": [0.05]}})
-    assert rows["hf"]["sluice_times"] == pytest.approx(3)
-    assert rows["hf"]["note"].endswith("equal work, Sluice does 3.00 times its tokens/s")
+    assert rows["hf"]["of_ours"] == pytest.approx(1 / 3)
+    assert rows["hf"]["note"].endswith("equal work, 0.33 of Sluice's tokens/s")
     assert rows["all"]["is_compared"]
     assert rows["all"]["note"] == "compared with 2 of 2 peers at equal work; slower than fsdp2"
 
@@ -84,7 +84,7 @@ def test_without_the_needed_peers_nothing_is_compared(settings: Settings) -> Non
     }
     rows = noted(settings, results)
     assert rows["hf"]["error"].startswith("OutOfMemoryError")
-    assert "sluice_times" not in rows["fsdp2"]
+    assert "of_ours" not in rows["fsdp2"]
     assert rows["fsdp2"]["note"].endswith(
         "not compared, losses differ by up to 20.00%, more than 0.00%"
     )

@@ -310,29 +310,29 @@ def beside(row: Row, reference: Row | None, job: Job) -> Row:
     )
     if found:
         return {"is_equal_work": False, "differences": found}
-    ratio = median(reference, "tokens_per_s") / median(row, "tokens_per_s")
-    return {"is_equal_work": True, "differences": [], "sluice_times": ratio}
+    ratio = median(row, "tokens_per_s") / median(reference, "tokens_per_s")
+    return {"is_equal_work": True, "differences": [], "of_ours": ratio}
 
 
 def verdict(row: Row) -> str:
     """Say it in words."""
     if row["is_equal_work"]:
-        return f"equal work, Sluice does {row['sluice_times']:.2f} times its tokens/s"
+        return f"equal work, {row['of_ours']:.2f} of Sluice's tokens/s"
     return f"not compared, {'; '.join(row['differences'])}"
 
 
 def compare(journal: Journal, job: Job) -> None:
     """Write down whether a job compares Sluice with its peers, and with which."""
     rows = {peer: own_row(journal, job, peer) for peer in job.peers if peer != SLUICE}
-    times = {p: row["sluice_times"] for p, row in rows.items() if row and "sluice_times" in row}
-    missing = [peer for peer in NEEDED if peer in job.peers and peer not in times]
+    equal = {p: row["of_ours"] for p, row in rows.items() if row and "of_ours" in row}
+    missing = [peer for peer in NEEDED if peer in job.peers and peer not in equal]
     if missing:
         said = f"no comparison: {' and '.join(missing)} did not do this work"
     else:
-        slower = [peer for peer, ratio in times.items() if ratio < 1]
-        said = f"compared with {len(times)} of {len(rows)} peers at equal work"
+        slower = [peer for peer, ratio in equal.items() if ratio >= 1]
+        said = f"compared with {len(equal)} of {len(rows)} peers at equal work"
         said += f"; slower than {', '.join(slower)}" if slower else "; faster than each"
-    journal.add(job.part("all"), note=said, is_compared=not missing, sluice_times=times)
+    journal.add(job.part("all"), note=said, is_compared=not missing, of_ours_by_peer=equal)
 
 
 def own_row(journal: Journal, job: Job, peer: str) -> Row | None:
