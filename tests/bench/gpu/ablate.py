@@ -55,18 +55,18 @@ def decoded_each_time(engine: Any) -> Iterator[None]:
         kept["cargo"] = slots._buffers[op.slot].clone()
         decode(op)
 
-    def again(layer: int, m: int) -> None:
+    def again(layer: int | None, m: int) -> None:
         with torch.no_grad():
             for field in slots._records[layer].fields if m else ():
                 field.decode(kept["cargo"], slots._decoded)
 
-    def forward_decoded(state: Any, layer: int, m: int, step: Any) -> None:
-        again(layer, m)
-        forward(state, layer, m, step)
+    def forward_decoded(state: Any, op: Op, m: int, step: Any) -> None:
+        again(op.layer, m)
+        forward(state, op, m, step)
 
-    def backward_decoded(state: Any, layer: int, m: int, step: Any) -> None:
-        again(layer, m)
-        backward(state, layer, m, step)
+    def backward_decoded(state: Any, op: Op, m: int, step: Any) -> None:
+        again(op.layer, m)
+        backward(state, op, m, step)
 
     executor._decode = decode_and_keep
     executor._forward, executor._backward = forward_decoded, backward_decoded
@@ -115,13 +115,13 @@ def a_wait_per_layer(engine: Any) -> Iterator[None]:
         if m == 0 and is_cuda:
             torch.cuda.current_stream().synchronize()
 
-    def forward_waited(state: Any, layer: int, m: int, step: Any) -> None:
+    def forward_waited(state: Any, op: Op, m: int, step: Any) -> None:
         wait(m)
-        forward(state, layer, m, step)
+        forward(state, op, m, step)
 
-    def backward_waited(state: Any, layer: int, m: int, step: Any) -> None:
+    def backward_waited(state: Any, op: Op, m: int, step: Any) -> None:
         wait(m)
-        backward(state, layer, m, step)
+        backward(state, op, m, step)
 
     executor._forward, executor._backward = forward_waited, backward_waited
     try:
