@@ -1,16 +1,16 @@
 """The program, with a rank 1 whose third step fails: `python broken_rank.py KIND WORDS...`."""
 
 import sys
-from typing import Any
 
 import torch
 
 from finetune import app
+from finetune.batches import StepShare
 from finetune.env import launch
-from offload.engine.engine import Engine
+from finetune.loop import Loop, StepRecord
 from offload.errors import TransferError
 
-FAILING_CALL = 6  # three of the rehearsal come first
+FAILING_STEP = 2  # counted from 0
 FAILURES = {
     "named": TransferError("a copy failed", limit="every copy must complete", hint="try again"),
     "memory": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
@@ -19,17 +19,15 @@ FAILURES = {
 
 
 def break_rank_1(failure: Exception) -> None:
-    whole = Engine.forward_backward
-    calls: list[None] = []
+    whole = Loop.step
 
-    def broken(self: Engine, *args: Any, **settings: Any) -> Any:
-        calls.append(None)
-        if len(calls) == FAILING_CALL:
+    def broken(self: Loop, number: int, share: StepShare) -> StepRecord:
+        if number == FAILING_STEP:
             raise failure
-        return whole(self, *args, **settings)
+        return whole(self, number, share)
 
     if launch().index == 1:
-        Engine.forward_backward = broken  # type: ignore[method-assign]
+        Loop.step = broken  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

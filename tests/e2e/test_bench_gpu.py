@@ -387,7 +387,7 @@ def test_a_device_that_does_not_wait_is_told_from_one_that_does(
 
 @pytest.mark.slow
 def test_a_rehearsal_measures_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    names = "probe,exact,moe30b"
+    names = "probe,moe30b"
     program = [sys.executable, "-m", "tests.bench.gpu", "--rehearse", "--cases", names]
     command = [*program, "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -405,10 +405,9 @@ def test_a_rehearsal_measures_and_goes_on_where_it_stopped(tmp_path: Path) -> No
         assert 0 < found["r3_share"]["p50"] < 1.2
         assert found["predicted_s"] > 0
         assert found["rates"]["float32"]["h2d_bytes_per_s"] > 0
-    assert all(row["is_equal"] for row in rows if row["case"] == "exact" and "loss" in row)
     text = (tmp_path / "table.md").read_text()
     assert REHEARSED in text
     assert "| moe30b | qwen3-30b-a3b-nf4-16-2 |" in text
     again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert again.stdout.count("complete before") == 3
+    assert again.stdout.count("complete before") == 2
     assert read(tmp_path / ROWS) == rows

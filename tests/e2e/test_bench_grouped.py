@@ -24,7 +24,7 @@ def test_flops_are_those_of_the_products() -> None:
     assert step.flops("liger", None) == 8 * 3 * (up + down)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_rehearsal_measures_every_arm_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     command = [*REHEARSE, "--out", f"{tmp_path / 'rows.jsonl'}"]

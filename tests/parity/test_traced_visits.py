@@ -182,7 +182,13 @@ def test_a_loop_over_experts_takes_what_its_routing_makes_of_it(experts: bool) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(torch.float32, id="fp32", marks=pytest.mark.exhaustive),
+        pytest.param(torch.bfloat16, id="bf16"),
+    ],
+)
 @pytest.mark.parametrize(
     ("name", "path", "experts"),
     [("dense", "", False), ("moe", "grouped_mm", True), ("moe", "eager", False)],

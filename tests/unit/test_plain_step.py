@@ -55,9 +55,15 @@ PLAIN_ON_4080 = replace(
     [
         pytest.param(ON_T4, 3.636, 3.932, id="T4"),
         pytest.param(
-            replace(ON_T4, attention="eager"), 3.641, 3.963, id="T4, eager", marks=pytest.mark.slow
+            replace(ON_T4, attention="eager"),
+            3.641,
+            3.963,
+            id="T4, eager",
+            marks=pytest.mark.exhaustive,
         ),
-        pytest.param(ON_4080, 9.3413, 9.5527, id="4080, not checkpointed", marks=pytest.mark.slow),
+        pytest.param(
+            ON_4080, 9.3413, 9.5527, id="4080, not checkpointed", marks=pytest.mark.exhaustive
+        ),
         pytest.param(PLAIN_ON_4080, 3.0324, 3.7949, id="4080, bf16", marks=pytest.mark.slow),
     ],
 )

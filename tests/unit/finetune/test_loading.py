@@ -436,9 +436,9 @@ def published(
 @pytest.mark.parametrize(
     ("tier", "dtype"),
     [
-        ("ram", "bfloat16"),
-        pytest.param("disk", "bfloat16", marks=pytest.mark.slow),
-        pytest.param("ram", "float32", marks=pytest.mark.slow),
+        pytest.param("ram", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("disk", "bfloat16", marks=pytest.mark.exhaustive),
+        pytest.param("ram", "float32", marks=pytest.mark.exhaustive),
         pytest.param("disk", "float32", marks=pytest.mark.slow),
     ],
 )

@@ -51,8 +51,15 @@ def test_kernels_for_a_card_that_is_not_there_launch_on_it() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows_per_expert", [SOME, MANY])
-@pytest.mark.parametrize("capability", [86, 89])
+@pytest.mark.parametrize(
+    ("capability", "rows_per_expert"),
+    [
+        (86, SOME),
+        (89, MANY),
+        pytest.param(86, MANY, marks=pytest.mark.exhaustive),
+        pytest.param(89, SOME, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_kernels_launch_on_consumer_cards(capability: int, rows_per_expert: int) -> None:
     blocks = blocks_for(divmod(capability, 10), torch.bfloat16, rows_per_expert=rows_per_expert)
     for mixture in (QWEN, GPT_OSS):
