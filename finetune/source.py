@@ -16,7 +16,7 @@ from finetune.rows import Conversation, read_conversations
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-NUM_STEPS_LOOKED_AT, NUM_TYPICAL = 50, 6
+NUM_STEPS_LOOKED_AT, NUM_TYPICAL = 50, 12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

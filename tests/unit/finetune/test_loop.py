@@ -159,9 +159,9 @@ def test_a_rehearsal_in_16_bits_leaves_no_trace_either() -> None:
 @pytest.mark.parametrize(
     ("times_s", "expected_s", "widths"),
     [
-        ([0.0, 9.0, 0.3, 0.5, 0.1], 0.3, [8, 20, 9, 10, 11]),  # the first is not timed
-        ([0.0, 9.0, 3.0, 1.0], 3.0, [8, 20, 9, 10]),  # there is time for one more
-        ([0.0, 9.0, 5.0], 5.0, [8, 20, 9]),
+        ([0.0, 9.0, 0.3, 0.7, 0.1], 0.7, [8, 20, 9, 10, 11]),  # the first is not timed
+        ([0.0, 9.0, 3.0, 1.0], 1.0, [8, 20, 9, 10]),  # there is time for one more
+        ([0.0, 9.0, 6.0], 6.0, [8, 20, 9]),
     ],
 )
 def test_a_rehearsal_times_other_steps_while_there_is_time(
