@@ -11,15 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from offload.capacity import cuda_context_bytes, free_host_bytes, pinned_bytes, resident_bytes
 from offload.errors import MachineError
 from offload.plan.machine import MEASURED, Machine, Rate, assumed_implementation
 from offload.rate_bench import RateBench
-
-if TYPE_CHECKING:
-    pass
 
 DTYPES = ("bfloat16", "float32")
 NUM_MEASUREMENTS = 12

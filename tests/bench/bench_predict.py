@@ -13,9 +13,9 @@ micro-batch follow from the drawn work of a step, which keeps steps well above t
 where one sequence is too much for it, sequences get shorter, down to MIN_SEQ_LEN.
 
 An error is (predicted - median) / median. Beside it stands the noise floor: by how much one step
-differs from the median of its run, at the median: the prediction rests on one timed step. `within`
-says whether it lies between the 20th and the 80th percentile of the steps, and `others` how many
-cores other processes kept busy meanwhile: on a quiet machine none.
+differs from the median of its run, at the median: the prediction rests on one of a few timed steps.
+`within` says whether it lies between the 20th and the 80th percentile of the steps, and `others`
+how many cores other processes kept busy meanwhile: on a quiet machine none.
 """
 
 import argparse
