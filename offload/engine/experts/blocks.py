@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 MAX_SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}
-HOPPER, BLACKWELL = 9, 12
+HOPPER = 9
 MANY_ROWS = 256  # of an expert, on average
 
 
@@ -60,9 +60,8 @@ def blocks_for(
     """
     if capability is None:
         return INTERPRETED
-    if dtype is torch.float32:  # without tensor cores; twice as deep spills on sm_80
-        num_warps = 8 if capability[0] >= BLACKWELL else 4  # on which the other one spills
-        return Blocks(m=64, n=64, k=16, num_warps=num_warps, num_stages=2)
+    if dtype is torch.float32:  # without tensor cores; larger ones spill on one card or another
+        return Blocks(m=32, n=32, k=16, num_warps=4, num_stages=2)
     m = max(16, min(64, 1 << (rows_per_expert - 1).bit_length()))
     if rows_per_expert > MANY_ROWS:
         num_stages = 4 if capability[0] == HOPPER else 3

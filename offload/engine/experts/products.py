@@ -31,8 +31,10 @@ class Taken:
         return self.hidden_TK.index_select(0, self.tokens[expert])
 
 
+FEW_SIZES = 32  # rows: a slice is filled up to a multiple of it
 Rows = torch.Tensor | Taken
 Pair = tuple[Rows, torch.Tensor]
+Slices = Sequence[torch.Tensor] | Taken
 
 
 class Products(Protocol):
@@ -81,23 +83,21 @@ class Loop:
 
     def sum(self, *pairs: Pair, to_tokens: bool = False) -> torch.Tensor:
         """Add up in place; tokens in float32 at least, as several experts add to one."""
-        (first, first_EKN), *others = [(self._split(r), m.unbind()) for r, m in pairs]
+        slices = [(self._split(rows), matrix_EKN.unbind()) for rows, matrix_EKN in pairs]
         like, num_features = pairs[0][1], pairs[0][1].shape[2]
         if to_tokens:
             dtype = torch.promote_types(like.dtype, torch.float32)
             out_TN = like.new_zeros((self._shape[0], num_features), dtype=dtype)
             for i in self._used:
-                product = torch.mm(first[i], first_EKN[i])
-                for rows, matrix_EKN in others:
-                    product.addmm_(rows[i], matrix_EKN[i])
+                product = _sum_of(slices, i)[: self._sizes[i]]
                 out_TN.index_add_(0, self._tokens[i], product.to(dtype))
             return out_TN.to(like.dtype)
         out_SN = like.new_empty((self._shape.numel(), num_features))
         outs = out_SN.split(self._sizes)
         for i in self._used:
-            torch.mm(first[i], first_EKN[i], out=outs[i])
-            for rows, matrix_EKN in others:
-                outs[i].addmm_(rows[i], matrix_EKN[i])
+            product = _sum_of(slices, i, out=outs[i])
+            if product is not outs[i]:
+                outs[i].copy_(product[: self._sizes[i]])
         return out_SN
 
     def outer(self, left: Rows, right: Rows) -> torch.Tensor:
@@ -106,10 +106,10 @@ class Loop:
         out_EKN = _tensor(left).new_zeros(shape)
         lefts, rights, outs = self._split(left), self._split(right), out_EKN.unbind()
         for i in self._used:
-            torch.mm(lefts[i].t(), rights[i], out=outs[i])
+            torch.mm(_filled(lefts[i]).t(), _filled(rights[i]), out=outs[i])
         return out_EKN
 
-    def _split(self, rows: Rows) -> Taken | Sequence[torch.Tensor]:
+    def _split(self, rows: Rows) -> Slices:
         return rows if isinstance(rows, Taken) else rows.split(self._sizes)
 
 
@@ -144,6 +144,29 @@ class Grouped:
         out_EKN = F.grouped_mm(_tensor(left).t(), _tensor(right), offs=end_E)
         has_rows_E = torch.diff(end_E, prepend=end_E.new_zeros(1)) > 0
         return out_EKN.masked_fill_(~has_rows_E[:, None, None], 0)
+
+
+def _sum_of(
+    slices: Sequence[tuple[Slices, Sequence[torch.Tensor]]],
+    expert: int,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the sum of an expert's products; in `out` if no row was filled in."""
+    (first, first_EKN), *others = slices
+    filled = _filled(first[expert])
+    is_whole = out is not None and len(out) == len(filled)
+    product = torch.mm(filled, first_EKN[expert], out=out if is_whole else None)
+    for rows, matrix_EKN in others:
+        product.addmm_(_filled(rows[expert]), matrix_EKN[expert])
+    return product
+
+
+def _filled(rows_SK: torch.Tensor) -> torch.Tensor:
+    """Return rows of which a library need not make a program for each number."""
+    is_odd = rows_SK.is_cpu and rows_SK.element_size() < torch.float32.itemsize
+    missing = -rows_SK.shape[0] % FEW_SIZES if is_odd else 0
+    return F.pad(rows_SK, (0, 0, 0, missing)) if missing else rows_SK
 
 
 def _tensor(rows: Rows) -> torch.Tensor:
