@@ -19,8 +19,8 @@ from torch import nn
 
 from offload.engine.experts import fused
 from offload.engine.experts.branch import Branch
-from offload.engine.experts.interface import goes_through_interface
-from offload.engine.experts.lora import register, take_branches
+from offload.engine.experts.interface import goes_through_interface, reason_outside
+from offload.engine.experts.lora import LOOP, SUFFIX, register, take_branches
 from offload.engine.streams import release_cached
 from offload.errors import UnsupportedModelError
 from offload.plan.expert_memory import ROW_BYTES
@@ -51,11 +51,14 @@ def find_experts(model: nn.Module) -> nn.Module | None:
 
 
 def use(implementation: ExpertsImplementation, experts: nn.Module) -> None:
-    """Let a module multiply its experts in a way; so do all that share its config."""
-    if implementation == "triton":
-        register()
+    """Let a module multiply its experts in a way; so do all that share its config.
+
+    A loop may have to be ours (lora.py), but for experts that do more than it can.
+    """
+    register()
     config: Any = experts.config
-    config._experts_implementation = implementation
+    is_ours = implementation == LOOP and reason_outside(experts) is None
+    config._experts_implementation = implementation + (SUFFIX if is_ours else "")
 
 
 def reason_against(

@@ -30,7 +30,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from offload.engine.experts import fused
 from offload.engine.experts.branch import Branch
 from offload.engine.experts.interface import reason_outside
-from offload.engine.experts.products import Grouped, Loop, Products
+from offload.engine.experts.products import Grouped, Loop, Products, takes_few_sizes
 from offload.engine.experts.routing import Routing, route
 from offload.errors import UnsupportedModelError
 
@@ -84,9 +84,12 @@ def _experts_forward(
 ) -> torch.Tensor:
     """Compute what transformers' implementation `plain` does, and the branches beside it.
 
+    Without branches it is left to transformers, but for kernels that it has not, and its loop where
+    that multiplies too many different numbers of rows.
     A choice of an expert that is not there counts for nothing, as in transformers' own loop.
     """
-    if lora is None and plain != TRITON:
+    is_own = plain == TRITON or (plain == LOOP and takes_few_sizes(experts.down_proj))
+    if lora is None and not is_own:
         own_forward = type(experts).forward.__wrapped__
         as_before = ALL_EXPERTS_FUNCTIONS.get(plain, own_forward)
         return cast("torch.Tensor", as_before(experts, hidden_TD, expert_TC, weight_TC))
@@ -121,9 +124,9 @@ def _in_parts(
 
 
 Compute = Callable[[Any, Mapping[str, Branch], Routing, torch.Tensor, torch.Tensor], torch.Tensor]
-TRITON = "triton"
+LOOP, TRITON = "eager", "triton"
 IMPLEMENTATIONS: Mapping[str, Compute] = {
-    "eager": partial(_in_parts, Loop),
+    LOOP: partial(_in_parts, Loop),
     "grouped_mm": partial(_in_parts, Grouped),
     TRITON: fused.compute,
 }

@@ -31,7 +31,7 @@ class Taken:
         return self.hidden_TK.index_select(0, self.tokens[expert])
 
 
-FEW_SIZES = 32  # rows: a slice is filled up to a multiple of it
+FEW_SIZES = 32  # rows: a slice is filled up to a multiple of it, a smaller one to a power of two
 Rows = torch.Tensor | Taken
 Pair = tuple[Rows, torch.Tensor]
 Slices = Sequence[torch.Tensor] | Taken
@@ -162,11 +162,18 @@ def _sum_of(
     return product
 
 
+def takes_few_sizes(tensor: torch.Tensor) -> bool:
+    """Tell whether each number of rows that a tensor is multiplied with is a program of its own."""
+    return tensor.is_cpu and tensor.element_size() < torch.float32.itemsize
+
+
 def _filled(rows_SK: torch.Tensor) -> torch.Tensor:
-    """Return rows of which a library need not make a program for each number."""
-    is_odd = rows_SK.is_cpu and rows_SK.element_size() < torch.float32.itemsize
-    missing = -rows_SK.shape[0] % FEW_SIZES if is_odd else 0
-    return F.pad(rows_SK, (0, 0, 0, missing)) if missing else rows_SK
+    """Return rows of which there are few different numbers, if that counts."""
+    num = len(rows_SK)
+    missing = -num % min(FEW_SIZES, 1 << (num - 1).bit_length())
+    if not missing or not takes_few_sizes(rows_SK):
+        return rows_SK
+    return F.pad(rows_SK, (0, 0, 0, missing))
 
 
 def _tensor(rows: Rows) -> torch.Tensor:

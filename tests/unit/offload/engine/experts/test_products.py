@@ -7,8 +7,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offload.engine.experts.products import Loop
+from offload.engine.experts.choice import use
+from offload.engine.experts.products import FEW_SIZES, Loop
 from offload.engine.experts.routing import route
+from tests.parity.architectures import SLACK, rel_error
+from tests.parity.experts import KINDS, SIZES, Holder, step
 
 NUM_EXPERTS, NUM_TOKENS, K, N = 4, 70, 24, 16
 
@@ -51,7 +54,7 @@ def test_few_different_numbers_of_rows_are_multiplied_in_16_bits(
         )
         outer_EKN = products.outer(products.rows(hidden_TK), up_SN)
     assert sizes.rows
-    assert all(size % 32 == 0 for size in sizes.rows) == is_even
+    assert all(size % FEW_SIZES == 0 for size in sizes.rows) == is_even
     for i in range(NUM_EXPERTS):
         rows_K = hidden_TK[torch.nonzero(expert_TC == i)[:, 0]].double()
         rows_N = rows_K @ weight_EKN[i].double()
@@ -61,3 +64,22 @@ def test_few_different_numbers_of_rows_are_multiplied_in_16_bits(
     up_TCN = (hidden_TK[:, None, None].double() @ weight_EKN[expert_TC].double())[:, :, 0]
     down = 2 * (up_TCN[:, :, None] @ weight_EKN.mT[expert_TC].double()).sum(dim=(1, 2))
     assert (down_TK.double() - down).norm() < 0.01 * down.norm()
+
+
+@pytest.mark.parametrize("kind", ["gated", "transposed, biased, clamped", "without gate"])
+def test_experts_without_adapters_are_as_close_to_the_truth_as_transformers_own(kind: str) -> None:
+    """Grade REORDER: in 16 bits a CPU multiplies them by our products."""
+    squares = {"ours": 0.0, "own": 0.0}
+    for seed in range(32):
+        torch.manual_seed(seed)
+        holder = Holder(KINDS[kind][0], "eager", limit=7.0, sizes=SIZES).bfloat16()
+        own = step(holder, "mixed", torch.bfloat16, seed=seed)
+        use("eager", holder.experts)
+        ours = step(holder, "mixed", torch.bfloat16, seed=seed)
+        assert not torch.equal(ours["weight"], own["weight"]), "by transformers' loop again"
+        true = step(holder.double(), "mixed", torch.bfloat16, seed=seed, precision=torch.float64)
+        squares["ours"] += rel_error(ours, true) ** 2
+        squares["own"] += rel_error(own, true) ** 2
+        if seed >= 3 and squares["ours"] <= SLACK**2 * squares["own"]:
+            return
+    pytest.fail(f"squared errors {squares}, the limit is {SLACK} in error")
