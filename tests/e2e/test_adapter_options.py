@@ -67,7 +67,12 @@ def streamed_logits(model_dir: Path, adapter: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "options", [EVERYTHING, pytest.param(DORA, marks=pytest.mark.slow)], ids=["everything", "DoRA"]
+    "options",
+    [
+        pytest.param(EVERYTHING, marks=pytest.mark.slow),
+        pytest.param(DORA, marks=pytest.mark.exhaustive),
+    ],
+    ids=["everything", "DoRA"],
 )
 def test_options_train_resume_to_the_bit_and_load_in_plain_peft(
     options: dict[str, Any], tmp_path: Path, write_recipe, machine_file, model_dir, capsys

@@ -29,7 +29,7 @@ def test_layers_in_ram_and_on_disk_train_alike_and_the_store_is_built_once(
     assert losses(tmp_path / "native") != found["ram"][0]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_killed_encoded_run_resumes_to_the_bit(tmp_path, write_recipe, machine_file) -> None:
     recipe = write_recipe(
         train={"steps": 8}, offload={"device": "cpu", "num_slots": 2, "codec": "nf4"}

@@ -118,6 +118,7 @@ def test_generate_answers_with_the_adapter(finished: Path, capsys) -> None:
     assert capsys.readouterr().out.endswith("\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["tier=ram", "tier=disk", "stash=host"])
 def test_streamed_and_resident_runs_are_equal_to_the_bit(
     setting, tmp_path, write_recipe, machine_file
@@ -203,7 +204,7 @@ def test_a_killed_run_resumes_to_the_bit(moment, tmp_path, write_recipe, machine
     metrics, checkpoints = run_dir / "metrics.jsonl", run_dir / "checkpoints"
     chance = random.Random(moment)
     words: tuple[str, ...] = ()
-    for _ in range(3):
+    for _ in range(2):
         process = start(recipe, machine_file, *words)
         steps = metrics.read_text().count("\n") if metrics.exists() else 0
         if moment == "while saving":
@@ -295,7 +296,14 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(
         assert all(torch.isfinite(tensor).all() for tensor in saved.values())
 
 
-@pytest.mark.parametrize("name", ["optimizer.pt", "trained.safetensors", "state.json"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "optimizer.pt",
+        pytest.param("trained.safetensors", marks=pytest.mark.slow),
+        pytest.param("state.json", marks=pytest.mark.slow),
+    ],
+)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_can_be_taken(
     name: str, finished: Path, machine_file, capsys
 ) -> None:
@@ -344,7 +352,14 @@ def test_a_model_without_weights_is_said_to_have_none(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("delay_s", [0.0, 0.3, 0.8])
+@pytest.mark.parametrize(
+    "delay_s",
+    [
+        pytest.param(0.0, marks=pytest.mark.exhaustive),
+        0.3,
+        pytest.param(0.8, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_ctrl_c_while_workers_start_does_not_hang(
     delay_s: float, tmp_path, write_recipe, machine_file
 ) -> None:

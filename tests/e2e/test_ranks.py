@@ -67,6 +67,7 @@ def test_two_ranks_talk(scene: str) -> None:
 # ---------------------------------------------------------------------------------------- training
 
 
+@pytest.mark.slow
 def test_two_ranks_train_as_one_process_does(tmp_path, write_recipe, machine_file) -> None:
     # 3 micro-batches: one rank has two of them, the other one
     recipe = write_recipe(adapter=DROPOUT, output={"eval_every": 3})
@@ -184,8 +185,10 @@ def test_a_killed_rank_ends_the_launch_which_names_it(tmp_path, write_recipe, ma
     ("kind", "what"),
     [
         ("named", "error (rank 1): a copy failed; every copy must complete"),
-        ("memory", "OutOfMemoryError: CUDA out of memory."),
-        ("bug", "KeyError: 'layer'"),
+        pytest.param(
+            "memory", "OutOfMemoryError: CUDA out of memory.", marks=pytest.mark.exhaustive
+        ),
+        pytest.param("bug", "KeyError: 'layer'", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_rank_that_fails_in_a_visit_shows_why_and_ends_the_other(

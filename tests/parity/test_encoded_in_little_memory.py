@@ -60,6 +60,7 @@ def test_encoding_takes_two_tensors_at_a_time_and_fits_where_a_copy_does_not(
     assert copy.outcome.startswith("died")
 
 
+@pytest.mark.exhaustive
 def test_the_slab_of_the_next_start_is_as_large_as_the_store(
     published: Path, tmp_path: Path
 ) -> None:

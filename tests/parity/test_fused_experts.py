@@ -98,7 +98,11 @@ def test_sizes_that_fill_no_block_are_computed_as_well(kind: str, device: str) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(torch.float32, marks=pytest.mark.exhaustive), torch.bfloat16],
+    ids=str,
+)
 @pytest.mark.parametrize("kind", CLOSE_KINDS)
 def test_kernels_are_as_close_to_the_truth_as_peft(
     kind: str, dtype: torch.dtype, device: str

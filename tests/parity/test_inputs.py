@@ -154,7 +154,14 @@ def test_a_mask_that_micro_batches_share_is_exact() -> None:
     assert_exact(llama(), batches)
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 2, 3])
+@pytest.mark.parametrize(
+    "num_micro_batches",
+    [
+        pytest.param(1, marks=pytest.mark.exhaustive),
+        pytest.param(2, marks=pytest.mark.exhaustive),
+        3,
+    ],
+)
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "qwen3_moe"])
 def test_reorder_bfloat16_is_no_worse_than_the_plain_model(
     model_type: str, num_micro_batches: int

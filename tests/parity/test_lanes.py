@@ -163,7 +163,10 @@ def waits_of(setting: Setting) -> list[tuple[int, int]]:
     return [(number, wait) for number, op in enumerate(ops) for wait in op.waits]
 
 
-MANY_WAITS = ("weights and inputs", "weights, inputs and gradients")
+MANY_WAITS = {
+    "weights and inputs": pytest.mark.exhaustive,
+    "weights, inputs and gradients": pytest.mark.slow,
+}
 
 
 class Held:
@@ -191,7 +194,7 @@ class Held:
 @pytest.mark.parametrize(
     "setting",
     [
-        pytest.param(setting, id=name, marks=pytest.mark.slow if name in MANY_WAITS else ())
+        pytest.param(setting, id=name, marks=MANY_WAITS.get(name, ()))
         for name, setting in SETTINGS.items()
     ],
 )

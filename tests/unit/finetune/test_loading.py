@@ -439,7 +439,7 @@ def published(
         pytest.param("ram", "bfloat16", marks=pytest.mark.slow),
         pytest.param("disk", "bfloat16", marks=pytest.mark.exhaustive),
         pytest.param("ram", "float32", marks=pytest.mark.exhaustive),
-        pytest.param("disk", "float32", marks=pytest.mark.slow),
+        pytest.param("disk", "float32", marks=pytest.mark.exhaustive),
     ],
 )
 def test_loading_takes_at_most_three_layers_over_the_slab(
@@ -464,6 +464,7 @@ def test_loading_takes_at_most_three_layers_over_the_slab(
     assert over_bytes <= 3 * layers_bytes / config.num_hidden_layers, over_bytes / MIB
 
 
+@pytest.mark.slow
 def test_the_second_start_from_a_store_takes_no_memory_for_layers(
     published: Path, start: Callable[[Path, Tier, str], Child]
 ) -> None:
