@@ -245,6 +245,7 @@ def test_a_wrong_setting_is_refused_in_three_parts(overrides, what, hint, capsys
     assert hint in fix
 
 
+@pytest.mark.slow  # measures the machine first
 def test_an_empty_data_set_is_refused(tmp_path: Path, capsys) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")
