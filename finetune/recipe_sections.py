@@ -236,6 +236,10 @@ class TrainSection(Section):
     seed: int = Field(
         default=0, ge=0, lt=2**32, description="Seed of initial weights, data order and dropout."
     )
+    compile: bool = Field(
+        default=False,
+        description="Let torch compile each kind of layer, in a minute or so at the start.",
+    )
     gradient_checkpointing: bool = Field(
         default=True,
         description="Only true: a visit recomputes its layer, so the visit is the checkpoint.",

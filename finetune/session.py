@@ -8,6 +8,7 @@ import torch
 
 import offload
 from finetune import adapters
+from finetune.compiling import FAILURES, compile_layers, refusal
 from finetune.figures import shown_graphs
 from finetune.loop import Loop
 from finetune.model import load_model
@@ -24,6 +25,7 @@ from offload.engine.host.record import Record
 from offload.engine.host.side import Tier
 from offload.engine.host.slab import Slab
 from offload.engine.host.store import Hold
+from offload.engine.model.layers import LayeredModel
 from offload.errors import DoesNotFitError
 from offload.plan.machine import GIB
 from offload.plan.plan import Plan, calibrate, with_costs
@@ -82,6 +84,8 @@ def build(recipe: Recipe, work: Work, ranks: Ranks, screen: Screen) -> Session:
     )
     model.train()
     plan, traced = traced_plan(model, work.plan, ways=work.ways, device=work.device, ranks=ranks)
+    if recipe.train.compile:
+        compile_layers(LayeredModel(model).layers)
     engine = _attached(model, plan, tier=recipe.offload.load_tier, hold=loaded.hold, at=work.device)
     loop = Loop(
         model=model,
@@ -138,7 +142,8 @@ def _shared_slab(
 
 def rehearse(work: Work, session: Session, screen: Screen) -> Plan:
     """Find out whether the longest batch fits, and how long a typical step takes here."""
-    screen.note("Trying the longest batch, then timing typical steps ...")
+    doing = "Compiling the layers, trying" if work.recipe.train.compile else "Trying"
+    screen.note(f"{doing} the longest batch, then timing typical steps ...")
     meter.reset_peak(work.device)
     try:
         record = session.loop.rehearse(
@@ -147,6 +152,8 @@ def rehearse(work: Work, session: Session, screen: Screen) -> Plan:
         )
     except torch.OutOfMemoryError as error:
         raise too_large(session.plan, error) from error
+    except FAILURES as error:
+        raise refusal(error) from error
     costs = calibrate(
         session.plan.costs,
         record.timeline,

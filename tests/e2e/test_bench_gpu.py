@@ -358,7 +358,8 @@ def test_an_engine_with_a_part_taken_out_computes_the_same(codec: CodecName) -> 
     rig.rebind(num_slots=3, stash="host")
     expected = gradients_of(rig)
     assert all(gradient.abs().max() > 0 for gradient in expected.values())
-    for name, (ablation, order, has_two_slots) in ablate.arms(codec).items():
+    arms = {name: arm for name, arm in ablate.arms(codec).items() if name != ablate.COMPILED}
+    for name, (ablation, order, has_two_slots) in arms.items():
         rig.rebind(num_slots=2 if has_two_slots else 3, stash="host")
         with ablation(rig.engine):
             found = gradients_of(rig, order=order)

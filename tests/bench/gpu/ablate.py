@@ -7,6 +7,7 @@
     pinned by tensor    each tensor page-locked and copied by itself, as loaders of others do
     a wait per layer    the host waits for the device before each visit
     whole copies        a layer is one copy, so what shares its lane waits for all of it
+    compiled layers     nothing taken out: torch compiles each kind of layer
 
 All are taken out here, around the engine, and are exact but for rounding. The number of tokens is
 that at which loads just hide behind the visits, where every part shows.
@@ -19,6 +20,8 @@ from typing import Any
 
 import torch
 
+from finetune.compiling import FAILURES as COMPILER_FAILURES
+from finetune.compiling import compile_layers, refusal
 from offload.engine.meter import torch_pinned_bytes
 from offload.plan.codec import CodecName
 from offload.plan.facts import AdapterSpec, linear_names, model_facts
@@ -35,7 +38,7 @@ from tests.bench.record import quantiles
 
 SHAPE, RANK, SEQ_LEN = "qwen3-8b", 16, 2048
 NUM_LAYERS, NUM_SLOTS, NUM_STEPS = 2 * MIN_LAYERS, 6, 5
-ENGINE, AGAIN = "the engine", "the engine, again"
+ENGINE, AGAIN, COMPILED = "the engine", "the engine, again", "compiled layers"
 CODECS: tuple[CodecName, ...] = ("native", "nf4")
 REHEARSED_CODECS: tuple[CodecName, ...] = ("native", "int8")
 REHEARSED_OF_M_STAR = 4.0  # some micro-batches
@@ -142,6 +145,20 @@ def whole_copies(engine: Any) -> Iterator[None]:
         engine._freight = before
 
 
+@contextmanager
+def compiled_layers(engine: Any) -> Iterator[None]:
+    """Let torch compile the layers, as `train.compile` does."""
+    layers = engine._layered.layers
+    compile_layers(layers)
+    try:
+        yield
+    except COMPILER_FAILURES as error:
+        raise refusal(error) from error
+    finally:
+        for layer in layers:
+            layer._compiled_call_impl = None
+
+
 def nothing(_engine: Any) -> AbstractContextManager[None]:
     """Take nothing out."""
     return nullcontext()
@@ -167,6 +184,7 @@ def arms(codec: CodecName) -> dict[str, tuple[Ablation, Order, bool]]:
         "whole copies": (whole_copies, major, False),
         "two slots": (nothing, major, True),
         AGAIN: (nothing, major, False),
+        COMPILED: (compiled_layers, major, False),
     }
 
 
@@ -197,7 +215,7 @@ def run(settings: Settings, journal: Journal) -> None:
                 with closing(session):
                     _measure(journal, session, part)
             except FAILURES as error:
-                for name in left:
+                for name in (name for name in left if not journal.has(f"{codec}: {name}")):
                     journal.fail(f"{codec}: {name}", error)
 
 
