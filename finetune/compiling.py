@@ -16,6 +16,9 @@ from finetune.expert_lora import ParamWrapper
 from offload.engine.experts.interface import goes_through_interface
 
 FAILURES = (TorchDynamoException, FailOnRecompileLimitHit)
+# Of one kind of code: by what layers attend to, for training or not, with a graph or not, and with
+# one row or several.
+MAX_FORMS = 32
 
 
 def compile_layers(layers: Iterable[nn.Module]) -> None:
@@ -26,6 +29,7 @@ def compile_layers(layers: Iterable[nn.Module]) -> None:
     Args:
         layers: Of one model, with their adapters.
     """
+    torch._dynamo.config.recompile_limit = MAX_FORMS
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     for layer in layers:
         for module in layer.modules():

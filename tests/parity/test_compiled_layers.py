@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import offload
+from finetune import compiling
 from finetune.adapters import add_lora
 from finetune.compiling import FAILURES, compile_layers, refusal
 from offload.engine.model.layers import LayeredModel
@@ -27,7 +28,7 @@ pytestmark = [
 def fresh_compiler() -> Any:
     """Start without compiled code, and leave torch's settings as they were."""
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=False):
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=False, recompile_limit=8):
         yield
     torch._dynamo.reset()
 
@@ -94,9 +95,10 @@ def test_a_compiled_recomputation_drops_out_what_its_forward_did() -> None:
     assert rel_error(again, without) > 0.1, "dropout has an effect"
 
 
-def test_layers_that_compile_again_and_again_are_refused() -> None:
+def test_layers_that_compile_again_and_again_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "MAX_FORMS", 1)
     model = adapted("qwen3")
-    with torch._dynamo.config.patch(recompile_limit=1), pytest.raises(FAILURES) as caught:
+    with pytest.raises(FAILURES) as caught:
         step(model, num_slots=2)
     error = refusal(caught.value)
     assert "torch could not compile the layers: FailOnRecompileLimitHit" in error.what
