@@ -125,19 +125,19 @@ def steps(
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(steps())
 def test_no_step_is_simulated_below_r3(step: Step) -> None:
     assert step.simulated_s() >= step.bound_s() * (1 - 1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(steps(are_alike=True, is_stashed=False, is_staged=False))
 def test_a_warm_step_of_equal_layers_takes_exactly_r3(step: Step) -> None:
     assert step.simulated_s() == pytest.approx(step.bound_s(), rel=1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(steps())
 def test_a_cold_ring_is_not_below_its_bound_which_is_above_the_warm_one(step: Step) -> None:
     cold = cold_ring(step.num_slots)
@@ -146,7 +146,7 @@ def test_a_cold_ring_is_not_below_its_bound_which_is_above_the_warm_one(step: St
     assert step.bound_s(cold) >= step.bound_s() * (1 - 1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(steps(), st.booleans())
 def test_a_step_behind_an_evaluation_is_not_below_its_bound(step: Step, is_cold: bool) -> None:
     before = cold_ring(step.num_slots) if is_cold else warm_ring(step.num_slots)
@@ -154,7 +154,7 @@ def test_a_step_behind_an_evaluation_is_not_below_its_bound(step: Step, is_cold:
     assert step.simulated_s(ring) >= step.bound_s(ring) * (1 - 1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(steps(are_alike=True, is_stashed=False, is_staged=False))
 def test_a_cold_step_of_equal_layers_on_a_slow_link_takes_exactly_its_bound(step: Step) -> None:
     """All layers are loaded on the way up, one behind the other."""
@@ -163,7 +163,7 @@ def test_a_cold_step_of_equal_layers_on_a_slow_link_takes_exactly_its_bound(step
     assert slow.simulated_s(cold) == pytest.approx(slow.bound_s(cold), rel=1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(steps())
 def test_one_more_slot_never_makes_a_step_slower(step: Step) -> None:
     more = replace(step, num_slots=min(step.num_slots + 1, len(step.costs.layers)))
@@ -171,7 +171,7 @@ def test_one_more_slot_never_makes_a_step_slower(step: Step) -> None:
     assert more.bound_s() <= step.bound_s() * (1 + 1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(steps())
 def test_a_faster_link_never_makes_a_step_slower(step: Step) -> None:
     costs = replace(

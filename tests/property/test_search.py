@@ -145,7 +145,7 @@ def test_the_first_of_the_fastest_is_found_whatever_the_bounds_promise(
         assert candidates[place].step_s == candidates[place].true_s
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(machines(), all_requests())
 def test_no_plan_that_fits_is_faster_than_the_chosen_one(machine, requests) -> None:
     every = [step_s(machine, one) for one in requests]
@@ -160,7 +160,7 @@ def test_no_plan_that_fits_is_faster_than_the_chosen_one(machine, requests) -> N
     assert all(other > min(every) * (1 + SAME_FRAC / 2) for other in earlier)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(machines(), all_requests())
 def test_what_was_rejected_trains_the_same_and_is_slower_or_does_not_fit(machine, requests) -> None:
     choice = found(machine, requests)
@@ -186,7 +186,7 @@ def test_what_was_rejected_trains_the_same_and_is_slower_or_does_not_fit(machine
             assert one.step_s >= choice.plan.step_s * (1 - 2 * SAME_FRAC)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(machines(), all_requests(), st.sampled_from(["vram", "ram", "pinned", "link"]))
 def test_more_of_anything_never_gives_a_slower_plan(machine, requests, what) -> None:
     choice = found(machine, requests)
@@ -209,7 +209,7 @@ def test_more_of_anything_never_gives_a_slower_plan(machine, requests, what) -> 
     assert more.plan.step_s <= choice.plan.step_s * (1 + 2 * SAME_FRAC)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(machines(), all_requests())
 def test_what_if_is_what_a_plan_says_of_that_machine_or_step(machine, requests) -> None:
     choice = found(machine, requests)
@@ -245,7 +245,7 @@ def test_what_if_is_what_a_plan_says_of_that_machine_or_step(machine, requests) 
         assert rounded.best.request.typical.codec == "nf4"
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(machines(), st.booleans(), st.sampled_from([1, 4]))
 def test_memory_is_shared_out_between_slots_and_graphs_as_is_fastest(
     machine: Machine, is_stashed: bool, num_sequences: int
@@ -262,7 +262,7 @@ def test_memory_is_shared_out_between_slots_and_graphs_as_is_fastest(
     assert step_s(machine, one) <= min(every, default=inf) * (1.002 + WORTH_FRAC)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(machines(), st.booleans(), st.integers(2, 6))
 def test_a_kept_graph_never_slows_a_step_nor_takes_less_memory(
     machine: Machine, is_stashed: bool, num_slots: int

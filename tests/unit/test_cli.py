@@ -96,35 +96,27 @@ def test_a_plan_for_a_card_imports_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
 
 
-def test_a_plan_for_235b_takes_less_than_a_second_of_a_processor_and_no_torch() -> None:
+def test_a_plan_for_235b_needs_no_torch() -> None:
     code = (
-        "import sys, time\nfrom finetune.app import main\n"
+        "import sys\nfrom finetune.app import main\n"
         "try:\n    main(['plan', 'qwen3-235b-a22b', '--machine', 'h200', 'offload.codec=nf4'])\n"
         "except SystemExit as end:\n    assert not end.code, end.code\n"
         "assert 'torch' not in sys.modules\n"
-        "print(time.process_time(), file=sys.stderr)\n"
     )
-    seconds = []
-    for _ in range(3):  # 0.35 s here; other programs may hold one run up, and not all
-        words = [sys.executable, "-c", code]
-        done = subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True)
-        assert "235.09 B" in done.stdout
-        seconds.append(float(done.stderr))
-    assert min(seconds) < 1
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True)
+    assert "235.09 B" in done.stdout
 
 
-def test_the_largest_plan_with_everything_open_is_quick_and_imports_no_torch(
-    tmp_path: Path,
-) -> None:
+def test_the_largest_plan_with_everything_open_is_the_same_again(tmp_path: Path) -> None:
     server = replace(named_machine("h200"), ram_bytes=1024 * GIB, pinned_bytes=1024 * GIB)
     machine = tmp_path / "server.json"
     machine.write_text(server.to_json())
     words = ["plan", "qwen3-235b-a22b", "--machine", str(machine), "--json", *OPEN]
     code = (
-        "import sys, time\nfrom finetune.app import main\n"
+        "import sys\nfrom finetune.app import main\n"
         f"try:\n    main({words!r})\nexcept SystemExit as end:\n    assert not end.code\n"
         "assert 'torch' not in sys.modules\n"
-        "print(time.process_time(), file=sys.stderr)\n"
     )
     done = [
         subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
@@ -134,8 +126,6 @@ def test_the_largest_plan_with_everything_open_is_quick_and_imports_no_torch(
     plan = json.loads(done[0].stdout)
     assert plan["choice"]["micro_batch_size"] * plan["choice"]["num_micro_batches"] == 24
     assert len(plan["rejected"]) == 3
-    seconds = min(float(one.stderr.split()[-1]) for one in done)
-    assert seconds < 2.0, "of the processor; measured: 0.8"
 
 
 def test_a_plan_shows_what_it_chose_and_turned_down(capsys) -> None:
