@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from offload.plan.costs import Costs
 from offload.plan.facts import ModelFacts
@@ -79,17 +80,19 @@ class _Sweeps:
         costs, num_layers = self.costs, len(self.costs.layers)
         visits_s = [self.visit_s(i) for i in range(num_layers)]
         fronts_s = self.num_micro_batches * costs.front_s
-        ends_s = [fronts_s + sum(visits_s)]
+        below_s = list(accumulate(visits_s, initial=fronts_s))
         missing, link_s = _missing(ring, num_layers), 0.0
-        if missing:
-            ends_s.append(self.read_s(missing) + sum(visits_s[missing[-1] :]))
+        if not missing:
+            return below_s[-1]
+        last_s = sum(visits_s[missing[-1] :])
+        ends_s = [below_s[-1], self.read_s(missing) + last_s]
         for place, layer in reversed(list(enumerate(missing))):
             link_s += _load_s(costs, layer)
             before = layer - len(ring)  # the visit that has its slot
-            hold_s = fronts_s + sum(visits_s[:before]) + self._hold_s(before) if before >= 0 else 0
+            hold_s = below_s[before] + self._hold_s(before) if before >= 0 else 0
             way_s = max(link_s, self.read_s(missing[place:], is_ahead=True))
-            ends_s.append(hold_s + way_s + sum(visits_s[missing[-1] :]))
-        if missing and missing[0] == 0:
+            ends_s.append(hold_s + way_s + last_s)
+        if missing[0] == 0:
             ends_s.append(_load_s(costs, 0) + sum(visits_s))
         return max(ends_s)
 

@@ -14,8 +14,9 @@ Layout. The ops come out in an order in which they can be issued: an op stands b
 it waits for, and a transfer stands as early as that allows, so that it is queued in time.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from offload.plan.op import Lane, Op
 
@@ -23,14 +24,13 @@ Resource = tuple[str, int, int]
 """A kind of memory and two numbers, such as ("slot", 2, 0): what ops contend for."""
 
 Clock = tuple[int, ...]
-"""By lane, how many of its ops have ended for certain."""
+"""By lane, how many of its lines have ended for certain."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Line:
-    """One op of the serial program, and what it touches."""
+class Line(NamedTuple):
+    """Ops of the serial program that follow each other on one lane, and what all of them touch."""
 
-    op: Op
+    ops: tuple[Op, ...]
     reads: tuple[Resource, ...] = ()
     writes: tuple[Resource, ...] = ()
 
@@ -42,25 +42,24 @@ def parallel(program: Sequence[Line]) -> tuple[Op, ...]:
     with the order of the lanes, keep every two lines in order that contend for a resource.
     """
     index = {lane: number for number, lane in enumerate(Lane)}
-    lanes = [index[line.op.lane] for line in program]
+    lanes = [index[line.ops[0].lane] for line in program]
     hazards = _hazards(program)
-    issued = _issue_order(lanes, hazards)
-    position = {line: place for place, line in enumerate(issued)}
-    issued_lanes = [lanes[line] for line in issued]
-    clocks: list[Clock] = []
+    clocks: dict[int, Clock] = {}
     lane_clocks: list[Clock] = [(0,) * len(index)] * len(index)
+    last: dict[int, int] = {}
     ops: list[Op] = []
-    for line, own in zip(issued, issued_lanes, strict=True):
+    for line in _issue_order(lanes, hazards):
+        own = lanes[line]
         clock = lane_clocks[own]
-        waits = [position[other] for other in hazards[line]]
-        needed = _reduced(waits, own, clock, issued_lanes, clocks)
+        needed = _reduced(hazards[line], own, clock, lanes, clocks)
         num_on_lane = clock[own] + 1
         if needed:
-            clock = _latest(clock, *(clocks[wait] for wait in needed))
-        lane_clocks[own] = (*clock[:own], num_on_lane, *clock[own + 1 :])
-        clocks.append(lane_clocks[own])
-        op = program[line].op
-        ops.append(op.behind(tuple(sorted(needed))) if needed else op)
+            clock = tuple(map(max, clock, *(clocks[other] for other in needed)))
+        clocks[line] = lane_clocks[own] = (*clock[:own], num_on_lane, *clock[own + 1 :])
+        first, *others = program[line].ops
+        waits = tuple(sorted(last[other] for other in needed))
+        ops += [first._replace(waits=waits) if waits else first, *others]
+        last[line] = len(ops) - 1
     return tuple(ops)
 
 
@@ -83,55 +82,38 @@ def _hazards(program: Sequence[Line]) -> list[set[int]]:
     return hazards
 
 
-def _issue_order(lanes: Sequence[int], hazards: Sequence[set[int]]) -> list[int]:
+def _issue_order(lanes: Sequence[int], hazards: Sequence[set[int]]) -> Iterable[int]:
     """Merge the lanes: transfers as soon as what they wait for is issued, then one compute op."""
-    queues: list[list[int]] = [[] for _ in Lane]
+    queues: list[deque[int]] = [deque() for _ in Lane]
     for line, lane in enumerate(lanes):
         queues[lane].append(line)
-    heads = [0] * len(queues)
-    issued: list[int] = []
-    is_issued = [False] * len(lanes)
-
-    def issue(lane: int) -> bool:
-        if heads[lane] == len(queues[lane]):
-            return False
-        line = queues[lane][heads[lane]]
-        if not all(is_issued[other] for other in hazards[line]):
-            return False
-        heads[lane] += 1
-        is_issued[line] = True
-        issued.append(line)
-        return True
-
     compute = list(Lane).index(Lane.COMPUTE)
-    transfers = [lane for lane in range(len(queues)) if lane != compute]
+    queues.append(queues.pop(compute))
+    issued: dict[int, None] = {}
     while len(issued) < len(lanes):
-        while any(issue(lane) for lane in transfers):
-            pass
-        issue(compute)
+        for queue in queues:
+            if queue and hazards[queue[0]] <= issued.keys():
+                issued[queue.popleft()] = None
+                break
     return issued
 
 
 def _reduced(
-    waits: Sequence[int],
+    hazards: Iterable[int],
     own: int,
     lane_clock: Clock,
     lanes: Sequence[int],
-    clocks: Sequence[Clock],
+    clocks: Mapping[int, Clock],
 ) -> list[int]:
-    """Leave out waits that the lane's earlier ops or another wait imply."""
+    """Leave out lines that the lane's earlier ops or another wait imply."""
     newest: dict[int, int] = {}
-    for wait in waits:
-        lane = lanes[wait]
-        if lane != own and wait > newest.get(lane, -1):
-            newest[lane] = wait
+    for line in hazards:
+        lane = lanes[line]
+        if lane != own and line > newest.get(lane, -1):
+            newest[lane] = line
     needed = []
-    for lane, wait in newest.items():
-        others = (clocks[other] for other in newest.values() if other != wait)
-        if clocks[wait][lane] > _latest(lane_clock, *others)[lane]:
-            needed.append(wait)
+    for lane, line in newest.items():
+        others = [clocks[other][lane] for other in newest.values() if other != line]
+        if clocks[line][lane] > max([lane_clock[lane], *others]):
+            needed.append(line)
     return needed
-
-
-def _latest(*clocks: Clock) -> Clock:
-    return tuple(map(max, zip(*clocks, strict=True)))

@@ -24,7 +24,7 @@ from offload.plan.schedule import (
     training_schedule,
     warm_ring,
 )
-from offload.plan.simulate import simulate
+from offload.plan.simulate import simulate, simulated_s
 from offload.plan.split import shared_out
 from offload.plan.timeline import Timeline
 from offload.plan.traced import MemoryGrade, TracedBytes
@@ -236,10 +236,11 @@ def schedule_of(
             `draft_step_s` takes such a schedule for as long as the whole one.
     """
     facts, request = needs.facts, needs.request
-    decoded = layer_weight_bytes(facts, dtype_bytes=request.typical.dtype_bytes)
+    typical = request.typical
+    is_encoded, dtype_bytes = typical.is_encoded, typical.dtype_bytes
     freight = Freight.frozen(
         [layer.weight_bytes for layer in costs.layers],
-        decoded_bytes=decoded if request.typical.is_encoded else None,
+        decoded_bytes=layer_weight_bytes(facts, dtype_bytes=dtype_bytes) if is_encoded else None,
         num_staging=NUM_STAGING if needs.is_staged else 0,
     )
     if is_draft and not needs.is_staged:
@@ -270,7 +271,7 @@ def draft_step_s(needs: Needs, costs: Costs, *, num_slots: int, num_kept_graphs:
     draft = schedule_of(
         needs, costs, num_slots=num_slots, num_kept_graphs=num_kept_graphs, is_draft=True
     )
-    return simulate(draft, duration_s).step_s + costs.optimizer_s
+    return simulated_s(draft, duration_s) + costs.optimizer_s
 
 
 def duration_of(costs: Costs) -> Callable[[Op], float]:

@@ -236,7 +236,7 @@ class _Program:
         for m in group:
             self.lines.append(
                 Line(
-                    op=Op(lane=Lane.COMPUTE, kind=kind, micro_batch=m),
+                    ops=(Op(lane=Lane.COMPUTE, kind=kind, micro_batch=m),),
                     reads=self._kept(num_layers, m) if kind is Kind.TAIL else (),
                     writes=self._kept(0, m) if kind is Kind.FRONT else (),
                 )
@@ -256,7 +256,7 @@ class _Program:
                 has_graph=has_graph,
             )
             reads = (weights, *self._kept(layer, m))
-            self.lines.append(Line(op=op, reads=reads, writes=self._kept(layer + 1, m)))
+            self.lines.append(Line(ops=(op,), reads=reads, writes=self._kept(layer + 1, m)))
             if is_kept and self._is_stashed(layer):
                 self.lines.append(self._stash(layer, m))
 
@@ -283,17 +283,10 @@ class _Program:
                 has_graph=has_graph,
             )
             writes = (gradient,) if num_bytes else ()
-            self.lines.append(Line(op=op, reads=(weights, *source), writes=writes))
-        for offset in range(0, num_bytes, self.freight.piece_bytes):
-            op = Op(
-                lane=Lane.D2H,
-                kind=Kind.GRADIENT,
-                layer=layer,
-                buffer=gradient[1],
-                offset=offset,
-                num_bytes=min(self.freight.piece_bytes, num_bytes - offset),
-            )
-            self.lines.append(Line(op=op, reads=(gradient,)))
+            self.lines.append(Line(ops=(op,), reads=(weights, *source), writes=writes))
+        leaving = Op(lane=Lane.D2H, kind=Kind.GRADIENT, layer=layer, buffer=gradient[1])
+        if num_bytes:
+            self.lines.append(Line(ops=self._pieces(leaving, num_bytes), reads=(gradient,)))
 
     def _load(self, layer: int) -> tuple[int, Resource]:
         """Write what brings a layer's weights to where they compute, unless they stand there.
@@ -306,7 +299,7 @@ class _Program:
             return slot, _DECODED
         if self.ring[slot] != layer:
             self.ring[slot] = layer
-            self.lines += self._pieces(layer, slot)
+            self.lines += self._copies(layer, slot)
         if not self.freight.decoded_bytes[layer]:
             return slot, _slot(slot)
         self.decoded = layer
@@ -317,43 +310,32 @@ class _Program:
             slot=slot,
             num_bytes=self.freight.decoded_bytes[layer],
         )
-        self.lines.append(Line(op=op, reads=(_slot(slot),), writes=(_DECODED,)))
+        self.lines.append(Line(ops=(op,), reads=(_slot(slot),), writes=(_DECODED,)))
         return slot, _DECODED
 
-    def _pieces(self, layer: int, slot: int) -> Iterator[Line]:
-        total, piece = self.freight.layer_bytes[layer], self.freight.piece_bytes
-        for offset in range(0, max(1, total), piece):
-            num_bytes = min(piece, total - offset)
-            staged: tuple[Resource, ...] = ()
-            buffer = None
-            if self.freight.num_staging:
-                buffer = self.num_pieces % self.freight.num_staging
-                staged = (("staging", buffer, 0),)
-                self.num_pieces += 1
-                yield Line(
-                    op=Op(
-                        lane=Lane.HOST,
-                        kind=Kind.READ,
-                        layer=layer,
-                        buffer=buffer,
-                        offset=offset,
-                        num_bytes=num_bytes,
-                    ),
-                    writes=staged,
-                )
-            yield Line(
-                op=Op(
-                    lane=Lane.H2D,
-                    kind=Kind.LOAD,
-                    layer=layer,
-                    slot=slot,
-                    buffer=buffer,
-                    offset=offset,
-                    num_bytes=num_bytes,
-                ),
-                reads=staged,
-                writes=(_slot(slot),),
-            )
+    def _copies(self, layer: int, slot: int) -> Iterator[Line]:
+        """Write what fills a slot: one line, or two for each piece that passes a buffer."""
+        load = Op(lane=Lane.H2D, kind=Kind.LOAD, layer=layer, slot=slot)
+        loads = self._pieces(load, self.freight.layer_bytes[layer])
+        if not self.freight.num_staging:
+            yield Line(ops=loads, writes=(_slot(slot),))
+            return
+        for piece in loads:
+            buffer = self.num_pieces % self.freight.num_staging
+            staged: tuple[Resource, ...] = (("staging", buffer, 0),)
+            self.num_pieces += 1
+            read = piece._replace(lane=Lane.HOST, kind=Kind.READ, slot=None, buffer=buffer)
+            yield Line(ops=(read,), writes=staged)
+            load = piece._replace(buffer=buffer)
+            yield Line(ops=(load,), reads=staged, writes=(_slot(slot),))
+
+    def _pieces(self, whole: Op, total: int) -> tuple[Op, ...]:
+        """Cut a copy up; nothing is one piece too."""
+        piece = self.freight.piece_bytes
+        return tuple(
+            whole._replace(offset=offset, num_bytes=min(piece, total - offset))
+            for offset in range(0, max(1, total), piece)
+        )
 
     def _stash(self, layer: int, m: int) -> Line:
         op = Op(
@@ -363,7 +345,7 @@ class _Program:
             micro_batch=m,
             num_bytes=self.input_bytes[m],
         )
-        return Line(op=op, reads=self._kept(layer, m), writes=(("stash", layer, m),))
+        return Line(ops=(op,), reads=self._kept(layer, m), writes=(("stash", layer, m),))
 
     def _fetch(self, layer: int, m: int, buffer: int) -> Line:
         op = Op(
@@ -374,7 +356,7 @@ class _Program:
             buffer=buffer,
             num_bytes=self.input_bytes[m],
         )
-        return Line(op=op, reads=(("stash", layer, m),), writes=(("fetched", buffer, 0),))
+        return Line(ops=(op,), reads=(("stash", layer, m),), writes=(("fetched", buffer, 0),))
 
     def _is_stashed(self, layer: int) -> bool:
         """Tell whether a layer's inputs leave the device.

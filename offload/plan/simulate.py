@@ -17,13 +17,9 @@ def simulate(schedule: Schedule, duration_s: Callable[[Op], float]) -> Timeline:
         schedule: The ops.
         duration_s: Seconds that an op takes on its lane once it runs.
     """
-    lane_free_s = dict.fromkeys(Lane, 0.0)
-    spans: list[Span] = []
-    for op in schedule.ops:
-        start_s = max([lane_free_s[op.lane], *(spans[i].end_s for i in op.waits)])
-        end_s = start_s + duration_s(op)
-        lane_free_s[op.lane] = end_s
-        spans.append(
+    starts_s, ends_s = _times_s(schedule, duration_s)
+    return Timeline(
+        spans=tuple(
             Span(
                 lane=op.lane,
                 kind=op.kind,
@@ -34,5 +30,28 @@ def simulate(schedule: Schedule, duration_s: Callable[[Op], float]) -> Timeline:
                 end_s=end_s,
                 waits=op.waits,
             )
+            for op, start_s, end_s in zip(schedule.ops, starts_s, ends_s, strict=True)
         )
-    return Timeline(spans=tuple(spans))
+    )
+
+
+def simulated_s(schedule: Schedule, duration_s: Callable[[Op], float]) -> float:
+    """Compute the end of the last op, as `simulate` does."""
+    return max(_times_s(schedule, duration_s)[1], default=0.0)
+
+
+def _times_s(
+    schedule: Schedule, duration_s: Callable[[Op], float]
+) -> tuple[list[float], list[float]]:
+    lane_free_s = dict.fromkeys(Lane, 0.0)
+    starts_s: list[float] = []
+    ends_s: list[float] = []
+    for op in schedule.ops:
+        start_s = lane_free_s[op.lane]
+        for other in op.waits:
+            start_s = max(start_s, ends_s[other])
+        end_s = start_s + duration_s(op)
+        lane_free_s[op.lane] = end_s
+        starts_s.append(start_s)
+        ends_s.append(end_s)
+    return starts_s, ends_s

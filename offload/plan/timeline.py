@@ -3,12 +3,12 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from offload.plan.op import Kind, Lane
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """One op's place in time, in seconds from the start of the step.
 
     `waits` are positions in the timeline: what had to end before it could start.

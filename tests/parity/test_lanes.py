@@ -121,9 +121,8 @@ def drop(schedule: Schedule, without: tuple[int, int] | None) -> Schedule:
         return schedule
     number, wait = without
     ops = list(schedule.ops)
-    ops[number] = replace(
-        ops[number], waits=tuple(other for other in ops[number].waits if other != wait)
-    )
+    kept = tuple(other for other in ops[number].waits if other != wait)
+    ops[number] = ops[number]._replace(waits=kept)
     return replace(schedule, ops=tuple(ops))
 
 

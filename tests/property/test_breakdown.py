@@ -76,7 +76,7 @@ def pairs(draw: st.DrawFn) -> tuple[Timeline, Timeline]:
     predicted = simulate(schedule, timed(first))
     measured = simulate(schedule, timed([a + b for a, b in zip(second, late, strict=True)]))
     spans = tuple(
-        replace(span, start_s=span.start_s + min(gap, span.duration_s))
+        span._replace(start_s=span.start_s + min(gap, span.duration_s))
         for span, gap in zip(measured.spans, late, strict=True)
     )
     return predicted, Timeline(spans=spans)
@@ -168,7 +168,7 @@ def test_a_pause_with_nothing_to_wait_for_is_no_copy_s_fault() -> None:
     whole = step(num_slots=2)
     late = next(i for i, s in enumerate(whole.spans) if s.kind is Kind.FORWARD and s.layer == 3)
     spans = tuple(
-        replace(s, start_s=s.start_s + 2, end_s=s.end_s + 2) if i >= late else s
+        s._replace(start_s=s.start_s + 2, end_s=s.end_s + 2) if i >= late else s
         for i, s in enumerate(whole.spans)
     )
     apart = missed(Timeline(spans=spans), whole)

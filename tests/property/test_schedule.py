@@ -187,7 +187,7 @@ def test_dropping_any_wait_breaks_the_order(schedule) -> None:
     for number, op in enumerate(schedule.ops):
         for wait in op.waits:
             ops = list(schedule.ops)
-            ops[number] = replace(op, waits=tuple(i for i in op.waits if i != wait))
+            ops[number] = op._replace(waits=tuple(i for i in op.waits if i != wait))
             with pytest.raises(AssertionError):
                 check_order(replace(schedule, ops=tuple(ops)))
 
@@ -251,7 +251,7 @@ def test_kept_graphs_move_no_weights_that_would_not_move_without_them(size, kept
     ring = warm_ring(num_slots)
     plain = step(num_layers, ring, num_micro_batches)
     schedule = step(num_layers, ring, num_micro_batches, num_kept_graphs=min(kept, num_layers))
-    assert [replace(op, has_graph=False) for op in schedule.ops] == list(plain.ops)
+    assert [op._replace(has_graph=False) for op in schedule.ops] == list(plain.ops)
 
 
 @given(sizes)
