@@ -6,7 +6,7 @@ All ranks walk it together; what is written and asked of the model is the main r
 import json
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -16,7 +16,7 @@ from finetune.batches import StepLoader
 from finetune.checkpoint import RunDir
 from finetune.explain_tables import explanation_tables
 from finetune.files import write_atomically
-from finetune.loop import StepRecord
+from finetune.loop import StepRecord, spared_collector
 from finetune.measured import write_measured
 from finetune.prediction import Promised, require_unchanged, write_prediction
 from finetune.prepare import Work, prepare
@@ -76,7 +76,7 @@ def finetune(
     screen.show(plan_report.plan_tables(work.plan))
     screen.show(choice_report.choice_tables(work.choice))
     session = build(recipe, work, ranks, screen)
-    try:
+    with closing(session.engine), spared_collector():
         _introduce(session, screen)
         predicted = rehearse(work, session, screen)
         first_step = _start(recipe, run_dir, work, session, ranks, is_resume=is_resume)
@@ -88,8 +88,6 @@ def finetune(
         )
         if ranks.is_main and last_step == work.order.num_steps:
             _finish(recipe, run_dir, work, session, screen)
-    finally:
-        session.engine.close()
     return Outcome(
         run_dir=run_dir.path,
         num_steps=last_step,

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from finetune.loop import spared_collector
 from finetune.objective import clip, make_optimizer, update
 from offload.engine import meter
 from offload.engine.engine import Engine, EngineOptions
@@ -160,6 +161,11 @@ def measure(rig: Rig, plan: Plan, batches: Batches, device: torch.device) -> dic
     meter.reset_peak(device)
     for _ in range(NUM_WARM):
         rig.step(batches)
+    with spared_collector():
+        return _measured(rig, plan, batches, device)
+
+
+def _measured(rig: Rig, plan: Plan, batches: Batches, device: torch.device) -> dict[str, Any]:
     first = rig.step(batches)
     peak_bytes, reserved_bytes = meter.peak_bytes(device), meter.peak_reserved_bytes(device)
     costs = calibrate(
