@@ -1,9 +1,17 @@
-"""Files that a kill at any moment leaves whole: the old content or the new."""
+"""Paths as users write them, and files that a kill leaves whole: the old content or the new."""
 
 import os
 from pathlib import Path
 
 PARTIAL = "partial-"
+
+
+def expanded(text: str) -> Path:
+    """Return a path with its `~` or `~user` written out, if there is such a user."""
+    try:
+        return Path(text).expanduser()
+    except (RuntimeError, ValueError):  # a home that nobody knows, or no text that a path can have
+        return Path(text)
 
 
 def write_atomically(file: Path, text: str, *, mode: int | None = None) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from finetune.errors import ConfigError
+from finetune.files import expanded
 from finetune.recipe import Recipe, shipped_recipes
 from finetune.recipe_draft import Draft, Place, apply_overrides, joint_error, read_draft
 from finetune.recipe_fields import (
@@ -69,7 +70,7 @@ def load_recipe(source: str, overrides: Sequence[str], *, check_files: bool = Tr
 
 def _find_recipe(source: str) -> Path:
     """Return the file that a path or a shipped name means."""
-    path = Path(source).expanduser()
+    path = expanded(source)
     if _exists(path) and not path.is_dir():
         return path
     shipped = shipped_recipes()
@@ -117,7 +118,7 @@ def _resolve_paths(draft: Draft, recipe_dir: Path, *, check_files: bool) -> None
         if found is not None:
             section[key] = found
         elif check_files and _is_local(value):
-            near = _near_files(bases[-1] / Path(value).expanduser(), suffix="")
+            near = _near_files(bases[-1] / expanded(value), suffix="")
             draft.add_problem(
                 draft.place(field),
                 f"{field} is {shown(value)}, and there is no such file",
@@ -161,7 +162,7 @@ def _find_path(value: str, bases: Sequence[Path]) -> str | None:
     name, colon, split = value.partition(":")
     for base in bases:
         for text, rest in ((value, ""), (name, f"{colon}{split}")):
-            candidate = base / Path(text).expanduser()
+            candidate = base / expanded(text)
             if text and _exists(candidate):
                 # Path.resolve would follow links, and a hub cache links to files without a suffix.
                 return f"{os.path.abspath(candidate)}{rest}"  # noqa: PTH100
@@ -188,7 +189,7 @@ def _near_files(path: Path, *, suffix: str) -> list[str]:
     folder = path.parent
     try:
         names = [entry.name for entry in folder.iterdir() if entry.name.endswith(suffix)]
-    except OSError:
+    except (OSError, ValueError):
         return []
     near = difflib.get_close_matches(path.name, names, n=2)
     return [str(_shown_path(folder / name)) for name in near]

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from finetune.errors import ConfigError
+from finetune.files import expanded
 from finetune.recipe import recipes_dir
 
 
@@ -32,7 +33,7 @@ def find_shape(name_or_path: str) -> Path:
     shapes = shipped_shapes()
     if name_or_path in shapes:
         return shapes[name_or_path]
-    path = Path(name_or_path).expanduser()
+    path = expanded(name_or_path)
     if path.is_dir():
         path = path / "config.json"
     if path.is_file():

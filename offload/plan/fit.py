@@ -138,28 +138,36 @@ class Needs:
         device_bytes = total_bytes(self.device(num_slots, num_kept_graphs))
         if self.request.num_kept_graphs is None:
             device_bytes += int(GRAPH_RESERVE_FRAC * self.on_device.graph_bytes[num_kept_graphs])
+        on_device = Shortage(
+            what="of device memory" if is_cuda else "of memory for computing",
+            needed_bytes=device_bytes,
+            limit_bytes=min(machine.vram_bytes, budget_bytes or machine.vram_bytes),
+            limit="may be used",
+        )
+        on_host = self._host_shortages(
+            num_slots, num_kept_graphs, computing_bytes=0 if is_cuda else device_bytes
+        )
+        return (on_device, *on_host) if on_device.short_bytes > 0 else on_host
+
+    def _host_shortages(
+        self, num_slots: int, num_kept_graphs: int, *, computing_bytes: int = 0
+    ) -> tuple[Shortage, ...]:
         host = self.host(num_slots, num_kept_graphs)
-        stash_bytes = self.request.num_ranks * _size(host, STASH)
-        asked = [
-            Shortage(
-                what="of device memory" if is_cuda else "of memory for computing",
-                needed_bytes=device_bytes,
-                limit_bytes=min(machine.vram_bytes, budget_bytes or machine.vram_bytes),
-                limit="may be used",
-            ),
+        is_locked = self.machine.device == "cuda"
+        asked = (
             Shortage(
                 what="of page-locked memory for layer inputs",
-                needed_bytes=stash_bytes if is_cuda else 0,
-                limit_bytes=machine.pinned_bytes,
+                needed_bytes=self.request.num_ranks * _size(host, STASH) if is_locked else 0,
+                limit_bytes=self.machine.pinned_bytes,
                 limit="may be page-locked",
             ),
             Shortage(
                 what="of RAM",
-                needed_bytes=total_bytes(host) + (0 if is_cuda else device_bytes),
-                limit_bytes=machine.ram_bytes,
+                needed_bytes=total_bytes(host) + computing_bytes,
+                limit_bytes=self.machine.ram_bytes,
                 limit="of RAM is there",
             ),
-        ]
+        )
         return tuple(one for one in asked if one.short_bytes > 0)
 
     @property
@@ -170,20 +178,40 @@ class Needs:
 
     @property
     def fewest_graphs(self) -> int:
-        """The number of kept graphs that was asked for, or none."""
-        return self.request.num_kept_graphs or 0
+        """The number of kept graphs that was asked for, or the fewest that spare the host enough.
 
-    def most_graphs(self, num_slots: int) -> int:
-        """Return the number of kept graphs that was asked for, or the largest that fits.
+        That is none, unless so many inputs wait in host memory that it is too small for them:
+        those of kept graphs do not.
+        """
+        may_choose = self._chooses_graphs and self.machine.device == "cuda"
+        if not (may_choose and self.request.is_stashed and self._host_shortages(MIN_SLOTS, 0)):
+            return self.request.num_kept_graphs or 0
+        numbers = range(self.facts.num_layers + 1)
+        fewest = bisect_left(
+            numbers,
+            True,  # noqa: FBT003
+            key=lambda n: not self._host_shortages(MIN_SLOTS, n),
+        )
+        return fewest if fewest < len(numbers) else 0
 
-        What a layer saves is told from a trace, or from formulas that are checked for the families
-        that are known by their config. Of a model of another type no graph is kept unasked.
+    @property
+    def _chooses_graphs(self) -> bool:
+        """Whether their number is open, and what a layer saves is known.
+
+        That is told from a trace, or from formulas that are checked for the families that are known
+        by their config. Of a model of another type no graph is kept unasked.
         """
         is_known = self.facts.grade == "config" or self.request.traced is not None
-        if self.request.num_kept_graphs is not None or not is_known:
-            return self.fewest_graphs
-        numbers = range(1, self.facts.num_layers + 1)
-        return bisect_left(numbers, True, key=lambda n: bool(self.shortages(num_slots, n)))  # noqa: FBT003
+        return is_known and self.request.num_kept_graphs is None
+
+    def most_graphs(self, num_slots: int) -> int:
+        """Return the number of kept graphs that was asked for, or the largest that fits."""
+        fewest = self.fewest_graphs
+        if not self._chooses_graphs:
+            return fewest
+        more = range(fewest + 1, self.facts.num_layers + 1)
+        is_short = bisect_left(more, True, key=lambda n: bool(self.shortages(num_slots, n)))  # noqa: FBT003
+        return fewest + is_short
 
     @property
     def most_slots(self) -> int | None:

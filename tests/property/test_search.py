@@ -5,7 +5,7 @@ from itertools import pairwise
 from math import inf
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from offload.errors import DoesNotFitError
@@ -59,20 +59,29 @@ def request(*, micro_batch_size: int, num_sequences: int, is_stashed: bool) -> P
     )
 
 
-@st.composite
-def machines(draw: st.DrawFn) -> Machine:
-    """Draw a card on which some ways to run the step fit, or all, or none."""
-    gbytes_per_s = draw(st.sampled_from([0.5, 2.0, 8.0, 25.0]))
-    card = named_machine(
-        "rtx4090",
-        ram_bytes=int(draw(st.floats(4, 9)) * GIB),
-        link_bytes_per_s=gbytes_per_s * 1e9,
+def card(
+    *, vram_gib: float, ram_gib: float, pinned_gib: float, gbytes_per_s: float, host: float
+) -> Machine:
+    like = named_machine(
+        "rtx4090", ram_bytes=int(ram_gib * GIB), link_bytes_per_s=gbytes_per_s * 1e9
     )
     return replace(
+        like,
+        vram_bytes=int(vram_gib * GIB),
+        pinned_bytes=int(pinned_gib * GIB),
+        host_memory_bytes_per_s=Rate(value=host, source="drawn"),
+    )
+
+
+def machines() -> st.SearchStrategy[Machine]:
+    """Draw a card on which some ways to run the step fit, or all, or none."""
+    return st.builds(
         card,
-        vram_bytes=int(draw(st.floats(2.5, 7)) * GIB),
-        pinned_bytes=int(draw(st.floats(0.1, 6)) * GIB),
-        host_memory_bytes_per_s=Rate(value=draw(st.sampled_from([1e9, 60e9])), source="drawn"),
+        vram_gib=st.floats(2.5, 7),
+        ram_gib=st.floats(4, 9),
+        pinned_gib=st.floats(0.1, 6),
+        gbytes_per_s=st.sampled_from([0.5, 2.0, 8.0, 25.0]),
+        host=st.sampled_from([1e9, 60e9]),
     )
 
 
@@ -245,8 +254,14 @@ def test_what_if_is_what_a_plan_says_of_that_machine_or_step(machine, requests) 
         assert rounded.best.request.typical.codec == "nf4"
 
 
+TOO_LITTLE_RAM_FOR_ALL_INPUTS = card(
+    vram_gib=3, ram_gib=5, pinned_gib=1, gbytes_per_s=0.5, host=1e9
+)
+
+
 @settings(max_examples=15)
-@given(machines(), st.booleans(), st.sampled_from([1, 4]))
+@given(machine=machines(), is_stashed=st.booleans(), num_sequences=st.sampled_from([1, 4]))
+@example(machine=TOO_LITTLE_RAM_FOR_ALL_INPUTS, is_stashed=True, num_sequences=1)
 def test_memory_is_shared_out_between_slots_and_graphs_as_is_fastest(
     machine: Machine, is_stashed: bool, num_sequences: int
 ) -> None:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from finetune.errors import ConfigError
@@ -138,6 +138,8 @@ VALUES = st.recursive(
 
 
 @given(values=st.dictionaries(st.sampled_from(KEYS), VALUES), override=VALUES)
+@example(values={"model": {"path": "~0"}}, override=None)  # nobody's home
+@example(values={"model": {"config": "a/\ud800.json"}}, override=None)  # half a character
 def test_any_settings_are_a_recipe_or_a_named_refusal(
     tmp_path_factory: pytest.TempPathFactory, values: dict[str, object], override: object
 ) -> None:
