@@ -85,7 +85,8 @@ class Compiled:
         """The reads of both sides of the large product, by what the kernel calls them."""
         reads = [access for access in self.accesses if _operand(access)]
         first = min(access.lines[1:] for access in reads)  # a branch's product comes behind it
-        return {_operand(access): access for access in reads if access.lines[1:] == first}
+        same = [access for access in reads if access.lines[1:] == first]  # all, where none is named
+        return {_operand(access): access for access in reversed(same)}
 
     @property
     def is_wide(self) -> bool:
