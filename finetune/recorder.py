@@ -1,5 +1,6 @@
 """Where a run's figures go beside the screen: metrics.jsonl, TensorBoard, Weights & Biases."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -79,7 +80,11 @@ class _Profile:
         self._folder.mkdir(parents=True, exist_ok=True)
         if torch.cuda.is_available():
             torch.cuda.memory._record_memory_history()
-        self._profiler.__enter__()
+        with warnings.catch_warnings():
+            # torch 2.11 says so of the first cycle too. `acc_events` would keep it silent, but
+            # makes objects of all events when the step ends: half a minute for 50,000 operations
+            warnings.filterwarnings("ignore", "Warning: Profiler clears events at the end of each")
+            self._profiler.__enter__()
         return self
 
     def __exit__(
