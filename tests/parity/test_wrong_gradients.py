@@ -149,7 +149,26 @@ def test_shared_keys_and_values_are_refused_by_what_a_layer_writes() -> None:
     """As if their setting had another name."""
     base: Any = gemma4()
     base.model.layers[1].self_attn.store_full_length_kv = True
+    base.model.layers[3].self_attn.is_kv_shared_layer = True
     assert_refused(adapted(base), "Gemma4ForCausalLM has a layer 1 that changes its arguments")
+
+
+def test_keys_and_values_that_a_layer_stores_and_none_reads_are_not_stored() -> None:
+    """As some versions of transformers have it where no layers share them."""
+    base: Any = gemma4()
+    base.model.layers[1].self_attn.store_full_length_kv = True
+    assert_exact(adapted(base))
+    assert base.model.layers[1].self_attn.store_full_length_kv
+
+
+def test_a_container_that_a_layer_writes_to_is_refused() -> None:
+    base: Any = gemma4()
+
+    def write(_module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+        kwargs["shared_kv_states"]["written"] = torch.zeros(1)
+
+    base.model.layers[2].register_forward_pre_hook(write, with_kwargs=True)
+    assert_refused(adapted(base), "Gemma4ForCausalLM has a layer 2 that changes its arguments")
 
 
 class Wrapped(nn.Module):

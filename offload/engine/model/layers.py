@@ -31,6 +31,8 @@ from offload.engine.model.router import RouterLoss
 from offload.engine.model.stack import (
     find_layers,
     find_towers,
+    find_unread_stores,
+    not_storing,
     refuse_shared_state,
     refuse_trained_outside,
 )
@@ -102,6 +104,7 @@ class LayeredModel:
             else None
         )
         self._buffered = [[m for m in layer.modules() if m._buffers] for layer in self.layers]
+        self._unread = find_unread_stores(list(self.layers))
         self._around = [m for m in self.model.base_model.modules() if m not in in_layers]
 
     def front(self, batch: Batch) -> Front:
@@ -152,10 +155,11 @@ class LayeredModel:
         module = self.layers[layer]
         held = self._buffers_of(layer)  # or a new one could have the id of one let go
         before = self._state_of(layer, hidden_BTD, call)
-        if call.is_hidden_keyword:
-            output = module(*call.args, hidden_states=hidden_BTD, **call.kwargs)
-        else:
-            output = module(hidden_BTD, *call.args, **call.kwargs)
+        with not_storing(self._unread[layer]):
+            if call.is_hidden_keyword:
+                output = module(*call.args, hidden_states=hidden_BTD, **call.kwargs)
+            else:
+                output = module(hidden_BTD, *call.args, **call.kwargs)
         after = self._state_of(layer, hidden_BTD, call)
         del held
         changed = [name for name in before if before[name] != after[name]]

@@ -1,5 +1,7 @@
 """The stack of decoder layers: where a model keeps it, and what is known at once to forbid it."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -67,3 +69,33 @@ def refuse_shared_state(text_config: Any) -> None:
             limit="layers that read another layer's keys and values cannot be visited alone",
             hint=RESIDENT_HINT,
         )
+
+
+def find_unread_stores(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """Return for each layer what in it stores keys and values that no layer reads.
+
+    Some versions of transformers have the last layer of each kind store them where
+    `num_kv_shared_layers` is 0 too. Where any layer reads them, all are read.
+    """
+    parts = [
+        [module for module in layer.modules() if {_STORES, _READS} <= vars(module).keys()]
+        for layer in layers
+    ]
+    if any(vars(module)[_READS] for found in parts for module in found):
+        return [[] for _ in parts]
+    return [[module for module in found if vars(module)[_STORES]] for found in parts]
+
+
+@contextmanager
+def not_storing(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Keep modules that `find_unread_stores` found from storing."""
+    for module in modules:
+        setattr(module, _STORES, False)
+    try:
+        yield
+    finally:
+        for module in modules:
+            setattr(module, _STORES, True)
+
+
+_STORES, _READS = "store_full_length_kv", "is_kv_shared_layer"
