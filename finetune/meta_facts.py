@@ -16,6 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from finetune.adapters import linear_modules
+from finetune.attention import implementation_of
 from finetune.meta_layers import Reader, is_norm
 from offload.engine.model.layers import LayeredModel
 from offload.engine.model.placement import modules_on_device
@@ -84,7 +85,7 @@ def facts_of(model: "PreTrainedModel") -> ModelFacts:
         has_rotary=any("Rotary" in type(module).__name__ for module in model.modules()),
         has_windows="create_sliding_window_causal_mask"
         in vars(sys.modules[type(model).__module__]),
-        is_eager=model.config._attn_implementation == "eager",
+        is_eager=implementation_of(model.config) == "eager",
     )
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
+from finetune.attention import compute_exactly
 from finetune.env import has_proxy, is_offline
 from finetune.errors import ConfigError, ModelError
 from finetune.published import load_published, model_around
@@ -196,6 +197,7 @@ def load_model(  # noqa: PLR0913 - one door for every way in
         loaded = Loaded(model=model, hold=stowing.hold, notes=() if stowing.hold else (_UNSEEN,))
     for tower in find_towers(loaded.model):  # for images or sound: text needs none of it
         tower.to("meta")
+    compute_exactly(loaded.model)
     if experts_implementation is not None:
         for module in loaded.model.modules():
             if goes_through_interface(module):

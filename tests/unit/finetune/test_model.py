@@ -5,7 +5,13 @@ from typing import Any, Literal
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from finetune import model as model_module
 from finetune.errors import ConfigError, ModelError
@@ -57,6 +63,26 @@ def load(path: Path, *, tier: Literal["ram", "disk"] = "ram", dtype: str = "floa
         tier=tier,
         experts_implementation="eager",
     )
+
+
+def test_soft_caps_of_scores_are_computed(tmp_path: Path) -> None:
+    """Fused attention has none, and some versions of transformers choose it all the same."""
+    capped = Gemma2Config.from_dict(SHAPE | {"attn_logit_softcapping": 0.01})
+    torch.manual_seed(0)
+    made: Any = Gemma2ForCausalLM(capped)
+    for layer in made.model.layers:  # scores of more than a cap
+        layer.self_attn.q_proj.weight.data *= 100
+    made.save_pretrained(tmp_path)
+    tokens = torch.arange(12).view(1, 12)
+    made.set_attn_implementation("eager")
+    loaded: Any = load(tmp_path).model
+    with torch.no_grad():
+        right, found = made(tokens).logits, loaded(tokens).logits
+        for layer in made.model.layers:
+            layer.self_attn.attn_logit_softcapping = None
+        uncapped = made(tokens).logits
+    assert torch.equal(found, right)
+    assert not torch.allclose(uncapped, right, rtol=0, atol=1e-3)
 
 
 def test_a_shipped_shape_stands_in_for_a_hub_id_that_is_not_here(offline: None) -> None:

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.adapters import add_lora, linear_names
+from finetune.attention import compute_exactly
 from offload.plan.attention_costs import attention_work
 from offload.plan.attention_kinds import (
     DELTA_CHUNK_TOKENS,
@@ -88,7 +89,9 @@ def quiet() -> Iterator[None]:
 def built(config: Config, dtype: torch.dtype = torch.float32) -> Any:
     made = AutoConfig.for_model(**copy.deepcopy(config))
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(made, dtype=dtype).requires_grad_(False)
+    model: Any = AutoModelForCausalLM.from_config(made, dtype=dtype).requires_grad_(False)
+    compute_exactly(model)  # as it is when it trains
+    return model
 
 
 # ------------------------------------------------------------------------------------------- FLOPs
