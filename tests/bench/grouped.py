@@ -251,6 +251,7 @@ def where(device: torch.device, dtype: torch.dtype) -> Row:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             versions[name] = "not installed"
+    versions["torch"] = str(torch.__version__)  # the build, with `+cu130` or `+cpu`
     return {
         "bench": "grouped",
         "machine": machine(device),

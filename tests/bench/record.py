@@ -52,14 +52,20 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of what computes; None is not installed."""
+    """Return the versions of what computes; None is not installed.
+
+    Of torch it is the build, which a wheel's own version need not name: 2.11.0+cu130 computes on
+    a card and 2.11.0+cpu does not.
+    """
+    import torch
+
     found: dict[str, str | None] = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = None
-    return found
+    return found | {"torch": str(torch.__version__)}
 
 
 def code_digest(root: Path = ROOT) -> str:

@@ -68,13 +68,15 @@ def _measured(
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what is installed where this runs."""
+    """Return the versions of what is installed where this runs; of torch, the build that ran."""
     found = {}
     for name in PACKAGES:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
+    if "torch" in sys.modules:
+        found["torch"] = str(sys.modules["torch"].__version__)
     return found
 
 
