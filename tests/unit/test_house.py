@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [ROOT / "cli.py", *(ROOT / "finetune").rglob("*.py"), *(ROOT / "offload").rglob("*.py")]
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_LINES = 400, 60, 29_700
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_LINES = 400, 60, 29_800
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
