@@ -178,10 +178,10 @@ class Needs:
 
     @property
     def fewest_graphs(self) -> int:
-        """The number of kept graphs that was asked for, or the fewest that spare the host enough.
+        """The number of kept graphs that was asked for, or the fewest with which a step fits.
 
-        That is none, unless so many inputs wait in host memory that it is too small for them:
-        those of kept graphs do not.
+        That is none, unless host memory is too small for the inputs that wait there: those of kept
+        graphs do not, and the device may have room for so many.
         """
         may_choose = self._chooses_graphs and self.machine.device == "cuda"
         if not (may_choose and self.request.is_stashed and self._host_shortages(MIN_SLOTS, 0)):
@@ -192,7 +192,8 @@ class Needs:
             True,  # noqa: FBT003
             key=lambda n: not self._host_shortages(MIN_SLOTS, n),
         )
-        return fewest if fewest < len(numbers) else 0
+        is_found = fewest < len(numbers) and not self.shortages(self.fewest_slots, fewest)
+        return fewest if is_found else 0
 
     @property
     def _chooses_graphs(self) -> bool:
