@@ -8,17 +8,19 @@ import importlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 from unittest import mock
 
 from offload.engine.experts.blocks import MAX_SHARED_BYTES
 
+P = ParamSpec("P")
+R = TypeVar("R")
 KERNELS = "offload.engine.experts.kernels"
 WIDE_BYTES = 16  # most that a thread reads at once
 
@@ -125,14 +127,17 @@ class _Driver:
 
 def compile_for(capability: int, noted: Sequence[Launch]) -> list[Compiled]:
     """Compile launches for a card; those that come to one program are one."""
+    return able_to_compile(_compile_for, capability, noted)
+
+
+def able_to_compile(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call a function where Triton compiles: here it may have been imported to interpret."""
     with mock.patch.dict("os.environ", TRITON_INTERPRET="0"):
-        compiling = _process().submit(_compile_for, capability, noted)
-    return compiling.result()
+        return _process().submit(function, *args, **kwargs).result()
 
 
 @cache
 def _process() -> ProcessPoolExecutor:
-    """Return a process of its own: where Triton was imported to interpret it cannot compile."""
     return ProcessPoolExecutor(1, mp_context=get_context("spawn"))
 
 

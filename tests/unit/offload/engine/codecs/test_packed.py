@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 
 from offload.engine.codecs.codec import codec_named
 from offload.errors import CodecError
+from tests.compiled import able_to_compile
 
 PACKED = codec_named("bf16_packed")
 KERNEL = "offload.engine.codecs.packed_kernel"
-# Triton 3.9 tells whoever compiles floating point, which these kernels have none of
-pytestmark = pytest.mark.filterwarnings("default:TRITON_DEFAULT_FP_FUSION")
 
 
 def normal(num_weights: int) -> torch.Tensor:
@@ -96,17 +95,16 @@ def test_positions_are_wide_enough_for_very_large_tensors() -> None:
 
 
 @pytest.fixture
-def kernel(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
-    """The kernels, interpreted where the test says so: Triton looks when they are defined."""
+def kernel() -> Iterator[ModuleType]:
+    """The kernels, interpreted: Triton looks when they are defined."""
     pytest.importorskip("triton", reason="Triton is not installed")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1" if request.param == "interpreted" else "0")
+        patch.setenv("TRITON_INTERPRET", "1")
         patch.delitem(sys.modules, KERNEL, raising=False)
         yield importlib.import_module(KERNEL)
     sys.modules.pop(KERNEL, None)
 
 
-@pytest.mark.parametrize("kernel", ["interpreted"], indirect=True)
 @pytest.mark.parametrize("num_weights", [1, 255, 256, 2047, 2048, 2049, 70001])
 def test_the_kernel_gives_every_bit_back(kernel: ModuleType, num_weights: int) -> None:
     from offload.engine.codecs.packed import split
@@ -117,9 +115,15 @@ def test_the_kernel_gives_every_bit_back(kernel: ModuleType, num_weights: int) -
     assert torch.equal(found, values.view(torch.int16))
 
 
-@pytest.mark.parametrize("kernel", ["compiled"], indirect=True)
 @pytest.mark.parametrize("capability", [75, 80, 86, 89, 90, 120])
-def test_the_kernel_moves_wide_words_on_every_card(kernel: ModuleType, capability: int) -> None:
+def test_the_kernel_moves_wide_words_on_every_card(capability: int) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    words, shared_bytes = able_to_compile(moves_and_shared_bytes, capability)
+    assert words == {"ld.global.b8", "ld.global.v2.b32", "st.global.v4.b32"}
+    assert shared_bytes == 0
+
+
+def moves_and_shared_bytes(capability: int) -> tuple[set[str], int]:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -128,15 +132,13 @@ def test_the_kernel_moves_wide_words_on_every_card(kernel: ModuleType, capabilit
     signature |= {"out": "*i16", "num_weights": "i32", "num_blocks": "i32"}
     constants = {"ROWS": 8, "HALF": 128}
     source = ASTSource(
-        fn=kernel.unpack_blocks,
+        fn=importlib.import_module(KERNEL).unpack_blocks,
         signature=signature | dict.fromkeys(constants, "constexpr"),
         constexprs=constants,
         attrs={(place,): [["tt.divisibility", 16]] for place in range(5)},
     )
     found = triton.compile(source, target=GPUTarget("cuda", capability, 32))
-    words = set(re.findall(r"(?:ld|st)\.global[\w.]*", found.asm["ptx"]))
-    assert words == {"ld.global.b8", "ld.global.v2.b32", "st.global.v4.b32"}
-    assert found.metadata.shared == 0
+    return set(re.findall(r"(?:ld|st)\.global[\w.]*", found.asm["ptx"])), found.metadata.shared
 
 
 @pytest.mark.gpu
