@@ -25,6 +25,7 @@ from transformers import (
 
 import offload
 from offload.engine.engine import Engine
+from offload.engine.host.mapping import aligned_empty
 from offload.engine.host.numa import place_near
 from offload.engine.host.pagelock import LockMode, open_locker, page_lock
 from offload.engine.meter import torch_pinned_bytes
@@ -47,6 +48,7 @@ pytestmark = pytest.mark.gpu
 
 NUM_LAYERS = SHAPE["num_hidden_layers"]
 LATE_CYCLES = 2_000_000  # about a millisecond, many times a tiny layer
+TOO_LATE_CYCLES = 50 * LATE_CYCLES  # many times what the host takes to issue a layer
 Found = tuple[float, dict[str, torch.Tensor]]
 Batches = list[dict[str, torch.Tensor]]
 
@@ -196,9 +198,11 @@ def on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 class LateDevice(CudaDevice):
     """A card whose ops come late on some lanes, and on some wait for nothing in a second pass."""
 
-    def __init__(self, *, late: Collection[Lane], hasty: Collection[Lane] = ()) -> None:
+    def __init__(
+        self, *, late: Collection[Lane], hasty: Collection[Lane] = (), cycles: int = LATE_CYCLES
+    ) -> None:
         super().__init__(torch.device("cuda"), is_staged=False)
-        self._late, self._hasty = late, hasty
+        self._late, self._hasty, self._cycles = late, hasty, cycles
         self._num_passes = 0
 
     def begin(self) -> None:
@@ -208,7 +212,7 @@ class LateDevice(CudaDevice):
     def submit(self, lane: Lane, waits: Sequence[Event], body: Callable[[], None]) -> Event:
         def run() -> None:
             if lane in self._late:
-                torch.cuda._sleep(LATE_CYCLES)
+                torch.cuda._sleep(self._cycles)
             body()
 
         is_hasty = lane in self._hasty and self._num_passes > 1
@@ -235,7 +239,7 @@ def test_a_stream_that_does_not_wait_gives_other_gradients(late: Lane, hasty: La
     """What shows that the tests above can fail."""
     model = tiny("qwen3", torch.bfloat16)
     resident = streamed(model, num_slots=NUM_LAYERS)
-    device = LateDevice(late={late}, hasty={hasty})
+    device = LateDevice(late={late}, hasty={hasty}, cycles=TOO_LATE_CYCLES)
     found = streamed(model, num_slots=2, device=device, num_steps=2)
     with pytest.raises(AssertionError):
         assert_equal(found, resident)
@@ -354,8 +358,7 @@ def test_detach_gives_the_model_back_as_it_was() -> None:
 
 def test_memory_is_locked_in_place_and_unlocked() -> None:
     locker = open_locker(torch.device("cuda"), fd=None)
-    slab = torch.zeros(2**26 + 4096, dtype=torch.uint8)
-    slab = slab[-slab.data_ptr() % 4096 :][: 2**26]
+    slab = aligned_empty(2**26)  # torch asks where the storage begins, not the view
     lock = page_lock(slab.data_ptr(), slab.numel(), 2**20, locker)
     assert lock.mode is LockMode.PINNED, lock.reason
     assert slab.is_pinned()
