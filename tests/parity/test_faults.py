@@ -2,9 +2,10 @@
 
 import _thread
 import copy
+import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 import torch
@@ -77,6 +78,15 @@ def test_an_error_of_the_projects_own_is_raised_as_it_is_from_any_lane() -> None
     engine.detach()
 
 
+@pytest.fixture
+def heeds_ctrl_c() -> Iterator[None]:
+    """Take Ctrl-C as Python does, where a shell started this in the background to ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_ctrl_c_while_the_step_waits_for_a_copy_ends_it() -> None:
     model = tiny("qwen3")
     before = copy.deepcopy(dict(model.named_parameters()))
