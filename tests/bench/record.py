@@ -109,8 +109,12 @@ def gpu() -> dict[str, Any]:
         query = [f"--query-gpu={','.join(keys)}", "--format=csv,noheader,nounits"]
         done = subprocess.run(["nvidia-smi", *query], capture_output=True, text=True, check=False)
         found = done.stdout.splitlines()[0].split(", ") if done.stdout.strip() else []
-    values = found if len(found) == len(names) else [None] * len(names)
-    return dict(zip(names, values, strict=True))
+    if len(found) == len(names):
+        return dict(zip(names, found, strict=True))
+    import torch
+
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return dict.fromkeys(names) | {"gpu": name}
 
 
 def host_bytes() -> int:

@@ -41,7 +41,7 @@ from tests.bench.gpu.record import NOTHING, RefusedError, require_worth, section
 from tests.bench.gpu.settings import Settings
 from tests.bench.gpu.table import REHEARSED, text_of
 from tests.bench.gpu.training import TINY, Session
-from tests.bench.record import ROOT, quantiles
+from tests.bench.record import ROOT, gpu, quantiles
 
 CASE = Case(name="probe", module="rates", what="anything")
 H200 = named_machine("h200")
@@ -347,6 +347,16 @@ def test_steps_that_are_the_same_are_run_once() -> None:
     ]
     found = worth_running(MOE, named_machine("rtx4090"), [*parts, *parts])
     assert found == parts[:4]
+
+
+def test_rows_name_the_card_where_the_drivers_tool_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda _name: None)
+    assert gpu()["gpu"] == (torch.cuda.get_device_name() if torch.cuda.is_available() else None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a card")
+    assert gpu() == dict.fromkeys(gpu()) | {"gpu": "a card"}
 
 
 @pytest.mark.slow
