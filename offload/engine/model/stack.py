@@ -12,6 +12,8 @@ from offload.plan.families import RESIDENT_HINT
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_STORES, _READS = "store_full_length_kv", "is_kv_shared_layer"
+
 
 def find_layers(model: "PreTrainedModel", text_config: Any) -> tuple[nn.Module, str]:
     """Return the module that owns the decoder layers, and their attribute's name there."""
@@ -96,6 +98,3 @@ def not_storing(modules: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for module in modules:
             setattr(module, _STORES, True)
-
-
-_STORES, _READS = "store_full_length_kv", "is_kv_shared_layer"
