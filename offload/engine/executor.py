@@ -21,11 +21,13 @@ import torch
 from offload.engine.batch import Batch, LabelledBatch
 from offload.engine.host.cargo import Cargo
 from offload.engine.masters import Masters
+from offload.engine.model.calls import Call
 from offload.engine.model.layers import CHECKED_TOKENS, Front, LayeredModel
+from offload.engine.randomness import VisitRandomness, require_same_draws
 from offload.engine.slots import Slots
 from offload.engine.stash import Stash
 from offload.engine.streams import Device, Event, copy_on_host
-from offload.engine.visit import Graph, chunk_loss, visit_backward, visit_with_graph
+from offload.engine.visit import Graph, chunk_loss, visit_with_graph
 from offload.errors import UnsupportedModelError
 from offload.plan.op import Kind, Op
 from offload.plan.schedule import NUM_KEPT, Schedule
@@ -44,6 +46,7 @@ class PassState:
             layer L is what enters the tail.
         fetched: Inputs that came back from the stash.
         graphs: What forward visits kept for their backward visits, by layer and micro-batch.
+        draws: What forward visits left torch's generators in; see `VisitRandomness.visit`.
         gradient: Gradient of the loss by the hidden state, on its way down.
         losses: Sum over labelled tokens / num_label_tokens, one scalar tensor per chunk; and the
             router loss of each micro-batch.
@@ -56,6 +59,7 @@ class PassState:
     inputs: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     fetched: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     graphs: dict[tuple[int, int], Graph] = field(default_factory=dict)
+    draws: dict[tuple[int, int], bytes | None] = field(default_factory=dict)
     gradient: dict[int, torch.Tensor] = field(default_factory=dict)
     losses: list[torch.Tensor] = field(default_factory=list)
     routing: dict[int, dict[int, list[torch.Tensor]]] = field(default_factory=dict)
@@ -84,6 +88,7 @@ class Executor:
         self._masters = masters
         self._device = device
         self._head_chunk_tokens = head_chunk_tokens
+        self._randomness = VisitRandomness(device.torch_device)
         self._last_layer = len(model.layers) - 1
 
     def train(
@@ -246,7 +251,7 @@ class Executor:
     # -------------------------------------------------------------------------------------- visits
 
     def _front(self, state: PassState, m: int, inputs: Batch, step: "_Step") -> None:
-        self._seed_visit(step, FRONT_LAYER, m)
+        self._randomness.seed(_visit_seed(step, FRONT_LAYER, m))
         front = self._model.front(inputs)
         state.fronts[m] = front
         state.inputs[0, m] = front.hidden_BTD.detach().contiguous()
@@ -256,20 +261,31 @@ class Executor:
         input_BTD = state.inputs[layer, m]
         if step.is_stashed:  # the output takes its place; see Note [Letting go]
             state.inputs.pop((layer + 1 - NUM_KEPT, m), None)
-        self._seed_visit(step, layer, m)
         call = state.fronts[m].calls[layer]
-        if op.has_graph:
-            graph = visit_with_graph(self._model, layer, input_BTD=input_BTD, call=call)
+        compute = partial(self._visit_forward, layer, input_BTD, call, has_graph=op.has_graph)
+        (output_BTD, router_logits, graph), draws = self._randomness.visit(
+            layer, _visit_seed(step, layer, m), compute
+        )
+        if graph is not None:
             state.graphs[layer, m] = graph
-            output_BTD, router_logits = graph.output, graph.router_logits
         else:
-            with torch.no_grad(), self._model.listening(layer) as router_logits:
-                output_BTD = self._model.layer_forward(layer, input_BTD, call)
+            state.draws[layer, m] = draws
         if router_logits and step.is_kept:
             state.routing.setdefault(m, {})[layer] = router_logits
         state.inputs[layer + 1, m] = output_BTD.contiguous()
         if op.has_graph or not step.is_kept:
             del state.inputs[layer, m]
+
+    def _visit_forward(
+        self, layer: int, input_BTD: torch.Tensor, call: Call, *, has_graph: bool
+    ) -> tuple[torch.Tensor, list[torch.Tensor], Graph | None]:
+        """Return a layer's output, what its routers said, and the graph if it is kept."""
+        if has_graph:
+            graph = visit_with_graph(self._model, layer, input_BTD=input_BTD, call=call)
+            return graph.output, graph.router_logits, graph
+        with torch.no_grad(), self._model.listening(layer) as router_logits:
+            output_BTD = self._model.layer_forward(layer, input_BTD, call)
+        return output_BTD, router_logits, None
 
     def _tail(
         self, state: PassState, m: int, batch: LabelledBatch, num_items: torch.Tensor
@@ -338,23 +354,16 @@ class Executor:
             state.gradient[m] = graph.backward(state.gradient[m], router_gradients)
             return
         kept_BTD = (state.inputs if op.buffer is None else state.fetched).pop((layer, m))
-        self._seed_visit(step, layer, m)
-        state.gradient[m] = visit_backward(
+        compute = partial(
+            visit_with_graph,
             self._model,
             layer,
-            kept_BTD=kept_BTD,
+            input_BTD=kept_BTD,
             call=state.fronts[m].calls[layer],
-            gradient_BTD=state.gradient[m],
-            router_gradients=router_gradients,
         )
-
-    def _seed_visit(self, step: "_Step", layer: int, m: int) -> None:
-        """Seed dropout for one visit, on the host and on this device."""
-        visit_seed = hash((step.seed, layer, step.ids[m])) & 0x7FFF_FFFF_FFFF_FFFF
-        torch.default_generator.manual_seed(visit_seed)
-        if self._device.torch_device.type == "cuda":
-            with torch.cuda.device(self._device.torch_device):
-                torch.cuda.manual_seed(visit_seed)
+        graph, draws = self._randomness.visit(layer, _visit_seed(step, layer, m), compute)
+        require_same_draws(layer, state.draws.pop((layer, m)), draws)
+        state.gradient[m] = graph.backward(state.gradient[m], router_gradients)
 
     def _rng_devices(self) -> list[torch.device]:
         torch_device = self._device.torch_device
@@ -369,6 +378,11 @@ class _Step:
     ids: Sequence[int]
     is_kept: bool
     is_stashed: bool
+
+
+def _visit_seed(step: _Step, layer: int, m: int) -> int:
+    """Return what seeds dropout in one visit."""
+    return hash((step.seed, layer, step.ids[m])) & 0x7FFF_FFFF_FFFF_FFFF
 
 
 def _front_backward(state: PassState, m: int) -> None:

@@ -67,32 +67,6 @@ def visit_with_graph(
     return Graph(input_BTD=leaf_BTD, said=(output_BTD, *router_logits))
 
 
-def visit_backward(
-    model: LayeredModel,
-    layer: int,
-    *,
-    kept_BTD: torch.Tensor,
-    call: Call,
-    gradient_BTD: torch.Tensor,
-    router_gradients: Sequence[torch.Tensor],
-) -> torch.Tensor:
-    """Compute a layer again from its kept input and take the gradient through it at once.
-
-    Args:
-        model: The model; the layer's weights must be in place.
-        layer: Which.
-        kept_BTD: The layer's input.
-        call: Its other arguments.
-        gradient_BTD: Of the loss, by the layer's output.
-        router_gradients: Of the loss, by what the layer's routers say.
-
-    Returns:
-        The gradient by the layer's input; those of what trains are in `.grad`.
-    """
-    graph = visit_with_graph(model, layer, input_BTD=kept_BTD, call=call)
-    return graph.backward(gradient_BTD, router_gradients)
-
-
 def chunk_loss(
     model: LayeredModel,
     hidden_ND: torch.Tensor,

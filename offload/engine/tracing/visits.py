@@ -21,7 +21,7 @@ from offload.engine.tracing.cuda_kernels import CUDA_WORKSPACES, Capability, Cud
 from offload.engine.tracing.experts import traced_experts
 from offload.engine.tracing.fake_model import fake_copy, rows_are_whole
 from offload.engine.tracing.tracer import Tracer
-from offload.engine.visit import chunk_loss, visit_backward
+from offload.engine.visit import chunk_loss, visit_with_graph
 from offload.plan.traced import TracedBytes
 
 
@@ -84,14 +84,9 @@ def _visits(layered: LayeredModel, front: Front, memory: LiveBytes) -> tuple[int
         if kind not in peaks:
             before = memory.live_bytes
             memory.reset_peak()
-            visit_backward(
-                layered,
-                index,
-                kept_BTD=kept_BTD,
-                call=call,
-                gradient_BTD=gradient_BTD,
-                router_gradients=(),
-            )
+            graph = visit_with_graph(layered, index, input_BTD=kept_BTD, call=call)
+            graph.backward(gradient_BTD, ())
+            del graph
             peaks[kind] = memory.peak_bytes - before
         visits.append(peaks[kind])
     return tuple(visits)

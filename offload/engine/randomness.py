@@ -1,0 +1,188 @@
+"""Random numbers of a layer's visits: the recompute must draw what the forward drew.
+
+Problem. Dropout draws from torch's default generator, which all threads of the process share. A
+visit seeds it, but a thread of the caller that draws, or seeds, while the layer computes moves the
+stream: the masks of the forward and of its recompute then differ, and the gradients are wrong
+without a sign.
+
+Idea. While a layer computes, a dispatch mode gives each operation that draws a generator of our
+own. Some kernels can only draw from the default generator (attention with dropout on CUDA). Where
+a visit ran one of these, the state that it left the default generator in must be the same after
+the recompute, or the step is refused before the layer's gradients are taken.
+
+Cost. The mode sees every operation of a layer, so layers that draw nothing run without it. That is
+learned at a layer's first visit, and checked at each later one by the default generator's state,
+in about 10 us. A layer that has moved it after all is computed again, under the mode.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from offload.errors import OffloadError
+
+T = TypeVar("T")
+
+# Operation -> the same with a generator as an argument, where torch has it by another name.
+_OVERLOADS = {"default": "generator", "low": "low_generator"}
+
+
+class VisitRandomness:
+    """Seeds visits, and keeps what they draw from others."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Make generators for the host and for the compute device."""
+        self._default = {"cpu": torch.default_generator}
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                self._default["cuda"] = torch.cuda.default_generators[torch.cuda.current_device()]
+        self._own = {
+            kind: torch.Generator(generator.device) for kind, generator in self._default.items()
+        }
+        self._is_drawing: dict[int, bool] = {}
+
+    def visit(self, layer: int, seed: int, compute: Callable[[], T]) -> tuple[T, bytes | None]:
+        """Compute a layer with random numbers from a seed.
+
+        Args:
+            layer: Which.
+            seed: Of this layer and micro-batch.
+            compute: The visit; it is called again if it draws for the first time.
+
+        Returns:
+            What it returned, and the state that it left torch's default generators in if it drew
+            from these; None if nobody else can have changed what it drew.
+        """
+        self._seed(seed)
+        if not self._is_drawing.get(layer, True):
+            before = self._state()
+            result = compute()
+            if self._state() == before:
+                return result, None
+            del result
+            self._is_drawing[layer] = True
+            self._seed(seed)
+        with _OwnGenerators(self._own) as mode:
+            result = compute()
+        self._is_drawing.setdefault(layer, mode.has_drawn)
+        return result, self._state() if mode.has_drawn_elsewhere else None
+
+    def seed(self, seed: int) -> None:
+        """Seed torch's default generators, for what is computed once."""
+        for generator in self._default.values():
+            generator.manual_seed(seed)
+
+    def _seed(self, seed: int) -> None:
+        self.seed(seed)
+        for generator in self._own.values():
+            generator.manual_seed(seed)
+
+    def _state(self) -> bytes:
+        states = (generator.get_state() for generator in self._default.values())
+        return b"".join(state.numpy().tobytes() for state in states)
+
+
+def require_same_draws(layer: int, forward: bytes | None, recompute: bytes | None) -> None:
+    """Check that a recompute left torch's default generators as the forward did.
+
+    Raises:
+        OffloadError: It did not, so dropout masks may differ. Gradients of layers after this one
+            were written.
+    """
+    if forward == recompute:
+        return
+    raise OffloadError(
+        f"layer {layer} drew other random numbers in its recompute than in its forward",
+        limit="dropout inside attention kernels draws from torch's default generator, from which"
+        " no other thread may draw meanwhile; gradients may be partial",
+        hint="give the other thread a `torch.Generator` of its own, and zero the gradients",
+    )
+
+
+class _OwnGenerators(TorchDispatchMode):
+    """Lets operations draw from generators of our own.
+
+    Attributes:
+        has_drawn: Whether any operation drew.
+        has_drawn_elsewhere: Whether one drew that takes no generator.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, generators: dict[str, torch.Generator]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self._generators = generators
+        self.has_drawn = self.has_drawn_elsewhere = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Spare each operation the wrapper that keeps dynamo away, which takes longer than this."""
+        return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Leave compiled layers compiled; what their code draws by torch's operations is seen."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation, with a generator if it draws."""
+        kwargs = kwargs or {}
+        kind = _KINDS.get(func)
+        if kind is None:
+            kind = _KINDS[func] = _kind_of(func)
+        if kind == "silent" or (kind == "dropout_p" and not _dropout_p(func, args, kwargs)):
+            return func(*args, **kwargs)
+        self.has_drawn = True
+        if func is torch.ops.aten.native_dropout.default:
+            return self._dropout(*args, **kwargs)
+        if kind != "generator":
+            overload = _OVERLOADS.get(func._overloadname, "")
+            if overload not in func.overloadpacket.overloads():
+                self.has_drawn_elsewhere = True
+                return func(*args, **kwargs)
+            func = getattr(func.overloadpacket, overload)
+        if kwargs.get("generator") is None:
+            kwargs = {**kwargs, "generator": self._generator_for(args, kwargs)}
+        return func(*args, **kwargs)
+
+    def _dropout(self, x: torch.Tensor, p: float, train: bool | None) -> Any:  # noqa: FBT001
+        """Compute what CUDA's fused kernel does: a mask of bools, and one rounding."""
+        if train is False:
+            return x, torch.ones_like(x, dtype=torch.bool)
+        mask = torch.empty_like(x, dtype=torch.bool)
+        mask.bernoulli_(1 - p, generator=self._generators[x.device.type])
+        return (x * mask).mul_(1 / (1 - p) if p < 1 else 0.0), mask
+
+    def _generator_for(self, args: tuple[Any, ...], kwargs: Any) -> torch.Generator:
+        """Return the generator of the device on which an operation draws."""
+        tensors = (a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor))
+        device = kwargs.get("device") or next((t.device for t in tensors), torch.device("cpu"))
+        return self._generators[torch.device(device).type]
+
+
+_KINDS: dict[Any, str] = {}
+
+
+def _kind_of(func: Any) -> str:
+    """Tell how an operation draws: `silent`, by `generator`, from the `default`, or `dropout_p`."""
+    schema = getattr(func, "_schema", None)
+    names = () if schema is None else [argument.name for argument in schema.arguments]
+    if "generator" in names:
+        return "generator"
+    if "dropout_p" in names:  # other packages' attention too, which may lack the tag
+        return "dropout_p"
+    is_seeded = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+    return "default" if is_seeded else "silent"
+
+
+def _dropout_p(func: Any, args: tuple[Any, ...], kwargs: Any) -> float:
+    """Return the rate of dropout that an attention kernel is given."""
+    arguments = func._schema.arguments
+    index = next(i for i, argument in enumerate(arguments) if argument.name == "dropout_p")
+    if index < len(args):
+        return float(args[index])
+    return float(kwargs.get("dropout_p", arguments[index].default_value or 0.0))
