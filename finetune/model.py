@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 from finetune.attention import compute_exactly
 from finetune.env import has_proxy, is_offline
 from finetune.errors import ConfigError, ModelError
-from finetune.published import load_published, model_around
+from finetune.published import load_published, model_around, weights_folder
 from finetune.shapes import load_shape, shipped_shapes
-from finetune.weights import identity, store_path
+from finetune.weights import Contents, WeightFiles, identity, store_path
 from offload.errors import StoreError
 from offload.plan.codec import CodecName
 from offload.plan.machine import ExpertsImplementation
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from finetune.recipe_sections import ModelSection
     from offload.engine.host.record import Record
     from offload.engine.host.slab import Slab
-    from offload.engine.host.store import Hold
+    from offload.engine.host.store import Hold, Store
     from offload.engine.host.stowing import OnPut
 
 _CONNECT_TIMEOUT_S = 3.0
@@ -260,34 +260,58 @@ def _load_from_store(
     from offload.engine.host.store_writer import sole_builder
 
     file = store_path(path, dtype, codec)
-    notes: tuple[str, ...] = ()
     with sole_builder(file):
-        is_first = not file.exists()
         try:
-            store = Store(file, identity=_identity(path, dtype, codec))
+            store, notes = _open_store(path, dtype, codec, file)
         except StoreError as error:
-            _build_store(path, dtype, codec, file, device, on_put)
-            store = Store(file, identity=_identity(path, dtype, codec))
             notes = (
-                f"Wrote the layers of {path} to {file}."
-                if is_first
-                else f"Built the store anew: {error.what}.",
+                f"Built the store anew: {error.what}."
+                if file.exists()
+                else f"Wrote the layers of {path} to {file}.",
             )
+            contents = _build_store(path, dtype, codec, file, device, on_put)
+            store = Store(file, identity=identity(contents, dtype, codec))
     model = model_around(store.tensors(), path=path, dtype=dtype, source=str(store.path))
     return Loaded(model=model, hold=store, notes=notes)
 
 
+def _open_store(
+    path: str, dtype: str, codec: CodecName, file: Path
+) -> "tuple[Store, tuple[str, ...]]":
+    """Open a store, after a look at whether the weights are still those that it was made from.
+
+    Raises:
+        StoreError: There is none, or it has to be built again.
+    """
+    from offload.engine.host.store import Store, require_store, unusable
+
+    require_store(file)  # before all weights are read for one that is not there
+    config = Path(path, "config.json") if Path(path).is_dir() else cached_file(path, "config.json")
+    if config is None:
+        raise unusable(file, f"{path} is not in the cache")
+    files = WeightFiles(config.parent, file)
+    contents = files.recorded()
+    if contents is not None:
+        return Store(file, identity=identity(contents, dtype, codec)), ()
+    store = Store(file, identity=identity(files.read(), dtype, codec))
+    note = f"Files of {path} were touched, so all were read again: they hold what {file} holds."
+    return store, (note,)
+
+
 def _build_store(
     path: str, dtype: str, codec: CodecName, file: Path, device: str, on_put: "OnPut"
-) -> None:
+) -> Contents:
+    """Write a store; return the contents of the files that it was made from."""
     import torch
 
     from offload.engine.host.store_writer import StoreWriter
     from offload.engine.host.stowing import Stowing
 
     make_writer = partial(StoreWriter, file, encoding_device=torch.device(device))
+    files = WeightFiles(weights_folder(path), file)
     with Stowing(make_writer, codec=codec, is_loaded=_is_loaded, on_put=on_put) as stowing:
-        model = load_published(path, dtype)
+        with files.reading() as contents:
+            model = load_published(path, dtype)
         writer = stowing.hold
         if writer is None:
             raise ModelError(
@@ -295,7 +319,8 @@ def _build_store(
                 limit="the disk tier writes each as transformers registers it",
                 hint="`offload.tier: ram`, or another version of transformers",
             )
-        writer.finish(_all_but(model, writer.names), _identity(path, dtype, codec))
+        writer.finish(_all_but(model, writer.names), identity(contents, dtype, codec))
+    return contents
 
 
 def _is_loaded(parameter: "torch.nn.Parameter") -> bool:
@@ -308,11 +333,6 @@ def _all_but(model: "PreTrainedModel", names: Collection[str]) -> dict[str, "tor
     state = model.state_dict(keep_vars=True)
     first_names = {id(tensor): name for name, tensor in reversed(state.items())}
     return {name: state[name].detach() for name in first_names.values() if name not in names}
-
-
-def _identity(path: str, dtype: str, codec: CodecName) -> dict[str, Any]:
-    config = Path(path, "config.json") if Path(path).is_dir() else cached_file(path, "config.json")
-    return {} if config is None else identity(config.parent, dtype, codec)
 
 
 def hide_loading_bar() -> None:

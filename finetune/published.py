@@ -4,6 +4,7 @@ import contextlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.env import loading_one_by_one
@@ -34,6 +35,19 @@ def load_published(path: str, dtype: str) -> "PreTrainedModel":
             tensors = plain_tensors(tensors, form, path)
         _require_all_experts(path, tensors)
         return _filled(empty, join_experts(tensors, empty.model, path), path, dtype, source=path)
+
+
+def weights_folder(path: str) -> Path:
+    """Return the folder with a model's config and shards; one on the hub is downloaded.
+
+    Raises:
+        ModelError: A file is missing.
+    """
+    from transformers.utils.hub import cached_file
+
+    with _named_errors(path):
+        _weight_files(path)
+        return Path(str(cached_file(path, "config.json"))).parent
 
 
 def model_around(

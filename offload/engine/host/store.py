@@ -36,7 +36,7 @@ from offload.errors import StoreError, TransferError
 from offload.plan.codec import CodecName
 from offload.plan.record import PAGE_BYTES, to_pages
 
-FORMAT = 2
+FORMAT = 3
 MAGIC = b"sluice store\n"
 
 Identity = Mapping[str, Any]
@@ -301,6 +301,18 @@ Hold = Slab | Store
 
 def _no_copy(_target: torch.Tensor, _source: torch.Tensor) -> None:
     """Stand in where a file is read and nothing copied."""
+
+
+def require_store(path: Path) -> None:
+    """Check that a file is a store of this version, whatever it was made from.
+
+    Raises:
+        StoreError: It is absent, damaged or of another version.
+    """
+    try:
+        _read_header(path)
+    except OSError as error:
+        raise unusable(path, str(error.strerror)) from error
 
 
 def unusable(path: Path, why: str) -> StoreError:

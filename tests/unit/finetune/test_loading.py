@@ -1,6 +1,7 @@
 """Published weights go layer by layer to where they wait: same model, never twice in memory."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -37,6 +38,7 @@ from transformers import (
 import offload
 from finetune.errors import ModelError
 from finetune.model import Loaded, load_model
+from finetune.published import load_published
 from finetune.weights import store_path
 from offload.engine.host.slab import Slab
 from offload.errors import TransferError
@@ -82,8 +84,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shutil.rmtree(tmp_path / "cache", ignore_errors=True)
 
 
-def publish(model: PreTrainedModel, folder: Path, *, shard: str = "40KB") -> Path:
-    torch.manual_seed(0)
+def publish(model: PreTrainedModel, folder: Path, *, shard: str = "40KB", seed: int = 0) -> Path:
+    torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.3)
@@ -238,17 +240,90 @@ def test_a_transformers_that_marks_nothing_is_noticed(
     assert "they take their memory twice" in loaded.notes[0]
 
 
-def test_the_first_start_writes_a_store_and_the_second_reads_it(qwen3: Path) -> None:
+def test_the_first_start_writes_a_store_and_the_second_reads_no_weights(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = store_path(str(qwen3), "float32", "native")
     first = load(qwen3, "disk")
     assert first.notes == (f"Wrote the layers of {qwen3} to {file}.",)
-    for shard in qwen3.glob("*.safetensors"):  # same size and time, other content: it is not read
-        status = shard.stat()
-        shard.write_bytes(bytes(status.st_size))
-        os.utime(shard, ns=(status.st_atime_ns, status.st_mtime_ns))
-    second = load(qwen3, "disk")
+    with monkeypatch.context() as patch:
+        patch.setattr("finetune.model.load_published", None)
+        patch.setattr("finetune.weights._hash", None)
+        second = load(qwen3, "disk")
     assert second.notes == ()
     assert_same_model(second.model, first.model)
+
+
+def change_a_weight(shard: Path) -> None:
+    """Change one bit of a shard, and set its times to what they were."""
+    status, content = shard.stat(), bytearray(shard.read_bytes())
+    content[-2] ^= 1
+    shard.write_bytes(content)
+    os.utime(shard, ns=(status.st_atime_ns, status.st_mtime_ns))
+    now = shard.stat()
+    assert (now.st_size, now.st_mtime_ns) == (status.st_size, status.st_mtime_ns)
+
+
+@pytest.mark.parametrize("is_replaced", [False, True], ids=["in place", "by another file"])
+@pytest.mark.parametrize("number", [0, -1], ids=["first shard", "last shard"])
+def test_a_shard_that_changes_under_its_old_size_and_time_is_not_trained_on(
+    number: int, is_replaced: bool, qwen3: Path
+) -> None:
+    load(qwen3, "disk")
+    shard = sorted(qwen3.glob("*.safetensors"))[number]
+    if is_replaced:
+        other = shard.with_name("other")
+        shutil.copy2(shard, other)
+        change_a_weight(other)
+        other.replace(shard)
+    else:
+        change_a_weight(shard)
+    loaded = load(qwen3, "disk")
+    (note,) = loaded.notes
+    assert "Built the store anew" in note
+    assert "it was made from other contents" in note
+    assert_same_model(loaded.model, load(qwen3, "ram").model)
+    assert load(qwen3, "disk").notes == ()
+
+
+def test_a_touched_shard_is_read_again_and_the_store_is_trusted_from_then_on(qwen3: Path) -> None:
+    file = store_path(str(qwen3), "float32", "native")
+    load(qwen3, "disk")
+    written = file.stat().st_mtime_ns
+    (qwen3 / "config.json").touch()
+    assert load(qwen3, "disk").notes == (
+        f"Files of {qwen3} were touched, so all were read again: they hold what {file} holds.",
+    )
+    assert load(qwen3, "disk").notes == ()
+    assert file.stat().st_mtime_ns == written, "the store was not written again"
+
+
+@pytest.mark.parametrize("damage", ["", "{}", "[1]", "null", '{"stamps": 1, "contents": {}}'])
+def test_a_damaged_record_is_no_reason_to_trust_a_store(damage: str, qwen3: Path) -> None:
+    file = store_path(str(qwen3), "float32", "native")
+    load(qwen3, "disk")
+    record = file.with_name(file.name + ".source")
+    whole = record.read_text()
+    record.write_text(damage)
+    (note,) = load(qwen3, "disk").notes
+    assert "were read again" in note
+    assert record.read_text() == whole
+
+
+def test_weights_that_change_while_a_store_is_written_leave_none(
+    qwen3: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard = sorted(qwen3.glob("*.safetensors"))[0]
+
+    def load_and_change(*words: Any) -> PreTrainedModel:
+        model = load_published(*words)
+        change_a_weight(shard)
+        return model
+
+    monkeypatch.setattr("finetune.model.load_published", load_and_change)
+    with pytest.raises(ModelError, match=rf"{re.escape(str(shard))} changed while it was read"):
+        load(qwen3, "disk")
+    assert [file.suffix for file in cache.iterdir()] == [".lock"]
 
 
 def damage_size(file: Path) -> None:
@@ -294,11 +369,11 @@ def test_a_layer_damaged_on_disk_stops_the_run_and_the_next_start_builds_it_anew
 
 def test_weights_that_have_changed_get_a_new_store(qwen3: Path) -> None:
     load(qwen3, "disk")
-    publish(MODELS["qwen3"](), qwen3)
+    publish(MODELS["qwen3"](), qwen3, seed=1)
     changed = AutoModelForCausalLM.from_pretrained(qwen3, dtype=torch.float32)
     loaded = load(qwen3, "disk")
     (note,) = loaded.notes
-    assert "it was made from other files" in note
+    assert "it was made from other contents" in note
     assert_same_model(loaded.model, changed)
 
 
@@ -395,7 +470,11 @@ def test_two_processes_that_want_a_store_build_one(
     file = store_path(str(qwen3), "float32", "native")
     told = sorted(child.read() for child in children)
     assert told == ["loaded", f"loaded Wrote the layers of {qwen3} to {file}."]
-    assert sorted(entry.name for entry in cache.iterdir()) == [file.name, file.name + ".lock"]
+    assert sorted(entry.name for entry in cache.iterdir()) == [
+        file.name,
+        file.name + ".lock",
+        file.name + ".source",
+    ]
     assert_same_model(load(qwen3, "disk").model, load(qwen3, "ram").model)
 
 
@@ -406,7 +485,11 @@ def test_a_builder_that_is_killed_leaves_the_next_start_free(
     cache.mkdir(parents=True)
     file.with_name(file.name + ".partial").write_bytes(b"torn")
     assert load(qwen3, "disk").notes == (f"Wrote the layers of {qwen3} to {file}.",)
-    assert sorted(entry.name for entry in cache.iterdir()) == [file.name, file.name + ".lock"]
+    assert sorted(entry.name for entry in cache.iterdir()) == [
+        file.name,
+        file.name + ".lock",
+        file.name + ".source",
+    ]
 
 
 # ----------------------------------------------------------------------------------------- the peak
