@@ -38,10 +38,10 @@ def settled(recipe: Recipe, *, num_ranks: int) -> tuple[Recipe, ...]:
     """
     if recipe.train.micro_batch_size != "auto":
         return (recipe,)
-    if has_router_loss(recipe.model):
+    if has_router_loss(recipe):
         raise ConfigError(
-            "train.micro_batch_size: auto for a model with output_router_logits in its config",
-            limit="its router's auxiliary loss is taken over each micro-batch by itself, so their"
+            "train.micro_batch_size: auto with a router loss",
+            limit="the router loss is taken over each micro-batch by itself, so their"
             " size is part of the training",
             hint="`train.micro_batch_size: 1`, or another number",
         )

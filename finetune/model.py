@@ -205,6 +205,16 @@ def load_model(  # noqa: PLR0913 - one door for every way in
     return loaded
 
 
+def set_router_loss(model: "PreTrainedModel", coefficient: float | None) -> None:
+    """Switch a mixture's router loss on with this coefficient, off at 0; None changes nothing."""
+    if coefficient is None:
+        return
+    for config in {id(c): c for c in (model.config, model.config.get_text_config())}.values():
+        config.output_router_logits = coefficient > 0
+    if hasattr(model, "router_aux_loss_coef"):  # one without is refused when it is attached
+        vars(model)["router_aux_loss_coef"] = coefficient
+
+
 def experts_of(model: "ModelSection") -> "nn.Module | None":
     """Return the first fused experts whose code can be chosen, as they compute; without weights."""
     import torch

@@ -81,9 +81,11 @@ def has_experts(facts: ModelFacts) -> bool:
     return any(layer.num_experts for layer in facts.layers)
 
 
-def has_router_loss(model: ModelSection) -> bool:
-    """Tell whether the model's config asks for its router's auxiliary loss."""
-    config = read_config(path=model.path, config=model.config)
+def has_router_loss(recipe: Recipe) -> bool:
+    """Tell whether the recipe, or else the model's config, asks for the router's loss."""
+    if recipe.train.router_loss_coef is not None:
+        return recipe.train.router_loss_coef > 0
+    config = read_config(path=recipe.model.path, config=recipe.model.config)
     parts = [config, *(part for part in config.values() if isinstance(part, dict))]
     return any(part.get("output_router_logits") for part in parts)
 
@@ -194,6 +196,7 @@ def _workload(recipe: Recipe, facts: ModelFacts, seq_len: int, *, label_tokens: 
         optimizer=recipe.train.optimizer,
         dtype_bytes=DTYPE_BYTES[recipe.model.dtype],
         codec=recipe.offload.layer_codec,
+        has_router_loss=has_router_loss(recipe),
     )
 
 
@@ -205,6 +208,13 @@ def _request(
             f"train.seq_len: {recipe.train.seq_len} for a {facts.model_type} model",
             limit=f"it was made for at most {facts.max_position_embeddings} positions",
             hint=f"`train.seq_len: {facts.max_position_embeddings}`",
+        )
+    if recipe.train.router_loss_coef is not None and not has_experts(facts):
+        raise ConfigError(
+            f"train.router_loss_coef: {recipe.train.router_loss_coef:g}, but a {facts.model_type}"
+            " model has no router",
+            limit="only a mixture of experts has a router loss",
+            hint="`train.router_loss_coef: null`",
         )
     return PlanRequest(
         typical=typical,
@@ -218,7 +228,7 @@ def _request(
         is_on_disk=recipe.offload.load_tier == "disk",
         num_ranks=num_ranks,
         is_slab_shared=recipe.model.init == "pretrained",  # random layers are not loaded into one
-        is_masked=has_router_loss(recipe.model),  # it does not count padding
+        is_masked=has_router_loss(recipe),  # it does not count padding
     )
 
 

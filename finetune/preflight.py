@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING
 from finetune.choices import choose, full_requests
 from finetune.errors import ConfigError, ModelError
 from finetune.figures import shown_time
-from finetune.model import has_weights, is_hub_reachable
+from finetune.model import (
+    has_weights,
+    is_hub_reachable,
+    read_config,
+    set_router_loss,
+)
 from finetune.ranks import Ranks
 from finetune.recipe import Recipe
 from finetune.recipe_sections import OffloadSection, TrainSection
@@ -135,8 +140,10 @@ def require_ready(recipe: Recipe, facts: ModelFacts, machine: Machine, *, num_ra
     """Check that the weights can be had; if not, name all that is in the way of this run.
 
     Raises:
+        UnsupportedModelError: The recipe asks for a router loss of another kind than is known.
         ModelError: The weights are not here and cannot be fetched.
     """
+    _require_router_loss(recipe)
     path = recipe.model.path
     if recipe.model.init == "random" or path is None or has_weights(path):
         return
@@ -162,6 +169,22 @@ def require_ready(recipe: Recipe, facts: ModelFacts, machine: Machine, *, num_ra
         hint=f"download the model where there is a network (`hf download {path}`) and set"
         " `model.path: DIR`; `sluice plan RECIPE --machine rtx5090` needs no weights",
     )
+
+
+def _require_router_loss(recipe: Recipe) -> None:
+    """Refuse a router loss that the model has not, or that cannot be taken layer by layer.
+
+    Raises:
+        UnsupportedModelError: Its router loss is of another kind.
+    """
+    if not recipe.train.router_loss_coef:
+        return
+    from finetune.meta_facts import model_on_meta
+    from offload.engine.model.layers import LayeredModel
+
+    empty = model_on_meta(read_config(path=recipe.model.path, config=recipe.model.config))
+    set_router_loss(empty, recipe.train.router_loss_coef)
+    LayeredModel(empty)
 
 
 def _shortage(

@@ -222,7 +222,10 @@ class TrainSection(Section):
         description="Peak learning rate: about how far a step moves each weight, by any optimizer.",
     )
     weight_decay: float = Field(
-        default=0.0, ge=0, lt=1, description="Decoupled weight decay of the trained tensors."
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Decoupled weight decay; norms, biases and DoRA's magnitudes have none.",
     )
     schedule: Literal["cosine", "linear", "constant"] = Field(
         default="cosine", description="How the learning rate falls after the warm-up."
@@ -232,6 +235,13 @@ class TrainSection(Section):
     )
     max_grad_norm: float | None = Field(
         default=1.0, gt=0, description="Norm that gradients are clipped to; null does not clip."
+    )
+    router_loss_coef: float | None = Field(
+        default=None,
+        ge=0,
+        description="Coefficient of a mixture's router (load-balancing) loss; 0 leaves the loss"
+        " out, null does as the model's config says.",
+        examples=[0.001],
     )
     seed: int = Field(
         default=0, ge=0, lt=2**32, description="Seed of initial weights, data order and dropout."

@@ -11,7 +11,7 @@ from finetune import adapters
 from finetune.compiling import FAILURES, compile_layers, refusal
 from finetune.figures import shown_graphs
 from finetune.loop import Loop
-from finetune.model import load_model
+from finetune.model import load_model, set_router_loss
 from finetune.prepare import Work
 from finetune.ranks import Ranks
 from finetune.recipe import Recipe
@@ -64,6 +64,7 @@ def build(recipe: Recipe, work: Work, ranks: Ranks, screen: Screen) -> Session:
             make_slab=_shared_slab(ranks, work.device, place.node),
             on_put=on_put,
         )
+    set_router_loss(loaded.model, recipe.train.router_loss_coef)
     ranks.exchange(None)  # from here on the slab is filled
     model = adapters.add_lora(
         loaded.model,

@@ -60,6 +60,7 @@ class Workload:
         optimizer: What updates it.
         dtype_bytes: Bytes of a weight as it computes, and of an activation.
         codec: How the layers' matrices are written while they wait.
+        has_router_loss: Whether what routers say of each token is kept for their loss.
     """
 
     micro_batch_size: int
@@ -70,6 +71,7 @@ class Workload:
     optimizer: Optimizer
     dtype_bytes: int
     codec: CodecName
+    has_router_loss: bool = False
 
     @property
     def num_tokens(self) -> int:

@@ -43,6 +43,8 @@ VISIT, HEAD_CHUNK, RECORDED = "one visit", "head chunk", "recorded arguments"
 
 # In fp32, behind the loss: the softmax's logarithm, and the gradients by it and by the logits.
 LOGIT_COPIES = 3
+# While the router loss of a micro-batch is taken: the softmax, and the gradient by the logits.
+ROUTER_LOSS_COPIES = 2
 CUBLAS_BYTES = 2 * 32 * MIB
 FRAGMENTATION_FRAC = 0.03
 LOADING_LAYERS = 2
@@ -270,7 +272,17 @@ def _kept_terms(
             num_bytes=(num_micro_batches + 1) * hidden_bytes,
         ),
         MemoryTerm(name=RECORDED, num_bytes=num_micro_batches * recorded),
+        MemoryTerm(
+            name="router logits",
+            num_bytes=(num_micro_batches + ROUTER_LOSS_COPIES) * router_bytes(facts, workload),
+        ),
     )
+
+
+def router_bytes(facts: ModelFacts, workload: Workload) -> int:
+    """Return what the routers of all layers say of one micro-batch, where their loss is taken."""
+    num_experts = sum(layer.num_experts or 0 for layer in facts.layers)
+    return workload.has_router_loss * workload.num_tokens * num_experts * workload.dtype_bytes
 
 
 def input_bytes(facts: ModelFacts, workload: Workload) -> int:

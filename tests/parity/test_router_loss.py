@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import offload
+from finetune.model import set_router_loss
 from offload.engine.batch import Batch
 from offload.engine.model.layers import LayeredModel
 from tests.parity.architectures import (
@@ -122,6 +123,30 @@ def test_the_router_loss_is_in_the_loss_and_in_the_gradients() -> None:
     assert rel_error(with_loss[1], without[1]) > 1e-3
 
 
+@pytest.mark.parametrize("model_type", COMMON)
+def test_reorder_a_coefficient_that_is_set_later_is_that_of_transformers_own(
+    model_type: str,
+) -> None:
+    asked: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": 0.25}
+    silent: Any = tiny_model(model_type, output_router_logits=False, router_aux_loss_coef=0.001)
+    with_loss: Any = tiny_model(model_type, **asked)
+    set_router_loss(silent, 0.25)
+    models = [with_adapters(m, LayeredModel(m).layers) for m in (silent, with_loss)]
+    loss, ours = streamed(models[0], micro_batches(), num_slots=2)
+    plain_loss, reference = plain(models[1], micro_batches())
+    assert loss == pytest.approx(plain_loss, rel=1e-6)
+    assert rel_error(ours, reference) < 2e-6
+
+
+def test_a_coefficient_of_zero_leaves_out_what_the_config_asks_for() -> None:
+    silent: Any = tiny_model("mixtral", output_router_logits=False)
+    asking: Any = tiny_model("mixtral", output_router_logits=True, router_aux_loss_coef=0.5)
+    set_router_loss(asking, 0.0)
+    models = [with_adapters(m, LayeredModel(m).layers) for m in (silent, asking)]
+    losses = [streamed(model, micro_batches(), num_slots=2)[0] for model in models]
+    assert losses[0] == losses[1]
+
+
 def test_micro_batches_without_a_mask_are_counted_whole() -> None:
     batches = [{k: v for k, v in b.items() if k != "attention_mask"} for b in micro_batches()]
     model = balanced("mixtral")
@@ -173,7 +198,5 @@ def test_the_setting_is_on_again_after_a_step_and_no_hook_is_left() -> None:
 )
 def test_a_router_loss_of_another_kind_is_refused(model_type: str, what: str) -> None:
     base = tiny_model(model_type, output_router_logits=True)
-    with pytest.raises(
-        offload.UnsupportedModelError, match=f"output_router_logits is true, and {what}"
-    ):
+    with pytest.raises(offload.UnsupportedModelError, match=f"the router loss is on, and {what}"):
         offload.attach(base, num_slots=2, device="cpu")

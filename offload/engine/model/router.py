@@ -120,7 +120,7 @@ def _routers_of(layer: nn.Module, recorder: Any) -> list[_Router]:
 
 def _refuse(model: nn.Module, what: str) -> NoReturn:
     raise UnsupportedModelError(
-        f"config.output_router_logits is true, and {type(model).__name__} {what}",
+        f"the router loss is on, and {type(model).__name__} {what}",
         limit="only the usual load-balancing loss over all layers can be taken apart",
-        hint="set `output_router_logits` to false in the model's config.json",
+        hint="`train.router_loss_coef: 0`, or `model.config.output_router_logits = False`",
     )

@@ -114,8 +114,18 @@ def test_a_router_loss_does_not_leave_the_cut_open(tmp_path) -> None:
     asked = asked.model_copy(
         update={"model": asked.model.model_copy(update={"config": str(config)})}
     )
-    with pytest.raises(ConfigError, match="its router's auxiliary loss is taken over each micro"):
+    with pytest.raises(ConfigError, match="the router loss is taken over each micro"):
         settled(asked, num_ranks=1)
+    off = asked.train.model_copy(update={"router_loss_coef": 0.0})
+    assert settled(asked.model_copy(update={"train": off}), num_ranks=1)
+
+
+def test_a_router_loss_that_a_recipe_asks_for_does_not_either() -> None:
+    asked = open_recipe()
+    assert settled(asked, num_ranks=1)
+    on = asked.train.model_copy(update={"router_loss_coef": 0.01})
+    with pytest.raises(ConfigError, match=r"train\.micro_batch_size: auto with a router loss"):
+        settled(asked.model_copy(update={"train": on}), num_ranks=1)
 
 
 def test_rounding_is_suggested_only_where_the_run_could_have_it() -> None:

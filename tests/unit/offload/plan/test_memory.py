@@ -176,6 +176,41 @@ def test_adapter_tensors_are_an_a_and_a_b_per_target_and_layer() -> None:
 # Device
 
 
+def test_a_router_loss_keeps_what_routers_say_of_each_token() -> None:
+    config = {
+        "model_type": "qwen3_moe",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "vocab_size": 256,
+        "max_position_embeddings": 4096,
+    }
+    facts = model_facts(config)
+
+    def router_logits(has_router_loss: bool) -> list[int]:
+        terms = device_terms(
+            facts,
+            named_machine("rtx4090"),
+            replace(WORKLOAD, has_router_loss=has_router_loss),
+            num_slots=2,
+            num_micro_batches=3,
+            num_ranks=1,
+            is_padded=has_router_loss,
+            is_stashed=False,
+        )
+        return [term.num_bytes for term in terms if term.name == "router logits"]
+
+    one_bytes = 5 * 4096 * 8 * 2  # layers, tokens, experts, bf16
+    assert router_logits(True) == [(3 + 2) * one_bytes]
+    assert router_logits(False) == []
+
+
 def test_slots_take_the_largest_layer_each() -> None:
     one_layer = layer_weight_bytes(QWEN_30B, dtype_bytes=2)[0]
     assert on_5090()["slots"] == 4 * one_layer

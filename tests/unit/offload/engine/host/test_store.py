@@ -231,7 +231,7 @@ def test_a_store_of_another_format_says_which(file: Path) -> None:
     line = newer + f" {zlib.crc32(newer):08x}\n".encode()
     with file.open("r+b") as page:
         page.write(MAGIC + line)
-    with pytest.raises(StoreError, match="its format is 99, this version's is 2"):
+    with pytest.raises(StoreError, match=f"its format is 99, this version's is {FORMAT}"):
         Store(file, identity=IDENTITY)
 
 
