@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -18,8 +18,9 @@ def learning_rate(
 ) -> float:
     """Return the learning rate of a step, counted from 0; pure, so a resume needs no state.
 
-    It rises linearly over the first `warmup_steps`, reaches `peak`, and falls to 0 behind the
-    last step.
+    It rises linearly over the first `warmup_steps`, the last of which has `peak`, and falls to 0
+    after the last step. transformers' schedules are one step later while they rise: their first
+    step has a rate of 0.
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
@@ -83,6 +84,9 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the optimizer of what trains; with LoRA+ the B matrices are a group of their own.
 
+    Tensors of one dimension do not decay: norms and biases as in transformers' Trainer, and DoRA's
+    magnitudes, for which 0 is no neutral value either.
+
     `adamw_8bit` is bitsandbytes' blockwise 8-bit AdamW: 2 bytes of state per weight in place of
     8, but for tensors of fewer than 4,096 elements, whose state stays in 32 bits. If paged, the
     driver moves the states of large tensors to the host while the device is full.
@@ -96,10 +100,13 @@ def make_optimizer(
     and DoRA's magnitudes, of which the paper says nothing, so they keep the rate that was set.)
     """
     b_matrices = {n for n in weights if is_b_matrix(n)} if loraplus_ratio is not None else set()
-    groups = [
-        {"params": [weight for n, weight in weights.items() if n not in b_matrices]},
-        {"params": [weight for n, weight in weights.items() if n in b_matrices]},
+    undecayed = {n for n, weight in weights.items() if weight.dim() < 2 and weight_decay > 0}
+    others = weights.keys() - b_matrices - undecayed
+    groups: list[dict[str, Any]] = [  # see `update`: B is the second, if there is a ratio
+        {"params": [weight for n, weight in weights.items() if n in names]}
+        for names in (others, b_matrices, undecayed)
     ]
+    groups[-1]["weight_decay"] = 0.0
     groups = [group for group in groups if group["params"]]
     if name == "adamw":
         return torch.optim.AdamW(groups, lr=lr, weight_decay=weight_decay)
@@ -130,8 +137,9 @@ def update(
     loraplus_ratio: float | None,
 ) -> None:
     """Update the parameters at this learning rate, B at its multiple, and clear their gradients."""
-    for group, ratio in zip(optimizer.param_groups, (1.0, loraplus_ratio), strict=False):
-        group["lr"] = lr if ratio is None else lr * ratio
+    ratios = (1.0, 1.0 if loraplus_ratio is None else loraplus_ratio, 1.0)
+    for group, ratio in zip(optimizer.param_groups, ratios, strict=False):
+        group["lr"] = lr * ratio
     optimizer.step()
     for parameter in parameters:
         parameter.grad = None

@@ -70,7 +70,8 @@ def attach(  # noqa: PLR0913 - the door to all of it
         stash: Where the inputs of layers wait for the backward: on the device, or most on the host.
         trained_weights: Where weights of the layers live that train: on the device beside the
             slots, or on the host, streamed; then `engine.trained_parameters` go to the optimizer.
-        head_chunk_tokens: Tokens whose logits exist at a time.
+        head_chunk_tokens: Tokens whose logits exist at a time. A head that trains in 16 bits adds
+            its gradient up in 16 bits, chunk by chunk.
         kept_graphs: Layers, from the last, whose activations stay on the device for the backward,
             which computes the others again.
         hold: Where the layers were loaded to (`offload.engine.host.stowing`); None copies them.

@@ -7,6 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from peft.optimizers import create_loraplus_optimizer
 from torch import nn
+from transformers import Trainer
 
 from finetune import adapters
 from finetune.objective import (
@@ -57,6 +58,42 @@ def test_without_a_limit_nothing_is_clipped() -> None:
     update(optimizer, [parameter], lr=1.0, loraplus_ratio=None)
     assert float(norm) == 5.0
     assert parameter.tolist() == [-3.0, 0.0, -4.0, 0.0]
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adafactor"])
+@pytest.mark.parametrize("loraplus_ratio", [None, 16.0])
+def test_norms_biases_and_magnitudes_do_not_decay(name: Any, loraplus_ratio: float | None) -> None:
+    trained = adapters.trained(lora_layer())
+    with torch.no_grad():
+        for parameter in trained.values():
+            parameter.fill_(1.0)
+    optimizer = make_optimizer(
+        trained, name=name, lr=0.1, weight_decay=0.5, loraplus_ratio=loraplus_ratio
+    )
+    for parameter in trained.values():
+        parameter.grad = torch.zeros_like(parameter)
+    update(optimizer, trained.values(), lr=0.1, loraplus_ratio=loraplus_ratio)
+    for key, parameter in trained.items():
+        is_whole = "lora_A" not in key and "lora_B" not in key
+        factor = 1.0 if is_whole else 1.0 - 0.5 * 0.1 * (loraplus_ratio or 1) ** ("lora_B" in key)
+        assert torch.allclose(parameter, torch.tensor(factor), rtol=1e-5), key
+    whole = [key for key in trained if "lora_A" not in key and "lora_B" not in key]
+    assert len(whole) == 3, "a norm's weight and bias, and a magnitude"
+
+
+def test_what_decays_is_what_transformers_decays() -> None:
+    model = lora_layer()
+    own = make_optimizer(
+        adapters.trained(model), name="adamw", lr=0.1, weight_decay=0.5, loraplus_ratio=None
+    )
+    decayed = {
+        id(p) for group in own.param_groups if group["weight_decay"] for p in group["params"]
+    }
+    trainer = Trainer.get_decay_parameter_names(None, model)  # type: ignore[arg-type]  # unused
+    wanted = {
+        id(p) for n, p in adapters.trained(model).items() if n in trainer and "magnitude" not in n
+    }
+    assert decayed == wanted
 
 
 # ------------------------------------------------------------------------------------------ LoRA+
