@@ -3,14 +3,15 @@
 What is learned. The loss covers what the model must generate: each answer and the special token
 that ends its turn (`<|im_end|>` in ChatML). All before an answer is its prompt and has no loss; the
 text after the last end of turn (a newline in ChatML) is left out, since nothing is learned from it.
+`finetune.spans` finds where answers are.
 
-Where an answer starts. Templates rarely mark it, and Qwen3's has a trap: it writes an empty think
-block before the last answer, and none before earlier ones. So the start is found by comparison: it
-is the length of the generation prompt for the turns before it, which must be a prefix of the whole
-rendering. The prompt is the one used to generate: `add_generation_prompt=True` and
-`enable_thinking=False`; Qwen3's empty think block is part of it and has no loss. Two cases start
-from the prompt with thinking on: an answer with reasoning of its own, and earlier turns, whose
-think block the template itself leaves out. A template for which no prefix fits is refused.
+Where an answer starts. It is the length of the generation prompt for the turns before it, which
+must be a prefix of the whole rendering. The prompt is the one used to generate:
+`add_generation_prompt=True` and `enable_thinking=False`. Qwen3's template has a trap: it writes an
+empty think block before the last answer, and none before earlier ones. That block is part of the
+prompt and has no loss. Two cases start from the prompt with thinking on: an answer with reasoning
+of its own, and earlier turns, whose think block the template itself leaves out. A template for
+which no prefix fits is refused.
 
 Which tokens. A rendering is tokenised once. If a token lies across the start of the last answer,
 the two sides are tokenised apart, so that the tokens before that answer are exactly those that the
@@ -20,15 +21,17 @@ Without a template (a base tokenizer) a row of one prompt and one answer is join
 prompt + answer + end of text; nothing is put between them.
 """
 
-import re
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from finetune.chat_template import refused, render
 from finetune.errors import DataError
 from finetune.rows import Conversation, Message
+from finetune.spans import Span, find_spans
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -37,17 +40,24 @@ if TYPE_CHECKING:
 IGNORE_INDEX = -100
 LossOn = Literal["assistant", "all"]
 
-_THINK_END = "</think>"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Example:
-    """The tokens of one row; labels are the same tokens, not shifted, or -100 for no loss."""
+    """The tokens of one row.
+
+    Attributes:
+        input_ids: The tokens, up to the end of the last answer.
+        labels: The same tokens, not shifted, or -100 for no loss.
+        source: Of the row.
+        is_truncated: Whether the row was cut at its right.
+        end_ids: The tokens that end its answers, of those that were not cut off.
+    """
 
     input_ids: "NDArray[np.int32]"
     labels: "NDArray[np.int32]"
     source: str
     is_truncated: bool
+    end_ids: tuple[int, ...] = ()
 
     @property
     def num_loss_tokens(self) -> int:
@@ -69,17 +79,17 @@ def encode(
             told from it.
     """
     text, spans = _render(conversation, tokenizer)
-    ids, is_learned = _tokenise(text, spans, tokenizer, source=conversation.source)
-    if loss_on == "all":
-        is_learned = [True] * len(ids)
-    labels = [
-        token if learned else IGNORE_INDEX for token, learned in zip(ids, is_learned, strict=True)
-    ]
+    ids, answers = _tokenise(text, spans, tokenizer, source=conversation.source)
+    input_ids = np.array(ids, dtype=np.int32)
+    labels = np.full_like(input_ids, IGNORE_INDEX)
+    for tokens in [range(len(ids))] if loss_on == "all" else answers:
+        labels[tokens.start : tokens.stop] = input_ids[tokens.start : tokens.stop]
     return Example(
-        input_ids=np.array(ids[:seq_len], dtype=np.int32),
-        labels=np.array(labels[:seq_len], dtype=np.int32),
+        input_ids=input_ids[:seq_len],
+        labels=labels[:seq_len],
         source=conversation.source,
         is_truncated=len(ids) > seq_len,
+        end_ids=tuple(ids[tokens[-1]] for tokens in answers if tokens[-1] < seq_len),
     )
 
 
@@ -89,7 +99,7 @@ def render_prompt(
     """Return the tokens before the last answer, and that answer, to generate and compare."""
     text, spans = _render(conversation, tokenizer)
     answers = [message.content for message in conversation.messages if message.role == "assistant"]
-    return tuple(_ids(text[: spans[-1][0]], tokenizer)), answers[-1]
+    return tuple(_ids(text[: spans[-1].start], tokenizer)), answers[-1]
 
 
 def prompt_ids(
@@ -98,113 +108,21 @@ def prompt_ids(
     """Return the tokens from which the model answers `messages`, without thinking."""
     if tokenizer.chat_template is None:
         return tuple(_ids(_plain_prompt(messages, tokenizer, source=source), tokenizer))
-    return tuple(_ids(_prompt(messages, tokenizer, is_thinking=False, source=source), tokenizer))
+    text = render(messages, tokenizer, source=source, is_prompt=True, is_thinking=False)
+    return tuple(_ids(text, tokenizer))
 
 
 def _render(
     conversation: Conversation, tokenizer: "PreTrainedTokenizerBase"
-) -> tuple[str, list[tuple[int, int]]]:
-    """Return the text up to the last end of turn, and from where to where each answer reaches."""
+) -> tuple[str, list[Span]]:
+    """Return the text up to the last end of turn, and the span of each answer."""
+    if tokenizer.chat_template is not None:
+        return find_spans(conversation, tokenizer)
     source, messages = conversation.source, conversation.messages
     last = max(i for i, message in enumerate(messages) if message.role == "assistant")
-    if tokenizer.chat_template is None:
-        text = _plain_prompt(messages[:last], tokenizer, source=source)
-        full = text + messages[last].content + str(tokenizer.eos_token)
-        return full, [(len(text), len(full))]
-    text = _template(messages[: last + 1], tokenizer, source=source)
-    spans: list[tuple[int, int]] = []
-    for index, message in enumerate(messages[: last + 1]):
-        if message.role == "assistant":
-            must_not_think = index == last and _THINK_END not in message.content
-            start = _answer_start(
-                text, messages[:index], tokenizer, must_not_think=must_not_think, source=source
-            )
-            end = _answer_end(text, start, message.content, tokenizer, source=source)
-            if spans and start < spans[-1][1]:
-                raise _refused(source, "writes two answers into one turn")
-            spans.append((start, end))
-    return text[: spans[-1][1]], spans
-
-
-def _answer_start(
-    text: str,
-    before: Sequence[Message],
-    tokenizer: "PreTrainedTokenizerBase",
-    *,
-    must_not_think: bool,
-    source: str,
-) -> int:
-    """Return the length of the generation prompt that `text` starts with."""
-    prompt = _prompt(before, tokenizer, is_thinking=False, source=source)
-    if not text.startswith(prompt) and not must_not_think:
-        prompt = _prompt(before, tokenizer, is_thinking=True, source=source)
-    if text.startswith(prompt):
-        return len(prompt)
-    at = next(n for n, char in enumerate(prompt) if text[n : n + 1] != char)
-    raise _refused(
-        source,
-        f"renders turn {len(before) + 1} unlike its generation prompt:"
-        f" {text[at : at + 20]!r} in place of {prompt[at : at + 20]!r}",
-    )
-
-
-def _answer_end(
-    text: str, start: int, answer: str, tokenizer: "PreTrainedTokenizerBase", *, source: str
-) -> int:
-    """Return where the special token that ends an answer ends; an answer may name such a token."""
-    shown = answer.rpartition(_THINK_END)[2].strip()
-    position = text.find(shown, start)
-    if position < 0:
-        raise _refused(source, f"does not show the answer {shown[:40]!r} as it is")
-    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    special |= set(tokenizer.all_special_tokens)
-    ends = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))))
-    found = ends.search(text, position + len(shown)) if special else None
-    if found is None:
-        raise _refused(source, "does not end an answer with a special token")
-    return found.end()
-
-
-def _refused(source: str, what: str) -> DataError:
-    """Return the error for a template from which the loss mask cannot be told."""
-    return DataError(
-        f"the chat template {what} ({source})",
-        limit="each answer must follow its generation prompt and end with a special token",
-        hint="set `model.tokenizer` to a tokenizer with another template, or mend the row",
-    )
-
-
-def _prompt(
-    before: Sequence[Message],
-    tokenizer: "PreTrainedTokenizerBase",
-    *,
-    is_thinking: bool,
-    source: str,
-) -> str:
-    """Render the text from which the next answer is generated."""
-    return _template(before, tokenizer, source=source, is_prompt=True, is_thinking=is_thinking)
-
-
-def _template(
-    messages: Sequence[Message],
-    tokenizer: "PreTrainedTokenizerBase",
-    *,
-    source: str,
-    is_prompt: bool = False,
-    is_thinking: bool = True,
-) -> str:
-    """Render messages by the tokenizer's template."""
-    import jinja2
-
-    turns = [{"role": message.role, "content": message.content} for message in messages]
-    try:
-        text = tokenizer.apply_chat_template(
-            turns, tokenize=False, add_generation_prompt=is_prompt, enable_thinking=is_thinking
-        )
-    except (jinja2.TemplateError, ValueError) as error:
-        raise _refused(source, f"cannot render the row: {error}") from error
-    assert isinstance(text, str)
-    return text
+    prompt = _plain_prompt(messages[:last], tokenizer, source=source)
+    text = prompt + messages[last].content + str(tokenizer.eos_token)
+    return text, [Span(start=len(prompt), end=len(text), end_token=str(tokenizer.eos_token))]
 
 
 def _plain_prompt(
@@ -231,14 +149,10 @@ def _ids(text: str, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
 
 
 def _tokenise(
-    text: str,
-    spans: Sequence[tuple[int, int]],
-    tokenizer: "PreTrainedTokenizerBase",
-    *,
-    source: str,
-) -> tuple[list[int], list[bool]]:
-    """Return the tokens of a rendering, and which are learned; see the head of this file."""
-    cut = spans[-1][0]
+    text: str, spans: Sequence[Span], tokenizer: "PreTrainedTokenizerBase", *, source: str
+) -> tuple[list[int], list[range]]:
+    """Return the tokens of a rendering, and which are learned of each answer."""
+    cut = spans[-1].start
     ids, offsets = _ids_and_offsets(text, tokenizer)
     if any(start < cut < end for start, end in offsets):
         whole = str(tokenizer.decode(ids))
@@ -247,8 +161,16 @@ def _tokenise(
         ids += answer_ids
         offsets += [(cut + start, cut + end) for start, end in answer_offsets]
         if tokenizer.decode(ids) != whole:
-            raise _refused(source, "puts an answer where the tokenizer cannot split the text")
-    return ids, [any(a <= start and end <= b for a, b in spans) for start, end in offsets]
+            raise refused("puts an answer where the tokenizer cannot split the text", source=source)
+    starts = [start for start, _ in offsets]
+    learned = [
+        range(bisect_left(starts, span.start), bisect_left(starts, span.end)) for span in spans
+    ]
+    for span, tokens in zip(spans, learned, strict=True):
+        end_id = tokenizer.convert_tokens_to_ids(span.end_token)
+        if not tokens or ids[tokens[-1]] != end_id:
+            raise refused(f"ends an answer with {span.end_token}, no single token", source=source)
+    return ids, learned
 
 
 def _ids_and_offsets(
