@@ -75,15 +75,15 @@ def render(
                 turns, tokenize=False, add_generation_prompt=is_prompt, enable_thinking=is_thinking
             )
     except _OutOfTimeError as error:
-        raise _endless(f"computes for more than {limits.cpu_s:g} s", source) from error
+        raise _endless(f"computes for more than {limits.cpu_s:g} s", limits, source) from error
     except MemoryError as error:
-        raise _endless(f"takes more than {limits.memory_bytes} bytes", source) from error
+        raise _endless(f"takes more than {limits.memory_bytes} bytes", limits, source) from error
     except Exception as error:  # a template may raise anything
         reason = str(error) or type(error).__name__
         raise refused(f"cannot render the row: {reason.splitlines()[0]}", source=source) from error
     assert isinstance(text, str)
     if len(text) > limits.num_chars:
-        raise _endless(f"writes {len(text)} characters", source)
+        raise _endless(f"writes {len(text)} characters", limits, source)
     return text
 
 
@@ -96,10 +96,10 @@ def refused(what: str, *, source: str) -> DataError:
     )
 
 
-def _endless(what: str, source: str) -> DataError:
+def _endless(what: str, limits: Limits, source: str) -> DataError:
     return DataError(
         f"the chat template {what} for one row ({source})",
-        limit=f"a row may take {LIMITS.cpu_s:g} s and {LIMITS.num_chars} characters",
+        limit=f"a row may take {limits.cpu_s:g} s and {limits.num_chars} characters",
         hint="set `model.tokenizer` to a tokenizer with another template, or shorten the row",
     )
 

@@ -51,6 +51,19 @@ class Span:
     end_token: str
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Marked:
+    """How an answer is written where every text of the row is a mark.
+
+    Attributes:
+        closing: What is written from its end to the end of the special token that ends the turn.
+        has_thoughts: Whether its reasoning is written too.
+    """
+
+    closing: str
+    has_thoughts: bool
+
+
 def find_spans(
     conversation: Conversation, tokenizer: "PreTrainedTokenizerBase"
 ) -> tuple[str, list[Span]]:
@@ -63,14 +76,12 @@ def find_spans(
     roles = [message.role for message in conversation.messages]
     num_turns = len(roles) - roles[::-1].index("assistant")
     chat = _Chat(conversation.messages[:num_turns], tokenizer, source=conversation.source)
-    closings = chat.closings_of_marks()
     spans: list[Span] = []
-    for turn in range(num_turns):
-        if roles[turn] == "assistant":
-            span = chat.span(turn, closing=closings[turn])
-            if spans and span.start < spans[-1].end:
-                raise chat.refused("writes two answers into one turn")
-            spans.append(span)
+    for number, marked in chat.marked_answers().items():
+        span = chat.span(number, marked)
+        if spans and span.start < spans[-1].end:
+            raise chat.refused("writes two answers into one turn")
+        spans.append(span)
     return chat.text[: spans[-1].end], spans
 
 
@@ -90,8 +101,8 @@ class _Chat:
         """Return the error for this row."""
         return refused(what, source=self._source)
 
-    def closings_of_marks(self) -> dict[int, str]:
-        """Return which special token ends each answer where every text is a mark.
+    def marked_answers(self) -> dict[int, _Marked]:
+        """Return how each answer is written where every text is a mark.
 
         Raises:
             DataError: A turn is not written, or an answer not once.
@@ -102,42 +113,53 @@ class _Chat:
                 for number, turn in enumerate(self._turns)
             ]
         )
-        closings = {}
+        answers = {}
         for number, turn in enumerate(self._turns):
             mark = self._text_mark(number)
             count = shown.count(mark)
             if turn.role == "assistant" and count != 1:
                 raise self.refused(f"writes the answer of turn {number + 1} {count} times")
             if turn.role == "assistant":
-                closings[number] = self._closing(shown, shown.index(mark) + len(mark))[0]
+                answer_end = shown.index(mark) + len(mark)
+                closing = shown[answer_end : self._end_token(shown, answer_end).end()]
+                if self._left in closing or self._right in closing:
+                    raise self.refused("does not end an answer with a special token")
+                has_thoughts = self._thought_mark(number) in shown
+                answers[number] = _Marked(closing=closing, has_thoughts=has_thoughts)
             elif count == 0 and turn.content.strip():
                 raise self.refused(f"leaves out turn {number + 1}, of the role {turn.role}")
-        last = len(self._turns) - 1
-        if _thoughts(self._turns[last]) and self._thought_mark(last) not in shown:
-            raise self.refused("leaves out the reasoning before the last answer")
-        return closings
+        return answers
 
-    def span(self, number: int, *, closing: str) -> Span:
-        """Return the span of one answer, which must end with the token that ended its mark."""
-        turn = self._turns[number]
+    def span(self, number: int, marked: _Marked) -> Span:
+        """Return the span of one answer, which must be written as its mark was."""
+        content, is_last = self._turns[number].content, number == len(self._turns) - 1
+        answer = content.rpartition(THINK_END)[2].strip()
         answer_start, answer_end = self._place(number)
         shown = self.text[answer_start:answer_end]
-        wanted = turn.content.rpartition(THINK_END)[2]
-        if shown.strip() != wanted.strip():
-            raise self.refused(f"does not show the answer {wanted.strip()[:40]!r} as it is")
-        is_last = number == len(self._turns) - 1
+        if shown.strip() != answer:
+            raise self.refused(f"does not show the answer {answer[:40]!r} as it is")
         start = self._start(number, must_not_think=is_last and not self._is_thinking)
         if start > answer_end - len(shown.lstrip()):
-            raise self.refused(f"begins the answer {wanted.strip()[:40]!r} in its prompt")
-        if is_last and _thoughts(turn) not in self.text[start:answer_start]:
-            raise self.refused(f"does not show the reasoning {_thoughts(turn)[:40]!r} as it is")
-        end_token, end = self._closing(self.text, answer_end)
-        if end_token != closing:
+            raise self.refused(f"begins the answer {answer[:40]!r} in its prompt")
+        if THINK_END in content:
+            self._require_thoughts(number, self.text[:answer_start], marked)
+        end_token = self._end_token(self.text, answer_end)
+        closing = self.text[answer_end : end_token.end()]
+        if closing != marked.closing:
             raise self.refused(
-                f"ends the answer {wanted.strip()[:40]!r} with {end_token}, and others with"
-                f" {closing}"
+                f"ends the answer {answer[:40]!r} with {closing!r}, another with {marked.closing!r}"
             )
-        return Span(start=start, end=end, end_token=end_token)
+        return Span(start=start, end=end_token.end(), end_token=end_token.group())
+
+    def _require_thoughts(self, number: int, before: str, marked: _Marked) -> None:
+        """Check that an answer's reasoning ends the text before it, or that it may be left out."""
+        thoughts = _thoughts(self._turns[number].content)
+        if marked.has_thoughts and not re.search(
+            re.escape(thoughts) + rf"\s*{THINK_END}\s*$", before
+        ):
+            raise self.refused(f"does not show the reasoning {thoughts[:40]!r} as it is")
+        if thoughts and not marked.has_thoughts and number == len(self._turns) - 1:
+            raise self.refused("leaves out the reasoning before the last answer")
 
     def _place(self, number: int) -> tuple[int, int]:
         """Return from where to where the text holds what comes after the reasoning of a turn."""
@@ -176,12 +198,12 @@ class _Chat:
             turns, self._tokenizer, source=self._source, is_thinking=self._is_thinking
         )
 
-    def _closing(self, text: str, start: int) -> tuple[str, int]:
-        """Return the first special token from a place on, and where it ends."""
+    def _end_token(self, text: str, start: int) -> re.Match[str]:
+        """Return the first special token from a place on."""
         found = self._specials.search(text, start) if self._specials else None
         if found is None:
             raise self.refused("does not end an answer with a special token")
-        return found.group(), found.end()
+        return found
 
     def _text_mark(self, number: int) -> str:
         return f"{self._left}{number}{self._right}"
@@ -211,14 +233,14 @@ def _with(turn: Message, text: str, thought: str | None) -> Message:
     head, tag, _ = turn.content.rpartition(THINK_END)
     if turn.role != "assistant" or not tag:
         return Message(role=turn.role, content=text)
-    if thought is not None and _thoughts(turn):
+    if thought is not None:
         head = f"<think>\n{thought}\n" if head.lstrip().startswith("<think>") else thought
     return Message(role=turn.role, content=head + tag + text)
 
 
-def _thoughts(turn: Message) -> str:
+def _thoughts(content: str) -> str:
     """Return the reasoning of an answer, without its tags."""
-    head = turn.content.rpartition(THINK_END)[0]
+    head = content.rpartition(THINK_END)[0]
     return head.strip().removeprefix("<think>").strip()
 
 
