@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from finetune.encode import Example, LossOn, check_is_fast, encode
+from finetune.encode import Example, check_is_fast, encode
 from finetune.errors import DataError
-from finetune.rows import Conversation
+from finetune.rows import Conversation, LossOn
 from finetune.workers import prepare_worker, process_context, worker_died
 
 if TYPE_CHECKING:

@@ -24,13 +24,13 @@ prompt + answer + end of text; nothing is put between them.
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from finetune.chat_template import refused, render
 from finetune.errors import DataError
-from finetune.rows import Conversation, Message
+from finetune.rows import Conversation, LossOn, Message
 from finetune.spans import Span, find_spans
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 IGNORE_INDEX = -100
-LossOn = Literal["assistant", "all"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

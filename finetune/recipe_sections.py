@@ -144,6 +144,11 @@ class DataSection(Section):
         description="Column that holds the turns, for `messages` and `sharegpt` rows.",
         examples=["messages"],
     )
+    ignored_columns: Names = Field(
+        default=(),
+        description="Columns, and keys of turns, whose meaning is left out on purpose.",
+        examples=[["tools"]],
+    )
     system: str | None = Field(
         default=None,
         min_length=1,

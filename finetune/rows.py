@@ -14,12 +14,15 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from finetune.errors import DataError
+from finetune.unread import MEANINGS, find_unread, find_unread_in_turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+LossOn = Literal["assistant", "all"]
 
 FORMATS = ("messages", "sharegpt", "alpaca", "prompt_completion")
 
@@ -34,6 +37,13 @@ _SHAREGPT_ROLES = {
 }
 
 
+_TURN_KEYS = {
+    "messages": (("role", "content"), ("system", "user")),
+    "sharegpt": (("from", "value"), ("system", "human", "user")),
+}
+"""Format -> the keys of a turn's role and text, and the roles that ask."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
     """One turn: who speaks (system, user or assistant) and what is said."""
@@ -44,10 +54,17 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
-    """One row of the data, with `path:line` or `path[index]` as its source."""
+    """One row of the data.
+
+    Attributes:
+        messages: Its turns.
+        source: Where it is: `path:line` or `path[index]`.
+        unused: Keys of the row and of its turns that hold something that is not read.
+    """
 
     messages: tuple[Message, ...]
     source: str
+    unused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,9 +84,30 @@ class _Columns:
             "prompt_completion": (self.prompt or "prompt", self.completion or "completion"),
         }[data_format]
 
+    def optional(self, data_format: str) -> tuple[str, ...]:
+        """Return the columns that are read where a row has them."""
+        return ("input",) if data_format == "alpaca" else ()
+
 
 class _RowError(Exception):
-    """What is wrong with one row; collected, never seen by a caller."""
+    """What is wrong with one row; collected, never seen by a caller.
+
+    Attributes:
+        lost: Keys that mean something and would not be read.
+    """
+
+    def __init__(self, problem: str, *, lost: Sequence[str] = ()) -> None:
+        super().__init__(problem)
+        self.lost = tuple(lost)
+
+
+class _Repeated(dict[str, object]):
+    """An object of a JSON text that has a key twice, of which Python would keep the last."""
+
+    def __init__(self, pairs: Sequence[tuple[str, object]]) -> None:
+        super().__init__(pairs)
+        keys = [key for key, _ in pairs]
+        self.key = next(key for key in keys if keys.count(key) > 1)
 
 
 def read_conversations(
@@ -80,6 +118,8 @@ def read_conversations(
     completion_column: str | None,
     messages_column: str | None,
     system: str | None,
+    ignored: Sequence[str] = (),
+    loss_on: LossOn = "assistant",
 ) -> list[Conversation]:
     """Read every row of a data set as a conversation.
 
@@ -91,6 +131,8 @@ def read_conversations(
         completion_column: Column of the completion in that format; None is `completion`.
         messages_column: Column of the turns; None is `messages`, or `conversations` in sharegpt.
         system: System prompt for the rows that have none of their own.
+        ignored: Columns, and keys of turns, that are left out on purpose.
+        loss_on: What is learned; a turn without a loss may have a weight of 0.
 
     Returns:
         One conversation per row, in the order of the file.
@@ -111,26 +153,41 @@ def read_conversations(
         data_format = _detect_format(rows, columns, path)
     parse = _PARSERS[data_format]
     conversations, problems = [], []
+    lost: dict[str, None] = {}
     for source, row in rows:
         try:
-            messages = _with_system(_checked(parse(_mapping(row), columns)), system)
-            conversations.append(Conversation(messages=messages, source=source))
+            fields = _mapping(row)
+            unused = _unused(fields, data_format, columns, ignored=ignored, loss_on=loss_on)
+            messages = _with_system(_checked(parse(fields, columns)), system)
+            conversations.append(Conversation(messages=messages, source=source, unused=unused))
         except _RowError as error:
             problems.append(f"{source}: {error}")
+            lost |= dict.fromkeys(error.lost)
     if problems:
-        raise _bad_rows(problems, num_rows=len(rows), path=path, data_format=data_format)
+        names = [*ignored, *lost] if lost else []
+        raise _bad_rows(problems, len(rows), path=path, data_format=data_format, to_ignore=names)
     return conversations
 
 
-def _bad_rows(problems: Sequence[str], *, num_rows: int, path: str, data_format: str) -> DataError:
-    """Return the one error that names the bad rows."""
+def _bad_rows(
+    problems: Sequence[str],
+    num_rows: int,
+    *,
+    path: str,
+    data_format: str,
+    to_ignore: Sequence[str] = (),
+) -> DataError:
+    """Return the one error that names the bad rows, and columns that could be ignored."""
+    hint = "fix or remove these rows, or set `data.format` and its columns to what they hold"
+    if to_ignore:
+        hint = f"`data.ignored_columns: [{', '.join(to_ignore)}]` leaves them out on purpose"
     shown = "\n  ".join(problems[:_MAX_SHOWN])
     more = len(problems) - _MAX_SHOWN
     rest = f"\n  and {more} more" if more > 0 else ""
     return DataError(
         f"{len(problems)} of {num_rows} rows in {path} cannot be used:\n  {shown}{rest}\n",
         limit=f"every row must be a complete row of the format {data_format}",
-        hint="mend or remove these rows, or set `data.format` and its columns to what they hold",
+        hint=hint,
     )
 
 
@@ -179,7 +236,7 @@ def _read_jsonl(file: Path) -> Iterator[tuple[str, object]]:
                 continue
             row: object
             try:
-                row = json.loads(line.decode("utf-8-sig"))
+                row = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_object)
             except json.JSONDecodeError as error:
                 row = _RowError(f"broken JSON: {error.msg} at column {error.colno}")
             except UnicodeDecodeError as error:
@@ -189,10 +246,16 @@ def _read_jsonl(file: Path) -> Iterator[tuple[str, object]]:
             yield f"{file}:{number}", row
 
 
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Return an object of a JSON text, marked if a key is there twice."""
+    fields = dict(pairs)
+    return fields if len(fields) == len(pairs) else _Repeated(pairs)
+
+
 def _read_json(file: Path) -> Iterator[tuple[str, object]]:
     """Yield the elements of a JSON array."""
     try:
-        rows = json.loads(file.read_text(encoding="utf-8-sig"))
+        rows = json.loads(file.read_text(encoding="utf-8-sig"), object_pairs_hook=_object)
     except json.JSONDecodeError as error:
         raise DataError(
             f"{file}:{error.lineno}: broken JSON: {error.msg} at column {error.colno}",
@@ -275,7 +338,7 @@ def _detect_format(rows: Sequence[tuple[str, object]], columns: _Columns, path: 
     first = next(((source, row) for source, row in rows if isinstance(row, Mapping)), None)
     if first is None:
         problems = [f"{s}: {r if isinstance(r, _RowError) else 'not an object'}" for s, r in rows]
-        raise _bad_rows(problems, num_rows=len(rows), path=path, data_format="auto")
+        raise _bad_rows(problems, len(rows), path=path, data_format="auto")
     source, row = first
     assert isinstance(row, Mapping)
     found = [name for name in FORMATS if _fits(row, name, columns)]
@@ -286,10 +349,15 @@ def _detect_format(rows: Sequence[tuple[str, object]], columns: _Columns, path: 
     raise DataError(
         f"{source} has the keys {', '.join(map(str, row))}, which {reason}",
         limit=f"the formats and their columns are: {wanted}",
-        hint=f"`data.format: {found[0]}`"
-        if found
-        else "for other columns set `data.prompt_column: ...` and `data.completion_column: ...`",
+        hint=f"`data.format: {found[0]}`" if found else _hint_for_columns(row),
     )
+
+
+def _hint_for_columns(row: Mapping[str, object]) -> str:
+    """Return what to do with a row of no known format."""
+    known = next((key for key in row if key in MEANINGS), None)
+    named = "for other columns set `data.prompt_column: ...` and `data.completion_column: ...`"
+    return named if known is None else f"{named}; {known!r}: {MEANINGS[known]}"
 
 
 def _fits(row: Mapping[str, object], data_format: str, columns: _Columns) -> bool:
@@ -309,7 +377,37 @@ def _mapping(row: object) -> Mapping[str, object]:
         raise row
     if not isinstance(row, Mapping):
         raise _RowError(f"a row must be an object, this is a {type(row).__name__}")
+    if isinstance(row, _Repeated):
+        raise _RowError(f"the key {row.key!r} is there twice")
     return row
+
+
+def _unused(
+    row: Mapping[str, object],
+    data_format: str,
+    columns: _Columns,
+    *,
+    ignored: Sequence[str],
+    loss_on: LossOn,
+) -> tuple[str, ...]:
+    """Return the keys of a row and its turns that are not read, if nothing is lost by that."""
+    read = columns.of(data_format)
+    found = [find_unread(row, read=read + columns.optional(data_format), ignored=ignored)]
+    turns = row.get(read[0])
+    if data_format in _TURN_KEYS and isinstance(turns, list):
+        keys, asks = _TURN_KEYS[data_format]
+        found.append(
+            find_unread_in_turns(
+                turns,
+                read=keys,
+                ignored=ignored,
+                unlearned_roles=asks if loss_on == "assistant" else (),
+            )
+        )
+    lost = {key: problem for part in found for key, problem in part.lost.items()}
+    if lost:
+        raise _RowError("; ".join(lost.values()), lost=list(lost))
+    return tuple(dict.fromkeys(key for part in found for key in part.unused))
 
 
 def _text(row: Mapping[str, object], key: str) -> str:
@@ -333,6 +431,8 @@ def _turns(row: Mapping[str, object], key: str) -> list[Mapping[str, object]]:
         _text(row, key)
     if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
         raise _RowError(f"{key!r} must be a list of objects, this is {type(turns).__name__}")
+    for turn in turns:
+        _mapping(turn)
     return turns
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from finetune.batches import PAD_TO_MULTIPLE_OF, BatchOrder, padded, plan_batches
 from finetune.data import ExampleSet, load_examples, split_held_out
+from finetune.errors import DataError
 from finetune.recipe_sections import DataSection, TrainSection
 from finetune.rows import Conversation, read_conversations
 
@@ -27,16 +28,20 @@ class Rows:
         train: Tokens of the training rows.
         held_out: Tokens of the held-out rows, None if there are none.
         held_out_rows: The same as conversations, for samples.
+        unused_columns: Columns that no row is read for, but for those that the recipe ignores.
     """
 
     train: ExampleSet
     held_out: ExampleSet | None
     held_out_rows: tuple[Conversation, ...]
+    unused_columns: tuple[str, ...]
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know of the rows: cut, dropped, cached."""
-        return self.train.notes + (self.held_out.notes if self.held_out else ())
+        """What a user should know of the rows: not used, cut, dropped, cached."""
+        unused = (f"Columns that are not used: {', '.join(self.unused_columns)}",)
+        cut = self.train.notes + (self.held_out.notes if self.held_out else ())
+        return (unused if self.unused_columns else ()) + cut
 
     @property
     def data_hash(self) -> str:
@@ -61,10 +66,9 @@ def load_rows(
         DataError: A file is missing or empty, or rows are bad; each is named by file and line.
     """
     rows = _read(data, data.path)
-    held_out: list[Conversation] = []
-    if data.eval_path is not None:
-        held_out = _read(data, data.eval_path)
-    elif data.eval_frac is not None:
+    held_out = _read(data, data.eval_path) if data.eval_path is not None else []
+    unused = _unused_columns(rows + held_out, data)
+    if data.eval_frac is not None:
         rows, held_out = split_held_out(rows, eval_frac=data.eval_frac, seed=seed)
 
     def tokens(conversations: list[Conversation]) -> ExampleSet:
@@ -81,7 +85,25 @@ def load_rows(
         train=tokens(rows),
         held_out=tokens(held_out) if held_out else None,
         held_out_rows=tuple(held_out),
+        unused_columns=unused,
     )
+
+
+def _unused_columns(rows: Sequence[Conversation], data: DataSection) -> tuple[str, ...]:
+    """Return the columns that are not used, in the order in which rows have them.
+
+    Raises:
+        DataError: The recipe ignores a column that no row has, or that is used.
+    """
+    unused = dict.fromkeys(key for row in rows for key in row.unused)
+    for name in data.ignored_columns:
+        if name not in unused:
+            raise DataError(
+                f"data.ignored_columns names {name}, and no row holds an unused column {name}",
+                limit=f"the columns that are not used are {', '.join(unused) or 'none'}",
+                hint=f"leave {name} out of `data.ignored_columns`",
+            )
+    return tuple(name for name in unused if name not in data.ignored_columns)
 
 
 def _read(data: DataSection, path: str) -> list[Conversation]:
@@ -92,6 +114,8 @@ def _read(data: DataSection, path: str) -> list[Conversation]:
         completion_column=data.completion_column,
         messages_column=data.messages_column,
         system=data.system,
+        ignored=data.ignored_columns,
+        loss_on=data.loss_on,
     )
 
 

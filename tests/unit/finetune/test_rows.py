@@ -291,3 +291,165 @@ def test_reading_rows_imports_no_torch() -> None:
         "import sys, finetune.rows; sys.exit('torch' in sys.modules or 'datasets' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# --------------------------------------------------------------------------------------------------
+# What a row means and training would not read
+# --------------------------------------------------------------------------------------------------
+
+TURNS = GOOD_ROWS["messages"]["messages"]
+CHAT = GOOD_ROWS["sharegpt"]["conversations"]
+
+
+def with_answer(**keys: object) -> dict[str, Any]:
+    return {"messages": [TURNS[0], TURNS[1] | keys]}
+
+
+LOST: list[tuple[str, dict[str, Any]]] = [
+    ("tools", GOOD_ROWS["messages"] | {"tools": [{"name": "add"}]}),
+    ("tools", GOOD_ROWS["sharegpt"] | {"tools": "[{}]"}),
+    ("images", GOOD_ROWS["sharegpt"] | {"images": ["a.png"]}),
+    ("system", GOOD_ROWS["sharegpt"] | {"system": "Be brief."}),
+    ("system", GOOD_ROWS["alpaca"] | {"system": "Be brief."}),
+    ("history", GOOD_ROWS["alpaca"] | {"history": [["a", "b"]]}),
+    ("system_prompt", GOOD_ROWS["prompt_completion"] | {"system_prompt": "Be brief."}),
+    ("label", GOOD_ROWS["prompt_completion"] | {"label": False}),
+    ("label", GOOD_ROWS["prompt_completion"] | {"label": 1}),
+    ("rejected", GOOD_ROWS["prompt_completion"] | {"rejected": "3"}),
+    ("chosen", GOOD_ROWS["sharegpt"] | {"chosen": {"from": "gpt", "value": "2"}}),
+    ("weight", GOOD_ROWS["alpaca"] | {"weight": 0}),
+    ("weight", GOOD_ROWS["alpaca"] | {"weight": float("nan")}),
+    ("weight", GOOD_ROWS["alpaca"] | {"weight": "1"}),
+    ("train", GOOD_ROWS["alpaca"] | {"train": False}),
+    ("tool_calls", with_answer(tool_calls=[{"id": "1"}])),
+    ("tool_calls", with_answer(content=None, tool_calls=[{"id": "1"}])),
+    ("function_call", with_answer(function_call={"name": "add"})),
+    ("reasoning_content", with_answer(reasoning_content="1 and 1")),
+    ("weight", with_answer(weight=0)),
+    ("train", with_answer(train=False)),
+    ("anything", with_answer(anything="x")),
+    ("weight", {"conversations": [CHAT[0], CHAT[1] | {"weight": 0.0}]}),
+    ("weight", {"conversations": [CHAT[0] | {"weight": 0.5}, CHAT[1]]}),
+]
+
+
+@pytest.mark.parametrize(("key", "row"), LOST)
+def test_a_row_whose_meaning_would_be_lost_is_refused_by_name(
+    tmp_path: Path, key: str, row: dict[str, Any]
+) -> None:
+    good = next(good for name, good in GOOD_ROWS.items() if set(good) & set(row))
+    file = write_jsonl(tmp_path / "rows.jsonl", [good, row])
+    with pytest.raises(
+        DataError,
+        match=rf"1 of 2 rows(.|\n)*:2: '{key}'( of turn \d)? would be dropped: \w(.|\n)*"
+        rf"hint: `data\.ignored_columns: \[{key}\]` leaves them out on purpose",
+    ):
+        read(file)
+
+
+def test_what_is_ignored_on_purpose_is_left_out_and_known(tmp_path: Path) -> None:
+    for key, row in LOST:
+        if row.get("messages", TURNS)[1]["content"] is None:
+            continue
+        file = write_jsonl(tmp_path / "rows.jsonl", [row])
+        (conversation,) = read_conversations(
+            path=str(file),
+            data_format="auto",
+            prompt_column=None,
+            completion_column=None,
+            messages_column=None,
+            system=None,
+            ignored=[key],
+        )
+        assert turns(conversation) == QA
+        assert conversation.unused == (key,)
+
+
+HARMLESS: list[dict[str, Any]] = [
+    GOOD_ROWS["messages"] | {"tools": None, "images": [], "system": " ", "id": 7, "lang": "en"},
+    GOOD_ROWS["messages"] | {"weight": 1.0, "train": True, "label": True, "id": 0, "lang": "en"},
+    with_answer(tool_calls=None, weight=1, train=True, name="") | {"id": 1, "lang": "en"},
+    {"messages": [TURNS[0] | {"weight": 0, "train": False}, TURNS[1]], "id": 1, "lang": "en"},
+]
+
+
+def test_values_that_say_nothing_are_no_meaning_and_other_columns_are_listed(
+    tmp_path: Path,
+) -> None:
+    rows = read(write_jsonl(tmp_path / "rows.jsonl", HARMLESS))
+    assert [turns(row) for row in rows] == [QA] * len(HARMLESS)
+    assert rows[0].unused == ("id", "lang")
+    assert all({"id", "lang"} <= {*row.unused} for row in rows)
+
+
+def test_a_question_of_no_weight_is_refused_where_the_loss_is_on_all(tmp_path: Path) -> None:
+    file = write_jsonl(tmp_path / "rows.jsonl", [HARMLESS[3]])
+    with pytest.raises(DataError, match=r"'weight' of turn 1 would be dropped"):
+        read_conversations(
+            path=str(file),
+            data_format="auto",
+            prompt_column=None,
+            completion_column=None,
+            messages_column=None,
+            system=None,
+            loss_on="all",
+        )
+
+
+def test_a_column_that_is_named_as_an_answer_is_read(tmp_path: Path) -> None:
+    file = write_jsonl(tmp_path / "rows.jsonl", [{"system": "1+1?", "chosen": "2"}])
+    (row,) = read(file, prompt_column="system", completion_column="chosen")
+    assert (turns(row), row.unused) == (QA, ())
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ('{"instruction": "1+1?", "output": "2", "output": "3"}', "output"),
+        ('{"messages": [{"role": "user", "role": "user", "content": "a"}]}', "role"),
+    ],
+)
+def test_a_key_that_is_there_twice_is_refused(
+    tmp_path: Path, name: str, text: str, key: str
+) -> None:
+    file = tmp_path / name
+    file.write_text(f"[{text}]" if name.endswith("json") else text)
+    with pytest.raises(DataError, match=rf"(:1|\[0\]): the key '{key}' is there twice"):
+        read(file)
+
+
+ODD = [
+    (json.dumps(GOOD_ROWS["alpaca"]).encode("utf-16"), r"not UTF-8|broken JSON"),
+    (json.dumps(GOOD_ROWS["alpaca"]).encode("utf-16-le"), r"broken JSON"),
+    (b'{"instruction": "caf\xe9", "output": "b"}', r"not UTF-8: byte 0xe9"),
+    (b'{"instruction": "a", "output": NaN}', r"'output' must be text, this is a float"),
+    (b'{"instruction": "a", "output": 1e999}', r"'output' must be text, this is a float"),
+    (b'{"instruction": "a", "input": 5, "output": "b"}', r"'input' must be text"),
+    (b'{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}', r"content"),
+    (b'{"messages": [{"role": "user", "content": "\\udc00"}]}', r"half a character"),
+    (b'{"messages": [{"role": 3, "content": "a"}]}', r"'role' must be text"),
+    (b'{"messages": {"role": "user", "content": "a"}}', r"must be a list of objects"),
+    (b'{"messages": [["user", "a"]]}', r"must be a list of objects"),
+]
+
+
+@pytest.mark.parametrize(("line", "problem"), ODD)
+def test_an_odd_row_is_refused_with_its_line(tmp_path: Path, line: bytes, problem: str) -> None:
+    file = tmp_path / "rows.jsonl"
+    data_format = "messages" if b"messages" in line else "alpaca"
+    file.write_bytes(json.dumps(GOOD_ROWS[data_format]).encode() + b"\n" + line + b"\n")
+    with pytest.raises(DataError, match=rf"rows\.jsonl:2: .*({problem})"):
+        read(file, data_format)
+
+
+def test_byte_order_marks_line_ends_and_control_characters_leave_texts_alone(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    row = {"instruction": "a\u2028b\x85c", "output": "\x00d\r\ne\ufeff"}
+    line = json.dumps(row, ensure_ascii=False).encode()
+    file.write_bytes(b"\xef\xbb\xbf" + line + b"\r\n\r\n" + line + b"\r\n")
+    first, second = read(file)
+    assert turns(first) == [("user", row["instruction"]), ("assistant", row["output"])]
+    assert (second.messages, second.source) == (first.messages, f"{file}:3")
