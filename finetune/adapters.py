@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from finetune.errors import ConfigError
 from finetune.expert_lora import compute_beside
 from finetune.planning import chosen_targets
+from finetune.stops import Stops, eos_ids, write_generation_config
 from finetune.whole_modules import Whole, whole_modules
 from offload.engine.host.showing import values_shown
 from offload.engine.host.store import Hold
@@ -279,9 +280,28 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def save_adapter(model: PeftModel, folder: Path) -> None:
-    """Write adapter_config.json and adapter_model.safetensors."""
+def base_eos(model: PeftModel) -> tuple[int, ...]:
+    """Return the tokens at which the base model stops."""
+    return eos_ids(_generation_fields(model), source="the base's generation config")
+
+
+def save_adapter(model: PeftModel, folder: Path, *, stops: Stops | None = None) -> None:
+    """Write adapter_config.json and adapter_model.safetensors, and generation_config.json.
+
+    Args:
+        model: With its adapter.
+        folder: Where to.
+        stops: Where generation stops; None writes no generation config.
+    """
     model.save_pretrained(str(folder))
+    if stops is not None:
+        write_generation_config(folder, _generation_fields(model), stops.ids)
+
+
+def _generation_fields(model: PeftModel) -> dict[str, Any]:
+    base: Any = model.get_base_model()
+    fields: dict[str, Any] = base.generation_config.to_diff_dict()
+    return fields
 
 
 def load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:

@@ -1,19 +1,26 @@
 """Answers from a finished run, without training anything."""
 
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import offload
 from finetune import preflight
-from finetune.adapters import load_adapter
+from finetune.adapters import base_eos, load_adapter
 from finetune.checkpoint import RunDir
-from finetune.encode import prompt_ids
+from finetune.encode import encode, prompt_ids
 from finetune.generation import generate
 from finetune.model import load_model, load_tokenizer
 from finetune.planning import facts_of, full_request
-from finetune.rows import Message
-from finetune.sampling import pad_id, stop_ids
+from finetune.rows import Conversation, Message
+from finetune.sampling import pad_id
+from finetune.stops import GENERATION_CONFIG, Stops, eos_ids, read_generation_config
 from offload.plan.plan import plan
 from offload.probe import probe
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedTokenizerBase
 
 
 def answer_prompt(run_dir: Path, prompt: str, *, max_new_tokens: int) -> str:
@@ -60,10 +67,28 @@ def answer_prompt(run_dir: Path, prompt: str, *, max_new_tokens: int) -> str:
             engine,
             [prompt_ids(messages, tokenizer, source="--prompt")],
             max_new_tokens=max_new_tokens,
-            stop_ids=stop_ids(tokenizer),
+            stop_ids=frozenset(_stops(run.adapter, model, tokenizer).ids),
             pad_id=pad_id(tokenizer),
             batch_size=1,
         )
     finally:
         engine.close()
     return str(tokenizer.decode(ids[0], skip_special_tokens=True))
+
+
+def _stops(adapter: Path, model: "PeftModel", tokenizer: "PreTrainedTokenizerBase") -> Stops:
+    """Return where generation stops, as the run wrote it down.
+
+    Runs of before wrote nothing: their answers end as the template ends any answer.
+    """
+    fields = read_generation_config(adapter)
+    if fields is not None:
+        return Stops(trained=eos_ids(fields, source=adapter / GENERATION_CONFIG), base=())
+    turns = Message(role="user", content="?"), Message(role="assistant", content="!")
+    example = encode(
+        Conversation(messages=turns, source="the template's own"),
+        tokenizer,
+        seq_len=sys.maxsize,
+        loss_on="assistant",
+    )
+    return Stops(trained=example.end_ids, base=base_eos(model))

@@ -5,6 +5,7 @@ import json
 import os
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -25,21 +26,29 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase
 
-_CACHE_VERSION = 1
+_CACHE_VERSION = 2
 # A worker process must first import its libraries: it is worth that from some ten thousand rows on.
 _MIN_ROWS_PER_WORKER = 20_000
-_CACHED = ("kept", "input_ids", "labels", "offsets", "is_truncated")
+_CACHED = (
+    *("kept", "input_ids", "labels", "offsets"),
+    *("is_truncated", "end_ids", "end_offsets"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ExampleSet(Sequence[Example]):
-    """The tokens of all rows in two flat arrays: row i is `offsets[i]` to `offsets[i + 1]`."""
+    """The tokens of all rows in flat arrays: row i is `offsets[i]` to `offsets[i + 1]`.
+
+    So are the tokens that end its answers: `end_offsets[i]` to `end_offsets[i + 1]` of `end_ids`.
+    """
 
     input_ids: "NDArray[np.int32]"
     labels: "NDArray[np.int32]"
     offsets: "NDArray[np.int64]"
     sources: tuple[str, ...]
     is_truncated: "NDArray[np.bool_]"
+    end_ids: "NDArray[np.int32]"
+    end_offsets: "NDArray[np.int64]"
     dropped: tuple[str, ...]
     is_from_cache: bool
     notes: tuple[str, ...]
@@ -59,6 +68,18 @@ class ExampleSet(Sequence[Example]):
         """Return the number of tokens of each row."""
         return tuple(np.diff(self.offsets).tolist())
 
+    @property
+    def answer_ends(self) -> tuple[int, ...]:
+        """Return the tokens that end answers: the most frequent of last answers first, then others.
+
+        A template may end a row's last answer with another token than those before it.
+        """
+        num_ends = np.diff(self.end_offsets)
+        is_whole = ~self.is_truncated & (num_ends > 0)
+        last = self.end_ids[self.end_offsets[1:][is_whole] - 1]
+        counts = [Counter(last.tolist()), Counter(self.end_ids.tolist())]
+        return tuple(dict.fromkeys(token for part in counts for token, _ in part.most_common()))
+
     def __len__(self) -> int:
         return len(self.sources)
 
@@ -70,6 +91,7 @@ class ExampleSet(Sequence[Example]):
             labels=self.labels[part],
             source=self.sources[row],
             is_truncated=bool(self.is_truncated[row]),
+            end_ids=tuple(self.end_ids[self.end_offsets[row] : self.end_offsets[row + 1]].tolist()),
         )
 
 
@@ -115,6 +137,8 @@ def load_examples(
         offsets=arrays["offsets"],
         sources=tuple(sources[row] for row in kept),
         is_truncated=arrays["is_truncated"],
+        end_ids=arrays["end_ids"],
+        end_offsets=arrays["end_offsets"],
         dropped=dropped,
         is_from_cache=is_from_cache,
         notes=tuple(notes),
@@ -236,6 +260,8 @@ def _flatten(examples: Sequence[Example]) -> "dict[str, NDArray[Any]]":
         "labels": np.concatenate([none, *(row.labels for row in rows)]),
         "offsets": np.cumsum([0, *(len(row.input_ids) for row in rows)], dtype=np.int64),
         "is_truncated": np.array([row.is_truncated for row in rows], dtype=np.bool_),
+        "end_ids": np.array([token for row in rows for token in row.end_ids], dtype=np.int32),
+        "end_offsets": np.cumsum([0, *(len(row.end_ids) for row in rows)], dtype=np.int64),
     }
 
 

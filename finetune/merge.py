@@ -26,6 +26,7 @@ from finetune.files import PARTIAL, flush
 from finetune.packed import Spec
 from finetune.renaming import Group, Renaming, empty_model
 from finetune.shards import Shards
+from finetune.stops import merge_generation_config
 
 PIECE_ELEMENTS = 2**22
 
@@ -89,6 +90,7 @@ def merge(
             shards.finish()
         copy_companions(base, tokenizer or base, folder)
         write_config(base, folder, is_untied=bool(untied))
+        merge_generation_config(base, adapter, folder)
         _require_whole(folder, untied)
     return Merged(
         folder=out,

@@ -13,6 +13,7 @@ from finetune.figures import shown_time, table_of
 from finetune.files import write_atomically
 from finetune.prediction import SEAL
 from finetune.recipe import Recipe, recipe_hash
+from finetune.stops import Stops
 from offload.plan.breakdown import DATA_WAIT, OPTIMIZER, OUTSIDE, parts_json, parts_of
 from offload.plan.plan import Plan
 
@@ -72,13 +73,17 @@ def metrics_row(
     }
 
 
-def write_report(run_dir: Path, recipe: Recipe, rows: Sequence[Mapping[str, Any]]) -> Explanation:
+def write_report(
+    run_dir: Path, recipe: Recipe, rows: Sequence[Mapping[str, Any]], *, stops: Stops
+) -> Explanation:
     """Write report.json and the drawings, and return what a run ends with."""
     explanation = explain(run_dir)
     content = {
         "recipe_sha256": recipe_hash(recipe),
         "first_loss": rows[0]["loss"],
         "last_loss": rows[-1]["loss"],
+        "answer_end_token_ids": stops.trained,
+        "stop_token_ids": stops.ids,
         "exact_match": {
             when: json.loads(file.read_text())["exact_match"]
             for when in ("before", "after")

@@ -1,6 +1,6 @@
 """Answers to held-out rows, before and after, and how many are right to the letter."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,6 +35,7 @@ def answer(
     model: nn.Module,
     engine: Engine,
     tokenizer: "PreTrainedTokenizerBase",
+    stop_ids: Collection[int],
     max_pass_tokens: int,
 ) -> Answers:
     """Let the model answer the last turn of each row, greedily.
@@ -44,6 +45,7 @@ def answer(
         model: The adapted model that the engine holds.
         engine: Runs it.
         tokenizer: Of the model.
+        stop_ids: Tokens that end an answer.
         max_pass_tokens: Tokens of a pass, padding included, that are known to fit.
     """
     prompts, wanted = zip(*(render_prompt(row, tokenizer) for row in rows), strict=True)
@@ -54,7 +56,7 @@ def answer(
         engine,
         prompts,
         max_new_tokens=longest + _SPARE_TOKENS,
-        stop_ids=stop_ids(tokenizer),
+        stop_ids=frozenset(stop_ids),
         pad_id=pad_id(tokenizer),
         batch_size=max(1, max_pass_tokens // width),
     )
@@ -74,13 +76,6 @@ def answerable(
         return len(prompt) + len(tokenizer.encode(answer_text, add_special_tokens=False))
 
     return [row for row in rows if num_tokens(row) + _SPARE_TOKENS <= seq_len]
-
-
-def stop_ids(tokenizer: "PreTrainedTokenizerBase") -> frozenset[int]:
-    """Return the tokens that end an answer."""
-    ids = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")}
-    ids.discard(tokenizer.unk_token_id)
-    return frozenset(token for token in ids if isinstance(token, int))
 
 
 def pad_id(tokenizer: "PreTrainedTokenizerBase") -> int:

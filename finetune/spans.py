@@ -194,9 +194,7 @@ class _Chat:
         )
 
     def _render(self, turns: Sequence[Message]) -> str:
-        return render(
-            turns, self._tokenizer, source=self._source, is_thinking=self._is_thinking
-        )
+        return render(turns, self._tokenizer, source=self._source, is_thinking=self._is_thinking)
 
     def _end_token(self, text: str, start: int) -> re.Match[str]:
         """Return the first special token from a place on."""

@@ -27,6 +27,7 @@ from finetune.sampling import answer, answerable
 from finetune.screen import Screen
 from finetune.session import Session, build, rehearse
 from finetune.stock_report import stock_table
+from finetune.stops import Stops
 from offload.plan.plan import Plan
 
 
@@ -76,18 +77,20 @@ def finetune(
     screen.show(plan_report.plan_tables(work.plan))
     screen.show(choice_report.choice_tables(work.choice))
     session = build(recipe, work, ranks, screen)
+    stops = Stops(trained=work.rows.train.answer_ends, base=adapters.base_eos(session.model))
     with closing(session.engine), spared_collector():
         _introduce(session, screen)
+        screen.note(stops.shown(work.tokenizer))
         predicted = rehearse(work, session, screen)
         first_step = _start(recipe, run_dir, work, session, ranks, is_resume=is_resume)
         promised = _promise(run_dir, work, session, predicted, ranks, screen, first_step=first_step)
         if ranks.is_main and first_step == 0:
-            _sample(recipe, run_dir, work, session, screen, when="before")
+            _sample(recipe, run_dir, work, session, stops, screen, when="before")
         last_step = _train(
             recipe, run_dir, work, session, ranks, screen, promised, first_step=first_step
         )
         if ranks.is_main and last_step == work.order.num_steps:
-            _finish(recipe, run_dir, work, session, screen)
+            _finish(recipe, run_dir, work, session, stops, screen)
     return Outcome(
         run_dir=run_dir.path,
         num_steps=last_step,
@@ -258,12 +261,13 @@ def _finish(
     run_dir: RunDir,
     work: Work,
     session: Session,
+    stops: Stops,
     screen: Screen,
 ) -> None:
     """Write the adapter, its answers and the report."""
-    adapters.save_adapter(session.model, run_dir.adapter)
-    _sample(recipe, run_dir, work, session, screen, when="after")
-    explanation = report.write_report(run_dir.path, recipe, run_dir.read_metrics())
+    adapters.save_adapter(session.model, run_dir.adapter, stops=stops)
+    _sample(recipe, run_dir, work, session, stops, screen, when="after")
+    explanation = report.write_report(run_dir.path, recipe, run_dir.read_metrics(), stops=stops)
     screen.show(explanation_tables(explanation))
 
 
@@ -272,6 +276,7 @@ def _sample(
     run_dir: RunDir,
     work: Work,
     session: Session,
+    stops: Stops,
     screen: Screen,
     *,
     when: str,
@@ -288,6 +293,7 @@ def _sample(
         model=session.model,
         engine=session.engine,
         tokenizer=work.tokenizer,
+        stop_ids=stops.ids,
         # without gradients a pass takes less than half of what the rehearsed visits take
         max_pass_tokens=2 * work.plan.request.largest.num_tokens,
     )

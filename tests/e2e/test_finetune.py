@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from finetune import app
 from offload.plan.machine import named_machine
+from tests.doubles import tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,6 +58,9 @@ def test_a_run_leaves_everything_that_was_promised(finished: Path) -> None:
     assert f"Adapter: {finished / 'adapter'}" in shown
     report = json.loads((finished / "report.json").read_text())
     assert set(report["exact_match"]) == {"before", "after"}
+    end_id = tiny_tokenizer().convert_tokens_to_ids("<|im_end|>")
+    assert f"Answers end with <|im_end|> ({end_id})" in shown
+    assert (report["answer_end_token_ids"], report["stop_token_ids"]) == ([end_id], [end_id])
     (section,) = report["sections"]
     assert [row["name"] for row in section["comparison"]] == [
         *("step", "forward", "head and loss", "backward", "stall", "optimizer", "h2d", "data wait")

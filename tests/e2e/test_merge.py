@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from finetune import app
 
@@ -52,6 +52,10 @@ def test_a_run_is_merged_and_exported(finished: Path, model_dir: Path, capsys) -
     found = logits(AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32))
     assert (before - wanted).norm() > 0.01 * wanted.norm()
     assert (found - wanted).norm() < 1e-5 * wanted.norm()
+    end_id = AutoTokenizer.from_pretrained(model_dir).convert_tokens_to_ids("<|im_end|>")
+    assert GenerationConfig.from_pretrained(model_dir).eos_token_id is None
+    for folder in (out, finished / "adapter"):
+        assert GenerationConfig.from_pretrained(folder).eos_token_id == end_id
     template = AutoTokenizer.from_pretrained(out).chat_template
     assert template == AutoTokenizer.from_pretrained(model_dir).chat_template
 

@@ -24,7 +24,17 @@ SPECIAL = (
 )
 WORDS = (
     *("a", "an", "A", "final", "assistant", "user", "model", "analysis", "7", "FINAL ANSWER"),
-    *("think", "<think>", "<|im_end|>", "</s>", "<|end|>", "[INST]", "{{ x }}", "<b>&", "ASSISTANT:"),
+    *(
+        "think",
+        "<think>",
+        "<|im_end|>",
+        "</s>",
+        "<|end|>",
+        "[INST]",
+        "{{ x }}",
+        "<b>&",
+        "ASSISTANT:",
+    ),
     *("\n", "\n\n", " ", "  two", "yes\n\nno", "the answer is 7", "system", "channel", "%}"),
 )
 
@@ -227,8 +237,8 @@ def keeps_only_the_last_reasoning(turns: Sequence[Turn]) -> Pieces | None:
 
 @template(
     "{{ '<s>' }}{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|assistant|>'"
-    " + m.content.split('</think>')[-1] + '</s>' }}{% else %}{{ '<|user|>' + m.content }}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    " + m.content.split('</think>')[-1] + '</s>' }}{% else %}{{ '<|user|>' + m.content }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 def cuts_all_reasoning(turns: Sequence[Turn]) -> Pieces | None:
     if (turns[-1].thought or "").strip():
@@ -369,20 +379,18 @@ def ids_and_labels(
 
 
 def outcome(name: str, seed: int, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Encode one random row and compare it: equal, refused, or an error of the test."""
+    """Encode one random row and compare it: equal, or refused as it must be."""
     random_ = random.Random(f"{name} {seed}")
     turns = random_turns(random_)
     loss_on: LossOn = "all" if random_.random() < 0.1 else "assistant"
     messages = tuple(Message(role=turn.role, content=turn.content) for turn in turns)
     row = Conversation(messages=messages, source=f"rows.jsonl:{seed}")
     pieces = ASSEMBLE[name](turns)
-    try:
-        example = encode(row, tokenizer, seq_len=10**6, loss_on=loss_on)
-    except DataError as error:
-        assert pieces is None, (name, seed, str(error))
-        assert row.source in str(error)
+    if pieces is None:
+        with pytest.raises(DataError, match=rf"\(rows\.jsonl:{seed}\)"):
+            encode(row, tokenizer, seq_len=10**6, loss_on=loss_on)
         return "refused"
-    assert pieces is not None, (name, seed, tokenizer.decode(example.input_ids.tolist()))
+    example = encode(row, tokenizer, seq_len=10**6, loss_on=loss_on)
     ids, labels, ends = ids_and_labels(pieces, tokenizer)
     assert example.input_ids.tolist() == ids, (name, seed)
     assert example.labels.tolist() == (ids if loss_on == "all" else labels), (name, seed)
