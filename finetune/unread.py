@@ -90,7 +90,8 @@ def find_unread_in_turns(
         ignored: Keys that are left out on purpose.
         unlearned_roles: Roles whose turns have no loss, so that a weight of 0 is what they get.
     """
-    lost, unused = {}, {}
+    lost: dict[str, str] = {}
+    unused: dict[str, None] = {}
     for number, turn in enumerate(turns, start=1):
         if not isinstance(turn, Mapping):
             continue

@@ -118,8 +118,13 @@ def test_the_adapter_gives_the_same_logits_in_plain_transformers_and_peft(
 
 
 def test_generate_answers_with_the_adapter(finished: Path, capsys) -> None:
-    assert run("generate", finished, "--prompt", "what follows 3", "--max-new-tokens", "3") == 0
-    assert capsys.readouterr().out.endswith("\n")
+    asked = ("generate", finished, "--prompt", "what follows 3", "--max-new-tokens", "3")
+    assert run(*asked) == 0
+    answer = capsys.readouterr().out
+    assert answer.endswith("\n")
+    (finished / "adapter" / "generation_config.json").unlink()  # a run of before had none
+    assert run(*asked) == 0
+    assert capsys.readouterr().out == answer
 
 
 @pytest.mark.slow

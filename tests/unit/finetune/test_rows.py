@@ -9,13 +9,29 @@ import datasets
 import pytest
 
 from finetune.errors import DataError
-from finetune.rows import Conversation, Message, read_conversations
+from finetune.rows import Conversation, LossOn, Message, read_conversations
 
 
-def read(path: Path | str, data_format: str = "auto", **settings: str | None) -> list[Conversation]:
-    names = ("prompt_column", "completion_column", "messages_column", "system")
+def read(
+    path: Path | str,
+    data_format: str = "auto",
+    *,
+    prompt_column: str | None = None,
+    completion_column: str | None = None,
+    messages_column: str | None = None,
+    system: str | None = None,
+    ignored: Sequence[str] = (),
+    loss_on: LossOn = "assistant",
+) -> list[Conversation]:
     return read_conversations(
-        path=str(path), data_format=data_format, **{name: settings.get(name) for name in names}
+        path=str(path),
+        data_format=data_format,
+        prompt_column=prompt_column,
+        completion_column=completion_column,
+        messages_column=messages_column,
+        system=system,
+        ignored=ignored,
+        loss_on=loss_on,
     )
 
 
@@ -352,15 +368,7 @@ def test_what_is_ignored_on_purpose_is_left_out_and_known(tmp_path: Path) -> Non
         if row.get("messages", TURNS)[1]["content"] is None:
             continue
         file = write_jsonl(tmp_path / "rows.jsonl", [row])
-        (conversation,) = read_conversations(
-            path=str(file),
-            data_format="auto",
-            prompt_column=None,
-            completion_column=None,
-            messages_column=None,
-            system=None,
-            ignored=[key],
-        )
+        (conversation,) = read(file, ignored=[key])
         assert turns(conversation) == QA
         assert conversation.unused == (key,)
 
@@ -385,15 +393,7 @@ def test_values_that_say_nothing_are_no_meaning_and_other_columns_are_listed(
 def test_a_question_of_no_weight_is_refused_where_the_loss_is_on_all(tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "rows.jsonl", [HARMLESS[3]])
     with pytest.raises(DataError, match=r"'weight' of turn 1 would be dropped"):
-        read_conversations(
-            path=str(file),
-            data_format="auto",
-            prompt_column=None,
-            completion_column=None,
-            messages_column=None,
-            system=None,
-            loss_on="all",
-        )
+        read(file, loss_on="all")
 
 
 def test_a_column_that_is_named_as_an_answer_is_read(tmp_path: Path) -> None:
