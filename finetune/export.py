@@ -11,15 +11,13 @@ import mmap
 import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from finetune.base_weights import INDEX, SINGLE
 from finetune.errors import MergeError
-from finetune.files import PARTIAL
+from finetune.files import flush, require_free, workspace
 from finetune.merge import Progress
 from finetune.merge_run import merge_run
 
@@ -66,22 +64,15 @@ def export_gguf(
         MergeError: There is no converter, it fails, or what it wrote is not whole.
         ModelError: See `merge`.
     """
-    if file.exists():
-        raise MergeError(
-            f"{file} is there already",
-            limit="a file is not overwritten",
-            hint="`--gguf` with a name that is free",
-        )
+    require_free(file)
     command = find_converter(llama_cpp)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with _model_of(source, file.parent, progress) as (folder, notes):
-        template = _template(folder)
-        partial = file.with_name(PARTIAL + file.name)
-        try:
-            _convert([*command, str(folder), "--outfile", str(partial)], partial, template)
-            partial.rename(file)
-        finally:
-            partial.unlink(missing_ok=True)
+    with workspace(file) as work:
+        folder, notes = _model_of(source, work, progress)
+        template, made = _template(folder), work / file.name
+        _convert([*command, str(folder), "--outfile", str(made)], made, template)
+        flush(made)
+        require_free(file)
+        made.rename(file)
     return Exported(file=file, num_bytes=file.stat().st_size, notes=notes)
 
 
@@ -111,17 +102,14 @@ def find_converter(llama_cpp: Path | None) -> list[str]:
     return [str(own_python) if own_python.exists() else sys.executable, str(script)]
 
 
-@contextmanager
 def _model_of(
-    source: Path, beside: Path, progress: Progress | None
-) -> Iterator[tuple[Path, tuple[str, ...]]]:
-    """Give a folder with a model; that of a run is gone again at the end."""
+    source: Path, work: Path, progress: Progress | None
+) -> tuple[Path, tuple[str, ...]]:
+    """Return a folder with a model, and notes; that of a run is made inside `work`."""
     if (source / INDEX).exists() or (source / SINGLE).exists():
-        yield source, ()
-        return
-    with tempfile.TemporaryDirectory(prefix=PARTIAL, dir=beside) as folder:
-        merged = merge_run(source, Path(folder) / source.resolve().name, progress=progress)
-        yield merged.folder, merged.notes
+        return source, ()
+    merged = merge_run(source, work / "merged" / source.resolve().name, progress=progress)
+    return merged.folder, merged.notes
 
 
 def _template(folder: Path) -> str | None:

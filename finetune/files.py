@@ -1,9 +1,23 @@
-"""Paths as users write them, and files that a kill leaves whole: the old content or the new."""
+"""Paths as users write them, and outputs that a kill leaves whole: the old content or the new.
 
+Whatever is written goes first under a name that nothing else has: `partial-NAME-` and random
+letters, next to its target. Such a name is created and never opened, so no file of the user's is
+emptied and no link is followed, whatever it is called.
+"""
+
+import fcntl
 import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from finetune.errors import MergeError
+
 PARTIAL = "partial-"
+_MARK = ".sluice-partial"
 
 
 def expanded(text: str) -> Path:
@@ -16,13 +30,75 @@ def expanded(text: str) -> Path:
 
 def write_atomically(file: Path, text: str, *, mode: int | None = None) -> None:
     """Replace a file's content in one step; `mode` is its permissions, if not the usual ones."""
-    partial = file.with_name(PARTIAL + file.name)
-    partial.unlink(missing_ok=True)  # one that a kill has left may be read-only
-    partial.write_text(text)
-    if mode is not None:
-        partial.chmod(mode)
-    flush(partial)
-    partial.replace(file)
+    partial = file.with_name(f"{PARTIAL}{file.name}-{secrets.token_hex(4)}")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        with open(descriptor, "w", encoding="utf-8") as stream:  # noqa: PTH123 - a descriptor
+            stream.write(text)
+            stream.flush()
+            if mode is not None:
+                os.fchmod(descriptor, mode)
+            os.fsync(descriptor)
+        partial.replace(file)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def workspace(target: Path) -> Iterator[Path]:
+    """Give a new, empty folder next to `target`; it is gone at the end, with what is left in it.
+
+    A folder that a killed process has left is removed first. It is recognised by its name, by the
+    mark in it and by its lock, which ends with the process.
+
+    Raises:
+        MergeError: A living process writes the same target.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    prefix = f"{PARTIAL}{target.name}-"
+    _clear_left(target.parent, prefix)
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
+    lock = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (folder / _MARK).touch(exist_ok=False)  # marked once it is locked
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+@contextmanager
+def becoming(out: Path) -> Iterator[Path]:
+    """Give an empty folder that becomes `out` at the end; a failure leaves nothing behind.
+
+    Raises:
+        MergeError: `out` is there, or another process writes it.
+    """
+    require_free(out)
+    with workspace(out) as work:
+        folder = work / out.name
+        folder.mkdir()
+        yield folder
+        flush(folder)
+        require_free(out)
+        folder.rename(out)
+        flush(out.parent)
+
+
+def require_free(out: Path) -> None:
+    """Check that nothing has this name yet, not even a link that leads nowhere.
+
+    Raises:
+        MergeError: Something has.
+    """
+    if os.path.lexists(out):
+        raise MergeError(
+            f"{out} is there already",
+            limit="nothing is overwritten",
+            hint="give a name that is free",
+        )
 
 
 def flush(path: Path) -> None:
@@ -32,3 +108,25 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _clear_left(parent: Path, prefix: str) -> None:
+    for left in parent.iterdir():
+        is_like = left.name.startswith(prefix) and not left.is_symlink()
+        if is_like and (left / _MARK).is_file():
+            _remove_left(left)
+
+
+def _remove_left(folder: Path) -> None:
+    lock = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder)
+    except BlockingIOError as error:
+        raise MergeError(
+            f"{folder} is being written by another process",
+            limit="one process writes a directory",
+            hint="wait for it, or give another name",
+        ) from error
+    finally:
+        os.close(lock)

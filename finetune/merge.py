@@ -7,11 +7,8 @@ through a few at a time. So memory holds the adapter and some pieces of a tensor
 model's size, and plain transformers loads the result as it loads the base.
 """
 
-import fcntl
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +19,7 @@ from finetune.changes import Changes
 from finetune.companions import copy_companions, write_config
 from finetune.errors import MergeError
 from finetune.figures import shown_gib
-from finetune.files import PARTIAL, flush
+from finetune.files import becoming
 from finetune.packed import Spec
 from finetune.renaming import Group, Renaming, empty_model
 from finetune.shards import Shards
@@ -82,8 +79,8 @@ def merge(
         name: published.specs[source] for name, source in untied.items()
     }
     total_bytes = sum(spec.num_bytes for spec in specs.values())
-    with _becoming(out) as folder:
-        _require_room(folder, total_bytes)
+    with becoming(out) as folder:
+        _require_room(out.parent, total_bytes)
         with Shards(folder, specs) as shards:
             writer = _Writer(published, renaming, changes, shards, progress or _silent)
             writer.write_all(untied, total_bytes)
@@ -233,53 +230,12 @@ def _untied(ties: Mapping[str, str], changes: Changes, renaming: Renaming) -> di
     }
 
 
-@contextmanager
-def _becoming(out: Path) -> Iterator[Path]:
-    """Give a folder under another name, and rename it at the end; a failure leaves none behind.
-
-    What a killed process has left is cleared away first; that of a living one is locked.
-
-    Raises:
-        MergeError: `out` is there, or another process writes it.
-    """
-    if out.exists():
-        raise MergeError(
-            f"{out} is there already",
-            limit="a model is written to a new directory",
-            hint="`--out` with a name that is free",
-        )
-    partial = out.with_name(PARTIAL + out.name)
-    partial.mkdir(parents=True, exist_ok=True)
-    lock = os.open(partial, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise MergeError(
-                f"{partial} is being written by another process",
-                limit="one process writes a directory",
-                hint="wait for it, or `--out` with another name",
-            ) from error
-        for left in partial.iterdir():
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
-        try:
-            yield partial
-            flush(partial)
-            partial.rename(out)
-            flush(out.parent)
-        except BaseException:
-            shutil.rmtree(partial)
-            raise
-    finally:
-        os.close(lock)
-
-
 def _require_room(folder: Path, needed_bytes: int) -> None:
     free_bytes = shutil.disk_usage(folder).free
     if needed_bytes > free_bytes:
         raise MergeError(
             f"the merged model takes {shown_gib(needed_bytes)} and {shown_gib(free_bytes)} is free",
-            limit=f"it is written to {folder.parent}",
+            limit=f"it is written to {folder}",
             hint="`--out` on a larger disk, or free space (`df -h`)",
         )
 

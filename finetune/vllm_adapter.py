@@ -27,6 +27,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from finetune.errors import CheckpointError, ConfigError
+from finetune.files import becoming, flush, require_free
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -79,17 +80,15 @@ def write_vllm_adapter(adapter: Path, out: Path, *, model_config: Mapping[str, A
 
     Args:
         adapter: Folder of the adapter.
-        out: Folder to write, which must be new or empty.
+        out: Folder to write, which must be new; it appears when it is whole.
         model_config: The base model's config.
 
     Raises:
-        CheckpointError: There is something in the folder, or the adapter is not of this model.
+        CheckpointError: The adapter is not of this model.
         ConfigError: vLLM reads no such adapter.
+        MergeError: `out` is there.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(
-            f"{out} is there already", limit="nothing is overwritten", hint="`--out NEW_FOLDER`"
-        )
+    require_free(out)
     config = json.loads((adapter / CONFIG_FILE).read_text())
     _require_readable(config)
     loras = dict(_published(_read(adapter, config, model_config), model_config))
@@ -110,9 +109,11 @@ def write_vllm_adapter(adapter: Path, out: Path, *, model_config: Mapping[str, A
         "target_parameters": None,
         "target_modules": sorted({_module(name).rsplit(".", 1)[-1] for name in loras}),
     }
-    out.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, out / WEIGHTS_FILE, metadata={"format": "pt"})
-    (out / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+    with becoming(out) as folder:
+        save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+        flush(folder / WEIGHTS_FILE)
+        flush(folder / CONFIG_FILE)
 
 
 def _require_readable(config: Mapping[str, Any]) -> None:

@@ -85,7 +85,8 @@ class StoreWriter:
         *self._offsets, self._end = accumulate(sizes, initial=PAGE_BYTES)
         self._descriptor: int | None = None
         with self._named_errors():
-            self._descriptor = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+            self._partial.unlink(missing_ok=True)  # of a killed build; a link is not followed
+            self._descriptor = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
             os.posix_fallocate(self._descriptor, 0, self._end)
 
     @property

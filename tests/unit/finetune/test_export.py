@@ -56,7 +56,10 @@ def test_the_converter_of_a_clone_gets_the_whole_folder(model: Path, tmp_path: P
     assert exported.num_bytes == file.stat().st_size > len(TEMPLATE)
     python, arguments, names = json.loads((clone / "seen.json").read_text())
     assert python == sys.executable
-    assert arguments == [str(model), "--outfile", str(file.with_name("partial-model.gguf"))]
+    folder, flag, outfile = arguments
+    assert (folder, flag) == (str(model), "--outfile")
+    assert Path(outfile).name == "model.gguf"
+    assert Path(outfile).parent.parent == file.parent
     assert names == sorted(path.name for path in model.iterdir())
     assert [path.name for path in file.parent.iterdir()] == ["model.gguf"]
 
@@ -99,7 +102,7 @@ def test_without_a_converter_it_says_how_to_get_one(
     ("mode", "message"),
     [
         ("fails", f"{CONVERTER} ended with 1; "),
-        ("writes nothing", f"{CONVERTER} wrote no partial-model.gguf; "),
+        ("writes nothing", f"{CONVERTER} wrote no model.gguf; "),
         ("lacks", "lacks the model's chat template; "),
         ("other", "is no GGUF file; "),
     ],
@@ -137,6 +140,15 @@ def test_a_file_that_is_there_is_kept(model: Path, tmp_path: Path) -> None:
     with pytest.raises(MergeError, match=r"model\.gguf is there already; "):
         export_gguf(model, file, llama_cpp=llama_cpp(tmp_path / "llama.cpp"))
     assert file.read_text() == "mine"
+
+
+def test_a_file_that_is_called_like_a_gguf_file_in_the_making_is_kept(
+    model: Path, tmp_path: Path
+) -> None:
+    mine = tmp_path / "partial-model.gguf"
+    mine.write_text("mine")
+    export_gguf(model, tmp_path / "model.gguf", llama_cpp=llama_cpp(tmp_path / "llama.cpp"))
+    assert mine.read_text() == "mine"
 
 
 def test_a_folder_that_is_no_model_and_no_run_is_refused(tmp_path: Path) -> None:

@@ -554,30 +554,62 @@ def test_a_full_disk_is_found_before_anything_is_written(
     assert sorted(file.name for file in qwen3.out.parent.iterdir()) == ["adapter", "base"]
 
 
+def test_what_is_like_a_folder_in_the_making_is_never_touched(qwen3: SimpleNamespace) -> None:
+    """A merge emptied any folder called partial-NAME, through a link as well (#16)."""
+    home = qwen3.out.parent
+    (home / "mine").mkdir()
+    (home / "mine" / "thesis.txt").write_text("ten years")
+    (home / "partial-out").symlink_to(home / "mine")
+    (home / "partial-out-mine").mkdir()
+    (home / "partial-out-mine" / "thesis.txt").write_text("ten years")
+    (home / "partial-out-link").symlink_to(home / "mine")
+    (home / "partial-out-file").write_text("ten years")
+    merge(qwen3.base, qwen3.adapter, qwen3.out)
+    assert (home / "mine" / "thesis.txt").read_text() == "ten years"
+    assert (home / "partial-out-mine" / "thesis.txt").read_text() == "ten years"
+    assert (home / "partial-out-file").read_text() == "ten years"
+    assert {path.name for path in home.iterdir()} == {
+        *("adapter", "base", "mine", "out", "partial-out", "partial-out-mine"),
+        *("partial-out-link", "partial-out-file"),
+    }
+
+
+def test_a_link_that_leads_nowhere_is_in_the_way(qwen3: SimpleNamespace) -> None:
+    qwen3.out.symlink_to(qwen3.out.parent / "nowhere")
+    with pytest.raises(MergeError, match="out is there already; "):
+        merge(qwen3.base, qwen3.adapter, qwen3.out)
+    assert qwen3.out.is_symlink()
+
+
 def test_what_a_killed_merge_left_is_cleared_and_a_living_one_is_not(
     qwen3: SimpleNamespace,
 ) -> None:
-    left = qwen3.out.parent / "partial-out"
-    (left / "folder").mkdir(parents=True)
-    (left / "model-00009-of-00009.safetensors").write_text("torn")
+    home = qwen3.out.parent
     holder = subprocess.Popen(
         [
             sys.executable,
             "-c",
-            "import fcntl, os, sys\n"
-            "fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX)\n"
-            "print('held', flush=True)\nsys.stdin.read()",
-            str(left),
+            "import sys\n"
+            "from pathlib import Path\n"
+            "from finetune.files import becoming\n"
+            "with becoming(Path(sys.argv[1])) as folder:\n"
+            "    (folder / 'model.safetensors').write_text('torn')\n"
+            "    print('held', flush=True)\n"
+            "    sys.stdin.read()",
+            str(qwen3.out),
         ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
     assert holder.stdout is not None
     holder.stdout.readline()
-    with pytest.raises(MergeError, match="partial-out is being written by another process"):
+    (left,) = home.glob("partial-out-*")
+    with pytest.raises(MergeError, match="partial-out-.* is being written by another process"):
         merge(qwen3.base, qwen3.adapter, qwen3.out)
-    assert (left / "folder").exists()
-    holder.communicate(b"")
+    assert (left / "out" / "model.safetensors").exists()
+    holder.kill()
+    holder.communicate()
+    assert left.exists()
     merge(qwen3.base, qwen3.adapter, qwen3.out)
     assert not left.exists()
     assert {file.name for file in qwen3.out.iterdir()} == {

@@ -177,10 +177,12 @@ def test_what_is_no_prediction_is_said_to_be_none(text: str, tmp_path: Path) -> 
         read_predictions(tmp_path)
 
 
-def test_what_a_kill_left_half_written_and_read_only_is_no_obstacle(tmp_path: Path) -> None:
+def test_a_file_that_is_called_like_one_in_the_making_is_kept(tmp_path: Path) -> None:
     partial = tmp_path / "partial-predicted.json"
     partial.write_text("{")
     partial.chmod(0o444)
     seal = write(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {partial.name, "predicted.json"}
+    assert partial.read_text() == "{"
     assert json.loads((tmp_path / "predicted.json").read_text())["first_step"] == 0
     assert changes(tmp_path, rows(seal)) == []

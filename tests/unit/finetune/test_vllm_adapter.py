@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from finetune.adapters import Options, add_lora, save_adapter
-from finetune.errors import CheckpointError, ConfigError
+from finetune.errors import CheckpointError, ConfigError, MergeError
 from finetune.vllm_adapter import PER_EXPERT, write_vllm_adapter
 from tests.parity.tiny_models import tiny_model
 
@@ -149,5 +149,5 @@ def test_an_adapter_of_another_model_and_a_folder_in_use_are_refused(tmp_path: P
     config = base.config.to_dict() | {"num_experts": 3}
     with pytest.raises(CheckpointError, match=r"not of the sizes .* has 3 experts"):
         write_vllm_adapter(tmp_path / "adapter", tmp_path / "vllm", model_config=config)
-    with pytest.raises(CheckpointError, match="is there already"):
+    with pytest.raises(MergeError, match="is there already"):
         write_vllm_adapter(tmp_path / "adapter", tmp_path / "adapter", model_config=config)

@@ -258,6 +258,14 @@ def test_a_writer_that_is_closed_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_link_in_the_place_of_a_store_in_the_making_is_not_followed(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.write_text("ten years")
+    (tmp_path / "a.store.partial").symlink_to(mine)
+    begin(tmp_path / "a.store").close()
+    assert mine.read_text() == "ten years"
+
+
 def test_until_a_new_store_is_whole_the_old_one_stays(file: Path) -> None:
     writer = begin(file)
     writer.put(0, 0, torch.ones(3, 4))
