@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
@@ -17,7 +17,8 @@ from peft.utils.transformers_weight_conversion import convert_peft_config_for_tr
 from torch import nn
 from transformers import PreTrainedModel
 
-from finetune.errors import ConfigError
+from finetune.adapter_files import require_adapter_files
+from finetune.errors import CheckpointError, ConfigError, read_by_library
 from finetune.expert_lora import compute_beside
 from finetune.planning import chosen_targets
 from finetune.stops import Stops, eos_ids, write_generation_config
@@ -305,9 +306,35 @@ def _generation_fields(model: PeftModel) -> dict[str, Any]:
 
 
 def load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
-    """Put a saved adapter on a base model, for inference."""
-    with _patterns_of_parameters():
-        return compute_beside(PeftModel.from_pretrained(model, str(folder)))
+    """Put a saved adapter on a base model, for inference; it is looked for in the folder alone.
+
+    Raises:
+        CheckpointError: It is damaged, or of another model.
+        ModelError: Its weights are damaged.
+    """
+    places = require_adapter_files(folder)
+    with (
+        read_by_library(
+            f"{folder} cannot be put on this model",
+            error=CheckpointError,
+            limit="the adapter must be of this model",
+            hint="restore the adapter from a copy, or train again",
+        ),
+        _patterns_of_parameters(),
+    ):
+        adapted = PeftModel.from_pretrained(model, str(folder), local_files_only=True)
+    wanted = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    for problem, names in (
+        ("lacks", wanted.keys() - places.keys()),
+        ("holds, and the model has no place for,", places.keys() - wanted.keys()),
+    ):
+        if names:
+            raise CheckpointError(
+                f"{folder} {problem} {len(names)} tensors, such as {min(names)}",
+                limit="an adapter answers with all of its tensors",
+                hint="restore the adapter from a copy, or train again",
+            )
+    return compute_beside(adapted)
 
 
 @contextmanager

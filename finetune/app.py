@@ -1,6 +1,7 @@
 """The commands. The one module that prints and exits."""
 
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -39,8 +40,22 @@ Machine = Annotated[
     str | None,
     typer.Option(help="A named card such as rtx5090, or a file of `sluice probe --save`."),
 ]
-Ram = Annotated[float | None, typer.Option(min=1, help="GiB of RAM beside a named card.")]
-Link = Annotated[float | None, typer.Option(min=0.1, help="GB/s of a named card's link.")]
+
+
+def _finite(value: float | None) -> float | None:
+    if value is not None and math.isnan(value):  # which is in every range
+        raise typer.BadParameter("nan is no number")
+    return value
+
+
+Ram = Annotated[
+    float | None,
+    typer.Option(min=1, max=1_000_000, callback=_finite, help="GiB of RAM beside a named card."),
+]
+Link = Annotated[
+    float | None,
+    typer.Option(min=0.1, max=1_000_000, callback=_finite, help="GB/s of a named card's link."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print figures for programs.")]
 AsMarkdown = Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")]
 
@@ -126,7 +141,10 @@ def fit(
         str | None, typer.Argument(help="A shape or config.json; all shipped shapes without it.")
     ] = None,
     *,
-    vram: Annotated[float | None, typer.Option(min=1, help="GiB of VRAM to use.")] = None,
+    vram: Annotated[
+        float | None,
+        typer.Option(min=1, max=1_000_000, callback=_finite, help="GiB of VRAM to use."),
+    ] = None,
     ram: Ram = None,
     link: Link = None,
     machine: Machine = None,

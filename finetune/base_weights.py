@@ -5,9 +5,7 @@ whatever its type. What is changed is read into memory of its own and not mapped
 added to in place. A quantised checkpoint is seen as what its tensors decode to.
 """
 
-import json
 import math
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +14,16 @@ import torch
 
 from finetune.errors import ModelError
 from finetune.packed import Spec, find_packed
-from finetune.tensor_files import DTYPES
+from finetune.shapes import load_shape
+from finetune.tensor_files import (
+    DTYPES,
+    INDEX,
+    SINGLE,
+    read_header,
+    read_weight_map,
+    weight_files,
+)
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _COPY_BYTES = 2**24
 
 
@@ -46,11 +51,11 @@ class BaseWeights:
                 read.
         """
         self._places: dict[str, _Place] = {}
-        files = _weight_files(folder)
+        files = weight_files(folder)
         for file in files:
-            self._places |= _read_header(file)
+            self._places |= _read_places(file)
         _require_listed(folder, self._places)
-        config = json.loads((folder / "config.json").read_text())
+        config = load_shape(str(folder))
         stored = {name: place.spec for name, place in self._places.items()}
         self._packed, plain = find_packed(stored, files, config, source=str(folder))
         self.is_quantised = bool(self._packed)
@@ -105,26 +110,10 @@ class BaseWeights:
         return values.view(DTYPES[spec.dtype]).view(shape)
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    if (folder / INDEX).exists():
-        names = json.loads((folder / INDEX).read_text())["weight_map"].values()
-        files = [folder / name for name in sorted(set(names))]
-    else:
-        files = [folder / SINGLE]
-    for file in files:
-        if not file.exists():
-            raise ModelError(
-                f"{folder} has no {file.name}",
-                limit="a base holds model.safetensors, or all that its index names",
-                hint="download the model again; weights in .bin files cannot be merged into",
-            )
-    return files
-
-
 def _require_listed(folder: Path, places: Mapping[str, _Place]) -> None:
-    if not (folder / INDEX).exists():
+    if not (folder / INDEX).exists() or (folder / SINGLE).exists():
         return
-    for name, file in json.loads((folder / INDEX).read_text())["weight_map"].items():
+    for name, file in read_weight_map(folder / INDEX).items():
         if name not in places:
             raise ModelError(
                 f"{folder / file} lacks {name}",
@@ -133,26 +122,15 @@ def _require_listed(folder: Path, places: Mapping[str, _Place]) -> None:
             )
 
 
-def _read_header(file: Path) -> dict[str, _Place]:
-    """Return where each tensor of a safetensors file lies.
-
-    Source: https://github.com/huggingface/safetensors#format.
-    """
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        whole_bytes = os.fstat(stream.fileno()).st_size
-        if length + 8 > whole_bytes:
-            raise _too_short(file)
-        header = json.loads(stream.read(length))
-    header.pop("__metadata__", None)
-    places = {}
-    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"][0]):
-        start, end = entry["data_offsets"]
-        if 8 + length + end > whole_bytes:
-            raise _too_short(file)
-        spec = Spec(dtype=entry["dtype"], shape=tuple(entry["shape"]), num_bytes=end - start)
-        places[name] = _Place(file=file, offset=8 + length + start, spec=spec)
-    return places
+def _read_places(file: Path) -> dict[str, _Place]:
+    return {
+        name: _Place(
+            file=file,
+            offset=place.begin,
+            spec=Spec(dtype=place.dtype, shape=place.shape, num_bytes=place.end - place.begin),
+        )
+        for name, place in read_header(file).items()
+    }
 
 
 def _read_into(file: Path, offset: int, target: memoryview) -> None:

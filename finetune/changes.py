@@ -8,6 +8,7 @@ it is asked about, in float32, merges, and forgets it.
 import math
 import warnings
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ import torch
 from peft import LoraConfig, PeftConfig, PeftModel
 from peft.tuners.lora.layer import Embedding, Linear, LoraLayer, ParamWrapper
 from peft.utils.other import ModulesToSaveWrapper
-from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
 
-from finetune.errors import MergeError
+from finetune.adapter_files import require_adapter_files
+from finetune.errors import MergeError, read_by_library
 
 _ADAPTER = "default"
 _Layer = ParamWrapper | Linear | Embedding
@@ -119,10 +120,9 @@ class Changes:
 
 def _adapted(model: PreTrainedModel, adapter: Path) -> PeftModel:
     """Put an adapter on a model without memory, and account for each of its tensors."""
-    try:
+    require_adapter_files(adapter)
+    with _put_on_base(adapter):
         config = PeftConfig.from_pretrained(str(adapter))
-    except (OSError, ValueError, TypeError) as error:
-        raise _unreadable(adapter, error) from error
     if not isinstance(config, LoraConfig):
         raise MergeError(
             f"{adapter} is of type {config.peft_type}",
@@ -130,16 +130,17 @@ def _adapted(model: PreTrainedModel, adapter: Path) -> PeftModel:
             hint="load it beside its base with peft",
         )
     config.inference_mode = True
-    try:
-        with warnings.catch_warnings():  # of tied weights, which are parted, and transposed ones
-            warnings.simplefilter("ignore", UserWarning)
-            adapted = PeftModel(model, config, _ADAPTER, low_cpu_mem_usage=True)
-            _put_stand_ins(adapted)
-            report = adapted.load_adapter(
-                str(adapter), _ADAPTER, torch_device="cpu", low_cpu_mem_usage=True
-            )
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-        raise _unreadable(adapter, error) from error
+    with _put_on_base(adapter), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of tied weights, and transposed ones
+        adapted = PeftModel(model, config, _ADAPTER, low_cpu_mem_usage=True)
+        _put_stand_ins(adapted)
+        report = adapted.load_adapter(
+            str(adapter),
+            _ADAPTER,
+            torch_device="cpu",
+            low_cpu_mem_usage=True,
+            local_files_only=True,
+        )
     for problem, keys in (
         ("holds, and the model has no place for,", report.unexpected_keys),
         ("lacks", report.missing_keys),
@@ -182,9 +183,10 @@ def _mergeable(layer: Any, adapter: Path) -> _Layer:
     )
 
 
-def _unreadable(adapter: Path, error: Exception) -> MergeError:
-    return MergeError(
-        f"{adapter} cannot be put on this base: {str(error).splitlines()[0]}",
-        limit="it must hold adapter_config.json and adapter_model.safetensors of a LoRA",
+def _put_on_base(adapter: Path) -> AbstractContextManager[None]:
+    return read_by_library(
+        f"{adapter} cannot be put on this base",
+        error=MergeError,
+        limit="it must be a LoRA that fits this base",
         hint="name the adapter's folder, and the base that it was trained on",
     )

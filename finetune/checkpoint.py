@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from finetune.adapter_files import require_adapter_files
 from finetune.errors import CheckpointError
 from finetune.explain import read_rows
 from finetune.files import PARTIAL, flush, write_atomically
@@ -138,12 +139,12 @@ class RunDir:
         """
         if not self.experts_file.exists():
             return None
-        text = self.experts_file.read_text()
+        text = self.experts_file.read_bytes().decode(errors="replace")
         for way in get_args(ExpertsImplementation):
             if text == json.dumps({"experts_implementation": way}):
                 return way  # type: ignore[no-any-return]
         raise CheckpointError(
-            f"{self.experts_file} holds {text!r}",
+            f"{self.experts_file} holds {text[:80]!r}",
             limit="it is written when a run starts, so something changed it since",
             hint='`{"experts_implementation": "eager"}` in it if the run was begun on a CPU',
         )
@@ -162,12 +163,13 @@ class RunDir:
         return hashlib.sha256(started.encode()).hexdigest()[:16]
 
     def require_adapter(self) -> None:
-        """Check that a run has come to its end.
+        """Check that a run has come to its end, and that its adapter is whole.
 
         Raises:
-            CheckpointError: There is no run, or no adapter yet.
+            CheckpointError: There is no run, no adapter yet, or a damaged one.
+            ModelError: The adapter's weights are damaged.
         """
-        if not self.recipe_file.exists() or not (self.adapter / "adapter_config.json").exists():
+        if not self.recipe_file.exists() or not self.adapter.exists():
             raise CheckpointError(
                 f"{self.path} holds no finished run",
                 limit="a finished run holds recipe.yaml and adapter/",
@@ -175,6 +177,7 @@ class RunDir:
                 if self.recipe_file.exists()
                 else "name the directory that `sluice finetune` printed",
             )
+        require_adapter_files(self.adapter)
 
     def recipe(self) -> Recipe:
         """Return the recipe that the run was started with."""

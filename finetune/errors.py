@@ -10,9 +10,12 @@ FinetuneError            see offload.errors.SluiceError for the three parts
     ToldRankError        and has said so itself
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 from offload.errors import SluiceError
+
+_SHOWN = 200
 
 
 class FinetuneError(SluiceError):
@@ -62,3 +65,41 @@ class ToldRankError(RankError):
             hint=f"see what rank {rank} shows",
         )
         self.rank = rank
+
+
+@contextmanager
+def read_by_library(
+    what: str, *, error: type[FinetuneError], limit: str, hint: str
+) -> Iterator[None]:
+    """Turn whatever a library raises over a file into an error that names the file.
+
+    Libraries take files as they were written, and fail over damaged ones with any exception:
+    tokenizers with a bare `Exception`, transformers with those of the line that it came to. Only
+    calls to them belong inside; an error of our own passes.
+
+    Args:
+        what: What then is wrong, with the file or folder in it.
+        error: What is raised.
+        limit: What the file should be.
+        hint: How to get one that is right.
+    """
+    try:
+        yield
+    except SluiceError:
+        raise
+    except Exception as found:
+        words = " ".join(str(found).split())
+        why = words if len(words) <= _SHOWN else words[: _SHOWN - 3] + "..."
+        raise error(
+            f"{what} ({type(found).__name__}{': ' if why else ''}{why})", limit=limit, hint=hint
+        ) from found
+
+
+def reading_config(source: str) -> AbstractContextManager[None]:
+    """Return what turns the failures of building a model from its config into one error."""
+    return read_by_library(
+        f"transformers builds no model from the config.json of {source}",
+        error=ModelError,
+        limit="it must be of a causal language model that transformers can build",
+        hint="correct config.json, download it again, or `pip install -U transformers`",
+    )

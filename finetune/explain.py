@@ -7,17 +7,20 @@ percentile stand beside each mean; an error within them is not more than the ste
 themselves.
 """
 
+import contextlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune import prediction
+from finetune import prediction, run_files
 from finetune.errors import CheckpointError
 from finetune.files import write_atomically
 from finetune.memory_report import MemoryRow, memory_rows
 from finetune.prediction import SEAL, Prediction
+from finetune.run_files import ROW
 from offload.plan import breakdown
 from offload.plan.breakdown import Parts
 from offload.plan.gantt import gantt_svg
@@ -228,15 +231,19 @@ def draw(run_dir: Path, explanation: Explanation) -> list[Path]:
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl; a last line that a kill has torn is left out."""
-    if not file.exists():
+    """Return the lines of metrics.jsonl; a last line that a kill has torn is left out.
+
+    Raises:
+        CheckpointError: A line is damaged.
+    """
+    if not os.path.lexists(file):
         return []
-    rows = []
-    for line in file.read_text().splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+    *lines, torn = ROW.content(file).split(b"\n")
+    rows: list[dict[str, Any]] = [
+        ROW.parsed(line, source=f"{file}:{number}") for number, line in enumerate(lines, 1)
+    ]
+    with contextlib.suppress(CheckpointError):  # whole but for its end of line
+        rows += [ROW.parsed(torn, source=str(file))]
     return rows
 
 
@@ -338,16 +345,9 @@ def _last_start(predictions: Sequence[Prediction], step: int) -> Prediction:
 
 
 def _measured(file: Path) -> dict[str, Any] | None:
-    if not file.exists():
+    if not os.path.lexists(file):
         return None
-    try:
-        content: dict[str, Any] = json.loads(file.read_text())
-    except ValueError as error:
-        raise CheckpointError(
-            f"{file} is damaged: {error}",
-            limit="it is written whole behind each checkpoint",
-            hint=f"remove it: a resumed run writes it again, and the rest is in {METRICS}",
-        ) from error
+    content: dict[str, Any] = run_files.MEASURED.read(file)
     return content
 
 

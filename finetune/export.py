@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from finetune.base_weights import INDEX, SINGLE
 from finetune.errors import MergeError
 from finetune.files import flush, require_free, workspace
 from finetune.merge import Progress
 from finetune.merge_run import merge_run
+from finetune.tensor_files import INDEX, SINGLE
 
 CONVERTER = "convert_hf_to_gguf.py"
 _REPOSITORY = "https://github.com/ggml-org/llama.cpp"
@@ -102,9 +102,7 @@ def find_converter(llama_cpp: Path | None) -> list[str]:
     return [str(own_python) if own_python.exists() else sys.executable, str(script)]
 
 
-def _model_of(
-    source: Path, work: Path, progress: Progress | None
-) -> tuple[Path, tuple[str, ...]]:
+def _model_of(source: Path, work: Path, progress: Progress | None) -> tuple[Path, tuple[str, ...]]:
     """Return a folder with a model, and notes; that of a run is made inside `work`."""
     if (source / INDEX).exists() or (source / SINGLE).exists():
         return source, ()

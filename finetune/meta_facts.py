@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from finetune.adapters import linear_modules
 from finetune.attention import implementation_of
+from finetune.errors import reading_config
 from finetune.meta_layers import Reader, is_norm
 from offload.engine.model.layers import LayeredModel
 from offload.engine.model.placement import modules_on_device
@@ -45,22 +45,18 @@ def model_on_meta(config: Mapping[str, Any]) -> "PreTrainedModel":
     """Build a causal language model without memory for its weights.
 
     Raises:
-        UnsupportedModelError: transformers has none of this type, or not of these sizes.
+        ModelError: transformers has none of this type, or not of these sizes.
     """
     fields = {key: value for key, value in config.items() if key != "model_type"}
     model_type = str(config.get("model_type"))
-    try:
-        with torch.device("meta"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about values that only matter to generation
-            built = AutoConfig.for_model(model_type, **fields)
-            return cast("PreTrainedModel", AutoModelForCausalLM.from_config(built))
-    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
-        raise UnsupportedModelError(
-            f"transformers builds no causal language model of a {model_type} config:"
-            f" {str(error).splitlines()[0]}",
-            limit="the planner reads a type that it does not know off the built model",
-            hint="correct config.json, or `pip install -U transformers`",
-        ) from error
+    with (
+        reading_config(f"a {model_type} model"),
+        torch.device("meta"),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # about values that only matter to generation
+        built = AutoConfig.for_model(model_type, **fields)
+        return cast("PreTrainedModel", AutoModelForCausalLM.from_config(built))
 
 
 def facts_of(model: "PreTrainedModel") -> ModelFacts:

@@ -1,7 +1,6 @@
 """The model and its tokenizer: where they are found, and how they are built."""
 
 import contextlib
-import json
 import socket
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from urllib.parse import urlsplit
 
 from finetune.attention import compute_exactly
 from finetune.env import has_proxy, is_offline
-from finetune.errors import ConfigError, ModelError
+from finetune.errors import ConfigError, ModelError, read_by_library, reading_config
 from finetune.published import load_published, model_around, weights_folder
 from finetune.shapes import load_shape, shipped_shapes
 from finetune.weights import Contents, WeightFiles, identity, store_path
@@ -57,8 +56,7 @@ def read_config(*, path: str | None, config: str | None) -> dict[str, Any]:
         return load_shape(path)
     found = cached_file(path, "config.json")
     if found is not None:
-        fields: dict[str, Any] = json.loads(found.read_text())
-        return fields
+        return load_shape(str(found))
     shape = path.rsplit("/", 1)[-1].lower()
     if shape in shipped_shapes():
         return load_shape(shape)
@@ -223,7 +221,7 @@ def experts_of(model: "ModelSection") -> "nn.Module | None":
     from offload.engine.experts.choice import find_experts
 
     config = _config_of(model.path, model.config)
-    with torch.device("meta"):
+    with reading_config(str(model.config or model.path)), torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, model.dtype))
     return find_experts(empty)
 
@@ -233,14 +231,15 @@ def _config_of(path: str | None, config: str | None) -> "PreTrainedConfig":
 
     fields = read_config(path=path, config=config)
     model_type = fields.pop("model_type")
-    return AutoConfig.for_model(model_type, **fields)
+    with reading_config(str(config or path)):
+        return AutoConfig.for_model(model_type, **fields)
 
 
 def _random_model(path: str | None, config: str | None, dtype: str, seed: int) -> "PreTrainedModel":
     import torch
     from transformers import AutoModelForCausalLM
 
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), reading_config(str(config or path)):
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             _config_of(path, config), dtype=getattr(torch, dtype)
@@ -372,14 +371,16 @@ def load_tokenizer(source: str | None) -> "PreTrainedTokenizerBase":
         _require_vocabulary(folder)
     elif cached_file(source, "tokenizer_config.json") is None:
         _require_hub(source)
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"no tokenizer in {source}: {str(error).splitlines()[0]}",
-            limit="it must hold tokenizer.json, or the files that its class needs",
-            hint="`model.tokenizer: DIR` or a hub id",
-        ) from error
+    with read_by_library(
+        f"the tokenizer in {source} cannot be read",
+        error=ModelError,
+        limit="it must hold tokenizer.json, or the files that its class needs",
+        hint="download it again, or `model.tokenizer: DIR` or a hub id",
+    ):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            source,
+            trust_remote_code=False,  # unasked, it would ask on the terminal
+        )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

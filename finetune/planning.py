@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from finetune.source import StepSizes
 
 SHAPE_RECIPE = "qwen3_8b_lora_3060"
+MAX_MACHINE_BYTES = 2**20
 ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 
@@ -59,14 +60,7 @@ def find_machine(
                 limit="they vary a named card; a file holds what was measured",
                 hint="edit ram_bytes or h2d_bytes_per_s in a copy of the file",
             )
-        try:
-            return Machine.from_json(file.read_text())
-        except UnicodeDecodeError as error:
-            raise MachineError(
-                f"{file} is not text",
-                limit="a machine file is JSON",
-                hint=f"`sluice probe --save {file}` writes one for this machine",
-            ) from error
+        return _read_machine(file)
     if file.suffix == ".json":
         raise MachineError(
             f"there is no machine file {file}",
@@ -74,6 +68,21 @@ def find_machine(
             hint=f"`sluice probe --save {file}` writes one for this machine",
         )
     return named_machine(name_or_file, ram_bytes=ram_bytes, link_bytes_per_s=link_bytes_per_s)
+
+
+def _read_machine(file: Path) -> Machine:
+    try:
+        if file.stat().st_size > MAX_MACHINE_BYTES:
+            raise ValueError(f"it has {file.stat().st_size:,} bytes")
+        return Machine.from_json(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise MachineError(
+            f"{file} is no text of a machine file: {error}",
+            limit="a machine file is JSON",
+            hint=f"`sluice probe --save {file}` writes one for this machine",
+        ) from error
+    except MachineError as error:
+        raise MachineError(f"{file}: {error.what}", limit=error.limit, hint=error.hint) from error
 
 
 def has_experts(facts: ModelFacts) -> bool:

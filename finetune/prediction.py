@@ -19,6 +19,7 @@ from typing import Any
 from finetune.errors import CheckpointError
 from finetune.files import write_atomically
 from finetune.plan_report import plan_json
+from finetune.run_files import PREDICTION
 from offload.plan.plan import Plan
 from offload.plan.timeline import Timeline
 
@@ -120,26 +121,19 @@ def read_predictions(run_dir: Path) -> list[Prediction]:
 
 
 def _read(file: Path, number: int) -> Prediction:
-    content = file.read_bytes()
-    try:
-        row = json.loads(content)
-        return Prediction(
-            number=number,
-            sha256=_seal(content),
-            previous_sha256=row["previous_sha256"],
-            first_step=row["first_step"],
-            num_steps=row["num_steps"],
-            memory_grade=row["memory_grade"],
-            before_measuring=row["before measuring"],
-            calibrated=row["calibrated"],
-            timeline=Timeline.from_json(json.dumps(row["timeline"])),
-        )
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise CheckpointError(
-            f"{file} is no prediction: {type(error).__name__}: {error}",
-            limit="it is written whole before step 1, and read-only",
-            hint="it was changed since, or another version wrote it: restore it from a copy",
-        ) from error
+    content = PREDICTION.content(file)
+    row = PREDICTION.parsed(content, source=str(file))
+    return Prediction(
+        number=number,
+        sha256=_seal(content),
+        previous_sha256=row["previous_sha256"],
+        first_step=row["first_step"],
+        num_steps=row["num_steps"],
+        memory_grade=row["memory_grade"],
+        before_measuring=row["before measuring"],
+        calibrated=row["calibrated"],
+        timeline=Timeline.from_json(json.dumps(row["timeline"])),
+    )
 
 
 def changes(run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -150,7 +144,7 @@ def changes(run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         rows: Lines of metrics.jsonl.
     """
     files = _files(run_dir)
-    contents = {file.name: file.read_bytes() for file in files}
+    contents = {file.name: PREDICTION.content(file) for file in files}
     seals = {_seal(content): name for name, content in contents.items()}
     found = []
     for seal, count in Counter(row.get(SEAL) for row in rows).items():
@@ -196,7 +190,7 @@ def _number(file: Path) -> int:
 def _previous(content: bytes) -> str | None:
     try:
         row = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return row.get("previous_sha256") if isinstance(row, dict) else None
 

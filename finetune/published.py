@@ -1,6 +1,7 @@
 """A model from tensors: those of a published checkpoint, or those of a store."""
 
 import contextlib
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -8,11 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.env import loading_one_by_one
-from finetune.errors import ModelError, unmatched
+from finetune.errors import ModelError, read_by_library, reading_config, unmatched
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel
+
+GENERATION_CONFIG = "generation_config.json"
 
 
 def load_published(path: str, dtype: str) -> "PreTrainedModel":
@@ -86,10 +89,11 @@ def _empty_model(path: str) -> _Empty:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(path)
-    quantization = _take_quantization(config)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    with reading_config(path):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        quantization = _take_quantization(config)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
     is_composite = type(config) is not type(model.config)
     return _Empty(model=model, quantization=quantization, is_composite=is_composite)
 
@@ -112,9 +116,26 @@ def _filled(
     _require_complete(source, *loaded, is_composite=empty.is_composite)
     model: PreTrainedModel = loaded[0]
     model.name_or_path = model.config.name_or_path = path
-    with contextlib.suppress(OSError):  # not every model comes with one
-        model.generation_config = GenerationConfig.from_pretrained(path)
+    if _has_generation_config(path):
+        with read_by_library(
+            f"the generation_config.json of {path} cannot be read",
+            error=ModelError,
+            limit="it holds how the model generates: samples are taken as it says",
+            hint="correct it, download it again, or remove it",
+        ):
+            model.generation_config = GenerationConfig.from_pretrained(path)
     return model
+
+
+def _has_generation_config(path: str) -> bool:
+    """Tell whether a model comes with one; not every model does."""
+    from transformers.utils.hub import cached_file
+
+    if Path(path).is_dir():
+        return os.path.lexists(Path(path, GENERATION_CONFIG))
+    with contextlib.suppress(OSError):
+        return cached_file(path, GENERATION_CONFIG) is not None
+    return False
 
 
 @contextlib.contextmanager
@@ -152,9 +173,14 @@ def _weight_files(path: str) -> list[str]:
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
     from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
+    from finetune.tensor_files import read_weight_map, weight_files
+
+    if Path(path).is_dir():
+        return [str(file) for file in weight_files(Path(path))]
     with contextlib.suppress(OSError):
         return [str(cached_file(path, SAFE_WEIGHTS_NAME))]
     index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME)
+    read_weight_map(Path(str(index)))
     files: list[str] = get_checkpoint_shard_files(path, index)[0]
     return files
 

@@ -19,6 +19,7 @@ import yaml
 from finetune.errors import ConfigError
 
 COMMAND_LINE = 2**31  # sorts after every line of a file
+MAX_SHOWN = 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,12 +84,14 @@ class Draft:
 
 def joint_error(problems: Sequence[Problem]) -> ConfigError:
     """Put problems into one error, by line, each in the form that it would have alone."""
-    *others, last = sorted(problems, key=lambda problem: problem.place.line)
+    ordered = sorted(problems, key=lambda problem: problem.place.line)
+    *others, last = ordered[:MAX_SHOWN]
     blocks = [
         f"{other.place.text}: {other.what}; {other.limit}\n\nhint: {other.hint}" for other in others
     ]
     if others:
-        blocks.insert(0, f"{len(problems)} problems in the recipe")
+        of_these = f", of which these are the first {MAX_SHOWN}" if ordered[MAX_SHOWN:] else ""
+        blocks.insert(0, f"{len(problems)} problems in the recipe{of_these}")
     blocks.append(f"{last.place.text}: {last.what}")
     return ConfigError("\n\n".join(blocks), limit=last.limit, hint=last.hint)
 
@@ -97,7 +100,7 @@ def joint_error(problems: Sequence[Problem]) -> ConfigError:
 # YAML
 
 
-class _CoreLoader(yaml.SafeLoader):
+class CoreLoader(yaml.SafeLoader):
     """Reads scalars by the YAML 1.2 core schema, and no aliases."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
@@ -109,7 +112,7 @@ class _CoreLoader(yaml.SafeLoader):
         return node
 
 
-_CoreLoader.yaml_implicit_resolvers = {}
+CoreLoader.yaml_implicit_resolvers = {}
 _NUMBER_STARTS = list("-+.0123456789")
 for _tag, _pattern, _starts in (
     ("null", r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
@@ -122,7 +125,7 @@ for _tag, _pattern, _starts in (
         _NUMBER_STARTS,
     ),
 ):
-    _CoreLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), _starts)
+    CoreLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), _starts)
 
 
 def read_draft(name: str, text: str) -> Draft:
@@ -140,7 +143,7 @@ def read_draft(name: str, text: str) -> Draft:
     form = "a recipe is YAML: sections such as `train:`, with settings below them"
     hint = "`sluice recipes show quickstart` prints one to start from"
     try:
-        root = yaml.compose(text, Loader=_CoreLoader)
+        root = yaml.compose(text, Loader=CoreLoader)
     except (yaml.YAMLError, RecursionError) as error:
         draft.add_problem(_error_place(name, error), _yaml_error(error), limit=form, hint=hint)
         raise joint_error(draft.problems) from error
@@ -190,8 +193,8 @@ def _value(node: yaml.Node, path: str, draft: Draft) -> Any:
     if isinstance(node, yaml.SequenceNode):
         return [_value(item, f"{path}.{index}", draft) for index, item in enumerate(node.value)]
     try:
-        return _CoreLoader("").construct_object(node)
-    except (yaml.YAMLError, ValueError):
+        return CoreLoader("").construct_object(node)
+    except (yaml.YAMLError, ValueError, LookupError, TypeError):  # as of `!!bool x`
         draft.add_problem(
             draft.places.get(path, _node_place(draft, node)),
             f"{path} is {node.value[:80]}, which cannot be read as {node.tag}",
@@ -253,7 +256,7 @@ def apply_overrides(
 def _override_value(draft: Draft, place: Place, path: str, text: str) -> Any:
     """Return the value of an override, read as YAML; nothing at all is null."""
     try:
-        node = yaml.compose(text, Loader=_CoreLoader)
+        node = yaml.compose(text, Loader=CoreLoader)
     except (yaml.YAMLError, RecursionError) as error:
         draft.add_problem(
             place,

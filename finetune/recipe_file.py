@@ -40,6 +40,7 @@ from finetune.recipe_rules import RIVALS, Breach
 from finetune.shapes import find_shape, shipped_shapes
 
 PATH_FIELDS = ("model.path", "model.tokenizer", "data.path", "data.eval_path")
+MAX_RECIPE_BYTES = 100_000  # thirty times the longest shipped one
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".yaml", ".zst", ".gz", ".arrow")
 
 
@@ -95,6 +96,15 @@ def _find_recipe(source: str) -> Path:
 def _read_text(path: Path) -> str:
     """Return the text of a recipe file."""
     try:
+        num_bytes = path.stat().st_size
+        if num_bytes > MAX_RECIPE_BYTES or not path.is_file():
+            raise ConfigError(
+                f"{path} cannot be read: it has {num_bytes:,} bytes"
+                if path.is_file()
+                else f"{path} cannot be read: it is no file",
+                limit=f"a recipe is a file of at most {MAX_RECIPE_BYTES:,} bytes",
+                hint="`sluice recipes show quickstart` prints one to start from",
+            )
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"

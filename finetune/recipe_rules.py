@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from finetune.recipe_sections import MAX_MICRO_BATCHES
+
 if TYPE_CHECKING:
     from finetune.recipe import Recipe
     from finetune.recipe_sections import DataSection, ModelSection, TrainSection
@@ -231,6 +233,15 @@ def _broken_train_rules(train: "TrainSection") -> Iterator[Breach]:
 def _broken_tokens_rule(train: "TrainSection", tokens_per_step: int) -> Iterator[Breach]:
     """A step is a whole number of micro-batches."""
     unit = _micro_tokens(train)
+    if tokens_per_step > MAX_MICRO_BATCHES * unit:
+        yield Breach(
+            field="train.tokens_per_step",
+            what=f"train.tokens_per_step is {tokens_per_step}",
+            limit=f"a step can have {MAX_MICRO_BATCHES:,} micro-batches, and one has {unit} tokens",
+            hint=f"`train.tokens_per_step: {8 * unit}`",
+            reads=("train.micro_batch_size", "train.seq_len"),
+        )
+        return
     if tokens_per_step % unit == 0:
         return
     below = tokens_per_step // unit * unit

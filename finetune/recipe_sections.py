@@ -14,6 +14,11 @@ from offload.plan.codec import CodecName
 from offload.plan.machine import GIB, ExpertsImplementation
 from offload.plan.optimizer import Optimizer
 
+# What a step or an adapter can be made of: a plan looks at each micro-batch, and no step that
+# trains comes near these.
+MAX_MICRO_BATCHES = 10_000
+MAX_RANK = 2**16
+
 # Lists arrive as lists from YAML and are kept as tuples, which nobody can change.
 Names = Annotated[tuple[str, ...], Field(strict=False)]
 
@@ -69,7 +74,9 @@ class ModelSection(Section):
 class AdapterSection(Section):
     """What is trained: a LoRA adapter, and modules beside it."""
 
-    rank: int = Field(default=16, ge=1, description="LoRA rank: columns of A, rows of B.")
+    rank: int = Field(
+        default=16, ge=1, le=MAX_RANK, description="LoRA rank: columns of A, rows of B."
+    )
     alpha: float = Field(
         default=32.0, gt=0, description="LoRA scale: the update is multiplied by alpha / rank."
     )
@@ -84,7 +91,7 @@ class AdapterSection(Section):
         default=False,
         description="Whether the fused experts of a mixture-of-experts model get adapters too.",
     )
-    rank_pattern: dict[str, Annotated[int, Field(ge=1)]] = Field(
+    rank_pattern: dict[str, Annotated[int, Field(ge=1, le=MAX_RANK)]] = Field(
         default={},
         description="Rank of single projections, by name: q_proj, or experts.down_proj.",
         examples=[{"q_proj": 32}],
@@ -174,6 +181,7 @@ class DataSection(Section):
     num_workers: int = Field(
         default=1,
         ge=0,
+        le=256,
         description="Processes that prepare batches ahead of the step; 0 prepares in the step.",
     )
 
@@ -186,14 +194,15 @@ class DataSection(Section):
 class TrainSection(Section):
     """The optimizer step: how many tokens, how many steps, and the update."""
 
-    seq_len: int = Field(default=2048, ge=8, description="Longest sequence, in tokens.")
-    micro_batch_size: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
+    seq_len: int = Field(default=2048, ge=8, le=2**24, description="Longest sequence, in tokens.")
+    micro_batch_size: Literal["auto"] | Annotated[int, Field(ge=1, le=2**16)] = Field(
         default=1,
         description="Sequences per forward; `auto` takes what is fastest for `tokens_per_step`.",
     )
     grad_accum_steps: int | None = Field(
         default=None,
         ge=1,
+        le=MAX_MICRO_BATCHES,
         description="Micro-batches per optimizer step. Either this or `train.tokens_per_step`.",
         examples=[8],
     )
@@ -206,12 +215,14 @@ class TrainSection(Section):
     steps: int | None = Field(
         default=None,
         ge=1,
+        le=10**9,
         description="Optimizer steps to run. Either this or `train.epochs`.",
         examples=[500],
     )
     epochs: float | None = Field(
         default=None,
         gt=0,
+        le=10**6,
         description="Passes over the training rows. Either this or `train.steps`.",
         examples=[1],
     )
@@ -311,7 +322,7 @@ class OffloadSection(Section):
         default="auto",
         description="Where the layers' inputs wait for the backward; `host` saves device memory.",
     )
-    vram_budget: Literal["auto"] | Annotated[float, Field(gt=0)] = Field(
+    vram_budget: Literal["auto"] | Annotated[float, Field(gt=0, le=1_000_000)] = Field(
         default="auto",
         description="Device memory that the plan may use, in GiB; `auto` takes what is free.",
     )
@@ -381,5 +392,6 @@ class ReportSection(Section):
     samples: int = Field(
         default=0,
         ge=0,
+        le=10**6,
         description="Held-out rows answered before and after training and scored for exact match.",
     )

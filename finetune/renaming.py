@@ -26,8 +26,9 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from finetune.errors import ModelError
+from finetune.errors import ModelError, reading_config
 from finetune.packed import Spec
+from finetune.shapes import load_shape
 from finetune.tensor_files import DTYPES
 
 
@@ -69,18 +70,13 @@ def empty_model(folder: Path) -> PreTrainedModel:
     Raises:
         ModelError: transformers does not know it.
     """
-    try:
-        config = AutoConfig.from_pretrained(str(folder))
+    load_shape(str(folder))
+    with reading_config(str(folder)):
+        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
         if "quantization_config" in config.__dict__:  # weights are read as what they decode to
             del config.quantization_config
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(
-            f"{folder} has no config of a model: {str(error).splitlines()[0]}",
-            limit="it must be a causal language model that transformers knows",
-            hint="name the folder with config.json and the weights",
-        ) from error
     return model
 
 

@@ -13,6 +13,7 @@ from finetune.figures import shown_time, table_of
 from finetune.files import write_atomically
 from finetune.prediction import SEAL
 from finetune.recipe import Recipe, recipe_hash
+from finetune.run_files import SAMPLES
 from finetune.stops import Stops
 from offload.plan.breakdown import DATA_WAIT, OPTIMIZER, OUTSIDE, parts_json, parts_of
 from offload.plan.plan import Plan
@@ -85,7 +86,7 @@ def write_report(
         "answer_end_token_ids": stops.trained,
         "stop_token_ids": stops.ids,
         "exact_match": {
-            when: json.loads(file.read_text())["exact_match"]
+            when: SAMPLES.read(file)["exact_match"]
             for when in ("before", "after")
             if (file := run_dir / f"samples_{when}.json").exists()
         },

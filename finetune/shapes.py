@@ -6,14 +6,32 @@ be made for a model that was never downloaded. A shape may also be a config.json
 
 import difflib
 import json
+import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
+from pydantic import BaseModel, Field
 
 from finetune.errors import ConfigError
 from finetune.files import expanded
+from finetune.json_files import JsonFile
 from finetune.recipe import recipes_dir
+from finetune.recipe_draft import CoreLoader
+
+
+class _Config(BaseModel):
+    model_type: Annotated[str, Field(min_length=1, max_length=100)]
+
+
+_CONFIG = JsonFile(
+    holds=_Config,
+    error=ConfigError,
+    limit="a shape is the JSON or YAML of a causal language model's config, with its model_type",
+    hint="`model.config: tiny-qwen3`, or download the model's config.json again",
+)
+_COUNTS = re.compile(r"^(?!.*(size|dim|norm)).*(layer|block|expert|depth)")
+MAX_PARTS, MAX_NUMBER = 20_000, 2**48
 
 
 def shipped_shapes() -> dict[str, Path]:
@@ -59,20 +77,38 @@ def load_shape(name_or_path: str) -> dict[str, Any]:
         ConfigError: There is no such shape, or its file does not hold a model's config.
     """
     path = find_shape(name_or_path)
-    try:
-        text = path.read_text(encoding="utf-8")
-        fields = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(
-            f"{path} cannot be read: {str(error).splitlines()[0]}",
-            limit="a shape is the JSON or YAML of a model's config",
-            hint="`model.config: tiny-qwen3`, or download the model's config.json again",
-        ) from error
-    if not isinstance(fields, dict) or "model_type" not in fields:
-        raise ConfigError(
-            f"{path} has no model_type",
-            limit="which sizes a config must have depends on it",
-            hint="give the config.json of a causal language model",
-        )
-    shape: dict[str, Any] = fields
+    content = _CONFIG.content(path)
+    if path.suffix == ".yaml":
+        content = _as_json(content, path)
+    shape: dict[str, Any] = _CONFIG.parsed(content, source=str(path))
+    _require_countable(shape, path)
     return shape
+
+
+def _as_json(content: bytes, path: Path) -> bytes:
+    try:
+        return json.dumps(yaml.load(content, Loader=CoreLoader)).encode()
+    except (ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
+        raise _CONFIG.refusal(str(path), f"it is not YAML: {error}") from error
+
+
+def _require_countable(value: object, path: Path, key: str = "") -> None:
+    """Refuse numbers that no model has, before anything is built of so many parts.
+
+    Raises:
+        ConfigError: It names one.
+    """
+    if isinstance(value, dict):
+        for name, part in value.items():
+            _require_countable(part, path, name)
+    elif isinstance(value, list):
+        for part in value:
+            _require_countable(part, path, key)
+    elif isinstance(value, int):
+        most = MAX_PARTS if _COUNTS.search(key) else MAX_NUMBER
+        if abs(value) > most:
+            raise ConfigError(
+                f"{path}: {key[:80]} is {value if abs(value) < 2**64 else 'above 2**64'}",
+                limit=f"it can be at most {most:,}",
+                hint=f"correct `{key[:80]}` in {path.name}",
+            )

@@ -14,9 +14,9 @@ from types import TracebackType
 
 import torch
 
-from finetune.base_weights import INDEX, SINGLE
 from finetune.files import flush
 from finetune.packed import Spec
+from finetune.tensor_files import INDEX, SINGLE
 
 SHARD_BYTES = 5 * 10**9
 _ALIGNMENT = 8

@@ -26,10 +26,15 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from finetune.adapter_files import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    read_adapter_config,
+    require_adapter_files,
+)
 from finetune.errors import CheckpointError, ConfigError
 from finetune.files import becoming, flush, require_free
 
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 
 
@@ -84,12 +89,13 @@ def write_vllm_adapter(adapter: Path, out: Path, *, model_config: Mapping[str, A
         model_config: The base model's config.
 
     Raises:
-        CheckpointError: The adapter is not of this model.
+        CheckpointError: The adapter is damaged or not of this model.
         ConfigError: vLLM reads no such adapter.
         MergeError: `out` is there.
     """
     require_free(out)
-    config = json.loads((adapter / CONFIG_FILE).read_text())
+    require_adapter_files(adapter)
+    config = read_adapter_config(adapter)
     _require_readable(config)
     loras = dict(_published(_read(adapter, config, model_config), model_config))
     ranks, scales = {x.rank for x in loras.values()}, {x.scale for x in loras.values()}
@@ -139,7 +145,10 @@ def _read(
     )
     loras = {}
     for name in names:
-        a, b = (tensors.pop(f"{_PREFIX}{name}.lora_{which}.weight") for which in "AB")
+        a = tensors.pop(f"{_PREFIX}{name}.lora_A.weight")
+        b = tensors.pop(f"{_PREFIX}{name}.lora_B.weight", None)
+        if b is None or a.ndim != 2 or b.ndim != 2:
+            raise _not_of_this_model(name, model_config)
         is_expert = _module(name).endswith(".experts")
         num_experts = _num_experts(model_config) if is_expert else 1
         if a.shape[0] % num_experts or a.shape[0] != b.shape[1]:

@@ -93,8 +93,8 @@ class Heads:
         num_heads = config.size("num_attention_heads")
         num_kv_heads = num_heads
         if not config.is_null("num_key_value_heads"):
-            num_kv_heads = config.size_or("num_key_value_heads", num_heads)
-        head_dim = config.size_or("head_dim", hidden // num_heads)
+            num_kv_heads = config.size_or("num_key_value_heads", num_heads, least=1)
+        head_dim = config.size_or("head_dim", hidden // num_heads, least=1)
         frac = config.frac(
             "partial_rotary_factor", within="rope_parameters", default=self.rotary_frac
         )
@@ -138,11 +138,11 @@ class GlobalHeads:
         attention, linears = mixer.attention, mixer.linears
         assert isinstance(attention, SoftmaxAttention)
         if window is None:
-            head_dim = config.size_or("global_head_dim", 512)
+            head_dim = config.size_or("global_head_dim", 512, least=1)
             shares = config.flag("attention_k_eq_v", default=False)
             num_kv_heads = attention.num_kv_heads
             if shares:
-                num_kv_heads = config.size_or("num_global_key_value_heads", num_kv_heads)
+                num_kv_heads = config.size_or("num_global_key_value_heads", num_kv_heads, least=1)
             attention = replace(
                 attention,
                 num_kv_heads=num_kv_heads,
@@ -300,7 +300,7 @@ class Experts:
             return False
         if layer < config.size_or("first_k_dense_replace", 0):
             return False
-        return (layer + 1) % config.size_or("decoder_sparse_step", 1) == 0
+        return (layer + 1) % config.size_or("decoder_sparse_step", 1, least=1) == 0
 
     def read(self, config: Config, hidden: int) -> tuple[Linear, ...]:
         """Read the products of router, experts and shared experts."""
@@ -337,7 +337,7 @@ class Experts:
         if self.shared == "gated":
             gate = Linear(name="shared_expert_gate", group="shared_experts", d_in=hidden, d_out=1)
             return (*mlp(config.size("shared_expert_intermediate_size")), gate)
-        return mlp(width * config.size("n_shared_experts")) if self.shared else ()
+        return mlp(width * config.size("n_shared_experts", least=0)) if self.shared else ()
 
 
 def gated(

@@ -36,6 +36,11 @@ _TERMS = {
 }
 
 
+def is_part(name: str) -> bool:
+    """Tell whether a part can have this name."""
+    return name.startswith(WAIT) or name in _TERMS
+
+
 def term_of(name: str) -> str:
     """Return what a part's name belongs to: compute, decode, head and loss, copy, stall, ..."""
     return "copy" if name.startswith(WAIT) else _TERMS[name]

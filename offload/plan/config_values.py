@@ -1,11 +1,14 @@
 """Typed reading of a parsed config.json."""
 
+import reprlib
 from collections.abc import Mapping
 from typing import TypeVar
 
 from offload.errors import UnsupportedModelError
 
 T = TypeVar("T")
+
+MAX_SIZE = 2**40  # more than any model has of anything, and products of a few are still floats
 
 
 class Config:
@@ -19,20 +22,23 @@ class Config:
         self._model_type = model_type
         self._defaults = defaults
 
-    def size(self, *keys: str) -> int:
+    def size(self, *keys: str, least: int = 1) -> int:
         """Return the first of these keys that has a value: a size that cannot be guessed."""
         for key in keys:
             if self._values.get(key) is not None or key in self._defaults:
-                return self.size_or(key, 0)
+                return self.size_or(key, 0, least=least)
         raise UnsupportedModelError(
             f"the config of a {self._model_type} model has no `{keys[0]}`",
             limit="this size cannot be guessed",
             hint=f'add `"{keys[0]}": ...` to config.json',
         )
 
-    def size_or(self, key: str, default: int) -> int:
+    def size_or(self, key: str, default: int, *, least: int = 0) -> int:
         """Return a size, or where the key is missing or null the family's, or else the default."""
-        return self._typed(key, int, self._defaults.get(key, default), "a whole number")
+        value = self._typed(key, int, self._defaults.get(key, default), "a whole number")
+        if not least <= value <= MAX_SIZE:
+            raise self._wrong(key, value, f"a whole number from {least} to 2**40")
+        return value
 
     def flag(self, key: str, *, default: bool) -> bool:
         """Return a boolean, or the default where the key is missing or null."""
@@ -43,12 +49,16 @@ class Config:
         return self._typed(key, list, [], "a list")
 
     def frac(self, key: str, *, within: str, default: float) -> float:
-        """Return a number of a config, or of a mapping in it, or the default."""
+        """Return a share of a config, or of a mapping in it, or the default."""
         inner = self._values.get(within)
         for values in (self._values, inner if isinstance(inner, Mapping) else {}):
             value = values.get(key)
-            if isinstance(value, int | float):
-                return float(value)
+            if value is None:
+                continue
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not 0 <= value <= 1:
+                raise self._wrong(key, value, "a number from 0 to 1")
+            return float(value)
         return default
 
     def is_null(self, key: str) -> bool:
@@ -60,9 +70,12 @@ class Config:
         if value is None:
             return default
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise UnsupportedModelError(
-                f"`{key}` is {value!r} in the config of a {self._model_type} model",
-                limit=f"it must be {limit}",
-                hint=f"correct `{key}` in config.json",
-            )
+            raise self._wrong(key, value, limit)
         return value
+
+    def _wrong(self, key: str, value: object, limit: str) -> UnsupportedModelError:
+        return UnsupportedModelError(
+            f"`{key}` is {reprlib.repr(value)} in the config of a {self._model_type} model",
+            limit=f"it must be {limit}",
+            hint=f"correct `{key}` in config.json",
+        )

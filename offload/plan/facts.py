@@ -13,6 +13,7 @@ from offload.plan.families import FAMILIES, REFUSED, RESIDENT_HINT, TEXT_TIED, W
 from offload.plan.parts import Group, Linear, Norm
 
 TIED_KEY = "tie_word_embeddings"
+MAX_LAYERS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -237,6 +238,12 @@ def model_facts(config: Mapping[str, object]) -> ModelFacts:
     read = Config(config, model_type, family.defaults)
     hidden, vocab_size = read.size("hidden_size"), read.size("vocab_size")
     num_layers = read.size("num_hidden_layers")
+    if num_layers > MAX_LAYERS:
+        raise UnsupportedModelError(
+            f"`num_hidden_layers` is {num_layers} in the config of a {model_type} model",
+            limit=f"a model of at most {MAX_LAYERS:,} layers can be planned",
+            hint="correct `num_hidden_layers` in config.json",
+        )
     input_size = read.size_or("hidden_size_per_layer_input", 0) if family.has_layer_inputs else 0
     others = 0
     if input_size:
@@ -267,7 +274,7 @@ def model_facts(config: Mapping[str, object]) -> ModelFacts:
 
 def is_known(config: Mapping[str, object]) -> bool:
     """Tell whether `model_facts` knows the type, if only to refuse it."""
-    model_type = text_config(config).get("model_type")
+    model_type = str(text_config(config).get("model_type"))
     return model_type in FAMILIES or model_type in REFUSED
 
 

@@ -58,7 +58,7 @@ def _above(i: int, config: Config) -> bool:
 
 def _not_each(key: str, default: int) -> Callable[[int, Config], bool]:
     """Return a pattern: all layers but each n-th."""
-    return lambda i, config: (i + 1) % config.size_or(key, default) != 0
+    return lambda i, config: (i + 1) % config.size_or(key, default, least=1) != 0
 
 
 def _sizes(

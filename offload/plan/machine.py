@@ -4,13 +4,15 @@ import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from reprlib import repr as shown
 from typing import Any, Literal, get_args
 
 from offload.errors import MachineError
 
 GIB = 2**30
 MEASURED = "measured"  # the source of what was, on this machine
-MAX_RATE = 1e30  # more than any machine, and a float still holds products of it
+# Beyond any machine, while a float still holds products of a few.
+MIN_RATE, MAX_RATE, MAX_BYTES = 1e-15, 1e30, 2**60
 
 # Ways to multiply experts' rows, as transformers calls them; `triton` is this project's own.
 ExpertsImplementation = Literal["eager", "grouped_mm", "triton"]
@@ -153,11 +155,11 @@ def _bad_file(why: str) -> MachineError:
 
 def _check_keys(values: object, known: Mapping[str, object], what: str) -> None:
     if not isinstance(values, dict):
-        raise _bad_file(f"{what} is {values!r}, not an object")
+        raise _bad_file(f"{what} is {shown(values)}, not an object")
     for key in values:
         if key not in known:
-            nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
-            raise _bad_file(f"{what} has an unknown key '{key}' (nearest: '{nearest}')")
+            nearest = difflib.get_close_matches(key[:80], known, n=1, cutoff=0.0)[0]
+            raise _bad_file(f"{what} has an unknown key '{key[:80]}' (nearest: '{nearest}')")
     for key in known:
         if key not in values:
             raise _bad_file(f"{what} has no key '{key}'")
@@ -173,25 +175,26 @@ def _parsed(key: str, value: object, kind: object) -> Any:
         assert isinstance(value, dict)
         found, source = value["value"], value["source"]
         if not isinstance(source, str):
-            raise _bad_file(f"the source of '{key}' is {source!r}, not text")
+            raise _bad_file(f"the source of '{key}' is {shown(source)}, not text")
         if kind is Implementation:
             return Implementation(value=_chosen(key, found, ExpertsImplementation), source=source)
         is_number = isinstance(found, int | float) and not isinstance(found, bool)
-        if not is_number or not 0 < found < MAX_RATE:
-            raise _bad_file(f"the value of '{key}' is {found!r}, not a number above 0")
+        if not is_number or not MIN_RATE < found < MAX_RATE:
+            raise _bad_file(f"the value of '{key}' is {shown(found)}, not a number above 0")
         return Rate(value=float(found), source=source)
     if key == "device":
         return _chosen(key, value, kind)
     assert kind in (int, bool, str)
-    if type(value) is not kind or (kind is int and isinstance(value, int) and value < 0):
+    is_far = kind is int and isinstance(value, int) and not 0 <= value <= MAX_BYTES
+    if type(value) is not kind or is_far:
         wanted = {int: "a whole number of bytes", bool: "true or false", str: "text"}[kind]
-        raise _bad_file(f"'{key}' is {value!r}, not {wanted}")
+        raise _bad_file(f"'{key}' is {shown(value)}, not {wanted}")
     return value
 
 
 def _parsed_nodes(key: str, value: object) -> tuple[Node, ...]:
     if not isinstance(value, list):
-        raise _bad_file(f"'{key}' is {value!r}, not a list")
+        raise _bad_file(f"'{key}' is {shown(value)}, not a list")
     types = {field.name: field.type for field in fields(Node)}
     nodes = []
     for one in value:
@@ -203,7 +206,7 @@ def _parsed_nodes(key: str, value: object) -> tuple[Node, ...]:
 def _chosen(key: str, value: object, choices: object) -> Any:
     names = get_args(choices)
     if value not in names:
-        raise _bad_file(f"'{key}' is {value!r}, not {', '.join(names[:-1])} or {names[-1]}")
+        raise _bad_file(f"'{key}' is {shown(value)}, not {', '.join(names[:-1])} or {names[-1]}")
     return value
 
 

@@ -64,6 +64,8 @@ def adapter_parameters(facts: ModelFacts, spec: AdapterSpec) -> int:
             a pattern means no projection with an adapter.
     """
     known = linear_names(facts)
+    if not known and (spec.targets or not spec.experts):
+        raise _unadaptable(facts)
     for target in spec.targets:
         if target not in known:
             raise UnsupportedModelError(
@@ -80,12 +82,6 @@ def adapter_parameters(facts: ModelFacts, spec: AdapterSpec) -> int:
     adapted = {
         linear.key: None for layer in facts.layers for linear in adapted_linears(layer, spec)
     }
-    if not known and not adapted:
-        raise UnsupportedModelError(
-            f"nothing in a {facts.model_type} model can get an adapter",
-            limit="adapters are put on linear layers inside `layers`",
-            hint="train this model with another tool",
-        )
     if not adapted:
         raise UnsupportedModelError(
             "nothing gets an adapter: adapter.modules_to_save names all of adapter.targets",
@@ -104,6 +100,14 @@ def adapter_parameters(facts: ModelFacts, spec: AdapterSpec) -> int:
                     hint=f"`adapter.{field}: {{{nearest(name, adapted)}: ...}}`",
                 )
     return sum(adapter_tensor_sizes(facts, spec))
+
+
+def _unadaptable(facts: ModelFacts) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"nothing in a {facts.model_type} model can get an adapter",
+        limit="adapters are put on linear layers inside `layers`",
+        hint="train this model with another tool",
+    )
 
 
 def module_parameters(facts: ModelFacts, spec: AdapterSpec) -> int:

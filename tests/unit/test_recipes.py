@@ -134,9 +134,9 @@ def test_an_unknown_shape_names_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("{", "cannot be read: Expecting property name"),
-        ("[1]", "has no model_type"),
-        ('{"hidden_size": 8, "vocab_size": 9}', "has no model_type"),
+        ("{", "cannot be read: it is not JSON: Expecting property name"),
+        ("[1]", "cannot be read: it holds [1], and should be an object"),
+        ('{"hidden_size": 8, "vocab_size": 9}', "cannot be read: model_type is missing"),
     ],
 )
 def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str, what: str) -> None:

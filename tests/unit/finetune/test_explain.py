@@ -203,7 +203,9 @@ def test_a_run_without_steps_and_a_folder_without_a_run_are_refused(tmp_path: Pa
 def test_a_damaged_measurement_is_named(tmp_path: Path) -> None:
     write_run(tmp_path, slow_s=[0.0])
     (tmp_path / "measured.json").write_text('{"step": 1,')
-    with pytest.raises(CheckpointError, match=r"measured\.json is damaged: .*\n\nhint: remove it"):
+    with pytest.raises(
+        CheckpointError, match=r"measured\.json cannot be read: .*\n\nhint: remove it"
+    ):
         explain(tmp_path)
 
 

@@ -64,7 +64,7 @@ def test_a_file_that_is_cut_off_is_told(num_lost: int, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, tiny_config("llama"))
     (file,) = tmp_path.glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-num_lost])
-    with pytest.raises(ValueError, match=r"safetensors is cut off or damaged"):
+    with pytest.raises(ModelError, match=r"safetensors is cut off or damaged"):
         open_tensors([str(file)])
 
 
@@ -72,7 +72,7 @@ def test_a_file_that_is_cut_off_is_told(num_lost: int, tmp_path: Path) -> None:
 def test_what_is_no_safetensors_file_is_told(content: bytes, tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(content)
-    with pytest.raises(ValueError, match=r"model.safetensors is cut off or damaged"):
+    with pytest.raises(ModelError, match=r"model.safetensors is cut off or damaged"):
         open_tensors([str(file)])
 
 

@@ -173,7 +173,7 @@ def test_tenth_and_later_starts_keep_their_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "[]", '{"calibrated": 1}', '"x"'])
 def test_what_is_no_prediction_is_said_to_be_none(text: str, tmp_path: Path) -> None:
     (tmp_path / "predicted.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"predicted\.json is no prediction: .*\n\nhint: "):
+    with pytest.raises(CheckpointError, match=r"predicted\.json cannot be read: .*\n\nhint: "):
         read_predictions(tmp_path)
 
 
