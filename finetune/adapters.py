@@ -322,6 +322,7 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
         ),
         _patterns_of_parameters(),
     ):
+        warnings.filterwarnings("ignore", "Found missing adapter keys")  # refused below
         adapted = PeftModel.from_pretrained(model, str(folder), local_files_only=True)
     wanted = get_peft_model_state_dict(adapted, save_embedding_layers=False)
     for problem, names in (

@@ -6,7 +6,6 @@ is run as a program, and what it made is looked at: a file without the chat temp
 gibberish and says nothing.
 """
 
-import json
 import mmap
 import shutil
 import subprocess
@@ -15,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from finetune.companions import TOKENIZER_CONFIG
 from finetune.errors import MergeError
 from finetune.files import flush, require_free, workspace
 from finetune.merge import Progress
@@ -124,11 +124,18 @@ def _template(folder: Path) -> str | None:
                 limit="the converter reads the model's config and its tokenizer's",
                 hint=f"copy {file.name} from the base model",
             )
-    own = json.loads(settings.read_text()).get("chat_template")
+    own = TOKENIZER_CONFIG.read(settings).get("chat_template")
     jinja = folder / "chat_template.jinja"
     if not jinja.exists():
         return _default(own)
-    template = jinja.read_text()
+    try:
+        template = jinja.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise MergeError(
+            f"{jinja} is no text: {error}",
+            limit="a chat template is UTF-8",
+            hint="restore it from a copy",
+        ) from error
     if own is not None and _default(own) != template:
         raise MergeError(
             f"{folder} has two chat templates that differ",

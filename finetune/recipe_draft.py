@@ -128,6 +128,11 @@ for _tag, _pattern, _starts in (
     CoreLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), _starts)
 
 
+_PLAIN_TAGS = {
+    f"tag:yaml.org,2002:{kind}" for kind in ("map", "seq", "str", "null", "bool", "int", "float")
+}
+
+
 def read_draft(name: str, text: str) -> Draft:
     """Read the text of a recipe file.
 
@@ -154,7 +159,9 @@ def read_draft(name: str, text: str) -> Draft:
         kind = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
         draft.add_problem(start, f"the file holds {kind}", limit=form, hint=hint)
         raise joint_error(draft.problems)
-    draft.values.update(_mapping(root, "", draft))
+    values = _value(root, "", draft)
+    if values is not None:
+        draft.values.update(values)
     return draft
 
 
@@ -163,10 +170,10 @@ def _mapping(node: yaml.MappingNode, path: str, draft: Draft) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key_node, value_node in node.value:
         place = _node_place(draft, key_node)
-        if not isinstance(key_node, yaml.ScalarNode):
+        if not isinstance(key_node, yaml.ScalarNode) or key_node.tag not in _PLAIN_TAGS:
             draft.add_problem(
                 place,
-                "a key is a list or a mapping",
+                "a key is a list, a mapping or tagged",
                 limit="a key is one word",
                 hint="`key: value`",
             )
@@ -188,6 +195,14 @@ def _mapping(node: yaml.MappingNode, path: str, draft: Draft) -> dict[str, Any]:
 
 def _value(node: yaml.Node, path: str, draft: Draft) -> Any:
     """Return a node's value: a mapping, a list, or a scalar of the core schema."""
+    if isinstance(node, yaml.CollectionNode) and node.tag not in _PLAIN_TAGS:
+        draft.add_problem(
+            draft.places.get(path, _node_place(draft, node)),
+            f"{path} is tagged {node.tag[:80]}",
+            limit="a recipe holds sections, lists and plain values; nothing is built of tags",
+            hint="remove the tag",
+        )
+        return None
     if isinstance(node, yaml.MappingNode):
         return _mapping(node, path, draft)
     if isinstance(node, yaml.SequenceNode):

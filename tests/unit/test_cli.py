@@ -256,6 +256,42 @@ def test_sequences_longer_than_the_model_allows_are_refused(tmp_path: Path, caps
     assert "hint: `train.seq_len:" in err
 
 
+@pytest.mark.parametrize("value", ["inf", "nan", "1e300", "-1"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("plan", "qwen3_8b_lora_3060", "--machine", "rtx4090", "--ram"),
+        ("plan", "qwen3_8b_lora_3060", "--machine", "rtx4090", "--link"),
+        ("fit", "--vram"),
+    ],
+)
+def test_memory_that_no_machine_has_is_wrong_usage(words, value, capsys) -> None:
+    assert run(*words, value) == 2
+    assert words[-1] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("override", "what"),
+    [
+        ("offload.vram_budget=1e300", "offload.vram_budget is 1e+300; it must be auto, or a "),
+        ("train.tokens_per_step=1000000000000", "a step can have 10,000 micro-batches"),
+        ("train.grad_accum_steps=1000000000", "train.grad_accum_steps is 1000000000; it must be"),
+        ("train.micro_batch_size=1000000000000", "train.micro_batch_size is 1000000000000; it "),
+    ],
+)
+def test_sizes_that_no_run_has_are_refused_and_not_computed(override, what, capsys) -> None:
+    assert run("plan", "qwen3_8b_lora_3060", "--machine", "rtx4090", override) == 1
+    assert what in capsys.readouterr().err
+
+
+def test_a_damaged_machine_file_is_named(tmp_path: Path, capsys) -> None:
+    file = tmp_path / "here.json"
+    for text in ("", "[]", "[" * 100_000, named_machine("rtx4090").to_json()[:-9]):
+        file.write_text(text)
+        assert run("plan", "qwen3_8b_lora_3060", "--machine", file) == 1
+        assert f"error: {file}: the machine file cannot be read: " in capsys.readouterr().err
+
+
 def test_an_unknown_card_names_the_nearest(capsys) -> None:
     assert run("plan", "quickstart", "--machine", "rtx5091") == 1
     assert "rtx5090" in capsys.readouterr().err

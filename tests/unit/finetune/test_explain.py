@@ -1,8 +1,10 @@
 """Explanations of runs that are made up, so that every figure is known."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -198,6 +200,36 @@ def test_a_run_without_steps_and_a_folder_without_a_run_are_refused(tmp_path: Pa
     write_run(tmp_path, slow_s=[])
     with pytest.raises(CheckpointError, match=r"holds no step; .*\n\nhint: `sluice finetune .*"):
         explain(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda row: row.pop("loss"), "loss is missing"),
+        (lambda row: row.update(step="1"), 'step is "1"'),
+        (lambda row: row["phases_s"].pop("stall"), "should name stall"),
+        (lambda row: row["phases_s"].update(step=0.0), "should have a step above 0"),
+        (lambda row: row["phases_s"].update(h2d=float("inf")), "phases_s.h2d is Infinity"),
+        (lambda row: row["parts_s"].update(other=1.0), "should name no other"),
+    ],
+)
+def test_a_damaged_step_is_named_by_its_line_and_no_later_one_is_dropped(
+    change: Callable[[dict[str, Any]], object], why: str, tmp_path: Path
+) -> None:
+    """Rows after a line that was damaged were passed over in silence (#16)."""
+    write_run(tmp_path, slow_s=[0.0] * 3)
+    file = tmp_path / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    row = json.loads(lines[1])
+    change(row)
+    file.write_text("".join((lines[0], json.dumps(row) + "\n", lines[2])))
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl:2 cannot be read: ") as caught:
+        explain(tmp_path)
+    assert why in caught.value.what
+    file.write_text("".join((lines[0], lines[1], lines[2][:-9])))
+    assert explain(tmp_path).num_done == 2
+    file.write_text("".join((lines[0], lines[1], lines[2][:-1])))
+    assert explain(tmp_path).num_done == 3
 
 
 def test_a_damaged_measurement_is_named(tmp_path: Path) -> None:

@@ -604,7 +604,7 @@ def test_what_a_killed_merge_left_is_cleared_and_a_living_one_is_not(
     assert holder.stdout is not None
     holder.stdout.readline()
     (left,) = home.glob("partial-out-*")
-    with pytest.raises(MergeError, match="partial-out-.* is being written by another process"):
+    with pytest.raises(MergeError, match=r"partial-out-.* is being written by another process"):
         merge(qwen3.base, qwen3.adapter, qwen3.out)
     assert (left / "out" / "model.safetensors").exists()
     holder.kill()

@@ -105,6 +105,32 @@ def test_a_tagged_value_is_refused_and_not_built(folder: Path) -> None:
     assert what in str(error)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "what"),
+    [
+        ("train:", "train: !mine", "r.yaml:7: train is tagged !mine"),
+        ("rank: 8", "targets: !!set {a, b}", "adapter.targets is tagged tag:yaml.org,2002:set"),
+        ("train:", "!!python/name:os.system train:", "a key is a list, a mapping or tagged"),
+        ("steps: 10", "steps: !!bool x", "train.steps is x, which cannot be read as tag:yaml.org"),
+    ],
+)
+def test_a_tag_is_refused_wherever_it_is(old: str, new: str, what: str, folder: Path) -> None:
+    assert what in str(refusal(replaced(old, new)))
+
+
+def test_a_recipe_too_large_to_be_one_is_not_read(folder: Path) -> None:
+    """10 MB of a recipe took minutes to be read (#16)."""
+    error = refusal(write(VALID + "#" * 10_000_000))
+    assert error.what.startswith("r.yaml cannot be read: it has 10,000,")
+    assert error.limit == "a recipe is a file of at most 100,000 bytes"
+
+
+def test_of_very_many_problems_the_first_are_shown(folder: Path) -> None:
+    error = refusal(write("".join(f"k{i}: {i}\n" for i in range(3000))))
+    assert "problems in the recipe, of which these are the first 20" in error.what
+    assert len(str(error)) < 8000
+
+
 @pytest.mark.parametrize("text", ["1e-4", "1E-4", "1.0e-4", "0.0001", ".0001", "+1e-4"])
 def test_a_number_with_an_exponent_is_a_number_in_file_and_override(
     folder: Path, text: str

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -157,12 +158,42 @@ def test_a_value_of_the_wrong_type_is_refused_with_key_and_value(
         model_facts(QWEN_30B | {key: value})
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("num_hidden_layers", value) for value in (10**9, 0, -1)),
+        *(("num_attention_heads", value) for value in (0, 10**400)),
+        *(("head_dim", value) for value in (0, -8)),
+        ("hidden_size", 10**18),
+        ("num_key_value_heads", 0),
+        ("max_position_embeddings", -1),
+        ("partial_rotary_factor", "half"),
+        ("partial_rotary_factor", 1e300),
+    ],
+)
+def test_a_size_that_no_model_has_is_refused_by_the_key(key: str, value: object) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"`{key}` is ") as caught:
+        model_facts(QWEN_30B | {key: value})
+    assert len(str(caught.value)) < 300
+
+
 def test_a_target_that_no_layer_has_is_refused_with_the_nearest_name() -> None:
     spec = AdapterSpec(rank=4, targets=("q_prj",), experts=False)
     with pytest.raises(
         UnsupportedModelError, match=r"(?s)'q_prj'.*q_proj, k_proj.*\n\nhint: .*q_proj"
     ):
         adapter_parameters(model_facts(QWEN_30B), spec)
+
+
+def test_a_named_target_of_a_model_without_linear_layers_is_refused() -> None:
+    facts = model_facts(TINY | {"model_type": "llama"})
+    bare = replace(facts, layers=tuple(replace(layer, linears=()) for layer in facts.layers))
+    for spec in (
+        AdapterSpec(rank=4, targets=("q_proj",), experts=False),
+        AdapterSpec(rank=4, targets=(), experts=False),
+    ):
+        with pytest.raises(UnsupportedModelError, match="nothing in a llama model can get an"):
+            adapter_parameters(bare, spec)
 
 
 def test_expert_adapters_on_a_dense_model_are_refused() -> None:
