@@ -9,10 +9,11 @@ import json
 import random
 import shutil
 import signal
+import sys
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -99,7 +100,9 @@ class Tally:
     def require_none(self, what: str) -> None:
         """Print the counts, and fail if anything was wrong."""
         counts = ", ".join(f"{number} {kind}" for kind, number in self.ends.most_common())
-        print(f"\n{what}: {self.ends.total()} commands: {counts}; {len(self.faults)} faults")
+        sys.stdout.write(
+            f"\n{what}: {self.ends.total()} commands: {counts}; {len(self.faults)} faults\n"
+        )
         assert not self.faults, "\n".join(self.faults)
 
 
@@ -118,10 +121,13 @@ def run(*argv: object) -> Ended:
     signal.setitimer(signal.ITIMER_PROF, LIMIT_CPU_S)
     code = 0
     try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                app.main([str(word) for word in argv])
+        with (
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            app.main([str(word) for word in argv])
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
     except _HangError:
@@ -233,11 +239,6 @@ def copied(source: Path, target: Path) -> Path:
         shutil.rmtree(target)
     shutil.copytree(source, target)
     return target
-
-
-def names_of(folder: Path, files: Sequence[str]) -> tuple[str, ...]:
-    """Return what an error about one of these files may name."""
-    return (*files, str(folder))
 
 
 def _write(file: Path, text: str) -> None:
