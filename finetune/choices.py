@@ -6,9 +6,10 @@ a mean over the label tokens of the whole step, so the cut does not enter it: bu
 auxiliary loss, which is a product of means over one micro-batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from finetune.errors import ConfigError
 from finetune.planning import full_request, has_router_loss, request_for
@@ -19,12 +20,16 @@ from offload.plan.codec import CodecName
 from offload.plan.facts import ModelFacts
 from offload.plan.fit import with_codec
 from offload.plan.machine import Machine
-from offload.plan.plan import PlanRequest
+from offload.plan.option import fits as has_plan
+from offload.plan.plan import Plan, PlanRequest
 from offload.plan.search import Choice, search
+from offload.plan.search import chosen_plan as search_plan
+from offload.plan.search import nearest_request as nearest
 
 if TYPE_CHECKING:
     from finetune.source import StepSizes
 
+T = TypeVar("T")
 SUGGESTED_ROUNDING: tuple[CodecName, ...] = ("int8", "nf4")
 
 
@@ -92,14 +97,46 @@ def choose(facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest])
     adapter = requests[0].typical.adapter
     may_round = machine.device == "cuda" and set(adapter.modules) <= set(NEVER_ENCODED)
     rounding = SUGGESTED_ROUNDING if may_round else ()
+    return _first_that_fits(requests, lambda some: search(facts, machine, some, rounding=rounding))
+
+
+def chosen_plan(facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]) -> Plan:
+    """Return the plan that `choose` chooses, for tables of many.
+
+    Raises:
+        DoesNotFitError: None fits.
+    """
+    return _first_that_fits(requests, lambda some: search_plan(facts, machine, some))
+
+
+def fits(facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]) -> bool:
+    """Tell whether there is any plan for any of the requests."""
+    return any(has_plan(facts, machine, one) for some in _resorts(requests) for one in some)
+
+
+def nearest_request(
+    facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]
+) -> PlanRequest:
+    """Return the request, of those that do not fit, that `choose` refuses by."""
+    return nearest(facts, machine, _resorts(requests)[-1])
+
+
+def _first_that_fits(
+    requests: Sequence[PlanRequest], attempt: Callable[[Sequence[PlanRequest]], T]
+) -> T:
+    """Return what is made of the first resort that fits; the last one's refusal where none does."""
+    *earlier, last = _resorts(requests)
+    for some in earlier:
+        with suppress(DoesNotFitError):
+            return attempt(some)
+    return attempt(last)
+
+
+def _resorts(requests: Sequence[PlanRequest]) -> list[list[PlanRequest]]:
+    """Return the requests in groups, each to be tried only where those before it do not fit."""
     plainest = [r for r in requests if r.typical.codec == requests[0].typical.codec]
-    try:
-        return search(facts, machine, plainest, rounding=rounding)
-    except DoesNotFitError:
-        if len(plainest) == len(requests):
-            raise
-        others = [request for request in requests if request not in plainest]
-        return search(facts, machine, others, rounding=rounding)
+    others = [request for request in requests if request not in plainest]
+    return [plainest, others] if others else [plainest]
 
 
 def _all_ways(recipe: Recipe, cut: Sequence[PlanRequest]) -> list[PlanRequest]:

@@ -1,21 +1,28 @@
 """Figures and tables as people read them."""
 
 from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
+from rich.text import Text
 
 from offload.plan.machine import GIB
 
 
+class Titled(Table):
+    """A table under a line of its own: a long title neither widens the table nor is cut to it."""
+
+    heading = ""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the title, then the table."""
+        yield Text(self.heading, style="italic")
+        yield from super().__rich_console__(console, options)
+
+
 def table_of(title: str, *columns: str) -> Table:
     """Return an empty table; columns but the first hold figures, two unnamed ones do not."""
-    table = Table(
-        title=title,
-        title_justify="left",
-        min_width=len(title),
-        box=box.SIMPLE,
-        show_header=any(columns),
-        pad_edge=False,
-    )
+    table = Titled(box=box.SIMPLE, show_header=any(columns), pad_edge=False)
+    table.heading = title
     for number, column in enumerate(columns or ("", "")):
         is_figure = bool(columns) and number > 0 and column not in ("wanted", "got")
         table.add_column(column, justify="right" if is_figure else "left", overflow="fold")

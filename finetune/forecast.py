@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rich.console import Group, RenderableType
+from rich.text import Text
 
 from finetune import choice_report, choices, offers, plan_report, planning, whatif_report
 from finetune.errors import ConfigError
 from finetune.figures import shown_gib
 from finetune.host_map import host_map
-from finetune.recipe import Recipe
-from finetune.recipe_file import load_recipe
+from finetune.subject import Subject, subject_of
 from offload.plan.machine import GIB, Machine
 from offload.plan.whatif import NUM_CARDS, what_if
 
@@ -104,16 +104,12 @@ def planned(
             limit="a table of machines has a line for each, and no more",
             hint=f"leave out `{flag}`, or `--machines`",
         )
-    recipe = (
-        planning.recipe_for_shape(model, overrides)
-        if planning.is_shape(model)
-        else load_recipe(model, overrides, check_files=False)
-    )
+    subject = subject_of(model, overrides)
     if machines is not None:
         cards = [beside.machine(name) for name in offers.machine_names(machines)]
-        return _by_machine(recipe, cards, model=model, form=form)
-    here = _one_machine(machine, beside, dtype=recipe.model.dtype)
-    return _one_plan(recipe, here, wants_ways=wants_ways, form=form)
+        return _by_machine(subject, cards, form=form)
+    here = _one_machine(machine, beside, dtype=subject.recipe.model.dtype)
+    return _one_plan(subject, here, wants_ways=wants_ways, form=form)
 
 
 def _one_machine(name: str | None, beside: Beside, *, dtype: str) -> Machine:
@@ -130,31 +126,38 @@ def _one_machine(name: str | None, beside: Beside, *, dtype: str) -> Machine:
 
 
 @_uncollected()
-def _one_plan(recipe: Recipe, machine: Machine, *, wants_ways: bool, form: Form) -> RenderableType:
-    facts = planning.facts_of(recipe.model)
+def _one_plan(
+    subject: Subject, machine: Machine, *, wants_ways: bool, form: Form
+) -> RenderableType:
+    recipe, facts = subject.recipe, subject.facts
     here = planning.as_told(recipe.model, facts, machine)
     choice = choices.choose(facts, here, choices.full_requests(recipe, facts, num_ranks=1))
     made = choice.plan
     ways = what_if(made, num_cards=NUM_CARDS) if wants_ways else None
     if form == "json":
         figures = plan_report.plan_json(made) | choice_report.choice_json(choice)
+        figures |= {"notes": list(subject.notes)}
         return _json(figures | (whatif_report.what_if_json(ways) if ways else {}))
     choice_tables = choice_report.choice_tables(choice)
-    shown = [plan_report.plan_tables(made), choice_tables, host_map(here, made)]
+    shown = [
+        *map(Text, subject.notes),
+        plan_report.plan_tables(made),
+        choice_tables,
+        host_map(here, made),
+    ]
     return Group(*shown, *([whatif_report.what_if_table(ways, machine=here)] if ways else []))
 
 
 @_uncollected()
-def _by_machine(
-    recipe: Recipe, machines: Sequence[Machine], *, model: str, form: Form
-) -> RenderableType:
-    found = offers.offers_on(recipe, machines, model=model)
+def _by_machine(subject: Subject, machines: Sequence[Machine], *, form: Form) -> RenderableType:
+    found = offers.offers_on(subject, machines)
     first = found[0]
     title = (
-        f"{model}: {first.tokens_per_step:,} tokens per step in sequences of {first.seq_len:,};"
-        " N* in tokens per step"
+        f"{subject.name}: {first.tokens_per_step:,} tokens per step in sequences of"
+        f" {first.seq_len:,}; {offers.UNITS}"
     )
-    return _shown(title, offers.MACHINE_COLUMNS, offers.machine_rows(found), found, form)
+    rows = offers.machine_rows(found)
+    return _shown(title, offers.MACHINE_COLUMNS, rows, found, form, notes=subject.notes)
 
 
 @_uncollected()
@@ -186,7 +189,7 @@ def models_that_fit(
         f"LoRA in {shown_gib(here.vram_bytes)} of VRAM and {shown_gib(here.ram_bytes)} of RAM, at"
         f" the rates of {here.name}{'' if machine else ' (assumed)'}:"
         f" {found[0].tokens_per_step:,} tokens per step in sequences of {found[0].seq_len:,};"
-        " N* in tokens per step"
+        f" {offers.UNITS}"
     )
     return _shown(title, offers.FIT_COLUMNS, offers.fit_rows(found), found, form)
 
@@ -207,12 +210,14 @@ def _shown(
     rows: Sequence[Sequence[str]],
     found: Sequence[offers.Offer],
     form: Form,
+    *,
+    notes: Sequence[str] = (),
 ) -> RenderableType:
     if form == "json":
         return _json(offers.offers_json(found))
     if form == "markdown":
-        return offers.offers_markdown(title, columns, rows)
-    return offers.offers_table(title, columns, rows)
+        return offers.offers_markdown("\n\n".join([*notes, title]), columns, rows)
+    return Group(*map(Text, notes), offers.offers_table(title, columns, rows))
 
 
 def _json(figures: object) -> str:

@@ -52,7 +52,7 @@ def read_config(*, path: str | None, config: str | None) -> dict[str, Any]:
     if config is not None:
         return load_shape(config)
     assert path is not None
-    if Path(path).is_dir():
+    if Path(path).exists():
         return load_shape(path)
     found = cached_file(path, "config.json")
     if found is not None:

@@ -3,23 +3,24 @@
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from rich.table import Table
 
-from finetune import planning
+from finetune import choices, planning
 from finetune.errors import ConfigError
 from finetune.figures import shown_gib, table_of
-from finetune.recipe import Recipe
+from finetune.recipe import Recipe, with_offload, with_seq_len
+from finetune.recipe_rules import broken_rules
 from finetune.shapes import shipped_shapes
+from finetune.subject import Subject, model_subject
 from offload.errors import DoesNotFitError
 from offload.plan.codec import CodecName
-from offload.plan.facts import ModelFacts
 from offload.plan.machine import CARD_NAMES, GIB, Machine, named_machine
-from offload.plan.option import fits, plan_anyway
-from offload.plan.plan import PlanRequest
+from offload.plan.option import plan_anyway
 
-CODECS: tuple[CodecName, ...] = ("native", "fp8", "nf4")
+Codec = Literal["auto"] | CodecName
+COMPARED: tuple[Codec, ...] = ("fp8", "nf4")  # beside the exact form
 TOY_PREFIX = "tiny-"  # shapes to try the program with
 SHORTEST_SEQ_LEN = 512
 
@@ -32,6 +33,7 @@ class Offer:
         model: Name of the shape or recipe.
         machine: Name of the machine.
         codec: How the layers wait.
+        tier: Where they wait: ram or disk.
         stash: Where layer inputs wait.
         short: Memories that are too small; empty where it fits.
         num_slots: Layers on the device, as many as fit; where it does not fit, the fewest.
@@ -48,7 +50,8 @@ class Offer:
     model: str
     machine: str
     codec: CodecName
-    stash: str
+    tier: Literal["ram", "disk"]
+    stash: Literal["device", "host"]
     short: tuple[str, ...]
     num_slots: int
     seq_len: int
@@ -60,26 +63,34 @@ class Offer:
     longest_seq_len: int | None = None
 
 
-def offers_on(recipe: Recipe, machines: Sequence[Machine], *, model: str) -> list[Offer]:
-    """Plan one recipe on each machine, with its layers in each form."""
-    facts = planning.facts_of(recipe.model)
-    request = planning.full_request(recipe, facts, num_ranks=1)
-    codecs = dict.fromkeys([*CODECS, request.typical.codec])
+def offers_on(subject: Subject, machines: Sequence[Machine]) -> list[Offer]:
+    """Plan one recipe or model on each machine, with its layers in each form.
+
+    A form that the recipe leaves open is the one that its plan chooses. Layers that are more than
+    the host's memory are planned on disk too, unless the recipe says where they wait.
+    """
     return [
-        _offer(facts, planning.as_told(recipe.model, facts, machine), one, model=model)
+        offer
         for machine in machines
-        for one in (_with_codec(request, codec) for codec in codecs)
+        for recipe in _forms(subject.recipe)
+        for offer in _offers(subject, machine, recipe)
     ]
 
 
 def offers_within(models: Sequence[str], machine: Machine) -> list[Offer]:
-    """Plan LoRA on each model, in each form, with layer inputs in RAM only where they have to be.
+    """Plan LoRA on each model, in each form, with the longest sequence that fits.
 
     Args:
-        models: Shipped shapes, or paths of configs.
+        models: Shipped shapes, paths of configs or hub ids.
         machine: With the memory that may be used.
     """
-    return [offer for model in models for offer in _offers_of(model, machine)]
+    return [
+        offer
+        for subject in (model_subject(model, []) for model in models)
+        for recipe in _forms(subject.recipe)
+        for one in _offers(subject, machine, recipe)
+        for offer in [replace(one, longest_seq_len=_longest(subject, machine, recipe, one))]
+    ]
 
 
 def fitting(offers: Sequence[Offer], machine: Machine) -> list[Offer]:
@@ -108,57 +119,62 @@ def trained_models(model: str | None) -> list[str]:
     return [name for name in shipped_shapes() if not name.startswith(TOY_PREFIX)]
 
 
-def _offers_of(model: str, machine: Machine) -> Iterator[Offer]:
-    recipe = planning.recipe_for_shape(model, [])
-    facts = planning.facts_of(recipe.model)
-    if facts.max_position_embeddings < recipe.train.seq_len:
-        shorter = f"train.seq_len={facts.max_position_embeddings}"
-        recipe = planning.recipe_for_shape(model, [shorter])
-    plain = planning.full_request(recipe, facts, num_ranks=1)
-    for codec in CODECS:
-        request = _with_codec(plain, codec)
-        stashed = replace(request, is_stashed=True)
-        if not fits(facts, machine, request) and fits(facts, machine, stashed):
-            request = stashed
-        offer = _offer(facts, machine, request, model=model)
-        if offer.short:
-            yield offer
-            continue
-        in_ram = _longest(facts, machine, stashed, above=0)
-        on_device = _longest(facts, machine, _with_codec(plain, codec), above=in_ram)
-        yield replace(offer, longest_seq_len=max(in_ram, on_device))
+def _forms(recipe: Recipe) -> list[Recipe]:
+    """Return the recipe with its layers in each form that is compared, where its rules allow it."""
+    asked = recipe.offload.codec
+    exact: Codec = "auto" if asked == "auto" else "native"
+    codecs: tuple[Codec, ...] = (exact, *COMPARED, asked)
+    forms = (with_offload(recipe, codec=codec) for codec in dict.fromkeys(codecs))
+    return [form for form in forms if not any(broken_rules(form))]
 
 
-def _longest(facts: ModelFacts, machine: Machine, request: PlanRequest, *, above: int) -> int:
-    """Return the longest sequence that fits, of those above another; 0 where none does.
+def _offers(subject: Subject, machine: Machine, recipe: Recipe) -> Iterator[Offer]:
+    """Yield what a recipe gives on a machine; of layers that RAM cannot hold, from disk as well."""
+    offer = _offer(subject, machine, recipe)
+    yield offer
+    on_disk = with_offload(recipe, tier="disk")
+    if "RAM" in offer.short and recipe.offload.tier == "auto" and not any(broken_rules(on_disk)):
+        other = _offer(subject, machine, on_disk)
+        if not other.short:
+            yield other
+
+
+def _longest(subject: Subject, machine: Machine, recipe: Recipe, offer: Offer) -> int | None:
+    """Return the longest sequence that fits, of powers of two; None where the offer does not.
 
     The tokens of a step stay, but for a sequence that is longer than all of them.
     """
-    tokens = request.typical.num_tokens * request.num_micro_batches
+    if offer.short:
+        return None
+    facts = subject.facts
+    here = planning.as_told(recipe.model, facts, machine)
+    placed = with_offload(recipe, tier=offer.tier)
 
     def is_too_long(seq_len: int) -> bool:
-        workload = replace(request.typical, seq_len=seq_len, label_tokens=seq_len)
-        way = replace(
-            request,
-            typical=workload,
-            largest=workload,
-            num_micro_batches=max(1, tokens // seq_len),
-        )
-        return not fits(facts, machine, way)
+        longer = with_seq_len(placed, seq_len)
+        return not choices.fits(facts, here, choices.full_requests(longer, facts, num_ranks=1))
 
     limit = facts.max_position_embeddings
     doubled = [SHORTEST_SEQ_LEN << n for n in range(limit.bit_length())]
-    lengths = [n for n in doubled if above < n <= limit]
+    lengths = [n for n in doubled if n <= limit]
     number = bisect_right(lengths, 0, key=lambda seq_len: int(is_too_long(seq_len)))
-    return lengths[number - 1] if number else 0
+    return lengths[number - 1] if number else recipe.train.seq_len
 
 
-def _offer(facts: ModelFacts, machine: Machine, request: PlanRequest, *, model: str) -> Offer:
-    made, short = plan_anyway(facts, machine, request)
+def _offer(subject: Subject, machine: Machine, recipe: Recipe) -> Offer:
+    facts, short = subject.facts, ()
+    here = planning.as_told(recipe.model, facts, machine)
+    requests = choices.full_requests(recipe, facts, num_ranks=1)
+    try:
+        made = choices.chosen_plan(facts, here, requests)
+    except DoesNotFitError:
+        made, short = plan_anyway(facts, here, choices.nearest_request(facts, here, requests))
+    request = made.request
     return Offer(
-        model=model,
+        model=subject.name,
         machine=machine.name,
         codec=request.typical.codec,
+        tier="disk" if request.is_on_disk else "ram",
         stash="host" if request.is_stashed else "device",
         short=short,
         num_slots=made.num_slots,
@@ -168,14 +184,6 @@ def _offer(facts: ModelFacts, machine: Machine, request: PlanRequest, *, model: 
         vram_bytes=made.peak_bytes,
         ram_bytes=made.host_bytes,
         break_even_tokens=made.break_even_tokens,
-    )
-
-
-def _with_codec(request: PlanRequest, codec: CodecName) -> PlanRequest:
-    return replace(
-        request,
-        typical=replace(request.typical, codec=codec),
-        largest=replace(request.largest, codec=codec),
     )
 
 
@@ -232,17 +240,18 @@ def slowest_card(vram_gib: float | None) -> str:
 # ---------------------------------------------------------------------------------------------
 # Shown
 
-MACHINE_COLUMNS = ("card", "codec", "fits", "slots", "tokens/s", "VRAM", "RAM", "N*")
+UNITS = "VRAM and RAM in GiB, N* in tokens per step"
+MACHINE_COLUMNS = ("card", "layers", "fits", "slots", "tok/s", "VRAM", "RAM", "N*")
 FIT_COLUMNS = (
-    *("model", "codec", "stash", "slots", "tokens/s", "VRAM", "RAM", "N*"),
-    "longest sequence",
+    *("model", "layers", "inputs", "slots", "tok/s", "VRAM", "RAM", "N*"),
+    "longest",
 )
 
 
 def machine_rows(offers: Sequence[Offer]) -> list[list[str]]:
     """Return the rows of `MACHINE_COLUMNS`."""
     return [
-        [offer.machine, offer.codec, _verdict(offer), str(offer.num_slots), *_figures(offer)]
+        [offer.machine, _layers(offer), _verdict(offer), str(offer.num_slots), *_figures(offer)]
         for offer in offers
     ]
 
@@ -251,7 +260,8 @@ def fit_rows(offers: Sequence[Offer]) -> list[list[str]]:
     """Return the rows of `FIT_COLUMNS`."""
     return [
         [
-            *(offer.model, offer.codec, offer.stash, str(offer.num_slots)),
+            *(offer.model, _layers(offer), "RAM" if offer.stash == "host" else "device"),
+            str(offer.num_slots),
             *_figures(offer),
             f"{offer.longest_seq_len:,}",
         ]
@@ -267,8 +277,9 @@ def offers_json(offers: Sequence[Offer]) -> list[dict[str, Any]]:
 def offers_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """Return rows for a terminal; a name that repeats is written once."""
     table = table_of(title, *columns)
+    table.collapse_padding = True
     for column in table.columns:
-        if column.header in ("codec", "fits", "stash"):
+        if column.header in ("layers", "fits", "inputs"):
             column.justify = "left"
     last = ""
     for name, *others in rows:
@@ -289,14 +300,19 @@ def _markdown_row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def _layers(offer: Offer) -> str:
+    """Return the form of the layers, and where they wait if that is not RAM."""
+    return offer.codec if offer.tier == "ram" else f"{offer.codec}, disk"
+
+
 def _verdict(offer: Offer) -> str:
-    return f"no: {' and '.join(offer.short)}" if offer.short else "yes"
+    return f"no: {', '.join(offer.short)}" if offer.short else "yes"
 
 
 def _figures(offer: Offer) -> list[str]:
     return [
         "" if offer.tokens_per_s is None else f"{offer.tokens_per_s:,.0f}",
-        shown_gib(offer.vram_bytes),
-        shown_gib(offer.ram_bytes),
+        f"{offer.vram_bytes / GIB:,.1f}",
+        f"{offer.ram_bytes / GIB:,.1f}",
         f"{offer.break_even_tokens:,.0f}",
     ]

@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from finetune.errors import ConfigError
 from finetune.model import read_config
 from finetune.recipe import Recipe
-from finetune.recipe_file import load_recipe
 from finetune.recipe_sections import AdapterSection, ModelSection
-from finetune.shapes import shipped_shapes
 from offload.errors import MachineError
 from offload.plan.costs import Workload
 from offload.plan.facts import AdapterSpec, ModelFacts, is_known, linear_names, model_facts
@@ -20,7 +18,6 @@ from offload.plan.plan import HEAD_CHUNK_TOKENS, PlanRequest
 if TYPE_CHECKING:
     from finetune.source import StepSizes
 
-SHAPE_RECIPE = "qwen3_8b_lora_3060"
 MAX_MACHINE_BYTES = 2**20
 ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
@@ -125,19 +122,6 @@ def as_told(model: ModelSection, facts: ModelFacts, machine: Machine) -> Machine
     )
 
 
-def is_shape(name_or_path: str) -> bool:
-    """Tell a model's config from a recipe."""
-    path = Path(name_or_path)
-    is_config = path.suffix == ".json" or (path / "config.json").is_file()
-    return name_or_path in shipped_shapes() or is_config
-
-
-def recipe_for_shape(name_or_path: str, overrides: Sequence[str]) -> Recipe:
-    """Return the shipped LoRA recipe with another model in it, to plan for."""
-    model = ["model.path=null", f"model.config={name_or_path}", "model.init=random"]
-    return load_recipe(SHAPE_RECIPE, [*model, *overrides], check_files=False)
-
-
 def adapter_spec(adapter: AdapterSection, facts: ModelFacts) -> AdapterSpec:
     """Return the adapter with its groups of targets spelled out."""
     return AdapterSpec(
@@ -238,6 +222,7 @@ def _request(
         num_ranks=num_ranks,
         is_slab_shared=recipe.model.init == "pretrained",  # random layers are not loaded into one
         is_masked=has_router_loss(recipe),  # it does not count padding
+        may_be_on_disk=recipe.model.init == "pretrained",
     )
 
 

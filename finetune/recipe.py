@@ -9,7 +9,7 @@ a file, with line numbers, is the work of `finetune.recipe_file`.
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import Field, model_validator
@@ -27,6 +27,7 @@ from finetune.recipe_sections import (
     Section,
     TrainSection,
 )
+from offload.plan.codec import CodecName
 
 # ---------------------------------------------------------------------------------------------
 # The recipe and its rules
@@ -106,6 +107,33 @@ def with_micro_batch_size(recipe: Recipe, size: int) -> Recipe:
     """Return the recipe with this many sequences in a micro-batch."""
     train = recipe.train.model_copy(update={"micro_batch_size": size})
     return recipe.model_copy(update={"train": train})
+
+
+def with_offload(
+    recipe: Recipe,
+    *,
+    codec: Literal["auto"] | CodecName | None = None,
+    tier: Literal["ram", "disk"] | None = None,
+) -> Recipe:
+    """Return the recipe with its layers in another form or place; None leaves what it says."""
+    changes = {"codec": codec, "tier": tier}
+    update = {field: value for field, value in changes.items() if value is not None}
+    offload = recipe.offload.model_copy(update=update)
+    return recipe.model_copy(update={"offload": offload})
+
+
+def with_seq_len(recipe: Recipe, seq_len: int) -> Recipe:
+    """Return the recipe with longer or shorter sequences, as many as its step's tokens make."""
+    asked, size = recipe.train, recipe.train.micro_batch_size
+    assert asked.tokens_per_step is not None
+    tokens = whole_units(asked.tokens_per_step, seq_len * (1 if size == "auto" else size))
+    train = asked.model_copy(update={"seq_len": seq_len, "tokens_per_step": tokens})
+    return recipe.model_copy(update={"train": train})
+
+
+def whole_units(tokens: int, unit: int) -> int:
+    """Return the tokens of as many whole units as there are in a step; one at the least."""
+    return max(1, tokens // unit) * unit
 
 
 # ---------------------------------------------------------------------------------------------

@@ -58,7 +58,21 @@ def load_recipe(source: str, overrides: Sequence[str], *, check_files: bool = Tr
     path = _find_recipe(source)
     draft = read_draft(str(_shown_path(path)), _read_text(path))
     apply_overrides(draft, overrides, rivals=RIVALS)
-    _resolve_paths(draft, path.parent, check_files=check_files)
+    return recipe_from(draft, path.parent, check_files=check_files)
+
+
+def recipe_from(draft: Draft, folder: Path, *, check_files: bool) -> Recipe:
+    """Complete and check a draft.
+
+    Args:
+        draft: Settings as they were written, those of the command line among them.
+        folder: Where its relative paths start.
+        check_files: Refuse paths that can only be local and are missing.
+
+    Raises:
+        ConfigError: Anything is wrong; all problems are in the one error.
+    """
+    _resolve_paths(draft, folder, check_files=check_files)
     recipe = _check(draft)
     if recipe is None or draft.problems:
         raise joint_error(draft.problems)

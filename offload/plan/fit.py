@@ -275,7 +275,8 @@ def _nearest_fit(needs: Needs) -> str:
 def _changes(request: "PlanRequest") -> Iterator[tuple[str, "PlanRequest"]]:
     """Yield requests by how far they are from this one, each with the settings that make it.
 
-    First come those that leave the training as it is, then rounded weights, then shorter sequences.
+    First come those that leave the training as it is, on disk after those in RAM, which are faster;
+    then rounded weights, then shorter sequences.
     """
     exact = [("", request), *_coded(request, PACKED)]
     for words, coded in exact:
@@ -283,13 +284,17 @@ def _changes(request: "PlanRequest") -> Iterator[tuple[str, "PlanRequest"]]:
     for num_ranks in range(request.num_ranks - 1, 0, -1):
         yield f"`--num_processes {num_ranks}`", replace(request, num_ranks=num_ranks)
     yield from _all_cut(exact)
+    stored = _on_disk(exact)
+    for words, placed in stored:
+        yield from _either_stash(words, placed)
+    yield from _all_cut(stored)
     rounded = _coded(request, ROUNDED)
     for words, coded in rounded:
         yield from _either_stash(words, coded)
     yield from _all_cut(rounded)
     seq_len = request.largest.seq_len // 2
     while seq_len >= MIN_HINTED_SEQ_LEN:
-        for words, coded in (*exact, *rounded):
+        for words, coded in (*exact, *stored, *rounded, *_on_disk(rounded)):
             shorter = replace(coded, largest=replace(coded.largest, seq_len=seq_len), traced=None)
             yield from _either_stash(_joined(words, f"`train.seq_len: {seq_len}`"), shorter)
         seq_len //= 2
@@ -306,6 +311,17 @@ def _coded(request: "PlanRequest", codec: CodecName) -> list[tuple[str, "PlanReq
     if codec in ROUNDING:
         words += f" (rounds each weight, by {ROUNDING[codec]:.1%} of their size)"
     return [(words, with_codec(request, codec))]
+
+
+def _on_disk(
+    requests: Iterable[tuple[str, "PlanRequest"]],
+) -> list[tuple[str, "PlanRequest"]]:
+    """Return the requests with their layers in a file, where they are not and could be."""
+    return [
+        (_joined(words, "`offload.tier: disk`"), replace(request, is_on_disk=True))
+        for words, request in requests
+        if request.may_be_on_disk and not request.is_on_disk
+    ]
 
 
 def _all_cut(

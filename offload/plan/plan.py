@@ -52,6 +52,7 @@ class PlanRequest:
         is_slab_shared: Whether they share one slab; otherwise each has one.
         traced: What a trace of `largest` found that it takes; None counts it by formulas.
         is_masked: Whether the model is told which tokens are padding, and writes masks out.
+        may_be_on_disk: Whether the layers could wait in a file, which random ones cannot.
     """
 
     typical: Workload
@@ -67,6 +68,7 @@ class PlanRequest:
     is_slab_shared: bool
     traced: TracedBytes | None = None
     is_masked: bool = False
+    may_be_on_disk: bool = False
 
     @property
     def num_slabs(self) -> int:

@@ -98,6 +98,15 @@ class Candidate:
         request = self.request
         return request.typical.num_tokens * request.num_micro_batches / self.least_s
 
+    def laid_out(self) -> Plan:
+        """Return its plan."""
+        return laid_out(
+            self.needs,
+            self.costs,
+            num_slots=self.num_slots,
+            num_kept_graphs=self.num_kept_graphs,
+        )
+
     def simulated(self) -> "Candidate":
         """Return it with its predicted step."""
         if self.step_s is not None:
@@ -163,23 +172,43 @@ def search(
     Raises:
         DoesNotFitError: None of them fits; what is short for the nearest, by how much, what fits.
     """
-    weighed = [_weighed(facts, machine, request) for request in requests]
-    candidates = _comparable(weighed)
-    best = fastest(candidates)
-    if best is None:
-        raise refusal(_nearest(candidates).needs)
+    candidates, best = _weighed_all(facts, machine, requests)
     chosen = candidates[best]
     return Choice(
-        plan=laid_out(
-            chosen.needs,
-            chosen.costs,
-            num_slots=chosen.num_slots,
-            num_kept_graphs=chosen.num_kept_graphs,
-        ),
+        plan=chosen.laid_out(),
         chosen=chosen,
         rejected=_rejected(candidates, best),
         what_ifs=tuple(_what_ifs(candidates, chosen, rounding)),
     )
+
+
+def chosen_plan(facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]) -> Plan:
+    """Return the plan that `search` chooses, without what it turned down.
+
+    Raises:
+        DoesNotFitError: None of the requests fits.
+    """
+    candidates, best = _weighed_all(facts, machine, requests)
+    return candidates[best].laid_out()
+
+
+def nearest_request(
+    facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]
+) -> PlanRequest:
+    """Return the request that is short of the fewest bytes, which the refusal is about."""
+    candidates = _comparable([_weighed(facts, machine, request) for request in requests])
+    return _nearest(candidates).request
+
+
+def _weighed_all(
+    facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]
+) -> tuple[list[Candidate], int]:
+    """Weigh all requests that compare, and find the fastest of them that fits."""
+    candidates = _comparable([_weighed(facts, machine, request) for request in requests])
+    best = fastest(candidates)
+    if best is None:
+        raise refusal(_nearest(candidates).needs)
+    return candidates, best
 
 
 def _weighed(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Candidate:

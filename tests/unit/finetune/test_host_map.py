@@ -4,6 +4,7 @@ from rich.console import Console
 
 from finetune import planning
 from finetune.host_map import host_map
+from finetune.subject import model_subject
 from offload.plan.machine import GIB, Machine, Node, Rate, named_machine
 from offload.plan.plan import Plan, plan
 
@@ -18,9 +19,8 @@ def drawn(machine: Machine, made: Plan | None = None, *, width: int = 100) -> li
 
 
 def planned(*overrides: str) -> Plan:
-    recipe = planning.recipe_for_shape("qwen3-1.7b", ["train.tokens_per_step=4096", *overrides])
-    facts = planning.facts_of(recipe.model)
-    return plan(facts, CARD, planning.full_request(recipe, facts, num_ranks=1))
+    asked = model_subject("qwen3-1.7b", ["train.tokens_per_step=4096", *overrides])
+    return plan(asked.facts, CARD, planning.full_request(asked.recipe, asked.facts, num_ranks=1))
 
 
 def test_each_memory_and_link_is_drawn_with_its_rate_and_where_that_is_from() -> None:

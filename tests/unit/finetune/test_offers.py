@@ -4,6 +4,7 @@ import pytest
 
 from finetune import app, offers, planning
 from finetune.errors import ConfigError
+from finetune.subject import model_subject
 from offload.errors import DoesNotFitError
 from offload.plan.machine import CARD_NAMES, GIB, named_machine
 from offload.plan.plan import plan
@@ -62,10 +63,13 @@ def test_what_does_not_fit_names_the_memory_and_what_it_needs(capsys) -> None:
     assert rows[0] == list(offers.MACHINE_COLUMNS)
     assert set(rows[1]) == {"---"}
     cells = {row[1]: dict(zip(rows[0], row, strict=True)) for row in rows[2:]}
-    assert cells["native"]["fits"] == "no: RAM"
-    assert cells["native"]["tokens/s"] == ""
-    assert float(cells["native"]["RAM"].removesuffix(" GiB")) > 8
+    assert cells["bf16_packed"]["fits"] == "no: RAM"
+    assert cells["bf16_packed"]["tok/s"] == ""
+    assert float(cells["bf16_packed"]["RAM"]) > 8
+    assert cells["native, disk"]["fits"] == "yes"
+    assert float(cells["native, disk"]["RAM"]) < 8
     assert cells["nf4"]["fits"] == "yes"
+    assert "nf4, disk" not in cells
 
 
 def test_memory_and_link_beside_named_cards_can_be_given(capsys) -> None:
@@ -115,14 +119,13 @@ def in_12_gib() -> list[offers.Offer]:
     return offers.offers_within([SMALL, "qwen3-14b", "qwen3-30b-a3b"], machine)
 
 
-def test_what_fits_is_planned_with_layer_inputs_in_ram_only_where_they_have_to_be(
+def test_what_fits_is_within_the_memory_and_what_does_not_is_short_of_one(
     in_12_gib: list[offers.Offer],
 ) -> None:
-    found = {(offer.model, offer.codec): offer for offer in in_12_gib}
-    assert found[SMALL, "native"].stash == "device"
-    assert found["qwen3-14b", "nf4"].stash == "host"
-    assert found["qwen3-30b-a3b", "native"].short == ("RAM",)
-    assert found["qwen3-30b-a3b", "nf4"].short == ()
+    found = {(offer.model, offer.codec, offer.tier): offer for offer in in_12_gib}
+    assert found["qwen3-14b", "nf4", "ram"].stash == "host"
+    assert found["qwen3-30b-a3b", "bf16_packed", "ram"].short == ()
+    assert found["qwen3-30b-a3b", "nf4", "ram"].short == ()
     for offer in in_12_gib:
         assert (offer.tokens_per_s is None) == bool(offer.short)
         if not offer.short:
@@ -136,9 +139,9 @@ def test_the_longest_sequence_fits_and_twice_of_it_does_not(in_12_gib: list[offe
     words = ["offload.codec=nf4", "offload.stash=host"]
     machine = named_machine("rtx3060", ram_bytes=48 * GIB)
     for seq_len, is_fitting in ((offer.longest_seq_len, True), (2 * offer.longest_seq_len, False)):
-        recipe = planning.recipe_for_shape("qwen3-14b", [*words, f"train.seq_len={seq_len}"])
-        facts = planning.facts_of(recipe.model)
-        request = planning.full_request(recipe, facts, num_ranks=1)
+        asked = model_subject("qwen3-14b", [*words, f"train.seq_len={seq_len}"])
+        facts = asked.facts
+        request = planning.full_request(asked.recipe, facts, num_ranks=1)
         if is_fitting:
             assert plan(facts, machine, request).num_slots >= 2
         else:

@@ -7,7 +7,8 @@ from rich.console import Console
 from finetune.errors import ConfigError
 from finetune.figures import shown_time
 from finetune.plan_report import machine_table, plan_json, plan_tables
-from finetune.planning import facts_of, full_request, recipe_for_shape
+from finetune.planning import facts_of, full_request
+from finetune.subject import model_subject
 from finetune.session import too_large
 from offload.plan.machine import named_machine
 from offload.plan.plan import plan
@@ -25,7 +26,7 @@ def test_a_machine_is_shown_with_how_it_multiplies_experts_and_why() -> None:
 
 
 def test_layers_that_keep_their_graph_are_shown_with_what_they_save() -> None:
-    recipe = recipe_for_shape("tiny-qwen3", ["offload.kept_graphs=2", "train.seq_len=64"])
+    recipe = model_subject("tiny-qwen3", ["offload.kept_graphs=2", "train.seq_len=64"]).recipe
     facts = facts_of(recipe.model)
     made = plan(facts, named_machine("rtx3060"), full_request(recipe, facts, num_ranks=1))
     console = Console(width=140)
@@ -40,7 +41,7 @@ def test_layers_that_keep_their_graph_are_shown_with_what_they_save() -> None:
 
 
 def test_more_graphs_than_layers_are_refused_with_the_setting_for_all() -> None:
-    recipe = recipe_for_shape("tiny-qwen3", ["offload.kept_graphs=99"])
+    recipe = model_subject("tiny-qwen3", ["offload.kept_graphs=99"]).recipe
     with pytest.raises(
         ConfigError, match=r"kept_graphs: 99 .*\n\nhint: `offload.kept_graphs: all`"
     ):
@@ -48,7 +49,7 @@ def test_more_graphs_than_layers_are_refused_with_the_setting_for_all() -> None:
 
 
 def test_a_step_too_large_with_kept_graphs_names_them_first() -> None:
-    recipe = recipe_for_shape("tiny-qwen3", ["offload.kept_graphs=2", "train.seq_len=64"])
+    recipe = model_subject("tiny-qwen3", ["offload.kept_graphs=2", "train.seq_len=64"]).recipe
     facts = facts_of(recipe.model)
     made = plan(facts, named_machine("rtx3060"), full_request(recipe, facts, num_ranks=1))
     error = too_large(made, torch.OutOfMemoryError("CUDA out of memory"))
