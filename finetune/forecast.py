@@ -15,7 +15,7 @@ from finetune.errors import ConfigError
 from finetune.figures import shown_gib
 from finetune.host_map import host_map
 from finetune.subject import Subject, subject_of
-from offload.plan.machine import GIB, Machine
+from offload.plan.machine import FP32_FRAC, GEMM_FRAC, GIB, GIVEN, Dtype, Machine
 from offload.plan.whatif import NUM_CARDS, what_if
 
 Form = Literal["table", "json", "markdown"]
@@ -56,11 +56,12 @@ class Beside:
     ram_gib: float | None
     link_gb_per_s: float | None
 
-    def machine(self, name: str) -> Machine:
+    def machine(self, name: str, *, dtype: Dtype) -> Machine:
         """Return a named card with this beside it, or the machine of a file."""
         link = self.link_gb_per_s
         return planning.find_machine(
             name,
+            dtype=dtype,
             ram_bytes=None if self.ram_gib is None else int(self.ram_gib * GIB),
             link_bytes_per_s=None if link is None else link * 1e9,
         )
@@ -105,16 +106,18 @@ def planned(
             hint=f"leave out `{flag}`, or `--machines`",
         )
     subject = subject_of(model, overrides)
+    dtype = subject.recipe.model.dtype
     if machines is not None:
-        cards = [beside.machine(name) for name in offers.machine_names(machines)]
+        names = offers.machine_names(machines, dtype=dtype)
+        cards = [beside.machine(name, dtype=dtype) for name in names]
         return _by_machine(subject, cards, form=form)
-    here = _one_machine(machine, beside, dtype=subject.recipe.model.dtype)
+    here = _one_machine(machine, beside, dtype=dtype)
     return _one_plan(subject, here, wants_ways=wants_ways, form=form)
 
 
-def _one_machine(name: str | None, beside: Beside, *, dtype: str) -> Machine:
+def _one_machine(name: str | None, beside: Beside, *, dtype: Dtype) -> Machine:
     if name is not None:
-        return beside.machine(name)
+        return beside.machine(name, dtype=dtype)
     for flag, value in (("--ram", beside.ram_gib), ("--link", beside.link_gb_per_s)):
         if value is not None:
             raise ConfigError(
@@ -130,17 +133,18 @@ def _one_plan(
     subject: Subject, machine: Machine, *, wants_ways: bool, form: Form
 ) -> RenderableType:
     recipe, facts = subject.recipe, subject.facts
+    notes = [*subject.notes, *machine_notes(machine, dtype=recipe.model.dtype)]
     here = planning.as_told(recipe.model, facts, machine)
     choice = choices.choose(facts, here, choices.full_requests(recipe, facts, num_ranks=1))
     made = choice.plan
     ways = what_if(made, num_cards=NUM_CARDS) if wants_ways else None
     if form == "json":
         figures = plan_report.plan_json(made) | choice_report.choice_json(choice)
-        figures |= {"notes": list(subject.notes)}
+        figures |= {"notes": notes}
         return _json(figures | (whatif_report.what_if_json(ways) if ways else {}))
     choice_tables = choice_report.choice_tables(choice)
     shown = [
-        *map(Text, subject.notes),
+        *map(Text, notes),
         plan_report.plan_tables(made),
         choice_tables,
         host_map(here, made),
@@ -157,7 +161,10 @@ def _by_machine(subject: Subject, machines: Sequence[Machine], *, form: Form) ->
         f" {first.seq_len:,}; {offers.UNITS}"
     )
     rows = offers.machine_rows(found)
-    return _shown(title, offers.MACHINE_COLUMNS, rows, found, form, notes=subject.notes)
+    dtype = subject.recipe.model.dtype
+    told = (note for machine in machines for note in machine_notes(machine, dtype=dtype))
+    notes = (*subject.notes, *told)
+    return _shown(title, offers.MACHINE_COLUMNS, rows, found, form, notes=notes)
 
 
 @_uncollected()
@@ -173,7 +180,7 @@ def models_that_fit(
 
     Args:
         model: A shipped shape or a config.json; None takes all shipped shapes.
-        machine: The card whose rates count; None takes the slowest that has so much memory.
+        machine: The card whose rates count; None takes the slowest for a desk with so much memory.
         vram_gib: Device memory that may be used; None takes all of the machine's.
         beside: Host memory and link.
         form: How it is written.
@@ -182,8 +189,14 @@ def models_that_fit(
         ConfigError: No budget, or one that the machine has not.
         DoesNotFitError: Nothing fits.
     """
-    card = beside.machine(machine or offers.slowest_card(vram_gib))
+    card = beside.machine(machine or offers.slowest_card(vram_gib), dtype="bfloat16")
     here = offers.budgeted(card, vram_gib=vram_gib)
+    notes = machine_notes(card, dtype="bfloat16")
+    if machine is None:
+        notes.append(
+            f"the rates are those of {card.name}, the slowest known card for a desk with"
+            f" {shown_gib(card.vram_bytes)}; `--machine NAME` takes another's"
+        )
     found = offers.fitting(offers.offers_within(offers.trained_models(model), here), here)
     title = (
         f"LoRA in {shown_gib(here.vram_bytes)} of VRAM and {shown_gib(here.ram_bytes)} of RAM, at"
@@ -191,7 +204,26 @@ def models_that_fit(
         f" {found[0].tokens_per_step:,} tokens per step in sequences of {found[0].seq_len:,};"
         f" {offers.UNITS}"
     )
-    return _shown(title, offers.FIT_COLUMNS, offers.fit_rows(found), found, form)
+    rows = offers.fit_rows(found)
+    return _shown(title, offers.FIT_COLUMNS, rows, found, form, notes=notes)
+
+
+def machine_notes(machine: Machine, *, dtype: Dtype) -> list[str]:
+    """Return what is assumed of a card of four numbers, and whether rates are of another dtype."""
+    notes = []
+    if machine.gemm_flops_per_s.source.startswith(GIVEN):
+        disk = machine.disk_bytes_per_s
+        assert disk is not None
+        notes.append(
+            f"{machine.name} is a card of four numbers, with {shown_gib(machine.ram_bytes)} of RAM"
+            f" (--ram). Assumed are fp32 at {FP32_FRAC:g} of its 16-bit rate, {GEMM_FRAC:.0%} of"
+            f" each rate in large kernels, and {disk.value / 1e9:g} GB/s from disk"
+        )
+    if machine.dtype != dtype:
+        notes.append(
+            f"{machine.name} was measured in {machine.dtype}, and this computes in {dtype}"
+        )
+    return notes
 
 
 def probed(dtype: str) -> Machine:

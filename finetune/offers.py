@@ -15,8 +15,9 @@ from finetune.recipe_rules import broken_rules
 from finetune.shapes import shipped_shapes
 from finetune.subject import Subject, model_subject
 from offload.errors import DoesNotFitError
+from offload.plan.cards import CARDS
 from offload.plan.codec import CodecName
-from offload.plan.machine import CARD_NAMES, GIB, Machine, named_machine
+from offload.plan.machine import CARD_NAMES, GIB, Dtype, Machine
 from offload.plan.option import plan_anyway
 
 Codec = Literal["auto"] | CodecName
@@ -191,9 +192,11 @@ def _offer(subject: Subject, machine: Machine, recipe: Recipe) -> Offer:
 # Machines
 
 
-def machine_names(names: str) -> list[str]:
-    """Return the names of a list with commas, or those of all known cards for `all`."""
-    return list(CARD_NAMES) if names == "all" else [name.strip() for name in names.split(",")]
+def machine_names(names: str, *, dtype: Dtype) -> list[str]:
+    """Return the names of a list with commas; for `all`, of all known cards with that dtype."""
+    if names != "all":
+        return [name.strip() for name in names.split(",")]
+    return [name for name in CARD_NAMES if dtype == "float32" or CARDS[name].has_bf16]
 
 
 def budgeted(machine: Machine, *, vram_gib: float | None) -> Machine:
@@ -214,10 +217,12 @@ def budgeted(machine: Machine, *, vram_gib: float | None) -> Machine:
 
 
 def slowest_card(vram_gib: float | None) -> str:
-    """Return the known card that has so much memory and hardly more: of those, the slowest.
+    """Return the known card for a desk that has so much memory and hardly more: the slowest.
+
+    A server's card is taken only by name: its rates are several times those of the others.
 
     Raises:
-        ConfigError: No budget is given, or no card has so much.
+        ConfigError: No budget is given, or no such card has so much.
     """
     if vram_gib is None:
         raise ConfigError(
@@ -225,16 +230,23 @@ def slowest_card(vram_gib: float | None) -> str:
             limit="what fits depends on the memory of the card",
             hint="`sluice fit --vram 12 --ram 64`, or `--machine rtx3060`",
         )
-    cards = [named_machine(name) for name in CARD_NAMES]
-    large = [card for card in cards if card.vram_bytes >= vram_gib * GIB]
-    if not large:
-        most = max(cards, key=lambda card: card.vram_bytes)
-        raise ConfigError(
-            f"--vram {vram_gib:g} is more than any known card has",
-            limit=f"{most.name} has {shown_gib(most.vram_bytes)}",
-            hint=f"`--vram {most.vram_bytes / GIB:g}`, or `--machine FILE`",
-        )
-    return min(large, key=lambda card: (card.vram_bytes, card.gemm_flops_per_s.value)).name
+    desk = [name for name in CARD_NAMES if CARDS[name].line != "server"]
+    large = [name for name in desk if CARDS[name].memory_gib >= vram_gib]
+    if large:
+        return min(large, key=lambda name: (CARDS[name].memory_gib, CARDS[name].half_tflops))
+    most = max(desk, key=lambda name: CARDS[name].memory_gib)
+    servers = [name for name in CARD_NAMES if CARDS[name].memory_gib >= vram_gib]
+    limit = f"{most} has {CARDS[most].memory_gib:g} GiB"
+    if not servers:
+        most = max(CARD_NAMES, key=lambda name: CARDS[name].memory_gib)
+        limit = f"{most} has {CARDS[most].memory_gib:g} GiB"
+    raise ConfigError(
+        f"--vram {vram_gib:g} is more than any known card{' for a desk' if servers else ''} has",
+        limit=limit,
+        hint=f"`--machine {servers[0]}` takes a server's rates"
+        if servers
+        else f"`--vram {CARDS[most].memory_gib:g}`, or `--machine FILE`",
+    )
 
 
 # ---------------------------------------------------------------------------------------------

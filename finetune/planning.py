@@ -12,7 +12,14 @@ from finetune.recipe_sections import AdapterSection, ModelSection
 from offload.errors import MachineError
 from offload.plan.costs import Workload
 from offload.plan.facts import AdapterSpec, ModelFacts, is_known, linear_names, model_facts
-from offload.plan.machine import Implementation, Machine, named_machine
+from offload.plan.machine import (
+    Dtype,
+    Implementation,
+    Machine,
+    described_machine,
+    is_described,
+    named_machine,
+)
 from offload.plan.plan import HEAD_CHUNK_TOKENS, PlanRequest
 
 if TYPE_CHECKING:
@@ -37,41 +44,52 @@ def facts_of(model: ModelSection) -> ModelFacts:
 
 
 def find_machine(
-    name_or_file: str, *, ram_bytes: int | None = None, link_bytes_per_s: float | None = None
+    name_or_file: str,
+    *,
+    dtype: Dtype,
+    ram_bytes: int | None = None,
+    link_bytes_per_s: float | None = None,
 ) -> Machine:
-    """Return a named card, or the machine that `sluice probe --save FILE` wrote.
+    """Return a named card, a card of four numbers, or what `sluice probe --save FILE` wrote.
 
     Args:
         name_or_file: A card's name, or a path.
-        ram_bytes: Host memory of a named card, where it is not what is assumed.
+        dtype: What layers compute in; a file holds the rates that were measured.
+        ram_bytes: Host memory, where it is not what is assumed.
         link_bytes_per_s: The link of a named card, where it is not what is assumed.
 
     Raises:
-        MachineError: Neither exists, or a file's memory or link is to be another.
+        MachineError: Neither exists, a file's memory or link is to be another, or the card does not
+            compute in this dtype.
     """
     file = Path(name_or_file)
     if file.is_file():
-        if ram_bytes is not None or link_bytes_per_s is not None:
-            raise MachineError(
-                f"--ram or --link with the machine file {file}",
-                limit="they vary a named card; a file holds what was measured",
-                hint="edit ram_bytes or h2d_bytes_per_s in a copy of the file",
-            )
-        return _read_machine(file)
+        return _machine_in(
+            file, dtype=dtype, ram_bytes=ram_bytes, link_bytes_per_s=link_bytes_per_s
+        )
     if file.suffix == ".json":
         raise MachineError(
             f"there is no machine file {file}",
             limit="`--machine` takes a named card or a file",
             hint=f"`sluice probe --save {file}` writes one for this machine",
         )
-    return named_machine(name_or_file, ram_bytes=ram_bytes, link_bytes_per_s=link_bytes_per_s)
+    return named_machine(
+        name_or_file, dtype=dtype, ram_bytes=ram_bytes, link_bytes_per_s=link_bytes_per_s
+    )
 
 
-def _read_machine(file: Path) -> Machine:
+def _machine_in(
+    file: Path, *, dtype: Dtype, ram_bytes: int | None, link_bytes_per_s: float | None
+) -> Machine:
+    """Read a card of four numbers, which may be varied, or a measured machine, which may not."""
     try:
         if file.stat().st_size > MAX_MACHINE_BYTES:
             raise ValueError(f"it has {file.stat().st_size:,} bytes")
-        return Machine.from_json(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        if is_described(text) and link_bytes_per_s is None:
+            return described_machine(file.stem, text, dtype=dtype, ram_bytes=ram_bytes)
+        if ram_bytes is None and link_bytes_per_s is None:
+            return Machine.from_json(text)
     except ValueError as error:
         raise MachineError(
             f"{file} is no text of a machine file: {error}",
@@ -80,6 +98,11 @@ def _read_machine(file: Path) -> Machine:
         ) from error
     except MachineError as error:
         raise MachineError(f"{file}: {error.what}", limit=error.limit, hint=error.hint) from error
+    raise MachineError(
+        f"--ram or --link with the machine file {file}",
+        limit="they vary a named card, and --ram one of four numbers; a file says the rest",
+        hint="edit ram_bytes or h2d_bytes_per_s in a copy of the file, or link_gb_per_s",
+    )
 
 
 def has_experts(facts: ModelFacts) -> bool:

@@ -196,7 +196,7 @@ def _machine(
             rate = disk_rate(stores_dir(), seconds=PROBE_DISK_S, file_bytes=RUN_FILE_BYTES)
             machine = replace(machine, disk_bytes_per_s=rate)
     else:
-        machine = find_machine(str(machine_file))
+        machine = find_machine(str(machine_file), dtype=dtype)
         preflight.require_same_machine(machine, device=device.type, dtype=dtype)
     settled = experts.settled(
         recipe, facts, machine, device, resumed=resumed, is_from_file=machine_file is not None

@@ -8,6 +8,7 @@ from reprlib import repr as shown
 from typing import Any, Literal, get_args
 
 from offload.errors import MachineError
+from offload.plan.cards import CARDS, Card, Pcie
 
 GIB = 2**30
 MEASURED = "measured"  # the source of what was, on this machine
@@ -16,6 +17,7 @@ MIN_RATE, MAX_RATE, MAX_BYTES = 1e-15, 1e30, 2**60
 
 # Ways to multiply experts' rows, as transformers calls them; `triton` is this project's own.
 ExpertsImplementation = Literal["eager", "grouped_mm", "triton"]
+Dtype = Literal["bfloat16", "float32"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,96 +229,42 @@ SERVER_RAM_BYTES = 256 * GIB
 HOST_MEMORY_BYTES_PER_S = 60e9
 TALL_COLUMNS = 16  # with which tall rates are measured
 NVME_BYTES_PER_S = 6e9
+FP32_FRAC = 0.25  # of the 16-bit rate, where nobody says: that of a workstation card
+GIVEN = "given"
 
-_PCIE4 = Rate(value=25e9, source="assumed: PCIe 4.0 x16")
-_PCIE4_X8 = Rate(value=12.5e9, source="assumed: PCIe 4.0 x8")
-_PCIE5 = Rate(value=56e9, source="assumed: PCIe 5.0 x16, as an RTX 5090 measures")
-_PCIE5_X8 = Rate(value=28e9, source="assumed: PCIe 5.0 x8")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Card:
-    """Datasheet figures: dense bf16 with fp32 accumulation, and fp32, in FLOP/s."""
-
-    vram_gib: float
-    bf16: float
-    fp32: float
-    memory: float
-    link: Rate
-    measured_gemm: float | None = None
-    measured_memory: float | None = None
-    measured_vector: float | None = None
-    ram_bytes: int = WORKSTATION_RAM_BYTES
-    has_grouped_gemm: bool = False
-
-
-_CARDS: Mapping[str, _Card] = {
-    "rtx3060": _Card(vram_gib=12, bf16=25.5e12, fp32=12.7e12, memory=360e9, link=_PCIE4),
-    "rtx3090": _Card(vram_gib=24, bf16=71e12, fp32=35.6e12, memory=936e9, link=_PCIE4),
-    "rtx4060ti": _Card(vram_gib=16, bf16=44.1e12, fp32=22.1e12, memory=288e9, link=_PCIE4_X8),
-    "rtx4070": _Card(vram_gib=12, bf16=58.3e12, fp32=29.1e12, memory=504e9, link=_PCIE4),
-    "rtx4080": _Card(vram_gib=16, bf16=97.5e12, fp32=48.7e12, memory=717e9, link=_PCIE4),
-    "rtx4090": _Card(vram_gib=24, bf16=165.2e12, fp32=82.6e12, memory=1008e9, link=_PCIE4),
-    "rtx5060ti": _Card(vram_gib=16, bf16=47.4e12, fp32=23.7e12, memory=448e9, link=_PCIE5_X8),
-    "rtx5070": _Card(vram_gib=12, bf16=61.7e12, fp32=30.9e12, memory=672e9, link=_PCIE5),
-    "rtx5080": _Card(vram_gib=16, bf16=112.6e12, fp32=56.3e12, memory=960e9, link=_PCIE5),
-    "rtx5090": _Card(
-        vram_gib=32,
-        bf16=209.5e12,
-        fp32=104.8e12,
-        memory=1792e9,
-        link=Rate(value=56e9, source="measured by others"),
-        measured_gemm=238e12,
-        measured_memory=1.4e12,
-    ),
-    "a100": _Card(
-        vram_gib=80,
-        bf16=312e12,
-        fp32=19.5e12,
-        memory=2039e9,
-        link=_PCIE4,
-        ram_bytes=SERVER_RAM_BYTES,
-    ),
-    "h100": _Card(
-        vram_gib=80,
-        bf16=989e12,
-        fp32=67e12,
-        memory=3350e9,
-        link=_PCIE5,
-        measured_gemm=800e12,
-        measured_memory=2.4e12,
-        measured_vector=25e12,
-        ram_bytes=SERVER_RAM_BYTES,
-        has_grouped_gemm=True,
-    ),
-    "h200": _Card(
-        vram_gib=140,
-        bf16=989e12,
-        fp32=67e12,
-        memory=4800e9,
-        link=_PCIE5,
-        ram_bytes=SERVER_RAM_BYTES,
-        has_grouped_gemm=True,
-    ),
+_LINKS: Mapping[Pcie, Rate] = {
+    (3, 16): Rate(value=12.5e9, source="assumed: PCIe 3.0 x16"),
+    (4, 8): Rate(value=12.5e9, source="assumed: PCIe 4.0 x8"),
+    (4, 16): Rate(value=25e9, source="assumed: PCIe 4.0 x16"),
+    (5, 8): Rate(value=28e9, source="assumed: PCIe 5.0 x8"),
+    (5, 16): Rate(value=56e9, source="assumed: PCIe 5.0 x16, as an RTX 5090 measures"),
 }
-CARD_NAMES = tuple(_CARDS)
+CARD_NAMES = tuple(CARDS)
+CARD_KEYS = ("memory_gib", "memory_gb_per_s", "half_tflops", "link_gb_per_s")
 
 
 def named_machine(
-    name: str, *, ram_bytes: int | None = None, link_bytes_per_s: float | None = None
+    name: str,
+    *,
+    dtype: Dtype = "bfloat16",
+    ram_bytes: int | None = None,
+    link_bytes_per_s: float | None = None,
 ) -> Machine:
     """Return a known card in a workstation or server; case, spaces and dashes do not matter.
 
     Args:
-        name: Such as rtx3060 or "RTX 5090".
+        name: Such as rtx3060, "RTX 5090" or "RTX 3060 8 GB".
+        dtype: What layers compute in.
         ram_bytes: Host memory, where it is not the assumed 64 GiB (server cards: 256).
         link_bytes_per_s: Host to device, where the slot is narrower than the card's link.
 
     Raises:
-        MachineError: No such card; the nearest names are given.
+        MachineError: No such card, and the nearest names are given; or it has no such dtype.
     """
-    plain = "".join(letter for letter in name.lower() if letter not in " -_")
-    key = next((known for known in (plain, f"rtx{plain}") if known in _CARDS), None)
+    known = {_plain(key): key for key in CARDS}
+    known |= {f"{_plain(key)}{card.memory_gib:g}gb": key for key, card in CARDS.items()}
+    plain = _plain(name)
+    key = known.get(plain) or known.get(f"rtx{plain}")
     if key is None:
         nearest = difflib.get_close_matches(plain, CARD_NAMES, n=3, cutoff=0.0)
         raise MachineError(
@@ -324,32 +272,125 @@ def named_machine(
             limit=f"known are {', '.join(CARD_NAMES)}",
             hint=f"nearest: `{'`, `'.join(nearest)}`; or measure yours: `sluice probe --save FILE`",
         )
-    host_bytes = _CARDS[key].ram_bytes if ram_bytes is None else ram_bytes
-    return _machine(key, _CARDS[key], host_bytes, link_bytes_per_s)
+    card = CARDS[key]
+    if dtype == "bfloat16" and not card.has_bf16:
+        raise MachineError(
+            f"{key} does not compute in bfloat16",
+            limit="cards before Ampere have 16-bit products of float16 only, which is not trained"
+            " in yet",
+            hint="`model.dtype: float32`, or a card such as rtx3060 or l4",
+        )
+    link = _LINKS[card.pcie]
+    if card.measured_link_gb_per_s is not None:
+        link = Rate(value=card.measured_link_gb_per_s * 1e9, source="measured by others")
+    is_server = card.line == "server"
+    return _machine(
+        key,
+        card,
+        dtype=dtype,
+        ram_bytes=ram_bytes or (SERVER_RAM_BYTES if is_server else WORKSTATION_RAM_BYTES),
+        link=link if link_bytes_per_s is None else Rate(value=link_bytes_per_s, source=GIVEN),
+        word="datasheet",
+    )
 
 
-def _machine(name: str, card: _Card, ram_bytes: int, link_bytes_per_s: float | None) -> Machine:
-    gemm = _published(card.measured_gemm, card.bf16, GEMM_FRAC)
-    vector = _published(card.measured_vector, card.fp32, GEMM_FRAC)
-    memory = _published(card.measured_memory, card.memory, MEMORY_FRAC)
-    link = card.link
-    if link_bytes_per_s is not None:
-        link = Rate(value=link_bytes_per_s, source="given")
+def described_machine(
+    name: str, text: str, *, dtype: Dtype = "bfloat16", ram_bytes: int | None = None
+) -> Machine:
+    """Return a card of four numbers, with all else assumed.
+
+    Args:
+        name: What it is called.
+        text: A JSON object of `CARD_KEYS`: GiB, GB/s, TFLOP/s of dense 16-bit products that are
+            accumulated in fp32, and GB/s from host to device.
+        dtype: What layers compute in.
+        ram_bytes: Host memory, where it is not the assumed 64 GiB.
+
+    Raises:
+        MachineError: Not these four numbers.
+    """
+    values = json.loads(text)
+    numbers = {key: values.get(key) for key in CARD_KEYS}
+    wrong = [*(key for key in values if key not in CARD_KEYS)] + [
+        key
+        for key, value in numbers.items()
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6
+    ]
+    if wrong:
+        raise MachineError(
+            f"the card file of {name} has {wrong[0]}: {json.dumps(values.get(wrong[0]))}",
+            limit=f"it holds four numbers above 0: {', '.join(CARD_KEYS)}",
+            hint='`{"memory_gib": 24, "memory_gb_per_s": 936, "half_tflops": 71,'
+            ' "link_gb_per_s": 25}` is an RTX 3090',
+        )
+    card = Card(
+        memory_gib=numbers["memory_gib"],
+        half_tflops=numbers["half_tflops"],
+        fp32_tflops=numbers["half_tflops"] * FP32_FRAC,
+        memory_gb_per_s=numbers["memory_gb_per_s"],
+        pcie=(4, 16),
+        line="workstation",
+        sheet=GIVEN,
+    )
+    return _machine(
+        name,
+        card,
+        dtype=dtype,
+        ram_bytes=ram_bytes or WORKSTATION_RAM_BYTES,
+        link=Rate(value=numbers["link_gb_per_s"] * 1e9, source=GIVEN),
+        word=GIVEN,
+    )
+
+
+def is_described(text: str) -> bool:
+    """Tell a card file of four numbers from what `probe --save` writes."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return (
+        isinstance(values, dict)
+        and not {"device", "gemm_flops_per_s"} & set(values)
+        and any(key in values for key in CARD_KEYS)
+    )
+
+
+def _plain(name: str) -> str:
+    """Return a card's name as it is compared: without spaces, dashes and its maker's words."""
+    text = "".join(letter for letter in name.lower() if letter not in " -_")
+    for word in ("nvidia", "geforce", "tesla"):
+        text = text.removeprefix(word)
+    for word in ("generation", "blackwell"):
+        text = text.removesuffix(word)
+    return text
+
+
+def _machine(
+    name: str, card: Card, *, dtype: Dtype, ram_bytes: int, link: Rate, word: str
+) -> Machine:
+    half = _published(card.measured_gemm_tflops, card.half_tflops, GEMM_FRAC, 1e12, word)
+    vector = _published(card.measured_fp32_tflops, card.fp32_tflops, GEMM_FRAC, 1e12, word)
+    if word == GIVEN:
+        vector = _share(half, FP32_FRAC, "16-bit rate")
+    memory = _published(card.measured_memory_gb_per_s, card.memory_gb_per_s, MEMORY_FRAC, 1e9, word)
+    gemm = half if dtype == "bfloat16" else vector
     return Machine(
         name=name,
         device="cuda",
-        dtype="bfloat16",
-        vram_bytes=int(card.vram_gib * GIB),
+        dtype=dtype,
+        vram_bytes=int(card.memory_gib * GIB),
         ram_bytes=ram_bytes,
         pinned_bytes=ram_bytes,
         context_bytes=CONTEXT_BYTES,
         has_grouped_gemm=card.has_grouped_gemm,
         experts_implementation=assumed_implementation(
             device="cuda", has_grouped_gemm=card.has_grouped_gemm
-        ),
+        )
+        if card.has_bf16
+        else Implementation(value="eager", source="assumed: the kernels need Ampere"),
         gemm_flops_per_s=gemm,
         expert_gemm_flops_per_s=_share(gemm, EXPERT_FRAC, "GEMM"),
-        tall_gemm_flops_per_s=_tall(gemm, memory, num_bytes=2),
+        tall_gemm_flops_per_s=_tall(gemm, memory, num_bytes=2 if dtype == "bfloat16" else 4),
         tall_fp32_flops_per_s=_tall(vector, memory, num_bytes=4),
         attention_flops_per_s=_share(gemm, ATTENTION_FRAC, "GEMM"),
         vector_flops_per_s=vector,
@@ -373,10 +414,12 @@ def assumed_implementation(*, device: str, has_grouped_gemm: bool) -> Implementa
     )
 
 
-def _published(measured: float | None, datasheet: float, frac: float) -> Rate:
+def _published(
+    measured: float | None, published: float, frac: float, unit: float, word: str
+) -> Rate:
     if measured is not None:
-        return Rate(value=measured, source="measured by others")
-    return Rate(value=datasheet * frac, source=f"datasheet x {frac}")
+        return Rate(value=measured * unit, source="measured by others")
+    return Rate(value=published * unit * frac, source=f"{word} x {frac}")
 
 
 def _tall(gemm: Rate, memory: Rate, *, num_bytes: int) -> Rate:

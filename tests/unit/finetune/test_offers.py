@@ -6,6 +6,7 @@ from finetune import app, offers, planning
 from finetune.errors import ConfigError
 from finetune.subject import model_subject
 from offload.errors import DoesNotFitError
+from offload.plan.cards import CARDS
 from offload.plan.machine import CARD_NAMES, GIB, named_machine
 from offload.plan.plan import plan
 
@@ -31,7 +32,8 @@ def printed(capsys, *argv: object):
 def test_all_machines_have_a_line_for_each_form_of_the_layers(capsys) -> None:
     found = printed(capsys, "plan", "tiny-qwen3", "--machines", "all", "train.seq_len=128")
     lines = [(line["machine"], line["codec"]) for line in found]
-    assert lines == [(card, codec) for card in CARD_NAMES for codec in ("native", "fp8", "nf4")]
+    cards = [card for card in CARD_NAMES if CARDS[card].has_bf16]
+    assert lines == [(card, codec) for card in cards for codec in ("native", "fp8", "nf4")]
 
 
 @pytest.mark.parametrize("codec", ["native", "nf4"])
@@ -185,9 +187,22 @@ def test_fit_takes_all_shipped_shapes_but_toys() -> None:
 
 
 @pytest.mark.parametrize(
-    ("vram_gib", "card"), [(8, "rtx3060"), (12, "rtx3060"), (16, "rtx4060ti"), (24, "rtx3090")]
+    ("vram_gib", "card"),
+    [
+        (8, "rtx3060-8gb"),
+        (10, "rtx3080"),
+        (12, "rtx3060"),
+        (16, "rtx4060ti"),
+        (20, "rtxa4500"),
+        (24, "rtx3090"),
+        (32, "rtx5090"),
+        (48, "rtxa6000"),
+        (96, "rtxpro6000"),
+    ],
 )
-def test_a_budget_is_priced_at_the_slowest_card_that_has_it(vram_gib: float, card: str) -> None:
+def test_a_budget_is_priced_at_the_slowest_card_for_a_desk_that_has_it(
+    vram_gib: float, card: str
+) -> None:
     assert offers.slowest_card(vram_gib) == card
 
 
@@ -202,6 +217,10 @@ def test_fit_without_a_budget_or_with_too_large_a_one_is_refused(capsys) -> None
     assert run("fit") == 1
     assert "neither --vram nor --machine is given; " in capsys.readouterr().err
     assert run("fit", "--vram", "1000") == 1
-    assert "--vram 1000 is more than any known card has; h200 has 140" in capsys.readouterr().err
+    assert "--vram 1000 is more than any known card has; b200 has 179" in capsys.readouterr().err
+    assert run("fit", "--vram", "120") == 1
+    err = capsys.readouterr().err
+    assert "--vram 120 is more than any known card for a desk has; rtxpro6000 has 96 GiB" in err
+    assert "hint: `--machine h200` takes a server's rates" in err
     with pytest.raises(ConfigError, match=r"--vram 24, but rtx3060 has 12\.00 GiB"):
         offers.budgeted(named_machine("rtx3060"), vram_gib=24)

@@ -8,8 +8,8 @@ from finetune.errors import ConfigError
 from finetune.figures import shown_time
 from finetune.plan_report import machine_table, plan_json, plan_tables
 from finetune.planning import facts_of, full_request
-from finetune.subject import model_subject
 from finetune.session import too_large
+from finetune.subject import model_subject
 from offload.plan.machine import named_machine
 from offload.plan.plan import plan
 

@@ -5,6 +5,7 @@ from typing import get_args
 import pytest
 
 from offload.errors import MachineError
+from offload.plan.cards import CARDS
 from offload.plan.machine import (
     CARD_NAMES,
     GIB,
@@ -13,14 +14,18 @@ from offload.plan.machine import (
     Machine,
     Node,
     Rate,
+    described_machine,
+    is_described,
     named_machine,
 )
 
 
 @pytest.mark.parametrize("name", CARD_NAMES)
 def test_every_card_survives_json_exactly(name: str) -> None:
-    machine = named_machine(name)
-    assert Machine.from_json(machine.to_json()) == machine
+    for dtype in ("float32", "bfloat16"):
+        if dtype == "float32" or CARDS[name].has_bf16:
+            machine = named_machine(name, dtype=dtype)
+            assert Machine.from_json(machine.to_json()) == machine
 
 
 @pytest.mark.parametrize("name", ["rtx5090", "RTX 5090", "rtx-5090", "Rtx_5090", "5090"])
@@ -33,6 +38,101 @@ def test_the_5090_has_the_rates_that_owners_measured() -> None:
     assert machine.gemm_flops_per_s == Rate(value=238e12, source="measured by others")
     assert machine.h2d_bytes_per_s.value == 56e9
     assert machine.h2d_duplex_bytes_per_s.value == pytest.approx(51e9)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("RTX 3060 8 GB", "rtx3060-8gb"),
+        ("RTX 3060 12GB", "rtx3060"),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", "rtx4070tisuper"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx6000ada"),
+        ("RTX PRO 6000 Blackwell", "rtxpro6000"),
+        ("a6000", "rtxa6000"),
+        ("Tesla V100 16GB", "v100"),
+    ],
+)
+def test_a_card_is_found_by_the_name_on_its_box(name: str, key: str) -> None:
+    assert named_machine(name, dtype="float32").name == key
+
+
+@pytest.mark.parametrize("name", CARD_NAMES)
+def test_a_card_s_16_bit_rate_is_dense_and_accumulates_in_fp32(name: str) -> None:
+    card = CARDS[name]
+    ratio = card.half_tflops / card.fp32_tflops
+    if card.line == "consumer":  # half of what tensor cores can do
+        assert ratio == pytest.approx(2, rel=0.02)
+    if card.line == "workstation":
+        assert ratio == pytest.approx(4, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "half", "memory", "link"),
+    [
+        ("rtx3070", 40.6, 448, 25),
+        ("rtx4060", 30.2, 272, 12.5),
+        ("rtx5070ti", 87.9, 896, 56),
+        ("rtxa6000", 154.8, 768, 25),
+        ("rtxpro5000", 294.8, 1344, 56),
+        ("l40s", 362, 864, 25),
+        ("b200", 2250, 8000, 56),
+    ],
+)
+def test_a_card_has_the_published_rates(name: str, half: float, memory: float, link: float) -> None:
+    machine = named_machine(name)
+    assert machine.gemm_flops_per_s.value == pytest.approx(0.8 * half * 1e12)
+    assert machine.memory_bytes_per_s.value == pytest.approx(0.8 * memory * 1e9)
+    assert machine.h2d_bytes_per_s.value == link * 1e9
+
+
+@pytest.mark.parametrize("name", ["t4", "v100", "v100-32gb"])
+def test_cards_before_ampere_are_refused_for_bfloat16(name: str) -> None:
+    with pytest.raises(MachineError, match=f"{name} does not compute in bfloat16") as refused:
+        named_machine(name)
+    assert "`model.dtype: float32`" in refused.value.hint
+    machine = named_machine(name, dtype="float32")
+    assert machine.gemm_flops_per_s == machine.vector_flops_per_s
+
+
+def test_a_card_in_float32_multiplies_at_its_fp32_rate() -> None:
+    machine = named_machine("rtx4090", dtype="float32")
+    assert machine.dtype == "float32"
+    assert machine.gemm_flops_per_s.value == pytest.approx(0.8 * 82.6e12)
+
+
+FOUR = '{"memory_gib": 24, "memory_gb_per_s": 936, "half_tflops": 71, "link_gb_per_s": 25}'
+
+
+def test_a_card_of_four_numbers_is_that_card_but_for_what_is_assumed() -> None:
+    assert is_described(FOUR)
+    assert not is_described(named_machine("rtx3090").to_json())
+    found, known = described_machine("mine", FOUR), named_machine("rtx3090")
+    for name in ("vram_bytes", "ram_bytes"):
+        assert getattr(found, name) == getattr(known, name)
+    for name in ("gemm_flops_per_s", "memory_bytes_per_s", "h2d_bytes_per_s"):
+        assert getattr(found, name).value == getattr(known, name).value
+    assert found.gemm_flops_per_s.source == "given x 0.8"
+    assert found.h2d_bytes_per_s.source == "given"
+    assert found.vector_flops_per_s.source == "assumed: 0.25 x 16-bit rate"
+    assert Machine.from_json(found.to_json()) == found
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"half_tflops": None}, "half_tflops: null"),
+        ({"memory_gib": -24}, "memory_gib: -24"),
+        ({"link_gb_per_s": True}, "link_gb_per_s: true"),
+        ({"memory_gb_per_s": 1e300}, "memory_gb_per_s: 1e+300"),
+        ({"colour": "red"}, 'colour: "red"'),
+    ],
+)
+def test_a_card_of_other_numbers_is_refused(changes: dict[str, object], what: str) -> None:
+    text = json.dumps(json.loads(FOUR) | changes)
+    with pytest.raises(MachineError, match="the card file of mine has") as refused:
+        described_machine("mine", text)
+    assert what in refused.value.what
+    assert "memory_gib, memory_gb_per_s, half_tflops, link_gb_per_s" in refused.value.limit
 
 
 def test_a_rate_from_a_datasheet_says_so() -> None:
