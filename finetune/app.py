@@ -333,16 +333,12 @@ def recipes_copy(
     name: Annotated[str, typer.Argument(help="A shipped name.")],
     to: Annotated[Path, typer.Argument(help="The file to write.")],
 ) -> None:
-    """Copy a shipped recipe, to be edited."""
+    """Copy a shipped recipe, and the files that it names, to be edited."""
     with _explained(name):
-        from finetune.recipe import shipped_recipe
+        from finetune.recipe_copy import copy_recipe
 
-        if to.exists():
-            raise ConfigError(
-                f"{to} exists", limit="a file is not overwritten", hint="name another file"
-            )
-        to.write_text(shipped_recipe(name).read_text())
-        _print(f"{to}")
+        for written in copy_recipe(name, to):
+            _print(f"{written}")
 
 
 @recipes_app.command("schema")

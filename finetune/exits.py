@@ -22,10 +22,10 @@ def explained(where: str) -> Iterator[None]:
         raise typer.Exit(EXIT_USER) from None  # the rank that failed shows why
     except SluiceError as error:
         joint = "\n" if "\n" in error.what else "; "
-        what, hint = f"{error.what}{joint}{error.limit}", error.hint
-        is_about_recipe = isinstance(error, ConfigError)
-        suffix = "" if is_about_recipe or where in what else f" ({where})"
-        print(f"error{rank_label()}: {what}{suffix}\n\nhint: {hint}", file=sys.stderr)
+        is_named = isinstance(error, ConfigError) or where in f"{error.what} {error.limit}"
+        limit, newline, details = error.limit.partition("\n")
+        what = f"{error.what}{joint}{limit}{'' if is_named else f' ({where})'}{newline}{details}"
+        print(f"error{rank_label()}: {what}\n\nhint: {error.hint}", file=sys.stderr)
         code = EXIT_DOES_NOT_FIT if isinstance(error, DoesNotFitError) else EXIT_USER
         raise typer.Exit(code) from None
     except BrokenPipeError:

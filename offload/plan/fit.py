@@ -13,7 +13,13 @@ from offload.plan.codec import EXACT_CODECS, ROUNDING, CodecName
 from offload.plan.facts import ModelFacts
 from offload.plan.machine import GIB, Machine
 from offload.plan.memory import (
+    FEWER_SLOTS,
+    INPUTS_IN_RAM,
+    MICRO_BATCH,
+    ON_DISK,
     OTHER_RANKS,
+    ROUNDED_LAYERS,
+    SHRINKS,
     STAGING,
     STASH,
     DeviceNeeds,
@@ -30,6 +36,8 @@ if TYPE_CHECKING:
     from offload.plan.plan import PlanRequest
 
 MIN_HINTED_SEQ_LEN = 128
+NUM_NAMED_TERMS, NAMED_FRAC = 3, 0.05  # of a memory that is too small
+DEVICE, RAM = "of device memory", "of RAM"
 GRAPH_RESERVE_FRAC = 0.1  # what autograd saves is within this of the formula, over what is tested
 PACKED: CodecName = "bf16_packed"
 ROUNDED: CodecName = "nf4"
@@ -139,7 +147,7 @@ class Needs:
         if self.request.num_kept_graphs is None:
             device_bytes += int(GRAPH_RESERVE_FRAC * self.on_device.graph_bytes[num_kept_graphs])
         on_device = Shortage(
-            what="of device memory" if is_cuda else "of memory for computing",
+            what=DEVICE if is_cuda else "of memory for computing",
             needed_bytes=device_bytes,
             limit_bytes=min(machine.vram_bytes, budget_bytes or machine.vram_bytes),
             limit="may be used",
@@ -162,7 +170,7 @@ class Needs:
                 limit="may be page-locked",
             ),
             Shortage(
-                what="of RAM",
+                what=RAM,
                 needed_bytes=total_bytes(host) + computing_bytes,
                 limit_bytes=self.machine.ram_bytes,
                 limit="of RAM is there",
@@ -247,9 +255,41 @@ def refusal(needs: Needs) -> DoesNotFitError:
         f"with {num_slots} slots of {needs.facts.num_layers} layers{kept} the plan needs {short},"
         f" {' and '.join(_gib(s.short_bytes) for s in shortages)} too much",
         limit=" and ".join(f"{_gib(s.limit_bytes)} {s.limit}" for s in shortages)
-        + f" on {machine.name}",
+        + f" on {machine.name}"
+        + "".join(_largest_terms(needs, shortage) for shortage in shortages),
         hint=_nearest_fit(needs),
     )
+
+
+def _largest_terms(needs: Needs, shortage: Shortage) -> str:
+    """List what takes most of a memory that is too small, and what makes it less."""
+    num_slots, num_graphs = needs.fewest_slots, needs.fewest_graphs
+    device, host = needs.device(num_slots, num_graphs), needs.host(num_slots, num_graphs)
+    is_cuda = needs.machine.device == "cuda"
+    terms = {DEVICE: device, RAM: host if is_cuda else (*host, *device)}.get(shortage.what, ())
+    largest = sorted(terms, key=lambda term: -term.num_bytes)[:NUM_NAMED_TERMS]
+    named = [term for term in largest if term.num_bytes >= NAMED_FRAC * shortage.needed_bytes]
+    if not named:
+        return ""
+    words = {term.name: ", ".join(_effective(term, needs.request)) for term in named}
+    return f"\n  Most {shortage.what} is for:" + "".join(
+        f"\n  {_gib(term.num_bytes):>11}  {term.name}"
+        + (f"; less with {words[term.name]}" if words[term.name] else "")
+        for term in named
+    )
+
+
+def _effective(term: MemoryTerm, request: "PlanRequest") -> list[str]:
+    """Return what makes a term smaller and is not yet as the setting says."""
+    largest = request.largest
+    has_no_effect = {
+        MICRO_BATCH: largest.micro_batch_size == 1,
+        FEWER_SLOTS: request.num_slots in (None, MIN_SLOTS),
+        ROUNDED_LAYERS: largest.codec not in EXACT_CODECS,
+        ON_DISK: not request.may_be_on_disk,
+        INPUTS_IN_RAM: request.is_stashed,
+    }
+    return [words for words in SHRINKS.get(term.name, ()) if not has_no_effect.get(words)]
 
 
 def _nearest_fit(needs: Needs) -> str:

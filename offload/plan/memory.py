@@ -7,7 +7,7 @@ again, beside none of them; the optimizer.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from offload.plan.attention_kinds import SoftmaxAttention
@@ -38,6 +38,7 @@ DATA_WORKERS = "data workers"
 PAGED_STATES = "paged optimizer states"
 CONTEXT, FRAGMENTATION, OTHER_RANKS = "context", "fragmentation", "other ranks"
 SLOTS, CUBLAS, KEPT_GRAPHS = "slots", "cuBLAS workspaces", "kept graphs"
+SCORES = "one visit: attention scores"
 # What a trace finds in place of formulas.
 VISIT, HEAD_CHUNK, RECORDED = "one visit", "head chunk", "recorded arguments"
 
@@ -52,6 +53,36 @@ WORKER_BYTES = 256 * MIB
 # Gradients go to the other ranks in pieces of this size.
 GRADIENT_BUCKET_BYTES = 64 * MIB
 CUDA_PROCESS_BYTES = 1536 * MIB
+
+
+# Settings that make a term smaller; one that nothing changes is not here.
+SEQ_LEN, MICRO_BATCH = "a shorter `train.seq_len`", "a smaller `train.micro_batch_size`"
+TOKENS, RANK = "fewer `train.tokens_per_step`", "a smaller `adapter.rank`"
+FEWER_SLOTS, ROUNDED_LAYERS = "fewer `offload.num_slots`", "`offload.codec: nf4`"
+ON_DISK, INPUTS_IN_RAM = "`offload.tier: disk`", "`offload.stash: host`"
+SHRINKS: Mapping[str, tuple[str, ...]] = {
+    SLOTS: (FEWER_SLOTS, ROUNDED_LAYERS),
+    "adapters": (RANK, "fewer `adapter.targets`"),
+    "gradients": (RANK, "fewer `adapter.targets`"),
+    "optimizer states": ("`train.optimizer: adamw_8bit`", RANK),
+    "optimizer temporaries": (RANK,),
+    "trained modules": ("fewer `adapter.modules_to_save`",),
+    "kept layer inputs": (INPUTS_IN_RAM, TOKENS),
+    "hidden states and their gradients": (TOKENS,),
+    RECORDED: (SEQ_LEN, TOKENS),
+    KEPT_GRAPHS: ("fewer `offload.kept_graphs`",),
+    VISIT: (SEQ_LEN, MICRO_BATCH),
+    "one visit: saved activations": (SEQ_LEN, MICRO_BATCH),
+    SCORES: (f"{SEQ_LEN}, by its square", MICRO_BATCH),
+    "one visit: adapter inputs": (SEQ_LEN, MICRO_BATCH, "fewer `adapter.targets`"),
+    "one visit: gradients": (SEQ_LEN, MICRO_BATCH),
+    "one visit: DoRA's norm": ("`adapter.dora: false`",),
+    "one visit: factors of expert adapters": (RANK,),
+    SLAB: (ON_DISK, ROUNDED_LAYERS),
+    STASH: (TOKENS, "`offload.stash: device`"),
+    DATA_WORKERS: ("fewer `data.num_workers`",),
+    OTHER_RANKS: ("fewer `--num_processes`",),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,7 +209,8 @@ def device_needs(
     )
     kinds = set(facts.layers)
     visits = {x: visit_bytes(facts, machine, x, workload, is_padded=is_padded) for x in kinds}
-    beside = max(visits.values(), key=lambda visit: visit.gradients + visit.dora)
+    widest = max(visits.values(), key=lambda visit: visit.gradients + visit.dora)
+    beside = replace(widest, saved=0, scores=0, adapter_inputs=0, factors=0)
     cublas = MemoryTerm(name=CUBLAS, num_bytes=CUBLAS_BYTES if machine.device == "cuda" else 0)
     bucket_bytes = _bucket_bytes(facts, workload, num_ranks)
     chunk_bytes = traced.head_chunk if traced else head_chunk_bytes(facts, workload)
@@ -203,7 +235,9 @@ def device_needs(
         visit=visit,
         instants=(
             (MemoryTerm(name=HEAD_CHUNK, num_bytes=chunk_bytes),),
-            () if traced else _visit_terms(replace(beside, saved=0, adapter_inputs=0, factors=0)),
+            ()
+            if traced
+            else _visit_terms(replace(beside, saved=0, scores=0, adapter_inputs=0, factors=0)),
         ),
         update=MemoryTerm(
             name="optimizer temporaries",
@@ -327,6 +361,7 @@ def _visit_terms(one: VisitBytes) -> tuple[MemoryTerm, ...]:
     """List one backward visit: what recompute saves, and the widest gradients beside it."""
     return (
         MemoryTerm(name="one visit: saved activations", num_bytes=one.saved),
+        MemoryTerm(name=SCORES, num_bytes=one.scores),
         MemoryTerm(name="one visit: adapter inputs", num_bytes=one.adapter_inputs),
         MemoryTerm(name="one visit: gradients", num_bytes=one.gradients),
         MemoryTerm(name="one visit: DoRA's norm", num_bytes=one.dora),

@@ -32,7 +32,8 @@ class VisitBytes:
     """What one micro-batch's visit of a layer takes, with its graph.
 
     Attributes:
-        saved: Activations.
+        saved: Activations, scores aside.
+        scores: Of attention, where no fused kernel spares writing them out.
         adapter_inputs: What low-rank branches save.
         factors: Of experts' adapters, as they compute.
         gradients: The widest that stand beside all of these.
@@ -40,6 +41,7 @@ class VisitBytes:
     """
 
     saved: int
+    scores: int
     adapter_inputs: int
     factors: int
     gradients: int
@@ -48,7 +50,7 @@ class VisitBytes:
     @property
     def graph(self) -> int:
         """What stays for as long as the graph is kept."""
-        return self.saved + self.adapter_inputs + self.factors
+        return self.saved + self.scores + self.adapter_inputs + self.factors
 
 
 def visit_bytes(
@@ -68,9 +70,13 @@ def visit_bytes(
         form=form,
         is_cpu=machine.device == "cpu",
     )
+    scores = score_bytes_per_token(
+        layer.attention, seq_len=seq_len, dtype_bytes=b, is_cpu=machine.device == "cpu"
+    )
     gradients = gradient_bytes(facts, layer, seq_len=seq_len, dtype_bytes=b, form=form)
     return VisitBytes(
-        saved=tokens * saved,
+        saved=tokens * (saved - scores),
+        scores=tokens * scores,
         adapter_inputs=tokens * adapter_input_bytes(adapted, spec=spec, dtype_bytes=b),
         factors=factor_bytes(experts, spec=spec, dtype_bytes=b, form=form),
         gradients=tokens * gradients,
@@ -142,10 +148,9 @@ def _softmax_bytes(
     num_heads, qk_dim, v_dim = kind.num_heads, kind.qk_dim, kind.v_dim
     if kind.scores != "fused" or (is_cpu and kind.is_latent):
         element_bytes = dtype_bytes if kind.scores != "fused" else FP32_BYTES
-        score_bytes = element_bytes
-        if kind.scores == "capped":
-            score_bytes += dtype_bytes + (FP32_BYTES if dtype_bytes != FP32_BYTES else 0)
-        return num_heads * ((2 * qk_dim + v_dim) * element_bytes + seq_len * score_bytes)
+        return num_heads * (2 * qk_dim + v_dim) * element_bytes + score_bytes_per_token(
+            kind, seq_len=seq_len, dtype_bytes=dtype_bytes, is_cpu=is_cpu
+        )
     num_kv_heads = num_heads if is_masked else kind.num_kv_heads
     features = (num_heads + num_kv_heads) * (qk_dim + v_dim)
     if kind.is_latent:  # values are cut out of what keys come from
@@ -155,6 +160,19 @@ def _softmax_bytes(
     if kind.has_output_gate:
         features += num_heads * (2 * v_dim + (qk_dim if dtype_bytes == FP32_BYTES else 0))
     return features * dtype_bytes
+
+
+def score_bytes_per_token(kind: Attention, *, seq_len: int, dtype_bytes: int, is_cpu: bool) -> int:
+    """Return what saved scores take per token; none where a fused kernel never writes them."""
+    if not isinstance(kind, SoftmaxAttention):
+        return 0
+    if kind.scores == "fused":
+        is_written = is_cpu and kind.is_latent
+        return kind.num_heads * seq_len * FP32_BYTES if is_written else 0
+    score_bytes = dtype_bytes
+    if kind.scores == "capped":
+        score_bytes += dtype_bytes + (FP32_BYTES if dtype_bytes != FP32_BYTES else 0)
+    return kind.num_heads * seq_len * score_bytes
 
 
 def _delta_bytes(kind: DeltaAttention, *, dtype_bytes: int) -> int:

@@ -212,7 +212,38 @@ def test_a_plan_that_does_not_fit_exits_with_3_and_names_the_fix(capsys) -> None
     assert "with 2 slots of 48 layers and their inputs in RAM the plan needs 68.85 GiB" in err
     assert "4.85 GiB too much; 64.00 GiB of RAM is there on rtx3060" in err
     assert "hint: `offload.codec: bf16_packed`" in err
+    assert "\n  Most of RAM is for:\n    55.71 GiB  slab; less with `offload.tier: disk`" in err
     assert run(*words, "offload.codec=bf16_packed") == 0
+
+
+def test_a_refusal_names_what_takes_the_memory_and_what_makes_it_less(capsys) -> None:
+    words = ("plan", "gpt-oss-120b", "--machine", "rtx5090")
+    assert run(*words, "train.seq_len=32768") == 3
+    err = capsys.readouterr().err
+    assert "430.13 GiB of device memory" in err
+    assert "  256.18 GiB  one visit: gradients; less with a shorter `train.seq_len`\n" in err
+    assert "  128.00 GiB  one visit: attention scores; less with a shorter `train.seq_len`" in err
+    assert "`train.micro_batch_size`" not in err  # it is 1
+    assert run(*words) == 3
+    err = capsys.readouterr().err
+    assert "  164.56 GiB  slab; less with `offload.tier: disk`, `offload.codec: nf4`\n" in err
+    assert "of device memory" not in err
+    assert "hint: `offload.tier: disk`" in err
+    assert run(*words, "offload.tier=disk") == 0
+
+
+def test_a_step_that_ram_is_too_small_for_runs_from_disk(capsys) -> None:
+    words = ("plan", "qwen30b_lora_5090", "--machine", "rtx5090", "--ram", "16")
+    assert run(*words) == 3
+    assert "hint: `offload.tier: disk`" in capsys.readouterr().err
+    assert run(*words, "offload.tier=disk", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["predicted"]["tokens_per_s"] > 2000
+
+
+def test_random_layers_are_not_sent_to_a_disk(capsys) -> None:
+    words = ("plan", "gsm8k_lora", "--machine", "rtx3060", "--ram", "1")
+    assert run(*words) == 3
+    assert "offload.tier" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -305,6 +336,35 @@ def test_a_recipe_is_copied_once(tmp_path: Path, capsys) -> None:
     assert f"{target} exists" in capsys.readouterr().err
 
 
+def test_a_copied_recipe_finds_its_model_and_rows_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    folder, elsewhere = tmp_path / "mine", tmp_path / "elsewhere"
+    folder.mkdir()
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert run("recipes", "copy", "quickstart", folder / "mine.yaml") == 0
+    assert capsys.readouterr().out.splitlines()[0] == str(folder / "mine.yaml")
+    assert run("validate", folder / "mine.yaml") == 0  # which requires its files
+    shown = capsys.readouterr().out
+    for name in ("model", "train.jsonl", "heldout.jsonl"):
+        assert f"{folder / 'quickstart' / name}\n" in shown
+        assert (folder / "quickstart" / name).exists()
+    assert not list((folder / "quickstart").glob("README*"))
+
+
+def test_files_beside_a_copied_recipe_are_not_overwritten(tmp_path: Path, capsys) -> None:
+    assert run("recipes", "copy", "quickstart", tmp_path / "one.yaml") == 0
+    assert run("recipes", "copy", "quickstart", tmp_path / "two.yaml") == 0  # the same files
+    capsys.readouterr()
+    rows = tmp_path / "quickstart" / "train.jsonl"
+    rows.write_text("mine")
+    assert run("recipes", "copy", "quickstart", tmp_path / "three.yaml") == 1
+    assert f"{rows} exists; a file is not overwritten" in capsys.readouterr().err
+    assert rows.read_text() == "mine"
+    assert not (tmp_path / "three.yaml").exists()
+
+
 def test_recipes_are_shown_and_listed(capsys) -> None:
     assert run("recipes", "show", "quickstart") == 0
     assert run("recipes", "list") == 0
@@ -342,7 +402,7 @@ def test_a_recipe_fits_the_card_that_it_is_named_for(recipe: str, card: str, cap
 
 def test_a_path_that_cannot_be_written_is_an_error_not_a_traceback(tmp_path: Path, capsys) -> None:
     target = tmp_path / "nowhere" / "mine.yaml"
-    assert run("recipes", "copy", "quickstart", target) == 1
+    assert run("recipes", "copy", "gsm8k_lora", target) == 1
     err = capsys.readouterr().err
     assert err.startswith(f"error: {target}: No such file or directory; a file is read or written")
     assert "\n\nhint: give another path" in err
