@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from finetune.env import launch, stores_dir
+from finetune.env import columns, launch, quiet_libraries, stores_dir
 from finetune.errors import ConfigError
 from finetune.exits import EXIT_INTERRUPTED, EXIT_USER
 from finetune.exits import explained as _explained
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 PROBE_HOST_S = 2.0
+PIPE_COLUMNS = 120  # of a file or pipe: tables stay whole
+CHATTY_MODULES = r"(transformers|peft|accelerate|datasets|bitsandbytes|huggingface_hub)(\.|$)"
 
 app = typer.Typer(
     name="sluice",
@@ -80,7 +82,7 @@ def finetune(
         console = _console()
         with join(launch()) as ranks:
             settings = load_recipe(recipe, overrides or [])
-            _quiet_libraries()
+            _hide_bars()
             from finetune.screen import Screen
             from finetune.train import finetune as run
 
@@ -230,7 +232,7 @@ def generate(
 ) -> None:
     """Answer a prompt with a finished run's adapter."""
     with _explained(str(run_dir)):
-        _quiet_libraries()
+        _hide_bars()
         from finetune.answering import answer_prompt
 
         _print(answer_prompt(run_dir, prompt, max_new_tokens=max_new_tokens))
@@ -273,7 +275,7 @@ def merge(
 ) -> None:
     """Write the trained model as plain weights, a few tensors in memory at a time."""
     with _explained(str(run_dir)):
-        _quiet_libraries()
+        _hide_bars()
         from finetune.merge_run import merge_run
         from finetune.screen import bytes_bar
 
@@ -296,7 +298,7 @@ def export(
 ) -> None:
     """Write the trained model as a GGUF file, by llama.cpp's converter."""
     with _explained(str(source)):
-        _quiet_libraries()
+        _hide_bars()
         from finetune.export import export_gguf
         from finetune.screen import bytes_bar
 
@@ -355,6 +357,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     One of several processes ends at once: threads that the others still talk to, and those that
     parting from them leaves, have aborted it on the interpreter's own way out.
     """
+    _quiet_libraries()
     try:
         app(list(argv) if argv is not None else None)
     except BaseException as error:
@@ -372,13 +375,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _console() -> Console:
-    """Return the terminal, or a stream 120 wide that keeps tables whole in files.
+    """Return the terminal, or a stream as wide as COLUMNS says: 120 where it says nothing.
 
     Of several processes only the first is heard.
     """
     is_quiet = launch().index > 0
     console = Console(highlight=False, quiet=is_quiet)
-    return console if console.is_terminal else Console(highlight=False, width=120, quiet=is_quiet)
+    if console.is_terminal:
+        return console
+    return Console(highlight=False, width=columns() or PIPE_COLUMNS, quiet=is_quiet)
 
 
 def _notes(console: Console, notes: Sequence[str]) -> None:
@@ -398,13 +403,23 @@ def _show(content: "RenderableType") -> None:
 
 
 def _quiet_libraries() -> None:
-    """Silence what libraries say to their own developers; errors still come through."""
+    """Silence what libraries say to their own developers; errors still come through.
+
+    What torch warns of is kept: a driver that is too old is the user's business.
+    """
     import logging
     import warnings
 
-    for name in ("bitsandbytes", "transformers", "huggingface_hub", "torchao"):
+    quiet_libraries()
+    for name in ("bitsandbytes", "torchao"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=FutureWarning)
+    for category in (FutureWarning, DeprecationWarning, PendingDeprecationWarning):
+        warnings.filterwarnings("ignore", category=category)
+    warnings.filterwarnings("ignore", category=UserWarning, module=CHATTY_MODULES)
+
+
+def _hide_bars() -> None:
+    """Keep the libraries' own progress bars away."""
     from finetune.model import hide_loading_bar
 
     hide_loading_bar()

@@ -71,6 +71,18 @@ def has_proxy() -> bool:
     return any(name.lower() in {"https_proxy", "all_proxy"} for name in os.environ)
 
 
+def columns() -> int | None:
+    """Return how wide the user wants lines; None where nobody has said."""
+    text = os.environ.get("COLUMNS", "")
+    return int(text) if text.isdecimal() and int(text) > 0 else None
+
+
+def quiet_libraries() -> None:
+    """Have libraries log errors alone: each sets its level from these as it is imported."""
+    for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY", "DATASETS_VERBOSITY"):
+        os.environ.setdefault(name, "error")
+
+
 def cache_dir() -> Path:
     """Return where tokens of data sets and stores of weights are kept between runs."""
     base = os.environ.get("XDG_CACHE_HOME")

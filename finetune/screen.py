@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from rich.console import Console, RenderableType
 from rich.progress import (
@@ -20,26 +21,100 @@ from rich.progress import (
 from offload.plan.machine import GIB
 
 NUM_RECENT_STEPS = 20
-LINE_EVERY_S = 5.0
+LINE_EVERY_S, LINE_AFTER_S = 5.0, 60.0
+NUM_STEP_LINES = 20
 NUM_LOADING_LINES = 10
 
 
-class StepBar:
-    """A progress bar over optimizer steps."""
+class Steps(Protocol):
+    """Optimizer steps as they are shown: each that is done, and each loss on held-out rows."""
 
-    def __init__(self, progress: Progress, task: TaskID) -> None:
+    def advance(self, *, loss: float, num_tokens: int, seconds: float) -> None:
+        """Show that a step is done."""
+
+    def evaluated(self, *, step: int, loss: float) -> None:
+        """Show a loss on held-out rows where it is taken."""
+
+
+class Recent:
+    """The rate of the last few steps."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._steps: deque[tuple[int, float]] = deque(maxlen=NUM_RECENT_STEPS)
+
+    def add(self, *, num_tokens: int, seconds: float) -> None:
+        """Take a step in."""
+        self._steps.append((num_tokens, seconds))
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of a second."""
+        tokens, spent_s = (sum(column) for column in zip(*self._steps, strict=True))
+        return tokens / spent_s
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return sum(seconds for _, seconds in self._steps) / len(self._steps)
+
+
+class StepBar:
+    """A progress bar over optimizer steps; a loss on held-out rows is a line above it."""
+
+    def __init__(self, progress: Progress, task: TaskID, note: Callable[[str], None]) -> None:
         """Keep the bar."""
         self._progress = progress
         self._task = task
-        self._recent: deque[tuple[int, float]] = deque(maxlen=NUM_RECENT_STEPS)
+        self._note = note
+        self._recent = Recent()
 
     def advance(self, *, loss: float, num_tokens: int, seconds: float) -> None:
         """Show that a step is done, and the rate of the last few."""
-        self._recent.append((num_tokens, seconds))
-        tokens, spent_s = (sum(column) for column in zip(*self._recent, strict=True))
-        self._progress.update(
-            self._task, advance=1, loss=f"{loss:.4f}", rate=f"{tokens / spent_s:,.0f}"
+        self._recent.add(num_tokens=num_tokens, seconds=seconds)
+        rate = f"{self._recent.tokens_per_s:,.0f}"
+        self._progress.update(self._task, advance=1, loss=f"{loss:.4f}", rate=rate)
+
+    def evaluated(self, *, step: int, loss: float) -> None:
+        """Show a loss on held-out rows where it is taken."""
+        self._note(_evaluation(step, loss))
+
+
+class StepLines:
+    """Optimizer steps where there is no terminal: a line now and then, and one for the last."""
+
+    def __init__(
+        self, note: Callable[[str], None], *, clock: Callable[[], float], done: int, total: int
+    ) -> None:
+        """Begin now, behind `done` of `total` steps."""
+        self._note, self._clock = note, clock
+        self._step, self._total = done, total
+        self._last_step, self._last_s = done, clock()
+        self._recent = Recent()
+
+    def advance(self, *, loss: float, num_tokens: int, seconds: float) -> None:
+        """Print a line if a minute has passed, or a twentieth is done and some seconds passed."""
+        self._recent.add(num_tokens=num_tokens, seconds=seconds)
+        self._step += 1
+        now_s, num_new = self._clock(), self._step - self._last_step
+        waited_s = now_s - self._last_s
+        is_twentieth = num_new * NUM_STEP_LINES >= self._total and waited_s >= LINE_EVERY_S
+        if not (is_twentieth or waited_s >= LINE_AFTER_S or self._step == self._total):
+            return
+        self._last_step, self._last_s = self._step, now_s
+        left_s = (self._total - self._step) * self._recent.step_s
+        self._note(
+            f"step {self._step}/{self._total}, loss {loss:.4f},"
+            f" {self._recent.tokens_per_s:,.0f} tokens/s, ETA {left_s:,.0f} s"
         )
+
+    def evaluated(self, *, step: int, loss: float) -> None:
+        """Show a loss on held-out rows where it is taken."""
+        self._note(_evaluation(step, loss))
+
+
+def _evaluation(step: int, loss: float) -> str:
+    return f"step {step}: loss on held-out rows {loss:.4f}"
 
 
 class LoadingLines:
@@ -112,12 +187,15 @@ class Screen:
             yield show
 
     @contextmanager
-    def steps(self, *, done: int, total: int) -> Iterator[StepBar]:
-        """Show a bar with loss, tokens/s and the time that is left."""
+    def steps(self, *, done: int, total: int) -> Iterator[Steps]:
+        """Show a bar with loss, tokens/s and the time that is left, or lines without a terminal."""
+        if not self.console.is_terminal:
+            yield StepLines(self.note, clock=time.perf_counter, done=done, total=total)
+            return
         progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
-            BarColumn(),
+            BarColumn(bar_width=20),
             TextColumn("loss {task.fields[loss]}"),
             TextColumn("{task.fields[rate]} tokens/s"),
             TextColumn("ETA"),
@@ -126,4 +204,4 @@ class Screen:
         )
         with progress:
             task = progress.add_task("", total=total, completed=done, loss="-", rate="-")
-            yield StepBar(progress, task)
+            yield StepBar(progress, task, self.note)

@@ -204,6 +204,8 @@ def _train(
                 num_tokens=record.num_tokens,
                 seconds=record.step_s + batch.wait_s,
             )
+            if "eval_loss" in row:
+                bar.evaluated(step=done, loss=row["eval_loss"])
             is_stopped = any(ranks.exchange(bool(interrupts)))
             if _is_due(done, output.checkpoint_every) or is_stopped or done == num_steps:
                 ranks.require_same_weights(session.loop.weights, step=done)

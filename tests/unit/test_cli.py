@@ -128,6 +128,46 @@ def test_the_largest_plan_with_everything_open_is_the_same_again(tmp_path: Path)
     assert len(plan["rejected"]) == 3
 
 
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_output_is_as_wide_as_columns_says_and_plain_in_a_pipe(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    for words in (
+        ("plan", "qwen30b_lora_5090", "--machine", "rtx5090"),
+        ("plan", "qwen3-4b", "--machines", "rtx4090,rtx3060-8gb", "--ram", "8"),
+        ("fit", "gpt-oss-20b", "--vram", "48", "--ram", "24"),
+    ):
+        assert run(*words) == 0
+        out = capsys.readouterr().out
+        assert max(map(len, out.splitlines())) <= width
+        assert "\x1b" not in out
+    # a table of figures keeps each row on one line
+    rows = [line for line in out.splitlines() if "nf4" in line or "fp8" in line]
+    assert len(rows) == 2
+    assert all(row.split()[-1].replace(",", "").isdecimal() for row in rows)
+
+
+def test_what_libraries_say_to_developers_is_not_shown(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 100}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "funny": 3, "partial_rotary_factor": 0.5}
+    values = {"model_type": "stablelm", "max_position_embeddings": 512, "rope_parameters": rope}
+    config.write_text(json.dumps(values | sizes))  # transformers logs a warning of `funny`
+    words = ["plan", str(config), "--machine", "rtx3060"]
+    code = (
+        "import sys, logging\nfrom finetune.app import main\n"
+        f"try:\n    main({words!r})\nexcept SystemExit as end:\n    assert not end.code\n"
+        "assert 'transformers' in sys.modules\n"
+        "logging.getLogger('transformers').error('an error')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    assert done.stderr.splitlines() == ["[transformers] an error"]
+
+
 def test_a_plan_shows_what_it_chose_and_turned_down(capsys) -> None:
     assert run("plan", "qwen3_8b_lora_3060", "--machine", "rtx3060", *OPEN) == 0
     shown = capsys.readouterr().out

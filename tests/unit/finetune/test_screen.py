@@ -9,7 +9,7 @@ from rich.console import Console
 from transformers import AutoConfig
 
 from finetune.model import load_model
-from finetune.screen import NUM_LOADING_LINES, LoadingLines, Screen
+from finetune.screen import NUM_LOADING_LINES, NUM_STEP_LINES, LoadingLines, Screen, StepLines
 from finetune.stock_report import stock_table
 from offload.plan.machine import GIB
 from offload.plan.stock import Stock, StockRow
@@ -120,3 +120,42 @@ def test_experts_that_are_left_as_they_are_show_in_the_table() -> None:
     assert "5.0% of all parameters wait encoded, 5.0% of the decoder layers' bytes" in text
     (line,) = [line for line in text.splitlines() if line.strip().startswith("experts")]
     assert line.split() == ["experts", "native", "95.00", "M", "95.0%"] + ["181.2", "MiB"] * 2
+
+
+# ------------------------------------------------------------------------------------------ steps
+
+
+def step_lines(*, num_steps: int, seconds: float) -> list[str]:
+    """Return what is printed of steps that take so long each."""
+    told: list[str] = []
+    now_s = 0.0
+    lines = StepLines(told.append, clock=lambda: now_s, done=0, total=num_steps)
+    for _ in range(num_steps):
+        now_s += seconds
+        lines.advance(loss=1.5, num_tokens=1000, seconds=seconds)
+    return told
+
+
+def test_steps_without_a_terminal_are_lines_and_the_last_is_always_there() -> None:
+    told = step_lines(num_steps=200, seconds=1.0)
+    assert len(told) == NUM_STEP_LINES
+    assert told[0] == "step 10/200, loss 1.5000, 1,000 tokens/s, ETA 190 s"
+    assert told[-1] == "step 200/200, loss 1.5000, 1,000 tokens/s, ETA 0 s"
+    assert step_lines(num_steps=20, seconds=0.1) == [
+        "step 20/20, loss 1.5000, 10,000 tokens/s, ETA 0 s"
+    ]
+    assert len(step_lines(num_steps=1000, seconds=30.0)) == 500  # each minute
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_loss_on_held_out_rows_is_shown_where_it_is_taken(is_terminal: bool) -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=is_terminal, width=80)
+    with Screen(console).steps(done=0, total=2) as steps:
+        steps.advance(loss=2.0, num_tokens=10, seconds=1.0)
+        steps.evaluated(step=1, loss=1.25)
+        shown_then = stream.getvalue()
+        steps.advance(loss=1.0, num_tokens=10, seconds=1.0)
+    assert "step 1: loss on held-out rows 1.2500" in shown_then
+    assert is_terminal == ("\x1b" in stream.getvalue())
+    assert max(map(len, stream.getvalue().splitlines())) <= 80 or is_terminal
