@@ -30,6 +30,9 @@ from offload.plan.trace import perfetto_trace
 METRICS, MEASURED, REPORT = "metrics.jsonl", "measured.json", "report.json"
 GANTT, TRACE = "gantt.svg", "trace.json"
 LOW, HIGH = 0.2, 0.8
+LOAD = "load_per_cpu"  # of a row: processes that wanted each processor
+BUSY_LOAD = 1.5  # more than this run's own threads
+DISTURBED_SPREAD, FEWEST_SPREAD = 0.2, 5  # of steps alike, and how many tell it
 # Phases by lane, in the order of the report; the compute lane's and the last ones make up the step.
 LANES = {
     "compute": ("forward", "decode", "head and loss", "backward", "stall", "optimizer"),
@@ -113,6 +116,9 @@ class Section:
         wall_s: Measured step with its wait for data.
         bound_s: R3 as predicted.
         misses: Parts of `wall_s` less the predicted step, the largest first.
+        spread_frac: How far steps differ among themselves, p20 to p80 by the median: of their time
+            or of their time per token, whichever is less.
+        load_per_cpu: Median of what the steps found; None where nobody looked.
     """
 
     prediction: int
@@ -129,6 +135,15 @@ class Section:
     wall_s: float
     bound_s: float
     misses: tuple[Miss, ...]
+    spread_frac: float
+    load_per_cpu: float | None
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether something else than the plan moved the steps' times."""
+        is_busy = self.load_per_cpu is not None and self.load_per_cpu > BUSY_LOAD
+        is_spread = self.num_steps >= FEWEST_SPREAD and self.spread_frac > DISTURBED_SPREAD
+        return is_busy or is_spread
 
     @property
     def predicted_s(self) -> float:
@@ -279,7 +294,31 @@ def _section(predicted: Prediction, rows: Sequence[Mapping[str, Any]]) -> Sectio
         wall_s=sum(found.values()),
         bound_s=predicted.calibrated["predicted"]["bound_s"],
         misses=tuple(misses(expected, found)),
+        spread_frac=_spread_frac(rows),
+        load_per_cpu=_median([row[LOAD] for row in rows if row.get(LOAD) is not None]),
     )
+
+
+def _spread_frac(rows: Sequence[Mapping[str, Any]]) -> float:
+    """Return the spread of steps that do the same: visits take time by tokens, loads do not."""
+
+    def spread(values: Sequence[float]) -> float:
+        p20, p50, p80 = _percentiles(values)
+        return (p80 - p20) / p50
+
+    times = [row["phases_s"]["step"] for row in rows]
+    by_token = [t / row["num_tokens"] for t, row in zip(times, rows, strict=True)]
+    return min(spread(times), spread(by_token))
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return _percentiles(values)[1] if values else None
+
+
+def _percentiles(values: Sequence[float]) -> tuple[float, float, float]:
+    ordered = sorted(values)
+    p20, p50, p80 = (ordered[round(q * (len(ordered) - 1))] for q in (LOW, 0.5, HIGH))
+    return p20, p50, p80
 
 
 def predicted_parts(predicted: Prediction) -> Parts:
@@ -320,8 +359,7 @@ def _comparison(
     rows: Sequence[Mapping[str, Any]],
     middle: Sequence[Mapping[str, Any]],
 ) -> Comparison:
-    ordered = sorted(row["phases_s"][name] for row in rows)
-    p20, p50, p80 = (ordered[round(q * (len(ordered) - 1))] for q in (LOW, 0.5, HIGH))
+    p20, p50, p80 = _percentiles([row["phases_s"][name] for row in rows])
     return Comparison(
         lane=lane,
         name=name,
@@ -366,4 +404,8 @@ def _section_json(section: Section) -> dict[str, Any]:
         asdict(row) | {"error": row.error, "is_within_spread": row.is_within_spread}
         for row in section.comparison
     ]
-    return asdict(section) | {"comparison": rows, "predicted_s": section.predicted_s}
+    return asdict(section) | {
+        "comparison": rows,
+        "predicted_s": section.predicted_s,
+        "is_disturbed": section.is_disturbed,
+    }

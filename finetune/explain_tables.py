@@ -87,6 +87,14 @@ def _told(section: Section) -> Iterator[str]:
     """Say the largest parts of the miss in words, and what else one has to know."""
     apart_s = section.wall_s - section.predicted_s
     step = section.comparison[0]
+    if section.is_disturbed:
+        load = section.load_per_cpu
+        yield (
+            "This run was disturbed, by other programs or by clocks that moved: steps alike differ"
+            f" by {section.spread_frac:.0%} (p20 to p80)"
+            + ("" if load is None else f", and {load:.1f} processes wanted each processor")
+            + ". What follows is partly theirs"
+        )
     how = "longer" if apart_s >= 0 else "shorter"
     largest = [miss for miss in section.misses[:NUM_TOLD] if miss.difference_s]
     causes = "; ".join(_cause(miss) for miss in largest)

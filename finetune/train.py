@@ -14,6 +14,7 @@ from types import FrameType
 from finetune import adapters, choice_report, plan_report, preflight, report
 from finetune.batches import StepLoader
 from finetune.checkpoint import RunDir
+from finetune.explain import LOAD
 from finetune.explain_tables import explanation_tables
 from finetune.files import write_atomically
 from finetune.loop import StepRecord, spared_collector
@@ -28,6 +29,7 @@ from finetune.screen import Screen
 from finetune.session import Session, build, rehearse
 from finetune.stock_report import stock_table
 from finetune.stops import Stops
+from offload.capacity import load_per_cpu
 from offload.plan.plan import Plan
 
 
@@ -193,6 +195,7 @@ def _train(
             row = report.metrics_row(
                 record, step=done, data_wait_s=batch.wait_s, seal=promised.seal
             )
+            row[LOAD] = load_per_cpu()
             if work.rows.held_out and _is_due(done, output.eval_every):
                 row["eval_loss"] = session.loop.validation_loss(
                     work.rows.held_out, pad_token_id=work.pad_token_id

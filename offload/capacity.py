@@ -24,6 +24,14 @@ def free_host_bytes(root: Path) -> int:
     return min([_available_bytes(root), *_cgroup_free_bytes(root)])
 
 
+def load_per_cpu() -> float | None:
+    """Return how many processes wanted each processor in the last minute; None if none tells."""
+    try:
+        return os.getloadavg()[0] / (os.cpu_count() or 1)
+    except OSError:
+        return None
+
+
 def _available_bytes(root: Path) -> int:
     path = root / "proc/meminfo"
     if path.exists():

@@ -113,6 +113,46 @@ def test_the_parts_of_the_miss_are_the_miss(tmp_path: Path) -> None:
     assert "step took 1.19 s longer than predicted" in text
 
 
+def test_a_run_that_others_disturbed_says_so_before_it_blames_a_part(tmp_path: Path) -> None:
+    write_run(tmp_path, slow_s=[0.0, 4.0, 1.0, 8.0, 0.5, 6.0])
+    (section,) = explain(tmp_path).sections
+    assert section.is_disturbed
+    assert section.load_per_cpu is None
+    text = shown(tmp_path)
+    assert text.index("This run was disturbed") < text.index("A step took")
+    assert f"steps alike differ by {section.spread_frac:.0%} (p20 to p80). What follows" in text
+
+
+def test_a_busy_machine_is_a_disturbance_and_steps_of_other_lengths_are_none(
+    tmp_path: Path,
+) -> None:
+    def changed(**values: float) -> None:
+        rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+        metrics.write_text("".join(json.dumps(row | values) + "\n" for row in rows))
+
+    metrics = tmp_path / "metrics.jsonl"
+    write_run(tmp_path, slow_s=[1.0, 1.0, 1.1, 1.0, 1.0])
+    assert not explain(tmp_path).sections[0].is_disturbed
+    assert "disturbed" not in shown(tmp_path)
+    changed(load_per_cpu=0.9)  # its own threads
+    assert not explain(tmp_path).sections[0].is_disturbed
+    changed(load_per_cpu=4.0)
+    assert "and 4.0 processes wanted each processor. What" in " ".join(shown(tmp_path).split())
+    metrics.write_text("")
+    (tmp_path / "of lengths").mkdir()
+    promised = write_run(tmp_path / "of lengths", slow_s=[])
+    rows = [0.0, 4.0, 1.0, 8.0, 0.5, 6.0]
+    write_rows(tmp_path / "of lengths", promised, slow_s=rows)
+    file = tmp_path / "of lengths" / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in lines:  # a step is as long as its rows
+        line["num_tokens"] = round(1000 * line["phases_s"]["step"])
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (section,) = explain(tmp_path / "of lengths").sections
+    assert section.spread_frac < 0.01
+    assert not section.is_disturbed
+
+
 def test_outliers_are_left_out_and_the_spread_is_shown(tmp_path: Path) -> None:
     slow_s = [8.0, 1.0, 1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 2.75, 16.0]
     write_run(tmp_path, slow_s=slow_s)
