@@ -25,7 +25,7 @@ from finetune.errors import CheckpointError
 from finetune.explain import read_rows
 from finetune.files import PARTIAL, flush, write_atomically
 from finetune.prediction import LATER
-from finetune.recipe import Recipe, differences, resolved_yaml, with_micro_batch_size
+from finetune.recipe import Recipe, differences, resolved_yaml, with_micro_batch_size, with_offload
 from finetune.recipe_file import load_recipe
 from offload.plan.machine import ExpertsImplementation
 
@@ -150,12 +150,18 @@ class RunDir:
         )
 
     def as_begun(self, recipe: Recipe) -> Recipe:
-        """Return the recipe with the size of micro-batch that was chosen when the run began.
+        """Return the recipe with the sizes of micro-batch and head chunk that the run began with.
 
-        Another machine, or this one measured again, might choose another.
+        Another machine, or this one measured again, might choose others.
         """
-        is_open = recipe.train.micro_batch_size == "auto" and self.recipe_file.exists()
-        return with_micro_batch_size(recipe, self.recipe().train.sequences) if is_open else recipe
+        if not self.recipe_file.exists():
+            return recipe
+        begun = self.recipe()
+        if recipe.train.micro_batch_size == "auto":
+            recipe = with_micro_batch_size(recipe, begun.train.sequences)
+        if recipe.offload.head_chunk == "auto":
+            recipe = with_offload(recipe, head_chunk=begun.offload.head_chunk)
+        return recipe
 
     def wandb_id(self) -> str:
         """Return a name for this run that a resume finds again and no other run has."""

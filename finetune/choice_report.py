@@ -8,6 +8,7 @@ from rich.table import Table
 from finetune.figures import shown_gib, shown_graphs, shown_time, table_of
 from offload.plan.codec import ROUNDING
 from offload.plan.fit import Shortage
+from offload.plan.plan import HEAD_CHUNK_TOKENS
 from offload.plan.search import Candidate, Choice, WhatIf
 
 SAME_PERCENT = 0.05  # what is shown as 0.0 %
@@ -57,6 +58,7 @@ def _settings(one: Candidate) -> dict[str, Any]:
         "num_slots": one.num_slots,
         "kept_graphs": one.num_kept_graphs,
         "stash": "host" if request.is_stashed else "device",
+        "head_chunk_tokens": request.typical.head_chunk_tokens,
         "micro_batch_size": request.typical.micro_batch_size,
         "num_micro_batches": request.num_micro_batches,
     }
@@ -73,11 +75,13 @@ def _memory(shortage: Shortage) -> str:
 def _words(one: Candidate) -> str:
     """Return a candidate's settings in one line."""
     request = one.request
+    chunk = request.typical.head_chunk_tokens
     return (
         f"{request.typical.codec}, {one.num_slots} slots,"
         + (f" {shown_graphs(one.num_kept_graphs)}," if one.num_kept_graphs else "")
         + f" inputs {'in RAM' if request.is_stashed else 'on the device'},"
         f" {request.num_micro_batches} x {request.typical.micro_batch_size} sequences"
+        + (f", head chunks of {chunk}" if chunk < HEAD_CHUNK_TOKENS else "")
     )
 
 

@@ -1,7 +1,8 @@
 """What a recipe leaves open, as requests for the planner to choose from.
 
 Only what leaves the training as it is may be left open: the exact forms of the layers, where their
-inputs wait, the number of slots, and how a step's sequences are cut into micro-batches. The loss is
+inputs wait, the number of slots, how many logits exist at a time, and how a step's sequences are
+cut into micro-batches. The loss is
 a mean over the label tokens of the whole step, so the cut does not enter it: but for a router's
 auxiliary loss, which is a product of means over one micro-batch.
 """
@@ -18,10 +19,10 @@ from finetune.recipe_rules import NEVER_ENCODED
 from offload.errors import DoesNotFitError
 from offload.plan.codec import CodecName
 from offload.plan.facts import ModelFacts
-from offload.plan.fit import with_codec
+from offload.plan.fit import FEWEST_CHUNK_TOKENS, with_codec, with_head_chunk
 from offload.plan.machine import Machine
 from offload.plan.option import fits as has_plan
-from offload.plan.plan import Plan, PlanRequest
+from offload.plan.plan import HEAD_CHUNK_TOKENS, Plan, PlanRequest
 from offload.plan.search import Choice, search
 from offload.plan.search import chosen_plan as search_plan
 from offload.plan.search import nearest_request as nearest
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from finetune.source import StepSizes
 
 T = TypeVar("T")
+HEAD_CHUNKS = (HEAD_CHUNK_TOKENS, 256, FEWEST_CHUNK_TOKENS)  # what `auto` may take
 SUGGESTED_ROUNDING: tuple[CodecName, ...] = ("int8", "nf4")
 
 
@@ -89,7 +91,8 @@ def choose(facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest])
     """Return the fastest plan that fits, and what was weighed against it.
 
     Layers that may wait packed do so only where they would not fit otherwise: what unpacking costs
-    on a card has not been measured, and a file of packed weights is written at the first start.
+    on a card has not been measured, and a file of packed weights is written at the first start. In
+    the same way fewer logits exist at a time only where more would not fit.
 
     Raises:
         DoesNotFitError: None fits.
@@ -134,20 +137,26 @@ def _first_that_fits(
 
 def _resorts(requests: Sequence[PlanRequest]) -> list[list[PlanRequest]]:
     """Return the requests in groups, each to be tried only where those before it do not fit."""
-    plainest = [r for r in requests if r.typical.codec == requests[0].typical.codec]
-    others = [request for request in requests if request not in plainest]
-    return [plainest, others] if others else [plainest]
+    plain = requests[0].typical.codec
+    groups: dict[tuple[int, bool], list[PlanRequest]] = {}
+    for request in requests:
+        key = (request.typical.head_chunk_tokens, request.typical.codec == plain)
+        groups.setdefault(key, []).append(request)
+    return list(groups.values())
 
 
 def _all_ways(recipe: Recipe, cut: Sequence[PlanRequest]) -> list[PlanRequest]:
     """Return each cut of the step in each form and place, the plainest first.
 
-    That is: native weights, inputs on the device, small micro-batches, in this order.
+    That is: large head chunks, native weights, inputs on the device, small micro-batches, in this
+    order.
     """
     stash = recipe.offload.stash
     places = (False, True) if stash == "auto" else (stash == "host",)
+    chunk = recipe.offload.head_chunk
     return [
-        replace(with_codec(request, codec), is_stashed=is_stashed)
+        replace(with_head_chunk(with_codec(request, codec), num_tokens), is_stashed=is_stashed)
+        for num_tokens in (HEAD_CHUNKS if chunk == "auto" else (chunk,))
         for codec in _codecs(recipe)
         for is_stashed in places
         for request in cut

@@ -203,11 +203,12 @@ def full_request(recipe: Recipe, facts: ModelFacts, *, num_ranks: int) -> PlanRe
 
 
 def _workload(recipe: Recipe, facts: ModelFacts, seq_len: int, *, label_tokens: int) -> Workload:
+    chunk = recipe.offload.head_chunk
     return Workload(
         micro_batch_size=recipe.train.sequences,
         seq_len=seq_len,
         label_tokens=label_tokens,
-        head_chunk_tokens=HEAD_CHUNK_TOKENS,
+        head_chunk_tokens=HEAD_CHUNK_TOKENS if chunk == "auto" else chunk,
         adapter=adapter_spec(recipe.adapter, facts),
         optimizer=recipe.train.optimizer,
         dtype_bytes=DTYPE_BYTES[recipe.model.dtype],

@@ -15,7 +15,7 @@ from finetune.env import cache_dir, stores_dir
 from finetune.model import load_tokenizer
 from finetune.planning import facts_of, find_machine, has_experts
 from finetune.ranks import Ranks, own_micro_batches
-from finetune.recipe import Recipe
+from finetune.recipe import Recipe, with_offload
 from finetune.sampling import pad_id
 from finetune.screen import Screen
 from finetune.source import Rows, StepSizes, load_rows, row_order
@@ -37,7 +37,7 @@ class Work:
     """The rows of a run, their order, and the plan for them.
 
     Attributes:
-        recipe: With the size of micro-batch that was chosen, where it was left open.
+        recipe: With the sizes of micro-batch and head chunk that were chosen, where left open.
         device: This rank's.
         tokenizer: The model's.
         rows: What is trained on and held out.
@@ -72,6 +72,7 @@ class Work:
             for one in self.requests
             if one.typical.codec == own.codec
             and one.typical.micro_batch_size == own.micro_batch_size
+            and one.typical.head_chunk_tokens == own.head_chunk_tokens
         )
 
     @property
@@ -145,6 +146,7 @@ def prepare(
     preflight.require_within_run(recipe, num_steps=order.num_steps)
     if not is_settled:  # it fits, so the ways to multiply experts are worth a trial
         choice = _tried(recipe, ranks, screen, device, requests, choice)
+    recipe = with_offload(recipe, head_chunk=choice.plan.request.typical.head_chunk_tokens)
     own = own_micro_batches(order.num_micro_batches, index=ranks.index, num=ranks.num)
     return Work(
         recipe=recipe,

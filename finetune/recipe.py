@@ -114,9 +114,10 @@ def with_offload(
     *,
     codec: Literal["auto"] | CodecName | None = None,
     tier: Literal["ram", "disk"] | None = None,
+    head_chunk: Literal["auto"] | int | None = None,
 ) -> Recipe:
-    """Return the recipe with its layers in another form or place; None leaves what it says."""
-    changes = {"codec": codec, "tier": tier}
+    """Return the recipe with other settings of `offload`; None leaves what it says."""
+    changes = {"codec": codec, "tier": tier, "head_chunk": head_chunk}
     update = {field: value for field, value in changes.items() if value is not None}
     offload = recipe.offload.model_copy(update=update)
     return recipe.model_copy(update={"offload": offload})

@@ -322,6 +322,11 @@ class OffloadSection(Section):
         default="auto",
         description="Where the layers' inputs wait for the backward; `host` saves device memory.",
     )
+    head_chunk: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
+        default="auto",
+        description="Labelled tokens whose logits exist at a time; `auto` takes 1,024, or 256 or 64"
+        " where a step would not fit otherwise.",
+    )
     vram_budget: Literal["auto"] | Annotated[float, Field(gt=0, le=1_000_000)] = Field(
         default="auto",
         description="Device memory that the plan may use, in GiB; `auto` takes what is free.",

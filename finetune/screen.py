@@ -50,8 +50,7 @@ class Recent:
     @property
     def tokens_per_s(self) -> float:
         """Tokens of a second."""
-        tokens, spent_s = (sum(column) for column in zip(*self._steps, strict=True))
-        return tokens / spent_s
+        return sum(tokens for tokens, _ in self._steps) / sum(s for _, s in self._steps)
 
     @property
     def step_s(self) -> float:

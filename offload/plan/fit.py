@@ -20,6 +20,7 @@ from offload.plan.memory import (
     OTHER_RANKS,
     ROUNDED_LAYERS,
     SHRINKS,
+    SMALLER_CHUNK,
     STAGING,
     STASH,
     DeviceNeeds,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from offload.plan.plan import PlanRequest
 
 MIN_HINTED_SEQ_LEN = 128
+FEWEST_CHUNK_TOKENS = 64  # fewer logits at a time save little, and each chunk reads the whole head
 NUM_NAMED_TERMS, NAMED_FRAC = 3, 0.05  # of a memory that is too small
 DEVICE, RAM = "of device memory", "of RAM"
 GRAPH_RESERVE_FRAC = 0.1  # what autograd saves is within this of the formula, over what is tested
@@ -288,6 +290,7 @@ def _effective(term: MemoryTerm, request: "PlanRequest") -> list[str]:
         ROUNDED_LAYERS: largest.codec not in EXACT_CODECS,
         ON_DISK: not request.may_be_on_disk,
         INPUTS_IN_RAM: request.is_stashed,
+        SMALLER_CHUNK: largest.head_chunk_tokens <= FEWEST_CHUNK_TOKENS,
     }
     return [words for words in SHRINKS.get(term.name, ()) if not has_no_effect.get(words)]
 
@@ -400,6 +403,15 @@ def with_codec(request: "PlanRequest", codec: CodecName) -> "PlanRequest":
         request,
         typical=replace(request.typical, codec=codec),
         largest=replace(request.largest, codec=codec),
+    )
+
+
+def with_head_chunk(request: "PlanRequest", num_tokens: int) -> "PlanRequest":
+    """Return the same request with fewer or more logits at a time."""
+    return replace(
+        request,
+        typical=replace(request.typical, head_chunk_tokens=num_tokens),
+        largest=replace(request.largest, head_chunk_tokens=num_tokens),
     )
 
 

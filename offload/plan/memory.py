@@ -60,6 +60,7 @@ SEQ_LEN, MICRO_BATCH = "a shorter `train.seq_len`", "a smaller `train.micro_batc
 TOKENS, RANK = "fewer `train.tokens_per_step`", "a smaller `adapter.rank`"
 FEWER_SLOTS, ROUNDED_LAYERS = "fewer `offload.num_slots`", "`offload.codec: nf4`"
 ON_DISK, INPUTS_IN_RAM = "`offload.tier: disk`", "`offload.stash: host`"
+SMALLER_CHUNK = "a smaller `offload.head_chunk`"
 SHRINKS: Mapping[str, tuple[str, ...]] = {
     SLOTS: (FEWER_SLOTS, ROUNDED_LAYERS),
     "adapters": (RANK, "fewer `adapter.targets`"),
@@ -71,6 +72,7 @@ SHRINKS: Mapping[str, tuple[str, ...]] = {
     "hidden states and their gradients": (TOKENS,),
     RECORDED: (SEQ_LEN, TOKENS),
     KEPT_GRAPHS: ("fewer `offload.kept_graphs`",),
+    HEAD_CHUNK: (SMALLER_CHUNK,),
     VISIT: (SEQ_LEN, MICRO_BATCH),
     "one visit: saved activations": (SEQ_LEN, MICRO_BATCH),
     SCORES: (f"{SEQ_LEN}, by its square", MICRO_BATCH),

@@ -1,16 +1,21 @@
 import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from finetune.checkpoint import RunDir
 from finetune.choices import choose, full_requests, settled
 from finetune.errors import ConfigError
 from finetune.planning import facts_of
-from finetune.recipe import Recipe
+from finetune.recipe import Recipe, resolved_yaml, with_offload
 from finetune.recipe_rules import broken_rules
 from finetune.shapes import load_shape
+from finetune.subject import model_subject
+from offload.errors import DoesNotFitError
 from offload.plan.facts import ModelFacts
-from offload.plan.machine import named_machine
+from offload.plan.machine import GIB, Machine, named_machine
 from offload.plan.plan import PlanRequest
 from tests.unit.finetune.test_recipe import make_values
 
@@ -88,11 +93,16 @@ def test_the_plainest_request_stands_first() -> None:
     assert not found[0].is_stashed
     assert found[0].largest.micro_batch_size == 1
     keys = [
-        (one.largest.codec != "native", one.is_stashed, one.largest.micro_batch_size)
+        (
+            -one.largest.head_chunk_tokens,
+            one.largest.codec != "native",
+            one.is_stashed,
+            one.largest.micro_batch_size,
+        )
         for one in found
     ]
     assert keys == sorted(keys)
-    assert len(set(keys)) == len(keys) == 2 * 2 * 6
+    assert len(set(keys)) == len(keys) == 3 * 2 * 2 * 6
 
 
 def test_auto_needs_the_tokens_of_a_step() -> None:
@@ -141,3 +151,38 @@ def test_rounding_is_suggested_only_where_the_run_could_have_it() -> None:
     whole = recipe(adapter__targets=["q_proj"], adapter__modules_to_save=["v_proj"], **few_slots)
     assert suggested(whole) == set()
     assert suggested(recipe(offload__codec="nf4", **few_slots)) == set()
+
+
+# ------------------------------------------------------------------------------------------ head
+
+
+def small_card(gib: float) -> Machine:
+    return replace(named_machine("rtxa2000"), vram_bytes=int(gib * GIB))
+
+
+def chosen_chunk(gib: float, *overrides: str) -> int:
+    asked = model_subject("qwen3-4b", ["train.tokens_per_step=2048", *overrides])
+    ways = full_requests(asked.recipe, asked.facts, num_ranks=1)
+    return choose(asked.facts, small_card(gib), ways).plan.request.largest.head_chunk_tokens
+
+
+def test_fewer_logits_exist_at_a_time_only_where_more_would_not_fit() -> None:
+    assert [chosen_chunk(gib) for gib in (12, 6, 3.5, 3.3)] == [1024, 1024, 256, 256]
+
+
+def test_a_head_chunk_that_the_recipe_names_is_kept_or_refused() -> None:
+    assert chosen_chunk(12, "offload.head_chunk=100") == 100
+    with pytest.raises(DoesNotFitError, match="of device memory") as refused:
+        chosen_chunk(3.5, "offload.head_chunk=1024")
+    assert "head chunk; less with a smaller `offload.head_chunk`" in refused.value.limit
+
+
+def test_a_resumed_run_keeps_its_head_chunk(tmp_path: Path) -> None:
+    begun = with_offload(recipe(), head_chunk=256)
+    run = RunDir(tmp_path)
+    run.recipe_file.write_text(resolved_yaml(begun))
+    assert run.as_begun(recipe()).offload.head_chunk == 256
+    assert run.as_begun(recipe(offload__head_chunk=64)).offload.head_chunk == 64
+    before = resolved_yaml(recipe()).replace("  head_chunk: auto\n", "")
+    run.recipe_file.write_text(before)  # of a run that knew no such setting
+    assert run.as_begun(recipe()) == recipe()
