@@ -42,13 +42,13 @@ def _time_table(section: Section) -> Table:
         f" (mean of the middle {section.num_middle} of {section.num_steps} steps,"
         f" {first} to {last})"
     )
-    table = table_of(title, "lane", "phase", "predicted", "measured", "error", "p20", "p50", "p80")
+    table = table_of(title, "lane", "phase", "predicted", "measured", "error", "p20", "p80")
     table.columns[1].justify = "left"
     for row in section.comparison:
         error = "" if row.error is None else f"{row.error:+.0%}"
         if error and row.is_within_spread:
             error = f"({error})"
-        times = (row.p20, row.p50, row.p80)
+        times = (row.p20, row.p80)
         table.add_row(
             row.lane,
             row.name,

@@ -21,7 +21,7 @@ class Titled(Table):
 
 def table_of(title: str, *columns: str) -> Table:
     """Return an empty table; columns but the first hold figures, two unnamed ones do not."""
-    table = Titled(box=box.SIMPLE, show_header=any(columns), pad_edge=False)
+    table = Titled(box=box.SIMPLE, show_header=any(columns), pad_edge=False, collapse_padding=True)
     table.heading = title
     for number, column in enumerate(columns or ("", "")):
         is_figure = bool(columns) and number > 0 and column not in ("wanted", "got")

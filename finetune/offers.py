@@ -163,7 +163,8 @@ def _longest(subject: Subject, machine: Machine, recipe: Recipe, offer: Offer) -
 
 
 def _offer(subject: Subject, machine: Machine, recipe: Recipe) -> Offer:
-    facts, short = subject.facts, ()
+    facts = subject.facts
+    short: tuple[str, ...] = ()
     here = planning.as_told(recipe.model, facts, machine)
     requests = choices.full_requests(recipe, facts, num_ranks=1)
     try:
@@ -289,7 +290,6 @@ def offers_json(offers: Sequence[Offer]) -> list[dict[str, Any]]:
 def offers_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """Return rows for a terminal; a name that repeats is written once."""
     table = table_of(title, *columns)
-    table.collapse_padding = True
     for column in table.columns:
         if column.header in ("layers", "fits", "inputs"):
             column.justify = "left"

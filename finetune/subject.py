@@ -131,11 +131,12 @@ def _cut_to_sequences(draft: Draft) -> tuple[str, ...]:
         return ()
     tokens, seq_len = train.get("tokens_per_step"), train.get("seq_len", 2048)
     size = train.get("micro_batch_size", 1)
-    numbers = (tokens, seq_len, 1 if size == "auto" else size)
-    if any(type(number) is not int or number < 1 for number in numbers):
-        return ()
-    unit = numbers[1] * numbers[2]
-    whole = whole_units(tokens, unit)
+    size = 1 if size == "auto" else size
+    for number in (tokens, seq_len, size):
+        if type(number) is not int or number < 1:
+            return ()  # which the check refuses
+    assert isinstance(tokens, int)
+    whole = whole_units(tokens, seq_len * size)
     if whole == tokens:
         return ()
     train["tokens_per_step"] = whole

@@ -133,6 +133,7 @@ def test_output_is_as_wide_as_columns_says_and_plain_in_a_pipe(
     width: int, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
+    out = ""
     for words in (
         ("plan", "qwen30b_lora_5090", "--machine", "rtx5090"),
         ("plan", "qwen3-4b", "--machines", "rtx4090,rtx3060-8gb", "--ram", "8"),

@@ -153,6 +153,20 @@ def test_a_busy_machine_is_a_disturbance_and_steps_of_other_lengths_are_none(
     assert not section.is_disturbed
 
 
+def test_the_comparison_breaks_no_word_at_80_columns(tmp_path: Path) -> None:
+    from rich.console import Console
+
+    write_run(tmp_path, slow_s=[0.5] * 5)
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(explanation_tables(explain(tmp_path)))
+    lines = capture.get().splitlines()
+    (header,) = [line for line in lines if "lane" in line and "phase" in line]
+    assert header.split() == ["lane", "phase", "predicted", "measured", "error", "p20", "p80"]
+    (row,) = [line for line in lines if "head and loss" in line and line.startswith(" compute")]
+    assert row.split()[:4] == ["compute", "head", "and", "loss"]
+
+
 def test_outliers_are_left_out_and_the_spread_is_shown(tmp_path: Path) -> None:
     slow_s = [8.0, 1.0, 1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 2.75, 16.0]
     write_run(tmp_path, slow_s=slow_s)
