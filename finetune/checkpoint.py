@@ -21,12 +21,21 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from finetune.adapter_files import require_adapter_files
+from finetune.best import Evaluations
 from finetune.errors import CheckpointError
 from finetune.explain import read_rows
 from finetune.files import PARTIAL, flush, write_atomically
 from finetune.prediction import LATER
-from finetune.recipe import Recipe, differences, resolved_yaml, with_micro_batch_size, with_offload
+from finetune.recipe import (
+    Recipe,
+    differences,
+    is_longer,
+    resolved_yaml,
+    with_micro_batch_size,
+    with_offload,
+)
 from finetune.recipe_file import load_recipe
+from finetune.recipe_sections import TrainSection
 from offload.plan.machine import ExpertsImplementation
 
 _OWNED = (
@@ -122,14 +131,40 @@ class RunDir:
                 limit="only a run that was started can be resumed",
                 hint="leave `--resume` away",
             )
-        changed = differences(self.recipe(), recipe)
+        before = self.recipe()
+        changed = differences(before, recipe)
+        if is_longer(before, recipe) and len(changed) == 1:
+            self._require_going_on(recipe)
+            return
         if changed:
             raise CheckpointError(
                 f"the recipe is not the one that {self.path} was started with: "
                 + "; ".join(changed),
-                limit="a resumed run continues to the bit, so its settings cannot change",
+                limit="a resumed run continues to the bit, so its settings cannot change, but for"
+                " train.steps, which may be raised",
                 hint="undo the change, or start a new run with `output.name=...`",
             )
+
+    def _require_going_on(self, recipe: Recipe) -> None:
+        """Refuse more steps for a run that would not take them.
+
+        Raises:
+            CheckpointError: It has stopped early.
+        """
+        evaluations = self.evaluations(recipe.train)
+        if evaluations.are_enough:
+            raise CheckpointError(
+                f"train.steps is raised to {recipe.train.steps}, and {self.path} has stopped early",
+                limit=f"its last {evaluations.num_without} losses on held-out rows were no lower"
+                f" than {evaluations.lowest:.4f}, so it would stop again at once",
+                hint="leave `train.steps` as it was, or start a new run with `output.name=...`",
+            )
+
+    def lengthen(self, recipe: Recipe) -> None:
+        """Note that the run has more steps than it was begun with."""
+        stat = self.recipe_file.stat()
+        write_atomically(self.recipe_file, resolved_yaml(recipe))
+        os.utime(self.recipe_file, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # see `wandb_id`
 
     def experts_implementation(self) -> ExpertsImplementation | None:
         """Return how the run multiplies experts; None if it has not written that down.
@@ -206,8 +241,9 @@ class RunDir:
         *,
         data_hash: str,
         num_kept: int,
+        best: int | None = None,
     ) -> Path:
-        """Write the checkpoint after `step` steps, then remove all but the newest `num_kept`."""
+        """Write the checkpoint after `step` steps; keep the newest `num_kept` and the `best`."""
         final = self._folder(step)
         partial = final.with_name(PARTIAL + final.name)
         shutil.rmtree(partial, ignore_errors=True)
@@ -223,6 +259,8 @@ class RunDir:
         partial.rename(final)
         flush(self.checkpoints)
         for old in self._steps()[:-num_kept]:
+            if old == best:
+                continue
             discarded = self._folder(old).with_name(PARTIAL + self._folder(old).name)
             self._folder(old).rename(discarded)  # a torn removal must not look complete
             shutil.rmtree(discarded)
@@ -263,6 +301,13 @@ class RunDir:
             for name, parameter in parameters.items():
                 parameter.copy_(tensors[name])
         optimizer.load_state_dict(optimizer_state)
+
+    def evaluations(self, train: TrainSection) -> Evaluations:
+        """Return what the losses on held-out rows come to so far."""
+        none = Evaluations(
+            patience=train.early_stopping_patience, min_delta=train.early_stopping_min_delta
+        )
+        return none.after_rows(self.read_metrics(), saved=self._steps())
 
     def _steps(self) -> list[int]:
         return sorted(

@@ -112,16 +112,9 @@ class Loop:
 
     def step(self, number: int, share: StepShare) -> StepRecord:
         """Run optimizer step `number`, counted from 0, of which this rank does a share."""
-        lr = learning_rate(
-            number,
-            peak=self._train.lr,
-            schedule=self._train.schedule,
-            warmup_steps=self._train.warmup_steps,
-            num_steps=self._num_steps,
-        )
         return self._step(
             share,
-            lr=lr,
+            lr=learning_rate(number, self._train, num_steps=self._num_steps),
             dropout_seed=hash((self._train.seed, number)),
             name=f"step {number + 1}",
         )

@@ -3,33 +3,59 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
+from finetune.recipe_sections import TrainSection
 from offload.plan.optimizer import Optimizer
 
-Schedule = Literal["cosine", "linear", "constant"]
 
-
-def learning_rate(
-    step: int, *, peak: float, schedule: Schedule, warmup_steps: int, num_steps: int
-) -> float:
+def learning_rate(step: int, train: TrainSection, *, num_steps: int) -> float:
     """Return the learning rate of a step, counted from 0; pure, so a resume needs no state.
 
-    It rises linearly over the first `warmup_steps`, the last of which has `peak`, and falls to 0
-    after the last step. transformers' schedules are one step later while they rise: their first
-    step has a rate of 0.
+    It rises linearly from 0, is at its peak in the step after the warm-up, and would be 0 in the
+    step after the last. Equal to the last bit to transformers' `get_scheduler`.
     """
+    warmup_steps = train.num_warmup_steps(num_steps)
     if step < warmup_steps:
-        return peak * (step + 1) / warmup_steps
-    if schedule == "constant":
-        return peak
-    progress = (step - warmup_steps) / max(1, num_steps - warmup_steps)
-    if schedule == "linear":
-        return peak * (1 - progress)
-    return peak * 0.5 * (1 + math.cos(math.pi * progress))
+        return train.lr * (step / warmup_steps)
+    if train.schedule == "constant":
+        return train.lr
+    num_falling = num_steps - warmup_steps
+    if train.schedule == "linear":
+        return train.lr * ((num_steps - step) / num_falling)
+    progress = (step - warmup_steps) / num_falling
+    if train.schedule == "cosine_with_restarts":
+        assert train.num_cycles is not None, "a rule of recipes"
+        progress = (train.num_cycles * progress) % 1.0
+    return train.lr * (0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def rates_since(before: TrainSection, after: TrainSection, *, first_step: int) -> str:
+    """Say from which step on a run that was made longer has another learning rate.
+
+    Args:
+        before: As the run was begun, with `train.steps`.
+        after: With more of them.
+        first_step: How many are done.
+    """
+    old, new = before.steps, after.steps
+    assert old is not None
+    assert new is not None
+    rates = (
+        (learning_rate(step, before, num_steps=old), learning_rate(step, after, num_steps=new))
+        for step in range(old)
+    )
+    differs = next((number for number, (a, b) in enumerate(rates, 1) if a != b), None)
+    said = f"train.steps: {old} -> {new}"
+    if differs is None:
+        return f"{said}; the learning rate of the first {old} steps is the same"
+    said += f"; with {new} steps the learning rate differs from step {differs} on"
+    if differs <= first_step:
+        said += f": steps {differs} to {first_step} were run at that of {old} steps"
+    return said
 
 
 class Masters:

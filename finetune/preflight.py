@@ -16,6 +16,7 @@ from finetune.model import (
 )
 from finetune.ranks import Ranks
 from finetune.recipe import Recipe
+from finetune.recipe_rules import broken_length_rules
 from finetune.recipe_sections import OffloadSection, TrainSection
 from offload.errors import DoesNotFitError
 from offload.plan.bounds import r3_bound_s
@@ -119,21 +120,14 @@ def require_same_machine(machine: Machine, *, device: str, dtype: str) -> None:
 
 
 def require_within_run(recipe: Recipe, *, num_steps: int) -> None:
-    """Refuse settings that lie behind the last step, once it is known.
+    """Refuse settings that cannot take effect in a run of so many steps, once that is known.
 
     Raises:
-        ConfigError: A warm-up that never ends, or a profile that is never taken.
+        ConfigError: Such as a warm-up that never ends, or a profile that is never taken.
     """
-    for name, value in (
-        ("train.warmup_steps", recipe.train.warmup_steps),
-        ("report.profile", recipe.report.profile or 0),
-    ):
-        if value > num_steps:
-            raise ConfigError(
-                f"{name}: {value} in a run of {num_steps} steps",
-                limit="it must lie within the run",
-                hint=f"`{name}: {num_steps}` or less, or more `train.epochs`",
-            )
+    breach = next(broken_length_rules(recipe, num_steps=num_steps), None)
+    if breach is not None:
+        raise ConfigError(breach.what, limit=breach.limit, hint=breach.hint)
 
 
 def require_ready(recipe: Recipe, facts: ModelFacts, machine: Machine, *, num_ranks: int) -> None:

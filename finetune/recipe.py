@@ -88,6 +88,12 @@ def differences(a: Recipe, b: Recipe) -> list[str]:
     ]
 
 
+def is_longer(before: Recipe, after: Recipe) -> bool:
+    """Whether `train.steps` was raised."""
+    steps = before.train.steps, after.train.steps
+    return steps[0] is not None and steps[1] is not None and steps[0] < steps[1]
+
+
 def json_schema() -> str:
     """Return the JSON schema of a recipe, for editors that complete and check YAML."""
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema"}

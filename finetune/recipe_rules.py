@@ -21,6 +21,7 @@ RIVALS = (
     ("train.grad_accum_steps", "train.tokens_per_step"),
     ("train.steps", "train.epochs"),
     ("data.eval_path", "data.eval_frac"),
+    ("train.warmup_steps", "train.warmup_ratio"),
 )
 
 # What may be trained whole whatever the codec: these are on the device as they are published.
@@ -52,8 +53,11 @@ def broken_rules(recipe: "Recipe") -> Iterator[Breach]:
     yield from _broken_adapter_rules(recipe)
     yield from _broken_data_rules(recipe.data)
     yield from _broken_train_rules(recipe.train)
+    yield from _broken_schedule_rules(recipe.train)
     yield from _broken_eval_rules(recipe)
-    yield from _broken_step_rules(recipe)
+    yield from _broken_best_rules(recipe)
+    if recipe.train.steps is not None:
+        yield from broken_length_rules(recipe, num_steps=recipe.train.steps)
     yield from _broken_device_rules(recipe)
 
 
@@ -210,14 +214,6 @@ def _broken_train_rules(train: "TrainSection") -> Iterator[Breach]:
         )
     if (train.steps is None) == (train.epochs is None):
         yield _not_exactly_one(("train.steps", train.steps, 500), ("train.epochs", train.epochs, 1))
-    if train.steps is not None and train.warmup_steps >= train.steps:
-        yield Breach(
-            field="train.warmup_steps",
-            what=f"train.warmup_steps is {train.warmup_steps} and train.steps is {train.steps}",
-            limit=f"the warm-up has to end within the run: at most {train.steps - 1}",
-            hint=f"`train.warmup_steps: {train.steps // 20}`",
-            reads=("train.steps",),
-        )
     if not train.gradient_checkpointing:
         yield Breach(
             field="train.gradient_checkpointing",
@@ -227,6 +223,68 @@ def _broken_train_rules(train: "TrainSection") -> Iterator[Breach]:
                 " its backward visit always recomputes the layer from its kept input"
             ),
             hint="`train.gradient_checkpointing: true`, or leave the line out",
+        )
+
+
+def _broken_schedule_rules(train: "TrainSection") -> Iterator[Breach]:
+    """A warm-up that ends within the run, and a schedule that has room to fall."""
+    if train.warmup_ratio is not None and train.warmup_steps:
+        yield Breach(
+            field="train.warmup_ratio",
+            what=f"train.warmup_ratio is {train.warmup_ratio} and train.warmup_steps is"
+            f" {train.warmup_steps}",
+            limit="only one of them may be set",
+            hint="`train.warmup_ratio: null`, or leave out `train.warmup_steps`",
+            reads=("train.warmup_steps",),
+        )
+    if (train.num_cycles is None) == (train.schedule == "cosine_with_restarts"):
+        seen, hint = "not set", "`train.num_cycles: 4`, or `train.schedule: cosine`"
+        if train.num_cycles is not None:
+            seen = str(train.num_cycles)
+            hint = "`train.schedule: cosine_with_restarts`, or `train.num_cycles: null`"
+        yield Breach(
+            field="train.num_cycles",
+            what=f"train.num_cycles is {seen} and train.schedule is {train.schedule}",
+            limit="cosine_with_restarts falls so many times, and no other schedule reads it",
+            hint=hint,
+            reads=("train.schedule",),
+        )
+
+
+def broken_length_rules(recipe: "Recipe", *, num_steps: int) -> Iterator[Breach]:
+    """What cannot take place in a run of so many steps, which `train.epochs` leaves to the rows."""
+    yield from _broken_rate_rules(recipe.train, num_steps=num_steps)
+    yield from _broken_evaluation_rules(recipe, num_steps=num_steps)
+    yield from _broken_profile_rules(recipe, num_steps=num_steps)
+
+
+def _broken_rate_rules(train: "TrainSection", *, num_steps: int) -> Iterator[Breach]:
+    """The learning rate rises and falls within the run."""
+    steps = _length(train, num_steps)
+    num_warmup_steps = train.num_warmup_steps(num_steps)
+    if num_warmup_steps >= num_steps:
+        name = "warmup_steps" if train.warmup_ratio is None else "warmup_ratio"
+        value, mend = str(train.warmup_steps), str(num_steps // 20)
+        if train.warmup_ratio is not None:
+            value, mend = str(train.warmup_ratio), "0.05" if num_steps > 1 else "null"
+        yield Breach(
+            field=f"train.{name}",
+            what=f"train.{name} is {value} and {steps}",
+            limit=f"the warm-up has to end within the run: at most {num_steps - 1} steps",
+            hint=f"`train.{name}: {mend}`",
+            reads=("train.steps",),
+        )
+    elif train.num_cycles is not None and num_steps - num_warmup_steps < 2 * train.num_cycles:
+        num_falling = num_steps - num_warmup_steps
+        yield Breach(
+            field="train.num_cycles",
+            what=f"train.num_cycles is {train.num_cycles} and {num_falling} steps follow the"
+            f" warm-up, as {steps}",
+            limit="each cycle needs two steps, or the learning rate never falls in it",
+            hint=f"`train.num_cycles: {num_falling // 2}`"
+            if num_falling >= 4
+            else "`train.schedule: cosine`, without `train.num_cycles`",
+            reads=("train.steps", "train.warmup_steps", "train.warmup_ratio"),
         )
 
 
@@ -279,17 +337,80 @@ def _broken_eval_rules(recipe: "Recipe") -> Iterator[Breach]:
             )
 
 
-def _broken_step_rules(recipe: "Recipe") -> Iterator[Breach]:
+def _broken_best_rules(recipe: "Recipe") -> Iterator[Breach]:
+    """What compares losses on held-out rows needs them taken, and a checkpoint of the best."""
+    train, output = recipe.train, recipe.output
+    readers = {
+        "output.best_checkpoint": output.best_checkpoint,
+        "train.early_stopping_patience": train.early_stopping_patience,
+    }
+    for field, value in readers.items():
+        if value and output.eval_every is None:
+            yield Breach(
+                field=field,
+                what=f"{field} is {value} and output.eval_every is not set",
+                limit="losses on held-out rows are compared, and none is taken",
+                hint="`output.eval_every: 50`",
+                reads=("output.eval_every",),
+            )
+    if train.early_stopping_min_delta and train.early_stopping_patience is None:
+        yield Breach(
+            field="train.early_stopping_min_delta",
+            what=f"train.early_stopping_min_delta is {train.early_stopping_min_delta} and"
+            " train.early_stopping_patience is not set",
+            limit="only early stopping reads it",
+            hint="`train.early_stopping_patience: 3`",
+            reads=("train.early_stopping_patience",),
+        )
+
+
+def _broken_evaluation_rules(recipe: "Recipe", *, num_steps: int) -> Iterator[Breach]:
+    """A run takes as many losses on held-out rows as are compared."""
+    every, patience = recipe.output.eval_every, recipe.train.early_stopping_patience
+    steps = _length(recipe.train, num_steps)
+    if every is None:
+        return
+    best = recipe.output.best_checkpoint
+    if best is not None and every > num_steps:
+        yield Breach(
+            field="output.best_checkpoint",
+            what=f"output.best_checkpoint is {best}, output.eval_every is {every} and {steps}",
+            limit="there is no best step where no loss on held-out rows is taken",
+            hint=f"`output.eval_every: {max(1, num_steps // 10)}`",
+            reads=("output.eval_every", "train.steps"),
+        )
+    if patience is not None and every * (patience + 1) >= num_steps:
+        mend = (num_steps - 1) // (patience + 1)
+        yield Breach(
+            field="train.early_stopping_patience",
+            what=f"train.early_stopping_patience is {patience}, output.eval_every is {every} and"
+            f" {steps}",
+            limit=f"the run could stop early after step {every * (patience + 1)} at the soonest",
+            hint=f"`output.eval_every: {mend}` or less"
+            if mend
+            else "`train.early_stopping_patience: null`",
+            reads=("output.eval_every", "train.steps"),
+        )
+
+
+def _broken_profile_rules(recipe: "Recipe", *, num_steps: int) -> Iterator[Breach]:
     """What names a step names one of the run's."""
-    steps, profile = recipe.train.steps, recipe.report.profile
-    if steps is not None and profile is not None and profile > steps:
+    profile = recipe.report.profile
+    if profile is not None and profile > num_steps:
         yield Breach(
             field="report.profile",
-            what=f"report.profile is {profile} and train.steps is {steps}",
-            limit=f"the recorded step must be one of 1 to {steps}",
-            hint=f"`report.profile: {min(3, steps)}`",
+            what=f"report.profile is {profile} and {_length(recipe.train, num_steps)}",
+            limit=f"the recorded step must be one of 1 to {num_steps}",
+            hint=f"`report.profile: {min(3, num_steps)}`",
             reads=("train.steps",),
         )
+
+
+def _length(train: "TrainSection", num_steps: int) -> str:
+    """Say how long a run is, by its setting where it has one."""
+    if train.steps is not None:
+        return f"train.steps is {num_steps}"
+    return f"train.epochs: {train.epochs} are {num_steps} steps"
 
 
 def _broken_device_rules(recipe: "Recipe") -> Iterator[Breach]:

@@ -5,6 +5,7 @@ default written twice is a default with two values. A field's own limits stand b
 read several fields are in `finetune.recipe_rules`.
 """
 
+import math
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -18,6 +19,7 @@ from offload.plan.optimizer import Optimizer
 # trains comes near these.
 MAX_MICRO_BATCHES = 10_000
 MAX_RANK = 2**16
+Schedule = Literal["cosine", "cosine_with_restarts", "linear", "constant"]
 
 # Lists arrive as lists from YAML and are kept as tuples, which nobody can change.
 Names = Annotated[tuple[str, ...], Field(strict=False)]
@@ -243,11 +245,47 @@ class TrainSection(Section):
         lt=1,
         description="Decoupled weight decay; norms, biases and DoRA's magnitudes have none.",
     )
-    schedule: Literal["cosine", "linear", "constant"] = Field(
-        default="cosine", description="How the learning rate falls after the warm-up."
+    schedule: Schedule = Field(
+        default="cosine",
+        description="How the learning rate falls after the warm-up; `cosine_with_restarts` falls"
+        " `train.num_cycles` times.",
+    )
+    num_cycles: int | None = Field(
+        default=None,
+        ge=2,
+        description="How often `cosine_with_restarts` falls from the peak to 0.",
+        examples=[4],
     )
     warmup_steps: int = Field(
-        default=0, ge=0, description="Steps over which the learning rate rises from 0."
+        default=0,
+        ge=0,
+        description="Steps over which the learning rate rises from 0, which is the first step's.",
+    )
+    warmup_ratio: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="`train.warmup_steps` as a part of all steps, rounded up; only one of the two.",
+        examples=[0.03],
+    )
+    neftune_alpha: float | None = Field(
+        default=None,
+        gt=0,
+        description="Uniform noise of up to alpha / sqrt(T x D) on the token embeddings while"
+        " training (NEFTune); null adds none.",
+        examples=[5],
+    )
+    early_stopping_patience: int | None = Field(
+        default=None,
+        ge=1,
+        description="Evaluations without a lower loss on held-out rows after which the run ends;"
+        " null runs all steps.",
+        examples=[3],
+    )
+    early_stopping_min_delta: float = Field(
+        default=0.0,
+        ge=0,
+        description="By more than how much the loss must fall to count as lower.",
     )
     max_grad_norm: float | None = Field(
         default=1.0, gt=0, description="Norm that gradients are clipped to; null does not clip."
@@ -270,6 +308,12 @@ class TrainSection(Section):
         default=True,
         description="Only true: a visit recomputes its layer, so the visit is the checkpoint.",
     )
+
+    def num_warmup_steps(self, num_steps: int) -> int:
+        """Steps over which the learning rate rises, in a run of so many."""
+        if self.warmup_ratio is None:
+            return self.warmup_steps
+        return math.ceil(num_steps * self.warmup_ratio)
 
     @property
     def sequences(self) -> int:
@@ -374,6 +418,12 @@ class OutputSection(Section):
         ge=1,
         description="Steps between losses on the held-out rows; null never takes one.",
         examples=[50],
+    )
+    best_checkpoint: Literal["keep", "use"] | None = Field(
+        default=None,
+        description="`keep` saves each step with the lowest loss on held-out rows so far and keeps"
+        " the best one in addition to the newest; `use` also takes the adapter from it.",
+        examples=["keep"],
     )
 
     @property

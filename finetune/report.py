@@ -75,9 +75,22 @@ def metrics_row(
 
 
 def write_report(
-    run_dir: Path, recipe: Recipe, rows: Sequence[Mapping[str, Any]], *, stops: Stops
+    run_dir: Path,
+    recipe: Recipe,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    adapter_step: int,
+    stops: Stops,
 ) -> Explanation:
-    """Write report.json and the drawings, and return what a run ends with."""
+    """Write report.json and the drawings, and return what a run ends with.
+
+    Args:
+        run_dir: Of the run.
+        recipe: Of the run.
+        rows: Of its metrics.
+        adapter_step: The step after which the adapter's weights were as they are.
+        stops: What ended the trained answers.
+    """
     explanation = explain(run_dir)
     content = {
         "recipe_sha256": recipe_hash(recipe),
@@ -85,6 +98,7 @@ def write_report(
         "last_loss": rows[-1]["loss"],
         "answer_end_token_ids": stops.trained,
         "stop_token_ids": stops.ids,
+        "adapter_step": adapter_step,
         "exact_match": {
             when: SAMPLES.read(file)["exact_match"]
             for when in ("before", "after")

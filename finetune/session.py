@@ -12,6 +12,7 @@ from finetune.compiling import FAILURES, compile_layers, refusal
 from finetune.figures import shown_graphs
 from finetune.loop import Loop
 from finetune.model import load_model, set_router_loss
+from finetune.neftune import add_noise
 from finetune.prepare import Work
 from finetune.ranks import Ranks
 from finetune.recipe import Recipe
@@ -83,6 +84,8 @@ def build(recipe: Recipe, work: Work, ranks: Ranks, screen: Screen) -> Session:
         ),
         hold=loaded.hold,
     )
+    if recipe.train.neftune_alpha is not None:
+        add_noise(loaded.model, alpha=recipe.train.neftune_alpha)
     model.train()
     plan, traced = traced_plan(model, work.plan, ways=work.ways, device=work.device, ranks=ranks)
     if recipe.train.compile:

@@ -13,16 +13,19 @@ from types import FrameType
 
 from finetune import adapters, choice_report, plan_report, preflight, report
 from finetune.batches import StepLoader
+from finetune.best import EVAL_LOSS, Evaluations
 from finetune.checkpoint import RunDir
+from finetune.errors import CheckpointError
 from finetune.explain import LOAD
 from finetune.explain_tables import explanation_tables
-from finetune.files import write_atomically
+from finetune.files import flush, write_atomically
 from finetune.loop import StepRecord, spared_collector
 from finetune.measured import write_measured
+from finetune.objective import rates_since
 from finetune.prediction import Promised, require_unchanged, write_prediction
 from finetune.prepare import Work, prepare
 from finetune.ranks import Ranks
-from finetune.recipe import Recipe
+from finetune.recipe import Recipe, is_longer
 from finetune.recorder import Recorder, profiled
 from finetune.sampling import answer, answerable
 from finetune.screen import Screen
@@ -84,20 +87,16 @@ def finetune(
         _introduce(session, screen)
         screen.note(stops.shown(work.tokenizer))
         predicted = rehearse(work, session, screen)
-        first_step = _start(recipe, run_dir, work, session, ranks, is_resume=is_resume)
+        first_step = _start(recipe, run_dir, work, session, ranks, screen, is_resume=is_resume)
         promised = _promise(run_dir, work, session, predicted, ranks, screen, first_step=first_step)
         if ranks.is_main and first_step == 0:
             _sample(recipe, run_dir, work, session, stops, screen, when="before")
-        last_step = _train(
+        last_step, is_done = _train(
             recipe, run_dir, work, session, ranks, screen, promised, first_step=first_step
         )
-        if ranks.is_main and last_step == work.order.num_steps:
+        if ranks.is_main and is_done:
             _finish(recipe, run_dir, work, session, stops, screen)
-    return Outcome(
-        run_dir=run_dir.path,
-        num_steps=last_step,
-        is_interrupted=last_step < work.order.num_steps,
-    )
+    return Outcome(run_dir=run_dir.path, num_steps=last_step, is_interrupted=not is_done)
 
 
 def _introduce(session: Session, screen: Screen) -> None:
@@ -113,6 +112,7 @@ def _start(
     work: Work,
     session: Session,
     ranks: Ranks,
+    screen: Screen,
     *,
     is_resume: bool,
 ) -> int:
@@ -122,8 +122,11 @@ def _start(
         if not is_resume:
             run_dir.start(recipe, experts_implementation=work.experts_implementation)
             return 0
-        newest = run_dir.newest() or 0
+        newest, begun = run_dir.newest() or 0, run_dir.recipe()
         run_dir.drop_metrics_after(newest)
+        if is_longer(begun, recipe):
+            screen.note(rates_since(begun.train, recipe.train, first_step=newest))
+            run_dir.lengthen(recipe)
         return newest
 
     step = ranks.from_main(make_ready)
@@ -164,17 +167,16 @@ def _train(
     promised: Promised,
     *,
     first_step: int,
-) -> int:
-    """Run the steps that are left; return how many are done, fewer than all after a Ctrl-C."""
+) -> tuple[int, bool]:
+    """Run the steps that are left; return how many are done, and whether the run is.
+
+    It is not after a Ctrl-C; it is before its last step where it stops early.
+    """
     output, num_steps, done = recipe.output, work.order.num_steps, first_step
-    loader = StepLoader(
-        work.rows.train,
-        work.order,
-        micro_batch_ids=work.micro_batch_ids,
-        start_step=first_step,
-        pad_token_id=work.pad_token_id,
-        num_workers=recipe.data.num_workers,
-    )
+    evaluations = ranks.from_main(lambda: run_dir.evaluations(recipe.train))
+    if done == num_steps or evaluations.are_enough:
+        return done, True
+    loader = _loader(recipe, work, first_step=first_step)
     recorder = Recorder(
         run_dir,
         log_to=recipe.report.log_to if ranks.is_main else (),
@@ -196,10 +198,9 @@ def _train(
                 record, step=done, data_wait_s=batch.wait_s, seal=promised.seal
             )
             row[LOAD] = load_per_cpu()
-            if work.rows.held_out and _is_due(done, output.eval_every):
-                row["eval_loss"] = session.loop.validation_loss(
-                    work.rows.held_out, pad_token_id=work.pad_token_id
-                )
+            if _is_due(done, output.eval_every):
+                row[EVAL_LOSS] = _validate(work, session)
+                evaluations = evaluations.after(done, row[EVAL_LOSS])
             if ranks.is_main:
                 recorder.write(row)
             bar.advance(
@@ -207,16 +208,36 @@ def _train(
                 num_tokens=record.num_tokens,
                 seconds=record.step_s + batch.wait_s,
             )
-            if "eval_loss" in row:
-                bar.evaluated(step=done, loss=row["eval_loss"])
+            if EVAL_LOSS in row:
+                bar.evaluated(step=done, loss=row[EVAL_LOSS])
             is_stopped = any(ranks.exchange(bool(interrupts)))
-            if _is_due(done, output.checkpoint_every) or is_stopped or done == num_steps:
+            is_last = done == num_steps or evaluations.are_enough
+            best = evaluations.best_step if output.best_checkpoint else None
+            if _is_due(done, output.checkpoint_every) or done == best or is_stopped or is_last:
                 ranks.require_same_weights(session.loop.weights, step=done)
                 if ranks.is_main:
-                    _save(recipe, run_dir, work, session, record, promised, step=done)
-            if is_stopped:
+                    _save(recipe, run_dir, work, session, record, promised, step=done, best=best)
+            if is_stopped or is_last:
                 break
-    return done
+    return done, done == num_steps or evaluations.are_enough
+
+
+def _validate(work: Work, session: Session) -> float:
+    """Return the mean loss on the held-out rows."""
+    assert work.rows.held_out is not None, "a rule of recipes"
+    return session.loop.validation_loss(work.rows.held_out, pad_token_id=work.pad_token_id)
+
+
+def _loader(recipe: Recipe, work: Work, *, first_step: int) -> StepLoader:
+    """Return the batches of the steps that are left."""
+    return StepLoader(
+        work.rows.train,
+        work.order,
+        micro_batch_ids=work.micro_batch_ids,
+        start_step=first_step,
+        pad_token_id=work.pad_token_id,
+        num_workers=recipe.data.num_workers,
+    )
 
 
 def _save(
@@ -228,8 +249,13 @@ def _save(
     promised: Promised,
     *,
     step: int,
+    best: int | None,
 ) -> None:
-    """Write the checkpoint behind a step, where its time went, and what stands in memory."""
+    """Write the checkpoint after a step, where its time went, and what is in memory.
+
+    The metrics are flushed first: from them follows which checkpoint is the best.
+    """
+    flush(run_dir.metrics_file)
     write_measured(run_dir.path, record, session, promised, step=step, device=work.device)
     run_dir.save(
         step,
@@ -237,6 +263,7 @@ def _save(
         session.loop.optimizer,
         data_hash=work.rows.data_hash,
         num_kept=recipe.output.keep_checkpoints,
+        best=best,
     )
 
 
@@ -270,10 +297,41 @@ def _finish(
     screen: Screen,
 ) -> None:
     """Write the adapter, its answers and the report."""
+    evaluations = run_dir.evaluations(recipe.train)
+    if evaluations.are_enough:
+        screen.note(
+            f"Stopped early: {evaluations.num_without} losses on held-out rows in a row were no"
+            f" lower than {evaluations.lowest:.4f}"
+        )
+    step = run_dir.newest() or 0
+    if recipe.output.best_checkpoint == "use":
+        step = evaluations.best_step
+        _take_best(run_dir, work, session, screen, evaluations)
     adapters.save_adapter(session.model, run_dir.adapter, stops=stops)
     _sample(recipe, run_dir, work, session, stops, screen, when="after")
-    explanation = report.write_report(run_dir.path, recipe, run_dir.read_metrics(), stops=stops)
+    explanation = report.write_report(
+        run_dir.path, recipe, run_dir.read_metrics(), adapter_step=step, stops=stops
+    )
     screen.show(explanation_tables(explanation))
+
+
+def _take_best(
+    run_dir: RunDir, work: Work, session: Session, screen: Screen, evaluations: Evaluations
+) -> None:
+    """Put the weights of the best checkpoint into the model."""
+    loop, step = session.loop, evaluations.best_step
+    if not step:
+        raise CheckpointError(
+            f"{run_dir.checkpoints} holds no checkpoint with a loss on held-out rows",
+            limit="output.best_checkpoint is use, so the adapter is that of such a checkpoint",
+            hint="restore the checkpoint from a copy, or start a new run with `output.name=...`",
+        )
+    run_dir.load(step, loop.weights, loop.optimizer, data_hash=work.rows.data_hash)
+    loop.publish()
+    screen.note(
+        f"The adapter is that of step {step}: its loss on held-out rows,"
+        f" {evaluations.best_loss:.4f}, is the lowest"
+    )
 
 
 def _sample(

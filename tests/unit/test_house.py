@@ -21,4 +21,3 @@ def test_files_and_functions_stay_short(path: Path) -> None:
             # A kernel is handed each pointer and size by itself: its signature is not counted.
             first = node.body[0].lineno if path.name == "kernels.py" else node.lineno
             assert node.end_lineno - first < MAX_FUNCTION_LINES, node.name
-

@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from peft.optimizers import create_loraplus_optimizer
 from torch import nn
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments, get_scheduler
 
 from finetune import adapters
 from finetune.objective import (
@@ -16,24 +16,87 @@ from finetune.objective import (
     is_b_matrix,
     learning_rate,
     make_optimizer,
+    rates_since,
     update,
 )
+from finetune.recipe_sections import TrainSection
 
 
-def rates(schedule: Any, *, warmup_steps: int = 0, num_steps: int = 10) -> list[float]:
-    return [
-        learning_rate(
-            step, peak=2.0, schedule=schedule, warmup_steps=warmup_steps, num_steps=num_steps
-        )
-        for step in range(num_steps)
-    ]
+def train_section(**settings: Any) -> TrainSection:
+    return TrainSection(grad_accum_steps=1, **settings)
 
 
-def test_the_rate_rises_over_the_warmup_and_then_follows_its_schedule() -> None:
-    assert rates("constant", warmup_steps=4)[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
-    assert rates("linear") == pytest.approx([2.0 - 0.2 * step for step in range(10)])
-    assert rates("cosine")[5] == pytest.approx(1.0)
-    assert rates("cosine")[0] == 2.0
+@pytest.mark.parametrize("num_steps", [1, 10, 97])
+@pytest.mark.parametrize(
+    ("settings", "their_name", "their_warmup", "their_kwargs"),
+    [
+        ({"schedule": "constant", "warmup_steps": 4}, "constant_with_warmup", 4, {}),
+        ({"schedule": "constant"}, "constant", 0, {}),
+        ({"schedule": "linear", "warmup_ratio": 0.03}, "linear", 0.03, {}),
+        ({"schedule": "linear"}, "linear", 0, {}),
+        ({"schedule": "cosine", "warmup_steps": 3}, "cosine", 3, {}),
+        ({"schedule": "cosine", "warmup_ratio": 0.25}, "cosine", 0.25, {}),
+        (
+            {"schedule": "cosine_with_restarts", "num_cycles": 3, "warmup_ratio": 0.1},
+            "cosine_with_restarts",
+            0.1,
+            {"num_cycles": 3},
+        ),
+    ],
+)
+def test_the_rates_are_those_of_transformers_to_the_bit(
+    settings: Any, their_name: str, their_warmup: float, their_kwargs: Any, num_steps: int
+) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.7e-4)
+    args = TrainingArguments(output_dir="unused", warmup_steps=their_warmup, use_cpu=True)
+    schedule = get_scheduler(
+        their_name,
+        optimizer,
+        num_warmup_steps=args.get_warmup_steps(num_steps),
+        num_training_steps=num_steps,
+        scheduler_specific_kwargs=their_kwargs,
+    )
+    theirs = []
+    for _ in range(num_steps):
+        theirs.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    train = train_section(lr=1.7e-4, steps=num_steps, **settings)
+    ours = [learning_rate(step, train, num_steps=num_steps) for step in range(num_steps)]
+    assert ours == theirs
+
+
+@pytest.mark.parametrize(
+    ("settings", "first_step", "said"),
+    [
+        (
+            {"schedule": "cosine"},
+            6,
+            "train.steps: 8 -> 12; with 12 steps the learning rate differs from step 2 on: steps 2"
+            " to 6 were run at that of 8 steps",
+        ),
+        (
+            {"schedule": "linear", "warmup_steps": 5},
+            3,
+            "train.steps: 8 -> 12; with 12 steps the learning rate differs from step 7 on",
+        ),
+        (
+            {"schedule": "linear", "warmup_ratio": 0.5},
+            1,
+            "train.steps: 8 -> 12; with 12 steps the learning rate differs from step 2 on",
+        ),
+        (
+            {"schedule": "constant", "warmup_steps": 5},
+            8,
+            "train.steps: 8 -> 12; the learning rate of the first 8 steps is the same",
+        ),
+    ],
+)
+def test_a_run_that_is_made_longer_says_where_its_rate_differs(
+    settings: Any, first_step: int, said: str
+) -> None:
+    before, after = (train_section(steps=steps, **settings) for steps in (8, 12))
+    assert rates_since(before, after, first_step=first_step) == said
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adafactor"])
