@@ -1,63 +1,17 @@
 """What a recipe may hold, said in words: for the limit and the hint of an error.
 
 Everything is read off the JSON schema of `Recipe`, so no limit, default or example has a second
-home here. The one thing added is `OTHER_NAMES`: what other programs call our settings.
+home here. What other trainers call our settings is in `finetune.foreign_words`.
 """
 
 import difflib
 import functools
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from finetune.recipe import Recipe
-
-# Names of the same thing elsewhere -> ours. Too unlike in letters to be found by likeness.
-OTHER_NAMES = {
-    "learning_rate": "train.lr",
-    "max_steps": "train.steps",
-    "num_train_epochs": "train.epochs",
-    "num_epochs": "train.epochs",
-    "batch_size": "train.micro_batch_size",
-    "per_device_train_batch_size": "train.micro_batch_size",
-    "gradient_accumulation_steps": "train.grad_accum_steps",
-    "global_batch_size": "train.grad_accum_steps",
-    "max_seq_len": "train.seq_len",
-    "max_seq_length": "train.seq_len",
-    "sequence_len": "train.seq_len",
-    "cutoff_len": "train.seq_len",
-    "lr_scheduler": "train.schedule",
-    "lr_scheduler_type": "train.schedule",
-    "optim": "train.optimizer",
-    "r": "adapter.rank",
-    "lora_r": "adapter.rank",
-    "lora_rank": "adapter.rank",
-    "lora_alpha": "adapter.alpha",
-    "lora_dropout": "adapter.dropout",
-    "target_modules": "adapter.targets",
-    "lora_target_modules": "adapter.targets",
-    "use_rslora": "adapter.rslora",
-    "peft_use_rslora": "adapter.rslora",
-    "use_dora": "adapter.dora",
-    "peft_use_dora": "adapter.dora",
-    "loraplus_lr_ratio": "adapter.loraplus_ratio",
-    "lora_modules_to_save": "adapter.modules_to_save",
-    "train_norms": "adapter.modules_to_save",
-    "train_router": "adapter.modules_to_save",
-    "model_name": "model.path",
-    "model_name_or_path": "model.path",
-    "base_model": "model.path",
-    "dataset": "data.path",
-    "datasets": "data.path",
-    "val_set_size": "data.eval_frac",
-    "output_dir": "output.dir",
-    "save_steps": "output.checkpoint_every",
-    "save_total_limit": "output.keep_checkpoints",
-    "eval_steps": "output.eval_every",
-    "report_to": "report.log_to",
-    "lora": "adapter",
-    "dataloader_num_workers": "data.num_workers",
-}
 
 
 @functools.cache
@@ -155,28 +109,44 @@ def near_value(value: Any, schema: dict[str, Any]) -> str | None:
 def near_path(section: str, key: str) -> str | None:
     """Return the section or setting that an unknown key most likely means, or None.
 
-    The same name in another section goes first, then what other programs call it, then the
-    likest name in its own section, then the likest anywhere.
+    The same name in another section goes first, then a name a few letters away in its own section,
+    then one in any.
 
     Args:
-        section: The section that holds the key; empty for a key beside the sections.
+        section: The section that holds the key; empty for a key at the top.
         key: The key that is not known.
     """
-    word = key.lower().replace("-", "_").rpartition(".")[2]
+    word = plain(key)
     paths = [f"{name}.{setting}" for name in sections() for setting in settings(name)]
     for candidate in paths:
         if candidate.rpartition(".")[2] == word:
             return candidate
-    if word in OTHER_NAMES:
-        return OTHER_NAMES[word]
-    near = difflib.get_close_matches(word, settings(section) if section else sections(), n=1)
-    if near:
-        return f"{section}.{near[0]}" if section else near[0]
-    return _likest(word, paths)
-
-
-def _likest(word: str, paths: list[str]) -> str | None:
-    """Return the path whose last name is most like a word, or None."""
+    near = _nearest(word, settings(section) if section else sections())
+    if near is not None:
+        return f"{section}.{near}" if section else near
     names = {path.rpartition(".")[2]: path for path in paths}
-    near = difflib.get_close_matches(word, names, n=1)
-    return names[near[0]] if near else None
+    near = _nearest(word, list(names))
+    return None if near is None else names[near]
+
+
+def plain(key: str) -> str:
+    """Return a key without its section, in the letters that settings have."""
+    return key.lower().replace("-", "_").rpartition(".")[2]
+
+
+def _nearest(word: str, names: Sequence[str]) -> str | None:
+    """Return the name that a word is a misspelling of: at most a letter in four is another."""
+    nearest = min(names, key=lambda name: _num_edits(word, name))
+    return nearest if _num_edits(word, nearest) <= max(1, len(word) // 4) else None
+
+
+def _num_edits(a: str, b: str) -> int:
+    """Count the letters to add, drop, change or swap with the next one to get from `a` to `b`."""
+    before, row = [0] * (len(b) + 1), list(range(len(b) + 1))
+    for i, letter in enumerate(a, 1):
+        earlier, before, row = before, row, [i]
+        for j, other in enumerate(b, 1):
+            row.append(min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != other)))
+            if i > 1 and j > 1 and letter == b[j - 2] and other == a[i - 2]:
+                row[j] = min(row[j], earlier[j - 2] + 1)
+    return row[-1]

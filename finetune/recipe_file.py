@@ -22,6 +22,7 @@ from pydantic import ValidationError
 
 from finetune.errors import ConfigError
 from finetune.files import expanded
+from finetune.foreign_words import RENAMED, REPLACED, UNSUPPORTED
 from finetune.recipe import Recipe, shipped_recipes
 from finetune.recipe_draft import Draft, Place, apply_overrides, joint_error, read_draft
 from finetune.recipe_fields import (
@@ -31,6 +32,7 @@ from finetune.recipe_fields import (
     is_section,
     near_path,
     near_value,
+    plain,
     sections,
     settings,
     shown,
@@ -300,9 +302,19 @@ def _note_unknown(draft: Draft, section_name: str, key: str) -> None:
     """
     path = f"{section_name}.{key}" if section_name else key
     holder = draft.values[section_name] if section_name else draft.values
-    place, value = draft.place(path), holder.pop(key)
-    meant = near_path(section_name, key)
-    if meant is None:
+    place, value, word = draft.place(path), holder.pop(key), plain(key)
+    meant = RENAMED.get(word) or near_path(section_name, key)
+    if word in UNSUPPORTED:
+        limit, hint = f"not supported: {UNSUPPORTED[word]}", f"remove `{key}`"
+    elif word in REPLACED:
+        meant, other = REPLACED[word]
+        equals = "=" if place.is_override else ": "
+        limit, hint = f"here it is {meant}", f"use `{meant}{equals}{other}`"
+    elif word in RENAMED:
+        assert meant is not None
+        limit, hint = f"here it is {meant}", f"use {_setting(place, meant, value)}"
+        _move(draft, value, path, meant)
+    elif meant is None:
         own = settings(section_name) if section_name else sections()
         owner = f"the section {section_name}" if section_name else "a recipe"
         limit, hint = f"{owner} has {', '.join(own)}", f"remove `{key}`"

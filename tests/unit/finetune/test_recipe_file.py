@@ -62,12 +62,12 @@ def assert_refused(source: str, *overrides: str, what: str, limit: str, hint: st
 # Fields
 
 
-def test_a_misspelt_key_names_its_line_and_its_nearest_neighbour(folder: Path) -> None:
+def test_a_key_of_other_trainers_names_its_line_and_ours(folder: Path) -> None:
     assert_refused(
         replaced("  seq_len: 512", "  seq_length: 512"),
         what="r.yaml:8: train.seq_length is not a setting",
-        limit="the nearest is train.seq_len",
-        hint="`train.seq_len: 512`",
+        limit="here it is train.seq_len",
+        hint="use `train.seq_len: 512`",
     )
 
 
@@ -84,20 +84,88 @@ def test_a_misspelt_section_names_its_neighbour_and_its_settings_are_still_check
 @pytest.mark.parametrize(
     ("line", "meant"),
     [
-        ("  learning_rate: 1e-4", "train.lr"),
-        ("  max_seq_length: 64", "train.seq_len"),
         ("  optimiser: adamw", "train.optimizer"),
+        ("  wramup_steps: 3", "train.warmup_steps"),
         ("  num_slots: 3", "offload.num_slots"),
-        ("  per_device_train_batch_size: 2", "train.micro_batch_size"),
+        ("  num_slot: 3", "offload.num_slots"),
     ],
 )
-def test_a_key_of_another_program_or_section_names_where_it_belongs(
+def test_a_misspelt_key_or_one_of_another_section_names_where_it_belongs(
     folder: Path, line: str, meant: str
 ) -> None:
     error = refusal(replaced("  steps: 10", f"  steps: 10\n{line}"))
     key = line.split(":")[0].strip()
     assert error.what == f"r.yaml:11: train.{key} is not a setting"
     assert error.limit == f"the nearest is {meant}"
+
+
+@pytest.mark.parametrize(
+    ("line", "limit", "hint"),
+    [
+        ("learning_rate: 1e-4", "here it is train.lr", "use `train.lr: 0.0001`"),
+        ("max_seq_length: 64", "here it is train.seq_len", "use `train.seq_len: 64`"),
+        (
+            "per_device_train_batch_size: 2",
+            "here it is train.micro_batch_size",
+            "use `train.micro_batch_size: 2`",
+        ),
+        ("gradient_clipping: 0.5", "here it is train.max_grad_norm", None),
+        ("neftune_noise_alpha: 5", "here it is train.neftune_alpha", None),
+        ("load_in_4bit: true", "here it is offload.codec", "use `offload.codec: nf4`"),
+        ("bf16: true", "here it is model.dtype", "use `model.dtype: bfloat16`"),
+        ("wandb_project: mine", "here it is report.log_to", "use `report.log_to: [wandb]`"),
+        (
+            "packing: true",
+            "not supported: each row is a sequence of its own; rows of like length share a"
+            " micro-batch",
+            "remove `packing`",
+        ),
+        (
+            "flash_attention: true",
+            "not supported: torch's fused attention is taken wherever the model allows it",
+            "remove `flash_attention`",
+        ),
+        (
+            "deepspeed: ds.json",
+            "not supported: layers are streamed from RAM instead of sharded; several GPUs share a"
+            " step",
+            "remove `deepspeed`",
+        ),
+    ],
+)
+def test_a_word_of_another_trainer_is_given_ours_or_why_there_is_none(
+    folder: Path, line: str, limit: str, hint: str | None
+) -> None:
+    error = refusal(replaced("  steps: 10", f"  steps: 10\n  {line}"))
+    assert error.what == f"r.yaml:11: train.{line.split(':')[0]} is not a setting"
+    assert error.limit == limit
+    assert hint is None or error.hint == hint
+
+
+def test_a_word_of_another_trainer_is_known_at_the_top_and_on_the_command_line_too(
+    folder: Path,
+) -> None:
+    assert_refused(
+        replaced("output:", "lora_r: 8\noutput:"),
+        what="r.yaml:11: lora_r is not a setting",
+        limit="here it is adapter.rank",
+        hint="use `adapter.rank: 8`",
+    )
+    assert_refused(
+        write(VALID),
+        "train.load_in_8bit=true",
+        what="command line: train.load_in_8bit=true: train.load_in_8bit is not a setting",
+        limit="here it is offload.codec",
+        hint="use `offload.codec=int8`",
+    )
+
+
+@pytest.mark.parametrize("key", ["stride", "quantum", "wandbx_y", "epsilon_greedy", "gamma"])
+def test_a_key_that_is_near_to_nothing_is_not_guessed_at(folder: Path, key: str) -> None:
+    error = refusal(replaced("  steps: 10", f"  steps: 10\n  {key}: 1"))
+    assert error.limit is not None
+    assert error.limit.startswith("the section train has seq_len, ")
+    assert error.hint == f"remove `{key}`"
 
 
 def test_a_dotted_key_in_a_file_names_the_setting(folder: Path) -> None:
@@ -144,21 +212,6 @@ def test_a_wrong_pattern_names_what_it_may_be_and_shows_one(folder: Path) -> Non
     )
     recipe = load_recipe(write(VALID), ["adapter.rank_pattern={q_proj: 4}"])
     assert recipe.adapter.rank_pattern == {"q_proj": 4}
-
-
-@pytest.mark.parametrize(
-    ("theirs", "ours"),
-    [
-        ("use_dora", "dora"),
-        ("peft_use_rslora", "rslora"),
-        ("loraplus_lr_ratio", "loraplus_ratio"),
-        ("lora_modules_to_save", "modules_to_save"),
-        ("train_norms", "modules_to_save"),
-    ],
-)
-def test_names_of_other_programs_lead_to_ours(theirs: str, ours: str, folder: Path) -> None:
-    error = refusal(replaced("  rank: 8", f"  rank: 8\n  {theirs}: true"))
-    assert f"adapter.{theirs} is not a setting; the nearest is adapter.{ours}" in str(error)
 
 
 def test_rank_0_is_refused(folder: Path) -> None:
