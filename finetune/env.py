@@ -55,6 +55,51 @@ def _number(name: str, *, default: str | None = None) -> int:
     return int(text)
 
 
+# Variable of accelerate's launcher -> its setting, and what is so instead.
+_UNUSED = {
+    "ACCELERATE_MIXED_PRECISION": ("mixed_precision", "weights compute in model.dtype"),
+    "ACCELERATE_DYNAMO_BACKEND": ("dynamo_backend", "`train.compile: true` compiles the layers"),
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (
+        "gradient_accumulation_steps",
+        "`train.grad_accum_steps` or `train.tokens_per_step` sets it",
+    ),
+    "ACCELERATE_USE_FSDP": ("fsdp", "layers are streamed from one copy in RAM, not sharded"),
+    "ACCELERATE_USE_DEEPSPEED": ("deepspeed", "layers are streamed from one copy in RAM"),
+    "ACCELERATE_USE_MEGATRON_LM": ("megatron_lm", "processes share a step, not a layer"),
+    "ACCELERATE_USE_PARALLELISM_CONFIG": ("parallelism_config", "processes share a step only"),
+}
+_OFF = ("", "NO", "FALSE", "0", "1")  # one step is no accumulation
+
+
+def launch_notes() -> tuple[str, ...]:
+    """Say what a launcher was asked for and does not happen: settings, and processes.
+
+    accelerate hands its settings, those of its config file too, to what it starts as variables.
+    Without `--multi_gpu` it starts one process however many it is asked for; all that then tells
+    of them is the address at which they were to meet.
+    """
+    values = {name: os.environ.get(name, "") for name in _UNUSED}
+    notes = [
+        f"accelerate's {setting}: {values[name]} has no effect here: {instead}"
+        for name, (setting, instead) in _UNUSED.items()
+        if values[name].upper() not in _OFF
+    ]
+    is_alone = "WORLD_SIZE" not in os.environ
+    if is_alone and "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ:
+        notes.append(
+            "accelerate was asked for several processes and has started this one alone:"
+            " `accelerate launch --multi_gpu --num_processes N` starts them"
+        )
+    for name, launcher in (("SLURM_NTASKS", "Slurm"), ("OMPI_COMM_WORLD_SIZE", "mpirun")):
+        num = os.environ.get(name, "1")
+        if is_alone and num not in ("0", "1"):
+            notes.append(
+                f"{launcher} was asked for {num} processes ({name}), and this run is one by itself:"
+                " `accelerate launch --multi_gpu --num_processes N` shares a step among them"
+            )
+    return tuple(notes)
+
+
 def rank_label() -> str:
     """Return whose words these are where there are several processes; empty for one."""
     rank = os.environ.get("RANK")

@@ -1,7 +1,8 @@
 """Where a run's figures go beside the screen: metrics.jsonl, TensorBoard, Weights & Biases."""
 
+import textwrap
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
@@ -10,15 +11,15 @@ from typing import Any, Self
 import torch
 
 from finetune.checkpoint import RunDir
+from finetune.recipe import Recipe, resolved_yaml
 
 
 class Recorder:
     """Writes each row of figures to every place that was asked for."""
 
-    def __init__(
-        self, run_dir: RunDir, *, log_to: Sequence[str], name: str, first_step: int
-    ) -> None:
-        """Open the places; that their packages are there has been checked."""
+    def __init__(self, run_dir: RunDir, recipe: Recipe, *, is_main: bool, first_step: int) -> None:
+        """Open the places, and give each the recipe; that their packages are there was checked."""
+        log_to = recipe.report.log_to if is_main else ()
         self._run_dir = run_dir
         self._board: Any = None
         self._wandb: Any = None
@@ -28,11 +29,18 @@ class Recorder:
             self._board = SummaryWriter(
                 log_dir=str(run_dir.path / "tensorboard"), purge_step=first_step + 1
             )
+            indented = textwrap.indent(resolved_yaml(recipe), "    ")  # Markdown, shown as it is
+            self._board.add_text("recipe", indented, global_step=first_step + 1)
         if "wandb" in log_to:
             import wandb
 
             self._wandb = wandb.init(
-                name=name, id=run_dir.wandb_id(), dir=str(run_dir.path), resume="allow"
+                name=recipe.output.name,
+                id=run_dir.wandb_id(),
+                dir=str(run_dir.path),
+                resume="allow",
+                config=recipe.model_dump(mode="json"),
+                allow_val_change=True,  # `train.steps` may be raised when a run is resumed
             )
 
     def __enter__(self) -> Self:

@@ -15,12 +15,14 @@ from finetune import adapters, choice_report, plan_report, preflight, report
 from finetune.batches import StepLoader
 from finetune.best import EVAL_LOSS, Evaluations
 from finetune.checkpoint import RunDir
+from finetune.env import launch_notes
 from finetune.errors import CheckpointError
 from finetune.explain import LOAD
 from finetune.explain_tables import explanation_tables
 from finetune.files import flush, write_atomically
 from finetune.loop import StepRecord, spared_collector
 from finetune.measured import write_measured
+from finetune.model_card import MODEL_CARD, model_card
 from finetune.objective import rates_since
 from finetune.prediction import Promised, require_unchanged, write_prediction
 from finetune.prepare import Work, prepare
@@ -67,6 +69,8 @@ def finetune(
     Raises:
         SluiceError: Anything a user or the machine can cause.
     """
+    for note in launch_notes():
+        screen.note(note)
     run_dir = RunDir(recipe.output.run_dir)
     recipe = run_dir.as_begun(recipe) if is_resume else recipe
     preflight.require_micro_batch_per_rank(recipe.train, num_ranks=ranks.num)
@@ -177,12 +181,7 @@ def _train(
     if done == num_steps or evaluations.are_enough:
         return done, True
     loader = _loader(recipe, work, first_step=first_step)
-    recorder = Recorder(
-        run_dir,
-        log_to=recipe.report.log_to if ranks.is_main else (),
-        name=output.name,
-        first_step=first_step,
-    )
+    recorder = Recorder(run_dir, recipe, is_main=ranks.is_main, first_step=first_step)
     with (
         loader,
         recorder,
@@ -312,6 +311,8 @@ def _finish(
     explanation = report.write_report(
         run_dir.path, recipe, run_dir.read_metrics(), adapter_step=step, stops=stops
     )
+    card = model_card(recipe, run_dir.path, session.model.config, data_hash=work.rows.data_hash)
+    write_atomically(run_dir.adapter / MODEL_CARD, card)
     screen.show(explanation_tables(explanation))
 
 

@@ -5,16 +5,21 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from finetune import app
+from finetune.checkpoint import RunDir
+from finetune.recipe_file import load_recipe
+from finetune.recorder import Recorder
 from offload.plan.machine import named_machine
 from tests.doubles import tiny_tokenizer
 
@@ -79,6 +84,30 @@ def test_a_run_leaves_everything_that_was_promised(finished: Path) -> None:
     assert ["eval_loss" in row for row in rows] == [False, False, True, False, False, True]
     # 4 layers over 2 slots; the step behind an evaluation finds the ring disturbed
     assert [row["num_loads"] for row in rows] == [6, 4, 4, 6, 4, 4]
+
+
+def test_the_model_card_is_true_and_names_no_path_of_this_machine(
+    finished: Path, model_dir: Path, rows_file: Path
+) -> None:
+    text = (finished / "adapter" / "README.md").read_text()
+    data = ModelCard(text).data.to_dict()
+    assert data["library_name"] == "peft"
+    assert "base_model" not in data  # it is no repository of the hub
+    assert "[More Information Needed]" not in text
+    for path in (finished, model_dir, rows_file, Path.home(), Path.cwd()):
+        assert f"{path}/" not in text
+        assert str(path.parent) not in text
+    assert f"A LoRA adapter of {model_dir.name} (qwen3_moe)" in text
+    assert f"path: {rows_file.name}\n" in text
+    state = finished / "checkpoints" / "step-0000006" / "state.json"
+    assert json.loads(state.read_text())["data_hash"] in text
+    report = json.loads((finished / "report.json").read_text())
+    assert report["recipe_sha256"] in text
+    last = json.loads((finished / "metrics.jsonl").read_text().splitlines()[-1])
+    assert f"| training loss, step 6 | {last['loss']:.4f} |" in text
+    assert f"| held-out loss, step 6 | {last['eval_loss']:.4f} |" in text
+    after = report["exact_match"]["after"]
+    assert f"| held-out answers right to the letter, after training | {after:.1%} |" in text
 
 
 def test_training_lowers_the_loss(finished: Path) -> None:
@@ -286,6 +315,33 @@ def test_metrics_go_to_tensorboard_when_asked(tmp_path, write_recipe, machine_fi
     board.Reload()
     shown = [event.value for event in board.Scalars("loss")]
     assert shown == pytest.approx(losses(tmp_path / "run"))
+    (text,) = board.Tensors("recipe/text_summary")
+    told = textwrap.dedent(text.tensor_proto.string_val[0].decode())
+    assert told == (tmp_path / "run" / "recipe.yaml").read_text()
+
+
+def test_wandb_is_given_the_resolved_recipe(tmp_path, write_recipe, monkeypatch) -> None:
+    """By a module that notes what it is given, as W&B takes an account."""
+    (tmp_path / "wandb.py").write_text(
+        "given = []\n"
+        "class Run:\n"
+        "    log = finish = lambda self, *args, **settings: None\n"
+        "def init(**settings):\n"
+        "    given.append(settings)\n"
+        "    return Run()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    recipe = load_recipe(str(write_recipe(report={"log_to": ["wandb"]})), [])
+    run_dir = RunDir(recipe.output.run_dir)
+    run_dir.start(recipe, experts_implementation=None)
+    for is_main in (True, False):
+        Recorder(run_dir, recipe, is_main=is_main, first_step=0)
+    import wandb
+
+    (settings,) = wandb.given
+    assert settings["config"] == recipe.model_dump(mode="json")
+    assert settings["config"]["train"]["weight_decay"] == 0.0  # a default
+    assert settings["allow_val_change"] is True
 
 
 # ---------------------------------------------------------------------------- what must not happen
