@@ -11,6 +11,7 @@ from finetune.errors import ModelError
 from finetune.json_files import JsonFile
 from finetune.shapes import load_shape
 
+TOKENIZER_CONFIG = "tokenizer_config.json"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 _TOKENIZER = ("tokenizer", "vocab", "merges.txt", "special_tokens", "added_tokens", "chat_template")
 _TOKENIZER_SUFFIXES = (".tiktoken", ".model")
@@ -32,7 +33,7 @@ class _Any(RootModel[Any]):
 
 
 _HINT = "download the model again, or restore the file from a copy"
-TOKENIZER_CONFIG = JsonFile(
+TOKENIZER_SETTINGS = JsonFile(
     holds=_TokenizerConfig,
     error=ModelError,
     limit="it holds the tokenizer's settings, and perhaps its chat template",
@@ -56,10 +57,10 @@ def copy_companions(base: Path, tokenizer: Path, folder: Path) -> None:
     templates = tokenizer / "additional_chat_templates"
     if templates.is_dir():
         shutil.copytree(templates, folder / templates.name)
-    settings = folder / "tokenizer_config.json"
+    settings = folder / TOKENIZER_CONFIG
     if (folder / "chat_template.jinja").exists() and settings.exists():
         # transformers prefers the file, and llama.cpp's converter the setting: leave one
-        fields = TOKENIZER_CONFIG.read(settings)
+        fields = TOKENIZER_SETTINGS.read(settings)
         if fields.pop("chat_template", None) is not None:
             settings.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n")
 

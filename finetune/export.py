@@ -4,8 +4,15 @@ What a tensor of each architecture is called in a GGUF file is known to `convert
 llama.cpp alone; the `gguf` package reads and writes files and converts no model. So the converter
 is run as a program, and what it made is looked at: a file without the chat template answers with
 gibberish and says nothing.
+
+Its requirements pin transformers 4.57, which lacks the class that transformers 5 names for a plain
+fast tokenizer, and takes no list for `extra_special_tokens`. So it is given a copy of the folder,
+weights linked, whose tokenizer_config.json says the same in words that both versions read. It also
+refuses every tokenizer whose splitting of text it has no rules for; it is asked for that, with
+config and tokenizer alone, before anything is merged.
 """
 
+import json
 import mmap
 import shutil
 import subprocess
@@ -14,11 +21,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from finetune.companions import TOKENIZER_CONFIG
+from finetune.companions import (
+    TOKENIZER_CONFIG,
+    TOKENIZER_SETTINGS,
+    copy_companions,
+    write_config,
+)
 from finetune.errors import MergeError
 from finetune.files import flush, require_free, workspace
 from finetune.merge import Progress
-from finetune.merge_run import merge_run
+from finetune.merge_run import base_and_tokenizer, merge_run
 from finetune.tensor_files import INDEX, SINGLE
 
 CONVERTER = "convert_hf_to_gguf.py"
@@ -30,6 +42,30 @@ _INSTALL = (
     " then `--llama-cpp llama.cpp`"
 )
 _MAGIC = b"GGUF"
+# What the converter says when it fails -> the limit and the hint of our error.
+_REFUSALS = (
+    (
+        "pre-tokenizer was not recognized",
+        "llama.cpp splits text by rules of its own for each tokenizer, and has none for this one",
+        "`sluice merge RUN_DIR --out DIR` writes what transformers and vLLM serve; a newer"
+        " llama.cpp may know the tokenizer",
+    ),
+    (
+        "Tokenizer class",
+        "the transformers that it runs with must have the tokenizer's class",
+        f"a newer llama.cpp with its own packages: {_INSTALL}",
+    ),
+    (
+        "No module named",
+        "it runs with packages of its own",
+        _INSTALL,
+    ),
+    (
+        "is not supported",
+        "it converts the architectures that it has code for",
+        f"a newer llama.cpp: {_INSTALL}",
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,9 +103,12 @@ def export_gguf(
     require_free(file)
     command = find_converter(llama_cpp)
     with workspace(file) as work:
+        _require_known(command, source, work)
         folder, notes = _model_of(source, work, progress)
-        template, made = _template(folder), work / file.name
-        _convert([*command, str(folder), "--outfile", str(made)], made, template)
+        (work / "whole").mkdir()
+        copy = readable_copy(folder, work / "whole" / folder.resolve().name)
+        made = work / file.name
+        _convert([*command, str(copy), "--outfile", str(made)], made, _template(folder))
         flush(made)
         require_free(file)
         made.rename(file)
@@ -102,29 +141,98 @@ def find_converter(llama_cpp: Path | None) -> list[str]:
     return [str(own_python) if own_python.exists() else sys.executable, str(script)]
 
 
+def readable_copy(folder: Path, copy: Path) -> Path:
+    """Link a model's files into a new folder; its tokenizer is one that transformers 4.57 reads.
+
+    Args:
+        folder: The model, which is left as it is.
+        copy: The folder to make.
+    """
+    copy.mkdir()
+    for entry in folder.iterdir():
+        (copy / entry.name).symlink_to(entry.resolve())
+    settings = copy / TOKENIZER_CONFIG
+    fields = TOKENIZER_SETTINGS.read(settings)
+    if fields.get("tokenizer_class") == "TokenizersBackend" and (copy / "tokenizer.json").exists():
+        fields["tokenizer_class"] = "PreTrainedTokenizerFast"  # one class under two names
+    if isinstance(fields.get("extra_special_tokens"), list):
+        tokens = [*fields.pop("additional_special_tokens", ()), *fields.pop("extra_special_tokens")]
+        fields["additional_special_tokens"] = tokens
+    settings.unlink()
+    settings.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n")
+    return copy
+
+
+def _require_known(command: Sequence[str], source: Path, work: Path) -> None:
+    """Ask the converter for the vocabulary alone, from all but the weights.
+
+    Where it fails for a reason that is not listed, such as weights that it wants to see, the
+    conversion itself will tell.
+
+    Args:
+        command: The converter.
+        source: A run or a merged model.
+        work: Where files may be left.
+
+    Raises:
+        MergeError: It does not know the tokenizer or the architecture, or lacks its packages.
+    """
+    bare = work / "bare"
+    bare.mkdir()
+    if _is_model(source):
+        _template(source)
+        copy_companions(source, source, bare)
+    else:
+        base, tokenizer = base_and_tokenizer(source)
+        copy_companions(base, tokenizer, bare)
+        write_config(base, bare, is_untied=False)
+        _template(bare, named=tokenizer)
+    copy = readable_copy(bare, work / "vocabulary")
+    tried = subprocess.run(
+        [*command, str(copy), "--vocab-only", "--outfile", str(work / "vocabulary.gguf")],
+        check=False,
+        capture_output=True,
+        text=True,
+        errors="replace",
+    )
+    lines = [line.strip() for line in (tried.stdout + tried.stderr).splitlines() if line.strip()]
+    for mark, limit, hint in _REFUSALS:
+        said = next((line for line in reversed(lines) if mark in line), None)
+        if tried.returncode != 0 and said is not None:
+            raise MergeError(f"{CONVERTER} refuses {source}: {said}", limit=limit, hint=hint)
+
+
 def _model_of(source: Path, work: Path, progress: Progress | None) -> tuple[Path, tuple[str, ...]]:
     """Return a folder with a model, and notes; that of a run is made inside `work`."""
-    if (source / INDEX).exists() or (source / SINGLE).exists():
+    if _is_model(source):
         return source, ()
     merged = merge_run(source, work / "merged" / source.resolve().name, progress=progress)
     return merged.folder, merged.notes
 
 
-def _template(folder: Path) -> str | None:
+def _is_model(source: Path) -> bool:
+    return (source / INDEX).exists() or (source / SINGLE).exists()
+
+
+def _template(folder: Path, *, named: Path | None = None) -> str | None:
     """Return the chat template of a model, None if it has none.
+
+    Args:
+        folder: Of the model.
+        named: What an error calls it, if not by its own name.
 
     Raises:
         MergeError: The folder lacks what the converter reads, or says two different things.
     """
-    settings = folder / "tokenizer_config.json"
+    settings = folder / TOKENIZER_CONFIG
     for file in (folder / "config.json", settings):
         if not file.exists():
             raise MergeError(
-                f"{folder} has no {file.name}",
+                f"{named or folder} has no {file.name}",
                 limit="the converter reads the model's config and its tokenizer's",
                 hint=f"copy {file.name} from the base model",
             )
-    own = TOKENIZER_CONFIG.read(settings).get("chat_template")
+    own = TOKENIZER_SETTINGS.read(settings).get("chat_template")
     jinja = folder / "chat_template.jinja"
     if not jinja.exists():
         return _default(own)
@@ -138,9 +246,9 @@ def _template(folder: Path) -> str | None:
         ) from error
     if own is not None and _default(own) != template:
         raise MergeError(
-            f"{folder} has two chat templates that differ",
+            f"{named or folder} has two chat templates that differ",
             limit=f"transformers follows {jinja.name} and the converter {settings.name}",
-            hint=f"remove `chat_template` from {settings}",
+            hint=f"remove `chat_template` from {(named or folder) / settings.name}",
         )
     return template
 

@@ -29,20 +29,10 @@ def merge_run(run_dir: Path, out: Path, *, progress: Progress | None = None) -> 
         MergeError: See `merge`; or the run's model has no published weights.
         ModelError: See `merge`.
     """
+    base, tokenizer = base_and_tokenizer(run_dir)
     run = RunDir(run_dir)
-    run.require_adapter()
     recipe = run.recipe()
-    path = recipe.model.path
-    if path is None or recipe.model.init == "random":
-        raise MergeError(
-            f"{run_dir} trained a model of random weights",
-            limit="an adapter is merged into published weights",
-            hint="train with `model.path` and `model.init: pretrained`",
-        )
-    tokenizer = recipe.model.tokenizer_source
-    assert tokenizer is not None
-    base = local_folder(path)
-    merged = merge(base, run.adapter, out, tokenizer=local_folder(tokenizer), progress=progress)
+    merged = merge(base, run.adapter, out, tokenizer=tokenizer, progress=progress)
     rounding = _rounding(
         recipe.offload.layer_codec, getattr(torch, recipe.model.dtype), base, merged.changed
     )
@@ -56,6 +46,26 @@ def merge_run(run_dir: Path, out: Path, *, progress: Progress | None = None) -> 
         " use it."
     )
     return replace(merged, notes=(*merged.notes, note))
+
+
+def base_and_tokenizer(run_dir: Path) -> tuple[Path, Path]:
+    """Return where the model of a finished run is on this machine, and its tokenizer.
+
+    Raises:
+        CheckpointError: The directory holds no finished run.
+        MergeError: The run's model has no published weights, or they are not here.
+    """
+    run = RunDir(run_dir)
+    run.require_adapter()
+    model = run.recipe().model
+    if model.path is None or model.init == "random":
+        raise MergeError(
+            f"{run_dir} trained a model of random weights",
+            limit="an adapter is merged into published weights",
+            hint="train with `model.path` and `model.init: pretrained`",
+        )
+    assert model.tokenizer_source is not None
+    return local_folder(model.path), local_folder(model.tokenizer_source)
 
 
 def _rounding(

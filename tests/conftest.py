@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import os
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,3 +44,15 @@ def pytest_runtest_makereport(
         report.outcome = "failed"
         report.longrepr = f"skipped although REQUIRE_GPU=1: {report.longrepr}"
     return report
+
+
+@pytest.fixture
+def llama_cpp_clone() -> Path:
+    """Return a clone of llama.cpp that LLAMA_CPP names, with its converter's packages in `.venv`.
+
+    Its sources are in the source package of llama-cpp-python too, under vendor/llama.cpp.
+    """
+    folder = os.environ.get("LLAMA_CPP")
+    if folder is None:
+        pytest.skip("LLAMA_CPP names no clone of llama.cpp")
+    return Path(folder)

@@ -1,11 +1,15 @@
 """A model goes to llama.cpp's converter whole, and what comes back is looked at."""
 
 import json
+import re
 import stat
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from finetune.errors import CheckpointError, MergeError
 from finetune.export import CONVERTER, export_gguf
@@ -15,12 +19,19 @@ TEMPLATE = "{{ 'caf\u00e9' }}{% for turn in messages %}{{ turn.content }}{% endf
 FAKE = """
 import json, sys
 from pathlib import Path
-folder, option, outfile = sys.argv[1:]
+folder, *options, outfile = sys.argv[1:]
 here = Path(__file__).parent
-(here / "seen.json").write_text(json.dumps([sys.executable, sys.argv[1:], sorted(
-    file.name for file in Path(folder).iterdir())]))
+settings = json.loads((Path(folder) / "tokenizer_config.json").read_text())
+if "--vocab-only" in options:
+    names = sorted(file.name for file in Path(folder).iterdir())
+    (here / "vocabulary.json").write_text(json.dumps([settings, names]))
+    if MODE.startswith("refuses"):
+        sys.exit(f"Traceback ...\\n{MODE}\\n")
+    sys.exit(MODE == "wants weights")
+(here / "seen.json").write_text(json.dumps([sys.executable, folder, options, sorted(
+    file.name for file in Path(folder).iterdir()), settings]))
 if MODE == "fails":
-    sys.exit("Model Tiny is not supported")
+    sys.exit("a tensor has no name")
 template = (Path(folder) / "chat_template.jinja").read_bytes()
 content = {"lacks": b"GGUF\\3", "other": b"ggjt" + template}.get(MODE, b"GGUF\\3" + template)
 if MODE != "writes nothing":
@@ -54,14 +65,78 @@ def test_the_converter_of_a_clone_gets_the_whole_folder(model: Path, tmp_path: P
     exported = export_gguf(model, file, llama_cpp=clone)
     assert exported.file == file
     assert exported.num_bytes == file.stat().st_size > len(TEMPLATE)
-    python, arguments, names = json.loads((clone / "seen.json").read_text())
+    python, folder, options, names, _ = json.loads((clone / "seen.json").read_text())
     assert python == sys.executable
-    folder, flag, outfile = arguments
-    assert (folder, flag) == (str(model), "--outfile")
-    assert Path(outfile).name == "model.gguf"
-    assert Path(outfile).parent.parent == file.parent
+    assert Path(folder).name == model.name  # the converter names the model after its folder
+    assert options == ["--outfile"]
     assert names == sorted(path.name for path in model.iterdir())
+    _, names = json.loads((clone / "vocabulary.json").read_text())
+    assert names == sorted(path.name for path in model.iterdir() if path.suffix != ".safetensors")
     assert [path.name for path in file.parent.iterdir()] == ["model.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        (
+            {"tokenizer_class": "TokenizersBackend", "extra_special_tokens": ["<a>"]},
+            {"tokenizer_class": "PreTrainedTokenizerFast", "additional_special_tokens": ["<a>"]},
+        ),
+        (
+            {"extra_special_tokens": ["<b>"], "additional_special_tokens": ["<a>"]},
+            {"additional_special_tokens": ["<a>", "<b>"]},
+        ),
+        (
+            {"tokenizer_class": "Qwen2Tokenizer", "extra_special_tokens": {"image_token": "<i>"}},
+            {"tokenizer_class": "Qwen2Tokenizer", "extra_special_tokens": {"image_token": "<i>"}},
+        ),
+    ],
+)
+def test_the_converter_gets_a_tokenizer_that_its_transformers_read(
+    written: dict[str, object], read: dict[str, object], model: Path, tmp_path: Path
+) -> None:
+    settings = model / "tokenizer_config.json"
+    settings.write_text(json.dumps(written))
+    clone = llama_cpp(tmp_path / "llama.cpp")
+    export_gguf(model, tmp_path / "model.gguf", llama_cpp=clone)
+    *_, seen = json.loads((clone / "seen.json").read_text())
+    tried, _ = json.loads((clone / "vocabulary.json").read_text())
+    assert seen == tried == read
+    assert json.loads(settings.read_text()) == written  # the model itself stays as it is
+
+
+@pytest.mark.parametrize(
+    ("mode", "limit"),
+    [
+        (
+            "refuses: NotImplementedError: BPE pre-tokenizer was not recognized - update it",
+            "llama.cpp splits text by rules of its own for each tokenizer, and has none for this",
+        ),
+        ("refuses: ValueError: Tokenizer class Odd does not exist", "must have the tokenizer's"),
+        ("refuses: ModuleNotFoundError: No module named 'torch'", "runs with packages of its own"),
+        ("refuses: ERROR: Model Tiny is not supported", "the architectures that it has code for"),
+    ],
+)
+def test_what_the_converter_does_not_know_is_refused_before_any_work(
+    mode: str, limit: str, model: Path, tmp_path: Path
+) -> None:
+    clone = llama_cpp(tmp_path / "llama.cpp", mode)
+    with pytest.raises(
+        MergeError, match=re.escape(f"{CONVERTER} refuses {model}: {mode}")
+    ) as error:
+        export_gguf(model, tmp_path / "model.gguf", llama_cpp=clone)
+    assert error.value.limit is not None
+    assert limit in error.value.limit
+    assert not (clone / "seen.json").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"merged", "llama.cpp"}
+
+
+def test_a_converter_that_wants_weights_for_the_vocabulary_is_given_the_model(
+    model: Path, tmp_path: Path
+) -> None:
+    clone = llama_cpp(tmp_path / "llama.cpp", "wants weights")
+    export_gguf(model, tmp_path / "model.gguf", llama_cpp=clone)
+    assert (clone / "seen.json").exists()
 
 
 def test_a_clone_s_own_python_is_used(model: Path, tmp_path: Path) -> None:
@@ -156,3 +231,76 @@ def test_a_folder_that_is_no_model_and_no_run_is_refused(tmp_path: Path) -> None
     with pytest.raises(CheckpointError, match="holds no finished run"):
         export_gguf(tmp_path, tmp_path / "model.gguf", llama_cpp=clone)
     assert {path.name for path in tmp_path.iterdir()} == {"llama.cpp"}
+
+
+# ------------------------------------------------------------------------ llama.cpp's own converter
+
+
+def saved_model(folder: Path, tokenizer: PreTrainedTokenizerFast) -> Path:
+    """Write a tiny Llama as transformers 5 does."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=len(tokenizer),
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def llama_tokenizer() -> PreTrainedTokenizerFast:
+    """Return one of Llama's kind, which the converter reads without rules for its splitting."""
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"\u2581abcde"]
+    merges = [("a", "b")]
+    core = Tokenizer(
+        models.BPE(
+            vocab={word: number for number, word in enumerate([*words, "ab"])},
+            merges=merges,
+            byte_fallback=True,
+            unk_token="<unk>",
+        )
+    )
+    core.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        extra_special_tokens=["<|turn|>"],
+    )
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def test_transformers_5_writes_what_4_57_cannot_read(tmp_path: Path) -> None:
+    """When this fails, the copy for the converter may have become needless."""
+    llama_tokenizer().save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "TokenizersBackend"
+    assert settings["extra_special_tokens"] == ["<|turn|>"]
+
+
+@pytest.mark.network
+def test_llama_cpp_s_own_converter_reads_the_copy(llama_cpp_clone: Path, tmp_path: Path) -> None:
+    model = saved_model(tmp_path / "tiny", llama_tokenizer())
+    exported = export_gguf(model, tmp_path / "tiny.gguf", llama_cpp=llama_cpp_clone)
+    content = exported.file.read_bytes()
+    assert content[:4] == b"GGUF"
+    for part in (TEMPLATE.encode(), b"<|turn|>", b"blk.1.attn_q.weight", b"output_norm.weight"):
+        assert part in content
+
+
+@pytest.mark.network
+def test_llama_cpp_s_own_converter_refuses_the_quickstart_before_any_work(
+    llama_cpp_clone: Path, tmp_path: Path
+) -> None:
+    model = Path(__file__).parents[3] / "recipes" / "quickstart" / "model"
+    with pytest.raises(MergeError, match=f"{CONVERTER} refuses .*pre-tokenizer was not recognized"):
+        export_gguf(model, tmp_path / "q.gguf", llama_cpp=llama_cpp_clone)
+    assert not list(tmp_path.iterdir())
