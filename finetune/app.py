@@ -263,8 +263,8 @@ def adapter(
         run.require_adapter()
         model = run.recipe().model
         config = read_config(path=model.path, config=model.config)
-        write_vllm_adapter(run.adapter, out, model_config=config)
-        _print(f"{out}")
+        readers = write_vllm_adapter(run.adapter, out, model_config=config)
+        _print("\n".join([f"{out}", *readers]))
 
 
 @app.command()

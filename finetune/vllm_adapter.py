@@ -4,7 +4,9 @@ peft keeps one A and one B for all experts of a fused weight. vLLM passes over t
 (vllm-project/vllm#41384), but for families whose experts it too holds as one: of those here,
 gpt_oss. For the others each expert's share is written under the name that its matrix has in the
 published weights: `...mlp.experts.3.gate_proj`. The gate and the upward half of a fused weight
-share an A, so it is written for both.
+share an A, so it is written for both. vLLM 0.33 can be told to read peft's form of experts, by a
+flag and a word for each adapter; llama.cpp's converter of adapters reads the form of this module
+alone.
 
 A scale is one number for the whole adapter there, alpha / r of its config. Where ranks or alphas
 differ, each B is multiplied by its own, and the config's is 1.
@@ -80,13 +82,18 @@ class _Lora:
         return _Lora(a=a, b=b, scale=self.scale)
 
 
-def write_vllm_adapter(adapter: Path, out: Path, *, model_config: Mapping[str, Any]) -> None:
+def write_vllm_adapter(
+    adapter: Path, out: Path, *, model_config: Mapping[str, Any]
+) -> tuple[str, ...]:
     """Write an adapter of peft's in the layout that vLLM reads.
 
     Args:
         adapter: Folder of the adapter.
         out: Folder to write, which must be new; it appears when it is whole.
         model_config: The base model's config.
+
+    Returns:
+        What reads it, and what reads the adapter as peft left it, in a line each.
 
     Raises:
         CheckpointError: The adapter is damaged or not of this model.
@@ -120,6 +127,30 @@ def write_vllm_adapter(adapter: Path, out: Path, *, model_config: Mapping[str, A
         (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
         flush(folder / WEIGHTS_FILE)
         flush(folder / CONFIG_FILE)
+    has_split = any(re.search(r"\.experts\.\d+\.", name) for name in loras)
+    return _readers(adapter, out, rank=max(ranks), has_split_experts=has_split)
+
+
+def _readers(adapter: Path, out: Path, *, rank: int, has_split_experts: bool) -> tuple[str, ...]:
+    """Say what reads the two layouts.
+
+    Source: vLLM's docs/features/lora.md (Mixing 2D and 3D MoE LoRA Adapters), read in 2026;
+    llama.cpp's convert_lora_to_gguf.py, which was run on both: of experts in one tensor it says
+    "Unprocessed experts".
+    """
+    serve = f"vllm serve BASE --enable-lora --max-lora-rank {rank}"
+    written = f"vLLM: `{serve} --lora-modules NAME={out}`"
+    if not has_split_experts:
+        return (written,)
+    module = json.dumps({"name": "NAME", "path": str(adapter), "is_3d_lora_weight": True})
+    return (
+        written,
+        f"vLLM from 0.33 on reads peft's layout too: `{serve} --enable-mixed-moe-lora-format"
+        f" --lora-modules '{module}'`; with that flag this one is declared"
+        ' `"is_3d_lora_weight": false`, and a wrong declaration may pass for wrong answers',
+        f"llama.cpp reads this layout, experts one by one, and not peft's:"
+        f" `convert_lora_to_gguf.py {out} --base BASE_DIR`",
+    )
 
 
 def _require_readable(config: Mapping[str, Any]) -> None:

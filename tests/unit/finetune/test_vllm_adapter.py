@@ -2,6 +2,7 @@
 
 import copy
 import json
+import subprocess
 import warnings
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,14 @@ def test_each_matrix_is_changed_as_peft_changes_it_when_it_merges(
 def test_one_scale_for_all_leaves_the_tensors_as_they_were_trained(tmp_path: Path) -> None:
     base = tiny_model("qwen3_moe", **SMALL)
     adapted(base, tmp_path / "adapter", Options(is_rslora=True))
-    write_vllm_adapter(tmp_path / "adapter", tmp_path / "vllm", model_config=base.config.to_dict())
+    readers = write_vllm_adapter(
+        tmp_path / "adapter", tmp_path / "vllm", model_config=base.config.to_dict()
+    )
+    own, as_peft_has_it, by_llama_cpp = readers
+    assert f"--max-lora-rank 2 --lora-modules NAME={tmp_path / 'vllm'}" in own
+    assert f'"path": "{tmp_path / "adapter"}", "is_3d_lora_weight": true' in as_peft_has_it
+    assert "--enable-mixed-moe-lora-format" in as_peft_has_it
+    assert f"convert_lora_to_gguf.py {tmp_path / 'vllm'} --base" in by_llama_cpp
     trained = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     written = load_file(tmp_path / "vllm" / "adapter_model.safetensors")
     experts = "base_model.model.model.layers.1.mlp.experts"
@@ -103,7 +111,10 @@ def test_gpt_oss_keeps_its_experts_fused_and_gets_one_scale(tmp_path: Path) -> N
         warnings.simplefilter("ignore")
         base = tiny_model("gpt_oss")
     model = adapted(base, tmp_path / "adapter", UNEVEN)
-    write_vllm_adapter(tmp_path / "adapter", tmp_path / "vllm", model_config=base.config.to_dict())
+    (reader,) = write_vllm_adapter(
+        tmp_path / "adapter", tmp_path / "vllm", model_config=base.config.to_dict()
+    )
+    assert reader.startswith("vLLM: ")  # one layout for peft and for vLLM
     tensors = load_file(tmp_path / "vllm" / "adapter_model.safetensors")
     for name, part in (("experts.base_layer", "gate_up_proj"), ("experts", "down_proj")):
         key = f"base_model.model.model.layers.1.mlp.{name}"
@@ -151,3 +162,29 @@ def test_an_adapter_of_another_model_and_a_folder_in_use_are_refused(tmp_path: P
         write_vllm_adapter(tmp_path / "adapter", tmp_path / "vllm", model_config=config)
     with pytest.raises(MergeError, match="is there already"):
         write_vllm_adapter(tmp_path / "adapter", tmp_path / "adapter", model_config=config)
+
+
+@pytest.mark.network
+def test_llama_cpp_s_own_converter_reads_experts_one_by_one_only(
+    llama_cpp_clone: Path, tmp_path: Path
+) -> None:
+    base = tiny_model("qwen3_moe", **SMALL)
+    base.save_pretrained(tmp_path / "base")
+    adapted(base, tmp_path / "adapter", Options())
+    write_vllm_adapter(tmp_path / "adapter", tmp_path / "one", model_config=base.config.to_dict())
+    ended = {}
+    for name in ("adapter", "one"):
+        file = tmp_path / f"{name}.gguf"
+        ended[name] = subprocess.run(
+            [
+                *(llama_cpp_clone / ".venv" / "bin" / "python",),
+                *(llama_cpp_clone / "convert_lora_to_gguf.py", tmp_path / name),
+                *("--base", tmp_path / "base", "--outfile", file),
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert "Unprocessed experts" in ended["adapter"].stderr
+    assert ended["one"].returncode == 0, ended["one"].stderr
+    assert b"blk.1.ffn_down_exps.weight.lora_a" in (tmp_path / "one.gguf").read_bytes()
