@@ -56,6 +56,19 @@ def test_every_setting_of_the_adapter_is_documented() -> None:
         assert re.search(rf"(`| ){name}[:`]", README), name
 
 
+def test_every_schedule_and_what_it_reads_is_documented() -> None:
+    from typing import get_args
+
+    from finetune.recipe_sections import Schedule, TrainSection
+
+    for name in get_args(Schedule):
+        assert f"`{name}`" in README, name
+    rates = ("schedule", "num_cycles", "neftune_alpha", "warmup", "early_stopping")
+    for name in TrainSection.model_fields:
+        assert not name.startswith(rates) or f"`train.{name}" in README, name
+    assert "`output.best_checkpoint: keep`" in README
+
+
 def test_every_way_to_multiply_experts_is_documented() -> None:
     from typing import get_args
 
