@@ -17,9 +17,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from finetune.batches import BatchOrder, StepLoader, collate, plan_batches
 from finetune.data import ExampleSet, encode_all, load_examples, split_held_out
-from finetune.encode import IGNORE_INDEX, Example, LossOn, encode, prompt_ids, render_prompt
+from finetune.encode import IGNORE_INDEX, Example, encode, prompt_ids, render_prompt
 from finetune.errors import DataError
-from finetune.rows import Conversation, Message, read_conversations
+from finetune.rows import Conversation, LossOn, Message, read_conversations
 from tests.doubles import CHAT_TEMPLATE, tiny_tokenizer
 
 SHARED = Path(__file__).parents[4] / "shared" / "data"

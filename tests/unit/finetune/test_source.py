@@ -25,13 +25,18 @@ def load(tmp_path: Path, rows: list[dict[str, Any]], **settings: Any) -> Rows:
 
 
 def test_columns_that_are_not_used_are_listed_once(tmp_path: Path) -> None:
-    rows = [ROW, ROW | {"id": 1}, ROW | {"lang": "en", "id": 2}, ROW | {"note": None}] * 3
+    rows: list[dict[str, Any]] = [
+        ROW,
+        ROW | {"id": 1},
+        ROW | {"lang": "en", "id": 2},
+        ROW | {"note": None},
+    ] * 3
     assert load(tmp_path, rows).notes == ("Columns that are not used: id, lang",)
     assert load(tmp_path, [ROW]).notes == ()
 
 
 def test_columns_that_are_ignored_on_purpose_are_not_listed(tmp_path: Path) -> None:
-    rows = [ROW | {"tools": "[]", "id": 1}]
+    rows: list[dict[str, Any]] = [ROW | {"tools": "[]", "id": 1}]
     with pytest.raises(DataError, match=r"'tools' would be dropped"):
         load(tmp_path, rows)
     ignored = load(tmp_path, rows, ignored_columns=["tools"])

@@ -110,7 +110,7 @@ def write(folder: Path, name: str, content: object) -> Path:
     ],
 )
 def test_a_merged_model_stops_where_it_was_trained_to_and_where_its_base_does(
-    tmp_path: Path, base: dict[str, Any] | None, trained: object, merged: object
+    tmp_path: Path, base: dict[str, Any] | None, trained: object, merged: dict[str, Any] | None
 ) -> None:
     folder = write(tmp_path / "base", "config.json", {"bos_token_id": 3, "eos_token_id": 1})
     if base is not None:
@@ -121,7 +121,7 @@ def test_a_merged_model_stops_where_it_was_trained_to_and_where_its_base_does(
     merge_generation_config(folder, adapter, out)
     assert read_generation_config(out) == merged
     if merged is not None:
-        assert GenerationConfig.from_pretrained(out).eos_token_id == merged["eos_token_id"]  # type: ignore[index]  # the dict above
+        assert GenerationConfig.from_pretrained(out).eos_token_id == merged["eos_token_id"]
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "\xff", '{"eos_token_id": "<|im_end|>"}'])
