@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from finetune.errors import CheckpointError
 from finetune.json_files import JsonFile
-from finetune.tensor_files import Place, read_header
+from finetune.tensor_files import Place, read_known_header
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
@@ -72,4 +72,4 @@ def require_adapter_files(folder: Path) -> dict[str, Place]:
             limit=f"an adapter is {CONFIG_FILE} and {WEIGHTS_FILE}, and is looked for nowhere else",
             hint="restore it from a copy, or train again",
         )
-    return read_header(weights)
+    return read_known_header(weights)

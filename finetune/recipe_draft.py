@@ -19,7 +19,7 @@ import yaml
 from finetune.errors import ConfigError
 
 COMMAND_LINE = 2**31  # sorts after every line of a file
-MAX_SHOWN = 20
+MAX_SHOWN = 50
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -148,6 +148,10 @@ class _Header(RootModel[dict[str, _Entry]]):
     pass
 
 
+class _Metadata(RootModel[dict[str, str]]):
+    pass
+
+
 def read_header(file: Path) -> dict[str, Place]:
     """Return where each tensor of a safetensors file is, in the order of the file.
 
@@ -165,7 +169,7 @@ def read_header(file: Path) -> dict[str, Place]:
                 raise ValueError(f"{file_bytes} bytes do not hold its header")
             header = json.loads(stream.read(header_bytes))
         if isinstance(header, dict):
-            header.pop("__metadata__", None)
+            _Metadata.model_validate(header.pop("__metadata__", {}), strict=True)
         _Header.model_validate(header, strict=True)
         return _places(header, 8 + header_bytes, file_bytes)
     except ValidationError as error:
@@ -174,6 +178,20 @@ def read_header(file: Path) -> dict[str, Place]:
         raise _damaged(file, f"in its header, {where}: {detail['msg']}") from error
     except (ValueError, RecursionError) as error:
         raise _damaged(file, str(error)[:200]) from error
+
+
+def read_known_header(file: Path) -> dict[str, Place]:
+    """Return where each tensor of a file is, if all are of types that can be read.
+
+    Raises:
+        ModelError: The file is damaged, or has a tensor of another type.
+        OSError: It is not there.
+    """
+    places = read_header(file)
+    for name, place in places.items():
+        if place.dtype not in DTYPES:
+            raise _damaged(file, f"{name} is of type {place.dtype}, which is not known")
+    return places
 
 
 def _places(header: Mapping[str, Any], start: int, file_bytes: int) -> dict[str, Place]:
@@ -210,10 +228,7 @@ def open_tensors(files: Sequence[str]) -> dict[str, Unread]:
     """
     tensors: dict[str, Unread] = {}
     for file in map(Path, files):
-        places = read_header(file)
-        unknown = [place.dtype for place in places.values() if place.dtype not in DTYPES]
-        if unknown:
-            raise _damaged(file, f"its type {unknown[0]} is not known")
+        places = read_known_header(file)
         descriptor = os.open(file, os.O_RDONLY)
         try:
             content = map_file(descriptor, os.fstat(descriptor).st_size, is_writable=False)

@@ -55,8 +55,7 @@ class Config:
             value = values.get(key)
             if value is None:
                 continue
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not is_number or not 0 <= value <= 1:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
                 raise self._wrong(key, value, "a number from 0 to 1")
             return float(value)
         return default

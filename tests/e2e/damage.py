@@ -75,7 +75,7 @@ class Ended:
             return f"exit code {self.code}"
         if not self.err.startswith("error: ") or "\n\nhint: " not in self.err:
             return f"no error and hint: {self.err[:160]}"
-        if len(self.err) > 4000:
+        if len(self.err) > 15_000:
             return f"an error of {len(self.err)} characters"
         if not any(name in self.err for name in names):
             return f"names none of {', '.join(names)}: {self.err[:300]}"

@@ -71,6 +71,8 @@ def with_header(file: Path, change: Callable[[dict[str, dict]], object]) -> None
         lambda h: h | {"b": h["b"] | {"data_offsets": [12, 0]}},
         lambda h: h | {"b": h["b"] | {"data_offsets": h["a"]["data_offsets"]}},
         lambda h: h | {"b": h["b"] | {"data_offsets": [0]}},
+        lambda h: h | {"b": h["b"] | {"dtype": "Q7"}},
+        lambda h: h | {"__metadata__": [1]},
         lambda h: {"a": h["a"]},
     ],
 )
