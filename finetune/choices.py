@@ -7,16 +7,14 @@ a mean over the label tokens of the whole step, so the cut does not enter it: bu
 auxiliary loss, which is a product of means over one micro-batch.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from finetune.errors import ConfigError
 from finetune.planning import full_request, has_router_loss, request_for
 from finetune.recipe import Recipe, with_micro_batch_size
 from finetune.recipe_rules import NEVER_ENCODED
-from offload.errors import DoesNotFitError
 from offload.plan.codec import CodecName
 from offload.plan.facts import ModelFacts
 from offload.plan.fit import FEWEST_CHUNK_TOKENS, with_codec, with_head_chunk
@@ -30,7 +28,6 @@ from offload.plan.search import nearest_request as nearest
 if TYPE_CHECKING:
     from finetune.source import StepSizes
 
-T = TypeVar("T")
 HEAD_CHUNKS = (HEAD_CHUNK_TOKENS, 256, FEWEST_CHUNK_TOKENS)  # what `auto` may take
 SUGGESTED_ROUNDING: tuple[CodecName, ...] = ("int8", "nf4")
 
@@ -100,21 +97,21 @@ def choose(facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest])
     adapter = requests[0].typical.adapter
     may_round = machine.device == "cuda" and set(adapter.modules) <= set(NEVER_ENCODED)
     rounding = SUGGESTED_ROUNDING if may_round else ()
-    return _first_that_fits(requests, lambda some: search(facts, machine, some, rounding=rounding))
+    return search(facts, machine, _resort(facts, machine, requests), rounding=rounding)
 
 
-def chosen_plan(facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]) -> Plan:
-    """Return the plan that `choose` chooses, for tables of many.
-
-    Raises:
-        DoesNotFitError: None fits.
-    """
-    return _first_that_fits(requests, lambda some: search_plan(facts, machine, some))
+def chosen_plan(
+    facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]
+) -> Plan | None:
+    """Return the plan that `choose` chooses, for tables of many; None where nothing fits."""
+    if not fits(facts, machine, requests):
+        return None
+    return search_plan(facts, machine, _resort(facts, machine, requests))
 
 
 def fits(facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]) -> bool:
     """Tell whether there is any plan for any of the requests."""
-    return any(has_plan(facts, machine, one) for some in _resorts(requests) for one in some)
+    return any(has_plan(facts, machine, request) for request in requests)
 
 
 def nearest_request(
@@ -124,15 +121,12 @@ def nearest_request(
     return nearest(facts, machine, _resorts(requests)[-1])
 
 
-def _first_that_fits(
-    requests: Sequence[PlanRequest], attempt: Callable[[Sequence[PlanRequest]], T]
-) -> T:
-    """Return what is made of the first resort that fits; the last one's refusal where none does."""
+def _resort(
+    facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]
+) -> list[PlanRequest]:
+    """Return the first resort of which any request fits; the last one where none does."""
     *earlier, last = _resorts(requests)
-    for some in earlier:
-        with suppress(DoesNotFitError):
-            return attempt(some)
-    return attempt(last)
+    return next((some for some in earlier if fits(facts, machine, some)), last)
 
 
 def _resorts(requests: Sequence[PlanRequest]) -> list[list[PlanRequest]]:

@@ -167,9 +167,8 @@ def _offer(subject: Subject, machine: Machine, recipe: Recipe) -> Offer:
     short: tuple[str, ...] = ()
     here = planning.as_told(recipe.model, facts, machine)
     requests = choices.full_requests(recipe, facts, num_ranks=1)
-    try:
-        made = choices.chosen_plan(facts, here, requests)
-    except DoesNotFitError:
+    made = choices.chosen_plan(facts, here, requests)
+    if made is None:
         made, short = plan_anyway(facts, here, choices.nearest_request(facts, here, requests))
     request = made.request
     return Offer(
