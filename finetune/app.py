@@ -13,8 +13,9 @@ from rich.console import Console
 
 from finetune.env import columns, launch, quiet_libraries, stores_dir
 from finetune.errors import ConfigError
-from finetune.exits import EXIT_INTERRUPTED, EXIT_USER
+from finetune.exits import EXIT_USER
 from finetune.exits import explained as _explained
+from finetune.interrupts import exit_code
 from finetune.ranks import is_joined
 
 if TYPE_CHECKING:
@@ -94,12 +95,12 @@ def finetune(
                 is_resume=resume,
                 may_overwrite=overwrite,
             )
-        if outcome.is_interrupted:
+        if outcome.signal is not None:
             console.print(
                 f"Stopped after step {outcome.num_steps}; continue with `--resume`.",
                 markup=False,
             )
-            raise typer.Exit(EXIT_INTERRUPTED)
+            raise typer.Exit(exit_code(outcome.signal))
         console.print(f"Adapter: {outcome.run_dir / 'adapter'}", markup=False)
         console.print(f"Report:  {outcome.run_dir / 'report.json'}", markup=False)
 

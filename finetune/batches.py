@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from finetune.data import ExampleSet, shuffled
 from finetune.encode import IGNORE_INDEX, Example
+from finetune.interrupts import SIGNALS
 from finetune.workers import prepare_worker, process_context, worker_died
 
 PAD_TO_MULTIPLE_OF = 8
@@ -248,10 +249,10 @@ class StepLoader:
         self._packed = None
 
     def __iter__(self) -> Iterator[StepBatch]:
-        # Ctrl-C reaches workers too, and would kill one that is still starting: they begin with it
-        # blocked, and ignore it once they can.
-        resource_tracker.ensure_running()  # it would unblock the signal when it starts
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        # Ctrl-C and its like reach workers too, and would kill one that is still starting: they
+        # begin with them blocked, and ignore them once they can.
+        resource_tracker.ensure_running()  # it would unblock signals when it starts
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             self._packed = iter(self._loader)
         finally:

@@ -1,5 +1,6 @@
 """How a command ends: its exit code, and behind an error the message on stderr."""
 
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,16 +9,18 @@ import typer
 
 from finetune.env import rank_label
 from finetune.errors import ConfigError, ToldRankError
+from finetune.interrupts import Interrupted, exit_code, raised
 from offload.errors import DoesNotFitError, SluiceError
 
-EXIT_USER, EXIT_DOES_NOT_FIT, EXIT_INTERRUPTED = 1, 3, 130
+EXIT_USER, EXIT_DOES_NOT_FIT = 1, 3
 
 
 @contextmanager
 def explained(where: str) -> Iterator[None]:
     """Turn what a user or machine can cause into a message on stderr and an exit code."""
     try:
-        yield
+        with raised():
+            yield
     except ToldRankError:
         raise typer.Exit(EXIT_USER) from None  # the rank that failed shows why
     except SluiceError as error:
@@ -35,10 +38,11 @@ def explained(where: str) -> Iterator[None]:
         print(
             f"error{rank_label()}: {what}; a file is read or written there, which needs permission"
             " and room"
-            "\n\nhint: give another path, mend the permissions (`ls -ld`) or free space (`df -h`)",
+            "\n\nhint: give another path, fix the permissions (`ls -ld`) or free space (`df -h`)",
             file=sys.stderr,
         )
         raise typer.Exit(EXIT_USER) from None
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         print("stopped", file=sys.stderr)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
+        number = error.number if isinstance(error, Interrupted) else signal.SIGINT
+        raise typer.Exit(exit_code(number)) from None

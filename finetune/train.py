@@ -4,14 +4,11 @@ All ranks walk it together; what is written and asked of the model is the main r
 """
 
 import json
-import signal
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
-from finetune import adapters, choice_report, plan_report, preflight, report
+from finetune import adapters, choice_report, interrupts, plan_report, preflight, report
 from finetune.batches import StepLoader
 from finetune.best import EVAL_LOSS, Evaluations
 from finetune.checkpoint import RunDir
@@ -40,11 +37,11 @@ from offload.plan.plan import Plan
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How a run ended: in its directory, after some steps, perhaps before its last."""
+    """How a run ended: in its directory, after some steps, by a signal if before its last."""
 
     run_dir: Path
     num_steps: int
-    is_interrupted: bool
+    signal: int | None
 
 
 def finetune(
@@ -95,12 +92,12 @@ def finetune(
         promised = _promise(run_dir, work, session, predicted, ranks, screen, first_step=first_step)
         if ranks.is_main and first_step == 0:
             _sample(recipe, run_dir, work, session, stops, screen, when="before")
-        last_step, is_done = _train(
+        last_step, signal = _train(
             recipe, run_dir, work, session, ranks, screen, promised, first_step=first_step
         )
-        if ranks.is_main and is_done:
+        if ranks.is_main and signal is None:
             _finish(recipe, run_dir, work, session, stops, screen)
-    return Outcome(run_dir=run_dir.path, num_steps=last_step, is_interrupted=not is_done)
+    return Outcome(run_dir=run_dir.path, num_steps=last_step, signal=signal)
 
 
 def _introduce(session: Session, screen: Screen) -> None:
@@ -171,22 +168,23 @@ def _train(
     promised: Promised,
     *,
     first_step: int,
-) -> tuple[int, bool]:
-    """Run the steps that are left; return how many are done, and whether the run is.
+) -> tuple[int, int | None]:
+    """Run the steps that are left; return how many are done, and the signal that has ended them.
 
-    It is not after a Ctrl-C; it is before its last step where it stops early.
+    There is none where the run is done: after its last step, or before where it stops early.
     """
-    output, num_steps, done = recipe.output, work.order.num_steps, first_step
+    output, num_steps, done, stopped_by = recipe.output, work.order.num_steps, first_step, None
     evaluations = ranks.from_main(lambda: run_dir.evaluations(recipe.train))
-    if done == num_steps or evaluations.are_enough:
-        return done, True
+    is_last = done == num_steps or evaluations.are_enough
+    if is_last:
+        return done, None
     loader = _loader(recipe, work, first_step=first_step)
     recorder = Recorder(run_dir, recipe, is_main=ranks.is_main, first_step=first_step)
     with (
         loader,
         recorder,
         screen.steps(done=first_step, total=num_steps) as bar,
-        _interrupts() as interrupts,
+        interrupts.collected() as received,
     ):
         for batch in loader:
             is_profiled = ranks.is_main and recipe.report.profile == batch.step + 1
@@ -209,16 +207,16 @@ def _train(
             )
             if EVAL_LOSS in row:
                 bar.evaluated(step=done, loss=row[EVAL_LOSS])
-            is_stopped = any(ranks.exchange(bool(interrupts)))
+            stopped_by = max(ranks.exchange(received[0] if received else 0)) or None
             is_last = done == num_steps or evaluations.are_enough
             best = evaluations.best_step if output.best_checkpoint else None
-            if _is_due(done, output.checkpoint_every) or done == best or is_stopped or is_last:
+            if _is_due(done, output.checkpoint_every) or done == best or stopped_by or is_last:
                 ranks.require_same_weights(session.loop.weights, step=done)
                 if ranks.is_main:
                     _save(recipe, run_dir, work, session, record, promised, step=done, best=best)
-            if is_stopped or is_last:
+            if stopped_by or is_last:
                 break
-    return done, done == num_steps or evaluations.are_enough
+    return done, None if is_last else stopped_by
 
 
 def _validate(work: Work, session: Session) -> float:
@@ -268,23 +266,6 @@ def _save(
 
 def _is_due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
-
-
-@contextmanager
-def _interrupts() -> Iterator[list[int]]:
-    """Collect the first Ctrl-C, so that the step at hand ends; a second one stops at once."""
-    received: list[int] = []
-
-    def note(number: int, _frame: FrameType | None) -> None:
-        if received:
-            raise KeyboardInterrupt
-        received.append(number)
-
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield received
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _finish(

@@ -4,9 +4,11 @@ import multiprocessing
 import os
 import signal
 import threading
+from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING
 
 from finetune.errors import DataError
+from finetune.interrupts import SIGNALS
 
 if TYPE_CHECKING:
     from multiprocessing.context import SpawnContext
@@ -17,14 +19,23 @@ def process_context() -> "SpawnContext":
 
     A fork would inherit the run's threads' locks and its page-locked memory; a fork server would
     stand between a worker and the run, which then could not see that the run was killed.
+
+    The process that Python tracks their semaphores with ignores Ctrl-C and SIGTERM by itself; it
+    starts with SIGHUP blocked, or a terminal that is closed would end it before its time.
     """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return multiprocessing.get_context("spawn")
 
 
 def prepare_worker() -> None:
-    """Leave Ctrl-C to the run, and end with it even where it was killed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    """Leave signals that end a run to the run, and end with it even where it was killed."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     run = multiprocessing.parent_process()
     assert run is not None
 

@@ -1,0 +1,93 @@
+"""Signals that ask a command to end: Ctrl-C, SIGTERM of a scheduler, SIGHUP of a closed terminal.
+
+All three raise the same exception, so that whatever is open is closed and temporary files go. While
+steps run, the first one is kept instead until the step at hand has ended and a checkpoint is
+written; a second one raises at once. A signal that was ignored when the program started, as nohup
+ignores SIGHUP and a shell Ctrl-C of what it runs in the background, stays ignored.
+"""
+
+import errno
+import os
+import signal
+import sys
+import termios
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_EXIT_BASE = 128  # what shells add to a signal's number
+
+_Handler = Callable[[int, FrameType | None], None]
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal has asked the command to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def exit_code(number: int) -> int:
+    """Return the exit code of a command that a signal has ended: 130, 143 or 129."""
+    return _EXIT_BASE + number
+
+
+@contextmanager
+def raised() -> Iterator[None]:
+    """Let each of the signals raise `Interrupted`."""
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        _leave_lost_terminal()
+        raise Interrupted(number)
+
+    with _handled(stop):
+        yield
+
+
+@contextmanager
+def collected() -> Iterator[list[int]]:
+    """Collect the first signal, so that the step at hand ends; a second one raises at once."""
+    received: list[int] = []
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        _leave_lost_terminal()
+        if received:
+            raise Interrupted(number)
+        received.append(number)
+
+    with _handled(note):
+        yield received
+
+
+@contextmanager
+def _handled(handler: _Handler) -> Iterator[None]:
+    """Handle the signals so, but for those that are ignored."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are the main thread's
+        return
+    heeded = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in heeded}
+    try:
+        yield
+    finally:
+        for number, handled in before.items():
+            signal.signal(number, handled)
+
+
+def _leave_lost_terminal() -> None:
+    """Write to nowhere where the terminal has been closed: an error would cost the checkpoint."""
+    for stream in (sys.__stdout__, sys.__stderr__):
+        if stream is None or stream.closed:
+            continue
+        try:
+            termios.tcgetattr(stream.fileno())
+        except termios.error as error:
+            if error.args[0] == errno.EIO:
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, stream.fileno())
+                os.close(nowhere)
+        except (OSError, ValueError):
+            continue  # no file of the system's
