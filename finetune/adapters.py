@@ -20,6 +20,8 @@ from transformers import PreTrainedModel
 from finetune.adapter_files import require_adapter_files
 from finetune.errors import CheckpointError, ConfigError, read_by_library
 from finetune.expert_lora import compute_beside
+from finetune.manifest import whole_folder
+from finetune.model_card import MODEL_CARD
 from finetune.planning import chosen_targets
 from finetune.stops import Stops, eos_ids, write_generation_config
 from finetune.whole_modules import Whole, whole_modules
@@ -287,16 +289,20 @@ def base_eos(model: PeftModel) -> tuple[int, ...]:
 
 
 def save_adapter(model: PeftModel, folder: Path, *, stops: Stops | None = None) -> None:
-    """Write adapter_config.json and adapter_model.safetensors, and generation_config.json.
+    """Write an adapter as peft does and generation_config.json, whole and with a manifest.
 
     Args:
         model: With its adapter.
         folder: Where to.
         stops: Where generation stops; None writes no generation config.
+
+    Raises:
+        CheckpointError: The folder cannot be written; what was there before is unchanged.
     """
-    model.save_pretrained(str(folder))
-    if stops is not None:
-        write_generation_config(folder, _generation_fields(model), stops.ids)
+    with whole_folder(folder, unlisted=(MODEL_CARD,)) as partial:
+        model.save_pretrained(str(partial))
+        if stops is not None:
+            write_generation_config(partial, _generation_fields(model), stops.ids)
 
 
 def _generation_fields(model: PeftModel) -> dict[str, Any]:

@@ -1,18 +1,19 @@
 """Answers from a finished run, without training anything."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import offload
 from finetune import preflight
 from finetune.adapters import base_eos, load_adapter
-from finetune.checkpoint import RunDir
 from finetune.encode import encode, prompt_ids
 from finetune.generation import generate
 from finetune.model import load_model, load_tokenizer
 from finetune.planning import facts_of, full_request
 from finetune.rows import Conversation, Message
+from finetune.run_dir import RunDir
 from finetune.sampling import pad_id
 from finetune.stops import GENERATION_CONFIG, Stops, eos_ids, read_generation_config
 from offload.plan.plan import plan
@@ -23,15 +24,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def answer_prompt(run_dir: Path, prompt: str, *, max_new_tokens: int) -> str:
+def answer_prompt(
+    run_dir: Path, prompt: str, *, max_new_tokens: int, note: Callable[[str], None]
+) -> str:
     """Let the trained model answer, its layers streamed as in training.
+
+    Args:
+        run_dir: Of a finished run.
+        prompt: What to ask.
+        max_new_tokens: Longest answer.
+        note: Says what the user should know of the adapter.
 
     Raises:
         CheckpointError: The directory holds no run.
         ModelError: The run has no adapter yet.
     """
     run = RunDir(run_dir)
-    run.require_adapter()
+    for word in run.require_adapter():
+        note(word)
     recipe = run.recipe()
     device = preflight.torch_device_name(recipe.offload)
     facts = facts_of(recipe.model)

@@ -80,6 +80,12 @@ def finetune(
     from finetune.recipe_file import load_recipe
 
     with _explained(recipe):
+        if resume and overwrite:
+            raise ConfigError(
+                "both --resume and --overwrite",
+                limit="a run is continued or replaced",
+                hint="`--resume` continues it, `--overwrite` begins it again",
+            )
         console = _console()
         with join(launch()) as ranks:
             settings = load_recipe(recipe, overrides or [])
@@ -236,7 +242,7 @@ def generate(
         _hide_bars()
         from finetune.answering import answer_prompt
 
-        _print(answer_prompt(run_dir, prompt, max_new_tokens=max_new_tokens))
+        _print(answer_prompt(run_dir, prompt, max_new_tokens=max_new_tokens, note=_warn))
 
 
 @app.command()
@@ -256,12 +262,13 @@ def adapter(
                 limit="an adapter is written for vllm; peft reads RUN_DIR/adapter as it lies",
                 hint="`--format vllm`",
             )
-        from finetune.checkpoint import RunDir
         from finetune.model import read_config
+        from finetune.run_dir import RunDir
         from finetune.vllm_adapter import write_vllm_adapter
 
         run = RunDir(run_dir)
-        run.require_adapter()
+        for note in run.require_adapter():
+            _warn(note)
         model = run.recipe().model
         config = read_config(path=model.path, config=model.config)
         readers = write_vllm_adapter(run.adapter, out, model_config=config)
@@ -393,6 +400,11 @@ def _notes(console: Console, notes: Sequence[str]) -> None:
 
 def _print(text: str) -> None:
     print(text)
+
+
+def _warn(text: str) -> None:
+    """Say what is no part of the answer."""
+    print(text, file=sys.stderr)
 
 
 def _show(content: "RenderableType") -> None:

@@ -1,237 +1,85 @@
-"""A run's directory: what it holds, and checkpoints that a kill at any moment cannot tear.
+"""Checkpoints of a run, which a kill at any moment cannot tear and no damage passes unseen.
 
-A checkpoint is written under a temporary name, flushed to disk, and renamed in one step; only
-then are older ones removed. Data order, learning rate and dropout are pure functions of the
-recipe and the step, so weights, optimizer state and the step's number are all that has to be
-kept.
+Data order, learning rate and dropout are pure functions of the recipe and the step, so weights,
+optimizer state and the step's number are all that has to be kept. Older checkpoints are removed
+only once the new one is whole and on the disk.
+
+What is checked before anything is loaded: the files by their manifest; then, as a checkpoint of an
+older version has none, that the step is the folder's, and that names, shapes and types of all
+tensors are those of the run, with finite values.
 """
 
-import hashlib
 import json
-import os
-import shutil
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from finetune.adapter_files import require_adapter_files
-from finetune.best import Evaluations
 from finetune.errors import CheckpointError
-from finetune.explain import read_rows
-from finetune.files import PARTIAL, flush, write_atomically
-from finetune.prediction import LATER
-from finetune.recipe import (
-    Recipe,
-    differences,
-    is_longer,
-    resolved_yaml,
-    with_micro_batch_size,
-    with_offload,
-)
-from finetune.recipe_file import load_recipe
-from finetune.recipe_sections import TrainSection
-from offload.plan.machine import ExpertsImplementation
+from finetune.files import PARTIAL, naming, remove
+from finetune.manifest import clear_partial, damage, has_manifest, whole_folder
 
-_OWNED = (
-    "recipe.yaml",
-    "experts.json",
-    "metrics.jsonl",
-    "report.json",
-    "trace.json",
-    "gantt.svg",
-    "predicted.json",
-    "measured.json",
-    "samples_before.json",
-    "samples_after.json",
-    "adapter",
-    "checkpoints",
-    "profile",
-    "tensorboard",
-    "wandb",
-)
+_STATE, _TRAINED, _OPTIMIZER = "state.json", "trained.safetensors", "optimizer.pt"
+_FILES = (_STATE, _TRAINED, _OPTIMIZER)
+_FORMAT = 2  # of those with a manifest; the first had none
+_PREFIX = "step-"
+_NAME = re.compile(_PREFIX + r"[0-9]{7,}")
+
+StateForm = Mapping[str, tuple[torch.Size, torch.dtype]]
+"""Tensors of an optimizer's states: where in its `state_dict` each is -> its shape and type."""
 
 
-class RunDir:
-    """The paths of one run and what is in them."""
+class _DamagedError(Exception):
+    """A file of a checkpoint is not what a run writes; said to the user as a CheckpointError."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Content:
+    """What a checkpoint's files hold."""
+
+    state: Mapping[str, Any]
+    tensors: Mapping[str, torch.Tensor]
+    optimizer: dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of one run, a folder for each."""
 
     def __init__(self, path: Path) -> None:
-        """Name the directory; nothing is created."""
+        """Name their directory; nothing is created."""
         self.path = path
-        self.recipe_file = path / "recipe.yaml"
-        self.experts_file = path / "experts.json"
-        self.metrics_file = path / "metrics.jsonl"
-        self.report_file = path / "report.json"
-        self.adapter = path / "adapter"
-        self.checkpoints = path / "checkpoints"
 
-    def require_startable(self, *, may_overwrite: bool) -> None:
-        """Check that a new run may be written here: nothing is there, or a run to be replaced.
-
-        Raises:
-            CheckpointError: There is a run already, or something that is no run.
-        """
-        if self.recipe_file.exists() and not may_overwrite:
-            raise CheckpointError(
-                f"{self.path} holds a run already",
-                limit="a run is not overwritten unasked",
-                hint="`--resume` continues it, `--overwrite` replaces it,"
-                " `output.name=...` names another",
-            )
-        is_empty = not self.path.exists() or (self.path.is_dir() and not any(self.path.iterdir()))
-        if not is_empty and not self.recipe_file.exists():
-            raise CheckpointError(
-                f"{self.path} is there and holds no run",
-                limit="a run is written to a new or empty directory",
-                hint="`output.dir=...` or `output.name=...` with a name that is free",
-            )
-        places = (self.path, *self.path.resolve().parents)
-        nearest = next(place for place in places if place.exists())
-        if not os.access(nearest, os.W_OK):
-            raise CheckpointError(
-                f"{self.path} cannot be written: {nearest} is read-only",
-                limit="a run writes checkpoints, metrics and its adapter",
-                hint="`output.dir=...` where you may write",
-            )
-
-    def start(self, recipe: Recipe, *, experts_implementation: str | None) -> None:
-        """Begin a new run; of one that was here, what a run writes is removed and nothing else.
-
-        Args:
-            recipe: What is to be done.
-            experts_implementation: How its experts are multiplied; None if there are none.
-        """
-        later = (file.name for file in self.path.glob(LATER))
-        for owned in (*_OWNED, *later):
-            path = self.path / owned
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
-        self.checkpoints.mkdir(parents=True)
-        if experts_implementation is not None:
-            values = {"experts_implementation": experts_implementation}
-            write_atomically(self.experts_file, json.dumps(values))
-        write_atomically(self.recipe_file, resolved_yaml(recipe))
-
-    def require_same_recipe(self, recipe: Recipe) -> None:
-        """Check that a run can be continued with this recipe.
-
-        Raises:
-            CheckpointError: There is no run, or it was started with other settings.
-        """
-        if not self.recipe_file.exists():
-            raise CheckpointError(
-                f"{self.path} holds no run",
-                limit="only a run that was started can be resumed",
-                hint="leave `--resume` away",
-            )
-        before = self.recipe()
-        changed = differences(before, recipe)
-        if is_longer(before, recipe) and len(changed) == 1:
-            self._require_going_on(recipe)
-            return
-        if changed:
-            raise CheckpointError(
-                f"the recipe is not the one that {self.path} was started with: "
-                + "; ".join(changed),
-                limit="a resumed run continues to the bit, so its settings cannot change, but for"
-                " train.steps, which may be raised",
-                hint="undo the change, or start a new run with `output.name=...`",
-            )
-
-    def _require_going_on(self, recipe: Recipe) -> None:
-        """Refuse more steps for a run that would not take them.
-
-        Raises:
-            CheckpointError: It has stopped early.
-        """
-        evaluations = self.evaluations(recipe.train)
-        if evaluations.are_enough:
-            raise CheckpointError(
-                f"train.steps is raised to {recipe.train.steps}, and {self.path} has stopped early",
-                limit=f"its last {evaluations.num_without} losses on held-out rows were no lower"
-                f" than {evaluations.lowest:.4f}, so it would stop again at once",
-                hint="leave `train.steps` as it was, or start a new run with `output.name=...`",
-            )
-
-    def lengthen(self, recipe: Recipe) -> None:
-        """Note that the run has more steps than it was begun with."""
-        stat = self.recipe_file.stat()
-        write_atomically(self.recipe_file, resolved_yaml(recipe))
-        os.utime(self.recipe_file, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # see `wandb_id`
-
-    def experts_implementation(self) -> ExpertsImplementation | None:
-        """Return how the run multiplies experts; None if it has not written that down.
-
-        Raises:
-            CheckpointError: The file is damaged.
-        """
-        if not self.experts_file.exists():
-            return None
-        text = self.experts_file.read_bytes().decode(errors="replace")
-        for way in get_args(ExpertsImplementation):
-            if text == json.dumps({"experts_implementation": way}):
-                return way  # type: ignore[no-any-return]
-        raise CheckpointError(
-            f"{self.experts_file} holds {text[:80]!r}",
-            limit="it is written when a run starts, so something changed it since",
-            hint='`{"experts_implementation": "eager"}` in it if the run was begun on a CPU',
+    def steps(self) -> list[int]:
+        """Return after which steps there is a checkpoint, in order."""
+        if not self.path.is_dir():
+            return []
+        return sorted(
+            int(folder.name.removeprefix(_PREFIX))
+            for folder in self.path.iterdir()
+            if _NAME.fullmatch(folder.name) and any((folder / name).exists() for name in _FILES)
         )
 
-    def as_begun(self, recipe: Recipe) -> Recipe:
-        """Return the recipe with the sizes of micro-batch and head chunk that the run began with.
-
-        Another machine, or this one measured again, might choose others.
-        """
-        if not self.recipe_file.exists():
-            return recipe
-        begun = self.recipe()
-        if recipe.train.micro_batch_size == "auto":
-            recipe = with_micro_batch_size(recipe, begun.train.sequences)
-        if recipe.offload.head_chunk == "auto":
-            recipe = with_offload(recipe, head_chunk=begun.offload.head_chunk)
-        return recipe
-
-    def wandb_id(self) -> str:
-        """Return a name for this run that a resume finds again and no other run has."""
-        started = f"{self.path.resolve()} {self.recipe_file.stat().st_mtime_ns}"
-        return hashlib.sha256(started.encode()).hexdigest()[:16]
-
-    def require_adapter(self) -> None:
-        """Check that a run has come to its end, and that its adapter is whole.
-
-        Raises:
-            CheckpointError: There is no run, no adapter yet, or a damaged one.
-            ModelError: The adapter's weights are damaged.
-        """
-        if not self.recipe_file.exists() or not self.adapter.exists():
-            raise CheckpointError(
-                f"{self.path} holds no finished run",
-                limit="a finished run holds recipe.yaml and adapter/",
-                hint=f"`sluice finetune {self.recipe_file} --resume` ends it"
-                if self.recipe_file.exists()
-                else "name the directory that `sluice finetune` printed",
-            )
-        require_adapter_files(self.adapter)
-
-    def recipe(self) -> Recipe:
-        """Return the recipe that the run was started with."""
-        return load_recipe(str(self.recipe_file), [], check_files=False)
-
-    # -------------------------------------------------------------------------------- checkpoints
-
     def newest(self) -> int | None:
-        """Return the step of the newest complete checkpoint; clear away torn ones."""
-        for torn in self.checkpoints.glob(PARTIAL + "*"):
-            shutil.rmtree(torn)
-        steps = self._steps()
-        return steps[-1] if steps else None
+        """Return the step of the newest checkpoint; None if there is none."""
+        return max(self.steps(), default=None)
+
+    def folder(self, step: int) -> Path:
+        """Return where the checkpoint after `step` steps is."""
+        return self.path / f"{_PREFIX}{step:07d}"
+
+    def clear_torn(self) -> None:
+        """Remove what a kill has left of a checkpoint that was being written or removed."""
+        clear_partial(self.path, name=_PREFIX)
+        for torn in self.path.glob(f"{PARTIAL}{_PREFIX}*"):  # as older versions named them
+            if _NAME.fullmatch(torn.name.removeprefix(PARTIAL)):
+                remove(torn)
 
     def save(
         self,
@@ -243,28 +91,44 @@ class RunDir:
         num_kept: int,
         best: int | None = None,
     ) -> Path:
-        """Write the checkpoint after `step` steps; keep the newest `num_kept` and the `best`."""
-        final = self._folder(step)
-        partial = final.with_name(PARTIAL + final.name)
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        tensors = {name: p.detach().cpu().contiguous() for name, p in parameters.items()}
-        save_file(tensors, partial / "trained.safetensors")
-        torch.save(optimizer.state_dict(), partial / "optimizer.pt")
-        (partial / "state.json").write_text(json.dumps({"step": step, "data_hash": data_hash}))
-        for file in partial.iterdir():
-            flush(file)
-        flush(partial)
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
-        flush(self.checkpoints)
-        for old in self._steps()[:-num_kept]:
+        """Write the checkpoint after `step` steps; keep the newest `num_kept` and the `best`.
+
+        Raises:
+            CheckpointError: It cannot be written; older ones are still there.
+        """
+        final = self.folder(step)
+        with whole_folder(final) as partial:
+            tensors = {name: p.detach().cpu().contiguous() for name, p in parameters.items()}
+            save_file(tensors, partial / _TRAINED)
+            _save_optimizer(optimizer, partial / _OPTIMIZER)
+            state = {"format": _FORMAT, "step": step, "data_hash": data_hash}
+            with naming(partial / _STATE):
+                (partial / _STATE).write_text(json.dumps(state))
+        for old in self.steps()[:-num_kept]:
             if old == best:
                 continue
-            discarded = self._folder(old).with_name(PARTIAL + self._folder(old).name)
-            self._folder(old).rename(discarded)  # a torn removal must not look complete
-            shutil.rmtree(discarded)
+            discarded = self.folder(old).with_name(PARTIAL + self.folder(old).name)
+            remove(discarded)
+            self.folder(old).rename(discarded)  # a torn removal must not look complete
+            remove(discarded)
         return final
+
+    def require_whole(self, step: int) -> str | None:
+        """Check that a checkpoint's files are what was written, before a model is loaded.
+
+        Returns:
+            What the user should know: that an older version wrote it, and it cannot be verified.
+
+        Raises:
+            CheckpointError: It is damaged; the newest one before it that is whole is offered.
+        """
+        found = self._damage(step)
+        if found is not None:
+            raise self._damaged(step, found)
+        folder = self.folder(step)
+        if has_manifest(folder):
+            return None
+        return f"{folder} cannot be verified: an older version wrote it, without checksums"
 
     def load(
         self,
@@ -272,26 +136,36 @@ class RunDir:
         parameters: Mapping[str, nn.Parameter],
         optimizer: torch.optim.Optimizer,
         *,
+        form: StateForm,
         data_hash: str,
     ) -> None:
         """Put a checkpoint's tensors into the parameters and the optimizer.
 
+        Args:
+            step: Which.
+            parameters: Name -> what trains; all of it is in the checkpoint, and nothing else.
+            optimizer: Of these parameters, without states.
+            form: The states that it makes of them.
+            data_hash: Of the training rows.
+
         Raises:
             CheckpointError: The training rows are not those that the run was started with, or the
-                checkpoint is damaged.
+                checkpoint is damaged. Nothing has been changed.
         """
-        folder = self._folder(step)
+        self.require_whole(step)
         try:
-            state = json.loads((folder / "state.json").read_text())
-            tensors = load_file(folder / "trained.safetensors")
-            optimizer_state = torch.load(folder / "optimizer.pt", weights_only=True)
-        except (OSError, ValueError, RuntimeError, SafetensorError, UnpicklingError) as error:
-            raise CheckpointError(
-                f"{folder} is damaged: {str(error).splitlines()[0]}",
-                limit="a checkpoint is whole when it is written, so something changed it since",
-                hint=f"remove {folder}; `--resume` then continues from the one before it",
-            ) from error
-        if state["data_hash"] != data_hash:
+            content = _read(self.folder(step))
+            _check_tensors(content.tensors, parameters)
+            _check_optimizer(
+                content.optimizer,
+                optimizer,
+                form,
+                step=step,
+                is_complete=not has_manifest(self.folder(step)),
+            )
+        except _DamagedError as error:
+            raise self._damaged(step, str(error)) from error
+        if content.state["data_hash"] != data_hash:
             raise CheckpointError(
                 "the training rows are not those that the run was started with",
                 limit="a resumed run continues to the bit, so its data cannot change",
@@ -299,36 +173,193 @@ class RunDir:
             )
         with torch.no_grad():
             for name, parameter in parameters.items():
-                parameter.copy_(tensors[name])
-        optimizer.load_state_dict(optimizer_state)
+                parameter.copy_(content.tensors[name])
+        optimizer.load_state_dict(content.optimizer)
 
-    def evaluations(self, train: TrainSection) -> Evaluations:
-        """Return what the losses on held-out rows come to so far."""
-        none = Evaluations(
-            patience=train.early_stopping_patience, min_delta=train.early_stopping_min_delta
+    def _damage(self, step: int) -> str | None:
+        """Say what is wrong with a checkpoint's files, as far as that is known without a model."""
+        folder = self.folder(step)
+        if has_manifest(folder):
+            found = damage(folder, needs=_FILES)
+            if found is not None:
+                return found
+        try:
+            state = _read_state(folder / _STATE)
+        except _DamagedError as error:
+            return str(error)
+        if state["step"] != step:
+            return f"{_STATE} is of step {state['step']}, the folder of step {step}"
+        if not has_manifest(folder) and state.get("format", 1) != 1:
+            return "its manifest is missing"
+        return None
+
+    def _damaged(self, step: int, what: str) -> CheckpointError:
+        """Return the error for a damaged checkpoint, with the newest whole one before it."""
+        bad, older = [step], None
+        for before in reversed([other for other in self.steps() if other < step]):
+            if self._damage(before) is None:
+                older = before
+                break
+            bad.append(before)
+        removed = " ".join(str(self.folder(other)) for other in bad)
+        then = (
+            f"`--resume` then continues from {self.folder(older)}, after step {older}"
+            if older is not None
+            else "there is no older one that is whole: `--resume` then begins with step 1 again"
         )
-        return none.after_rows(self.read_metrics(), saved=self._steps())
-
-    def _steps(self) -> list[int]:
-        return sorted(
-            int(folder.name.removeprefix("step-")) for folder in self.checkpoints.glob("step-*")
+        return CheckpointError(
+            f"{self.folder(step)} is damaged: {what}",
+            limit="a checkpoint is whole when it is written, so something changed it since",
+            hint=f"`rm -r {removed}`; {then}",
         )
 
-    def _folder(self, step: int) -> Path:
-        return self.checkpoints / f"step-{step:07d}"
 
-    # ------------------------------------------------------------------------------------ metrics
+# ----------------------------------------------------------------------------------------- writing
 
-    def append_metrics(self, row: Mapping[str, Any]) -> None:
-        """Add a line to metrics.jsonl."""
-        with self.metrics_file.open("a") as file:
-            file.write(json.dumps(row) + "\n")
 
-    def read_metrics(self) -> list[dict[str, Any]]:
-        """Return the lines of metrics.jsonl; a last line that a kill has torn is left out."""
-        return read_rows(self.metrics_file)
+def _save_optimizer(optimizer: torch.optim.Optimizer, file: Path) -> None:
+    """Write an optimizer's states.
 
-    def drop_metrics_after(self, step: int) -> None:
-        """Forget the lines of steps that a resumed run will run again."""
-        kept = [row for row in self.read_metrics() if row["step"] <= step]
-        write_atomically(self.metrics_file, "".join(json.dumps(row) + "\n" for row in kept))
+    Raises:
+        OSError: The file cannot be written. torch hides it in a RuntimeError about positions.
+    """
+    with naming(file), file.open("wb") as stream:
+        try:
+            torch.save(optimizer.state_dict(), stream)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+
+
+# ----------------------------------------------------------------------------------------- reading
+
+
+def _read(folder: Path) -> _Content:
+    try:
+        return _Content(
+            state=_read_state(folder / _STATE),
+            tensors=load_file(folder / _TRAINED),
+            optimizer=torch.load(folder / _OPTIMIZER, weights_only=True, map_location="cpu"),
+        )
+    except (
+        *(OSError, ValueError, RuntimeError, EOFError, LookupError, TypeError, AttributeError),
+        *(SafetensorError, UnpicklingError),
+    ) as error:
+        raise _DamagedError(f"{type(error).__name__}: {error}".splitlines()[0]) from error
+
+
+def _read_state(file: Path) -> Mapping[str, Any]:
+    try:
+        state = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise _DamagedError(f"{file.name} cannot be read: {error}") from error
+    if not isinstance(state, dict) or not {"step", "data_hash"} <= set(state):
+        raise _DamagedError(f"{file.name} lacks `step` or `data_hash`")
+    return state
+
+
+def _check_tensors(
+    tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, nn.Parameter]
+) -> None:
+    """Check that these are the run's tensors, and finite."""
+    odd = sorted(set(tensors) ^ set(parameters))
+    if odd:
+        where = "lacks" if odd[0] in parameters else "holds, and the run does not train,"
+        raise _DamagedError(f"{_TRAINED} {where} {odd[0]}")
+    for name, parameter in parameters.items():
+        _check_form(f"{name} in {_TRAINED}", tensors[name], (parameter.shape, parameter.dtype))
+        _check_finite(f"{name} in {_TRAINED}", tensors[name])
+
+
+def _check_optimizer(
+    content: Any,
+    optimizer: torch.optim.Optimizer,
+    form: StateForm,
+    *,
+    step: int,
+    is_complete: bool,
+) -> None:
+    """Check that these are states of this optimizer after `step` updates, and finite.
+
+    Args:
+        content: Of the file.
+        optimizer: Of the run.
+        form: The states that it makes.
+        step: How many updates it has taken.
+        is_complete: Whether each parameter must have its states; one that had no gradient so far,
+            such as an expert that no token chose, has none.
+    """
+    if not isinstance(content, dict) or not {"state", "param_groups"} <= set(content):
+        raise _DamagedError(f"{_OPTIMIZER} holds no optimizer")
+    states, known = content["state"], {path.split("/")[0] for path in form}
+    if not isinstance(states, dict) or not all(isinstance(s, dict) for s in states.values()):
+        raise _DamagedError(f"{_OPTIMIZER} holds no states of parameters")
+    _check_groups(content["param_groups"], optimizer.state_dict()["param_groups"])
+    lacking = known - {str(index) for index in states}
+    if lacking and (is_complete or not states):
+        raise _DamagedError(f"{_OPTIMIZER} lacks the states of {len(lacking)} parameters")
+    for path, tensor in _tensors_in(states):
+        expected = form.get(path)
+        if expected is None and path.split("/")[0] in known:
+            raise _DamagedError(f"{_OPTIMIZER} holds {path}, which the optimizer does not have")
+        if expected is not None:
+            _check_form(f"{path} in {_OPTIMIZER}", tensor, expected)
+        _check_finite(f"{path} in {_OPTIMIZER}", tensor)
+    lost = {path for path in form if path.split("/")[0] not in lacking} - {
+        path for path, _ in _tensors_in(states)
+    }
+    if lost:
+        raise _DamagedError(f"{_OPTIMIZER} lacks {min(lost)}")
+    taken = max((_num_updates(state) for state in states.values()), default=step)
+    if taken != step:
+        raise _DamagedError(f"{_OPTIMIZER} has taken {taken} updates after {step} steps")
+
+
+def _check_groups(groups: Any, own: Sequence[Mapping[str, Any]]) -> None:
+    """Check that an optimizer's parameters and settings are those of the run."""
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        raise _DamagedError(f"{_OPTIMIZER} holds no groups of parameters")
+    if [group.get("params") for group in groups] != [group["params"] for group in own]:
+        raise _DamagedError(f"{_OPTIMIZER} is of other parameters")
+    for group, mine in zip(groups, own, strict=True):
+        for name in sorted(set(group) & set(mine) - {"lr"}):  # set anew for each step
+            if group[name] != mine[name]:
+                raise _DamagedError(f"{_OPTIMIZER} has {name} {group[name]}, the run {mine[name]}")
+
+
+def _num_updates(state: Any) -> int:
+    try:
+        return int(state["step"])
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise _DamagedError(f"{_OPTIMIZER} has a state without a number of updates") from error
+
+
+def state_form(optimizer: torch.optim.Optimizer) -> StateForm:
+    """Return the form of the states that an optimizer has."""
+    states = optimizer.state_dict()["state"]
+    return {path: (tensor.shape, tensor.dtype) for path, tensor in _tensors_in(states)}
+
+
+def _tensors_in(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(tree, torch.Tensor):
+        yield path, tree
+    elif isinstance(tree, dict):
+        for key, part in tree.items():
+            yield from _tensors_in(part, f"{path}/{key}" if path else str(key))
+
+
+def _check_form(what: str, tensor: torch.Tensor, expected: tuple[torch.Size, torch.dtype]) -> None:
+    if (tensor.shape, tensor.dtype) != expected:
+        shape, dtype = expected
+        raise _DamagedError(
+            f"{what} is {tuple(tensor.shape)} of {tensor.dtype},"
+            f" the run's is {tuple(shape)} of {dtype}"
+        )
+
+
+def _check_finite(what: str, tensor: torch.Tensor) -> None:
+    if tensor.is_floating_point() and tensor.numel():
+        least, most = torch.aminmax(tensor)  # one pass, no copy; NaN if any value is
+        if not torch.isfinite(least) or not torch.isfinite(most):
+            raise _DamagedError(f"{what} has values that are not finite")

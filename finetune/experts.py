@@ -9,12 +9,12 @@ either is taken as it is, if it can compute the model's experts here.
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from finetune.checkpoint import RunDir
 from finetune.errors import CheckpointError, ConfigError, FinetuneError
 from finetune.figures import shown_time, table_of
 from finetune.model import experts_of
 from finetune.planning import as_told, has_experts
 from finetune.recipe import Recipe
+from finetune.run_dir import RunDir
 from finetune.screen import Screen
 from offload.engine.experts.choice import CANDIDATES, fastest, reason_against, try_all
 from offload.plan.costs import Workload

@@ -7,7 +7,6 @@ percentile stand beside each mean; an error within them is not more than the ste
 themselves.
 """
 
-import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -19,8 +18,8 @@ from finetune import prediction, run_files
 from finetune.errors import CheckpointError
 from finetune.files import write_atomically
 from finetune.memory_report import MemoryRow, memory_rows
+from finetune.metrics import read_rows
 from finetune.prediction import SEAL, Prediction
-from finetune.run_files import ROW
 from offload.plan import breakdown
 from offload.plan.breakdown import Parts
 from offload.plan.gantt import gantt_svg
@@ -245,23 +244,6 @@ def draw(run_dir: Path, explanation: Explanation) -> list[Path]:
     return [run_dir / GANTT, run_dir / TRACE]
 
 
-def read_rows(file: Path) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl; a last line that a kill has torn is left out.
-
-    Raises:
-        CheckpointError: A line is damaged.
-    """
-    if not os.path.lexists(file):
-        return []
-    *lines, torn = ROW.content(file).split(b"\n")
-    rows: list[dict[str, Any]] = [
-        ROW.parsed(line, source=f"{file}:{number}") for number, line in enumerate(lines, 1)
-    ]
-    with contextlib.suppress(CheckpointError):  # whole but for its end of line
-        rows += [ROW.parsed(torn, source=str(file))]
-    return rows
-
-
 # ------------------------------------------------------------------------------------------- parts
 
 
@@ -385,7 +367,7 @@ def _last_start(predictions: Sequence[Prediction], step: int) -> Prediction:
 def _measured(file: Path) -> dict[str, Any] | None:
     if not os.path.lexists(file):
         return None
-    content: dict[str, Any] = run_files.MEASURED.read(file)
+    content: dict[str, Any] = run_files.read_sealed(run_files.MEASURED, file)
     return content
 
 

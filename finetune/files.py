@@ -29,20 +29,25 @@ def expanded(text: str) -> Path:
 
 
 def write_atomically(file: Path, text: str, *, mode: int | None = None) -> None:
-    """Replace a file's content in one step; `mode` is its permissions, if not the usual ones."""
+    """Replace a file's content in one step; `mode` is its permissions, if not the usual ones.
+
+    Raises:
+        OSError: It cannot be written; the error names it, and the old content is still there.
+    """
     partial = file.with_name(f"{PARTIAL}{file.name}-{secrets.token_hex(4)}")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
-        with open(descriptor, "w", encoding="utf-8") as stream:  # noqa: PTH123 - a descriptor
-            stream.write(text)
-            stream.flush()
-            if mode is not None:
-                os.fchmod(descriptor, mode)
-            os.fsync(descriptor)
-        partial.replace(file)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    with naming(file):
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            with open(descriptor, "w", encoding="utf-8") as stream:  # noqa: PTH123 - a descriptor
+                stream.write(text)
+                stream.flush()
+                if mode is not None:
+                    os.fchmod(descriptor, mode)
+                os.fsync(descriptor)
+            partial.replace(file)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
 
 
 @contextmanager
@@ -108,6 +113,24 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def naming(file: Path) -> Iterator[None]:
+    """Name the file in an error of the system: a write that fails does not say of which file."""
+    try:
+        yield
+    except OSError as error:
+        error.filename, error.filename2 = str(file), None
+        raise
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link (not what it leads to) or a folder with all that is in it."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _clear_left(parent: Path, prefix: str) -> None:

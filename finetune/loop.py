@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from finetune.batches import StepShare, collate
+from finetune.checkpoint import StateForm, state_form
 from finetune.data import ExampleSet
 from finetune.errors import FinetuneError
 from finetune.objective import Masters, clip, learning_rate, make_optimizer, update
@@ -80,6 +81,8 @@ class Loop:
     ) -> None:
         """Take the parts and make a fresh optimizer.
 
+        The form of the optimizer's states is known once it is rehearsed.
+
         Args:
             model: With what trains, on its engine.
             engine: Of the model.
@@ -100,6 +103,7 @@ class Loop:
         self._num_steps = num_steps
         self._ranks = ranks
         self.optimizer = self._make_optimizer()
+        self.state_form: StateForm = {}
 
     @property
     def weights(self) -> Mapping[str, nn.Parameter]:
@@ -144,6 +148,7 @@ class Loop:
             for parameter, value in zip(self._parameters, before, strict=True):
                 parameter.copy_(value)
         self.publish()
+        self.state_form = state_form(self.optimizer)
         self.optimizer = self._make_optimizer()
         later = sorted(records[len(records) // 2 :], key=lambda record: record.step_s)
         return later[len(later) // 2]

@@ -9,6 +9,7 @@ import torch
 from finetune.files import write_atomically
 from finetune.loop import StepRecord
 from finetune.prediction import SEAL, Promised, with_timeline
+from finetune.seal import sealed_json
 from finetune.session import Session
 from offload.engine import meter
 from offload.plan.memory import PAGED_STATES
@@ -62,7 +63,7 @@ def write_measured(
         "peak_host_bytes": meter.peak_host_bytes(),
         "memory": [asdict(term) for term in memory_terms(session)],
     }
-    write_atomically(run_dir / MEASURED, with_timeline(content, record.timeline))
+    write_atomically(run_dir / MEASURED, sealed_json(with_timeline(content, record.timeline)))
 
 
 def memory_terms(session: Session) -> list[MeasuredTerm]:

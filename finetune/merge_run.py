@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from finetune.base_weights import BaseWeights
-from finetune.checkpoint import RunDir
 from finetune.errors import MergeError
 from finetune.merge import Merged, Progress, merge
 from finetune.model import cached_file
+from finetune.run_dir import RunDir
 from offload.engine.codecs.codec import codec_named
 from offload.engine.host.mapping import aligned_empty
 from offload.plan.codec import CodecName
@@ -29,13 +29,15 @@ def merge_run(run_dir: Path, out: Path, *, progress: Progress | None = None) -> 
         MergeError: See `merge`; or the run's model has no published weights.
         ModelError: See `merge`.
     """
-    base, tokenizer = base_and_tokenizer(run_dir)
     run = RunDir(run_dir)
+    notes = run.require_adapter()
+    base, tokenizer = base_and_tokenizer(run_dir)
     recipe = run.recipe()
     merged = merge(base, run.adapter, out, tokenizer=tokenizer, progress=progress)
     rounding = _rounding(
         recipe.offload.layer_codec, getattr(torch, recipe.model.dtype), base, merged.changed
     )
+    merged = replace(merged, notes=(*notes, *merged.notes))
     if rounding is None:
         return merged
     name, error = rounding
@@ -55,9 +57,7 @@ def base_and_tokenizer(run_dir: Path) -> tuple[Path, Path]:
         CheckpointError: The directory holds no finished run.
         MergeError: The run's model has no published weights, or they are not here.
     """
-    run = RunDir(run_dir)
-    run.require_adapter()
-    model = run.recipe().model
+    model = RunDir(run_dir).recipe().model
     if model.path is None or model.init == "random":
         raise MergeError(
             f"{run_dir} trained a model of random weights",

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from finetune.best import EVAL_LOSS
-from finetune.explain import METRICS, REPORT, read_rows
+from finetune.explain import METRICS, REPORT
+from finetune.metrics import read_rows
 from finetune.recipe import Recipe, recipe_hash, resolved_yaml
 
 if TYPE_CHECKING:

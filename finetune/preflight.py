@@ -1,19 +1,16 @@
 """What can be known to fail before anything is loaded."""
 
+import resource
+import shutil
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.choices import choose, full_requests
-from finetune.errors import ConfigError, ModelError
-from finetune.figures import shown_time
-from finetune.model import (
-    has_weights,
-    is_hub_reachable,
-    read_config,
-    set_router_loss,
-)
+from finetune.errors import CheckpointError, ConfigError, ModelError
+from finetune.figures import shown_gib, shown_time
+from finetune.model import has_weights, is_hub_reachable, read_config, set_router_loss
 from finetune.ranks import Ranks
 from finetune.recipe import Recipe
 from finetune.recipe_rules import broken_length_rules
@@ -22,8 +19,11 @@ from offload.errors import DoesNotFitError
 from offload.plan.bounds import r3_bound_s
 from offload.plan.facts import ModelFacts
 from offload.plan.machine import Machine
-from offload.plan.plan import costs_of
+from offload.plan.optimizer import state_bytes
+from offload.plan.parts import FP32_BYTES
+from offload.plan.plan import Plan, costs_of
 from offload.plan.schedule import MIN_SLOTS
+from offload.plan.trained import trained_parameters, trained_tensor_shapes
 
 if TYPE_CHECKING:
     import torch
@@ -128,6 +128,36 @@ def require_within_run(recipe: Recipe, *, num_steps: int) -> None:
     breach = next(broken_length_rules(recipe, num_steps=num_steps), None)
     if breach is not None:
         raise ConfigError(breach.what, limit=breach.limit, hint=breach.hint)
+
+
+def require_room(folder: Path, plan: Plan) -> None:
+    """Check that a checkpoint and an adapter can be written, before the model is loaded.
+
+    Raises:
+        CheckpointError: The disk is too full, or files may not be as large as the optimizer's.
+    """
+    facts, spec = plan.facts, plan.request.typical.adapter
+    weight_bytes = FP32_BYTES * trained_parameters(facts, spec)
+    shapes = trained_tensor_shapes(facts, spec)
+    state_file_bytes = state_bytes(shapes, plan.request.typical.optimizer)
+    needed_bytes = 2 * weight_bytes + state_file_bytes
+    free_bytes = shutil.disk_usage(folder).free
+    if needed_bytes > free_bytes:
+        raise CheckpointError(
+            f"{folder} needs {shown_gib(needed_bytes)} for a checkpoint and the adapter, and"
+            f" {shown_gib(free_bytes)} is free",
+            limit="a run keeps its newest checkpoint until the next one is whole",
+            hint=f"free space (`df -h {folder}`), or `output.dir=...` on a larger disk",
+        )
+    most_bytes, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    largest_bytes = max(weight_bytes, state_file_bytes)
+    if most_bytes not in (resource.RLIM_INFINITY, -1) and largest_bytes > most_bytes:
+        raise CheckpointError(
+            f"{folder} needs a file of {shown_gib(largest_bytes)}, and files here have at most"
+            f" {shown_gib(most_bytes)}",
+            limit="a checkpoint has a file of weights and one of optimizer states",
+            hint="raise the limit (`ulimit -f unlimited`)",
+        )
 
 
 def require_ready(recipe: Recipe, facts: ModelFacts, machine: Machine, *, num_ranks: int) -> None:

@@ -9,13 +9,13 @@ import torch
 
 from finetune import experts, preflight
 from finetune.batches import BatchOrder, StepShare, collate
-from finetune.checkpoint import RunDir
 from finetune.choices import choose, requests_for, settled
 from finetune.env import cache_dir, stores_dir
 from finetune.model import load_tokenizer
 from finetune.planning import facts_of, find_machine, has_experts
 from finetune.ranks import Ranks, own_micro_batches
 from finetune.recipe import Recipe, with_offload
+from finetune.run_dir import RunDir
 from finetune.sampling import pad_id
 from finetune.screen import Screen
 from finetune.source import Rows, StepSizes, load_rows, row_order

@@ -10,8 +10,8 @@ from typing import Any, Self
 
 import torch
 
-from finetune.checkpoint import RunDir
 from finetune.recipe import Recipe, resolved_yaml
+from finetune.run_dir import RunDir
 
 
 class Recorder:

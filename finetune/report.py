@@ -13,7 +13,7 @@ from finetune.figures import shown_time, table_of
 from finetune.files import write_atomically
 from finetune.prediction import SEAL
 from finetune.recipe import Recipe, recipe_hash
-from finetune.run_files import SAMPLES
+from finetune.run_files import SAMPLES, read_sealed
 from finetune.stops import Stops
 from offload.plan.breakdown import DATA_WAIT, OPTIMIZER, OUTSIDE, parts_json, parts_of
 from offload.plan.plan import Plan
@@ -100,7 +100,7 @@ def write_report(
         "stop_token_ids": stops.ids,
         "adapter_step": adapter_step,
         "exact_match": {
-            when: SAMPLES.read(file)["exact_match"]
+            when: read_sealed(SAMPLES, file)["exact_match"]
             for when in ("before", "after")
             if (file := run_dir / f"samples_{when}.json").exists()
         },

@@ -3,12 +3,14 @@
 What a file holds beyond that is kept and not looked at, so a later version may write more.
 """
 
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from finetune.errors import CheckpointError
 from finetune.json_files import JsonFile
+from finetune.seal import is_sealed_json
 from offload.plan.breakdown import DATA_WAIT, OPTIMIZER, is_part
 from offload.plan.op import Kind, Lane
 
@@ -166,6 +168,19 @@ class SamplesContent(_Content):
     """samples_before.json and samples_after.json."""
 
     exact_match: Number
+
+
+def read_sealed(kind: JsonFile, file: Path) -> Any:
+    """Return what a file holds that a run has sealed.
+
+    Raises:
+        CheckpointError: It is damaged, or not what was written.
+    """
+    content = kind.content(file)
+    value = kind.parsed(content, source=str(file))
+    if not is_sealed_json(content.decode()):
+        raise kind.refusal(str(file), "it is not what was written")
+    return value
 
 
 PREDICTION = JsonFile(

@@ -4,19 +4,19 @@ All ranks walk it together; what is written and asked of the model is the main r
 """
 
 import json
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from finetune import adapters, choice_report, interrupts, plan_report, preflight, report
 from finetune.batches import StepLoader
 from finetune.best import EVAL_LOSS, Evaluations
-from finetune.checkpoint import RunDir
 from finetune.env import launch_notes
 from finetune.errors import CheckpointError
 from finetune.explain import LOAD
 from finetune.explain_tables import explanation_tables
-from finetune.files import flush, write_atomically
+from finetune.files import write_atomically
 from finetune.loop import StepRecord, spared_collector
 from finetune.measured import write_measured
 from finetune.model_card import MODEL_CARD, model_card
@@ -26,8 +26,11 @@ from finetune.prepare import Work, prepare
 from finetune.ranks import Ranks
 from finetune.recipe import Recipe, is_longer
 from finetune.recorder import Recorder, profiled
+from finetune.run_dir import RunDir
+from finetune.run_lock import locked
 from finetune.sampling import answer, answerable
 from finetune.screen import Screen
+from finetune.seal import sealed_json
 from finetune.session import Session, build, rehearse
 from finetune.stock_report import stock_table
 from finetune.stops import Stops
@@ -69,17 +72,53 @@ def finetune(
     for note in launch_notes():
         screen.note(note)
     run_dir = RunDir(recipe.output.run_dir)
-    recipe = run_dir.as_begun(recipe) if is_resume else recipe
-    preflight.require_micro_batch_per_rank(recipe.train, num_ranks=ranks.num)
-    preflight.require_loggers(recipe.report.log_to)
-    if ranks.is_main and is_resume:
-        run_dir.require_same_recipe(recipe)
-        require_unchanged(run_dir.path, run_dir.read_metrics())
-    elif ranks.is_main:
-        run_dir.require_startable(may_overwrite=may_overwrite)
+    with _held(run_dir, ranks, screen):
+        recipe = run_dir.as_begun(recipe) if is_resume else recipe
+        preflight.require_micro_batch_per_rank(recipe.train, num_ranks=ranks.num)
+        preflight.require_loggers(recipe.report.log_to)
+        if ranks.is_main and is_resume:
+            _require_resumable(run_dir, recipe, screen)
+        elif ranks.is_main:
+            run_dir.require_startable(may_overwrite=may_overwrite)
+        return _run(recipe, run_dir, ranks, screen, machine_file, is_resume=is_resume)
 
+
+@contextmanager
+def _held(run_dir: RunDir, ranks: Ranks, screen: Screen) -> Iterator[None]:
+    """Keep other processes from the run's directory; it can be written once this has begun."""
+    with locked(run_dir.path) if ranks.is_main else nullcontext(()) as notes:
+        for note in notes:
+            screen.note(note)
+        ranks.exchange(None)
+        yield
+
+
+def _require_resumable(run_dir: RunDir, recipe: Recipe, screen: Screen) -> None:
+    """Check all that a resume reads, before the machine is measured and the model loaded."""
+    run_dir.require_same_recipe(recipe)
+    require_unchanged(run_dir.path, run_dir.read_metrics())
+    newest = run_dir.checkpoints.newest()
+    if newest is None:
+        screen.note("There is no checkpoint yet: the run begins with step 1 again")
+        return
+    note = run_dir.checkpoints.require_whole(newest)
+    screen.note(note or f"Continuing from {run_dir.checkpoints.folder(newest)}")
+
+
+def _run(
+    recipe: Recipe,
+    run_dir: RunDir,
+    ranks: Ranks,
+    screen: Screen,
+    machine_file: Path | None,
+    *,
+    is_resume: bool,
+) -> Outcome:
+    """Run a recipe in a directory that is this process's."""
     work = prepare(recipe, ranks, screen, machine_file, resumed=run_dir if is_resume else None)
     recipe = work.recipe
+    if ranks.is_main:
+        preflight.require_room(run_dir.path, work.plan)
     screen.show(plan_report.plan_tables(work.plan))
     screen.show(choice_report.choice_tables(work.choice))
     session = build(recipe, work, ranks, screen)
@@ -117,14 +156,15 @@ def _start(
     *,
     is_resume: bool,
 ) -> int:
-    """Return the first step to run: 0, or the one behind the newest checkpoint, which is loaded."""
+    """Return the first step to run: 0, or that after the newest checkpoint, which is loaded."""
 
     def make_ready() -> int:
         if not is_resume:
             run_dir.start(recipe, experts_implementation=work.experts_implementation)
             return 0
-        newest, begun = run_dir.newest() or 0, run_dir.recipe()
-        run_dir.drop_metrics_after(newest)
+        newest, begun = run_dir.clear_torn() or 0, run_dir.recipe()
+        for note in run_dir.drop_metrics_after(newest):
+            screen.note(note)
         if is_longer(begun, recipe):
             screen.note(rates_since(begun.train, recipe.train, first_step=newest))
             run_dir.lengthen(recipe)
@@ -132,11 +172,22 @@ def _start(
 
     step = ranks.from_main(make_ready)
     if step:
-        loop = session.loop
-        run_dir.load(step, loop.weights, loop.optimizer, data_hash=work.rows.data_hash)
-        loop.publish()
+        _restore(run_dir, work, session, step=step)
     ranks.require_same_weights(session.loop.weights, step=step)
     return step
+
+
+def _restore(run_dir: RunDir, work: Work, session: Session, *, step: int) -> None:
+    """Put a checkpoint's weights and optimizer states into the model on its engine."""
+    loop = session.loop
+    run_dir.checkpoints.load(
+        step,
+        loop.weights,
+        loop.optimizer,
+        form=loop.state_form,
+        data_hash=work.rows.data_hash,
+    )
+    loop.publish()
 
 
 def _promise(
@@ -252,9 +303,9 @@ def _save(
 
     The metrics are flushed first: from them follows which checkpoint is the best.
     """
-    flush(run_dir.metrics_file)
     write_measured(run_dir.path, record, session, promised, step=step, device=work.device)
-    run_dir.save(
+    run_dir.flush_metrics()
+    run_dir.checkpoints.save(
         step,
         session.loop.weights,
         session.loop.optimizer,
@@ -283,7 +334,7 @@ def _finish(
             f"Stopped early: {evaluations.num_without} losses on held-out rows in a row were no"
             f" lower than {evaluations.lowest:.4f}"
         )
-    step = run_dir.newest() or 0
+    step = run_dir.clear_torn() or 0
     if recipe.output.best_checkpoint == "use":
         step = evaluations.best_step
         _take_best(run_dir, work, session, screen, evaluations)
@@ -301,15 +352,14 @@ def _take_best(
     run_dir: RunDir, work: Work, session: Session, screen: Screen, evaluations: Evaluations
 ) -> None:
     """Put the weights of the best checkpoint into the model."""
-    loop, step = session.loop, evaluations.best_step
+    step = evaluations.best_step
     if not step:
         raise CheckpointError(
-            f"{run_dir.checkpoints} holds no checkpoint with a loss on held-out rows",
+            f"{run_dir.checkpoints.path} holds no checkpoint with a loss on held-out rows",
             limit="output.best_checkpoint is use, so the adapter is that of such a checkpoint",
             hint="restore the checkpoint from a copy, or start a new run with `output.name=...`",
         )
-    run_dir.load(step, loop.weights, loop.optimizer, data_hash=work.rows.data_hash)
-    loop.publish()
+    _restore(run_dir, work, session, step=step)
     screen.note(
         f"The adapter is that of step {step}: its loss on held-out rows,"
         f" {evaluations.best_loss:.4f}, is the lowest"
@@ -344,4 +394,4 @@ def _sample(
     )
     screen.show(report.samples_table(when, answers))
     file = run_dir.path / f"samples_{when}.json"
-    write_atomically(file, json.dumps(report.samples_json(answers), indent=1))
+    write_atomically(file, sealed_json(json.dumps(report.samples_json(answers), indent=1)))

@@ -41,7 +41,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, PreTrainedConfig
 
-from finetune.explain import METRICS, explain, read_rows
+from finetune.explain import METRICS, explain
+from finetune.metrics import read_rows
 from finetune.prediction import read_predictions
 from tests.bench.record import cpu_name, git
 from tests.checkpoints import write_checkpoint

@@ -7,10 +7,10 @@ import pytest
 import torch
 import yaml
 
-from finetune.checkpoint import RunDir
 from finetune.errors import ConfigError
 from finetune.preflight import require_micro_batch_per_rank
 from finetune.recipe_file import load_recipe
+from finetune.run_dir import RunDir
 from tests.e2e.test_finetune import adapter, losses, run
 
 OPEN = {"micro_batch_size": "auto", "grad_accum_steps": None, "tokens_per_step": 6 * 64}

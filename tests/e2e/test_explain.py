@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from finetune import app
-from finetune.checkpoint import RunDir
+from finetune.run_dir import RunDir
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from finetune import app
-from finetune.checkpoint import RunDir
 from finetune.recipe_file import load_recipe
 from finetune.recorder import Recorder
+from finetune.run_dir import RunDir
 from offload.plan.machine import named_machine
 from tests.doubles import tiny_tokenizer
 

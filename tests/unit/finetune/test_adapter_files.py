@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from finetune.adapter_files import require_adapter_files
 from finetune.adapters import load_adapter
 from finetune.changes import Changes
-from finetune.checkpoint import RunDir
 from finetune.errors import CheckpointError, ModelError
+from finetune.run_dir import RunDir
 from tests.parity.tiny_models import tiny_model
 
 NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from finetune.checkpoint import RunDir
 from finetune.choices import choose, full_requests, settled
 from finetune.errors import ConfigError
 from finetune.planning import facts_of
 from finetune.recipe import Recipe, resolved_yaml, with_offload
 from finetune.recipe_rules import broken_rules
+from finetune.run_dir import RunDir
 from finetune.shapes import load_shape
 from finetune.subject import model_subject
 from offload.errors import DoesNotFitError

@@ -8,11 +8,11 @@ import torch
 import yaml
 from rich.console import Console
 
-from finetune.checkpoint import RunDir
 from finetune.errors import CheckpointError, ConfigError
 from finetune.experts import measured, settled
 from finetune.planning import as_told, facts_of, full_request
 from finetune.recipe import Recipe
+from finetune.run_dir import RunDir
 from finetune.screen import Screen
 from finetune.shapes import load_shape
 from offload.plan.facts import ModelFacts

@@ -9,7 +9,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import offload
 from finetune import adapters
 from finetune.batches import StepShare
-from finetune.checkpoint import RunDir
+from finetune.checkpoint import Checkpoints
 from finetune.loop import Loop, StepRecord
 from finetune.ranks import Ranks
 from finetune.recipe_sections import TrainSection
@@ -125,17 +125,17 @@ def test_a_resume_in_16_bits_continues_to_the_bit(optimizer: Any, tmp_path: Path
             lr=1e-4,  # steps too small for 16 bits: a resume from what computes would lose them
         )
 
-    run_dir = RunDir(tmp_path)
-    run_dir.checkpoints.mkdir()
+    checkpoints = Checkpoints(tmp_path)
     whole, expected = make()
     whole.rehearse(batches(20), [batches(8)])
     losses = []
     for number in range(4):
         losses.append(whole.step(number, batches(8)).loss)
         if number == 1:
-            run_dir.save(2, whole.weights, whole.optimizer, data_hash="", num_kept=1)
+            checkpoints.save(2, whole.weights, whole.optimizer, data_hash="", num_kept=1)
     resumed, found = make()
-    run_dir.load(2, resumed.weights, resumed.optimizer, data_hash="")
+    resumed.rehearse(batches(20), [batches(8)])
+    checkpoints.load(2, resumed.weights, resumed.optimizer, form=resumed.state_form, data_hash="")
     resumed.publish()
     assert [resumed.step(number, batches(8)).loss for number in (2, 3)] == losses[2:]
     assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -12,7 +12,8 @@ POLL_S = 0.02
 def run(_way: str, job: Job, watch: Watch) -> Result:
     """Run the command in this process, and read what it left."""
     from finetune.app import main
-    from finetune.explain import METRICS, explain, read_rows
+    from finetune.explain import METRICS, explain
+    from finetune.metrics import read_rows
     from finetune.prediction import read_predictions
 
     run_dir = Path(job["folder"]) / "sluice"

@@ -1,0 +1,44 @@
+from pathlib import Path
+
+import pytest
+
+from finetune.errors import CheckpointError
+from finetune.metrics import line_of, read_rows
+
+ROWS = [{"step": step, "loss": 1.0 / step, "parts_s": {"a": 0.1}} for step in (1, 2, 3)]
+LINES = "".join(map(line_of, ROWS))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    found = tmp_path / "metrics.jsonl"
+    found.write_text(LINES)
+    return found
+
+
+def test_rows_are_read_as_they_were_written(file: Path) -> None:
+    assert read_rows(file) == ROWS
+    assert read_rows(file.with_name("none")) == []
+
+
+def test_every_flipped_bit_is_seen(file: Path) -> None:
+    content = LINES.encode()
+    for at in range(len(content)):
+        for bit in range(8):
+            file.write_bytes(content[:at] + bytes([content[at] ^ 1 << bit]) + content[at + 1 :])
+            with pytest.raises(CheckpointError, match=r"metrics.jsonl, line [123] is damaged"):
+                read_rows(file)
+
+
+@pytest.mark.parametrize("num_bytes", range(1, 60))
+def test_a_line_that_a_kill_has_torn_is_left_out(num_bytes: int, file: Path) -> None:
+    file.write_text(LINES[:-num_bytes])
+    assert read_rows(file) == (ROWS if num_bytes == 1 else ROWS[:2])
+
+
+def test_rows_of_older_versions_are_taken_as_they_are(file: Path) -> None:
+    file.write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "lo')
+    assert read_rows(file) == [{"step": 1, "loss": 2.5}]
+    file.write_text('{"step": 1, "lo\n{"step": 2}\n')
+    with pytest.raises(CheckpointError, match="line 1 is damaged"):
+        read_rows(file)
