@@ -146,10 +146,9 @@ def prepare(
     preflight.require_within_run(recipe, num_steps=order.num_steps)
     if not is_settled:  # it fits, so the ways to multiply experts are worth a trial
         choice = _tried(recipe, ranks, screen, device, requests, choice)
-    recipe = with_offload(recipe, head_chunk=choice.plan.request.typical.head_chunk_tokens)
     own = own_micro_batches(order.num_micro_batches, index=ranks.index, num=ranks.num)
     return Work(
-        recipe=recipe,
+        recipe=with_offload(recipe, head_chunk=choice.plan.request.typical.head_chunk_tokens),
         device=device,
         tokenizer=tokenizer,
         rows=rows,

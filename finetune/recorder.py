@@ -10,8 +10,10 @@ from typing import Any, Self
 
 import torch
 
+from finetune.explain import LOAD
 from finetune.recipe import Recipe, resolved_yaml
 from finetune.run_dir import RunDir
+from offload.capacity import load_per_cpu
 
 
 class Recorder:
@@ -60,7 +62,8 @@ class Recorder:
             self._wandb.finish()
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Write one row; it has a `step`."""
+        """Write one row, which has a `step`, with the load that the machine is under."""
+        row = {**row, LOAD: load_per_cpu()}
         self._run_dir.append_metrics(row)
         figures = {k: v for k, v in row.items() if k != "step" and isinstance(v, int | float)}
         if self._board is not None:

@@ -2,9 +2,9 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 from rich.console import Console, RenderableType
 from rich.progress import (
@@ -23,17 +23,15 @@ from offload.plan.machine import GIB
 NUM_RECENT_STEPS = 20
 LINE_EVERY_S, LINE_AFTER_S = 5.0, 60.0
 NUM_STEP_LINES = 20
+EVAL_LOSS = "eval_loss"  # of a row of metrics, where one was taken
 NUM_LOADING_LINES = 10
 
 
 class Steps(Protocol):
-    """Optimizer steps as they are shown: each that is done, and each loss on held-out rows."""
+    """Optimizer steps as they are shown."""
 
-    def advance(self, *, loss: float, num_tokens: int, seconds: float) -> None:
-        """Show that a step is done."""
-
-    def evaluated(self, *, step: int, loss: float) -> None:
-        """Show a loss on held-out rows where it is taken."""
+    def advance(self, row: Mapping[str, Any]) -> None:
+        """Show that a step is done, by its row of metrics, and the loss on held-out rows in it."""
 
 
 class Recent:
@@ -43,9 +41,9 @@ class Recent:
         """Begin with none."""
         self._steps: deque[tuple[int, float]] = deque(maxlen=NUM_RECENT_STEPS)
 
-    def add(self, *, num_tokens: int, seconds: float) -> None:
-        """Take a step in."""
-        self._steps.append((num_tokens, seconds))
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Take a step in, with its wait for data."""
+        self._steps.append((row["num_tokens"], row["num_tokens"] / row["tokens_per_s"]))
 
     @property
     def tokens_per_s(self) -> float:
@@ -68,15 +66,13 @@ class StepBar:
         self._note = note
         self._recent = Recent()
 
-    def advance(self, *, loss: float, num_tokens: int, seconds: float) -> None:
+    def advance(self, row: Mapping[str, Any]) -> None:
         """Show that a step is done, and the rate of the last few."""
-        self._recent.add(num_tokens=num_tokens, seconds=seconds)
+        self._recent.add(row)
         rate = f"{self._recent.tokens_per_s:,.0f}"
-        self._progress.update(self._task, advance=1, loss=f"{loss:.4f}", rate=rate)
-
-    def evaluated(self, *, step: int, loss: float) -> None:
-        """Show a loss on held-out rows where it is taken."""
-        self._note(_evaluation(step, loss))
+        self._progress.update(self._task, advance=1, loss=f"{row['loss']:.4f}", rate=rate)
+        if EVAL_LOSS in row:
+            self._note(_evaluation(row))
 
 
 class StepLines:
@@ -85,35 +81,32 @@ class StepLines:
     def __init__(
         self, note: Callable[[str], None], *, clock: Callable[[], float], done: int, total: int
     ) -> None:
-        """Begin now, behind `done` of `total` steps."""
+        """Begin now, after `done` of `total` steps."""
         self._note, self._clock = note, clock
-        self._step, self._total = done, total
+        self._total = total
         self._last_step, self._last_s = done, clock()
         self._recent = Recent()
 
-    def advance(self, *, loss: float, num_tokens: int, seconds: float) -> None:
+    def advance(self, row: Mapping[str, Any]) -> None:
         """Print a line if a minute has passed, or a twentieth is done and some seconds passed."""
-        self._recent.add(num_tokens=num_tokens, seconds=seconds)
-        self._step += 1
-        now_s, num_new = self._clock(), self._step - self._last_step
+        self._recent.add(row)
+        step, now_s = row["step"], self._clock()
         waited_s = now_s - self._last_s
-        is_twentieth = num_new * NUM_STEP_LINES >= self._total and waited_s >= LINE_EVERY_S
-        if not (is_twentieth or waited_s >= LINE_AFTER_S or self._step == self._total):
-            return
-        self._last_step, self._last_s = self._step, now_s
-        left_s = (self._total - self._step) * self._recent.step_s
-        self._note(
-            f"step {self._step}/{self._total}, loss {loss:.4f},"
-            f" {self._recent.tokens_per_s:,.0f} tokens/s, ETA {left_s:,.0f} s"
-        )
-
-    def evaluated(self, *, step: int, loss: float) -> None:
-        """Show a loss on held-out rows where it is taken."""
-        self._note(_evaluation(step, loss))
+        is_twentieth = (step - self._last_step) * NUM_STEP_LINES >= self._total
+        is_due = waited_s >= (LINE_EVERY_S if is_twentieth else LINE_AFTER_S)
+        if is_due or step == self._total:
+            self._last_step, self._last_s = step, now_s
+            self._note(
+                f"step {step}/{self._total}, loss {row['loss']:.4f},"
+                f" {self._recent.tokens_per_s:,.0f} tokens/s,"
+                f" ETA {(self._total - step) * self._recent.step_s:,.0f} s"
+            )
+        if EVAL_LOSS in row:
+            self._note(_evaluation(row))
 
 
-def _evaluation(step: int, loss: float) -> str:
-    return f"step {step}: loss on held-out rows {loss:.4f}"
+def _evaluation(row: Mapping[str, Any]) -> str:
+    return f"step {row['step']}: loss on held-out rows {row[EVAL_LOSS]:.4f}"
 
 
 class LoadingLines:

@@ -14,7 +14,6 @@ from finetune.batches import StepLoader
 from finetune.best import EVAL_LOSS, Evaluations
 from finetune.env import launch_notes
 from finetune.errors import CheckpointError
-from finetune.explain import LOAD
 from finetune.explain_tables import explanation_tables
 from finetune.files import write_atomically
 from finetune.loop import StepRecord, spared_collector
@@ -34,7 +33,6 @@ from finetune.seal import sealed_json
 from finetune.session import Session, build, rehearse
 from finetune.stock_report import stock_table
 from finetune.stops import Stops
-from offload.capacity import load_per_cpu
 from offload.plan.plan import Plan
 
 
@@ -245,19 +243,12 @@ def _train(
             row = report.metrics_row(
                 record, step=done, data_wait_s=batch.wait_s, seal=promised.seal
             )
-            row[LOAD] = load_per_cpu()
             if _is_due(done, output.eval_every):
                 row[EVAL_LOSS] = _validate(work, session)
                 evaluations = evaluations.after(done, row[EVAL_LOSS])
             if ranks.is_main:
                 recorder.write(row)
-            bar.advance(
-                loss=record.loss,
-                num_tokens=record.num_tokens,
-                seconds=record.step_s + batch.wait_s,
-            )
-            if EVAL_LOSS in row:
-                bar.evaluated(step=done, loss=row[EVAL_LOSS])
+            bar.advance(row)
             stopped_by = max(ranks.exchange(received[0] if received else 0)) or None
             is_last = done == num_steps or evaluations.are_enough
             best = evaluations.best_step if output.best_checkpoint else None

@@ -214,7 +214,6 @@ def device_needs(
     widest = max(visits.values(), key=lambda visit: visit.gradients + visit.dora)
     beside = replace(widest, saved=0, scores=0, adapter_inputs=0, factors=0)
     cublas = MemoryTerm(name=CUBLAS, num_bytes=CUBLAS_BYTES if machine.device == "cuda" else 0)
-    bucket_bytes = _bucket_bytes(facts, workload, num_ranks)
     chunk_bytes = traced.head_chunk if traced else head_chunk_bytes(facts, workload)
     visit = max((_visit_terms(visit) for visit in visits.values()), key=total_bytes)
     if traced:
@@ -230,16 +229,14 @@ def device_needs(
     return DeviceNeeds(
         always=(
             *_standing_terms(facts, workload, 1, is_traced=traced is not None),
-            MemoryTerm(name="gradient bucket", num_bytes=bucket_bytes),
+            _bucket_term(facts, workload, num_ranks),
         ),
         kept=kept,
         graph_bytes=tuple(graph_bytes),
         visit=visit,
         instants=(
             (MemoryTerm(name=HEAD_CHUNK, num_bytes=chunk_bytes),),
-            ()
-            if traced
-            else _visit_terms(replace(beside, saved=0, scores=0, adapter_inputs=0, factors=0)),
+            () if traced else _visit_terms(beside),
         ),
         update=MemoryTerm(
             name="optimizer temporaries",
@@ -251,10 +248,10 @@ def device_needs(
     )
 
 
-def _bucket_bytes(facts: ModelFacts, workload: Workload, num_ranks: int) -> int:
-    if num_ranks == 1:
-        return 0
-    return min(GRADIENT_BUCKET_BYTES, FP32_BYTES * trained_parameters(facts, workload.adapter))
+def _bucket_term(facts: ModelFacts, workload: Workload, num_ranks: int) -> MemoryTerm:
+    all_bytes = FP32_BYTES * trained_parameters(facts, workload.adapter)
+    num_bytes = 0 if num_ranks == 1 else min(GRADIENT_BUCKET_BYTES, all_bytes)
+    return MemoryTerm(name="gradient bucket", num_bytes=num_bytes)
 
 
 def _standing_terms(

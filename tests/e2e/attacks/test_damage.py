@@ -22,8 +22,8 @@ from finetune.errors import CheckpointError
 from finetune.explain import explain
 from finetune.manifest import MANIFEST
 from finetune.prediction import require_unchanged
-from finetune.report import _exact_match
 from finetune.run_dir import RunDir, require_whole_adapter
+from finetune.run_files import SAMPLES, read_sealed
 from offload.errors import SluiceError
 from tests.e2e.test_finetune import run
 
@@ -65,8 +65,8 @@ class Prepared:
             "metrics.jsonl": self.metrics,
             "predicted.json": self.explanation,
             "measured.json": self.explanation,
-            "samples_before.json": lambda: _exact_match(path / "samples_before.json"),
-            "samples_after.json": lambda: _exact_match(path / "samples_after.json"),
+            "samples_before.json": lambda: read_sealed(SAMPLES, path / "samples_before.json"),
+            "samples_after.json": lambda: read_sealed(SAMPLES, path / "samples_after.json"),
         }
         # written for people and other programs: whatever happens to them, nothing changes
         self.unread = ("report.json", "trace.json", "gantt.svg", "adapter/README.md")

@@ -1,11 +1,17 @@
+import json
 from pathlib import Path
 
 import pytest
 
+from finetune import run_files
 from finetune.errors import CheckpointError
 from finetune.metrics import line_of, read_rows
 
-ROWS = [{"step": step, "loss": 1.0 / step, "parts_s": {"a": 0.1}} for step in (1, 2, 3)]
+PHASES = dict.fromkeys(run_files.PHASES, 0.5)
+ROWS = [
+    {"step": step, "loss": 1.0 / step, "num_loads": 4, "phases_s": PHASES, "parts_s": {}}
+    for step in (1, 2, 3)
+]
 LINES = "".join(map(line_of, ROWS))
 
 
@@ -26,7 +32,7 @@ def test_every_flipped_bit_is_seen(file: Path) -> None:
     for at in range(len(content)):
         for bit in range(8):
             file.write_bytes(content[:at] + bytes([content[at] ^ 1 << bit]) + content[at + 1 :])
-            with pytest.raises(CheckpointError, match=r"metrics.jsonl, line [123] is damaged"):
+            with pytest.raises(CheckpointError, match=r"metrics.jsonl:[123] cannot be read: "):
                 read_rows(file)
 
 
@@ -37,8 +43,9 @@ def test_a_line_that_a_kill_has_torn_is_left_out(num_bytes: int, file: Path) -> 
 
 
 def test_rows_of_older_versions_are_taken_as_they_are(file: Path) -> None:
-    file.write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "lo')
-    assert read_rows(file) == [{"step": 1, "loss": 2.5}]
-    file.write_text('{"step": 1, "lo\n{"step": 2}\n')
-    with pytest.raises(CheckpointError, match="line 1 is damaged"):
+    old = json.dumps(ROWS[0])
+    file.write_text(f'{old}\n{{"step": 2, "lo')
+    assert read_rows(file) == ROWS[:1]
+    file.write_text(f'{{"step": 1, "lo\n{old}\n')
+    with pytest.raises(CheckpointError, match="metrics.jsonl:1 cannot be read: it is not JSON"):
         read_rows(file)

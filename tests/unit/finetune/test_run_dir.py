@@ -1,5 +1,7 @@
 """What of a run's directory is the run's own (#16)."""
 
+from typing import Any
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -9,6 +11,7 @@ from finetune.manifest import whole_folder
 from finetune.recipe import Recipe
 from finetune.recipe_file import load_recipe
 from finetune.run_dir import RunDir
+from finetune.run_files import PHASES
 from finetune.run_lock import locked
 
 FILES = {
@@ -28,17 +31,22 @@ def recipe() -> Recipe:
     return load_recipe("quickstart", [], check_files=False)
 
 
+def row(step: int) -> dict[str, Any]:
+    phases_s = dict.fromkeys(PHASES, 0.5)
+    return {"step": step, "loss": 1.0, "num_loads": 4, "phases_s": phases_s, "parts_s": {}}
+
+
 def write_run(run: RunDir, recipe: Recipe) -> None:
     """Write what a run of two steps leaves."""
     run.path.mkdir()
     run.start(recipe, experts_implementation="eager")
-    run.append_metrics({"step": 1, "loss": 1.0})
+    run.append_metrics(row(1))
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter])
     for step in (1, 2):
         run.checkpoints.save(step, {"a": parameter}, optimizer, data_hash="", num_kept=2)
     with whole_folder(run.adapter) as folder:
-        (folder / "adapter_config.json").write_text("{}")
+        (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
         save_file({"a": torch.ones(2)}, folder / "adapter_model.safetensors")
     for name in ("profile/trace.json", "wandb/run-20261122-abc/files/log.txt"):
         (run.path / name).parent.mkdir(parents=True)
@@ -121,14 +129,14 @@ def test_an_adapter_is_verified_wherever_it_is_read(tmp_path, recipe) -> None:
     (run.adapter / "manifest.json").unlink()
     assert run.require_adapter() == (f"{run.adapter} cannot be verified: it has no manifest.json",)
     weights.unlink()
-    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors is missing"):
+    with pytest.raises(CheckpointError, match=r"has no adapter_model\.safetensors"):
         run.require_adapter()
 
 
 def test_lines_that_are_lost_are_said_to_be(tmp_path) -> None:
     run = RunDir(tmp_path)
     for step in (1, 3, 4):
-        run.append_metrics({"step": step, "loss": 1.0})
+        run.append_metrics(row(step))
     assert run.drop_metrics_after(3) == (
         f"{tmp_path / 'metrics.jsonl'} lacks 1 of 3 steps that were trained",
     )

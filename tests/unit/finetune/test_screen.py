@@ -125,14 +125,18 @@ def test_experts_that_are_left_as_they_are_show_in_the_table() -> None:
 # ------------------------------------------------------------------------------------------ steps
 
 
+def row(step: int, *, loss: float, seconds: float, **others: float) -> dict[str, float]:
+    return {"step": step, "loss": loss, "num_tokens": 1000, "tokens_per_s": 1000 / seconds} | others
+
+
 def step_lines(*, num_steps: int, seconds: float) -> list[str]:
     """Return what is printed of steps that take so long each."""
     told: list[str] = []
     now_s = 0.0
     lines = StepLines(told.append, clock=lambda: now_s, done=0, total=num_steps)
-    for _ in range(num_steps):
+    for step in range(1, num_steps + 1):
         now_s += seconds
-        lines.advance(loss=1.5, num_tokens=1000, seconds=seconds)
+        lines.advance(row(step, loss=1.5, seconds=seconds))
     return told
 
 
@@ -152,10 +156,9 @@ def test_a_loss_on_held_out_rows_is_shown_where_it_is_taken(is_terminal: bool) -
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=is_terminal, width=80)
     with Screen(console).steps(done=0, total=2) as steps:
-        steps.advance(loss=2.0, num_tokens=10, seconds=1.0)
-        steps.evaluated(step=1, loss=1.25)
+        steps.advance(row(1, loss=2.0, seconds=1.0, eval_loss=1.25))
         shown_then = stream.getvalue()
-        steps.advance(loss=1.0, num_tokens=10, seconds=1.0)
+        steps.advance(row(2, loss=1.0, seconds=1.0))
     assert "step 1: loss on held-out rows 1.2500" in shown_then
     assert is_terminal == ("\x1b" in stream.getvalue())
     assert max(map(len, stream.getvalue().splitlines())) <= 80 or is_terminal
