@@ -18,12 +18,12 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from finetune.best import EVAL_LOSS
 from offload.plan.machine import GIB
 
 NUM_RECENT_STEPS = 20
 LINE_EVERY_S, LINE_AFTER_S = 5.0, 60.0
 NUM_STEP_LINES = 20
-EVAL_LOSS = "eval_loss"  # of a row of metrics, where one was taken
 NUM_LOADING_LINES = 10
 
 

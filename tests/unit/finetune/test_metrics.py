@@ -47,5 +47,5 @@ def test_rows_of_older_versions_are_taken_as_they_are(file: Path) -> None:
     file.write_text(f'{old}\n{{"step": 2, "lo')
     assert read_rows(file) == ROWS[:1]
     file.write_text(f'{{"step": 1, "lo\n{old}\n')
-    with pytest.raises(CheckpointError, match="metrics.jsonl:1 cannot be read: it is not JSON"):
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl:1 cannot be read: it is not JSON"):
         read_rows(file)
