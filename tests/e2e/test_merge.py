@@ -78,10 +78,9 @@ def test_how_a_run_was_trained_decides_how_it_is_merged(
     finished: Path, tmp_path: Path, capsys
 ) -> None:
     recipe, merged = finished / "recipe.yaml", tmp_path / "merged"
-    text = recipe.read_text()
+    text = "".join(recipe.read_text().splitlines(keepends=True)[1:-1])  # to be changed on purpose
     assert "codec: auto" in text
-    unsealed = "".join(text.splitlines(keepends=True)[1:-1])  # changed on purpose
-    recipe.write_text(unsealed.replace("codec: auto", "codec: nf4"))
+    recipe.write_text(text.replace("codec: auto", "codec: nf4"))
     assert run("merge", finished, "--out", merged) == 0
     shown = capsys.readouterr().out.replace("\n", " ")
     assert "was trained beside weights that were rounded to nf4 (model.layers." in shown
