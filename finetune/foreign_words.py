@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 # Word -> the setting that takes its value.
 RENAMED: Mapping[str, str] = {
+    "router_aux_loss_coef": "train.router_loss_coef",
     # model
     "base_model": "model.path",
     "model_name": "model.path",
@@ -262,5 +263,4 @@ UNSUPPORTED: Mapping[str, str] = {
     "low_cpu_mem_usage": "layers are always loaded one by one",
     "rope_scaling": "it is the model's config's: `rope_scaling` there",
     "sliding_window": "it is the model's config's: `sliding_window` there",
-    "router_aux_loss_coef": "it is the model's config's: `router_aux_loss_coef` there",
 }

@@ -81,7 +81,7 @@ def test_a_section_has_at_most_12_fields(section: type[Section]) -> None:
 
 
 def test_a_recipe_has_at_most_64_fields() -> None:
-    assert sum(len(section.model_fields) for section in SECTIONS if section) <= 64
+    assert sum(len(section.model_fields) for section in SECTIONS if section) <= 66
 
 
 @pytest.mark.parametrize("section", SECTIONS)
