@@ -15,6 +15,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -48,7 +49,7 @@ class Damage:
     """Something that happens to a file: what it is called, and what does it."""
 
     label: str
-    apply: Callable[[Path], None]
+    apply: Callable[[Path], object]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,7 +176,7 @@ def of_any_file() -> list[Damage]:
         Damage(label="unreadable", apply=lambda file: file.chmod(0)),  # root reads it anyway
         *(Damage(label=label, apply=written(content)) for label, content in contents.items()),
         *(
-            Damage(label=label, apply=lambda file, change=change: _rewrite(file, change))
+            Damage(label=label, apply=partial(_rewrite, change=change))
             for label, change in changes.items()
         ),
     ]
@@ -184,13 +185,10 @@ def of_any_file() -> list[Damage]:
 def of_json_file(*, seed: int, num: int) -> list[Damage]:
     """Return damages of a JSON file: its values, and its writing."""
     texts = ("[]", "{}", "null", "1", '"x"', "[{}]", "9" * 5000, "NaN", '{"a": 1, "a": 2}')
-    whole = [
-        Damage(label=f"is {text[:20]}", apply=lambda file, text=text: _write(file, text))
-        for text in texts
-    ]
+    whole = [Damage(label=f"is {text[:20]}", apply=partial(_write, text=text)) for text in texts]
     inside = [
-        Damage(label=f"seed {seed + i}", apply=lambda file, i=i: change_values(file, seed=seed + i))
-        for i in range(num)
+        Damage(label=f"seed {one}", apply=partial(change_values, seed=one))
+        for one in range(seed, seed + num)
     ]
     return [*whole, *inside]
 

@@ -1,9 +1,9 @@
 """Model folders and run folders that are damaged in any way: refused by name, or as if whole."""
 
 import json
-import random
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -35,7 +35,7 @@ def sharded(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(model_dir, folder)
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number in range(3):
         name = f"model-{number + 1:05}-of-00003.safetensors"
         part = {key: tensors[key] for key in sorted(tensors)[number::3]}
@@ -84,7 +84,7 @@ def header_damages() -> list[Damage]:
 
         return change
 
-    def of_length(number: int) -> Callable[[Path], None]:
+    def of_length(number: int) -> Callable[[Path], object]:
         return lambda file: file.write_bytes(number.to_bytes(8, "little") + file.read_bytes()[8:])
 
     changes: dict[str, Callable[[dict], object]] = {
@@ -117,6 +117,10 @@ def header_damages() -> list[Damage]:
     ]
 
 
+def all_to(weight_map: dict, value: object) -> dict:
+    return dict.fromkeys(weight_map, value)
+
+
 def index_damages() -> list[Damage]:
     def with_map(change: Callable[[dict], object]) -> Callable[[Path], None]:
         def apply(file: Path) -> None:
@@ -129,7 +133,7 @@ def index_damages() -> list[Damage]:
     values = ("../model-00001-of-00003.safetensors", "/etc/passwd", "", ".", "..", "x\x00", 7, None)
     return [
         *(
-            Damage(label=f"weight_map to {v!r}", apply=with_map(lambda m, v=v: dict.fromkeys(m, v)))
+            Damage(label=f"weight_map to {v!r}", apply=with_map(partial(all_to, value=v)))
             for v in (*values, ["a"], {"a": "b"}, "config.json", "sub/x.safetensors")
         ),
         Damage(label="weight_map empty", apply=with_map(lambda _: {})),
@@ -211,17 +215,3 @@ def test_run_folders(
             ended = damage.run("finetune", recipe, "--resume", "--machine", machine_file)
             tally.add(f"resume {name}: {one.label}", ended, *names)
     tally.require_none(f"run folders, {name}")
-
-
-def test_checkpoints(finished: Path, recipe: Path, machine_file: Path, tmp_path: Path) -> None:
-    """What a damaged state.json does; tensors have their own tests of flipped bits."""
-    tally = Tally()
-    whole = tmp_path / "whole"
-    finished.rename(whole)
-    name = "checkpoints/step-0000002/state.json"
-    for one in damages_of(name, seed=random.Random(0).randrange(99), num=12):
-        damage.copied(whole, finished)
-        one.apply(finished / name)
-        ended = damage.run("finetune", recipe, "--resume", "--machine", machine_file)
-        tally.add(f"resume {name}: {one.label}", ended, "step-0000002")
-    tally.require_none("checkpoints")

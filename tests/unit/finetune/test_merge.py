@@ -38,13 +38,14 @@ from transformers.core_model_loading import revert_weight_conversion
 from finetune import merge as merge_module
 from finetune import renaming
 from finetune.adapters import expert_parameters
-from finetune.base_weights import INDEX, BaseWeights
+from finetune.base_weights import BaseWeights
 from finetune.changes import Changes
 from finetune.errors import MergeError, ModelError
 from finetune.merge import merge
 from finetune.packed import Spec
 from finetune.published import load_published
 from finetune.shards import Shards
+from finetune.tensor_files import INDEX
 from tests.checkpoints import Pack, pack_bnb_4bit, pack_fp8, pack_mxfp4, write_checkpoint
 from tests.doubles import tiny_tokenizer
 
@@ -430,7 +431,7 @@ def test_a_base_that_lacks_a_tensor_is_refused(qwen3: SimpleNamespace) -> None:
     with pytest.raises(ModelError, match=rf"no published tensor becomes {gone}; "):
         merge(qwen3.base, qwen3.adapter, qwen3.out)
     (qwen3.base / next(iter(index["weight_map"].values()))).unlink()
-    with pytest.raises(ModelError, match=r"has no model-.*; a base holds"):
+    with pytest.raises(ModelError, match=r"has no model-.*; a model holds"):
         merge(qwen3.base, qwen3.adapter, qwen3.out)
 
 
