@@ -81,11 +81,10 @@ def attach(  # noqa: PLR0913 - the door to all of it
         UnsupportedModelError: The gradients could not be guaranteed to be right.
         TransferError: Memory cannot be page-locked, or the store not be written.
         CodecError: Weights cannot be written by the codec.
-        OffloadError: Settings that do not go together.
+        OffloadError: Settings that do not go together, or a device that is not there.
     """
-    import torch
-
     from offload.engine.engine import Engine, EngineOptions
+    from offload.engine.streams import device_named
 
     options = EngineOptions(
         num_slots=num_slots,
@@ -97,4 +96,4 @@ def attach(  # noqa: PLR0913 - the door to all of it
         head_chunk_tokens=head_chunk_tokens,
         num_kept_graphs=kept_graphs,
     )
-    return Engine(model, device=torch.device(device), options=options, hold=hold)
+    return Engine(model, device=device_named(device), options=options, hold=hold)

@@ -1,9 +1,12 @@
 """A micro-batch on the device: what the model takes, and which token follows each labelled one."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
+
+from offload.errors import OffloadError
 
 IGNORED = -100
 Batch = Mapping[str, torch.Tensor]
@@ -27,6 +30,97 @@ class LabelledBatch:
     def num_label_tokens(self) -> int:
         """Tokens with a loss."""
         return self.positions.numel()
+
+
+def checked_batches(micro_batches: object) -> list[Batch]:
+    """Return the micro-batches of a step as a list, each as `checked_batch` returns it.
+
+    Raises:
+        OffloadError: They are not what a step takes.
+    """
+    if isinstance(micro_batches, Mapping) or not isinstance(micro_batches, Iterable):
+        _refuse(
+            f"micro_batches is a {type(micro_batches).__name__}",
+            "a step takes a list of micro-batches",
+            "`engine.forward_backward([batch])`",
+        )
+    batches = [checked_batch(b, f"micro-batch {m}") for m, b in enumerate(micro_batches)]
+    if not batches:
+        _refuse("micro_batches is empty", "a step takes one or more", "look at what makes the rows")
+    for m, batch in enumerate(batches):
+        if "labels" not in batch:
+            _refuse(
+                f"micro-batch {m} has no `labels`",
+                "the loss is that of the tokens with a label",
+                '`batch["labels"] = batch["input_ids"]`, and -100 where a token has no loss',
+            )
+    return batches
+
+
+def checked_batch(batch: object, name: str = "the batch") -> Batch:
+    """Return a micro-batch without what is None, its labels as int64.
+
+    Args:
+        batch: What was given.
+        name: What it is called in errors.
+
+    Raises:
+        OffloadError: It is not a dict of tensors of the same rows and tokens.
+    """
+    if not isinstance(batch, Mapping):
+        _refuse(f"{name} is a {type(batch).__name__}", *_DICT)
+    given = {key: value for key, value in batch.items() if value is not None}
+    for key, value in given.items():
+        if not isinstance(value, torch.Tensor):
+            _refuse(f"`{key}` of {name} is a {type(value).__name__}", *_DICT)
+    if "input_ids" not in given:
+        _refuse(f"{name} has no `input_ids`", *_DICT)
+    _require_shapes(given, name)
+    for key in ("input_ids", "labels"):
+        if key in given and given[key].dtype not in (torch.int64, torch.int32):
+            _refuse(
+                f"`{key}` of {name} is of {given[key].dtype}",
+                "tokens are int64 or int32",
+                f'`batch["{key}"].long()`',
+            )
+    if "labels" in given:
+        given["labels"] = given["labels"].long()
+    return given
+
+
+def _require_shapes(given: Batch, name: str) -> None:
+    """Check that there are tokens, and one label and one place of a flat mask for each."""
+    shape = given["input_ids"].shape
+    if len(shape) != 2 or not shape.numel():
+        _refuse(
+            f"`input_ids` of {name} is {tuple(shape)}",
+            "it holds (rows, tokens), at least one of each",
+            "leave an empty micro-batch away; `input_ids.unsqueeze(0)` for a single row",
+        )
+    if "labels" in given and given["labels"].shape != shape:
+        _refuse(
+            f"`labels` of {name} is {tuple(given['labels'].shape)}, `input_ids` {tuple(shape)}",
+            "each token has a label, -100 for none",
+            "one label per token, not shifted: the engine shifts them",
+        )
+    mask = given.get("attention_mask")
+    if mask is not None and mask.ndim == 2 and mask.shape != shape:
+        _refuse(
+            f"`attention_mask` of {name} is {tuple(mask.shape)}, `input_ids` {tuple(shape)}",
+            "it has one place per token",
+            "1 for a token and 0 for padding; leave it away where nothing is padded",
+        )
+
+
+_DICT = (
+    "a micro-batch is a dict of tensors: `input_ids` and `labels`, and where they are needed"
+    " `attention_mask` and `position_ids`",
+    '`{"input_ids": ids, "labels": labels}`, each a torch tensor of (rows, tokens)',
+)
+
+
+def _refuse(what: str, limit: str, hint: str) -> NoReturn:
+    raise OffloadError(what, limit=limit, hint=hint)
 
 
 def with_labels(batch: Batch, torch_device: torch.device) -> LabelledBatch:

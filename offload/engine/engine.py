@@ -9,7 +9,14 @@ from typing import Literal
 import torch
 from torch import nn
 
-from offload.engine.batch import Batch, LabelledBatch, to_device, with_labels
+from offload.engine.batch import (
+    Batch,
+    LabelledBatch,
+    checked_batch,
+    checked_batches,
+    to_device,
+    with_labels,
+)
 from offload.engine.executor import Executor
 from offload.engine.host.mapping import aligned_empty
 from offload.engine.host.record import Record
@@ -163,16 +170,19 @@ class Engine:
         Raises:
             UnsupportedModelError: The model passes a layer something that could carry state; no
                 gradient was touched.
-            OffloadError: No token has a label, or the engine is detached.
+            OffloadError: No token has a label, a micro-batch is not what a step takes, gradients
+                are switched off, or the engine is detached.
             TransferError: A copy failed; gradients may be partial and the caller should zero them.
         """
         self._require_attached()
+        _require_gradients()
+        batches = checked_batches(micro_batches)
         self._masters.require_clear()
-        labelled = [with_labels(batch, self._device.torch_device) for batch in micro_batches]
+        labelled = [with_labels(batch, self._device.torch_device) for batch in batches]
         if num_label_tokens is None:
             num_label_tokens = sum(batch.num_label_tokens for batch in labelled)
-        _require_labels(num_label_tokens, len(micro_batches))
-        ids = range(len(micro_batches)) if micro_batch_ids is None else micro_batch_ids
+        _require_labels(num_label_tokens, len(labelled))
+        ids = range(len(labelled)) if micro_batch_ids is None else micro_batch_ids
         if dropout_seed is None:
             dropout_seed = int(torch.randint(2**31, ()).item())
         schedule = self._schedule(labelled, order)
@@ -205,19 +215,25 @@ class Engine:
             positions: Without labels: the token position of each row to compute logits for, (B,).
         """
         self._require_attached()
+        batch = checked_batch(batch)
         torch_device = self._device.torch_device
         labels = [with_labels(batch, torch_device)] if "labels" in batch else []
         schedule = forward_schedule(self._freight, ring=self._ring, num_micro_batches=1)
         inputs = to_device({k: v for k, v in batch.items() if k != "labels"}, torch_device)
-        if positions is not None:
-            positions = positions.to(torch_device)
+
+        def logits(hidden_BTD: torch.Tensor) -> torch.Tensor:
+            if positions is not None:
+                rows = torch.arange(hidden_BTD.shape[0], device=hidden_BTD.device)
+                hidden_BTD = hidden_BTD[rows, positions.to(torch_device)].unsqueeze(1)
+            return self._layered.tail_logits(hidden_BTD)
+
         with self._consistent(schedule.ring_after), self._host.nearby():
-            state, _ = self._executor.evaluate(schedule, [inputs], labels, positions)
+            state, _ = self._executor.evaluate(schedule, [inputs], labels, logits)
             self._device.finish()
         return ForwardResult(
             loss_sum=float(torch.stack(state.losses).sum()) if state.losses else 0.0,
             num_label_tokens=sum(batch.num_label_tokens for batch in labels),
-            logits=state.logits.get(0),
+            logits=state.outputs.get(0),
             num_loads=schedule.num_loads,
         )
 
@@ -354,8 +370,24 @@ class Engine:
             )
 
 
+def _require_gradients() -> None:
+    if not torch.is_grad_enabled():
+        block = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+        raise OffloadError(
+            f"forward_backward is called in `torch.{block}()`",
+            limit="a step records gradients",
+            hint="leave the block, or `engine.forward(batch)` for the loss alone",
+        )
+
+
 def _require_possible(options: EngineOptions, num_layers: int) -> None:
     num_slots, num_kept_graphs = options.num_slots, options.num_kept_graphs
+    if torch.is_inference_mode_enabled():
+        raise OffloadError(
+            "attach is called in `torch.inference_mode()`",
+            limit="what it allocates takes part in training later",
+            hint="leave the block before `offload.attach`",
+        )
     if num_slots < MIN_SLOTS:
         raise OffloadError(
             f"num_slots is {num_slots}",

@@ -15,6 +15,7 @@ for that transfer. The allocator may then give the memory to whatever is compute
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -47,12 +48,13 @@ class PassState:
         fetched: Inputs that came back from the stash.
         graphs: What forward visits kept for their backward visits, by layer and micro-batch.
         draws: What forward visits left torch's generators in; see `VisitRandomness.visit`.
-        gradient: Gradient of the loss by the hidden state, on its way down.
+        gradient: Gradient of the loss by the hidden state, on its way down; None below a layer
+            that passes none on, as in plain autograd.
         losses: Sum over labelled tokens / num_label_tokens, one scalar tensor per chunk; and the
             router loss of each micro-batch.
         routing: What routers said in the forward, then the loss's gradient by it; by micro-batch
             and layer.
-        logits: What a pass without labels asked for.
+        outputs: What a pass without labels asked for.
     """
 
     fronts: dict[int, Front] = field(default_factory=dict)
@@ -60,10 +62,10 @@ class PassState:
     fetched: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     graphs: dict[tuple[int, int], Graph] = field(default_factory=dict)
     draws: dict[tuple[int, int], bytes | None] = field(default_factory=dict)
-    gradient: dict[int, torch.Tensor] = field(default_factory=dict)
+    gradient: dict[int, torch.Tensor | None] = field(default_factory=dict)
     losses: list[torch.Tensor] = field(default_factory=list)
     routing: dict[int, dict[int, list[torch.Tensor]]] = field(default_factory=dict)
-    logits: dict[int, torch.Tensor] = field(default_factory=dict)
+    outputs: dict[int, Any] = field(default_factory=dict)
 
 
 class Executor:
@@ -137,15 +139,15 @@ class Executor:
         schedule: Schedule,
         inputs: Sequence[Batch],
         labels: Sequence[LabelledBatch],
-        positions: torch.Tensor | None,
+        read: Callable[[torch.Tensor], Any],
     ) -> tuple[PassState, list[Event]]:
         """Run a forward schedule without gradients.
 
         Args:
             schedule: From `forward_schedule`.
             inputs: The micro-batches.
-            labels: The same with labels, for the loss; empty for logits.
-            positions: For logits: one token position per row (B,), or None for all tokens.
+            labels: The same with labels, for the loss; empty for what `read` makes.
+            read: Makes the output of a micro-batch from that of its last layer (B, T, D).
         """
         state = PassState()
         step = _Step(seed=0, ids=range(len(inputs)), is_kept=False, is_stashed=False)
@@ -162,9 +164,10 @@ class Executor:
                     ones = torch.ones((), device=self._device.torch_device)
                     self._loss(state, hidden_BTD, labels[m], ones, None)
                 else:
-                    state.logits[m] = self._logits(hidden_BTD, positions)
+                    state.outputs[m] = read(hidden_BTD)
 
-        with torch.no_grad():
+        # what modules keep of a pass, such as rotary tables, must serve a later one with gradients
+        with torch.inference_mode(mode=False), torch.no_grad():
             return state, self._issue(schedule, state, run)
 
     def timeline(self, schedule: Schedule, events: Sequence[Event]) -> Timeline:
@@ -339,21 +342,18 @@ class Executor:
         )
         state.losses.append(loss)
 
-    def _logits(self, hidden_BTD: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-        if positions is not None:
-            rows = torch.arange(hidden_BTD.shape[0], device=hidden_BTD.device)
-            hidden_BTD = hidden_BTD[rows, positions].unsqueeze(1)
-        return self._model.tail_logits(hidden_BTD)
-
     def _backward(self, state: PassState, op: Op, m: int, step: "_Step") -> None:
         layer = _given(op.layer)
         router_gradients = state.routing.get(m, {}).pop(layer, [])
         self._masters.gather(layer)
         if op.has_graph:
             graph = state.graphs.pop((layer, m))
-            state.gradient[m] = graph.backward(state.gradient[m], router_gradients)
+            self._pass_on(state, layer, m, graph.backward(state.gradient[m], router_gradients))
             return
         kept_BTD = (state.inputs if op.buffer is None else state.fetched).pop((layer, m))
+        drawn = state.draws.pop((layer, m))
+        if state.gradient[m] is None and not router_gradients:
+            return
         compute = partial(
             visit_with_graph,
             self._model,
@@ -362,8 +362,24 @@ class Executor:
             call=state.fronts[m].calls[layer],
         )
         graph, draws = self._randomness.visit(layer, _visit_seed(step, layer, m), compute)
-        require_same_draws(layer, state.draws.pop((layer, m)), draws)
-        state.gradient[m] = graph.backward(state.gradient[m], router_gradients)
+        require_same_draws(layer, drawn, draws)
+        self._pass_on(state, layer, m, graph.backward(state.gradient[m], router_gradients))
+
+    def _pass_on(
+        self, state: PassState, layer: int, m: int, gradient_BTD: torch.Tensor | None
+    ) -> None:
+        """Keep the gradient by a layer's input for the layer below.
+
+        Raises:
+            UnsupportedModelError: There is none, where the weights below have gradients anyway.
+        """
+        if gradient_BTD is None and self._masters.parameters:
+            raise UnsupportedModelError(
+                f"layer {layer} passes no gradient on to its input",
+                limit="weights that train on the host have a gradient in each step",
+                hint='`trained_weights="device"`, and freeze what is below it',
+            )
+        state.gradient[m] = gradient_BTD
 
     def _rng_devices(self) -> list[torch.device]:
         torch_device = self._device.torch_device

@@ -23,6 +23,7 @@ from typing import Protocol, cast
 import torch
 
 from offload.engine.lanes import Flag, Job, Workers
+from offload.errors import OffloadError
 from offload.plan.op import Lane
 
 
@@ -281,6 +282,35 @@ def release_cached(device: torch.device) -> None:
     """Give device memory that torch keeps for later back to the driver; waits for the device."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def device_named(name: str) -> torch.device:
+    """Return the device of a name, if a model can compute there.
+
+    Raises:
+        OffloadError: There is none of this name here.
+    """
+    try:
+        torch_device = torch.device(name)
+    except RuntimeError as error:
+        raise _no_device(name, f"torch knows none: {str(error).splitlines()[0]}") from error
+    if torch_device.type not in ("cpu", "cuda"):
+        raise _no_device(name, "layers compute on CUDA or on the CPU")
+    if torch_device.type == "cuda":
+        num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if not num_gpus:
+            raise _no_device(name, "torch finds no CUDA here")
+        if (torch_device.index or 0) >= num_gpus:
+            raise _no_device(name, f"GPUs are counted from 0, and there are {num_gpus}")
+    return torch_device
+
+
+def _no_device(name: str, limit: str) -> OffloadError:
+    return OffloadError(
+        f"device is {name!r}",
+        limit=limit,
+        hint='`device="cpu"`, or `device="cuda"` where `torch.cuda.is_available()`',
+    )
 
 
 def open_device(

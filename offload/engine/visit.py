@@ -34,19 +34,22 @@ class Graph:
         return [logits.detach() for logits in self.said[1:]]
 
     def backward(
-        self, gradient_BTD: torch.Tensor, router_gradients: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
+        self, gradient_BTD: torch.Tensor | None, router_gradients: Sequence[torch.Tensor]
+    ) -> torch.Tensor | None:
         """Take gradients of the loss through the layer, once.
 
         Args:
-            gradient_BTD: By the layer's output.
+            gradient_BTD: By the layer's output; None where nothing above depends on it.
             router_gradients: By what the layer's routers said.
 
         Returns:
-            The gradient by the layer's input; those of what trains are in `.grad`.
+            The gradient by the layer's input, None where nothing depends on it; those of what
+            trains are in `.grad`.
         """
-        torch.autograd.backward(self.said, [gradient_BTD, *router_gradients])
-        assert self.input_BTD.grad is not None
+        gradients = zip(self.said, [gradient_BTD, *router_gradients], strict=True)
+        known = [(x, g) for x, g in gradients if x.requires_grad and g is not None]
+        if known:
+            torch.autograd.backward([x for x, _ in known], [g for _, g in known])
         return self.input_BTD.grad
 
 

@@ -33,8 +33,10 @@ from offload.engine.model.stack import (
     find_towers,
     find_unread_stores,
     not_storing,
+    refuse_layer_drop,
     refuse_shared_state,
     refuse_trained_outside,
+    require_language_model,
 )
 from offload.engine.model.stand_ins import (
     FORMS,
@@ -53,6 +55,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 CHECKED_TOKENS = 4
+FRONT_INPUTS = ("input_ids", "attention_mask", "position_ids")
+COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
+"""What a config can have a model collect from its layers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,10 +68,11 @@ class Front:
     calls: tuple[Call, ...]
     leaves: Leaves
 
-    def backward(self, gradient_BTD: torch.Tensor) -> None:
+    def backward(self, gradient_BTD: torch.Tensor | None) -> None:
         """Take the gradients of all that enters the layers back through the front."""
         sources, gradients = self.leaves.gradients()
-        if self.hidden_BTD.requires_grad:  # not where only the head trains
+        # not where only the head trains, nor where a layer passes none on
+        if self.hidden_BTD.requires_grad and gradient_BTD is not None:
             sources.append(self.hidden_BTD)
             gradients.append(gradient_BTD)
         if sources:
@@ -85,6 +91,7 @@ class LayeredModel:
         """
         unwrap = getattr(model, "get_base_model", None)  # peft's wrapper
         self.model = cast("PreTrainedModel", model if unwrap is None else unwrap())
+        require_language_model(self.model)
         self.name = type(self.model).__name__
         refuse_trained_outside(model, self.model)
         text_config = self.model.config.get_text_config()
@@ -96,6 +103,7 @@ class LayeredModel:
         has_router_loss = getattr(text_config, "output_router_logits", False)
         self._owner, self._name = find_layers(self.model, text_config)
         self.layers = cast("nn.ModuleList", getattr(self._owner, self._name))
+        refuse_layer_drop(self.model, self._owner)
         in_layers = set(self.layers.modules())
         self.towers = find_towers(self.model)
         self.router_loss = (
@@ -118,11 +126,11 @@ class LayeredModel:
             UnsupportedModelError: The model does something between its layers, does not visit each
                 once and in order, or passes an argument through which they could share state.
         """
-        unknown = sorted(set(batch) - set(_FRONT_INPUTS))
+        unknown = sorted(set(batch) - set(FRONT_INPUTS))
         if unknown:
             self._refuse(
                 f"would be given `{unknown[0]}`",
-                limit=f"a micro-batch holds labels and {', '.join(_FRONT_INPUTS)}",
+                limit=f"a micro-batch holds labels and {', '.join(FRONT_INPUTS)}",
             )
         notes: list[Note] = []
         try:
@@ -209,7 +217,19 @@ class LayeredModel:
 
     def tail_logits(self, hidden_BTD: torch.Tensor) -> torch.Tensor:
         """Run norm and head on some tokens; returns logits (B, T, V)."""
-        return cast("torch.Tensor", self._tail(hidden_BTD).logits)
+        output = self._tail(hidden_BTD)
+        if not hasattr(output, "logits"):
+            self._refuse("returns no logits", limit="a causal language model has a head")
+        return cast("torch.Tensor", output.logits)
+
+    def output(self, hidden_BTD: torch.Tensor, **inputs: Any) -> Any:
+        """Return what the model itself gives once its last layer has returned `hidden_BTD`.
+
+        Args:
+            hidden_BTD: Output of the last layer, of all tokens.
+            inputs: What the model is called with.
+        """
+        return self._tail(hidden_BTD, **inputs)
 
     def check_tail_once(self, hidden_BTD: torch.Tensor, labels_BT: torch.Tensor) -> None:
         """Check on the first tokens that come that the tail is what a step needs.
@@ -265,7 +285,7 @@ class LayeredModel:
 
         Where no form will do, the one that came furthest tells why.
         """
-        inputs = {name: batch[name][:1, :3] for name in _FRONT_INPUTS if name in batch}
+        inputs = {name: batch[name][:1, :3] for name in FRONT_INPUTS if name in batch}
         furthest, reason = 0, ""
         for form in FORMS:
             notes: list[Note] = []
@@ -293,7 +313,7 @@ class LayeredModel:
             Recorder(layer, i, notes=notes, form=form, is_last=i == last)
             for i, layer in enumerate(self.layers)
         ]
-        inputs = {name: batch[name] for name in _FRONT_INPUTS if name in batch}
+        inputs = {name: batch[name] for name in FRONT_INPUTS if name in batch}
         with self._replaced(recorders), suppress(AllRecordedError):
             self.model(**inputs, use_cache=False)
         visited = [note.layer for note in notes]
@@ -307,42 +327,42 @@ class LayeredModel:
             if any(isinstance(part, Between) for part in note.call.parts()):
                 raise TouchedError(f"hands more than a hidden state on to layer {note.layer}")
 
-    def _tail(self, hidden_BTD: torch.Tensor, *, any_token: int = 0, **inputs: torch.Tensor) -> Any:
-        """Run the model on any tokens, with `hidden_BTD` as what its last layer returns."""
+    def _tail(self, hidden_BTD: torch.Tensor, *, any_token: int = 0, **inputs: Any) -> Any:
+        """Run the model with `hidden_BTD` as what its last layer returns; on any tokens if none."""
         form = self._form or FORMS[0]
         stand_ins: list[nn.Module] = [
             Recorder(layer, i, notes=[], form=form, is_last=False)
             for i, layer in enumerate(self.layers[:-1])
         ]
         stand_ins.append(Injector(self.layers[-1], hidden_BTD, form=form))
-        input_ids = torch.full(
+        any_ids = torch.full(
             hidden_BTD.shape[:2], any_token, dtype=torch.long, device=hidden_BTD.device
         )
+        inputs = {"input_ids": any_ids} | inputs
         with self._replaced(stand_ins), _unchanged(self._around):
             try:
-                return self.model(input_ids=input_ids, use_cache=False, **inputs)
+                return self.model(use_cache=False, **inputs)
             except TouchedError as error:
                 self._refuse(str(error), limit=_ONE_STATE)
 
     @contextmanager
     def _replaced(self, stand_ins: Sequence[nn.Module]) -> Iterator[None]:
-        """Put stand-ins in the layers' places; what layers return is not collected meanwhile."""
+        """Put stand-ins in the layers' places; what layers return is not collected meanwhile.
+
+        Outputs have names meanwhile, whatever the config says.
+        """
         configs = (self.model.config, self.model.config.get_text_config())
-        flags = [
-            (config, name)
-            for config in configs
-            for name in ("output_hidden_states", "output_attentions", "output_router_logits")
-            if getattr(config, name, False)
-        ]
+        flags = [(c, name, True) for c in configs for name in COLLECTED if getattr(c, name, False)]
+        flags += [(c, "return_dict", False) for c in configs if not c.return_dict]
         setattr(self._owner, self._name, nn.ModuleList(stand_ins))
         try:
-            for config, name in flags:
-                setattr(config, name, False)
+            for config, name, is_on in flags:
+                setattr(config, name, not is_on)
             yield
         finally:
             setattr(self._owner, self._name, self.layers)
-            for config, name in flags:
-                setattr(config, name, True)
+            for config, name, is_on in flags:
+                setattr(config, name, is_on)
 
     def _buffers_of(self, layer: int) -> list[torch.Tensor]:
         owners = self._buffered[layer]
@@ -371,7 +391,6 @@ _FORWARD_ERRORS = (
     RuntimeError,
     NotImplementedError,
 )
-_FRONT_INPUTS = ("input_ids", "attention_mask", "position_ids")
 
 
 @contextmanager

@@ -15,6 +15,21 @@ if TYPE_CHECKING:
 _STORES, _READS = "store_full_length_kv", "is_kv_shared_layer"
 
 
+def require_language_model(model: nn.Module) -> None:
+    """Check that this is a model of transformers with a decoder.
+
+    Raises:
+        UnsupportedModelError: It is another module.
+    """
+    if not (hasattr(model, "config") and hasattr(model, "get_decoder")):
+        raise UnsupportedModelError(
+            f"a {type(model).__name__} is no causal language model of transformers",
+            limit="its config and its decoder are what the layers are found by",
+            hint="attach the whole model, e.g. `AutoModelForCausalLM.from_pretrained(...)`, or the"
+            " peft model around it",
+        )
+
+
 def find_layers(model: "PreTrainedModel", text_config: Any) -> tuple[nn.Module, str]:
     """Return the module that owns the decoder layers, and their attribute's name there."""
     keys = ("decoder_layers", "num_hidden_layers", "num_layers")
@@ -70,6 +85,26 @@ def refuse_shared_state(text_config: Any) -> None:
             f"config.num_kv_shared_layers is {text_config.num_kv_shared_layers}",
             limit="layers that read another layer's keys and values cannot be visited alone",
             hint=RESIDENT_HINT,
+        )
+
+
+def refuse_layer_drop(model: nn.Module, owner: nn.Module) -> None:
+    """Refuse a model that skips layers at random in training.
+
+    Args:
+        model: The model.
+        owner: Its module that runs the layers.
+
+    Raises:
+        UnsupportedModelError: It skips layers.
+    """
+    if rate := vars(owner).get("layerdrop", 0):
+        name = next(name for name, module in model.named_modules() if module is owner)
+        raise UnsupportedModelError(
+            f"{type(model).__name__} skips layers at random in training: `{name}.layerdrop` is"
+            f" {rate}",
+            limit="each layer is visited once per pass",
+            hint=f"`get_submodule({name!r}).layerdrop = 0.0` on the model, before `offload.attach`",
         )
 
 
