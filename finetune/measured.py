@@ -71,7 +71,7 @@ def memory_terms(session: Session) -> list[MeasuredTerm]:
     arenas = session.engine.arenas
     terms = [_arena_term(arena) for arena in arenas if arena.num_bytes]
     in_arenas = [(b.data_ptr(), b.data_ptr() + b.nbytes) for a in arenas for b in a.blocks]
-    named = dict(session.model.named_parameters())
+    named = session.engine.resident_parameters
     frozen = [
         parameter
         for parameter in named.values()

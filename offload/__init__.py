@@ -35,6 +35,7 @@ __all__ = [
     "TransferError",
     "UnsupportedModelError",
     "attach",
+    "detach",
 ]
 
 
@@ -81,7 +82,8 @@ def attach(  # noqa: PLR0913 - the door to all of it
         UnsupportedModelError: The gradients could not be guaranteed to be right.
         TransferError: Memory cannot be page-locked, or the store not be written.
         CodecError: Weights cannot be written by the codec.
-        OffloadError: Settings that do not go together, or a device that is not there.
+        OffloadError: Settings that do not go together, a device that is not there, or a model that
+            is attached already.
     """
     from offload.engine.engine import Engine, EngineOptions
     from offload.engine.streams import device_named
@@ -97,3 +99,17 @@ def attach(  # noqa: PLR0913 - the door to all of it
         num_kept_graphs=kept_graphs,
     )
     return Engine(model, device=device_named(device), options=options, hold=hold)
+
+
+def detach(model: "nn.Module") -> None:
+    """Give an attached model its weights back, where its engine is no longer at hand.
+
+    Args:
+        model: Attached by `attach`.
+
+    Raises:
+        OffloadError: It is not attached, or its engine was closed.
+    """
+    from offload.engine.engine import detach_model
+
+    detach_model(model)

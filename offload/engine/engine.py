@@ -1,10 +1,11 @@
 """The library door: attach a model, run steps on it, detach it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from enum import Enum, auto
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from offload.engine.batch import (
     to_device,
     with_labels,
 )
-from offload.engine.executor import Executor
+from offload.engine.executor import Executor, PassState
 from offload.engine.host.mapping import aligned_empty
 from offload.engine.host.record import Record
 from offload.engine.host.side import HostSide, Tier
@@ -25,8 +26,11 @@ from offload.engine.host.store import Hold
 from offload.engine.masters import Masters
 from offload.engine.meter import Arena
 from offload.engine.model import placement
+from offload.engine.model.composition import Composition
 from offload.engine.model.encoding import Encoding
+from offload.engine.model.guard import Guard
 from offload.engine.model.layers import LayeredModel
+from offload.engine.model.seal import Seal, seal_of
 from offload.engine.model.stock import take_stock
 from offload.engine.results import ForwardResult, StepResult
 from offload.engine.slots import Slots
@@ -61,6 +65,14 @@ class EngineOptions:
     num_kept_graphs: int
 
 
+class _State(Enum):
+    """What an engine is to its model."""
+
+    ATTACHED = auto()
+    CLOSED = auto()
+    DETACHED = auto()
+
+
 class Engine:
     """A model whose decoder layers are streamed through C slots. See `offload.attach`."""
 
@@ -83,6 +95,7 @@ class Engine:
         torch_device = device if isinstance(device, torch.device) else device.torch_device
         self._model = model
         self._layered = LayeredModel(model)
+        _require_unattached(self._layered)
         _require_possible(options, len(self._layered.layers))
         self._options = options
         self._home = placement.only_device(self._layered)
@@ -107,32 +120,44 @@ class Engine:
             )
         self._device = device
         self._checkpointing = placement.switch_off_checkpointing(model)
-        self._is_attached = True
+        self._state = _State.ATTACHED
+        self._ring: Ring = ()
+        self._num_writes = 0
         try:
             self._executor = self._bind(self._host.records)
         except BaseException:
+            self._device.close()
             with suppress(OffloadError):
-                self.detach()
+                self._give_back()
+            self._host.close()
             raise
         self.notes = self._host.notes
         self.layer_bytes = tuple(record.num_bytes for record in self._host.records)
         self.slab_bytes, self.pinned_bytes = self._host.slab_bytes, self._host.pinned_bytes
-        self._freight = Freight(
-            layer_bytes=self.layer_bytes,
-            gradient_bytes=self._masters.gradient_bytes,
-            decoded_bytes=tuple(record.decoded_bytes for record in self._host.records),
-            piece_bytes=self._host.piece_bytes,
-            num_staging=len(self._host.staging),
-        )
+        self._freight = self._what_is_carried()
+        self._seal_model()
 
     @property
     def trained_parameters(self) -> dict[str, nn.Parameter]:
-        """What an optimizer updates, by name: parameters on the device, masters on the host."""
+        """What an optimizer updates, by name: parameters on the device, masters on the host.
+
+        Raises:
+            OffloadError: The model is not what was attached.
+        """
+        if self._state is _State.ATTACHED:
+            self._composition.require_unchanged()
         return {
             name: self._masters.parameters.get(name, parameter)
             for name, parameter in self._model.named_parameters()
             if parameter.requires_grad
         }
+
+    @property
+    def resident_parameters(self) -> dict[str, nn.Parameter]:
+        """What is not streamed, by name."""
+        streamed = {id(field.parameter) for record in self._host.records for field in record.fields}
+        named = self._model.named_parameters()
+        return {name: p for name, p in named if id(p) not in streamed}
 
     @property
     def arenas(self) -> tuple[Arena, ...]:
@@ -171,13 +196,11 @@ class Engine:
             UnsupportedModelError: The model passes a layer something that could carry state; no
                 gradient was touched.
             OffloadError: No token has a label, a micro-batch is not what a step takes, gradients
-                are switched off, or the engine is detached.
+                are switched off, the model is not what was attached, or the engine is detached.
             TransferError: A copy failed; gradients may be partial and the caller should zero them.
         """
-        self._require_attached()
-        _require_gradients()
+        self._require_ready()
         batches = checked_batches(micro_batches)
-        self._masters.require_clear()
         labelled = [with_labels(batch, self._device.torch_device) for batch in batches]
         if num_label_tokens is None:
             num_label_tokens = sum(batch.num_label_tokens for batch in labelled)
@@ -214,12 +237,9 @@ class Engine:
             batch: As for `forward_backward`. With labels the loss is computed, else logits.
             positions: Without labels: the token position of each row to compute logits for, (B,).
         """
-        self._require_attached()
         batch = checked_batch(batch)
         torch_device = self._device.torch_device
         labels = [with_labels(batch, torch_device)] if "labels" in batch else []
-        schedule = forward_schedule(self._freight, ring=self._ring, num_micro_batches=1)
-        inputs = to_device({k: v for k, v in batch.items() if k != "labels"}, torch_device)
 
         def logits(hidden_BTD: torch.Tensor) -> torch.Tensor:
             if positions is not None:
@@ -227,9 +247,7 @@ class Engine:
                 hidden_BTD = hidden_BTD[rows, positions.to(torch_device)].unsqueeze(1)
             return self._layered.tail_logits(hidden_BTD)
 
-        with self._consistent(schedule.ring_after), self._host.nearby():
-            state, _ = self._executor.evaluate(schedule, [inputs], labels, logits)
-            self._device.finish()
+        state, schedule = self._evaluate(batch, labels, logits)
         return ForwardResult(
             loss_sum=float(torch.stack(state.losses).sum()) if state.losses else 0.0,
             num_label_tokens=sum(batch.num_label_tokens for batch in labels),
@@ -244,10 +262,13 @@ class Engine:
     def close(self) -> None:
         """End the lanes and unlock the memory, without another copy of the layers.
 
-        What trains stays as it is; the layers' frozen weights are left wherever they were.
+        What trains stays as it is. The layers' frozen weights are in no parameter afterwards: to
+        read one is an error, until `detach` gives them back or the model is loaded again.
         """
-        if self._is_attached:
-            self._is_attached = False
+        if self._state is _State.ATTACHED:
+            self._state = _State.CLOSED
+            self._guard.lift()
+            self._seal.close()
             self._device.close()
             self._host.close()
 
@@ -255,16 +276,71 @@ class Engine:
         """Give the layers' parameters memory of their own, where the model came from.
 
         Encoded weights come back as they were computed with. The layers take their memory twice
-        until the engine is let go.
+        until the engine is let go. After `close` too, where the layers were in memory.
+
+        Raises:
+            OffloadError: The engine was closed, and its layers are on disk.
         """
-        if not self._is_attached:
+        if self._state is _State.DETACHED:
             return
+        if self._state is _State.CLOSED and not self._host.slab_bytes:
+            raise OffloadError(
+                "the engine was closed, and its layers are on disk",
+                limit="they are read by an engine that is open",
+                hint="load the model again; next time `engine.detach()`, not `engine.close()`",
+            )
+        self._guard.lift()
         self._device.close()
+        with self._seal.opened():
+            self._give_back()
+        if self._state is _State.ATTACHED:
+            self._host.close()
+        self._seal.lift()
+        self._state = _State.DETACHED
+
+    def _give_back(self) -> None:
+        """Undo what attaching has changed in the model."""
         self._host.give_back(self._home)
-        self.close()
         placement.move_the_rest(self._layered, (), self._home)
         for module in self._checkpointing:
             placement.set_checkpointing(module, is_on=True)
+
+    def _evaluate(
+        self,
+        batch: Batch,
+        labels: Sequence[LabelledBatch],
+        read: Callable[[torch.Tensor], Any],
+    ) -> tuple[PassState, Schedule]:
+        """Run a pass without gradients."""
+        self._require_attached()
+        self._seal.require_whole()
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        self._reload_what_was_written()
+        schedule = forward_schedule(self._freight, ring=self._ring, num_micro_batches=1)
+        with self._consistent(schedule.ring_after), self._host.nearby():
+            state, _ = self._executor.evaluate(
+                schedule, [to_device(inputs, self._device.torch_device)], labels, read
+            )
+            self._device.finish()
+        return state, schedule
+
+    def _answer(self, inputs: Mapping[str, Any], rest: Mapping[str, Any]) -> Any:
+        """Answer a forward of the model: its own norm, head and loss, on what its layers give."""
+        inputs = to_device(inputs, self._device.torch_device)
+        rest = {
+            name: value.to(self._device.torch_device) if torch.is_tensor(value) else value
+            for name, value in rest.items()
+        }
+        state, _ = self._evaluate(
+            inputs, (), lambda hidden_BTD: self._layered.output(hidden_BTD, **inputs, **rest)
+        )
+        return state.outputs[0]
+
+    def _reload_what_was_written(self) -> None:
+        """Forget what slots hold where a user has written to layers through a `state_dict`."""
+        if self._host.num_writes != self._num_writes:
+            self._num_writes = self._host.num_writes
+            self._ring = cold_ring(len(self._ring))
 
     def _bind(self, records: Sequence[Record]) -> Executor:
         """Take the slots, and bind the layers to them; move what is in none to the device."""
@@ -290,7 +366,7 @@ class Engine:
             allocate_device=self._allocate_device,
             staging=self._host.staging,
         )
-        self._ring: Ring = cold_ring(num_slots)
+        self._ring = cold_ring(num_slots)
         self.slot_bytes, self._slot_arenas = slots.num_bytes, slots.arenas
         return Executor(
             model=self._layered,
@@ -301,6 +377,27 @@ class Engine:
             device=self._device,
             head_chunk_tokens=min(self._options.head_chunk_tokens, self._layered.max_positions),
         )
+
+    def _what_is_carried(self) -> Freight:
+        return Freight(
+            layer_bytes=self.layer_bytes,
+            gradient_bytes=self._masters.gradient_bytes,
+            decoded_bytes=tuple(record.decoded_bytes for record in self._host.records),
+            piece_bytes=self._host.piece_bytes,
+            num_staging=len(self._host.staging),
+        )
+
+    def _seal_model(self) -> None:
+        """Keep everything but passes from the streamed parameters, and note what there is."""
+        self._num_writes = self._host.num_writes
+        self._composition = Composition(self._model)
+        self._seal = Seal(
+            self._host.records,
+            names={id(parameter): name for name, parameter in self._model.named_parameters()},
+            show=self._host.shown,
+            release=self.detach,
+        )
+        self._guard = Guard(self._model, self._layered, seal=self._seal, answer=self._answer)
 
     def _free_host(self, block: torch.Tensor) -> None:
         self._device.finish()
@@ -320,6 +417,7 @@ class Engine:
                 limit="their gradients leave a layer once per step",
                 hint="`order=Order.LAYER_MAJOR`",
             )
+        self._reload_what_was_written()
         num_kept_graphs = self._options.num_kept_graphs
         input_bytes = self._input_bytes(batches) if self._options.stash == "host" else ()
         schedule = training_schedule(
@@ -350,24 +448,64 @@ class Engine:
 
     @contextmanager
     def _consistent(self, ring_after: Ring) -> Iterator[None]:
-        """Note what the ring holds afterwards; nothing is known of it when the pass fails."""
-        try:
-            yield
-        except BaseException:
-            self._ring = cold_ring(len(self._ring))
-            self._device.abort()
-            raise
-        finally:
-            self._masters.let_go()
+        """Open the parameters for a pass, and note what the ring holds afterwards.
+
+        Nothing is known of the ring when the pass fails.
+        """
+        with self._seal.opened():
+            try:
+                yield
+            except BaseException:
+                self._ring = cold_ring(len(self._ring))
+                self._device.abort()
+                raise
+            finally:
+                self._masters.let_go()
         self._ring = ring_after
 
+    def _require_ready(self) -> None:
+        """Check that a step would give the gradients of what was attached, and all of them."""
+        self._require_attached()
+        _require_gradients()
+        self._composition.require_unchanged()
+        self._seal.require_whole()
+        self._masters.require_clear()
+
     def _require_attached(self) -> None:
-        if not self._is_attached:
+        if self._state is not _State.ATTACHED:
             raise OffloadError(
-                "the engine is detached",
-                limit="a detached engine cannot run",
+                f"the engine is {self._state.name.lower()}",
+                limit="only an attached engine can run",
                 hint="call `offload.attach(model, ...)` again",
             )
+
+
+def detach_model(model: nn.Module) -> None:
+    """Detach a model by the engine that it is attached to; see `offload.detach`."""
+    seal = seal_of(model.parameters())
+    if seal is None or seal.release is None:
+        raise OffloadError(
+            "the model is not attached" if seal is None else f"the model is held by {seal.holder}",
+            limit="an attached model can be detached",
+            hint="nothing is to be done" if seal is None else seal.hint,
+        )
+    seal.release()
+
+
+def _require_unattached(layered: LayeredModel) -> None:
+    """Check that no engine holds the model: its parameters would be taken for its weights.
+
+    Raises:
+        OffloadError: One does, or did until it was closed.
+    """
+    seal = seal_of(layered.layers.parameters())
+    if seal is not None:
+        hint = "`engine.detach()` first, or `offload.detach(model)` where the engine is gone"
+        raise OffloadError(
+            f"{layered.name} is held by {seal.holder}",
+            limit="a model is attached to one engine at a time",
+            hint=seal.hint if seal.release is None else hint,
+        )
 
 
 def _require_gradients() -> None:

@@ -48,7 +48,7 @@ class Workers:
         names: Sequence[str],
         *,
         clock_s: Callable[[], float],
-        prepare_thread: Callable[[], None],
+        prepare_thread: Callable[[], object],
     ) -> None:
         """Start a thread per name.
 

@@ -78,16 +78,18 @@ class Masters:
             OffloadError: A master has one, which the step would overwrite; or a parameter of the
                 model has, from before it was attached, which would keep the step's from its buffer.
         """
-        for record in self._gradients:
-            for field in record.fields:
-                name = self._names[id(field.parameter)]
-                if self.parameters[name].grad is not None or field.parameter.grad is not None:
-                    raise OffloadError(
-                        f"{name} still has the gradient of an earlier step",
-                        limit="gradients of weights on the host are written anew, not added",
-                        hint="`optimizer.zero_grad(set_to_none=True)` after `optimizer.step()`, and"
-                        " `model.zero_grad()` before `offload.attach`",
-                    )
+        for field in (field for record in self._gradients for field in record.fields):
+            name = self._names[id(field.parameter)]
+            with torch._C.DisableTorchFunctionSubclass():  # it is sealed between passes
+                is_left = field.parameter.grad is not None
+            if is_left or self.parameters[name].grad is not None:
+                raise OffloadError(
+                    f"{name} still has the gradient of an earlier step",
+                    limit="gradients of weights on the host are written anew, not added",
+                    hint="`optimizer.zero_grad(set_to_none=True)` after `optimizer.step()`, of an"
+                    " optimizer over `engine.trained_parameters`; `model.zero_grad()` before"
+                    " `offload.attach`",
+                )
 
     def let_go(self) -> None:
         """Take the buffers off the layers' parameters."""

@@ -85,7 +85,7 @@ class CpuDevice:
 
     torch_device = torch.device("cpu")
 
-    def __init__(self, *, prepare_thread: Callable[[], None] = stay_put) -> None:
+    def __init__(self, *, prepare_thread: Callable[[], object] = stay_put) -> None:
         """Start the workers.
 
         Args:
@@ -171,7 +171,7 @@ class CudaDevice:
         torch_device: torch.device,
         *,
         is_staged: bool,
-        prepare_thread: Callable[[], None] = stay_put,
+        prepare_thread: Callable[[], object] = stay_put,
     ) -> None:
         """Create the streams of this device.
 
@@ -314,7 +314,7 @@ def _no_device(name: str, limit: str) -> OffloadError:
 
 
 def open_device(
-    torch_device: torch.device, *, is_staged: bool, prepare_thread: Callable[[], None] = stay_put
+    torch_device: torch.device, *, is_staged: bool, prepare_thread: Callable[[], object] = stay_put
 ) -> Device:
     """Return the lanes for a `cpu` or `cuda` device."""
     if torch_device.type == "cuda":

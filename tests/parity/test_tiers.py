@@ -101,6 +101,7 @@ def test_a_directory_for_a_store_that_is_not_written_is_refused(
             model, num_slots=2, device="cpu", tier="disk", store_dir=str(tmp_path)
         )
         hold = first._host._hold
+        first.detach()
     with pytest.raises(offload.OffloadError, match=r"store_dir is .*\n\nhint: "):
         offload.attach(
             model, num_slots=2, device="cpu", tier=tier, hold=hold, store_dir=str(tmp_path)
@@ -111,9 +112,9 @@ def test_layers_that_were_loaded_to_memory_are_not_taken_for_layers_on_disk() ->
     model = tiny("qwen3")
     engine = offload.attach(model, num_slots=2, device="cpu")
     hold = engine._host._hold
+    engine.detach()
     with pytest.raises(offload.OffloadError, match='tier is "disk" and the layers were loaded'):
         offload.attach(model, num_slots=2, device="cpu", tier="disk", hold=hold)
-    engine.detach()
 
 
 def test_weights_that_train_on_the_host_cannot_lie_on_disk(tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ Three things are settled here, once, and each is told in a note:
 - near which NUMA node that memory and the threads are (see `numa`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing
+from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Literal
@@ -17,13 +18,13 @@ from typing import Literal
 import torch
 from torch import nn
 
-from offload.engine.codecs.codec import Codec
+from offload.engine.codecs.codec import NATIVE, Codec
 from offload.engine.host import numa, pagelock
 from offload.engine.host.blocks import HostBlocks
 from offload.engine.host.cargo import Cargo, SlabCargo
 from offload.engine.host.mapping import aligned_empty
 from offload.engine.host.mempolicy import bind_memory
-from offload.engine.host.record import Record, lay_out
+from offload.engine.host.record import Field, Record, lay_out
 from offload.engine.host.slab import Slab, give_back
 from offload.engine.host.store import Store
 from offload.engine.host.store_writer import StoreWriter
@@ -91,6 +92,7 @@ class HostSide:
         self.staging = self._lock.buffers
         if is_store and torch_device.type == "cuda" and not self.staging:
             self.staging = tuple(aligned_empty(PIECE_BYTES) for _ in range(NUM_STAGING))
+        self._shown: dict[tuple[int, int], torch.Tensor] = {}
         self.slab_bytes = 0 if is_store else self._hold.num_bytes
         self.pinned_bytes = self._lock.num_bytes
 
@@ -129,13 +131,34 @@ class HostSide:
         """The largest copy."""
         return self.staging[0].numel() if self.staging else PIECE_BYTES
 
-    def prepare_thread(self) -> None:
-        """Keep the calling thread near the device."""
-        numa.bind_thread(self._place.cpus)
+    @property
+    def prepare_thread(self) -> Callable[[], object]:
+        """Return what keeps the calling thread near the device; it does not keep the layers."""
+        return partial(numa.bind_thread, self._place.cpus)
 
     def nearby(self) -> AbstractContextManager[str]:
         """Keep the calling thread near the device inside a block."""
         return numa.thread_on(self._place.cpus)
+
+    @property
+    def num_writes(self) -> int:
+        """Counts up when something writes to layers in memory through what `shown` returned."""
+        return sum(values._version for values in self._shown.values())
+
+    def shown(self, layer: int, field: Field) -> torch.Tensor | None:
+        """Return a field's values where they wait in this process's memory as they are, else None.
+
+        Each has a storage of its own, over the same memory: what saves one would else save all.
+        """
+        if isinstance(self._hold, Store) or self._hold.is_opened or field.codec is not NATIVE:
+            return None
+        if not field.num_bytes:
+            return torch.empty(field.shape, dtype=field.dtype)
+        if (layer, field.offset) not in self._shown:
+            memory = field.written(self._hold.layer(layer)).numpy()
+            values = torch.frombuffer(memory, dtype=field.dtype).view(field.shape)
+            self._shown[layer, field.offset] = values
+        return self._shown[layer, field.offset].detach()
 
     def give_back(self, torch_device: torch.device) -> None:
         """Give all layers' parameters memory of their own again."""

@@ -128,15 +128,17 @@ def rebind(engine: Any, slab: Slab, *, num_slots: int, stash: Literal["device", 
     2. Give their memory back, and bind the layers to new slots.
     """
     engine.wait()
-    for layer in range(len(slab.records)):
-        slab.alias(layer)
+    with engine._seal.opened():
+        for layer in range(len(slab.records)):
+            slab.alias(layer)
     engine._free_host(engine._stash._host)
     engine._executor = engine._stash = engine._masters = None
     engine._slot_arenas = ()
     gc.collect()
     release_cached(engine._device.torch_device)
     engine._options = replace(engine._options, num_slots=num_slots, stash=stash)
-    engine._executor = engine._bind(engine._host.records)
+    with engine._seal.opened():
+        engine._executor = engine._bind(engine._host.records)
 
 
 def _nothing(_op: object) -> None:

@@ -1,0 +1,308 @@
+"""A streamed parameter between passes: it can be looked at, and not read.
+
+Problem. The parameters of a layer are views of its slot, which holds that layer's weights during
+its visits only. Between passes a slot holds whichever layer came last. Whatever reads a parameter
+then (a forward of the model, `state_dict`, a merge, `deepcopy`, a norm over `parameters()`) would
+compute with another layer's weights and say nothing; whatever writes one would be overwritten.
+
+Idea. Between passes these parameters are of the class `Sealed`, the very objects that modules,
+optimizers and users hold. Torch asks a tensor's class before it does anything with it, so there is
+one place that every use passes: what only looks (shape, type, device) is answered, the rest raises
+an `OffloadError` that names the parameter. `detach` is answered too, since `state_dict` is made of
+it: with the true values where those wait in host memory as they are, and where they are encoded or
+on disk with a tensor that is sealed in its turn. So an adapter can be saved, whatever its base.
+
+Cost. The class of an object is exchanged in 0.2 us, once before and once after a pass. Visits see
+ordinary parameters.
+
+Rejected: parameters on the meta device (torch does not let `.data` change its kind of device),
+storages without memory (reading one ends the process), NaN (a loss of NaN names nothing), and
+guards around the methods of modules alone (each way around them is silent).
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from offload.engine.host.record import Field, Record
+from offload.errors import OffloadError
+
+Show = Callable[[int, Field], torch.Tensor | None]
+"""Returns the values of a layer's field on the host; None where they are not there as they are."""
+
+HINT = (
+    "`engine.forward_backward(micro_batches)` or `engine.forward(batch)` to compute with it;"
+    " `engine.detach()` for the model as it was"
+)
+_SECRET = "_streamed"
+
+
+class Sealed(nn.Parameter):
+    """A parameter whose values are not where it says; see the module's docstring."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Answer what the parameter looks like and `detach`; refuse the rest."""
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            sealed = next(_sealed_in((args, kwargs)))
+            secret: _Secret = sealed.__dict__[_SECRET]
+            if func == _GET_GRAD and secret.has_master:
+                secret.refuse_gradient()
+            if func in _LOOKS:
+                return func(*args, **kwargs)
+            if func is torch.Tensor.detach:
+                return secret.detached(sealed)
+            if func is torch.Tensor.__repr__:
+                return f"<{secret.name}: {tuple(sealed.shape)}, {sealed.dtype}, streamed>"
+            return secret.refuse(_name_of(func))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Secret:
+    """What a sealed parameter knows: its name, its place, where its gradient is, who sealed it."""
+
+    name: str
+    layer: int
+    field: Field
+    has_master: bool
+    seal: "Seal"
+
+    def detached(self, sealed: torch.Tensor) -> torch.Tensor:
+        """Return the true values on the host, or a tensor that is sealed as well."""
+        shown = self.seal.show(self.layer, self.field)
+        if shown is not None:
+            return shown
+        hidden = nn.Parameter(
+            torch.empty(sealed.shape, dtype=sealed.dtype, device="meta"), requires_grad=False
+        )
+        hidden.__dict__[_SECRET] = self
+        hidden.__class__ = Sealed
+        return hidden
+
+    def refuse(self, use: str) -> NoReturn:
+        """Raise the error for a use.
+
+        Raises:
+            OffloadError: Always.
+        """
+        raise OffloadError(
+            f"`{use}` would read or change {self.name}, whose layer is streamed by"
+            f" {self.seal.holder}",
+            limit=self.seal.limit,
+            hint=self.seal.hint,
+        )
+
+    def refuse_gradient(self) -> NoReturn:
+        """Raise the error for a gradient that is looked for on the device.
+
+        Raises:
+            OffloadError: Always.
+        """
+        raise OffloadError(
+            f"the gradient of {self.name} is looked for on the model",
+            limit="weights of the layers that train on the host have it on their masters",
+            hint="give `engine.trained_parameters` to the optimizer, and to what clips or zeroes",
+        )
+
+
+class Seal:
+    """Keeps a model's streamed parameters from being read outside of passes.
+
+    Attributes:
+        holder, limit, hint: What errors say.
+        release: Detaches the model; None once nothing can.
+    """
+
+    def __init__(
+        self,
+        records: Sequence[Record],
+        *,
+        names: Mapping[int, str],
+        show: Show,
+        release: Callable[[], None],
+    ) -> None:
+        """Seal the parameters.
+
+        Args:
+            records: One per layer.
+            names: id of a parameter -> its name in the model.
+            show: Where values can be shown from.
+            release: Detaches the model.
+        """
+        self.holder = "an attached engine"
+        self.limit = "its weights are on the device only while the engine runs"
+        self.hint = HINT
+        self.release: Callable[[], None] | None = release
+        self._show: Show | None = show
+        self._thread: int | None = None
+        self._parameters: list[tuple[nn.Parameter, type[nn.Parameter], str]] = []
+        for layer, record in enumerate(records):
+            for field in record.fields:
+                parameter, name = field.parameter, names[id(field.parameter)]
+                secret = _Secret(
+                    name=name,
+                    layer=layer,
+                    field=field,
+                    has_master=parameter.requires_grad,
+                    seal=self,
+                )
+                self._parameters.append((parameter, type(parameter), name))
+                parameter.__dict__[_SECRET] = secret
+                parameter.__class__ = Sealed
+
+    @property
+    def is_open_here(self) -> bool:
+        """Whether this thread runs a pass."""
+        return self._thread == threading.get_ident()
+
+    def show(self, layer: int, field: Field) -> torch.Tensor | None:
+        """Return a field's values on the host, if they can be shown."""
+        return None if self._show is None else self._show(layer, field)
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Let the parameters be read and written inside a block, by one thread at a time.
+
+        Raises:
+            OffloadError: Another pass runs.
+        """
+        if self._thread is not None:
+            raise OffloadError(
+                "the engine is asked for a pass inside of another",
+                limit="an engine runs one pass at a time, for one thread",
+                hint="wait for the pass that runs, in this thread or the other",
+            )
+        self._thread = threading.get_ident()
+        try:
+            for parameter, kind, _ in self._parameters:
+                parameter.__class__ = kind
+            yield
+        finally:
+            for parameter, _, _ in self._parameters:
+                parameter.__class__ = Sealed
+            self._thread = None
+
+    def require_whole(self) -> None:
+        """Check that no parameter was exchanged with another tensor (`torch.utils.swap_tensors`).
+
+        Raises:
+            OffloadError: Which one.
+        """
+        for parameter, kind, name in self._parameters:
+            if type(parameter) is not (Sealed if self._thread is None else kind):
+                raise OffloadError(
+                    f"{name} was exchanged with another tensor since the model was attached",
+                    limit="a streamed parameter stays what it was",
+                    hint="`engine.detach()`, change the model, and `offload.attach(model, ...)`"
+                    " again",
+                )
+
+    def close(self) -> None:
+        """Leave the parameters sealed: the engine has let go of their values."""
+        self.holder = "an engine that was closed"
+        self.limit = "`close` leaves the layers' frozen weights where they were, in no parameter"
+        self.hint = "`engine.detach()` gives them back, or load the model again"
+        self.release = self._show = None
+
+    def lift(self) -> None:
+        """Make the parameters ordinary for good."""
+        for parameter, kind, _ in self._parameters:
+            parameter.__class__ = kind
+            parameter.__dict__.pop(_SECRET, None)
+        self._parameters.clear()
+        self.close()
+        self.holder = "an engine that was detached since this was taken"
+        self.limit = "its values were not in memory as they are"
+        self.hint = "take it again: the model has its weights back"
+
+
+def seal_of(parameters: Iterator[nn.Parameter]) -> Seal | None:
+    """Return what has sealed a model; None where nothing has."""
+    return next(
+        (p.__dict__[_SECRET].seal for p in parameters if type(p) is Sealed),
+        None,
+    )
+
+
+def _name_of(func: Any) -> str:
+    """Return the name of a function of torch, or of the property that it gets or sets."""
+    name = getattr(func, "__name__", str(func))
+    return str(func.__self__.__name__) if name in ("__get__", "__set__") else str(name)
+
+
+def _sealed_in(value: object) -> Iterator[Any]:
+    if type(value) is Sealed:
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from _sealed_in(part)
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from _sealed_in(part)
+
+
+_TENSOR: Any = torch.Tensor  # its properties as such, which type checkers take for their values
+_GET_GRAD = _TENSOR.grad.__get__
+_LOOKS = {
+    *(
+        getattr(_TENSOR, name).__get__
+        for name in (
+            "_version",
+            "device",
+            "dtype",
+            "grad",
+            "grad_fn",
+            "is_cpu",
+            "is_cuda",
+            "is_leaf",
+            "is_meta",
+            "is_nested",
+            "is_quantized",
+            "is_sparse",
+            "itemsize",
+            "layout",
+            "nbytes",
+            "ndim",
+            "requires_grad",
+            "retains_grad",
+            "shape",
+        )
+    ),
+    _TENSOR.requires_grad.__set__,  # a change is noticed by the next step; see `composition`
+    *(
+        getattr(_TENSOR, name)
+        for name in (
+            "__len__",
+            "dim",
+            "element_size",
+            "get_device",
+            "is_complex",
+            "is_contiguous",
+            "is_floating_point",
+            "is_inference",
+            "is_signed",
+            "ndimension",
+            "nelement",
+            "numel",
+            "requires_grad_",
+            "size",
+            "stride",
+        )
+    ),
+    torch.is_complex,
+    torch.is_floating_point,
+    torch.is_inference,
+    torch.numel,
+}
