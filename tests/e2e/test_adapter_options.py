@@ -131,7 +131,7 @@ def test_an_adapter_is_written_for_vllm(tmp_path: Path, write_recipe, machine_fi
     assert run("finetune", recipe, "--machine", machine_file) == 0
     out = tmp_path / "vllm"
     assert run("adapter", tmp_path / "run", "--format", "vllm", "--out", out) == 0
-    assert capsys.readouterr().out.endswith(f"{out}\n")
+    assert f"\n{out}\nvLLM: `vllm serve " in capsys.readouterr().out
     names = set(load_file(out / "adapter_model.safetensors"))
     assert "base_model.model.model.layers.3.mlp.experts.3.up_proj.lora_B.weight" in names
     assert run("adapter", tmp_path / "run", "--format", "gguf", "--out", tmp_path / "x") == 1
