@@ -39,7 +39,7 @@ def rows_of(run_dir: Path) -> list[dict[str, float]]:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 60
+    end_s = time.monotonic() + 240
     while not condition():
         assert time.monotonic() < end_s
         time.sleep(0.001)
