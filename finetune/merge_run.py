@@ -57,7 +57,9 @@ def base_and_tokenizer(run_dir: Path) -> tuple[Path, Path]:
         CheckpointError: The directory holds no finished run.
         MergeError: The run's model has no published weights, or they are not here.
     """
-    model = RunDir(run_dir).recipe().model
+    run = RunDir(run_dir)
+    run.require_adapter()
+    model = run.recipe().model
     if model.path is None or model.init == "random":
         raise MergeError(
             f"{run_dir} trained a model of random weights",
