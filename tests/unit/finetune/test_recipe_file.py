@@ -191,7 +191,7 @@ def test_a_wrong_type_names_value_and_limit(folder: Path) -> None:
     assert_refused(
         replaced("rank: 8", 'rank: "eight"'),
         what='r.yaml:4: adapter.rank is "eight"',
-        limit="it must be a whole number of at least 1",
+        limit="it must be a whole number of at least 1 and of at most 65536",
         hint="`adapter.rank: 16`",
     )
 
@@ -200,14 +200,14 @@ def test_a_wrong_pattern_names_what_it_may_be_and_shows_one(folder: Path) -> Non
     assert_refused(
         replaced("rank: 8", "rank_pattern: {q_proj: 0}"),
         what='r.yaml:4: adapter.rank_pattern is {"q_proj": 0}',
-        limit="it must be names, each with a whole number of at least 1",
+        limit="it must be names, each with a whole number of at least 1 and of at most 65536",
         hint='`adapter.rank_pattern: {"q_proj": 32}`',
     )
     assert_refused(
         write(VALID),
         "adapter.rank_pattern=4",
         what="command line: adapter.rank_pattern=4: adapter.rank_pattern is 4",
-        limit="it must be names, each with a whole number of at least 1",
+        limit="it must be names, each with a whole number of at least 1 and of at most 65536",
         hint='`adapter.rank_pattern={"q_proj": 32}`',
     )
     recipe = load_recipe(write(VALID), ["adapter.rank_pattern={q_proj: 4}"])
@@ -218,7 +218,7 @@ def test_rank_0_is_refused(folder: Path) -> None:
     assert_refused(
         replaced("rank: 8", "rank: 0"),
         what="r.yaml:4: adapter.rank is 0",
-        limit="it must be a whole number of at least 1",
+        limit="it must be a whole number of at least 1 and of at most 65536",
         hint="`adapter.rank: 16`",
     )
 
