@@ -96,6 +96,9 @@ def adapted(base: PreTrainedModel, case: Case, *, seed: int = 0) -> PeftModel:
     return model
 
 
+NUM_SEEDS = 16
+
+
 def by_peft(model: PeftModel) -> PeftModel:
     """Return a copy whose adapters on experts are computed by peft's own code."""
     model = copy.deepcopy(model)
@@ -133,7 +136,8 @@ def test_move_every_option_streams_as_it_computes_resident(case: Case) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_reorder_gradients_of_every_option_are_no_worse_than_those_of_peft(case: Case) -> None:
-    errors = [errors_of(case, seed=seed, true=True) for seed in range(4)]
+    # one seed differs from another by more than the slack: 0.76 to 1.22 of peft's error
+    errors = [errors_of(case, seed=seed, true=True) for seed in range(NUM_SEEDS)]
     ours, theirs = (sum(error**2 for error in column) for column in zip(*errors, strict=True))
     assert ours <= SLACK**2 * theirs
 
