@@ -85,7 +85,7 @@ def _visits(layered: LayeredModel, front: Front, memory: LiveBytes) -> tuple[int
             before = memory.live_bytes
             memory.reset_peak()
             graph = visit_with_graph(layered, index, input_BTD=kept_BTD, call=call)
-            graph.backward(gradient_BTD, ())
+            graph.backward(gradient_BTD, [torch.zeros_like(x) for x in graph.router_logits])
             del graph
             peaks[kind] = memory.peak_bytes - before
         visits.append(peaks[kind])
