@@ -28,6 +28,18 @@ def pytest_configure() -> None:
             importlib.import_module("triton")
 
 
+INTERPRETED = ("test_fused_experts.py", "test_packed.py", "test_codecs.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run what Triton interprets first.
+
+    After some other tests in the same process its own functions are no longer interpreted, and
+    kernels that call them fail.
+    """
+    items.sort(key=lambda item: item.path.name not in INTERPRETED)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("torch sees no CUDA device")
