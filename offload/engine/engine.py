@@ -123,6 +123,7 @@ class Engine:
         self._state = _State.ATTACHED
         self._ring: Ring = ()
         self._num_writes = 0
+        self._inspected: set[tuple[bool, bool]] = set()
         try:
             self._executor = self._bind(self._host.records)
         except BaseException:
@@ -208,6 +209,7 @@ class Engine:
         ids = range(len(labelled)) if micro_batch_ids is None else micro_batch_ids
         if dropout_seed is None:
             dropout_seed = int(torch.randint(2**31, ()).item())
+        self._inspect(labelled[0].inputs, has_labels=True)
         schedule = self._schedule(labelled, order)
         with self._consistent(schedule.ring_after), self._host.nearby():
             state, events = self._executor.train(
@@ -315,12 +317,12 @@ class Engine:
         self._require_attached()
         self._seal.require_whole()
         inputs = {name: value for name, value in batch.items() if name != "labels"}
+        inputs = to_device(inputs, self._device.torch_device)
+        self._inspect(inputs, has_labels=bool(labels))
         self._reload_what_was_written()
         schedule = forward_schedule(self._freight, ring=self._ring, num_micro_batches=1)
         with self._consistent(schedule.ring_after), self._host.nearby():
-            state, _ = self._executor.evaluate(
-                schedule, [to_device(inputs, self._device.torch_device)], labels, read
-            )
+            state, _ = self._executor.evaluate(schedule, [inputs], labels, read)
             self._device.finish()
         return state, schedule
 
@@ -341,6 +343,18 @@ class Engine:
         if self._host.num_writes != self._num_writes:
             self._num_writes = self._host.num_writes
             self._ring = cold_ring(len(self._ring))
+
+    def _inspect(self, inputs: Batch, *, has_labels: bool) -> None:
+        """Inspect the model before the first pass in each mode, in a pass over the layers."""
+        mode = self._layered.model.training
+        if self._inspected & {(mode, True), (mode, has_labels)}:
+            return
+        self._reload_what_was_written()
+        schedule = forward_schedule(self._freight, ring=self._ring, num_micro_batches=1)
+        with self._consistent(schedule.ring_after), self._host.nearby():
+            if self._executor.inspect(schedule, inputs, has_labels=has_labels):
+                self._inspected.add((mode, has_labels))
+            self._device.finish()
 
     def _bind(self, records: Sequence[Record]) -> Executor:
         """Take the slots, and bind the layers to them; move what is in none to the device."""

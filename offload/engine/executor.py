@@ -23,7 +23,8 @@ from offload.engine.batch import Batch, LabelledBatch
 from offload.engine.host.cargo import Cargo
 from offload.engine.masters import Masters
 from offload.engine.model.calls import Call
-from offload.engine.model.layers import CHECKED_TOKENS, Front, LayeredModel
+from offload.engine.model.inspection import Inspection
+from offload.engine.model.layers import Front, LayeredModel
 from offload.engine.randomness import VisitRandomness, require_same_draws
 from offload.engine.slots import Slots
 from offload.engine.stash import Stash
@@ -170,6 +171,34 @@ class Executor:
         with torch.inference_mode(mode=False), torch.no_grad():
             return state, self._issue(schedule, state, run)
 
+    def inspect(self, schedule: Schedule, inputs: Batch, *, has_labels: bool) -> bool:
+        """Pass over the layers once to see whether they can be computed one by one.
+
+        Args:
+            schedule: From `forward_schedule`, for one micro-batch.
+            inputs: A micro-batch.
+            has_labels: Whether a loss will be asked for.
+
+        Returns:
+            Whether anything could be told.
+
+        Raises:
+            UnsupportedModelError: They cannot; no gradient was touched.
+        """
+        inspections: list[Inspection] = []
+        told: list[bool] = []
+
+        def run(op: Op) -> None:
+            if op.kind is Kind.FRONT:
+                inspections.append(Inspection(self._model, inputs, has_labels=has_labels))
+            elif op.kind is Kind.FORWARD:
+                inspections[0].visit(_given(op.layer))
+            else:
+                told.append(inspections[0].around())
+
+        self._issue(schedule, PassState(), run)
+        return told[0]
+
     def timeline(self, schedule: Schedule, events: Sequence[Event]) -> Timeline:
         """Return the measured times of a pass that has finished."""
         return Timeline(
@@ -308,9 +337,6 @@ class Executor:
     ) -> None:
         """Add the loss of the labelled tokens, chunk by chunk, and write its gradient if wanted."""
         flat_ND = hidden_BTD.flatten(0, 1)
-        if batch.num_label_tokens:
-            few_N, next_N = batch.positions[:CHECKED_TOKENS], batch.next_tokens[:CHECKED_TOKENS]
-            self._model.check_tail_once(flat_ND[few_N].unsqueeze(0), next_N.unsqueeze(0))
         chunks = zip(
             batch.positions.split(self._head_chunk_tokens),
             batch.next_tokens.split(self._head_chunk_tokens),

@@ -7,10 +7,12 @@ embeddings where those train) are replaced by leaves, whose gradients go back th
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+
+_CONSTANTS = (bool, int, float, str, torch.dtype, torch.device)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,13 +23,13 @@ class Call:
     kwargs: Mapping[str, Any]
     is_hidden_keyword: bool = False
 
-    def fingerprint(self) -> tuple[object, ...]:
-        """Return what changes when something is written into an argument."""
-        return tuple(map(_mark, self.parts()))
-
     def parts(self) -> Iterator[object]:
         """Yield all that is passed, down to what is in containers."""
         yield from _walk((self.args, self.kwargs))
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors among the parts."""
+        yield from (part for part in self.parts() if isinstance(part, torch.Tensor))
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield the name of each argument that may not be passed, and why."""
@@ -36,6 +38,28 @@ class Call:
             for part in _walk(value):
                 if not isinstance(part, _HARMLESS):
                     yield name, f"a {type(part).__name__} that layers could share state through"
+
+    def is_same(self, other: "Call") -> bool:
+        """Tell whether another call passes the same values; None is as good as nothing."""
+        ours, theirs = self._given(), other._given()
+        return (
+            self.is_hidden_keyword == other.is_hidden_keyword
+            and ours.keys() == theirs.keys()
+            and all(_is_same(ours[key], theirs[key]) for key in ours)
+        )
+
+    def without(self, value: torch.Tensor | None) -> "Call":
+        """Return the call without the named arguments that are this very value."""
+        return replace(self, kwargs={n: v for n, v in self.kwargs.items() if v is not value})
+
+    def with_more(self, named: Mapping[str, Any]) -> "Call":
+        """Return the call with more named arguments."""
+        return replace(self, kwargs={**self.kwargs, **named}) if named else self
+
+    def _given(self) -> dict[object, object]:
+        named: dict[object, object] = {**dict(enumerate(self.args))}
+        named.update(self.kwargs)
+        return {key: value for key, value in named.items() if value is not None}
 
 
 _HARMLESS = (
@@ -51,6 +75,32 @@ _HARMLESS = (
     torch.device,
     type(None),
 )
+
+
+class Snapshot:
+    """What changes when something is written into values or into what they contain.
+
+    It holds what it saw, so that nothing new can take the identity of something that was replaced.
+    """
+
+    def __init__(self, *values: object) -> None:
+        """Look at values, down to what is in containers."""
+        self._seen = [(part, _look(part)) for value in values for part in _walk(value)]
+
+    def __eq__(self, other: object) -> bool:
+        """Tell whether the same objects were seen, none of them written to in between."""
+        return (
+            isinstance(other, Snapshot)
+            and len(self._seen) == len(other._seen)
+            and all(
+                look == other_look and (part is other_part or _is_same_constant(part, other_part))
+                for (part, look), (other_part, other_look) in zip(
+                    self._seen, other._seen, strict=True
+                )
+            )
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # it compares by what it saw
 
 
 @dataclass(kw_only=True)
@@ -86,11 +136,6 @@ class Leaves:
         return type(value)(map(self._cut, value))
 
 
-def version_of(tensor: torch.Tensor) -> int | None:
-    """Return what counts up when a tensor is written to; None where torch does not count."""
-    return None if tensor.is_inference() else tensor._version
-
-
 def _walk(value: object) -> Iterator[object]:
     """Yield a value and, if it is a container, all that is in it."""
     yield value
@@ -102,11 +147,31 @@ def _walk(value: object) -> Iterator[object]:
             yield from _walk(part)
 
 
-def _mark(value: object) -> object:
-    if isinstance(value, torch.Tensor):
-        return id(value), version_of(value)
+def _look(value: object) -> object:
+    """Return what counts up, or grows, when a value is written to."""
+    if isinstance(value, torch.Tensor):  # torch does not count for inference tensors
+        return None if value.is_inference() else value._version
     if isinstance(value, Mapping):
         return tuple(value)
     if isinstance(value, Sequence) and not isinstance(value, str):
         return len(value)
-    return id(value)
+    return None
+
+
+def _is_same_constant(one: object, other: object) -> bool:
+    return type(one) is type(other) and isinstance(one, _CONSTANTS) and one == other
+
+
+def _is_same(one: object, other: object) -> bool:
+    ours, theirs = list(_walk(one)), list(_walk(other))
+    return len(ours) == len(theirs) and all(map(_is_same_part, ours, theirs))
+
+
+def _is_same_part(one: object, other: object) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+    if isinstance(one, Mapping | tuple | list):
+        return type(one) is type(other) and _look(one) == _look(other)
+    return one is other or _is_same_constant(one, other)

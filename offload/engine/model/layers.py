@@ -11,8 +11,9 @@ Norm, head and loss work token by token, so the tail is given only the tokens th
 chunks: the logits of a whole batch never exist at once.
 
 What would break this is anything that layers share beyond the hidden state, or that the model does
-with it between or behind them: right loss, wrong gradients. None of it is known by name. Each is
-looked for where it would happen, before any gradient is touched, and refused with what was found.
+with it between or after them: right loss, wrong gradients. None of it is known by name. What this
+module can see while it runs a model is looked for here, at each visit; what it cannot is looked for
+by `Inspection`, once, before any gradient is touched. Either is refused with what was found.
 """
 
 import sys
@@ -26,12 +27,13 @@ import torch
 from torch import nn
 
 from offload.engine.batch import Batch
-from offload.engine.model.calls import Call, Leaves, version_of
+from offload.engine.model.calls import Call, Leaves, Snapshot
 from offload.engine.model.router import RouterLoss
 from offload.engine.model.stack import (
     find_layers,
     find_towers,
     find_unread_stores,
+    modules_outside,
     not_storing,
     refuse_layer_drop,
     refuse_shared_state,
@@ -44,8 +46,9 @@ from offload.engine.model.stand_ins import (
     Between,
     Form,
     Injector,
+    Last,
     Note,
-    Recorder,
+    StandIn,
     TouchedError,
 )
 from offload.errors import UnsupportedModelError
@@ -54,7 +57,7 @@ from offload.plan.families import RESIDENT_HINT
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-CHECKED_TOKENS = 4
+Forms = tuple[Form, ...]
 FRONT_INPUTS = ("input_ids", "attention_mask", "position_ids")
 COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
 """What a config can have a model collect from its layers."""
@@ -93,27 +96,26 @@ class LayeredModel:
         self.model = cast("PreTrainedModel", model if unwrap is None else unwrap())
         require_language_model(self.model)
         self.name = type(self.model).__name__
+        self.whole = model
         refuse_trained_outside(model, self.model)
         text_config = self.model.config.get_text_config()
         refuse_shared_state(text_config)
         self.max_positions: int = getattr(text_config, "max_position_embeddings", sys.maxsize)
-        self._has_own_loss = True
-        self._is_tail_checked = False
-        self._form: Form | None = None
+        self._forms: Forms | None = None
+        self._returned: dict[int, Form] = {}
         has_router_loss = getattr(text_config, "output_router_logits", False)
         self._owner, self._name = find_layers(self.model, text_config)
         self.layers = cast("nn.ModuleList", getattr(self._owner, self._name))
         refuse_layer_drop(self.model, self._owner)
-        in_layers = set(self.layers.modules())
         self.towers = find_towers(self.model)
         self.router_loss = (
             RouterLoss(self.model, self.model.get_decoder(), list(self.layers))
             if has_router_loss
             else None
         )
+        self.around = modules_outside(self.model, self.layers)
         self._buffered = [[m for m in layer.modules() if m._buffers] for layer in self.layers]
         self._unread = find_unread_stores(list(self.layers))
-        self._around = [m for m in self.model.base_model.modules() if m not in in_layers]
 
     def front(self, batch: Batch) -> Front:
         """Run what comes before the layers.
@@ -128,21 +130,21 @@ class LayeredModel:
         """
         unknown = sorted(set(batch) - set(FRONT_INPUTS))
         if unknown:
-            self._refuse(
+            self.refuse(
                 f"would be given `{unknown[0]}`",
                 limit=f"a micro-batch holds labels and {', '.join(FRONT_INPUTS)}",
             )
-        notes: list[Note] = []
         try:
-            if self._form is None:
-                with _same_randomness(batch["input_ids"].device):
-                    self._form = self._find_form(batch)
-            self._record(batch, self._form, notes)
+            if self._forms is None:
+                self._few = {name: batch[name][:1, :3] for name in FRONT_INPUTS if name in batch}
+                with same_randomness(batch["input_ids"].device):
+                    self._forms = self._find_forms()
+            notes = self.record(batch, self._forms)
         except TouchedError as error:
-            self._refuse(str(error), limit=_ONE_STATE)
+            self.refuse(str(error), limit=ONE_STATE)
         for note in notes:
             for name, problem in note.call.problems():
-                self._refuse(
+                self.refuse(
                     f"passes `{name}` to layer {note.layer}, {problem}",
                     limit="a layer may be passed constants, tensors and containers of them",
                 )
@@ -161,7 +163,6 @@ class LayeredModel:
                 another micro-batch or its own recompute would see something else.
         """
         module = self.layers[layer]
-        held = self._buffers_of(layer)  # or a new one could have the id of one let go
         before = self._state_of(layer, hidden_BTD, call)
         with not_storing(self._unread[layer]):
             if call.is_hidden_keyword:
@@ -169,21 +170,15 @@ class LayeredModel:
             else:
                 output = module(hidden_BTD, *call.args, **call.kwargs)
         after = self._state_of(layer, hidden_BTD, call)
-        del held
         changed = [name for name in before if before[name] != after[name]]
         if changed:
-            self._refuse(
+            self.refuse(
                 f"has a layer {layer} that changes {' and '.join(changed)}",
                 limit="a layer may only read them: it is run again for its gradients",
             )
-        if not isinstance(output, tuple | list):
-            return cast("torch.Tensor", output)
-        if self._form is not None and self._form.is_none and any(x is not None for x in output[1:]):
-            self._refuse(
-                f"has a layer {layer} that returns more than a hidden state",
-                limit="nothing else may go from layer to layer",
-            )
-        return cast("torch.Tensor", output[0])
+        self._note_form(layer, output)
+        hidden = output[0] if isinstance(output, tuple | list) else output
+        return cast("torch.Tensor", hidden)
 
     @contextmanager
     def listening(self, layer: int) -> Iterator[list[torch.Tensor]]:
@@ -199,27 +194,21 @@ class LayeredModel:
     ) -> torch.Tensor:
         """Run norm, head and loss on some tokens.
 
+        The loss is computed here: a model's own may not take the number to divide by.
+
         Args:
             hidden_BTD: Output of the last layer for these tokens.
             labels_BT: The token that follows each of them (already shifted).
             num_label_tokens: What the sum of the losses is divided by.
         """
-        if not self._has_own_loss:
-            logits_BTV = self.tail_logits(hidden_BTD)
-            return _cross_entropy_sum(logits_BTV, labels_BT) / num_label_tokens
-        output = self._tail(
-            hidden_BTD,
-            labels=labels_BT,
-            shift_labels=labels_BT,
-            num_items_in_batch=num_label_tokens,
-        )
-        return cast("torch.Tensor", output.loss)
+        logits_BTV = self.tail_logits(hidden_BTD)
+        return cross_entropy_sum(logits_BTV, labels_BT) / num_label_tokens
 
     def tail_logits(self, hidden_BTD: torch.Tensor) -> torch.Tensor:
         """Run norm and head on some tokens; returns logits (B, T, V)."""
         output = self._tail(hidden_BTD)
         if not hasattr(output, "logits"):
-            self._refuse("returns no logits", limit="a causal language model has a head")
+            self.refuse("returns no logits", limit="a causal language model has a head")
         return cast("torch.Tensor", output.logits)
 
     def output(self, hidden_BTD: torch.Tensor, **inputs: Any) -> Any:
@@ -231,93 +220,132 @@ class LayeredModel:
         """
         return self._tail(hidden_BTD, **inputs)
 
-    def check_tail_once(self, hidden_BTD: torch.Tensor, labels_BT: torch.Tensor) -> None:
-        """Check on the first tokens that come that the tail is what a step needs.
+    def _tail(self, hidden_BTD: torch.Tensor, **inputs: Any) -> Any:
+        """Run the model with `hidden_BTD` as what its last layer returns; on any tokens if none."""
+        forms = self._forms or (FORMS[0],) * len(self.layers)
+        stand_ins = self.stand_ins(StandIn, forms, notes=[])
+        last = len(self.layers) - 1
+        stand_ins[last] = Injector(
+            self.layers[last], last, notes=[], form=forms[last], hidden=hidden_BTD
+        )
+        any_ids = torch.zeros(hidden_BTD.shape[:2], dtype=torch.long, device=hidden_BTD.device)
+        inputs = {"input_ids": any_ids} | inputs
+        with self.replaced(stand_ins), unchanged(self.around):
+            try:
+                return self.model(use_cache=False, **inputs)
+            except TouchedError as error:
+                self.refuse(str(error), limit=ONE_STATE)
 
-        Norm and head must work token by token and on nothing else. The loss must be the sum of the
-        tokens' cross-entropies over the number that it is given; where a model ignores that number
-        or shifts the labels itself, but means the same, the sum is computed here.
+    def record(
+        self, batch: Batch, forms: Forms, *, root: nn.Module | None = None, **more: torch.Tensor
+    ) -> list[Note]:
+        """Run the model up to its last layer; return a note per layer.
+
+        Args:
+            batch: What is given to the model.
+            forms: How each layer returns the hidden state.
+            root: What is run; None for the model without what is around it.
+            more: What else is given.
 
         Raises:
-            UnsupportedModelError: The tail or the loss is another one.
+            TouchedError: Its layers could not be visited one by one.
         """
-        if self._is_tail_checked:
-            return
-        hidden_BTD, labels_BT = hidden_BTD[:, :CHECKED_TOKENS], labels_BT[:, :CHECKED_TOKENS]
-        if not bool(hidden_BTD.isfinite().all()):
-            return  # nothing can be told from these; whoever reads the loss will see
-        with torch.no_grad(), _same_randomness(hidden_BTD.device):
-            logits_BTV = self.tail_logits(hidden_BTD)
-            if logits_BTV.isnan().any():
-                return  # nothing can be told yet, and the loss will say so itself
-            turned_BTV = self._tail(hidden_BTD.flip(1), any_token=1).logits.flip(1)
-            largest = float(logits_BTV[logits_BTV.isfinite()].abs().max())
-            slack = 8 * torch.finfo(logits_BTV.dtype).eps * largest
-            if not torch.allclose(logits_BTV, turned_BTV, rtol=0, atol=slack):
-                self._refuse(
-                    "does not compute a token's logits from the last layer's output for it alone",
-                    limit="what follows the layers must work token by token",
-                )
-            self._check_loss(hidden_BTD, logits_BTV, labels_BT)
-        self._is_tail_checked = True
+        notes: list[Note] = []
+        self._record(batch, forms, notes, root=root, **more)
+        return notes
 
-    def _check_loss(
-        self, hidden_BTD: torch.Tensor, logits_BTV: torch.Tensor, labels_BT: torch.Tensor
-    ) -> None:
-        right = _cross_entropy_sum(logits_BTV, labels_BT)
-        three = torch.tensor(3, device=hidden_BTD.device)
-        found = self.tail_loss(hidden_BTD, labels_BT, three) * 3
-        if torch.isclose(found.float(), right, rtol=1e-3):
-            return
-        plain = self._tail(hidden_BTD, labels=labels_BT).loss.float()
-        unshifted = right / labels_BT.numel()
-        shifted = _cross_entropy_sum(logits_BTV[:, :-1], labels_BT[:, 1:]) / (labels_BT.numel() - 1)
-        if not any(torch.isclose(plain, mean, rtol=1e-3) for mean in (unshifted, shifted)):
-            self._refuse(
-                f"gives a loss of {float(found):.4f} where the sum of cross-entropies is"
-                f" {float(right):.4f}",
-                limit="its loss must be the cross-entropy of the next tokens",
-            )
-        self._has_own_loss = False
+    @property
+    def forms(self) -> Forms:
+        """How each layer returns the hidden state, once the layers were visited."""
+        assert self._forms is not None
+        return self._forms
 
-    def _find_form(self, batch: Batch) -> Form:
+    def _find_forms(self) -> Forms:
         """Return how the model wants its layers' output, tried on three tokens.
 
         Where no form will do, the one that came furthest tells why.
         """
-        inputs = {name: batch[name][:1, :3] for name in FRONT_INPUTS if name in batch}
         furthest, reason = 0, ""
         for form in FORMS:
             notes: list[Note] = []
+            forms = (form,) * len(self.layers)
             try:
-                self._record(inputs, form, notes)
+                self._record(self._few, forms, notes)
             except torch.OutOfMemoryError:
                 raise
-            except _FORWARD_ERRORS as error:
+            except FORWARD_ERRORS as error:
                 if not reason or len(notes) > furthest:
                     is_ours = isinstance(error, TouchedError)
                     furthest = len(notes)
                     reason = str(error) if is_ours else f"fails without its layers: {error}"
                 continue
             shape = notes[0].hidden.shape
-            if shape[:2] == inputs["input_ids"].shape:
-                return form
+            if shape[:2] == self._few["input_ids"].shape:
+                return forms
             reason = f"has hidden states of shape {tuple(shape)} for one row of three tokens"
             break
         raise TouchedError(reason)
 
-    def _record(self, batch: Batch, form: Form, notes: list[Note]) -> None:
-        """Run the model up to its last layer; a note per layer."""
+    def _note_form(self, layer: int, output: object) -> None:
+        """Compare how a layer returned the hidden state with what the front was recorded with.
+
+        Where it is another way, the model is run again with stand-ins that return as the layer did:
+        it may do with that what it did not do before.
+        """
+        if self._forms is None:
+            return
+        found = Form.of(output)
+        if self._returned.setdefault(layer, found) != found:
+            self.refuse(
+                f"has a layer {layer} that does not always return the same number of values",
+                limit=ONE_STATE,
+            )
+        if found == self._forms[layer]:
+            return
+        forms = (*self._forms[:layer], *(found,) * (len(self.layers) - layer))
+        try:
+            with torch.no_grad(), same_randomness(self._few["input_ids"].device):
+                before, after = self.record(self._few, self._forms), self.record(self._few, forms)
+        except FORWARD_ERRORS as error:
+            self.refuse(f"{error}, where layer {layer} returns {_words(found)}", limit=ONE_STATE)
+        if not all(a.call.is_same(b.call) for a, b in zip(before, after, strict=True)):
+            self.refuse(
+                f"passes its layers other arguments where layer {layer} returns {_words(found)}",
+                limit=ONE_STATE,
+            )
+        self._forms = forms
+
+    def _record(
+        self,
+        batch: Batch,
+        forms: Forms,
+        notes: list[Note],
+        root: nn.Module | None = None,
+        **more: torch.Tensor,
+    ) -> None:
+        stand_ins = self.stand_ins(StandIn, forms, notes=notes)
         last = len(self.layers) - 1
-        recorders = [
-            Recorder(layer, i, notes=notes, form=form, is_last=i == last)
-            for i, layer in enumerate(self.layers)
-        ]
+        stand_ins[last] = Last(self.layers[last], last, notes=notes, form=forms[last])
         inputs = {name: batch[name] for name in FRONT_INPUTS if name in batch}
-        with self._replaced(recorders), suppress(AllRecordedError):
-            self.model(**inputs, use_cache=False)
+        with self.replaced(stand_ins), suppress(AllRecordedError):
+            (root or self.model)(**inputs, **more, use_cache=False)
+        self.require_in_order(notes)
+
+    def stand_ins(self, kind: type[StandIn], forms: Forms, *, notes: list[Note]) -> list[StandIn]:
+        """Return a stand-in for each layer."""
+        return [
+            kind(layer, i, notes=notes, form=form)
+            for i, (layer, form) in enumerate(zip(self.layers, forms, strict=True))
+        ]
+
+    def require_in_order(self, notes: Sequence[Note]) -> None:
+        """Check that each layer was called once and in order, and given what may be kept.
+
+        Raises:
+            TouchedError: It was not.
+        """
         visited = [note.layer for note in notes]
-        if visited != list(range(last + 1)):
+        if visited != list(range(len(self.layers))):
             raise TouchedError(f"visits its layers in the order {visited}, not each once")
         for before, note in pairwise(notes):
             if note.hidden is not before.returned:
@@ -326,27 +354,14 @@ class LayeredModel:
                 )
             if any(isinstance(part, Between) for part in note.call.parts()):
                 raise TouchedError(f"hands more than a hidden state on to layer {note.layer}")
-
-    def _tail(self, hidden_BTD: torch.Tensor, *, any_token: int = 0, **inputs: Any) -> Any:
-        """Run the model with `hidden_BTD` as what its last layer returns; on any tokens if none."""
-        form = self._form or FORMS[0]
-        stand_ins: list[nn.Module] = [
-            Recorder(layer, i, notes=[], form=form, is_last=False)
-            for i, layer in enumerate(self.layers[:-1])
-        ]
-        stand_ins.append(Injector(self.layers[-1], hidden_BTD, form=form))
-        any_ids = torch.full(
-            hidden_BTD.shape[:2], any_token, dtype=torch.long, device=hidden_BTD.device
-        )
-        inputs = {"input_ids": any_ids} | inputs
-        with self._replaced(stand_ins), _unchanged(self._around):
-            try:
-                return self.model(use_cache=False, **inputs)
-            except TouchedError as error:
-                self._refuse(str(error), limit=_ONE_STATE)
+        for note in notes:
+            if not note.is_as_then():
+                raise TouchedError(
+                    f"changes what it has passed to layer {note.layer} before it calls another"
+                )
 
     @contextmanager
-    def _replaced(self, stand_ins: Sequence[nn.Module]) -> Iterator[None]:
+    def replaced(self, stand_ins: Sequence[nn.Module]) -> Iterator[None]:
         """Put stand-ins in the layers' places; what layers return is not collected meanwhile.
 
         Outputs have names meanwhile, whatever the config says.
@@ -364,25 +379,28 @@ class LayeredModel:
             for config, name, is_on in flags:
                 setattr(config, name, is_on)
 
-    def _buffers_of(self, layer: int) -> list[torch.Tensor]:
-        owners = self._buffered[layer]
-        return [b for owner in owners for b in owner._buffers.values() if b is not None]
-
-    def _state_of(self, layer: int, hidden_BTD: torch.Tensor, call: Call) -> dict[str, object]:
+    def _state_of(self, layer: int, hidden_BTD: torch.Tensor, call: Call) -> dict[str, Snapshot]:
         return {
-            "its input": version_of(hidden_BTD),
-            "its arguments": call.fingerprint(),
-            "its buffers": [(id(b), version_of(b)) for b in self._buffers_of(layer)],
+            "its input": Snapshot(hidden_BTD),
+            "its arguments": Snapshot(call.args, call.kwargs),
+            "its buffers": Snapshot(
+                *(b for m in self._buffered[layer] for b in m._buffers.values())
+            ),
         }
 
-    def _refuse(self, what: str, *, limit: str) -> NoReturn:
+    def refuse(self, what: str, *, limit: str) -> NoReturn:
+        """Refuse the model, which does `what`.
+
+        Raises:
+            UnsupportedModelError: Always.
+        """
         raise UnsupportedModelError(f"{self.name} {what}", limit=limit, hint=RESIDENT_HINT)
 
 
-_ONE_STATE = (
+ONE_STATE = (
     "one hidden state of (rows, tokens, ...) may go from layer to layer, and only layers may use it"
 )
-_FORWARD_ERRORS = (
+FORWARD_ERRORS = (
     TouchedError,
     TypeError,
     ValueError,
@@ -394,7 +412,7 @@ _FORWARD_ERRORS = (
 
 
 @contextmanager
-def _unchanged(modules: Sequence[nn.Module]) -> Iterator[None]:
+def unchanged(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Undo what modules note about the tokens that they see, such as rotary tables for a length."""
     before = [(module, dict(vars(module)), dict(module._buffers)) for module in modules]
     try:
@@ -405,12 +423,19 @@ def _unchanged(modules: Sequence[nn.Module]) -> Iterator[None]:
             module._buffers.update(buffers)
 
 
-def _same_randomness(device: torch.device) -> AbstractContextManager[None]:
+def same_randomness(device: torch.device) -> AbstractContextManager[None]:
     """Leave the generators as they are, so that a check does not change a dropout mask."""
     return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
-def _cross_entropy_sum(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
+def cross_entropy_sum(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the tokens' cross-entropies; -100 is no label."""
     return nn.functional.cross_entropy(
         logits_BTV.flatten(0, 1).float(), labels_BT.flatten(), reduction="sum"
     )
+
+
+def _words(form: Form) -> str:
+    if form.extras is None:
+        return "a hidden state alone"
+    return f"a hidden state and {len(form.extras)} more"

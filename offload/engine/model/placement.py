@@ -28,6 +28,7 @@ def streamed_parameters(
     owners = Counter(
         id(p) for module in layered.model.modules() for p in module.parameters(recurse=False)
     )
+    outside = {id(p) for module in layered.around for p in module.parameters(recurse=False)}
     groups = [
         [
             p
@@ -35,6 +36,7 @@ def streamed_parameters(
             if (are_trained_streamed or not p.requires_grad)
             and in_layers[id(p)] == 1
             and owners[id(p)] == 1
+            and id(p) not in outside
         ]
         for layer in layered.layers
     ]

@@ -51,6 +51,21 @@ def find_layers(model: "PreTrainedModel", text_config: Any) -> tuple[nn.Module, 
     )
 
 
+def modules_outside(model: nn.Module, layers: nn.ModuleList) -> list[nn.Module]:
+    """Return all modules that can be reached from a model other than through its list of layers.
+
+    A module of a layer is among them if it has another place as well.
+    """
+    found: dict[nn.Module, None] = {}
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        if module not in found:
+            found[module] = None
+            waiting += [child for child in module.children() if child is not layers]
+    return list(found)
+
+
 def find_towers(model: "PreTrainedModel") -> list[nn.Module]:
     """Return what stands beside the decoder of a composite: towers for images and sound.
 

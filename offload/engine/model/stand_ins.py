@@ -1,4 +1,4 @@
-"""What stands in the layers' places while the model's own forward runs without them.
+"""What takes the layers' places while the model's own forward runs without them.
 
 Problem. Around its layers a model may do more than pass the hidden state on: hand the second
 output of one layer to the next, keep the hidden states of several layers for a mixture, add to
@@ -12,7 +12,7 @@ A layer may return the hidden state alone or first in a tuple, which cannot be t
 `FORMS` lists the ways; the first that the model's forward understands is taken.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-from offload.engine.model.calls import Call
+from offload.engine.model.calls import Call, Snapshot
 
 
 class TouchedError(Exception):
@@ -28,7 +28,13 @@ class TouchedError(Exception):
 
 
 class Between(torch.Tensor):
-    """A hidden state between two layers, which nothing but a layer may compute with."""
+    """A tensor that only looks like one, in place of one that may be passed on and not used.
+
+    Attributes:
+        what: It, in words.
+    """
+
+    what: str
 
     @classmethod
     def __torch_function__(
@@ -43,76 +49,116 @@ class Between(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", str(func))
-        raise TouchedError(f"computes with the hidden state between its layers (`{name}`)")
+        what = next((arg.what for arg in args if isinstance(arg, Between)), _HIDDEN)
+        raise TouchedError(f"computes with {what} (`{name}`)")
+
+
+_HIDDEN = "the hidden state between its layers"
+_EXTRA = "what a layer returns besides the hidden state, between its layers"
 
 
 _LOOKS = {
     torch.Tensor.size,
     torch.Tensor.dim,
+    torch.Tensor.is_inference,
     *(
         getattr(torch.Tensor, name).__get__
-        for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout")
+        for name in (
+            "shape",
+            "dtype",
+            "device",
+            "ndim",
+            "requires_grad",
+            "is_cuda",
+            "layout",
+            "_version",
+        )
     ),
 }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Form:
-    """How a stand-in returns the hidden state.
+    """How a layer returns the hidden state.
 
     Attributes:
-        num_extras: Elements behind it in a tuple; None where it is returned alone.
-        is_none: Whether those are None rather than something that must not be used.
+        extras: What comes after it in a tuple, True for a value and False for None; None where the
+            hidden state is returned alone.
     """
 
-    num_extras: int | None
-    is_none: bool = False
+    extras: tuple[bool, ...] | None
+
+    @classmethod
+    def of(cls, output: object) -> "Form":
+        """Return the form of what a layer returned."""
+        if not isinstance(output, tuple | list):
+            return cls(extras=None)
+        return cls(extras=tuple(value is not None for value in output[1:]))
 
     def wrap(self, hidden: torch.Tensor) -> object:
-        """Return the hidden state as the layers do."""
-        if self.num_extras is None:
+        """Return the hidden state as the layers do; no value that comes with it may be used."""
+        if self.extras is None:
             return hidden
-        extras = [None if self.is_none else between(hidden) for _ in range(self.num_extras)]
+        extras = (between(hidden, _EXTRA) if is_value else None for is_value in self.extras)
         return (hidden, *extras)
 
 
 FORMS = (
-    Form(num_extras=None),
-    *(Form(num_extras=n) for n in range(4)),
-    *(Form(num_extras=n, is_none=True) for n in range(1, 4)),
+    Form(extras=None),
+    *(Form(extras=(True,) * n) for n in range(4)),
+    *(Form(extras=(False,) * n) for n in range(1, 4)),
 )
 
 
-def between(hidden: torch.Tensor) -> Between:
+def between(hidden: torch.Tensor, what: str = _HIDDEN) -> Between:
     """Return a tensor that looks like `hidden` and takes no memory of its own."""
     with torch._C.DisableTorchFunctionSubclass(), unset_fake_temporarily():
         if isinstance(hidden, FakeTensor):  # cannot be of another class as well
             hidden = torch.empty_strided(
                 hidden.shape, hidden.stride(), dtype=hidden.dtype, device="meta"
             )
-        return hidden.detach().as_subclass(Between)
+        found = hidden.detach().as_subclass(Between)
+        found.what = what
+        return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Note:
-    """What a recorder was called with, and what it returned."""
+    """What a stand-in was called with, and what it returned as hidden state.
+
+    Attributes:
+        layer: Whose place it takes.
+        hidden: The hidden state that it was given.
+        returned: The one that it returned.
+        call: The other arguments.
+        seen: All that it was given, as it was then.
+    """
 
     layer: int
     hidden: torch.Tensor
-    returned: Between
+    returned: torch.Tensor
     call: Call
+    seen: Snapshot
+
+    def is_as_then(self) -> bool:
+        """Tell whether nothing was written since into what was passed."""
+        return self.seen == Snapshot(self.hidden, self.call.args, self.call.kwargs)
 
 
 class AllRecordedError(Exception):
     """The last layer was reached; the rest of the model's forward is not needed."""
 
 
-class _StandIn(nn.Module):
-    """Takes a layer's place; the model reads the layer's attributes through it."""
+class StandIn(nn.Module):
+    """Takes a layer's place and notes what it is called with.
 
-    def __init__(self, layer: nn.Module) -> None:
+    The model reads the layer's attributes through it, but for its weights.
+    """
+
+    def __init__(self, layer: nn.Module, index: int, *, notes: list[Note], form: Form) -> None:
+        """Stand in for the layer at `index`; what it is called with is added to `notes`."""
         super().__init__()
-        self.__dict__["stood_in_for"] = layer
+        self.__dict__.update(stood_in_for=layer, index=index, notes=notes, form=form)
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.__dict__["stood_in_for"], name)
@@ -122,40 +168,80 @@ class _StandIn(nn.Module):
             raise TouchedError(f"reads `{name}` of a layer from outside, where it has no weights")
         return found
 
-
-class Recorder(_StandIn):
-    """Notes its arguments; the last one stops the forward."""
-
-    def __init__(
-        self, layer: nn.Module, index: int, *, notes: list[Note], form: Form, is_last: bool
-    ) -> None:
-        """Stand in for the layer at `index`; what it is called with is added to `notes`."""
-        super().__init__(layer)
-        self.__dict__.update(index=index, notes=notes, form=form, is_last=is_last)
-
     def forward(self, *args: Any, **kwargs: Any) -> object:
-        """Note the arguments and return a hidden state that nobody may touch."""
+        """Note the arguments and return a hidden state as the layer would."""
         is_keyword = not args
         hidden = kwargs.pop("hidden_states", None) if is_keyword else args[0]
         if not isinstance(hidden, torch.Tensor):
             raise TouchedError(f"passes a {type(hidden).__name__} to a layer as hidden state")
         own = self.__dict__
-        returned = between(hidden)
         call = Call(args=args[1:], kwargs=kwargs, is_hidden_keyword=is_keyword)
-        own["notes"].append(Note(layer=own["index"], hidden=hidden, returned=returned, call=call))
-        if own["is_last"]:
-            raise AllRecordedError
-        return cast("Form", own["form"]).wrap(returned)
+        returned = self._returned(hidden)
+        own["notes"].append(
+            Note(
+                layer=own["index"],
+                hidden=hidden,
+                returned=returned,
+                call=call,
+                seen=Snapshot(hidden, call.args, call.kwargs),
+            )
+        )
+        return self._answer(cast("Form", own["form"]), returned)
+
+    def _returned(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return a hidden state that nobody may touch."""
+        return between(hidden)
+
+    def _answer(self, form: Form, returned: torch.Tensor) -> object:
+        return form.wrap(returned)
 
 
-class Injector(_StandIn):
+class Last(StandIn):
+    """Stops the forward."""
+
+    def _answer(self, form: Form, returned: torch.Tensor) -> object:
+        raise AllRecordedError
+
+
+class Injector(StandIn):
     """Returns a given hidden state, whatever comes in."""
 
-    def __init__(self, layer: nn.Module, hidden: torch.Tensor, *, form: Form) -> None:
-        """Stand in for `layer`."""
-        super().__init__(layer)
-        self.__dict__.update(hidden=hidden, form=form)
+    def __init__(
+        self,
+        layer: nn.Module,
+        index: int,
+        *,
+        notes: list[Note],
+        form: Form,
+        hidden: torch.Tensor,
+        on_call: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Stand in for a layer.
 
-    def forward(self, *_args: Any, **_kwargs: Any) -> object:
-        """Return the hidden state that was given."""
-        return cast("Form", self.__dict__["form"]).wrap(self.__dict__["hidden"])
+        Args:
+            layer: The layer.
+            index: Its number.
+            notes: Where to note what it is called with.
+            form: How it returns the hidden state.
+            hidden: That hidden state.
+            on_call: Called before it is returned.
+        """
+        super().__init__(layer, index, notes=notes, form=form)
+        self.__dict__.update(hidden=hidden, on_call=on_call)
+
+    def _returned(self, hidden: torch.Tensor) -> torch.Tensor:
+        own = self.__dict__
+        own["on_call"]()
+        return cast("torch.Tensor", own["hidden"])
+
+
+class Closed(StandIn):
+    """Lets nobody look for modules or parameters inside the layer either."""
+
+    def named_modules(self, *_args: Any, **_kwargs: Any) -> Any:
+        """Refuse to be searched."""
+        raise TouchedError("reads the modules or parameters of a layer from outside")
+
+
+class ClosedInjector(Closed, Injector):
+    """Returns a given hidden state, and lets nobody look inside."""

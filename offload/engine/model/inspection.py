@@ -1,0 +1,461 @@
+"""Looks once, before the first step, whether a model can be computed layer by layer.
+
+Problem. Streaming computes front, layers, tail and loss each alone. That is the model's own step
+only if a layer's output follows from what it is handed and from its weights, if what follows the
+layers works token by token on the last hidden state and on nothing else, and if the model's own
+loss is the cross-entropy of the next tokens. Values at one point do not show it: a path may begin
+at zero, an extra term may be small, a value may be left in a global.
+
+Idea. Each of these is a statement about structure, and is checked as one, on a few tokens, in one
+pass over the layers that is streamed like any other. No gradient is touched.
+
+1. A layer is called on a few of the batch's tokens, then on other values, then on the first again.
+   A `Watch` sees what it reads and writes that is not its own, `kept_by` what it counts, and the
+   last output must be the first.
+2. The model's own forward, with all that is wrapped around it, runs with stand-ins for its layers.
+   They return as the layers did, with a random hidden state from the last. A watch sees whether
+   what follows reads anything from before the layers. Trained weights there that are zero are
+   random meanwhile.
+3. In that hidden state one token is made NaN, which passes through every path, also through one
+   multiplied by zero: only that token's logits may become NaN.
+4. Logits, and their gradient by the hidden state, are compared with those that a step computes from
+   the same hidden states in chunks; the model's own loss and its gradient by the logits with the
+   cross-entropy of the next tokens, at two scales of the logits.
+
+Source of 3: the rules of IEEE 754, by which 0 * NaN is NaN.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from offload.engine.batch import IGNORED, Batch
+from offload.engine.model.calls import Call
+from offload.engine.model.kept import changed_in, kept_by
+from offload.engine.model.layers import (
+    FORWARD_ERRORS,
+    FRONT_INPUTS,
+    ONE_STATE,
+    LayeredModel,
+    cross_entropy_sum,
+    same_randomness,
+    unchanged,
+)
+from offload.engine.model.stand_ins import (
+    Closed,
+    ClosedInjector,
+    Note,
+    TouchedError,
+    between,
+)
+from offload.engine.model.watch import Watch, homes_of
+
+_LOGITS_DIM = 3
+LAYER_TOKENS = 8  # of the batch's first row
+ROWS, TOKENS = 2, 5  # that follow the layers
+_SCALES = (1.0, 20.0)  # of the logits: some terms of a loss begin above a threshold
+_FEW = 1024  # of a weight's elements, which are rarely all zero if it is not
+_SEED = 0
+_ALONE = "a layer's output may follow only from its arguments and its own weights"
+_BY_TOKEN = "what follows the layers must work token by token"
+_BEFORE, _AFTER = "the part before the layers", "the part after the layers"
+_NEXT_TOKENS = "its loss must be the mean cross-entropy of the next tokens"
+
+
+class Inspection:
+    """One inspection of a model, in the mode (`train` or `eval`) that it is in."""
+
+    def __init__(self, model: LayeredModel, batch: Batch, *, has_labels: bool) -> None:
+        """Run what comes before the layers.
+
+        Args:
+            model: It; its layers need no weights yet.
+            batch: A micro-batch, on the compute device.
+            has_labels: Whether a loss will be asked for.
+
+        Raises:
+            UnsupportedModelError: What a layer is handed is not the same each time.
+        """
+        self._model, self._has_labels = model, has_labels
+        self._batch = {name: batch[name] for name in FRONT_INPUTS if name in batch}
+        self._watch = Watch(homes_of(model.layers, model.around))
+        few = {"input_ids": batch["input_ids"][:1, :LAYER_TOKENS]}
+        if "position_ids" in batch:
+            few["position_ids"] = batch["position_ids"][..., :1, :LAYER_TOKENS]
+        with self._quietly():
+            model.front(few)  # what is only computed once is there then
+            with self._quietly():
+                before = model.front(few)
+            self._watch.begin(_BEFORE, layer=None, given=())
+            with self._quietly(), self._watch:
+                front = model.front(few)
+            self._refuse_what_was_seen()
+        if not _are_close(before.hidden_BTD, front.hidden_BTD) or not all(
+            a.is_same(b) for a, b in zip(before.calls, front.calls, strict=True)
+        ):
+            model.refuse("passes its layers other values when it is run again", limit=_ALONE)
+        self._calls = front.calls
+        self._unread = self._passed_with_labels(few) if has_labels else {}
+        self._hidden_BTD = front.hidden_BTD.detach().contiguous()
+        self._other_BTD = 0.75 * self._hidden_BTD.flip(-1)
+
+    def visit(self, layer: int) -> None:
+        """Inspect one layer; its weights must be in place, and those before it were inspected.
+
+        Raises:
+            UnsupportedModelError: It does more than compute its output from what it is handed.
+        """
+        call = self._calls[layer].with_more(self._unread.get(layer, {}))
+        first_BTD = self._call(layer, self._hidden_BTD, call)
+        kept = kept_by(self._model.layers[layer])
+        outputs = []
+        for which, hidden_BTD in (
+            ("an earlier call of ", self._other_BTD),
+            ("", self._hidden_BTD),
+        ):
+            outputs.append(self._watched(layer, hidden_BTD, call, which))
+            changed = changed_in(kept, kept_by(self._model.layers[layer]))
+            if changed:
+                self._model.refuse(
+                    f"has a layer {layer} that changes `{changed[0]}` when it is called",
+                    limit=_ALONE,
+                )
+        self._other_BTD, again_BTD = outputs
+        if not _are_close(first_BTD, again_BTD, steps=64):
+            self._model.refuse(
+                f"has a layer {layer} that gives another output for the same input", limit=_ALONE
+            )
+        self._hidden_BTD = again_BTD
+
+    def around(self) -> bool:
+        """Inspect what the model computes outside its layers, which were all inspected.
+
+        Returns:
+            Whether anything could be told: not from logits that are not numbers.
+
+        Raises:
+            UnsupportedModelError: Logits or loss are not those that a step computes.
+        """
+        with self._quietly(), _stirred(self._model.around):
+            like_BTD = self._hidden_BTD
+            shape = (ROWS, TOKENS, *like_BTD.shape[2:])
+            hidden_BTD = torch.randn(shape, device=like_BTD.device).to(like_BTD.dtype)
+            logits_BTV = getattr(self._own(hidden_BTD), "logits", None)
+            if not isinstance(logits_BTV, torch.Tensor):
+                self._model.refuse("returns no logits", limit=_BY_TOKEN)
+            if logits_BTV.dim() != _LOGITS_DIM or logits_BTV.shape[:2] != (ROWS, TOKENS):
+                self._model.refuse(
+                    f"returns logits of shape {tuple(logits_BTV.shape)} for {ROWS} rows of {TOKENS}"
+                    " tokens",
+                    limit="logits are (rows, tokens, vocabulary)",
+                )
+            if logits_BTV.isnan().any():
+                return False
+            self._require_tokens_apart(hidden_BTD, logits_BTV)
+            self._require_same_in_chunks(hidden_BTD, logits_BTV)
+            if self._has_labels:
+                for scale in _SCALES:
+                    self._require_cross_entropy(hidden_BTD, logits_BTV, scale)
+        return True
+
+    # -------------------------------------------------------------------------------------- layers
+
+    def _passed_with_labels(self, few: Batch) -> dict[int, dict[str, torch.Tensor]]:
+        """Return what stands for the labels in calls of layers, which no layer may touch.
+
+        Some models pass them on with all other arguments.
+        """
+        model, labels_BT = self._model, few["input_ids"].clone()
+        try:
+            with self._quietly():
+                notes = model.record(few, model.forms, root=model.whole, labels=labels_BT)
+        except FORWARD_ERRORS:
+            return {}  # it is found again, and refused, where the loss is inspected
+        return {
+            note.layer: {
+                name: between(labels_BT, "its labels in a layer")
+                for name, value in note.call.kwargs.items()
+                if value is labels_BT
+            }
+            for note in notes
+        }
+
+    def _call(self, layer: int, hidden_BTD: torch.Tensor, call: Call) -> torch.Tensor:
+        try:
+            with self._quietly():
+                return self._model.layer_forward(layer, hidden_BTD, call).contiguous()
+        except TouchedError as error:
+            self._model.refuse(str(error), limit=_ALONE)
+
+    def _watched(
+        self, layer: int, hidden_BTD: torch.Tensor, call: Call, which: str
+    ) -> torch.Tensor:
+        self._watch.begin(
+            f"{which}layer {layer}", layer=layer, given=[hidden_BTD, *self._calls[layer].tensors()]
+        )
+        with self._watch:
+            output_BTD = self._call(layer, hidden_BTD, call)
+        self._watch.end([output_BTD])
+        if self._watch.problem:
+            self._model.refuse(f"has a layer {layer} that {self._watch.problem}", limit=_ALONE)
+        return output_BTD
+
+    def _refuse_what_was_seen(self) -> None:
+        """Refuse what a watch saw outside the layers."""
+        if not self._watch.problem:
+            return
+        if self._watch.culprit == _AFTER:
+            self._refuse_tail(f", but {self._watch.problem}")
+        self._model.refuse(f"{self._watch.problem}, before its layers", limit=_ALONE)
+
+    # -------------------------------------------------------------------------------------- around
+
+    def _own(
+        self, hidden_BTD: torch.Tensor, *, labels_BT: torch.Tensor | None = None, scale: float = 1.0
+    ) -> Any:
+        """Run the model's own forward, with all that is around it, on a hidden state.
+
+        Returns:
+            What it returns. With labels its logits are computed in fp32 and multiplied by `scale`.
+        """
+        model, notes = self._model, list[Note]()
+        inputs = self._inputs(hidden_BTD)
+        expected = model.record(inputs, model.forms)
+        last = len(model.layers) - 1
+        stand_ins = model.stand_ins(Closed, model.forms, notes=notes)
+        watch = self._watch
+        stand_ins[last] = ClosedInjector(
+            model.layers[last],
+            last,
+            notes=notes,
+            form=model.forms[last],
+            hidden=hidden_BTD,
+            on_call=lambda: watch.begin(
+                _AFTER,
+                layer=None,
+                given=[hidden_BTD, *([] if labels_BT is None else [labels_BT])],
+            ),
+        )
+        watch.begin(_BEFORE, layer=None, given=inputs.values())
+        watch.made_by(_BEFORE, inputs.values())
+        labels = {} if labels_BT is None else {"labels": labels_BT}
+        try:
+            with (
+                model.replaced(stand_ins),
+                unchanged(model.around),
+                _scaled(model.model, 1.0 if labels_BT is None else scale, labels_BT is not None),
+                watch,
+            ):
+                output = model.whole(**inputs, **labels, use_cache=False)
+            watch.end()
+            model.require_in_order(notes)
+        except FORWARD_ERRORS as error:
+            is_ours = isinstance(error, TouchedError)
+            given = "without its layers" if labels_BT is None else "with labels, without its layers"
+            what = str(error) if is_ours else f"fails {given}: {error}"
+            model.refuse(f"{what}{self._wrapped}", limit=ONE_STATE)
+        self._refuse_what_was_seen()
+        calls = [note.call.without(labels_BT) for note in notes]
+        if not all(a.call.is_same(b) for a, b in zip(expected, calls, strict=True)):
+            model.refuse(
+                f"passes its layers other arguments with labels{self._wrapped}", limit=ONE_STATE
+            )
+        return output
+
+    @property
+    def _wrapped(self) -> str:
+        """Name what is around the model, where something is."""
+        whole = self._model.whole
+        if whole is self._model.model:
+            return ""
+        kinds = (type(module).__name__ for module in (whole, *whole.children()))
+        return f", as run by {' and '.join(kinds)}"
+
+    def _inputs(self, hidden_BTD: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return some tokens of the batch, and positions and padding if it has them."""
+        ids_N = self._batch["input_ids"].flatten()
+        some_N = torch.arange(ROWS * TOKENS, device=ids_N.device) % ids_N.numel()
+        inputs = {"input_ids": ids_N[some_N].view(ROWS, TOKENS)}
+        if "attention_mask" in self._batch:
+            inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+            inputs["attention_mask"][1, -1] = 0
+        if "position_ids" in self._batch:
+            positions_T = torch.arange(TOKENS, device=ids_N.device)
+            leading = self._batch["position_ids"].shape[:-2]
+            inputs["position_ids"] = positions_T.expand(*leading, ROWS, TOKENS)
+        return inputs
+
+    def _require_tokens_apart(self, hidden_BTD: torch.Tensor, logits_BTV: torch.Tensor) -> None:
+        """Check that a NaN stays with its token."""
+        poisoned_BTD = hidden_BTD.clone()
+        poisoned_BTD[0, 2] = torch.nan
+        isnan_BT = self._own(poisoned_BTD).logits.isnan().any(-1)
+        isnan_BT[0, 2] = False
+        if isnan_BT.any():
+            self._refuse_tail()
+
+    def _require_same_in_chunks(self, hidden_BTD: torch.Tensor, logits_BTV: torch.Tensor) -> None:
+        """Check values, and gradients by the hidden state, against chunks in another order."""
+        size = ROWS * TOKENS
+        order_N = torch.arange(size - 1, -1, -1, device=hidden_BTD.device)
+        chunks = [order_N[:3], order_N[3:]]
+        cotangent_NV = torch.randn_like(logits_BTV).flatten(0, 1).nan_to_num()
+        is_finite_NV = logits_BTV.flatten(0, 1).isfinite()
+        cotangent_NV = cotangent_NV * is_finite_NV
+        with torch.enable_grad():
+            leaf_BTD = hidden_BTD.detach().requires_grad_()
+            own_NV = self._own(leaf_BTD).logits.flatten(0, 1)
+            own_ND = _gradient(own_NV, leaf_BTD, cotangent_NV)
+            for chunk_n in chunks:
+                leaf_1nD = leaf_BTD.detach().flatten(0, 1)[chunk_n].unsqueeze(0).requires_grad_()
+                logits_nV = self._model.tail_logits(leaf_1nD)[0]
+                if not _are_close(own_NV[chunk_n], logits_nV):
+                    self._refuse_tail()
+                gradient_nD = _gradient(logits_nV, leaf_1nD, cotangent_NV[chunk_n])
+                if own_ND is None or gradient_nD is None:
+                    self._model.refuse(
+                        "has logits without a gradient by the last layer's output", limit=_BY_TOKEN
+                    )
+                if not _are_close(own_ND.flatten(0, 1)[chunk_n], gradient_nD[0], steps=64):
+                    self._refuse_tail()
+
+    def _require_cross_entropy(
+        self, hidden_BTD: torch.Tensor, logits_BTV: torch.Tensor, scale: float
+    ) -> None:
+        """Check the model's own loss, and its gradient by the logits."""
+        labels_BT = self._labels(logits_BTV)
+        with torch.enable_grad():
+            leaf_BTD = hidden_BTD.detach().requires_grad_()
+            output = self._own(leaf_BTD, labels_BT=labels_BT, scale=scale)
+            loss, own_BTV = output.loss, output.logits
+            if not isinstance(loss, torch.Tensor) or not isinstance(own_BTV, torch.Tensor):
+                self._model.refuse("returns no loss with its logits", limit=_NEXT_TOKENS)
+            if scale == 1 and not _are_close(own_BTV.to(logits_BTV.dtype), logits_BTV):
+                self._model.refuse("has other logits where it is given labels", limit=_NEXT_TOKENS)
+            num_labels = (labels_BT[:, 1:] != IGNORED).sum()
+            right = cross_entropy_sum(own_BTV[:, :-1], labels_BT[:, 1:]) / num_labels
+            slack = max(1e-5, 4 * torch.finfo(own_BTV.dtype).eps)
+            if not torch.isclose(loss.float(), right, rtol=slack):
+                num_all = (labels_BT != IGNORED).sum()
+                unshifted = cross_entropy_sum(own_BTV, labels_BT) / num_all
+                self._refuse_loss(loss, right, unshifted, slack)
+            of = own_BTV if _depends(loss, own_BTV) else leaf_BTD
+            found, expected = (_gradient(x, of, None) for x in (loss, right))
+        if found is None or expected is None or not _is_near(found, expected, slack):
+            self._model.refuse(
+                "has a loss whose gradient is not that of the cross-entropy", limit=_NEXT_TOKENS
+            )
+
+    def _labels(self, logits_BTV: torch.Tensor) -> torch.Tensor:
+        """Return labels that the tokens before them may have, special ones among them."""
+        noise_BTV = torch.rand_like(logits_BTV, dtype=torch.float32)
+        is_open_BTV = logits_BTV.isfinite()
+        chosen_BT = noise_BTV.masked_fill(~is_open_BTV, -1).argmax(-1)
+        labels_BT = chosen_BT.roll(1, dims=1)
+        config = self._model.model.config.get_text_config()
+        special = (getattr(config, name, None) for name in ("pad_token_id", "eos_token_id"))
+        for t, token in enumerate(special, start=1):
+            is_one = isinstance(token, int) and 0 <= token < logits_BTV.shape[-1]
+            if is_one and is_open_BTV[0, t - 1, token]:
+                labels_BT[0, t] = token
+        labels_BT[0, 3] = IGNORED
+        labels_BT[1, -1] = IGNORED  # padding, where there is a mask
+        return labels_BT
+
+    def _refuse_tail(self, why: str = "") -> NoReturn:
+        self._model.refuse(
+            f"does not compute a token's logits from the last layer's output for it alone{why}",
+            limit=_BY_TOKEN,
+        )
+
+    def _refuse_loss(
+        self, loss: torch.Tensor, right: torch.Tensor, unshifted: torch.Tensor, slack: float
+    ) -> NoReturn:
+        if torch.isclose(loss.float(), unshifted, rtol=slack):
+            self._model.refuse(
+                "has a loss that compares each token's logits with the label in its own place",
+                limit=_NEXT_TOKENS,
+            )
+        self._model.refuse(
+            f"gives a loss of {loss.item():.6g} where the mean of cross-entropies is"
+            f" {right.item():.6g}",
+            limit=_NEXT_TOKENS,
+        )
+
+    @contextmanager
+    def _quietly(self) -> Iterator[None]:
+        """Record no graph; draw the same numbers each time, and leave the generators as they are.
+
+        What is compiled runs uncompiled, so that the watch sees it and no form is compiled for it.
+        """
+        device = self._batch["input_ids"].device
+        with torch.no_grad(), same_randomness(device), torch.compiler.set_stance("force_eager"):
+            torch.manual_seed(_SEED)
+            yield
+
+
+@contextmanager
+def _stirred(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Have random values in trained weights that are zero, which would hide what they multiply."""
+    zero = {
+        parameter
+        for module in modules
+        for parameter in module.parameters(recurse=False)
+        if parameter.requires_grad and not parameter.flatten()[:_FEW].any() and not parameter.any()
+    }
+    try:
+        for parameter in zero:
+            parameter.normal_(std=0.1)
+        yield
+    finally:
+        for parameter in zero:
+            parameter.zero_()
+
+
+@contextmanager
+def _scaled(model: nn.Module, scale: float, is_wanted: bool) -> Iterator[None]:  # noqa: FBT001
+    """Have the head return fp32, multiplied: what follows is then computed in that."""
+    head: Any = model.get_output_embeddings() if is_wanted else None  # type: ignore[operator]
+    if head is None:
+        yield
+        return
+    hook = head.register_forward_hook(
+        lambda _module, _inputs, logits: (
+            (logits if logits.dtype.itemsize > 4 else logits.float()) * scale
+        )
+    )
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _gradient(
+    value: torch.Tensor, by: torch.Tensor, cotangent: torch.Tensor | None
+) -> torch.Tensor | None:
+    if not value.requires_grad:
+        return None
+    (found,) = torch.autograd.grad(value, [by], cotangent, retain_graph=True, allow_unused=True)
+    return found
+
+
+def _depends(value: torch.Tensor, by: torch.Tensor) -> bool:
+    return by.requires_grad and _gradient(value, by, None) is not None
+
+
+def _are_close(one: torch.Tensor, other: torch.Tensor, *, steps: int = 8) -> bool:
+    """Tell whether two results differ by some roundings of their largest value at most."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    one, other = one.detach(), other.detach()
+    finite = one[one.isfinite()]
+    largest = float(finite.abs().max()) if finite.numel() else 0.0
+    slack = steps * torch.finfo(one.dtype).eps * largest
+    return torch.allclose(one, other, rtol=0, atol=slack, equal_nan=True)
+
+
+def _is_near(one: torch.Tensor, other: torch.Tensor, slack: float) -> bool:
+    return float((one - other).norm()) <= slack * float(other.norm())

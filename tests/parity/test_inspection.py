@@ -1,0 +1,715 @@
+"""What a model's own code does besides calling its layers is computed as it does, or refused.
+
+The reference is the model's own loss and plain autograd on the whole model.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import AdaLoraConfig, LoraConfig, get_peft_model
+from torch import nn
+from transformers import BartConfig, BartForConditionalGeneration, BertConfig, BertForMaskedLM
+
+import offload
+from tests.parity.custom_model import (
+    NUM_LAYERS,
+    VOCABULARY,
+    WIDTH,
+    CustomConfig,
+    CustomLayer,
+    CustomModel,
+)
+from tests.parity.tiny_models import tiny_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SHARED: dict[str, Any] = {}
+
+
+def built(kind: type[CustomModel], **options: Any) -> Any:
+    """Build a model with LoRA on its layers, all of it away from where it starts."""
+    SHARED.clear()
+    torch.manual_seed(0)
+    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], **options)
+    model = get_peft_model(kind(CustomConfig()), config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model.train()
+
+
+def batches() -> list[dict[str, torch.Tensor]]:
+    """Return two micro-batches of one width; the first has one label token."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for _ in range(2):
+        input_ids = torch.randint(3, VOCABULARY, (2, 9), generator=generator)
+        found.append({"input_ids": input_ids, "labels": input_ids.clone()})
+    found[0]["labels"][:] = -100
+    found[0]["labels"][0, 4] = 7
+    return found
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def plain(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    """Run the whole model, with its own loss, one micro-batch after the other."""
+    numbers = [int((batch["labels"][:, 1:] != -100).sum()) for batch in batches()]
+    total = 0.0
+    for number, batch in zip(numbers, batches(), strict=True):
+        part = model(**batch, use_cache=False).loss * number / sum(numbers)
+        part.backward()
+        total += part.item()
+    found = gradients(model)
+    model.zero_grad(set_to_none=True)
+    return total, found
+
+
+def streamed(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    engine = offload.attach(model, num_slots=2, device="cpu", head_chunk_tokens=5)
+    try:
+        return engine.forward_backward(batches(), dropout_seed=0).loss, gradients(model)
+    finally:
+        engine.detach()
+
+
+def assert_equal(model: Any) -> None:
+    loss, expected = plain(model)
+    found_loss, found = streamed(model)
+    assert found_loss == pytest.approx(loss, rel=1e-5)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        difference = float((found[name] - gradient).norm())
+        assert difference <= 1e-4 * float(gradient.norm()) + 1e-7, name
+
+
+def assert_refused(model: Any, match: str) -> None:
+    with pytest.raises(offload.UnsupportedModelError, match=match):
+        streamed(model)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+# ------------------------------------------------------------------------------------- reference
+
+
+def test_a_model_of_custom_code_is_exact() -> None:
+    assert_equal(built(CustomModel))
+
+
+# ---------------------------------------------------------------------------- what layers return
+
+
+class Pair(CustomLayer):
+    """Returns a second value, as mixtures do."""
+
+    def forward(self, hidden: torch.Tensor, second: Any = None, **arguments: Any) -> Any:
+        values = self.v_proj(hidden) if second is None else self.v_proj(hidden) + second
+        return hidden + torch.tanh(self.mlp(self.attend(hidden) + values)), values
+
+
+class AddsToLoss(CustomModel):
+    layer = Pair
+
+    def call(self, layer: Any, hidden: torch.Tensor, index: int) -> torch.Tensor:
+        output = layer(hidden)
+        if isinstance(output, tuple):
+            hidden, second = output
+            self.total = (0.0 if index == 0 else self.total) + second.square().mean()
+            return hidden
+        return output
+
+    def extra(self, logits: torch.Tensor, labels: torch.Tensor) -> Any:
+        return 0.1 * self.total
+
+
+class HandsOn(CustomModel):
+    layer = Pair
+
+    def call(self, layer: Any, hidden: torch.Tensor, index: int) -> torch.Tensor:
+        output = layer(hidden, second=None if index == 0 else self.second)
+        if isinstance(output, tuple):
+            hidden, self.second = output
+            return hidden
+        self.second = None
+        return output
+
+
+class Ignores(CustomModel):
+    layer = Pair
+
+
+def test_a_second_value_that_the_loss_reads_is_refused() -> None:
+    assert_refused(built(AddsToLoss), "computes with what a layer returns besides the hidden state")
+
+
+def test_a_second_value_that_the_next_layer_reads_is_refused() -> None:
+    assert_refused(built(HandsOn), "hands more than a hidden state on to layer 1")
+
+
+def test_a_second_value_that_nothing_reads_is_exact() -> None:
+    assert_equal(built(Ignores))
+
+
+# -------------------------------------------------------------------------- between the layers
+
+
+class Scaled(CustomLayer):
+    """Multiplies by what it is passed."""
+
+    def forward(self, hidden: torch.Tensor, scale: Any = None, **arguments: Any) -> Any:
+        scale = scale["by"] if isinstance(scale, dict) else scale
+        return hidden + scale * torch.tanh(self.mlp(self.attend(hidden)))
+
+
+class ChangesDict(CustomModel):
+    layer = Scaled
+
+    def call(self, layer: Any, hidden: torch.Tensor, index: int) -> torch.Tensor:
+        if index == 0:
+            self.context = {"by": 1.0}
+        self.context["by"] = 1.0 + index / 4
+        return layer(hidden, scale=self.context)
+
+
+class ChangesTensor(CustomModel):
+    layer = Scaled
+
+    def call(self, layer: Any, hidden: torch.Tensor, index: int) -> torch.Tensor:
+        self.factor = torch.ones(()) if index == 0 else self.factor.mul_(0.7)
+        return layer(hidden, scale=self.factor)
+
+
+class OneDictEach(CustomModel):
+    layer = Scaled
+
+    def call(self, layer: Any, hidden: torch.Tensor, index: int) -> torch.Tensor:
+        return layer(hidden, scale={"by": 1.0 + index / 4})
+
+
+class Lists(CustomLayer):
+    def forward(self, hidden: torch.Tensor, said: Any = None, **arguments: Any) -> Any:
+        said.append(self.q_proj(hidden))
+        return super().forward(hidden)
+
+
+class ReadsList(CustomModel):
+    layer = Lists
+
+    def call(self, layer: Any, hidden: torch.Tensor, index: int) -> torch.Tensor:
+        if index == 0:
+            self.said: list[torch.Tensor] = []
+        return layer(hidden, said=self.said)
+
+    def extra(self, logits: torch.Tensor, labels: torch.Tensor) -> Any:
+        return sum(said.square().mean() for said in self.said)
+
+
+class PassesLabels(CustomModel):
+    """Passes its labels to its layers, which do not read them."""
+
+    def call(self, layer: Any, hidden: torch.Tensor, index: int) -> torch.Tensor:
+        return layer(hidden, labels=self.labels)
+
+
+class ReadsLabels(CustomLayer):
+    def forward(self, hidden: torch.Tensor, labels: Any = None, **arguments: Any) -> Any:
+        output = super().forward(hidden)
+        return output if labels is None else output + 0.1 * (labels > 0).unsqueeze(-1)
+
+
+class Drops(CustomModel):
+    def call(self, layer: Any, hidden: torch.Tensor, index: int) -> torch.Tensor:
+        return nn.functional.dropout(layer(hidden), 0.1)
+
+
+class Detaches(CustomModel):
+    def call(self, layer: Any, hidden: torch.Tensor, index: int) -> torch.Tensor:
+        return layer(hidden).detach() if index == 1 else layer(hidden)
+
+
+@pytest.mark.parametrize("kind", [ChangesDict, ChangesTensor])
+def test_what_is_changed_in_place_between_layers_is_refused(kind: type[CustomModel]) -> None:
+    assert_refused(built(kind), "changes what it has passed to layer 0 before it calls another")
+
+
+def test_another_container_for_each_layer_is_exact() -> None:
+    assert_equal(built(OneDictEach))
+
+
+def test_a_list_that_layers_append_to_is_refused() -> None:
+    assert_refused(built(ReadsList), "has a layer 0 that changes its arguments")
+
+
+def test_labels_that_layers_are_passed_and_do_not_read_are_exact() -> None:
+    assert_equal(built(PassesLabels))
+
+
+def test_labels_that_a_layer_reads_are_refused() -> None:
+    kind = type("Mine", (PassesLabels,), {"layer": ReadsLabels})
+    assert_refused(built(kind), "computes with its labels in a layer")
+
+
+@pytest.mark.parametrize("kind", [Drops, Detaches])
+def test_what_is_computed_between_layers_is_refused(kind: type[CustomModel]) -> None:
+    assert_refused(built(kind), "computes with the hidden state between its layers")
+
+
+# ------------------------------------------------------------------------- state of the layers
+
+
+class Globally(CustomLayer):
+    """Even layers leave their values, odd layers read those of the layer before."""
+
+    def forward(self, hidden: torch.Tensor, **arguments: Any) -> Any:
+        values = self.v_proj(hidden)
+        if self.index % 2 == 0:
+            SHARED["values"] = values
+        return super().forward(hidden) + 0.1 * SHARED["values"]
+
+
+class LeavesNumber(CustomLayer):
+    def forward(self, hidden: torch.Tensor, **arguments: Any) -> Any:
+        scale = SHARED.get("mean", 1.0) if self.index else 1.0
+        SHARED["mean"] = hidden.detach().square().mean().item()
+        return super().forward(hidden) * scale
+
+
+class Counts(CustomLayer):
+    num_calls = 0
+
+    def forward(self, hidden: torch.Tensor, **arguments: Any) -> Any:
+        self.num_calls += 1
+        return super().forward(hidden) * (1.0 if self.num_calls < 100 else 0.5)
+
+
+class CountsInTraining(Counts):
+    def forward(self, hidden: torch.Tensor, **arguments: Any) -> Any:
+        return super().forward(hidden) if self.training else CustomLayer.forward(self, hidden)
+
+
+class Remembers(CustomLayer):
+    state: torch.Tensor | None = None
+
+    def forward(self, hidden: torch.Tensor, **arguments: Any) -> Any:
+        old = torch.zeros(WIDTH) if self.state is None else self.state
+        self.state = 0.9 * old + 0.1 * hidden.detach().mean((0, 1))
+        return super().forward(hidden) + self.state
+
+
+class Averages(CustomLayer):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.mean = nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
+
+    def forward(self, hidden: torch.Tensor, **arguments: Any) -> Any:
+        self.mean.data.mul_(0.9).add_(0.1 * hidden.detach().mean((0, 1)))
+        return super().forward(hidden) + self.mean
+
+
+class ReadsOther(CustomLayer):
+    """Reads weights of another layer, in a way that no list of modules shows."""
+
+    others: tuple[CustomLayer, ...] = ()
+
+    def forward(self, hidden: torch.Tensor, **arguments: Any) -> Any:
+        other = self.others[(self.index + 2) % NUM_LAYERS]
+        return super().forward(hidden) + 0.1 * other.mlp(hidden)
+
+
+class Logs(CustomLayer):
+    """Keeps what nothing reads, and a table that is computed once."""
+
+    def forward(self, hidden: torch.Tensor, **arguments: Any) -> Any:
+        if "table" not in SHARED:
+            SHARED["table"] = torch.linspace(0.5, 1.5, WIDTH)
+        self.last_attention = self.attend(hidden).detach()
+        return super().forward(hidden) * SHARED["table"]
+
+
+def of(layer: type[CustomLayer]) -> type[CustomModel]:
+    return type(f"Of{layer.__name__}", (CustomModel,), {"layer": layer})
+
+
+@pytest.mark.parametrize(
+    ("layer", "what"),
+    [
+        (Globally, "has a layer 1 that reads a tensor that layer 0 made"),
+        (LeavesNumber, r"has a layer 0 that changes `SHARED \(in forward\)\['mean'\]`"),
+        (Counts, "has a layer 0 that changes `num_calls` when it is called"),
+        (CountsInTraining, "has a layer 0 that changes `num_calls` when it is called"),
+        (Remembers, "has a layer 0 that reads a tensor that an earlier call of layer 0 made"),
+        (Averages, "has a layer 0 that writes to a tensor that it did not make"),
+    ],
+)
+def test_a_layer_with_state_is_refused(layer: type[CustomLayer], what: str) -> None:
+    assert_refused(built(of(layer)), what)
+
+
+def test_state_in_training_only_does_not_forbid_an_evaluation_before() -> None:
+    model = built(of(CountsInTraining)).eval()
+    batch = batches()[1]
+    with torch.no_grad():
+        expected = model(**batch).loss.item()
+    engine = offload.attach(model, num_slots=2, device="cpu")
+    found = engine.forward(batch)
+    model.train()
+    with pytest.raises(offload.UnsupportedModelError, match="changes `num_calls`"):
+        engine.forward_backward(batches())
+    engine.detach()
+    assert found.loss_sum / found.num_label_tokens == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_layer_that_counts_in_a_closure_is_refused() -> None:
+    model = built(CustomModel)
+    num_calls = 0
+
+    def count(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        return output if num_calls < 100 else output * 0.5
+
+    model.get_base_model().model.layers[2].register_forward_hook(count)
+    assert_refused(model, r"has a layer 2 that changes `num_calls \(in _forward_hooks\)`")
+
+
+def test_a_layer_that_reads_weights_of_another_is_refused() -> None:
+    model = built(of(ReadsOther))
+    layers = tuple(model.get_base_model().model.layers)
+    for layer in layers:
+        vars(layer)["others"] = layers
+    assert_refused(model, "has a layer 0 that reads weights of layer 2")
+
+
+def test_what_layers_only_log_and_tables_that_they_share_are_exact() -> None:
+    assert_equal(built(of(Logs)))
+
+
+def test_a_hook_that_changes_what_a_layer_returns_is_exact() -> None:
+    model = built(CustomModel)
+    model.get_base_model().model.layers[1].register_forward_hook(lambda _m, _i, out: out * 1.5)
+    assert_equal(model)
+
+
+def test_weights_that_layers_share_are_exact() -> None:
+    model = built(CustomModel)
+    layers = model.get_base_model().model.layers
+    layers[2].mlp = layers[0].mlp
+    layers[3].mlp.weight = layers[1].mlp.weight
+    assert_equal(model)
+
+
+# ------------------------------------------------------------------ modules with several places
+
+
+@pytest.mark.parametrize("name", ["norm", "embed_tokens"])
+def test_a_module_of_a_layer_and_of_the_model_is_not_streamed(name: str) -> None:
+    model = built(CustomModel)
+    body = model.get_base_model().model
+    for layer in body.layers:
+        layer.borrowed = getattr(body, name)
+    assert_equal(model)
+
+
+def test_a_module_of_a_layer_that_the_tail_reads_in_secret_is_refused() -> None:
+    class Secret(CustomModel):
+        def after(self, hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+            return vars(self)["secret"](hidden) if "secret" in vars(self) else hidden
+
+    model = built(Secret)
+    base = model.get_base_model()
+    vars(base)["secret"] = base.model.layers[1].mlp
+    assert_refused(model, "reads weights of layer 1")
+
+
+# ------------------------------------------------------------------------------- after the layers
+
+
+class Skips(CustomModel):
+    """Adds the embeddings, through a gate and a matrix that are zero."""
+
+    def prepare(self) -> None:
+        self.skip = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.gate = nn.Linear(1, 1, bias=False)
+
+    def after(self, hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        return hidden + self.gate.weight * self.skip(embedded)
+
+
+class Convolves(CustomModel):
+    def prepare(self) -> None:
+        self.skip = nn.Conv1d(WIDTH, WIDTH, 3, groups=WIDTH, bias=False)
+
+    def after(self, hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        padded = nn.functional.pad(hidden.transpose(1, 2), (2, 0))
+        return hidden + self.skip(padded).transpose(1, 2)
+
+
+class CapsAll(CustomModel):
+    """Caps by what all tokens have, where that is large."""
+
+    def cap(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits / (logits.abs().amax() / 1e4).clamp(min=1)
+
+
+class CapsEach(CustomModel):
+    def cap(self, logits: torch.Tensor) -> torch.Tensor:
+        return 5 * torch.tanh(logits / 5)
+
+
+class ByLength(CustomModel):
+    def after(self, hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        return (hidden - hidden.mean(-1, keepdim=True)) * hidden.shape[1] + hidden
+
+    def cap(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits / math.sqrt(logits.shape[1])
+
+
+class BiasedByPlace(CustomModel):
+    def prepare(self) -> None:
+        self.skip = nn.Embedding(16, VOCABULARY)
+
+    def cap(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits + self.skip(torch.arange(logits.shape[1]))
+
+
+class DetachesAfter(CustomModel):
+    def after(self, hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        return hidden.detach()
+
+
+class ScalesGradient(CustomModel):
+    """Has the values of its input and twice its gradient."""
+
+    def after(self, hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        num_tokens = hidden.shape[1]
+        return num_tokens * hidden - (num_tokens - 1) * hidden.detach()
+
+
+ALONE = "does not compute a token's logits from the last layer's output for it alone"
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        (Skips, f"{ALONE}, but reads a tensor that the part before the layers made"),
+        (Convolves, ALONE),
+        (CapsAll, ALONE),
+        (ByLength, ALONE),
+        (BiasedByPlace, ALONE),
+        (ScalesGradient, ALONE),
+        (DetachesAfter, "has logits without a gradient by the last layer's output"),
+    ],
+)
+def test_what_does_not_work_token_by_token_is_refused(kind: type[CustomModel], what: str) -> None:
+    saved = ["skip"] if kind in (Skips, Convolves, BiasedByPlace) else None
+    model = built(kind, modules_to_save=saved)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "skip" in name or "gate" in name:
+                parameter.zero_()
+    assert_refused(model, what)
+
+
+def test_weights_that_are_zero_are_so_again_after_an_inspection() -> None:
+    class Gated(CustomModel):
+        def prepare(self) -> None:
+            self.skip = nn.Linear(WIDTH, WIDTH, bias=False)
+
+        def after(self, hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+            return hidden + self.skip(hidden)
+
+    model = built(Gated, modules_to_save=["skip"])
+    trained = model.get_base_model().skip.modules_to_save["default"].weight
+    with torch.no_grad():
+        trained.zero_()
+    assert_equal(model)
+    assert not trained.any()
+
+
+def test_a_cap_for_each_logit_is_exact() -> None:
+    assert_equal(built(CapsEach))
+
+
+def test_an_embedding_that_counts_is_refused() -> None:
+    model = built(CustomModel)
+    num_calls = 0
+
+    def count(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        return output * num_calls
+
+    model.get_base_model().model.embed_tokens.register_forward_hook(count)
+    assert_refused(model, "passes its layers other values when it is run again")
+
+
+# ----------------------------------------------------------------------------------- own losses
+
+
+class WithZLoss(CustomModel):
+    def extra(self, logits: torch.Tensor, labels: torch.Tensor) -> Any:
+        return 1e-4 * logits.float().logsumexp(-1).square().mean()
+
+
+class AboveThreshold(CustomModel):
+    def extra(self, logits: torch.Tensor, labels: torch.Tensor) -> Any:
+        return (logits.abs() - 30).relu().mean()
+
+
+class Smoothed(CustomModel):
+    def extra(self, logits: torch.Tensor, labels: torch.Tensor) -> Any:
+        return -1e-2 * logits.float().log_softmax(-1).mean()
+
+
+class WithoutPadding(CustomModel):
+    """Counts no token that is padding, wherever it is."""
+
+    def extra(self, logits: torch.Tensor, labels: torch.Tensor) -> Any:
+        kept = labels.masked_fill(labels == 2, -100)
+        full, part = (
+            self.loss_function(logits, those, vocab_size=VOCABULARY) for those in (labels, kept)
+        )
+        return part - full
+
+
+class OfWeights(CustomModel):
+    def extra(self, logits: torch.Tensor, labels: torch.Tensor) -> Any:
+        found = [p.square().sum() for n, p in self.named_parameters() if "lora_A" in n]
+        return 1e-3 * torch.stack(found).sum() if found else 0.0
+
+
+class OfTokens(CustomModel):
+    def extra(self, logits: torch.Tensor, labels: torch.Tensor) -> Any:
+        return 0.0 * self.tokens.sum()
+
+
+class LeavesLoss(CustomLayer):
+    """Leaves a loss on a part of it, as some routers do."""
+
+    def forward(self, hidden: torch.Tensor, **arguments: Any) -> Any:
+        self.mlp.balance = self.mlp(hidden).square().mean()
+        return super().forward(hidden)
+
+
+class Collects(CustomModel):
+    layer = LeavesLoss
+
+    def prepare(self) -> None:
+        vars(self)["parts"] = [layer.mlp for layer in self.model.layers]
+
+    def extra(self, logits: torch.Tensor, labels: torch.Tensor) -> Any:
+        return sum(part.balance for part in vars(self)["parts"])
+
+
+class Searches(CustomModel):
+    layer = LeavesLoss
+
+    def extra(self, logits: torch.Tensor, labels: torch.Tensor) -> Any:
+        return sum(m.balance for m in self.modules() if hasattr(m, "balance"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        (WithZLoss, r"gives a loss of [\d.]+ where the mean of cross-entropies is [\d.]+"),
+        (AboveThreshold, r"gives a loss of [\d.]+ where"),
+        (Smoothed, r"gives a loss of [\d.]+ where"),
+        (OfTokens, "reads a tensor that the part before the layers made"),
+        (OfWeights, "reads the modules or parameters of a layer from outside"),
+        (Collects, "but reads a tensor that layer 0 made"),
+        (Searches, "reads the modules or parameters of a layer from outside"),
+    ],
+)
+def test_a_loss_with_more_than_cross_entropy_is_refused(kind: type[CustomModel], what: str) -> None:
+    assert_refused(built(kind), what)
+
+
+def test_a_loss_that_leaves_out_padding_by_its_token_is_refused() -> None:
+    model = built(WithoutPadding)
+    model.config.pad_token_id = 2
+    assert_refused(model, r"gives a loss of [\d.]+ where")
+
+
+def test_a_hook_around_an_adapted_model_that_changes_its_loss_is_refused() -> None:
+    model = built(CustomModel)
+
+    def change(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+        if output.loss is not None:
+            output.loss = output.loss * 1.001
+        return output
+
+    model.register_forward_hook(change)
+    assert_refused(model, r"gives a loss of [\d.]+ where")
+
+
+def test_a_small_extra_term_shows_in_16_bits_too() -> None:
+    assert_refused(built(WithZLoss).bfloat16(), r"gives a loss of [\d.]+ where")
+
+
+def qwen3(config: Any) -> Any:
+    base = tiny_model("qwen3")
+    return get_peft_model(base, config).train()
+
+
+def test_the_regularisation_of_adalora_is_refused() -> None:
+    config = AdaLoraConfig(
+        target_modules=["q_proj"], total_step=10, init_r=4, target_r=2, task_type="CAUSAL_LM"
+    )
+    assert_refused(
+        qwen3(config), "reads the modules or parameters of a layer from outside.*AdaLora"
+    )
+
+
+def test_invocation_tokens_of_an_adapter_are_refused() -> None:
+    config = LoraConfig(
+        target_modules=["q_proj"], alora_invocation_tokens=[7, 8], task_type="CAUSAL_LM"
+    )
+    assert_refused(qwen3(config), "reads the modules or parameters of a layer from outside")
+
+
+def bart() -> Any:
+    return BartForConditionalGeneration(
+        BartConfig(
+            vocab_size=VOCABULARY,
+            d_model=WIDTH,
+            encoder_layers=2,
+            decoder_layers=3,
+            encoder_attention_heads=2,
+            decoder_attention_heads=2,
+            encoder_ffn_dim=WIDTH,
+            decoder_ffn_dim=WIDTH,
+            max_position_embeddings=32,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            decoder_start_token_id=2,
+            dropout=0.0,
+        )
+    )
+
+
+def bert() -> Any:
+    return BertForMaskedLM(
+        BertConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=WIDTH,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            intermediate_size=WIDTH,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+    )
+
+
+@pytest.mark.parametrize("build", [bart, bert, lambda: tiny_model("pegasus")])
+def test_a_loss_that_is_not_shifted_is_refused(build: Callable[[], Any]) -> None:
+    model = build()
+    names = ["q_proj"] if "Bert" not in type(model).__name__ else ["query"]
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=names)).train()
+    assert_refused(adapted, "compares each token's logits with the label in its own place")
