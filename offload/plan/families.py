@@ -161,6 +161,7 @@ _LATENT_SIZES = {
 }
 _READS_OTHERS = "layers that read another layer's keys and values cannot be visited alone"
 _ONE_STATE = "one hidden state may go from layer to layer, and only layers may use it"
+_NEXT_TOKENS = "its loss must be the mean cross-entropy of the next tokens"
 _ONE_LIST = "one list, of its decoder layers, can be streamed"
 
 # Composites whose own flag says whether the head is tied, and its value where it is missing; with
@@ -186,6 +187,10 @@ REFUSED: Mapping[str, str] = {
         _ONE_STATE,
     ),
     **dict.fromkeys(("mllama", "prophetnet", "reformer", "xlnet", "xmod", "zaya"), _ONE_STATE),
+    **dict.fromkeys(
+        ("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian"), _NEXT_TOKENS
+    ),
+    **dict.fromkeys(("mbart", "mvp", "pegasus", "plbart", "trocr", "whisper"), _NEXT_TOKENS),
 }
 
 FAMILIES: Mapping[str, Family] = {

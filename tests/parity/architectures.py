@@ -6,8 +6,8 @@
 Each type of transformers' causal language models is built tiny and random, gets adapters, and runs
 one step of three micro-batches of unequal width with padding: streamed through two slots, resident
 (grade MOVE, to the bit), and by plain transformers, peft and autograd (grade REORDER, against a
-float64 truth where a type can compute one). A type is exact, or refused with the engine's reason;
-anything else is a failure of the engine.
+float64 truth where a type can compute one); the loss is also that of the model itself. A type is
+exact, or refused with the engine's reason; anything else is a failure of the engine.
 """
 
 import argparse
@@ -118,6 +118,15 @@ def plain(model: nn.Module, batches: Sequence[Batch]) -> tuple[float, Gradients]
     return loss, gradients(model)
 
 
+def own_loss(model: nn.Module, batches: Sequence[Batch]) -> float:
+    """Return the loss of the same step as the model itself computes it."""
+    model = copy.deepcopy(model)
+    numbers = [int((batch["labels"][:, 1:] != -100).sum()) for batch in batches]
+    with torch.no_grad():
+        parts = (float(model(**batch, use_cache=False).loss) for batch in batches)
+        return sum(p * n for p, n in zip(parts, numbers, strict=True)) / sum(numbers)
+
+
 def truth(model: nn.Module, batches: Sequence[Batch]) -> Gradients | None:
     """Return the plain gradients in float64, or None for types that mix in other dtypes."""
     model = copy.deepcopy(model).double()
@@ -176,6 +185,9 @@ def _errors_of(model_type: str, seed: int) -> tuple[float, float]:
     _require_close(model_type, ours, reference)
     if not math.isclose(loss, plain_loss, rel_tol=CLOSE):
         raise InexactError(f"{model_type}: loss {loss}, plain {plain_loss}")
+    own = own_loss(model, batches)
+    if not math.isclose(loss, own, rel_tol=CLOSE):
+        raise InexactError(f"{model_type}: loss {loss}, its own {own}")
     true = truth(model, batches)
     if true is not None:
         return rel_error(ours, true), rel_error(reference, true)
@@ -228,7 +240,8 @@ def write_table(verdicts: Sequence[Verdict]) -> str:
         f" {len(verdicts) - num_exact} are refused.",
         "",
         "*Exact*: a step streamed through two slots has the loss and gradients of the resident step"
-        " to the bit, and those of plain transformers, peft and autograd within rounding.",
+        " to the bit, and those of plain transformers, peft and autograd within rounding; the"
+        " loss is the model's own.",
         "*Refused*: `offload.UnsupportedModelError` is raised, with this reason, at `attach` or"
         " before the first step's gradients.",
         "",
