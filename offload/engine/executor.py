@@ -196,7 +196,8 @@ class Executor:
             else:
                 told.append(inspections[0].around())
 
-        self._issue(schedule, PassState(), run)
+        with torch.inference_mode(mode=False), torch.no_grad():  # as for `evaluate`
+            self._issue(schedule, PassState(), run)
         return told[0]
 
     def timeline(self, schedule: Schedule, events: Sequence[Event]) -> Timeline:
