@@ -25,7 +25,7 @@ from offload.engine.masters import Masters
 from offload.engine.model.calls import Call
 from offload.engine.model.inspection import Inspection
 from offload.engine.model.layers import Front, LayeredModel
-from offload.engine.randomness import VisitRandomness, require_same_draws
+from offload.engine.randomness import FRONT_LAYER, VisitRandomness, require_same_draws
 from offload.engine.slots import Slots
 from offload.engine.stash import Stash
 from offload.engine.streams import Device, Event, copy_on_host
@@ -34,8 +34,6 @@ from offload.errors import UnsupportedModelError
 from offload.plan.op import Kind, Op
 from offload.plan.schedule import NUM_KEPT, Schedule
 from offload.plan.timeline import Span, Timeline
-
-FRONT_LAYER = -1  # stands for the front where visits are seeded
 
 
 @dataclass(kw_only=True)

@@ -25,6 +25,8 @@ from offload.errors import OffloadError
 
 T = TypeVar("T")
 
+FRONT_LAYER = -1  # stands for the front where visits are seeded
+
 # Operation -> the same with a generator as an argument, where torch has it by another name.
 _OVERLOADS = {"default": "generator", "low": "low_generator"}
 

@@ -20,7 +20,7 @@ class CustomConfig(PreTrainedConfig):
     model_type = "custom_for_tests"
 
     def __init__(self, **changes: Any) -> None:
-        super().__init__(loss_type="ForCausalLM", **changes)
+        super().__init__(**{"loss_type": "ForCausalLM", **changes})
         self.hidden_size = WIDTH
         self.num_hidden_layers = NUM_LAYERS
         self.vocab_size = VOCABULARY

@@ -114,6 +114,7 @@ class Pair(CustomLayer):
 
 class AddsToLoss(CustomModel):
     layer = Pair
+    total: Any
 
     def call(self, layer: Any, hidden: torch.Tensor, index: int) -> torch.Tensor:
         output = layer(hidden)
@@ -129,6 +130,7 @@ class AddsToLoss(CustomModel):
 
 class HandsOn(CustomModel):
     layer = Pair
+    second: Any
 
     def call(self, layer: Any, hidden: torch.Tensor, index: int) -> torch.Tensor:
         output = layer(hidden, second=None if index == 0 else self.second)
@@ -178,6 +180,7 @@ class ChangesDict(CustomModel):
 
 class ChangesTensor(CustomModel):
     layer = Scaled
+    factor: torch.Tensor
 
     def call(self, layer: Any, hidden: torch.Tensor, index: int) -> torch.Tensor:
         self.factor = torch.ones(()) if index == 0 else self.factor.mul_(0.7)
@@ -375,6 +378,19 @@ def test_a_layer_that_counts_in_a_closure_is_refused() -> None:
 
     model.get_base_model().model.layers[2].register_forward_hook(count)
     assert_refused(model, r"has a layer 2 that changes `num_calls \(in _forward_hooks\)`")
+
+
+def test_a_hook_that_only_records_is_exact() -> None:
+    model = built(CustomModel)
+    seen: list[torch.Tensor] = []
+
+    def record(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
+        if len(seen) < 100:
+            seen.append(output.detach())
+
+    model.get_base_model().model.layers[2].register_forward_hook(record)
+    assert_equal(model)
+    assert seen
 
 
 def test_a_layer_that_reads_weights_of_another_is_refused() -> None:

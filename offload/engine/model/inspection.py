@@ -25,9 +25,9 @@ pass over the layers that is streamed like any other. No gradient is touched.
 Source of 3: the rules of IEEE 754, by which 0 * NaN is NaN.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -52,6 +52,9 @@ from offload.engine.model.stand_ins import (
     between,
 )
 from offload.engine.model.watch import Watch, homes_of
+from offload.engine.randomness import FRONT_LAYER, VisitRandomness
+
+T = TypeVar("T")
 
 _LOGITS_DIM = 3
 LAYER_TOKENS = 8  # of the batch's first row
@@ -81,17 +84,17 @@ class Inspection:
         """
         self._model, self._has_labels = model, has_labels
         self._batch = {name: batch[name] for name in FRONT_INPUTS if name in batch}
+        self._randomness = VisitRandomness(batch["input_ids"].device)
         self._watch = Watch(homes_of(model.layers, model.around))
         few = {"input_ids": batch["input_ids"][:1, :LAYER_TOKENS]}
         if "position_ids" in batch:
             few["position_ids"] = batch["position_ids"][..., :1, :LAYER_TOKENS]
         with self._quietly():
             model.front(few)  # what is only computed once is there then
-            with self._quietly():
-                before = model.front(few)
+            before = self._alone(FRONT_LAYER, lambda: model.front(few))
             self._watch.begin(_BEFORE, layer=None, given=())
-            with self._quietly(), self._watch:
-                front = model.front(few)
+            with self._watch:
+                front = self._alone(FRONT_LAYER, lambda: model.front(few))
             self._refuse_what_was_seen()
         if not _are_close(before.hidden_BTD, front.hidden_BTD) or not all(
             a.is_same(b) for a, b in zip(before.calls, front.calls, strict=True)
@@ -183,10 +186,16 @@ class Inspection:
             for note in notes
         }
 
+    def _alone(self, part: int, compute: Callable[[], T]) -> T:
+        """Compute a part quietly, with random numbers that no other thread can change."""
+        with self._quietly():
+            return self._randomness.visit(part, _SEED, compute)[0]
+
     def _call(self, layer: int, hidden_BTD: torch.Tensor, call: Call) -> torch.Tensor:
         try:
-            with self._quietly():
-                return self._model.layer_forward(layer, hidden_BTD, call).contiguous()
+            return self._alone(
+                layer, lambda: self._model.layer_forward(layer, hidden_BTD, call).contiguous()
+            )
         except TouchedError as error:
             self._model.refuse(str(error), limit=_ALONE)
 
@@ -358,8 +367,11 @@ class Inspection:
         config = self._model.model.config.get_text_config()
         special = (getattr(config, name, None) for name in ("pad_token_id", "eos_token_id"))
         for t, token in enumerate(special, start=1):
-            is_one = isinstance(token, int) and 0 <= token < logits_BTV.shape[-1]
-            if is_one and is_open_BTV[0, t - 1, token]:
+            if (
+                isinstance(token, int)
+                and 0 <= token < logits_BTV.shape[-1]
+                and is_open_BTV[0, t - 1, token]
+            ):
                 labels_BT[0, t] = token
         labels_BT[0, 3] = IGNORED
         labels_BT[1, -1] = IGNORED  # padding, where there is a mask

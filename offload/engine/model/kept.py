@@ -3,9 +3,11 @@
 A layer that counts its calls in an attribute, in a global or in a variable of a closure may compute
 something else each time. Layer by layer it is called more often, and in another order. So what it
 keeps is read before and after a call, where Python code can keep it: attributes of its modules, and
-globals and closures that their `forward` and hooks name.
+globals and closures that their `forward` and hooks name. What a hook that can return nothing keeps
+for itself is its own affair: it only records.
 """
 
+import dis
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
@@ -29,7 +31,8 @@ def kept_by(layer: nn.Module) -> dict[str, object]:
                 _note(f"{place}{name}", value, found, seen, 0)
         for hooks in _HOOKS:
             for function in vars(module).get(hooks, {}).values():
-                _note(f"{place}{hooks}", function, found, seen, 0)
+                if not _returns_nothing(function):
+                    _note(f"{place}{hooks}", function, found, seen, 0)
         _note(f"{place}forward", type(module).forward, found, seen, 0)
     return found
 
@@ -72,6 +75,21 @@ def _items(value: Any) -> Iterator[tuple[object, object]]:
         return
     pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
     yield from ((key, part) for key, part in pairs if isinstance(key, _VALUES))
+
+
+def _returns_nothing(function: Any) -> bool:
+    """Tell whether each way through a function ends in `return None`."""
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    steps = list(dis.get_instructions(code)) if code else []
+    ends = [i for i, step in enumerate(steps) if step.opname.startswith("RETURN_")]
+    return bool(ends) and all(_is_return_none(steps[i - 1], steps[i]) for i in ends)
+
+
+def _is_return_none(before: dis.Instruction, step: dis.Instruction) -> bool:
+    if step.opname == "RETURN_CONST":
+        return step.argval is None
+    is_none = before.opname == "LOAD_CONST" and before.argval is None
+    return step.opname == "RETURN_VALUE" and is_none and not step.is_jump_target
 
 
 def _content(cell: Any) -> object:

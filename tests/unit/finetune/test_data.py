@@ -662,12 +662,16 @@ def test_a_resumed_loader_goes_on_with_the_same_batches(examples: ExampleSet) ->
     assert batches_of(examples, start_step=4) == batches_of(examples)[4:]
 
 
-def test_workers_give_the_same_batches_and_are_gone_afterwards(examples: ExampleSet) -> None:
+def test_workers_give_the_same_batches_and_are_gone_afterwards(
+    examples: ExampleSet, worker_pids: Callable[[], list[int]]
+) -> None:
     assert batches_of(examples, num_workers=2) == batches_of(examples)
     assert not worker_pids()
 
 
-def test_leaving_a_loader_early_stops_its_workers(examples: ExampleSet) -> None:
+def test_leaving_a_loader_early_stops_its_workers(
+    examples: ExampleSet, worker_pids: Callable[[], list[int]]
+) -> None:
     with loader(examples, num_workers=2, num_steps=1_000) as steps:
         next(iter(steps))
         assert len(worker_pids()) == 2
@@ -686,7 +690,7 @@ def test_the_loader_leaves_the_random_state_alone(examples: ExampleSet) -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_killed_worker_is_an_error_and_not_a_hang(
-    examples: ExampleSet, sent: signal.Signals
+    examples: ExampleSet, worker_pids: Callable[[], list[int]], sent: signal.Signals
 ) -> None:
     with loader(examples, num_workers=1, num_steps=100_000) as steps:
         stream = iter(steps)
@@ -699,7 +703,9 @@ def test_a_killed_worker_is_an_error_and_not_a_hang(
         assert time.perf_counter() - start_s < 20
 
 
-def test_an_interrupt_does_not_stop_a_worker(examples: ExampleSet) -> None:
+def test_an_interrupt_does_not_stop_a_worker(
+    examples: ExampleSet, worker_pids: Callable[[], list[int]]
+) -> None:
     with loader(examples, num_workers=1, num_steps=50) as steps:
         stream = iter(steps)
         next(stream)
@@ -712,8 +718,15 @@ def exhaust(stream: Iterator[object]) -> int:
     return sum(1 for _ in stream)
 
 
-def worker_pids() -> list[int]:
-    """Return the processes that prepare batches: our children, but for Python's own tracker."""
+@pytest.fixture
+def worker_pids() -> Callable[[], list[int]]:
+    """Return what finds the processes that prepare batches: those that the test has started."""
+    before = spawned()
+    return lambda: [pid for pid in spawned() if pid not in before]
+
+
+def spawned() -> list[int]:
+    """Return our child processes that run Python, but for its own tracker."""
     pids = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -8,7 +8,7 @@ from transformers.integrations.neftune import activate_neftune
 
 import offload
 from finetune.neftune import add_noise
-from offload.engine.executor import FRONT_LAYER
+from offload.engine.randomness import FRONT_LAYER
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 16,
