@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -149,8 +150,9 @@ class Checkpoints:
             data_hash: Of the training rows.
 
         Raises:
-            CheckpointError: The training rows are not those that the run was started with, or the
-                checkpoint is damaged. Nothing has been changed.
+            CheckpointError: The training rows are not those that the run was started with, the
+                checkpoint is damaged, or its optimizer is that of an older version. Nothing has
+                been changed.
         """
         self.require_whole(step)
         try:
@@ -317,10 +319,22 @@ def _check_optimizer(
 
 
 def _check_groups(groups: Any, own: Sequence[Mapping[str, Any]]) -> None:
-    """Check that an optimizer's parameters and settings are those of the run."""
+    """Check that an optimizer's parameters and settings are those of the run.
+
+    Raises:
+        CheckpointError: An older version wrote it, with other groups.
+    """
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         raise _DamagedError(f"{_OPTIMIZER} holds no groups of parameters")
-    if [group.get("params") for group in groups] != [group["params"] for group in own]:
+    found, expected = ([group.get("params", []) for group in each] for each in (groups, own))
+    if len(found) != len(expected) and sorted(chain(*found)) == sorted(chain(*expected)):
+        raise CheckpointError(
+            f"{_OPTIMIZER} has its parameters in {len(found)} groups, this version in"
+            f" {len(expected)}",
+            limit="an older version wrote it, in which tensors of one dimension decayed as well",
+            hint="finish the run with that version, or start a new run with `output.name=...`",
+        )
+    if found != expected:
         raise _DamagedError(f"{_OPTIMIZER} is of other parameters")
     for group, mine in zip(groups, own, strict=True):
         for name in sorted(set(group) & set(mine) - {"lr"}):  # set anew for each step

@@ -157,7 +157,11 @@ class Loop:
         return self._step(share, lr=0.0, dropout_seed=0, name="the rehearsal")
 
     def validation_loss(self, examples: ExampleSet, *, pad_token_id: int) -> float:
-        """Return the mean loss over the label tokens of all held-out rows, shared by the ranks."""
+        """Return the mean loss over the label tokens of all held-out rows, shared by the ranks.
+
+        Raises:
+            FinetuneError: It is not finite.
+        """
         size = self._train.sequences
         loss_sum, num_label_tokens = 0.0, 0
         self._model.eval()
@@ -168,7 +172,14 @@ class Loop:
             num_label_tokens += result.num_label_tokens
         self._model.train()
         told = self._ranks.exchange((loss_sum, num_label_tokens))
-        return sum(loss for loss, _ in told) / sum(num for _, num in told)
+        loss = sum(loss for loss, _ in told) / sum(num for _, num in told)
+        if not math.isfinite(loss):
+            raise FinetuneError(
+                f"the loss on held-out rows is {loss}",
+                limit="it must be finite; checkpoints of before are good",
+                hint=self._lower_rate(),
+            )
+        return loss
 
     def _step(self, share: StepShare, *, lr: float, dropout_seed: int, name: str) -> StepRecord:
         start_s = time.perf_counter()
@@ -214,8 +225,11 @@ class Loop:
             raise FinetuneError(
                 f"in {name} the loss is {loss} and the norm of the gradients {grad_norm}",
                 limit="both must be finite; the step was not applied, and checkpoints are good",
-                hint=f"start again with a lower rate: `train.lr: {self._train.lr / 4:.1e}`",
+                hint=self._lower_rate(),
             )
+
+    def _lower_rate(self) -> str:
+        return f"start again with a lower rate: `train.lr: {self._train.lr / 4:.1e}`"
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         return make_optimizer(

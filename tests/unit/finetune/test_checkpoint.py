@@ -108,6 +108,16 @@ def test_a_checkpoint_from_before_manifests_is_taken_and_said_to_be_unverified(
     load(checkpoints, 4)
 
 
+def test_a_checkpoint_with_other_groups_is_not_called_damaged(checkpoints: Checkpoints) -> None:
+    forget_manifest(checkpoints.folder(4))
+    parameters, _ = make()
+    groups = [{"params": [parameter]} for parameter in parameters.values()]
+    optimizer = torch.optim.AdamW(groups, lr=0.1)
+    with pytest.raises(CheckpointError, match="in 1 groups, this version in 2") as raised:
+        checkpoints.load(4, parameters, optimizer, form=FORM, data_hash="rows")
+    assert "rm -r" not in raised.value.hint
+
+
 def change_trained(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
     tensors = load_file(folder / "trained.safetensors")
     change(tensors)

@@ -1,7 +1,9 @@
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -10,6 +12,8 @@ import offload
 from finetune import adapters
 from finetune.batches import StepShare
 from finetune.checkpoint import Checkpoints
+from finetune.encode import Example
+from finetune.errors import FinetuneError
 from finetune.loop import Loop, StepRecord
 from finetune.ranks import Ranks
 from finetune.recipe_sections import TrainSection
@@ -252,3 +256,14 @@ def test_what_trains_takes_the_bytes_that_the_plan_says(dtype: torch.dtype, opti
     held = {id(t): t.nbytes for s in states for name, t in s.items() if name != "step"}
     assert planned["optimizer states"] == sum(held.values())
     assert planned["gradients"] == sum(4 * weight.numel() for weight in loop.weights.values())
+
+
+def test_a_held_out_loss_that_is_not_finite_is_an_error() -> None:
+    loop, parameters = make_loop()
+    ids = np.array([1, 2, 3], np.int32)
+    row = Example(input_ids=ids, labels=ids, source="rows.jsonl:1", is_truncated=False)
+    rows: Any = [row, row]
+    assert math.isfinite(loop.validation_loss(rows, pad_token_id=0))
+    next(iter(parameters.values())).data.fill_(torch.inf)
+    with pytest.raises(FinetuneError, match=r"held-out rows is nan;(.|\n)*`train.lr: 2.5e-02`"):
+        loop.validation_loss(rows, pad_token_id=0)
