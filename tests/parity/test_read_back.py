@@ -56,6 +56,7 @@ def test_a_value_read_back_in_a_visit_would_be_seen() -> None:
         assert output.sum().item() is not None
 
     layer.register_forward_hook(look)
+    engine.forward_backward(micro_batches(), dropout_seed=0)
     with Watch() as watch:
         engine.forward_backward(micro_batches(), dropout_seed=0)
     engine.detach()
