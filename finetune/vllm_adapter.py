@@ -20,6 +20,7 @@ lora/lora_weights.py (`pack_moe`) and lora/peft_helper.py, read in 2026; peft 0.
 import json
 import math
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ from finetune.adapter_files import (
 )
 from finetune.errors import CheckpointError, ConfigError
 from finetune.files import becoming, flush, require_free
+from finetune.stops import GENERATION_CONFIG
 
 _PREFIX = "base_model.model."
 
@@ -127,18 +129,25 @@ def write_vllm_adapter(
         (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
         flush(folder / WEIGHTS_FILE)
         flush(folder / CONFIG_FILE)
+        has_stops = (adapter / GENERATION_CONFIG).exists()
+        if has_stops:
+            shutil.copy(adapter / GENERATION_CONFIG, folder)
+            flush(folder / GENERATION_CONFIG)
     has_split = any(re.search(r"\.experts\.\d+\.", name) for name in loras)
-    return _readers(adapter, out, rank=max(ranks), has_split_experts=has_split)
+    serve = f"vllm serve BASE --enable-lora --max-lora-rank {max(ranks)}"
+    if has_stops:  # vLLM takes tokens to stop at from the base, unless it is told otherwise
+        serve += f" --generation-config {out}"
+    return _readers(adapter, out, serve=serve, has_split_experts=has_split)
 
 
-def _readers(adapter: Path, out: Path, *, rank: int, has_split_experts: bool) -> tuple[str, ...]:
+def _readers(adapter: Path, out: Path, *, serve: str, has_split_experts: bool) -> tuple[str, ...]:
     """Say what reads the two layouts.
 
-    Source: vLLM's docs/features/lora.md (Mixing 2D and 3D MoE LoRA Adapters), read in 2026;
+    Source: vLLM's docs/features/lora.md (Mixing 2D and 3D MoE LoRA Adapters) and its engine
+    arguments (`--generation-config` takes a folder), read in 2026;
     llama.cpp's convert_lora_to_gguf.py, which was run on both: of experts in one tensor it says
     "Unprocessed experts".
     """
-    serve = f"vllm serve BASE --enable-lora --max-lora-rank {rank}"
     written = f"vLLM: `{serve} --lora-modules NAME={out}`"
     if not has_split_experts:
         return (written,)

@@ -175,6 +175,8 @@ class Inspection:
         try:
             with self._quietly():
                 notes = model.record(few, model.forms, root=model.whole, labels=labels_BT)
+        except torch.OutOfMemoryError:
+            raise
         except FORWARD_ERRORS:
             return {}  # it is found again, and refused, where the loss is inspected
         return {
@@ -261,6 +263,8 @@ class Inspection:
                 output = model.whole(**inputs, **labels, use_cache=False)
             watch.end()
             model.require_in_order(notes)
+        except torch.OutOfMemoryError:
+            raise
         except FORWARD_ERRORS as error:
             is_ours = isinstance(error, TouchedError)
             given = "without its layers" if labels_BT is None else "with labels, without its layers"

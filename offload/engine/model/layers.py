@@ -306,6 +306,8 @@ class LayeredModel:
         try:
             with torch.no_grad(), same_randomness(self._few["input_ids"].device):
                 before, after = self.record(self._few, self._forms), self.record(self._few, forms)
+        except torch.OutOfMemoryError:
+            raise
         except FORWARD_ERRORS as error:
             self.refuse(f"{error}, where layer {layer} returns {_words(found)}", limit=ONE_STATE)
         if not all(a.call.is_same(b.call) for a, b in zip(before, after, strict=True)):

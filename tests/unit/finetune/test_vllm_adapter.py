@@ -106,6 +106,20 @@ def test_one_scale_for_all_leaves_the_tensors_as_they_were_trained(tmp_path: Pat
     ]
 
 
+def test_the_tokens_that_end_answers_go_along(tmp_path: Path) -> None:
+    base = tiny_model("qwen3_moe", **SMALL)
+    adapted(base, tmp_path / "adapter", Options())
+    config = base.config.to_dict()
+    (plain, *_) = write_vllm_adapter(tmp_path / "adapter", tmp_path / "a", model_config=config)
+    assert "--generation-config" not in plain
+    (tmp_path / "adapter" / "generation_config.json").write_text('{"eos_token_id": [7]}')
+    readers = write_vllm_adapter(tmp_path / "adapter", tmp_path / "b", model_config=config)
+    assert (tmp_path / "b" / "generation_config.json").read_text() == '{"eos_token_id": [7]}'
+    assert all(
+        f"--generation-config {tmp_path / 'b'}" in line for line in readers if "serve" in line
+    )
+
+
 def test_gpt_oss_keeps_its_experts_fused_and_gets_one_scale(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
