@@ -12,32 +12,17 @@ import torch
 pytest_plugins = ["pytester"]
 
 
-def pytest_configure() -> None:
-    """Fix cuBLAS's workspace, which must be done before CUDA starts, and take one thread.
-
-    Exact tests rely on the first. The models of tests are tiny: on busy cores the threads of
-    torch's runtime and of bitsandbytes' wait for each other longer than they work. Without a GPU
-    Triton's programs are interpreted, which is decided as it is imported.
-    """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    torch.set_num_threads(1)
-    if not torch.cuda.is_available():
-        os.environ.setdefault("TRITON_INTERPRET", "1")
-        with contextlib.suppress(ImportError):
-            importlib.import_module("triton")
-
-
-INTERPRETED = ("test_fused_experts.py", "test_packed.py", "test_codecs.py")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run what Triton interprets first.
-
-    After some other tests in the same process its own functions are no longer interpreted, and
-    kernels that call them fail.
-    """
-    items.sort(key=lambda item: item.path.name not in INTERPRETED)
+# Exact tests rely on cuBLAS's workspace, which must be set before CUDA starts. The models of tests
+# are tiny: on busy cores the threads of torch's runtime and of bitsandbytes' wait for each other
+# longer than they work. Without a GPU Triton's programs are interpreted, which is decided as it is
+# imported: here, for the conftest files of folders import it before pytest is configured.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    with contextlib.suppress(ImportError):
+        importlib.import_module("triton")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
