@@ -2,14 +2,17 @@
 
 A recipe has it in a comment, so that any reader of YAML passes over it, and announces it in its
 first line, so that a file that is cut off is seen. A JSON object has it as its last entry; cut off,
-it is no JSON. A file without a seal is of an older version, or was changed on purpose.
+it is no JSON, and where the entry's name is damaged it still ends with a hash. A file without a
+seal is of an older version, or was changed on purpose.
 """
 
 import hashlib
+import re
 
 _YAML_HEAD = "# Written by a run, with a hash in its last line: copy it to change it.\n"
 _YAML_MARK = "# SHA-256 of the lines above: "
 _JSON_MARK = ',\n "sha256": "'
+_JSON_HASH = re.compile(r'"[0-9a-f]{64}"\s*}\s*$')
 
 
 def sealed_yaml(text: str) -> str:
@@ -34,7 +37,8 @@ def sealed_json(text: str) -> str:
 def is_sealed_json(text: str) -> bool:
     """Tell whether a JSON object is as it was sealed, or has no seal."""
     content, mark, seal = text.rpartition(_JSON_MARK)
-    return not mark or seal == f'{_digest(content)}"\n}}\n'
+    has_seal = mark or _JSON_HASH.search(text)
+    return not has_seal or seal == f'{_digest(content)}"\n}}\n'
 
 
 def _digest(text: str) -> str:

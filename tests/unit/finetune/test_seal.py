@@ -1,4 +1,5 @@
 import json
+from typing import Any
 
 import pytest
 import yaml
@@ -37,7 +38,7 @@ def test_a_flipped_bit_is_seen_or_changes_nothing(bit: int) -> None:
     content = sealed_json(json.dumps(VALUES, indent=1))
     for at in range(len(content)):
         changed = content[:at] + chr(ord(content[at]) ^ (1 << bit)) + content[at + 1 :]
-        assert not is_sealed_json(changed) or read_json(changed) in (None, VALUES)
+        assert not is_sealed_json(changed) or read_json(changed) in (None, json.loads(content))
 
 
 def read_yaml(text: str) -> object:
@@ -47,9 +48,8 @@ def read_yaml(text: str) -> object:
         return None
 
 
-def read_json(text: str) -> object:
+def read_json(text: str) -> Any:
     try:
-        values = json.loads(text)
-        return {name: values[name] for name in VALUES}
-    except (ValueError, KeyError):
+        return json.loads(text)
+    except ValueError:
         return None
