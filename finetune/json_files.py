@@ -65,7 +65,7 @@ class JsonFile:
             FinetuneError: Of this kind: it is not JSON, or says something else.
         """
         try:
-            value = json.loads(content)
+            value = json.loads(content.decode("utf-8-sig"))
         except (ValueError, RecursionError) as error:  # also: not UTF-8, a number too long
             raise self.refusal(source, f"it is not JSON: {error}") from error
         try:

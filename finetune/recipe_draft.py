@@ -19,7 +19,7 @@ import yaml
 from finetune.errors import ConfigError
 
 COMMAND_LINE = 2**31  # sorts after every line of a file
-MAX_SHOWN = 50
+MAX_SHOWN = 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,14 +83,22 @@ class Draft:
 
 
 def joint_error(problems: Sequence[Problem]) -> ConfigError:
-    """Put problems into one error, by line, each in the form that it would have alone."""
+    """Put problems into one error, by line, each in the form that it would have alone.
+
+    Of very many some of the file's are left out, and none of the command line's.
+    """
     ordered = sorted(problems, key=lambda problem: problem.place.line)
-    *others, last = ordered[:MAX_SHOWN]
+    left_out = len(ordered) - MAX_SHOWN
+    if left_out > 0:
+        num_in_file = sum(not problem.place.is_override for problem in ordered)
+        first = max(0, num_in_file - left_out)
+        ordered = ordered[:first] + ordered[num_in_file:]
+    *others, last = ordered
     blocks = [
         f"{other.place.text}: {other.what}; {other.limit}\n\nhint: {other.hint}" for other in others
     ]
     if others:
-        of_these = f", of which these are the first {MAX_SHOWN}" if ordered[MAX_SHOWN:] else ""
+        of_these = f", of which these are {len(ordered)}" if left_out > 0 else ""
         blocks.insert(0, f"{len(problems)} problems in the recipe{of_these}")
     blocks.append(f"{last.place.text}: {last.what}")
     return ConfigError("\n\n".join(blocks), limit=last.limit, hint=last.hint)

@@ -154,14 +154,16 @@ def test_recipes(tmp_path: Path) -> None:
             )
     for label, text in texts:
         file.write_bytes(text.encode("utf-8", "surrogatepass"))
-        tally.add(f"validate {label}", damage.run("validate", file), file.name)
-        tally.add(f"plan {label}", damage.run("plan", file, "--machine", "rtx4090"), file.name)
+        places = (file.name, label.partition(":")[0], "model.config")
+        tally.add(f"validate {label}", damage.run("validate", file), *places)
+        tally.add(f"plan {label}", damage.run("plan", file, "--machine", "rtx4090"), *places)
     for i in range(100):
         content = start
         for _ in range(1 + i % 3):
             content = damage.changed(json.loads(json.dumps(content)), random.Random(i))
         file.write_text(yaml.safe_dump(content))
-        tally.add(f"seed {i}", damage.run("plan", file, "--machine", "rtx4090"), file.name)
+        ended = damage.run("plan", file, "--machine", "rtx4090")
+        tally.add(f"seed {i}", ended, file.name, "model.config")
     for one in damage.of_any_file():
         text = shipped["quickstart"].read_text()
         found = damage_each(file, text, [one], ["validate", file], what="any")

@@ -37,6 +37,7 @@ def test_what_is_read_is_what_was_written_and_more(tmp_path: Path) -> None:
         (b"", "it is not JSON: Expecting value"),
         (b'{"number": 1', "it is not JSON: Expecting"),
         (b"\xff\xfe\x00", "it is not JSON: "),
+        ('{"number": 1}'.encode("utf-16"), "it is not JSON: 'utf-8' codec can't decode"),
         (b"[" * 100_000, "it is not JSON: maximum recursion depth"),
         (b'{"number": ' + b"9" * 5000 + b"}", "it is not JSON: Exceeds the limit"),
         (b"[]", "it holds [], and should be an object"),

@@ -127,7 +127,7 @@ def test_a_recipe_too_large_to_be_one_is_not_read(folder: Path) -> None:
 
 def test_of_very_many_problems_the_first_are_shown(folder: Path) -> None:
     error = refusal(write("".join(f"k{i}: {i}\n" for i in range(3000))))
-    assert "problems in the recipe, of which these are the first 50" in error.what
+    assert "problems in the recipe, of which these are 20" in error.what
     assert len(str(error)) < 15_000
 
 
