@@ -29,7 +29,8 @@ from offload.engine.model import placement
 from offload.engine.model.composition import Composition
 from offload.engine.model.encoding import Encoding
 from offload.engine.model.guard import Guard
-from offload.engine.model.layers import LayeredModel
+from offload.engine.model.hooks import all_hooks, is_same_code
+from offload.engine.model.layers import LayeredModel, unchanged
 from offload.engine.model.seal import Seal, seal_of
 from offload.engine.model.stock import take_stock
 from offload.engine.results import ForwardResult, StepResult
@@ -123,7 +124,8 @@ class Engine:
         self._state = _State.ATTACHED
         self._ring: Ring = ()
         self._num_writes = 0
-        self._inspected: set[tuple[bool, bool]] = set()
+        self._inspected: set[tuple[bool, bool, frozenset[str]]] = set()
+        self._inspected_code: list[Any] = []
         try:
             self._executor = self._bind(self._host.records)
         except BaseException:
@@ -209,7 +211,8 @@ class Engine:
         ids = range(len(labelled)) if micro_batch_ids is None else micro_batch_ids
         if dropout_seed is None:
             dropout_seed = int(torch.randint(2**31, ()).item())
-        self._inspect(labelled[0].inputs, has_labels=True)
+        for inputs in {frozenset(b.inputs): b.inputs for b in labelled}.values():
+            self._inspect(inputs, has_labels=True)
         schedule = self._schedule(labelled, order)
         with self._consistent(schedule.ring_after), self._host.nearby():
             state, events = self._executor.train(
@@ -345,15 +348,26 @@ class Engine:
             self._ring = cold_ring(len(self._ring))
 
     def _inspect(self, inputs: Batch, *, has_labels: bool) -> None:
-        """Inspect the model before the first pass in each mode, in a pass over the layers."""
-        mode = self._layered.model.training
-        if self._inspected & {(mode, True), (mode, has_labels)}:
+        """Inspect the model before the first pass, in a pass over the layers.
+
+        It is inspected in each mode and with each set of inputs, and anew after its code changed.
+        """
+        code = all_hooks(self._layered.whole)
+        if not is_same_code(code, self._inspected_code):
+            self._inspected.clear()
+            self._inspected_code = code
+        mode, names = self._layered.model.training, frozenset(inputs)
+        if self._inspected & {(mode, True, names), (mode, has_labels, names)}:
             return
         self._reload_what_was_written()
         schedule = forward_schedule(self._freight, ring=self._ring, num_micro_batches=1)
-        with self._consistent(schedule.ring_after), self._host.nearby():
+        with (
+            self._consistent(schedule.ring_after),
+            self._host.nearby(),
+            unchanged(self._layered.around),
+        ):
             if self._executor.inspect(schedule, inputs, has_labels=has_labels):
-                self._inspected.add((mode, has_labels))
+                self._inspected.add((mode, has_labels, names))
             self._device.finish()
 
     def _bind(self, records: Sequence[Record]) -> Executor:

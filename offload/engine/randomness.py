@@ -71,6 +71,16 @@ class VisitRandomness:
         self._is_drawing.setdefault(layer, mode.has_drawn)
         return result, self._state() if mode.has_drawn_elsewhere else None
 
+    def is_drawing(self, layer: int) -> bool:
+        """Tell whether a layer that was visited draws."""
+        return self._is_drawing.get(layer, False)
+
+    def draws_in(self, compute: Callable[[], object]) -> bool:
+        """Tell whether a computation draws: the backward of a layer, which then draws anew."""
+        with _OwnGenerators(self._own) as mode:
+            compute()
+        return bool(mode.has_drawn)
+
     def seed(self, seed: int) -> None:
         """Seed torch's default generators, for what is computed once."""
         for generator in self._default.values():
@@ -172,6 +182,8 @@ _KINDS: dict[Any, str] = {}
 def _kind_of(func: Any) -> str:
     """Tell how an operation draws: `silent`, by `generator`, from the `default`, or `dropout_p`."""
     schema = getattr(func, "_schema", None)
+    if schema is not None and "backward" in schema.name:
+        return "silent"  # it is given what was drawn
     names = () if schema is None else [argument.name for argument in schema.arguments]
     if "generator" in names:
         return "generator"

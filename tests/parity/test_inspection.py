@@ -377,7 +377,7 @@ def test_a_layer_that_counts_in_a_closure_is_refused() -> None:
         return output if num_calls < 100 else output * 0.5
 
     model.get_base_model().model.layers[2].register_forward_hook(count)
-    assert_refused(model, r"has a layer 2 that changes `num_calls \(in _forward_hooks\)`")
+    assert_refused(model, r"has a layer 2 that changes `num_calls \(in a hook\)`")
 
 
 def test_a_hook_that_only_records_is_exact() -> None:

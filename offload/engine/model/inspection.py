@@ -9,13 +9,14 @@ at zero, an extra term may be small, a value may be left in a global.
 Idea. Each of these is a statement about structure, and is checked as one, on a few tokens, in one
 pass over the layers that is streamed like any other. No gradient is touched.
 
-1. A layer is called on a few of the batch's tokens, then on other values, then on the first again.
-   A `Watch` sees what it reads and writes that is not its own, `kept_by` what it counts, and the
-   last output must be the first.
+1. A layer is called on a few of the batch's tokens, then on other values, then on the first again
+   and with gradients recorded. Trained weights that are zero are random meanwhile, here and in 2.
+   A `Watch` sees what it reads and writes that is not its own, `kept_by` what it counts; what it
+   was passed must be as before, no random numbers may come from elsewhere than torch, and the last
+   output must be the first. Hooks that only record are left alone.
 2. The model's own forward, with all that is wrapped around it, runs with stand-ins for its layers.
    They return as the layers did, with a random hidden state from the last. A watch sees whether
-   what follows reads anything from before the layers. Trained weights there that are zero are
-   random meanwhile.
+   what follows reads anything from before the layers.
 3. In that hidden state one token is made NaN, which passes through every path, also through one
    multiplied by zero: only that token's logits may become NaN.
 4. Logits, and their gradient by the hidden state, are compared with those that a step computes from
@@ -25,15 +26,18 @@ pass over the layers that is streamed like any other. No gradient is touched.
 Source of 3: the rules of IEEE 754, by which 0 * NaN is NaN.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 
 from offload.engine.batch import IGNORED, Batch
 from offload.engine.model.calls import Call
+from offload.engine.model.hooks import JudgedHooks
 from offload.engine.model.kept import changed_in, kept_by
 from offload.engine.model.layers import (
     FORWARD_ERRORS,
@@ -43,6 +47,7 @@ from offload.engine.model.layers import (
     cross_entropy_sum,
     same_randomness,
     unchanged,
+    uncompiled,
 )
 from offload.engine.model.stand_ins import (
     Closed,
@@ -57,8 +62,7 @@ from offload.engine.randomness import FRONT_LAYER, VisitRandomness
 T = TypeVar("T")
 
 _LOGITS_DIM = 3
-LAYER_TOKENS = 8  # of the batch's first row
-ROWS, TOKENS = 2, 5  # that follow the layers
+ROWS, TOKENS = 2, 5  # that the model is inspected on
 _SCALES = (1.0, 20.0)  # of the logits: some terms of a loss begin above a threshold
 _FEW = 1024  # of a weight's elements, which are rarely all zero if it is not
 _SEED = 0
@@ -86,16 +90,17 @@ class Inspection:
         self._batch = {name: batch[name] for name in FRONT_INPUTS if name in batch}
         self._randomness = VisitRandomness(batch["input_ids"].device)
         self._watch = Watch(homes_of(model.layers, model.around))
-        few = {"input_ids": batch["input_ids"][:1, :LAYER_TOKENS]}
-        if "position_ids" in batch:
-            few["position_ids"] = batch["position_ids"][..., :1, :LAYER_TOKENS]
+        self._hooks = JudgedHooks(self._watch)
+        few = self._inputs()
         with self._quietly():
             model.front(few)  # what is only computed once is there then
             before = self._alone(FRONT_LAYER, lambda: model.front(few))
             self._watch.begin(_BEFORE, layer=None, given=())
             with self._watch:
                 front = self._alone(FRONT_LAYER, lambda: model.front(few))
+            self._watch.end([front.hidden_BTD, *_tensors_of(front.calls)])
             self._refuse_what_was_seen()
+            self._require_nothing_left_for_layers(few)
         if not _are_close(before.hidden_BTD, front.hidden_BTD) or not all(
             a.is_same(b) for a, b in zip(before.calls, front.calls, strict=True)
         ):
@@ -111,27 +116,26 @@ class Inspection:
         Raises:
             UnsupportedModelError: It does more than compute its output from what it is handed.
         """
+        module = self._model.layers[layer]
         call = self._calls[layer].with_more(self._unread.get(layer, {}))
-        first_BTD = self._call(layer, self._hidden_BTD, call)
-        kept = kept_by(self._model.layers[layer])
-        outputs = []
-        for which, hidden_BTD in (
-            ("an earlier call of ", self._other_BTD),
-            ("", self._hidden_BTD),
-        ):
-            outputs.append(self._watched(layer, hidden_BTD, call, which))
-            changed = changed_in(kept, kept_by(self._model.layers[layer]))
-            if changed:
-                self._model.refuse(
-                    f"has a layer {layer} that changes `{changed[0]}` when it is called",
-                    limit=_ALONE,
-                )
-        self._other_BTD, again_BTD = outputs
-        if not _are_close(first_BTD, again_BTD, steps=64):
-            self._model.refuse(
-                f"has a layer {layer} that gives another output for the same input", limit=_ALONE
-            )
-        self._hidden_BTD = again_BTD
+        given = [tensor.detach().clone() for tensor in self._calls[layer].tensors()]
+        with self._quietly(), _stirred(list(module.modules())):
+            first_BTD = self._call(layer, self._hidden_BTD, call)
+            kept = self._kept_by(module)
+            leaf_BTD = self._hidden_BTD.clone().requires_grad_()
+            outputs = []
+            for which, hidden_BTD in (("an earlier call of ", self._other_BTD), ("", leaf_BTD)):
+                outputs.append(self._watched(layer, hidden_BTD, call, which))
+                changed = changed_in(kept, self._kept_by(module))
+                if changed:
+                    self._refuse_layer(layer, f"changes `{changed[0]}` when it is called")
+            other_BTD, again_BTD = outputs
+            if not all(map(_are_equal, given, self._calls[layer].tensors())):
+                self._refuse_layer(layer, "writes to what it is passed")
+            if not _are_close(first_BTD, again_BTD.detach(), steps=64):
+                self._refuse_layer(layer, "gives another output for the same input")
+            self._require_no_draws_in_backward(layer, again_BTD, leaf_BTD)
+        self._other_BTD, self._hidden_BTD = other_BTD, again_BTD.detach()
 
     def around(self) -> bool:
         """Inspect what the model computes outside its layers, which were all inspected.
@@ -147,6 +151,9 @@ class Inspection:
             shape = (ROWS, TOKENS, *like_BTD.shape[2:])
             hidden_BTD = torch.randn(shape, device=like_BTD.device).to(like_BTD.dtype)
             logits_BTV = getattr(self._own(hidden_BTD), "logits", None)
+            if isinstance(logits_BTV, torch.Tensor) and logits_BTV.isnan().any():
+                hidden_BTD = like_BTD  # which may be positive, for one
+                logits_BTV = self._own(hidden_BTD).logits
             if not isinstance(logits_BTV, torch.Tensor):
                 self._model.refuse("returns no logits", limit=_BY_TOKEN)
             if logits_BTV.dim() != _LOGITS_DIM or logits_BTV.shape[:2] != (ROWS, TOKENS):
@@ -188,16 +195,59 @@ class Inspection:
             for note in notes
         }
 
+    def _kept_by(self, module: nn.Module) -> dict[str, object]:
+        return {
+            **kept_by(module, hooks=self._hooks.acting),
+            "Python's random numbers": random.getstate(),
+            "numpy's random numbers": str(np.random.get_state()),
+        }
+
+    def _require_nothing_left_for_layers(self, few: Batch) -> None:
+        """Check that other tokens leave nothing else where the layers could read it."""
+        kinds = {type(layer): layer for layer in self._model.layers}.values()
+        before = [kept_by(layer) for layer in kinds]
+        fewer = {name: value[..., :-1] for name, value in few.items()}
+        fewer["input_ids"] = fewer["input_ids"].flip(-1)
+        self._alone(FRONT_LAYER, lambda: self._model.front(fewer))
+        for layer, kept in zip(kinds, before, strict=True):
+            changed = changed_in(kept, kept_by(layer))
+            if changed:
+                self._model.refuse(
+                    f"changes `{changed[0]}`, which its layers can read, before its layers",
+                    limit=_ALONE,
+                )
+
+    def _require_no_draws_in_backward(
+        self, layer: int, output_BTD: torch.Tensor, leaf_BTD: torch.Tensor
+    ) -> None:
+        """Check that what is computed anew in the backward draws no random numbers."""
+        if not self._randomness.is_drawing(layer) or not output_BTD.requires_grad:
+            return
+        try:
+            ones_BTD = torch.ones_like(output_BTD)
+            has_drawn = self._randomness.draws_in(lambda: _gradient(output_BTD, leaf_BTD, ones_BTD))
+        except RuntimeError as error:
+            self._refuse_layer(layer, f"draws random numbers and cannot be inspected: {error}")
+        if has_drawn:
+            self._refuse_layer(layer, "draws random numbers in its backward (a checkpoint inside)")
+
+    def _refuse_layer(self, layer: int, what: str) -> NoReturn:
+        self._model.refuse(f"has a layer {layer} that {what}", limit=_ALONE)
+
     def _alone(self, part: int, compute: Callable[[], T]) -> T:
         """Compute a part quietly, with random numbers that no other thread can change."""
         with self._quietly():
             return self._randomness.visit(part, _SEED, compute)[0]
 
     def _call(self, layer: int, hidden_BTD: torch.Tensor, call: Call) -> torch.Tensor:
+
+        def compute() -> torch.Tensor:
+            with torch.set_grad_enabled(hidden_BTD.requires_grad):
+                return self._model.layer_forward(layer, hidden_BTD, call).contiguous()
+
         try:
-            return self._alone(
-                layer, lambda: self._model.layer_forward(layer, hidden_BTD, call).contiguous()
-            )
+            with self._hooks.judged(self._model.layers[layer]):
+                return self._alone(layer, compute)
         except TouchedError as error:
             self._model.refuse(str(error), limit=_ALONE)
 
@@ -211,7 +261,7 @@ class Inspection:
             output_BTD = self._call(layer, hidden_BTD, call)
         self._watch.end([output_BTD])
         if self._watch.problem:
-            self._model.refuse(f"has a layer {layer} that {self._watch.problem}", limit=_ALONE)
+            self._refuse_layer(layer, self._watch.problem)
         return output_BTD
 
     def _refuse_what_was_seen(self) -> None:
@@ -233,7 +283,7 @@ class Inspection:
             What it returns. With labels its logits are computed in fp32 and multiplied by `scale`.
         """
         model, notes = self._model, list[Note]()
-        inputs = self._inputs(hidden_BTD)
+        inputs = self._inputs()
         expected = model.record(inputs, model.forms)
         last = len(model.layers) - 1
         stand_ins = model.stand_ins(Closed, model.forms, notes=notes)
@@ -287,7 +337,7 @@ class Inspection:
         kinds = (type(module).__name__ for module in (whole, *whole.children()))
         return f", as run by {' and '.join(kinds)}"
 
-    def _inputs(self, hidden_BTD: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _inputs(self) -> dict[str, torch.Tensor]:
         """Return some tokens of the batch, and positions and padding if it has them."""
         ids_N = self._batch["input_ids"].flatten()
         some_N = torch.arange(ROWS * TOKENS, device=ids_N.device) % ids_N.numel()
@@ -408,7 +458,7 @@ class Inspection:
         What is compiled runs uncompiled, so that the watch sees it and no form is compiled for it.
         """
         device = self._batch["input_ids"].device
-        with torch.no_grad(), same_randomness(device), torch.compiler.set_stance("force_eager"):
+        with torch.no_grad(), same_randomness(device), uncompiled():
             torch.manual_seed(_SEED)
             yield
 
@@ -460,6 +510,15 @@ def _gradient(
 
 def _depends(value: torch.Tensor, by: torch.Tensor) -> bool:
     return by.requires_grad and _gradient(value, by, None) is not None
+
+
+def _tensors_of(calls: Iterable[Call]) -> Iterator[torch.Tensor]:
+    for call in calls:
+        yield from call.tensors()
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def _are_close(one: torch.Tensor, other: torch.Tensor, *, steps: int = 8) -> bool:

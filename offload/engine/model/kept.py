@@ -1,40 +1,53 @@
-"""What a layer keeps between two calls outside its tensors: numbers, flags and lists of them.
+"""What a layer keeps between two calls outside its tensors: numbers, flags, and objects with them.
 
 A layer that counts its calls in an attribute, in a global or in a variable of a closure may compute
 something else each time. Layer by layer it is called more often, and in another order. So what it
-keeps is read before and after a call, where Python code can keep it: attributes of its modules, and
-globals and closures that their `forward` and hooks name. What a hook that can return nothing keeps
-for itself is its own affair: it only records.
+keeps is read before and after a call, where Python code can keep it: attributes of its modules and
+of their classes, and globals and closures that their methods and hooks name, through the functions
+and objects that these name in turn.
 """
 
-import dis
-from collections.abc import Iterator, Mapping, Set
+import functools
+import itertools
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Set
+from contextvars import ContextVar
 from typing import Any
 
+import numpy as np
+import torch
 from torch import nn
 
 _OWN_TO_TORCH = frozenset(vars(nn.Module()))
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _VALUES = (bool, int, float, complex, str)
+_HOLDERS = (
+    *(Mapping, list, tuple, deque, Set),
+    *(ContextVar, functools.partial, types.GeneratorType),
+)
 _MAX_ITEMS = 256  # of a container that is looked into
-_MAX_DEPTH = 4  # of containers, and of functions that closures hold
+_MAX_DEPTH = 4  # of containers, and of functions and objects that hold others
+# Packages whose functions keep nothing for a layer, and whose objects count for themselves.
+_FOREIGN = ("torch", "transformers", "peft", "numpy", "logging", "functools", "typing", "enum")
 
 
-def kept_by(layer: nn.Module) -> dict[str, object]:
-    """Return all that is found, by name."""
-    found: dict[str, object] = {}
-    seen: set[int] = set()
+def kept_by(layer: nn.Module, *, hooks: Iterable[Any] = ()) -> dict[str, object]:
+    """Return all that is found, by name.
+
+    Args:
+        layer: It.
+        hooks: Those of its hooks that change what it computes.
+    """
+    found = _Found()
     for path, module in layer.named_modules():
         place = f"{path}." if path else ""
         for name, value in vars(module).items():
             if name not in _OWN_TO_TORCH:
-                _note(f"{place}{name}", value, found, seen, 0)
-        for hooks in _HOOKS:
-            for function in vars(module).get(hooks, {}).values():
-                if not _returns_nothing(function):
-                    _note(f"{place}{hooks}", function, found, seen, 0)
-        _note(f"{place}forward", type(module).forward, found, seen, 0)
-    return found
+                found.note(f"{place}{name}", value, 0)
+        found.note_class(place, type(module))
+    for hook in hooks:
+        found.note("a hook", hook, 0)
+    return found.values
 
 
 def changed_in(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
@@ -43,53 +56,120 @@ def changed_in(before: Mapping[str, object], after: Mapping[str, object]) -> lis
     return [name for name in names if before.get(name) != after.get(name)]
 
 
-def _note(name: str, value: Any, found: dict[str, object], seen: set[int], depth: int) -> None:
-    """Note a value if it is one, and look into it if it holds others."""
-    if isinstance(value, _VALUES):
-        found[name] = repr(value)  # not a number equals itself
-        return
-    if id(value) in seen or depth > _MAX_DEPTH:
-        return
-    if isinstance(value, Mapping | list | tuple | Set):
-        seen.add(id(value))
-        found[f"{name} (length)"] = len(value)
-        for key, part in _items(value):
-            _note(f"{name}[{key!r}]", part, found, seen, depth + 1)
-        return
-    function = getattr(value, "__func__", value)
-    code = getattr(function, "__code__", None)
-    if code is None or id(function) in seen:
-        return
-    seen.add(id(function))
-    cells = zip(code.co_freevars, function.__closure__ or (), strict=False)
-    for variable, cell in cells:
-        _note(f"{variable} (in {name})", _content(cell), found, seen, depth + 1)
-    for variable in code.co_names:
-        held = function.__globals__.get(variable)
-        if not callable(held):
-            _note(f"{variable} (in {name})", held, found, seen, depth + 1)
+class _Found:
+    """Values by name, and the ids of all that was looked into."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, object] = {}
+        self._seen: dict[int, object] = {}  # kept, or another could have its id
+
+    def note_class(self, place: str, kind: type) -> None:
+        """Note attributes of a class, and what its `forward` and the methods in it name."""
+        for cls in kind.__mro__:
+            if cls is nn.Module:
+                return
+            if self._is_seen(cls):
+                continue
+            for name, value in vars(cls).items():
+                if not callable(value) and not name.startswith("__"):
+                    self.note(f"{place}{name} (of {cls.__name__})", value, 0)
+            self.note(f"{place}forward", vars(cls).get("forward"), 0, of=kind)
+
+    def note(self, name: str, value: Any, depth: int, *, of: type | None = None) -> None:
+        """Note a value if it is one, and look into it if it holds others.
+
+        Args:
+            name: It is found by.
+            value: It.
+            depth: Of what holds it.
+            of: The class whose method it is.
+        """
+        if isinstance(value, _VALUES):
+            self.values[name] = repr(value)  # not a number equals itself
+            return
+        if depth > _MAX_DEPTH or value is None or self._is_seen(value):
+            return
+        depth += 1
+        state = _state_of(value)
+        if state is not None:
+            self.values[f"{name}{state[0]}"] = state[1]
+        if isinstance(value, types.FunctionType):
+            self._note_function(name, value, depth, of)
+        elif isinstance(value, types.MethodType):
+            self.note(name, value.__self__, depth)
+            self.note(name, value.__func__, depth, of=type(value.__self__))
+        elif isinstance(value, _HOLDERS):
+            for part_name, part in _parts_of(name, value):
+                self.note(part_name, part, depth)
+        elif state is None:
+            self._note_object(name, value, depth)
+
+    def _note_function(self, name: str, function: Any, depth: int, of: type | None) -> None:
+        """Note what a function's code names: variables of closures, globals, and methods."""
+        code = function.__code__
+        for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
+            self.note(f"{variable} (in {name})", _content(cell), depth)
+        for variable in code.co_names:
+            held = function.__globals__.get(variable)
+            is_code = isinstance(held, type | types.ModuleType | types.BuiltinFunctionType)
+            if not is_code and not _is_foreign(held):
+                self.note(f"{variable} (in {name})", held, depth)
+            method = getattr(of, variable, None) if of is not None else None
+            if isinstance(method, types.FunctionType) and not _is_foreign(method):
+                self.note(f"{variable} (in {name})", method, depth, of=of)
+
+    def _note_object(self, name: str, value: Any, depth: int) -> None:
+        """Note the attributes of an object of somebody's own class, and what calling it names."""
+        kind = type(value)
+        is_config = hasattr(value, "model_type")  # which layers read
+        is_code = isinstance(value, type | types.ModuleType | torch.Tensor | nn.Module)
+        if is_code or (_is_foreign(kind) and not is_config):
+            return
+        for attribute, part in list(getattr(value, "__dict__", {}).items())[:_MAX_ITEMS]:
+            self.note(f"{attribute} (in {name})", part, depth)
+        call = next(
+            (vars(cls)["__call__"] for cls in kind.__mro__ if "__call__" in vars(cls)), None
+        )
+        if isinstance(call, types.FunctionType):
+            self.note(f"__call__ (in {name})", call, depth, of=kind)
+
+    def _is_seen(self, value: object) -> bool:
+        is_seen = id(value) in self._seen
+        self._seen[id(value)] = value
+        return is_seen
 
 
-def _items(value: Any) -> Iterator[tuple[object, object]]:
-    if len(value) > _MAX_ITEMS or isinstance(value, Set):
-        return
-    pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
-    yield from ((key, part) for key, part in pairs if isinstance(key, _VALUES))
+def _is_foreign(value: Any) -> bool:
+    package = (getattr(value, "__module__", None) or "").partition(".")[0]
+    return package in _FOREIGN
 
 
-def _returns_nothing(function: Any) -> bool:
-    """Tell whether each way through a function ends in `return None`."""
-    code = getattr(getattr(function, "__func__", function), "__code__", None)
-    steps = list(dis.get_instructions(code)) if code else []
-    ends = [i for i, step in enumerate(steps) if step.opname.startswith("RETURN_")]
-    return bool(ends) and all(_is_return_none(steps[i - 1], steps[i]) for i in ends)
+def _state_of(value: Any) -> tuple[str, object] | None:
+    """Return what of a value changes as it is used, with what to call it."""
+    if isinstance(value, Mapping | list | tuple | deque | Set):
+        return " (length)", len(value)
+    if isinstance(value, np.ndarray | np.generic):
+        return "", (value.shape, value.tobytes())
+    if isinstance(value, torch.Generator):
+        return "", value.get_state().numpy().tobytes()
+    if isinstance(value, itertools.count):
+        return "", repr(value)
+    if isinstance(value, types.GeneratorType):
+        return "", None if value.gi_frame is None else value.gi_frame.f_lasti
+    return None
 
 
-def _is_return_none(before: dis.Instruction, step: dis.Instruction) -> bool:
-    if step.opname == "RETURN_CONST":
-        return step.argval is None
-    is_none = before.opname == "LOAD_CONST" and before.argval is None
-    return step.opname == "RETURN_VALUE" and is_none and not step.is_jump_target
+def _parts_of(name: str, value: Any) -> Iterator[tuple[str, object]]:
+    """Yield what a container or another holder holds, with a name for each."""
+    if isinstance(value, ContextVar):
+        yield name, value.get(None)
+    elif isinstance(value, functools.partial):
+        yield from ((name, part) for part in (value.func, value.args, value.keywords))
+    elif isinstance(value, types.GeneratorType):
+        yield name, {} if value.gi_frame is None else dict(value.gi_frame.f_locals)
+    elif len(value) <= _MAX_ITEMS and not isinstance(value, Set):
+        pairs = list(value.items()) if isinstance(value, Mapping) else enumerate(value)
+        yield from ((f"{name}[{key!r}]", part) for key, part in pairs if isinstance(key, _VALUES))
 
 
 def _content(cell: Any) -> object:

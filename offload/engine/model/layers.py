@@ -18,7 +18,7 @@ by `Inspection`, once, before any gradient is touched. Either is refused with wh
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -50,6 +50,7 @@ from offload.engine.model.stand_ins import (
     Note,
     StandIn,
     TouchedError,
+    modes_of_torch,
 )
 from offload.errors import UnsupportedModelError
 from offload.plan.families import RESIDENT_HINT
@@ -356,7 +357,12 @@ class LayeredModel:
                 )
             if any(isinstance(part, Between) for part in note.call.parts()):
                 raise TouchedError(f"hands more than a hidden state on to layer {note.layer}")
+        modes = modes_of_torch(notes[0].hidden.device)
         for note in notes:
+            if note.modes != modes:
+                raise TouchedError(
+                    f"calls layer {note.layer} in a mode of torch's of its own (autocast, no_grad)"
+                )
             if not note.is_as_then():
                 raise TouchedError(
                     f"changes what it has passed to layer {note.layer} before it calls another"
@@ -375,7 +381,8 @@ class LayeredModel:
         try:
             for config, name, is_on in flags:
                 setattr(config, name, not is_on)
-            yield
+            with uncompiled():
+                yield
         finally:
             setattr(self._owner, self._name, self.layers)
             for config, name, is_on in flags:
@@ -411,6 +418,13 @@ FORWARD_ERRORS = (
     RuntimeError,
     NotImplementedError,
 )
+
+
+def uncompiled() -> AbstractContextManager[None]:
+    """Run what is compiled as it was written, and compile nothing."""
+    if "torch._dynamo" not in sys.modules:  # nothing is, and to import it takes a second
+        return nullcontext()
+    return cast("AbstractContextManager[None]", torch.compiler.set_stance("force_eager"))
 
 
 @contextmanager

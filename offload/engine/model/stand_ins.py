@@ -132,6 +132,7 @@ class Note:
         returned: The one that it returned.
         call: The other arguments.
         seen: All that it was given, as it was then.
+        modes: The modes of torch that it was called in.
     """
 
     layer: int
@@ -139,10 +140,18 @@ class Note:
     returned: torch.Tensor
     call: Call
     seen: Snapshot
+    modes: tuple[object, ...]
 
     def is_as_then(self) -> bool:
         """Tell whether nothing was written since into what was passed."""
         return self.seen == Snapshot(self.hidden, self.call.args, self.call.kwargs)
+
+
+def modes_of_torch(device: torch.device) -> tuple[object, ...]:
+    """Return whether gradients are recorded, and in which precision torch computes on a device."""
+    is_cast = device.type != "meta" and torch.is_autocast_enabled(device.type)
+    dtype = torch.get_autocast_dtype(device.type) if is_cast else None
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), dtype
 
 
 class AllRecordedError(Exception):
@@ -159,6 +168,9 @@ class StandIn(nn.Module):
         """Stand in for the layer at `index`; what it is called with is added to `notes`."""
         super().__init__()
         self.__dict__.update(stood_in_for=layer, index=index, notes=notes, form=form)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise TouchedError(f"sets `{name}` of a layer from outside")
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.__dict__["stood_in_for"], name)
@@ -184,6 +196,7 @@ class StandIn(nn.Module):
                 returned=returned,
                 call=call,
                 seen=Snapshot(hidden, call.args, call.kwargs),
+                modes=modes_of_torch(hidden.device),
             )
         )
         return self._answer(cast("Form", own["form"]), returned)

@@ -12,6 +12,7 @@ is kept in mind, and only for as long as it lives.
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -73,6 +74,15 @@ class Watch(TorchDispatchMode):
             self._object("writes to a tensor that it did not make and that outlives its call")
         self._written = {}
 
+    @contextmanager
+    def aside(self) -> Iterator["Aside"]:
+        """Take nothing amiss meanwhile, unless it is asked to be kept."""
+        before = self.problem, self.culprit, dict(self._written)
+        notes = Aside()
+        yield notes
+        if not notes.are_kept:
+            self.problem, self.culprit, self._written = before
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
@@ -115,6 +125,20 @@ class Watch(TorchDispatchMode):
     def _object(self, problem: str) -> None:
         if not self.problem:
             self.problem, self.culprit = problem, self._part
+
+
+class Aside:
+    """What a watch saw for a while.
+
+    Attributes:
+        are_kept: Whether it counts.
+    """
+
+    are_kept = False
+
+    def keep(self) -> None:
+        """Let it count."""
+        self.are_kept = True
 
 
 # They give a tensor that Python has just made to the dispatcher.

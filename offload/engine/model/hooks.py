@@ -1,0 +1,84 @@
+"""Tells hooks that change what a layer computes from those that only record.
+
+A hook that returns nothing may count, and keep tensors, as it likes. One that returns a value, or
+writes to what it is given, is a part of the layer: what it returns may depend on what it keeps.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from operator import is_
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.utils._pytree import tree_leaves
+
+from offload.engine.model.watch import Watch
+
+_KINDS = ("_forward_pre_hooks", "_forward_hooks")
+
+
+class JudgedHooks:
+    """Judges the hooks of layers as they are called.
+
+    Attributes:
+        acting: Those that changed something.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        """Judge nothing yet.
+
+        Args:
+            watch: It is to pass over what recording hooks read and write.
+        """
+        self._watch = watch
+        self.acting: list[Any] = []
+
+    @contextmanager
+    def judged(self, layer: nn.Module) -> Iterator[None]:
+        """Judge the hooks of a layer's modules, and of all modules, while it is called."""
+        tables = [vars(module)[kind] for module in layer.modules() for kind in _KINDS]
+        tables += [getattr(torch_module, f"_global{kind}") for kind in _KINDS]
+        before = [(table, key, hook) for table in tables for key, hook in table.items()]
+        for table, key, hook in before:
+            table[key] = partial(self._call, hook)
+        try:
+            yield
+        finally:
+            for table, key, hook in before:
+                if key in table:  # it may have removed itself
+                    table[key] = hook
+
+    def _call(self, hook: Any, *args: Any, **kwargs: Any) -> Any:
+        given = [x for x in tree_leaves((args[1:], kwargs)) if isinstance(x, torch.Tensor)]
+        versions = [_version(tensor) for tensor in given]
+        with self._watch.aside() as notes:
+            result = hook(*args, **kwargs)
+            has_written = versions != [_version(tensor) for tensor in given]
+            if has_written or result is not None:
+                notes.keep()
+                if not any(hook is other for other in self.acting):
+                    self.acting.append(hook)
+        return result
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def is_same_code(one: list[Any], other: list[Any]) -> bool:
+    """Tell whether two lists of `all_hooks` hold the same functions."""
+    return len(one) == len(other) and all(map(is_, one, other))
+
+
+def all_hooks(model: nn.Module) -> list[Any]:
+    """Return what a model's modules run besides their class's `forward`, and those functions."""
+    found = [hook for kind in _KINDS for hook in getattr(torch_module, f"_global{kind}").values()]
+    for module in model.modules():
+        own = vars(module)
+        found.append(own.get("forward", type(module).forward))
+        for kind in _KINDS:
+            found.extend(own[kind].values())
+    return found
