@@ -1,9 +1,11 @@
 """Tells hooks that change what a layer computes from those that only record.
 
-A hook that returns nothing may count, and keep tensors, as it likes. One that returns a value, or
-writes to what it is given, is a part of the layer: what it returns may depend on what it keeps.
+A hook that returns nothing may count, and keep tensors, as it likes. One that returns a value on
+any way through it, or writes to what it is given, is a part of the layer: what it returns may
+depend on what it keeps.
 """
 
+import dis
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -57,11 +59,31 @@ class JudgedHooks:
         with self._watch.aside() as notes:
             result = hook(*args, **kwargs)
             has_written = versions != [_version(tensor) for tensor in given]
-            if has_written or result is not None:
+            if has_written or result is not None or _may_return_more(hook):
                 notes.keep()
                 if not any(hook is other for other in self.acting):
                     self.acting.append(hook)
         return result
+
+
+def _may_return_more(hook: Any) -> bool:
+    """Tell whether a hook that has returned nothing has another way to its end."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    function = getattr(hook, "__func__", hook)
+    function = function if hasattr(function, "__code__") else type(hook).__call__
+    code = getattr(function, "__code__", None)
+    steps = list(dis.get_instructions(code)) if code else []
+    ends = [i for i, step in enumerate(steps) if step.opname.startswith("RETURN_")]
+    has_one = len(ends) == 1 and not steps[ends[0]].is_jump_target
+    return not has_one and not all(_returns_none(steps[i - 1], steps[i]) for i in ends)
+
+
+def _returns_none(before: dis.Instruction, step: dis.Instruction) -> bool:
+    if step.opname == "RETURN_CONST":
+        return step.argval is None
+    is_none = before.opname == "LOAD_CONST" and before.argval is None
+    return step.opname == "RETURN_VALUE" and is_none and not step.is_jump_target
 
 
 def _version(tensor: torch.Tensor) -> int:

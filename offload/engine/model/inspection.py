@@ -284,7 +284,6 @@ class Inspection:
         """
         model, notes = self._model, list[Note]()
         inputs = self._inputs()
-        expected = model.record(inputs, model.forms)
         last = len(model.layers) - 1
         stand_ins = model.stand_ins(Closed, model.forms, notes=notes)
         watch = self._watch
@@ -304,6 +303,7 @@ class Inspection:
         watch.made_by(_BEFORE, inputs.values())
         labels = {} if labels_BT is None else {"labels": labels_BT}
         try:
+            expected = model.record(inputs, model.forms)
             with (
                 model.replaced(stand_ins),
                 unchanged(model.around),
