@@ -32,8 +32,20 @@ class LabelledBatch:
         return self.positions.numel()
 
 
-def checked_batches(micro_batches: object) -> list[Batch]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Vocabulary:
+    """How many tokens a model can read and predict; None where that is not known."""
+
+    num_read: int | None
+    num_predicted: int | None
+
+
+def checked_batches(micro_batches: object, vocabulary: Vocabulary) -> list[Batch]:
     """Return the micro-batches of a step as a list, each as `checked_batch` returns it.
+
+    Args:
+        micro_batches: What was given.
+        vocabulary: Of the model.
 
     Raises:
         OffloadError: They are not what a step takes.
@@ -44,7 +56,10 @@ def checked_batches(micro_batches: object) -> list[Batch]:
             "a step takes a list of micro-batches",
             "`engine.forward_backward([batch])`",
         )
-    batches = [checked_batch(b, f"micro-batch {m}") for m, b in enumerate(micro_batches)]
+    batches = [
+        checked_batch(batch, vocabulary, f"micro-batch {m}")
+        for m, batch in enumerate(micro_batches)
+    ]
     if not batches:
         _refuse("micro_batches is empty", "a step takes one or more", "look at what makes the rows")
     for m, batch in enumerate(batches):
@@ -57,15 +72,18 @@ def checked_batches(micro_batches: object) -> list[Batch]:
     return batches
 
 
-def checked_batch(batch: object, name: str = "the batch") -> Batch:
+def checked_batch(batch: object, vocabulary: Vocabulary, name: str = "the batch") -> Batch:
     """Return a micro-batch without what is None, its labels as int64.
 
     Args:
-        batch: What was given.
+        batch: What was given; best on the host, where to look at its tokens costs no
+            synchronisation.
+        vocabulary: Of the model.
         name: What it is called in errors.
 
     Raises:
-        OffloadError: It is not a dict of tensors of the same rows and tokens.
+        OffloadError: It is not a dict of tensors of the same rows and tokens, or the model does not
+            know a token.
     """
     if not isinstance(batch, Mapping):
         _refuse(f"{name} is a {type(batch).__name__}", *_DICT)
@@ -85,6 +103,7 @@ def checked_batch(batch: object, name: str = "the batch") -> Batch:
             )
     if "labels" in given:
         given["labels"] = given["labels"].long()
+    _require_known_tokens(given, vocabulary, name)
     return given
 
 
@@ -110,6 +129,50 @@ def _require_shapes(given: Batch, name: str) -> None:
             "it has one place per token",
             "1 for a token and 0 for padding; leave it away where nothing is padded",
         )
+    positions = given.get("position_ids")
+    if positions is not None and not _is_position_per_token(positions.shape, shape):
+        _refuse(
+            f"`position_ids` of {name} is {tuple(positions.shape)}, `input_ids` {tuple(shape)}",
+            "it ends in (rows, tokens), or in (1, tokens) for all rows alike",
+            "`position_ids.unsqueeze(0)` for a single row; leave it away for 0, 1, 2, ...",
+        )
+
+
+def _is_position_per_token(positions: torch.Size, tokens: torch.Size) -> bool:
+    return len(positions) >= 2 and positions[-2] in (1, tokens[0]) and positions[-1] == tokens[1]
+
+
+def _require_known_tokens(given: Batch, vocabulary: Vocabulary, name: str) -> None:
+    """Check that the model has an embedding for each token, and a logit for each label."""
+    num_read, num_predicted = vocabulary.num_read, vocabulary.num_predicted
+    unknown = _first_outside(given["input_ids"], num_read)
+    if unknown is not None:
+        _refuse(
+            f"`input_ids` of {name} holds {unknown}",
+            f"the model's input embedding has {num_read} tokens, from 0",
+            "use the tokenizer of this model, or `model.resize_token_embeddings(len(tokenizer))`"
+            " before `offload.attach`",
+        )
+    if "labels" not in given:
+        return
+    labels = given["labels"][:, 1:]  # no token predicts the first
+    unknown = _first_outside(labels.masked_fill(labels == IGNORED, 0), num_predicted)
+    if unknown is not None:
+        _refuse(
+            f"`labels` of {name} holds {unknown}",
+            f"the model predicts {num_predicted} tokens, from 0; {IGNORED} is no label",
+            f"{IGNORED} where a token has no loss, else the token itself",
+        )
+
+
+def _first_outside(tokens: torch.Tensor, num_tokens: int | None) -> int | None:
+    """Return the lowest or the highest token where it is no number from 0 to below `num_tokens`."""
+    if num_tokens is None or not tokens.numel():
+        return None
+    low, high = torch.stack(tokens.aminmax()).tolist()
+    if low < 0:
+        return int(low)
+    return int(high) if high >= num_tokens else None
 
 
 _DICT = (

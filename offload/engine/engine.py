@@ -33,6 +33,7 @@ from offload.engine.model.hooks import all_hooks, is_same_code
 from offload.engine.model.layers import LayeredModel, unchanged
 from offload.engine.model.seal import Seal, seal_of
 from offload.engine.model.stock import take_stock
+from offload.engine.model.vocabulary import vocabulary_of
 from offload.engine.results import ForwardResult, StepResult
 from offload.engine.slots import Slots
 from offload.engine.stash import Stash
@@ -101,6 +102,7 @@ class Engine:
         self._options = options
         self._home = placement.only_device(self._layered)
         self._trains_front = placement.trains_front(self._layered)
+        self._vocabulary = vocabulary_of(self._layered.model)
         groups = placement.streamed_parameters(
             self._layered, are_trained_streamed=options.trained_weights == "host"
         )
@@ -199,16 +201,19 @@ class Engine:
             UnsupportedModelError: The model passes a layer something that could carry state; no
                 gradient was touched.
             OffloadError: No token has a label, a micro-batch is not what a step takes, gradients
-                are switched off, the model is not what was attached, or the engine is detached.
+                are switched off, the model is not what was attached, a hook would be given parts of
+                a gradient, or the engine is detached; no gradient was touched.
             TransferError: A copy failed; gradients may be partial and the caller should zero them.
         """
         self._require_ready()
-        batches = checked_batches(micro_batches)
+        batches = checked_batches(micro_batches, self._vocabulary)
+        _require_divisor(num_label_tokens)
+        ids = range(len(batches)) if micro_batch_ids is None else tuple(micro_batch_ids)
+        _require_an_id_each(len(ids), len(batches))
         labelled = [with_labels(batch, self._device.torch_device) for batch in batches]
         if num_label_tokens is None:
             num_label_tokens = sum(batch.num_label_tokens for batch in labelled)
         _require_labels(num_label_tokens, len(labelled))
-        ids = range(len(labelled)) if micro_batch_ids is None else micro_batch_ids
         if dropout_seed is None:
             dropout_seed = int(torch.randint(2**31, ()).item())
         for inputs in {frozenset(b.inputs): b.inputs for b in labelled}.values():
@@ -242,7 +247,7 @@ class Engine:
             batch: As for `forward_backward`. With labels the loss is computed, else logits.
             positions: Without labels: the token position of each row to compute logits for, (B,).
         """
-        batch = checked_batch(batch)
+        batch = checked_batch(batch, self._vocabulary)
         torch_device = self._device.torch_device
         labels = [with_labels(batch, torch_device)] if "labels" in batch else []
 
@@ -574,4 +579,22 @@ def _require_labels(num_label_tokens: int, num_micro_batches: int) -> None:
             f"none of the {num_micro_batches} micro-batches has a token with a label",
             limit="a step needs at least one label that is not -100, behind the first token",
             hint="look at `labels`: the prompt may be all that was left",
+        )
+
+
+def _require_divisor(num_label_tokens: int | None) -> None:
+    if num_label_tokens is not None and not num_label_tokens > 0:
+        raise OffloadError(
+            f"num_label_tokens is {num_label_tokens}",
+            limit="the sum of the losses is divided by it: at least 1",
+            hint="leave it away, or give the number of label tokens of all processes",
+        )
+
+
+def _require_an_id_each(num_ids: int, num_micro_batches: int) -> None:
+    if num_ids != num_micro_batches:
+        raise OffloadError(
+            f"micro_batch_ids has {num_ids} numbers for {num_micro_batches} micro-batches",
+            limit="each micro-batch has one, which its dropout is drawn by",
+            hint="leave it away to number them from 0",
         )

@@ -25,6 +25,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 BATCH = micro_batches()[0]
 IDS, LABELS = BATCH["input_ids"], BATCH["labels"]
 
+
+def changed(key: str, value: int, place: tuple[int, int] = (1, 5)) -> dict[str, torch.Tensor]:
+    tensor = BATCH[key].clone()
+    tensor[place] = value
+    return BATCH | {key: tensor}
+
+
 REFUSED: dict[str, tuple[Any, str]] = {
     "fewer labels": ([BATCH | {"labels": LABELS[:, :5]}], r"`labels` of .* 0 is \(2, 5\), .*12\)"),
     "labels of another rank": ([BATCH | {"labels": LABELS[None]}], r"`labels` .* is \(1, 2, 12\)"),
@@ -44,6 +51,32 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "one row": ([{n: t[0] for n, t in BATCH.items()}], r"`input_ids` of micro-batch 0 is \(12,\)"),
     "float tokens": ([BATCH | {"input_ids": IDS.float()}], "`input_ids` .* of torch.float32"),
     "float labels": ([BATCH | {"labels": LABELS.float()}], "`labels` .* is of torch.float32"),
+    "a label below 0": (
+        [BATCH, changed("labels", -1)],
+        "`labels` of micro-batch 1 holds -1; the model predicts 64 tokens, from 0",
+    ),
+    "a label below -100": ([changed("labels", -101)], "`labels` of micro-batch 0 holds -101;"),
+    "a label above": (
+        [BATCH, BATCH, changed("labels", 64)],
+        "`labels` of micro-batch 2 holds 64; the model predicts 64 tokens, from 0",
+    ),
+    "a token below 0": ([changed("input_ids", -1)], "`input_ids` of micro-batch 0 holds -1;"),
+    "a token above": (
+        [BATCH, changed("input_ids", 64)],
+        "`input_ids` of micro-batch 1 holds 64; the model's input embedding has 64 tokens",
+    ),
+    "positions without rows": (
+        [BATCH | {"position_ids": torch.arange(12)}],
+        r"`position_ids` of micro-batch 0 is \(12,\), `input_ids` \(2, 12\); it ends in",
+    ),
+    "positions of another width": (
+        [BATCH, BATCH | {"position_ids": torch.arange(5)[None]}],
+        r"`position_ids` of micro-batch 1 is \(1, 5\), `input_ids` \(2, 12\)",
+    ),
+    "positions of more rows": (
+        [BATCH | {"position_ids": torch.arange(12).expand(3, 12)}],
+        r"`position_ids` of micro-batch 0 is \(3, 12\), `input_ids` \(2, 12\)",
+    ),
 }
 
 
@@ -55,6 +88,83 @@ def test_micro_batches_that_a_step_cannot_take_are_refused(batches: Any, what: s
         engine.forward_backward(batches)
     assert all(p.grad is None for p in model.parameters())
     engine.detach()
+
+
+ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
+    "too few ids": ({"micro_batch_ids": [0]}, "micro_batch_ids has 1 numbers for 3 micro-batches"),
+    "too many ids": (
+        {"micro_batch_ids": range(4)},
+        "micro_batch_ids has 4 numbers for 3 micro-batches",
+    ),
+    "fewer than no labels": ({"num_label_tokens": -3}, "num_label_tokens is -3;"),
+    "no labels": ({"num_label_tokens": 0}, "num_label_tokens is 0;"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "what"), ARGUMENTS.values(), ids=ARGUMENTS)
+def test_other_arguments_that_a_step_cannot_take_are_refused(
+    arguments: dict[str, Any], what: str
+) -> None:
+    model = tiny("qwen3")
+    engine = offload.attach(model, num_slots=2, device="cpu")
+    with pytest.raises(offload.OffloadError, match=rf"(?s){what}.*\n\nhint: "):
+        engine.forward_backward(micro_batches(), **arguments)
+    assert all(p.grad is None for p in model.parameters())
+    engine.detach()
+
+
+def test_tokens_are_looked_up_in_embeddings_and_heads_that_peft_has_wrapped() -> None:
+    targets = ["q_proj", "embed_tokens", "lm_head"]
+    for config in (
+        LoraConfig(target_modules=targets),
+        LoraConfig(target_modules=["q_proj"], modules_to_save=targets[1:]),
+        LoraConfig(target_modules=["q_proj"], trainable_token_indices=[3]),
+    ):
+        model = get_peft_model(MODELS["qwen3"](), config)
+        engine = offload.attach(model, num_slots=2, device="cpu")
+        with pytest.raises(offload.OffloadError, match="`input_ids` of micro-batch 0 holds 64"):
+            engine.forward_backward([changed("input_ids", 64)])
+        with pytest.raises(offload.OffloadError, match="`labels` of micro-batch 0 holds 64"):
+            engine.forward_backward([changed("labels", 64)])
+        assert engine.forward_backward(micro_batches()).loss > 0
+        engine.detach()
+
+
+def test_a_label_of_the_first_token_is_not_looked_at() -> None:
+    engine = offload.attach(tiny("qwen3"), num_slots=2, device="cpu")
+    expected = engine.forward_backward([BATCH], dropout_seed=0).loss
+    batch = changed("labels", -1, (1, 0))
+    assert engine.forward_backward([batch], dropout_seed=0).loss == expected
+    engine.detach()
+
+
+def test_a_row_of_positions_is_that_of_all_rows() -> None:
+    engine = offload.attach(tiny("qwen3"), num_slots=2, device="cpu")
+    positions = torch.arange(12).flip(0)[None]
+    each = BATCH | {"position_ids": positions.expand(2, 12)}
+    expected = engine.forward_backward([each], dropout_seed=0).loss
+    one = BATCH | {"position_ids": positions}
+    assert engine.forward_backward([one], dropout_seed=0).loss == expected
+    engine.detach()
+
+
+def test_a_forward_of_a_token_that_the_model_does_not_know_is_refused() -> None:
+    engine = offload.attach(tiny("qwen3"), num_slots=2, device="cpu")
+    with pytest.raises(offload.OffloadError, match="`input_ids` of the batch holds 64"):
+        engine.forward({"input_ids": changed("input_ids", 64)["input_ids"]})
+    engine.detach()
+
+
+def test_a_frozen_sparse_weight_of_a_layer_is_refused_at_attach() -> None:
+    model: Any = tiny("qwen3")
+    layer = model.get_base_model().model.layers[1]
+    layer.sparse = nn.Parameter(torch.eye(4).to_sparse(), requires_grad=False)
+    with pytest.raises(
+        offload.UnsupportedModelError,
+        match=r"model.layers.1.sparse is of torch.sparse_coo.*\n\nhint: `to_dense\(\)` before",
+    ):
+        offload.attach(model, num_slots=2, device="cpu")
+    assert plain(tiny("qwen3"))[0] == plain_loss()
 
 
 def test_micro_batches_in_another_form_give_the_same_step() -> None:

@@ -22,7 +22,7 @@ def streamed_parameters(
         are_trained_streamed: Whether weights that train are streamed too.
 
     Raises:
-        UnsupportedModelError: There is nothing to stream.
+        UnsupportedModelError: There is nothing to stream, or a tensor that cannot be.
     """
     in_layers = Counter(id(p) for layer in layered.layers for p in layer.parameters())
     owners = Counter(
@@ -40,6 +40,7 @@ def streamed_parameters(
         ]
         for layer in layered.layers
     ]
+    _require_strided(layered, groups)
     if not any(groups):
         raise UnsupportedModelError(
             f"{type(layered.model).__name__} has no frozen parameter in its layers",
@@ -48,6 +49,19 @@ def streamed_parameters(
             ' or train its weights on the host: `trained_weights="host"`',
         )
     return groups
+
+
+def _require_strided(layered: LayeredModel, groups: Sequence[Sequence[nn.Parameter]]) -> None:
+    """Check that what is streamed is made of plain values in a row."""
+    streamed = {id(parameter) for group in groups for parameter in group}
+    for name, parameter in layered.model.named_parameters():
+        if id(parameter) in streamed and parameter.layout is not torch.strided:
+            raise UnsupportedModelError(
+                f"{name} is of {parameter.layout}",
+                limit="only tensors of torch.strided are streamed",
+                hint="`to_dense()` before `offload.attach`; or make it a buffer, which stays on the"
+                " device",
+            )
 
 
 def only_device(layered: LayeredModel) -> torch.device:
