@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -79,7 +78,7 @@ class Masters:
             self.weights[name] = parameter
             if parameter.dtype in (torch.bfloat16, torch.float16):
                 master = nn.Parameter(parameter.detach().float())
-                parameter.register_post_accumulate_grad_hook(partial(_hand_over, master))
+                parameter.register_post_accumulate_grad_hook(_HandOver(master))
                 self._copies.append((parameter, master))
                 self.weights[name] = master
 
@@ -90,14 +89,21 @@ class Masters:
             parameter.copy_(master)
 
 
-def _hand_over(master: nn.Parameter, parameter: torch.Tensor) -> None:
-    """Add a gradient to the master's, and take it off the tensor that computes."""
-    assert parameter.grad is not None
-    if master.grad is None:
-        master.grad = parameter.grad.float()
-    else:
-        master.grad += parameter.grad
-    parameter.grad = None
+class _HandOver:
+    """Adds each gradient to the master's, and takes it off the tensor that computes."""
+
+    takes_partial_gradients = True
+
+    def __init__(self, master: nn.Parameter) -> None:
+        self._master = master
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        if self._master.grad is None:
+            self._master.grad = parameter.grad.float()
+        else:
+            self._master.grad += parameter.grad
+        parameter.grad = None
 
 
 def make_optimizer(

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from offload.engine.batch import (
     Batch,
@@ -28,6 +29,7 @@ from offload.engine.meter import Arena
 from offload.engine.model import placement
 from offload.engine.model.composition import Composition
 from offload.engine.model.encoding import Encoding
+from offload.engine.model.gradient_hooks import GradientHooks
 from offload.engine.model.guard import Guard
 from offload.engine.model.hooks import all_hooks, is_same_code
 from offload.engine.model.layers import LayeredModel, unchanged
@@ -323,6 +325,7 @@ class Engine:
     ) -> tuple[PassState, Schedule]:
         """Run a pass without gradients."""
         self._require_attached()
+        _require_uncached()
         self._seal.require_whole()
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         inputs = to_device(inputs, self._device.torch_device)
@@ -423,7 +426,8 @@ class Engine:
     def _seal_model(self) -> None:
         """Keep everything but passes from the streamed parameters, and note what there is."""
         self._num_writes = self._host.num_writes
-        self._composition = Composition(self._model)
+        self._composition = Composition(self._model, self._layered.model.config)
+        self._hooks = GradientHooks(self._model, self._layered, self._masters.parameters)
         self._seal = Seal(
             self._host.records,
             names={id(parameter): name for name, parameter in self._model.named_parameters()},
@@ -500,7 +504,9 @@ class Engine:
         """Check that a step would give the gradients of what was attached, and all of them."""
         self._require_attached()
         _require_gradients()
+        _require_uncached()
         self._composition.require_unchanged()
+        self._hooks.require_exact()
         self._seal.require_whole()
         self._masters.require_clear()
 
@@ -548,6 +554,17 @@ def _require_gradients() -> None:
             f"forward_backward is called in `torch.{block}()`",
             limit="a step records gradients",
             hint="leave the block, or `engine.forward(batch)` for the loss alone",
+        )
+
+
+def _require_uncached() -> None:
+    """Check that torch keeps no parametrized weight of one visit for the next."""
+    if parametrize._cache_enabled:
+        raise OffloadError(
+            "a pass is run in `torch.nn.utils.parametrize.cached()`",
+            limit="a layer is visited several times, with and without gradients: a weight that is"
+            " computed once has none",
+            hint="leave the block",
         )
 
 

@@ -2,19 +2,22 @@
 
 What trains, what is streamed and where each tensor is are settled by `attach`. Parameters that are
 added, replaced, frozen or unfrozen later would have no gradient, or one that is lost with the next
-load. A step therefore compares the model with what was attached, by identity: a millisecond for a
-model of 48 layers with adapters.
+load; a router's loss that is switched on later would not be in the loss. A step therefore compares
+the model with what was attached, by identity: a millisecond for a model of 48 layers with adapters.
 """
 
 from collections.abc import Iterator
 from itertools import chain
 from operator import attrgetter, is_
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from offload.errors import OffloadError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _TRAITS_OF = attrgetter("requires_grad", "dtype", "device")
 _Traits = tuple[bool, torch.dtype, torch.device]
@@ -23,8 +26,13 @@ _Traits = tuple[bool, torch.dtype, torch.device]
 class Composition:
     """A model's modules and parameters, and what must not change of them."""
 
-    def __init__(self, model: nn.Module) -> None:
-        """Note them."""
+    def __init__(self, model: nn.Module, config: "PreTrainedConfig") -> None:
+        """Note them.
+
+        Args:
+            model: What was attached.
+            config: Of the model inside of it; whether the loss has a router's part is settled too.
+        """
         modules = list(model.modules())
         self._model = model
         self._children = [module._modules for module in modules]
@@ -33,6 +41,8 @@ class Composition:
         self._parameters = _flat(self._owned)
         self._traits = _traits(self._parameters)
         self._named = _named(model)
+        self._config = config
+        self._asks = _router_logits(config)
 
     def require_unchanged(self) -> None:
         """Check that the model is what was attached.
@@ -46,13 +56,15 @@ class Composition:
                 _are_same(modules, self._modules)
                 and _are_same(parameters, self._parameters)
                 and _traits(parameters) == self._traits
+                and _router_logits(self._config) == self._asks
             ):
                 return
             changes = list(self._changes())
         more = f" (and {len(changes) - 1} more)" if len(changes) > 1 else ""
         raise OffloadError(
             f"{changes[0]} since the model was attached{more}",
-            limit="what trains and what is streamed is settled by `offload.attach`",
+            limit="what trains, what is streamed and what the loss is are settled by"
+            " `offload.attach`",
             hint="undo the change; or `engine.detach()`, and `offload.attach(model, ...)` again",
         )
 
@@ -68,6 +80,19 @@ class Composition:
             elif traits is not None and before is not None and traits != before:
                 yield f"{name} {_change(before, traits)}"
         yield from (f"{name} was removed" for name in self._named if name not in now)
+        for name, asks in _router_logits(self._config).items():
+            if asks != self._asks.get(name):
+                yield f"`{name}` became {asks}"
+
+
+def _router_logits(config: "PreTrainedConfig") -> dict[str, bool]:
+    """Return whether a config asks for router logits, and so for their loss; by place."""
+    places = {"config.output_router_logits": config}
+    if (text_config := config.get_text_config()) is not config:
+        places["config.get_text_config().output_router_logits"] = text_config
+    return {
+        name: bool(getattr(place, "output_router_logits", False)) for name, place in places.items()
+    }
 
 
 def _change(before: _Traits, now: _Traits) -> str:
