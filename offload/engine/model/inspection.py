@@ -199,7 +199,7 @@ class Inspection:
         return {
             **kept_by(module, hooks=self._hooks.acting),
             "Python's random numbers": random.getstate(),
-            "numpy's random numbers": str(np.random.get_state()),
+            "numpy's random numbers": _numpy_state(),
         }
 
     def _require_nothing_left_for_layers(self, few: Batch) -> None:
@@ -226,6 +226,8 @@ class Inspection:
         try:
             ones_BTD = torch.ones_like(output_BTD)
             has_drawn = self._randomness.draws_in(lambda: _gradient(output_BTD, leaf_BTD, ones_BTD))
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             self._refuse_layer(layer, f"draws random numbers and cannot be inspected: {error}")
         if has_drawn:
@@ -240,7 +242,6 @@ class Inspection:
             return self._randomness.visit(part, _SEED, compute)[0]
 
     def _call(self, layer: int, hidden_BTD: torch.Tensor, call: Call) -> torch.Tensor:
-
         def compute() -> torch.Tensor:
             with torch.set_grad_enabled(hidden_BTD.requires_grad):
                 return self._model.layer_forward(layer, hidden_BTD, call).contiguous()
@@ -515,6 +516,11 @@ def _depends(value: torch.Tensor, by: torch.Tensor) -> bool:
 def _tensors_of(calls: Iterable[Call]) -> Iterator[torch.Tensor]:
     for call in calls:
         yield from call.tensors()
+
+
+def _numpy_state() -> tuple[bytes, int]:
+    state: Any = np.random.get_state(legacy=False)
+    return state["state"]["key"].tobytes(), state["state"]["pos"]
 
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
