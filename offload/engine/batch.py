@@ -203,3 +203,45 @@ def with_labels(batch: Batch, torch_device: torch.device) -> LabelledBatch:
 def to_device(batch: Batch, torch_device: torch.device) -> dict[str, torch.Tensor]:
     """Move a batch's tensors to the device."""
     return {name: tensor.to(torch_device, non_blocking=True) for name, tensor in batch.items()}
+
+
+def require_labels(num_label_tokens: int, num_micro_batches: int) -> None:
+    """Check that a step has something to learn.
+
+    Raises:
+        OffloadError: It is not so.
+    """
+    if num_label_tokens == 0:
+        raise OffloadError(
+            f"none of the {num_micro_batches} micro-batches has a token with a label",
+            limit="a step needs at least one label that is not -100, behind the first token",
+            hint="look at `labels`: the prompt may be all that was left",
+        )
+
+
+def require_divisor(num_label_tokens: int | None) -> None:
+    """Check the number that the sum of the losses is divided by.
+
+    Raises:
+        OffloadError: It is not so.
+    """
+    if num_label_tokens is not None and not num_label_tokens > 0:
+        raise OffloadError(
+            f"num_label_tokens is {num_label_tokens}",
+            limit="the sum of the losses is divided by it: at least 1",
+            hint="leave it away, or give the number of label tokens of all processes",
+        )
+
+
+def require_an_id_each(num_ids: int, num_micro_batches: int) -> None:
+    """Check that each micro-batch has a number.
+
+    Raises:
+        OffloadError: It is not so.
+    """
+    if num_ids != num_micro_batches:
+        raise OffloadError(
+            f"micro_batch_ids has {num_ids} numbers for {num_micro_batches} micro-batches",
+            limit="each micro-batch has one, which its dropout is drawn by",
+            hint="leave it away to number them from 0",
+        )

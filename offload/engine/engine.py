@@ -16,6 +16,9 @@ from offload.engine.batch import (
     LabelledBatch,
     checked_batch,
     checked_batches,
+    require_an_id_each,
+    require_divisor,
+    require_labels,
     to_device,
     with_labels,
 )
@@ -209,13 +212,13 @@ class Engine:
         """
         self._require_ready()
         batches = checked_batches(micro_batches, self._vocabulary)
-        _require_divisor(num_label_tokens)
+        require_divisor(num_label_tokens)
         ids = range(len(batches)) if micro_batch_ids is None else tuple(micro_batch_ids)
-        _require_an_id_each(len(ids), len(batches))
+        require_an_id_each(len(ids), len(batches))
         labelled = [with_labels(batch, self._device.torch_device) for batch in batches]
         if num_label_tokens is None:
             num_label_tokens = sum(batch.num_label_tokens for batch in labelled)
-        _require_labels(num_label_tokens, len(labelled))
+        require_labels(num_label_tokens, len(labelled))
         if dropout_seed is None:
             dropout_seed = int(torch.randint(2**31, ()).item())
         for inputs in {frozenset(b.inputs): b.inputs for b in labelled}.values():
@@ -587,31 +590,4 @@ def _require_possible(options: EngineOptions, num_layers: int) -> None:
             f"kept_graphs is {num_kept_graphs}",
             limit=f"it counts layers from the last, of which there are {num_layers}",
             hint=f"`kept_graphs={min(max(0, num_kept_graphs), num_layers)}`",
-        )
-
-
-def _require_labels(num_label_tokens: int, num_micro_batches: int) -> None:
-    if num_label_tokens == 0:
-        raise OffloadError(
-            f"none of the {num_micro_batches} micro-batches has a token with a label",
-            limit="a step needs at least one label that is not -100, behind the first token",
-            hint="look at `labels`: the prompt may be all that was left",
-        )
-
-
-def _require_divisor(num_label_tokens: int | None) -> None:
-    if num_label_tokens is not None and not num_label_tokens > 0:
-        raise OffloadError(
-            f"num_label_tokens is {num_label_tokens}",
-            limit="the sum of the losses is divided by it: at least 1",
-            hint="leave it away, or give the number of label tokens of all processes",
-        )
-
-
-def _require_an_id_each(num_ids: int, num_micro_batches: int) -> None:
-    if num_ids != num_micro_batches:
-        raise OffloadError(
-            f"micro_batch_ids has {num_ids} numbers for {num_micro_batches} micro-batches",
-            limit="each micro-batch has one, which its dropout is drawn by",
-            hint="leave it away to number them from 0",
         )
