@@ -16,7 +16,7 @@ from finetune.errors import ConfigError
 from finetune.exits import EXIT_USER
 from finetune.exits import explained as _explained
 from finetune.interrupts import exit_code
-from finetune.ranks import is_joined
+from finetune.training.ranks import is_joined
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -53,7 +53,9 @@ def _finite(value: float | None) -> float | None:
 
 Ram = Annotated[
     float | None,
-    typer.Option(min=1, max=1_000_000, callback=_finite, help="GiB of RAM beside a named card."),
+    typer.Option(
+        min=1, max=1_000_000, callback=_finite, help="GiB of RAM in the machine of a named card."
+    ),
 ]
 Link = Annotated[
     float | None,
@@ -76,21 +78,21 @@ def finetune(
     ] = None,
 ) -> None:
     """Train an adapter, and show predicted against measured step time."""
-    from finetune.ranks import join
-    from finetune.recipe_file import load_recipe
+    from finetune.recipe.load import load_recipe
+    from finetune.training.rendezvous import join
 
     with _explained(recipe):
         if resume and overwrite:
             raise ConfigError(
                 "both --resume and --overwrite",
-                limit="a run is continued or replaced",
                 hint="`--resume` continues it, `--overwrite` begins it again",
             )
         console = _console()
         with join(launch()) as ranks:
             settings = load_recipe(recipe, overrides or [])
-            _hide_bars()
-            from finetune.screen import Screen
+            run_dir = settings.output.run_dir
+            console.print(f"Recipe {recipe}, run directory {run_dir}", markup=False)
+            from finetune.report.screen import Screen
             from finetune.train import finetune as run
 
             outcome = run(
@@ -130,7 +132,7 @@ def plan(
 ) -> None:
     """Predict step time and memory, without weights and without the card."""
     with _explained(model):
-        from finetune.forecast import Beside, form_of, planned
+        from finetune.commands.plan import Beside, form_of, planned
 
         shown = planned(
             model,
@@ -140,6 +142,7 @@ def plan(
             beside=Beside(ram_gib=ram, link_gb_per_s=link),
             wants_ways=wants_ways,
             form=form_of(as_json=as_json, as_markdown=as_markdown),
+            note=_warn,
         )
         _show(shown)
 
@@ -162,7 +165,7 @@ def fit(
 ) -> None:
     """List what trains, with LoRA, in given memory."""
     with _explained(model or "all shapes"):
-        from finetune.forecast import Beside, form_of, models_that_fit
+        from finetune.commands.plan import Beside, form_of, models_that_fit
 
         shown = models_that_fit(
             model,
@@ -187,12 +190,12 @@ def probe(
 ) -> None:
     """Measure this machine."""
     with _explained("this machine"):
-        from finetune.forecast import probed
-        from finetune.host_map import host_map
-        from finetune.plan_report import machine_table
-        from offload.host_probe import with_host
+        from finetune.commands.plan import probed
+        from finetune.report.host_map import host_map
+        from finetune.report.plan import machine_table
+        from offload.probe.host import with_host
 
-        machine = with_host(probed(dtype), folder=stores_dir(), seconds=PROBE_HOST_S)
+        machine = with_host(probed(dtype, note=_warn), folder=stores_dir(), seconds=PROBE_HOST_S)
         if save is not None:
             save.write_text(machine.to_json())
         if as_json:
@@ -202,10 +205,23 @@ def probe(
 
 
 @app.command()
+def doctor(*, as_json: AsJson = False) -> None:
+    """Check this machine, and say how to fix what stops or slows training."""
+    with _explained("this machine"):
+        from finetune.commands.doctor import can_train, examined, findings_json, findings_table
+
+        _warn("Looking at this machine ...")
+        findings = examined()
+        _show(findings_json(findings) if as_json else findings_table(findings))
+        if not can_train(findings):
+            raise typer.Exit(EXIT_USER)
+
+
+@app.command()
 def validate(recipe: Source, overrides: Overrides = None) -> None:
     """Check a recipe and print it with all defaults."""
-    from finetune.recipe import resolved_yaml
-    from finetune.recipe_file import load_recipe
+    from finetune.recipe.load import load_recipe
+    from finetune.recipe.recipe import resolved_yaml
 
     with _explained(recipe):
         _print(resolved_yaml(load_recipe(recipe, overrides or [])).rstrip())
@@ -219,8 +235,8 @@ def explain_run(
 ) -> None:
     """Show predicted against measured again, and draw both, from a run's files alone."""
     with _explained(str(run_dir)):
-        from finetune.explain import draw, explain
-        from finetune.explain_tables import explanation_tables
+        from finetune.report.explain import draw, explain
+        from finetune.report.explain_tables import explanation_tables
 
         found = explain(run_dir)
         if as_json:
@@ -239,8 +255,7 @@ def generate(
 ) -> None:
     """Answer a prompt with a finished run's adapter."""
     with _explained(str(run_dir)):
-        _hide_bars()
-        from finetune.answering import answer_prompt
+        from finetune.commands.generate import answer_prompt
 
         _print(answer_prompt(run_dir, prompt, max_new_tokens=max_new_tokens, note=_warn))
 
@@ -262,9 +277,9 @@ def adapter(
                 limit="an adapter is written for vllm; peft reads RUN_DIR/adapter as it lies",
                 hint="`--format vllm`",
             )
-        from finetune.model import read_config
-        from finetune.run_dir import RunDir
-        from finetune.vllm_adapter import write_vllm_adapter
+        from finetune.export.vllm import write_vllm_adapter
+        from finetune.model.load import read_config
+        from finetune.run.run_dir import RunDir
 
         run = RunDir(run_dir)
         for note in run.require_adapter():
@@ -283,9 +298,8 @@ def merge(
 ) -> None:
     """Write the trained model as plain weights, a few tensors in memory at a time."""
     with _explained(str(run_dir)):
-        _hide_bars()
-        from finetune.merge_run import merge_run
-        from finetune.screen import bytes_bar
+        from finetune.export.merge_run import merge_run
+        from finetune.report.screen import bytes_bar
 
         console = _console()
         with bytes_bar(console, "merge") as progress:
@@ -306,9 +320,8 @@ def export(
 ) -> None:
     """Write the trained model as a GGUF file, by llama.cpp's converter."""
     with _explained(str(source)):
-        _hide_bars()
-        from finetune.export import export_gguf
-        from finetune.screen import bytes_bar
+        from finetune.export.gguf import export_gguf
+        from finetune.report.screen import bytes_bar
 
         console = _console()
         with bytes_bar(console, "merge") as progress:
@@ -320,8 +333,8 @@ def export(
 @recipes_app.command("list")
 def recipes_list() -> None:
     """List the shipped recipes and shapes."""
-    from finetune.recipe import shipped_recipes
-    from finetune.shapes import shipped_shapes
+    from finetune.recipe.recipe import shipped_recipes
+    from finetune.recipe.shipped import shipped_shapes
 
     for name, path in shipped_recipes().items():
         _print(f"{name:24} {_first_comment(path)}")
@@ -333,7 +346,7 @@ def recipes_list() -> None:
 def recipes_show(name: Annotated[str, typer.Argument(help="A shipped name.")]) -> None:
     """Print a shipped recipe with its comments."""
     with _explained(name):
-        from finetune.recipe import shipped_recipe
+        from finetune.recipe.recipe import shipped_recipe
 
         _print(shipped_recipe(name).read_text().rstrip())
 
@@ -345,7 +358,7 @@ def recipes_copy(
 ) -> None:
     """Copy a shipped recipe, and the files that it names, to be edited."""
     with _explained(name):
-        from finetune.recipe_copy import copy_recipe
+        from finetune.recipe.copy import copy_recipe
 
         for written in copy_recipe(name, to):
             _print(f"{written}")
@@ -354,7 +367,7 @@ def recipes_copy(
 @recipes_app.command("schema")
 def recipes_schema() -> None:
     """Print the JSON schema of recipes, for editors."""
-    from finetune.recipe import json_schema
+    from finetune.recipe.recipe import json_schema
 
     _print(json_schema().rstrip())
 
@@ -362,8 +375,8 @@ def recipes_schema() -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the program.
 
-    One of several processes ends at once: threads that the others still talk to, and those that
-    parting from them leaves, have aborted it on the interpreter's own way out.
+    With several ranks, exit without interpreter shutdown: communication threads that are still in
+    use by other ranks, or left over after disconnecting, have aborted the process there.
     """
     _quiet_libraries()
     try:
@@ -383,9 +396,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _console() -> Console:
-    """Return the terminal, or a stream as wide as COLUMNS says: 120 where it says nothing.
+    """Return the terminal, or a stream as wide as COLUMNS says: 120 if it is not set.
 
-    Of several processes only the first is heard.
+    With several processes only the first one prints.
     """
     is_quiet = launch().index > 0
     console = Console(highlight=False, quiet=is_quiet)
@@ -403,12 +416,12 @@ def _print(text: str) -> None:
 
 
 def _warn(text: str) -> None:
-    """Say what is no part of the answer."""
+    """Print a note that is not part of the answer."""
     print(text, file=sys.stderr)
 
 
 def _show(content: "RenderableType") -> None:
-    """Print tables as wide as the terminal, and text as it is."""
+    """Print tables as wide as the terminal, and text unchanged."""
     if isinstance(content, str):
         _print(content)
     else:
@@ -416,9 +429,9 @@ def _show(content: "RenderableType") -> None:
 
 
 def _quiet_libraries() -> None:
-    """Silence what libraries say to their own developers; errors still come through.
+    """Silence library messages meant for their developers; errors are still shown.
 
-    What torch warns of is kept: a driver that is too old is the user's business.
+    torch's warnings are kept: a driver that is too old concerns the user.
     """
     import logging
     import warnings
@@ -429,13 +442,6 @@ def _quiet_libraries() -> None:
     for category in (FutureWarning, DeprecationWarning, PendingDeprecationWarning):
         warnings.filterwarnings("ignore", category=category)
     warnings.filterwarnings("ignore", category=UserWarning, module=CHATTY_MODULES)
-
-
-def _hide_bars() -> None:
-    """Keep the libraries' own progress bars away."""
-    from finetune.model import hide_loading_bar
-
-    hide_loading_bar()
 
 
 def _first_comment(path: Path) -> str:

@@ -27,10 +27,10 @@ class Launch:
 
 
 def launch() -> Launch:
-    """Return what a launcher such as `accelerate launch` has said; without one, a single process.
+    """Return what a launcher such as `accelerate launch` has set; without one, a single process.
 
     Raises:
-        ConfigError: One of the launcher's variables is missing, or no number.
+        ConfigError: One of the launcher's variables is missing, or not a number.
     """
     num = _number("WORLD_SIZE", default="1")
     if num == 1:
@@ -55,7 +55,7 @@ def _number(name: str, *, default: str | None = None) -> int:
     return int(text)
 
 
-# Variable of accelerate's launcher -> its setting, and what is so instead.
+# Variable of accelerate's launcher -> its setting, and what happens instead.
 _UNUSED = {
     "ACCELERATE_MIXED_PRECISION": ("mixed_precision", "weights compute in model.dtype"),
     "ACCELERATE_DYNAMO_BACKEND": ("dynamo_backend", "`train.compile: true` compiles the layers"),
@@ -72,11 +72,11 @@ _OFF = ("", "NO", "FALSE", "0", "1")  # one step is no accumulation
 
 
 def launch_notes() -> tuple[str, ...]:
-    """Say what a launcher was asked for and does not happen: settings, and processes.
+    """Report launcher settings that have no effect: options, and the number of processes.
 
-    accelerate hands its settings, those of its config file too, to what it starts as variables.
-    Without `--multi_gpu` it starts one process however many it is asked for; all that then tells
-    of them is the address at which they were to meet.
+    accelerate passes its settings, including those of its config file, as environment variables.
+    Without `--multi_gpu` it starts one process, however many were requested; the only trace of the
+    others is then the rendezvous address.
     """
     values = {name: os.environ.get(name, "") for name in _UNUSED}
     notes = [
@@ -101,29 +101,33 @@ def launch_notes() -> tuple[str, ...]:
 
 
 def rank_label() -> str:
-    """Return whose words these are where there are several processes; empty for one."""
+    """Return a suffix that names this rank if there are several processes; empty for one."""
     rank = os.environ.get("RANK")
     return "" if rank is None or os.environ.get("WORLD_SIZE", "1") == "1" else f" (rank {rank})"
 
 
 def is_offline() -> bool:
-    """Tell whether the user has forbidden the Hugging Face hub."""
+    """Return whether the user has forbidden the Hugging Face hub."""
     return os.environ.get("HF_HUB_OFFLINE", "0").upper() in {"1", "TRUE", "YES", "ON"}
 
 
 def has_proxy() -> bool:
-    """Tell whether connections go through a proxy, so that a direct one proves nothing."""
+    """Return whether connections go through a proxy, so that a direct one proves nothing."""
     return any(name.lower() in {"https_proxy", "all_proxy"} for name in os.environ)
 
 
 def columns() -> int | None:
-    """Return how wide the user wants lines; None where nobody has said."""
+    """Return the line width that the user has set; None if it is not set."""
     text = os.environ.get("COLUMNS", "")
     return int(text) if text.isdecimal() and int(text) > 0 else None
 
 
 def quiet_libraries() -> None:
-    """Have libraries log errors alone: each sets its level from these as it is imported."""
+    """Have libraries log only errors and draw no progress bars: a run draws its own.
+
+    Each library reads these settings when it is imported.
+    """
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers' bars too
     for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY", "DATASETS_VERBOSITY"):
         os.environ.setdefault(name, "error")
 
@@ -135,15 +139,15 @@ def cache_dir() -> Path:
 
 
 def stores_dir() -> Path:
-    """Return where stores of weights lie."""
+    """Return the directory of weight stores."""
     return cache_dir() / "stores"
 
 
 @contextmanager
 def loading_one_by_one() -> Iterator[None]:
-    """Have transformers convert one tensor after the other.
+    """Have transformers convert tensors one at a time.
 
-    Its threads would run ahead, and hold a whole model whose dtype is converted in memory.
+    Its threads would run ahead and hold a whole converted model in memory.
     """
     name = "HF_DEACTIVATE_ASYNC_LOAD"
     before = os.environ.get(name)

@@ -71,15 +71,15 @@ class ToldRankError(RankError):
 def read_by_library(
     what: str, *, error: type[FinetuneError], limit: str, hint: str
 ) -> Iterator[None]:
-    """Turn whatever a library raises over a file into an error that names the file.
+    """Turn whatever a library raises about a file into an error that names the file.
 
-    Libraries take files as they were written, and fail over damaged ones with any exception:
-    tokenizers with a bare `Exception`, transformers with those of the line that it came to. Only
-    calls to them belong inside; an error of our own passes.
+    Libraries do not validate files, and fail on damaged ones with any exception: tokenizers with a
+    bare `Exception`, transformers with whatever its current line raises. Only library calls belong
+    inside; our own errors pass through.
 
     Args:
-        what: What then is wrong, with the file or folder in it.
-        error: What is raised.
+        what: What is wrong, including the file or folder.
+        error: The type to raise.
         limit: What the file should be.
         hint: How to get one that is right.
     """
@@ -96,7 +96,7 @@ def read_by_library(
 
 
 def reading_config(source: str) -> AbstractContextManager[None]:
-    """Return what turns the failures of building a model from its config into one error."""
+    """Return a context that turns failures of building a model from its config into one error."""
     return read_by_library(
         f"transformers builds no model from the config.json of {source}",
         error=ModelError,

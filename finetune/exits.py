@@ -1,4 +1,4 @@
-"""How a command ends: its exit code, and behind an error the message on stderr."""
+"""How a command ends: its exit code and, after an error, the message on stderr."""
 
 import signal
 import sys
@@ -17,14 +17,14 @@ EXIT_USER, EXIT_DOES_NOT_FIT = 1, 3
 
 @contextmanager
 def explained(where: str) -> Iterator[None]:
-    """Turn what a user or machine can cause into a message on stderr and an exit code."""
+    """Turn errors that a user or machine can cause into a message on stderr and an exit code."""
     try:
         with raised():
             yield
     except ToldRankError:
         raise typer.Exit(EXIT_USER) from None  # the rank that failed shows why
     except SluiceError as error:
-        joint = "\n" if "\n" in error.what else "; "
+        joint = "\n" if "\n" in error.what else "; " if error.limit else ""
         is_named = isinstance(error, ConfigError) or where in f"{error.what} {error.limit}"
         limit, newline, details = error.limit.partition("\n")
         what = f"{error.what}{joint}{limit}{'' if is_named else f' ({where})'}{newline}{details}"
@@ -32,7 +32,7 @@ def explained(where: str) -> Iterator[None]:
         code = EXIT_DOES_NOT_FIT if isinstance(error, DoesNotFitError) else EXIT_USER
         raise typer.Exit(code) from None
     except BrokenPipeError:
-        raise  # the reader of a pipe has gone, as with `| head`: typer ends without a word
+        raise  # the reader of a pipe has gone, as with `| head`: typer exits silently
     except OSError as error:
         what = f"{error.filename or where}: {error.strerror or error}"
         print(

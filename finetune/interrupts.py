@@ -1,9 +1,9 @@
 """Signals that ask a command to end: Ctrl-C, SIGTERM of a scheduler, SIGHUP of a closed terminal.
 
-All three raise the same exception, so that whatever is open is closed and temporary files go. While
-steps run, the first one is kept instead until the step at hand has ended and a checkpoint is
-written; a second one raises at once. A signal that was ignored when the program started, as nohup
-ignores SIGHUP and a shell Ctrl-C of what it runs in the background, stays ignored.
+All three raise the same exception, so that open files are closed and temporary files are removed.
+While steps run, the first signal is deferred until the current step has ended and a checkpoint is
+written; a second one raises at once. A signal that was ignored when the program started stays
+ignored: nohup ignores SIGHUP, and a shell ignores Ctrl-C for background jobs.
 """
 
 import errno
@@ -49,7 +49,7 @@ def raised() -> Iterator[None]:
 
 @contextmanager
 def collected() -> Iterator[list[int]]:
-    """Collect the first signal, so that the step at hand ends; a second one raises at once."""
+    """Defer the first signal, so that the current step ends; a second one raises at once."""
     received: list[int] = []
 
     def note(number: int, _frame: FrameType | None) -> None:
@@ -64,7 +64,7 @@ def collected() -> Iterator[list[int]]:
 
 @contextmanager
 def _handled(handler: _Handler) -> Iterator[None]:
-    """Handle the signals so, but for those that are ignored."""
+    """Install this handler for the signals that are not ignored."""
     if threading.current_thread() is not threading.main_thread():
         yield  # signals are the main thread's
         return
@@ -78,7 +78,7 @@ def _handled(handler: _Handler) -> Iterator[None]:
 
 
 def _leave_lost_terminal() -> None:
-    """Write to nowhere where the terminal has been closed: an error would cost the checkpoint."""
+    """Redirect output to null if the terminal is closed: an error would lose the checkpoint."""
     for stream in (sys.__stdout__, sys.__stderr__):
         if stream is None or stream.closed:
             continue

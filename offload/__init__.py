@@ -16,22 +16,27 @@ from offload.errors import (
     DoesNotFitError,
     MachineError,
     OffloadError,
+    SluiceError,
+    StoreError,
     TransferError,
     UnsupportedModelError,
 )
+from offload.plan.request import HEAD_CHUNK_TOKENS
 
 if TYPE_CHECKING:
     from torch import nn
 
     from offload.engine.engine import Engine
     from offload.engine.host.store import Hold
-    from offload.plan.codec import CodecName
+    from offload.plan.facts.codec import CodecName
 
 __all__ = [
     "CodecError",
     "DoesNotFitError",
     "MachineError",
     "OffloadError",
+    "SluiceError",
+    "StoreError",
     "TransferError",
     "UnsupportedModelError",
     "attach",
@@ -48,7 +53,7 @@ def attach(  # noqa: PLR0913 - the door to all of it
     device: str = "cuda",
     stash: Literal["device", "host"] = "device",
     trained_weights: Literal["device", "host"] = "device",
-    head_chunk_tokens: int = 1024,
+    head_chunk_tokens: int = HEAD_CHUNK_TOKENS,
     kept_graphs: int = 0,
     hold: "Hold | None" = None,
     store_dir: str | None = None,
@@ -63,29 +68,30 @@ def attach(  # noqa: PLR0913 - the door to all of it
         model: A Hugging Face causal language model on the host, or a peft model around one.
         num_slots: Layers that are on the device at a time, at least 2. As many as there are
             layers means resident.
-        codec: How the layers' matrices are written while they wait: "native", as they are;
-            "bf16", "fp16", "fp8", "int8" or "nf4", rounded to that; "bf16_packed", bf16 in three
-            quarters of the bytes. They are read back once per visit. What trains stays as it is.
-        tier: Where they wait: in host memory, or in a file.
+        codec: How the layers' matrices are stored off the device: "native", unchanged; "bf16",
+            "fp16", "fp8", "int8" or "nf4", rounded to that; "bf16_packed", bf16 in three quarters
+            of the bytes. They are decoded once per visit. Trained weights are never encoded.
+        tier: Where the layers are stored: in host memory, or in a file.
         device: Where to compute, "cuda", "cuda:1" or "cpu".
-        stash: Where the inputs of layers wait for the backward: on the device, or most on the host.
-        trained_weights: Where weights of the layers live that train: on the device beside the
-            slots, or on the host, streamed; then `engine.trained_parameters` go to the optimizer.
+        stash: Where layer inputs are kept for the backward: on the device, or most on the host.
+        trained_weights: Where the layers' trained weights are kept: on the device next to the
+            slots, or on the host, streamed. Pass `engine.trained_parameters` to the optimizer.
         head_chunk_tokens: Tokens whose logits exist at a time. A head that trains in 16 bits adds
             its gradient up in 16 bits, chunk by chunk.
-        kept_graphs: Layers, from the last, whose activations stay on the device for the backward,
-            which computes the others again.
-        hold: Where the layers were loaded to (`offload.engine.host.stowing`); None copies them.
+        kept_graphs: Number of last layers without activation checkpointing: their activations
+            stay on the device for the backward, which recomputes those of the others.
+        hold: Where the layers were loaded to (`offload.engine.model.load_hook`); None copies them.
         store_dir: With tier "disk" and no hold: a directory for a file as large as the layers.
 
     Raises:
-        UnsupportedModelError: The gradients could not be guaranteed to be right.
-        TransferError: Memory cannot be page-locked, or the store not be written.
-        CodecError: Weights cannot be written by the codec.
-        OffloadError: Settings that do not go together, a device that is not there, or a model that
-            is attached already.
+        UnsupportedModelError: Correct gradients cannot be guaranteed.
+        TransferError: Memory cannot be page-locked, or the store cannot be written.
+        CodecError: The codec cannot write these weights.
+        OffloadError: Settings contradict each other, the device does not exist, or the model is
+            already attached.
     """
-    from offload.engine.engine import Engine, EngineOptions
+    from offload.engine.bound import EngineOptions
+    from offload.engine.engine import Engine
     from offload.engine.streams import device_named
 
     options = EngineOptions(
@@ -102,13 +108,13 @@ def attach(  # noqa: PLR0913 - the door to all of it
 
 
 def detach(model: "nn.Module") -> None:
-    """Give an attached model its weights back, where its engine is no longer at hand.
+    """Give an attached model its weights back, without its engine at hand.
 
     Args:
         model: Attached by `attach`.
 
     Raises:
-        OffloadError: It is not attached, or its engine was closed.
+        OffloadError: The model is not attached, or its engine was closed.
     """
     from offload.engine.engine import detach_model
 

@@ -7,28 +7,28 @@ SluiceError                 what is wrong, the limit, and a hint with the exact 
     UnsupportedModelError   a model whose gradients could not be guaranteed
     MachineError            a machine that is not known or cannot be read
     StoreError              a store file that is absent, damaged, or of other weights
-    CodecError              weights that cannot be written in the form that was asked for
+    CodecError              weights that cannot be written in the requested form
   FinetuneError             raised by the program above it (see finetune/errors.py)
 """
 
 
 class SluiceError(Exception):
-    """An error in three parts: what was seen and where, the limit, and the fix.
+    """An error: what was seen and where, the limit if there is one, and the fix.
 
     Args:
         what: What is wrong, with the value seen and where it came from.
-        limit: What would have been right.
-        hint: The setting or command that mends it, spelled out.
+        limit: What would have been valid, where `what` does not make it plain.
+        hint: The setting or command that fixes it, spelled out.
     """
 
-    def __init__(self, what: str, *, limit: str, hint: str) -> None:
+    def __init__(self, what: str, *, limit: str = "", hint: str) -> None:
         super().__init__(what, limit, hint)
         self.what = what
         self.limit = limit
         self.hint = hint
 
     def __str__(self) -> str:
-        return f"{self.what}; {self.limit}\n\nhint: {self.hint}"
+        return f"{'; '.join(filter(None, (self.what, self.limit)))}\n\nhint: {self.hint}"
 
 
 class OffloadError(SluiceError):
@@ -56,4 +56,4 @@ class StoreError(OffloadError):
 
 
 class CodecError(OffloadError):
-    """Weights that cannot be written in the form that was asked for."""
+    """Weights that cannot be written in the requested form."""

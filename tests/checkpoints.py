@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from finetune.model import load_model
+from finetune.model.load import load_model
 
 POOL_LEN = 2**22 + 3
 STRIDE = 1_000_003

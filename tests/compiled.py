@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 from unittest import mock
 
-from offload.engine.experts.blocks import MAX_SHARED_BYTES
+from offload.engine.experts.tiles import MAX_SHARED_BYTES
 
 P = ParamSpec("P")
 R = TypeVar("R")

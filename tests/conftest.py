@@ -1,7 +1,5 @@
-"""What holds for all tests: their environment, and whether one that needs a GPU may be skipped."""
+"""What holds for all tests: their environment, their processes, and which skips are expected."""
 
-import contextlib
-import importlib
 import os
 from collections.abc import Generator
 from pathlib import Path
@@ -11,18 +9,32 @@ import torch
 
 pytest_plugins = ["pytester"]
 
+EXPECTED_SKIPS = (
+    "torch sees no CUDA device",
+    "there is a CUDA device",  # what holds without one
+    "LLAMA_CPP names no clone",
+    "needs root",
+    "no file system in memory",
+)
 
 # Exact tests rely on cuBLAS's workspace, which must be set before CUDA starts. The models of tests
 # are tiny: on busy cores the threads of torch's runtime and of bitsandbytes' wait for each other
-# longer than they work. Without a GPU Triton's programs are interpreted, which is decided as it is
-# imported: here, for the conftest files of folders import it before pytest is configured.
+# longer than they work. Without a GPU Triton's programs are interpreted, which is decided when
+# Triton is first imported: so this is set before any test module is.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    with contextlib.suppress(ImportError):
-        importlib.import_module("triton")
+os.environ.pop("COLUMNS", None)  # else tables are as wide as the terminal, or as a worker says
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """Run tests of one file in this process, where a debugger can stop them, and those of a GPU."""
+    files = {Path(argument.partition("::")[0]) for argument in config.args}
+    is_one_file = len(files) == 1 and files.pop().is_file()
+    return 0 if is_one_file or config.option.markexpr == "gpu" else None
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -34,13 +46,32 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item,
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Where a GPU is required, let no test that needs one be skipped, whatever the reason."""
+    """Fail a test that needs a GPU and is skipped where one is required."""
     report = yield
-    is_required = os.environ.get("REQUIRE_GPU") == "1" and item.get_closest_marker("gpu")
-    if is_required and report.skipped and not hasattr(report, "wasxfail"):
-        report.outcome = "failed"
-        report.longrepr = f"skipped although REQUIRE_GPU=1: {report.longrepr}"
+    if os.environ.get("REQUIRE_GPU") == "1" and item.get_closest_marker("gpu"):
+        _fail_if_skipped(report, "REQUIRE_GPU=1")
+    elif os.environ.get("CI") == "true" and not _is_expected(report):
+        _fail_if_skipped(report, "CI=true")
     return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Fail a module that skips itself in CI, where all that tests need is there."""
+    report = yield
+    if os.environ.get("CI") == "true" and not _is_expected(report):
+        _fail_if_skipped(report, "CI=true")
+    return report
+
+
+def _is_expected(report: pytest.TestReport | pytest.CollectReport) -> bool:
+    return any(reason in str(report.longrepr) for reason in EXPECTED_SKIPS)
+
+
+def _fail_if_skipped(report: pytest.TestReport | pytest.CollectReport, why: str) -> None:
+    if report.skipped and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped although {why}: {report.longrepr}"
 
 
 @pytest.fixture
@@ -53,3 +84,13 @@ def llama_cpp_clone() -> Path:
     if folder is None:
         pytest.skip("LLAMA_CPP names no clone of llama.cpp")
     return Path(folder)
+
+
+@pytest.fixture(scope="session")
+def machine_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the rates of this machine's CPU, measured once."""
+    from offload.probe.machine import probe
+
+    file = tmp_path_factory.mktemp("machine") / "here.json"
+    file.write_text(probe(device="cpu", seconds=0.5, dtype="float32").to_json())
+    return file

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from offload.plan.facts import LayerFacts
+from offload.plan.facts.facts import LayerFacts
 
 _PARTS = (
     ("self_attn", "attention"),

@@ -1,15 +1,18 @@
 """Small stand-ins for what is slow, large or absent in a test."""
 
 import string
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, Protocol
 
 from tokenizers import AddedToken, Tokenizer, decoders
 from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
+from offload.engine.host.nvml import Driver, Gpu, Link
 from offload.engine.streams import CpuDevice, Event
-from offload.plan.op import Lane
+from offload.plan.schedule.op import Lane
 
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
@@ -60,6 +63,60 @@ def tiny_tokenizer(
     return tokenizer
 
 
+# As Qwen3's does: an answer after the last question has a think block, empty where it has no
+# thoughts; earlier answers lose theirs; line breaks before an answer are dropped.
+THINKING_TEMPLATE = (
+    "{%- set asked = namespace(at=-1) -%}"
+    '{%- for turn in messages if turn.role == "user" -%}'
+    "{%- set asked.at = messages.index(turn) -%}"
+    "{%- endfor -%}"
+    "{%- for turn in messages -%}"
+    '{{- "<|im_start|>" + turn.role + "\\n" -}}'
+    '{%- if turn.role == "assistant" -%}'
+    '{%- set before, mark, answer = turn.content.rpartition("</think>") -%}'
+    '{%- set thoughts = before.replace("<think>", "").strip("\\n") -%}'
+    "{%- if loop.index0 > asked.at and (loop.last or thoughts) -%}"
+    '{{- "<think>\\n" + thoughts + "\\n</think>\\n\\n" + answer.lstrip("\\n") -}}'
+    "{%- else -%}"
+    '{{- answer.lstrip("\\n") if mark else answer -}}'
+    "{%- endif -%}"
+    "{%- else -%}"
+    "{{- turn.content -}}"
+    "{%- endif -%}"
+    '{{- "<|im_end|>\\n" -}}'
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}"
+    '{{- "<|im_start|>assistant\\n" -}}'
+    "{%- if enable_thinking is defined and not enable_thinking -%}"
+    '{{- "<think>\\n\\n</think>\\n\\n" -}}'
+    "{%- endif -%}"
+    "{%- endif -%}"
+)
+
+
+def thinking_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """Train a tokenizer in the manner of Qwen3's: pairs of bytes, ChatML, tokens of think blocks.
+
+    Unlike the tiny one it has tokens of many characters, with the space before a word, and splits
+    a character that it does not know into its bytes.
+    """
+    backend = Tokenizer(BPE())
+    backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = BpeTrainer(vocab_size=800, initial_alphabet=ByteLevel.alphabet(), show_progress=False)
+    backend.train_from_iterator(texts, trainer)
+    backend.add_special_tokens([AddedToken(token, special=True) for token in _SPECIAL])
+    backend.add_tokens([AddedToken("<think>"), AddedToken("</think>")])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = THINKING_TEMPLATE
+    return tokenizer
+
+
 class AroundOp(Protocol):
     """Runs an op's body, when and how it likes."""
 
@@ -82,3 +139,125 @@ class HookedDevice(CpuDevice):
         number = self._num_issued
         self._num_issued += 1
         return super().submit(lane, waits, lambda: self._around(number, lane, body))
+
+
+A_LINK = Link(generation=3, width=8, max_generation=4, max_width=16)
+A_GPU = Gpu(
+    name="NVIDIA GeForce RTX 4060 Ti",
+    capability=(8, 9),
+    memory_bytes=16 * 2**30,
+    used_bytes=2**30,
+    num_processes=2,
+    link=A_LINK,
+)
+A_DRIVER = Driver(version="570.86.10", cuda=(12, 8), gpus=(A_GPU, A_GPU))
+
+
+class FakeDriver:
+    """NVML of a driver: an object with the functions that `find_driver` calls."""
+
+    def __init__(
+        self, driver: Driver, *, init_status: int = 0, unsupported: Collection[str] = ()
+    ) -> None:
+        self.num_open = 0
+        self._driver, self._init_status = driver, init_status
+        for name in unsupported:
+            setattr(self, name, lambda *_: 3)  # NVML_ERROR_NOT_SUPPORTED
+
+    def nvmlInit_v2(self) -> int:  # noqa: N802 - NVML's names
+        self.num_open += self._init_status == 0
+        return self._init_status
+
+    def nvmlShutdown(self) -> int:  # noqa: N802
+        self.num_open -= 1
+        return 0
+
+    def nvmlSystemGetDriverVersion(self, text: Any, num_bytes: int) -> int:  # noqa: N802
+        assert num_bytes == len(text)
+        text.value = self._driver.version.encode()
+        return 0
+
+    def nvmlSystemGetCudaDriverVersion_v2(self, number: Any) -> int:  # noqa: N802
+        major, minor = self._driver.cuda
+        return _write(number, 1000 * major + 10 * minor)
+
+    def nvmlDeviceGetCount_v2(self, number: Any) -> int:  # noqa: N802
+        return _write(number, len(self._driver.gpus))
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index: int, handle: Any) -> int:  # noqa: N802
+        return _write(handle, index + 1)  # null is no handle
+
+    def nvmlDeviceGetName(self, handle: Any, text: Any, _num_bytes: int) -> int:  # noqa: N802
+        text.value = self._gpu(handle).name.encode()
+        return 0
+
+    def nvmlDeviceGetMemoryInfo(self, handle: Any, memory: Any) -> int:  # noqa: N802
+        gpu = self._gpu(handle)
+        memory._obj.total, memory._obj.used = gpu.memory_bytes, gpu.used_bytes
+        return 0
+
+    def nvmlDeviceGetCudaComputeCapability(  # noqa: N802
+        self, handle: Any, major: Any, minor: Any
+    ) -> int:
+        capability = self._gpu(handle).capability
+        return _write(major, capability[0]) or _write(minor, capability[1])
+
+    def nvmlDeviceGetComputeRunningProcesses_v3(  # noqa: N802
+        self, handle: Any, number: Any, infos: None
+    ) -> int:
+        assert infos is None
+        assert number._obj.value == 0
+        num = self._gpu(handle).num_processes or 0
+        return _write(number, num) or 7 * bool(num)  # NVML_ERROR_INSUFFICIENT_SIZE
+
+    def nvmlDeviceGetCurrPcieLinkGeneration(self, handle: Any, number: Any) -> int:  # noqa: N802
+        return self._write_link(handle, number, "generation")
+
+    def nvmlDeviceGetCurrPcieLinkWidth(self, handle: Any, number: Any) -> int:  # noqa: N802
+        return self._write_link(handle, number, "width")
+
+    def nvmlDeviceGetMaxPcieLinkGeneration(self, handle: Any, number: Any) -> int:  # noqa: N802
+        return self._write_link(handle, number, "max_generation")
+
+    def nvmlDeviceGetMaxPcieLinkWidth(self, handle: Any, number: Any) -> int:  # noqa: N802
+        return self._write_link(handle, number, "max_width")
+
+    def _gpu(self, handle: Any) -> Gpu:
+        return self._driver.gpus[handle.value - 1]
+
+    def _write_link(self, handle: Any, number: Any, name: str) -> int:
+        link = self._gpu(handle).link
+        return 3 if link is None else _write(number, getattr(link, name))
+
+
+def _write(reference: Any, value: int) -> int:
+    """Write to what `ctypes.byref` refers to."""
+    reference._obj.value = value
+    return 0
+
+
+class FakeLocker:
+    """Locks up to a limit; the limit of a rehearsal may be another one."""
+
+    def __init__(self, most_bytes: int, *, most_rehearsed_bytes: int | None = None) -> None:
+        self.rehearsed: list[int] = []
+        self.locked: dict[int, int] = {}
+        self._most_bytes = most_bytes
+        self._most_rehearsed_bytes = (
+            most_bytes if most_rehearsed_bytes is None else most_rehearsed_bytes
+        )
+
+    def rehearse(self, num_bytes: int) -> str | None:
+        self.rehearsed.append(num_bytes)
+        return None if num_bytes <= self._most_rehearsed_bytes else f"no {num_bytes}"
+
+    def register(self, address: int, num_bytes: int) -> str | None:
+        if address in self.locked:
+            return "already registered"
+        if num_bytes > self._most_bytes:
+            return f"not {num_bytes}"
+        self.locked[address] = num_bytes
+        return None
+
+    def unregister(self, address: int) -> str | None:
+        return None if self.locked.pop(address, None) else "not registered"

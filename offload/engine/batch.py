@@ -1,4 +1,4 @@
-"""A micro-batch on the device: what the model takes, and which token follows each labelled one."""
+"""A micro-batch on the device: the model's inputs, and the token to predict at each position."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ Batch = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LabelledBatch:
-    """A micro-batch with what the tail needs, on the compute device.
+    """A micro-batch with the labels that the tail needs, on the compute device.
 
     Attributes:
         inputs: input_ids (B, T) and optionally attention_mask, position_ids.
-        positions: Where in the flattened (B * T) tokens a next token is to be predicted, (N,).
-        next_tokens: That token, (N,).
+        positions: Indices into the flattened (B * T) tokens that predict a next token, (N,).
+        next_tokens: Those next tokens, (N,).
     """
 
     inputs: Batch
@@ -34,7 +34,7 @@ class LabelledBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Vocabulary:
-    """How many tokens a model can read and predict; None where that is not known."""
+    """How many tokens a model can read and predict; None where unknown."""
 
     num_read: int | None
     num_predicted: int | None
@@ -44,11 +44,11 @@ def checked_batches(micro_batches: object, vocabulary: Vocabulary) -> list[Batch
     """Return the micro-batches of a step as a list, each as `checked_batch` returns it.
 
     Args:
-        micro_batches: What was given.
+        micro_batches: The caller's argument.
         vocabulary: Of the model.
 
     Raises:
-        OffloadError: They are not what a step takes.
+        OffloadError: They are not valid input for a step.
     """
     if isinstance(micro_batches, Mapping) or not isinstance(micro_batches, Iterable):
         _refuse(
@@ -73,13 +73,13 @@ def checked_batches(micro_batches: object, vocabulary: Vocabulary) -> list[Batch
 
 
 def checked_batch(batch: object, vocabulary: Vocabulary, name: str = "the batch") -> Batch:
-    """Return a micro-batch without what is None, its labels as int64.
+    """Return a micro-batch without its None entries, its labels as int64.
 
     Args:
-        batch: What was given; best on the host, where to look at its tokens costs no
+        batch: The caller's batch; best on the host, where reading its tokens costs no
             synchronisation.
         vocabulary: Of the model.
-        name: What it is called in errors.
+        name: Its name in error messages.
 
     Raises:
         OffloadError: It is not a dict of tensors of the same rows and tokens, or the model does not
@@ -108,7 +108,7 @@ def checked_batch(batch: object, vocabulary: Vocabulary, name: str = "the batch"
 
 
 def _require_shapes(given: Batch, name: str) -> None:
-    """Check that there are tokens, and one label and one place of a flat mask for each."""
+    """Check that there are tokens, each with one label and one entry of a 2-D mask."""
     shape = given["input_ids"].shape
     if len(shape) != 2 or not shape.numel():
         _refuse(
@@ -166,7 +166,7 @@ def _require_known_tokens(given: Batch, vocabulary: Vocabulary, name: str) -> No
 
 
 def _first_outside(tokens: torch.Tensor, num_tokens: int | None) -> int | None:
-    """Return the lowest or the highest token where it is no number from 0 to below `num_tokens`."""
+    """Return the lowest or highest token if it is outside of [0, num_tokens), else None."""
     if num_tokens is None or not tokens.numel():
         return None
     low, high = torch.stack(tokens.aminmax()).tolist()
@@ -187,7 +187,7 @@ def _refuse(what: str, limit: str, hint: str) -> NoReturn:
 
 
 def with_labels(batch: Batch, torch_device: torch.device) -> LabelledBatch:
-    """Shift the labels, find the tokens that have one, and move all to the device.
+    """Shift the labels, find the labelled tokens, and move everything to the device.
 
     `batch` should be on the host, where finding the labelled tokens costs no synchronisation.
     """
@@ -206,15 +206,15 @@ def to_device(batch: Batch, torch_device: torch.device) -> dict[str, torch.Tenso
 
 
 def require_labels(num_label_tokens: int, num_micro_batches: int) -> None:
-    """Check that a step has something to learn.
+    """Check that a step has at least one label.
 
     Raises:
-        OffloadError: It is not so.
+        OffloadError: It has none.
     """
     if num_label_tokens == 0:
         raise OffloadError(
             f"none of the {num_micro_batches} micro-batches has a token with a label",
-            limit="a step needs at least one label that is not -100, behind the first token",
+            limit="a step needs at least one label that is not -100, after the first token",
             hint="look at `labels`: the prompt may be all that was left",
         )
 
@@ -223,7 +223,7 @@ def require_divisor(num_label_tokens: int | None) -> None:
     """Check the number that the sum of the losses is divided by.
 
     Raises:
-        OffloadError: It is not so.
+        OffloadError: It is not valid.
     """
     if num_label_tokens is not None and not num_label_tokens > 0:
         raise OffloadError(
@@ -234,10 +234,10 @@ def require_divisor(num_label_tokens: int | None) -> None:
 
 
 def require_an_id_each(num_ids: int, num_micro_batches: int) -> None:
-    """Check that each micro-batch has a number.
+    """Check that each micro-batch has an id.
 
     Raises:
-        OffloadError: It is not so.
+        OffloadError: The numbers of ids and micro-batches differ.
     """
     if num_ids != num_micro_batches:
         raise OffloadError(

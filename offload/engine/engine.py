@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from enum import Enum, auto
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
+from warnings import warn
 
 import torch
 from torch import nn
@@ -22,32 +21,28 @@ from offload.engine.batch import (
     to_device,
     with_labels,
 )
-from offload.engine.executor import Executor, PassState
-from offload.engine.host.mapping import aligned_empty
-from offload.engine.host.record import Record
-from offload.engine.host.side import HostSide, Tier
+from offload.engine.bound import EngineOptions, bind
+from offload.engine.executor import PassState
 from offload.engine.host.store import Hold
-from offload.engine.masters import Masters
-from offload.engine.meter import Arena
+from offload.engine.host.weights import HostSide
+from offload.engine.memory_meter import Arena
 from offload.engine.model import placement
 from offload.engine.model.composition import Composition
 from offload.engine.model.encoding import Encoding
 from offload.engine.model.gradient_hooks import GradientHooks
 from offload.engine.model.guard import Guard
 from offload.engine.model.hooks import all_hooks, is_same_code
+from offload.engine.model.inventory import inventory_of
 from offload.engine.model.layers import LayeredModel, unchanged
 from offload.engine.model.seal import Seal, seal_of
-from offload.engine.model.stock import take_stock
 from offload.engine.model.vocabulary import vocabulary_of
 from offload.engine.results import ForwardResult, StepResult
-from offload.engine.slots import Slots
-from offload.engine.stash import Stash
+from offload.engine.seeding import NEWEST, Seeding
 from offload.engine.streams import Device, open_device
 from offload.errors import OffloadError
-from offload.plan.codec import CodecName
-from offload.plan.schedule import (
+from offload.plan.facts.weights import WeightInventory
+from offload.plan.schedule.schedule import (
     MIN_SLOTS,
-    Freight,
     Order,
     Ring,
     Schedule,
@@ -55,25 +50,10 @@ from offload.plan.schedule import (
     forward_schedule,
     training_schedule,
 )
-from offload.plan.stock import Stock
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineOptions:
-    """How a model is attached; see `offload.attach`."""
-
-    num_slots: int
-    codec: CodecName
-    tier: Tier
-    store_dir: Path | None
-    stash: Literal["device", "host"]
-    trained_weights: Literal["device", "host"]
-    head_chunk_tokens: int
-    num_kept_graphs: int
 
 
 class _State(Enum):
-    """What an engine is to its model."""
+    """The state of an engine with respect to its model."""
 
     ATTACHED = auto()
     CLOSED = auto()
@@ -91,12 +71,12 @@ class Engine:
         options: EngineOptions,
         hold: Hold | None = None,
     ) -> None:
-        """Bring the layers to where they will wait, and bind them to the slots.
+        """Move the layers to their host memory or store, and bind them to the slots.
 
         Args:
             model: On the host.
-            device: Where to compute, or the lanes of such a device.
-            options: How.
+            device: Where to compute, or an open `Device`.
+            options: How to attach the model.
             hold: Where the layers were loaded to; None if each parameter has its own memory.
         """
         torch_device = device if isinstance(device, torch.device) else device.torch_device
@@ -129,12 +109,10 @@ class Engine:
         self._device = device
         self._checkpointing = placement.switch_off_checkpointing(model)
         self._state = _State.ATTACHED
-        self._ring: Ring = ()
-        self._num_writes = 0
         self._inspected: set[tuple[bool, bool, frozenset[str]]] = set()
         self._inspected_code: list[Any] = []
         try:
-            self._executor = self._bind(self._host.records)
+            self._bound = bind(model, self._layered, self._host, device=device, options=options)
         except BaseException:
             self._device.close()
             with suppress(OffloadError):
@@ -144,46 +122,63 @@ class Engine:
         self.notes = self._host.notes
         self.layer_bytes = tuple(record.num_bytes for record in self._host.records)
         self.slab_bytes, self.pinned_bytes = self._host.slab_bytes, self._host.pinned_bytes
-        self._freight = self._what_is_carried()
-        self._seal_model()
+        self.slot_bytes = self._bound.slot_bytes
+        self._ring = cold_ring(self._bound.num_slots)
+        self._num_writes = self._host.num_writes
+        self._composition = Composition(model, self._layered.model.config)
+        self._hooks = GradientHooks(model, self._layered, self._bound.masters.parameters)
+        self._seal = Seal(
+            self._host.records,
+            names={id(parameter): name for name, parameter in model.named_parameters()},
+            show=self._host.shown,
+            release=self.detach,
+        )
+        self._guard = Guard(model, self._layered, seal=self._seal, answer=self._answer)
 
     @property
     def trained_parameters(self) -> dict[str, nn.Parameter]:
         """What an optimizer updates, by name: parameters on the device, masters on the host.
 
         Raises:
-            OffloadError: The model is not what was attached.
+            OffloadError: The model changed since it was attached.
         """
         if self._state is _State.ATTACHED:
             self._composition.require_unchanged()
         return {
-            name: self._masters.parameters.get(name, parameter)
+            name: self._bound.masters.parameters.get(name, parameter)
             for name, parameter in self._model.named_parameters()
             if parameter.requires_grad
         }
 
     @property
     def resident_parameters(self) -> dict[str, nn.Parameter]:
-        """What is not streamed, by name."""
+        """Parameters that are not streamed, by name."""
         streamed = {id(field.parameter) for record in self._host.records for field in record.fields}
         named = self._model.named_parameters()
         return {name: p for name, p in named if id(p) not in streamed}
 
     @property
     def arenas(self) -> tuple[Arena, ...]:
-        """The memory that is held from step to step, without what stays where it was."""
-        return (*self._host.arenas, *self._slot_arenas, self._stash.arena)
+        """The memory held from step to step, without parameters that were not moved."""
+        return (*self._host.arenas, *self._bound.slot_arenas, self._bound.stash.arena)
 
     @property
-    def stock(self) -> Stock:
-        """What the model's weights are, and in which form each of them waits."""
-        return take_stock(self._layered, self._host.records)
+    def weights(self) -> WeightInventory:
+        """The model's weights by class, and the form in which each is stored."""
+        return inventory_of(self._layered, self._host.records)
+
+    @property
+    def stock(self) -> WeightInventory:
+        """The same as `weights`, by its earlier name."""
+        warn("`Engine.stock` is now `Engine.weights`", DeprecationWarning, stacklevel=2)
+        return self.weights
 
     def forward_backward(
         self,
         micro_batches: Sequence[Batch],
         *,
         dropout_seed: int | None = None,
+        seeding: Seeding = NEWEST,
         num_label_tokens: int | None = None,
         micro_batch_ids: Sequence[int] | None = None,
         order: Order = Order.LAYER_MAJOR,
@@ -196,18 +191,19 @@ class Engine:
             micro_batches: Each with input_ids (B, T) and labels (B, T; -100 for none), optionally
                 attention_mask and position_ids; best on the host.
             dropout_seed: Seeds dropout; None draws one from torch's generator.
-            num_label_tokens: What the sum of the losses is divided by; None counts those of the
-                micro-batches. Where several processes share a step, it is the number of all.
+            seeding: How seed, layer and micro-batch become a generator's seed.
+            num_label_tokens: Divisor of the sum of the losses; None counts the label tokens of
+                the micro-batches. If several processes share a step, pass their total.
             micro_batch_ids: Number of each micro-batch in the whole step, so that its dropout does
-                not depend on who computes it; None numbers them from 0.
+                not depend on the process that computes it; None numbers them from 0.
             order: Layer-major, or micro-batch-major as a baseline.
 
         Raises:
             UnsupportedModelError: The model passes a layer something that could carry state; no
                 gradient was touched.
-            OffloadError: No token has a label, a micro-batch is not what a step takes, gradients
-                are switched off, the model is not what was attached, a hook would be given parts of
-                a gradient, or the engine is detached; no gradient was touched.
+            OffloadError: No token has a label, a micro-batch is invalid, gradients are disabled,
+                the model changed since it was attached, a hook would receive partial gradients, or
+                the engine is detached; no gradient was touched.
             TransferError: A copy failed; gradients may be partial and the caller should zero them.
         """
         self._require_ready()
@@ -225,19 +221,20 @@ class Engine:
             self._inspect(inputs, has_labels=True)
         schedule = self._schedule(labelled, order)
         with self._consistent(schedule.ring_after), self._host.nearby():
-            state, events = self._executor.train(
+            state, events = self._bound.executor.train(
                 schedule,
                 labelled,
                 num_label_tokens=num_label_tokens,
                 seed=dropout_seed,
+                seeding=seeding,
                 is_stashed=self._options.stash == "host",
                 ids=ids,
             )
-            if self._masters.parameters:
+            if self._bound.masters.parameters:
                 self._device.finish()
-                self._masters.publish()
+                self._bound.masters.publish()
         return StepResult(
-            executor=self._executor,
+            executor=self._bound.executor,
             device=self._device,
             schedule=schedule,
             state=state,
@@ -246,11 +243,11 @@ class Engine:
         )
 
     def forward(self, batch: Batch, *, positions: torch.Tensor | None = None) -> ForwardResult:
-        """Run one batch without gradients, in the mode (`train` or `eval`) that the model is in.
+        """Run one batch without gradients, in the model's current mode (`train` or `eval`).
 
         Args:
             batch: As for `forward_backward`. With labels the loss is computed, else logits.
-            positions: Without labels: the token position of each row to compute logits for, (B,).
+            positions: Without labels: for each row, the position to compute logits for, (B,).
         """
         batch = checked_batch(batch, self._vocabulary)
         torch_device = self._device.torch_device
@@ -271,14 +268,14 @@ class Engine:
         )
 
     def wait(self) -> None:
-        """Wait until the device has done all that was issued."""
+        """Wait until the device has finished all issued work."""
         self._device.finish()
 
     def close(self) -> None:
         """End the lanes and unlock the memory, without another copy of the layers.
 
-        What trains stays as it is. The layers' frozen weights are in no parameter afterwards: to
-        read one is an error, until `detach` gives them back or the model is loaded again.
+        Trained parameters stay as they are. The layers' frozen weights are in no parameter
+        afterwards: reading one is an error until `detach` gives them back or the model is reloaded.
         """
         if self._state is _State.ATTACHED:
             self._state = _State.CLOSED
@@ -288,13 +285,13 @@ class Engine:
             self._host.close()
 
     def detach(self) -> None:
-        """Give the layers' parameters memory of their own, where the model came from.
+        """Give the layers' parameters memory of their own, on the device the model came from.
 
-        Encoded weights come back as they were computed with. The layers take their memory twice
-        until the engine is let go. After `close` too, where the layers were in memory.
+        Encoded weights come back as decoded. The layers take twice their memory until the engine
+        is released. Works after `close` too if the layers were in memory.
 
         Raises:
-            OffloadError: The engine was closed, and its layers are on disk.
+            OffloadError: The engine was closed and its layers are on disk.
         """
         if self._state is _State.DETACHED:
             return
@@ -314,7 +311,7 @@ class Engine:
         self._state = _State.DETACHED
 
     def _give_back(self) -> None:
-        """Undo what attaching has changed in the model."""
+        """Undo the changes that attaching made to the model."""
         self._host.give_back(self._home)
         placement.move_the_rest(self._layered, (), self._home)
         for module in self._checkpointing:
@@ -334,14 +331,14 @@ class Engine:
         inputs = to_device(inputs, self._device.torch_device)
         self._inspect(inputs, has_labels=bool(labels))
         self._reload_what_was_written()
-        schedule = forward_schedule(self._freight, ring=self._ring, num_micro_batches=1)
+        schedule = forward_schedule(self._bound.freight, ring=self._ring, num_micro_batches=1)
         with self._consistent(schedule.ring_after), self._host.nearby():
-            state, _ = self._executor.evaluate(schedule, [inputs], labels, read)
+            state, _ = self._bound.executor.evaluate(schedule, [inputs], labels, read)
             self._device.finish()
         return state, schedule
 
     def _answer(self, inputs: Mapping[str, Any], rest: Mapping[str, Any]) -> Any:
-        """Answer a forward of the model: its own norm, head and loss, on what its layers give."""
+        """Answer a forward of the model: its own norm, head and loss on the streamed layers."""
         inputs = to_device(inputs, self._device.torch_device)
         rest = {
             name: value.to(self._device.torch_device) if torch.is_tensor(value) else value
@@ -353,7 +350,7 @@ class Engine:
         return state.outputs[0]
 
     def _reload_what_was_written(self) -> None:
-        """Forget what slots hold where a user has written to layers through a `state_dict`."""
+        """Invalidate the slots if a user has written to layers through a `state_dict`."""
         if self._host.num_writes != self._num_writes:
             self._num_writes = self._host.num_writes
             self._ring = cold_ring(len(self._ring))
@@ -361,9 +358,9 @@ class Engine:
     def _inspect(self, inputs: Batch, *, has_labels: bool) -> None:
         """Inspect the model before the first pass, in a pass over the layers.
 
-        It is inspected in each mode and with each set of inputs, and anew after its code changed.
+        It is inspected once per mode and set of inputs, and again after its code changed.
         """
-        code = all_hooks(self._layered.whole)
+        code = all_hooks(self._layered.whole, self._layered.around)
         if not is_same_code(code, self._inspected_code):
             self._inspected.clear()
             self._inspected_code = code
@@ -371,87 +368,19 @@ class Engine:
         if self._inspected & {(mode, True, names), (mode, has_labels, names)}:
             return
         self._reload_what_was_written()
-        schedule = forward_schedule(self._freight, ring=self._ring, num_micro_batches=1)
+        schedule = forward_schedule(self._bound.freight, ring=self._ring, num_micro_batches=1)
         with (
             self._consistent(schedule.ring_after),
             self._host.nearby(),
             unchanged(self._layered.around),
         ):
-            if self._executor.inspect(schedule, inputs, has_labels=has_labels):
+            if self._bound.executor.inspect(schedule, inputs, has_labels=has_labels):
                 self._inspected.add((mode, has_labels, names))
             self._device.finish()
 
-    def _bind(self, records: Sequence[Record]) -> Executor:
-        """Take the slots, and bind the layers to them; move what is in none to the device."""
-        torch_device = self._device.torch_device
-        blocks = self._host.blocks
-        placement.require_values(self._model, records)
-        trains_on_host = self._options.trained_weights == "host"
-        self._masters = Masters(
-            records,
-            self._host.layers if trains_on_host else (),
-            names={id(parameter): name for name, parameter in self._model.named_parameters()},
-            allocate_host=blocks.allocate,
-            allocate_device=self._allocate_device,
-        )
-        self._stash = Stash(
-            allocate_host=blocks.allocate, free_host=self._free_host, torch_device=torch_device
-        )
-        placement.move_the_rest(self._layered, records, torch_device)
-        num_slots = min(self._options.num_slots, len(records))
-        slots = Slots(
-            records,
-            num_slots=num_slots,
-            allocate_device=self._allocate_device,
-            staging=self._host.staging,
-        )
-        self._ring = cold_ring(num_slots)
-        self.slot_bytes, self._slot_arenas = slots.num_bytes, slots.arenas
-        return Executor(
-            model=self._layered,
-            cargo=self._host.cargo,
-            slots=slots,
-            stash=self._stash,
-            masters=self._masters,
-            device=self._device,
-            head_chunk_tokens=min(self._options.head_chunk_tokens, self._layered.max_positions),
-        )
-
-    def _what_is_carried(self) -> Freight:
-        return Freight(
-            layer_bytes=self.layer_bytes,
-            gradient_bytes=self._masters.gradient_bytes,
-            decoded_bytes=tuple(record.decoded_bytes for record in self._host.records),
-            piece_bytes=self._host.piece_bytes,
-            num_staging=len(self._host.staging),
-        )
-
-    def _seal_model(self) -> None:
-        """Keep everything but passes from the streamed parameters, and note what there is."""
-        self._num_writes = self._host.num_writes
-        self._composition = Composition(self._model, self._layered.model.config)
-        self._hooks = GradientHooks(self._model, self._layered, self._masters.parameters)
-        self._seal = Seal(
-            self._host.records,
-            names={id(parameter): name for name, parameter in self._model.named_parameters()},
-            show=self._host.shown,
-            release=self.detach,
-        )
-        self._guard = Guard(self._model, self._layered, seal=self._seal, answer=self._answer)
-
-    def _free_host(self, block: torch.Tensor) -> None:
-        self._device.finish()
-        self._host.blocks.free(block)
-
-    def _allocate_device(self, num_bytes: int) -> torch.Tensor:
-        torch_device = self._device.torch_device
-        if torch_device.type == "cpu":
-            return aligned_empty(num_bytes)  # a disk is read straight into it
-        return torch.empty(num_bytes, dtype=torch.uint8, device=torch_device)
-
     def _schedule(self, batches: Sequence[LabelledBatch], order: Order) -> Schedule:
-        """List the ops of a step over the ring as it stands, and make room for what they stash."""
-        if order is not Order.LAYER_MAJOR and any(self._freight.gradient_bytes):
+        """List the ops of a step given the ring's contents, and make room for the stash."""
+        if order is not Order.LAYER_MAJOR and any(self._bound.freight.gradient_bytes):
             raise OffloadError(
                 f"order is {order.value} where weights of the layers train on the host",
                 limit="their gradients leave a layer once per step",
@@ -461,7 +390,7 @@ class Engine:
         num_kept_graphs = self._options.num_kept_graphs
         input_bytes = self._input_bytes(batches) if self._options.stash == "host" else ()
         schedule = training_schedule(
-            self._freight,
+            self._bound.freight,
             ring=self._ring,
             num_micro_batches=len(batches),
             order=order,
@@ -470,7 +399,7 @@ class Engine:
             num_kept_graphs=num_kept_graphs,
         )
         if schedule.num_fetch_buffers:
-            self._stash.prepare(
+            self._bound.stash.prepare(
                 input_bytes,
                 num_layers=len(self.layer_bytes) - max(1, num_kept_graphs),
                 num_fetch_buffers=schedule.num_fetch_buffers,
@@ -488,9 +417,9 @@ class Engine:
 
     @contextmanager
     def _consistent(self, ring_after: Ring) -> Iterator[None]:
-        """Open the parameters for a pass, and note what the ring holds afterwards.
+        """Open the parameters for a pass, and record what the ring holds afterwards.
 
-        Nothing is known of the ring when the pass fails.
+        If the pass fails, the ring's contents are unknown.
         """
         with self._seal.opened():
             try:
@@ -500,18 +429,18 @@ class Engine:
                 self._device.abort()
                 raise
             finally:
-                self._masters.let_go()
+                self._bound.masters.let_go()
         self._ring = ring_after
 
     def _require_ready(self) -> None:
-        """Check that a step would give the gradients of what was attached, and all of them."""
+        """Check that a step would give all gradients of the model as attached."""
         self._require_attached()
         _require_gradients()
         _require_uncached()
         self._composition.require_unchanged()
         self._hooks.require_exact()
         self._seal.require_whole()
-        self._masters.require_clear()
+        self._bound.masters.require_clear()
 
     def _require_attached(self) -> None:
         if self._state is not _State.ATTACHED:
@@ -523,7 +452,7 @@ class Engine:
 
 
 def detach_model(model: nn.Module) -> None:
-    """Detach a model by the engine that it is attached to; see `offload.detach`."""
+    """Detach a model from the engine it is attached to; see `offload.detach`."""
     seal = seal_of(model.parameters())
     if seal is None or seal.release is None:
         raise OffloadError(
@@ -535,7 +464,7 @@ def detach_model(model: nn.Module) -> None:
 
 
 def _require_unattached(layered: LayeredModel) -> None:
-    """Check that no engine holds the model: its parameters would be taken for its weights.
+    """Check that no engine holds the model: its sealed parameters are not its weights.
 
     Raises:
         OffloadError: One does, or did until it was closed.
@@ -561,7 +490,7 @@ def _require_gradients() -> None:
 
 
 def _require_uncached() -> None:
-    """Check that torch keeps no parametrized weight of one visit for the next."""
+    """Check that torch does not cache parametrized weights from one visit to the next."""
     if parametrize._cache_enabled:
         raise OffloadError(
             "a pass is run in `torch.nn.utils.parametrize.cached()`",

@@ -1,14 +1,14 @@
-"""Runs a schedule: each op of the plan, on its lane, behind what it waits for. It decides nothing.
+"""Runs a schedule: each op of the plan on its lane, after the ops it waits for. Decides nothing.
 
-The visit is the checkpoint. A forward visit keeps a layer's input and no graph; a backward visit
-builds the layer's graph anew from that input and consumes it at once, while the weights still
-stand in their slot. Where the plan says so, a forward visit keeps its graph instead. Its saved
-tensors look at the slot and not at a copy, so others' weights may pass through the slot meanwhile,
-but the layer's own must be back for the backward visit. Autograd cannot notice a slot that was
-overwritten: it is the schedule's waits that put the right weights there, as for any visit.
+Each visit is an activation checkpoint. A forward visit keeps a layer's input and no graph. A
+backward visit rebuilds the layer's graph from that input and consumes it at once, while the weights
+are still in their slot. Where the plan says so, a forward visit keeps its graph instead. The
+graph's saved tensors alias the slot, they are no copy. So other layers may use the slot in between,
+but the layer's own weights must be back for its backward visit. Autograd cannot detect that a slot
+was overwritten: the schedule's waits guarantee that the right weights are there, as for any visit.
 
-Note [Letting go]: what a transfer reads on the device is let go of only by a compute op that waits
-for that transfer. The allocator may then give the memory to whatever is computed next, and no
+Note [Letting go]: device memory that a transfer reads is released only by a compute op that waits
+for that transfer. The allocator may then reuse the memory for whatever is computed next, and no
 `record_stream` is needed.
 """
 
@@ -20,40 +20,41 @@ from typing import Any
 import torch
 
 from offload.engine.batch import Batch, LabelledBatch
-from offload.engine.host.cargo import Cargo
-from offload.engine.masters import Masters
-from offload.engine.model.calls import Call
+from offload.engine.host.source import Cargo
+from offload.engine.host_gradients import Masters
 from offload.engine.model.inspection import Inspection
 from offload.engine.model.layers import Front, LayeredModel
+from offload.engine.model.recorded_args import Call
 from offload.engine.randomness import FRONT_LAYER, VisitRandomness, require_same_draws
+from offload.engine.seeding import NEWEST, Seeding
 from offload.engine.slots import Slots
 from offload.engine.stash import Stash
 from offload.engine.streams import Device, Event, copy_on_host
 from offload.engine.visit import Graph, chunk_loss, visit_with_graph
 from offload.errors import UnsupportedModelError
-from offload.plan.op import Kind, Op
-from offload.plan.schedule import NUM_KEPT, Schedule
-from offload.plan.timeline import Span, Timeline
+from offload.plan.schedule.op import Kind, Op
+from offload.plan.schedule.schedule import NUM_KEPT, Schedule
+from offload.plan.schedule.timeline import Span, Timeline
 
 
 @dataclass(kw_only=True)
 class PassState:
-    """What the ops of one pass hand to each other; lists are indexed by micro-batch.
+    """What the ops of one pass exchange; lists are indexed by micro-batch.
 
     Attributes:
         fronts: What the model passes to its layers.
-        inputs: Inputs of layers (B, T, D) that are on the device, by layer and micro-batch; that of
-            layer L is what enters the tail.
+        inputs: Layer inputs (B, T, D) on the device, by layer and micro-batch; the entry of
+            layer L is the input of the tail.
         fetched: Inputs that came back from the stash.
-        graphs: What forward visits kept for their backward visits, by layer and micro-batch.
-        draws: What forward visits left torch's generators in; see `VisitRandomness.visit`.
-        gradient: Gradient of the loss by the hidden state, on its way down; None below a layer
-            that passes none on, as in plain autograd.
+        graphs: Graphs that forward visits kept for backward visits, by layer and micro-batch.
+        draws: The generator states after forward visits; see `VisitRandomness.visit`.
+        gradient: Gradient of the loss by the current hidden state in the backward; None below a
+            layer that passes none on, as in plain autograd.
         losses: Sum over labelled tokens / num_label_tokens, one scalar tensor per chunk; and the
             router loss of each micro-batch.
-        routing: What routers said in the forward, then the loss's gradient by it; by micro-batch
+        routing: Router logits of the forward, then the loss's gradient by them; by micro-batch
             and layer.
-        outputs: What a pass without labels asked for.
+        outputs: Outputs of a pass without labels.
     """
 
     fronts: dict[int, Front] = field(default_factory=dict)
@@ -67,8 +68,12 @@ class PassState:
     outputs: dict[int, Any] = field(default_factory=dict)
 
 
+_Table = dict[Kind, Callable[[Op], None]]
+"""The function that runs each kind of op in a pass."""
+
+
 class Executor:
-    """Binds a model, its cargo and its slots to a device's lanes."""
+    """Runs a model's ops, with its cargo and slots, on a device's lanes."""
 
     def __init__(
         self,
@@ -99,6 +104,7 @@ class Executor:
         *,
         num_label_tokens: int,
         seed: int,
+        seeding: Seeding,
         is_stashed: bool,
         ids: Sequence[int],
     ) -> tuple[PassState, list[Event]]:
@@ -107,31 +113,25 @@ class Executor:
         Args:
             schedule: From `training_schedule`, for this many micro-batches and this ring.
             batches: The micro-batches.
-            num_label_tokens: What the sum of the losses is divided by.
+            num_label_tokens: Divisor of the sum of the losses.
             seed: Dropout is seeded by (seed, layer, id), so that the recompute repeats it.
-            is_stashed: Whether layer inputs wait on the host, but for those of kept graphs.
+            seeding: How these become a generator's seed.
+            is_stashed: Whether layer inputs wait on the host, except those of kept graphs.
             ids: Number of each micro-batch in the whole step.
         """
-        # Filled there: `torch.tensor` would copy the number, and wait for the device.
+        # Filled on the device: `torch.tensor` would copy the number and wait for the device.
         num_items = torch.full((), num_label_tokens, device=self._device.torch_device)
-        state = PassState()
-        step = _Step(seed=seed, ids=ids, is_kept=True, is_stashed=is_stashed)
+        state, inputs = PassState(), [batch.inputs for batch in batches]
+        step = _Step(seed=seed, seeding=seeding, ids=ids, is_kept=True, is_stashed=is_stashed)
 
-        def run(op: Op) -> None:
-            m = _given(op.micro_batch)
-            if op.kind is Kind.FRONT:
-                self._front(state, m, batches[m].inputs, step)
-            elif op.kind is Kind.FORWARD:
-                self._forward(state, op, m, step)
-            elif op.kind is Kind.TAIL:
-                self._tail(state, m, batches[m], num_items)
-                self._balance(state, m, batches[m], num_label_tokens)
-            elif op.kind is Kind.BACKWARD:
-                self._backward(state, op, m, step)
-            else:
-                _front_backward(state, m)
-
-        return state, self._issue(schedule, state, run)
+        visits: _Table = {
+            Kind.FRONT: lambda op: self._front(state, op, inputs, step),
+            Kind.FORWARD: lambda op: self._forward(state, op, step),
+            Kind.TAIL: lambda op: self._tail(state, op, batches, num_items, num_label_tokens),
+            Kind.BACKWARD: lambda op: self._backward(state, op, step),
+            Kind.FRONT_BACKWARD: lambda op: _front_backward(state, op),
+        }
+        return state, self._issue(schedule, state, visits)
 
     def evaluate(
         self,
@@ -145,29 +145,31 @@ class Executor:
         Args:
             schedule: From `forward_schedule`.
             inputs: The micro-batches.
-            labels: The same with labels, for the loss; empty for what `read` makes.
-            read: Makes the output of a micro-batch from that of its last layer (B, T, D).
+            labels: The same with labels, for the loss; empty to call `read` instead.
+            read: Computes a micro-batch's output from that of its last layer (B, T, D).
         """
         state = PassState()
-        step = _Step(seed=0, ids=range(len(inputs)), is_kept=False, is_stashed=False)
+        step = _Step(
+            seed=0, seeding=NEWEST, ids=range(len(inputs)), is_kept=False, is_stashed=False
+        )
 
-        def run(op: Op) -> None:
-            m = _given(op.micro_batch)
-            if op.kind is Kind.FRONT:
-                self._front(state, m, inputs[m], step)
-            elif op.kind is Kind.FORWARD:
-                self._forward(state, op, m, step)
+        def tail(op: Op) -> None:
+            m = op.micro_batch_index
+            hidden_BTD = state.inputs.pop((self._last_layer + 1, m))
+            if labels:
+                ones = torch.ones((), device=self._device.torch_device)
+                self._loss(state, hidden_BTD, labels[m], ones, None)
             else:
-                hidden_BTD = state.inputs.pop((self._last_layer + 1, m))
-                if labels:
-                    ones = torch.ones((), device=self._device.torch_device)
-                    self._loss(state, hidden_BTD, labels[m], ones, None)
-                else:
-                    state.outputs[m] = read(hidden_BTD)
+                state.outputs[m] = read(hidden_BTD)
 
-        # what modules keep of a pass, such as rotary tables, must serve a later one with gradients
+        visits: _Table = {
+            Kind.FRONT: lambda op: self._front(state, op, inputs, step),
+            Kind.FORWARD: lambda op: self._forward(state, op, step),
+            Kind.TAIL: tail,
+        }
+        # tensors that modules cache, such as rotary tables, must work in a later training pass
         with torch.inference_mode(mode=False), torch.no_grad():
-            return state, self._issue(schedule, state, run)
+            return state, self._issue(schedule, state, visits)
 
     def inspect(self, schedule: Schedule, inputs: Batch, *, has_labels: bool) -> bool:
         """Pass over the layers once to see whether they can be computed one by one.
@@ -175,53 +177,43 @@ class Executor:
         Args:
             schedule: From `forward_schedule`, for one micro-batch.
             inputs: A micro-batch.
-            has_labels: Whether a loss will be asked for.
+            has_labels: Whether a loss will be computed.
 
         Returns:
-            Whether anything could be told.
+            Whether all of the model could be inspected.
 
         Raises:
             UnsupportedModelError: They cannot; no gradient was touched.
         """
         inspections: list[Inspection] = []
-        told: list[bool] = []
+        are_inspected: list[bool] = []
 
-        def run(op: Op) -> None:
-            if op.kind is Kind.FRONT:
-                inspections.append(Inspection(self._model, inputs, has_labels=has_labels))
-            elif op.kind is Kind.FORWARD:
-                inspections[0].visit(_given(op.layer))
-            else:
-                told.append(inspections[0].around())
+        def front(_op: Op) -> None:
+            inspections.append(Inspection(self._model, inputs, has_labels=has_labels))
 
+        visits: _Table = {
+            Kind.FRONT: front,
+            Kind.FORWARD: lambda op: inspections[0].visit(op.layer_index),
+            Kind.TAIL: lambda _op: are_inspected.append(inspections[0].around()),
+        }
         with torch.inference_mode(mode=False), torch.no_grad():  # as for `evaluate`
-            self._issue(schedule, PassState(), run)
-        return told[0]
+            self._issue(schedule, PassState(), visits)
+        return are_inspected[0]
 
     def timeline(self, schedule: Schedule, events: Sequence[Event]) -> Timeline:
         """Return the measured times of a pass that has finished."""
         return Timeline(
             spans=tuple(
-                Span(
-                    lane=op.lane,
-                    kind=op.kind,
-                    layer=op.layer,
-                    micro_batch=op.micro_batch,
-                    num_bytes=op.num_bytes,
-                    start_s=start_s,
-                    end_s=end_s,
-                    waits=op.waits,
-                )
+                Span.of(op, start_s=start_s, end_s=end_s)
                 for op, (start_s, end_s) in zip(
                     schedule.ops, (event.span_s() for event in events), strict=True
                 )
             )
         )
 
-    def _issue(
-        self, schedule: Schedule, state: PassState, compute: Callable[[Op], None]
-    ) -> list[Event]:
-        weights_and_inputs: dict[Kind, Callable[[Op], None]] = {
+    def _issue(self, schedule: Schedule, state: PassState, visits: _Table) -> list[Event]:
+        table: _Table = {
+            **visits,
             Kind.READ: self._read,
             Kind.LOAD: self._load,
             Kind.DECODE: self._decode,
@@ -233,7 +225,7 @@ class Executor:
         with torch.random.fork_rng(devices=self._rng_devices()):
             self._device.begin()
             for op in schedule.ops:
-                body = partial(weights_and_inputs.get(op.kind, compute), op)
+                body = partial(table[op.kind], op)
                 events.append(self._device.submit(op.lane, [events[i] for i in op.waits], body))
             self._device.settle()
         return events
@@ -241,22 +233,22 @@ class Executor:
     # ----------------------------------------------------------------------------------- transfers
 
     def _read(self, op: Op) -> None:
-        target = self._slots.staging(_given(op.buffer), op.num_bytes)
-        self._cargo.deliver(_given(op.layer), op.offset, target, copy_on_host)
+        target = self._slots.staging(op.buffer_index, op.num_bytes)
+        self._cargo.deliver(op.layer_index, op.offset, target, copy_on_host)
 
     def _load(self, op: Op) -> None:
-        target = self._slots.target(_given(op.slot), op.offset, op.num_bytes)
+        target = self._slots.target(op.slot_index, op.offset, op.num_bytes)
         if op.buffer is None:
-            self._cargo.deliver(_given(op.layer), op.offset, target, self._device.copy)
+            self._cargo.deliver(op.layer_index, op.offset, target, self._device.copy)
         else:
             self._device.copy(target, self._slots.staging(op.buffer, op.num_bytes))
 
     def _decode(self, op: Op) -> None:
         with torch.no_grad():
-            self._slots.decode(_given(op.layer), _given(op.slot))
+            self._slots.decode(op.layer_index, op.slot_index)
 
     def _stash_input(self, state: PassState, op: Op) -> None:
-        layer, m = _given(op.layer), _given(op.micro_batch)
+        layer, m = op.layer_index, op.micro_batch_index
         input_BTD, place = state.inputs[layer, m], self._stash.place(layer, m)
         if input_BTD.nbytes != place.nbytes:
             raise UnsupportedModelError(
@@ -267,28 +259,29 @@ class Executor:
         self._device.copy(place, _bytes(input_BTD))
 
     def _fetch_input(self, state: PassState, op: Op) -> None:
-        layer, m = _given(op.layer), _given(op.micro_batch)
-        target = self._stash.fetched(_given(op.buffer), op.num_bytes)
+        layer, m = op.layer_index, op.micro_batch_index
+        target = self._stash.fetched(op.buffer_index, op.num_bytes)
         self._device.copy(target, self._stash.place(layer, m))
         like_BTD = state.fronts[m].hidden_BTD
         state.fetched[layer, m] = target.view(like_BTD.dtype).view(like_BTD.shape)
 
     def _gradient(self, op: Op) -> None:
         sink, gradient = self._masters.leaving(
-            _given(op.layer), _given(op.buffer), op.offset, op.num_bytes
+            op.layer_index, op.buffer_index, op.offset, op.num_bytes
         )
         self._device.copy(sink, gradient)
 
     # -------------------------------------------------------------------------------------- visits
 
-    def _front(self, state: PassState, m: int, inputs: Batch, step: "_Step") -> None:
+    def _front(self, state: PassState, op: Op, inputs: Sequence[Batch], step: "_Step") -> None:
+        m = op.micro_batch_index
         self._randomness.seed(_visit_seed(step, FRONT_LAYER, m))
-        front = self._model.front(inputs)
+        front = self._model.front(inputs[m])
         state.fronts[m] = front
         state.inputs[0, m] = front.hidden_BTD.detach().contiguous()
 
-    def _forward(self, state: PassState, op: Op, m: int, step: "_Step") -> None:
-        layer = _given(op.layer)
+    def _forward(self, state: PassState, op: Op, step: "_Step") -> None:
+        layer, m = op.layer_index, op.micro_batch_index
         input_BTD = state.inputs[layer, m]
         if step.is_stashed:  # the output takes its place; see Note [Letting go]
             state.inputs.pop((layer + 1 - NUM_KEPT, m), None)
@@ -310,7 +303,7 @@ class Executor:
     def _visit_forward(
         self, layer: int, input_BTD: torch.Tensor, call: Call, *, has_graph: bool
     ) -> tuple[torch.Tensor, list[torch.Tensor], Graph | None]:
-        """Return a layer's output, what its routers said, and the graph if it is kept."""
+        """Return a layer's output, its router logits, and the graph if it is kept."""
         if has_graph:
             graph = visit_with_graph(self._model, layer, input_BTD=input_BTD, call=call)
             return graph.output, graph.router_logits, graph
@@ -319,12 +312,19 @@ class Executor:
         return output_BTD, router_logits, None
 
     def _tail(
-        self, state: PassState, m: int, batch: LabelledBatch, num_items: torch.Tensor
+        self,
+        state: PassState,
+        op: Op,
+        batches: Sequence[LabelledBatch],
+        num_items: torch.Tensor,
+        num_label_tokens: int,
     ) -> None:
+        m, batch = op.micro_batch_index, batches[op.micro_batch_index]
         hidden_BTD = state.inputs.pop((self._last_layer + 1, m))
         gradient_BTD = torch.zeros_like(hidden_BTD)
         self._loss(state, hidden_BTD, batch, num_items, gradient_BTD.flatten(0, 1))
         state.gradient[m] = gradient_BTD
+        self._balance(state, m, batch, num_label_tokens)
 
     def _loss(
         self,
@@ -334,7 +334,7 @@ class Executor:
         num_items: torch.Tensor,
         gradient_ND: torch.Tensor | None,
     ) -> None:
-        """Add the loss of the labelled tokens, chunk by chunk, and write its gradient if wanted."""
+        """Add the loss of the labelled tokens by chunks, and write its gradient if requested."""
         flat_ND = hidden_BTD.flatten(0, 1)
         chunks = zip(
             batch.positions.split(self._head_chunk_tokens),
@@ -367,8 +367,8 @@ class Executor:
         )
         state.losses.append(loss)
 
-    def _backward(self, state: PassState, op: Op, m: int, step: "_Step") -> None:
-        layer = _given(op.layer)
+    def _backward(self, state: PassState, op: Op, step: "_Step") -> None:
+        layer, m = op.layer_index, op.micro_batch_index
         router_gradients = state.routing.get(m, {}).pop(layer, [])
         self._masters.gather(layer)
         if op.has_graph:
@@ -396,7 +396,7 @@ class Executor:
         """Keep the gradient by a layer's input for the layer below.
 
         Raises:
-            UnsupportedModelError: There is none, where the weights below have gradients anyway.
+            UnsupportedModelError: There is none, although the weights below have gradients.
         """
         if gradient_BTD is None and self._masters.parameters:
             raise UnsupportedModelError(
@@ -413,27 +413,24 @@ class Executor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Step:
-    """What all visits of a pass have in common."""
+    """Values common to all visits of a pass."""
 
     seed: int
+    seeding: Seeding
     ids: Sequence[int]
     is_kept: bool
     is_stashed: bool
 
 
 def _visit_seed(step: _Step, layer: int, m: int) -> int:
-    """Return what seeds dropout in one visit."""
-    return hash((step.seed, layer, step.ids[m])) & 0x7FFF_FFFF_FFFF_FFFF
+    """Return the dropout seed of one visit."""
+    return step.seeding.of_visit(step.seed, layer, step.ids[m])
 
 
-def _front_backward(state: PassState, m: int) -> None:
+def _front_backward(state: PassState, op: Op) -> None:
+    m = op.micro_batch_index
     state.fronts.pop(m).backward(state.gradient.pop(m))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
-
-
-def _given(index: int | None) -> int:
-    assert index is not None
-    return index

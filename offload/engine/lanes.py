@@ -1,4 +1,4 @@
-"""A lane on the host: one thread with a FIFO queue, and the flags that lanes wait for."""
+"""A lane on the host: one thread with a FIFO queue, and the flags that lanes wait on."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ class Flag:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What a lane runs once `waits` are done."""
+    """A function that a lane runs once `waits` are done."""
 
     body: Callable[[], None]
     waits: Sequence[Flag] = ()
@@ -33,14 +33,14 @@ class Job:
 
 
 class _DroppedError(Exception):
-    """A queued job is not to be run: the pass has failed elsewhere."""
+    """A queued job is dropped because the pass has failed elsewhere."""
 
 
 class Workers:
     """Lanes on threads of their own, which fail and stop together.
 
-    The first error is kept and raised where the pass waits. From then on all lanes drop what they
-    have queued, until `drain`.
+    The first error is kept and raised where the pass waits. From then on all lanes drop their
+    queued jobs, until `drain`.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Workers:
         self._queues[name].put(job)
 
     def run(self, job: Job) -> None:
-        """Run a job here, behind what it waits for.
+        """Run a job on this thread, after the flags it waits for.
 
         Raises:
             TransferError: A lane has failed.
@@ -87,7 +87,7 @@ class Workers:
         """Wait for a job of any lane.
 
         Raises:
-            TransferError: A lane has failed; an error of the project's own is raised as it is.
+            TransferError: A lane has failed; a `SluiceError` is raised unchanged.
         """
         while not flag.done.wait(_POLL_S):
             if self._failure is None:
@@ -102,12 +102,12 @@ class Workers:
             ) from error
 
     def finish(self) -> None:
-        """Wait until all lanes are empty; raise what one of them raised."""
+        """Wait until all lanes are empty; raise the first error of any lane."""
         for flag in self._mark():
             self.wait(flag)
 
     def drain(self) -> None:
-        """Drop what is queued, wait for what runs, and forget the failure."""
+        """Drop queued jobs, wait for running ones, and clear the failure."""
         self._is_dropping.set()
         for flag in self._mark():
             flag.done.wait()
@@ -115,7 +115,7 @@ class Workers:
         self._failure = None
 
     def join(self) -> None:
-        """Drop what is queued and end the threads."""
+        """Drop queued jobs and end the threads."""
         self._is_dropping.set()
         for queue in self._queues.values():
             queue.put(None)
@@ -123,7 +123,7 @@ class Workers:
             thread.join()
 
     def _mark(self) -> list[Flag]:
-        """Queue a job without effect on each lane, which even dropping lanes run."""
+        """Queue an empty job on each lane, which lanes run even while dropping jobs."""
         marks = [_Mark(body=_nothing) for _ in self._queues]
         for queue, mark in zip(self._queues.values(), marks, strict=True):
             queue.put(mark)
@@ -162,7 +162,7 @@ class Workers:
 
 
 class _Mark(Job):
-    """Tells that everything queued before it has been dealt with; even after a failure it runs."""
+    """Marks that everything queued before it is done or dropped; runs even after a failure."""
 
 
 def _nothing() -> None:

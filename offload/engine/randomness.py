@@ -1,18 +1,18 @@
-"""Random numbers of a layer's visits: the recompute must draw what the forward drew.
+"""Random numbers of a layer's visits: the recompute must draw the same as the forward.
 
 Problem. Dropout draws from torch's default generator, which all threads of the process share. A
-visit seeds it, but a thread of the caller that draws, or seeds, while the layer computes moves the
-stream: the masks of the forward and of its recompute then differ, and the gradients are wrong
-without a sign.
+visit seeds it, but another thread of the caller that draws or seeds while the layer computes
+advances the stream: the masks of the forward and of its recompute then differ, and the gradients
+are silently wrong.
 
-Idea. While a layer computes, a dispatch mode gives each operation that draws a generator of our
-own. Some kernels can only draw from the default generator (attention with dropout on CUDA). Where
-a visit ran one of these, the state that it left the default generator in must be the same after
-the recompute, or the step is refused before the layer's gradients are taken.
+Idea. While a layer computes, a dispatch mode passes our own generator to each operation that draws.
+Some kernels can only draw from the default generator (attention with dropout on CUDA). If a visit
+ran one of these, the default generator must be in the same state after the recompute as after the
+forward; otherwise the step is refused before the layer's gradients are taken.
 
-Cost. The mode sees every operation of a layer, so layers that draw nothing run without it. That is
-learned at a layer's first visit, and checked at each later one by the default generator's state,
-in about 10 us. A layer that has moved it after all is computed again, under the mode.
+Cost. The mode sees every operation of a layer, so layers that draw nothing run without it. A
+layer's first visit shows whether it draws. Each later visit checks this by the default generator's
+state, in about 10 us. If the state did change, the layer is computed again, under the mode.
 """
 
 from collections.abc import Callable
@@ -25,14 +25,14 @@ from offload.errors import OffloadError
 
 T = TypeVar("T")
 
-FRONT_LAYER = -1  # stands for the front where visits are seeded
+FRONT_LAYER = -1  # the front's layer number in seeds
 
-# Operation -> the same with a generator as an argument, where torch has it by another name.
+# Operation -> its variant with a generator argument, where torch names that differently.
 _OVERLOADS = {"default": "generator", "low": "low_generator"}
 
 
 class VisitRandomness:
-    """Seeds visits, and keeps what they draw from others."""
+    """Seeds visits, and isolates their random numbers from other threads."""
 
     def __init__(self, device: torch.device) -> None:
         """Make generators for the host and for the compute device."""
@@ -49,13 +49,13 @@ class VisitRandomness:
         """Compute a layer with random numbers from a seed.
 
         Args:
-            layer: Which.
+            layer: Which layer.
             seed: Of this layer and micro-batch.
             compute: The visit; it is called again if it draws for the first time.
 
         Returns:
-            What it returned, and the state that it left torch's default generators in if it drew
-            from these; None if nobody else can have changed what it drew.
+            Its result, and the state of torch's default generators after it if it drew from
+            these; None if no other thread can have affected its draws.
         """
         self._seed(seed)
         if not self._is_drawing.get(layer, True):
@@ -72,17 +72,17 @@ class VisitRandomness:
         return result, self._state() if mode.has_drawn_elsewhere else None
 
     def is_drawing(self, layer: int) -> bool:
-        """Tell whether a layer that was visited draws."""
+        """Return whether a layer that was visited draws."""
         return self._is_drawing.get(layer, False)
 
     def draws_in(self, compute: Callable[[], object]) -> bool:
-        """Tell whether a computation draws: the backward of a layer, which then draws anew."""
+        """Return whether a computation draws; for a layer's backward, which would draw anew."""
         with _OwnGenerators(self._own) as mode:
             compute()
         return bool(mode.has_drawn)
 
     def seed(self, seed: int) -> None:
-        """Seed torch's default generators, for what is computed once."""
+        """Seed torch's default generators, for computations that run once."""
         for generator in self._default.values():
             generator.manual_seed(seed)
 
@@ -130,12 +130,12 @@ class _OwnGenerators(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Spare each operation the wrapper that keeps dynamo away, which takes longer than this."""
+        """Skip the wrapper per operation that disables dynamo: it takes longer than the mode."""
         return False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Leave compiled layers compiled; what their code draws by torch's operations is seen."""
+        """Leave compiled layers compiled; draws by torch operations in their code are seen."""
         return True
 
     def __torch_dispatch__(
@@ -162,7 +162,7 @@ class _OwnGenerators(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _dropout(self, x: torch.Tensor, p: float, train: bool | None) -> Any:  # noqa: FBT001
-        """Compute what CUDA's fused kernel does: a mask of bools, and one rounding."""
+        """Compute the same as CUDA's fused kernel: a boolean mask, and one rounding."""
         if train is False:
             return x, torch.ones_like(x, dtype=torch.bool)
         mask = torch.empty_like(x, dtype=torch.bool)
@@ -180,10 +180,10 @@ _KINDS: dict[Any, str] = {}
 
 
 def _kind_of(func: Any) -> str:
-    """Tell how an operation draws: `silent`, by `generator`, from the `default`, or `dropout_p`."""
+    """Return how an operation draws: `silent`, `generator`, `default` or `dropout_p`."""
     schema = getattr(func, "_schema", None)
     if schema is not None and "backward" in schema.name:
-        return "silent"  # it is given what was drawn
+        return "silent"  # its argument is the drawn mask
     names = () if schema is None else [argument.name for argument in schema.arguments]
     if "generator" in names:
         return "generator"
@@ -194,7 +194,7 @@ def _kind_of(func: Any) -> str:
 
 
 def _dropout_p(func: Any, args: tuple[Any, ...], kwargs: Any) -> float:
-    """Return the rate of dropout that an attention kernel is given."""
+    """Return the dropout rate that is passed to an attention kernel."""
     arguments = func._schema.arguments
     index = next(i for i, argument in enumerate(arguments) if argument.name == "dropout_p")
     if index < len(args):

@@ -1,4 +1,4 @@
-"""What passes give back."""
+"""Results of passes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,15 +7,15 @@ import torch
 
 from offload.engine.executor import Executor, PassState
 from offload.engine.streams import Device, Event
-from offload.plan.schedule import Schedule
-from offload.plan.timeline import Timeline
+from offload.plan.schedule.schedule import Schedule
+from offload.plan.schedule.timeline import Timeline
 
 
 class StepResult:
-    """What a step gave. Reading `loss` or `timeline` waits for the device; the counts do not.
+    """Result of a step. Reading `loss` or `timeline` waits for the device; the counts do not.
 
     Attributes:
-        num_label_tokens: What the sum of the losses was divided by.
+        num_label_tokens: Divisor of the sum of the losses.
         num_loads: Layers copied from host to device.
         h2d_bytes: Bytes copied from host to device.
         d2h_bytes: Bytes copied from device to host.
@@ -44,7 +44,7 @@ class StepResult:
 
     @property
     def loss(self) -> float:
-        """Mean loss over the label tokens of the whole step; the share that was run here."""
+        """Mean loss over the step's label tokens; with several processes, this one's share."""
         return float(torch.stack(self._losses).sum()) if self._losses else 0.0
 
     @property
@@ -56,12 +56,12 @@ class StepResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardResult:
-    """What a pass without gradients gave.
+    """Result of a pass without gradients.
 
     Attributes:
         loss_sum: Sum of the losses of the label tokens; 0 without labels.
-        num_label_tokens: How many those are.
-        logits: (B, T, V), or (B, 1, V) where positions were asked for; None with labels.
+        num_label_tokens: Number of label tokens.
+        logits: (B, T, V), or (B, 1, V) if positions were given; None with labels.
         num_loads: Layers copied from host to device.
     """
 

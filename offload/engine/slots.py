@@ -1,22 +1,22 @@
 """The device side of the weights: C slots, allocated once, and where encoded layers are decoded.
 
-A layer's parameters alias its slot for good, or the decoded buffer, which all encoded layers share:
-no address changes while the engine is attached.
+A layer's parameters permanently alias its slot, or the decoded buffer, which all encoded layers
+share: no address changes while the engine is attached.
 """
 
 from collections.abc import Sequence
 
 import torch
 
-from offload.engine.host.record import Record
-from offload.engine.meter import Arena
+from offload.engine.host.layer_layout import Record
+from offload.engine.memory_meter import Arena
 from offload.engine.stash import Allocate
 
 
 class Slots:
-    """C flat buffers, each as large as the largest layer; layer l lives in slot l mod C.
+    """C flat buffers, each as large as the largest layer; layer l uses slot l mod C.
 
-    A layer with encoded fields computes in the decoded buffer, where one stands at a time.
+    A layer with encoded fields computes in the decoded buffer, which holds one layer at a time.
     """
 
     def __init__(
@@ -33,9 +33,9 @@ class Slots:
 
         Args:
             records: One per layer.
-            num_slots: How many.
+            num_slots: Number of slots.
             allocate_device: Returns uint8 memory on the compute device.
-            staging: Host buffers that loads pass on their way, if they do.
+            staging: Host buffers that loads go through, if any.
         """
         slot_bytes = max(record.num_bytes for record in records)
         self._buffers = [allocate_device(slot_bytes) for _ in range(num_slots)]

@@ -1,20 +1,20 @@
-"""Layer inputs that wait in host memory for their backward visit, and where they come back to."""
+"""Layer inputs kept in host memory for their backward visit, and buffers to fetch them into."""
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import torch
 
-from offload.engine.meter import Arena
-from offload.plan.memory import STASH
+from offload.engine.memory_meter import Arena
+from offload.plan.memory.memory import STASH
 
 Allocate = Callable[[int], torch.Tensor]
 
 
 class Stash:
-    """A block on the host with a place per layer and micro-batch, and buffers on the device.
+    """A host block with a place per layer and micro-batch, and buffers on the device.
 
-    Both grow to the largest step seen and stay, so that no step after it allocates.
+    Both grow to the largest step seen and are kept, so that later steps do not allocate.
     """
 
     def __init__(
@@ -24,11 +24,11 @@ class Stash:
         free_host: Callable[[torch.Tensor], None],
         torch_device: torch.device,
     ) -> None:
-        """Take nothing yet.
+        """Allocate nothing yet.
 
         Args:
-            allocate_host: Returns uint8 host memory of a size that the link can copy to.
-            free_host: Gives it back, behind the copies that still use it.
+            allocate_host: Returns uint8 host memory of a size, for copies to and from the device.
+            free_host: Frees it after the copies that still use it.
             torch_device: Where layers compute.
         """
         self._allocate_host, self._free_host = allocate_host, free_host
@@ -39,12 +39,12 @@ class Stash:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory taken."""
+        """Host memory allocated."""
         return self._host.numel()
 
     @property
     def arena(self) -> Arena:
-        """What is taken on the host; the plan counts what comes back with the inputs there."""
+        """The host block; the plan counts the device buffers with the inputs there."""
         return Arena(name=STASH, blocks=[self._host])
 
     def prepare(
@@ -60,7 +60,7 @@ class Stash:
         self._places = [0, *accumulate(input_bytes)]
         needed = num_layers * self._places[-1]
         if needed > self._host.numel():
-            self._free_host(self._host)  # the old one goes before the new comes
+            self._free_host(self._host)  # free the old one before allocating the new one
             self._host = torch.empty(0, dtype=torch.uint8)
             self._host = self._allocate_host(needed)
         largest = max(input_bytes)
@@ -77,5 +77,5 @@ class Stash:
         return self._host[start + self._places[micro_batch] : start + self._places[micro_batch + 1]]
 
     def fetched(self, buffer: int, num_bytes: int) -> torch.Tensor:
-        """Return the device memory that an input comes back to, uint8."""
+        """Return the device memory that an input is fetched into, uint8."""
         return self._fetched[buffer][:num_bytes]

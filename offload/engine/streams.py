@@ -1,17 +1,17 @@
 """Lanes that run ops asynchronously: CUDA streams on a GPU, threads on a CPU.
 
-Both devices keep one contract. Between `begin` and `settle`, `submit(lane, waits, body)` issues a
-body behind everything that was submitted to the lane before and behind the given events, and
+Both devices have the same contract. Between `begin` and `settle`, `submit(lane, waits, body)` runs
+a body after everything that was submitted to the lane before and after the given events, and
 returns the event of its completion.
 
-On a CPU every lane but compute is a thread with a FIFO queue. The compute lane is the caller's
-own thread, so that its autocast, hooks and deterministic settings hold: its bodies are queued too
+On a CPU every lane except compute is a thread with a FIFO queue. The compute lane is the caller's
+own thread, so that its autocast, hooks and deterministic settings apply: its bodies are queued too
 and run in `settle`, when everything is issued. A visit that did not wait for its load would
 compute with an older layer.
 
 On a GPU the lanes are CUDA streams, `submit` only issues, and `settle` returns at once: the host
-never waits inside a step. Where loads pass a staging ring, which a thread fills, the h2d lane is
-issued by another thread: it alone waits for the reads.
+never waits inside a step. If loads go through a staging ring, which a thread fills, another thread
+issues the h2d lane, and only that thread waits for the reads.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ import torch
 
 from offload.engine.lanes import Flag, Job, Workers
 from offload.errors import OffloadError
-from offload.plan.op import Lane
+from offload.plan.schedule.op import Lane
 
 
 class Event(Protocol):
@@ -43,28 +43,28 @@ class Device(Protocol):
         """Start the clock of a pass."""
 
     def submit(self, lane: Lane, waits: Sequence[Event], body: Callable[[], None]) -> Event:
-        """Issue `body` on `lane` behind `waits`."""
+        """Issue `body` on `lane`, to run after `waits`."""
 
     def settle(self) -> None:
-        """Return when the host may use the tensors that the pass made: a CPU has made them."""
+        """Return when the host may use the pass's tensors; on a CPU they are computed then."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy the bytes of a contiguous tensor into another, on the running lane."""
 
     def finish(self) -> None:
-        """Wait until every lane is empty; raise what a lane raised."""
+        """Wait until every lane is empty; raise a lane's error."""
 
     def abort(self) -> None:
-        """Drop all queued work and wait for what is running, so that slots can be used anew."""
+        """Drop queued work and wait for running work, so that slots can be reused."""
 
     def close(self) -> None:
         """End the lanes. The device is unusable afterwards."""
 
 
 def copy_on_host(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy on the running thread alone, with the interpreter free.
+    """Copy on the running thread alone, without holding the GIL.
 
-    Not `Tensor.copy_`, which would take the cores of the compute lane. To limit its threads by
+    Not `Tensor.copy_`, which would use the cores of the compute lane. Limiting its threads by
     `torch.set_num_threads` here would limit every thread that starts to use torch later.
     """
     assert target.is_contiguous()
@@ -113,7 +113,7 @@ class CpuDevice:
         return job.flag
 
     def settle(self) -> None:
-        """Run what is queued for the compute lane, then wait for the others.
+        """Run the bodies queued for the compute lane, then wait for the other lanes.
 
         Raises:
             TransferError: A lane has failed.
@@ -127,11 +127,11 @@ class CpuDevice:
         copy_on_host(target, source)
 
     def finish(self) -> None:
-        """Do what `settle` does: nothing is left running behind it."""
+        """Same as `settle`: nothing is running after it."""
         self.settle()
 
     def abort(self) -> None:
-        """Drop what is queued and wait for the transfers that run."""
+        """Drop queued work and wait for running transfers."""
         self._computing.clear()
         self._workers.drain()
 
@@ -145,7 +145,7 @@ class CpuDevice:
 
 
 class _CudaEvent:
-    """Timing events around one op; `issued` tells that they stand in their stream.
+    """Timing events around one op; `issued` is set once they are recorded in their stream.
 
     A host thread that waits for the end sleeps (`blocking`): it would take a core otherwise.
     """
@@ -197,7 +197,7 @@ class CudaDevice:
         )
 
     def begin(self) -> None:
-        """Mark time zero on the caller's stream; the other streams start behind what it holds."""
+        """Mark time zero on the caller's stream; the other streams start after its queued work."""
         self._streams[Lane.COMPUTE] = torch.cuda.current_stream(self.torch_device)
         self._base = torch.cuda.Event(enable_timing=True)
         self._base.record(self._streams[Lane.COMPUTE])
@@ -222,7 +222,7 @@ class CudaDevice:
         return event
 
     def settle(self) -> None:
-        """Return at once: what is issued later on the caller's stream runs behind the pass."""
+        """Return at once: work issued later on the caller's stream runs after the pass."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Issue the copy on the running stream; truly asynchronous with page-locked memory."""
@@ -235,7 +235,7 @@ class CudaDevice:
             stream.synchronize()
 
     def abort(self) -> None:
-        """Drop what is not issued yet and wait for the rest: a CUDA stream cannot be emptied."""
+        """Drop work that is not issued yet and wait for the rest: streams cannot be cleared."""
         self._workers.drain()
         self.finish()
 
@@ -279,7 +279,7 @@ def _cuda(event: Event) -> _CudaEvent:
 
 
 def release_cached(device: torch.device) -> None:
-    """Give device memory that torch keeps for later back to the driver; waits for the device."""
+    """Return torch's cached device memory to the driver; waits for the device."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 

@@ -1,23 +1,23 @@
-"""A layer's backward visit and a chunk of the head: what the executor runs, and a trace prices."""
+"""A layer's backward visit and a chunk of the head, as the executor and the tracer run them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from offload.engine.model.calls import Call
 from offload.engine.model.layers import LayeredModel
+from offload.engine.model.recorded_args import Call
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Graph:
-    """What autograd recorded of one layer and micro-batch.
+    """The autograd graph of one layer and micro-batch.
 
-    It refers to the layer's weights where they stand: they must be there again for `backward`.
+    It aliases the layer's weights in their slot: they must be there again for `backward`.
 
     Attributes:
         input_BTD: The layer's input, a leaf.
-        said: The layer's output, and what its routers said of the tokens.
+        said: The layer's output, and its router logits.
     """
 
     input_BTD: torch.Tensor
@@ -30,7 +30,7 @@ class Graph:
 
     @property
     def router_logits(self) -> list[torch.Tensor]:
-        """What the layer's routers said, without the graph."""
+        """The layer's router logits, without the graph."""
         return [logits.detach() for logits in self.said[1:]]
 
     def backward(
@@ -40,7 +40,7 @@ class Graph:
 
         Args:
             gradient_BTD: By the layer's output; None where nothing above depends on it.
-            router_gradients: By what the layer's routers said.
+            router_gradients: By the layer's router logits.
 
         Returns:
             The gradient by the layer's input, None where nothing depends on it; those of what

@@ -1,26 +1,16 @@
-"""Whether a request fits a machine: with how many slots, what is short, and what would fit.
+"""Whether a request fits a machine, with how many slots, and which memory is too small.
 
-The one home of these questions: the plan, the search among plans and the refusal all ask here.
+The plan, the search among plans and the refusal all use this module.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from offload.errors import DoesNotFitError
-from offload.plan.codec import EXACT_CODECS, ROUNDING, CodecName
-from offload.plan.facts import ModelFacts
-from offload.plan.machine import GIB, Machine
-from offload.plan.memory import (
-    FEWER_SLOTS,
-    INPUTS_IN_RAM,
-    MICRO_BATCH,
-    ON_DISK,
+from offload.plan.facts.facts import ModelFacts
+from offload.plan.machine.machine import Machine
+from offload.plan.memory.memory import (
     OTHER_RANKS,
-    ROUNDED_LAYERS,
-    SHRINKS,
-    SMALLER_CHUNK,
     STAGING,
     STASH,
     DeviceNeeds,
@@ -30,19 +20,11 @@ from offload.plan.memory import (
     input_bytes,
     total_bytes,
 )
-from offload.plan.schedule import MIN_SLOTS
-from offload.plan.trained import EMBEDDING, HEAD, NORMS, ROUTER
+from offload.plan.request import PlanRequest
+from offload.plan.schedule.schedule import MIN_SLOTS
 
-if TYPE_CHECKING:
-    from offload.plan.plan import PlanRequest
-
-MIN_HINTED_SEQ_LEN = 128
-FEWEST_CHUNK_TOKENS = 64  # fewer logits at a time save little, and each chunk reads the whole head
-NUM_NAMED_TERMS, NAMED_FRAC = 3, 0.05  # of a memory that is too small
 DEVICE, RAM = "of device memory", "of RAM"
-GRAPH_RESERVE_FRAC = 0.1  # what autograd saves is within this of the formula, over what is tested
-PACKED: CodecName = "bf16_packed"
-ROUNDED: CodecName = "nf4"
+GRAPH_RESERVE_FRAC = 0.1  # error of the formula for what autograd saves, over all tests
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,10 +32,10 @@ class Shortage:
     """A memory that is too small.
 
     Attributes:
-        what: Which, as in "of RAM".
-        needed_bytes: What is asked of it.
-        limit_bytes: What it has.
-        limit: That it has no more, in words that follow its size.
+        what: The memory's name, with "of" before it, e.g. "of RAM".
+        needed_bytes: Bytes that the request needs.
+        limit_bytes: Bytes that are available.
+        limit: The part of the message that follows the available size.
     """
 
     what: str
@@ -63,31 +45,33 @@ class Shortage:
 
     @property
     def short_bytes(self) -> int:
-        """By how much it is too small."""
+        """Bytes that are missing."""
         return self.needed_bytes - self.limit_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Needs:
-    """The memory of a request, by the number of slots and of kept graphs.
+    """The memory of a request, by the number of slots and of layers that are not checkpointed.
 
     Attributes:
         facts: The model.
-        machine: Where it is to run.
-        request: What was asked for.
-        on_device: What stands in device memory.
-        fixed_host: Terms of host memory, with no kept graph; None where they grow with the slots.
+        machine: The machine that it runs on.
+        request: The request.
+        on_device: The use of device memory.
+        fixed_host: Terms of host memory with all layers checkpointed; None if they grow with the
+            slots.
     """
 
     facts: ModelFacts
     machine: Machine
-    request: "PlanRequest"
+    request: PlanRequest
     on_device: DeviceNeeds
     fixed_host: tuple[MemoryTerm, ...] | None
 
     @classmethod
-    def of(cls, facts: ModelFacts, machine: Machine, request: "PlanRequest") -> "Needs":
-        """Add up what a request takes."""
+    def of(cls, facts: ModelFacts, machine: Machine, request: PlanRequest) -> "Needs":
+        """Add up the memory of a request; there are at most as many slots as layers."""
+        request = request.within(facts.num_layers)
         on_device = device_needs(
             facts,
             machine,
@@ -103,15 +87,14 @@ class Needs:
         )
         # several ranks on a CPU count each other's slots as host memory
         is_fixed = machine.device == "cuda" or request.num_ranks == 1
-        return replace(needs, fixed_host=needs.host(MIN_SLOTS, 0)) if is_fixed else needs
+        return replace(needs, fixed_host=needs.host(needs.least_slots, 0)) if is_fixed else needs
 
     def device(self, num_slots: int, num_kept_graphs: int) -> tuple[MemoryTerm, ...]:
         """Return the terms of each device's peak."""
-        num_slots = min(num_slots, self.facts.num_layers)
         return self.on_device.terms(num_slots=num_slots, num_kept_graphs=num_kept_graphs)
 
     def host(self, num_slots: int, num_kept_graphs: int) -> tuple[MemoryTerm, ...]:
-        """Return the terms of the host's peak; inputs of kept graphs do not wait there."""
+        """Return the terms of the host's peak; inputs of kept graphs are not stashed there."""
         request = self.request
         terms = self.fixed_host or host_terms(
             self.facts,
@@ -134,14 +117,14 @@ class Needs:
 
     @property
     def is_staged(self) -> bool:
-        """Whether loads pass a ring of page-locked buffers: not all of the slab can be locked."""
-        return bool(_size(self.host(MIN_SLOTS, self.fewest_graphs), STAGING))
+        """Whether loads pass through page-locked buffers, as not all of the slab can be locked."""
+        return bool(_size(self.host(self.least_slots, self.fewest_graphs), STAGING))
 
     def shortages(self, num_slots: int, num_kept_graphs: int) -> tuple[Shortage, ...]:
         """Return each memory that is too small; on a CPU there is only one memory.
 
-        Graphs that nobody asked for are counted with a reserve: a step that ran out of memory for
-        them would have to be planned again.
+        Graphs that the request does not set are counted with a reserve: a step that ran out of
+        memory because of them would have to be planned again.
         """
         machine, budget_bytes = self.machine, self.request.vram_budget_bytes
         is_cuda = machine.device == "cuda"
@@ -181,243 +164,69 @@ class Needs:
         return tuple(one for one in asked if one.short_bytes > 0)
 
     @property
+    def least_slots(self) -> int:
+        """The smallest number of slots that a step of this model can have."""
+        return min(MIN_SLOTS, self.facts.num_layers)
+
+    @property
     def fewest_slots(self) -> int:
-        """The number of slots that was asked for, or the smallest that a step can have."""
+        """The requested number of slots, or the smallest that a step can have."""
         wanted = self.request.num_slots
-        return min(MIN_SLOTS if wanted is None else wanted, self.facts.num_layers)
+        return self.least_slots if wanted is None else wanted
 
     @property
     def fewest_graphs(self) -> int:
-        """The number of kept graphs that was asked for, or the fewest with which a step fits.
+        """The requested number of kept graphs, or the smallest with which a step fits.
 
-        That is none, unless host memory is too small for the inputs that wait there: those of kept
-        graphs do not, and the device may have room for so many.
+        The smallest is 0 unless host memory is too small for the stashed inputs. The inputs of kept
+        graphs are not stashed, and the device may have room for enough graphs.
         """
         may_choose = self._chooses_graphs and self.machine.device == "cuda"
-        if not (may_choose and self.request.is_stashed and self._host_shortages(MIN_SLOTS, 0)):
+        may_help = may_choose and self.request.is_stashed
+        if not (may_help and self._host_shortages(self.least_slots, 0)):
             return self.request.num_kept_graphs or 0
         numbers = range(self.facts.num_layers + 1)
-        fewest = bisect_left(
-            numbers,
-            True,  # noqa: FBT003
-            key=lambda n: not self._host_shortages(MIN_SLOTS, n),
-        )
+        fewest = _num_false(numbers, lambda n: not self._host_shortages(self.least_slots, n))
         is_found = fewest < len(numbers) and not self.shortages(self.fewest_slots, fewest)
         return fewest if is_found else 0
 
     @property
     def _chooses_graphs(self) -> bool:
-        """Whether their number is open, and what a layer saves is known.
+        """Whether the number of kept graphs is open, and the size of a graph is known.
 
-        That is told from a trace, or from formulas that are checked for the families that are known
-        by their config. Of a model of another type no graph is kept unasked.
+        The size is known from a trace, or from formulas that are tested for the families whose
+        facts are read from a config. For other models no graph is kept unless the request asks.
         """
         is_known = self.facts.grade == "config" or self.request.traced is not None
         return is_known and self.request.num_kept_graphs is None
 
     def most_graphs(self, num_slots: int) -> int:
-        """Return the number of kept graphs that was asked for, or the largest that fits."""
+        """Return the requested number of kept graphs, or the largest that fits."""
         fewest = self.fewest_graphs
         if not self._chooses_graphs:
             return fewest
         more = range(fewest + 1, self.facts.num_layers + 1)
-        is_short = bisect_left(more, True, key=lambda n: bool(self.shortages(num_slots, n)))  # noqa: FBT003
-        return fewest + is_short
+        return fewest + _num_false(more, lambda n: bool(self.shortages(num_slots, n)))
 
     @property
     def most_slots(self) -> int | None:
-        """The number of slots that was asked for, or the largest that fits; None if none does.
+        """The requested number of slots, or the largest that fits; None if none fits.
 
-        More slots always take more memory, so half of the numbers are ruled out at a time.
+        More slots always take more memory, so a binary search finds it.
         """
         fewest, num_graphs = self.fewest_slots, self.fewest_graphs
         if self.shortages(fewest, num_graphs):
             return None
         if self.request.num_slots is not None:
             return fewest
-        low, high = fewest, self.facts.num_layers
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.shortages(middle, num_graphs):
-                high = middle - 1
-            else:
-                low = middle
-        return low
+        more = range(fewest + 1, self.facts.num_layers + 1)
+        return fewest + _num_false(more, lambda n: bool(self.shortages(n, num_graphs)))
 
 
-def refusal(needs: Needs) -> DoesNotFitError:
-    """Return the error for a request that does not fit: what is short, by how much, what fits."""
-    num_slots, machine = needs.fewest_slots, needs.machine
-    shortages = needs.shortages(num_slots, needs.fewest_graphs)
-    short = " and ".join(f"{_gib(s.needed_bytes)} {s.what}" for s in shortages)
-    kept = f", {needs.fewest_graphs} kept graphs" if needs.fewest_graphs else ""
-    kept += " and their inputs in RAM" if needs.request.is_stashed else ""
-    kept += ", its visits traced," if needs.request.traced else ""
-    return DoesNotFitError(
-        f"with {num_slots} slots of {needs.facts.num_layers} layers{kept} the plan needs {short},"
-        f" {' and '.join(_gib(s.short_bytes) for s in shortages)} too much",
-        limit=" and ".join(f"{_gib(s.limit_bytes)} {s.limit}" for s in shortages)
-        + f" on {machine.name}"
-        + "".join(_largest_terms(needs, shortage) for shortage in shortages),
-        hint=_nearest_fit(needs),
-    )
-
-
-def _largest_terms(needs: Needs, shortage: Shortage) -> str:
-    """List what takes most of a memory that is too small, and what makes it less."""
-    num_slots, num_graphs = needs.fewest_slots, needs.fewest_graphs
-    device, host = needs.device(num_slots, num_graphs), needs.host(num_slots, num_graphs)
-    is_cuda = needs.machine.device == "cuda"
-    terms = {DEVICE: device, RAM: host if is_cuda else (*host, *device)}.get(shortage.what, ())
-    largest = sorted(terms, key=lambda term: -term.num_bytes)[:NUM_NAMED_TERMS]
-    named = [term for term in largest if term.num_bytes >= NAMED_FRAC * shortage.needed_bytes]
-    if not named:
-        return ""
-    words = {term.name: ", ".join(_effective(term, needs.request)) for term in named}
-    return f"\n  Most {shortage.what} is for:" + "".join(
-        f"\n  {_gib(term.num_bytes):>11}  {term.name}"
-        + (f"; less with {words[term.name]}" if words[term.name] else "")
-        for term in named
-    )
-
-
-def _effective(term: MemoryTerm, request: "PlanRequest") -> list[str]:
-    """Return what makes a term smaller and is not yet as the setting says."""
-    largest = request.largest
-    has_no_effect = {
-        MICRO_BATCH: largest.micro_batch_size == 1,
-        FEWER_SLOTS: request.num_slots in (None, MIN_SLOTS),
-        ROUNDED_LAYERS: largest.codec not in EXACT_CODECS,
-        ON_DISK: not request.may_be_on_disk,
-        INPUTS_IN_RAM: request.is_stashed,
-        SMALLER_CHUNK: largest.head_chunk_tokens <= FEWEST_CHUNK_TOKENS,
-    }
-    return [words for words in SHRINKS.get(term.name, ()) if not has_no_effect.get(words)]
-
-
-def _nearest_fit(needs: Needs) -> str:
-    """Name the nearest change that fits: first those that leave what is trained as it is."""
-    asked, wanted, fewer = needs.request, needs.request.num_slots, ""
-    if asked.num_kept_graphs:
-        freely = replace(needs, request=replace(asked, num_kept_graphs=None))
-        if not freely.shortages(freely.fewest_slots, 0):
-            return f"`offload.kept_graphs: {freely.most_graphs(freely.fewest_slots)}`"
-        asked, fewer = replace(asked, num_kept_graphs=0), "`offload.kept_graphs: 0`"
-    for words, request in _changes(asked):
-        open_request = replace(request, num_slots=None)
-        num_slots = Needs.of(needs.facts, needs.machine, open_request).most_slots
-        if num_slots is None:
-            continue
-        if wanted is None or num_slots >= min(wanted, needs.facts.num_layers):
-            return _joined(words, fewer)
-        slots = f"`offload.num_slots: {num_slots}`"
-        return _joined(words, slots, fewer)
-    return "a machine with more memory, or a smaller model"
-
-
-def _changes(request: "PlanRequest") -> Iterator[tuple[str, "PlanRequest"]]:
-    """Yield requests by how far they are from this one, each with the settings that make it.
-
-    First come those that leave the training as it is, on disk after those in RAM, which are faster;
-    then rounded weights, then shorter sequences.
-    """
-    exact = [("", request), *_coded(request, PACKED)]
-    for words, coded in exact:
-        yield from _either_stash(words, coded)
-    for num_ranks in range(request.num_ranks - 1, 0, -1):
-        yield f"`--num_processes {num_ranks}`", replace(request, num_ranks=num_ranks)
-    yield from _all_cut(exact)
-    stored = _on_disk(exact)
-    for words, placed in stored:
-        yield from _either_stash(words, placed)
-    yield from _all_cut(stored)
-    rounded = _coded(request, ROUNDED)
-    for words, coded in rounded:
-        yield from _either_stash(words, coded)
-    yield from _all_cut(rounded)
-    seq_len = request.largest.seq_len // 2
-    while seq_len >= MIN_HINTED_SEQ_LEN:
-        for words, coded in (*exact, *stored, *rounded, *_on_disk(rounded)):
-            shorter = replace(coded, largest=replace(coded.largest, seq_len=seq_len), traced=None)
-            yield from _either_stash(_joined(words, f"`train.seq_len: {seq_len}`"), shorter)
-        seq_len //= 2
-
-
-def _coded(request: "PlanRequest", codec: CodecName) -> list[tuple[str, "PlanRequest"]]:
-    """Return the request in another form, where this run can have it and has none like it."""
-    largest = request.largest
-    is_encodable = set(largest.adapter.modules) <= {NORMS, ROUTER, EMBEDDING, HEAD}
-    is_packed_twice = codec == PACKED and (largest.codec, largest.dtype_bytes) != ("native", 2)
-    if not is_encodable or largest.codec not in EXACT_CODECS or is_packed_twice:
-        return []
-    words = f"`offload.codec: {codec}`"
-    if codec in ROUNDING:
-        words += f" (rounds each weight, by {ROUNDING[codec]:.1%} of their size)"
-    return [(words, with_codec(request, codec))]
-
-
-def _on_disk(
-    requests: Iterable[tuple[str, "PlanRequest"]],
-) -> list[tuple[str, "PlanRequest"]]:
-    """Return the requests with their layers in a file, where they are not and could be."""
-    return [
-        (_joined(words, "`offload.tier: disk`"), replace(request, is_on_disk=True))
-        for words, request in requests
-        if request.may_be_on_disk and not request.is_on_disk
-    ]
-
-
-def _all_cut(
-    requests: Iterable[tuple[str, "PlanRequest"]],
-) -> Iterator[tuple[str, "PlanRequest"]]:
-    """Yield requests with smaller micro-batches, the largest of these first."""
-    for words, request in requests:
-        largest = request.largest
-        for size in range(largest.micro_batch_size - 1, 0, -1):
-            num, rest = divmod(largest.micro_batch_size, size)
-            if rest == 0:
-                cut = replace(
-                    request,
-                    largest=replace(largest, micro_batch_size=size),
-                    num_micro_batches=request.num_micro_batches * num,
-                    traced=None,  # a trace is of one size
-                )
-                parts = f"`train.micro_batch_size: {size}` and {num} times as many"
-                yield from _either_stash(_joined(words, parts), cut)
-
-
-def _either_stash(words: str, request: "PlanRequest") -> Iterator[tuple[str, "PlanRequest"]]:
-    yield words, request
-    other = replace(request, is_stashed=not request.is_stashed)
-    stash = f"`offload.stash: {'host' if other.is_stashed else 'device'}`"
-    yield _joined(words, stash), other
-
-
-def _joined(*words: str) -> str:
-    return " with ".join(filter(None, words))
-
-
-def with_codec(request: "PlanRequest", codec: CodecName) -> "PlanRequest":
-    """Return the same request for layers that wait in another form."""
-    return replace(
-        request,
-        typical=replace(request.typical, codec=codec),
-        largest=replace(request.largest, codec=codec),
-    )
-
-
-def with_head_chunk(request: "PlanRequest", num_tokens: int) -> "PlanRequest":
-    """Return the same request with fewer or more logits at a time."""
-    return replace(
-        request,
-        typical=replace(request.typical, head_chunk_tokens=num_tokens),
-        largest=replace(request.largest, head_chunk_tokens=num_tokens),
-    )
+def _num_false(numbers: Sequence[int], is_true: Callable[[int], bool]) -> int:
+    """Return how many numbers come before the first true one; all after it are true too."""
+    return bisect_left(numbers, 1, key=lambda number: int(is_true(number)))
 
 
 def _size(terms: tuple[MemoryTerm, ...], name: str) -> int:
     return sum(term.num_bytes for term in terms if term.name == name)
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:.2f} GiB"

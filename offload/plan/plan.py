@@ -1,21 +1,23 @@
-"""One step, planned as a value: what lies where, in which order it moves, and how long it takes.
+"""One step, planned as a value: where data is stored, in which order it moves, how long it takes.
 
-A byte of device memory used as a slot saves two bytes over the link in every step, and one that
-holds a graph saves computing it again: `offload.plan.split` shares memory out between the two. What
-else may be chosen, `offload.plan.search` does.
+A byte of device memory used as a slot saves two bytes over the link in every step; one that holds a
+graph saves its recompute. `offload.plan.split` divides the memory between the two;
+`offload.plan.search` chooses all other settings.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from offload.plan.bounds import break_even_tokens, r3_bound_s
-from offload.plan.costs import Costs, LayerCost, Workload, price
-from offload.plan.facts import ModelFacts
-from offload.plan.fit import Needs, refusal
-from offload.plan.machine import Machine
-from offload.plan.memory import MemoryTerm, input_bytes, layer_weight_bytes, total_bytes
-from offload.plan.op import Kind, Lane, Op
-from offload.plan.schedule import (
+from offload.plan.facts.facts import ModelFacts
+from offload.plan.facts.trainable import outer_module_sizes
+from offload.plan.fit import Needs
+from offload.plan.machine.machine import ExpertsImplementation, Machine
+from offload.plan.memory.memory import MemoryTerm, input_bytes, layer_weight_bytes, total_bytes
+from offload.plan.memory.traced import MemoryGrade
+from offload.plan.refusal import refusal
+from offload.plan.request import PlanRequest
+from offload.plan.schedule.op import Kind, Lane, Op
+from offload.plan.schedule.schedule import (
     NUM_STAGING,
     PIECE_BYTES,
     Freight,
@@ -24,87 +26,25 @@ from offload.plan.schedule import (
     training_schedule,
     warm_ring,
 )
-from offload.plan.simulate import simulate, simulated_s
+from offload.plan.schedule.simulate import simulate, simulated_s
+from offload.plan.schedule.timeline import Timeline
 from offload.plan.split import shared_out
-from offload.plan.timeline import Timeline
-from offload.plan.traced import MemoryGrade, TracedBytes
-from offload.plan.trained import outer_module_sizes
-
-HEAD_CHUNK_TOKENS = 1024  # logits of a 151,936 vocabulary in fp32: 0.6 GB at a time
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlanRequest:
-    """What a run asks of the plan.
-
-    Attributes:
-        typical: The micro-batch that time is predicted for.
-        largest: The largest micro-batch of the run, which must fit.
-        num_micro_batches: Micro-batches per step.
-        num_slots: Layers on the device at a time; None takes as many as fit.
-        num_kept_graphs: Layers, the last ones, that keep their graph from the forward to the
-            backward; None takes as many as fit and pay.
-        vram_budget_bytes: Device memory the plan may use; None takes what the machine has.
-        num_workers: Processes that prepare data, for each rank.
-        is_stashed: Whether layer inputs wait in host memory for the backward.
-        is_on_disk: Whether the layers wait in a file.
-        num_ranks: Processes that share the step, on one machine and each with its own device.
-        is_slab_shared: Whether they share one slab; otherwise each has one.
-        traced: What a trace of `largest` found that it takes; None counts it by formulas.
-        is_masked: Whether the model is told which tokens are padding, and writes masks out.
-        may_be_on_disk: Whether the layers could wait in a file, which random ones cannot.
-    """
-
-    typical: Workload
-    largest: Workload
-    num_micro_batches: int
-    num_slots: int | None
-    num_kept_graphs: int | None
-    vram_budget_bytes: int | None
-    num_workers: int
-    is_stashed: bool
-    is_on_disk: bool
-    num_ranks: int
-    is_slab_shared: bool
-    traced: TracedBytes | None = None
-    is_masked: bool = False
-    may_be_on_disk: bool = False
-
-    @property
-    def num_slabs(self) -> int:
-        """Slabs in the machine's memory."""
-        if self.is_on_disk:
-            return 0
-        return 1 if self.is_slab_shared else self.num_ranks
-
-    @property
-    def num_disk_readers(self) -> int:
-        """Processes that read the layers from disk."""
-        return self.num_ranks if self.is_on_disk else 0
-
-    @property
-    def rank_micro_batches(self) -> int:
-        """Micro-batches of the rank that has most of them."""
-        return -(-self.num_micro_batches // self.num_ranks)
-
-    @property
-    def num_stashed(self) -> int:
-        """Micro-batches whose layer inputs a rank has in host memory."""
-        return self.rank_micro_batches if self.is_stashed else 0
+from offload.plan.time.bounds import break_even_tokens, r3_bound_s
+from offload.plan.time.costs import Costs, LayerCost, price
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Everything that the engine is told and the report compares with.
+    """Everything that configures the engine and that the report compares with.
 
     Attributes:
         facts: The model.
-        machine: Where it is to run.
-        request: What was asked for.
+        machine: The machine that it runs on.
+        request: The request.
         num_slots: Layers on the device at a time.
-        num_kept_graphs: Layers, the last ones, that are not computed again in the backward.
-        schedule: The ops of a step that starts from a warm ring, on the rank with most of it.
-        costs: What the ops cost, and by which grade of knowledge.
+        num_kept_graphs: How many layers, the last ones, are not checkpointed.
+        schedule: The ops of a step that starts from a warm ring, on the rank with the most work.
+        costs: The times of the ops, and how they are known.
         device_memory: Terms of the peak in device memory, on each device.
         host_memory: Terms of the peak in host memory.
     """
@@ -121,8 +61,14 @@ class Plan:
 
     @property
     def memory_grade(self) -> MemoryGrade:
-        """How the device's memory is known; what stands there throughout is counted either way."""
+        """How the device's peak is known; terms that last the whole run always use formulas."""
         return "traced" if self.request.traced else "formula"
+
+    @property
+    def experts_implementation(self) -> ExpertsImplementation | None:
+        """The expert kernels; None if the model has no experts."""
+        has_experts = self.facts.has_experts
+        return self.machine.experts_implementation.value if has_experts else None
 
     @property
     def peak_bytes(self) -> int:
@@ -165,7 +111,7 @@ class Plan:
 
     @property
     def break_even_tokens(self) -> float:
-        """Tokens per step above which streaming hides behind computing."""
+        """Tokens per step above which compute hides the weight streaming."""
         dtype_bytes = self.request.typical.dtype_bytes
         decoded = layer_weight_bytes(self.facts, dtype_bytes=dtype_bytes)
         return break_even_tokens(
@@ -179,12 +125,12 @@ class Plan:
 
 
 def plan(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Plan:
-    """Lay the step out with the slots and kept graphs that were asked for, or that fit and pay.
+    """Lay the step out with the requested slots and kept graphs, or with those that fit and pay.
 
     `offload.plan.search` chooses among requests.
 
     Raises:
-        DoesNotFitError: Device or host memory is too small; what is short and by how much.
+        DoesNotFitError: Device or host memory is too small; the error says which and by how much.
     """
     needs = Needs.of(facts, machine, request)
     costs = costs_of(facts, machine, request)
@@ -207,7 +153,7 @@ def costs_of(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Costs
 
 
 def laid_out(needs: Needs, costs: Costs, *, num_slots: int, num_kept_graphs: int) -> Plan:
-    """Return the plan of a request that fits with so many slots and kept graphs."""
+    """Return the plan of a request that fits with these numbers of slots and kept graphs."""
     return Plan(
         facts=needs.facts,
         machine=needs.machine,
@@ -229,13 +175,13 @@ def schedule_of(
     """Return the ops of a step from a warm ring.
 
     Args:
-        needs: The request, and where it is to run.
+        needs: The request and its machine.
         costs: For the sizes of layers.
         num_slots: Layers on the device at a time.
-        num_kept_graphs: Layers that are not computed again.
-        is_draft: Whether ops that follow each other on their lane for certain become one: the
-            pieces of a load, and a visit's micro-batches where none of them waits for inputs.
-            `draft_step_s` takes such a schedule for as long as the whole one.
+        num_kept_graphs: Layers that are not checkpointed.
+        is_draft: Whether to merge ops that always follow each other on their lane: the pieces of a
+            load, and a visit's micro-batches if none of them waits for inputs. `draft_step_s`
+            predicts the same time from such a schedule as from the full one.
     """
     facts, request = needs.facts, needs.request
     typical = request.typical
@@ -260,7 +206,7 @@ def schedule_of(
 
 
 def draft_step_s(needs: Needs, costs: Costs, *, num_slots: int, num_kept_graphs: int) -> float:
-    """Return the predicted time of a step, optimizer included, by the fewest ops that give it."""
+    """Return the predicted time of a step, optimizer included, from a draft schedule."""
     one_s, request = duration_of(costs), needs.request
     is_whole, num_merged = needs.is_staged, 1 if request.is_stashed else request.rank_micro_batches
 
@@ -277,7 +223,7 @@ def draft_step_s(needs: Needs, costs: Costs, *, num_slots: int, num_kept_graphs:
 
 
 def duration_of(costs: Costs) -> Callable[[Op], float]:
-    """Return what an op costs."""
+    """Return the function that gives an op's duration."""
 
     def duration_s(op: Op) -> float:
         if op.kind is Kind.FETCH:
@@ -306,15 +252,15 @@ def duration_of(costs: Costs) -> Callable[[Op], float]:
 def calibrate(
     costs: Costs, measured: Timeline, *, optimizer_s: float, num_kept_graphs: int
 ) -> Costs:
-    """Replace the priced durations by those of a step that was run on this machine.
+    """Replace the priced durations by those of a step measured on this machine.
 
-    A recompute was measured as the forward that it repeats.
+    A recompute takes the measured time of the forward that it repeats.
 
     Args:
-        costs: As priced; copies that the measured step did not need keep their priced rate.
+        costs: The prices; copies that the measured step did not need keep their priced rate.
         measured: A step of the typical micro-batches.
-        optimizer_s: The update's own time, as measured.
-        num_kept_graphs: Layers of the measured step that were not computed again.
+        optimizer_s: The measured time of the update alone.
+        num_kept_graphs: Layers of the measured step that were not checkpointed.
     """
     first_graph = len(costs.layers) - num_kept_graphs
     load_s = measured.busy_s(Kind.LOAD)
@@ -351,7 +297,7 @@ def _measured(layer: LayerCost, measured: Timeline, number: int, *, has_graph: b
 
 
 def with_costs(plan: Plan, costs: Costs) -> Plan:
-    """Return the same plan at other prices."""
+    """Return the same plan with other costs."""
     return replace(plan, costs=costs)
 
 

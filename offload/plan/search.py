@@ -1,21 +1,22 @@
-"""The choice among plans: the fastest step that fits, and what was not chosen, and why.
+"""The choice among plans: the fastest step that fits, the plans that were rejected, and why.
 
-Problem. Some settings change how a step runs and not what it computes: the exact form in which
-layers wait, where their inputs wait, the number of slots, how a step's sequences are cut into
-micro-batches. Which of them is fastest depends on the model, the machine and its memory.
+Problem. Some settings change how a step runs but not what it computes: the exact codec in which
+layers are stored, where their inputs are kept, the number of slots, how a step's sequences are cut
+into micro-batches. The fastest setting depends on the model, the machine and its memory.
 
-Idea. Each way to set them is a `PlanRequest`; the search is given all that are allowed, the
-plainest first. More slots are never slower, nor are more kept graphs: each request takes as many as
-fit, of both, shared out by the bound R3, which no step is faster than. Then the same bound orders
-the requests, and a request is simulated only if its bound can still win. Of steps that take the
-same time, to one part in a million, the first request is chosen: same requests, same plan.
+Idea. Each combination of settings is a `PlanRequest`; the search gets all that are allowed, the
+plainest first. More slots never make a step slower, nor do more kept graphs, so each request takes
+as many of both as fit. R3, a lower bound on the step time, divides the memory between them. The
+same bound then orders the requests, and a request is simulated only if its bound can still win.
+Among steps of the same time, to one part in a million, the first request is chosen, so the same
+requests give the same plan.
 
-On a CPU a form that has to be decoded is chosen for memory alone. There, copies and decoding are
-the same processor's work, and decoding took eight times as long as copying (bench_codecs), while
+On a CPU a codec that has to be decoded is chosen only to save memory. There, copies and decoding
+run on the same processor, and decoding took eight times as long as copying (bench_codecs), while
 the plan prices it by its bytes.
 
-Rejected. Rounding codecs as candidates: they change what is trained, which a plan does not do
-unasked. They are among the what-ifs, with their rounding beside them.
+Rejected. Rounding codecs as candidates: they change what is trained, and a plan does not do that
+unasked. They are listed among the what-ifs, with their rounding error.
 """
 
 import math
@@ -23,31 +24,33 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from offload.plan.codec import CodecName
-from offload.plan.costs import Costs
-from offload.plan.facts import ModelFacts
-from offload.plan.fit import Needs, Shortage, refusal, with_codec
-from offload.plan.machine import GIB, Machine
-from offload.plan.plan import Plan, PlanRequest, costs_of, draft_step_s, laid_out
+from offload.plan.facts.codec import CodecName
+from offload.plan.facts.facts import ModelFacts
+from offload.plan.fit import Needs, Shortage
+from offload.plan.machine.machine import GIB, Machine
+from offload.plan.plan import Plan, costs_of, draft_step_s, laid_out
+from offload.plan.refusal import refusal
+from offload.plan.request import PlanRequest, with_codec
 from offload.plan.split import SAME_FRAC, bound_of, shared_out
+from offload.plan.time.costs import Costs
 
 NUM_REJECTED = 3
-NO_SLOWER = ("memory", "link")  # changes behind which the chosen plan is as fast as before
+NO_SLOWER = ("memory", "link")  # changes that cannot make the chosen plan slower
 ROUNDING_ERROR_FRAC = 1e-9  # between a bound and a simulated time that equals it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """One way to run the step, weighed.
+    """One request, evaluated.
 
     Attributes:
-        needs: The request, and its memory.
+        needs: The request and its memory.
         costs: Of its ops.
-        num_slots: Where none fits, the fewest that it could have.
-        num_kept_graphs: Layers, the last ones, that are not computed again.
-        shortages: What is too small for it; empty if it fits.
-        bound_s: What its step cannot be faster than.
-        step_s: Its predicted step; None where the bound said enough.
+        num_slots: Its number of slots; if no number fits, the smallest possible.
+        num_kept_graphs: How many layers, the last ones, are not checkpointed.
+        shortages: The memories that are too small for it; empty if it fits.
+        bound_s: The lower bound on its step time.
+        step_s: Its predicted step time; None if the bound ruled it out.
     """
 
     needs: Needs
@@ -62,7 +65,7 @@ class Candidate:
     def weighed(
         cls, needs: Needs, costs: Costs, *, num_slots: int, num_kept_graphs: int
     ) -> "Candidate":
-        """Weigh a request with so many slots and graphs."""
+        """Evaluate a request with these numbers of slots and graphs."""
         bound_s = bound_of(needs, costs, num_slots=num_slots, num_kept_graphs=num_kept_graphs)
         return cls(
             needs=needs,
@@ -75,7 +78,7 @@ class Candidate:
 
     @classmethod
     def split(cls, needs: Needs, costs: Costs) -> "Candidate":
-        """Weigh a request as its memory is best shared out; where it does not fit, at its least."""
+        """Evaluate a request with its best split of memory, or its smallest if it does not fit."""
         num_slots, num_kept_graphs = shared_out(needs, costs) or (
             needs.fewest_slots,
             needs.fewest_graphs,
@@ -84,17 +87,17 @@ class Candidate:
 
     @property
     def request(self) -> PlanRequest:
-        """What was asked for."""
+        """The request."""
         return self.needs.request
 
     @property
     def least_s(self) -> float:
-        """The predicted step where it is known, or its bound."""
+        """The predicted step time if it is known, otherwise its bound."""
         return self.bound_s if self.step_s is None else self.step_s
 
     @property
     def tokens_per_s(self) -> float:
-        """Predicted tokens of a second, padding included."""
+        """Predicted tokens per second, padding included."""
         request = self.request
         return request.typical.num_tokens * request.num_micro_batches / self.least_s
 
@@ -108,7 +111,7 @@ class Candidate:
         )
 
     def simulated(self) -> "Candidate":
-        """Return it with its predicted step."""
+        """Return the candidate with its predicted step time."""
         if self.step_s is not None:
             return self
         step_s = draft_step_s(
@@ -122,13 +125,13 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WhatIf:
-    """What another machine, step or form of the weights would give.
+    """What another machine, step or codec would give.
 
     Attributes:
-        change: `memory`: a GiB more where the model computes; `link`: twice its rate; `tokens`:
+        change: `memory`: one more GiB where the model computes; `link`: twice its rate; `tokens`:
             twice the micro-batches of a step; or a codec that rounds.
-        best: The candidate that would be chosen then; where none fits, the nearest to it.
-        tokens_per_s: Its predicted rate, of tokens as the chosen plan counts them; None where
+        best: The candidate that would be chosen then; if none fits, the one that is nearest to it.
+        tokens_per_s: Its predicted rate, with tokens counted as in the chosen plan; None if
             nothing fits.
     """
 
@@ -139,13 +142,13 @@ class WhatIf:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """A plan, and what was weighed against it.
+    """A plan, and the alternatives that it was compared with.
 
     Attributes:
-        plan: The fastest that fits.
-        chosen: How it was weighed.
-        rejected: The best that were not chosen, the fastest first, whether they fit or not.
-        what_ifs: What else would give how much.
+        plan: The fastest plan that fits.
+        chosen: Its candidate.
+        rejected: The best of the other candidates, the fastest first, whether they fit or not.
+        what_ifs: What other changes would gain.
     """
 
     plan: Plan
@@ -161,16 +164,16 @@ def search(
     *,
     rounding: Sequence[CodecName],
 ) -> Choice:
-    """Choose among requests that train the same.
+    """Choose among requests that give the same training result.
 
     Args:
         facts: The model.
-        machine: Where it is to run.
-        requests: Ways to run the step, the plainest first; it is taken where times are the same.
-        rounding: Codecs to name among the what-ifs, if they would be faster.
+        machine: The machine that it runs on.
+        requests: The candidates, the plainest first; of equal times the first is chosen.
+        rounding: Codecs to list among the what-ifs, if they would be faster.
 
     Raises:
-        DoesNotFitError: None of them fits; what is short for the nearest, by how much, what fits.
+        DoesNotFitError: None of them fits; the error is that of the nearest request.
     """
     candidates, best = _weighed_all(facts, machine, requests)
     chosen = candidates[best]
@@ -183,7 +186,7 @@ def search(
 
 
 def chosen_plan(facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]) -> Plan:
-    """Return the plan that `search` chooses, without what it turned down.
+    """Return the plan that `search` chooses, without the alternatives.
 
     Raises:
         DoesNotFitError: None of the requests fits.
@@ -195,7 +198,7 @@ def chosen_plan(facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequ
 def nearest_request(
     facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]
 ) -> PlanRequest:
-    """Return the request that is short of the fewest bytes, which the refusal is about."""
+    """Return the request that lacks the fewest bytes; the refusal is about this one."""
     candidates = _comparable([_weighed(facts, machine, request) for request in requests])
     return _nearest(candidates).request
 
@@ -203,7 +206,7 @@ def nearest_request(
 def _weighed_all(
     facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]
 ) -> tuple[list[Candidate], int]:
-    """Weigh all requests that compare, and find the fastest of them that fits."""
+    """Evaluate all comparable requests, and find the fastest of them that fits."""
     candidates = _comparable([_weighed(facts, machine, request) for request in requests])
     best = fastest(candidates)
     if best is None:
@@ -217,17 +220,17 @@ def _weighed(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Candi
 
 
 def _comparable(candidates: list[Candidate]) -> list[Candidate]:
-    """Leave out what is encoded where a CPU has room for what is not (see above)."""
+    """Drop encoded candidates if a CPU has room for one that is not encoded (see above)."""
     is_cpu = candidates[0].needs.machine.device == "cpu"
     plain = [c for c in candidates if not c.request.typical.is_encoded]
     return plain if is_cpu and any(not c.shortages for c in plain) else candidates
 
 
 def fastest(candidates: list[Candidate]) -> int | None:
-    """Return the place of the first of the fastest that fit; None if none does.
+    """Return the index of the fastest candidate that fits, the first of equals; None if none fits.
 
     Args:
-        candidates: The plainest first; each that is simulated is replaced by what came out.
+        candidates: The plainest first; each one that is simulated is replaced by the result.
     """
     fitting = [i for i, candidate in enumerate(candidates) if not candidate.shortages]
     tried: list[int] = []
@@ -249,7 +252,7 @@ def _nearest(candidates: Sequence[Candidate]) -> Candidate:
 
 
 def _rejected(candidates: list[Candidate], best: int) -> tuple[Candidate, ...]:
-    """Return the best of the others, and the chosen one with one slot or graph more."""
+    """Return the best of the others, and the chosen one with one more slot or graph."""
     chosen = candidates[best]
     others = [candidate for i, candidate in enumerate(candidates) if i != best]
     for more_slots, more_graphs, asked in (
@@ -263,7 +266,7 @@ def _rejected(candidates: list[Candidate], best: int) -> tuple[Candidate, ...]:
                     chosen.needs, chosen.costs, num_slots=num_slots, num_kept_graphs=num_graphs
                 )
             )
-    while True:  # a bound may promise more than its step keeps
+    while True:  # a step may be slower than its bound
         others.sort(key=lambda candidate: candidate.least_s)
         unknown = [c for c in others[:NUM_REJECTED] if not c.shortages and c.step_s is None]
         if not unknown:
@@ -312,7 +315,7 @@ def _what_ifs(
 
 
 def _with_more_memory(candidate: Candidate) -> Candidate:
-    """Weigh the same request with a GiB more where the model computes."""
+    """Evaluate the same request with one more GiB where the model computes."""
     needs, machine = candidate.needs, candidate.needs.machine
     ram_bytes = machine.ram_bytes + (0 if machine.device == "cuda" else GIB)
     budget_bytes = candidate.request.vram_budget_bytes
@@ -327,7 +330,7 @@ def _with_more_memory(candidate: Candidate) -> Candidate:
 
 
 def _with_faster_link(candidate: Candidate) -> Candidate:
-    """Weigh the same request with both directions at twice their rate."""
+    """Evaluate the same request with both directions of the link at twice their rate."""
     costs = candidate.costs
     faster = replace(
         costs,

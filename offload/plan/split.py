@@ -1,23 +1,23 @@
-"""How the device's memory is shared out between slots and kept graphs.
+"""How device memory is divided between slots and layers that are not checkpointed (kept graphs).
 
-A slot more saves two loads in every step, a kept graph one recompute of its layer. While loads
-bound the step slots pay, and graphs where visits do. The bound R3 tells the two apart in a fraction
-of a millisecond, and is the simulated time or within a thousandth of it.
+One more slot saves two loads in every step; one more kept graph saves the recompute of its layer.
+Slots pay while loads bound the step, graphs while compute does. The bound R3 says which of the two
+it is in a fraction of a millisecond; it is within a thousandth of the simulated time.
 """
 
 from dataclasses import replace
 
-from offload.plan.bounds import r3_bound_s
-from offload.plan.costs import Costs
 from offload.plan.fit import Needs
-from offload.plan.memory import input_bytes
+from offload.plan.memory.memory import input_bytes
+from offload.plan.time.bounds import r3_bound_s
+from offload.plan.time.costs import Costs
 
 SAME_FRAC = 1e-6  # times that differ by less are the same
-WORTH_FRAC = 0.01  # of the step: for less no slot is given up, which a slower link would miss
+WORTH_FRAC = 0.01  # of the step: smaller gains are not worth a slot, in case the link is slower
 
 
 def bound_of(needs: Needs, costs: Costs, *, num_slots: int, num_kept_graphs: int) -> float:
-    """Return what a request's step cannot be faster than, optimizer included."""
+    """Return the lower bound on the time of a request's step, optimizer included."""
     request = needs.request
     bound_s = r3_bound_s(
         costs,
@@ -31,13 +31,13 @@ def bound_of(needs: Needs, costs: Costs, *, num_slots: int, num_kept_graphs: int
 
 
 def shared_out(needs: Needs, costs: Costs) -> tuple[int, int] | None:
-    """Return the slots and the kept graphs that make the best of a request's memory.
+    """Return the numbers of slots and kept graphs with which a request's step is fastest.
 
-    With each slot more there is room for fewer graphs. As long as loads bound the step it is faster
-    with it, and from where visits do it is not: where that begins is found by halving. Of numbers
-    of slots that leave room for the same graphs the largest is taken, and the most that there can
-    be where graphs would gain little. On a CPU slots come first: there a load slows the visits
-    beside it, which the plan does not price.
+    Each further slot leaves room for fewer graphs. A binary search finds the number of slots at
+    which the step stops being load-bound; beyond it, memory is better spent on layers that skip
+    recomputation. Among numbers of slots that leave room for the same graphs, the largest is taken.
+    If graphs would gain less than `WORTH_FRAC`, slots get all the memory. On a CPU slots come
+    first: there a load slows concurrent visits, which the plan does not price.
 
     Returns:
         The two numbers, or None if the request does not fit at all.
@@ -49,7 +49,7 @@ def shared_out(needs: Needs, costs: Costs) -> tuple[int, int] | None:
     if needs.machine.device == "cpu" or most[1] == needs.facts.num_layers:
         return most
 
-    rate = min(costs.h2d_bytes_per_s, costs.read_bytes_per_s)  # what is staged is read first
+    rate = min(costs.h2d_bytes_per_s, costs.read_bytes_per_s)  # staged bytes are read first
     at = replace(costs, h2d_bytes_per_s=rate) if needs.is_staged else costs
 
     def bound_s(num_slots: int) -> float:

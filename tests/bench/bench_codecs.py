@@ -26,7 +26,7 @@ from rich.table import Table
 from transformers import Qwen3Config, Qwen3Model
 
 from offload.engine.codecs.codec import Codec, codec_named
-from offload.plan.codec import CODEC_NAMES
+from offload.plan.facts.codec import CODEC_NAMES
 from tests.bench.record import git, median
 
 MICRO_BATCHES = (1, 2, 4)

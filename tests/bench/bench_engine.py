@@ -27,13 +27,14 @@ from rich.table import Table
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from offload.engine.engine import Engine, EngineOptions
+from offload.engine.bound import EngineOptions
+from offload.engine.engine import Engine
 from offload.engine.streams import CpuDevice
-from offload.plan.bounds import r3_bound_s, usual_order_bound_s
-from offload.plan.costs import Costs, LayerCost
-from offload.plan.op import Kind
-from offload.plan.schedule import Order
-from offload.plan.timeline import Timeline
+from offload.plan.schedule.op import Kind
+from offload.plan.schedule.schedule import Order
+from offload.plan.schedule.timeline import Timeline
+from offload.plan.time.bounds import r3_bound_s, usual_order_bound_s
+from offload.plan.time.costs import Costs, LayerCost
 from tests.bench.record import git, median
 
 NUM_LAYERS, NUM_SLOTS = 8, 3

@@ -30,7 +30,7 @@ from torch import nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from finetune.expert_lora import compute_beside
+from finetune.adapter.expert_lora import compute_beside
 from offload.engine.tracing.allocator import LiveBytes
 from offload.engine.tracing.tracer import Tracer
 from tests.bench.record import git, quantiles

@@ -40,13 +40,14 @@ CHILD = """
 import re, resource, sys, time
 from pathlib import Path
 import torch
-import bitsandbytes, offload.engine.host.stowing, offload.engine.host.store_writer
+from finetune.env import quiet_libraries
+quiet_libraries()
+import bitsandbytes, offload.engine.model.load_hook, offload.engine.host.store_writer
 from transformers import Qwen3MoeForCausalLM
-from finetune.model import hide_loading_bar, load_model
-from finetune.tensor_files import open_tensors
+from finetune.model.load import load_model
+from finetune.files.tensors import open_tensors
 
 path, way, codec, tier, limit_bytes = sys.argv[1:6]
-hide_loading_bar()
 # what the first use of these takes once: threads, stacks, tables
 torch.ops.bitsandbytes.quantize_4bit.default(torch.ones(64, 64), 64, "nf4", torch.uint8)
 (torch.rand(64, 64, requires_grad=True) @ torch.rand(64, 64)).sum().backward()

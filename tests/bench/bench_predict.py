@@ -41,9 +41,9 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, PreTrainedConfig
 
-from finetune.explain import METRICS, explain
-from finetune.metrics import read_rows
-from finetune.prediction import read_predictions
+from finetune.report.explain import METRICS, explain
+from finetune.report.prediction import read_predictions
+from finetune.run.metrics import read_rows
 from tests.bench.record import cpu_name, git
 from tests.checkpoints import write_checkpoint
 from tests.doubles import tiny_tokenizer

@@ -5,9 +5,9 @@ import sys
 import torch
 
 from finetune import app
-from finetune.batches import StepShare
+from finetune.data.batches import StepShare
 from finetune.env import launch
-from finetune.loop import Loop, StepRecord
+from finetune.training.loop import Loop, StepRecord
 from offload.errors import TransferError
 
 FAILING_STEP = 2  # counted from 0

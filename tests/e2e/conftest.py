@@ -1,6 +1,9 @@
-"""A tiny model, its tokenizer and its rows on disk, and a recipe over them."""
+"""A tiny model, its tokenizer and its rows on disk, a recipe over them, and a run of it."""
 
+import contextlib
+import io
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +13,8 @@ import torch
 import yaml
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from offload.probe import probe
 from tests.doubles import tiny_tokenizer
+from tests.e2e.runs import run
 
 RecipeWriter = Callable[..., Path]
 
@@ -50,18 +53,46 @@ def rows_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-@pytest.fixture(scope="session")
-def machine_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("machine") / "here.json"
-    file.write_text(probe(device="cpu", seconds=0.5, dtype="float32").to_json())
-    return file
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
 @pytest.fixture
-def write_recipe(
-    tmp_path: Path, model_dir: Path, rows_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> RecipeWriter:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def write_recipe(tmp_path: Path, model_dir: Path, rows_file: Path, cache: Path) -> RecipeWriter:
+    return recipe_writer(tmp_path, model_dir, rows_file)
+
+
+@pytest.fixture(scope="session")
+def finished_once(
+    tmp_path_factory: pytest.TempPathFactory, model_dir: Path, rows_file: Path, machine_file: Path
+) -> Path:
+    """Return a folder with a finished run, its recipe and what it printed, and a copy of it."""
+    folder = tmp_path_factory.mktemp("finished")
+    recipe = recipe_writer(folder / "whole", model_dir, rows_file)(
+        output={"eval_every": 3}, report={"samples": 4, "log_to": [], "profile": 2}
+    )
+    shown = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(shown):
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        assert run("finetune", recipe, "--machine", machine_file) == 0
+    (folder / "whole" / "shown.txt").write_text(shown.getvalue())
+    shutil.copytree(folder / "whole", folder / "copy")
+    return folder
+
+
+@pytest.fixture
+def finished(finished_once: Path, cache: Path) -> Path:
+    """Return a run as it was when it had finished; a test may change it."""
+    whole = finished_once / "whole"
+    shutil.rmtree(whole)
+    shutil.copytree(finished_once / "copy", whole)
+    return whole / "run"
+
+
+def recipe_writer(folder: Path, model_dir: Path, rows_file: Path) -> RecipeWriter:
+    """Return what writes a recipe into a folder, with some of its sections changed."""
 
     def write(**sections: dict[str, object]) -> Path:
         recipe: dict[str, dict[str, object]] = {
@@ -83,11 +114,12 @@ def write_recipe(
                 "lr": 0.02,
             },
             "offload": {"device": "cpu", "num_slots": 2},
-            "output": {"name": "tiny", "dir": str(tmp_path / "run"), "checkpoint_every": 2},
+            "output": {"name": "tiny", "dir": str(folder / "run"), "checkpoint_every": 2},
         }
         for name, section in sections.items():
             recipe[name] = {**recipe.get(name, {}), **section}
-        file = tmp_path / "recipe.yaml"
+        folder.mkdir(exist_ok=True)
+        file = folder / "recipe.yaml"
         file.write_text(yaml.safe_dump(recipe))
         return file
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from finetune.env import launch
 from finetune.errors import ConfigError, FinetuneError, RankError, ToldRankError
-from finetune.process_group import ProcessGroup
+from finetune.training.process_group import ProcessGroup
 
 
 def sums() -> None:

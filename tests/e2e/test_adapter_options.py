@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import offload
-from finetune import app
-from finetune.adapters import load_adapter
-from finetune.model import load_model
+from finetune.adapter.lora import load_adapter
+from finetune.model.load import load_model
+from tests.e2e.runs import run
 
 # peft looks for patterns among modules only, and says that those of experts fit nothing
 pytestmark = pytest.mark.filterwarnings("ignore:The following rank_pattern keys did not match")
@@ -27,13 +27,6 @@ EVERYTHING = {
 }
 DORA = {"dora": True, "experts": False, "modules_to_save": ["o_proj"]}
 INPUT_IDS = torch.arange(5, 25).view(2, 10)
-
-
-def run(*argv: object) -> int:
-    with pytest.raises(SystemExit) as exit_info:
-        app.main([str(word) for word in argv])
-    assert isinstance(exit_info.value.code, int)
-    return exit_info.value.code
 
 
 def plain_logits(model_dir: Path, adapter: Path | None) -> torch.Tensor:
@@ -109,6 +102,7 @@ def test_options_train_resume_to_the_bit_and_load_in_plain_peft(
     assert run("generate", run_dir, "--prompt", "what follows 3", "--max-new-tokens", "2") == 0
 
 
+@pytest.mark.slow
 def test_norms_and_routers_move_and_are_saved_under_their_own_names(
     tmp_path: Path, write_recipe, machine_file, model_dir
 ) -> None:
@@ -126,15 +120,13 @@ def test_norms_and_routers_move_and_are_saved_under_their_own_names(
         assert not torch.equal(tensor, base[name.removeprefix("base_model.model.")]), name
 
 
-def test_an_adapter_is_written_for_vllm(tmp_path: Path, write_recipe, machine_file, capsys) -> None:
-    recipe = write_recipe(train={"steps": 1})
-    assert run("finetune", recipe, "--machine", machine_file) == 0
+def test_an_adapter_is_written_for_vllm(finished: Path, tmp_path: Path, capsys) -> None:
     out = tmp_path / "vllm"
-    assert run("adapter", tmp_path / "run", "--format", "vllm", "--out", out) == 0
-    assert f"\n{out}\nvLLM: `vllm serve " in capsys.readouterr().out
+    assert run("adapter", finished, "--format", "vllm", "--out", out) == 0
+    assert f"{out}\nvLLM: `vllm serve " in capsys.readouterr().out
     names = set(load_file(out / "adapter_model.safetensors"))
     assert "base_model.model.model.layers.3.mlp.experts.3.up_proj.lora_B.weight" in names
-    assert run("adapter", tmp_path / "run", "--format", "gguf", "--out", tmp_path / "x") == 1
+    assert run("adapter", finished, "--format", "gguf", "--out", tmp_path / "x") == 1
     assert "--format gguf; an adapter is written for vllm" in capsys.readouterr().err
 
 

@@ -8,10 +8,10 @@ import torch
 import yaml
 
 from finetune.errors import ConfigError
-from finetune.preflight import require_micro_batch_per_rank
-from finetune.recipe_file import load_recipe
-from finetune.run_dir import RunDir
-from tests.e2e.test_finetune import adapter, losses, run
+from finetune.recipe.load import load_recipe
+from finetune.run.run_dir import RunDir
+from finetune.training.preflight import require_micro_batch_per_rank
+from tests.e2e.runs import adapter, losses, run
 
 OPEN = {"micro_batch_size": "auto", "grad_accum_steps": None, "tokens_per_step": 6 * 64}
 
@@ -25,26 +25,39 @@ def test_an_open_size_is_settled_written_down_and_kept_by_a_resume(
     tmp_path, write_recipe, machine_file, capsys
 ) -> None:
     recipe = write_recipe(train={**OPEN, "steps": 4})
-    assert run("finetune", recipe, "--machine", machine_file) == 0
-    shown = capsys.readouterr().out
-    assert "The choice" in shown
-    whole = tmp_path / "run"
-    size = settings(whole)["micro_batch_size"]
+    words = ("finetune", recipe, "--machine", machine_file)
+    assert run(*words) == 0
+    assert "The choice" in capsys.readouterr().out
+    run_dir = tmp_path / "run"
+    size = settings(run_dir)["micro_batch_size"]
     assert size in (1, 2, 3, 6)
-    predicted = json.loads((whole / "predicted.json").read_text())["calibrated"]["schedule"]
+    predicted = json.loads((run_dir / "predicted.json").read_text())["calibrated"]["schedule"]
     assert predicted["num_micro_batches"] == 6 // int(str(size))
+
+    # each process has a micro-batch, or the resume is refused
+    settled = RunDir(run_dir).as_begun(load_recipe(str(recipe), []))
+    assert settled.train.micro_batch_size == size
+    too_many = settled.train.num_micro_batches + 1
+    with pytest.raises(ConfigError, match=f"micro-batches for {too_many} processes"):
+        require_micro_batch_per_rank(settled.train, num_ranks=too_many)
+
+    # the settled recipe is the same run, to the bit
+    again = tmp_path / "again"
+    settled_words = ("--machine", machine_file, f"output.dir={again}")
+    assert run("finetune", run_dir / "recipe.yaml", *settled_words) == 0
+    assert losses(run_dir) == losses(again)
+    first, second = adapter(run_dir), adapter(again)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
     # another machine would choose another size: the run keeps its own
     other = 3 if size != 3 else 2
-    words = [f"output.dir={tmp_path / 'begun'}"]
-    assert run("finetune", recipe, "--machine", machine_file, *words) == 0
-    begun = tmp_path / "begun"
-    drop_last_checkpoint(begun)
-    file = begun / "recipe.yaml"
+    drop_last_checkpoint(run_dir)
+    file = run_dir / "recipe.yaml"
     text = "".join(file.read_text().splitlines(keepends=True)[1:-1])  # without the hash
     file.write_text(text.replace(f"micro_batch_size: {size}", f"micro_batch_size: {other}"))
     capsys.readouterr()
-    assert run("finetune", recipe, "--machine", machine_file, *words, "--resume") == 0
-    assert settings(begun)["micro_batch_size"] == other
+    assert run(*words, "--resume") == 0
+    assert settings(run_dir)["micro_batch_size"] == other
     assert f"in {6 // other} micro-batches of {other} x" in capsys.readouterr().out
 
 
@@ -55,31 +68,7 @@ def drop_last_checkpoint(run_dir: Path) -> None:
     newest.rmdir()
 
 
-def test_a_size_that_was_chosen_leaves_each_process_a_micro_batch_or_the_resume_is_refused(
-    tmp_path, write_recipe, machine_file
-) -> None:
-    recipe = write_recipe(train={**OPEN, "steps": 2})
-    assert run("finetune", recipe, "--machine", machine_file) == 0
-    settled = RunDir(tmp_path / "run").as_begun(load_recipe(str(recipe), []))
-    assert settled.train.micro_batch_size == settings(tmp_path / "run")["micro_batch_size"]
-    too_many = settled.train.num_micro_batches + 1
-    with pytest.raises(ConfigError, match=f"micro-batches for {too_many} processes"):
-        require_micro_batch_per_rank(settled.train, num_ranks=too_many)
-
-
-def test_an_open_run_and_its_settled_recipe_are_equal_to_the_bit(
-    tmp_path, write_recipe, machine_file
-) -> None:
-    recipe = write_recipe(train={**OPEN, "steps": 2})
-    assert run("finetune", recipe, "--machine", machine_file) == 0
-    again = tmp_path / "again"
-    words = ("--machine", machine_file, f"output.dir={again}")
-    assert run("finetune", tmp_path / "run" / "recipe.yaml", *words) == 0
-    assert losses(tmp_path / "run") == losses(again)
-    first, second = adapter(tmp_path / "run"), adapter(again)
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
+@pytest.mark.slow
 def test_the_first_loss_does_not_depend_on_the_size(tmp_path, write_recipe, machine_file) -> None:
     recipe = write_recipe(train={**OPEN, "steps": 1})
     first = []

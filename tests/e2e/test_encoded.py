@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tests.e2e.ranks import accelerate_launch, outputs
-from tests.e2e.test_finetune import adapter, losses, run, start, wait_for
-from tests.e2e.test_ranks import assert_same_training
+from tests.e2e.runs import adapter, assert_same_training, losses, run, start, wait_for
 
 
+@pytest.mark.slow
 def test_layers_in_ram_and_on_disk_train_alike_and_the_store_is_built_once(
     tmp_path, write_recipe, machine_file, capsys
 ) -> None:

@@ -5,16 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from finetune import app
-
-
-def run(*argv: object) -> int:
-    with pytest.raises(SystemExit) as exit_info:
-        app.main([str(word) for word in argv])
-    assert isinstance(exit_info.value.code, int)
-    return exit_info.value.code
+from tests.e2e.runs import adapter, run
 
 
 def way_of(run_dir: Path) -> str:
@@ -22,10 +14,7 @@ def way_of(run_dir: Path) -> str:
     return way
 
 
-def adapter(run_dir: Path) -> dict[str, torch.Tensor]:
-    return load_file(run_dir / "adapter" / "adapter_model.safetensors")
-
-
+@pytest.mark.slow
 def test_a_run_goes_on_as_it_was_begun_and_not_as_it_would_begin_here(
     tmp_path: Path, write_recipe, machine_file, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,13 +54,10 @@ def test_a_run_goes_on_as_it_was_begun_and_not_as_it_would_begin_here(
 
 
 def test_a_run_that_triton_began_does_not_go_on_without_it(
-    tmp_path: Path, write_recipe, machine_file, capsys
+    finished: Path, machine_file, capsys
 ) -> None:
-    recipe = write_recipe(train={"steps": 2})
-    words = ("finetune", recipe, "--machine", machine_file)
-    assert run(*words) == 0
-    (tmp_path / "run" / "experts.json").write_text('{"experts_implementation": "triton"}')
-    capsys.readouterr()
+    (finished / "experts.json").write_text('{"experts_implementation": "triton"}')
+    words = ("finetune", finished / "recipe.yaml", "--machine", machine_file)
     assert run(*words, "--resume") == 1
     assert "the run multiplies experts by triton, which cannot be here: " in capsys.readouterr().err
 
@@ -80,7 +66,7 @@ def test_the_fastest_way_of_a_trial_is_planned_run_and_written_down(
     tmp_path: Path, write_recipe, machine_file, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # a CPU has nothing to try; this is what a run does on a card
-    monkeypatch.setattr("finetune.experts.settled", lambda *_, **__: None)
+    monkeypatch.setattr("finetune.training.prepare.resolve_expert_backend", lambda *_, **__: None)
     recipe = write_recipe(train={"steps": 2})
     assert run("finetune", recipe, "--machine", machine_file) == 0
     shown = capsys.readouterr().out

@@ -8,17 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from finetune import app
-from finetune.run_dir import RunDir
+from finetune.run.run_dir import RunDir
+from tests.e2e.runs import run
 
 ROOT = Path(__file__).parents[2]
-
-
-def run(*argv: object) -> int:
-    with pytest.raises(SystemExit) as exit_info:
-        app.main([str(word) for word in argv])
-    assert isinstance(exit_info.value.code, int)
-    return exit_info.value.code
 
 
 def rows_of(run_dir: Path) -> list[dict]:
@@ -101,12 +94,12 @@ def test_a_run_is_explained_from_its_files_resumed_and_caught_when_forged(
     capsys.readouterr()
     assert run("explain", run_dir) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("PREDICTION CHANGED: 2 steps were run behind a prediction")
+    assert shown.startswith("PREDICTION CHANGED: 2 steps were run after a prediction")
     assert "PREDICTION CHANGED: predicted.json is not what predicted-2.json was" in shown
     assert run(*words) == 1
     err = capsys.readouterr().err
     assert f"in {run_dir} a prediction was changed" in err
-    assert "cannot be changed behind it" in err
+    assert "cannot be changed after a step was run" in err
     assert "\n\nhint: restore predicted.json" in err
 
     # a run that is overwritten leaves nothing of it, however read-only

@@ -3,8 +3,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import textwrap
 import time
 from pathlib import Path
@@ -16,43 +14,12 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from finetune import app
-from finetune.recipe_file import load_recipe
-from finetune.recorder import Recorder
-from finetune.run_dir import RunDir
-from offload.plan.machine import named_machine
+from finetune.recipe.load import load_recipe
+from finetune.run.run_dir import RunDir
+from finetune.training.metrics_writer import MetricsWriter
+from offload.plan.machine.machine import named_machine
 from tests.doubles import tiny_tokenizer
-
-ROOT = Path(__file__).parents[2]
-
-
-def run(*argv: object) -> int:
-    """Run the program in this process; return its exit code."""
-    with pytest.raises(SystemExit) as exit_info:
-        app.main([str(word) for word in argv])
-    code = exit_info.value.code
-    assert isinstance(code, int)
-    return code
-
-
-def losses(run_dir: Path) -> list[float]:
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
-    return [row["loss"] for row in rows]
-
-
-def adapter(run_dir: Path) -> dict[str, torch.Tensor]:
-    return load_file(run_dir / "adapter" / "adapter_model.safetensors")
-
-
-@pytest.fixture
-def finished(tmp_path, write_recipe, machine_file, capsys) -> Path:
-    recipe = write_recipe(
-        output={"eval_every": 3}, report={"samples": 4, "log_to": [], "profile": 2}
-    )
-    assert run("finetune", recipe, "--machine", machine_file) == 0
-    (tmp_path / "shown.txt").write_text(capsys.readouterr().out)
-    return tmp_path / "run"
+from tests.e2e.runs import adapter, losses, run, start, wait_for
 
 
 def test_a_run_leaves_everything_that_was_promised(finished: Path) -> None:
@@ -213,27 +180,6 @@ def test_a_changed_recipe_is_not_resumed_and_the_difference_is_named(
 # ------------------------------------------------------------------------------------ interruption
 
 
-def start(
-    recipe: Path, machine_file: Path, *words: str, new_session: bool = False
-) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "cli.py", "finetune", str(recipe), "--machine", str(machine_file), *words],
-        cwd=ROOT,
-        start_new_session=new_session,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def wait_for(condition, process: subprocess.Popen[str]) -> None:
-    end_s = time.monotonic() + 120
-    while not condition():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < end_s
-        time.sleep(0.0005)
-
-
 NOISY_BEST = {
     "train": {
         "steps": 12,
@@ -337,7 +283,7 @@ def test_wandb_is_given_the_resolved_recipe(tmp_path, write_recipe, monkeypatch)
     run_dir = RunDir(recipe.output.run_dir)
     run_dir.start(recipe, experts_implementation=None)
     for is_main in (True, False):
-        Recorder(run_dir, recipe, is_main=is_main, first_step=0)
+        MetricsWriter(run_dir, recipe, is_main=is_main, first_step=0)
     import wandb
 
     (settings,) = wandb.given
@@ -407,6 +353,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_can_be_taken(
     assert len(losses(finished)) == 6
 
 
+@pytest.mark.slow
 def test_a_run_that_lost_its_timeline_can_still_be_finished(finished: Path, machine_file) -> None:
     (finished / "measured.json").unlink()
     words = ("finetune", finished / "recipe.yaml", "--machine", machine_file, "--resume")

@@ -3,12 +3,11 @@
 import shutil
 from pathlib import Path
 
-import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from finetune import app
+from tests.e2e.runs import run
 
 IDS = torch.arange(3, 27).view(2, 12)
 CONVERTER = """
@@ -18,20 +17,6 @@ folder, outfile = Path(sys.argv[1]), Path(sys.argv[3])
 assert {"config.json", "model.safetensors", "tokenizer.json"} <= {f.name for f in folder.iterdir()}
 outfile.write_bytes(b"GGUF" + (folder / "chat_template.jinja").read_bytes())
 """
-
-
-def run(*argv: object) -> int:
-    with pytest.raises(SystemExit) as exit_info:
-        app.main([str(word) for word in argv])
-    assert isinstance(exit_info.value.code, int)
-    return exit_info.value.code
-
-
-@pytest.fixture
-def finished(tmp_path: Path, write_recipe, machine_file, capsys) -> Path:
-    assert run("finetune", write_recipe(), "--machine", machine_file) == 0
-    capsys.readouterr()
-    return tmp_path / "run"
 
 
 def logits(model) -> torch.Tensor:

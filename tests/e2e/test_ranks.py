@@ -1,6 +1,5 @@
 """Two real processes on a CPU, with gloo between them, against one process on the same rows."""
 
-import json
 import os
 import signal
 import time
@@ -10,32 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.ranks import accelerate_launch, outputs, start_ranks
-from tests.e2e.test_finetune import adapter, losses, run
+from tests.e2e.runs import assert_same_training, losses, run
 
 SCENES = Path(__file__).with_name("scenes.py")
 BROKEN = Path(__file__).with_name("broken_rank.py")
-# Sums are made in another order: some 1e-7 in a step, which later steps carry on.
-LOSS_TOLERANCE = 2e-6
-WEIGHT_TOLERANCE = 2e-5
 DROPOUT = {"experts": False, "dropout": 0.2}
-
-
-def assert_same_training(ours: Path, theirs: Path) -> None:
-    """Compare losses, tokens, validation and adapters of two runs (REORDER)."""
-    for mine, other in zip(rows_of(ours), rows_of(theirs), strict=True):
-        for name in ("loss", "grad_norm", "eval_loss"):
-            if name in other:
-                assert mine[name] == pytest.approx(other[name], rel=LOSS_TOLERANCE), name
-        for name in ("lr", "num_tokens", "num_label_tokens"):
-            assert mine[name] == other[name]
-    trained, expected = adapter(ours), adapter(theirs)
-    for name, tensor in expected.items():
-        error = (trained[name] - tensor).norm() / tensor.norm()
-        assert error <= WEIGHT_TOLERANCE, name
-
-
-def rows_of(run_dir: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

@@ -5,14 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune import app
-
-
-def run(*argv: object) -> int:
-    with pytest.raises(SystemExit) as exit_info:
-        app.main([str(word) for word in argv])
-    assert isinstance(exit_info.value.code, int)
-    return exit_info.value.code
+from tests.e2e.runs import run
 
 
 def first_loss(run_dir: Path) -> float:

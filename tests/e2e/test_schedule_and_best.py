@@ -10,15 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import get_cosine_with_hard_restarts_schedule_with_warmup
 
-from finetune import app
-
-
-def run(*argv: object) -> int:
-    with pytest.raises(SystemExit) as exit_info:
-        app.main([str(word) for word in argv])
-    code = exit_info.value.code
-    assert isinstance(code, int)
-    return code
+from tests.e2e.runs import adapter, run
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:
@@ -28,10 +20,6 @@ def rows(run_dir: Path) -> list[dict[str, Any]]:
 def figures(run_dir: Path) -> list[tuple[Any, ...]]:
     names = ("step", "loss", "lr", "grad_norm", "eval_loss")
     return [tuple(row.get(name) for name in names) for row in rows(run_dir)]
-
-
-def adapter(run_dir: Path) -> dict[str, torch.Tensor]:
-    return load_file(run_dir / "adapter" / "adapter_model.safetensors")
 
 
 def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
@@ -96,6 +84,7 @@ def test_a_run_of_a_constant_rate_that_is_made_longer_is_the_longer_run_to_the_b
     assert "train.steps: 6 -> 3" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_that_is_made_longer_says_from_which_step_its_rate_differs(
     tmp_path, write_recipe, machine_file, capsys
 ) -> None:
@@ -151,6 +140,7 @@ def test_the_adapter_is_that_of_the_best_checkpoint_also_after_a_kill(
     assert_same(adapter(run_dir), trained)
 
 
+@pytest.mark.slow
 def test_a_run_stops_early_and_is_not_made_longer(
     tmp_path, write_recipe, machine_file, capsys
 ) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.ranks import outputs, start_ranks
-from tests.e2e.test_finetune import ROOT, losses, run
+from tests.e2e.runs import ROOT, losses, run
 
 CODES = {signal.SIGTERM: 143, signal.SIGHUP: 129}
 
@@ -151,4 +151,7 @@ def test_a_signal_to_one_of_two_ranks_stops_both_at_one_step(
 def test_resume_and_overwrite_exclude_each_other(write_recipe, machine_file, capsys) -> None:
     words = ("finetune", write_recipe(), "--machine", machine_file, "--resume", "--overwrite")
     assert run(*words) == 1
-    assert "error: both --resume and --overwrite; " in capsys.readouterr().err
+    assert (
+        "error: both --resume and --overwrite\n\nhint: `--resume` continues it"
+        in capsys.readouterr().err
+    )

@@ -1,5 +1,6 @@
 """Modules of fused experts by themselves, with random adapters, and a step through them."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -7,11 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from finetune.adapter.lora import expert_parameters
 from tests.parity.architectures import Gradients
 
 STD = 0.15
@@ -156,3 +159,19 @@ def randomised(model: Any) -> Any:
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.1)
     return model
+
+
+TYPES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "glm4_moe", "olmoe")
+
+
+def adapted_by_peft(base: PreTrainedModel, *, seed: int = 0, **settings: Any) -> Any:
+    """Put random adapters of rank 4 on experts and attention, computed by peft's own code."""
+    targets = [name for name in ("q_proj", "o_proj") if name in str(base)]
+    experts = list(expert_parameters(base))
+    assert experts
+    config: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_parameters": experts}
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(seed)
+        model = get_peft_model(base, LoraConfig(target_modules=targets, **config | settings))
+        return randomised(model)

@@ -13,13 +13,14 @@ from peft import PeftModel
 from peft.tuners.lora.layer import ParamWrapper
 from transformers import PreTrainedModel
 
-from finetune import expert_lora
-from finetune.adapters import Options, add_lora, save_adapter, trained
+from finetune.adapter import expert_lora
+from finetune.adapter.lora import Options, add_lora, save_adapter, trained
 from finetune.errors import ConfigError
 from offload.engine.experts.lora import SUFFIX
-from tests.parity import test_router_loss as router_loss
+from tests.parity import router_loss
 from tests.parity.architectures import SLACK, micro_batches, plain, rel_error, streamed, truth
 from tests.parity.tiny_models import tiny_model
+from tests.tiers import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PATTERNS = Options(
@@ -128,7 +129,10 @@ def errors_of(case: Case, *, seed: int, true: bool) -> tuple[float, float]:
     return rel_error(ours, exact), rel_error(reference, exact)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    "case",
+    mostly_slow(CASES, "DoRA, with linears and norms whole", "a router with a bias that trains"),
+)
 def test_move_every_option_streams_as_it_computes_resident(case: Case) -> None:
     errors_of(case, seed=0, true=False)
 
@@ -142,7 +146,7 @@ def test_reorder_gradients_of_every_option_are_no_worse_than_those_of_peft(case:
     assert ours <= SLACK**2 * theirs
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("model_type", mostly_slow(["qwen3_moe", "gpt_oss"], "gpt_oss"))
 def test_reorder_the_router_loss_listens_to_the_router_that_trains(model_type: str) -> None:
     case = Case(model_type=model_type, options=Options(modules_to_save=("router",)))
     batches = micro_batches()

@@ -13,6 +13,7 @@ from tests.parity.architectures import (
     verdict_of,
     write_table,
 )
+from tests.tiers import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TABLE = read_table(Path(__file__).parents[2] / "docs" / "architectures.md")
@@ -45,7 +46,13 @@ def check(model_type: str) -> None:
 
 
 @pytest.mark.timeout(LIMIT_S)
-@pytest.mark.parametrize("model_type", [name for name in SAMPLE if name in causal_types()])
+@pytest.mark.parametrize(
+    "model_type",
+    mostly_slow(
+        [name for name in SAMPLE if name in causal_types()],
+        *("bloom", "deepseek_v3", "gemma3n_text", "gpt_oss"),
+    ),
+)
 def test_reorder_a_sample_of_types_is_exact_or_refused_as_committed(model_type: str) -> None:
     check(model_type)
 

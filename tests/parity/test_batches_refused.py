@@ -11,14 +11,7 @@ from torch import nn
 from transformers import OPTConfig, OPTForCausalLM
 
 import offload
-from tests.parity.test_streamed_step import (
-    MODELS,
-    gradients,
-    micro_batches,
-    plain,
-    rel_error,
-    tiny,
-)
+from tests.parity.steps import MODELS, gradients, micro_batches, plain, rel_error, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -227,7 +220,7 @@ def test_a_device_that_is_not_there_is_refused(device: str) -> None:
     assert plain(model)[0] == plain_loss()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_cuda_without_a_gpu_is_refused() -> None:
     with pytest.raises(offload.OffloadError, match=r"device is 'cuda'; torch finds no CUDA"):
         offload.attach(tiny("qwen3"), num_slots=2)

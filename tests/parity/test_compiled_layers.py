@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import offload
-from finetune import compiling
-from finetune.adapters import add_lora
-from finetune.compiling import FAILURES, compile_layers, refusal
+from finetune.adapter.lora import add_lora
+from finetune.training import compile as compiling
+from finetune.training.compile import FAILURES, compile_layers, refusal
 from offload.engine.model.layers import LayeredModel
 from tests.parity.architectures import Gradients, gradients, micro_batches, rel_error, streamed
 from tests.parity.tiny_models import tiny_model

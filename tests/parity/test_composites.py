@@ -12,14 +12,15 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 import offload
-from finetune.adapters import add_lora
+from finetune.adapter.lora import add_lora
 from finetune.errors import ModelError
-from finetune.model import load_model
+from finetune.model.load import load_model
 from offload.engine.model import placement
+from offload.engine.model.find_layers import find_towers
 from offload.engine.model.layers import LayeredModel
-from offload.engine.model.stack import find_towers
 from tests.parity.architectures import gradients, micro_batches, plain, rel_error, streamed
 from tests.parity.tiny_models import SPECIAL, small, with_adapters
+from tests.tiers import mostly_slow
 
 WHOLE = ("gemma3", "gemma4")  # AutoModelForCausalLM builds them with their towers
 TEXT_PART = ("qwen3_5", "qwen3_5_moe", "llama4")  # and of these the text part alone
@@ -50,7 +51,7 @@ def published(model_type: str, folder: Path) -> Any:
     return model.requires_grad_(False).train()
 
 
-@pytest.mark.parametrize("model_type", [*WHOLE, *TEXT_PART])
+@pytest.mark.parametrize("model_type", mostly_slow([*WHOLE, *TEXT_PART], TEXT_PART[0]))
 def test_the_text_of_a_published_composite_trains_exactly(model_type: str, tmp_path: Path) -> None:
     base = published(model_type, tmp_path)
     layered = LayeredModel(base)
@@ -66,7 +67,7 @@ def test_the_text_of_a_published_composite_trains_exactly(model_type: str, tmp_p
     assert rel_error(ours, reference) < 2e-6
 
 
-@pytest.mark.parametrize("model_type", TEXT_PART)
+@pytest.mark.parametrize("model_type", mostly_slow(TEXT_PART, TEXT_PART[0]))
 def test_a_text_part_has_the_weights_of_the_whole(model_type: str, tmp_path: Path) -> None:
     base = published(model_type, tmp_path)
     whole = {
@@ -90,7 +91,7 @@ def test_towers_stay_where_they_are_when_the_rest_moves(model_type: str) -> None
     assert not any("language_model" in name or "lm_head" in name for name in names)
 
 
-@pytest.mark.parametrize("tier", ["ram", "disk"])
+@pytest.mark.parametrize("tier", mostly_slow(["ram", "disk"], "disk"))
 def test_a_loaded_composite_keeps_no_tower_in_memory_and_trains(
     tier: Literal["ram", "disk"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,7 +133,7 @@ def test_a_loaded_composite_keeps_no_tower_in_memory_and_trains(
     assert rel_error(found, reference) < 2e-6
 
 
-@pytest.mark.parametrize("model_type", [*WHOLE, *TEXT_PART])
+@pytest.mark.parametrize("model_type", mostly_slow([*WHOLE, *TEXT_PART], WHOLE[0], TEXT_PART[0]))
 def test_weights_of_towers_are_no_error_and_others_that_are_unknown_are(
     model_type: str, tmp_path: Path
 ) -> None:

@@ -8,31 +8,22 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 import torch
 from peft import PeftModel
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
 
 import offload
 from offload.engine.engine import Engine
 from offload.engine.host.mapping import aligned_empty
 from offload.engine.host.numa import place_near
 from offload.engine.host.pagelock import LockMode, open_locker, page_lock
-from offload.engine.meter import torch_pinned_bytes
+from offload.engine.memory_meter import torch_pinned_bytes
 from offload.engine.streams import CudaDevice, Event
-from offload.plan.op import Lane
-from tests.parity.test_streamed_step import (
-    EXPERTS,
+from offload.plan.schedule.op import Lane
+from tests.parity.on_card import MID_MODELS, Batches, Found, long_micro_batches, tiny
+from tests.parity.steps import (
     MODELS,
     OPTIONS,
     SHAPE,
@@ -49,25 +40,6 @@ pytestmark = pytest.mark.gpu
 NUM_LAYERS = SHAPE["num_hidden_layers"]
 LATE_CYCLES = 2_000_000  # about a millisecond, many times a tiny layer
 TOO_LATE_CYCLES = 50 * LATE_CYCLES  # many times what the host takes to issue a layer
-Found = tuple[float, dict[str, torch.Tensor]]
-Batches = list[dict[str, torch.Tensor]]
-
-# Copies of these layers take long enough to run beside the kernels of others.
-MID_SHAPE: dict[str, Any] = {
-    **SHAPE,
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-}
-MID_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**MID_SHAPE)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**MID_SHAPE)),
-    "qwen3_moe": lambda: Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(**MID_SHAPE, **{**EXPERTS, "moe_intermediate_size": 512})
-    ),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -76,25 +48,6 @@ def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
-
-
-def tiny(
-    name: str, dtype: torch.dtype, *, models: Mapping[str, Callable[[], PreTrainedModel]] = MODELS
-) -> PeftModel:
-    torch.manual_seed(0)
-    base = models[name]()
-    torch.nn.Module.to(base, dtype)  # transformers' own has no types
-    base.config._experts_implementation = "eager"  # the grouped kernel is not for every card
-    return with_lora(base)
-
-
-def long_micro_batches() -> Batches:
-    generator = torch.Generator().manual_seed(1)
-    batches = []
-    for width in (128, 160, 192):
-        input_ids = torch.randint(0, 64, (2, width), generator=generator)
-        batches.append({"input_ids": input_ids, "labels": input_ids.clone()})
-    return batches
 
 
 def streamed(

@@ -15,10 +15,10 @@ from peft import PeftModel
 
 import offload
 from offload.engine.codecs.codec import codec_named
-from offload.plan.codec import CodecName
-from tests.parity.test_cuda import MID_MODELS, Found, long_micro_batches, tiny
-from tests.parity.test_encoded import matrices
-from tests.parity.test_streamed_step import assert_equal, gradients
+from offload.plan.facts.codec import CodecName
+from tests.parity.on_card import MID_MODELS, Found, long_micro_batches, tiny
+from tests.parity.rounding import matrices
+from tests.parity.steps import assert_equal, gradients
 
 pytestmark = pytest.mark.gpu
 

@@ -19,17 +19,19 @@ import torch
 
 from offload.engine.engine import Engine
 from offload.engine.streams import CudaDevice, copy_on_host
-from offload.plan.codec import CodecName
-from offload.plan.op import Lane
-from tests.parity.test_encoded import rounded
-from tests.parity.test_streamed_step import (
+from offload.plan.facts.codec import CodecName
+from offload.plan.schedule.op import Lane
+from tests.parity.rounding import rounded
+from tests.parity.steps import (
     OPTIONS,
     assert_equal,
     gradients,
     micro_batches,
+    resident,
     streamed,
     tiny,
 )
+from tests.tiers import diagonal, mostly_slow
 
 TIMEOUT_S = 60
 PIECE_BYTES = 7_000
@@ -167,23 +169,32 @@ def attached(
 ) -> Engine:
     options = replace(OPTIONS, stash="host", codec=codec)
     engine = Engine(model, device=device, options=options)
-    engine._freight = replace(engine._freight, piece_bytes=PIECE_BYTES, num_staging=num_staging)
-    engine._executor._slots._staging = [
+    freight = replace(engine._bound.freight, piece_bytes=PIECE_BYTES, num_staging=num_staging)
+    engine._bound = replace(engine._bound, freight=freight)
+    engine._bound.executor._slots._staging = [
         torch.full((PIECE_BYTES,), 0xFF, dtype=torch.uint8) for _ in range(num_staging)
     ]
     return engine
 
 
 @pytest.mark.parametrize(
-    ("is_staged", "num_staging"), [(False, 0), (True, 0), (True, 1), (True, 3)]
+    ("seed", "is_staged", "num_staging"),
+    mostly_slow(
+        [
+            (seed, *staging)
+            for seed in range(2)
+            for staging in ((False, 0), (True, 0), (True, 1), (True, 3))
+        ],
+        (0, False, 0),
+        (1, True, 3),
+    ),
 )
-@pytest.mark.parametrize("seed", range(2))
 def test_move_streams_that_run_apart_give_the_bits_of_the_resident_step(
     open_device: Open, seed: int, *, is_staged: bool, num_staging: int
 ) -> None:
     """Staged without buffers is for pageable memory: a thread waits for the driver."""
     model = tiny("qwen3")
-    expected = streamed(model, num_slots=6)
+    expected = resident("qwen3")
     device = open_device(seed=seed, is_staged=is_staged)
     engine = attached(model, device, num_staging=num_staging)
     first = engine.forward_backward(micro_batches(), dropout_seed=0)
@@ -198,7 +209,7 @@ def test_move_streams_that_run_apart_give_the_bits_of_the_resident_step(
     engine.detach()
 
 
-@pytest.mark.parametrize("num_staging", [0, 2])
+@pytest.mark.parametrize("num_staging", mostly_slow([0, 2], 2))
 def test_move_encoded_layers_over_streams_compute_as_resident_rounded_ones(
     open_device: Open, num_staging: int
 ) -> None:
@@ -214,13 +225,12 @@ def test_move_encoded_layers_over_streams_compute_as_resident_rounded_ones(
     engine.detach()
 
 
-@pytest.mark.parametrize("num_staging", [0, 2])
-@pytest.mark.parametrize("number", [1, 40])
+@pytest.mark.parametrize(("number", "num_staging"), diagonal([1, 40], [0, 2]))
 def test_the_step_after_one_that_failed_is_right(
     open_device: Open, number: int, num_staging: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny("qwen3")
-    expected = streamed(model, num_slots=6)
+    expected = resident("qwen3")
     device = open_device(seed=0, is_staged=num_staging > 0)
     engine = attached(model, device, num_staging=num_staging)
     num_left = [number]

@@ -3,12 +3,11 @@
 import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -16,56 +15,33 @@ from transformers import (
 )
 
 import offload
-from finetune.adapters import Options, add_lora
-from offload.engine.codecs.codec import NATIVE, codec_named
-from offload.engine.host.record import lay_out
-from offload.engine.host.showing import values_shown
+from finetune.adapter.lora import Options, add_lora
+from offload.engine.host.layer_layout import lay_out
+from offload.engine.host.materialize import values_shown
 from offload.engine.host.slab import Slab
 from offload.engine.model.encoding import Encoding
 from offload.engine.model.layers import LayeredModel
-from offload.plan.codec import CodecName
-from offload.plan.facts import AdapterSpec, model_facts
+from offload.plan.facts.codec import CodecName
+from offload.plan.facts.facts import AdapterSpec, model_facts
 from offload.plan.fit import Needs
-from offload.plan.schedule import Order
-from tests.parity.test_streamed_step import (
+from offload.plan.machine.machine import named_machine
+from offload.plan.schedule.schedule import Order
+from tests.builders import request, workload
+from tests.parity.rounding import matrices, rounded
+from tests.parity.steps import (
     MODELS,
     SHAPE,
     assert_equal,
     gradients,
     micro_batches,
+    resident,
     streamed,
     tiny,
     with_lora,
 )
-from tests.unit.offload.plan.test_plan import CARD, REQUEST, WORKLOAD
+from tests.tiers import diagonal
 
 LOSSY = [name for name in get_args(CodecName) if name not in ("native", "bf16_packed")]
-M = TypeVar("M", bound=nn.Module)
-
-
-def matrices(model: nn.Module, codec: CodecName) -> dict[str, nn.Parameter]:
-    """Return the weights of a model's layers that a codec writes, by name."""
-    layered = LayeredModel(model)
-    encoding = Encoding(layered, codec)
-    inside = set(map(id, layered.layers.parameters()))
-    named = {n: p for n, p in model.named_parameters() if id(p) in inside and not p.requires_grad}
-    codecs = encoding.codecs(list(named.values()))
-    return {
-        name: parameter
-        for (name, parameter), own in zip(named.items(), codecs, strict=True)
-        if own is not NATIVE
-    }
-
-
-def rounded(model: M, codec: CodecName) -> M:
-    """Return a copy whose weights are what the codec makes of them."""
-    model = copy.deepcopy(model)
-    for parameter in matrices(model, codec).values():
-        values, form = parameter.data, codec_named(codec)
-        written = torch.empty(form.num_bytes(values.shape, values.dtype), dtype=torch.uint8)
-        form.encode(values, written)
-        form.decode(written, values)
-    return model
 
 
 def encoded_step(
@@ -94,13 +70,13 @@ def encoded_step(
         engine.detach()
 
 
-@pytest.mark.parametrize("codec", LOSSY)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "codec"), diagonal(list(MODELS), LOSSY, rest=pytest.mark.exhaustive)
+)
 def test_move_encoded_layers_compute_as_resident_rounded_ones(name: str, codec: CodecName) -> None:
     model = tiny(name)
-    exact = streamed(model, num_slots=6)
     expected = streamed(rounded(model, codec), num_slots=6)
-    assert exact[0] != expected[0]
+    assert resident(name)[0] != expected[0]
     assert_equal(encoded_step(model, codec), expected)
 
 
@@ -170,12 +146,12 @@ def test_planned_arenas_are_those_that_the_engine_takes(model_type: str, codec: 
     engine.detach()
     facts = model_facts(config.to_dict())
     adapter = AdapterSpec(rank=2, targets=("o_proj",), experts=False)
-    workload = replace(WORKLOAD, codec=codec, dtype_bytes=2, adapter=adapter)
-    request = replace(REQUEST, typical=workload, largest=workload, num_slots=2)
-    needs = Needs.of(facts, replace(CARD, device="cpu"), request)
+    micro_batch = workload(codec=codec, adapter=adapter)
+    cpu = replace(named_machine("rtx4060ti"), device="cpu")
+    needs = Needs.of(facts, cpu, request(micro_batch, num_slots=2))
     planned = {term.name: term.num_bytes for term in (*needs.device(2, 0), *needs.host(2, 0))}
     assert taken == {name: planned[name] for name in taken}
-    assert ("decoded layer" in planned) == ("decoded layer" in taken) == workload.is_encoded
+    assert ("decoded layer" in planned) == ("decoded layer" in taken) == micro_batch.is_encoded
 
 
 def test_a_detached_model_has_the_rounded_weights_and_the_rest_untouched() -> None:

@@ -1,7 +1,7 @@
 """Adapters on fused experts: peft's result (grade REORDER), and no merged weights on the way."""
 
 import copy
-import warnings
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from transformers import PreTrainedModel
 
-from finetune.adapters import add_lora, expert_parameters, load_adapter, save_adapter
+from finetune.adapter.expert_lora import compute_beside
+from finetune.adapter.lora import add_lora, load_adapter, save_adapter
 from finetune.errors import ConfigError
-from finetune.expert_lora import compute_beside
 from offload.engine.tracing.allocator import LiveBytes
 from offload.engine.tracing.tracer import Tracer
 from offload.errors import UnsupportedModelError
@@ -33,34 +33,23 @@ from tests.parity.experts import (
     CLAMPED,
     KINDS,
     ROUTINGS,
+    TYPES,
     D,
     E,
     F,
+    adapted_by_peft,
     adapted_experts,
     chosen,
     randomised,
     step,
 )
 from tests.parity.tiny_models import VOCABULARY, tiny_model
+from tests.tiers import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-TYPES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "glm4_moe", "olmoe")
 PATHS = ("eager", "grouped_mm")
 
 # ------------------------------------------------------------------------------------ whole models
-
-
-def adapted_by_peft(base: PreTrainedModel, *, seed: int = 0, **settings: Any) -> Any:
-    """Put random adapters of rank 4 on experts and attention, computed by peft's own code."""
-    targets = [name for name in ("q_proj", "o_proj") if name in str(base)]
-    experts = list(expert_parameters(base))
-    assert experts
-    config: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_parameters": experts}
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.manual_seed(seed)
-        model = get_peft_model(base, LoraConfig(target_modules=targets, **config | settings))
-        return randomised(model)
 
 
 def tiny(model_type: str, path: str, *, seed: int = 0) -> PreTrainedModel:
@@ -73,8 +62,12 @@ def experts_of(model: nn.Module) -> Gradients:
     return {n: p for n, p in model.named_parameters() if "experts" in n and p.requires_grad}
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize(
+    ("model_type", "path"),
+    mostly_slow(
+        list(itertools.product(TYPES, PATHS)), ("qwen3_moe", "grouped_mm"), ("gpt_oss", "eager")
+    ),
+)
 def test_a_step_has_the_gradients_that_peft_computes(model_type: str, path: str) -> None:
     """Grade REORDER, over seeds until rounding has averaged out; plain and through the engine."""
     batches, squares = micro_batches(), {"peft": 0.0, "plain": 0.0, "streamed": 0.0}
@@ -104,7 +97,7 @@ def assert_each_close(ours: Gradients, reference: Gradients) -> None:
         assert (ours[name] - tensor).norm() <= CLOSE * 10 * tensor.norm(), name
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", mostly_slow(PATHS, "grouped_mm"))
 def test_a_streamed_step_is_the_resident_one_to_the_bit(path: str) -> None:
     model = compute_beside(adapted_by_peft(tiny("qwen3_moe", path)))
     loss, ours = streamed(model, micro_batches(), num_slots=2)

@@ -12,11 +12,13 @@ import torch
 from torch import nn
 
 import offload
-from offload.engine.engine import Engine, EngineOptions
+from offload.engine.bound import EngineOptions
+from offload.engine.engine import Engine
 from offload.engine.host.mapping import aligned_empty
-from offload.plan.op import Lane
+from offload.plan.schedule.op import Lane
 from tests.doubles import HookedDevice
-from tests.parity.test_streamed_step import assert_equal, gradients, micro_batches, streamed, tiny
+from tests.parity.steps import assert_equal, gradients, micro_batches, resident, streamed, tiny
+from tests.tiers import diagonal
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -50,14 +52,15 @@ def check_recovery(engine: Engine, model: nn.Module, before: Mapping[str, torch.
     model.zero_grad()
     result = engine.forward_backward(micro_batches(), dropout_seed=0)
     found = result.loss, gradients(model)  # type: ignore[arg-type]
-    assert_equal(found, streamed(tiny("qwen3"), num_slots=6))
+    assert_equal(found, resident("qwen3"))
     engine.detach()
     assert threading.active_count() == num_threads - 3
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
-@pytest.mark.parametrize("lane", [Lane.H2D, Lane.D2H, Lane.COMPUTE])
-@pytest.mark.parametrize("after", [0, 10, 25])
+@pytest.mark.parametrize(
+    ("lane", "after"), diagonal([Lane.H2D, Lane.D2H, Lane.COMPUTE], [0, 10, 25])
+)
 def test_an_error_in_any_lane_ends_the_step_and_not_the_engine(lane: Lane, after: int) -> None:
     model = tiny("qwen3")
     before = copy.deepcopy(dict(model.named_parameters()))
@@ -127,10 +130,10 @@ def test_an_attachment_that_fails_half_way_gives_the_model_back(
             raise torch.OutOfMemoryError("CUDA out of memory")
         return aligned_empty(num_bytes)
 
-    monkeypatch.setattr("offload.engine.engine.aligned_empty", empty)
+    monkeypatch.setattr("offload.engine.bound.aligned_empty", empty)
     with pytest.raises(torch.OutOfMemoryError):
         offload.attach(model, num_slots=2, device="cpu")
     monkeypatch.undo()
     assert threading.active_count() == num_threads
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-    assert_equal(streamed(model, num_slots=2), streamed(tiny("qwen3"), num_slots=6))
+    assert_equal(streamed(model, num_slots=2), resident("qwen3"))

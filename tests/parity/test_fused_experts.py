@@ -1,6 +1,7 @@
 """The Triton kernels of experts: interpreted on a CPU, as they are on a GPU (grade REORDER)."""
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -8,21 +9,21 @@ import pytest
 import torch
 from torch import nn
 
-from finetune.expert_lora import compute_beside
+from finetune.adapter.expert_lora import compute_beside
 from offload.engine.engine import Engine
 from offload.engine.experts import lora
 from offload.engine.experts.gates import Gate, gate_of
 from offload.engine.tracing.allocator import LiveBytes
 from offload.engine.tracing.tracer import Tracer
 from offload.errors import UnsupportedModelError
-from offload.plan.expert_memory import (
+from offload.plan.facts.facts import AdapterSpec
+from offload.plan.facts.linears import Linear, Reads
+from offload.plan.memory.experts import (
     experts_form,
     factor_bytes,
     gradient_features,
     saved_features,
 )
-from offload.plan.facts import AdapterSpec
-from offload.plan.parts import Linear, Reads
 from tests.parity.architectures import SLACK, micro_batches, rel_error, streamed
 from tests.parity.experts import (
     CLAMPED,
@@ -30,13 +31,15 @@ from tests.parity.experts import (
     ROUTINGS,
     SIZES,
     Sizes,
+    adapted_by_peft,
     adapted_experts,
     chosen,
     step,
 )
-from tests.parity.test_expert_lora import adapted_by_peft
 from tests.parity.tiny_models import tiny_model
+from tests.tiers import mostly_slow
 
+TWO_KINDS = ("gated", "transposed, biased, clamped")
 GATED = [kind for kind in KINDS if kind != "without gate"]
 CLOSE_KINDS = [
     pytest.param(k, marks=() if k in ("gated", "the other") else pytest.mark.exhaustive)
@@ -74,8 +77,14 @@ def assert_close(ours: Any, reference: Any, *, limit: float) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("kind", ["gated", "transposed, biased, clamped"])
+@pytest.mark.parametrize(
+    ("kind", "routing"),
+    mostly_slow(
+        list(itertools.product(TWO_KINDS, ROUTINGS)),
+        ("gated", "mixed"),
+        ("transposed, biased, clamped", "idle experts"),
+    ),
+)
 def test_kernels_compute_what_the_loop_does(kind: str, routing: str, device: str) -> None:
     """Output, and all gradients; experts without rows get none."""
     model = adapted_experts(kind, "eager", torch.float32, limit=CLAMPED)
@@ -85,7 +94,7 @@ def test_kernels_compute_what_the_loop_does(kind: str, routing: str, device: str
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", GATED)
+@pytest.mark.parametrize("kind", mostly_slow(GATED, "gelu"))
 def test_sizes_that_fill_no_block_are_computed_as_well(kind: str, device: str) -> None:
     """Hidden size 20, width 7, 3 experts of which a token takes all, ranks 3 and 80."""
     for rank in (3, 80):
@@ -142,7 +151,7 @@ def test_two_adapters_of_any_scaling_count_together(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", ["gated", "transposed, biased, clamped"])
+@pytest.mark.parametrize("kind", mostly_slow(TWO_KINDS, "gated"))
 def test_experts_without_an_adapter_compute_as_well(kind: str, device: str) -> None:
     """As for adapters on attention alone; a router trains, so weights have a gradient."""
     lora.register()
@@ -165,7 +174,7 @@ def test_the_choice_of_an_expert_that_is_not_there_counts_for_nothing(device: st
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", ["gated", "transposed, biased, clamped"])
+@pytest.mark.parametrize("kind", mostly_slow(TWO_KINDS, "gated"))
 def test_what_is_no_number_stays_so_and_in_its_own_token(kind: str, device: str) -> None:
     """A clamp must not make a number of it, nor a tile hand it on."""
     model = by("triton", adapted_experts(kind, "eager", torch.float32), device)
@@ -179,6 +188,7 @@ def test_what_is_no_number_stays_so_and_in_its_own_token(kind: str, device: str)
     assert torch.equal(found, right)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_step_has_the_same_bits_again(device: str) -> None:
     model = adapted_experts("gated", "eager", torch.bfloat16)
@@ -316,7 +326,7 @@ def note_tile(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("block_m", [16, 32])
+@pytest.mark.parametrize("block_m", mostly_slow([16, 32], 32))
 def test_each_row_is_in_one_tile_of_its_expert(block_m: int, device: str) -> None:
     """Any sizes of experts, and programs too many."""
     for seed, num_experts in enumerate((1, 3, 8, 9)):

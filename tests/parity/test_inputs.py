@@ -1,6 +1,7 @@
 """Micro-batches of all kinds: lengths, padding, packing, positions, precision, randomness."""
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from offload.engine.model.layers import LayeredModel
 from tests.parity.architectures import gradients, micro_batches, plain, rel_error, streamed, truth
 from tests.parity.exactness import Batches, adapted, assert_exact, llama
 from tests.parity.tiny_models import tiny_model, with_adapters
+from tests.tiers import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+PADDED = ("llama", "gemma3_text", "qwen3_next", "gpt2", "bloom")
 
 
 def test_rotary_tables_that_follow_the_longest_row_seen_are_those_of_the_plain_model() -> None:
@@ -41,7 +44,10 @@ def test_rotary_tables_that_follow_the_longest_row_seen_are_those_of_the_plain_m
     assert rel_error(found, gradients(plain_model)) < 2e-6
 
 
-@pytest.mark.parametrize("model_type", ["bamba", "gemma3_text", "mpt", "qwen3_next"])
+@pytest.mark.parametrize(
+    "model_type",
+    mostly_slow(["bamba", "gemma3_text", "mpt", "qwen3_next"], "gemma3_text", "mpt"),
+)
 def test_reorder_padding_behind_a_rows_tokens_changes_nothing_with_or_without_a_mask(
     model_type: str,
 ) -> None:
@@ -74,8 +80,15 @@ def padded(side: str) -> list[dict[str, torch.Tensor]]:
     return batches
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "qwen3_next", "gpt2", "bloom"])
-@pytest.mark.parametrize("side", ["left", "right", "none"])
+@pytest.mark.parametrize(
+    ("model_type", "side"),
+    mostly_slow(
+        list(itertools.product(PADDED, ("left", "right", "none"))),
+        ("gpt2", "left"),
+        ("gemma3_text", "right"),
+        ("bloom", "none"),
+    ),
+)
 def test_padding_on_either_side_or_none_is_exact(model_type: str, side: str) -> None:
     assert_exact(adapted(tiny_model(model_type)), padded(side))
 
@@ -94,15 +107,19 @@ def packed() -> list[dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize(
     ("model_type", "implementation"),
-    [
-        ("llama", "eager"),
-        ("llama", "sdpa"),
-        ("gemma3_text", "eager"),
-        ("gemma3_text", "sdpa"),
-        ("gpt_oss", "eager"),  # its attention sinks have no other form on a CPU
-        ("qwen3_moe", "eager"),
+    mostly_slow(
+        [
+            ("llama", "eager"),
+            ("llama", "sdpa"),
+            ("gemma3_text", "eager"),
+            ("gemma3_text", "sdpa"),
+            ("gpt_oss", "eager"),  # its attention sinks have no other form on a CPU
+            ("qwen3_moe", "eager"),
+            ("qwen3_moe", "sdpa"),
+        ],
+        ("gpt_oss", "eager"),
         ("qwen3_moe", "sdpa"),
-    ],
+    ),
 )
 def test_packed_rows_are_exact_in_each_form_of_attention(
     model_type: str, implementation: str
@@ -154,6 +171,7 @@ def test_a_mask_that_micro_batches_share_is_exact() -> None:
     assert_exact(llama(), batches)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "num_micro_batches",
     [
@@ -181,7 +199,7 @@ def test_reorder_bfloat16_is_no_worse_than_the_plain_model(
     assert ours_squared <= 1.05**2 * plain_squared
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 2])
+@pytest.mark.parametrize("num_micro_batches", mostly_slow([1, 2], 1))
 def test_one_micro_batch_and_two_are_exact(num_micro_batches: int) -> None:
     assert_exact(llama(), micro_batches()[:num_micro_batches])
 

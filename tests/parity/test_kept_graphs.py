@@ -4,6 +4,7 @@ The graph of a kept layer looks at a slot, or at the decoded buffer, that others
 """
 
 import copy
+import itertools
 import random
 import time
 from collections.abc import Callable
@@ -17,21 +18,14 @@ from torch import nn
 
 import offload
 from offload.engine.engine import Engine
-from offload.plan.codec import CodecName
-from offload.plan.op import Lane
-from offload.plan.schedule import Order
+from offload.plan.facts.codec import CodecName
+from offload.plan.schedule.op import Lane
+from offload.plan.schedule.schedule import Order
 from tests.doubles import HookedDevice
 from tests.parity.exactness import adapted
-from tests.parity.test_router_loss import balanced
-from tests.parity.test_streamed_step import (
-    MODELS,
-    OPTIONS,
-    assert_equal,
-    gradients,
-    micro_batches,
-    tiny,
-)
-from tests.parity.tiny_models import tiny_model
+from tests.parity.steps import MODELS, OPTIONS, assert_equal, gradients, micro_batches, tiny
+from tests.parity.tiny_models import balanced, tiny_model
+from tests.tiers import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -71,7 +65,7 @@ def step(
         engine.detach()
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_moe"])
+@pytest.mark.parametrize("name", mostly_slow(["gemma3_text", "qwen3_moe"], "gemma3_text"))
 def test_move_graphs_are_kept_whether_weights_stay_in_their_slots_or_come_back(name: str) -> None:
     model = tiny(name, dropout=0.2)
     expected = step(model, kept_graphs=0)
@@ -80,7 +74,7 @@ def test_move_graphs_are_kept_whether_weights_stay_in_their_slots_or_come_back(n
         assert_equal(found, expected)
 
 
-@pytest.mark.parametrize("codec", ["nf4", "int8"])
+@pytest.mark.parametrize("codec", mostly_slow(["nf4", "int8"], "nf4"))
 def test_move_graphs_are_kept_of_layers_that_are_decoded_in_one_place(codec: CodecName) -> None:
     model = tiny("qwen3_moe", dropout=0.2)
     expected = step(model, kept_graphs=0, codec=codec)
@@ -88,8 +82,12 @@ def test_move_graphs_are_kept_of_layers_that_are_decoded_in_one_place(codec: Cod
         assert_equal(step(model, kept_graphs=kept_graphs, codec=codec), expected)
 
 
-@pytest.mark.parametrize("order", Order)
-@pytest.mark.parametrize("stash", ["device", "host"])
+@pytest.mark.parametrize(
+    ("stash", "order"),
+    mostly_slow(
+        list(itertools.product(("device", "host"), Order)), ("host", Order.MICRO_BATCH_MAJOR)
+    ),
+)
 def test_move_graphs_are_kept_wherever_inputs_wait_in_either_order(
     stash: Literal["device", "host"], order: Order
 ) -> None:
@@ -99,8 +97,13 @@ def test_move_graphs_are_kept_wherever_inputs_wait_in_either_order(
         assert_equal(step(model, kept_graphs=kept_graphs, stash=stash, order=order), expected)
 
 
-@pytest.mark.parametrize("before", ["step", "evaluation"])
-@pytest.mark.parametrize("codec", ["native", "int8"])
+@pytest.mark.parametrize(
+    ("before", "codec"),
+    mostly_slow(
+        list(itertools.product(("step", "evaluation"), ("native", "int8"))),
+        ("evaluation", "int8"),
+    ),
+)
 def test_move_graphs_are_kept_over_any_ring_that_a_pass_leaves(
     before: Literal["step", "evaluation"], codec: CodecName
 ) -> None:
@@ -109,7 +112,7 @@ def test_move_graphs_are_kept_over_any_ring_that_a_pass_leaves(
     assert_equal(step(model, kept_graphs=3, codec=codec, before=before), expected)
 
 
-@pytest.mark.parametrize("model_type", ["gpt_oss", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("model_type", mostly_slow(["gpt_oss", "mixtral", "qwen3_moe"], "mixtral"))
 def test_move_a_kept_graph_takes_the_gradient_of_the_router_loss(model_type: str) -> None:
     model = balanced(model_type)
     num_layers = len(offload_layers(model))
@@ -136,7 +139,7 @@ def test_move_recorded_arguments_get_the_gradients_of_kept_graphs() -> None:
         assert_equal(step(model, kept_graphs=kept_graphs), expected)
 
 
-@pytest.mark.parametrize("trained_weights", ["device", "host"])
+@pytest.mark.parametrize("trained_weights", mostly_slow(["device", "host"], "host"))
 def test_move_modules_saved_whole_and_weights_trained_on_the_host_learn_the_same(
     trained_weights: Literal["device", "host"],
 ) -> None:
@@ -186,7 +189,7 @@ def on_hooked_device(model: nn.Module, around: Callable[..., None], codec: Codec
         engine.detach()
 
 
-@pytest.mark.parametrize("codec", ["native", "int8"])
+@pytest.mark.parametrize("codec", mostly_slow(["native", "int8"], "int8"))
 def test_late_copies_change_no_gradient_of_a_kept_graph(codec: CodecName) -> None:
     model = tiny("qwen3")
     jitter = random.Random(0)

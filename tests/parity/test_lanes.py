@@ -15,14 +15,17 @@ import pytest
 import torch
 
 from offload.engine.batch import with_labels
-from offload.engine.engine import Engine, EngineOptions
+from offload.engine.bound import EngineOptions
+from offload.engine.engine import Engine
+from offload.engine.seeding import NEWEST
 from offload.engine.streams import CpuDevice
 from offload.errors import OffloadError
-from offload.plan.codec import CodecName
-from offload.plan.op import Lane
-from offload.plan.schedule import Freight, Order, Schedule, cold_ring, training_schedule
+from offload.plan.facts.codec import CodecName
+from offload.plan.schedule.op import Lane
+from offload.plan.schedule.schedule import Freight, Order, Schedule, cold_ring, training_schedule
 from tests.doubles import HookedDevice
-from tests.parity.test_streamed_step import assert_equal, micro_batches, tiny
+from tests.parity.steps import assert_equal, micro_batches, tiny
+from tests.tiers import mostly_slow
 
 NUM_SLOTS = 2
 HOLD_S = 5.0
@@ -73,22 +76,23 @@ def run(
         schedule = drop(schedule_of(engine, setting), without)
         num_label_tokens = sum(batch.num_label_tokens for batch in batches)
         if setting.stash == "host":
-            engine._stash.prepare(
+            engine._bound.stash.prepare(
                 engine._input_bytes(batches),
                 num_layers=len(engine.layer_bytes) - 1,
                 num_fetch_buffers=schedule.num_fetch_buffers,
             )
         poison(engine)
         with engine._consistent(schedule.ring_after):
-            state, _ = engine._executor.train(
+            state, _ = engine._bound.executor.train(
                 schedule,
                 batches,
                 num_label_tokens=num_label_tokens,
                 seed=0,
+                seeding=NEWEST,
                 is_stashed=setting.stash == "host",
                 ids=range(len(batches)),
             )
-            engine._masters.publish()
+            engine._bound.masters.publish()
         trained = engine.trained_parameters.items()
         found = {name: p.grad.clone() for name, p in trained if p.grad is not None}
         assert len(found) == len(trained)
@@ -99,7 +103,7 @@ def run(
 
 def poison(engine: Engine) -> None:
     """Fill what a step reads with NaN: else it may hold the right values of the run before."""
-    slots, stash = engine._executor._slots, engine._stash
+    slots, stash = engine._bound.executor._slots, engine._bound.stash
     for buffer in (*slots._buffers, slots._decoded, *stash._fetched, stash._host):
         buffer.fill_(0xFF)
 
@@ -107,7 +111,7 @@ def poison(engine: Engine) -> None:
 def schedule_of(engine: Engine, setting: Setting) -> Schedule:
     batches = [with_labels(batch, torch.device("cpu")) for batch in micro_batches(2)]
     return training_schedule(
-        replace(engine._freight, piece_bytes=setting.piece_bytes),
+        replace(engine._bound.freight, piece_bytes=setting.piece_bytes),
         ring=cold_ring(len(engine._ring)),
         num_micro_batches=len(batches),
         order=Order.LAYER_MAJOR,
@@ -126,7 +130,10 @@ def drop(schedule: Schedule, without: tuple[int, int] | None) -> Schedule:
     return replace(schedule, ops=tuple(ops))
 
 
-@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize(
+    "setting",
+    mostly_slow(SETTINGS, "weights in pieces", "weights, inputs and gradients"),
+)
 def test_move_any_delay_in_any_lane_gives_the_bits_of_the_resident_step(setting: Setting) -> None:
     resident = replace(setting, stash="device", piece_bytes=2**26)
     expected = run(resident, CpuDevice(), num_slots=6)
@@ -163,6 +170,8 @@ def waits_of(setting: Setting) -> list[tuple[int, int]]:
 
 
 MANY_WAITS = {
+    "weights in pieces": pytest.mark.slow,
+    "encoded weights": pytest.mark.slow,
     "weights and inputs": pytest.mark.exhaustive,
     "weights, inputs and gradients": pytest.mark.slow,
 }

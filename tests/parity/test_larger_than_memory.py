@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from peft import LoraConfig, get_peft_model
 import offload
-from finetune.model import load_model
+from finetune.model.load import load_model
 
 torch.set_num_threads(1)
 

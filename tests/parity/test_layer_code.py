@@ -18,7 +18,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import offload
 from tests.parity.custom_model import CustomLayer, CustomModel
-from tests.parity.test_inspection import (
+from tests.parity.custom_steps import (
     assert_equal,
     assert_refused,
     batches,
@@ -365,6 +365,23 @@ def test_what_is_changed_after_the_first_step_is_inspected_again() -> None:
     norm = model.get_base_model().model.norm
     norm.register_forward_hook(lambda _m, _i, output: output + output.mean(1, keepdim=True))
     with pytest.raises(offload.UnsupportedModelError, match="does not compute a token's logits"):
+        engine.forward_backward(batches(), dropout_seed=0)
+    engine.detach()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_loss_that_is_replaced_after_the_first_step_is_inspected_too() -> None:
+    model = built(CustomModel)
+    engine = offload.attach(model, num_slots=2, device="cpu")
+    engine.forward_backward(batches(), dropout_seed=0)
+    model.zero_grad(set_to_none=True)
+
+    def smoothed(logits: torch.Tensor, labels: torch.Tensor, **_more: Any) -> torch.Tensor:
+        rows, targets = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        return nn.functional.cross_entropy(rows, targets, label_smoothing=0.3)
+
+    model.get_base_model().loss_function = smoothed
+    with pytest.raises(offload.UnsupportedModelError, match="gives a loss of"):
         engine.forward_backward(batches(), dropout_seed=0)
     engine.detach()
     assert all(parameter.grad is None for parameter in model.parameters())

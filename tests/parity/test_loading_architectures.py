@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
-from finetune.published import load_published
+from finetune.model.checkpoint import load_published
 from tests.parity.tiny_models import tiny_model
 
 pytestmark = [pytest.mark.exhaustive]

@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 
 import offload
-from tests.parity.test_streamed_step import micro_batches, tiny
+from tests.parity.steps import micro_batches, tiny
 
 NUM_STEPS = 3
 

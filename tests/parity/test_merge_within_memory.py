@@ -15,8 +15,8 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from finetune.adapters import expert_parameters
-from finetune.base_weights import BaseWeights
+from finetune.adapter.lora import expert_parameters
+from finetune.export.base_checkpoint import BaseWeights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 
@@ -28,7 +28,7 @@ CHILD = """
 import re, resource, sys
 from pathlib import Path
 import torch
-from finetune import merge
+from finetune.export import merge
 
 def used_bytes():
     status = Path("/proc/self/status").read_text()

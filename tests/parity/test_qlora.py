@@ -10,13 +10,13 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 import offload
-from finetune.adapters import add_lora, save_adapter
+from finetune.adapter.lora import add_lora, save_adapter
 from tests.parity.architectures import micro_batches
-from tests.parity.experts import randomised
-from tests.parity.test_encoded import rounded
-from tests.parity.test_expert_lora import TYPES
-from tests.parity.test_streamed_step import assert_equal, gradients
+from tests.parity.experts import TYPES, randomised
+from tests.parity.rounding import rounded
+from tests.parity.steps import assert_equal, gradients
 from tests.parity.tiny_models import NUM_LAYERS, tiny_model
+from tests.tiers import mostly_slow
 
 # Wide enough for routers, norms and biases to weigh as little as they do in models of real size.
 WIDE = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128}
@@ -37,7 +37,7 @@ def adapted(base: PreTrainedModel) -> PeftModel:
     return model.train()
 
 
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", mostly_slow(TYPES, "gpt_oss"))
 def test_nf4_covers_the_experts_and_adapters_on_them_are_exact(
     model_type: str, tmp_path: Path
 ) -> None:
@@ -45,10 +45,10 @@ def test_nf4_covers_the_experts_and_adapters_on_them_are_exact(
     base = base_of(model_type)
     model, resident = adapted(copy.deepcopy(base)), adapted(rounded(base, "nf4"))
     engine = offload.attach(model, num_slots=2, codec="nf4", device="cpu")
-    assert engine.stock.layers_encoded_frac > 0.98
-    experts = [row for row in engine.stock.rows if row.kind == "experts"]
+    assert engine.weights.layers_encoded_frac > 0.98
+    experts = [row for row in engine.weights.rows if row.kind == "experts"]
     assert [row.codec for row in experts] == ["nf4"]
-    assert sum(engine.layer_bytes) < 0.17 * engine.stock.decoded_bytes  # 0.129 of fp32, and pages
+    assert sum(engine.layer_bytes) < 0.17 * engine.weights.decoded_bytes  # 0.129 of fp32, and pages
     expected = offload.attach(resident, num_slots=NUM_LAYERS, device="cpu")
     found = engine.forward_backward(micro_batches(), dropout_seed=0).loss, gradients(model)
     wanted = expected.forward_backward(micro_batches(), dropout_seed=0).loss, gradients(resident)

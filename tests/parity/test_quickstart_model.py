@@ -2,15 +2,16 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 import offload
-from finetune import adapters
-from finetune.batches import collate
-from finetune.encode import encode
-from finetune.model import load_model, load_tokenizer
-from finetune.objective import clip, make_optimizer, update
-from finetune.rows import read_conversations
+from finetune.adapter import lora as adapters
+from finetune.data.batches import collate
+from finetune.data.rows import read_conversations
+from finetune.data.tokenize import encode
+from finetune.model.load import load_model, load_tokenizer
+from finetune.training.optimizer import clip, make_optimizer, update
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart"
 NUM_STEPS, NUM_MICRO_BATCHES, MICRO_BATCH_SIZE = 5, 3, 4
@@ -72,6 +73,7 @@ def steps(num_slots: int) -> list[tuple[float, dict[str, torch.Tensor]]]:
     return found
 
 
+@pytest.mark.slow
 def test_move_five_steps_streamed_equal_five_steps_resident_to_the_bit() -> None:
     for streamed, resident in zip(steps(num_slots=3), steps(num_slots=6), strict=True):
         assert streamed[0] == resident[0]

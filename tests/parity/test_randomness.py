@@ -13,7 +13,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import offload
 from offload.engine.model.layers import LayeredModel
 from offload.engine.randomness import _OwnGenerators
-from tests.parity.test_streamed_step import micro_batches, tiny
+from tests.parity.steps import micro_batches, tiny
+from tests.tiers import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -89,7 +90,7 @@ def assert_same(found: Found, expected: Found) -> None:
     assert all(torch.equal(found[1][name], expected[1][name]) for name in found[1])
 
 
-@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("model", mostly_slow(MODELS, "dropout in attention, sdpa"))
 @pytest.mark.parametrize("calls", [(1,), (2,)], ids=["forward", "recompute"])
 def test_move_dropout_is_the_same_while_another_thread_draws(
     model: Callable[[], nn.Module], calls: Sequence[int]

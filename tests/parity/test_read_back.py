@@ -8,7 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import offload
-from tests.parity.test_streamed_step import micro_batches, tiny
+from tests.parity.steps import micro_batches, tiny
+from tests.tiers import mostly_slow
 
 READS_BACK = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2"}
 
@@ -26,7 +27,9 @@ class Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name", mostly_slow(["llama", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss"], "qwen3_moe")
+)
 def test_only_masks_and_labels_are_looked_at_inside_a_step(name: str) -> None:
     """transformers looks whether a mask is all ones, and whether positions are of packed rows.
 

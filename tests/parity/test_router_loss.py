@@ -1,7 +1,6 @@
 """The router's auxiliary loss, over all layers at once, is that of the plain model."""
 
 import copy
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,19 +9,20 @@ import torch
 from torch import nn
 
 import offload
-from finetune.model import set_router_loss
+from finetune.model.load import set_router_loss
 from offload.engine.batch import Batch
 from offload.engine.model.layers import LayeredModel
 from tests.parity.architectures import (
     SLACK,
     Gradients,
     causal_types,
-    gradients,
     micro_batches,
     rel_error,
     streamed,
 )
-from tests.parity.tiny_models import tiny_model, with_adapters
+from tests.parity.router_loss import plain
+from tests.parity.tiny_models import balanced, tiny_model, with_adapters
+from tests.tiers import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 COMMON = ("gpt_oss", "qwen3_moe")
@@ -52,29 +52,6 @@ OTHERS = (
 )
 
 
-def balanced(model_type: str, *, seed: int = 0, coefficient: float = 0.5) -> nn.Module:
-    """Return a model whose router loss is large enough to see, adapters on its routers too."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        base: Any = tiny_model(model_type, seed=seed, output_router_logits=True)
-        base.router_aux_loss_coef = coefficient
-        return with_adapters(base, LayeredModel(base).layers, seed=seed)
-
-
-def plain(model: nn.Module, batches: Sequence[Batch]) -> tuple[float, Gradients]:
-    """Return loss and gradients of the model's own losses, weighted by label tokens."""
-    model = copy.deepcopy(model)
-    weights = [int((batch["labels"][:, 1:] != -100).sum()) for batch in batches]
-    loss = 0.0
-    for weight, batch in zip(weights, batches, strict=True):
-        output = model(**batch, use_cache=False)
-        assert output.aux_loss > 0
-        part = output.loss * (weight / sum(weights))
-        part.backward()
-        loss += part.item()
-    return loss, gradients(model)
-
-
 def truth(model: nn.Module, batches: Sequence[Batch]) -> Gradients:
     model = copy.deepcopy(model).double()
     config: Any = model.config
@@ -101,6 +78,7 @@ def check(model_type: str) -> None:
     assert ours_squared <= SLACK**2 * plain_squared
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", COMMON)
 def test_reorder_a_router_loss_is_that_of_the_plain_model(model_type: str) -> None:
     check(model_type)
@@ -123,7 +101,7 @@ def test_the_router_loss_is_in_the_loss_and_in_the_gradients() -> None:
     assert rel_error(with_loss[1], without[1]) > 1e-3
 
 
-@pytest.mark.parametrize("model_type", COMMON)
+@pytest.mark.parametrize("model_type", mostly_slow(COMMON, "qwen3_moe"))
 def test_reorder_a_coefficient_that_is_set_later_is_that_of_transformers_own(
     model_type: str,
 ) -> None:

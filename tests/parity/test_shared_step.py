@@ -5,8 +5,8 @@ import copy
 import torch
 
 import offload
-from finetune.ranks import own_micro_batches
-from tests.parity.test_streamed_step import gradients, micro_batches, streamed, tiny
+from finetune.training.ranks import own_micro_batches
+from tests.parity.steps import gradients, micro_batches, streamed, tiny
 
 NUM_RANKS = 2
 

@@ -15,11 +15,11 @@ from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import offload
-from finetune import adapters
-from finetune.batches import StepShare
-from finetune.loop import Loop
-from finetune.ranks import Ranks
-from finetune.recipe_sections import TrainSection
+from finetune.adapter import lora as adapters
+from finetune.data.batches import StepShare
+from finetune.recipe.sections import TrainSection
+from finetune.training.loop import Loop
+from finetune.training.ranks import Ranks
 from tests.parity.architectures import SLACK
 
 pytestmark = pytest.mark.usefixtures("one_thread")

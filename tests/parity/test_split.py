@@ -5,8 +5,8 @@ import torch
 
 from tests.parity.architectures import Gradients, plain, rel_error, streamed
 from tests.parity.exactness import adapted
-from tests.parity.test_router_loss import balanced
-from tests.parity.tiny_models import VOCABULARY, tiny_model
+from tests.parity.tiny_models import VOCABULARY, balanced, tiny_model
+from tests.tiers import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LENGTHS = (17, 12, 11, 9, 6, 4)
@@ -36,7 +36,7 @@ def step(model: torch.nn.Module, size: int) -> tuple[float, Gradients]:
     return streamed(model, cut(size), num_slots=2)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("model_type", mostly_slow(["llama", "qwen3_moe"], "llama"))
 def test_any_cut_of_a_step_gives_its_loss_and_gradients(model_type: str) -> None:
     model = adapted(tiny_model(model_type))
     whole_loss, whole = plain(model, cut(len(LENGTHS)))

@@ -10,16 +10,18 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import offload
-from offload.plan.schedule import Order
-from tests.parity.test_streamed_step import (
+from offload.plan.schedule.schedule import Order
+from tests.parity.steps import (
     MODELS,
     assert_equal,
     gradients,
     micro_batches,
     rel_error,
+    resident,
     streamed,
     tiny,
 )
+from tests.tiers import mostly_slow
 
 NUM_LAYERS, HIDDEN = 6, 32
 
@@ -32,10 +34,10 @@ def stashed(name: str, *, order: Order = Order.LAYER_MAJOR, dropout: float = 0.0
     return result, gradients(model)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", mostly_slow(list(MODELS), "qwen3_moe"))
 def test_move_inputs_that_waited_on_the_host_change_nothing(name: str) -> None:
     result, found = stashed(name)
-    assert_equal((result.loss, found), streamed(tiny(name), num_slots=6))
+    assert_equal((result.loss, found), resident(name))
 
 
 def test_move_inputs_on_the_host_change_nothing_in_the_usual_order_and_under_dropout() -> None:
@@ -65,7 +67,7 @@ def streamed_result(stash: Literal["device", "host"]):
 # -------------------------------------------------------------------------------------- disk tier
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", mostly_slow(list(MODELS), "gemma3_text"))
 def test_move_layers_read_from_disk_change_nothing(name: str, tmp_path: Path) -> None:
     model = tiny(name)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -79,7 +81,7 @@ def test_move_layers_read_from_disk_change_nothing(name: str, tmp_path: Path) ->
     model.zero_grad()
     result = engine.forward_backward(micro_batches(), dropout_seed=0)
     found = result.loss, gradients(model)
-    assert_equal(found, streamed(tiny(name), num_slots=6))
+    assert_equal(found, resident(name))
     assert result.num_loads == 2 * (NUM_LAYERS - 2)
     engine.detach()
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
@@ -163,7 +165,7 @@ def train(
     return losses, {n: p.detach().clone() for n, p in model.named_parameters()}, loads
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", mostly_slow(list(MODELS), "qwen3"))
 def test_move_trained_layers_streamed_equal_trained_layers_resident(name: str) -> None:
     streamed_run = train(name, num_slots=2, num_steps=3, trained_weights="host")
     resident_run = train(name, num_slots=6, num_steps=3, trained_weights="host")
@@ -171,7 +173,7 @@ def test_move_trained_layers_streamed_equal_trained_layers_resident(name: str) -
     assert all(torch.equal(streamed_run[1][n], w) for n, w in resident_run[1].items())
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", mostly_slow(list(MODELS), "qwen3_moe"))
 def test_reorder_training_all_weights_follows_the_plain_model(name: str) -> None:
     model = plain(name)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -14,8 +14,9 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune.expert_lora import compute_beside
-from offload.engine.engine import Engine, EngineOptions
+from finetune.adapter.expert_lora import compute_beside
+from offload.engine.bound import EngineOptions
+from offload.engine.engine import Engine
 from offload.engine.experts import fused
 from offload.engine.experts.lora import register
 from offload.engine.model.layers import LayeredModel
@@ -23,9 +24,10 @@ from offload.engine.tracing.allocator import LiveBytes
 from offload.engine.tracing.experts import SilentLauncher
 from offload.engine.tracing.tracer import Tracer
 from offload.engine.tracing.visits import trace_visits
-from offload.plan.op import Kind, Lane
-from offload.plan.traced import TracedBytes
+from offload.plan.memory.traced import TracedBytes
+from offload.plan.schedule.op import Kind, Lane
 from tests.doubles import HookedDevice
+from tests.tiers import mostly_slow
 
 NUM_LAYERS, VOCABULARY, HIDDEN = 2, 512, 64
 DENSE: Mapping[str, Any] = {
@@ -140,21 +142,24 @@ def measured(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "is_padded"),
-    [(torch.float32, False), (torch.bfloat16, True)],
-    ids=["fp32", "bf16, padded"],
-)
-@pytest.mark.parametrize(
-    ("name", "path", "experts"),
-    [
-        ("dense", "", False),
-        ("windows", "", False),
-        ("moe", "grouped_mm", False),
-        ("moe", "grouped_mm", True),
-        ("moe", "triton", False),
-        ("moe", "triton", True),
-        ("sinks", "grouped_mm", True),
-    ],
+    ("name", "path", "experts", "dtype", "is_padded"),
+    mostly_slow(
+        [
+            (*model, *batches)
+            for model in (
+                ("dense", "", False),
+                ("windows", "", False),
+                ("moe", "grouped_mm", False),
+                ("moe", "grouped_mm", True),
+                ("moe", "triton", False),
+                ("moe", "triton", True),
+                ("sinks", "grouped_mm", True),
+            )
+            for batches in ((torch.float32, False), (torch.bfloat16, True))
+        ],
+        ("moe", "triton", True, torch.float32, False),
+        ("sinks", "grouped_mm", True, torch.bfloat16, True),
+    ),
 )
 def test_traced_bytes_are_those_of_the_step(
     name: str, path: str, experts: bool, dtype: torch.dtype, is_padded: bool
@@ -173,7 +178,7 @@ def test_traced_bytes_are_those_of_the_step(
     assert prediction.recorded + hidden_bytes <= found[Kind.FRONT, None, 1]
 
 
-@pytest.mark.parametrize("experts", [False, True], ids=["frozen", "adapted"])
+@pytest.mark.parametrize("experts", mostly_slow({"frozen": False, "adapted": True}, "adapted"))
 def test_a_loop_over_experts_takes_what_its_routing_makes_of_it(experts: bool) -> None:
     model = built("moe", torch.bfloat16, path="eager", experts=experts)
     sizes: dict[str, Any] = {"rows": 2, "width": 256, "is_padded": False, "chunk": 64}

@@ -20,6 +20,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+from offload.engine.model.layers import LayeredModel
+
 NUM_LAYERS = 4
 VOCABULARY = 64
 
@@ -269,3 +271,12 @@ def with_adapters(model: PreTrainedModel, layers: nn.ModuleList, *, seed: int = 
             if "lora_B" in name:  # zero at the start: half of the gradients would be zero
                 nn.init.normal_(parameter, std=0.1)
     return adapted.train()
+
+
+def balanced(model_type: str, *, seed: int = 0, coefficient: float = 0.5) -> nn.Module:
+    """Return a model whose router loss is large enough to see, adapters on its routers too."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        base: Any = tiny_model(model_type, seed=seed, output_router_logits=True)
+        base.router_aux_loss_coef = coefficient
+        return with_adapters(base, LayeredModel(base).layers, seed=seed)

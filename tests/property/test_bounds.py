@@ -6,10 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.plan.bounds import r3_bound_s
-from offload.plan.costs import Costs, LayerCost
 from offload.plan.plan import duration_of
-from offload.plan.schedule import (
+from offload.plan.schedule.schedule import (
     NUM_STAGING,
     PIECE_BYTES,
     Freight,
@@ -20,7 +18,9 @@ from offload.plan.schedule import (
     training_schedule,
     warm_ring,
 )
-from offload.plan.simulate import simulate
+from offload.plan.schedule.simulate import simulate
+from offload.plan.time.bounds import r3_bound_s
+from offload.plan.time.costs import Costs, LayerCost
 
 seconds = st.sampled_from([0.001, 0.01, 0.1, 0.5, 1.0, 3.0, 10.0])
 INPUT_BYTES = 10

@@ -9,8 +9,8 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.explain import misses
-from offload.plan.breakdown import (
+from finetune.report.explain import misses
+from offload.plan.schedule.breakdown import (
     IDLE,
     OPTIMIZER,
     Part,
@@ -23,8 +23,8 @@ from offload.plan.breakdown import (
     parts_of,
     term_of,
 )
-from offload.plan.op import Kind, Lane, Op
-from offload.plan.schedule import (
+from offload.plan.schedule.op import Kind, Lane, Op
+from offload.plan.schedule.schedule import (
     Freight,
     Order,
     Schedule,
@@ -32,8 +32,8 @@ from offload.plan.schedule import (
     training_schedule,
     warm_ring,
 )
-from offload.plan.simulate import simulate
-from offload.plan.timeline import Timeline
+from offload.plan.schedule.simulate import simulate
+from offload.plan.schedule.timeline import Timeline
 
 TICK_S = 1 / 1024
 ticks = st.integers(0, 40).map(lambda n: n * TICK_S)

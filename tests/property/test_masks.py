@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from finetune.encode import IGNORE_INDEX, encode, render_prompt
+from finetune.data.rows import Conversation, LossOn, Message
+from finetune.data.tokenize import IGNORE_INDEX, encode, render_prompt
 from finetune.errors import DataError
-from finetune.rows import Conversation, LossOn, Message
 from tests.doubles import tiny_tokenizer
 
 SPECIAL = (

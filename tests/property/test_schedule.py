@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.plan.op import Kind, Lane, Op
-from offload.plan.schedule import (
+from offload.plan.schedule.op import Kind, Lane, Op
+from offload.plan.schedule.schedule import (
     Freight,
     Order,
     Ring,
@@ -15,7 +15,7 @@ from offload.plan.schedule import (
     training_schedule,
     warm_ring,
 )
-from offload.plan.simulate import simulate
+from offload.plan.schedule.simulate import simulate
 
 sizes = st.tuples(st.integers(2, 12), st.integers(2, 12), st.integers(1, 5)).map(
     lambda s: (s[0], min(s[0], s[1]), s[2])

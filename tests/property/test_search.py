@@ -9,53 +9,25 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from offload.errors import DoesNotFitError
-from offload.plan.costs import Workload
-from offload.plan.facts import AdapterSpec, model_facts
-from offload.plan.fit import Needs, with_codec
-from offload.plan.machine import GIB, Machine, Rate, named_machine
-from offload.plan.op import Kind
-from offload.plan.plan import PlanRequest, plan
+from offload.plan.fit import Needs
+from offload.plan.machine.machine import GIB, Machine, Rate, named_machine
+from offload.plan.plan import plan
+from offload.plan.request import PlanRequest, with_codec
+from offload.plan.schedule.op import Kind
 from offload.plan.search import Choice, fastest, search
 from offload.plan.split import SAME_FRAC, WORTH_FRAC
+from tests import builders
+from tests.builders import qwen3_8b
 
-FACTS = model_facts(
-    {
-        "model_type": "qwen3",
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 7,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 32000,
-    }
-)
+FACTS = qwen3_8b(num_hidden_layers=7, vocab_size=32000)
 SEQ_LEN = 512
 
 
 def request(*, micro_batch_size: int, num_sequences: int, is_stashed: bool) -> PlanRequest:
-    micro_batch = Workload(
-        micro_batch_size=micro_batch_size,
-        seq_len=SEQ_LEN,
-        label_tokens=SEQ_LEN * micro_batch_size,
-        head_chunk_tokens=1024,
-        adapter=AdapterSpec(rank=16, targets=("q_proj", "v_proj"), experts=False),
-        optimizer="adamw",
-        dtype_bytes=2,
-        codec="native",
-    )
-    return PlanRequest(
-        typical=micro_batch,
-        largest=micro_batch,
+    return builders.request(
+        builders.workload(micro_batch_size=micro_batch_size, seq_len=SEQ_LEN),
         num_micro_batches=num_sequences // micro_batch_size,
-        num_slots=None,
-        num_kept_graphs=0,
-        vram_budget_bytes=None,
-        num_workers=0,
         is_stashed=is_stashed,
-        is_on_disk=False,
-        num_ranks=1,
-        is_slab_shared=False,
     )
 
 

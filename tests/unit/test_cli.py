@@ -9,7 +9,8 @@ import pytest
 import typer
 
 from finetune import app, exits
-from offload.plan.machine import GIB, named_machine
+from offload.plan.machine.machine import GIB, named_machine
+from tests.tiers import mostly_slow
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,6 +28,7 @@ FLAGS = {
     },
     "fit": {"--vram", "--ram", "--link", "--machine", "--json", "--markdown"},
     "probe": {"--dtype", "--json", "--save"},
+    "doctor": {"--json"},
     "validate": set(),
     "explain": {"--json"},
     "generate": {"--prompt", "--max-new-tokens"},
@@ -108,6 +110,7 @@ def test_a_plan_for_235b_needs_no_torch() -> None:
     assert "235.09 B" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_largest_plan_with_everything_open_is_the_same_again(tmp_path: Path) -> None:
     server = replace(named_machine("h200"), ram_bytes=1024 * GIB, pinned_bytes=1024 * GIB)
     machine = tmp_path / "server.json"
@@ -128,7 +131,7 @@ def test_the_largest_plan_with_everything_open_is_the_same_again(tmp_path: Path)
     assert len(plan["rejected"]) == 3
 
 
-@pytest.mark.parametrize("width", [80, 100, 120])
+@pytest.mark.parametrize("width", mostly_slow([80, 100, 120], 100))
 def test_output_is_as_wide_as_columns_says_and_plain_in_a_pipe(
     width: int, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
@@ -149,6 +152,7 @@ def test_output_is_as_wide_as_columns_says_and_plain_in_a_pipe(
     assert all(row.split()[-1].replace(",", "").isdecimal() for row in rows)
 
 
+@pytest.mark.slow
 def test_what_libraries_say_to_developers_is_not_shown(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -401,7 +405,7 @@ def test_files_beside_a_copied_recipe_are_not_overwritten(tmp_path: Path, capsys
     rows = tmp_path / "quickstart" / "train.jsonl"
     rows.write_text("mine")
     assert run("recipes", "copy", "quickstart", tmp_path / "three.yaml") == 1
-    assert f"{rows} exists; a file is not overwritten" in capsys.readouterr().err
+    assert f"{rows} exists" in capsys.readouterr().err
     assert rows.read_text() == "mine"
     assert not (tmp_path / "three.yaml").exists()
 
@@ -469,7 +473,66 @@ def test_a_probe_in_an_unknown_dtype_is_refused(capsys) -> None:
     assert "hint: `--dtype bfloat16`" in err
 
 
+def test_the_doctor_shows_a_line_for_each_finding_and_fixes_below(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "400")
+    assert run("doctor") == 0
+    out, err = capsys.readouterr()
+    assert err == "Looking at this machine ...\n"
+    rows = [line for line in out.splitlines() if not line.lstrip().startswith("fix: ")]
+    assert {line.split()[0] for line in rows} <= {"ok", "warning"}
+    num_fixes = len(out.splitlines()) - len(rows)
+    assert num_fixes == sum(line.startswith("warning") for line in rows)
+    assert any("versions" in line and "transformers" in line for line in rows)
+
+
 def test_a_world_size_that_is_no_number_is_named(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("WORLD_SIZE", "abc")
     assert run("finetune", "quickstart", f"output.dir={tmp_path / 'run'}") == 1
     assert "error: the environment variable WORLD_SIZE is 'abc'; " in capsys.readouterr().err
+
+
+# What the model is built with: seconds of imports, for which rows and plan need not wait.
+LATE = {"accelerate", "bitsandbytes", "peft", "sympy", "transformers", "triton"}
+LATE |= {"torch._dynamo", "torch._inductor", "datasets"}
+
+
+@pytest.mark.parametrize("module", ["finetune.train", "finetune.training.prepare"])
+def test_a_run_plans_before_it_imports_what_its_model_is_built_with(module: str) -> None:
+    code = f"import sys\nimport {module}\nprint(*sys.modules)\n"
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True)
+    loaded = set(done.stdout.split())
+    assert "torch" in loaded
+    assert not loaded & LATE
+
+
+@pytest.mark.parametrize(
+    ("words", "first_line"),
+    [
+        (["finetune", "quickstart"], "Recipe quickstart, run directory runs/quickstart\n"),
+        (["plan", "quickstart"], "Measuring this machine ...\n"),
+        (["probe"], "Measuring this machine ...\n"),
+    ],
+)
+def test_the_first_line_is_shown_before_torch_is_imported(
+    words: list[str], first_line: str, tmp_path: Path
+) -> None:
+    code = (
+        "import sys\nfrom finetune.app import main\n"
+        "class Refusal:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name in ('torch', 'transformers'):\n"
+        "            print(f'{name} is asked for', file=sys.stderr, flush=True)\n"
+        "            sys.exit(9)\n"
+        f"sys.meta_path.insert(0, Refusal())\nmain({words!r})\n"
+    )
+    env = {"PYTHONPATH": str(ROOT), "PATH": "", "HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 9
+    assert done.stderr.endswith("torch is asked for\n")
+    assert (done.stdout + done.stderr).startswith(first_line)

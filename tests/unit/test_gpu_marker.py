@@ -21,9 +21,15 @@ def test_on_a_cpu():
 
 
 def outcomes(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, *, has_gpu: bool, is_required: bool
+    pytester: pytest.Pytester,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    has_gpu: bool,
+    is_required: bool,
+    is_ci: bool = False,
 ) -> dict[str, int]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setenv("CI", "true" if is_ci else "false")
     monkeypatch.setenv("REQUIRE_GPU", "1" if is_required else "0")
     pytester.makeconftest(CONFTEST.read_text())
     pytester.makeini("[pytest]\nmarkers = gpu: needs a CUDA device")
@@ -58,3 +64,12 @@ def test_a_gpu_test_that_skips_itself_fails_where_a_card_is_required(
 ) -> None:
     found = outcomes(pytester, monkeypatch, has_gpu=True, is_required=True)
     assert found == {"passed": 2, "failed": 1}
+
+
+def test_in_ci_only_a_skip_that_is_expected_is_one(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = outcomes(pytester, monkeypatch, has_gpu=True, is_required=False, is_ci=True)
+    assert found == {"passed": 2, "failed": 1}
+    found = outcomes(pytester, monkeypatch, has_gpu=False, is_required=False, is_ci=True)
+    assert found == {"passed": 1, "skipped": 2}

@@ -1,13 +1,48 @@
-"""Limits that keep the code readable; raise one on purpose or not at all."""
+"""Limits that keep the code readable: met by saying less in one place, never by squeezing lines."""
 
+import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SOURCES = [ROOT / "cli.py", *(ROOT / "finetune").rglob("*.py"), *(ROOT / "offload").rglob("*.py")]
+PACKAGES = (ROOT / "finetune", ROOT / "offload")
+SOURCES = [ROOT / "cli.py", *(file for package in PACKAGES for file in package.rglob("*.py"))]
+FOLDERS = sorted({file.parent for file in SOURCES[1:]})
 MAX_FILE_LINES = 600
+MAX_MODULES = 20
+
+
+def named(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def _parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
 
 
 def test_files_are_ascii_and_not_long() -> None:
-    texts = {str(path.relative_to(ROOT)): path.read_text() for path in SOURCES}
+    texts = {named(path): path.read_text() for path in SOURCES}
     assert [name for name, text in texts.items() if not text.isascii()] == []
     assert [name for name, text in texts.items() if text.count("\n") > MAX_FILE_LINES] == []
+
+
+def test_no_folder_has_many_modules() -> None:
+    counts = {named(folder): len(list(folder.glob("*.py"))) for folder in FOLDERS}
+    assert {name: count for name, count in counts.items() if count > MAX_MODULES + 1} == {}
+
+
+def test_every_folder_says_in_a_sentence_what_belongs_there() -> None:
+    said = {named(folder): ast.get_docstring(_parsed(folder / "__init__.py")) for folder in FOLDERS}
+    sentences = {name: (text or "").partition("\n\n")[0] for name, text in said.items()}
+    assert [name for name, sentence in sentences.items() if not sentence.endswith(".")] == []
+
+
+def test_no_test_module_is_imported_by_another() -> None:
+    imported = {
+        (named(file), node.module)
+        for file in (ROOT / "tests").rglob("*.py")
+        for node in ast.walk(_parsed(file))
+        if isinstance(node, ast.ImportFrom) and node.module
+        if any(part.startswith("test_") for part in node.module.split("."))
+        or (node.module.startswith("tests") and any(a.name.startswith("test_") for a in node.names))
+    }
+    assert imported == set()

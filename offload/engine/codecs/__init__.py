@@ -1,1 +1,1 @@
-"""Codecs: how weights are written down while they wait, and read back for a visit."""
+"""Codecs: how weights are encoded while off the device, and decoded for a visit."""

@@ -4,15 +4,16 @@ import torch
 
 from offload.engine.codecs.layout import check_dtype, is_finite, pieces
 from offload.errors import CodecError
-from offload.plan.codec import CodecName
+from offload.plan.facts.codec import CodecName
 
 
 class Cast:
     """Each weight rounded to nearest, ties to even.
 
-    Error: none where the weights have that dtype. Else, relative, at most 2**-8 in bf16 and 2**-11
-    in fp16, half a unit of 8 and 11 significant bits (IEEE 754-2019, 4.3.1). Below fp16's normal
-    numbers, 2**-14, at most 2**-25 absolute: bf16's weights are exact in fp16 from 2**-17 on.
+    Error: none if the weights already have that dtype. Otherwise the relative error is at most
+    2**-8 in bf16 and 2**-11 in fp16: half a unit of 8 and 11 significant bits (IEEE 754-2019,
+    4.3.1). Below fp16's normal numbers (2**-14) the absolute error is at most 2**-25; bf16 weights
+    are exact in fp16 from 2**-17 on.
 
     Args:
         name: The codec's name.
@@ -29,7 +30,7 @@ class Cast:
         return shape.numel() * self._dtype.itemsize
 
     def workspace_bytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
-        """Return 0: a copy converts on its way."""
+        """Return 0: the copy itself converts."""
         return 0
 
     def encode(self, values: torch.Tensor, encoded: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What the engine asks of a codec."""
+"""The interface of a codec."""
 
 from typing import Protocol
 
@@ -10,13 +10,13 @@ from offload.engine.codecs.int8 import Int8
 from offload.engine.codecs.nf4 import Nf4
 from offload.engine.codecs.packed import Bf16Packed
 from offload.errors import CodecError
-from offload.plan.codec import CodecName
+from offload.plan.facts.codec import CodecName
 
 
 class Codec(Protocol):
-    """Writes a tensor down in fewer bytes, whose number is known from its shape alone.
+    """Encodes a tensor in fewer bytes; the size follows from its shape alone.
 
-    Sizes do not depend on values, because layers are laid out before any weight is read.
+    Sizes do not depend on values because layers are laid out before any weight is read.
     """
 
     name: CodecName
@@ -28,7 +28,7 @@ class Codec(Protocol):
         """Return the device memory that `decode` allocates and frees for one tensor, in bytes."""
 
     def encode(self, values: torch.Tensor, encoded: torch.Tensor) -> None:
-        """Write a tensor down.
+        """Encode a tensor.
 
         Args:
             values: Floating point, any shape.
@@ -39,7 +39,7 @@ class Codec(Protocol):
         """
 
     def decode(self, encoded: torch.Tensor, values: torch.Tensor) -> None:
-        """Read a tensor back, in place, on the current stream; the host does not wait.
+        """Decode a tensor in place, on the current stream; the host does not wait.
 
         Args:
             encoded: As `encode` left it, on the device of `values`.
@@ -48,7 +48,7 @@ class Codec(Protocol):
 
 
 class Native:
-    """The bytes as they are."""
+    """The bytes, unchanged."""
 
     name: CodecName = "native"
 
@@ -83,7 +83,7 @@ _CODECS: dict[CodecName, Codec] = {
 
 
 def codec_named(name: CodecName) -> Codec:
-    """Return the codec of a name.
+    """Return the codec with this name.
 
     Raises:
         CodecError: There is none.

@@ -12,7 +12,7 @@ from offload.engine.codecs.layout import (
     layout_of,
     pieces,
 )
-from offload.plan.codec import FP8_BLOCK, CodecName
+from offload.plan.facts.codec import FP8_BLOCK, CodecName
 
 _E4M3_MAX = 448.0
 _BIAS = 127  # of the scale's exponent, as float32 has it
@@ -21,15 +21,15 @@ _BIAS = 127  # of the scale's exponent, as float32 has it
 class Fp8:
     """e4m3 in flat blocks of 256 weights, each scaled by a power of two, which takes one byte.
 
-    A floating point type keeps its relative error over its range, so a scale only has to put the
-    block's largest weight below e4m3's largest, 448: 18 binades of the block then fit, and neither
-    a finer scale nor a smaller block would be nearer. With a power of two scaling is exact both
-    ways, and every decoded weight is a bf16 number: one rounding in all.
+    A floating point type has the same relative error over its whole range. So a scale only has to
+    bring the block's largest weight below e4m3's maximum, 448: 18 binades of the block then fit,
+    and neither a finer scale nor a smaller block would be more accurate. Scaling by a power of two
+    is exact both ways, and every decoded weight is a bf16 number, so there is only one rounding.
 
-    Error: at most 2**-4 of the weight, half a unit of 4 significant bits, or 2**-17 of the block's
-    largest where that is more: under 2**-6 of the scale e4m3 has a fixed step of 2**-9, and the
-    block's largest is over 224 scales. fp16 rounds what is below its normal numbers once more, by
-    2**-25, and no scale is below 2**-126, which leaves 2**-136.
+    Error: at most 2**-4 of the weight (half a unit of 4 significant bits), or 2**-17 of the
+    block's largest weight if that is more: below 2**-6 of the scale e4m3 has a fixed step of
+    2**-9, and the block's largest weight is over 224 scales. In fp16, values below its normal
+    numbers are rounded once more, by 2**-25. No scale is below 2**-126, which leaves 2**-136.
     Source: OCP 8-bit Floating Point Specification 1.0, table 1.
     """
 
@@ -41,7 +41,7 @@ class Fp8:
         return layout_of(self.name, shape.numel()).num_bytes
 
     def workspace_bytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
-        """Return a piece's scales, and on a host the piece twice in float32 and a table."""
+        """Return a piece's scales; on the CPU also the piece twice in float32, and a table."""
         num_weights = shape.numel()
         on_device = 12 * -(-min(num_weights, DEVICE_PIECE) // FP8_BLOCK)
         return max(on_device, 9 * min(num_weights, HOST_PIECE) + 2048)
@@ -50,7 +50,7 @@ class Fp8:
         """Scale and round.
 
         Raises:
-            CodecError: There are weights that are not finite.
+            CodecError: Some weights are not finite.
         """
         check_dtype(self.name, values.dtype)
         flat = values.detach().reshape(-1)
@@ -81,7 +81,7 @@ class Fp8:
 
 def _widen(quants: torch.Tensor, out: torch.Tensor) -> None:
     """Write e4m3 in a wider dtype."""
-    if out.device.type == "cpu":  # converting one by one takes six times as long there
+    if out.device.type == "cpu":  # elementwise conversion takes six times as long there
         table = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(out.dtype)
         torch.index_select(table, 0, quants.int(), out=out)
     else:

@@ -10,18 +10,18 @@ from offload.engine.codecs.layout import (
     layout_of,
     pieces,
 )
-from offload.plan.codec import INT8_BLOCK, CodecName
+from offload.plan.facts.codec import INT8_BLOCK, CodecName
 
 
 class Int8:
     """bitsandbytes' blockwise 8 bits, in blocks of 256, with its linear map.
 
-    Its default, dynamic, map is made for optimizer states, which span many decades. Weights do
-    not: on normal ones the linear map's error is 0.64 of that map's. The map lies beside the
-    weights, so that nothing leaves the host to decode them.
+    Its default map, the dynamic one, is made for optimizer states, which span many decades.
+    Weights do not: on normally distributed weights the linear map's error is 0.64 of the dynamic
+    map's. The map is stored with the weights, so decoding needs no other copy from the host.
 
-    Error: at most 1/250 of the block's largest weight, and the rounding of the weights' dtype.
-    Half of the map's step is 1/254; bitsandbytes' search on a CPU goes past it by 0.4 %.
+    Error: at most 1/250 of the block's largest weight, plus the rounding of the weights' dtype.
+    Half of the map's step is 1/254; bitsandbytes' search on a CPU exceeds it by 0.4 %.
     Source: bitsandbytes 0.50 functional.py, create_linear_map, quantize_blockwise.
     """
 
@@ -33,14 +33,14 @@ class Int8:
         return layout_of(self.name, shape.numel()).num_bytes
 
     def workspace_bytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
-        """Return a piece on a host; on a device the kernel writes in place."""
+        """Return one piece on the CPU; on a GPU the kernel writes in place, so 0."""
         return min(shape.numel(), HOST_PIECE) * dtype.itemsize
 
     def encode(self, values: torch.Tensor, encoded: torch.Tensor) -> None:
         """Quantise, on a device's default stream.
 
         Raises:
-            CodecError: There are weights that are not finite.
+            CodecError: Some weights are not finite.
         """
         from bitsandbytes.functional import create_linear_map
 
@@ -74,6 +74,6 @@ class Int8:
 
 
 def check_stream(values: torch.Tensor) -> None:
-    """Assert that what bitsandbytes quantises is in order with it: it takes the default stream."""
+    """Assert that the default stream is current: bitsandbytes quantises on that one."""
     if values.is_cuda:
         assert torch.cuda.current_stream(values.device) == torch.cuda.default_stream(values.device)

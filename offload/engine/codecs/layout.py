@@ -1,4 +1,4 @@
-"""What the codecs share: where parts lie, which pieces are worked on at once, what is refused."""
+"""What the codecs share: offsets of parts, the pieces processed at once, and input checks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,11 +7,11 @@ from itertools import accumulate
 import torch
 
 from offload.errors import CodecError
-from offload.plan.codec import CodecName, aligned, part_bytes
+from offload.plan.facts.codec import CodecName, aligned, part_bytes
 
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HOST_PIECE = 2**20  # weights: temporaries of a few MB, and enough work for the cores
-DEVICE_PIECE = 2**26  # weights: launches cost nothing beside the work
+DEVICE_PIECE = 2**26  # weights: launch overhead is negligible at this size
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Layout:
 
     @property
     def num_bytes(self) -> int:
-        """The size of all parts and of what lies between them."""
+        """The size of all parts, padding between them included."""
         return sum(map(aligned, self.sizes))
 
     def split(self, encoded: torch.Tensor) -> list[torch.Tensor]:
@@ -39,7 +39,7 @@ class Layout:
         ]
 
     def split_to_write(self, encoded: torch.Tensor) -> list[torch.Tensor]:
-        """Return the parts, and write zeros between them: equal weights, equal bytes."""
+        """Return the parts and zero the padding, so that equal weights give equal bytes."""
         start = 0
         for size in self.sizes:
             encoded[start + size : start + aligned(size)].zero_()
@@ -53,9 +53,9 @@ def layout_of(codec: CodecName, num_weights: int) -> Layout:
 
 
 def pieces(num_weights: int, device: torch.device) -> Iterator[slice]:
-    """Yield the ranges of weights that are worked on at once; all but the last are even and full.
+    """Yield the ranges of weights processed at once; all but the last are even and full.
 
-    A piece holds whole blocks of every codec, those of nf4's scales included.
+    A piece holds whole blocks of every codec, including the blocks of nf4's scales.
     """
     size = HOST_PIECE if device.type == "cpu" else DEVICE_PIECE
     for start in range(0, num_weights, size):
@@ -63,7 +63,7 @@ def pieces(num_weights: int, device: torch.device) -> Iterator[slice]:
 
 
 def blocks(piece: slice, block: int) -> Iterator[tuple[slice, tuple[int, int]]]:
-    """Yield a piece's full blocks and then its last, shorter one: the range and its 2-D shape."""
+    """Yield a piece's full blocks, then its shorter last block: the range and its 2-D shape."""
     full = (piece.stop - piece.start) // block
     middle = piece.start + full * block
     if full:
@@ -73,17 +73,17 @@ def blocks(piece: slice, block: int) -> Iterator[tuple[slice, tuple[int, int]]]:
 
 
 def blocks_of(weights: slice, block: int) -> slice:
-    """Return the range of blocks that hold a range of weights, which begins with a block."""
+    """Return the range of blocks that hold a range of weights that starts on a block."""
     return slice(weights.start // block, -(-weights.stop // block))
 
 
 def check_dtype(
     codec: CodecName, dtype: torch.dtype, allowed: tuple[torch.dtype, ...] = WEIGHT_DTYPES
 ) -> None:
-    """Refuse weights that a codec does not write.
+    """Refuse weights whose dtype a codec does not support.
 
     Raises:
-        CodecError: The dtype is none of `allowed`.
+        CodecError: The dtype is not in `allowed`.
     """
     if dtype not in allowed:
         raise CodecError(
@@ -99,14 +99,14 @@ def is_finite(values: torch.Tensor) -> bool:
 
 
 def check_finite(codec: CodecName, values: torch.Tensor) -> None:
-    """Refuse weights with which a block, or all of a tensor, would be lost; the host waits.
+    """Refuse non-finite weights, which would spoil a block or the whole tensor; the host waits.
 
     Args:
-        codec: Who asks.
+        codec: The codec in use, for the message.
         values: (N,).
 
     Raises:
-        CodecError: There are values that are not finite.
+        CodecError: Some values are not finite.
     """
     if is_finite(values):
         return
@@ -116,5 +116,5 @@ def check_finite(codec: CodecName, values: torch.Tensor) -> None:
     raise CodecError(
         f"{count} of {len(values)} weights are not finite",
         limit=f"{codec} scales a block by its largest weight, so all have to be finite",
-        hint='mend the checkpoint, or keep its bits with `codec="native"`',
+        hint='fix the checkpoint, or keep its bits with `codec="native"`',
     )

@@ -12,32 +12,32 @@ from offload.engine.codecs.layout import (
     layout_of,
     pieces,
 )
-from offload.plan.codec import NF4_BLOCK, NF4_NESTED_BLOCK, CodecName
+from offload.plan.facts.codec import NF4_BLOCK, NF4_NESTED_BLOCK, CodecName
 
 
 class Nf4:
-    """4 bits in blocks of 64; their scales, less their mean, in 8 bits in blocks of 256.
+    """4 bits in blocks of 64; their scales, minus their mean, in 8 bits in blocks of 256.
 
     The bytes are those of `quantize_4bit(compress_statistics=True, quant_type="nf4")` of the whole
-    tensor on the same device: blocks are apart, so weights are quantised piece by piece, and only
-    the scales, a sixteenth of a float32 for each weight, are held for the mean of them all.
+    tensor on the same device. Blocks are independent, so weights are quantised piece by piece;
+    only the scales (half a bit per weight) are held until their overall mean is known.
 
-    Error of a weight: at most 0.152 of its block's largest, half of the widest gap between
-    the 16 values (-1 and -0.696), and the error of the scale: 1/125 of the largest difference
-    between a scale and their mean among 256 of them (half of the dynamic map's widest step is
-    1/142, and a CPU's search goes past it), and the rounding of the weights' dtype.
+    Error of a weight: at most 0.152 of its block's largest weight (half of the widest gap between
+    the 16 values, -1 and -0.696), plus the error of the scale (1/125 of the largest difference
+    between a scale and the mean among 256 scales: half of the dynamic map's widest step is 1/142,
+    and the search on a CPU exceeds it), plus the rounding of the weights' dtype.
     Source: arXiv:2305.14314, section 3 and appendix E; bitsandbytes 0.50 functional.py.
     """
 
     name: CodecName = "nf4"
 
     def num_bytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
-        """Return half a byte for each weight, one for each block, and what scales those."""
+        """Return half a byte for each weight, one for each block, and the scales of those."""
         check_dtype(self.name, dtype)
         return layout_of(self.name, shape.numel()).num_bytes
 
     def workspace_bytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
-        """Return a piece's scales in float32, and on a host the piece."""
+        """Return a piece's scales in float32; on the CPU also the piece."""
         num_weights = shape.numel()
         host = min(num_weights, HOST_PIECE)
         on_host = (host + 1) * dtype.itemsize + 4 * -(-host // NF4_BLOCK)
@@ -47,7 +47,7 @@ class Nf4:
         """Quantise weights, then their scales, on a device's default stream.
 
         Raises:
-            CodecError: There are weights that are not finite.
+            CodecError: Some weights are not finite.
         """
         from bitsandbytes.functional import create_dynamic_map
 
@@ -91,14 +91,14 @@ class Nf4:
                 torch.float32,
             )
             _decode_piece(packed[blocks_of(piece, 2)], absmax.add_(mean), flat[piece])
-            del absmax  # or it would stand beside the next one
+            del absmax  # so that two are never allocated at once
 
 
 def _quantize(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what bitsandbytes makes of weights (N,): pairs of codes, and the scales of blocks.
+    """Return bitsandbytes' result for weights (N,): pairs of codes, and the scales of blocks.
 
-    On a host bitsandbytes searches the values for each weight, which is three times slower than to
-    count, for all weights at a time, the midpoints below; a block that is not full is left to it.
+    On a CPU bitsandbytes searches the 16 values for each weight. Counting the midpoints below, for
+    all weights at once, is three times faster. A partial block is left to bitsandbytes.
     """
     from bitsandbytes.functional import get_4bit_type
 
@@ -119,7 +119,7 @@ def _quantize(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _decode_piece(packed: torch.Tensor, absmax: torch.Tensor, out: torch.Tensor) -> None:
     operator, given = torch.ops.bitsandbytes.dequantize_4bit, (packed, absmax, NF4_BLOCK, "nf4")
-    if out.device.type == "cpu":  # nothing there writes in place, or an odd number fast
+    if out.device.type == "cpu":  # no kernel there writes in place, or is fast for odd sizes
         even = (out.numel() + 1) // 2 * 2
         out.copy_(operator.default(*given, (even,), out.dtype).view(-1)[: out.numel()])
     else:

@@ -1,25 +1,25 @@
-"""bf16 weights in three quarters of their bytes, none of their bits lost.
+"""bf16 weights in three quarters of their bytes, without loss.
 
-Of a bf16 weight's 16 bits, sign and mantissa are noise, and the 8 of the exponent are not: trained
-weights have nearly all of their exponents within a dozen of each other. So:
+Of a bf16 weight's 16 bits, sign and mantissa are noise. The 8 bits of the exponent are not: nearly
+all exponents of trained weights are within a dozen of each other. So:
 
     low        uint8 (N,)         sign and 7 bits of mantissa
     codes      uint8 (N/2,)       4 bits for the exponent
-    tops       uint8 (N/256,)     the top of the 14 exponents that a block of 256 can tell
-    positions  int32 (K,)         the weights that no code tells, ...
-    escaped    bf16 (K,)          ... and what they are
+    tops       uint8 (N/256,)     the top of the 14 exponents that a block of 256 can encode
+    positions  int32 (K,)         the weights that no code represents, ...
+    escaped    bf16 (K,)          ... and their values
 
 A code is 0 for zeros and denormals (exponent 0: low has the rest), 1 to 14 for a block's top
-exponent and the 13 below, and 15 for an escape. The top is the largest finite exponent, or, where
-that leaves out many, the one that leaves out fewest. A byte of codes holds weight j of a block and
-weight j + 128, so that either half of it is written as a run.
+exponent and the 13 below it, and 15 for an escape. The top is the largest finite exponent, or, if
+that leaves out many weights, the one that leaves out fewest. A byte of codes holds weights j and
+j + 128 of a block, so that each half of the block is written contiguously.
 
-The number of bytes is known from the shape, so there is room for K escapes, one in 256 weights
-and 64 more, and a tensor with more than that is refused. Unused room repeats weight 0. Found in
-normal weights: one in 4800; Laplace: one in 1900; Student's t with 3 degrees: one in 1400; normal
-with columns whose scales are log-normal with sigma 1: one in 400.
+The size must follow from the shape, so there is room for K escapes: one in 256 weights, plus 64. A
+tensor with more is refused. Unused entries repeat weight 0. Measured escape rates: normal weights,
+one in 4800; Laplace, one in 1900; Student's t with 3 degrees of freedom, one in 1400; normal with
+columns whose scales are log-normal with sigma 1, one in 400.
 
-Rejected: one exponent range for the tensor (blocks of zeros, rows of another scale), Huffman codes
+Rejected: one exponent range per tensor (blocks of zeros, rows of another scale), Huffman codes
 (0.66 of the bytes, but sizes depend on values, and decoding is serial).
 """
 
@@ -32,18 +32,18 @@ import torch.nn.functional as F
 
 from offload.engine.codecs.layout import blocks, blocks_of, check_dtype, layout_of
 from offload.errors import CodecError
-from offload.plan.codec import PACKED_BLOCK, PACKED_FAR, CodecName
+from offload.plan.facts.codec import PACKED_BLOCK, PACKED_FAR, CodecName
 
 _NUM_CODES = 14
 _ESCAPE = 15
-_FEW = 4  # escapes of a block that is not looked at twice
+_FEW = 4  # escapes in a block for which no better top is searched
 _HALF = PACKED_BLOCK // 2
 _SIGN_AND_MANTISSA = -0x7F81  # 0x807f as an int16
 _PIECE = 2**20  # weights: half a dozen temporaries of a few MB
 
 
 class Bf16Packed:
-    """bf16, bit for bit, in 12 bits and a little (see above)."""
+    """bf16, bit for bit, in slightly more than 12 bits (see above)."""
 
     name: CodecName = "bf16_packed"
 
@@ -60,7 +60,7 @@ class Bf16Packed:
         """Pack.
 
         Raises:
-            CodecError: More weights than there is room for lie outside of their block's range.
+            CodecError: More weights are outside of their block's range than there is room for.
         """
         check_dtype(self.name, values.dtype, (torch.bfloat16,))
         flat = values.detach().reshape(-1).view(torch.int16)
@@ -88,7 +88,7 @@ class Bf16Packed:
             escaped.copy_(flat[positions])
 
     def decode(self, encoded: torch.Tensor, values: torch.Tensor) -> None:
-        """Unpack, then write the escaped weights over what their codes gave."""
+        """Unpack, then overwrite the escaped weights."""
         flat = values.view(-1).view(torch.int16)
         low, codes, tops, at, bits = split(encoded, flat.numel())
         if flat.is_cuda and _has_triton():
@@ -137,13 +137,13 @@ def _codes(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     tops = (exponents * (exponents != 0xFF)).amax(1).clamp_(min=_NUM_CODES)
     crowded = ((tops[:, None] - exponents >= _NUM_CODES) & (exponents != 0)).sum(1) > _FEW
     tops[crowded] = _best_tops(exponents[crowded])
-    # from 14 up, what is over a top wraps around to 15 or more, and so is an escape as well
+    # from 14 up, an exponent above the top wraps around to 15 or more: also an escape
     codes = (tops[:, None] - exponents).clamp_(max=_NUM_CODES).add_(1)
     return codes.mul_(exponents != 0), tops
 
 
 def _best_tops(exponents: torch.Tensor) -> torch.Tensor:
-    """Return the top of the 14 exponents that hold most of each block."""
+    """Return the top of the 14 exponents that cover most of each block."""
     ordered = exponents.int().sort(1).values
     first = torch.searchsorted(ordered, (ordered - _NUM_CODES + 1).clamp_(min=1))
     in_reach = torch.arange(1, PACKED_BLOCK + 1, device=first.device) - first
@@ -152,7 +152,7 @@ def _best_tops(exponents: torch.Tensor) -> torch.Tensor:
 
 
 def _exponents(codes: torch.Tensor, tops: torch.Tensor) -> torch.Tensor:
-    """Return the exponents that codes tell: 0 for code 0, and of no meaning for an escape."""
+    """Return the exponents that codes represent: 0 for code 0, undefined for an escape."""
     both = codes.new_empty((len(codes), 2, _HALF))
     torch.bitwise_and(codes, 0xF, out=both[:, 0])
     torch.bitwise_right_shift(codes, 4, out=both[:, 1])

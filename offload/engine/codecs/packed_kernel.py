@@ -1,14 +1,14 @@
-"""Unpacking bf16 in one pass over its bytes (see packed.py for the form).
+"""Unpacking bf16 in one pass over its bytes (see packed.py for the format).
 
-Torch's operators take ten passes. A program here reads a few blocks' codes once and writes both
-halves of each block; the escaped weights follow in a launch of their own, on the same stream.
+With torch's operators it takes ten passes. A program here reads a few blocks' codes once and writes
+both halves of each block; a second launch on the same stream writes the escaped weights.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from offload.plan.codec import PACKED_BLOCK
+from offload.plan.facts.codec import PACKED_BLOCK
 
 _ROWS = 8  # blocks of a program
 _ESCAPES = 1024  # of a program
@@ -46,7 +46,7 @@ def unpack(
 def unpack_blocks(
     low, codes, tops, out, num_weights, num_blocks, ROWS: tl.constexpr, HALF: tl.constexpr
 ):
-    """Write ROWS blocks; what their escapes become is of no meaning."""
+    """Write ROWS blocks; the values written for escapes are undefined."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, HALF)[None, :]
     code_pair = tl.load(codes + row * HALF + column, mask=row < num_blocks, other=0).to(tl.int32)
@@ -63,7 +63,7 @@ def unpack_blocks(
 
 @triton.jit
 def write_escaped(positions, escaped, out, room, SIZE: tl.constexpr):
-    """Write the weights that no code tells; unused room holds weight 0 as it is."""
+    """Write the weights that no code represents; unused entries repeat weight 0."""
     index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     position = tl.load(positions + index, mask=index < room, other=0).to(tl.int64)
     tl.store(

@@ -1,1 +1,1 @@
-"""Adapters on fused experts, computed beside the frozen products and never merged into them."""
+"""Adapters on fused experts, computed alongside the frozen products and never merged."""

@@ -1,4 +1,4 @@
-"""A low-rank branch beside the matrices of one projection of all experts.
+"""A low-rank branch alongside the matrices of one projection, for all experts.
 
 E experts, K features in, N out, R rank.
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from offload.plan.expert_memory import ROW_BYTES
+from offload.plan.memory.experts import ROW_BYTES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -17,8 +17,8 @@ class Branch:
     """The adapter of one projection of all experts: scaling * (x A) B.
 
     Attributes:
-        a_ERK: A of each expert, as a linear layer holds it.
-        b_ERN: B of each expert, the other way round.
+        a_ERK: A of each expert, laid out as in a linear layer.
+        b_ERN: B of each expert, transposed.
         scaling: One number, or one per rank (R,).
     """
 
@@ -39,7 +39,7 @@ class Branch:
         )
 
     def cast(self, dtype: torch.dtype) -> "Branch":
-        """Return it in a dtype and laid out for products."""
+        """Return it in a dtype, with a layout for products."""
         scaling = self.scaling
         return Branch(
             a_ERK=self.a_ERK.to(dtype, memory_format=torch.contiguous_format).contiguous(),
@@ -48,7 +48,7 @@ class Branch:
         )
 
     def fit(self, dtype: torch.dtype) -> "Branch":
-        """Return it in a dtype and laid out for products, its rank filled up to a whole row."""
+        """Return it in a dtype, with a layout for products, its rank padded to a whole row."""
         cast = self.cast(dtype)
         missing = -cast.a_ERK.shape[1] % (ROW_BYTES // dtype.itemsize)
         if not missing:

@@ -1,12 +1,14 @@
 """Frozen experts and their branches in a few Triton programs (see kernels.py).
 
-Layout of the backward. Kept are, beside the inputs, what the gate saw, 2 F numbers a row, and R per
-branch. The activation is computed again where its gradient is, which then is the gradient of what
-the gate saw, without ever being written itself.
+Layout of the backward. In addition to its inputs, the forward saves the gate's inputs (2 F numbers
+per row) and R numbers per row and branch. The backward recomputes the activation in the tile that
+holds its gradient and turns that into the gradient of the gate's inputs there, so the activation's
+gradient is never written to memory.
 
-A branch is two products. The first, rows to rank, reads rows once at the speed of memory: as part
-of each tile it would be done again for each block of columns, an eighth more arithmetic. The second
-is a step of the tile's sum, where it rounds with the frozen product and not by itself.
+A branch is two products. The first, rows to rank, is a separate pass that reads the rows once, at
+memory speed: inside each tile it would be repeated for each block of columns, an eighth more
+arithmetic. The second is one more step of the tile's sum, so it is rounded together with the frozen
+product and not separately.
 """
 
 import math
@@ -17,12 +19,12 @@ from typing import Any
 
 import torch
 
-from offload.engine.experts.blocks import Blocks, blocks_for
 from offload.engine.experts.branch import Branch
 from offload.engine.experts.gates import Gate, gate_of
 from offload.engine.experts.interface import reason_outside
 from offload.engine.experts.launcher import Launcher
 from offload.engine.experts.routing import Routing
+from offload.engine.experts.tiles import Blocks, blocks_for
 from offload.errors import UnsupportedModelError
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -30,7 +32,7 @@ MIN_CAPABILITY = (8, 0)
 
 
 def reason_against(experts: Any, device: torch.device) -> str | None:
-    """Tell why a module's experts cannot be computed on a device; None where they can."""
+    """Return why a module's experts cannot be computed on a device; None if they can."""
     what = _reason_in(experts)
     if what is not None:
         return f"{type(experts).__name__} {what}"
@@ -69,7 +71,7 @@ def compute(
         weight_TC: Routing weights.
 
     Raises:
-        UnsupportedModelError: A gate that no kernel has, or weights that train.
+        UnsupportedModelError: The gate has no kernel, or the experts' weights train.
     """
     what = _reason_in(experts)
     if what is None and any(parameter.requires_grad for parameter in experts.parameters()):
@@ -112,7 +114,7 @@ def compute(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Form:
-    """What a step through the experts is, but for its tensors."""
+    """The settings of a pass through the experts, without its tensors."""
 
     routing: Routing
     gate: Gate

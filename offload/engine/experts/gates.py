@@ -1,4 +1,4 @@
-"""Gates: how what the projection up gives becomes an activation, told by what a model computes."""
+"""Gates: the activation after the up projection, identified by what a model computes."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -14,11 +14,11 @@ GATE_NAMES = get_args(GateName)  # in the order of the kernels' numbers
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gate:
-    """How what the projection up gives becomes an activation.
+    """How the up projection's output becomes an activation.
 
     Attributes:
         name: See kernels.gate_parts.
-        is_interleaved: Whether gates and what they gate alternate, or come one behind the other.
+        is_interleaved: Whether gate and up columns alternate, or all gates come first.
         alpha: Of clamped_swiglu.
         limit: Of clamped_swiglu.
     """
@@ -29,7 +29,7 @@ class Gate:
     limit: float = 0.0
 
     def __call__(self, both_SF: torch.Tensor) -> torch.Tensor:
-        """Compute it by torch."""
+        """Compute it with torch."""
         if self.is_interleaved:
             gate, up = both_SF[..., ::2], both_SF[..., 1::2]
         else:
@@ -46,9 +46,9 @@ GATES: WeakKeyDictionary[nn.Module, Gate | None] = WeakKeyDictionary()
 
 
 def gate_of(experts: Any) -> Gate | None:
-    """Return the gate of a module of experts, told by what it computes; None if it is another.
+    """Return the gate of a module of experts, found by its results; None if it is unknown.
 
-    By names there would be as many cases as models.
+    Matching names would need a case for each model.
     """
     if experts not in GATES:
         GATES[experts] = _find_gate(experts) if experts.has_gate else None

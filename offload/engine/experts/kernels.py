@@ -1,19 +1,19 @@
 """Products of rows with their own expert's matrix, as Triton programs.
 
-Problem. Before Hopper torch multiplies one expert after another, and waits for the device to tell
+Problem. Before Hopper torch computes one expert after another, and waits for the device to report
 how many rows each has: some hundred launches and a wait per projection.
 
-Idea. Rows are sorted by expert, and end_E says where each expert's end. Each program makes one tile
-of the result, for one expert. How many tiles there are is known on the device alone, but no column
-has more than ceil(S / BLOCK_M) + E of them: so many programs are started, each counts which
-expert its tile is of, and those behind the last tile end at once.
+Idea. Rows are sorted by expert, and end_E holds the end of each expert's rows. Each program
+computes one tile of the result, for one expert. The number of tiles is known on the device alone,
+but no column has more than ceil(S / BLOCK_M) + E of them. So that many programs are started; each
+works out which expert its tile belongs to, and those after the last tile exit at once.
 
-What touches every row is done in its tile: taking it from its token, the branch (one more step of
-the sum), bias, gate and routing weight, and the way back through them. Only rows that are
-added up over a token's choices are written first, each to its choice's place, and summed later:
-atomic sums would not come out alike twice.
+All work per row is fused into its tile: gathering it from its token, the branch (one more step of
+the sum), bias, gate and routing weight, and their backward. Only rows that are summed over a
+token's choices are written first, each to its choice's place, and summed later: atomic adds would
+not be reproducible.
 
-Sums are fp32 whatever the rows are, and fp32 rows are not rounded to TF32.
+Sums are fp32 whatever the dtype of the rows, and fp32 rows are not rounded to TF32.
 
 Letters: T tokens, C choices per token, S = T * C rows, E experts, K features in, N out, F width of
 an expert, R rank.
@@ -30,10 +30,10 @@ SILU, CLAMPED_SWIGLU, GELU_TANH = tl.constexpr(0), tl.constexpr(1), tl.constexpr
 
 @triton.jit
 def find_tile(end_E, num_experts, num_columns, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return this program's expert, first row, row behind the expert's last, and column block.
+    """Return this program's expert, first row, end of the expert's rows, and column block.
 
-    Neighbours share up to 8 tiles of rows and then a block of columns, so that most of what
-    they read comes from the L2 cache. A program too many gets an expert that is not there.
+    Neighbouring programs share up to 8 tiles of rows and then a block of columns, so that most of
+    their reads hit the L2 cache. A surplus program gets an expert index that does not exist.
     """
     index = tl.arange(0, EXPERTS)
     end = tl.load(end_E + index, mask=index < num_experts, other=0)
@@ -54,8 +54,8 @@ def find_tile(end_E, num_experts, num_columns, EXPERTS: tl.constexpr, BLOCK_M: t
 
 @triton.jit
 def rounded(x, place):
-    """Return fp32 values in the type of a place, to the nearest, ties to even."""
-    if IS_INTERPRETED and place.dtype.element_ty == tl.bfloat16:  # there .to() cuts bits off
+    """Return fp32 values in a pointer's element type, rounded to nearest, ties to even."""
+    if IS_INTERPRETED and place.dtype.element_ty == tl.bfloat16:  # there .to() truncates
         bits = x.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
         x = bits.to(tl.float32, bitcast=True)
@@ -65,7 +65,7 @@ def rounded(x, place):
 @triton.jit
 def add_dot(acc, left, right):
     """Return acc + left @ right, summed in fp32."""
-    if IS_INTERPRETED:  # there tl.dot takes the bits of bf16 for whole numbers
+    if IS_INTERPRETED:  # there tl.dot reads the bits of bf16 as integers
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, acc, input_precision="ieee")
 
@@ -80,7 +80,7 @@ def add_product(
     IS_EVEN: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Add rows @ columns over K; all of both must be there, so what is too much repeats others."""
+    """Add rows @ columns over K; pointers must be valid, so surplus rows and columns repeat."""
     k = tl.arange(0, BLOCK_K)
     for start in range(0, num_k, BLOCK_K):
         if IS_EVEN:
@@ -96,10 +96,10 @@ def add_product(
 
 @triton.jit
 def gate_parts(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, GATE: tl.constexpr):
-    """Return a gated activation, and its derivatives by the gate and by what is gated.
+    """Return a gated activation, and its derivatives by gate and up.
 
-    SILU is g sigmoid(g) u. CLAMPED_SWIGLU, of gpt_oss, is g sigmoid(ALPHA g) (u + 1), g at most
-    LIMIT and u within it. GELU_TANH is gelu by its tanh form, times u.
+    SILU is g sigmoid(g) u. CLAMPED_SWIGLU, of gpt_oss, is g sigmoid(ALPHA g) (u + 1), g clamped to
+    at most LIMIT and u to +-LIMIT. GELU_TANH is gelu in its tanh form, times u.
     """
     if GATE == SILU:
         share = tl.sigmoid(gate)
@@ -151,7 +151,7 @@ def multiply(
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Write rows @ their expert's matrix, and low @ its factor beside it."""
+    """Write rows @ their expert's matrix + low @ its factor."""
     num_columns = (num_n + BLOCK_N - 1) // BLOCK_N
     expert, first, end, column = find_tile(end_E, num_experts, num_columns, EXPERTS, BLOCK_M)
     if expert >= num_experts:
@@ -215,7 +215,7 @@ def activate(
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Write what enters the projection down, routing weights included, and what was gated."""
+    """Write the down projection's input, routing weights included, and the gate's inputs."""
     num_columns = (width + BLOCK_N // 2 - 1) // (BLOCK_N // 2)
     expert, first, end, column = find_tile(end_E, num_experts, num_columns, EXPERTS, BLOCK_M)
     if expert >= num_experts:
@@ -224,7 +224,7 @@ def activate(
     row = first + tl.arange(0, BLOCK_M)
     is_row = row < end
     row = tl.minimum(row, end - 1).to(tl.int64)
-    # Columns of the tile alternate, a gate and what it gates, whatever the order of the matrix.
+    # Gate and up columns alternate in the tile, whatever their order in the matrix.
     n = tl.arange(0, BLOCK_N)
     if IS_INTERLEAVED:
         there = (column * BLOCK_N + n) % (2 * width)
@@ -262,14 +262,14 @@ def activate(
 @triton.jit
 def activate_backward(
     gradient,  # (T, K), of the result
-    matrices,  # (E, K, F), any strides: down, the other way round
+    matrices,  # (E, K, F), any strides: down, transposed
     low,  # (S, R)
     factors,  # (E, R, F)
     weights,  # (T * C,)
     gates,  # (S, 2 F)
     of_gates,  # (S, 2 F), in the order of the matrix up
     of_weights,  # (S, column blocks), fp32, to be summed
-    out,  # (S, F), what entered the projection down
+    out,  # (S, F), the down projection's input
     token_S,
     choice_S,
     end_E,
@@ -293,7 +293,7 @@ def activate_backward(
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Write the gradient of what was gated, shares of the routing weights', and the input again."""
+    """Write gradients of the gate's inputs, shares of routing weights', and the input again."""
     num_columns = (width + BLOCK_N - 1) // BLOCK_N
     expert, first, end, column = find_tile(end_E, num_experts, num_columns, EXPERTS, BLOCK_M)
     if expert >= num_experts:
@@ -322,7 +322,7 @@ def activate_backward(
     gate = tl.load(place, is_there, other=0.0).to(tl.float32)
     up = tl.load(place + width, is_there, other=0.0).to(tl.float32)
     active, by_gate, by_up = gate_parts(gate, up, ALPHA, LIMIT, GATE)
-    share = tl.sum(acc * active, 1)  # what is not there is zero: every gate is, at zeros
+    share = tl.sum(acc * active, 1)  # masked values are zero: every gate is zero at zero
     tl.store(of_weights + row * num_columns + column, share, is_row)
     weight = tl.load(weights + tl.load(choice_S + row)).to(tl.float32)[:, None]
     if IS_AGAIN:
@@ -331,7 +331,7 @@ def activate_backward(
     acc *= weight
     by_gate = rounded(acc * by_gate, of_gates)
     by_up = rounded(acc * by_up, of_gates)
-    if IS_INTERLEAVED:  # side by side: stores of single values would be as many, and spill
+    if IS_INTERLEAVED:  # stored in pairs: single-value stores are twice as many, and spill
         both = tl.reshape(tl.join(by_gate, by_up), (BLOCK_M, 2 * BLOCK_N))
         n = column * 2 * BLOCK_N + tl.arange(0, 2 * BLOCK_N)
         is_there = is_row[:, None] & (n < 2 * width)[None, :]

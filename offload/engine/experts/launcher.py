@@ -1,4 +1,4 @@
-"""Starts the kernels for one routing: sizes, tiles and what they write to.
+"""Launches the kernels for one routing: sizes, tiles and output buffers.
 
 The letters are those of kernels.py.
 """
@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 
-from offload.engine.experts.blocks import Blocks
 from offload.engine.experts.branch import Branch
 from offload.engine.experts.gates import GATE_NAMES, Gate
 from offload.engine.experts.routing import Routing
+from offload.engine.experts.tiles import Blocks
 
 MIN_DOT, MAX_RANK_BLOCK = 16, 64
-LowPair = tuple[Any, Any]  # rows of a rank and what they are multiplied by, or nothing
+LowPair = tuple[Any, Any]  # rows of a rank and their second factor, or nothing
 
 
 class Launcher:
-    """Starts the programs on the current stream; the host waits for nothing."""
+    """Launches the kernels on the current stream; the host waits for nothing."""
 
     def __init__(self, routing: Routing, gate: Gate, blocks: Blocks) -> None:
         # Not every machine has Triton.
@@ -63,7 +63,7 @@ class Launcher:
         *,
         is_kept: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return what goes into the projection down (S, F), and what the gate saw (S, 2 F)."""
+        """Return the down projection's input (S, F), and the gate's inputs (S, 2 F)."""
         width = matrices_EDF.shape[2] // 2
         out_SF = hidden_TD.new_empty(self._num_rows, width)
         gates_SF = hidden_TD.new_empty(self._num_rows, 2 * width) if is_kept else None
@@ -94,7 +94,7 @@ class Launcher:
         *,
         is_again: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """Return the gradients of what the gate saw and of routing weights, and what went down."""
+        """Return gradients of gate inputs and routing weights, and the down projection's input."""
         width, blocks = matrices_EDF.shape[2], self._blocks.backward
         of_gates_SF = torch.empty_like(gates_SF)
         inner_SF = grad_TD.new_empty(self._num_rows, width) if is_again else None
@@ -170,7 +170,7 @@ class Launcher:
         return out_SN
 
     def _product(self, matrices_EKN: torch.Tensor, low: LowPair) -> dict[str, object]:
-        """Return the arguments of a frozen product with a branch beside it."""
+        """Return the arguments of a frozen product with its branch."""
         low_SR, factors_ERN = low
         stride_e, stride_k, stride_n = matrices_EKN.stride()
         num_k, rank = matrices_EKN.shape[1], 0 if low_SR is None else low_SR.shape[1]
@@ -212,7 +212,7 @@ class Launcher:
             BLOCK_K=blocks.k,
             num_warps=blocks.num_warps,
             num_stages=blocks.num_stages,
-            enable_fp_fusion=True,  # said, as Triton 3.10 changes the default
+            enable_fp_fusion=True,  # explicit because Triton 3.10 changes the default
             **arguments,
         )
 
@@ -222,5 +222,5 @@ def _power_of_2(number: int) -> int:
 
 
 def _rank_block(rank: int) -> int:
-    """Return how much of a rank is summed at a time: tensor cores take 16 at least."""
+    """Return how much of a rank is summed at a time: tensor cores need at least 16."""
     return min(max(MIN_DOT, _power_of_2(rank)), MAX_RANK_BLOCK)

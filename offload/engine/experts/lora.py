@@ -1,22 +1,22 @@
-"""Fused experts with low-rank branches beside their matrices, which are never merged.
+"""Fused experts with low-rank branches alongside their matrices, never merged into them.
 
 Problem. peft adapts fused experts (`target_parameters`) by building W + s * B A of *all* experts in
 each forward, and a gradient as large in each backward: for Qwen3-30B-A3B 1.2 GB per layer and pass,
 whatever the number of tokens.
 
-Idea. A row that is sent to expert e needs x W_e + s * (x A_e) B_e: R more numbers per row are to
-be computed and kept. Rows are sorted by expert once, and every product runs over slices of them.
-transformers' experts interface hands the module and its routing to a registered function. Here it
-is handed the branches too, as one more keyword: any other implementation fails on that, so none
-can leave the adapter out in silence.
+Idea. A row that is routed to expert e needs x W_e + s * (x A_e) B_e: R more numbers per row are
+computed and saved. Rows are sorted by expert once, and every product runs over slices of them.
+transformers' experts interface passes the module and its routing to a registered function. Here
+the branches are passed too, as one more keyword. Any other implementation fails on that keyword,
+so none can silently leave the adapter out.
 
-Layout of the backward. Kept are the hidden states as they came in, not the S rows made of them
-(they are gathered again), the activation between the two products, and S x R numbers per branch.
-The routing weights are multiplied into that activation rather than into the result: it is
-narrower, and the result need not be kept for their gradient.
+Layout of the backward. The forward saves the hidden states as they came in, not the S rows gathered
+from them (the backward gathers them again), the activation between the two products, and S x R
+numbers per branch. The routing weights are multiplied into that activation rather than into the
+result: it is narrower, and the result need not be saved for their gradient.
 
-Rejected: A of all experts on each token, to pick from afterwards, which is one dense product of
-E / C times the arithmetic; [W; A] as one matrix, which is a copy of all weights per visit.
+Rejected: A of all experts on each token, selecting afterwards, which is one dense product of E / C
+times the arithmetic; [W; A] as one matrix, which copies all weights on each visit.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,11 +40,11 @@ SUFFIX = "+lora"
 def take_branches(experts: nn.Module) -> None:
     """Make a module of fused experts accept the keyword `lora`, a branch per projection.
 
-    All experts of its config then go through the functions below, which without that keyword do
-    what they did before.
+    All experts of its config then use the functions below, which without that keyword compute the
+    same as before.
 
     Raises:
-        UnsupportedModelError: The module computes in a way in which no branch can be put.
+        UnsupportedModelError: The module's computation has no place for a branch.
     """
     what = reason_outside(experts)
     if what is not None:
@@ -67,7 +67,7 @@ def take_branches(experts: nn.Module) -> None:
 
 
 def register() -> None:
-    """Let transformers' experts interface know ours: `triton`, and each with branches."""
+    """Register our kernels in transformers' experts interface: `triton`, and all with branches."""
     ALL_EXPERTS_FUNCTIONS.register(TRITON, partial(_experts_forward, TRITON))
     for name in IMPLEMENTATIONS:
         ALL_EXPERTS_FUNCTIONS.register(name + SUFFIX, partial(_experts_forward, name))
@@ -82,11 +82,11 @@ def _experts_forward(
     *,
     lora: Mapping[str, Branch] | None = None,
 ) -> torch.Tensor:
-    """Compute what transformers' implementation `plain` does, and the branches beside it.
+    """Compute the same as transformers' implementation `plain`, plus the branches.
 
-    Without branches it is left to transformers, but for kernels that it has not, and its loop where
-    that multiplies too many different numbers of rows.
-    A choice of an expert that is not there counts for nothing, as in transformers' own loop.
+    Without branches transformers computes it, except for kernels that it lacks, and for its loop
+    where that would use too many different row counts.
+    A choice of an expert that does not exist contributes nothing, as in transformers' own loop.
     """
     is_own = plain == TRITON or (plain == LOOP and takes_few_sizes(experts.down_proj))
     if lora is None and not is_own:
@@ -112,7 +112,7 @@ def _in_parts(
     hidden_TD: torch.Tensor,
     weight_TC: torch.Tensor,
 ) -> torch.Tensor:
-    """Compute all but the bias of the projection down by one of products.py, the rest by torch."""
+    """Compute the products by one of products.py and the rest by torch, but no down bias."""
     up = "gate_up_proj" if experts.has_gate else "up_proj"
     project = partial(_project, experts, lora, kind(routing))
     rows_SF = project(up, hidden_TD, is_up=True)
@@ -141,7 +141,7 @@ def _project(
     *,
     is_up: bool,
 ) -> torch.Tensor:
-    """Pass tokens up to rows, or rows down to tokens, through one projection of all experts."""
+    """Project tokens up to rows, or rows down to tokens, by one projection of all experts."""
     weights_EKN: torch.Tensor = getattr(experts, name)
     if not experts.is_transposed:
         weights_EKN = weights_EKN.transpose(1, 2)
@@ -154,7 +154,7 @@ def _project(
 
 
 class _Projection(torch.autograd.Function):
-    """Rows times their experts' matrices, and a branch; weights that are frozen get no gradient."""
+    """Rows times their experts' matrices, plus a branch; frozen weights get no gradient."""
 
     @staticmethod
     def forward(

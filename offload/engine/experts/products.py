@@ -1,12 +1,12 @@
-"""Products of rows with their own expert's matrix, in two ways.
+"""Products of rows with their own expert's matrix: two implementations.
 
 S rows, sorted by expert (`routing.py`) so that each expert's are one slice; E experts; K and N
 features; T tokens.
 
-- `Loop`: one product per expert. It needs the ends of the slices on the host, for which a GPU would
-  have to be waited for: it is for a CPU. Rows are taken from their tokens, and added to them, a
-  slice at a time: S rows at once would be fresh memory, whose pages cost more than the copies.
-- `Grouped`: `torch.nn.functional.grouped_mm`, which reads the ends where they are.
+- `Loop`: one product per expert, for a CPU. It needs the ends of the slices on the host; with a GPU
+  the host would have to wait for them. Rows are gathered from their tokens, and added to them, one
+  slice at a time: S rows at once would be new memory, whose page faults cost more than the copies.
+- `Grouped`: `torch.nn.functional.grouped_mm`, which reads the ends on the device.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from offload.engine.experts.routing import Routing
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Taken:
-    """Rows that are taken from their tokens when an expert's are asked for."""
+    """Rows that are gathered from their tokens on demand, one expert at a time."""
 
     hidden_TK: torch.Tensor
     tokens: Sequence[torch.Tensor]
@@ -31,26 +31,26 @@ class Taken:
         return self.hidden_TK.index_select(0, self.tokens[expert])
 
 
-FEW_SIZES = 32  # rows: a slice is filled up to a multiple of it, a smaller one to a power of two
+FEW_SIZES = 32  # rows: a slice is padded to a multiple of it, a smaller one to a power of two
 Rows = torch.Tensor | Taken
 Pair = tuple[Rows, torch.Tensor]
 Slices = Sequence[torch.Tensor] | Taken
 
 
 class Products(Protocol):
-    """A way to multiply rows that are sorted by expert."""
+    """An implementation of products of rows that are sorted by expert."""
 
     def __init__(self, routing: Routing) -> None:
-        """Note which rows there are."""
+        """Keep the routing of the rows."""
 
     def rows(self, hidden_TK: torch.Tensor) -> Rows:
-        """Return each row's share of its token, which is all of it."""
+        """Return the rows of the tokens: each row is its token's features."""
 
     def sum(self, *pairs: Pair, to_tokens: bool = False) -> torch.Tensor:
         """Return the sum of rows (S, K) @ their expert's matrix of (E, K, N), for all pairs.
 
-        The smaller should come first: the next is added to it, and where a library can add to what
-        is there, that rounds only once.
+        The smaller pair should come first: the next is added to it, which rounds only once where a
+        library can accumulate in place.
 
         Args:
             pairs: Rows and matrices.
@@ -78,11 +78,11 @@ class Loop:
         return sizes
 
     def rows(self, hidden_TK: torch.Tensor) -> Rows:
-        """Leave them where they are, to be taken expert by expert."""
+        """Copy nothing; rows are gathered expert by expert."""
         return Taken(hidden_TK=hidden_TK, tokens=self._tokens)
 
     def sum(self, *pairs: Pair, to_tokens: bool = False) -> torch.Tensor:
-        """Add up in place; tokens in float32 at least, as several experts add to one."""
+        """Add in place; tokens at least in float32 because several experts add to one."""
         slices = [(self._split(rows), matrix_EKN.unbind()) for rows, matrix_EKN in pairs]
         like, num_features = pairs[0][1], pairs[0][1].shape[2]
         if to_tokens:
@@ -101,7 +101,7 @@ class Loop:
         return out_SN
 
     def outer(self, left: Rows, right: Rows) -> torch.Tensor:
-        """Multiply each expert's rows of both."""
+        """Multiply both sides expert by expert."""
         shape = (len(self._sizes), _tensor(left).shape[1], _tensor(right).shape[1])
         out_EKN = _tensor(left).new_zeros(shape)
         lefts, rights, outs = self._split(left), self._split(right), out_EKN.unbind()
@@ -125,7 +125,7 @@ class Grouped:
         return self._routing.spread(hidden_TK)
 
     def sum(self, *pairs: Pair, to_tokens: bool = False) -> torch.Tensor:
-        """Add up the results: grouped products cannot add to what is there."""
+        """Add the results: grouped products cannot accumulate in place."""
         first, *others = (
             F.grouped_mm(_tensor(rows), matrix_EKN, offs=self._routing.end_E)
             for rows, matrix_EKN in pairs
@@ -135,10 +135,10 @@ class Grouped:
         return self._routing.gather(first) if to_tokens else first
 
     def outer(self, left: Rows, right: Rows) -> torch.Tensor:
-        """Let the rows be what is summed over.
+        """Sum over the rows.
 
-        What is written for an expert without rows is not always zero on Blackwell, see
-        https://github.com/pytorch/pytorch/issues/172439, so it is overwritten.
+        On Blackwell the result of an expert without rows is not always zero, see
+        https://github.com/pytorch/pytorch/issues/172439, so it is overwritten with zeros.
         """
         end_E = self._routing.end_E
         out_EKN = F.grouped_mm(_tensor(left).t(), _tensor(right), offs=end_E)
@@ -152,7 +152,7 @@ def _sum_of(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the sum of an expert's products; in `out` if no row was filled in."""
+    """Return the sum of an expert's products; written to `out` if no row was padded."""
     (first, first_EKN), *others = slices
     filled = _filled(first[expert])
     is_whole = out is not None and len(out) == len(filled)
@@ -163,12 +163,12 @@ def _sum_of(
 
 
 def takes_few_sizes(tensor: torch.Tensor) -> bool:
-    """Tell whether each number of rows that a tensor is multiplied with is a program of its own."""
+    """Return whether each row count that a tensor is multiplied with compiles its own program."""
     return tensor.is_cpu and tensor.element_size() < torch.float32.itemsize
 
 
 def _filled(rows_SK: torch.Tensor) -> torch.Tensor:
-    """Return rows of which there are few different numbers, if that counts."""
+    """Return rows padded to one of few sizes, if `takes_few_sizes`."""
     num = len(rows_SK)
     missing = -num % min(FEW_SIZES, 1 << (num - 1).bit_length())
     if not missing or not takes_few_sizes(rows_SK):
@@ -177,5 +177,5 @@ def _filled(rows_SK: torch.Tensor) -> torch.Tensor:
 
 
 def _tensor(rows: Rows) -> torch.Tensor:
-    """Return what rows are, or are taken from."""
+    """Return the tensor of rows, or the one they are gathered from."""
     return rows.hidden_TK if isinstance(rows, Taken) else rows

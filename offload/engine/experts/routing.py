@@ -14,10 +14,10 @@ class Routing:
     """How the choices of all tokens become rows sorted by expert, and back.
 
     Attributes:
-        choice_S: Which of the T * C choices a row is.
-        token_S: Which token it is of.
-        expert_S: Which expert it is for.
-        row_TC: Which row a token's choice became.
+        choice_S: Index of each row among the T * C choices.
+        token_S: Token of each row.
+        expert_S: Expert of each row.
+        row_TC: Row of each token's choice.
         end_E: Where each expert's rows end, int32.
     """
 
@@ -32,7 +32,7 @@ class Routing:
         return hidden_TK.index_select(0, self.token_S)
 
     def gather(self, rows_SK: torch.Tensor) -> torch.Tensor:
-        """Add up each token's rows, without a copy of them in the tokens' order."""
+        """Sum each token's rows, without copying them to token order."""
         return F.embedding_bag(self.row_TC, rows_SK, mode="sum")
 
 

@@ -1,1 +1,1 @@
-"""Host memory: where layers wait, how they leave it, and what of it is near the device."""
+"""Host memory: where layers are stored, how they leave it, and which part is near the device."""

@@ -1,10 +1,10 @@
 """The CUDA runtime that torch loaded, by ctypes, for page locks.
 
-Torch binds `cudaHostRegister` but not `cudaGetLastError`, and a lock that failed leaves its error
-behind: the next kernel's launch would be reported as out of memory. The error belongs to one
-runtime library and one thread, so it must be cleared in the very library that torch uses. That is
-found through `libc10_cuda.so`, which torch has loaded and which depends on it: a symbol that is
-looked up in a library is looked up in what it depends on too.
+Torch binds `cudaHostRegister` but not `cudaGetLastError`, and a failed lock leaves its error set:
+the next kernel launch would be reported as out of memory. The error belongs to one runtime library
+and one thread, so it must be cleared in the same library that torch uses. That is found through
+`libc10_cuda.so`, which torch has loaded and which depends on it: symbol lookup in a library
+includes its dependencies.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ _SUCCESS = 0
 
 
 class CudaRuntime:
-    """Four functions of the runtime; each failure is returned as text, its error cleared."""
+    """Four functions of the runtime; a failure is returned as text, and its error is cleared."""
 
     def __init__(self, library: Any) -> None:
         """Wrap a loaded library, or an object with the same functions."""
@@ -23,14 +23,14 @@ class CudaRuntime:
         library.cudaGetErrorString.restype = ctypes.c_char_p
 
     def open_device(self, index: int) -> str | None:
-        """Start a context on a device for this thread, where there is none yet."""
+        """Start a context on a device for this thread if there is none yet."""
         status = self._library.cudaSetDevice(ctypes.c_int(index))
         if status == _SUCCESS:  # before CUDA 12, setting the device started nothing
             status = self._library.cudaFree(ctypes.c_void_p())
         return self._failure(status)
 
     def register(self, address: int, num_bytes: int) -> str | None:
-        """Page-lock a range, whose pages come into being if they were not there."""
+        """Page-lock a range; this allocates pages that were not touched yet."""
         return self._failure(
             self._library.cudaHostRegister(
                 ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), ctypes.c_uint(0)

@@ -1,9 +1,9 @@
-"""From which NUMA node the pages of a mapping are taken, set before they are first touched.
+"""Sets the NUMA node for the pages of a mapping, before they are first touched.
 
-The policy is "preferred", not "bind": a slab larger than what the node has free spills over to
-the next one, where a binding would end the process. A policy that the process inherited, from
-`numactl` or a job scheduler, is somebody's decision and stays. Containers often forbid the call;
-then pages go to the node of the thread that fills them, so it should run there (`numa.thread_on`).
+The policy is "preferred", not "bind": a slab larger than the node's free memory spills over to the
+next node, where a binding would end the process. A policy that the process inherited, from
+`numactl` or a job scheduler, is deliberate and stays. Containers often forbid the call; then pages
+go to the node of the thread that fills them, so it should run there (`numa.thread_on`).
 """
 
 import ctypes
@@ -38,10 +38,10 @@ class PolicyCalls(Protocol):
 def bind_memory(
     address: int, num_bytes: int, node: int | None, *, calls: PolicyCalls | None = None
 ) -> str:
-    """Take the pages of a mapping from one NUMA node, and return what was done, in a sentence.
+    """Take the pages of a mapping from one NUMA node, and return a sentence on what was done.
 
-    It must come before anything is written there: pages that exist stay where they are. Nothing
-    here ends a run; where it cannot be done, the sentence says why.
+    Call it before anything is written there: existing pages stay where they are. It never ends a
+    run; if the policy cannot be set, the sentence says why.
 
     Args:
         address: Start of the mapping, on a page boundary.
@@ -75,7 +75,7 @@ def _libnuma() -> ctypes.CDLL | None:
 
 
 class _LinuxCalls:
-    """The system calls by libnuma where it is installed, else by their numbers."""
+    """The system calls, through libnuma if it is installed, else by number."""
 
     def __init__(self, libnuma: ctypes.CDLL | None) -> None:
         self._libnuma = libnuma
@@ -90,7 +90,7 @@ class _LinuxCalls:
         num_words = node // _WORD_BITS + 1
         nodes = (ctypes.c_ulong * num_words)()
         nodes[node // _WORD_BITS] = 1 << node % _WORD_BITS
-        num_bits = num_words * _WORD_BITS + 1  # the kernel reads one bit less than it is told
+        num_bits = num_words * _WORD_BITS + 1  # the kernel reads one bit less than this
         self._call("mbind", address, num_bytes, _PREFERRED, nodes, num_bits, 0)
 
     def _call(self, name: str, *args: object) -> None:

@@ -1,14 +1,14 @@
-"""Which part of the host is near the GPU, and how a thread stays there.
+"""Which part of the host is near the GPU, and how to keep a thread there.
 
-On a machine with several NUMA nodes the GPU hangs on one of them. A copy that starts in another
-node's memory, or is issued by a thread on another node's CPUs, crosses the link between the
-sockets. So the weights should lie on the GPU's node (see `offload.engine.host.mempolicy`) and the
-threads that feed it should run there. This module finds that node; on a machine with one node
-there is nothing to choose, and it says so.
+On a machine with several NUMA nodes the GPU is attached to one of them. A copy from another node's
+memory, or one issued by a thread on another node's CPUs, crosses the link between the sockets. So
+the weights should be on the GPU's node (see `offload.engine.host.mempolicy`), and the threads that
+feed it should run there. This module finds that node; on a machine with one node there is nothing
+to choose, and it reports that.
 
-NVML is asked for the node of the nearest host memory. (`nvmlDeviceGetNumaNodeId` is not it: that
-one names the GPU's own memory where the system counts it as a node.) Else /sys tells: `numa_node`
-of the PCI device, or, where that is -1 for none, `local_cpulist`.
+NVML reports the node of the nearest host memory. (Not by `nvmlDeviceGetNumaNodeId`, which is the
+node of the GPU's own memory on systems that count it as one.) Otherwise /sys is read: `numa_node`
+of the PCI device, or, if that is -1 for none, `local_cpulist`.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from offload.engine.host.nvml import nearest_node
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostPlace:
-    """Where on the host to be, for a device.
+    """The host memory and CPUs to use for a device.
 
     Attributes:
         node: The NUMA node to take memory from; None leaves it to the system.
@@ -43,7 +43,7 @@ class HostPlace:
 def place_near(torch_device: torch.device) -> HostPlace:
     """Find the place on this machine that is nearest to a device."""
     if torch_device.type != "cuda":
-        return _anywhere("nothing is bound to a NUMA node: the CPU computes")
+        return _anywhere("")
     properties = torch.cuda.get_device_properties(torch_device)
     bus_id = (
         f"{properties.pci_domain_id:04x}"  # type: ignore[attr-defined] # torch's stub lacks these
@@ -65,9 +65,9 @@ def find_place(
 
     Args:
         bus_id: The device, like 0000:81:00.0.
-        nvml_node: The node that NVML names; None where it names none.
+        nvml_node: The node that NVML reports; None if it reports none.
         root: Where /sys is found.
-        allowed_cpus: What the process may run on: cgroups and `taskset` limit it.
+        allowed_cpus: CPUs that the process may run on: cgroups and `taskset` limit them.
     """
     nodes = nodes_of(root)
     if len(nodes) < 2:
@@ -100,9 +100,9 @@ def find_place(
 
 
 def bind_thread(cpus: Collection[int]) -> str:
-    """Run the calling thread on these CPUs from now on; return what was done, in a sentence.
+    """Run the calling thread on these CPUs from now on; return a sentence on what was done.
 
-    Threads and processes that it starts later inherit it. For a lane's own thread.
+    Threads and processes that it starts later inherit this. For a lane's own thread.
 
     Args:
         cpus: From `HostPlace`; empty leaves the thread alone.
@@ -118,12 +118,13 @@ def bind_thread(cpus: Collection[int]) -> str:
 
 @contextmanager
 def thread_on(cpus: Collection[int]) -> Iterator[str]:
-    """Run the calling thread on these CPUs inside the block; yield what was done, in a sentence.
+    """Run the calling thread on these CPUs inside the block; yield a sentence on what was done.
 
-    For a thread that is the caller's: hold it around the fill of the slab and around each pass,
-    not from attach to detach. What is started inside inherits it and keeps it: a data worker
-    started between two passes may use every CPU, while autograd's thread, started inside the first
-    pass, stays near the GPU that it feeds. Threads that exist already, as OpenMP's, are not moved.
+    For a thread that belongs to the caller: use it around the fill of the slab and around each
+    pass, not from attach to detach. Threads and processes started inside inherit it and keep it: a
+    data worker started between two passes may use every CPU, while autograd's thread, started
+    inside the first pass, stays near the GPU that it feeds. Existing threads, such as OpenMP's, are
+    not moved.
 
     Args:
         cpus: From `HostPlace`; empty leaves the thread alone.
@@ -143,7 +144,7 @@ def _anywhere(reason: str) -> HostPlace:
 
 
 def nodes_of(root: Path) -> dict[int, frozenset[int]]:
-    """Return the CPUs of each node that has any; nodes of memory alone are no place for threads."""
+    """Return the CPUs of each node that has any; memory-only nodes cannot run threads."""
     nodes = {}
     for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
         cpus = _cpus(folder / "cpulist")
@@ -181,5 +182,5 @@ def _shown(cpus: Collection[int]) -> str:
 def _text(path: Path) -> str:
     try:
         return path.read_text().strip()
-    except OSError:  # a file that is missing or hidden tells nothing
+    except OSError:  # the file is missing or hidden: not known
         return ""

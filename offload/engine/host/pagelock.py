@@ -1,14 +1,14 @@
-"""Page-locking of the slab: all of it, else a small ring to stage through, else nothing.
+"""Page-locking of the slab: all of it, else a small staging ring, else nothing.
 
 A copy to the GPU is asynchronous, and runs at the link's rate, only from page-locked memory. The
 slab is locked in place, at its exact size: torch's own allocator would round it up to a power of
-two. Where the system refuses, three rungs are left, and the one in use is told with its cost:
+two. The system may refuse, so there are three modes; the one in use is reported with its cost:
 
     pinned    the whole slab is locked
     staged    layers go through a few locked buffers, which the host lane fills piece by piece
     pageable  the driver copies in small pieces through buffers of its own
 
-A size is rehearsed in a child process before it is locked here, see `rehearsal`.
+A size is tried in a child process before it is locked here, see `lock_trial`.
 """
 
 import ctypes
@@ -20,14 +20,14 @@ from typing import Protocol
 
 import torch
 
-from offload.capacity import free_host_bytes
 from offload.engine.host.cudart import CudaRuntime, loaded_runtime_path
+from offload.engine.host.limits import free_host_bytes
+from offload.engine.host.lock_trial import rehearse_lock
 from offload.engine.host.mapping import aligned_empty
-from offload.engine.host.rehearsal import rehearse_lock
 from offload.errors import TransferError
-from offload.plan.machine import GIB
-from offload.plan.record import to_pages
-from offload.plan.schedule import NUM_STAGING, PIECE_BYTES
+from offload.plan.facts.layer_layout import to_pages
+from offload.plan.machine.machine import GIB
+from offload.plan.schedule.schedule import NUM_STAGING, PIECE_BYTES
 
 _START_S = 30.0  # a child's start, its CUDA context, and a first GiB
 _S_PER_GIB = 1.0  # pages are locked several times as fast
@@ -47,10 +47,10 @@ class LockMode(StrEnum):
 
 
 class Locker(Protocol):
-    """What page-locks. Each call returns what speaks against it, or None; none leaves an error."""
+    """Page-locks memory. Each call returns why it failed, or None; none leaves a CUDA error set."""
 
     def rehearse(self, num_bytes: int) -> str | None:
-        """Try a lock of this size where its failure does no harm, and wait for the answer."""
+        """Try a lock of this size where a failure does no harm, and wait for the result."""
 
     def register(self, address: int, num_bytes: int) -> str | None:
         """Page-lock a range of this process."""
@@ -64,11 +64,11 @@ class PageLock:
     """What is page-locked.
 
     Attributes:
-        mode: The rung.
+        mode: The mode in use.
         num_bytes: Bytes that are locked.
-        reason: Which rung, why, and what it costs: for the user.
-        buffers: Where staged: the locked buffers, uint8, all of one size.
-        addresses: Where locked ranges start.
+        reason: Which mode, why, and what it costs, for the user.
+        buffers: If staged: the locked buffers, uint8, all of one size.
+        addresses: Start addresses of the locked ranges.
         locker: What locked them.
     """
 
@@ -80,10 +80,10 @@ class PageLock:
     locker: Locker | None = None
 
     def release(self) -> None:
-        """Unlock; to be called once, when no copy runs, and before the memory is unmapped.
+        """Unlock. Call it once, when no copy runs and before the memory is unmapped.
 
         Raises:
-            TransferError: The system does not unlock.
+            TransferError: The system refuses to unlock.
         """
         for address in self.addresses:
             assert self.locker is not None
@@ -99,17 +99,17 @@ class PageLock:
 _NOT_NEEDED = PageLock(
     mode=LockMode.NOT_NEEDED,
     num_bytes=0,
-    reason="host memory is not page-locked: the CPU computes",
+    reason="",
 )
 
 
 def page_lock(
     address: int, num_bytes: int, largest_record_bytes: int, locker: Locker | None
 ) -> PageLock:
-    """Page-lock the slab, or what the system allows of the means to copy from it; may wait.
+    """Page-lock the slab, or a staging ring if the system allows no more; may wait.
 
-    1. Rehearse the whole size, then half of it and so on, down to a ring of staging buffers.
-    2. If the whole size worked, lock the slab; if it or a smaller one did, lock a ring.
+    1. Try the whole size, then half of it and so on, down to a ring of staging buffers.
+    2. If the whole size worked, lock the slab; if only a smaller one did, lock a ring.
 
     Args:
         address: Start of the slab, on a page boundary; its pages should be filled.
@@ -142,7 +142,7 @@ def page_lock(
 
 
 def lock_ring(largest_record_bytes: int, why: str, locker: Locker | None) -> PageLock:
-    """Page-lock a ring of staging buffers and nothing else; may wait.
+    """Page-lock a ring of staging buffers only; may wait.
 
     Args:
         largest_record_bytes: As for `page_lock`.
@@ -159,10 +159,10 @@ def lock_ring(largest_record_bytes: int, why: str, locker: Locker | None) -> Pag
 
 
 def largest_lockable(num_bytes: int, least_bytes: int, locker: Locker) -> tuple[int, str]:
-    """Rehearse `num_bytes`, then half of it and so on, then `least_bytes`, until one works.
+    """Try `num_bytes`, then half of it and so on, then `least_bytes`, until one works.
 
     Returns:
-        The size that worked, 0 if none did, and what spoke against the first that did not.
+        The size that worked, 0 if none did, and why the first one that failed did.
     """
     first_refusal = ""
     for size in _rungs(num_bytes, least_bytes):
@@ -184,7 +184,7 @@ def _rungs(num_bytes: int, least_bytes: int) -> Iterator[int]:
 
 
 def _ring(largest_record_bytes: int, why: str, cost: str, locker: Locker) -> PageLock:
-    """Lock a ring of buffers of its own."""
+    """Allocate and lock a ring of buffers."""
     piece_bytes = _piece_bytes(largest_record_bytes)
     ring_bytes = NUM_STAGING * piece_bytes
     ring = aligned_empty(ring_bytes)
@@ -216,7 +216,7 @@ def _pageable(why: str) -> PageLock:
 
 
 def _piece_bytes(largest_record_bytes: int) -> int:
-    """Return the size of a staging buffer: no more than a copy or a layer, in whole pages."""
+    """Return the size of a staging buffer: at most one copy or one layer, in whole pages."""
     return to_pages(min(largest_record_bytes, PIECE_BYTES))
 
 
@@ -234,8 +234,8 @@ def open_locker(torch_device: torch.device, fd: int | None) -> Locker | None:
 
     Args:
         torch_device: Where layers are copied to.
-        fd: The slab's file descriptor, whose memory a rehearsal shares; None rehearses with new
-            memory, at most half of what is free.
+        fd: The slab's file descriptor, whose memory a trial shares; None tries with new memory,
+            at most half of what is free.
     """
     if torch_device.type != "cuda":
         return None
@@ -254,11 +254,11 @@ def open_locker(torch_device: torch.device, fd: int | None) -> Locker | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CudaLocker:
-    """Locks with the runtime that torch uses, and rehearses with the same in a child.
+    """Locks with the runtime that torch uses, and tries sizes with the same one in a child.
 
     Attributes:
         runtime: The runtime.
-        path: Where it was loaded from.
+        path: Its library file.
         device_index: The device that the memory is for.
         fd: As for `open_locker`.
     """
@@ -269,7 +269,7 @@ class CudaLocker:
     fd: int | None
 
     def rehearse(self, num_bytes: int) -> str | None:
-        """Try a lock of this size in a child process, and wait for the answer."""
+        """Try a lock of this size in a child process, and wait for the result."""
         if self.fd is None:
             num_bytes = min(num_bytes, free_host_bytes(Path("/")) // 2)
         return rehearse_lock(
@@ -292,7 +292,7 @@ class CudaLocker:
 
 
 class _NoLocker:
-    """Refuses all: a build of torch whose runtime cannot be reached, so no error be cleared."""
+    """Refuses all: torch's CUDA runtime is out of reach, so no error could be cleared."""
 
     _REFUSAL = "the CUDA runtime that this build of torch uses was not found"
 

@@ -1,11 +1,10 @@
-"""Reads of a file past the page cache, several in flight.
+"""Reads of a file that bypass the page cache, several in flight.
 
-A model that is larger than memory is read from end to end twice per step, so the page cache only
-costs: it would copy each byte once more and push out what is needed. O_DIRECT moves blocks of the
-disk straight to where they are wanted. It takes whole blocks and aligned addresses, and one read
-at a time leaves an NVMe drive mostly idle, so a read is cut into pieces that a few threads ask
-for at once. File systems that know no O_DIRECT are read through the page cache, whose pages are
-given back behind each piece.
+A model larger than memory is read from end to end twice per step, so the page cache only costs: it
+would copy each byte once more and evict useful pages. O_DIRECT moves disk blocks straight to their
+destination. It needs whole blocks and aligned addresses. One read at a time leaves an NVMe drive
+mostly idle, so a read is split into pieces that a few threads request in parallel. File systems
+without O_DIRECT are read through the page cache, whose pages are dropped after each piece.
 """
 
 import os
@@ -18,7 +17,7 @@ import torch
 
 from offload.engine.host.mapping import aligned_empty
 from offload.errors import OffloadError, TransferError
-from offload.plan.record import PAGE_BYTES
+from offload.plan.facts.layer_layout import PAGE_BYTES
 
 QUEUE_DEPTH = 8
 READ_BYTES = 8 * 2**20
@@ -31,8 +30,8 @@ class FileReader:
     """An open file and the threads that read it.
 
     Attributes:
-        mode: `direct` past the page cache, or `buffered` through it.
-        reason: Why it is not `direct`; empty where it is.
+        mode: `direct` bypasses the page cache, `buffered` uses it.
+        reason: Why it is not `direct`; empty if it is.
     """
 
     mode: Literal["direct", "buffered"]
@@ -40,10 +39,10 @@ class FileReader:
     def __init__(
         self, path: Path, *, queue_depth: int = QUEUE_DEPTH, piece_bytes: int = READ_BYTES
     ) -> None:
-        """Open the file and find out whether its file system reads past the page cache.
+        """Open the file and find out whether its file system can bypass the page cache.
 
         Args:
-            path: The file; what is read of it must be whole pages.
+            path: The file; reads must be whole pages.
             queue_depth: Reads in flight.
             piece_bytes: Size of a read, whole pages.
 
@@ -81,7 +80,7 @@ class FileReader:
         )
 
     def each(self, work: Callable[[S], T], items: Iterable[S]) -> list[T]:
-        """Run `work` for each item on the reader's threads; wait for all, whatever fails.
+        """Run `work` for each item on the reader's threads; wait for all even if one fails.
 
         Raises:
             OffloadError: The reader was closed.
@@ -124,7 +123,7 @@ class FileReader:
 
 
 def _open(path: Path) -> tuple[int | None, str]:
-    """Open for reads past the page cache; or through it, with the reason."""
+    """Open for reads that bypass the page cache; else through it, with the reason."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
     except OSError as error:

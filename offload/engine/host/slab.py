@@ -2,8 +2,8 @@
 
 A record has the layout of the slot that it is copied to, so a load is one copy. The block is
 mapped at its exact size and, for a GPU, page-locked in place: torch's own pinned allocator would
-round it up to a power of two. It is a file without a name (memfd), so that other processes of the
-same machine can map it too and a model lies in memory once, however many ranks train it.
+round it up to a power of two. It is an anonymous file (memfd), so that other processes on the same
+machine can map it too, and the model is in memory once however many ranks train it.
 """
 
 import mmap
@@ -16,14 +16,14 @@ import torch
 from torch import nn
 
 from offload.engine.codecs.codec import NATIVE
+from offload.engine.host.layer_layout import Field, Record, adopt, digest, stand_in
 from offload.engine.host.mapping import map_file
-from offload.engine.host.record import Field, Record, adopt, digest, stand_in
 from offload.errors import CodecError, OffloadError
-from offload.plan.machine import GIB
+from offload.plan.machine.machine import GIB
 
 BeforeTouch = Callable[[int, int], str]
-"""Is given the address and size of a new block before its pages exist, and says what it did: NUMA
-policies go here."""
+"""Called with the address and size of a new block before its pages exist; returns what it did. Used
+for NUMA policies."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +38,7 @@ class SlabHandle:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """Mapped memory, the file behind it, and why there is none."""
+    """Mapped memory and its file, or why it has no file."""
 
     memory: torch.Tensor
     descriptor: int | None
@@ -51,10 +51,10 @@ class Slab:
     Attributes:
         records: The layers' layouts.
         num_bytes: Size of the block.
-        is_opened: Whether it is another process's, which fills it.
-        descriptor: The file behind it, until `close`; None where there is none.
-        reason: Why other processes cannot map it; empty where they can.
-        policy: What `before_touch` said; empty where there was none.
+        is_opened: Whether it belongs to another process, which fills it.
+        descriptor: The file of the block, until `close`; None if there is none.
+        reason: Why other processes cannot map it; empty if they can.
+        policy: What `before_touch` returned; empty if there was none.
     """
 
     def __init__(
@@ -65,13 +65,13 @@ class Slab:
         block: Block | None = None,
         encoding_device: torch.device | None = None,
     ) -> None:
-        """Map a new block, whose pages take memory as they are filled, or use one that is there.
+        """Map a new block, whose pages are allocated as they are filled, or use a given one.
 
         Args:
             records: One per layer.
             before_touch: Called once with the block's address and size, before its first use.
             block: Memory of the right size, as `open` makes it.
-            encoding_device: Where values are encoded; None, where they are.
+            encoding_device: Where values are encoded; None encodes them on their own device.
         """
         self.records = tuple(records)
         offsets = [0, *accumulate(record.num_bytes for record in records)]
@@ -92,12 +92,12 @@ class Slab:
     def open(
         cls, handle: SlabHandle, records: Sequence[Record], *, is_writable: bool = False
     ) -> "Slab":
-        """Map the slab of another process; no memory is taken.
+        """Map the slab of another process; this allocates no memory.
 
         Args:
             handle: The other slab's `handle`.
             records: The same layout, of this process's own parameters.
-            is_writable: Whether this process may write to it. A write ends it otherwise.
+            is_writable: Whether this process may write to it. If not, a write ends the process.
 
         Raises:
             OffloadError: The slab is gone, cannot be reached, or holds other layers.
@@ -137,7 +137,7 @@ class Slab:
 
     @property
     def address(self) -> int:
-        """Where the block starts; a layer's own address is none where all of its weights train."""
+        """Start of the block; a layer whose weights all train has no address of its own."""
         return self._block.data_ptr()
 
     def layer(self, layer: int) -> torch.Tensor:
@@ -145,10 +145,10 @@ class Slab:
         return self._layers[layer]
 
     def put(self, layer: int, index: int, values: torch.Tensor) -> torch.Tensor:
-        """Write a field's values in and return what shows them; a slab of another is filled.
+        """Write a field's values, unless another process fills the slab; return the tensor to show.
 
         Raises:
-            CodecError: The values cannot be written in the field's form.
+            CodecError: The values cannot be encoded in the field's form.
         """
         if not self.is_opened:
             field, name = self.records[layer].fields[index], f"weight {index} of layer {layer}"
@@ -157,32 +157,32 @@ class Slab:
         return self._shown[layer][index]
 
     def take(self, layer: int) -> None:
-        """Write a layer's parameters in from where they are and let them show the record.
+        """Copy a layer's parameters into its record and let them alias it.
 
-        The memory that they had before is free once nobody else holds it.
+        Their previous memory is free once nothing else references it.
 
         Raises:
-            CodecError: Values cannot be written in their field's form.
+            CodecError: Values cannot be encoded in their field's form.
         """
         for index, field in enumerate(self.records[layer].fields):
             field.parameter.data = self.put(layer, index, field.parameter.data)
 
     def alias(self, layer: int) -> None:
-        """Let a layer's parameters show its record, which is filled already.
+        """Let a layer's parameters alias its record, which is filled already.
 
-        What is written as it is shows its values; what is encoded shows a stand-in.
+        A parameter that is not encoded shows its values; an encoded one shows a placeholder.
         """
         for shown, field in zip(self._shown[layer], self.records[layer].fields, strict=True):
             field.parameter.data = shown
 
     def adopt(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
-        """Make those parameters the fields of the records that show them already.
+        """Make the parameters that already alias the records their fields.
 
         Args:
             groups: The parameters to look for, per layer; see `adopt`.
 
         Raises:
-            OffloadError: None of them lies there.
+            OffloadError: None of them is in this slab.
         """
         self.records = adopt(self._laid_out, self._shown, groups)
 
@@ -192,7 +192,7 @@ class Slab:
         return field.view(self._layers[layer])
 
     def close(self) -> None:
-        """Stop sharing. The memory is freed with the last view of it."""
+        """Stop sharing. The memory is freed with its last view."""
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
@@ -205,10 +205,10 @@ def write(
     target: torch.Tensor,
     device: torch.device | None,
 ) -> None:
-    """Write a field's values into its bytes on the host, encoded on `device` where that pays.
+    """Write a field's values into its bytes on the host, encoded on `device` if that is faster.
 
     Raises:
-        CodecError: They cannot be written; which weight it is, and why.
+        CodecError: They cannot be encoded; the error names the weight and the reason.
     """
     try:
         _write(field, values, target, device)
@@ -253,7 +253,7 @@ def _new_block(num_bytes: int) -> Block:
 
 
 def _new_file(num_bytes: int) -> tuple[int | None, str]:
-    """Return a new memfd of a size; or None and the reason why there is none."""
+    """Return a new memfd of a size; or None and the reason."""
     if not hasattr(os, "memfd_create"):
         return None, "this system has no memfd_create"
     try:

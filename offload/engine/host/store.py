@@ -1,18 +1,18 @@
-"""The layers' weights in a file: what the disk tier reads, and what a second start begins from.
+"""The layers' weights in a file: read by the disk tier, and by a second start instead of loading.
 
 Layout. One page with the magic, the format's version and where the header is; then one record per
 layer, laid out as in the slab; then the record of everything else (embeddings, norm, head,
 buffers); then the header, JSON. Every part is whole pages, so O_DIRECT reads a record straight into
 a slot.
 
-Trust. A file is written under another name, flushed, and renamed when it is whole, so a kill leaves
-none behind; damage comes from disks, copies and other programs. What is checked when:
+Trust. A file is written under another name, flushed, and renamed when it is complete, so a kill
+leaves no partial store; damage comes from disks, copies and other programs. Checks:
 
-- at `open`: the first page and the header by checksum, the size of the file to the byte, the
-  identity of the weights it was made from, and, as it is read anyway, the record of everything
-  else by checksum. That takes as long as reading an embedding, whatever the model's size.
-- at the first read of each layer: its tensors, by a checksum each, on the threads that read. The
-  first step's first sweep reads every layer, so a damaged one is found before any update.
+- at `open`: the first page and the header by checksum, the exact size of the file, the identity of
+  the source weights, and the record of everything else by checksum, since it is read anyway. This
+  takes as long as reading the embeddings, whatever the model's size.
+- at the first read of each layer: each of its tensors by checksum, on the reading threads. The
+  first sweep of the first step reads every layer, so damage is found before any update.
 """
 
 import json
@@ -27,14 +27,14 @@ import torch
 from torch import nn
 
 from offload.engine.codecs.codec import NATIVE, codec_named
-from offload.engine.host.cargo import Copy
+from offload.engine.host.layer_layout import Field, Record, adopt, stand_in
 from offload.engine.host.mapping import aligned_empty, map_file
 from offload.engine.host.reads import QUEUE_DEPTH, READ_BYTES, FileReader
-from offload.engine.host.record import Field, Record, adopt, stand_in
 from offload.engine.host.slab import Slab
+from offload.engine.host.source import Copy
 from offload.errors import StoreError, TransferError
-from offload.plan.codec import CodecName
-from offload.plan.record import PAGE_BYTES, to_pages
+from offload.plan.facts.codec import CodecName
+from offload.plan.facts.layer_layout import PAGE_BYTES, to_pages
 
 FORMAT = 3
 MAGIC = b"sluice store\n"
@@ -44,7 +44,7 @@ Identity = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """One tensor's place in a record, as `Field` has it, with its name and a checksum."""
+    """One tensor's place in a record, like `Field`, with its name and a checksum."""
 
     name: str
     dtype: str
@@ -56,7 +56,7 @@ class Entry:
     checksum: int
 
     def field(self) -> Field:
-        """Return the place, of a parameter that is not known yet."""
+        """Return the place as a field whose parameter is not known yet."""
         shape, dtype = torch.Size(self.shape), getattr(torch, self.dtype)
         unknown = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
         return Field(
@@ -70,7 +70,7 @@ class Entry:
         )
 
     def is_whole(self, record: memoryview) -> bool:
-        """Tell whether the tensor in a record is what was written."""
+        """Return whether the tensor in a record is intact."""
         return zlib.crc32(record[self.offset : self.offset + self.num_bytes]) == self.checksum
 
 
@@ -84,7 +84,7 @@ class StoredRecord:
     entries: tuple[Entry, ...]
 
     def record(self) -> Record:
-        """Return the layout, of parameters that are not known yet."""
+        """Return the layout as a record whose parameters are not known yet."""
         return Record(
             fields=tuple(entry.field() for entry in self.entries),
             num_bytes=self.num_bytes,
@@ -121,13 +121,13 @@ def first_page(header_offset: int, header: bytes) -> bytes:
 
 
 class Store:
-    """An open store. Its layers can be mapped, and read past the page cache.
+    """An open store. Its layers can be mapped, or read bypassing the page cache.
 
     Attributes:
         records: Size of each layer's record, and its parameters once `adopt` was called.
         mode: How `read_into` reads, `direct` or `buffered`.
-        reason: Why it is not `direct`; empty where it is.
-        num_bytes: Size of the layers' records together.
+        reason: Why it is not `direct`; empty if it is.
+        num_bytes: Total size of the layers' records.
     """
 
     def __init__(
@@ -138,11 +138,11 @@ class Store:
         queue_depth: int = QUEUE_DEPTH,
         piece_bytes: int = READ_BYTES,
     ) -> None:
-        """Open a store and check what can be checked without reading it all.
+        """Open a store and check everything that does not need a full read.
 
         Args:
             path: The file.
-            identity: What the weights were made from; must equal what the file says.
+            identity: The source of the weights; must equal the one in the file.
             queue_depth: Reads in flight.
             piece_bytes: Size of a read, whole pages.
 
@@ -179,17 +179,17 @@ class Store:
             raise
 
     def layer(self, layer: int) -> torch.Tensor:
-        """Return a layer's record in the mapped file, uint8; it takes no memory of its own.
+        """Return a layer's record in the mapped file, uint8, without allocating memory.
 
-        What shows through is not checked; a write to it ends the process.
+        Its contents are not checked; a write to it ends the process.
         """
         return self._layers[layer]
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return every tensor by name: those of layers mapped, all others in memory.
 
-        What is encoded shows a stand-in. `.data`, because views of one block also share its
-        version: autograd would take a change of one parameter for a change of all.
+        Encoded tensors show a placeholder. Each is taken by `.data` because views of one block
+        also share its version counter: autograd would treat a change of one as a change of all.
         """
         rest = self._header.rest.entries
         named = {entry.name: entry.field().view(self._rest).data for entry in rest}
@@ -198,48 +198,48 @@ class Store:
         return named
 
     def adopt(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
-        """Make those parameters the fields of the records that show them.
+        """Make the parameters that alias the records their fields.
 
         Args:
-            groups: The parameters to look for, per layer; see `record.adopt`.
+            groups: The parameters to look for, per layer; see `layer_layout.adopt`.
 
         Raises:
-            OffloadError: None of them shows any of it.
+            OffloadError: None of them aliases a record of this store.
         """
         self.records = adopt(self._laid_out, self._shown, groups)
 
     def layer_tensors(self, layer: int) -> list[torch.Tensor]:
-        """Return a layer's tensors as `tensors` does, in the order that they were written in."""
+        """Return a layer's tensors as `tensors` does, in the order they were written."""
         return self._shown[layer]
 
     def deliver(self, layer: int, offset: int, target: torch.Tensor, copy: Copy) -> None:
-        """Read a piece of a layer's record, in several reads at a time; `copy` is not used.
+        """Read a piece of a layer's record, with several reads in flight; `copy` is not used.
 
-        The first time that a layer is read, from its start to its end, it is checked.
+        The first complete read of a layer checks it.
 
         Args:
-            layer: Which.
+            layer: Which layer.
             offset: Where in the record the piece starts, whole pages.
             target: uint8 on the host, page-aligned (`aligned_empty`), whole pages.
             copy: How a layer in memory would be copied.
 
         Raises:
-            TransferError: The disk fails, or the record is not what was written; the file is then
-                removed, so that the next start builds it again.
+            TransferError: The disk fails, or the record is damaged; the file is then removed, so
+                that the next start builds it again.
         """
         self._reader.read_into(self._header.layers[layer].offset + offset, target)
         if layer in self._unchecked:
             self._check(layer, offset, target)
 
     def read_into(self, layer: int, target: torch.Tensor) -> None:
-        """Read a layer's whole record; as `deliver`."""
+        """Read a layer's whole record, like `deliver`."""
         self.deliver(layer, 0, target, _no_copy)
 
     def move_to(self, slab: Slab) -> None:
-        """Fill a slab of the same layout, unless another process does, and let parameters show it.
+        """Fill a slab of the same layout, unless another process does; let parameters alias it.
 
         Raises:
-            TransferError: As `deliver`.
+            TransferError: Like `deliver`.
         """
         for layer in range(len(self.records)):
             if not slab.is_opened:
@@ -247,14 +247,14 @@ class Store:
             slab.alias(layer)
 
     def close(self) -> None:
-        """Join the reading threads. What is mapped stays for as long as something shows it."""
+        """Join the reading threads. The mapping lives as long as any view of it."""
         self._reader.close()
 
     def _check(self, layer: int, offset: int, piece: torch.Tensor) -> None:
-        """Carry the checksums of a layer's tensors on over a piece; compare them behind the last.
+        """Update the checksums of a layer's tensors by a piece; compare them after the last one.
 
         Raises:
-            TransferError: The record is not what was written.
+            TransferError: The record is damaged.
         """
         stored, end = self._header.layers[layer], offset + piece.numel()
         if offset == 0:
@@ -296,15 +296,15 @@ class Store:
 
 
 Hold = Slab | Store
-"""Where the layers' weights of a loaded model lie: in memory, or in a file."""
+"""Where the layers' weights of a loaded model are stored: in memory, or in a file."""
 
 
 def _no_copy(_target: torch.Tensor, _source: torch.Tensor) -> None:
-    """Stand in where a file is read and nothing copied."""
+    """Do nothing: a file is read, not copied."""
 
 
 def require_store(path: Path) -> None:
-    """Check that a file is a store of this version, whatever it was made from.
+    """Check that a file is a store of this version, whatever its source.
 
     Raises:
         StoreError: It is absent, damaged or of another version.
@@ -362,7 +362,7 @@ def _require_identity(path: Path, found: Identity, wanted: Identity) -> None:
 
 
 def _require_forms(path: Path, layers: Sequence[StoredRecord]) -> None:
-    """Refuse what an earlier version's codecs wrote; a change that keeps sizes raises `FORMAT`."""
+    """Refuse layers of an earlier codec version; a change that keeps sizes must raise `FORMAT`."""
     for field in (field for layer in layers for field in layer.record().fields):
         if field.num_bytes != field.codec.num_bytes(field.shape, field.dtype):
             raise unusable(path, f"its {field.codec.name} is not this version's")

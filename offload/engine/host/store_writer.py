@@ -1,7 +1,7 @@
 """Writes a store: tensor by tensor under another name, then renamed in one step.
 
-Nothing is kept in memory. The room is reserved before the first layer is converted, so
-that a full disk is found at once and not after an hour; whatever fails, no partial file is left.
+Nothing is kept in memory. Disk space is reserved before the first layer is converted, so that a
+full disk is found at once and not after an hour. No failure leaves a partial file.
 """
 
 import errno
@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from offload.engine.codecs.codec import NATIVE
+from offload.engine.host.layer_layout import Field, Record, lay_out, stand_in
 from offload.engine.host.mapping import aligned_empty
-from offload.engine.host.record import Field, Record, lay_out, stand_in
 from offload.engine.host.slab import write
 from offload.engine.host.store import (
     Entry,
@@ -28,18 +28,18 @@ from offload.engine.host.store import (
     first_page,
 )
 from offload.errors import TransferError
-from offload.plan.machine import GIB
-from offload.plan.record import PAGE_BYTES
+from offload.plan.facts.layer_layout import PAGE_BYTES
+from offload.plan.machine.machine import GIB
 
 _DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
 def sole_builder(path: Path) -> Iterator[None]:
-    """Wait until no other process builds this store, and keep others from it.
+    """Wait until no other process builds this store, and lock others out.
 
-    Who waited should look again: the store may be there now. The lock ends with the process that
-    holds it, so a kill leaves none behind.
+    After a wait, look again: the store may exist now. The lock ends with the process that holds it,
+    so a kill leaves no lock.
 
     Raises:
         TransferError: The directory cannot be written.
@@ -55,7 +55,7 @@ def sole_builder(path: Path) -> Iterator[None]:
 
 
 class StoreWriter:
-    """A store in the making; call `finish`, or `close` to leave nothing behind."""
+    """A store being written; call `finish`, or `close` to remove it."""
 
     def __init__(
         self,
@@ -65,13 +65,13 @@ class StoreWriter:
         *,
         encoding_device: torch.device | None = None,
     ) -> None:
-        """Create the file and reserve the room for the layers.
+        """Create the file and reserve disk space for the layers.
 
         Args:
-            path: What the store will be called. Hold `sole_builder` of it.
+            path: The final path of the store. Hold its `sole_builder`.
             records: The layers' layouts.
             names: The name of each of their fields.
-            encoding_device: Where values are encoded; None, where they are.
+            encoding_device: Where values are encoded; None encodes them on their own device.
 
         Raises:
             TransferError: The disk is full, or cannot be written.
@@ -85,7 +85,7 @@ class StoreWriter:
         *self._offsets, self._end = accumulate(sizes, initial=PAGE_BYTES)
         self._descriptor: int | None = None
         with self._named_errors():
-            self._partial.unlink(missing_ok=True)  # of a killed build; a link is not followed
+            self._partial.unlink(missing_ok=True)  # from a killed build; a link is not followed
             self._descriptor = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
             os.posix_fallocate(self._descriptor, 0, self._end)
 
@@ -98,11 +98,11 @@ class StoreWriter:
         """Write a field's values.
 
         Returns:
-            A stand-in of the same shape that takes no memory and holds no values.
+            A placeholder of the same shape, without memory or values.
 
         Raises:
             TransferError: The disk is full, or cannot be written.
-            CodecError: The values cannot be written in the field's form.
+            CodecError: The values cannot be encoded in the field's form.
         """
         field, name = self._records[layer].fields[index], self._names[layer][index]
         self._entries[layer].append(
@@ -114,8 +114,8 @@ class StoreWriter:
         """Write everything else and the header, flush, and give the store its name.
 
         Args:
-            rest: What the model consists of besides what was put.
-            identity: What the weights were made from.
+            rest: All other tensors of the model.
+            identity: The source of the weights.
 
         Raises:
             TransferError: The disk is full, or cannot be written.
@@ -147,7 +147,7 @@ class StoreWriter:
         self._descriptor = None
 
     def close(self) -> None:
-        """Remove what was written, unless it was finished."""
+        """Remove the file, unless it was finished."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

@@ -1,1 +1,1 @@
-"""A model of transformers, taken apart into front, layers and tail."""
+"""A transformers model, split into front, layers and tail."""

@@ -1,9 +1,9 @@
-"""What a model consists of, so that a change after it was attached is noticed before a step.
+"""What a model consists of, so that changes after attaching are detected before a step.
 
-What trains, what is streamed and where each tensor is are settled by `attach`. Parameters that are
-added, replaced, frozen or unfrozen later would have no gradient, or one that is lost with the next
-load; a router's loss that is switched on later would not be in the loss. A step therefore compares
-the model with what was attached, by identity: a millisecond for a model of 48 layers with adapters.
+`attach` decides what trains, what is streamed and where each tensor is. Parameters that are added,
+replaced, frozen or unfrozen later would have no gradient, or one that the next load overwrites; a
+router loss that is enabled later would be missing from the loss. So each step compares the model
+with the one that was attached, by identity. This takes 1 ms for 48 layers with adapters.
 """
 
 from collections.abc import Iterator
@@ -24,14 +24,14 @@ _Traits = tuple[bool, torch.dtype, torch.device]
 
 
 class Composition:
-    """A model's modules and parameters, and what must not change of them."""
+    """A model's modules and parameters, and the traits that must not change."""
 
     def __init__(self, model: nn.Module, config: "PreTrainedConfig") -> None:
-        """Note them.
+        """Record them.
 
         Args:
-            model: What was attached.
-            config: Of the model inside of it; whether the loss has a router's part is settled too.
+            model: The model as attached.
+            config: Of the model inside it; whether the loss has a router term is fixed too.
         """
         modules = list(model.modules())
         self._model = model
@@ -45,10 +45,10 @@ class Composition:
         self._asks = _router_logits(config)
 
     def require_unchanged(self) -> None:
-        """Check that the model is what was attached.
+        """Check that the model is unchanged since it was attached.
 
         Raises:
-            OffloadError: What has changed since.
+            OffloadError: It changed; the error names the changes.
         """
         with torch._C.DisableTorchFunctionSubclass():
             modules, parameters = _flat(self._children), _flat(self._owned)
@@ -86,7 +86,7 @@ class Composition:
 
 
 def _router_logits(config: "PreTrainedConfig") -> dict[str, bool]:
-    """Return whether a config asks for router logits, and so for their loss; by place."""
+    """Return by place whether a config requests router logits, and so their loss."""
     places = {"config.output_router_logits": config}
     if (text_config := config.get_text_config()) is not config:
         places["config.get_text_config().output_router_logits"] = text_config

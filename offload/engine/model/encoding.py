@@ -1,4 +1,4 @@
-"""Which of a model's weights a codec may round: its matrices, and nothing small that steers it."""
+"""Which of a model's weights a codec may round: matrices, but no norms, biases or routers."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -9,25 +9,25 @@ from torch import nn
 
 from offload.engine.codecs.codec import NATIVE, Codec, codec_named
 from offload.engine.model.layers import LayeredModel
-from offload.plan.codec import CodecName
+from offload.plan.facts.codec import CodecName
 
 _NUM_EXPERTS = re.compile(r"(^|_)n(um)?_(\w+_)?experts$")
 _SAME_AS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Encoding:
-    """How each weight of one model's layers is written while it waits.
+    """How each weight of a model's layers is encoded.
 
-    Weights of linear layers and of fused experts are written by the codec. Norms, biases, routers
-    and everything that is not known stay as they are, and so does what trains.
+    The codec encodes weights of linear layers and of fused experts. Norms, biases, routers and all
+    unknown parameters are not encoded, nor is anything that trains.
     """
 
     def __init__(self, layered: LayeredModel, codec: CodecName) -> None:
         """Find the matrices.
 
         Args:
-            layered: The model, perhaps without values, perhaps with adapters around its layers.
-            codec: What they are written by.
+            layered: The model; it may have no values, and adapters around its layers.
+            codec: The codec for them.
         """
         self._codec, self._name = codec_named(codec), codec
         sizes = _router_sizes(layered)
@@ -40,11 +40,11 @@ class Encoding:
         }
 
     def codecs(self, parameters: Sequence[nn.Parameter]) -> list[Codec]:
-        """Return how each of these is written while a model is loaded, and nothing is frozen."""
+        """Return each parameter's codec during loading, when nothing is frozen yet."""
         return [self._codec if self._is_written(p) else NATIVE for p in parameters]
 
     def of_layers(self, groups: Sequence[Sequence[nn.Parameter]]) -> list[list[Codec]]:
-        """Return how each layer's parameters are written once it is known what trains."""
+        """Return the codecs of each layer's parameters once it is known what trains."""
         return [
             [
                 NATIVE if parameter.requires_grad else codec
@@ -69,12 +69,12 @@ def _is_matrix(
 
 
 def _router_sizes(layered: LayeredModel) -> set[int]:
-    """Return how many outputs a linear layer has that is a router: one per expert, or one."""
+    """Return the output sizes that identify a linear layer as a router: one per expert, or 1."""
     return {1, *_expert_counts(layered.model.config.get_text_config().to_dict())}
 
 
 def _expert_counts(config: Mapping[Any, Any]) -> Iterator[Any]:
-    """Yield the numbers of experts that a config names, and those within it."""
+    """Yield the numbers of experts in a config and in its nested configs."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from _expert_counts(value)

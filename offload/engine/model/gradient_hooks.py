@@ -1,17 +1,17 @@
-"""Hooks on what trains: those that would be given parts of a gradient are found before a step.
+"""Hooks on trained parameters: finds those that would receive partial gradients, before a step.
 
-A parameter inside one layer has one backward per micro-batch, as in a plain model. What is outside
-of the layers has several: the head goes in chunks, and a tied weight has a part from the tail and
-one from the front. And all micro-batches pass through one layer before the next layer's gradients
-are there, so `.grad` is that of a whole model only when the step is over.
+A parameter inside one layer has one backward per micro-batch, as in a plain model. Parameters
+outside of the layers have several: the head is computed in chunks, and a tied weight gets one part
+from the tail and one from the front. Also, all micro-batches pass through one layer before the next
+layer's gradients exist, so the gradients of the whole model are complete only after the step.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
 
+from offload.engine.model.find_layers import homes_of
 from offload.engine.model.layers import LayeredModel
 from offload.errors import OffloadError
 
@@ -19,19 +19,19 @@ _HINT = "apply it to `.grad` after `forward_backward` returns"
 
 
 class GradientHooks:
-    """The parameters that train, and which of their hooks a step runs as a plain model does."""
+    """The trained parameters, and which of their hooks a step runs like a plain model."""
 
     def __init__(
         self, model: nn.Module, layered: LayeredModel, masters: Mapping[str, nn.Parameter]
     ) -> None:
-        """Note them.
+        """Record them.
 
         Args:
-            model: What was attached.
-            layered: The model inside of it.
-            masters: What an optimizer updates in place of parameters of the layers, by name.
+            model: The model as attached.
+            layered: The model inside it.
+            masters: Parameters that the optimizer updates in place of the layers', by name.
         """
-        inside = _inside_one_layer(layered)
+        inside = homes_of(layered.layers, layered.around)
         self._masters = masters
         self._trained = [
             (name, parameter, id(parameter) in inside)
@@ -40,10 +40,10 @@ class GradientHooks:
         ]
 
     def require_exact(self) -> None:
-        """Check that no hook would be given parts of a gradient, or would never run.
+        """Check that no hook would receive partial gradients, or would never run.
 
-        A post-accumulate hook that only adds up what it is given may say so, by an attribute
-        `takes_partial_gradients` that is true.
+        A post-accumulate hook that only accumulates its gradients may declare this by a true
+        attribute `takes_partial_gradients`.
 
         Raises:
             OffloadError: One would.
@@ -73,10 +73,3 @@ class GradientHooks:
                     f"{name}, as `engine.trained_parameters` lists it, has a hook",
                     "its gradient is copied from the device, where no hook of it runs",
                 )
-
-
-def _inside_one_layer(layered: LayeredModel) -> set[int]:
-    """Return the ids of the parameters that one layer has, and nothing else."""
-    counts = Counter(id(p) for layer in layered.layers for p in layer.parameters())
-    outside = {id(p) for module in layered.around for p in module.parameters(recurse=False)}
-    return {key for key, count in counts.items() if count == 1} - outside

@@ -1,10 +1,10 @@
-"""An attached model used as a model: what goes through the engine, and what is refused.
+"""Calls of an attached model's own methods: which run on the engine, and which are refused.
 
-While a model is attached, its `forward` and `generate` run on the engine where the answer is the
-model's own to the bit; anything else they could be asked for is refused by name. `to`, `double` and
-their like, and `load_state_dict` of streamed weights, are refused before they have changed half of
-a model. All of it is done by attributes on a few instances: the model, and those of its modules
-that contain the layers. What goes around them meets the sealed parameters (see `seal`).
+While a model is attached, its `forward` and `generate` run on the engine if the result is bitwise
+the model's own; any other option is refused by name. `to`, `double` and similar methods, and
+`load_state_dict` of streamed weights, are refused before they have changed half of the model. All
+this is done by attributes on a few instances: the model, and those of its modules that contain the
+layers. Code that bypasses them meets the sealed parameters (see `seal`).
 """
 
 import functools
@@ -29,7 +29,7 @@ Answer = Callable[[Mapping[str, Any], Mapping[str, Any]], Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Put:
-    """A method that is guarded: whose, by what, and what the instance had there before."""
+    """A guarded method: its instance, its guard, and the instance's attribute before."""
 
     module: nn.Module
     name: str
@@ -43,13 +43,13 @@ class Guard:
     def __init__(
         self, model: nn.Module, layered: LayeredModel, *, seal: Seal, answer: Answer
     ) -> None:
-        """Put them on.
+        """Install them.
 
         Args:
-            model: What was attached.
-            layered: The model inside of it.
+            model: The model as attached.
+            layered: The model inside it.
             seal: Of its parameters.
-            answer: What a forward is answered by.
+            answer: Computes the result of a forward.
         """
         self._layered = layered
         self._seal = seal
@@ -63,7 +63,7 @@ class Guard:
             self._put(layered.model, "generate", self._generate)
 
     def lift(self) -> None:
-        """Take them off."""
+        """Remove them."""
         for put in self._put_on:
             attributes = vars(put.module)
             if attributes.get(put.name) is not put.guarded:
@@ -73,15 +73,15 @@ class Guard:
             else:
                 attributes[put.name] = put.before
         self._put_on.clear()
-        self._answer = None  # or the model would keep the engine
+        self._answer = None  # otherwise the model would keep the engine alive
 
     def _put(self, module: nn.Module, name: str, guard: Callable[..., Any]) -> None:
-        """Have `guard` called in a method's place, with the module and the method."""
+        """Install `guard` in place of a method; it is called with the module and the method."""
         method = getattr(module, name)
 
         @functools.wraps(method)
         def guarded(*args: Any, **kwargs: Any) -> Any:
-            if self._seal.is_open_here or not self._put_on:  # the engine itself, or none
+            if self._seal.is_open_here or not self._put_on:  # the engine's call, or lifted
                 return method(*args, **kwargs)
             return guard(module, method, *args, **kwargs)
 
@@ -105,10 +105,10 @@ class Guard:
         return output if is_dict else output.to_tuple()
 
     def _require_exact(self, given: Mapping[str, Any]) -> None:
-        """Check that the engine's answer is the model's own.
+        """Check that the engine's result is the model's own.
 
         Raises:
-            OffloadError: What it is not for, and what to do.
+            OffloadError: It is not, for one of these arguments.
         """
         model = self._layered.model
         if torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()):
@@ -146,7 +146,7 @@ class Guard:
     def _generate(
         self, _module: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Generate without a cache of keys and values: each token is a pass of the engine."""
+        """Generate without a key-value cache: each token is a pass of the engine."""
         if kwargs.get("use_cache"):
             _refuse(
                 "an attached model is asked to generate with `use_cache=True`",
@@ -158,7 +158,7 @@ class Guard:
     def _load(
         self, module: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Load what is not streamed, such as an adapter."""
+        """Load weights that are not streamed, such as an adapter."""
         values = args[0] if args else kwargs["state_dict"]
         named = module.named_parameters(remove_duplicate=False)
         for name in (name for name, p in named if name in values and seal_of(iter([p]))):

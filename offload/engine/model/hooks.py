@@ -1,12 +1,12 @@
-"""Tells hooks that change what a layer computes from those that only record.
+"""Separates hooks that change what a layer computes from those that only record.
 
-A hook that returns nothing may count, and keep tensors, as it likes. One that returns a value on
-any way through it, or writes to what it is given, is a part of the layer: what it returns may
-depend on what it keeps.
+A hook that returns nothing may count and keep tensors freely. One that returns a value on any path
+through its code, or writes to its arguments, is part of the layer: what it returns may depend on
+its state.
 """
 
 import dis
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from operator import is_
@@ -23,24 +23,24 @@ _KINDS = ("_forward_pre_hooks", "_forward_hooks")
 
 
 class JudgedHooks:
-    """Judges the hooks of layers as they are called.
+    """Classifies the hooks of layers as they are called.
 
     Attributes:
-        acting: Those that changed something.
+        acting: Hooks that changed something.
     """
 
     def __init__(self, watch: Watch) -> None:
-        """Judge nothing yet.
+        """Classify nothing yet.
 
         Args:
-            watch: It is to pass over what recording hooks read and write.
+            watch: It must ignore what recording hooks read and write.
         """
         self._watch = watch
         self.acting: list[Any] = []
 
     @contextmanager
     def judged(self, layer: nn.Module) -> Iterator[None]:
-        """Judge the hooks of a layer's modules, and of all modules, while it is called."""
+        """Classify the hooks of a layer's modules, and global module hooks, while it is called."""
         tables = [vars(module)[kind] for module in layer.modules() for kind in _KINDS]
         tables += [getattr(torch_module, f"_global{kind}") for kind in _KINDS]
         before = [(table, key, hook) for table in tables for key, hook in table.items()]
@@ -56,18 +56,18 @@ class JudgedHooks:
     def _call(self, hook: Any, *args: Any, **kwargs: Any) -> Any:
         given = [x for x in tree_leaves((args[1:], kwargs)) if isinstance(x, torch.Tensor)]
         versions = [_version(tensor) for tensor in given]
-        with self._watch.aside() as notes:
-            result = hook(*args, **kwargs)
-            has_written = versions != [_version(tensor) for tensor in given]
-            if has_written or result is not None or _may_return_more(hook):
-                notes.keep()
-                if not any(hook is other for other in self.acting):
-                    self.acting.append(hook)
+        mark = self._watch.mark()
+        result = hook(*args, **kwargs)
+        has_written = versions != [_version(tensor) for tensor in given]
+        if not (has_written or result is not None or _may_return_more(hook)):
+            self._watch.return_to(mark)
+        elif not any(hook is other for other in self.acting):
+            self.acting.append(hook)
         return result
 
 
 def _may_return_more(hook: Any) -> bool:
-    """Tell whether a hook that has returned nothing has another way to its end."""
+    """Return whether a hook that has returned nothing has another return path."""
     while isinstance(hook, partial):
         hook = hook.func
     function = getattr(hook, "__func__", hook)
@@ -91,16 +91,23 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def is_same_code(one: list[Any], other: list[Any]) -> bool:
-    """Tell whether two lists of `all_hooks` hold the same functions."""
+    """Return whether two lists of `all_hooks` hold the same functions."""
     return len(one) == len(other) and all(map(is_, one, other))
 
 
-def all_hooks(model: nn.Module) -> list[Any]:
-    """Return what a model's modules run besides their class's `forward`, and those functions."""
+def all_hooks(model: nn.Module, outside: Iterable[nn.Module]) -> list[Any]:
+    """Return the functions that a model runs: hooks, `forward`s, and attributes such as its loss.
+
+    Args:
+        model: The model.
+        outside: Its modules outside the layers, whose attributes are searched.
+    """
     found = [hook for kind in _KINDS for hook in getattr(torch_module, f"_global{kind}").values()]
     for module in model.modules():
         own = vars(module)
         found.append(own.get("forward", type(module).forward))
         for kind in _KINDS:
             found.extend(own[kind].values())
+    for module in outside:
+        found.extend(value for value in vars(module).values() if callable(value))
     return found

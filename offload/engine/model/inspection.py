@@ -1,27 +1,27 @@
-"""Looks once, before the first step, whether a model can be computed layer by layer.
+"""Checks once, before the first step, whether a model can be computed layer by layer.
 
-Problem. Streaming computes front, layers, tail and loss each alone. That is the model's own step
-only if a layer's output follows from what it is handed and from its weights, if what follows the
-layers works token by token on the last hidden state and on nothing else, and if the model's own
-loss is the cross-entropy of the next tokens. Values at one point do not show it: a path may begin
-at zero, an extra term may be small, a value may be left in a global.
+Problem. Streaming computes front, layers, tail and loss separately. This equals the model's own
+step only if a layer's output depends on its arguments and weights alone, if the part after the
+layers works token by token on the last hidden state alone, and if the model's own loss is the
+cross-entropy of the next tokens. Comparing values at one point does not prove this: a path may
+start at zero, an extra term may be small, a value may be left in a global.
 
-Idea. Each of these is a statement about structure, and is checked as one, on a few tokens, in one
+Idea. Each of these is a statement about structure, and is checked as such, on a few tokens, in one
 pass over the layers that is streamed like any other. No gradient is touched.
 
-1. A layer is called on a few of the batch's tokens, then on other values, then on the first again
-   and with gradients recorded. Trained weights that are zero are random meanwhile, here and in 2.
-   A `Watch` sees what it reads and writes that is not its own, `kept_by` what it counts; what it
-   was passed must be as before, no random numbers may come from elsewhere than torch, and the last
-   output must be the first. Hooks that only record are left alone.
-2. The model's own forward, with all that is wrapped around it, runs with stand-ins for its layers.
-   They return as the layers did, with a random hidden state from the last. A watch sees whether
-   what follows reads anything from before the layers.
-3. In that hidden state one token is made NaN, which passes through every path, also through one
+1. A layer is called on a few of the batch's tokens, then on other values, then on the first ones
+   again with gradients recorded. Trained weights that are zero are replaced by random values, here
+   and in 2. A `Watch` sees reads and writes of tensors that are not the layer's own, and `kept_by`
+   sees counters. The arguments must be unchanged, random numbers may come from torch only, and the
+   last output must equal the first. Hooks that only record are ignored.
+2. The model's own forward, with all its wrappers, runs with stand-ins for its layers. They return
+   the same form as the layers, and the last one a random hidden state. A watch sees whether the
+   part after the layers reads anything from before them.
+3. One token of that hidden state is made NaN, which propagates along every path, even one
    multiplied by zero: only that token's logits may become NaN.
 4. Logits, and their gradient by the hidden state, are compared with those that a step computes from
-   the same hidden states in chunks; the model's own loss and its gradient by the logits with the
-   cross-entropy of the next tokens, at two scales of the logits.
+   the same hidden states in chunks. The model's own loss, and its gradient by the logits, are
+   compared with the cross-entropy of the next tokens, at two scales of the logits.
 
 Source of 3: the rules of IEEE 754, by which 0 * NaN is NaN.
 """
@@ -36,7 +36,7 @@ import torch
 from torch import nn
 
 from offload.engine.batch import IGNORED, Batch
-from offload.engine.model.calls import Call
+from offload.engine.model.find_layers import homes_of
 from offload.engine.model.hooks import JudgedHooks
 from offload.engine.model.kept import changed_in, kept_by
 from offload.engine.model.layers import (
@@ -49,20 +49,21 @@ from offload.engine.model.layers import (
     unchanged,
     uncompiled,
 )
-from offload.engine.model.stand_ins import (
+from offload.engine.model.recorded_args import Call
+from offload.engine.model.recorders import (
     Closed,
     ClosedInjector,
     Note,
     TouchedError,
     between,
 )
-from offload.engine.model.watch import Watch, homes_of
+from offload.engine.model.watch import Watch
 from offload.engine.randomness import FRONT_LAYER, VisitRandomness
 
 T = TypeVar("T")
 
 _LOGITS_DIM = 3
-ROWS, TOKENS = 2, 5  # that the model is inspected on
+ROWS, TOKENS = 2, 5  # of the inspection's batch
 _SCALES = (1.0, 20.0)  # of the logits: some terms of a loss begin above a threshold
 _FEW = 1024  # of a weight's elements, which are rarely all zero if it is not
 _SEED = 0
@@ -73,18 +74,18 @@ _NEXT_TOKENS = "its loss must be the mean cross-entropy of the next tokens"
 
 
 class Inspection:
-    """One inspection of a model, in the mode (`train` or `eval`) that it is in."""
+    """One inspection of a model, in its current mode (`train` or `eval`)."""
 
     def __init__(self, model: LayeredModel, batch: Batch, *, has_labels: bool) -> None:
-        """Run what comes before the layers.
+        """Run the front.
 
         Args:
-            model: It; its layers need no weights yet.
+            model: The model; its layers need no weights yet.
             batch: A micro-batch, on the compute device.
-            has_labels: Whether a loss will be asked for.
+            has_labels: Whether a loss will be computed.
 
         Raises:
-            UnsupportedModelError: What a layer is handed is not the same each time.
+            UnsupportedModelError: A layer's arguments differ between two calls.
         """
         self._model, self._has_labels = model, has_labels
         self._batch = {name: batch[name] for name in FRONT_INPUTS if name in batch}
@@ -114,7 +115,7 @@ class Inspection:
         """Inspect one layer; its weights must be in place, and those before it were inspected.
 
         Raises:
-            UnsupportedModelError: It does more than compute its output from what it is handed.
+            UnsupportedModelError: It does more than compute its output from its arguments.
         """
         module = self._model.layers[layer]
         call = self._calls[layer].with_more(self._unread.get(layer, {}))
@@ -138,13 +139,13 @@ class Inspection:
         self._other_BTD, self._hidden_BTD = other_BTD, again_BTD.detach()
 
     def around(self) -> bool:
-        """Inspect what the model computes outside its layers, which were all inspected.
+        """Inspect what the model computes outside its layers, after all layers were inspected.
 
         Returns:
-            Whether anything could be told: not from logits that are not numbers.
+            Whether it was possible; False if the logits are NaN.
 
         Raises:
-            UnsupportedModelError: Logits or loss are not those that a step computes.
+            UnsupportedModelError: Logits or loss differ from those that a step computes.
         """
         with self._quietly(), _stirred(self._model.around):
             like_BTD = self._hidden_BTD
@@ -174,9 +175,9 @@ class Inspection:
     # -------------------------------------------------------------------------------------- layers
 
     def _passed_with_labels(self, few: Batch) -> dict[int, dict[str, torch.Tensor]]:
-        """Return what stands for the labels in calls of layers, which no layer may touch.
+        """Return placeholders for the labels in calls of layers, which no layer may touch.
 
-        Some models pass them on with all other arguments.
+        Some models pass the labels on with all other arguments.
         """
         model, labels_BT = self._model, few["input_ids"].clone()
         try:
@@ -203,7 +204,7 @@ class Inspection:
         }
 
     def _require_nothing_left_for_layers(self, few: Batch) -> None:
-        """Check that other tokens leave nothing else where the layers could read it."""
+        """Check that the front leaves no token-dependent state where layers could read it."""
         kinds = {type(layer): layer for layer in self._model.layers}.values()
         before = [kept_by(layer) for layer in kinds]
         fewer = {name: value[..., :-1] for name, value in few.items()}
@@ -220,7 +221,7 @@ class Inspection:
     def _require_no_draws_in_backward(
         self, layer: int, output_BTD: torch.Tensor, leaf_BTD: torch.Tensor
     ) -> None:
-        """Check that what is computed anew in the backward draws no random numbers."""
+        """Check that computations repeated in the backward draw no random numbers."""
         if not self._randomness.is_drawing(layer) or not output_BTD.requires_grad:
             return
         try:
@@ -237,7 +238,7 @@ class Inspection:
         self._model.refuse(f"has a layer {layer} that {what}", limit=_ALONE)
 
     def _alone(self, part: int, compute: Callable[[], T]) -> T:
-        """Compute a part quietly, with random numbers that no other thread can change."""
+        """Compute a part without a graph, with random numbers that no other thread can change."""
         with self._quietly():
             return self._randomness.visit(part, _SEED, compute)[0]
 
@@ -266,7 +267,7 @@ class Inspection:
         return output_BTD
 
     def _refuse_what_was_seen(self) -> None:
-        """Refuse what a watch saw outside the layers."""
+        """Refuse the model if the watch saw a problem outside the layers."""
         if not self._watch.problem:
             return
         if self._watch.culprit == _AFTER:
@@ -278,10 +279,10 @@ class Inspection:
     def _own(
         self, hidden_BTD: torch.Tensor, *, labels_BT: torch.Tensor | None = None, scale: float = 1.0
     ) -> Any:
-        """Run the model's own forward, with all that is around it, on a hidden state.
+        """Run the model's own forward, with all its wrappers, on a hidden state.
 
         Returns:
-            What it returns. With labels its logits are computed in fp32 and multiplied by `scale`.
+            Its output. With labels the logits are computed in fp32 and multiplied by `scale`.
         """
         model, notes = self._model, list[Note]()
         inputs = self._inputs()
@@ -331,7 +332,7 @@ class Inspection:
 
     @property
     def _wrapped(self) -> str:
-        """Name what is around the model, where something is."""
+        """Return the name of the model's wrapper, if it has one."""
         whole = self._model.whole
         if whole is self._model.model:
             return ""
@@ -414,7 +415,7 @@ class Inspection:
             )
 
     def _labels(self, logits_BTV: torch.Tensor) -> torch.Tensor:
-        """Return labels that the tokens before them may have, special ones among them."""
+        """Return labels that have a finite logit at the token before, special ones included."""
         noise_BTV = torch.rand_like(logits_BTV, dtype=torch.float32)
         is_open_BTV = logits_BTV.isfinite()
         chosen_BT = noise_BTV.masked_fill(~is_open_BTV, -1).argmax(-1)
@@ -454,9 +455,9 @@ class Inspection:
 
     @contextmanager
     def _quietly(self) -> Iterator[None]:
-        """Record no graph; draw the same numbers each time, and leave the generators as they are.
+        """Record no graph; draw the same numbers each time, and leave the generators unchanged.
 
-        What is compiled runs uncompiled, so that the watch sees it and no form is compiled for it.
+        Compiled code runs uncompiled, so that the watch sees it and nothing is compiled for it.
         """
         device = self._batch["input_ids"].device
         with torch.no_grad(), same_randomness(device), uncompiled():
@@ -466,7 +467,7 @@ class Inspection:
 
 @contextmanager
 def _stirred(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Have random values in trained weights that are zero, which would hide what they multiply."""
+    """Put random values into trained weights that are zero: zeros hide what they multiply."""
     zero = {
         parameter
         for module in modules
@@ -484,7 +485,7 @@ def _stirred(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def _scaled(model: nn.Module, scale: float, is_wanted: bool) -> Iterator[None]:  # noqa: FBT001
-    """Have the head return fp32, multiplied: what follows is then computed in that."""
+    """Let the head return scaled fp32, so that everything after it is computed in fp32."""
     head: Any = model.get_output_embeddings() if is_wanted else None  # type: ignore[operator]
     if head is None:
         yield
@@ -528,7 +529,7 @@ def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _are_close(one: torch.Tensor, other: torch.Tensor, *, steps: int = 8) -> bool:
-    """Tell whether two results differ by some roundings of their largest value at most."""
+    """Return whether two results differ by at most some roundings of their largest value."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     one, other = one.detach(), other.detach()

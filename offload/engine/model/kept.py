@@ -1,10 +1,10 @@
-"""What a layer keeps between two calls outside its tensors: numbers, flags, and objects with them.
+"""State that a layer keeps between two calls outside its tensors: numbers, flags and objects.
 
-A layer that counts its calls in an attribute, in a global or in a variable of a closure may compute
-something else each time. Layer by layer it is called more often, and in another order. So what it
-keeps is read before and after a call, where Python code can keep it: attributes of its modules and
-of their classes, and globals and closures that their methods and hooks name, through the functions
-and objects that these name in turn.
+A layer that counts its calls in an attribute, a global or a closure variable may compute something
+else each time. Computed layer by layer, it is called more often and in another order. So its state
+is read before and after a call, wherever Python code can keep it: attributes of its modules and of
+their classes, globals and closures that their methods and hooks name, and the functions and objects
+that these name in turn.
 """
 
 import functools
@@ -32,10 +32,10 @@ _FOREIGN = ("torch", "transformers", "peft", "numpy", "logging", "functools", "t
 
 
 def kept_by(layer: nn.Module, *, hooks: Iterable[Any] = ()) -> dict[str, object]:
-    """Return all that is found, by name.
+    """Return all state that is found, by name.
 
     Args:
-        layer: It.
+        layer: The layer.
         hooks: Those of its hooks that change what it computes.
     """
     found = _Found()
@@ -51,7 +51,7 @@ def kept_by(layer: nn.Module, *, hooks: Iterable[Any] = ()) -> dict[str, object]
 
 
 def changed_in(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
-    """Return the names of what is not as it was before."""
+    """Return the names of values that changed."""
     names = [*before, *(name for name in after if name not in before)]
     return [name for name in names if before.get(name) != after.get(name)]
 
@@ -64,7 +64,7 @@ class _Found:
         self._seen: dict[int, object] = {}  # kept, or another could have its id
 
     def note_class(self, place: str, kind: type) -> None:
-        """Note attributes of a class, and what its `forward` and the methods in it name."""
+        """Record attributes of a class, and what `forward` and the methods it calls name."""
         for cls in kind.__mro__:
             if cls is nn.Module:
                 return
@@ -76,12 +76,12 @@ class _Found:
             self.note(f"{place}forward", vars(cls).get("forward"), 0, of=kind)
 
     def note(self, name: str, value: Any, depth: int, *, of: type | None = None) -> None:
-        """Note a value if it is one, and look into it if it holds others.
+        """Record a value if it is plain, and search it if it is a holder of others.
 
         Args:
-            name: It is found by.
-            value: It.
-            depth: Of what holds it.
+            name: Its path.
+            value: The value.
+            depth: Of its holder.
             of: The class whose method it is.
         """
         if isinstance(value, _VALUES):
@@ -105,7 +105,7 @@ class _Found:
             self._note_object(name, value, depth)
 
     def _note_function(self, name: str, function: Any, depth: int, of: type | None) -> None:
-        """Note what a function's code names: variables of closures, globals, and methods."""
+        """Record what a function's code names: closure variables, globals, and methods."""
         code = function.__code__
         for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
             self.note(f"{variable} (in {name})", _content(cell), depth)
@@ -119,7 +119,7 @@ class _Found:
                 self.note(f"{variable} (in {name})", method, depth, of=of)
 
     def _note_object(self, name: str, value: Any, depth: int) -> None:
-        """Note the attributes of an object of somebody's own class, and what calling it names."""
+        """Record the attributes of an object of a user class, and what its `__call__` names."""
         kind = type(value)
         is_config = hasattr(value, "model_type")  # which layers read
         is_code = isinstance(value, type | types.ModuleType | torch.Tensor | nn.Module)
@@ -145,7 +145,7 @@ def _is_foreign(value: Any) -> bool:
 
 
 def _state_of(value: Any) -> tuple[str, object] | None:
-    """Return what of a value changes as it is used, with what to call it."""
+    """Return the state of a value that changes with use, with a name for it."""
     if isinstance(value, Mapping | list | tuple | deque | Set):
         return " (length)", len(value)
     if isinstance(value, np.ndarray | np.generic):
@@ -160,7 +160,7 @@ def _state_of(value: Any) -> tuple[str, object] | None:
 
 
 def _parts_of(name: str, value: Any) -> Iterator[tuple[str, object]]:
-    """Yield what a container or another holder holds, with a name for each."""
+    """Yield the named contents of a container or another holder."""
     if isinstance(value, ContextVar):
         yield name, value.get(None)
     elif isinstance(value, functools.partial):

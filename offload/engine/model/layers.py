@@ -5,15 +5,15 @@ pass to each of them (masks per layer type, rotary embeddings, positions), and w
 the last one (norm, head, loss). Both differ between some two hundred architectures.
 
 Idea. Run the model's own forward with stand-ins in place of its layers. For the *front*, a
-recorder notes each layer's arguments; the last one stops the pass. For the *tail*, the last
-stand-in hands over the true hidden states, so the model's own norm, head and loss run on them.
-Norm, head and loss work token by token, so the tail is given only the tokens that have a label, in
-chunks: the logits of a whole batch never exist at once.
+recorder records each layer's arguments; the last one stops the pass. For the *tail*, the last
+stand-in returns the true hidden states, so the model's own norm, head and loss run on them.
+Norm, head and loss work token by token, so the tail gets only the labelled tokens, in chunks: the
+logits of a whole batch never exist at once.
 
-What would break this is anything that layers share beyond the hidden state, or that the model does
-with it between or after them: right loss, wrong gradients. None of it is known by name. What this
-module can see while it runs a model is looked for here, at each visit; what it cannot is looked for
-by `Inspection`, once, before any gradient is touched. Either is refused with what was found.
+This breaks if layers share anything besides the hidden state, or if the model does anything else
+with it between or after them: the loss is right and the gradients are wrong. No case is known by
+name. What can be detected while a model runs is checked here, at each visit; the rest is checked by
+`Inspection`, once, before any gradient is touched. Either refuses the model and names the finding.
 """
 
 import sys
@@ -27,9 +27,7 @@ import torch
 from torch import nn
 
 from offload.engine.batch import Batch
-from offload.engine.model.calls import Call, Leaves, Snapshot
-from offload.engine.model.router import RouterLoss
-from offload.engine.model.stack import (
+from offload.engine.model.find_layers import (
     find_layers,
     find_towers,
     find_unread_stores,
@@ -40,7 +38,8 @@ from offload.engine.model.stack import (
     refuse_trained_outside,
     require_language_model,
 )
-from offload.engine.model.stand_ins import (
+from offload.engine.model.recorded_args import Call, Leaves, Snapshot
+from offload.engine.model.recorders import (
     FORMS,
     AllRecordedError,
     Between,
@@ -52,8 +51,9 @@ from offload.engine.model.stand_ins import (
     TouchedError,
     modes_of_torch,
 )
+from offload.engine.model.router import RouterLoss
 from offload.errors import UnsupportedModelError
-from offload.plan.families import RESIDENT_HINT
+from offload.plan.facts.families import RESIDENT_HINT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,19 +61,19 @@ if TYPE_CHECKING:
 Forms = tuple[Form, ...]
 FRONT_INPUTS = ("input_ids", "attention_mask", "position_ids")
 COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
-"""What a config can have a model collect from its layers."""
+"""Config options that make a model collect outputs of its layers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Front:
-    """What enters the layers: hidden states (B, T, ...), and each layer's other arguments."""
+    """The layers' inputs: hidden states (B, T, ...), and each layer's other arguments."""
 
     hidden_BTD: torch.Tensor
     calls: tuple[Call, ...]
     leaves: Leaves
 
     def backward(self, gradient_BTD: torch.Tensor | None) -> None:
-        """Take the gradients of all that enters the layers back through the front."""
+        """Run the front's backward from the gradients of all layer inputs."""
         sources, gradients = self.leaves.gradients()
         # not where only the head trains, nor where a layer passes none on
         if self.hidden_BTD.requires_grad and gradient_BTD is not None:
@@ -90,8 +90,8 @@ class LayeredModel:
         """Find the decoder layers.
 
         Raises:
-            UnsupportedModelError: There is not exactly one stack of decoder layers, or the model
-                is configured for something that layer by layer would give wrong gradients.
+            UnsupportedModelError: There is not exactly one stack of decoder layers, or a setting of
+                the model would give wrong gradients layer by layer.
         """
         unwrap = getattr(model, "get_base_model", None)  # peft's wrapper
         self.model = cast("PreTrainedModel", model if unwrap is None else unwrap())
@@ -119,7 +119,7 @@ class LayeredModel:
         self._unread = find_unread_stores(list(self.layers))
 
     def front(self, batch: Batch) -> Front:
-        """Run what comes before the layers.
+        """Run the part of the model before the layers.
 
         Args:
             batch: input_ids (B, T) and optionally attention_mask, position_ids, on the compute
@@ -160,8 +160,8 @@ class LayeredModel:
         """Run one layer; its weights must be in place.
 
         Raises:
-            UnsupportedModelError: The layer changed what it may only read, so that another layer,
-                another micro-batch or its own recompute would see something else.
+            UnsupportedModelError: The layer changed a read-only argument, so that another layer,
+                another micro-batch or its own recompute would see other values.
         """
         module = self.layers[layer]
         before = self._state_of(layer, hidden_BTD, call)
@@ -195,12 +195,12 @@ class LayeredModel:
     ) -> torch.Tensor:
         """Run norm, head and loss on some tokens.
 
-        The loss is computed here: a model's own may not take the number to divide by.
+        The loss is computed here because a model's own may not accept a divisor.
 
         Args:
             hidden_BTD: Output of the last layer for these tokens.
             labels_BT: The token that follows each of them (already shifted).
-            num_label_tokens: What the sum of the losses is divided by.
+            num_label_tokens: Divisor of the sum of the losses.
         """
         logits_BTV = self.tail_logits(hidden_BTD)
         return cross_entropy_sum(logits_BTV, labels_BT) / num_label_tokens
@@ -213,16 +213,16 @@ class LayeredModel:
         return cast("torch.Tensor", output.logits)
 
     def output(self, hidden_BTD: torch.Tensor, **inputs: Any) -> Any:
-        """Return what the model itself gives once its last layer has returned `hidden_BTD`.
+        """Return the model's own output, given that its last layer returned `hidden_BTD`.
 
         Args:
             hidden_BTD: Output of the last layer, of all tokens.
-            inputs: What the model is called with.
+            inputs: Arguments of the model's call.
         """
         return self._tail(hidden_BTD, **inputs)
 
     def _tail(self, hidden_BTD: torch.Tensor, **inputs: Any) -> Any:
-        """Run the model with `hidden_BTD` as what its last layer returns; on any tokens if none."""
+        """Run the model with `hidden_BTD` as its last layer's output; on dummy tokens if none."""
         forms = self._forms or (FORMS[0],) * len(self.layers)
         stand_ins = self.stand_ins(StandIn, forms, notes=[])
         last = len(self.layers) - 1
@@ -243,10 +243,10 @@ class LayeredModel:
         """Run the model up to its last layer; return a note per layer.
 
         Args:
-            batch: What is given to the model.
+            batch: The model's inputs.
             forms: How each layer returns the hidden state.
-            root: What is run; None for the model without what is around it.
-            more: What else is given.
+            root: The module to run; None for the model without its wrappers.
+            more: Further arguments.
 
         Raises:
             TouchedError: Its layers could not be visited one by one.
@@ -262,9 +262,9 @@ class LayeredModel:
         return self._forms
 
     def _find_forms(self) -> Forms:
-        """Return how the model wants its layers' output, tried on three tokens.
+        """Return the form in which the model expects its layers' output, tried on three tokens.
 
-        Where no form will do, the one that came furthest tells why.
+        If no form works, the error is that of the form that got furthest.
         """
         furthest, reason = 0, ""
         for form in FORMS:
@@ -288,10 +288,10 @@ class LayeredModel:
         raise TouchedError(reason)
 
     def _note_form(self, layer: int, output: object) -> None:
-        """Compare how a layer returned the hidden state with what the front was recorded with.
+        """Compare the form of a layer's output with the form the front was recorded with.
 
-        Where it is another way, the model is run again with stand-ins that return as the layer did:
-        it may do with that what it did not do before.
+        If they differ, the model is run again with stand-ins that return the layer's form, since it
+        may treat that one differently.
         """
         if self._forms is None:
             return
@@ -342,7 +342,7 @@ class LayeredModel:
         ]
 
     def require_in_order(self, notes: Sequence[Note]) -> None:
-        """Check that each layer was called once and in order, and given what may be kept.
+        """Check that each layer was called once and in order, with arguments that may be kept.
 
         Raises:
             TouchedError: It was not.
@@ -370,9 +370,9 @@ class LayeredModel:
 
     @contextmanager
     def replaced(self, stand_ins: Sequence[nn.Module]) -> Iterator[None]:
-        """Put stand-ins in the layers' places; what layers return is not collected meanwhile.
+        """Replace the layers by stand-ins, with collection of layer outputs disabled.
 
-        Outputs have names meanwhile, whatever the config says.
+        Outputs are named meanwhile (`return_dict`), whatever the config says.
         """
         configs = (self.model.config, self.model.config.get_text_config())
         flags = [(c, name, True) for c in configs for name in COLLECTED if getattr(c, name, False)]
@@ -421,15 +421,15 @@ FORWARD_ERRORS = (
 
 
 def uncompiled() -> AbstractContextManager[None]:
-    """Run what is compiled as it was written, and compile nothing."""
-    if "torch._dynamo" not in sys.modules:  # nothing is, and to import it takes a second
+    """Run compiled code eagerly, and compile nothing."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes 1 s
         return nullcontext()
     return cast("AbstractContextManager[None]", torch.compiler.set_stance("force_eager"))
 
 
 @contextmanager
 def unchanged(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Undo what modules note about the tokens that they see, such as rotary tables for a length."""
+    """Undo what modules cache about their tokens, such as rotary tables for a length."""
     before = [(module, dict(vars(module)), dict(module._buffers)) for module in modules]
     try:
         yield
@@ -440,7 +440,7 @@ def unchanged(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def same_randomness(device: torch.device) -> AbstractContextManager[None]:
-    """Leave the generators as they are, so that a check does not change a dropout mask."""
+    """Leave the generators unchanged, so that a check does not change a dropout mask."""
     return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 

@@ -1,4 +1,4 @@
-"""Which of a model's tensors are streamed, and what must be true of the others."""
+"""Which of a model's tensors are streamed, and the requirements on the others."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -7,7 +7,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from offload.engine.host.record import Record, is_stand_in
+from offload.engine.host.layer_layout import Record, is_stand_in
+from offload.engine.model.find_layers import homes_of
 from offload.engine.model.layers import LayeredModel
 from offload.errors import UnsupportedModelError
 
@@ -24,19 +25,17 @@ def streamed_parameters(
     Raises:
         UnsupportedModelError: There is nothing to stream, or a tensor that cannot be.
     """
-    in_layers = Counter(id(p) for layer in layered.layers for p in layer.parameters())
+    homes = homes_of(layered.layers, layered.around)
     owners = Counter(
         id(p) for module in layered.model.modules() for p in module.parameters(recurse=False)
     )
-    outside = {id(p) for module in layered.around for p in module.parameters(recurse=False)}
     groups = [
         [
             p
             for p in layer.parameters()
             if (are_trained_streamed or not p.requires_grad)
-            and in_layers[id(p)] == 1
+            and id(p) in homes
             and owners[id(p)] == 1
-            and id(p) not in outside
         ]
         for layer in layered.layers
     ]
@@ -52,7 +51,7 @@ def streamed_parameters(
 
 
 def _require_strided(layered: LayeredModel, groups: Sequence[Sequence[nn.Parameter]]) -> None:
-    """Check that what is streamed is made of plain values in a row."""
+    """Check that streamed tensors are plain, strided and contiguous."""
     streamed = {id(parameter) for group in groups for parameter in group}
     for name, parameter in layered.model.named_parameters():
         if id(parameter) in streamed and parameter.layout is not torch.strided:
@@ -82,13 +81,13 @@ def only_device(layered: LayeredModel) -> torch.device:
 
 
 def require_values(model: nn.Module, records: Sequence[Record]) -> None:
-    """Check that what trains and what is not streamed has values of its own.
+    """Check that trained parameters and all that are not streamed have values of their own.
 
-    What a model shows of encoded weights, before they are streamed, are stand-ins, all NaN; so is
-    what was copied or computed from them.
+    Before they are streamed, encoded weights show placeholders, which are all NaN; so are copies
+    of them and anything computed from them.
 
     Raises:
-        UnsupportedModelError: A parameter has not, or was made from one that has not.
+        UnsupportedModelError: A parameter has none, or was made from one that has none.
     """
     if not any(record.decoded_bytes for record in records):
         return
@@ -122,19 +121,19 @@ def move_the_rest(
 
 
 def modules_on_device(layered: LayeredModel) -> list[nn.Module]:
-    """Return all modules but those of towers, which text does not pass through."""
+    """Return all modules except towers, which text does not pass through."""
     left = {module for tower in layered.towers for module in tower.modules()}
     return [module for module in layered.model.modules() if module not in left]
 
 
 def trains_front(layered: LayeredModel) -> bool:
-    """Tell whether anything outside the layers trains."""
+    """Return whether anything outside the layers trains."""
     in_layers = {id(parameter) for parameter in layered.layers.parameters()}
     return any(p.requires_grad and id(p) not in in_layers for p in layered.model.parameters())
 
 
 def switch_off_checkpointing(model: nn.Module) -> list[nn.Module]:
-    """Switch Hugging Face's gradient checkpointing off, a visit being the checkpoint; say where."""
+    """Disable Hugging Face's gradient checkpointing, since visits recompute; return its modules."""
     switched = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
     for module in switched:
         set_checkpointing(module, is_on=False)
@@ -142,5 +141,5 @@ def switch_off_checkpointing(model: nn.Module) -> list[nn.Module]:
 
 
 def set_checkpointing(module: nn.Module, *, is_on: bool) -> None:
-    """Switch one module's checkpointing."""
+    """Enable or disable one module's checkpointing."""
     cast("Any", module).gradient_checkpointing = is_on

@@ -1,17 +1,17 @@
 """The auxiliary loss that keeps a mixture's router balanced, over all layers at once.
 
-Problem. The loss is a product of means over all layers (the share of tokens that an expert is given
-times its mean probability), so it is known only behind the last layer, when the layers' graphs are
+Problem. The loss is a product of means over all layers (the share of tokens routed to an expert
+times its mean probability), so it is known only after the last layer, when the layers' graphs are
 gone, and its gradient enters each layer at its router.
 
-Idea. A forward visit keeps what the router said of each token, without its graph: tokens x experts
-numbers. Behind the last layer the model's own function is run on these numbers as leaves, which
-gives the loss and its gradient by each of them, whatever the formula. A backward visit computes the
-router again and hands this gradient in beside that of the layer's output.
+Idea. A forward visit keeps the router logits of each token, without their graph: tokens x experts
+numbers. After the last layer the model's own function runs on these logits as leaves, which gives
+the loss and its gradient by each of them, whatever the formula. A backward visit recomputes the
+router and passes this gradient in together with that of the layer's output.
 
-A model defines the loss for one batch and says nothing of several. Here the loss of a step is the
-mean of the losses that the model itself would give its micro-batches, weighted by their label
-tokens: micro-batch m counts n_m / N, as in the rest of the loss.
+A model defines the loss for one batch only. Here the loss of a step is the mean of the model's own
+losses of its micro-batches, weighted by their label tokens: micro-batch m counts n_m / N, as in the
+rest of the loss.
 """
 
 import inspect
@@ -33,7 +33,7 @@ _SIZES = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Router:
-    """A module that routes, and where the logits stand in what it returns."""
+    """A router module, and the index of the logits in its output."""
 
     module: nn.Module
     index: int
@@ -46,7 +46,7 @@ class RouterLoss:
         """Find the function, its coefficient and each layer's routers.
 
         Raises:
-            UnsupportedModelError: The model's router loss is not of the kind that is known here.
+            UnsupportedModelError: The model's router loss is not of the supported kind.
         """
         self._function: Any = getattr(sys.modules[type(model).__module__], _FUNCTION, None)
         if self._function is None:
@@ -66,7 +66,7 @@ class RouterLoss:
 
     @contextmanager
     def listen(self, layer: int) -> Iterator[list[torch.Tensor]]:
-        """Collect what a layer's routers say while it is visited: logits (tokens, experts)."""
+        """Collect the router logits (tokens, experts) of a layer while it is visited."""
         heard: list[torch.Tensor] = []
         hooks = [
             router.module.register_forward_hook(
@@ -91,9 +91,9 @@ class RouterLoss:
         """Return a micro-batch's part of the step's loss, and its gradients by the logits.
 
         Args:
-            logits: What each layer's routers said, by layer.
+            logits: Router logits by layer.
             attention_mask: Of the micro-batch; padding is not counted.
-            share: The part of the step's label tokens that the micro-batch has.
+            share: The micro-batch's share of the step's label tokens.
         """
         leaves = {
             layer: [said.detach().requires_grad_() for said in logits[layer]]

@@ -1,23 +1,23 @@
-"""A streamed parameter between passes: it can be looked at, and not read.
+"""A streamed parameter between passes: it can be inspected, but not read.
 
 Problem. The parameters of a layer are views of its slot, which holds that layer's weights during
-its visits only. Between passes a slot holds whichever layer came last. Whatever reads a parameter
-then (a forward of the model, `state_dict`, a merge, `deepcopy`, a norm over `parameters()`) would
-compute with another layer's weights and say nothing; whatever writes one would be overwritten.
+its visits only. Between passes a slot holds the layer that was loaded last. Code that reads a
+parameter then (a forward of the model, `state_dict`, a merge, `deepcopy`, a norm over
+`parameters()`) would silently use another layer's weights; a write would be overwritten.
 
-Idea. Between passes these parameters are of the class `Sealed`, the very objects that modules,
-optimizers and users hold. Torch asks a tensor's class before it does anything with it, so there is
-one place that every use passes: what only looks (shape, type, device) is answered, the rest raises
-an `OffloadError` that names the parameter. `detach` is answered too, since `state_dict` is made of
-it: with the true values where those wait in host memory as they are, and where they are encoded or
-on disk with a tensor that is sealed in its turn. So an adapter can be saved, whatever its base.
+Idea. Between passes these parameters, the same objects that modules, optimizers and users hold,
+have the class `Sealed`. Torch consults a tensor's class before any operation, so one function sees
+every use: queries (shape, type, device) are answered, the rest raises an `OffloadError` that names
+the parameter. `detach` is answered too, since `state_dict` uses it: with the true values if they
+are in host memory and not encoded, else with a tensor that is sealed as well. So an adapter can be
+saved, whatever its base.
 
-Cost. The class of an object is exchanged in 0.2 us, once before and once after a pass. Visits see
+Cost. Changing an object's class takes 0.2 us, once before and once after a pass. Visits see
 ordinary parameters.
 
-Rejected: parameters on the meta device (torch does not let `.data` change its kind of device),
-storages without memory (reading one ends the process), NaN (a loss of NaN names nothing), and
-guards around the methods of modules alone (each way around them is silent).
+Rejected: parameters on the meta device (torch does not let `.data` change the device type),
+storages without memory (reading one ends the process), NaN (a NaN loss does not name its cause),
+and guards around the methods of modules alone (anything that bypasses them is silent).
 """
 
 import threading
@@ -29,11 +29,11 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from offload.engine.host.record import Field, Record
+from offload.engine.host.layer_layout import Field, Record
 from offload.errors import OffloadError
 
 Show = Callable[[int, Field], torch.Tensor | None]
-"""Returns the values of a layer's field on the host; None where they are not there as they are."""
+"""Returns the values of a layer's field on the host; None if encoded or not in memory."""
 
 HINT = (
     "`engine.forward_backward(micro_batches)` or `engine.forward(batch)` to compute with it;"
@@ -43,7 +43,7 @@ _SECRET = "_streamed"
 
 
 class Sealed(nn.Parameter):
-    """A parameter whose values are not where it says; see the module's docstring."""
+    """A parameter whose memory does not hold its values; see the module's docstring."""
 
     @classmethod
     def __torch_function__(
@@ -53,7 +53,7 @@ class Sealed(nn.Parameter):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Answer what the parameter looks like and `detach`; refuse the rest."""
+        """Answer queries of shape, type and device, and `detach`; refuse the rest."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             sealed = next(_sealed_in((args, kwargs)))
@@ -71,7 +71,7 @@ class Sealed(nn.Parameter):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Secret:
-    """What a sealed parameter knows: its name, its place, where its gradient is, who sealed it."""
+    """A sealed parameter's name, field, the place of its gradient, and its seal."""
 
     name: str
     layer: int
@@ -121,8 +121,8 @@ class Seal:
     """Keeps a model's streamed parameters from being read outside of passes.
 
     Attributes:
-        holder, limit, hint: What errors say.
-        release: Detaches the model; None once nothing can.
+        holder, limit, hint: Texts for error messages.
+        release: Detaches the model; None once that is impossible.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Seal:
         Args:
             records: One per layer.
             names: id of a parameter -> its name in the model.
-            show: Where values can be shown from.
+            show: Returns values that can be shown.
             release: Detaches the model.
         """
         self.holder = "an attached engine"
@@ -229,7 +229,7 @@ class Seal:
 
 
 def seal_of(parameters: Iterator[nn.Parameter]) -> Seal | None:
-    """Return what has sealed a model; None where nothing has."""
+    """Return the seal of a model's parameters; None if they are not sealed."""
     return next(
         (p.__dict__[_SECRET].seal for p in parameters if type(p) is Sealed),
         None,

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def vocabulary_of(model: "PreTrainedModel") -> Vocabulary:
-    """Return it; a head that is not found has as many logits as the config has tokens."""
+    """Return the vocabulary; if no head is found, the config's number of tokens is used."""
     head = model.get_output_embeddings()
     num_predicted = _size(head, "out_features")
     if head is None:

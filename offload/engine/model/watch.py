@@ -1,23 +1,21 @@
-"""Which tensors a part of a model reads and writes that are not its own.
+"""Detects reads and writes of tensors that do not belong to a part of a model.
 
-Problem. A layer can leave a tensor in a global, an attribute or a closure, and another layer, or
-what follows the layers, can read it there. No argument shows it, and layer by layer the value would
-be that of another micro-batch and its gradient would be lost.
+Problem. A layer can leave a tensor in a global, an attribute or a closure, where another layer, or
+the part after the layers, can read it. No argument shows this. Layer by layer the value would be
+that of another micro-batch, and its gradient would be lost.
 
-Idea. Every computation passes torch's dispatcher. A watch notes there which part made which memory.
-What a part reads must have been handed to it, be made by itself, or have been there before all
-parts: constants and weights. What it writes to must not outlive its call. Only what outlives a part
-is kept in mind, and only for as long as it lives.
+Idea. Every computation goes through torch's dispatcher. There a watch records which part allocated
+which memory. A part may read its arguments, tensors it made itself, and tensors that existed before
+all parts: constants and weights. Tensors it writes to must not outlive its call. Only memory that
+outlives a part is recorded, and only while it lives.
 """
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -25,10 +23,10 @@ _Key = int
 
 
 class Watch(TorchDispatchMode):
-    """Notes what is read and written while it is switched on, part by part.
+    """Records reads and writes, part by part, while it is active.
 
     Attributes:
-        problem: The first thing that a part did and may not do; empty if there was none.
+        problem: The first forbidden action of a part; empty if there was none.
         culprit: That part.
     """
 
@@ -36,7 +34,7 @@ class Watch(TorchDispatchMode):
         """Watch nothing yet.
 
         Args:
-            homes: The layer that a parameter, by id, is a part of, and no other is.
+            homes: Layer of each parameter, by id, that belongs to one layer alone.
         """
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._homes = homes
@@ -50,16 +48,16 @@ class Watch(TorchDispatchMode):
         """Let another part begin.
 
         Args:
-            part: It, in words; two calls of one layer are two parts.
-            layer: Which layer it is, whose weights it may read.
-            given: What it is handed.
+            part: Its description; two calls of one layer are two parts.
+            layer: The layer whose weights it may read.
+            given: Its arguments.
         """
         self._part, self._layer = part, layer
         self._given = set(_keys(given))
         self._written = {}
 
     def made_by(self, part: str, tensors: Iterable[torch.Tensor]) -> None:
-        """Count tensors as made by a part."""
+        """Record tensors as made by a part."""
         for tensor in tensors:
             self._made(tensor, part)
 
@@ -74,19 +72,18 @@ class Watch(TorchDispatchMode):
             self._object("writes to a tensor that it did not make and that outlives its call")
         self._written = {}
 
-    @contextmanager
-    def aside(self) -> Iterator["Aside"]:
-        """Take nothing amiss meanwhile, unless it is asked to be kept."""
-        before = self.problem, self.culprit, dict(self._written)
-        notes = Aside()
-        yield notes
-        if not notes.are_kept:
-            self.problem, self.culprit, self._written = before
+    def mark(self) -> tuple[str, str, dict[_Key, weakref.ref[Any]]]:
+        """Return the state so far, for `return_to`."""
+        return self.problem, self.culprit, dict(self._written)
+
+    def return_to(self, mark: tuple[str, str, dict[_Key, weakref.ref[Any]]]) -> None:
+        """Restore the state of a mark, but keep which part made which memory."""
+        self.problem, self.culprit, self._written = mark
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operation and note what it read, wrote and made."""
+        """Run an operation and record what it read, wrote and made."""
         kwargs = kwargs or {}
         read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         for tensor in read:
@@ -127,21 +124,7 @@ class Watch(TorchDispatchMode):
             self.problem, self.culprit = problem, self._part
 
 
-class Aside:
-    """What a watch saw for a while.
-
-    Attributes:
-        are_kept: Whether it counts.
-    """
-
-    are_kept = False
-
-    def keep(self) -> None:
-        """Let it count."""
-        self.are_kept = True
-
-
-# They give a tensor that Python has just made to the dispatcher.
+# They register a tensor that Python has just made with the dispatcher.
 _LIFTS = {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default}
 
 
@@ -165,14 +148,3 @@ def _written_by(
             continue
         value = args[i] if i < len(args) else kwargs.get(argument.name)
         yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
-
-
-def homes_of(layers: nn.ModuleList, outside: Iterable[nn.Module]) -> dict[int, int]:
-    """Return for each parameter that one layer has for itself, by id, which layer that is."""
-    shared = {id(p) for module in outside for p in module.parameters(recurse=False)}
-    homes: dict[int, int] = {}
-    for index, layer in enumerate(layers):
-        for parameter in layer.parameters():
-            if homes.setdefault(id(parameter), index) != index:
-                shared.add(id(parameter))
-    return {key: home for key, home in homes.items() if key not in shared}

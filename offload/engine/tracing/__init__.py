@@ -1,1 +1,1 @@
-"""What a step takes of device memory, by running it without weights and arithmetic."""
+"""The device memory of a step, found by running it without weights and arithmetic."""

@@ -1,11 +1,11 @@
 """A replay of PyTorch's CUDA caching allocator: what it reserves for a sequence of requests.
 
-Problem. A card is full when the allocator can reserve no more, not when tensors fill it: requests
-are rounded, carved out of segments, and a segment is only given back whole.
+Problem. A GPU is full when the allocator can reserve no more, not when tensors fill it: requests
+are rounded and carved out of segments, and only whole segments are freed.
 
-Idea. The allocator is deterministic, so its rules are run over the requests that a trace makes: one
+Idea. The allocator is deterministic, so its rules are applied to the requests of a trace: one
 stream, no expandable segments, no `max_split_size`. Ties of best fit go to the segment that was
-made first; a driver may have put it behind others.
+allocated first, although the driver may have placed it at a higher address.
 
 Source: pytorch c10/cuda/CUDACachingAllocator.cpp.
 """
@@ -25,11 +25,11 @@ LARGE_ROUND_BYTES = 2 * MIB
 
 
 class OutOfMemoryReplayError(Exception):
-    """The requests do not fit the card, whatever is given back."""
+    """The requests do not fit the GPU, even with all cached segments freed."""
 
 
 class Memory(Protocol):
-    """What a trace's tensors are placed in."""
+    """Memory in which a trace's tensors are placed."""
 
     def allocate(self, num_bytes: int) -> int:
         """Place a tensor; return a handle."""
@@ -39,7 +39,7 @@ class Memory(Protocol):
 
 
 class LiveBytes:
-    """Counts what lives, as a device without an allocator of its own would see it.
+    """Counts live bytes, like a device without a caching allocator.
 
     Attributes:
         live_bytes: Of the tensors that are there.
@@ -63,7 +63,7 @@ class LiveBytes:
         return self._next
 
     def free(self, handle: int) -> None:
-        """Count a tensor no longer."""
+        """Stop counting a tensor."""
         self.live_bytes -= self._sizes.pop(handle)
 
     def reset_peak(self) -> None:
@@ -109,7 +109,7 @@ class _Pool:
 
 
 class CachingAllocator:
-    """Segments of one card, and the blocks in them.
+    """Segments of one GPU, and the blocks in them.
 
     Attributes:
         allocated_bytes: In blocks that are in use: `torch.cuda.memory_allocated`.

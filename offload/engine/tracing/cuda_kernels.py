@@ -1,9 +1,9 @@
-"""What CUDA's kernels do otherwise than a CPU's, as far as memory goes, for tracing on a CPU.
+"""How the memory use of CUDA kernels differs from that of CPU kernels, for tracing on a CPU.
 
-Fake tensors of a card cannot run backward on a machine without one, so a trace runs on fake tensors
-of a CPU. Most operations take the same memory on both. Known exceptions are corrected here: which
-attention kernel torch takes and what that keeps, softmax in fp32 of 16-bit scores, which is one
-kernel on a card, and the workspaces of kernels and of cuBLAS.
+Fake CUDA tensors cannot run backward on a machine without a GPU, so a trace runs on fake CPU
+tensors. Most operations take the same memory on both. Known exceptions are corrected here: which
+attention kernel torch selects and what it saves, softmax in fp32 of 16-bit scores, which is one
+kernel on a GPU, and the workspaces of kernels and of cuBLAS.
 
 Source: pytorch aten/src/ATen/native/transformers/cuda/{sdp_utils.cpp, attention_backward.cu,
 flash_attn/flash_api.cpp}, native/cuda/SoftMax.cu, cuda/CublasHandlePool.cpp.
@@ -78,7 +78,7 @@ class CudaKernels(TorchFunctionMode):
     """Replaces functions whose kernels differ, while a trace runs."""
 
     def __init__(self, capability: Capability, attention: Attention | None = None) -> None:
-        """Keep the card's compute capability.
+        """Keep the GPU's compute capability.
 
         Args:
             capability: Such as (8, 6).
@@ -91,7 +91,7 @@ class CudaKernels(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Run a function as a card would."""
+        """Run a function as a GPU would."""
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return self._attend(*args, **kwargs)

@@ -1,10 +1,10 @@
-"""Mixtures whose experts no fake tensor can pass, traced by the shapes of what they make.
+"""Traces mixtures of experts whose kernels cannot run on fake tensors, by their output shapes.
 
-A loop over experts asks how many rows each has, and fake tensors have no values: here each is given
-as many. What is kept is the same however tokens are routed; what stands beside it for one expert at
-a time grows with the largest, for which a trace is then too small.
+A loop over experts reads the number of rows of each, and fake tensors have no values: here all
+experts get the same number. Saved tensors do not depend on the routing. Temporary memory for one
+expert at a time grows with the largest expert, so a trace underestimates it.
 
-Triton's kernels are not started. All that they write to is made by their launcher, and so counts.
+Triton kernels are not launched. Their launcher allocates all their outputs, so these are counted.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,11 +17,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.engine.experts import fused
-from offload.engine.experts.blocks import Blocks, blocks_for
 from offload.engine.experts.gates import Gate
 from offload.engine.experts.launcher import Launcher
 from offload.engine.experts.products import Loop
 from offload.engine.experts.routing import Routing
+from offload.engine.experts.tiles import Blocks, blocks_for
 from offload.engine.tracing.cuda_kernels import Capability
 
 
@@ -31,7 +31,7 @@ def traced_experts(num_experts: int, capability: Capability | None) -> Iterator[
 
     Args:
         num_experts: Of a layer.
-        capability: Of the card, by which kernels are laid out; None for none.
+        capability: Of the GPU, which determines the kernels' layout; None without one.
     """
 
     def blocks_there(_: object, dtype: torch.dtype, *, rows_per_expert: int) -> Blocks:
@@ -53,10 +53,10 @@ def _even_sizes(routing: Routing) -> list[int]:
 
 
 class SilentLauncher(Launcher):
-    """Makes what kernels write to, and starts none."""
+    """Allocates the kernels' outputs, and launches none."""
 
     def __init__(self, routing: Routing, gate: Gate, blocks: Blocks) -> None:
-        """Note what the kernels are told."""
+        """Keep the kernels' configuration."""
         self._kernels = _Silence()
         self._routing, self._gate, self._blocks = routing, gate, blocks
         self._num_rows, self._num_experts = routing.token_S.numel(), routing.end_E.numel()

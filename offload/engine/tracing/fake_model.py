@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from offload.engine.host.record import is_stand_in
+from offload.engine.host.layer_layout import is_stand_in
 
 
 def fake_copy(model: Any, mode: FakeTensorMode) -> Any:

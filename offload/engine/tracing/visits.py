@@ -1,8 +1,8 @@
 """The bytes of one backward visit and one head chunk of a real model, before it has run.
 
-The functions that the executor runs are run on a copy of the model without weights. Each distinct
-layer is visited once, with gradients in place as from the second micro-batch on. What a plan knows
-exactly is left out: weights, kept inputs, adapters, their gradients.
+The executor's own functions run on a copy of the model without weights. Each distinct layer is
+visited once, with gradients allocated, as from the second micro-batch on. Everything that a plan
+knows exactly is left out: weights, kept inputs, adapters, their gradients.
 """
 
 from contextlib import ExitStack
@@ -14,15 +14,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from offload.engine.experts.gates import gate_of
 from offload.engine.experts.interface import goes_through_interface
-from offload.engine.model.calls import Call
 from offload.engine.model.layers import Front, LayeredModel
+from offload.engine.model.recorded_args import Call
 from offload.engine.tracing.allocator import LiveBytes
 from offload.engine.tracing.cuda_kernels import CUDA_WORKSPACES, Capability, CudaKernels
 from offload.engine.tracing.experts import traced_experts
 from offload.engine.tracing.fake_model import fake_copy, rows_are_whole
 from offload.engine.tracing.tracer import Tracer
 from offload.engine.visit import chunk_loss, visit_with_graph
-from offload.plan.traced import TracedBytes
+from offload.plan.memory.traced import TracedBytes
 
 
 def trace_visits(
@@ -34,7 +34,7 @@ def trace_visits(
     head_chunk_tokens: int,
     capability: Capability | None,
 ) -> TracedBytes:
-    """Trace a model with its adapters, which may lie anywhere and is not changed.
+    """Trace a model with its adapters; it may be on any device and is not changed.
 
     Args:
         model: As it is handed to `offload.attach`.
@@ -42,14 +42,14 @@ def trace_visits(
         seq_len: Tokens in each.
         is_padded: Whether there is padding among them.
         head_chunk_tokens: Labelled tokens in a chunk.
-        capability: Of the card; None for a CPU.
+        capability: Of the GPU; None for a CPU.
     """
     mode, memory = FakeTensorMode(allow_non_fake_inputs=True), LiveBytes()
     fake = fake_copy(model, mode)
     layered = LayeredModel(fake)
     for module in layered.layers.modules():
         if goes_through_interface(module):
-            gate_of(module)  # told by values, which fake tensors do not have
+            gate_of(module)  # found by values, which fake tensors do not have
     with ExitStack() as stack:
         stack.enter_context(rows_are_whole())
         if capability is not None:

@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 
-from finetune.compiling import FAILURES as COMPILER_FAILURES
-from finetune.compiling import compile_layers, refusal
-from offload.engine.meter import torch_pinned_bytes
-from offload.plan.codec import CodecName
-from offload.plan.facts import AdapterSpec, linear_names, model_facts
-from offload.plan.op import Op
-from offload.plan.schedule import Order
+from finetune.training.compile import FAILURES as COMPILER_FAILURES
+from finetune.training.compile import compile_layers, refusal
+from offload.engine.memory_meter import torch_pinned_bytes
+from offload.plan.facts.codec import CodecName
+from offload.plan.facts.facts import AdapterSpec, linear_names, model_facts
+from offload.plan.schedule.op import Op
+from offload.plan.schedule.schedule import Order
 from tests.bench.gpu.card import Card
 from tests.bench.gpu.journal import Journal
 from tests.bench.gpu.models import fields
@@ -51,7 +51,7 @@ Ablation = Callable[[Any], AbstractContextManager[None]]
 @contextmanager
 def decoded_each_time(engine: Any) -> Iterator[None]:
     """Decode a layer for each micro-batch, from a copy of what its slot held."""
-    executor, slots, kept = engine._executor, engine._executor._slots, {}
+    executor, slots, kept = engine._bound.executor, engine._bound.executor._slots, {}
     decode, forward, backward = executor._decode, executor._forward, executor._backward
 
     def decode_and_keep(op: Op) -> None:
@@ -63,13 +63,13 @@ def decoded_each_time(engine: Any) -> Iterator[None]:
             for field in slots._records[layer].fields if m else ():
                 field.decode(kept["cargo"], slots._decoded)
 
-    def forward_decoded(state: Any, op: Op, m: int, step: Any) -> None:
-        again(op.layer, m)
-        forward(state, op, m, step)
+    def forward_decoded(state: Any, op: Op, step: Any) -> None:
+        again(op.layer, op.micro_batch_index)
+        forward(state, op, step)
 
-    def backward_decoded(state: Any, op: Op, m: int, step: Any) -> None:
-        again(op.layer, m)
-        backward(state, op, m, step)
+    def backward_decoded(state: Any, op: Op, step: Any) -> None:
+        again(op.layer, op.micro_batch_index)
+        backward(state, op, step)
 
     executor._decode = decode_and_keep
     executor._forward, executor._backward = forward_decoded, backward_decoded
@@ -82,7 +82,11 @@ def decoded_each_time(engine: Any) -> Iterator[None]:
 @contextmanager
 def pinned_by_tensor(engine: Any) -> Iterator[None]:
     """Copy each tensor of a layer by itself, from memory that torch has page-locked for it."""
-    executor, slots, cargo = engine._executor, engine._executor._slots, engine._host._hold
+    executor, slots, cargo = (
+        engine._bound.executor,
+        engine._bound.executor._slots,
+        engine._host._hold,
+    )
     is_cuda = engine._device.torch_device.type == "cuda"
     pinned = [
         [
@@ -110,7 +114,7 @@ def pinned_by_tensor(engine: Any) -> Iterator[None]:
 @contextmanager
 def a_wait_per_layer(engine: Any) -> Iterator[None]:
     """Let the host wait for all that was issued before it issues a layer's visit."""
-    executor = engine._executor
+    executor = engine._bound.executor
     forward, backward = executor._forward, executor._backward
     is_cuda = engine._device.torch_device.type == "cuda"
 
@@ -118,13 +122,13 @@ def a_wait_per_layer(engine: Any) -> Iterator[None]:
         if m == 0 and is_cuda:
             torch.cuda.current_stream().synchronize()
 
-    def forward_waited(state: Any, op: Op, m: int, step: Any) -> None:
-        wait(m)
-        forward(state, op, m, step)
+    def forward_waited(state: Any, op: Op, step: Any) -> None:
+        wait(op.micro_batch_index)
+        forward(state, op, step)
 
-    def backward_waited(state: Any, op: Op, m: int, step: Any) -> None:
-        wait(m)
-        backward(state, op, m, step)
+    def backward_waited(state: Any, op: Op, step: Any) -> None:
+        wait(op.micro_batch_index)
+        backward(state, op, step)
 
     executor._forward, executor._backward = forward_waited, backward_waited
     try:
@@ -136,13 +140,14 @@ def a_wait_per_layer(engine: Any) -> Iterator[None]:
 @contextmanager
 def whole_copies(engine: Any) -> Iterator[None]:
     """Copy a layer at once; of a staging ring, whose buffers are small, nothing changes."""
-    before = engine._freight
-    if not before.num_staging:
-        engine._freight = replace(before, piece_bytes=max(before.layer_bytes))
+    before = engine._bound
+    if not before.freight.num_staging:
+        whole = replace(before.freight, piece_bytes=max(before.freight.layer_bytes))
+        engine._bound = replace(before, freight=whole)
     try:
         yield
     finally:
-        engine._freight = before
+        engine._bound = before
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import Self
 import torch
 
 from offload.engine.streams import release_cached
-from offload.plan.machine import GIB
+from offload.plan.machine.machine import GIB
 
 HOLD = """
 import sys, torch

@@ -1,7 +1,7 @@
 """Qwen3-8B's and Qwen3-32B's shapes, LoRA on all linear layers."""
 
-from offload.plan.codec import CodecName
-from offload.plan.facts import AdapterSpec, linear_names, model_facts
+from offload.plan.facts.codec import CodecName
+from offload.plan.facts.facts import AdapterSpec, linear_names, model_facts
 from tests.bench.gpu.journal import Journal
 from tests.bench.gpu.models import fields
 from tests.bench.gpu.moe30b import parts_of

@@ -12,11 +12,12 @@ from typing import Any, Literal
 
 import torch
 
-from offload.engine.engine import Engine, EngineOptions
+from offload.engine.bound import EngineOptions
+from offload.engine.engine import Engine
 from offload.engine.streams import CudaDevice, Event
-from offload.plan.facts import AdapterSpec
-from offload.plan.op import Kind, Lane
-from offload.plan.timeline import Timeline
+from offload.plan.facts.facts import AdapterSpec
+from offload.plan.schedule.op import Kind, Lane
+from offload.plan.schedule.timeline import Timeline
 from tests.bench.bench_engine import SlowLink
 from tests.bench.gpu.journal import Journal
 from tests.bench.gpu.models import ATTENTION, fields, make

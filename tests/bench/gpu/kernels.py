@@ -4,7 +4,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-from offload.plan.facts import AdapterSpec, linear_names, model_facts
+from offload.plan.facts.facts import AdapterSpec, linear_names, model_facts
 from tests.bench.gpu import dense, moe30b
 from tests.bench.gpu.card import Card
 from tests.bench.gpu.journal import Journal

@@ -20,19 +20,19 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from finetune.expert_lora import compute_beside
+from finetune.adapter.expert_lora import compute_beside
 from offload.engine.codecs.codec import NATIVE
-from offload.engine.experts.choice import use
+from offload.engine.experts.autotune import use
 from offload.engine.experts.interface import goes_through_interface
+from offload.engine.host.layer_layout import lay_out
 from offload.engine.host.mempolicy import bind_memory
 from offload.engine.host.numa import place_near, thread_on
-from offload.engine.host.record import lay_out
 from offload.engine.host.slab import Slab
 from offload.engine.model.encoding import Encoding
 from offload.engine.model.layers import LayeredModel
-from offload.plan.codec import CodecName
-from offload.plan.facts import AdapterSpec
-from offload.plan.machine import ExpertsImplementation
+from offload.plan.facts.codec import CodecName
+from offload.plan.facts.facts import AdapterSpec
+from offload.plan.machine.machine import ExpertsImplementation
 from tests.bench.record import ROOT
 
 STD = 0.02

@@ -1,7 +1,7 @@
 """Qwen3-30B-A3B's shape, LoRA on attention and experts: bf16, then nf4, by budget and length."""
 
-from offload.plan.codec import CodecName
-from offload.plan.facts import AdapterSpec
+from offload.plan.facts.codec import CodecName
+from offload.plan.facts.facts import AdapterSpec
 from tests.bench.gpu.journal import Journal
 from tests.bench.gpu.models import ATTENTION
 from tests.bench.gpu.parts import Part, worth_running

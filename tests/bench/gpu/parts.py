@@ -16,16 +16,19 @@ from importlib.util import find_spec
 from typing import Any
 
 from offload.errors import DoesNotFitError
-from offload.plan.bounds import break_even_tokens
-from offload.plan.codec import CodecName
-from offload.plan.costs import Workload, price
-from offload.plan.facts import AdapterSpec, ModelFacts, model_facts
-from offload.plan.fit import Needs, refusal
-from offload.plan.machine import GIB, Machine
-from offload.plan.memory import layer_weight_bytes, total_bytes
-from offload.plan.optimizer import Optimizer
-from offload.plan.plan import HEAD_CHUNK_TOKENS, Plan, PlanRequest, plan
+from offload.plan.facts.codec import CodecName
+from offload.plan.facts.facts import AdapterSpec, ModelFacts, model_facts
+from offload.plan.facts.optimizer import Optimizer
+from offload.plan.facts.workload import Workload
+from offload.plan.fit import Needs
+from offload.plan.machine.machine import GIB, Machine
+from offload.plan.memory.memory import layer_weight_bytes, total_bytes
+from offload.plan.plan import Plan, plan
+from offload.plan.refusal import refusal
+from offload.plan.request import HEAD_CHUNK_TOKENS, PlanRequest
 from offload.plan.search import Candidate
+from offload.plan.time.bounds import break_even_tokens
+from offload.plan.time.costs import price
 from tests.bench.gpu.rig import NUM_STEPS
 
 MIN_LAYERS = 6  # with fewer, the first and last visits of a sweep are most of it

@@ -10,18 +10,19 @@ from typing import Any, Literal
 
 import torch
 
-from finetune.loop import spared_collector
-from finetune.objective import clip, make_optimizer, update
-from offload.engine import meter
-from offload.engine.engine import Engine, EngineOptions
+from finetune.training.loop import gc_frozen
+from finetune.training.optimizer import clip, make_optimizer, update
+from offload.engine import memory_meter as meter
+from offload.engine.bound import EngineOptions, bind
+from offload.engine.engine import Engine
 from offload.engine.host.slab import Slab
 from offload.engine.streams import Device, release_cached
-from offload.plan.memory import CONTEXT, FRAGMENTATION
-from offload.plan.op import Kind
-from offload.plan.optimizer import Optimizer
+from offload.plan.facts.optimizer import Optimizer
+from offload.plan.memory.memory import CONTEXT, FRAGMENTATION
 from offload.plan.plan import Plan, calibrate, with_costs
-from offload.plan.schedule import Order
-from offload.plan.timeline import Timeline
+from offload.plan.schedule.op import Kind
+from offload.plan.schedule.schedule import Order, cold_ring
+from offload.plan.schedule.timeline import Timeline
 from tests.bench.gpu.models import Made
 from tests.bench.record import quantiles
 
@@ -109,7 +110,7 @@ class Rig:
     @contextmanager
     def without_loads(self) -> Iterator[None]:
         """Leave out what moves weights: same ops, same waits, wrong numbers."""
-        executor: Any = self.engine._executor
+        executor: Any = self.engine._bound.executor
         executor._load = executor._read = _nothing
         try:
             yield
@@ -131,14 +132,21 @@ def rebind(engine: Any, slab: Slab, *, num_slots: int, stash: Literal["device", 
     with engine._seal.opened():
         for layer in range(len(slab.records)):
             slab.alias(layer)
-    engine._free_host(engine._stash._host)
-    engine._executor = engine._stash = engine._masters = None
-    engine._slot_arenas = ()
+    engine._host.blocks.free(engine._bound.stash._host)
+    engine._bound = None
     gc.collect()
     release_cached(engine._device.torch_device)
     engine._options = replace(engine._options, num_slots=num_slots, stash=stash)
     with engine._seal.opened():
-        engine._executor = engine._bind(engine._host.records)
+        engine._bound = bind(
+            engine._model,
+            engine._layered,
+            engine._host,
+            device=engine._device,
+            options=engine._options,
+        )
+    engine.slot_bytes = engine._bound.slot_bytes
+    engine._ring = cold_ring(engine._bound.num_slots)
 
 
 def _nothing(_op: object) -> None:
@@ -163,7 +171,7 @@ def measure(rig: Rig, plan: Plan, batches: Batches, device: torch.device) -> dic
     meter.reset_peak(device)
     for _ in range(NUM_WARM):
         rig.step(batches)
-    with spared_collector():
+    with gc_frozen():
         return _measured(rig, plan, batches, device)
 
 

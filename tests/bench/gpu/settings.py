@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from offload.plan.machine import Machine
+from offload.plan.machine.machine import Machine
 
 PROBE_S = 5.0
 
@@ -49,7 +49,7 @@ class Settings:
         """Return this machine as this run has measured it; measure it if nobody has."""
         file = self.out / f"machine-{dtype}.json"
         if not file.exists():
-            from offload.probe import probe
+            from offload.probe.machine import probe
 
             machine = probe(device=self.device, dtype=dtype, seconds=PROBE_S / 5**self.is_rehearsal)
             file.write_text(machine.to_json())

@@ -8,14 +8,14 @@ from typing import Any, Literal
 
 import torch
 
-from offload.engine.experts.choice import CANDIDATES, fastest, find_experts, try_all
+from offload.engine.experts.autotune import CANDIDATES, fastest, find_experts, try_all
 from offload.engine.streams import Device, release_cached
 from offload.errors import SluiceError
-from offload.plan.codec import CodecName
-from offload.plan.expert_rate import with_measured_experts
-from offload.plan.facts import AdapterSpec
-from offload.plan.machine import Machine, Rate
+from offload.plan.facts.codec import CodecName
+from offload.plan.facts.facts import AdapterSpec
+from offload.plan.machine.machine import Machine, Rate
 from offload.plan.plan import Plan
+from offload.plan.time.expert_rate import with_measured_experts
 from tests.bench.bench_engine import SlowLink
 from tests.bench.gpu import models
 from tests.bench.gpu.card import Card

@@ -88,8 +88,8 @@ class Started:
 
 def serve() -> None:
     """Answer requests until there are no more."""
-    import finetune.answering
-    import finetune.merge_run
+    import finetune.commands.generate
+    import finetune.export.merge_run
     import finetune.train  # noqa: F401 - so that a start imports nothing
 
     for line in sys.stdin:
@@ -122,7 +122,8 @@ def run(request: dict[str, Any]) -> None:
     """Run the program in this process, and end it."""
     import resource
 
-    from finetune import app, loop
+    from finetune import app
+    from finetune.training import loop
 
     loop.TIMED_S = 0.0
     output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

@@ -17,15 +17,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from finetune.checkpoint import Checkpoints, state_form
 from finetune.errors import CheckpointError
-from finetune.explain import explain
-from finetune.manifest import MANIFEST
-from finetune.prediction import require_unchanged
-from finetune.run_dir import RunDir, require_whole_adapter
-from finetune.run_files import SAMPLES, read_sealed
+from finetune.files.manifest import MANIFEST
+from finetune.report.explain import explain
+from finetune.report.prediction import require_unchanged
+from finetune.run.checkpoint import Checkpoints, state_form
+from finetune.run.run_dir import RunDir, require_whole_adapter
+from finetune.run.run_files import SAMPLES, read_sealed
 from offload.errors import SluiceError
-from tests.e2e.test_finetune import run
+from tests.e2e.runs import run
 
 NUM_FLIPS, NUM_CUTS = 200, 60  # of each file that is read, and a tenth of them of the others
 STEP = 6

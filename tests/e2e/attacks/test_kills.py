@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.e2e.attacks.forked import Forked, Started
-from tests.e2e.test_finetune import adapter, losses
+from tests.e2e.runs import adapter, losses
 
 NUM_KILLS, NUM_STEPS = 40, 60
 MOMENTS = ("any", "in a step", "while saving")

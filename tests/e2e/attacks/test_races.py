@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.e2e.attacks.forked import Forked, Started
-from tests.e2e.test_finetune import adapter, losses
+from tests.e2e.runs import adapter, losses
 
 NUM_ROUNDS = 6
 PAIRS = {

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offload.plan.machine import GIB
+from offload.plan.machine.machine import GIB
 from tests.bench.gpu.journal import Journal, Row
 from tests.bench.gpu.peers import watched
 from tests.bench.gpu.peers.equal import differences

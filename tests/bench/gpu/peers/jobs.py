@@ -182,9 +182,9 @@ def _write_recipe(job: Job, folder: Path, *, device: str) -> Path:
 
 def _write_rows(folder: Path, recipe_file: Path) -> None:
     """Write the rows as Sluice tokenises them, in the order in which it trains on them."""
-    from finetune.model import load_tokenizer
-    from finetune.recipe_file import load_recipe
-    from finetune.source import load_rows, row_order
+    from finetune.data.load import load_rows, row_order
+    from finetune.model.load import load_tokenizer
+    from finetune.recipe.load import load_recipe
 
     recipe = load_recipe(str(recipe_file), [])
     rows = load_rows(
@@ -213,7 +213,7 @@ def _write_adapter(job: Job, file: Path) -> str:
     from torch import nn
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from finetune.adapters import add_lora, trained
+    from finetune.adapter.lora import add_lora, trained
 
     fields = job.config()
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from offload.plan.machine import GIB
+from offload.plan.machine.machine import GIB
 
 SAMPLE_S, GRACE_S = 0.05, 5.0
 HOLD = """

@@ -5,7 +5,7 @@ import torch
 
 from offload.engine.streams import CpuDevice
 from offload.errors import TransferError
-from offload.plan.op import Lane
+from offload.plan.schedule.op import Lane
 
 
 @pytest.fixture

@@ -7,13 +7,12 @@ slide's figure is in a comment. The functions are those that plans and what-if t
 
 import pytest
 
-from offload.plan.costs import Workload, price
-from offload.plan.facts import AdapterSpec, ModelFacts, model_facts
-from offload.plan.full_training import activation_bytes, full_training_terms
-from offload.plan.machine import GIB, Machine, Rate, named_machine
-from offload.plan.memory import MemoryTerm, total_bytes
-from offload.plan.record import to_pages
-from offload.plan.roofline import (
+from offload.plan.facts.facts import ModelFacts
+from offload.plan.facts.layer_layout import to_pages
+from offload.plan.machine.machine import GIB, Machine, Rate, named_machine
+from offload.plan.memory.memory import MemoryTerm, total_bytes
+from offload.plan.time.costs import price
+from offload.plan.time.roofline import (
     all_gather_bytes,
     attention_flops,
     elementwise,
@@ -23,6 +22,8 @@ from offload.plan.roofline import (
     tensor_parallel_bytes,
     unfused_softmax_bytes,
 )
+from offload.plan.what_if.full_training import activation_bytes, full_training_terms
+from tests.builders import llama_7b, qwen3_30b, workload
 
 WITHIN = 0.01
 US, MS, GB = 1e-6, 1e-3, 10**9
@@ -34,51 +35,16 @@ H100 = named_machine("h100")
 RTX_5090 = named_machine("rtx5090", link_bytes_per_s=64e9)
 LECTURE_5090_FLOPS_PER_S = 250e12
 
-LLAMA_7B = model_facts(
-    {
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "vocab_size": 32000,
-    }
+LLAMA_7B = llama_7b()
+LLAMA_70B = llama_7b(
+    hidden_size=8192,
+    intermediate_size=28672,
+    num_hidden_layers=80,
+    num_attention_heads=64,
+    num_key_value_heads=4,
 )
-LLAMA_70B = model_facts(
-    {
-        "model_type": "llama",
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 4,
-        "vocab_size": 32000,
-    }
-)
-QWEN_30B = model_facts(
-    {
-        "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "moe_intermediate_size": 768,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "vocab_size": 151936,
-    }
-)
-QWEN_WORKLOAD = Workload(
-    micro_batch_size=1,
-    seq_len=8192,
-    label_tokens=8192,
-    head_chunk_tokens=1024,
-    adapter=AdapterSpec(rank=16, targets=("q_proj", "v_proj"), experts=False),
-    optimizer="adamw",
-    dtype_bytes=BF16,
-    codec="native",
-)
+QWEN_30B = qwen3_30b()
+QWEN_WORKLOAD = workload(seq_len=8192)
 
 
 def test_the_machine_is_the_lecture_s() -> None:

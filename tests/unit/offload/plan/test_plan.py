@@ -4,51 +4,19 @@ from dataclasses import replace
 import pytest
 
 from offload.errors import DoesNotFitError
-from offload.plan.costs import Workload
-from offload.plan.facts import AdapterSpec, model_facts
-from offload.plan.machine import GIB, Machine, Rate, named_machine
-from offload.plan.op import Kind
-from offload.plan.plan import Plan, PlanRequest, calibrate, plan, with_costs
-from offload.plan.schedule import NUM_STAGING, PIECE_BYTES
-from offload.plan.simulate import simulate
-from offload.plan.traced import TracedBytes
+from offload.plan.machine.machine import GIB, Machine, Rate, named_machine
+from offload.plan.memory.traced import TracedBytes
+from offload.plan.plan import Plan, calibrate, plan, with_costs
+from offload.plan.request import PlanRequest
+from offload.plan.schedule.op import Kind
+from offload.plan.schedule.schedule import NUM_STAGING, PIECE_BYTES
+from offload.plan.schedule.simulate import simulate
+from tests.builders import qwen3_8b, request, workload
 
-FACTS = model_facts(
-    {
-        "model_type": "qwen3",
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-    }
-)
+FACTS = qwen3_8b()
 CARD = named_machine("rtx4060ti")
-WORKLOAD = Workload(
-    micro_batch_size=1,
-    seq_len=2048,
-    label_tokens=2048,
-    head_chunk_tokens=1024,
-    adapter=AdapterSpec(rank=16, targets=("q_proj", "v_proj"), experts=False),
-    optimizer="adamw",
-    dtype_bytes=2,
-    codec="native",
-)
-REQUEST = PlanRequest(
-    typical=WORKLOAD,
-    largest=WORKLOAD,
-    num_micro_batches=8,
-    num_slots=None,
-    num_kept_graphs=0,
-    vram_budget_bytes=None,
-    num_workers=1,
-    is_stashed=False,
-    is_on_disk=False,
-    num_ranks=1,
-    is_slab_shared=False,
-)
+WORKLOAD = workload()
+REQUEST = request(num_workers=1)
 
 
 def test_the_plan_takes_as_many_slots_as_fit() -> None:
@@ -428,3 +396,10 @@ def test_a_trace_that_is_too_large_for_any_slots_is_told_a_shorter_length() -> N
     huge = TracedBytes(visits=(CARD.vram_bytes,), head_chunk=1, recorded=1)
     with pytest.raises(DoesNotFitError, match=r"hint: `train\.seq_len: 1024`"):
         plan(FACTS, CARD, replace(REQUEST, traced=huge))
+
+
+def test_more_slots_than_layers_are_one_for_each_layer() -> None:
+    roomy = replace(CARD, vram_bytes=200 * GIB)
+    made = plan(FACTS, roomy, replace(REQUEST, num_slots=FACTS.num_layers + 7))
+    assert made == plan(FACTS, roomy, replace(REQUEST, num_slots=FACTS.num_layers))
+    assert made.num_slots == FACTS.num_layers

@@ -3,26 +3,23 @@ from dataclasses import replace
 import pytest
 
 from offload.errors import DoesNotFitError
-from offload.plan.costs import price
-from offload.plan.fit import Needs, with_codec
-from offload.plan.machine import GIB, Rate
-from offload.plan.memory import device_terms
-from offload.plan.plan import PlanRequest, draft_step_s, plan
+from offload.plan.fit import Needs
+from offload.plan.machine.machine import GIB, named_machine
+from offload.plan.memory.memory import device_terms
+from offload.plan.plan import draft_step_s, plan
+from offload.plan.request import with_codec
 from offload.plan.search import search
-from tests.unit.offload.plan.test_plan import CARD, FACTS, REQUEST, WORKLOAD
+from offload.plan.time.costs import price
+from tests.builders import qwen3_8b, request, slow_link, ways_of, workload
 
-SLOW = replace(CARD, vram_bytes=10 * GIB, h2d_bytes_per_s=Rate(value=2e9, source="drawn"))
+FACTS = qwen3_8b()
+CARD = named_machine("rtx4060ti")
+WORKLOAD = workload()
+REQUEST = request(num_workers=1)
+SLOW = slow_link()
 SHORT = replace(WORKLOAD, seq_len=256, label_tokens=256)
 SHORT_REQUEST = replace(REQUEST, typical=SHORT, largest=SHORT, num_micro_batches=1)
 CPU = replace(CARD, device="cpu", vram_bytes=64 * GIB)
-
-
-def all_ways(request: PlanRequest = REQUEST) -> list[PlanRequest]:
-    return [
-        replace(with_codec(request, codec), is_stashed=is_stashed)
-        for codec in ("native", "bf16_packed")
-        for is_stashed in (False, True)
-    ]
 
 
 @pytest.mark.parametrize("codec", ["native", "nf4"])
@@ -64,7 +61,7 @@ def test_memory_by_slots_is_what_the_memory_model_says(machine, num_slots) -> No
 
 def test_where_all_take_the_same_time_the_plainest_is_chosen() -> None:
     fast = replace(CARD, vram_bytes=80 * GIB)  # everything is resident, so nothing crosses the link
-    plain = all_ways()[:2]
+    plain = ways_of(REQUEST)[:2]
     choice = search(FACTS, fast, plain, rounding=())
     assert choice.plan.request == plain[0]
     assert choice.rejected[0].request == plain[1]
@@ -73,7 +70,7 @@ def test_where_all_take_the_same_time_the_plainest_is_chosen() -> None:
 
 
 def test_on_a_slow_link_the_packed_form_is_chosen_and_the_native_one_is_slower() -> None:
-    choice = search(FACTS, SLOW, all_ways(SHORT_REQUEST), rounding=())
+    choice = search(FACTS, SLOW, ways_of(SHORT_REQUEST), rounding=())
     assert choice.plan.request.typical.codec == "bf16_packed"
     native = [one for one in choice.rejected if one.request.typical.codec == "native"]
     assert native
@@ -81,7 +78,9 @@ def test_on_a_slow_link_the_packed_form_is_chosen_and_the_native_one_is_slower()
 
 
 def test_the_same_input_gives_the_same_choice() -> None:
-    first, second = (search(FACTS, SLOW, all_ways(), rounding=("int8", "nf4")) for _ in range(2))
+    first, second = (
+        search(FACTS, SLOW, ways_of(REQUEST), rounding=("int8", "nf4")) for _ in range(2)
+    )
     assert first == second
     assert repr(first) == repr(second)
 
@@ -109,7 +108,7 @@ def test_what_was_asked_for_is_not_chosen_anew() -> None:
 
 
 def test_a_rounding_codec_is_never_chosen_and_named_only_where_it_is_faster() -> None:
-    requests = all_ways(SHORT_REQUEST)
+    requests = ways_of(SHORT_REQUEST)
     choice = search(FACTS, SLOW, requests, rounding=("int8", "nf4"))
     assert choice.plan.request.typical.codec in ("native", "bf16_packed")
     named = {what_if.change: what_if.tokens_per_s or 0 for what_if in choice.what_ifs}
@@ -120,14 +119,14 @@ def test_a_rounding_codec_is_never_chosen_and_named_only_where_it_is_faster() ->
 
 
 def test_on_a_cpu_layers_are_packed_only_for_want_of_memory() -> None:
-    roomy = search(FACTS, CPU, all_ways(), rounding=())
+    roomy = search(FACTS, CPU, ways_of(REQUEST), rounding=())
     assert not roomy.plan.request.typical.is_encoded
     assert all(not one.request.typical.is_encoded for one in roomy.rejected)
     tightest = replace(REQUEST, num_slots=2)
     need = plan(FACTS, CPU, tightest)
     ram_bytes = need.host_bytes + need.peak_bytes - 1
     small = replace(CPU, ram_bytes=ram_bytes)
-    packed = search(FACTS, small, all_ways(), rounding=())
+    packed = search(FACTS, small, ways_of(REQUEST), rounding=())
     assert packed.plan.request.typical.codec == "bf16_packed"
 
 
@@ -151,10 +150,10 @@ def test_where_nothing_fits_the_nearest_is_named_with_what_would_fit() -> None:
         r" `offload\.codec: nf4` \(rounds each weight, by 9\.2%"
         r" of their size\) with `offload\.stash: host`$",
     ):
-        search(FACTS, small, all_ways(), rounding=())
+        search(FACTS, small, ways_of(REQUEST), rounding=())
     hinted = replace(with_codec(REQUEST, "nf4"), is_stashed=True)
     search(FACTS, small, [hinted], rounding=())
-    for nearer in (with_codec(REQUEST, "nf4"), *all_ways()):
+    for nearer in (with_codec(REQUEST, "nf4"), *ways_of(REQUEST)):
         with pytest.raises(DoesNotFitError):
             search(FACTS, small, [nearer], rounding=())
 

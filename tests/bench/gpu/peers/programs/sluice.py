@@ -12,9 +12,9 @@ POLL_S = 0.02
 def run(_way: str, job: Job, watch: Watch) -> Result:
     """Run the command in this process, and read what it left."""
     from finetune.app import main
-    from finetune.explain import METRICS, explain
-    from finetune.metrics import read_rows
-    from finetune.prediction import read_predictions
+    from finetune.report.explain import METRICS, explain
+    from finetune.report.prediction import read_predictions
+    from finetune.run.metrics import read_rows
 
     run_dir = Path(job["folder"]) / "sluice"
     began = threading.Thread(target=_note_first, args=(run_dir / METRICS, watch), daemon=True)

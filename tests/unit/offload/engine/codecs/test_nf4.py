@@ -53,8 +53,15 @@ def test_bytes_and_weights_are_those_of_bitsandbytes(
     assert torch.equal(found, bnb.dequantize_4bit(packed, state).view(shape))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scale", [1.0, 0.0, 1e-39, 0.02, 3.0, 7e4, 1e38])
+@pytest.mark.parametrize(
+    ("scale", "dtype"),
+    [
+        (scale, dtype)
+        for scale in (1.0, 0.0, 1e-39, 0.02, 3.0, 7e4, 1e38)
+        for dtype in DTYPES
+        if scale < torch.finfo(dtype).max
+    ],
+)
 def test_weights_between_two_values_go_where_bitsandbytes_puts_them(
     scale: float, dtype: torch.dtype
 ) -> None:
@@ -64,8 +71,6 @@ def test_weights_between_two_values_go_where_bitsandbytes_puts_them(
     block = torch.cat([near, -near, torch.zeros(-2 * len(near) % 62)])
     blocks = torch.stack([torch.cat([row, torch.tensor([1.0, -1.0])]) for row in block.split(62)])
     weights = (blocks * scale).to(dtype)
-    if not weights.isfinite().all():
-        pytest.skip("these weights are infinite in this dtype")
     ours = buffer(weights)
     NF4.encode(weights, ours)
     assert torch.equal(ours, written(weights))

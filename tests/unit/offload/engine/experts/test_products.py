@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offload.engine.experts.choice import use
+from offload.engine.experts.autotune import use
 from offload.engine.experts.products import FEW_SIZES, Loop
 from offload.engine.experts.routing import route
 from tests.parity.architectures import SLACK, rel_error

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
+from offload.engine.host.layer_layout import lay_out
 from offload.engine.host.mapping import aligned_empty, trim_heap
-from offload.engine.host.record import lay_out
 from offload.engine.host.slab import Slab, SlabHandle, give_back
 from offload.errors import OffloadError
-from offload.plan.record import PAGE_BYTES
+from offload.plan.facts.layer_layout import PAGE_BYTES
 
 ROOT = Path(__file__).parents[5]
 MIB = 2**20
@@ -23,7 +23,7 @@ OPEN = """
 import sys
 import torch
 from torch import nn
-from offload.engine.host.record import lay_out
+from offload.engine.host.layer_layout import lay_out
 from offload.engine.host.slab import Slab, SlabHandle
 
 pid, descriptor, num_bytes, layout, shape = sys.argv[1:6]
@@ -247,6 +247,7 @@ print(bool(view.any()))
     assert child.communicate()[0] == "True\n"
 
 
+@pytest.mark.slow
 def test_only_a_writable_mapping_can_be_written(filled: Slab) -> None:
     code = "Slab.open(handle, records, is_writable={}).layer(1).fill_(7)"
     child = in_another_process(filled, code.format("False"), shape=MIB)

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from offload.engine.codecs.codec import NATIVE, codec_named
+from offload.engine.host.layer_layout import lay_out
 from offload.engine.host.mapping import aligned_empty
 from offload.engine.host.reads import FileReader
-from offload.engine.host.record import lay_out
 from offload.engine.host.slab import Slab
 from offload.engine.host.store import FORMAT, MAGIC, Store
 from offload.engine.host.store_writer import StoreWriter, sole_builder
 from offload.errors import OffloadError, StoreError, TransferError
-from offload.plan.record import PAGE_BYTES
+from offload.plan.facts.layer_layout import PAGE_BYTES
 
 IDENTITY = {"files": [["model.safetensors", 10, 20]], "dtype": "float32", "codec": "native"}
 SHAPES = ((3, 4), (5000,), (2, 3, 7))
@@ -300,7 +300,7 @@ def test_a_disk_that_is_full_at_any_point_is_a_named_error_and_leaves_nothing(
 def test_a_small_file_system_is_found_to_be_full_before_the_first_layer(tmp_path: Path) -> None:
     mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)]
     if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("only root may mount a small file system")
+        pytest.skip("mounting a small file system needs root")
     try:
         with pytest.raises(TransferError, match=r"GiB is free \(No space left on device\)"):
             begin(tmp_path / "a.store")

@@ -1,0 +1,21 @@
+# What a contributor runs; CONTRIBUTING.md says when. `.ci/run` runs all of it in a fresh environment.
+.PHONY: check test test-all docs generate
+
+check: ## lint, types, import rules, generated pages
+	ruff format --check .
+	ruff check .
+	mypy
+	lint-imports
+	python -m tests.tools.reference --check
+
+test: ## the default tests
+	python -m pytest
+
+test-all: ## and the slow ones
+	python -m pytest -m "not gpu and not exhaustive and not network"
+
+docs: ## the documentation, into site/
+	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
+
+generate: ## write the parts of README and docs that come from the code
+	python -m tests.tools.reference

@@ -1,0 +1,1 @@
+"""What trains: LoRA on linear layers and experts, modules trained whole, noise on embeddings."""

@@ -1,0 +1,368 @@
+"""LoRA adapters, by peft and in peft's format."""
+
+import re
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+from torch import nn
+from transformers import PreTrainedModel
+
+from finetune.adapter.expert_lora import compute_beside
+from finetune.adapter.modules_to_save import Whole, whole_modules
+from finetune.adapter.targets import chosen_targets
+from finetune.data.stops import Stops, eos_ids, write_generation_config
+from finetune.errors import CheckpointError, ConfigError, read_by_library
+from finetune.files.adapter import require_adapter_files
+from finetune.files.manifest import whole_folder
+from finetune.model.linears import linear_modules
+from finetune.report.model_card import MODEL_CARD
+from offload.engine.host.materialize import values_shown
+from offload.engine.host.store import Hold
+from offload.engine.model.find_layers import find_towers
+from offload.engine.model.layers import LayeredModel
+from offload.plan.facts.facts import nearest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """How an adapter departs from plain LoRA of one rank.
+
+    Attributes:
+        rank_pattern: Projections with a rank of their own: q_proj, or experts.down_proj.
+        alpha_pattern: Projections with an alpha of their own.
+        is_rslora: Whether updates are multiplied by alpha / sqrt(rank).
+        is_dora: Whether linears also learn a magnitude per output feature.
+        modules_to_save: What is trained whole; see `finetune.adapter.modules_to_save`.
+    """
+
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    is_rslora: bool = False
+    is_dora: bool = False
+    modules_to_save: tuple[str, ...] = ()
+
+
+def linear_names(model: PreTrainedModel) -> tuple[str, ...]:
+    """Return the last names of all linear layers inside the decoder layers."""
+    return tuple(sorted({name.rsplit(".", 1)[-1] for name in linear_modules(model)}))
+
+
+def expert_parameters(model: PreTrainedModel) -> tuple[str, ...]:
+    """Return the fused expert weights, as peft's `target_parameters` names them."""
+    found = {
+        f"{_within_layer(name)}.{parameter_name}"
+        for name, module in model.named_modules()
+        for parameter_name, parameter in module.named_parameters(recurse=False)
+        if name.endswith("experts") and parameter.dim() == 3
+    }
+    return tuple(sorted(found))
+
+
+def add_lora(  # noqa: PLR0913 - one entry point for every adapter
+    model: PreTrainedModel,
+    *,
+    rank: int,
+    alpha: float,
+    dropout: float,
+    targets: str | Sequence[str],
+    has_experts: bool,
+    seed: int,
+    options: Options = Options(),  # frozen, and plain LoRA
+    hold: Hold | None = None,
+) -> PeftModel:
+    """Freeze the model and add adapters, with weights drawn from `seed`.
+
+    `hold` stores the layers' weights, if they were loaded into one. DoRA starts from their values,
+    which encoded weights do not expose.
+
+    Raises:
+        ConfigError: A target that the model does not have, experts in a model without any, or an
+            option that has no effect in this model.
+    """
+    linears = _adapted_linears(model, targets, options)
+    experts = _expert_targets(model, has_experts=has_experts, dropout=dropout)
+    whole = whole_modules(model, options.modules_to_save, linears=linear_modules(model))
+    weights = _claimed_by_peft(model, linears, dropout=dropout, options=options)
+    modules = {name.rsplit(".", 1)[-1] for name in linears if name not in weights}
+    keys = _pattern_keys(linears, weights, experts)
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,  # type: ignore[arg-type]  # peft takes floats
+        lora_dropout=dropout,
+        rank_pattern=_pattern("rank_pattern", options.rank_pattern, keys),
+        alpha_pattern=_pattern("alpha_pattern", options.alpha_pattern, keys),
+        use_rslora=options.is_rslora,
+        use_dora=options.is_dora,
+        target_modules=sorted(modules),
+        exclude_modules=_in_towers(model, modules) or None,
+        target_parameters=sorted({*experts, *weights.values()}) or None,
+        modules_to_save=list(whole.names) or None,
+        ensure_weight_tying=whole.has_tied,
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng(devices=[]), _patterns_of_parameters():
+        torch.manual_seed(seed)
+        adapted = compute_beside(get_peft_model(model, config))
+    _start_from_base(adapted, hold)
+    _require_adapted(adapted, linears, has_experts=has_experts)
+    _require_wrapped(adapted, whole)
+    return adapted
+
+
+def _adapted_linears(
+    model: PreTrainedModel, targets: str | Sequence[str], options: Options
+) -> dict[str, nn.Module]:
+    """Return the linear layers that get an adapter, by full name."""
+    known = linear_names(model)
+    names = chosen_targets(targets, known=known, modules_to_save=options.modules_to_save)
+    unknown = sorted(set(names) - set(known))
+    if unknown or (targets and not names):
+        raise ConfigError(
+            f"adapter.targets: {', '.join(unknown) or targets} is not in this model",
+            limit=f"its linear layers are {', '.join(known)}",
+            hint="`adapter.targets: all-linear`",
+        )
+    linears = {
+        name: m for name, m in linear_modules(model).items() if name.rsplit(".", 1)[-1] in names
+    }
+    for name, module in linears.items():
+        if options.is_dora and type(module) is not nn.Linear:
+            raise ConfigError(
+                f"adapter.dora: true, but {name} is a {type(module).__name__}",
+                limit="DoRA reads the weights of plain linear layers",
+                hint="`adapter.dora: false`",
+            )
+    return linears
+
+
+def _claimed_by_peft(
+    model: PreTrainedModel, linears: Mapping[str, nn.Module], *, dropout: float, options: Options
+) -> dict[str, str]:
+    """Return linears that can only be adapted as parameters -> their weights' names in a layer.
+
+    In some mixtures peft takes `gate_proj` to mean the routed experts, as before experts were
+    fused, even where a shared expert or a dense layer has a linear of that name. It would adapt
+    the experts and skip the linear. Naming the weight as a parameter avoids this.
+    """
+    probe = LoraConfig(target_modules=sorted({name.rsplit(".", 1)[-1] for name in linears}))
+    convert_peft_config_for_transformers(probe, model=model, conversions=None)
+    left_alone = set(probe.target_modules or ())
+    claimed = [name for name in linears if name.rsplit(".", 1)[-1] not in left_alone]
+    for setting, value in (("dora", options.is_dora), ("dropout", dropout)):
+        if claimed and value:
+            left = {name.rsplit(".", 1)[-1] for name in linears if name not in claimed}
+            raise ConfigError(
+                f"adapter.{setting}: {str(value).lower()}, and {claimed[0]} has an adapter",
+                limit="in this model peft adapts it as a parameter, without dropout and DoRA",
+                hint=f"`adapter.targets: [{', '.join(sorted(left))}]`",
+            )
+    return {name: f"{_within_layer(name)}.weight" for name in claimed}
+
+
+def _expert_targets(
+    model: PreTrainedModel, *, has_experts: bool, dropout: float
+) -> tuple[str, ...]:
+    """Return the fused expert weights that get an adapter."""
+    experts = expert_parameters(model) if has_experts else ()
+    if has_experts and not experts:
+        raise ConfigError(
+            f"adapter.experts: true, but {type(model).__name__} has no fused experts",
+            limit="only mixture-of-experts models have them",
+            hint="`adapter.experts: false`",
+        )
+    if experts and dropout:
+        raise ConfigError(
+            f"adapter.dropout: {dropout} with adapter.experts: true",
+            limit="adapters on fused experts have no dropout",
+            hint="`adapter.dropout: 0.0`",
+        )
+    return experts
+
+
+def _pattern_keys(
+    linears: Collection[str], weights: Mapping[str, str], experts: Sequence[str]
+) -> dict[str, set[str]]:
+    """Return a recipe's name of each adapted projection -> its names within a layer.
+
+    peft matches suffixes of names, and saves patterns in alphabetical order: once loaded,
+    `down_proj` would also match that of the experts. A name within the layer is unambiguous.
+    """
+    keys: dict[str, set[str]] = {}
+    for name in linears:
+        end = weights.get(name, _within_layer(name))
+        keys.setdefault(name.rsplit(".", 1)[-1], set()).add(end)
+    for name in experts:
+        keys["experts." + name.rsplit(".", 1)[-1]] = {name}
+    return keys
+
+
+def _pattern(
+    field_name: str, wanted: Mapping[str, float], keys: Mapping[str, Collection[str]]
+) -> dict[str, float]:
+    """Return peft's form of a pattern."""
+    for name in wanted:
+        if name not in keys:
+            raise ConfigError(
+                f"adapter.{field_name} names {name}, which has no adapter",
+                limit=f"adapters are on {', '.join(keys)}",
+                hint=f"`adapter.{field_name}: {{{nearest(name, keys)}: {wanted[name]}}}`",
+            )
+    return {re.escape(end): value for name, value in wanted.items() for end in sorted(keys[name])}
+
+
+@torch.no_grad()
+def _start_from_base(adapted: PeftModel, hold: Hold | None) -> None:
+    """Set DoRA's magnitudes to the norms that its forward divides by, so training starts at base.
+
+    peft computes the first norm in the weights' dtype and later ones in fp32. With 16-bit weights
+    the outputs of the first step would be up to 0.2 % off.
+    """
+    layers = list(LayeredModel(adapted).layers)
+    if hold is not None:
+        hold.adopt([list(layer.parameters()) for layer in layers])
+    for number, layer in enumerate(layers):
+        found = [m for m in layer.modules() if isinstance(m, LoraLayer) and m.lora_magnitude_vector]
+        with values_shown(hold, number) if hold is not None and found else nullcontext():
+            for module in found:
+                base: Any = module.get_base_layer()
+                magnitude: Any = module.lora_magnitude_vector["default"]
+                magnitude.weight.copy_(torch.linalg.norm(base.weight.float(), dim=1))
+
+
+def _require_adapted(adapted: PeftModel, linears: Collection[str], *, has_experts: bool) -> None:
+    """Check that adapters are on these linears, on the experts if wanted, and nowhere else.
+
+    Raises:
+        ConfigError: peft has interpreted the targets differently.
+    """
+    named = adapted.get_base_model().named_modules()
+    found = {name for name, m in named if isinstance(m, BaseTunerLayer)}
+    found = {name.replace(".base_layer", "") for name in found}
+    experts = {name for name in found if name.endswith("experts")} if has_experts else set()
+    odd = found ^ {*linears, *experts}
+    if odd:
+        raise ConfigError(
+            f"adapter.targets would not adapt {min(odd)} as it should",
+            limit=f"by peft's rules {len(odd)} modules of this model are taken or left by mistake",
+            hint="`adapter.targets: attention`",
+        )
+
+
+def _require_wrapped(adapted: PeftModel, whole: Whole) -> None:
+    """Check that peft has copied exactly these modules, and kept tied weights tied.
+
+    Raises:
+        ConfigError: Suffixes of names match something else too, or tied weights were untied.
+    """
+    base: Any = adapted.get_base_model()
+    wrapped = {name for name, m in base.named_modules() if isinstance(m, ModulesToSaveWrapper)}
+    embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
+    heads = {name for name, m in base.named_modules() if m is head} if whole.has_tied else set()
+    odd = wrapped ^ (whole.modules | heads)
+    if whole.has_tied and embedding.weight is not head.weight:
+        odd |= heads
+    if odd:
+        raise ConfigError(
+            f"adapter.modules_to_save would not train {min(odd)} as it should",
+            limit=f"by peft's rules {len(odd)} modules of this model are taken or left by mistake",
+            hint="`adapter.modules_to_save: []`",
+        )
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that train, by name."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def base_eos(model: PeftModel) -> tuple[int, ...]:
+    """Return the tokens at which the base model stops."""
+    return eos_ids(_generation_fields(model), source="the base's generation config")
+
+
+def save_adapter(model: PeftModel, folder: Path, *, stops: Stops | None = None) -> None:
+    """Write an adapter as peft does and generation_config.json, whole and with a manifest.
+
+    Args:
+        model: With its adapter.
+        folder: Where to.
+        stops: Where generation stops; None writes no generation config.
+
+    Raises:
+        CheckpointError: The folder cannot be written; what was there before is unchanged.
+    """
+    with whole_folder(folder, unlisted=(MODEL_CARD,)) as partial:
+        model.save_pretrained(str(partial))
+        if stops is not None:
+            write_generation_config(partial, _generation_fields(model), stops.ids)
+
+
+def _generation_fields(model: PeftModel) -> dict[str, Any]:
+    base: Any = model.get_base_model()
+    fields: dict[str, Any] = base.generation_config.to_diff_dict()
+    return fields
+
+
+def load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
+    """Put a saved adapter on a base model, for inference; only the folder is searched for it.
+
+    Raises:
+        CheckpointError: It is damaged, or of another model.
+        ModelError: Its weights are damaged.
+    """
+    places = require_adapter_files(folder)
+    with (
+        read_by_library(
+            f"{folder} cannot be put on this model",
+            error=CheckpointError,
+            limit="the adapter must be of this model",
+            hint="restore the adapter from a copy, or train again",
+        ),
+        _patterns_of_parameters(),
+    ):
+        warnings.filterwarnings("ignore", "Found missing adapter keys")  # refused below
+        adapted = PeftModel.from_pretrained(model, str(folder), local_files_only=True)
+    wanted = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    for problem, names in (
+        ("lacks", wanted.keys() - places.keys()),
+        ("holds, and the model has no place for,", places.keys() - wanted.keys()),
+    ):
+        if names:
+            raise CheckpointError(
+                f"{folder} {problem} {len(names)} tensors, such as {min(names)}",
+                limit="an adapter answers with all of its tensors",
+                hint="restore the adapter from a copy, or train again",
+            )
+    return compute_beside(adapted)
+
+
+@contextmanager
+def _patterns_of_parameters() -> Iterator[None]:
+    """Silence peft's warning that patterns match nothing; it checks modules, not parameters."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match")
+        yield
+
+
+def _in_towers(model: PreTrainedModel, modules: Collection[str]) -> list[str]:
+    """Return image and audio tower modules that a target's name also matches; none is trained."""
+    inside = {module for tower in find_towers(model) for module in tower.modules()}
+    return [
+        name
+        for name, module in model.named_modules()
+        if module in inside and name.rsplit(".", 1)[-1] in modules
+    ]
+
+
+def _within_layer(name: str) -> str:
+    """Return a module's name from its layer on: model.layers.3.mlp.experts -> mlp.experts."""
+    return re.sub(r"^.*\blayers?\.\d+\.", "", name)

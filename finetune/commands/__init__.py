@@ -1,0 +1,1 @@
+"""Commands that do not train, a file each."""

@@ -1,0 +1,104 @@
+"""Answers from a finished run, without training anything."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import offload
+from finetune.adapter.lora import base_eos, load_adapter
+from finetune.data.rows import Conversation, Message
+from finetune.data.stops import GENERATION_CONFIG, Stops, eos_ids, read_generation_config
+from finetune.data.tokenize import encode, prompt_ids
+from finetune.model.load import load_model, load_tokenizer
+from finetune.planning.request import facts_of, full_request
+from finetune.run.run_dir import RunDir
+from finetune.training import preflight
+from finetune.training.greedy import generate
+from finetune.training.samples import pad_id
+from offload.plan.plan import plan
+from offload.probe.machine import probe
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedTokenizerBase
+
+
+def answer_prompt(
+    run_dir: Path, prompt: str, *, max_new_tokens: int, note: Callable[[str], None]
+) -> str:
+    """Let the trained model answer, its layers streamed as in training.
+
+    Args:
+        run_dir: Of a finished run.
+        prompt: The user's message.
+        max_new_tokens: Longest answer.
+        note: Reports what the user should know about the adapter.
+
+    Raises:
+        CheckpointError: The directory holds no run.
+        ModelError: The run has no adapter yet.
+    """
+    run = RunDir(run_dir)
+    for word in run.require_adapter():
+        note(word)
+    recipe = run.recipe()
+    device = preflight.torch_device_name(recipe.offload)
+    facts = facts_of(recipe.model)
+    machine = probe(device=device, seconds=1.0, dtype=recipe.model.dtype)
+    num_slots = plan(facts, machine, full_request(recipe, facts, num_ranks=1)).num_slots
+    tokenizer = load_tokenizer(recipe.model.tokenizer_source)
+    loaded = load_model(
+        path=recipe.model.path,
+        config=recipe.model.config,
+        init=recipe.model.init,
+        dtype=recipe.model.dtype,
+        codec=recipe.offload.layer_codec,
+        device=device,
+        seed=recipe.train.seed,
+        tier=recipe.offload.load_tier,
+        experts_implementation="eager",  # it works on any device, and a token has few rows
+    )
+    model = load_adapter(loaded.model, run.adapter)
+    model.eval()
+    engine = offload.attach(
+        model,
+        num_slots=num_slots,
+        codec=recipe.offload.layer_codec,
+        tier=recipe.offload.load_tier,
+        device=device,
+        hold=loaded.hold,
+    )
+    try:
+        messages = [Message(role="user", content=prompt)]
+        if recipe.data.system:
+            messages.insert(0, Message(role="system", content=recipe.data.system))
+        ids = generate(
+            engine,
+            [prompt_ids(messages, tokenizer, source="--prompt")],
+            max_new_tokens=max_new_tokens,
+            stop_ids=frozenset(_stops(run.adapter, model, tokenizer).ids),
+            pad_id=pad_id(tokenizer),
+            batch_size=1,
+        )
+    finally:
+        engine.close()
+    return str(tokenizer.decode(ids[0], skip_special_tokens=True))
+
+
+def _stops(adapter: Path, model: "PeftModel", tokenizer: "PreTrainedTokenizerBase") -> Stops:
+    """Return where generation stops, as the run has recorded it.
+
+    Older runs recorded nothing: their answers end as the template ends any answer.
+    """
+    fields = read_generation_config(adapter)
+    if fields is not None:
+        return Stops(trained=eos_ids(fields, source=adapter / GENERATION_CONFIG), base=())
+    turns = Message(role="user", content="?"), Message(role="assistant", content="!")
+    example = encode(
+        Conversation(messages=turns, source="the template's own"),
+        tokenizer,
+        seq_len=sys.maxsize,
+        loss_on="assistant",
+    )
+    return Stops(trained=example.end_ids, base=base_eos(model))

@@ -1,0 +1,282 @@
+"""What `plan` and `fit` show: one plan, a table of machines, or a table of models."""
+
+import gc
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from finetune.errors import ConfigError
+from finetune.planning.candidates import choose, full_requests
+from finetune.planning.compare import (
+    FIT_COLUMNS,
+    MACHINE_COLUMNS,
+    UNITS,
+    Offer,
+    budgeted,
+    fit_rows,
+    fitting,
+    machine_names,
+    machine_rows,
+    offers_json,
+    offers_markdown,
+    offers_on,
+    offers_table,
+    offers_within,
+    slowest_card,
+    trained_models,
+)
+from finetune.planning.request import find_machine, with_configured_backend
+from finetune.planning.subject import Subject, subject_of
+from finetune.report import choice as choice_report
+from finetune.report.format import shown_gib
+from finetune.report.host_map import host_map
+from finetune.report.plan import plan_json, plan_tables
+from finetune.report.what_if import what_if_json, what_if_table
+from offload.plan.machine.machine import FP32_FRAC, GEMM_FRAC, GIB, GIVEN, Dtype, Machine
+from offload.plan.what_if.what_if import NUM_CARDS, what_if
+
+Form = Literal["table", "json", "markdown"]
+
+
+def form_of(*, as_json: bool, as_markdown: bool) -> Form:
+    """Return the form that flags ask for.
+
+    Raises:
+        ConfigError: They ask for two.
+    """
+    if as_json and as_markdown:
+        raise ConfigError("both --json and --markdown", hint="`--json` alone")
+    return "json" if as_json else "markdown" if as_markdown else "table"
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Disable the cyclic garbage collector in this block.
+
+    A plan makes tens of thousands of values without cycles; collection took a seventh of the time
+    of a large plan.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Beside:
+    """The host memory and link of a named card; None means the assumed value."""
+
+    ram_gib: float | None
+    link_gb_per_s: float | None
+
+    def machine(self, name: str, *, dtype: Dtype) -> Machine:
+        """Return a named card with this host memory and link, or the machine of a file."""
+        link = self.link_gb_per_s
+        return find_machine(
+            name,
+            dtype=dtype,
+            ram_bytes=None if self.ram_gib is None else int(self.ram_gib * GIB),
+            link_bytes_per_s=None if link is None else link * 1e9,
+        )
+
+
+def planned(
+    model: str,
+    overrides: Sequence[str],
+    *,
+    machine: str | None,
+    machines: str | None,
+    beside: Beside,
+    wants_ways: bool,
+    form: Form,
+    note: Callable[[str], None],
+) -> RenderableType:
+    """Return the plan of a recipe or shape for one machine, or a table of machines.
+
+    Args:
+        model: A recipe, a shipped shape or a config.json.
+        overrides: Settings over the recipe's.
+        machine: A named card or a file; None measures this machine.
+        machines: Several of them with commas, or `all`: a table.
+        beside: Host memory and link of named cards.
+        wants_ways: Whether other ways to hold and move the model are priced alongside the plan.
+        form: Output format.
+        note: Reports what takes time.
+
+    Raises:
+        ConfigError: A flag that could have no effect.
+        DoesNotFitError: The plan needs more memory than there is.
+    """
+    if machines is None and form == "markdown":
+        raise ConfigError(
+            "--markdown without --machines",
+            limit="Markdown is for the table of machines",
+            hint="`--machines all --markdown`, or `--json`",
+        )
+    if machines is not None and (machine is not None or wants_ways):
+        flag = "--what-if" if machine is None else "--machine"
+        raise ConfigError(
+            f"{flag} with --machines",
+            limit="a table of machines has a line for each, and no more",
+            hint=f"leave out `{flag}`, or `--machines`",
+        )
+    subject = subject_of(model, overrides)
+    dtype = subject.recipe.model.dtype
+    if machines is not None:
+        names = machine_names(machines, dtype=dtype)
+        cards = [beside.machine(name, dtype=dtype) for name in names]
+        return _by_machine(subject, cards, form=form)
+    here = _one_machine(machine, beside, dtype=dtype, note=note)
+    return _one_plan(subject, here, wants_ways=wants_ways, form=form)
+
+
+def _one_machine(
+    name: str | None, beside: Beside, *, dtype: Dtype, note: Callable[[str], None]
+) -> Machine:
+    if name is not None:
+        return beside.machine(name, dtype=dtype)
+    for flag, value in (("--ram", beside.ram_gib), ("--link", beside.link_gb_per_s)):
+        if value is not None:
+            raise ConfigError(
+                f"{flag} {value:g} without a named card",
+                limit="without --machine this machine's own memory and link are measured",
+                hint="`--machine rtx4090`, or another card",
+            )
+    return probed(dtype, note=note)
+
+
+@_uncollected()
+def _one_plan(
+    subject: Subject, machine: Machine, *, wants_ways: bool, form: Form
+) -> RenderableType:
+    recipe, facts = subject.recipe, subject.facts
+    notes = [*subject.notes, *machine_notes(machine, dtype=recipe.model.dtype)]
+    here = with_configured_backend(recipe.model, facts, machine)
+    choice = choose(facts, here, full_requests(recipe, facts, num_ranks=1))
+    made = choice.plan
+    ways = what_if(made, num_cards=NUM_CARDS) if wants_ways else None
+    if form == "json":
+        figures = plan_json(made) | choice_report.choice_json(choice)
+        figures |= {"notes": notes}
+        return _json(figures | (what_if_json(ways) if ways else {}))
+    choice_tables = choice_report.choice_tables(choice)
+    shown = [
+        *map(Text, notes),
+        plan_tables(made),
+        choice_tables,
+        host_map(here, made),
+    ]
+    return Group(*shown, *([what_if_table(ways, machine=here)] if ways else []))
+
+
+@_uncollected()
+def _by_machine(subject: Subject, machines: Sequence[Machine], *, form: Form) -> RenderableType:
+    found = offers_on(subject, machines)
+    first = found[0]
+    title = (
+        f"{subject.name}: {first.tokens_per_step:,} tokens per step in sequences of"
+        f" {first.seq_len:,}; {UNITS}"
+    )
+    rows = machine_rows(found)
+    dtype = subject.recipe.model.dtype
+    told = (note for machine in machines for note in machine_notes(machine, dtype=dtype))
+    notes = (*subject.notes, *told)
+    return _shown(title, MACHINE_COLUMNS, rows, found, form, notes=notes)
+
+
+@_uncollected()
+def models_that_fit(
+    model: str | None,
+    *,
+    machine: str | None,
+    vram_gib: float | None,
+    beside: Beside,
+    form: Form,
+) -> RenderableType:
+    """Return a table of what trains in given memory.
+
+    Args:
+        model: A shipped shape or a config.json; None takes all shipped shapes.
+        machine: The card whose rates are used; None takes the slowest desktop card with the memory.
+        vram_gib: Device memory that may be used; None takes all of the machine's.
+        beside: Host memory and link.
+        form: Output format.
+
+    Raises:
+        ConfigError: No budget, or more than the machine has.
+        DoesNotFitError: Nothing fits.
+    """
+    card = beside.machine(machine or slowest_card(vram_gib), dtype="bfloat16")
+    here = budgeted(card, vram_gib=vram_gib)
+    notes = machine_notes(card, dtype="bfloat16")
+    if machine is None:
+        notes.append(
+            f"the rates are those of {card.name}, the slowest known card for a desk with"
+            f" {shown_gib(card.vram_bytes)}; `--machine NAME` takes another's"
+        )
+    found = fitting(offers_within(trained_models(model), here), here)
+    title = (
+        f"LoRA in {shown_gib(here.vram_bytes)} of VRAM and {shown_gib(here.ram_bytes)} of RAM, at"
+        f" the rates of {here.name}{'' if machine else ' (assumed)'}:"
+        f" {found[0].tokens_per_step:,} tokens per step in sequences of {found[0].seq_len:,};"
+        f" {UNITS}"
+    )
+    rows = fit_rows(found)
+    return _shown(title, FIT_COLUMNS, rows, found, form, notes=notes)
+
+
+def machine_notes(machine: Machine, *, dtype: Dtype) -> list[str]:
+    """Return notes on a machine: what is assumed of a four-number card, and a differing dtype."""
+    notes = []
+    if machine.gemm_flops_per_s.source.startswith(GIVEN):
+        disk = machine.disk_bytes_per_s
+        assert disk is not None
+        notes.append(
+            f"{machine.name} is a card of four numbers, with {shown_gib(machine.ram_bytes)} of RAM"
+            f" (--ram). Assumed are fp32 at {FP32_FRAC:g} of its 16-bit rate, {GEMM_FRAC:.0%} of"
+            f" each rate in large kernels, and {disk.value / 1e9:g} GB/s from disk"
+        )
+    if machine.dtype != dtype:
+        notes.append(
+            f"{machine.name} was measured in {machine.dtype}, and this computes in {dtype}"
+        )
+    return notes
+
+
+def probed(dtype: str, *, note: Callable[[str], None]) -> Machine:
+    """Measure this machine; this loads torch."""
+    note("Measuring this machine ...")
+    import torch
+
+    from offload.probe.machine import PROBE_S, probe
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return probe(device=device, seconds=PROBE_S, dtype=dtype)
+
+
+def _shown(
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    found: Sequence[Offer],
+    form: Form,
+    *,
+    notes: Sequence[str] = (),
+) -> RenderableType:
+    if form == "json":
+        return _json(offers_json(found))
+    if form == "markdown":
+        return offers_markdown("\n\n".join([*notes, title]), columns, rows)
+    return Group(*map(Text, notes), offers_table(title, columns, rows))
+
+
+def _json(figures: object) -> str:
+    return json.dumps(figures, indent=2)

@@ -1,0 +1,1 @@
+"""From a row of JSONL to micro-batches: formats, chat templates, loss masks, steps."""

@@ -1,0 +1,1 @@
+"""After training: merged weights, GGUF, and adapters in layouts of others."""

@@ -1,0 +1,192 @@
+"""What an adapter changes in a model, parameter by parameter, computed by peft.
+
+The model is built without memory and peft puts the adapter on it, so that all of peft's rules
+(ranks and scales by pattern, layers left out, transposed weights) apply. A layer is then given one
+weight at a time in float32, merges it, and drops it.
+"""
+
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel
+from peft.tuners.lora.layer import Embedding, Linear, LoraLayer, ParamWrapper
+from peft.utils.other import ModulesToSaveWrapper
+from torch import nn
+from transformers import PreTrainedModel
+
+from finetune.errors import MergeError, read_by_library
+from finetune.files.adapter import require_adapter_files
+
+_ADAPTER = "default"
+_Layer = ParamWrapper | Linear | Embedding
+
+
+class Changes:
+    """The parameters that an adapter changes.
+
+    Attributes:
+        names: Of those parameters, as the model calls them.
+    """
+
+    def __init__(self, model: PreTrainedModel, adapter: Path) -> None:
+        """Put the adapter on the model.
+
+        Args:
+            model: Without memory; it is changed.
+            adapter: A folder in peft's format.
+
+        Raises:
+            MergeError: It is not a LoRA, has tensors that do not fit the model, or lacks some.
+        """
+        names = {id(module): name for name, module in model.named_modules()}
+        adapted = _adapted(model, adapter)
+        self._layers: dict[str, _Layer] = {}
+        self._replaced: dict[str, torch.Tensor] = {}
+        for module in adapted.modules():
+            if isinstance(module, ModulesToSaveWrapper):
+                prefix = names[id(module.original_module)]
+                saved: Any = module.modules_to_save[_ADAPTER]
+                for name, parameter in saved.named_parameters():
+                    self._replaced[f"{prefix}.{name}"] = parameter.detach()
+            elif isinstance(module, LoraLayer):
+                layer = _mergeable(module, adapter)
+                prefix = names[id(layer.get_base_layer())]
+                name = layer.parameter_name if isinstance(layer, ParamWrapper) else "weight"
+                self._layers[f"{prefix}.{name}"] = layer
+        self.names = frozenset((*self._layers, *self._replaced))
+
+    def has_rows(self, name: str) -> bool:
+        """Return whether a parameter's rows can be merged separately, as those of experts can."""
+        layer = self._layers.get(name)
+        return isinstance(layer, ParamWrapper) and layer.num_experts > 1
+
+    def are_one(self, name: str, other: str) -> bool:
+        """Return whether two parameters that share a tensor are trained whole, as one."""
+        first, second = self._replaced.get(name), self._replaced.get(other)
+        return first is not None and second is not None and torch.equal(first, second)
+
+    def merged(self, name: str, values: torch.Tensor, *, first_row: int = 0) -> torch.Tensor:
+        """Return a parameter with its change, rounded once to its own type.
+
+        Args:
+            name: One of `names`.
+            values: The parameter; if `has_rows`, some of its rows.
+            first_row: Index of the first of these rows.
+
+        Raises:
+            MergeError: The sum is not finite in that type.
+        """
+        if name in self._replaced:
+            merged = self._replaced[name]
+        else:
+            merged = self._sum(self._layers[name], values.float(), first_row)
+        merged = merged.to(values.dtype)
+        if merged.shape != values.shape:
+            raise MergeError(
+                f"the adapter has {name} of {tuple(merged.shape)}",
+                limit=f"the base has it of {tuple(values.shape)}",
+                hint="name the base that the adapter was trained on",
+            )
+        # in one pass and without a copy; both are NaN if any value is
+        if not all(map(math.isfinite, torch.stack(torch.aminmax(merged)).tolist())):
+            raise MergeError(
+                f"{name} has values that are not finite after the merge",
+                limit=f"the base's type is {values.dtype}",
+                hint="take an earlier adapter, or a base in bfloat16",
+            )
+        return merged
+
+    @torch.no_grad()
+    def _sum(self, layer: _Layer, values: torch.Tensor, first_row: int) -> torch.Tensor:
+        if isinstance(layer, ParamWrapper) and layer.num_experts > 1:
+            rows = slice(first_row, first_row + len(values))
+            lhs, rhs, scaling = layer.get_delta_factors(_ADAPTER)
+            return torch.baddbmm(values, lhs[rows], rhs[rows], alpha=scaling)
+        module: Any = layer.get_base_layer()
+        attribute = layer.parameter_name if isinstance(layer, ParamWrapper) else "weight"
+        empty = module._parameters[attribute]
+        module._parameters[attribute] = nn.Parameter(values, requires_grad=False)
+        layer.merge()
+        merged: torch.Tensor = module._parameters[attribute].data
+        module._parameters[attribute] = empty
+        layer.merged_adapters.clear()
+        return merged
+
+
+def _adapted(model: PreTrainedModel, adapter: Path) -> PeftModel:
+    """Put an adapter on a model without memory, and account for each of its tensors."""
+    require_adapter_files(adapter)
+    with _put_on_base(adapter):
+        config = PeftConfig.from_pretrained(str(adapter))
+    if not isinstance(config, LoraConfig):
+        raise MergeError(
+            f"{adapter} is of type {config.peft_type}",
+            limit="LoRA can be merged",
+            hint="load it beside its base with peft",
+        )
+    config.inference_mode = True
+    with _put_on_base(adapter), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of tied weights, and transposed ones
+        adapted = PeftModel(model, config, _ADAPTER, low_cpu_mem_usage=True)
+        _put_stand_ins(adapted)
+        report = adapted.load_adapter(
+            str(adapter),
+            _ADAPTER,
+            torch_device="cpu",
+            low_cpu_mem_usage=True,
+            local_files_only=True,
+        )
+    for problem, keys in (
+        ("holds, and the model has no place for,", report.unexpected_keys),
+        ("lacks", report.missing_keys),
+        ("lacks", [name for name, p in _own(adapted) if p.is_meta]),
+    ):
+        if keys:
+            raise MergeError(
+                f"{adapter} {problem} {len(keys)} tensors, such as {sorted(keys)[0]}",
+                limit="every tensor of an adapter changes one of the base",
+                hint="name the base that the adapter was trained on",
+            )
+    return adapted
+
+
+def _own(adapted: PeftModel) -> Iterator[tuple[str, nn.Parameter]]:
+    """Return the parameters that are the adapter's and not the base's."""
+    for name, parameter in adapted.named_parameters(remove_duplicate=False):
+        if "lora_" in name or ".modules_to_save." in name:
+            yield name, parameter
+
+
+def _put_stand_ins(adapted: PeftModel) -> None:
+    """Give the base's parameters a device, and still no memory: peft moves adapters to it."""
+    own = {id(parameter) for _, parameter in _own(adapted)}
+    for module in adapted.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in own:
+                zeros = torch.zeros(()).expand(parameter.shape)
+                module._parameters[name] = nn.Parameter(zeros, requires_grad=False)
+
+
+def _mergeable(layer: Any, adapter: Path) -> _Layer:
+    has_bias = any(layer.lora_bias.values())
+    if isinstance(layer, _Layer) and not has_bias:
+        return layer
+    raise MergeError(
+        f"{adapter} has {'a bias' if has_bias else f'a layer of {type(layer).__name__}'}",
+        limit="LoRA on linear layers, embeddings and experts can be merged, without lora_bias",
+        hint="load it beside its base with peft",
+    )
+
+
+def _put_on_base(adapter: Path) -> AbstractContextManager[None]:
+    return read_by_library(
+        f"{adapter} cannot be put on this base",
+        error=MergeError,
+        limit="it must be a LoRA that fits this base",
+        hint="name the adapter's folder, and the base that it was trained on",
+    )

@@ -1,0 +1,265 @@
+"""Adds an adapter to the weights that it was trained on, in a few tensors' memory.
+
+The base's files are read as published and written again with the same names. Tensors that the
+adapter does not change are copied byte by byte. The others are read, converted to the model's form
+if that differs (experts fused), added to in float32, rounded once, and converted back, experts a
+few at a time. So memory holds the adapter and some pieces of a tensor, whatever the model's size,
+and plain transformers loads the result as it loads the base.
+"""
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from finetune.data.stops import merge_generation_config
+from finetune.errors import MergeError
+from finetune.export.adapter_delta import Changes
+from finetune.export.base_checkpoint import BaseWeights
+from finetune.export.checkpoint_files import copy_companions, write_config
+from finetune.export.quantised_tensors import Spec
+from finetune.export.safetensors_writer import Shards
+from finetune.export.tensor_names import Group, Renaming, empty_model
+from finetune.files.atomic import becoming
+from finetune.report.format import shown_gib
+
+PIECE_ELEMENTS = 2**22
+
+Progress = Callable[[int, int], None]
+"""Called from time to time with the number of bytes written, and the total."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Merged:
+    """A merged model.
+
+    Attributes:
+        folder: Where it is.
+        num_bytes: Its weights.
+        changed: The published names of what the adapter changed.
+        notes: What the user should know about it.
+    """
+
+    folder: Path
+    num_bytes: int
+    changed: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def merge(
+    base: Path,
+    adapter: Path,
+    out: Path,
+    *,
+    tokenizer: Path | None = None,
+    progress: Progress | None = None,
+) -> Merged:
+    """Write a model whose weights are the base's plus the adapter's changes.
+
+    Args:
+        base: A folder as published: config.json and safetensors.
+        adapter: A LoRA in peft's format.
+        out: A folder that is not there yet; it appears when it is whole.
+        tokenizer: Where the tokenizer comes from; None, from the base.
+        progress: Called as bytes are written.
+
+    Raises:
+        MergeError: The adapter does not belong to the base, `out` is there, or the disk is full.
+        ModelError: The base is not complete, or in a form that cannot be merged into.
+    """
+    published = BaseWeights(base)
+    model = empty_model(base)
+    renaming = Renaming(model, published.specs)
+    ties = dict(model.all_tied_weights_keys)
+    changes = Changes(empty_model(base), adapter)
+    untied = _untied(ties, changes, renaming)
+    specs = dict(published.specs) | {
+        name: published.specs[source] for name, source in untied.items()
+    }
+    total_bytes = sum(spec.num_bytes for spec in specs.values())
+    with becoming(out) as folder:
+        _require_room(out.parent, total_bytes)
+        with Shards(folder, specs) as shards:
+            writer = _Writer(published, renaming, changes, shards, progress or _silent)
+            writer.write_all(untied, total_bytes)
+            shards.finish()
+        copy_companions(base, tokenizer or base, folder)
+        write_config(base, folder, is_untied=bool(untied))
+        merge_generation_config(base, adapter, folder)
+        _require_whole(folder, untied)
+    return Merged(
+        folder=out,
+        num_bytes=total_bytes,
+        changed=tuple(
+            name
+            for group in renaming.groups
+            if not changes.names.isdisjoint(group.parameters)
+            for name in group.names
+        ),
+        notes=tuple(_notes(published, untied)),
+    )
+
+
+class _Writer:
+    """Writes each tensor of the merged model to its place."""
+
+    def __init__(
+        self,
+        published: BaseWeights,
+        renaming: Renaming,
+        changes: Changes,
+        shards: Shards,
+        progress: Progress,
+    ) -> None:
+        self._published, self._renaming, self._changes = published, renaming, changes
+        self._shards, self._progress = shards, progress
+
+    def write_all(self, untied: Mapping[str, str], total_bytes: int) -> None:
+        """Write all tensors.
+
+        Args:
+            untied: Parameters that get a tensor of their own, and the one that they shared.
+            total_bytes: Of all of them.
+        """
+        specs = self._published.specs
+        done_bytes = 0
+        for group in self._renaming.groups:
+            if not self._changes.names.isdisjoint(group.parameters):
+                self._write_changed(group)
+            else:
+                for name in group.names:
+                    self._copy(name)
+            done_bytes += sum(specs[name].num_bytes for name in group.names)
+            self._progress(done_bytes, total_bytes)
+        for name in self._renaming.others:
+            self._copy(name)
+        for name, source in untied.items():
+            values = self._published.read(source)
+            if name in self._changes.names:
+                values = self._changes.merged(name, values)
+            self._shards.write(name, values)
+        self._progress(total_bytes, total_bytes)
+
+    def _copy(self, name: str) -> None:
+        if self._published.is_copied(name):
+            self._shards.write_raw(name, self._published.raw(name))
+        else:
+            self._shards.write(name, self._published.read(name))
+
+    def _write_changed(self, group: Group) -> None:
+        if group.converter is None:
+            self._write_renamed(group.names[0], group.parameters[0])
+            return
+        (step, num_parts) = (1, 1)
+        if group.num_parts > 1 and self._changes.has_rows(group.parameters[0]):
+            elements = sum(_num_elements(self._published.specs[name]) for name in group.names)
+            num_parts = group.num_parts
+            step = max(1, PIECE_ELEMENTS * num_parts // elements)
+        for first in range(0, num_parts, step):
+            part = group.part(first, first + step) if num_parts > 1 else group
+            self._write_converted(part, first)
+
+    def _write_converted(self, group: Group, first_row: int) -> None:
+        tensors = {name: self._published.read(name) for name in group.names}
+        values = self._renaming.forward(group, tensors)
+        self._renaming.require_reversible(group, tensors, values)
+        del tensors
+        for name in self._changes.names.intersection(values):
+            values[name] = self._changes.merged(name, values[name], first_row=first_row)
+        for name, value in self._renaming.backward(group, values).items():
+            self._shards.write(name, value)
+
+    def _write_renamed(self, name: str, parameter: str) -> None:
+        spec = self._published.specs[name]
+        if not self._changes.has_rows(parameter):
+            merged = self._changes.merged(parameter, self._published.read(name))
+            self._shards.write(name, merged)
+            return
+        num_rows = spec.shape[0]
+        step = max(1, PIECE_ELEMENTS * num_rows // _num_elements(spec))
+        whole = None if self._published.is_copied(name) else self._published.read(name)
+        for first in range(0, num_rows, step):
+            behind = min(first + step, num_rows)
+            if whole is None:
+                values = self._published.read(name, first, behind)
+            else:
+                values = whole[first:behind]
+            merged = self._changes.merged(parameter, values, first_row=first)
+            self._shards.write(name, merged, first_row=first)
+
+
+def _num_elements(spec: Spec) -> int:
+    return torch.Size(spec.shape).numel()
+
+
+def _silent(_done: int, _total: int) -> None:
+    """Show nothing."""
+
+
+def _untied(ties: Mapping[str, str], changes: Changes, renaming: Renaming) -> dict[str, str]:
+    """Return the parameters that shared a tensor and no longer can, and that tensor's name.
+
+    A config ties either all tied parameters or none, so untying one pair unties all others.
+
+    Raises:
+        MergeError: Both are published, so it is unknown which one counts.
+    """
+    published = {
+        parameter: group.names[0] for group in renaming.groups for parameter in group.parameters
+    }
+    parted = [
+        pair
+        for pair in ties.items()
+        if not changes.names.isdisjoint(pair) and not changes.are_one(*pair)
+    ]
+    for target, source in parted:
+        if target in published and source in published:
+            raise MergeError(
+                f"{target} and {source} share a tensor, the adapter changes one, and the base"
+                " holds both",
+                limit="of a shared tensor one is published",
+                hint="save the base anew with transformers' save_pretrained",
+            )
+    pairs = [*ties.items(), *((source, target) for target, source in ties.items())]
+    return {
+        name: published[other]
+        for name, other in (pairs if parted else ())
+        if name not in published and other in published
+    }
+
+
+def _require_room(folder: Path, needed_bytes: int) -> None:
+    free_bytes = shutil.disk_usage(folder).free
+    if needed_bytes > free_bytes:
+        raise MergeError(
+            f"the merged model takes {shown_gib(needed_bytes)} and {shown_gib(free_bytes)} is free",
+            limit=f"it is written to {folder}",
+            hint="`--out` on a larger disk, or free space (`df -h`)",
+        )
+
+
+def _require_whole(folder: Path, untied: Mapping[str, str]) -> None:
+    """Check, by names and shapes, that the folder's model accepts the weights written there."""
+    model = empty_model(folder)
+    Renaming(model, BaseWeights(folder).specs)
+    still_tied = sorted(set(untied) & {*model.all_tied_weights_keys})
+    if still_tied:
+        raise MergeError(
+            f"{still_tied[0]} shares its tensor with another in every model of this kind",
+            limit="the adapter changes one of the two",
+            hint="leave embeddings and head out of what is trained",
+        )
+
+
+def _notes(published: BaseWeights, untied: Mapping[str, str]) -> Iterator[str]:
+    if published.is_quantised:
+        yield (
+            "The base is quantised: its weights were decoded as for training, so the merged model"
+            " is plain, larger, and what was trained but for one rounding."
+        )
+    if untied:
+        name, shared = next(iter(untied.items()))
+        others = f", and {len(untied) - 1} more likewise" if len(untied) > 1 else ""
+        yield f"{name} shared the tensor {shared} and has its own now{others}."

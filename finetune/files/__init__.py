@@ -1,0 +1,1 @@
+"""Files that a kill leaves whole and a reader checks: written at once, sealed, validated."""

@@ -1,0 +1,248 @@
+"""Safetensors files, read without taking memory.
+
+The official reader maps a file as writable. Such a mapping counts against memory limits like the
+process's own memory, so a model larger than the limit could not even be opened. The format is a
+length, a JSON header and the tensors one after the other; here the tensors are views of a shared,
+read-only mapping.
+Source: https://github.com/huggingface/safetensors#format
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import EllipsisType
+from typing import Annotated, Any
+
+import torch
+from pydantic import AfterValidator, BaseModel, Field, RootModel, ValidationError
+
+from finetune.errors import ModelError
+from finetune.files.json import JsonFile
+from offload.engine.host.mapping import map_file
+
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unread:
+    """A tensor that takes no memory until it is read, in transformers' way: `tensor[...]`.
+
+    Attributes:
+        read: Returns the values: mapped, which must not be written to, or in their own memory.
+        is_mapped: Which of the two.
+    """
+
+    read: Callable[[], torch.Tensor]
+    is_mapped: bool = False
+
+    def __getitem__(self, _all: EllipsisType) -> torch.Tensor:
+        """Return the values in their own memory."""
+        values = self.read()
+        return values.clone() if self.is_mapped else values
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where a tensor is in its file.
+
+    Attributes:
+        dtype: As the header names it, such as BF16.
+        shape: Its sizes.
+        begin: Its first byte, from the beginning of the file.
+        end: The byte after its last one.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+# ------------------------------------------------------------------------------------ which files
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def _is_file_name(name: str) -> str:
+    """Refuse a name that leads out of the folder; links inside it may, as in hub caches."""
+    if Path(name).name != name or "\\" in name or "\0" in name or not name.endswith(".safetensors"):
+        raise ValueError("should be the name of a .safetensors file in the same folder")
+    return name
+
+
+class _Index(BaseModel):
+    weight_map: Annotated[
+        dict[str, Annotated[str, AfterValidator(_is_file_name)]], Field(min_length=1)
+    ]
+
+
+_INDEX = JsonFile(
+    holds=_Index,
+    error=ModelError,
+    limit="it names the file of each tensor, all of them next to it",
+    hint="download the model again",
+)
+
+
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Return the name of each tensor's file, which is in the index's own folder.
+
+    Raises:
+        ModelError: The index is damaged, or names a file anywhere else.
+    """
+    weight_map: dict[str, str] = _INDEX.read(index)["weight_map"]
+    return weight_map
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files of a model's weights: the single one, or else those that the index names.
+
+    Raises:
+        ModelError: One is not there, or the index is damaged or leads out of the folder.
+    """
+    names = [SINGLE]
+    if (folder / INDEX).exists() and not (folder / SINGLE).exists():
+        names = sorted(set(read_weight_map(folder / INDEX).values()))
+    for name in names:
+        if not (folder / name).is_file():
+            raise ModelError(
+                f"{folder} has no {name}",
+                limit=f"a model holds {SINGLE}, or all files that {INDEX} names",
+                hint="download the model again; weights in .bin files are not read",
+            )
+    return [folder / name for name in names]
+
+
+# ------------------------------------------------------------------------------------ their tensors
+
+_MAX_HEADER_BYTES = 100_000_000  # as in the official reader
+
+
+class _Entry(BaseModel):
+    dtype: Annotated[str, Field(min_length=1, max_length=20)]
+    shape: list[Annotated[int, Field(ge=0, le=2**60)]]
+    data_offsets: Annotated[
+        list[Annotated[int, Field(ge=0, le=2**60)]], Field(min_length=2, max_length=2)
+    ]
+
+
+class _Header(RootModel[dict[str, _Entry]]):
+    pass
+
+
+class _Metadata(RootModel[dict[str, str]]):
+    pass
+
+
+def read_header(file: Path) -> dict[str, Place]:
+    """Return where each tensor of a safetensors file is, in the order of the file.
+
+    The tensors fill the file without gaps, as the format asks.
+
+    Raises:
+        ModelError: The file is damaged.
+        OSError: It is not there.
+    """
+    try:
+        with file.open("rb") as stream:
+            file_bytes = os.fstat(stream.fileno()).st_size
+            header_bytes = int.from_bytes(stream.read(8), "little")
+            if header_bytes > min(_MAX_HEADER_BYTES, file_bytes - 8):
+                raise ValueError(f"{file_bytes} bytes do not hold its header")
+            header = json.loads(stream.read(header_bytes))
+        if isinstance(header, dict):
+            _Metadata.model_validate(header.pop("__metadata__", {}), strict=True)
+        _Header.model_validate(header, strict=True)
+        return _places(header, 8 + header_bytes, file_bytes)
+    except ValidationError as error:
+        detail = error.errors(include_url=False, include_context=False)[0]
+        where = ".".join(str(part)[:80] for part in detail["loc"])
+        raise _damaged(file, f"in its header, {where}: {detail['msg']}") from error
+    except (ValueError, RecursionError) as error:
+        raise _damaged(file, str(error)[:200]) from error
+
+
+def read_known_header(file: Path) -> dict[str, Place]:
+    """Return where each tensor of a file is, if all are of types that can be read.
+
+    Raises:
+        ModelError: The file is damaged, or has a tensor of another type.
+        OSError: It is not there.
+    """
+    places = read_header(file)
+    for name, place in places.items():
+        if place.dtype not in DTYPES:
+            raise _damaged(file, f"{name} is of type {place.dtype}, which is not known")
+    return places
+
+
+def _places(header: Mapping[str, Any], start: int, file_bytes: int) -> dict[str, Place]:
+    places: dict[str, Place] = {}
+    end = start
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        dtype, shape = entry["dtype"], tuple(entry["shape"])
+        begin, behind = (start + offset for offset in entry["data_offsets"])
+        is_sized = dtype in DTYPES
+        num_bytes = math.prod(shape) * DTYPES[dtype].itemsize if is_sized else behind - begin
+        if begin != end or behind - begin != num_bytes or behind > file_bytes:
+            raise ValueError(f"{name} is not where its header says")
+        places[name] = Place(dtype=dtype, shape=shape, begin=begin, end=behind)
+        end = behind
+    if end != file_bytes:
+        raise ValueError(f"{file_bytes - end} bytes after its tensors")
+    return places
+
+
+def _damaged(file: Path, why: str) -> ModelError:
+    return ModelError(
+        f"{file} is cut off or damaged: {why}",
+        limit="a safetensors file is its header, and the tensors that the header names",
+        hint="download it again, or restore it from a copy",
+    )
+
+
+def open_tensors(files: Sequence[str]) -> dict[str, Unread]:
+    """Return the tensors of these files by name; only the headers are read.
+
+    Raises:
+        OSError: A file is missing.
+        ModelError: A file is damaged, or of a later version of the format.
+    """
+    tensors: dict[str, Unread] = {}
+    for file in map(Path, files):
+        places = read_known_header(file)
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            content = map_file(descriptor, os.fstat(descriptor).st_size, is_writable=False)
+        finally:
+            os.close(descriptor)
+        tensors |= {
+            name: Unread(read=partial(_view, content, place), is_mapped=True)
+            for name, place in places.items()
+        }
+    return tensors
+
+
+def _view(content: torch.Tensor, place: Place) -> torch.Tensor:
+    dtype, flat = DTYPES[place.dtype], content[place.begin : place.end]
+    if flat.storage_offset() % dtype.itemsize:
+        flat = flat.clone()  # the format allows unaligned tensors, which few writers make
+    return flat.view(dtype).view(place.shape)

@@ -1,0 +1,118 @@
+"""Facts of a model of a type unknown to the planner, read off the model, built without weights.
+
+The model is built on torch's meta device, where tensors have shapes and no memory. Parameters are
+counted exactly, class by class. The cost of attention is exact for softmax attention; any other
+token mixing is treated as a recurrence with the state size that the config names.
+"""
+
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+
+from finetune.errors import reading_config
+from finetune.model.attention import implementation_of
+from finetune.model.layer_facts import Reader, is_norm
+from finetune.model.linears import linear_modules
+from offload.engine.model.layers import LayeredModel
+from offload.engine.model.placement import modules_on_device
+from offload.errors import UnsupportedModelError
+from offload.plan.facts.facts import ModelFacts, model_facts, refuse_by_name, text_config
+from offload.plan.facts.families import RESIDENT_HINT
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def built_facts(config: Mapping[str, Any]) -> ModelFacts:
+    """Return the facts of a model that is built from its config, without memory for its weights.
+
+    Raises:
+        UnsupportedModelError: transformers has no causal language model of this type, it cannot be
+            trained layer by layer, or what it computes cannot be determined.
+    """
+    refuse_by_name(text_config(config))
+    if config.get("model_type") not in CONFIG_MAPPING:
+        return model_facts(config)  # which refuses it, and names the nearest
+    return facts_of(model_on_meta(config))
+
+
+def model_on_meta(config: Mapping[str, Any]) -> "PreTrainedModel":
+    """Build a causal language model without memory for its weights.
+
+    Raises:
+        ModelError: transformers has none of this type, or not of these sizes.
+    """
+    fields = {key: value for key, value in config.items() if key != "model_type"}
+    model_type = str(config.get("model_type"))
+    with (
+        reading_config(f"a {model_type} model"),
+        torch.device("meta"),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # about values that only matter to generation
+        built = AutoConfig.for_model(model_type, **fields)
+        return cast("PreTrainedModel", AutoModelForCausalLM.from_config(built))
+
+
+def facts_of(model: "PreTrainedModel") -> ModelFacts:
+    """Read the facts off a model, without its image and audio towers.
+
+    Raises:
+        UnsupportedModelError: Its layers cannot be identified, or share weights.
+    """
+    layered = LayeredModel(model)
+    owners = Counter(id(p) for layer in layered.layers for p in set(layer.parameters()))
+    if any(count > 1 for count in owners.values()):
+        raise UnsupportedModelError(
+            f"{layered.name} has layers that share weights",
+            limit="the planner counts each layer's weights as its own",
+            hint=RESIDENT_HINT,
+        )
+    config: Any = model.config.get_text_config()
+    reader = Reader(
+        config=_flat(config.to_dict()),
+        hidden=config.hidden_size,
+        modules={id(module) for module in linear_modules(model).values()},
+        has_rotary=any("Rotary" in type(module).__name__ for module in model.modules()),
+        has_windows="create_sliding_window_causal_mask"
+        in vars(sys.modules[type(model).__module__]),
+        is_eager=implementation_of(model.config) == "eager",
+    )
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    is_tied = head is not None and head.weight is embedding.weight
+    inside = {id(p) for p in layered.layers.parameters()}
+    outside = {
+        id(p): (module, p)
+        for module in modules_on_device(layered)
+        for p in module.parameters(recurse=False)
+        if id(p) not in inside
+    }
+    total = sum(p.numel() for _, p in outside.values())
+    embedded = embedding.weight.numel()
+    head_size = 0 if head is None or is_tied else head.weight.numel()
+    norms = sum(p.numel() for m, p in outside.values() if is_norm(m) and m is not embedding)
+    return ModelFacts(
+        model_type=config.model_type,
+        hidden_size=config.hidden_size,
+        vocab_size=embedding.weight.shape[0],
+        max_position_embeddings=layered.max_positions,
+        embedding_parameters=embedded,
+        head_parameters=head_size,
+        tie_word_embeddings=is_tied,
+        final_norm_parameters=norms,
+        num_others=total - embedded - head_size - norms,
+        layers=tuple(reader.layer(layer, i) for i, layer in enumerate(layered.layers)),
+        grade="built",
+    )
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config merged with its sub-configs; its own values take precedence."""
+    parts = [part for part in config.values() if isinstance(part, Mapping)]
+    return {key: value for part in parts for key, value in part.items()} | dict(config)

@@ -1,0 +1,17 @@
+"""The linear layers of a model that an adapter can be put on."""
+
+import re
+
+from torch import nn
+from transformers import PreTrainedModel
+
+
+def linear_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Return the linear layers inside the decoder layers, by full name."""
+    decoder = model.get_decoder()
+    prefix = next(f"{name}." if name else "" for name, m in model.named_modules() if m is decoder)
+    return {
+        prefix + name: module
+        for name, module in decoder.named_modules()
+        if isinstance(module, nn.Linear) and re.search(r"(^|\.)layers?\.\d+\.", name)
+    }

@@ -1,0 +1,171 @@
+"""What a recipe leaves open, as requests for the planner to choose from.
+
+Only settings that do not change the training may be left open: the exact forms of the layers, where
+their inputs wait, the number of slots, how many logits exist at a time, and how a step's sequences
+are cut into micro-batches. The loss is a mean over the label tokens of the whole step, so it does
+not depend on the cut, except for a router's auxiliary loss, a product of means over a micro-batch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from finetune.errors import ConfigError
+from finetune.planning.request import full_request, has_router_loss, request_for
+from finetune.recipe.recipe import Recipe, with_micro_batch_size
+from finetune.recipe.rules import NEVER_ENCODED
+from offload.plan.facts.codec import CodecName
+from offload.plan.facts.facts import ModelFacts
+from offload.plan.machine.machine import Machine
+from offload.plan.plan import Plan
+from offload.plan.request import (
+    FEWEST_CHUNK_TOKENS,
+    HEAD_CHUNK_TOKENS,
+    PlanRequest,
+    with_codec,
+    with_head_chunk,
+)
+from offload.plan.search import Choice, search
+from offload.plan.search import chosen_plan as search_plan
+from offload.plan.search import nearest_request as nearest
+from offload.plan.what_if.option import fits as has_plan
+
+if TYPE_CHECKING:
+    from finetune.data.load import StepSizes
+
+HEAD_CHUNKS = (HEAD_CHUNK_TOKENS, 256, FEWEST_CHUNK_TOKENS)  # what `auto` may take
+SUGGESTED_ROUNDING: tuple[CodecName, ...] = ("int8", "nf4")
+
+
+def with_each_size(recipe: Recipe, *, num_ranks: int) -> tuple[Recipe, ...]:
+    """Return the recipe with each size of micro-batch that it allows, the smallest first.
+
+    Each cuts the same sequences into equal micro-batches, at least one for each rank.
+
+    Raises:
+        ConfigError: The size is left open for a model whose loss depends on it.
+    """
+    if recipe.train.micro_batch_size != "auto":
+        return (recipe,)
+    if has_router_loss(recipe):
+        raise ConfigError(
+            "train.micro_batch_size: auto with a router loss",
+            limit="the router loss is taken over each micro-batch by itself, so their"
+            " size is part of the training",
+            hint="`train.micro_batch_size: 1`, or another number",
+        )
+    num_sequences = recipe.train.global_batch_size
+    sizes = [n for n in range(1, num_sequences // num_ranks + 1) if num_sequences % n == 0]
+    return tuple(with_micro_batch_size(recipe, size) for size in sizes)
+
+
+def full_requests(recipe: Recipe, facts: ModelFacts, *, num_ranks: int) -> list[PlanRequest]:
+    """Return the requests before the rows are known: all are full, every token has a loss."""
+    return _all_ways(
+        recipe,
+        [
+            full_request(one, facts, num_ranks=num_ranks)
+            for one in with_each_size(recipe, num_ranks=num_ranks)
+        ],
+    )
+
+
+def requests_for(
+    recipe: Recipe,
+    facts: ModelFacts,
+    sized: Sequence[tuple[Recipe, "StepSizes"]],
+    *,
+    num_ranks: int,
+) -> list[PlanRequest]:
+    """Return the requests for rows of these sizes.
+
+    Args:
+        recipe: What is asked for.
+        facts: The model.
+        sized: The recipe with each choice made, and the sizes of its micro-batches.
+        num_ranks: Processes that share the step.
+    """
+    cut = [request_for(one, facts, sizes, num_ranks=num_ranks) for one, sizes in sized]
+    return _all_ways(recipe, cut)
+
+
+def choose(facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]) -> Choice:
+    """Return the fastest plan that fits, and the alternatives that were considered.
+
+    Layers that may wait packed do so only where they would not fit otherwise: the cost of unpacking
+    on a GPU has not been measured, and a file of packed weights is written at the first start.
+    Likewise, fewer logits exist at a time only where more would not fit.
+
+    Raises:
+        DoesNotFitError: None fits.
+    """
+    adapter = requests[0].typical.adapter
+    may_round = machine.device == "cuda" and set(adapter.modules) <= set(NEVER_ENCODED)
+    rounding = SUGGESTED_ROUNDING if may_round else ()
+    return search(facts, machine, _resort(facts, machine, requests), rounding=rounding)
+
+
+def chosen_plan(
+    facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]
+) -> Plan | None:
+    """Return the plan that `choose` picks, for tables of many plans; None if nothing fits."""
+    if not fits(facts, machine, requests):
+        return None
+    return search_plan(facts, machine, _resort(facts, machine, requests))
+
+
+def fits(facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]) -> bool:
+    """Return whether there is any plan for any of the requests."""
+    return any(has_plan(facts, machine, request) for request in requests)
+
+
+def nearest_request(
+    facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]
+) -> PlanRequest:
+    """Return the request that `choose` reports in its error if none fits."""
+    return nearest(facts, machine, _resorts(requests)[-1])
+
+
+def _resort(
+    facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]
+) -> list[PlanRequest]:
+    """Return the first group in which any request fits; the last one if none does."""
+    *earlier, last = _resorts(requests)
+    return next((some for some in earlier if fits(facts, machine, some)), last)
+
+
+def _resorts(requests: Sequence[PlanRequest]) -> list[list[PlanRequest]]:
+    """Return the requests in groups, each to be tried only where those before it do not fit."""
+    plain = requests[0].typical.codec
+    groups: dict[tuple[int, bool], list[PlanRequest]] = {}
+    for request in requests:
+        key = (request.typical.head_chunk_tokens, request.typical.codec == plain)
+        groups.setdefault(key, []).append(request)
+    return list(groups.values())
+
+
+def _all_ways(recipe: Recipe, cut: Sequence[PlanRequest]) -> list[PlanRequest]:
+    """Return each cut of the step in each form and place, the plainest first.
+
+    That is: large head chunks, native weights, inputs on the device, small micro-batches, in this
+    order.
+    """
+    stash = recipe.offload.stash
+    places = (False, True) if stash == "auto" else (stash == "host",)
+    chunk = recipe.offload.head_chunk
+    return [
+        replace(with_head_chunk(with_codec(request, codec), num_tokens), is_stashed=is_stashed)
+        for num_tokens in (HEAD_CHUNKS if chunk == "auto" else (chunk,))
+        for codec in _codecs(recipe)
+        for is_stashed in places
+        for request in cut
+    ]
+
+
+def _codecs(recipe: Recipe) -> tuple[CodecName, ...]:
+    """Return the forms that layers may wait in; the forms of `auto` are lossless."""
+    if recipe.offload.codec != "auto":
+        return (recipe.offload.codec,)
+    is_packable = recipe.model.dtype == "bfloat16"
+    is_packable &= set(recipe.adapter.modules_to_save) <= set(NEVER_ENCODED)
+    return ("native", "bf16_packed") if is_packable else ("native",)

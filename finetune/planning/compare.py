@@ -1,0 +1,330 @@
+"""Which cards a model trains on, and which models train in given memory."""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from rich.table import Table
+
+from finetune.errors import ConfigError
+from finetune.planning.candidates import chosen_plan, fits, full_requests, nearest_request
+from finetune.planning.request import with_configured_backend
+from finetune.planning.subject import Subject, model_subject
+from finetune.recipe.recipe import Recipe, with_offload, with_seq_len
+from finetune.recipe.rules import broken_rules
+from finetune.recipe.shipped import shipped_shapes
+from finetune.report.format import shown_gib, table_of
+from offload.errors import DoesNotFitError
+from offload.plan.facts.codec import CodecName
+from offload.plan.machine.cards import CARDS
+from offload.plan.machine.machine import CARD_NAMES, GIB, Dtype, Machine
+from offload.plan.what_if.option import plan_anyway
+
+Codec = Literal["auto"] | CodecName
+COMPARED: tuple[Codec, ...] = ("fp8", "nf4")  # in addition to the exact form
+TOY_PREFIX = "tiny-"  # shapes to try the program with
+SHORTEST_SEQ_LEN = 512
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offer:
+    """One model on one machine, with its layers in one form.
+
+    Attributes:
+        model: Name of the shape or recipe.
+        machine: Name of the machine.
+        codec: How the layers wait.
+        tier: Where they wait: ram or disk.
+        stash: Where layer inputs wait.
+        short: Memories that are too small; empty if it fits.
+        num_slots: Layers on the device, as many as fit; if it does not fit, the fewest.
+        seq_len: Tokens of a sequence.
+        tokens_per_step: Tokens of an optimizer step.
+        tokens_per_s: Predicted; None if it does not fit.
+        vram_bytes: Predicted peak of device memory; if it does not fit, the need.
+        ram_bytes: The same of host memory.
+        break_even_tokens: Tokens per step above which streaming costs nothing.
+        longest_seq_len: Of powers of two, the longest sequence that fits, within the model's own
+            limit and with layer inputs where they have to be; None if it was not requested.
+    """
+
+    model: str
+    machine: str
+    codec: CodecName
+    tier: Literal["ram", "disk"]
+    stash: Literal["device", "host"]
+    short: tuple[str, ...]
+    num_slots: int
+    seq_len: int
+    tokens_per_step: int
+    tokens_per_s: float | None
+    vram_bytes: int
+    ram_bytes: int
+    break_even_tokens: float
+    longest_seq_len: int | None = None
+
+
+def offers_on(subject: Subject, machines: Sequence[Machine]) -> list[Offer]:
+    """Plan one recipe or model on each machine, with its layers in each form.
+
+    A form that the recipe leaves open is the one that its plan chooses. Layers that are more than
+    the host's memory are planned on disk too, unless the recipe says where they wait.
+    """
+    return [
+        offer
+        for machine in machines
+        for recipe in _forms(subject.recipe)
+        for offer in _offers(subject, machine, recipe)
+    ]
+
+
+def offers_within(models: Sequence[str], machine: Machine) -> list[Offer]:
+    """Plan LoRA on each model, in each form, with the longest sequence that fits.
+
+    Args:
+        models: Shipped shapes, paths of configs or hub ids.
+        machine: With the memory that may be used.
+    """
+    return [
+        offer
+        for subject in (model_subject(model, []) for model in models)
+        for recipe in _forms(subject.recipe)
+        for one in _offers(subject, machine, recipe)
+        for offer in [replace(one, longest_seq_len=_longest(subject, machine, recipe, one))]
+    ]
+
+
+def fitting(offers: Sequence[Offer], machine: Machine) -> list[Offer]:
+    """Return those that fit.
+
+    Raises:
+        DoesNotFitError: None does.
+    """
+    found = [offer for offer in offers if not offer.short]
+    if found:
+        return found
+    nearest = min(offers, key=lambda offer: (len(offer.short), offer.vram_bytes + offer.ram_bytes))
+    raise DoesNotFitError(
+        f"nothing fits: what comes nearest is {nearest.model} with `offload.codec: {nearest.codec}`"
+        f", for {shown_gib(nearest.vram_bytes)} of VRAM and {shown_gib(nearest.ram_bytes)} of RAM",
+        limit=f"{shown_gib(machine.vram_bytes)} of VRAM and {shown_gib(machine.ram_bytes)} of RAM"
+        " may be used",
+        hint="`sluice fit --vram 12 --ram 64` lists what trains on a usual card",
+    )
+
+
+def trained_models(model: str | None) -> list[str]:
+    """Return one model, or all shipped shapes but toys."""
+    if model is not None:
+        return [model]
+    return [name for name in shipped_shapes() if not name.startswith(TOY_PREFIX)]
+
+
+def _forms(recipe: Recipe) -> list[Recipe]:
+    """Return the recipe with its layers in each form that is compared, where its rules allow it."""
+    asked = recipe.offload.codec
+    exact: Codec = "auto" if asked == "auto" else "native"
+    codecs: tuple[Codec, ...] = (exact, *COMPARED, asked)
+    forms = (with_offload(recipe, codec=codec) for codec in dict.fromkeys(codecs))
+    return [form for form in forms if not any(broken_rules(form))]
+
+
+def _offers(subject: Subject, machine: Machine, recipe: Recipe) -> Iterator[Offer]:
+    """Yield what a recipe gives on a machine; of layers that RAM cannot hold, from disk as well."""
+    offer = _offer(subject, machine, recipe)
+    yield offer
+    on_disk = with_offload(recipe, tier="disk")
+    if "RAM" in offer.short and recipe.offload.tier == "auto" and not any(broken_rules(on_disk)):
+        other = _offer(subject, machine, on_disk)
+        if not other.short:
+            yield other
+
+
+def _longest(subject: Subject, machine: Machine, recipe: Recipe, offer: Offer) -> int | None:
+    """Return the longest sequence that fits, of powers of two; None if the offer does not fit.
+
+    The tokens of a step stay the same, unless the sequence is longer than all of them.
+    """
+    if offer.short:
+        return None
+    facts = subject.facts
+    here = with_configured_backend(recipe.model, facts, machine)
+    placed = with_offload(recipe, tier=offer.tier)
+
+    def is_too_long(seq_len: int) -> bool:
+        longer = with_seq_len(placed, seq_len)
+        return not fits(facts, here, full_requests(longer, facts, num_ranks=1))
+
+    limit = facts.max_position_embeddings
+    doubled = [SHORTEST_SEQ_LEN << n for n in range(limit.bit_length())]
+    lengths = [n for n in doubled if n <= limit]
+    number = bisect_right(lengths, 0, key=lambda seq_len: int(is_too_long(seq_len)))
+    return lengths[number - 1] if number else recipe.train.seq_len
+
+
+def _offer(subject: Subject, machine: Machine, recipe: Recipe) -> Offer:
+    facts = subject.facts
+    short: tuple[str, ...] = ()
+    here = with_configured_backend(recipe.model, facts, machine)
+    requests = full_requests(recipe, facts, num_ranks=1)
+    made = chosen_plan(facts, here, requests)
+    if made is None:
+        made, short = plan_anyway(facts, here, nearest_request(facts, here, requests))
+    request = made.request
+    return Offer(
+        model=subject.name,
+        machine=machine.name,
+        codec=request.typical.codec,
+        tier="disk" if request.is_on_disk else "ram",
+        stash="host" if request.is_stashed else "device",
+        short=short,
+        num_slots=made.num_slots,
+        seq_len=request.typical.seq_len,
+        tokens_per_step=made.tokens_per_step,
+        tokens_per_s=None if short else made.tokens_per_step / made.step_s,
+        vram_bytes=made.peak_bytes,
+        ram_bytes=made.host_bytes,
+        break_even_tokens=made.break_even_tokens,
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# Machines
+
+
+def machine_names(names: str, *, dtype: Dtype) -> list[str]:
+    """Return the names of a list with commas; for `all`, of all known cards with that dtype."""
+    if names != "all":
+        return [name.strip() for name in names.split(",")]
+    return [name for name in CARD_NAMES if dtype == "float32" or CARDS[name].has_bf16]
+
+
+def budgeted(machine: Machine, *, vram_gib: float | None) -> Machine:
+    """Return a machine with no more device memory than a budget.
+
+    Raises:
+        ConfigError: The machine has less than that.
+    """
+    if vram_gib is None:
+        return machine
+    if vram_gib * GIB > machine.vram_bytes:
+        raise ConfigError(
+            f"--vram {vram_gib:g}, but {machine.name} has {shown_gib(machine.vram_bytes)}",
+            limit="a budget is at most what the card has",
+            hint=f"`--vram {machine.vram_bytes / GIB:g}`, or another `--machine`",
+        )
+    return replace(machine, vram_bytes=int(vram_gib * GIB))
+
+
+def slowest_card(vram_gib: float | None) -> str:
+    """Return the slowest known desktop card that has this much memory and hardly more.
+
+    A server card is only chosen by name: its rates are several times those of the others.
+
+    Raises:
+        ConfigError: No budget is given, or no such card has that much.
+    """
+    if vram_gib is None:
+        raise ConfigError(
+            "neither --vram nor --machine is given",
+            limit="what fits depends on the memory of the card",
+            hint="`sluice fit --vram 12 --ram 64`, or `--machine rtx3060`",
+        )
+    desk = [name for name in CARD_NAMES if CARDS[name].line != "server"]
+    large = [name for name in desk if CARDS[name].memory_gib >= vram_gib]
+    if large:
+        return min(large, key=lambda name: (CARDS[name].memory_gib, CARDS[name].half_tflops))
+    most = max(desk, key=lambda name: CARDS[name].memory_gib)
+    servers = [name for name in CARD_NAMES if CARDS[name].memory_gib >= vram_gib]
+    limit = f"{most} has {CARDS[most].memory_gib:g} GiB"
+    if not servers:
+        most = max(CARD_NAMES, key=lambda name: CARDS[name].memory_gib)
+        limit = f"{most} has {CARDS[most].memory_gib:g} GiB"
+    raise ConfigError(
+        f"--vram {vram_gib:g} is more than any known card{' for a desk' if servers else ''} has",
+        limit=limit,
+        hint=f"`--machine {servers[0]}` takes a server's rates"
+        if servers
+        else f"`--vram {CARDS[most].memory_gib:g}`, or `--machine FILE`",
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# Shown
+
+UNITS = "VRAM and RAM in GiB, N* in tokens per step"
+MACHINE_COLUMNS = ("card", "layers", "fits", "slots", "tok/s", "VRAM", "RAM", "N*")
+FIT_COLUMNS = (
+    *("model", "layers", "inputs", "slots", "tok/s", "VRAM", "RAM", "N*"),
+    "longest",
+)
+
+
+def machine_rows(offers: Sequence[Offer]) -> list[list[str]]:
+    """Return the rows of `MACHINE_COLUMNS`."""
+    return [
+        [offer.machine, _layers(offer), _verdict(offer), str(offer.num_slots), *_figures(offer)]
+        for offer in offers
+    ]
+
+
+def fit_rows(offers: Sequence[Offer]) -> list[list[str]]:
+    """Return the rows of `FIT_COLUMNS`."""
+    return [
+        [
+            *(offer.model, _layers(offer), "RAM" if offer.stash == "host" else "device"),
+            str(offer.num_slots),
+            *_figures(offer),
+            f"{offer.longest_seq_len:,}",
+        ]
+        for offer in offers
+    ]
+
+
+def offers_json(offers: Sequence[Offer]) -> list[dict[str, Any]]:
+    """Return the offers for programs; sizes in bytes."""
+    return [asdict(offer) for offer in offers]
+
+
+def offers_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Return rows for a terminal; a name that repeats is written once."""
+    table = table_of(title, *columns)
+    for column in table.columns:
+        if column.header in ("layers", "fits", "inputs"):
+            column.justify = "left"
+    last = ""
+    for name, *others in rows:
+        if name != last and last:
+            table.add_section()
+        table.add_row("" if name == last else name, *others)
+        last = name
+    return table
+
+
+def offers_markdown(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return rows as a table of Markdown."""
+    lines = [title, "", _markdown_row(columns), _markdown_row(["---"] * len(columns))]
+    return "\n".join([*lines, *(_markdown_row(row) for row in rows)])
+
+
+def _markdown_row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _layers(offer: Offer) -> str:
+    """Return the form of the layers, and where they wait if that is not RAM."""
+    return offer.codec if offer.tier == "ram" else f"{offer.codec}, disk"
+
+
+def _verdict(offer: Offer) -> str:
+    return f"no: {', '.join(offer.short)}" if offer.short else "yes"
+
+
+def _figures(offer: Offer) -> list[str]:
+    return [
+        "" if offer.tokens_per_s is None else f"{offer.tokens_per_s:,.0f}",
+        f"{offer.vram_bytes / GIB:,.1f}",
+        f"{offer.ram_bytes / GIB:,.1f}",
+        f"{offer.break_even_tokens:,.0f}",
+    ]

@@ -1,0 +1,246 @@
+"""From a recipe to what the planner takes: facts, machine and request. No torch, no weights."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from finetune.adapter.targets import chosen_targets
+from finetune.errors import ConfigError
+from finetune.model.load import read_config
+from finetune.recipe.recipe import Recipe
+from finetune.recipe.sections import AdapterSection, ModelSection
+from offload.errors import MachineError
+from offload.plan.facts.facts import AdapterSpec, ModelFacts, is_known, linear_names, model_facts
+from offload.plan.facts.workload import Workload
+from offload.plan.machine.machine import (
+    Dtype,
+    Implementation,
+    Machine,
+    described_machine,
+    is_described,
+    named_machine,
+)
+from offload.plan.request import HEAD_CHUNK_TOKENS, PlanRequest
+
+if TYPE_CHECKING:
+    from finetune.data.load import StepSizes
+
+MAX_MACHINE_BYTES = 2**20
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+
+
+def facts_of(model: ModelSection) -> ModelFacts:
+    """Return the model's facts from its config; of an unknown type, by building it without weights.
+
+    The latter loads torch and transformers.
+    """
+    config = read_config(path=model.path, config=model.config)
+    if is_known(config):
+        return model_facts(config)
+    from finetune.model.facts import built_facts
+
+    return built_facts(config)
+
+
+def find_machine(
+    name_or_file: str,
+    *,
+    dtype: Dtype,
+    ram_bytes: int | None = None,
+    link_bytes_per_s: float | None = None,
+) -> Machine:
+    """Return a named card, a card of four numbers, or what `sluice probe --save FILE` wrote.
+
+    Args:
+        name_or_file: A card's name, or a path.
+        dtype: What layers compute in; a file holds the rates that were measured.
+        ram_bytes: Host memory, if not the assumed one.
+        link_bytes_per_s: The link of a named card, if not the assumed one.
+
+    Raises:
+        MachineError: Neither exists, a file's memory or link is to be another, or the card does not
+            compute in this dtype.
+    """
+    file = Path(name_or_file)
+    if file.is_file():
+        return _machine_in(
+            file, dtype=dtype, ram_bytes=ram_bytes, link_bytes_per_s=link_bytes_per_s
+        )
+    if file.suffix == ".json":
+        raise MachineError(
+            f"there is no machine file {file}",
+            limit="`--machine` takes a named card or a file",
+            hint=f"`sluice probe --save {file}` writes one for this machine",
+        )
+    return named_machine(
+        name_or_file, dtype=dtype, ram_bytes=ram_bytes, link_bytes_per_s=link_bytes_per_s
+    )
+
+
+def _machine_in(
+    file: Path, *, dtype: Dtype, ram_bytes: int | None, link_bytes_per_s: float | None
+) -> Machine:
+    """Read a card of four numbers, which may be varied, or a measured machine, which may not."""
+    try:
+        if file.stat().st_size > MAX_MACHINE_BYTES:
+            raise ValueError(f"it has {file.stat().st_size:,} bytes")
+        text = file.read_text(encoding="utf-8")
+        if is_described(text) and link_bytes_per_s is None:
+            return described_machine(file.stem, text, dtype=dtype, ram_bytes=ram_bytes)
+        if ram_bytes is None and link_bytes_per_s is None:
+            return Machine.from_json(text)
+    except ValueError as error:
+        raise MachineError(
+            f"{file} is no text of a machine file: {error}",
+            limit="a machine file is JSON",
+            hint=f"`sluice probe --save {file}` writes one for this machine",
+        ) from error
+    except MachineError as error:
+        raise MachineError(f"{file}: {error.what}", limit=error.limit, hint=error.hint) from error
+    raise MachineError(
+        f"--ram or --link with the machine file {file}",
+        limit="they vary a named card, and --ram one of four numbers; a file says the rest",
+        hint="edit ram_bytes or h2d_bytes_per_s in a copy of the file, or link_gb_per_s",
+    )
+
+
+def has_router_loss(recipe: Recipe) -> bool:
+    """Return whether the recipe, or else the model's config, asks for the router's loss."""
+    if recipe.train.router_loss_coef is not None:
+        return recipe.train.router_loss_coef > 0
+    config = read_config(path=recipe.model.path, config=recipe.model.config)
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+    return any(part.get("output_router_logits") for part in parts)
+
+
+def with_configured_backend(model: ModelSection, facts: ModelFacts, machine: Machine) -> Machine:
+    """Return the machine with the recipe's expert backend; unchanged if that is auto.
+
+    Raises:
+        ConfigError: The model has no experts, or the device does not support the backend.
+    """
+    way = model.experts_implementation
+    if way == "auto":
+        return machine
+    if not facts.has_experts:
+        raise ConfigError(
+            f"model.experts_implementation: {way}, but a {facts.model_type} model has no experts",
+            hint="`model.experts_implementation: auto`",
+        )
+    if way == "triton" and machine.device == "cpu":
+        raise ConfigError(
+            f"model.experts_implementation: triton, but {machine.name} is a CPU",
+            limit="Triton's kernels run on CUDA",
+            hint="`model.experts_implementation: auto`",
+        )
+    return replace(
+        machine, experts_implementation=Implementation(value=way, source="as the recipe says")
+    )
+
+
+def adapter_spec(adapter: AdapterSection, facts: ModelFacts) -> AdapterSpec:
+    """Return the adapter with its groups of targets spelled out."""
+    return AdapterSpec(
+        rank=adapter.rank,
+        targets=chosen_targets(
+            adapter.targets, known=linear_names(facts), modules_to_save=adapter.modules_to_save
+        ),
+        experts=adapter.experts,
+        rank_pattern=tuple(adapter.rank_pattern.items()),
+        alpha_pattern=tuple(adapter.alpha_pattern),
+        is_dora=adapter.dora,
+        modules=tuple(dict.fromkeys(adapter.modules_to_save)),
+    )
+
+
+def request_for(
+    recipe: Recipe, facts: ModelFacts, sizes: "StepSizes", *, num_ranks: int
+) -> PlanRequest:
+    """Return what the recipe asks of the plan, for rows of these sizes.
+
+    Open settings get their simplest value; `finetune.planning.candidates` has the alternatives.
+    """
+    return _request(
+        recipe,
+        facts,
+        typical=_workload(recipe, facts, sizes.typical_width, label_tokens=sizes.label_tokens),
+        largest=_workload(recipe, facts, sizes.largest_width, label_tokens=sizes.most_label_tokens),
+        num_ranks=num_ranks,
+    )
+
+
+def full_request(recipe: Recipe, facts: ModelFacts, *, num_ranks: int) -> PlanRequest:
+    """Return the request before the rows are known: all are full, every token has a loss."""
+    seq_len = recipe.train.seq_len
+    full = _workload(recipe, facts, seq_len, label_tokens=seq_len * recipe.train.sequences)
+    return _request(recipe, facts, typical=full, largest=full, num_ranks=num_ranks)
+
+
+def _workload(recipe: Recipe, facts: ModelFacts, seq_len: int, *, label_tokens: int) -> Workload:
+    chunk = recipe.offload.head_chunk
+    return Workload(
+        micro_batch_size=recipe.train.sequences,
+        seq_len=seq_len,
+        label_tokens=label_tokens,
+        head_chunk_tokens=HEAD_CHUNK_TOKENS if chunk == "auto" else chunk,
+        adapter=adapter_spec(recipe.adapter, facts),
+        optimizer=recipe.train.optimizer,
+        dtype_bytes=DTYPE_BYTES[recipe.model.dtype],
+        codec=recipe.offload.layer_codec,
+        has_router_loss=has_router_loss(recipe),
+    )
+
+
+def _request(
+    recipe: Recipe, facts: ModelFacts, *, typical: Workload, largest: Workload, num_ranks: int
+) -> PlanRequest:
+    if recipe.train.seq_len > facts.max_position_embeddings:
+        raise ConfigError(
+            f"train.seq_len: {recipe.train.seq_len} for a {facts.model_type} model",
+            limit=f"it was made for at most {facts.max_position_embeddings} positions",
+            hint=f"`train.seq_len: {facts.max_position_embeddings}`",
+        )
+    if recipe.train.router_loss_coef is not None and not facts.has_experts:
+        raise ConfigError(
+            f"train.router_loss_coef: {recipe.train.router_loss_coef:g}, but a {facts.model_type}"
+            " model has no router",
+            limit="only a mixture of experts has a router loss",
+            hint="`train.router_loss_coef: null`",
+        )
+    return PlanRequest(
+        typical=typical,
+        largest=largest,
+        num_micro_batches=recipe.train.num_micro_batches,
+        num_slots=_num_slots(recipe, facts),
+        num_kept_graphs=_num_kept_graphs(recipe, facts),
+        vram_budget_bytes=recipe.offload.vram_budget_bytes,
+        num_workers=recipe.data.num_workers,
+        is_stashed=recipe.offload.stash == "host",
+        is_on_disk=recipe.offload.load_tier == "disk",
+        num_ranks=num_ranks,
+        is_slab_shared=recipe.model.init == "pretrained",  # random layers are not loaded into one
+        is_masked=has_router_loss(recipe),  # it does not count padding
+        may_be_on_disk=recipe.model.init == "pretrained",
+    )
+
+
+def _num_slots(recipe: Recipe, facts: ModelFacts) -> int | None:
+    wanted: int | Literal["auto", "all"] = recipe.offload.num_slots
+    if wanted == "auto":
+        return None
+    return facts.num_layers if wanted == "all" else wanted
+
+
+def _num_kept_graphs(recipe: Recipe, facts: ModelFacts) -> int | None:
+    wanted: int | Literal["auto", "all"] = recipe.offload.kept_graphs
+    if wanted == "auto":
+        return None
+    if wanted == "all":
+        return facts.num_layers
+    if wanted > facts.num_layers:
+        raise ConfigError(
+            f"offload.kept_graphs: {wanted} for a model of {facts.num_layers} layers",
+            limit="it counts layers, from the last one",
+            hint="`offload.kept_graphs: all`",
+        )
+    return wanted

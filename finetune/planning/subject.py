@@ -1,0 +1,146 @@
+"""The subject of `plan` and `fit`: a recipe, or a model with its own settings.
+
+A model is a shipped shape, a config.json, a model directory or a hub id. It is planned as published
+weights with the defaults of a recipe, in steps of 16,384 tokens; no shipped recipe is involved.
+Its step is cut to whole sequences, and both the requested and the planned size are reported.
+"""
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from finetune.errors import ConfigError
+from finetune.files.atomic import expanded
+from finetune.model.load import cached_file, is_hub_reachable
+from finetune.planning.request import facts_of
+from finetune.recipe.load import load_recipe, recipe_from
+from finetune.recipe.recipe import Recipe, shipped_recipes, whole_units
+from finetune.recipe.rules import RIVALS
+from finetune.recipe.shipped import find_shape, shipped_shapes
+from finetune.recipe.yaml_source import Draft, Place, apply_overrides
+from offload.plan.facts.facts import ModelFacts
+
+TOKENS_PER_STEP = 16_384
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+NO_ROWS = "rows.jsonl"  # a recipe names some; a plan reads none
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """What is planned.
+
+    Attributes:
+        name: As it was asked for.
+        recipe: With all of its settings.
+        facts: Of its model.
+        notes: What differs from what was asked.
+    """
+
+    name: str
+    recipe: Recipe
+    facts: ModelFacts
+    notes: tuple[str, ...] = ()
+
+
+def subject_of(name: str, overrides: Sequence[str]) -> Subject:
+    """Return what a name means: a recipe, or a model.
+
+    Args:
+        name: A recipe, a shipped shape, a config.json, a model directory or a hub id.
+        overrides: Settings over the recipe's, or over those of a model.
+
+    Raises:
+        ConfigError: It is none of these, or a setting is wrong.
+    """
+    if is_model(name):
+        return model_subject(name, overrides)
+    recipe = load_recipe(name, overrides, check_files=False)
+    return Subject(name=name, recipe=recipe, facts=facts_of(recipe.model))
+
+
+def is_model(name: str) -> bool:
+    """Return whether a name means a model and not a recipe."""
+    path = expanded(name)
+    if name in shipped_shapes() or path.suffix == ".json" or (path / "config.json").is_file():
+        return True
+    if path.exists() or path.suffix in (".yaml", ".yml") or name in shipped_recipes():
+        return False
+    return HUB_ID.fullmatch(name) is not None or cached_file(name, "config.json") is not None
+
+
+def model_subject(name: str, overrides: Sequence[str]) -> Subject:
+    """Return a model with the defaults of a recipe, in sequences that it was made for.
+
+    Raises:
+        ConfigError: There is no such model, or a setting is wrong.
+    """
+    path, source_notes = _source(name)
+    recipe, notes = _recipe(path, overrides, name=name)
+    facts = facts_of(recipe.model)
+    is_asked = any(text.startswith("train.seq_len=") for text in overrides)
+    if not is_asked and facts.max_position_embeddings < recipe.train.seq_len:
+        shorter = f"train.seq_len={facts.max_position_embeddings}"
+        recipe, notes = _recipe(path, [shorter, *overrides], name=name)
+    return Subject(name=name, recipe=recipe, facts=facts, notes=(*source_notes, *notes))
+
+
+def _source(name: str) -> tuple[str, tuple[str, ...]]:
+    """Return the path or hub id of a model, and notes about it."""
+    if name in shipped_shapes() or expanded(name).exists():
+        return str(find_shape(name).absolute()), ()
+    if cached_file(name, "config.json") is not None:
+        return name, ()
+    if HUB_ID.fullmatch(name) is None:
+        return str(find_shape(name)), ()  # which refuses it, and names the nearest
+    shape = name.rpartition("/")[2].lower()
+    if shape in shipped_shapes():
+        note = f"{name} is not in the hub's cache: planned from the shipped shape {shape}"
+        return str(find_shape(shape)), (note,)
+    if is_hub_reachable():
+        return name, ()
+    near = difflib.get_close_matches(shape, shipped_shapes(), n=3) or list(shipped_shapes())[:3]
+    raise ConfigError(
+        f"{name} is no recipe, shape or directory, and is not in the hub's cache",
+        limit="a plan needs the model's config.json, and the Hugging Face hub cannot be reached",
+        hint=f"`hf download {name} config.json --local-dir DIR` where there is a network, then"
+        f" `sluice plan DIR`; near shapes are {', '.join(near)}",
+    )
+
+
+def _recipe(path: str, overrides: Sequence[str], *, name: str) -> tuple[Recipe, tuple[str, ...]]:
+    place = Place(text=f"the defaults for {name}", line=1)
+    draft = Draft(name=name)
+    draft.values.update(
+        model={"path": path},
+        data={"path": NO_ROWS},
+        train={"tokens_per_step": TOKENS_PER_STEP, "epochs": 1},
+        output={"name": "plan"},
+    )
+    draft.places.update(dict.fromkeys(draft.values, place))
+    apply_overrides(draft, overrides, rivals=RIVALS)
+    notes = _cut_to_sequences(draft)
+    return recipe_from(draft, Path.cwd(), check_files=False), notes
+
+
+def _cut_to_sequences(draft: Draft) -> tuple[str, ...]:
+    """Cut the tokens of a step to whole micro-batches, and say so."""
+    train = draft.values["train"]
+    if not isinstance(train, dict):
+        return ()
+    tokens, seq_len = train.get("tokens_per_step"), train.get("seq_len", 2048)
+    size = train.get("micro_batch_size", 1)
+    size = 1 if size == "auto" else size
+    for number in (tokens, seq_len, size):
+        if type(number) is not int or number < 1:
+            return ()  # which the check refuses
+    assert isinstance(tokens, int)
+    whole = whole_units(tokens, seq_len * size)
+    if whole == tokens:
+        return ()
+    train["tokens_per_step"] = whole
+    return (
+        f"planned are {whole:,} tokens per step, {whole // seq_len} sequences of {seq_len:,}:"
+        f" {tokens:,} are no whole number of them",
+    )

@@ -1,0 +1,150 @@
+"""What the user wants: one frozen `Recipe`.
+
+A recipe is YAML in seven sections; their fields are in `finetune.recipe.sections`. This module
+treats recipes as values: their canonical text, their hash, the difference of two, their JSON
+schema, and where the shipped ones are. Rules between fields are in `finetune.recipe.rules`;
+`finetune.recipe.load` reads files, with line numbers.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import model_validator
+from pydantic_core import PydanticCustomError
+
+from finetune.errors import ConfigError
+from finetune.recipe.rules import broken_rules
+from finetune.recipe.sections import Settings
+from offload.plan.facts.codec import CodecName
+
+# ---------------------------------------------------------------------------------------------
+# The recipe and its rules
+
+
+class Recipe(Settings):
+    """A run, complete: every setting has its value."""
+
+    @model_validator(mode="after")
+    def _obey_rules(self) -> "Recipe":
+        """Refuse a recipe whose fields are each valid but contradict each other."""
+        breaches = list(broken_rules(self))
+        if breaches:
+            text = "; ".join(f"{breach.what}; {breach.limit}" for breach in breaches)
+            raise PydanticCustomError("rules", "{text}", {"text": text, "breaches": breaches})
+        return self
+
+
+# ---------------------------------------------------------------------------------------------
+# Recipes as values
+
+
+def resolved_yaml(recipe: Recipe) -> str:
+    """Write the recipe with every default filled in, in the order of the sections."""
+    values = recipe.model_dump(mode="json")
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100)
+
+
+def recipe_hash(recipe: Recipe) -> str:
+    """Return the sha256 of the recipe's canonical JSON: equal settings, equal hash."""
+    values = recipe.model_dump(mode="json")
+    canonical = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(canonical.encode("ascii")).hexdigest()
+
+
+def differences(a: Recipe, b: Recipe) -> list[str]:
+    """List the settings in which two recipes differ, as `train.lr: 0.0001 -> 0.0002`."""
+    before, after = _flat(a), _flat(b)
+    return [
+        f"{path}: {json.dumps(value)} -> {json.dumps(after[path])}"
+        for path, value in before.items()
+        if value != after[path]
+    ]
+
+
+def is_longer(before: Recipe, after: Recipe) -> bool:
+    """Whether `train.steps` was raised."""
+    steps = before.train.steps, after.train.steps
+    return steps[0] is not None and steps[1] is not None and steps[0] < steps[1]
+
+
+def json_schema() -> str:
+    """Return the JSON schema of a recipe, for editors that complete and check YAML."""
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    return json.dumps(schema | Recipe.model_json_schema(), indent=2) + "\n"
+
+
+def _flat(recipe: Recipe) -> dict[str, Any]:
+    """Return dotted path -> value for every field of every section."""
+    return {
+        f"{section}.{field}": value
+        for section, fields in recipe.model_dump(mode="json").items()
+        for field, value in fields.items()
+    }
+
+
+def with_micro_batch_size(recipe: Recipe, size: int) -> Recipe:
+    """Return the recipe with this many sequences in a micro-batch."""
+    train = recipe.train.model_copy(update={"micro_batch_size": size})
+    return recipe.model_copy(update={"train": train})
+
+
+def with_offload(
+    recipe: Recipe,
+    *,
+    codec: Literal["auto"] | CodecName | None = None,
+    tier: Literal["ram", "disk"] | None = None,
+    head_chunk: Literal["auto"] | int | None = None,
+) -> Recipe:
+    """Return the recipe with other settings of `offload`; None keeps the recipe's own."""
+    changes = {"codec": codec, "tier": tier, "head_chunk": head_chunk}
+    update = {field: value for field, value in changes.items() if value is not None}
+    offload = recipe.offload.model_copy(update=update)
+    return recipe.model_copy(update={"offload": offload})
+
+
+def with_seq_len(recipe: Recipe, seq_len: int) -> Recipe:
+    """Return the recipe with another sequence length, its step cut to whole micro-batches."""
+    asked, size = recipe.train, recipe.train.micro_batch_size
+    assert asked.tokens_per_step is not None
+    tokens = whole_units(asked.tokens_per_step, seq_len * (1 if size == "auto" else size))
+    train = asked.model_copy(update={"seq_len": seq_len, "tokens_per_step": tokens})
+    return recipe.model_copy(update={"train": train})
+
+
+def whole_units(tokens: int, unit: int) -> int:
+    """Return the tokens of as many whole units as fit into a step; at least one."""
+    return max(1, tokens // unit) * unit
+
+
+# ---------------------------------------------------------------------------------------------
+# Shipped recipes
+
+
+def recipes_dir() -> Path:
+    """Return the folder of shipped recipes: in an installed package, or in a checkout."""
+    packaged = Path(__file__).parents[1] / "recipes"
+    return packaged if packaged.is_dir() else Path(__file__).parents[2] / "recipes"
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Return the name and path of every shipped recipe, by name."""
+    return {path.stem: path for path in sorted(recipes_dir().glob("*.yaml"))}
+
+
+def shipped_recipe(name: str) -> Path:
+    """Return the path of a shipped recipe.
+
+    Raises:
+        ConfigError: None has this name.
+    """
+    recipes = shipped_recipes()
+    if name not in recipes:
+        raise ConfigError(
+            f"{name} is not a shipped recipe",
+            limit=f"shipped are {', '.join(recipes)}",
+            hint="`sluice recipes list`",
+        )
+    return recipes[name]

@@ -1,0 +1,472 @@
+"""The sections of a recipe: each setting with its limits, its default and what it means.
+
+Defaults are only here: all lower layers take run settings as required arguments, because a default
+written twice is a default with two values. A field's own limits are next to it; rules that read
+several fields are in `finetune.recipe.rules`.
+"""
+
+import math
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from offload.plan.facts.codec import CodecName
+from offload.plan.facts.optimizer import Optimizer
+from offload.plan.machine.machine import GIB, ExpertsImplementation
+
+# Upper limits of a step and an adapter: a plan examines each micro-batch, and no step that trains
+# comes near these.
+MAX_MICRO_BATCHES = 10_000
+MAX_RANK = 2**16
+Schedule = Literal["cosine", "cosine_with_restarts", "linear", "constant"]
+
+# Lists arrive as lists from YAML and are kept as tuples, which are immutable.
+Names = Annotated[tuple[str, ...], Field(strict=False)]
+
+
+class Section(BaseModel):
+    """The base of every section: frozen, strict about types, closed to unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class ModelSection(Section):
+    """Which model is trained, and where its weights and tokenizer come from."""
+
+    path: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Hub id or local directory of the model. Either this or `model.config`.",
+        examples=["Qwen/Qwen3-0.6B"],
+    )
+    config: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Shipped shape, or path of a config.json, to build with random weights.",
+        examples=["tiny-qwen3"],
+    )
+    init: Literal["pretrained", "random"] = Field(
+        default="pretrained",
+        description="`random` builds the model from its config alone: for tests and measurements.",
+    )
+    dtype: Literal["bfloat16", "float32"] = Field(
+        default="bfloat16",
+        description="Type of the base weights as they compute; float16 would need loss scaling.",
+    )
+    tokenizer: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Hub id or local directory of the tokenizer; null means that of `model.path`.",
+        examples=["Qwen/Qwen3-0.6B"],
+    )
+    experts_implementation: Literal["auto"] | ExpertsImplementation = Field(
+        default="auto",
+        description="How a mixture's experts are multiplied: `eager` one by one, `grouped_mm` by"
+        " torch, `triton` by our kernels; `auto` is the fastest of a trial on CUDA, `eager` on a"
+        " CPU.",
+    )
+
+    @property
+    def tokenizer_source(self) -> str | None:
+        """Where the tokenizer comes from: its own setting, else the model's."""
+        return self.tokenizer or self.path
+
+
+class AdapterSection(Section):
+    """What is trained: a LoRA adapter, and modules trained whole."""
+
+    rank: int = Field(
+        default=16, ge=1, le=MAX_RANK, description="LoRA rank: columns of A, rows of B."
+    )
+    alpha: float = Field(
+        default=32.0, gt=0, description="LoRA scale: the update is multiplied by alpha / rank."
+    )
+    dropout: float = Field(
+        default=0.0, ge=0, lt=1, description="Dropout on the adapter's input while training."
+    )
+    targets: Literal["all-linear", "attention"] | Names = Field(
+        default="all-linear",
+        description="Linear layers with an adapter: a group, or a list such as [q_proj, v_proj].",
+    )
+    experts: bool = Field(
+        default=False,
+        description="Whether the fused experts of a mixture-of-experts model get adapters too.",
+    )
+    rank_pattern: dict[str, Annotated[int, Field(ge=1, le=MAX_RANK)]] = Field(
+        default={},
+        description="Rank of single projections, by name: q_proj, or experts.down_proj.",
+        examples=[{"q_proj": 32}],
+    )
+    alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        default={},
+        description="Alpha of single projections, by name: q_proj, or experts.down_proj.",
+        examples=[{"q_proj": 64.0}],
+    )
+    rslora: bool = Field(
+        default=False,
+        description="Whether the update is multiplied by alpha / sqrt(rank) (rsLoRA).",
+    )
+    dora: bool = Field(
+        default=False,
+        description="Whether linear layers also learn the norm of each output's weights (DoRA).",
+    )
+    loraplus_ratio: float | None = Field(
+        default=None,
+        gt=1,
+        description="How many times `train.lr` the B matrices learn at (LoRA+); null: at the same.",
+        examples=[16],
+    )
+    modules_to_save: Names = Field(
+        default=(),
+        description="Trained whole with LoRA: norms, router, embed_tokens, lm_head, or linears.",
+        examples=[["norms", "router"]],
+    )
+
+
+class DataSection(Section):
+    """The rows to train on, and those held out."""
+
+    path: str = Field(
+        min_length=1,
+        description="File (jsonl, json, parquet), data set directory, or hub id (id#config:split).",
+        examples=["data/train.jsonl"],
+    )
+    format: Literal["auto", "messages", "alpaca", "sharegpt", "prompt_completion"] = Field(
+        default="auto", description="Form of a row; `auto` tells it from the column names."
+    )
+    prompt_column: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Column that holds the prompt, for `prompt_completion` rows.",
+        examples=["question"],
+    )
+    completion_column: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Column that holds the completion, for `prompt_completion` rows.",
+        examples=["answer"],
+    )
+    messages_column: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Column that holds the turns, for `messages` and `sharegpt` rows.",
+        examples=["messages"],
+    )
+    ignored_columns: Names = Field(
+        default=(),
+        description="Columns, and keys of turns, whose meaning is left out on purpose.",
+        examples=[["tools"]],
+    )
+    system: str | None = Field(
+        default=None,
+        min_length=1,
+        description="System prompt put before conversations that have none.",
+        examples=["Answer briefly."],
+    )
+    eval_path: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Held-out rows, in the same form as `data.path`.",
+        examples=["data/eval.jsonl"],
+    )
+    eval_frac: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="Part of `data.path` that is held out, in place of `data.eval_path`.",
+        examples=[0.05],
+    )
+    loss_on: Literal["assistant", "all"] = Field(
+        default="assistant", description="Tokens that the loss is taken on."
+    )
+    num_workers: int = Field(
+        default=1,
+        ge=0,
+        le=256,
+        description="Processes that prepare batches ahead of the step; 0 prepares in the step.",
+    )
+
+    @property
+    def has_eval(self) -> bool:
+        """Whether any rows are held out."""
+        return self.eval_path is not None or self.eval_frac is not None
+
+
+class TrainSection(Section):
+    """The optimizer step: how many tokens, how many steps, and the update."""
+
+    seq_len: int = Field(default=2048, ge=8, le=2**24, description="Longest sequence, in tokens.")
+    micro_batch_size: Literal["auto"] | Annotated[int, Field(ge=1, le=2**16)] = Field(
+        default=1,
+        description="Sequences per forward; `auto` takes what is fastest for `tokens_per_step`.",
+    )
+    grad_accum_steps: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_MICRO_BATCHES,
+        description="Micro-batches per optimizer step. Either this or `train.tokens_per_step`.",
+        examples=[8],
+    )
+    tokens_per_step: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens per optimizer step: a multiple of micro_batch_size x seq_len.",
+        examples=[49152],
+    )
+    steps: int | None = Field(
+        default=None,
+        ge=1,
+        le=10**9,
+        description="Optimizer steps to run. Either this or `train.epochs`.",
+        examples=[500],
+    )
+    epochs: float | None = Field(
+        default=None,
+        gt=0,
+        le=10**6,
+        description="Passes over the training rows. Either this or `train.steps`.",
+        examples=[1],
+    )
+    optimizer: Optimizer = Field(
+        default="adamw",
+        description="`adamw_8bit` keeps its state in 8 bits (bitsandbytes), `paged_adamw_8bit` in"
+        " host memory too where the card is full; `adafactor` keeps sums of rows and columns.",
+    )
+    lr: float = Field(
+        default=2e-4,
+        gt=0,
+        le=1,
+        description="Peak learning rate: about how far a step moves each weight, by any optimizer.",
+    )
+    weight_decay: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Decoupled weight decay; norms, biases and DoRA's magnitudes have none.",
+    )
+    schedule: Schedule = Field(
+        default="cosine",
+        description="How the learning rate falls after the warm-up; `cosine_with_restarts` falls"
+        " `train.num_cycles` times.",
+    )
+    num_cycles: int | None = Field(
+        default=None,
+        ge=2,
+        description="How often `cosine_with_restarts` falls from the peak to 0.",
+        examples=[4],
+    )
+    warmup_steps: int = Field(
+        default=0,
+        ge=0,
+        description="Steps over which the learning rate rises from 0, which is the first step's.",
+    )
+    warmup_ratio: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="`train.warmup_steps` as a part of all steps, rounded up; only one of the two.",
+        examples=[0.03],
+    )
+    neftune_alpha: float | None = Field(
+        default=None,
+        gt=0,
+        description="Uniform noise of up to alpha / sqrt(T x D) on the token embeddings while"
+        " training (NEFTune); null adds none.",
+        examples=[5],
+    )
+    early_stopping_patience: int | None = Field(
+        default=None,
+        ge=1,
+        description="Evaluations without a lower loss on held-out rows after which the run ends;"
+        " null runs all steps.",
+        examples=[3],
+    )
+    early_stopping_min_delta: float = Field(
+        default=0.0,
+        ge=0,
+        description="By more than how much the loss must fall to count as lower.",
+    )
+    max_grad_norm: float | None = Field(
+        default=1.0, gt=0, description="Norm that gradients are clipped to; null does not clip."
+    )
+    router_loss_coef: float | None = Field(
+        default=None,
+        ge=0,
+        description="Coefficient of a mixture's router (load-balancing) loss; 0 leaves the loss"
+        " out, null does as the model's config says.",
+        examples=[0.001],
+    )
+    seed: int = Field(
+        default=0, ge=0, lt=2**32, description="Seed of initial weights, data order and dropout."
+    )
+    compile: bool = Field(
+        default=False,
+        description="Let torch compile each kind of layer, in a minute or so at the start.",
+    )
+    gradient_checkpointing: bool = Field(
+        default=True,
+        description="Only true: a visit recomputes its layer, so the visit is the checkpoint.",
+    )
+
+    def num_warmup_steps(self, num_steps: int) -> int:
+        """Steps over which the learning rate rises, in a run of so many."""
+        if self.warmup_ratio is None:
+            return self.warmup_steps
+        return math.ceil(num_steps * self.warmup_ratio)
+
+    @property
+    def sequences(self) -> int:
+        """Sequences per forward, once they are chosen."""
+        assert self.micro_batch_size != "auto", "settled by finetune.planning.request"
+        return self.micro_batch_size
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches per optimizer step, from whichever of the two settings was given."""
+        if self.grad_accum_steps is not None:
+            return self.grad_accum_steps
+        return self.global_batch_size // self.sequences
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences per optimizer step, however they are cut into micro-batches."""
+        if self.grad_accum_steps is not None:
+            return self.sequences * self.grad_accum_steps
+        assert self.tokens_per_step is not None
+        return self.tokens_per_step // self.seq_len
+
+
+class OffloadSection(Section):
+    """Where the base weights lie and how they travel."""
+
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="What computes; `auto` takes CUDA where there is one."
+    )
+    tier: Literal["auto", "ram", "disk"] = Field(
+        default="auto",
+        description="Where layers wait that are in no slot: `ram`, or a file on `disk`.",
+    )
+    codec: Literal["auto"] | CodecName = Field(
+        default="auto",
+        description="Form in which the layers' matrices wait: `native` is `model.dtype`,"
+        " `bf16_packed` the same in 3/4 of bf16's bytes, `nf4` about 4 bits; `auto` takes the"
+        " faster of the first two, which round nothing.",
+    )
+    num_slots: Literal["auto", "all"] | Annotated[int, Field(ge=2)] = Field(
+        default="auto",
+        description="Layers that the device holds at a time; `all` makes the model resident.",
+    )
+    kept_graphs: Literal["auto", "all"] | Annotated[int, Field(ge=0)] = Field(
+        default="auto",
+        description="Layers, from the last, that the backward does not compute again because what"
+        " autograd saved of them stays on the device; `auto` takes as many as fit and pay.",
+    )
+    stash: Literal["auto", "device", "host"] = Field(
+        default="auto",
+        description="Where the layers' inputs wait for the backward; `host` saves device memory.",
+    )
+    head_chunk: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
+        default="auto",
+        description="Labelled tokens whose logits exist at a time; `auto` takes 1,024, or 256 or 64"
+        " where a step would not fit otherwise.",
+    )
+    vram_budget: Literal["auto"] | Annotated[float, Field(gt=0, le=1_000_000)] = Field(
+        default="auto",
+        description="Device memory that the plan may use, in GiB; `auto` takes what is free.",
+    )
+
+    @property
+    def layer_codec(self) -> CodecName:
+        """The codec of layers while they wait; `auto` is lossless."""
+        return "native" if self.codec == "auto" else self.codec
+
+    @property
+    def load_tier(self) -> Literal["ram", "disk"]:
+        """The tier that the layers are loaded to."""
+        return "disk" if self.tier == "disk" else "ram"
+
+    @property
+    def vram_budget_bytes(self) -> int | None:
+        """The budget in bytes; None where the plan takes what is free."""
+        return None if self.vram_budget == "auto" else int(self.vram_budget * GIB)
+
+
+class OutputSection(Section):
+    """What a run writes, and how often."""
+
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="Name of the run: letters, digits, dot, dash and underscore.",
+        examples=["my-first-run"],
+    )
+    dir: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Directory of the run, from the current directory; null means runs/NAME.",
+        examples=["runs/my-first-run"],
+    )
+    checkpoint_every: int | None = Field(
+        default=None,
+        ge=1,
+        description="Steps between checkpoints; null saves at the end and on Ctrl-C only.",
+        examples=[50],
+    )
+    keep_checkpoints: int = Field(default=2, ge=1, description="Newest checkpoints that are kept.")
+    eval_every: int | None = Field(
+        default=None,
+        ge=1,
+        description="Steps between losses on the held-out rows; null never takes one.",
+        examples=[50],
+    )
+    best_checkpoint: Literal["keep", "use"] | None = Field(
+        default=None,
+        description="`keep` saves each step with the lowest loss on held-out rows so far and keeps"
+        " the best one in addition to the newest; `use` also takes the adapter from it.",
+        examples=["keep"],
+    )
+
+    @property
+    def run_dir(self) -> Path:
+        """The directory of the run."""
+        return Path(self.dir) if self.dir is not None else Path("runs") / self.name
+
+
+class ReportSection(Section):
+    """What is shown and recorded in addition to the adapter."""
+
+    log_to: Annotated[tuple[Literal["tensorboard", "wandb"], ...], Field(strict=False)] = Field(
+        default=(), description="Where metrics go in addition to metrics.jsonl."
+    )
+    profile: int | None = Field(
+        default=None,
+        ge=1,
+        description="Step recorded by torch.profiler, with a memory snapshot; null records none.",
+        examples=[3],
+    )
+    samples: int = Field(
+        default=0,
+        ge=0,
+        le=10**6,
+        description="Held-out rows answered before and after training and scored for exact match.",
+    )
+
+
+class Settings(Section):
+    """All sections, each right by itself; `finetune.recipe.recipe` has the rules between them."""
+
+    model: ModelSection = Field(description="Which model is trained.")
+    adapter: AdapterSection = Field(
+        default=AdapterSection(),
+        description="What is trained: a LoRA adapter, and modules trained whole.",
+    )
+    data: DataSection = Field(description="The rows to train on.")
+    train: TrainSection = Field(description="The optimizer step and how many of them.")
+    offload: OffloadSection = Field(
+        default=OffloadSection(), description="Where the weights lie and how they travel."
+    )
+    output: OutputSection = Field(description="What the run writes.")
+    report: ReportSection = Field(
+        default=ReportSection(),
+        description="What is shown and recorded in addition to the adapter.",
+    )

@@ -1,0 +1,141 @@
+"""What the planner chose, and what it rejected and why: as tables and as JSON."""
+
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from finetune.report.format import shown_gib, shown_graphs, shown_time, table_of
+from offload.plan.facts.codec import ROUNDING
+from offload.plan.fit import Shortage
+from offload.plan.request import HEAD_CHUNK_TOKENS
+from offload.plan.search import Candidate, Choice, WhatIf
+
+SAME_PERCENT = 0.05  # what is shown as 0.0 %
+
+
+def choice_tables(choice: Choice) -> RenderableType:
+    """Return what was chosen, the best alternatives, and what other options would gain."""
+    return Group(_choice_table(choice), _what_if_table(choice))
+
+
+def choice_json(choice: Choice) -> dict[str, Any]:
+    """Return the same for programs; sizes in bytes, times in seconds."""
+    chosen = choice.chosen
+    return {
+        "choice": _settings(chosen)
+        | {
+            "step_s": choice.plan.step_s,
+            "break_even_tokens": choice.plan.break_even_tokens,
+        },
+        "rejected": [
+            _settings(one)
+            | _shortages(one)
+            | {
+                "least_step_s": one.least_s,
+                "is_simulated": one.step_s is not None,
+                "reason": _reason(one, chosen),
+            }
+            for one in choice.rejected
+        ],
+        "what_if": [
+            _settings(what_if.best)
+            | _shortages(what_if.best)
+            | {
+                "change": what_if.change,
+                "tokens_per_s": what_if.tokens_per_s,
+                "weight_rounding": ROUNDING.get(what_if.best.request.typical.codec, 0.0),
+            }
+            for what_if in choice.what_ifs
+        ],
+    }
+
+
+def _settings(one: Candidate) -> dict[str, Any]:
+    request = one.request
+    return {
+        "codec": request.typical.codec,
+        "num_slots": one.num_slots,
+        "kept_graphs": one.num_kept_graphs,
+        "stash": "host" if request.is_stashed else "device",
+        "head_chunk_tokens": request.typical.head_chunk_tokens,
+        "micro_batch_size": request.typical.micro_batch_size,
+        "num_micro_batches": request.num_micro_batches,
+    }
+
+
+def _shortages(one: Candidate) -> dict[str, Any]:
+    return {"short_bytes": {_memory(s): s.short_bytes for s in one.shortages}}
+
+
+def _memory(shortage: Shortage) -> str:
+    return shortage.what.removeprefix("of ")
+
+
+def _words(one: Candidate) -> str:
+    """Return a candidate's settings in one line."""
+    request = one.request
+    chunk = request.typical.head_chunk_tokens
+    return (
+        f"{request.typical.codec}, {one.num_slots} slots,"
+        + (f" {shown_graphs(one.num_kept_graphs)}," if one.num_kept_graphs else "")
+        + f" inputs {'in RAM' if request.is_stashed else 'on the device'},"
+        f" {request.num_micro_batches} x {request.typical.micro_batch_size} sequences"
+        + (f", head chunks of {chunk}" if chunk < HEAD_CHUNK_TOKENS else "")
+    )
+
+
+def _reason(one: Candidate, chosen: Candidate) -> str:
+    """Return why a candidate was not chosen."""
+    if one.shortages:
+        return "short of " + " and ".join(
+            f"{shown_gib(s.short_bytes)} {s.what}" for s in one.shortages
+        )
+    percent = 100 * (one.least_s / chosen.least_s - 1)
+    return "no faster" if percent < SAME_PERCENT else f"slower by {percent:.1f} %"
+
+
+def _choice_table(choice: Choice) -> Table:
+    plan, chosen = choice.plan, choice.chosen
+    table = table_of("The choice", "", "step", "")
+    table.columns[2].justify = "left"
+    table.add_row(_words(chosen), shown_time(chosen.least_s), "chosen")
+    for one in choice.rejected:
+        limit = "" if one.step_s is not None else "at least "
+        table.add_row(_words(one), limit + shown_time(one.least_s), _reason(one, chosen))
+    if plan.num_slots < plan.facts.num_layers:
+        table.caption_justify = "left"
+        table.caption = (
+            f"Streaming costs nothing from N* = {plan.break_even_tokens:,.0f} tokens per step;"
+            f" this one has {plan.tokens_per_step:,}."
+        )
+    return table
+
+
+def _what_if_table(choice: Choice) -> Table:
+    plan = choice.plan
+    table = table_of("What if", "", "tokens/s", "")
+    table.columns[2].justify = "left"
+    now = plan.tokens_per_step / choice.chosen.least_s
+    table.add_row("as chosen", f"{now:,.0f}", "")
+    for what_if in choice.what_ifs:
+        rate = what_if.tokens_per_s
+        if rate is None:
+            table.add_row(_change(what_if, choice), "-", _reason(what_if.best, choice.chosen))
+        else:
+            table.add_row(
+                _change(what_if, choice), f"{rate:,.0f}", f"{100 * (rate / now - 1):+.1f} %"
+            )
+    return table
+
+
+def _change(what_if: WhatIf, choice: Choice) -> str:
+    machine = choice.plan.machine
+    if what_if.change == "memory":
+        return f"1 GiB more {'VRAM' if machine.device == 'cuda' else 'RAM'}"
+    if what_if.change == "link":
+        return "a link of twice the rate"
+    if what_if.change == "tokens":
+        return f"{2 * choice.plan.tokens_per_step:,} tokens per step"
+    rounding = ROUNDING[what_if.change]
+    return f"offload.codec: {what_if.change}, which rounds each weight, by {rounding:.1%} RMS"

@@ -1,0 +1,393 @@
+"""Predicted against measured, from the files of a run alone: no torch, no model, no machine.
+
+Steps are compared with the prediction that was there when they were run, so a run that was resumed
+has a comparison for each start. *Measured* is the mean of the steps between the 20th and the 80th
+percentile of wall time: as robust as a median, and its parts still add up. The 20th, 50th and 80th
+percentile are shown next to each mean; an error between them is within the spread of the steps.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import CheckpointError
+from finetune.files.atomic import write_atomically
+from finetune.report import prediction
+from finetune.report.gantt import gantt_svg
+from finetune.report.memory import MemoryRow, memory_rows
+from finetune.report.prediction import SEAL, Prediction
+from finetune.run import run_files
+from finetune.run.metrics import read_rows
+from offload.plan.schedule import breakdown
+from offload.plan.schedule.breakdown import Parts
+from offload.plan.schedule.perfetto import perfetto_trace
+from offload.plan.schedule.timeline import Timeline
+
+METRICS, MEASURED, REPORT = "metrics.jsonl", "measured.json", "report.json"
+GANTT, TRACE = "gantt.svg", "trace.json"
+LOW, HIGH = 0.2, 0.8
+LOAD = "load_per_cpu"  # of a row: runnable processes per processor
+BUSY_LOAD = 1.5  # more than this run's own threads
+DISTURBED_SPREAD, FEWEST_SPREAD = 0.2, 5  # of equal steps, and how many are needed to measure it
+# Phases by lane, in the order of the report; the compute lane's and the last ones make up the step.
+LANES = {
+    "compute": ("forward", "decode", "head and loss", "backward", "stall", "optimizer"),
+    "h2d": ("h2d",),
+    "d2h": ("d2h",),
+    "host": ("reads", "data wait"),
+}
+OPTIONAL = ("decode", "d2h", "reads")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """One phase, in seconds.
+
+    Attributes:
+        lane: Where it runs; `all` for the step.
+        name: Of the phase.
+        predicted: Before step 1.
+        measured: Mean of the steps in the middle.
+        p20: 20th percentile of all steps, and so on.
+        p50: The median.
+        p80: The 80th percentile.
+    """
+
+    lane: str
+    name: str
+    predicted: float
+    measured: float
+    p20: float
+    p50: float
+    p80: float
+
+    @property
+    def error(self) -> float | None:
+        """Relative error of the prediction; None where nothing was measured."""
+        return (self.predicted - self.measured) / self.measured if self.measured else None
+
+    @property
+    def is_within_spread(self) -> bool:
+        """Whether the prediction is between the 20th and the 80th percentile of the steps."""
+        return self.p20 <= self.predicted <= self.p80
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Miss:
+    """One part of the difference between a measured and the predicted step, in seconds.
+
+    Attributes:
+        term: What kind of part: compute, decode, copy, stall, head and loss, optimizer, ...
+        name: The kind of op, or what was waited for.
+        predicted_s: Of all layers.
+        measured_s: Likewise.
+        difference_s: Measured less predicted.
+        layers: The fewest layers that make up most of the difference.
+    """
+
+    term: str
+    name: str
+    predicted_s: float
+    measured_s: float
+    difference_s: float
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Section:
+    """What one start of a run predicted, and the steps that were run after it.
+
+    Attributes:
+        prediction: Which start.
+        sha256: The prediction's seal.
+        grade: How times were predicted.
+        first_grade: How they were predicted before a step was timed.
+        first_step_s: The step's time by that prediction.
+        machine: Where it ran.
+        steps: First and last step that is compared.
+        num_steps: Steps that are compared.
+        num_middle: How many of those are in the mean.
+        num_cold: Steps that loaded more layers than planned.
+        comparison: By phase.
+        wall_s: Measured step with its wait for data.
+        bound_s: R3 as predicted.
+        misses: Parts of `wall_s` less the predicted step, the largest first.
+        spread_frac: Spread of the steps, p20 to p80 over the median: of their time or of their time
+            per token, whichever is less.
+        load_per_cpu: Median over the steps; None if it was not measured.
+    """
+
+    prediction: int
+    sha256: str
+    grade: str
+    first_grade: str
+    first_step_s: float
+    machine: str
+    steps: tuple[int, int]
+    num_steps: int
+    num_middle: int
+    num_cold: int
+    comparison: tuple[Comparison, ...]
+    wall_s: float
+    bound_s: float
+    misses: tuple[Miss, ...]
+    spread_frac: float
+    load_per_cpu: float | None
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether something other than the plan affected the steps' times."""
+        is_busy = self.load_per_cpu is not None and self.load_per_cpu > BUSY_LOAD
+        is_spread = self.num_steps >= FEWEST_SPREAD and self.spread_frac > DISTURBED_SPREAD
+        return is_busy or is_spread
+
+    @property
+    def predicted_s(self) -> float:
+        """The predicted step."""
+        return self.comparison[0].predicted
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredStep:
+    """The step after which a checkpoint was written: its R3 at its own rates, and its ops."""
+
+    step: int
+    step_s: float
+    bound_s: float
+    timeline: Timeline
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Explanation:
+    """All that a run's files say about its prediction.
+
+    Attributes:
+        num_done: Steps that are done.
+        num_steps: Steps of the whole run.
+        changes: Which predictions were changed since; none in an honest run.
+        sections: One for each start after which a step was run.
+        measured_step: None before the first checkpoint.
+        memory: By term; nothing before the first checkpoint.
+        predicted: Of the newest section, to be drawn.
+    """
+
+    num_done: int
+    num_steps: int
+    changes: tuple[str, ...]
+    sections: tuple[Section, ...]
+    measured_step: MeasuredStep | None
+    memory: tuple[MemoryRow, ...]
+    predicted: Timeline
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the figures for programs: seconds and bytes."""
+        step = self.measured_step
+        return {
+            "num_done": self.num_done,
+            "num_steps": self.num_steps,
+            "changes": list(self.changes),
+            "sections": [_section_json(section) for section in self.sections],
+            "measured_step": None
+            if step is None
+            else {"step": step.step, "step_s": step.step_s, "bound_s": step.bound_s},
+            "memory": [asdict(row) | {"error": row.error} for row in self.memory],
+        }
+
+
+def explain(run_dir: Path) -> Explanation:
+    """Compare what a run predicted with the steps that it has run so far.
+
+    Raises:
+        CheckpointError: There is no run, no prediction, or no step yet; or a file is damaged.
+    """
+    predictions = prediction.read_predictions(run_dir)
+    rows = read_rows(run_dir / METRICS)
+    if not rows:
+        raise CheckpointError(
+            f"{run_dir} holds no step",
+            limit=f"predicted is compared with the steps in {METRICS}",
+            hint=f"`sluice finetune {run_dir / 'recipe.yaml'} --resume` runs them",
+        )
+    # if a prediction was changed, steps are compared with the start after which they were run
+    by_seal = {p.sha256: p for p in predictions}
+    groups: dict[int, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        found = by_seal.get(row.get(SEAL, "")) or _last_start(predictions, row["step"])
+        groups.setdefault(found.number, []).append(row)
+    by_number = {p.number: p for p in predictions}
+    newest = by_number[max(groups)]
+    measured = _measured(run_dir / MEASURED)
+    return Explanation(
+        num_done=rows[-1]["step"],
+        num_steps=newest.num_steps,
+        changes=tuple(prediction.changes(run_dir, rows)),
+        sections=tuple(_section(by_number[n], groups[n]) for n in sorted(groups)),
+        measured_step=_measured_step(measured) if measured else None,
+        memory=memory_rows(newest.calibrated, newest.memory_grade, measured) if measured else (),
+        predicted=newest.timeline.with_optimizer(_phases(newest)["optimizer"]),
+    )
+
+
+def draw(run_dir: Path, explanation: Explanation) -> list[Path]:
+    """Write the predicted and the measured step as a drawing and as a trace."""
+    timelines = {"predicted": explanation.predicted}
+    headings = {f"predicted: {explanation.predicted.step_s * 1e3:,.2f} ms": explanation.predicted}
+    if (step := explanation.measured_step) is not None:
+        timelines["measured"] = step.timeline
+        took = f"measured, step {step.step}: {step.timeline.step_s * 1e3:,.2f} ms"
+        headings[took] = step.timeline
+    write_atomically(run_dir / GANTT, gantt_svg(headings))
+    write_atomically(run_dir / TRACE, perfetto_trace(timelines))
+    return [run_dir / GANTT, run_dir / TRACE]
+
+
+# ------------------------------------------------------------------------------------------- parts
+
+
+def _section(predicted: Prediction, rows: Sequence[Mapping[str, Any]]) -> Section:
+    phases = _phases(predicted)
+    middle = middle_rows(rows)
+    comparison = [_comparison("all", "step", phases, rows, middle)]
+    for lane, names in LANES.items():
+        comparison += [
+            _comparison(lane, name, phases, rows, middle)
+            for name in names
+            if name not in OPTIONAL or phases[name]
+        ]
+    expected = predicted_parts(predicted)
+    found = breakdown.mean_parts([breakdown.parts_from_json(row["parts_s"]) for row in middle])
+    num_loads = predicted.calibrated["schedule"]["num_loads"]
+    first = predicted.before_measuring
+    return Section(
+        prediction=predicted.number,
+        sha256=predicted.sha256,
+        grade=predicted.calibrated["grade"],
+        first_grade=first["grade"],
+        first_step_s=first["predicted"]["step_s"],
+        machine=predicted.calibrated["machine"],
+        steps=(rows[0]["step"], rows[-1]["step"]),
+        num_steps=len(rows),
+        num_middle=len(middle),
+        num_cold=sum(row["num_loads"] > num_loads for row in rows),
+        comparison=tuple(comparison),
+        wall_s=sum(found.values()),
+        bound_s=predicted.calibrated["predicted"]["bound_s"],
+        misses=tuple(misses(expected, found)),
+        spread_frac=_spread_frac(rows),
+        load_per_cpu=_median([row[LOAD] for row in rows if row.get(LOAD) is not None]),
+    )
+
+
+def _spread_frac(rows: Sequence[Mapping[str, Any]]) -> float:
+    """Return the spread of equal steps: the time of visits depends on tokens, that of loads not."""
+
+    def spread(values: Sequence[float]) -> float:
+        p20, p50, p80 = _percentiles(values)
+        return (p80 - p20) / p50
+
+    times = [row["phases_s"]["step"] for row in rows]
+    by_token = [t / row["num_tokens"] for t, row in zip(times, rows, strict=True)]
+    return min(spread(times), spread(by_token))
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return _percentiles(values)[1] if values else None
+
+
+def _percentiles(values: Sequence[float]) -> tuple[float, float, float]:
+    ordered = sorted(values)
+    p20, p50, p80 = (ordered[round(q * (len(ordered) - 1))] for q in (LOW, 0.5, HIGH))
+    return p20, p50, p80
+
+
+def predicted_parts(predicted: Prediction) -> Parts:
+    """Return the parts of the predicted step, its update among them."""
+    optimizer_s = _phases(predicted)["optimizer"]
+    return breakdown.parts_of(predicted.timeline.with_optimizer(optimizer_s))
+
+
+def misses(predicted: Parts, measured: Parts) -> list[Miss]:
+    """List all parts of the difference between two steps, the largest first."""
+    apart = breakdown.difference(predicted, measured)
+    predicted_s, measured_s = breakdown.by_name(predicted), breakdown.by_name(measured)
+    found = [
+        Miss(
+            term=breakdown.term_of(name),
+            name=name,
+            predicted_s=predicted_s.get(name, 0.0),
+            measured_s=measured_s.get(name, 0.0),
+            difference_s=difference_s,
+            layers=breakdown.layers_of(apart, name),
+        )
+        for name, difference_s in breakdown.by_name(apart).items()
+    ]
+    return sorted(found, key=lambda miss: -abs(miss.difference_s))
+
+
+def middle_rows(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the steps between the 20th and the 80th percentile of wall time: at least one."""
+    ordered = sorted(rows, key=lambda row: row["phases_s"]["step"] + row["phases_s"]["data wait"])
+    cut = int(LOW * len(ordered))
+    return ordered[cut : len(ordered) - cut]
+
+
+def _comparison(
+    lane: str,
+    name: str,
+    predicted_s: Mapping[str, float],
+    rows: Sequence[Mapping[str, Any]],
+    middle: Sequence[Mapping[str, Any]],
+) -> Comparison:
+    p20, p50, p80 = _percentiles([row["phases_s"][name] for row in rows])
+    return Comparison(
+        lane=lane,
+        name=name,
+        predicted=predicted_s[name],
+        measured=sum(row["phases_s"][name] for row in middle) / len(middle),
+        p20=p20,
+        p50=p50,
+        p80=p80,
+    )
+
+
+def _phases(predicted: Prediction) -> Mapping[str, float]:
+    phases: Mapping[str, float] = predicted.calibrated["predicted"]["phases_s"]
+    return phases
+
+
+def _last_start(predictions: Sequence[Prediction], step: int) -> Prediction:
+    """Return the newest prediction that could have been there before a step."""
+    started = [p for p in predictions if p.first_step < step]
+    return (started or predictions)[-1]
+
+
+def _measured(file: Path) -> dict[str, Any] | None:
+    if not os.path.lexists(file):
+        return None
+    content: dict[str, Any] = run_files.read_sealed(run_files.MEASURED, file)
+    return content
+
+
+def _measured_step(measured: Mapping[str, Any]) -> MeasuredStep:
+    timeline = Timeline.from_json(json.dumps(measured["timeline"]))
+    return MeasuredStep(
+        step=measured["step"],
+        step_s=measured["step_s"],
+        bound_s=measured["bound_s"],
+        timeline=timeline.with_optimizer(measured["optimizer_s"]),
+    )
+
+
+def _section_json(section: Section) -> dict[str, Any]:
+    rows = [
+        asdict(row) | {"error": row.error, "is_within_spread": row.is_within_spread}
+        for row in section.comparison
+    ]
+    return asdict(section) | {
+        "comparison": rows,
+        "predicted_s": section.predicted_s,
+        "is_disturbed": section.is_disturbed,
+    }

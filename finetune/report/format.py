@@ -1,0 +1,60 @@
+"""Figures and tables as people read them."""
+
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from offload.plan.machine.machine import GIB
+
+
+class Titled(Table):
+    """A table below its title: a long title neither widens the table nor is truncated."""
+
+    heading = ""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the title, then the table."""
+        yield Text(self.heading, style="italic")
+        yield from super().__rich_console__(console, options)
+
+
+def table_of(title: str, *columns: str) -> Table:
+    """Return an empty table; all columns but the first hold figures, two unnamed ones do not."""
+    table = Titled(box=box.SIMPLE, show_header=any(columns), pad_edge=False, collapse_padding=True)
+    table.heading = title
+    for number, column in enumerate(columns or ("", "")):
+        is_figure = bool(columns) and number > 0 and column not in ("wanted", "got")
+        table.add_column(column, justify="right" if is_figure else "left", overflow="fold")
+    return table
+
+
+def shown_time(seconds: float) -> str:
+    """Write a time in its natural unit."""
+    if seconds >= 7200:
+        return f"{seconds / 3600:,.1f} h"
+    if seconds >= 100:
+        return f"{seconds:,.0f} s"
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
+
+
+def shown_gib(num_bytes: float) -> str:
+    """Write bytes in GiB, or in MiB where that would be nearly 0."""
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else shown_mib(num_bytes)
+
+
+def shown_mib(num_bytes: float) -> str:
+    """Write bytes in MiB."""
+    return f"{num_bytes / 2**20:,.1f} MiB"
+
+
+def shown_count(number: int) -> str:
+    """Write a count in millions or billions."""
+    if number >= 1e9:
+        return f"{number / 1e9:.2f} B"
+    return f"{number / 1e6:.2f} M" if number >= 1e6 else f"{number:,}"
+
+
+def shown_graphs(num_kept_graphs: int) -> str:
+    """Return how many layers keep their graphs, in words."""
+    return f"{num_kept_graphs} kept graph{'s' if num_kept_graphs > 1 else ''}"

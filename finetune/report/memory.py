@@ -1,0 +1,128 @@
+"""Predicted and measured memory, term by term where the terms can be measured separately."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from offload.plan.memory.memory import CONTEXT, DATA_WORKERS, FRAGMENTATION, OTHER_RANKS
+from offload.plan.memory.traced import MemoryGrade
+
+VISITS = "layer inputs, one visit, head chunk"
+PROCESS = "process, libraries, loading"
+HEAP = "libraries, layer inputs, one visit, head chunk"
+COUNTED: MemoryGrade = "formula"
+# No meter of this process measures these.
+UNSEEN = {
+    CONTEXT: "the driver's, outside torch",
+    DATA_WORKERS: "other processes",
+    OTHER_RANKS: "other processes",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryRow:
+    """One term, in bytes.
+
+    Attributes:
+        name: Of the term.
+        grade: How it was predicted: `formula` or `traced`; empty where nothing was.
+        predicted: None where it was not.
+        measured: None where it cannot be.
+        how: How it was measured, or why it was not.
+    """
+
+    name: str
+    grade: str
+    predicted: int | None
+    measured: int | None
+    how: str
+
+    @property
+    def error(self) -> float | None:
+        """Relative error of the prediction; None where there is nothing to compare."""
+        if self.predicted is None or not self.measured:
+            return None
+        return (self.predicted - self.measured) / self.measured
+
+
+def memory_rows(
+    plan: Mapping[str, Any], grade: str, measured: Mapping[str, Any]
+) -> tuple[MemoryRow, ...]:
+    """Compare the terms of a plan with the measured ones.
+
+    In a traced plan only peaks and the rest of them are traced: memory that is held throughout is
+    counted.
+
+    Args:
+        plan: As `plan_json` wrote it.
+        grade: How its memory was predicted.
+        measured: As `write_measured` wrote it.
+    """
+    device, host = plan["predicted"]["device_memory"], plan["predicted"]["host_memory"]
+    is_cuda = measured["device"] == "cuda"
+    others = {DATA_WORKERS, OTHER_RANKS}
+    if not is_cuda:  # there is one memory, and one meter for all of this process
+        terms = {name: n for name, n in (*device.items(), *host.items()) if name not in others}
+        group = _group(terms, grade, measured, HEAP, peak=("peak memory", "resident set"))
+        return (*group, *_unseen({**device, **host}, others))
+    on_device = {n: size for n, size in device.items() if n not in (CONTEXT, FRAGMENTATION)}
+    on_host = {n: size for n, size in host.items() if n not in others}
+    torch_peak, process_peak = (
+        ("peak allocated VRAM", "torch"),
+        ("peak host memory", "resident set"),
+    )
+    apart = measured["peak_reserved_bytes"] - measured["peak_bytes"]
+    spare = _row(FRAGMENTATION, COUNTED, device.get(FRAGMENTATION), apart, "torch: not allocated")
+    return (
+        *_group(on_device, grade, _part(measured, is_on_host=False), VISITS, peak=torch_peak),
+        spare,
+        *_group(on_host, COUNTED, _part(measured, is_on_host=True), PROCESS, peak=process_peak),
+        *_unseen({**device, **host}, {CONTEXT, *others}),
+    )
+
+
+def _part(measured: Mapping[str, Any], *, is_on_host: bool) -> dict[str, Any]:
+    """Return what was measured in one of the two memories of a machine with a GPU."""
+    return {
+        "memory": [term for term in measured["memory"] if term["is_on_host"] is is_on_host],
+        "peak_bytes": measured["peak_host_bytes" if is_on_host else "peak_bytes"],
+    }
+
+
+def _group(
+    terms: Mapping[str, int],
+    grade: str,
+    measured: Mapping[str, Any],
+    rest: str,
+    *,
+    peak: tuple[str, str],
+) -> list[MemoryRow]:
+    """Compare a meter's total, the memory that is held throughout by term, and the rest."""
+    name, meter = peak
+    found = {term["name"]: term for term in measured["memory"] if term["num_bytes"]}
+    rows = [_row(name, grade, sum(terms.values()), measured["peak_bytes"], meter)]
+    for term, num_bytes in terms.items():
+        if term in found:
+            num_found, how = found[term]["num_bytes"], found[term]["how"]
+            rows.append(_row(term, COUNTED, num_bytes, num_found, how))
+    expected = sum(num_bytes for term, num_bytes in terms.items() if term not in found)
+    left = measured["peak_bytes"] - sum(term["num_bytes"] for term in found.values())
+    rows.append(_row(rest, grade, expected, left, f"{meter}: peak less the others"))
+    rows += [
+        _row(term, "", None, found[term]["num_bytes"], f"{found[term]['how']}; not in the plan")
+        for term in found
+        if term not in terms
+    ]
+    return rows
+
+
+def _unseen(terms: Mapping[str, int], names: Iterable[str]) -> list[MemoryRow]:
+    return [
+        _row(name, COUNTED, terms[name], None, f"not measured: {UNSEEN[name]}")
+        for name in UNSEEN
+        if name in names and name in terms
+    ]
+
+
+def _row(name: str, grade: str, predicted: int | None, measured: int | None, how: str) -> MemoryRow:
+    return MemoryRow(name=name, grade=grade, predicted=predicted, measured=measured, how=how)

@@ -1,0 +1,119 @@
+"""The model card of an adapter: what it was trained from, on what, how, and what was measured.
+
+A card is copied with the adapter to other machines and to the hub, so it names no path of this
+machine: a file or directory of the recipe is written by its last name alone. peft would leave a
+form to be filled in.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from finetune.recipe.recipe import Recipe, recipe_hash, resolved_yaml
+from finetune.report.explain import METRICS, REPORT
+from finetune.run.evaluations import EVAL_LOSS
+from finetune.run.metrics import read_rows
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+MODEL_CARD = "README.md"
+_PATHS = (
+    ("model", "path"),
+    ("model", "config"),
+    ("model", "tokenizer"),
+    ("data", "path"),
+    ("data", "eval_path"),
+    ("output", "dir"),
+)
+
+
+def model_card(recipe: Recipe, run_dir: Path, config: "PretrainedConfig", *, data_hash: str) -> str:
+    """Return a finished run's card, in Markdown with the header that the hub reads.
+
+    Args:
+        recipe: Of the run.
+        run_dir: Its directory, with its metrics and its report.
+        config: Of the model.
+        data_hash: Of the training rows, as tokens and labels.
+    """
+    public = without_paths(recipe)
+    base = public.model.path or public.model.config
+    is_on_hub = recipe.model.path is not None and recipe.model.path == public.model.path
+    header: dict[str, Any] = {
+        "library_name": "peft",
+        "pipeline_tag": "text-generation",
+        "tags": ["lora", "sluice"],
+    }
+    if is_on_hub:
+        header = {"base_model": base, **header}
+    rows = "\n".join(f"| {name} | {value} |" for name, value in _figures(run_dir).items())
+    return f"""---
+{yaml.safe_dump(header, sort_keys=False).strip()}
+---
+
+# {recipe.output.name}
+
+A LoRA adapter of {base} ({config.model_type}), in peft's format, trained with Sluice.
+{"" if is_on_hub else _UNPUBLISHED.format(base=base)}
+## Measured
+
+| | |
+|---|---|
+{rows}
+
+"Held-out" rows were not trained on. Nothing else was evaluated.
+
+## Trained on
+
+{public.data.path}, SHA-256 of its tokens and labels `{data_hash}`.
+
+## Recipe
+
+SHA-256 `{recipe_hash(recipe)}`, every setting with its value:
+
+```yaml
+{resolved_yaml(public).strip()}
+```
+"""
+
+
+_UNPUBLISHED = """
+{base} was a directory on the machine that trained it, so this card cannot link it:
+`base_model_name_or_path` in adapter_config.json is where it was.
+"""
+
+
+def without_paths(recipe: Recipe) -> Recipe:
+    """Return the recipe with files and directories named by their last name alone."""
+    changed: dict[str, dict[str, str]] = {}
+    for section, field in _PATHS:
+        value = getattr(getattr(recipe, section), field)
+        is_local = value is not None and (Path(value).is_absolute() or field == "dir")
+        if is_local:
+            changed.setdefault(section, {})[field] = Path(value).name
+    sections = {
+        name: getattr(recipe, name).model_copy(update=fields) for name, fields in changed.items()
+    }
+    return recipe.model_copy(update=sections)
+
+
+def _figures(run_dir: Path) -> Mapping[str, str]:
+    """Return what was measured, by name, as it is shown."""
+    rows = {row["step"]: row for row in read_rows(run_dir / METRICS)}
+    report = json.loads((run_dir / REPORT).read_text())
+    step, done = report["adapter_step"], max(rows)
+    found = {
+        "steps": f"{done:,}" if step == done else f"{done:,}; the adapter is that of step {step:,}",
+        "tokens trained on": f"{sum(rows[i]['num_tokens'] for i in rows if i <= step):,}",
+        "training loss, first step": f"{rows[min(rows)]['loss']:.4f}",
+        f"training loss, step {step:,}": f"{rows[step]['loss']:.4f}",
+    }
+    if EVAL_LOSS in rows[step]:
+        found[f"held-out loss, step {step:,}"] = f"{rows[step][EVAL_LOSS]:.4f}"
+    for when, share in report["exact_match"].items():
+        found[f"held-out answers right to the letter, {when} training"] = f"{share:.1%}"
+    return found

@@ -1,0 +1,289 @@
+"""A plan as tables for people and as JSON for programs."""
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from finetune.report.format import shown_count, shown_gib, shown_mib, shown_time, table_of
+from offload.plan.facts.trainable import adapter_parameters, module_parameters, trained_parameters
+from offload.plan.machine.machine import Implementation, Machine, Rate
+from offload.plan.plan import Plan
+from offload.plan.schedule.schedule import NUM_STAGING
+from offload.plan.time.roofline import Count, layer_flops
+
+REFERENCE_FLOPS_PER_S = 250e12
+MATRIX_CLASSES = ("attention", "mlp", "experts", "shared_experts")
+COUNTS: dict[Count, str] = {
+    "causal": "attention counted exactly",
+    "lecture": "attention as 3 S x h products",
+}
+
+FACTS_GRADES = {
+    "config": "from the config alone",
+    "built": "off the model, built without weights",
+}
+
+
+def predicted_phases(plan: Plan) -> dict[str, float]:
+    """Return predicted seconds by phase; all but `h2d` and `d2h` make up `step`."""
+    phases = plan.predict().phases()
+    phases["step"] += plan.costs.optimizer_s
+    return phases | {"optimizer": plan.costs.optimizer_s, "data wait": 0.0}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComputeFigure:
+    """The matrix products and attention of one layer's forward, by one counting method."""
+
+    name: str
+    flops: float
+    seconds: float
+
+
+def compute_figures(plan: Plan) -> list[ComputeFigure]:
+    """Count a layer's forward by both methods, at the machine's rate and at a round 250 TFLOP/s.
+
+    Neither includes adapters, norms or launches, which the plan prices too.
+    """
+    typical = plan.request.typical
+    rate = plan.machine.gemm_flops_per_s
+    figures = []
+    for count, words in COUNTS.items():
+        flops = layer_flops(
+            plan.facts,
+            plan.facts.layers[0],
+            num_tokens=typical.num_tokens,
+            context_tokens=typical.seq_len,
+            count=count,
+        )
+        rates = [(rate.value, rate.source)]
+        if plan.machine.device == "cuda":
+            rates.append((REFERENCE_FLOPS_PER_S, "a round figure"))
+        for flops_per_s, source in rates:
+            name = f"{words}, {flops_per_s / 1e12:,.2f} TFLOP/s ({source})"
+            figures.append(ComputeFigure(name=name, flops=flops, seconds=flops / flops_per_s))
+    return figures
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """Return the plan's figures for programs; sizes in bytes, times in seconds."""
+    facts, typical = plan.facts, plan.request.typical
+    layer, cost = facts.layers[0], plan.costs.layers[0]
+    classes = {
+        name: count * typical.dtype_bytes for name, count in layer.parameters_by_class().items()
+    }
+    phases = predicted_phases(plan)
+    return {
+        "machine": plan.machine.name,
+        "experts_implementation": asdict(plan.machine.experts_implementation)
+        if facts.has_experts
+        else None,
+        "grade": plan.costs.grade,
+        "model": {
+            "type": facts.model_type,
+            "facts_grade": facts.grade,
+            "num_layers": facts.num_layers,
+            "num_parameters": facts.num_parameters,
+            "num_active_parameters": facts.num_active_parameters,
+            "num_adapter_parameters": adapter_parameters(facts, typical.adapter),
+            "num_module_parameters": module_parameters(facts, typical.adapter),
+        },
+        "per_layer": {
+            "weight_bytes": sum(classes[name] for name in MATRIX_CLASSES),
+            "norm_bytes": classes["norm"],
+            "router_bytes": classes["router"],
+            "other_bytes": classes["bias"] + classes["other"],
+            "cargo_bytes": cost.weight_bytes,
+            "forward_s": cost.forward_s,
+            "backward_s": cost.backward_s,
+            "recompute_s": cost.recompute_s,
+            "h2d_s": plan.costs.load_s(0),
+            "bound": cost.bound,
+            "compute_figures": [
+                {"name": figure.name, "flops": figure.flops, "seconds": figure.seconds}
+                for figure in compute_figures(plan)
+            ],
+        },
+        "schedule": {
+            "num_slots": plan.num_slots,
+            "kept_graphs": plan.num_kept_graphs,
+            "num_micro_batches": plan.request.num_micro_batches,
+            "tokens_per_step": plan.tokens_per_step,
+            "num_loads": plan.schedule.num_loads,
+            "h2d_bytes": plan.schedule.h2d_bytes,
+            "d2h_bytes": plan.schedule.d2h_bytes,
+            "break_even_tokens": plan.break_even_tokens,
+        },
+        "predicted": {
+            "step_s": phases["step"],
+            "tokens_per_s": plan.tokens_per_step / phases["step"],
+            "bound_s": plan.bound_s,
+            "phases_s": phases,
+            "peak_vram_bytes": plan.peak_bytes,
+            "host_bytes": plan.host_bytes,
+            "device_memory": {term.name: term.num_bytes for term in plan.device_memory},
+            "host_memory": {term.name: term.num_bytes for term in plan.host_memory},
+        },
+    }
+
+
+def plan_tables(plan: Plan) -> RenderableType:
+    """Return what is shown of a plan before a run."""
+    return Group(_route_table(plan), _time_table(plan), _memory_table(plan))
+
+
+def _route_table(plan: Plan) -> Table:
+    facts, typical = plan.facts, plan.request.typical
+    cost = plan.costs.layers[0]
+    is_resident = plan.num_slots == facts.num_layers
+    table = table_of(f"Plan for {plan.machine.name}")
+    rows = [
+        (
+            "model",
+            f"{facts.model_type}, {facts.num_layers} layers, {shown_count(facts.num_parameters)}"
+            f" parameters, {shown_count(facts.num_active_parameters)} active per token",
+        ),
+        ("counted", FACTS_GRADES[facts.grade]),
+        ("adapter", _adapter_line(plan)),
+        ("layer 0", _layer_line(plan)),
+        (
+            "tiers",
+            f"{shown_gib(sum(c.weight_bytes for c in plan.costs.layers))} of layers"
+            f" {_place(plan)},"
+            f" {plan.num_slots} slots of {shown_mib(cost.weight_bytes)} on the device"
+            + (" (resident)" if is_resident else "")
+            + (f", by way of {NUM_STAGING} page-locked buffers" if plan.schedule.is_staged else ""),
+        ),
+        (
+            "step",
+            f"{plan.tokens_per_step:,} tokens in {plan.request.num_micro_batches} micro-batches"
+            f" of {typical.micro_batch_size} x {typical.seq_len}"
+            + (f", shared by {plan.request.num_ranks} ranks" if plan.request.num_ranks > 1 else ""),
+        ),
+        (
+            "link",
+            f"{plan.schedule.num_loads} loads, {shown_gib(plan.schedule.h2d_bytes)} per step"
+            + (f", {shown_gib(plan.schedule.d2h_bytes)} back" if plan.schedule.d2h_bytes else ""),
+        ),
+    ]
+    if plan.num_kept_graphs:
+        rows.append(("backward", _kept_line(plan)))
+    if not is_resident:
+        rows.append(
+            (
+                "break-even",
+                f"streaming costs nothing from {plan.break_even_tokens:,.0f} tokens per step",
+            )
+        )
+    if facts.has_experts:
+        rows.append(("experts", _experts_line(plan.machine)))
+    rows += [
+        ("compute", f"{shown_time(f.seconds)} per layer and micro-batch: {f.name}")
+        for f in compute_figures(plan)
+    ]
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+def _place(plan: Plan) -> str:
+    rate = plan.machine.disk_bytes_per_s
+    if not plan.request.is_on_disk:
+        return "in RAM"
+    if rate is None:
+        return "on a disk that could not be measured (priced as if in RAM)"
+    return f"on disk, read at {rate.value / 1e9:,.2f} GB/s ({rate.source})"
+
+
+def _adapter_line(plan: Plan) -> str:
+    spec = plan.request.typical.adapter
+    places = [*spec.targets, *(["the experts"] if spec.experts else [])]
+    ranks = ", ".join(f"{name} {rank}" for name, rank in spec.rank_pattern)
+    return (
+        f"{'DoRA' if spec.is_dora else 'LoRA'} rank {spec.rank}"
+        + (f" ({ranks})" if ranks else "")
+        + f" on {', '.join(places[:-1])}{' and ' if places[1:] else ''}{places[-1]}"
+        + (f", with {', '.join(spec.modules)} whole" if spec.modules else "")
+        + f": {shown_count(trained_parameters(plan.facts, spec))} trained"
+    )
+
+
+def _kept_line(plan: Plan) -> str:
+    first, num_layers = plan.facts.num_layers - plan.num_kept_graphs, plan.facts.num_layers
+    saved_s = sum(cost.recompute_s for cost in plan.costs.layers[first:])
+    saved_s *= plan.request.rank_micro_batches
+    return (
+        f"{plan.num_kept_graphs} of {num_layers} layers keep their graph, the last ones:"
+        f" {shown_time(saved_s)} of recompute saved"
+    )
+
+
+def _experts_line(machine: Machine) -> str:
+    way, rate = machine.experts_implementation, machine.expert_gemm_flops_per_s
+    return (
+        f"multiplied by {way.value} ({way.source}),"
+        f" {rate.value / 1e12:,.2f} TFLOP/s ({rate.source})"
+    )
+
+
+def _layer_line(plan: Plan) -> str:
+    layer, dtype_bytes = plan.facts.layers[0], plan.request.typical.dtype_bytes
+    classes = {name: n * dtype_bytes for name, n in layer.parameters_by_class().items() if n}
+    small = {
+        name: classes.pop(name) for name in ("norm", "router", "bias", "other") if name in classes
+    }
+    return f"{sum(classes.values()):,} bytes of {' and '.join(classes)} weights" + "".join(
+        f", {num_bytes:,} of {name}" for name, num_bytes in small.items()
+    )
+
+
+def _time_table(plan: Plan) -> Table:
+    phases = predicted_phases(plan)
+    table = table_of(f"Predicted step ({plan.costs.grade})", "lane", "time", "share")
+    for name, lane in (
+        ("forward", "compute: forward"),
+        ("decode", "compute: decoding of weights"),
+        ("head and loss", "compute: head and loss"),
+        ("backward", "compute: backward"),
+        ("stall", "compute: waits for weights"),
+        ("optimizer", "compute: optimizer"),
+        ("h2d", "h2d: loads, beside compute"),
+        ("d2h", "d2h: layer inputs, beside compute"),
+        ("reads", "host: reads into page-locked buffers, beside compute"),
+    ):
+        if name in ("decode", "d2h", "reads") and not phases[name]:
+            continue
+        table.add_row(lane, shown_time(phases[name]), f"{phases[name] / phases['step']:.0%}")
+    table.add_row("step", shown_time(phases["step"]), "")
+    table.add_row("bound R3", shown_time(plan.bound_s), "")
+    table.add_row("tokens/s", f"{plan.tokens_per_step / phases['step']:,.0f}", "")
+    return table
+
+
+def _memory_table(plan: Plan) -> Table:
+    table = table_of(f"Predicted peak memory ({plan.memory_grade})", "term", "size")
+    for place, terms, total in (
+        ("device", plan.device_memory, plan.peak_bytes),
+        ("host", plan.host_memory, plan.host_bytes),
+    ):
+        for term in terms:
+            if term.num_bytes:
+                table.add_row(f"{place}: {term.name}", shown_mib(term.num_bytes))
+        table.add_row(f"{place}: all", shown_mib(total), style="bold")
+    return table
+
+
+def machine_table(machine: Machine) -> Table:
+    """Return a machine's rates and capacities, each with its source."""
+    table = table_of(f"{machine.name} ({machine.device}, {machine.dtype})", "", "value", "source")
+    for field in fields(machine):
+        value = getattr(machine, field.name)
+        if isinstance(value, Rate):
+            table.add_row(field.name, f"{value.value:.4g}", value.source)
+        elif isinstance(value, Implementation):
+            table.add_row(field.name, value.value, value.source)
+        elif field.name.endswith("_bytes"):
+            table.add_row(field.name, shown_gib(value), "")
+    return table

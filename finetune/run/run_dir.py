@@ -1,0 +1,321 @@
+"""A run's directory: what it holds, and which of its files the run has written."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, get_args
+
+from finetune.errors import CheckpointError
+from finetune.files.adapter import CONFIG_FILE, WEIGHTS_FILE, require_adapter_files
+from finetune.files.atomic import PARTIAL, flush, naming, remove, write_atomically
+from finetune.files.manifest import MANIFEST, clear_partial, damage, has_manifest
+from finetune.files.seal import is_sealed_yaml, sealed_yaml
+from finetune.recipe.load import load_recipe
+from finetune.recipe.recipe import (
+    Recipe,
+    differences,
+    is_longer,
+    resolved_yaml,
+    with_micro_batch_size,
+    with_offload,
+)
+from finetune.recipe.sections import TrainSection
+from finetune.run.checkpoint import Checkpoints
+from finetune.run.evaluations import Evaluations
+from finetune.run.metrics import line_of, read_rows
+from finetune.run.run_lock import LOCK_FILE, holder
+from offload.plan.machine.machine import ExpertsImplementation
+
+_RECIPE, _EXPERTS, _CHECKPOINTS = "recipe.yaml", "experts.json", "checkpoints"
+# Temporary names, which a kill may leave.
+_REPLACED = (
+    *("adapter", "metrics.jsonl", "measured.json", "predicted", "report.json", "samples_"),
+    *(_RECIPE, _EXPERTS, "trace.json", "gantt.svg"),
+)
+_MARKS = (_CHECKPOINTS, "metrics.jsonl", "predicted.json", "adapter")
+# What a run writes in addition to its recipe; checkpoints first, so that remains are never resumed.
+_WRITTEN = (
+    *(
+        f"{_CHECKPOINTS}/*step-[0-9]*/{name}"
+        for name in ("state.json", "trained.safetensors", "optimizer.pt", f"*{MANIFEST}")
+    ),
+    *("metrics.jsonl", _EXPERTS, "predicted.json", "predicted-[0-9]*.json", "measured.json"),
+    *("report.json", "trace.json", "gantt.svg", "samples_before.json", "samples_after.json"),
+    *(
+        f"{folder}/{name}"
+        for folder in ("adapter", "partial-adapter-*")
+        for name in (CONFIG_FILE, WEIGHTS_FILE, "README.md", "generation_config.json")
+    ),
+    *(f"{folder}/*{MANIFEST}" for folder in ("adapter", "partial-adapter-*")),
+    *("profile/trace.json", "profile/memory.pickle"),
+    "tensorboard/events.out.tfevents.*",
+    *("wandb/run-*", "wandb/offline-run-*", "wandb/latest-run", "wandb/debug*.log"),
+)
+
+
+class RunDir:
+    """The paths of one run and what is in them."""
+
+    def __init__(self, path: Path) -> None:
+        """Name the directory; nothing is created."""
+        self.path = path
+        self.recipe_file = path / _RECIPE
+        self.experts_file = path / _EXPERTS
+        self.metrics_file = path / "metrics.jsonl"
+        self.adapter = path / "adapter"
+        self.checkpoints = Checkpoints(path / _CHECKPOINTS)
+
+    def require_startable(self, *, may_overwrite: bool) -> None:
+        """Check that a new run may be written here: nothing is there, or a run to be replaced.
+
+        Raises:
+            CheckpointError: There is a run already, or something that is no run.
+        """
+        found = {entry.name for entry in self.path.iterdir()} if self.path.is_dir() else set()
+        is_run = _RECIPE in found and not found.isdisjoint(_MARKS)
+        if is_run and not may_overwrite:
+            raise CheckpointError(
+                f"{self.path} holds a run already",
+                limit="a run is not overwritten unasked",
+                hint="`--resume` continues it, `--overwrite` replaces it,"
+                " `output.name=...` names another",
+            )
+        if not is_run and not self._is_unused(found):
+            raise CheckpointError(
+                f"{self.path} is there and holds no run",
+                limit="a run is written to a new or empty directory",
+                hint="`output.dir=...` or `output.name=...` with a name that is free",
+            )
+
+    def _is_unused(self, found: set[str]) -> bool:
+        """Return whether nothing is there, or only the remains of a start that was killed."""
+        is_begun = not self.checkpoints.steps() and _CHECKPOINTS in found
+        torn = (f"{PARTIAL}{_EXPERTS}", f"{PARTIAL}{_RECIPE}")
+        found = {name for name in found - {LOCK_FILE} if not name.startswith(torn)}
+        return not found or (is_begun and found <= {_CHECKPOINTS, _EXPERTS})
+
+    def start(self, recipe: Recipe, *, experts_implementation: str | None) -> None:
+        """Begin a new run; of a previous run here, only the files that a run writes are removed.
+
+        Args:
+            recipe: What is to be done.
+            experts_implementation: Its expert backend; None if the model has no experts.
+        """
+        self._remove_written()
+        self.checkpoints.path.mkdir(parents=True, exist_ok=True)
+        if experts_implementation is not None:
+            values = {"experts_implementation": experts_implementation}
+            write_atomically(self.experts_file, json.dumps(values))
+        write_atomically(self.recipe_file, sealed_yaml(resolved_yaml(recipe)))
+        flush(self.path)
+
+    def _remove_written(self) -> None:
+        """Remove the files that runs write, and folders that are empty without them.
+
+        Of links only the link is removed, not its target.
+        """
+        emptied: set[Path] = set()
+        for pattern in _WRITTEN:
+            for path in list(self.path.glob(pattern)):
+                between = [p for p in reversed(path.parents) if self.path in p.parents]
+                links = [p for p in between if p.is_symlink()]
+                remove(links[0] if links else path)
+                emptied.update(between)
+        emptied.discard(self.checkpoints.path)  # shows, with the recipe, that this is a run
+        for folder in sorted(emptied, key=lambda path: len(path.parts), reverse=True):
+            with suppress(OSError):  # something else is in it
+                folder.rmdir()
+
+    def clear_torn(self) -> int | None:
+        """Remove half-written files that a kill has left; return the newest checkpoint's step."""
+        self.checkpoints.clear_torn()
+        for name in _REPLACED:
+            clear_partial(self.path, name=name)
+        return self.checkpoints.newest()
+
+    def require_same_recipe(self, recipe: Recipe) -> None:
+        """Check that a run can be continued with this recipe.
+
+        Raises:
+            CheckpointError: There is no run, or it was started with other settings.
+        """
+        if not self.recipe_file.exists():
+            raise CheckpointError(
+                f"{self.path} holds no run",
+                limit="only a run that was started can be resumed",
+                hint="leave `--resume` away",
+            )
+        before = self.recipe()
+        changed = differences(before, recipe)
+        if is_longer(before, recipe) and len(changed) == 1:
+            self._require_going_on(recipe)
+            return
+        if changed:
+            raise CheckpointError(
+                f"the recipe is not the one that {self.path} was started with: "
+                + "; ".join(changed),
+                limit="a resumed run continues to the bit, so its settings cannot change, but for"
+                " train.steps, which may be raised",
+                hint="undo the change, or start a new run with `output.name=...`",
+            )
+
+    def _require_going_on(self, recipe: Recipe) -> None:
+        """Refuse more steps for a run that would not run them.
+
+        Raises:
+            CheckpointError: It has stopped early.
+        """
+        evaluations = self.evaluations(recipe.train)
+        if evaluations.are_enough:
+            raise CheckpointError(
+                f"train.steps is raised to {recipe.train.steps}, and {self.path} has stopped early",
+                limit=f"its last {evaluations.num_without} losses on held-out rows were no lower"
+                f" than {evaluations.lowest:.4f}, so it would stop again at once",
+                hint="leave `train.steps` as it was, or start a new run with `output.name=...`",
+            )
+
+    def lengthen(self, recipe: Recipe) -> None:
+        """Note that the run has more steps than it was begun with."""
+        stat = self.recipe_file.stat()
+        write_atomically(self.recipe_file, sealed_yaml(resolved_yaml(recipe)))
+        os.utime(self.recipe_file, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # see `wandb_id`
+
+    def experts_implementation(self) -> ExpertsImplementation | None:
+        """Return the run's expert backend; None if the run has not recorded it.
+
+        Raises:
+            CheckpointError: The file is damaged.
+        """
+        if not self.experts_file.exists():
+            return None
+        text = self.experts_file.read_bytes().decode(errors="replace")
+        for way in get_args(ExpertsImplementation):
+            if text == json.dumps({"experts_implementation": way}):
+                return way  # type: ignore[no-any-return]
+        raise CheckpointError(
+            f"{self.experts_file} holds {text[:80]!r}",
+            limit="it is written when a run starts, so something changed it since",
+            hint='`{"experts_implementation": "eager"}` in it if the run was begun on a CPU',
+        )
+
+    def as_begun(self, recipe: Recipe) -> Recipe:
+        """Return the recipe with the sizes of micro-batch and head chunk that the run began with.
+
+        Another machine, or this one measured again, might choose others.
+        """
+        if not self.recipe_file.exists():
+            return recipe
+        begun = self.recipe()
+        if recipe.train.micro_batch_size == "auto":
+            recipe = with_micro_batch_size(recipe, begun.train.sequences)
+        if recipe.offload.head_chunk == "auto":
+            recipe = with_offload(recipe, head_chunk=begun.offload.head_chunk)
+        return recipe
+
+    def wandb_id(self) -> str:
+        """Return a name for this run that a resume finds again and no other run has."""
+        started = f"{self.path.resolve()} {self.recipe_file.stat().st_mtime_ns}"
+        return hashlib.sha256(started.encode()).hexdigest()[:16]
+
+    def require_adapter(self) -> tuple[str, ...]:
+        """Check that a run is finished, and that its adapter is unchanged since it was written.
+
+        Returns:
+            What the user should know: that the adapter cannot be verified, or is being replaced.
+
+        Raises:
+            CheckpointError: There is no run, no adapter yet, or a damaged one.
+            ModelError: The adapter's weights are damaged.
+        """
+        if not self.recipe_file.exists() or not self.adapter.exists():
+            raise CheckpointError(
+                f"{self.path} holds no finished run",
+                limit="a finished run holds recipe.yaml and adapter/",
+                hint=f"`sluice finetune {self.recipe_file} --resume` ends it"
+                if self.recipe_file.exists()
+                else "name the directory that `sluice finetune` printed",
+            )
+        notes = require_whole_adapter(self.adapter)
+        writer = holder(self.path)
+        if writer is not None:
+            notes += (f"{self.path} is in use by {writer}: its adapter is of before",)
+        return notes
+
+    def recipe(self) -> Recipe:
+        """Return the recipe that the run was started with.
+
+        Raises:
+            CheckpointError: It was changed since.
+        """
+        recipe = load_recipe(str(self.recipe_file), [], check_files=False)
+        if not is_sealed_yaml(self.recipe_file.read_text()):
+            raise CheckpointError(
+                f"{self.recipe_file} is not what was written when the run began",
+                limit="it says what the run trains, and does not change",
+                hint="restore it from a copy; if you have changed it on purpose, remove its first"
+                " and its last line",
+            )
+        return recipe
+
+    # ------------------------------------------------------------------------------------ metrics
+
+    def evaluations(self, train: TrainSection) -> Evaluations:
+        """Return the summary of the losses on held-out rows so far."""
+        none = Evaluations(
+            patience=train.early_stopping_patience, min_delta=train.early_stopping_min_delta
+        )
+        return none.after_rows(self.read_metrics(), saved=self.checkpoints.steps())
+
+    def append_metrics(self, row: Mapping[str, Any]) -> None:
+        """Add a line to metrics.jsonl."""
+        with naming(self.metrics_file), self.metrics_file.open("a") as file:
+            file.write(line_of(row))
+
+    def flush_metrics(self) -> None:
+        """Force the lines to the disk, before a checkpoint says that their steps are done."""
+        with naming(self.metrics_file):
+            flush(self.metrics_file)
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """Return the lines of metrics.jsonl; a last line that a kill has torn is left out."""
+        return read_rows(self.metrics_file)
+
+    def drop_metrics_after(self, step: int) -> tuple[str, ...]:
+        """Drop the lines of steps that a resumed run will run again.
+
+        Returns:
+            What the user should know: that lines of steps before are missing.
+        """
+        kept = [row for row in self.read_metrics() if row["step"] <= step]
+        write_atomically(self.metrics_file, "".join(map(line_of, kept)))
+        num_missing = step - len({row["step"] for row in kept})
+        if not num_missing:
+            return ()
+        return (f"{self.metrics_file} lacks {num_missing} of {step} steps that were trained",)
+
+
+def require_whole_adapter(adapter: Path) -> tuple[str, ...]:
+    """Check that an adapter is unchanged since it was written, before anything reads it.
+
+    Returns:
+        What the user should know: that it has no manifest to be checked by.
+
+    Raises:
+        CheckpointError: It is damaged, or not whole.
+        ModelError: Its weights are damaged.
+    """
+    found = damage(adapter, needs=(CONFIG_FILE, WEIGHTS_FILE)) if has_manifest(adapter) else None
+    if found is not None:
+        raise CheckpointError(
+            f"{adapter} is damaged: {found}",
+            limit="an adapter is whole when it is written, so something changed it since",
+            hint=f"`sluice finetune {adapter.parent / _RECIPE} --resume` writes it again from the"
+            f" last checkpoint; if you have changed it on purpose, remove {adapter / MANIFEST}",
+        )
+    require_adapter_files(adapter)
+    if has_manifest(adapter):
+        return ()
+    return (f"{adapter} cannot be verified: it has no {MANIFEST}",)

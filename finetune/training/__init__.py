@@ -1,0 +1,1 @@
+"""One run: preflight, plan, model on its engine, steps, samples, report."""

@@ -1,0 +1,243 @@
+"""Optimizer steps on an attached model: rehearsed, run, and validated."""
+
+import gc
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from finetune.data.batches import StepShare, collate
+from finetune.data.dataset import ExampleSet
+from finetune.errors import FinetuneError
+from finetune.recipe.sections import TrainSection
+from finetune.run.checkpoint import StateForm, state_form
+from finetune.training.optimizer import Masters, clip, learning_rate, make_optimizer, update
+from finetune.training.ranks import Ranks
+from offload.engine.engine import Engine
+from offload.engine.seeding import NEWEST
+from offload.plan.schedule.timeline import Timeline
+
+TIMED_S = 5.0  # for steps that are timed in addition to the first
+
+
+@contextmanager
+def gc_frozen() -> Iterator[None]:
+    """Freeze the objects created so far (`gc.freeze`).
+
+    Otherwise a full collection takes about 0.2 s of an arbitrary step.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord:
+    """The result of one step.
+
+    Attributes:
+        loss: Mean over the step's label tokens, those of all ranks.
+        grad_norm: Before clipping.
+        lr: Learning rate.
+        num_tokens: Tokens of the rows of all ranks, padding left out.
+        num_label_tokens: Tokens with a loss, of all ranks.
+        num_loads: Layers that crossed this rank's link.
+        optimizer_s: Adding up the ranks' gradients, clipping and update.
+        step_s: The whole step, without waiting for data.
+        timeline: The engine's ops.
+    """
+
+    loss: float
+    grad_norm: float
+    lr: float
+    num_tokens: int
+    num_label_tokens: int
+    num_loads: int
+    optimizer_s: float
+    step_s: float
+    timeline: Timeline
+
+
+class Loop:
+    """A model, its engine and its optimizer; all ranks call it alike."""
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        engine: Engine,
+        trained: Mapping[str, nn.Parameter],
+        train: TrainSection,
+        loraplus_ratio: float | None,
+        is_masked: bool,
+        num_steps: int,
+        ranks: Ranks,
+    ) -> None:
+        """Take the parts and make a fresh optimizer.
+
+        The form of the optimizer's states is known once a step is rehearsed.
+
+        Args:
+            model: On its engine, with its trainable tensors.
+            engine: Of the model.
+            trained: Name -> trainable tensor of the model.
+            train: Settings of training.
+            loraplus_ratio: Learning rate of B matrices, as a multiple of the usual; None for 1.
+            is_masked: Whether the model gets an attention mask for padding.
+            num_steps: Of the run.
+            ranks: The processes that share each step.
+        """
+        self._model = model
+        self._engine = engine
+        self._masters = Masters(trained)
+        self._parameters = list(self._masters.weights.values())
+        self._loraplus_ratio = loraplus_ratio
+        self._is_masked = is_masked
+        self._train = train
+        self._num_steps = num_steps
+        self._ranks = ranks
+        self.optimizer = self._make_optimizer()
+        self.state_form: StateForm = {}
+        self.seeding = NEWEST  # a resumed run has that of its checkpoint
+
+    @property
+    def weights(self) -> Mapping[str, nn.Parameter]:
+        """What the optimizer updates, by name: with its states, all that a resume needs."""
+        return self._masters.weights
+
+    def publish(self) -> None:
+        """Let the model compute with weights that were changed from outside."""
+        self._masters.publish()
+
+    def step(self, number: int, share: StepShare) -> StepRecord:
+        """Run optimizer step `number`, counted from 0, of which this rank does a share."""
+        return self._step(
+            share,
+            lr=learning_rate(number, self._train, num_steps=self._num_steps),
+            dropout_seed=self.seeding.of_step(self._train.seed, number),
+            name=f"step {number + 1}",
+        )
+
+    def rehearse(self, longest: StepShare, typical: Sequence[StepShare]) -> StepRecord:
+        """Run the longest step, then typical ones, and leave no trace in weights or optimizer.
+
+        If memory runs out, it runs out here. No step is timed twice: kernels compiled for its
+        shapes, such as the number of tokens of each expert, would already exist the second time.
+
+        Args:
+            longest: The step that takes most memory.
+            typical: The first is timed only if it is the only one; the others as time allows.
+
+        Returns:
+            Of the later half of the timed steps the one with the median time, for calibration: the
+            first steps of a mixture are slower, as kernels are compiled for each number of rows.
+        """
+        before = [parameter.detach().cpu().clone() for parameter in self._parameters]
+        self._rehearsed(typical[0])  # from here on the optimizer has its states
+        self._rehearsed(longest)
+        first, *others = typical[1:] or typical
+        records = [self._rehearsed(first)]
+        num_more = int(TIMED_S / max(self._ranks.exchange(records[0].step_s)))
+        records += map(self._rehearsed, others[:num_more])
+        with torch.no_grad():
+            for parameter, value in zip(self._parameters, before, strict=True):
+                parameter.copy_(value)
+        self.publish()
+        self.state_form = state_form(self.optimizer)
+        self.optimizer = self._make_optimizer()
+        later = sorted(records[len(records) // 2 :], key=lambda record: record.step_s)
+        return later[len(later) // 2]
+
+    def _rehearsed(self, share: StepShare) -> StepRecord:
+        return self._step(share, lr=0.0, dropout_seed=0, name="the rehearsal")
+
+    def validation_loss(self, examples: ExampleSet, *, pad_token_id: int) -> float:
+        """Return the mean loss over the label tokens of all held-out rows, shared by the ranks.
+
+        Raises:
+            FinetuneError: It is not finite.
+        """
+        size = self._train.sequences
+        loss_sum, num_label_tokens = 0.0, 0
+        self._model.eval()
+        for start in range(size * self._ranks.index, len(examples), size * self._ranks.num):
+            rows = [examples[i] for i in range(start, min(start + size, len(examples)))]
+            result = self._engine.forward(self._shown(collate(rows, pad_token_id=pad_token_id)))
+            loss_sum += result.loss_sum
+            num_label_tokens += result.num_label_tokens
+        self._model.train()
+        shares = self._ranks.exchange((loss_sum, num_label_tokens))
+        loss = sum(loss for loss, _ in shares) / sum(num for _, num in shares)
+        if not math.isfinite(loss):
+            raise FinetuneError(
+                f"the loss on held-out rows is {loss}",
+                limit="it must be finite; earlier checkpoints are good",
+                hint=self._lower_rate(),
+            )
+        return loss
+
+    def _step(self, share: StepShare, *, lr: float, dropout_seed: int, name: str) -> StepRecord:
+        start_s = time.perf_counter()
+        result = self._engine.forward_backward(
+            [self._shown(batch) for batch in share.micro_batches],
+            dropout_seed=dropout_seed,
+            seeding=self.seeding,
+            num_label_tokens=share.num_label_tokens,
+            micro_batch_ids=share.micro_batch_ids,
+        )
+        timeline = result.timeline  # waits for the device
+        update_start_s = time.perf_counter()
+        loss = self._ranks.sum_gradients(self._parameters, loss=result.loss)
+        grad_norm = float(clip(self._parameters, self._train.max_grad_norm))
+        self._require_finite(name, loss, grad_norm)
+        update(self.optimizer, self._parameters, lr=lr, loraplus_ratio=self._loraplus_ratio)
+        self.publish()
+        self._engine.wait()
+        end_s = time.perf_counter()
+        return StepRecord(
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=lr,
+            num_tokens=share.num_tokens,
+            num_label_tokens=share.num_label_tokens,
+            num_loads=result.num_loads,
+            optimizer_s=end_s - update_start_s,
+            step_s=end_s - start_s,
+            timeline=timeline,
+        )
+
+    def _shown(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Drop the attention mask unless the model needs it.
+
+        Rows are padded on the right and padding has no label, so with causal attention the mask
+        cannot change the loss. It would only have to be materialised and select a slower kernel.
+        """
+        return {k: v for k, v in batch.items() if self._is_masked or k != "attention_mask"}
+
+    def _require_finite(self, name: str, loss: float, grad_norm: float) -> None:
+        """Stop before an update that would ruin the weights and, in time, every checkpoint."""
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            raise FinetuneError(
+                f"in {name} the loss is {loss} and the norm of the gradients {grad_norm}",
+                limit="both must be finite; the step was not applied, and checkpoints are good",
+                hint=self._lower_rate(),
+            )
+
+    def _lower_rate(self) -> str:
+        return f"start again with a lower rate: `train.lr: {self._train.lr / 4:.1e}`"
+
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        return make_optimizer(
+            self._masters.weights,
+            name=self._train.optimizer,
+            lr=self._train.lr,
+            weight_decay=self._train.weight_decay,
+            loraplus_ratio=self._loraplus_ratio,
+        )

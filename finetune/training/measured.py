@@ -1,0 +1,129 @@
+"""What was measured, written at each checkpoint: one step's ops, and the memory by term."""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from finetune.files.atomic import write_atomically
+from finetune.files.seal import sealed_json
+from finetune.report.prediction import SEAL, with_timeline
+from finetune.training.loop import StepRecord
+from offload.engine.memory_meter import Arena, peak_bytes, peak_host_bytes, peak_reserved_bytes
+from offload.plan.memory.memory import PAGED_STATES
+from offload.plan.plan import Plan, calibrate, with_costs
+
+if TYPE_CHECKING:
+    from finetune.training.session import Session
+
+MEASURED = "measured.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredTerm:
+    """A measured amount of memory, under the plan's name for it.
+
+    Attributes:
+        name: The plan's name where it has one.
+        num_bytes: Bytes that are held in memory.
+        how: How they were measured.
+        is_on_host: Whether it is host memory.
+    """
+
+    name: str
+    num_bytes: int
+    how: str
+    is_on_host: bool
+
+
+def write_measured(
+    session: "Session", plan: Plan, record: StepRecord, *, step: int, seal: str
+) -> None:
+    """Write where a step's time went, R3 at its own rates, and the memory of the run so far.
+
+    Args:
+        session: The run.
+        plan: What it is compared with.
+        record: Of the step.
+        step: Its number, counted from 1.
+        seal: Of the file that the plan was written to.
+    """
+    device = session.run.device
+    costs = calibrate(
+        plan.costs,
+        record.timeline,
+        optimizer_s=record.optimizer_s,
+        num_kept_graphs=plan.num_kept_graphs,
+    )
+    content = {
+        "step": step,
+        SEAL: seal,
+        "step_s": record.step_s,
+        "optimizer_s": record.optimizer_s,
+        "bound_s": with_costs(plan, costs).bound_s,
+        "device": device.type,
+        "peak_bytes": peak_bytes(device),
+        "peak_reserved_bytes": peak_reserved_bytes(device),
+        "peak_host_bytes": peak_host_bytes(),
+        "memory": [asdict(term) for term in memory_terms(session)],
+    }
+    text = sealed_json(with_timeline(content, record.timeline))
+    write_atomically(session.run.dir.path / MEASURED, text)
+
+
+def memory_terms(session: "Session") -> list[MeasuredTerm]:
+    """List memory that is held between two steps; temporary memory is only part of the peak."""
+    arenas = session.engine.arenas
+    terms = [_arena_term(arena) for arena in arenas if arena.num_bytes]
+    in_arenas = [(b.data_ptr(), b.data_ptr() + b.nbytes) for a in arenas for b in a.blocks]
+    named = session.engine.resident_parameters
+    frozen = [
+        parameter
+        for parameter in named.values()
+        if not parameter.requires_grad
+        and not any(start <= parameter.data_ptr() < end for start, end in in_arenas)
+    ]
+    trained = [*session.loop.weights.items()]
+    trained += [(name, p) for name, p in named.items() if p.requires_grad]
+    states = [
+        value
+        for state in session.loop.optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]
+    paged = [value for value in states if hasattr(value, "is_paged")]  # bitsandbytes marks them
+    for name, tensors in (
+        ("embeddings, norm and head", frozen),
+        ("adapters", [p for name, p in trained if "lora_" in name]),
+        ("trained modules", [p for name, p in trained if "lora_" not in name]),
+        ("optimizer states", [value for value in states if not hasattr(value, "is_paged")]),
+        (PAGED_STATES, paged),
+    ):
+        num_bytes = _tensor_bytes(tensors)
+        if num_bytes:  # it is where it computes, which on a CPU is host memory too
+            terms.append(
+                MeasuredTerm(
+                    name=name,
+                    num_bytes=num_bytes,
+                    how="tensors",
+                    is_on_host=name == PAGED_STATES,
+                )
+            )
+    return terms
+
+
+def _arena_term(arena: Arena) -> MeasuredTerm:
+    resident_bytes = arena.resident_bytes
+    is_known = arena.is_on_host and resident_bytes is not None
+    return MeasuredTerm(
+        name=arena.name,
+        num_bytes=arena.num_bytes if resident_bytes is None else resident_bytes,
+        how="resident pages" if is_known else "allocated",
+        is_on_host=arena.is_on_host,
+    )
+
+
+def _tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Add up tensors, those that share memory once."""
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())

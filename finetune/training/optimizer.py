@@ -1,0 +1,177 @@
+"""The update of a step: learning rate, optimizer, clipping."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from finetune.recipe.sections import TrainSection
+from offload.plan.facts.optimizer import Optimizer
+
+
+def learning_rate(step: int, train: TrainSection, *, num_steps: int) -> float:
+    """Return the learning rate of a step, counted from 0; pure, so a resume needs no state.
+
+    It rises linearly from 0, is at its peak in the step after the warm-up, and would be 0 in the
+    step after the last. Equal to the last bit to transformers' `get_scheduler`.
+    """
+    warmup_steps = train.num_warmup_steps(num_steps)
+    if step < warmup_steps:
+        return train.lr * (step / warmup_steps)
+    if train.schedule == "constant":
+        return train.lr
+    num_falling = num_steps - warmup_steps
+    if train.schedule == "linear":
+        return train.lr * ((num_steps - step) / num_falling)
+    progress = (step - warmup_steps) / num_falling
+    if train.schedule == "cosine_with_restarts":
+        assert train.num_cycles is not None, "a rule of recipes"
+        progress = (train.num_cycles * progress) % 1.0
+    return train.lr * (0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def rates_since(before: TrainSection, after: TrainSection, *, first_step: int) -> str:
+    """Describe from which step on a run that was made longer has another learning rate.
+
+    Args:
+        before: As the run was begun, with `train.steps`.
+        after: With more of them.
+        first_step: How many are done.
+    """
+    old, new = before.steps, after.steps
+    assert old is not None
+    assert new is not None
+    rates = (
+        (learning_rate(step, before, num_steps=old), learning_rate(step, after, num_steps=new))
+        for step in range(old)
+    )
+    differs = next((number for number, (a, b) in enumerate(rates, 1) if a != b), None)
+    said = f"train.steps: {old} -> {new}"
+    if differs is None:
+        return f"{said}; the learning rate of the first {old} steps is the same"
+    said += f"; with {new} steps the learning rate differs from step {differs} on"
+    if differs <= first_step:
+        said += f": steps {differs} to {first_step} were run at that of {old} steps"
+    return said
+
+
+class Masters:
+    """What the optimizer updates: the trained tensors, with an fp32 master copy of 16-bit ones.
+
+    An update at a small learning rate is less than half of a 16-bit weight's last digit, and so is
+    a single gradient next to the sum of many: both would be rounded away. So a 16-bit tensor is
+    used only for computing. Each new gradient is added to that of its master as soon as it exists;
+    after an update the master is rounded into the tensor.
+    """
+
+    def __init__(self, trained: Mapping[str, nn.Parameter]) -> None:
+        """Make the copies; trained tensors must already be on the device that computes.
+
+        Args:
+            trained: Name -> tensor, of the model.
+        """
+        self._copies: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self.weights: dict[str, nn.Parameter] = {}
+        for name, parameter in trained.items():
+            self.weights[name] = parameter
+            if parameter.dtype in (torch.bfloat16, torch.float16):
+                master = nn.Parameter(parameter.detach().float())
+                parameter.register_post_accumulate_grad_hook(_HandOver(master))
+                self._copies.append((parameter, master))
+                self.weights[name] = master
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the masters into the tensors used for computing."""
+        for parameter, master in self._copies:
+            parameter.copy_(master)
+
+
+class _HandOver:
+    """Adds each gradient to the master's, and clears it on the tensor used for computing."""
+
+    takes_partial_gradients = True
+
+    def __init__(self, master: nn.Parameter) -> None:
+        self._master = master
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        if self._master.grad is None:
+            self._master.grad = parameter.grad.float()
+        else:
+            self._master.grad += parameter.grad
+        parameter.grad = None
+
+
+def make_optimizer(
+    weights: Mapping[str, nn.Parameter],
+    *,
+    name: Optimizer,
+    lr: float,
+    weight_decay: float,
+    loraplus_ratio: float | None,
+) -> torch.optim.Optimizer:
+    """Return the optimizer of what trains; with LoRA+ the B matrices are a group of their own.
+
+    Tensors of one dimension do not decay: norms and biases as in transformers' Trainer, and DoRA's
+    magnitudes, for which 0 is no neutral value either.
+
+    `adamw_8bit` is bitsandbytes' blockwise 8-bit AdamW: 2 bytes of state per weight in place of
+    8, but for tensors of fewer than 4,096 elements, whose state stays in 32 bits. If paged, the
+    driver moves the states of large tensors to the host while the device is full.
+
+    torch's Adafactor takes steps relative to a tensor's own size, at least to `eps[1]`. LoRA's B
+    starts at zero, and with the usual 1e-3 it would not move; with 1 the rate is the root mean
+    square of a step, as it is about in AdamW. (Tensors that are larger than 1 take larger steps.)
+
+    Source: arXiv:2402.12354 section 4: B learns faster than A, all else at the rate of A. (peft
+    0.21's `create_loraplus_optimizer` takes tensors of one dimension with B. Here these are norms
+    and DoRA's magnitudes, of which the paper says nothing, so they keep the rate that was set.)
+    """
+    b_matrices = {n for n in weights if is_b_matrix(n)} if loraplus_ratio is not None else set()
+    undecayed = {n for n, weight in weights.items() if weight.dim() < 2 and weight_decay > 0}
+    others = weights.keys() - b_matrices - undecayed
+    groups: list[dict[str, Any]] = [  # see `update`: B is the second, if there is a ratio
+        {"params": [weight for n, weight in weights.items() if n in names]}
+        for names in (others, b_matrices, undecayed)
+    ]
+    groups[-1]["weight_decay"] = 0.0
+    groups = [group for group in groups if group["params"]]
+    if name == "adamw":
+        return torch.optim.AdamW(groups, lr=lr, weight_decay=weight_decay)
+    if name == "adafactor":
+        return torch.optim.Adafactor(groups, lr=lr, eps=(None, 1.0), weight_decay=weight_decay)
+    from bitsandbytes.optim.adamw import AdamW8bit, PagedAdamW8bit
+
+    kind = PagedAdamW8bit if name == "paged_adamw_8bit" else AdamW8bit
+    optimizer: torch.optim.Optimizer = kind(groups, lr=lr, weight_decay=weight_decay)
+    return optimizer
+
+
+def is_b_matrix(name: str) -> bool:
+    """Return whether a tensor is LoRA's B, which starts at zero, by its name."""
+    return ".lora_B." in name or ".lora_embedding_B." in name
+
+
+def clip(parameters: Sequence[nn.Parameter], max_norm: float | None) -> torch.Tensor:
+    """Scale all gradients to a joint norm of at most `max_norm`; return the norm before."""
+    return nn.utils.clip_grad_norm_(parameters, math.inf if max_norm is None else max_norm)
+
+
+def update(
+    optimizer: torch.optim.Optimizer,
+    parameters: Iterable[nn.Parameter],
+    *,
+    lr: float,
+    loraplus_ratio: float | None,
+) -> None:
+    """Update the parameters at this learning rate, B at its multiple, and clear their gradients."""
+    ratios = (1.0, 1.0 if loraplus_ratio is None else loraplus_ratio, 1.0)
+    for group, ratio in zip(optimizer.param_groups, ratios, strict=False):
+        group["lr"] = lr * ratio
+    optimizer.step()
+    for parameter in parameters:
+        parameter.grad = None

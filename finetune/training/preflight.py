@@ -1,0 +1,228 @@
+"""Checks that fail before anything is loaded."""
+
+import resource
+import shutil
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from finetune.errors import CheckpointError, ConfigError, ModelError
+from finetune.model.load import has_weights, is_hub_reachable, read_config, set_router_loss
+from finetune.planning.candidates import choose, full_requests
+from finetune.recipe.recipe import Recipe
+from finetune.recipe.rules import broken_length_rules
+from finetune.recipe.sections import OffloadSection, TrainSection
+from finetune.report.format import shown_gib, shown_time
+from finetune.training.ranks import Ranks
+from offload.errors import DoesNotFitError
+from offload.plan.facts.facts import ModelFacts
+from offload.plan.facts.linears import FP32_BYTES
+from offload.plan.facts.optimizer import state_bytes
+from offload.plan.facts.trainable import trained_parameters, trained_tensor_shapes
+from offload.plan.fit import Needs
+from offload.plan.machine.machine import Machine
+from offload.plan.plan import Plan, costs_of
+from offload.plan.time.bounds import r3_bound_s
+
+if TYPE_CHECKING:
+    import torch
+
+
+def require_micro_batch_per_rank(train: TrainSection, *, num_ranks: int) -> None:
+    """Refuse a step that leaves a rank without work.
+
+    Raises:
+        ConfigError: It has fewer micro-batches than there are ranks.
+    """
+    is_auto = train.micro_batch_size == "auto"  # at least one sequence each
+    num_micro_batches = train.global_batch_size if is_auto else train.num_micro_batches
+    if num_micro_batches < num_ranks:
+        rows = num_ranks if is_auto else train.sequences * num_ranks
+        setting = (
+            f"train.grad_accum_steps: {num_ranks}"
+            if train.tokens_per_step is None
+            else f"train.tokens_per_step: {rows * train.seq_len}"
+        )
+        raise ConfigError(
+            f"a step of {num_micro_batches} micro-batches for {num_ranks} processes",
+            limit="each needs at least one micro-batch of the step",
+            hint=f"`{setting}`, or `--num_processes {num_micro_batches}`",
+        )
+
+
+def torch_device(offload: OffloadSection, ranks: Ranks) -> "torch.device":
+    """Return this rank's device.
+
+    Raises:
+        ConfigError: CUDA was asked for and is not there, or there are fewer GPUs than ranks.
+    """
+    import torch
+
+    name = torch_device_name(offload)
+    if name == "cpu" or ranks.num == 1:
+        return torch.device(name)
+    num_cards = torch.cuda.device_count()
+    if num_cards < ranks.num:
+        raise ConfigError(
+            f"{ranks.num} processes were launched for {num_cards} CUDA devices",
+            limit="each process needs a card of its own",
+            hint=f"`--num_processes {num_cards}`",
+        )
+    return torch.device(name, ranks.local_index)
+
+
+def torch_device_name(offload: OffloadSection) -> str:
+    """Return "cuda" or "cpu", `auto` taking CUDA where there is one.
+
+    Raises:
+        ConfigError: CUDA was asked for and is not there.
+    """
+    import torch
+
+    has_cuda = torch.cuda.is_available()
+    if offload.device == "cuda" and not has_cuda:
+        raise ConfigError(
+            "offload.device: cuda, but PyTorch sees no CUDA device",
+            limit="`cuda` needs an NVIDIA card, its driver and a CUDA build of PyTorch",
+            hint="`offload.device: cpu`, or check `nvidia-smi`",
+        )
+    return "cuda" if has_cuda and offload.device != "cpu" else "cpu"
+
+
+def require_loggers(log_to: Sequence[str]) -> None:
+    """Check that the packages to which metrics are sent are installed.
+
+    Raises:
+        ConfigError: A package is missing.
+    """
+    for place in log_to:
+        if find_spec(place) is None:
+            raise ConfigError(
+                f"report.log_to: {place}, but the package {place} is not installed",
+                hint=f"`pip install {place}`, or `report.log_to: []`",
+            )
+
+
+def require_same_machine(machine: Machine, *, device: str, dtype: str) -> None:
+    """Refuse the rates of another device, or of another type of weights.
+
+    Raises:
+        ConfigError: They would give a plan for something other than this run.
+    """
+    if (machine.device, machine.dtype) != (device, dtype):
+        raise ConfigError(
+            f"--machine holds rates of {machine.device} in {machine.dtype}",
+            limit=f"this run computes on {device} in {dtype}",
+            hint=f"`sluice probe --dtype {dtype} --save FILE` on this machine, or no `--machine`",
+        )
+
+
+def require_within_run(recipe: Recipe, *, num_steps: int) -> None:
+    """Refuse settings that cannot take effect in a run of so many steps, once that is known.
+
+    Raises:
+        ConfigError: Such as a warm-up that never ends, or a profile that is never taken.
+    """
+    breach = next(broken_length_rules(recipe, num_steps=num_steps), None)
+    if breach is not None:
+        raise ConfigError(breach.what, limit=breach.limit, hint=breach.hint)
+
+
+def require_room(folder: Path, plan: Plan) -> None:
+    """Check that a checkpoint and an adapter can be written, before the model is loaded.
+
+    Raises:
+        CheckpointError: The disk is too full, or files may not be as large as the optimizer's.
+    """
+    facts, spec = plan.facts, plan.request.typical.adapter
+    weight_bytes = FP32_BYTES * trained_parameters(facts, spec)
+    shapes = trained_tensor_shapes(facts, spec)
+    state_file_bytes = state_bytes(shapes, plan.request.typical.optimizer)
+    needed_bytes = 2 * weight_bytes + state_file_bytes
+    free_bytes = shutil.disk_usage(folder).free
+    if needed_bytes > free_bytes:
+        raise CheckpointError(
+            f"{folder} needs {shown_gib(needed_bytes)} for a checkpoint and the adapter, and"
+            f" {shown_gib(free_bytes)} is free",
+            limit="a run keeps its newest checkpoint until the next one is whole",
+            hint=f"free space (`df -h {folder}`), or `output.dir=...` on a larger disk",
+        )
+    most_bytes, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    largest_bytes = max(weight_bytes, state_file_bytes)
+    if most_bytes not in (resource.RLIM_INFINITY, -1) and largest_bytes > most_bytes:
+        raise CheckpointError(
+            f"{folder} needs a file of {shown_gib(largest_bytes)}, and files here have at most"
+            f" {shown_gib(most_bytes)}",
+            limit="a checkpoint has a file of weights and one of optimizer states",
+            hint="raise the limit (`ulimit -f unlimited`)",
+        )
+
+
+def require_ready(recipe: Recipe, facts: ModelFacts, machine: Machine, *, num_ranks: int) -> None:
+    """Check that the weights can be obtained; if not, report everything that stops this run.
+
+    Raises:
+        UnsupportedModelError: The recipe asks for a router loss of another kind than is known.
+        ModelError: The weights are not here and cannot be fetched.
+    """
+    _require_router_loss(recipe)
+    path = recipe.model.path
+    if recipe.model.init == "random" or path is None or has_weights(path):
+        return
+    if Path(path).is_dir():
+        raise ModelError(
+            f"model.path: {path} holds no *.safetensors",
+            limit="weights are read from safetensors files",
+            hint="download the model again, or `model.init: random` for measurements",
+        )
+    if is_hub_reachable():
+        return
+    causes = [f"model.path: {path} has no weights on this machine and the hub cannot be reached"]
+    if machine.device == "cpu":
+        causes.append(
+            f"on this CPU a step would take {_step_time(recipe, facts, machine, num_ranks)}"
+        )
+    shortage = _shortage(recipe, facts, machine, num_ranks)
+    if shortage is not None:
+        causes.append(f"{shortage.what}; {shortage.limit}")
+    raise ModelError(
+        "\n  - ".join(causes),
+        limit="training needs the weights, memory for them and a device that is fast enough",
+        hint=f"download the model where there is a network (`hf download {path}`) and set"
+        " `model.path: DIR`; `sluice plan RECIPE --machine rtx5090` needs no weights",
+    )
+
+
+def _require_router_loss(recipe: Recipe) -> None:
+    """Refuse a router loss that the model lacks, or that cannot be computed layer by layer.
+
+    Raises:
+        UnsupportedModelError: Its router loss is of another kind.
+    """
+    if not recipe.train.router_loss_coef:
+        return
+    from finetune.model.facts import model_on_meta
+    from offload.engine.model.layers import LayeredModel
+
+    empty = model_on_meta(read_config(path=recipe.model.path, config=recipe.model.config))
+    set_router_loss(empty, recipe.train.router_loss_coef)
+    LayeredModel(empty)
+
+
+def _shortage(
+    recipe: Recipe, facts: ModelFacts, machine: Machine, num_ranks: int
+) -> DoesNotFitError | None:
+    try:
+        choose(facts, machine, full_requests(recipe, facts, num_ranks=num_ranks))
+    except DoesNotFitError as error:
+        return error
+    return None
+
+
+def _step_time(recipe: Recipe, facts: ModelFacts, machine: Machine, num_ranks: int) -> str:
+    request = full_requests(recipe, facts, num_ranks=num_ranks)[0]
+    costs = costs_of(facts, machine, request)
+    num_slots = Needs.of(facts, machine, request).least_slots
+    bound_s = r3_bound_s(costs, num_slots=num_slots, num_micro_batches=request.rank_micro_batches)
+    return f"{shown_time(bound_s + costs.optimizer_s)} by the plan"

@@ -1,0 +1,162 @@
+"""What is known before the model is loaded: the machine, the rows, and the plan of a step."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from finetune.data.load import Rows, load_rows
+from finetune.env import cache_dir, stores_dir
+from finetune.model.load import load_tokenizer
+from finetune.planning.candidates import choose, requests_for, with_each_size
+from finetune.planning.request import find_machine
+from finetune.recipe.recipe import Recipe, with_micro_batch_size, with_offload
+from finetune.training import preflight
+from finetune.training.expert_backend import fastest_expert_backend, resolve_expert_backend
+from finetune.training.run import Run
+from finetune.training.samples import pad_id
+from finetune.training.steps import Steps
+from offload.plan.facts.facts import ModelFacts
+from offload.plan.machine.machine import Machine
+from offload.plan.request import PlanRequest
+from offload.plan.search import Choice
+from offload.probe.host import RUN_FILE_BYTES, disk_rate
+from offload.probe.machine import PROBE_S, probe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PROBE_DISK_S = 0.5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Data:
+    """The data of a run.
+
+    Attributes:
+        tokenizer: The model's.
+        rows: What is trained on and held out.
+    """
+
+    tokenizer: "PreTrainedTokenizerBase"
+    rows: Rows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """How a run's steps are run, with the matching settings.
+
+    Attributes:
+        recipe: With the sizes of micro-batch and head chunk that were chosen, where left open.
+        steps: As these sizes cut them.
+        choice: The plan, the same for all ranks, and the alternatives that were considered.
+        open_requests: What may still be chosen once layers are loaded and steps cut: the slots, and
+            where layer inputs wait.
+    """
+
+    recipe: Recipe
+    steps: Steps
+    choice: Choice
+    open_requests: tuple[PlanRequest, ...]
+
+
+def measure(run: Run, facts: ModelFacts, machine_file: Path | None) -> tuple[Machine, bool]:
+    """Return the rates of this rank's device, and whether its expert backend is settled.
+
+    The other ranks wait.
+
+    Args:
+        run: The run.
+        facts: Its model.
+        machine_file: A machine that was measured before; None measures this one.
+
+    Raises:
+        MachineError: It cannot be measured, or the file cannot be read.
+        ConfigError: The file's rates are of another device, or an expert backend cannot be used.
+    """
+    recipe, device, dtype = run.recipe, run.device, run.recipe.model.dtype
+    if machine_file is None:
+        run.screen.note("Measuring this machine ...")
+        machine = probe(device=device.type, seconds=PROBE_S, dtype=dtype)
+        if recipe.offload.load_tier == "disk":
+            rate = disk_rate(stores_dir(), seconds=PROBE_DISK_S, file_bytes=RUN_FILE_BYTES)
+            machine = replace(machine, disk_bytes_per_s=rate)
+    else:
+        machine = find_machine(str(machine_file), dtype=dtype)
+        preflight.require_same_machine(machine, device=device.type, dtype=dtype)
+    resolved = resolve_expert_backend(
+        recipe,
+        facts,
+        machine,
+        device,
+        resumed=run.dir if run.is_resumed else None,
+        is_from_file=machine_file is not None,
+    )
+    return resolved or machine, resolved is not None
+
+
+def load_data(run: Run) -> Data:
+    """Read and tokenise the rows, the same on all ranks.
+
+    Raises:
+        DataError: Rows are bad, or none; each is named by file and line.
+        ModelError: There is no tokenizer.
+    """
+    recipe, ranks = run.recipe, run.ranks
+    tokenizer = load_tokenizer(recipe.model.tokenizer_source)
+    with ranks.main_first():
+        rows = load_rows(
+            recipe.data,
+            tokenizer,
+            seq_len=recipe.train.seq_len,
+            seed=recipe.train.seed,
+            cache_dir=cache_dir(),
+        )
+    ranks.require_same("the training rows", lambda: rows.data_hash)
+    for note in rows.notes:
+        run.screen.note(note)
+    return Data(tokenizer=tokenizer, rows=rows)
+
+
+def plan_steps(
+    run: Run, facts: ModelFacts, data: Data, machine: Machine, *, is_backend_settled: bool
+) -> Planned:
+    """Choose how the steps are run, among the options that the recipe leaves open.
+
+    Where the expert backend is not settled, all are timed once a step fits.
+
+    Raises:
+        DoesNotFitError: No option fits.
+        ConfigError: A setting has no effect in a run of so many steps.
+    """
+    recipe, ranks = run.recipe, run.ranks
+
+    def steps_of(recipe: Recipe) -> Steps:
+        pad_token_id = pad_id(data.tokenizer)
+        return Steps.of(recipe.train, data.rows.train, pad_token_id=pad_token_id, ranks=ranks)
+
+    sized = [(one, steps_of(one).sizes) for one in with_each_size(recipe, num_ranks=ranks.num)]
+    requests = requests_for(recipe, facts, sized, num_ranks=ranks.num)
+    choice = choose(facts, machine, requests)
+    recipe = with_micro_batch_size(recipe, choice.plan.request.typical.micro_batch_size)
+    steps = steps_of(recipe)
+    preflight.require_within_run(recipe, num_steps=steps.num)
+    size = choice.plan.request.typical.micro_batch_size
+    of_size = [one for one in requests if one.typical.micro_batch_size == size]
+    if not is_backend_settled:
+        load = choice.plan.request.typical
+        timed = ranks.from_main(
+            lambda: fastest_expert_backend(recipe, facts, machine, run.device, load, run.screen)
+        )
+        choice = choose(facts, timed, of_size)
+    chosen = choice.plan.request.typical
+    return Planned(
+        recipe=with_offload(recipe, head_chunk=chosen.head_chunk_tokens),
+        steps=steps,
+        choice=choice,
+        open_requests=tuple(
+            one
+            for one in of_size
+            if one.typical.codec == chosen.codec
+            and one.typical.head_chunk_tokens == chosen.head_chunk_tokens
+        ),
+    )

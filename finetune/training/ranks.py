@@ -1,0 +1,112 @@
+"""The processes of a run, one per device, and how they share a step.
+
+Each rank trains on its own micro-batches; the gradients are added up once per step, and all ranks
+make the same update. Ranks share a step and do not enlarge it: with N ranks a step has the same
+rows, the same loss and, except for the order of summation, the same gradients as with one.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, TypeVar
+
+if TYPE_CHECKING:
+    from torch import nn
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """A run of one process, without communication.
+
+    All ranks call the same methods in the same order. A rank that fails inside `with ranks:` ends
+    the others at their next call.
+    """
+
+    num = 1
+    index = 0
+    local_index = 0
+
+    @property
+    def is_main(self) -> bool:
+        """Return whether this is the rank that writes files and prints."""
+        return self.index == 0
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Disconnect from the others, or report to them why this rank fails."""
+
+    def exchange(self, value: T) -> tuple[T, ...]:
+        """Return the values of all ranks, in rank order.
+
+        Raises:
+            RankError: A rank has failed, or is gone.
+        """
+        return (value,)
+
+    def from_main(self, make: Callable[[], T]) -> T:
+        """Return the result of `make` on the main rank, on all ranks."""
+        return self.exchange(make() if self.is_main else None)[0]  # type: ignore[return-value]
+
+    @contextmanager
+    def main_first(self) -> Iterator[None]:
+        """Let the main rank go first, so that the others find its results in a cache."""
+        if not self.is_main:
+            self.exchange(None)
+        yield
+        if self.is_main:
+            self.exchange(None)
+
+    def sum_gradients(self, parameters: "Sequence[nn.Parameter]", *, loss: float) -> float:
+        """Add up the gradients of all ranks, in place, and return the sum of their losses.
+
+        A rank without a gradient counts as zero; if no rank has one, there is none afterwards.
+        """
+        return loss
+
+    def require_same(self, what: str, digest: Callable[[], str]) -> None:
+        """Check that all ranks have the same of something.
+
+        Raises:
+            FinetuneError: They have not.
+        """
+
+    def require_same_weights(self, parameters: "Mapping[str, nn.Parameter]", *, step: int) -> None:
+        """Check that what trains is the same on all ranks, to the bit.
+
+        Raises:
+            FinetuneError: They have drifted apart.
+        """
+
+
+def is_joined() -> bool:
+    """Return whether this process is one of several that are connected."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and bool(distributed.is_initialized())
+
+
+def own_micro_batches(num_micro_batches: int, *, index: int, num: int) -> tuple[int, ...]:
+    """Return which micro-batches of a step a rank takes, of a step sorted by size.
+
+    They are dealt out in rounds, back and forth: the rank that gets the largest of one round gets
+    the smallest of the next. So the ranks' numbers of micro-batches differ by at most one, and
+    their tokens by no more than the largest micro-batch has. The last round runs forwards, so that
+    no rank has more micro-batches than the main one, whose times are shown.
+    """
+    last_round = (num_micro_batches - 1) // num
+    own = []
+    for number in range(num_micro_batches):
+        deal, place = divmod(number, num)
+        is_forth = (last_round - deal) % 2 == 0
+        if index == (place if is_forth else num - 1 - place):
+            own.append(number)
+    return tuple(own)

@@ -1,0 +1,129 @@
+"""The outputs of a run: its metrics, its answers, and its report."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+from rich.text import Text
+
+from finetune.data.stops import Stops
+from finetune.files.atomic import write_atomically
+from finetune.recipe.recipe import Recipe, recipe_hash
+from finetune.report.explain import REPORT, Explanation, draw, explain
+from finetune.report.format import shown_time, table_of
+from finetune.report.prediction import SEAL
+from finetune.run.run_files import SAMPLES, read_sealed
+from offload.plan.plan import Plan
+from offload.plan.schedule.breakdown import DATA_WAIT, OPTIMIZER, OUTSIDE, parts_json, parts_of
+
+if TYPE_CHECKING:
+    from finetune.training.loop import StepRecord
+    from finetune.training.samples import Answers
+
+NUM_SHOWN_SAMPLES = 5
+
+
+def promise(plan: Plan, *, num_steps: int) -> str:
+    """Return the prediction in one line."""
+    step_s = plan.step_s
+    return (
+        f"Predicted ({plan.costs.grade}): {shown_time(step_s)} per step,"
+        f" {plan.tokens_per_step / step_s:,.0f} tokens/s,"
+        f" {shown_time(step_s * num_steps)} for {num_steps} steps"
+    )
+
+
+def metrics_row(
+    record: "StepRecord", *, step: int, data_wait_s: float, seal: str
+) -> dict[str, Any]:
+    """Return a line of metrics.jsonl: what was learned, and where the time went.
+
+    `phases_s` overlap; `parts_s` add up to the step and its wait for data.
+
+    Args:
+        record: Of the step.
+        step: Its number, counted from 1.
+        data_wait_s: How long it waited for its rows.
+        seal: Of the prediction that existed before it.
+    """
+    timeline = record.timeline
+    phases = timeline.phases() | {
+        "step": record.step_s,
+        "optimizer": record.optimizer_s,
+        "data wait": data_wait_s,
+    }
+    parts = parts_of(timeline) | {
+        (OPTIMIZER, None): record.optimizer_s,
+        (OUTSIDE, None): record.step_s - record.optimizer_s - timeline.step_s,
+        (DATA_WAIT, None): data_wait_s,
+    }
+    return {
+        "step": step,
+        "loss": record.loss,
+        "lr": record.lr,
+        "grad_norm": record.grad_norm,
+        "num_tokens": record.num_tokens,
+        "num_label_tokens": record.num_label_tokens,
+        "num_loads": record.num_loads,
+        "tokens_per_s": record.num_tokens / (record.step_s + data_wait_s),
+        "phases_s": phases,
+        "parts_s": parts_json(parts),
+        SEAL: seal,
+    }
+
+
+def write_report(
+    run_dir: Path,
+    recipe: Recipe,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    adapter_step: int,
+    stops: Stops,
+) -> Explanation:
+    """Write report.json and the drawings, and return the explanation shown at the end of a run.
+
+    Args:
+        run_dir: Of the run.
+        recipe: Of the run.
+        rows: Of its metrics.
+        adapter_step: The step after which the adapter's weights were taken.
+        stops: What ended the trained answers.
+    """
+    explanation = explain(run_dir)
+    content = {
+        "recipe_sha256": recipe_hash(recipe),
+        "first_loss": rows[0]["loss"],
+        "last_loss": rows[-1]["loss"],
+        "answer_end_token_ids": stops.trained,
+        "stop_token_ids": stops.ids,
+        "adapter_step": adapter_step,
+        "exact_match": {
+            when: read_sealed(SAMPLES, file)["exact_match"]
+            for when in ("before", "after")
+            if (file := run_dir / f"samples_{when}.json").exists()
+        },
+        **explanation.to_json(),
+    }
+    write_atomically(run_dir / REPORT, json.dumps(content, indent=1))
+    draw(run_dir, explanation)
+    return explanation
+
+
+def samples_table(when: str, answers: "Answers") -> Table:
+    """Return the exact match and some (prompt, wanted, got) rows as a table."""
+    title = f"{when.capitalize()} training: {answers.exact_match:.1%} of {len(answers.rows)} right"
+    table = table_of(title, "prompt", "wanted", "got")
+    for prompt, wanted, got in answers.rows[:NUM_SHOWN_SAMPLES]:
+        style = "green" if wanted.strip() == got.strip() else "red"
+        table.add_row(Text(prompt), Text(wanted), Text(got, style=style))
+    return table
+
+
+def samples_json(answers: "Answers") -> dict[str, Any]:
+    """Return all answers for samples_before.json and samples_after.json."""
+    return {
+        "exact_match": answers.exact_match,
+        "rows": [{"prompt": p, "wanted": w, "got": g} for p, w, g in answers.rows],
+    }

@@ -1,0 +1,31 @@
+"""One run, as a value: its recipe, its directory, its ranks, and its screen."""
+
+from dataclasses import dataclass
+
+import torch
+
+from finetune.recipe.recipe import Recipe
+from finetune.report.screen import Screen
+from finetune.run.run_dir import RunDir
+from finetune.training.ranks import Ranks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """What every phase of a run needs.
+
+    Attributes:
+        recipe: What to do; its open settings are chosen with the plan.
+        dir: The directory that it is kept in.
+        ranks: The processes that do it together.
+        device: Where this rank computes.
+        screen: Where it is shown.
+        is_resumed: Whether it continues what is in its directory.
+    """
+
+    recipe: Recipe
+    dir: RunDir
+    ranks: Ranks
+    device: torch.device
+    screen: Screen
+    is_resumed: bool

@@ -1,0 +1,88 @@
+"""Answers to held-out rows before and after training, and how many match exactly."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from finetune.data.rows import Conversation
+from finetune.data.tokenize import render_prompt
+from finetune.training.greedy import generate
+from offload.engine.engine import Engine
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_SPARE_TOKENS = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answers:
+    """Answers to some rows: (prompt, wanted, got) each."""
+
+    rows: tuple[tuple[str, str, str], ...]
+
+    @property
+    def exact_match(self) -> float:
+        """Part of the answers that equal the wanted one, spaces at the ends left out."""
+        return sum(got.strip() == wanted.strip() for _, wanted, got in self.rows) / len(self.rows)
+
+
+def answer(
+    rows: Sequence[Conversation],
+    *,
+    model: nn.Module,
+    engine: Engine,
+    tokenizer: "PreTrainedTokenizerBase",
+    stop_ids: Collection[int],
+    max_pass_tokens: int,
+) -> Answers:
+    """Let the model answer the last turn of each row, greedily.
+
+    Args:
+        rows: The rows to answer.
+        model: The adapted model that the engine holds.
+        engine: Runs it.
+        tokenizer: Of the model.
+        stop_ids: Tokens that end an answer.
+        max_pass_tokens: Tokens of a pass, padding included, that are known to fit.
+    """
+    prompts, wanted = zip(*(render_prompt(row, tokenizer) for row in rows), strict=True)
+    longest = max(len(tokenizer.encode(text, add_special_tokens=False)) for text in wanted)
+    width = max(map(len, prompts)) + longest + _SPARE_TOKENS
+    model.eval()
+    ids = generate(
+        engine,
+        prompts,
+        max_new_tokens=longest + _SPARE_TOKENS,
+        stop_ids=frozenset(stop_ids),
+        pad_id=pad_id(tokenizer),
+        batch_size=max(1, max_pass_tokens // width),
+    )
+    model.train()
+    got = [str(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in ids]
+    asked = [_last_question(row) for row in rows]
+    return Answers(rows=tuple(zip(asked, wanted, got, strict=True)))
+
+
+def answerable(
+    rows: Sequence[Conversation], tokenizer: "PreTrainedTokenizerBase", *, seq_len: int
+) -> list[Conversation]:
+    """Return the rows whose prompt and answer fit into the length that is trained."""
+
+    def num_tokens(row: Conversation) -> int:
+        prompt, answer_text = render_prompt(row, tokenizer)
+        return len(prompt) + len(tokenizer.encode(answer_text, add_special_tokens=False))
+
+    return [row for row in rows if num_tokens(row) + _SPARE_TOKENS <= seq_len]
+
+
+def pad_id(tokenizer: "PreTrainedTokenizerBase") -> int:
+    """Return the token that pads rows; `load_tokenizer` has made sure that there is one."""
+    assert isinstance(tokenizer.pad_token_id, int)
+    return tokenizer.pad_token_id
+
+
+def _last_question(row: Conversation) -> str:
+    return next(m.content for m in reversed(row.messages) if m.role == "user")

@@ -1,0 +1,221 @@
+"""A run's model on its engine: loaded, adapted, attached, and timed before its first step."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+import offload
+from finetune.adapter.lora import Options, add_lora, base_eos, trained
+from finetune.adapter.neftune import add_noise
+from finetune.data.load import Rows
+from finetune.data.stops import Stops
+from finetune.model.load import load_model, set_router_loss
+from finetune.report.format import shown_graphs
+from finetune.training.compile import FAILURES, compile_layers, refusal
+from finetune.training.loop import Loop
+from finetune.training.prepare import Data
+from finetune.training.ranks import Ranks
+from finetune.training.run import Run
+from finetune.training.steps import Steps
+from offload.engine.engine import Engine
+from offload.engine.host.layer_layout import Record
+from offload.engine.host.mempolicy import bind_memory
+from offload.engine.host.numa import place_near, thread_on
+from offload.engine.host.slab import Slab
+from offload.engine.host.store import Hold
+from offload.engine.memory_meter import reset_peak
+from offload.engine.model.layers import LayeredModel
+from offload.errors import DoesNotFitError
+from offload.plan.machine.machine import GIB
+from offload.plan.plan import Plan, calibrate, with_costs
+from offload.plan.schedule.schedule import MIN_SLOTS
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adapted:
+    """A model with its adapter, on the host.
+
+    Attributes:
+        model: The model.
+        hold: Where its layers' weights are; None if each parameter has its own memory.
+        notes: What the user should know about it.
+    """
+
+    model: "PeftModel"
+    hold: Hold | None
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Session:
+    """A run whose model is on its engine.
+
+    Attributes:
+        run: The run.
+        tokenizer: The model's.
+        rows: What is trained on and held out.
+        steps: Of the run.
+        model: With its adapter.
+        engine: Runs it.
+        loop: Its optimizer steps.
+        stops: Tokens that end an answer.
+    """
+
+    run: Run
+    tokenizer: "PreTrainedTokenizerBase"
+    rows: Rows
+    steps: Steps
+    model: "PeftModel"
+    engine: Engine
+    loop: Loop
+    stops: Stops
+
+    def calibrated(self, plan: Plan) -> Plan:
+        """Return the plan at the prices of typical steps, timed once the longest has fitted.
+
+        Raises:
+            DoesNotFitError: The longest does not fit.
+            ConfigError: The layers cannot be compiled.
+        """
+        doing = "Compiling the layers, trying" if self.run.recipe.train.compile else "Trying"
+        self.run.screen.note(f"{doing} the longest batch, then timing typical steps ...")
+        reset_peak(self.run.device)
+        try:
+            record = self.loop.rehearse(self.steps.longest(), self.steps.typical())
+        except torch.OutOfMemoryError as error:
+            raise too_large(plan, error) from error
+        except FAILURES as error:
+            raise refusal(error) from error
+        costs = calibrate(
+            plan.costs,
+            record.timeline,
+            optimizer_s=record.optimizer_s,
+            num_kept_graphs=plan.num_kept_graphs,
+        )
+        return with_costs(plan, costs)
+
+
+def load_adapted(run: Run, plan: Plan) -> Adapted:
+    """Load the model to where its weights wait, and add the adapter."""
+    recipe = run.recipe
+    place = place_near(run.device)
+    # memory that cannot be bound to a NUMA node is allocated near the thread that fills it
+    with thread_on(place.cpus), run.screen.loading() as on_put:
+        loaded = load_model(
+            path=recipe.model.path,
+            config=recipe.model.config,
+            init=recipe.model.init,
+            dtype=recipe.model.dtype,
+            codec=plan.request.typical.codec,
+            device=run.device.type,
+            seed=recipe.train.seed,
+            tier=recipe.offload.load_tier,
+            experts_implementation=plan.experts_implementation,
+            make_slab=_shared_slab(run.ranks, run.device, place.node),
+            on_put=on_put,
+        )
+    set_router_loss(loaded.model, recipe.train.router_loss_coef)
+    run.ranks.exchange(None)  # from here on the slab is filled
+    model = add_lora(
+        loaded.model,
+        rank=recipe.adapter.rank,
+        alpha=recipe.adapter.alpha,
+        dropout=recipe.adapter.dropout,
+        targets=recipe.adapter.targets,
+        has_experts=recipe.adapter.experts,
+        seed=recipe.train.seed,
+        options=Options(
+            rank_pattern=recipe.adapter.rank_pattern,
+            alpha_pattern=recipe.adapter.alpha_pattern,
+            is_rslora=recipe.adapter.rslora,
+            is_dora=recipe.adapter.dora,
+            modules_to_save=recipe.adapter.modules_to_save,
+        ),
+        hold=loaded.hold,
+    )
+    if recipe.train.neftune_alpha is not None:
+        add_noise(loaded.model, alpha=recipe.train.neftune_alpha)
+    model.train()
+    return Adapted(model=model, hold=loaded.hold, notes=loaded.notes)
+
+
+def attached(run: Run, plan: Plan, adapted: Adapted, data: Data, steps: Steps) -> Session:
+    """Put the model on an engine that runs the plan, with a fresh optimizer."""
+    recipe, model = run.recipe, adapted.model
+    if recipe.train.compile:
+        compile_layers(LayeredModel(model).layers)
+    engine = offload.attach(
+        model,
+        num_slots=plan.num_slots,
+        codec=plan.request.typical.codec,
+        tier=recipe.offload.load_tier,
+        device=str(run.device),
+        stash="host" if plan.request.is_stashed else "device",
+        head_chunk_tokens=plan.request.typical.head_chunk_tokens,
+        kept_graphs=plan.num_kept_graphs,
+        hold=adapted.hold,
+    )
+    loop = Loop(
+        model=model,
+        engine=engine,
+        trained=trained(model),
+        train=recipe.train,
+        loraplus_ratio=recipe.adapter.loraplus_ratio,
+        is_masked=plan.request.is_masked,
+        num_steps=steps.num,
+        ranks=run.ranks,
+    )
+    return Session(
+        run=run,
+        tokenizer=data.tokenizer,
+        rows=data.rows,
+        steps=steps,
+        model=model,
+        engine=engine,
+        loop=loop,
+        stops=Stops(trained=data.rows.train.answer_ends, base=base_eos(model)),
+    )
+
+
+def _shared_slab(
+    ranks: Ranks, device: torch.device, node: int | None
+) -> Callable[[Sequence[Record]], Slab]:
+    """Return what makes a rank's slab: the main rank's is filled, and mapped by the others.
+
+    CUDA does not page-lock read-only mappings, so for a GPU the mapping is writable.
+    """
+
+    def near_device(address: int, num_bytes: int) -> str:
+        return bind_memory(address, num_bytes, node)
+
+    def make(records: Sequence[Record]) -> Slab:
+        own = Slab(records, before_touch=near_device) if ranks.is_main else None
+        handle = ranks.from_main(lambda: own.handle if own and not own.reason else None)
+        if own is not None:
+            return own
+        if handle is None:  # there is no memfd in this container: each rank has its own slab
+            return Slab(records, before_touch=near_device)
+        return Slab.open(handle, records, is_writable=device.type == "cuda")
+
+    return make
+
+
+def too_large(plan: Plan, error: torch.OutOfMemoryError) -> DoesNotFitError:
+    """Return the error for a rehearsal that ran out of memory, with the settings to change."""
+    num_slots, num_graphs = plan.num_slots, plan.num_kept_graphs
+    fix = f"offload.num_slots: {num_slots - 1}" if num_slots > MIN_SLOTS else "train.seq_len"
+    if num_graphs:
+        fix = "offload.kept_graphs: 0"
+    return DoesNotFitError(
+        f"the longest batch ran out of device memory with {num_slots} slots"
+        + (f" and {shown_graphs(num_graphs)}" if num_graphs else "")
+        + f": {str(error).splitlines()[0]}",
+        limit=f"the plan had counted on {plan.peak_bytes / GIB:.2f} GiB",
+        hint=f"`{fix}`, or close what else uses the card",
+    )

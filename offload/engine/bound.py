@@ -1,0 +1,143 @@
+"""A model's layers bound to slots on a device: everything a pass needs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+
+from offload.engine.executor import Executor
+from offload.engine.host.mapping import aligned_empty
+from offload.engine.host.weights import HostSide, Tier
+from offload.engine.host_gradients import Masters
+from offload.engine.memory_meter import Arena
+from offload.engine.model import placement
+from offload.engine.model.layers import LayeredModel
+from offload.engine.slots import Slots
+from offload.engine.stash import Stash
+from offload.engine.streams import Device
+from offload.plan.facts.codec import CodecName
+from offload.plan.schedule.schedule import Freight
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineOptions:
+    """How a model is attached; see `offload.attach`."""
+
+    num_slots: int
+    codec: CodecName
+    tier: Tier
+    store_dir: Path | None
+    stash: Literal["device", "host"]
+    trained_weights: Literal["device", "host"]
+    head_chunk_tokens: int
+    num_kept_graphs: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bound:
+    """Everything a pass needs.
+
+    Attributes:
+        executor: Runs the passes.
+        masters: Host gradients of the layers' trained weights.
+        stash: Holds layer inputs on the host.
+        num_slots: Layers on the device at a time.
+        slot_bytes: Device memory of all slots.
+        slot_arenas: The same memory by block.
+        freight: Sizes of the transfers, in bytes.
+    """
+
+    executor: Executor
+    masters: Masters
+    stash: Stash
+    num_slots: int
+    slot_bytes: int
+    slot_arenas: tuple[Arena, ...]
+    freight: Freight
+
+
+def bind(
+    model: nn.Module,
+    layered: LayeredModel,
+    host: HostSide,
+    *,
+    device: Device,
+    options: EngineOptions,
+) -> Bound:
+    """Allocate the slots, bind the layers to them, and move everything else to the device.
+
+    Args:
+        model: The model as attached, adapters included.
+        layered: The model inside it.
+        host: Where its layers are stored.
+        device: Where it computes.
+        options: How the model is attached.
+    """
+    records, torch_device = host.records, device.torch_device
+    allocate_device = partial(_allocate, torch_device)
+    placement.require_values(model, records)
+    masters = Masters(
+        records,
+        host.layers if options.trained_weights == "host" else (),
+        names={id(parameter): name for name, parameter in model.named_parameters()},
+        allocate_host=host.blocks.allocate,
+        allocate_device=allocate_device,
+    )
+    stash = Stash(
+        allocate_host=host.blocks.allocate,
+        free_host=_freeing(host, device),
+        torch_device=torch_device,
+    )
+    placement.move_the_rest(layered, records, torch_device)
+    num_slots = min(options.num_slots, len(records))
+    slots = Slots(
+        records,
+        num_slots=num_slots,
+        allocate_device=allocate_device,
+        staging=host.staging,
+    )
+    executor = Executor(
+        model=layered,
+        cargo=host.cargo,
+        slots=slots,
+        stash=stash,
+        masters=masters,
+        device=device,
+        head_chunk_tokens=min(options.head_chunk_tokens, layered.max_positions),
+    )
+    freight = Freight(
+        layer_bytes=tuple(record.num_bytes for record in records),
+        gradient_bytes=masters.gradient_bytes,
+        decoded_bytes=tuple(record.decoded_bytes for record in records),
+        piece_bytes=host.piece_bytes,
+        num_staging=len(host.staging),
+    )
+    return Bound(
+        executor=executor,
+        masters=masters,
+        stash=stash,
+        num_slots=num_slots,
+        slot_bytes=slots.num_bytes,
+        slot_arenas=slots.arenas,
+        freight=freight,
+    )
+
+
+def _allocate(torch_device: torch.device, num_bytes: int) -> torch.Tensor:
+    if torch_device.type == "cpu":
+        return aligned_empty(num_bytes)  # a disk is read straight into it
+    return torch.empty(num_bytes, dtype=torch.uint8, device=torch_device)
+
+
+def _freeing(host: HostSide, device: Device) -> Callable[[torch.Tensor], None]:
+    """Return a function that frees host memory after the device has finished all issued work."""
+
+    def free(block: torch.Tensor) -> None:
+        device.finish()
+        host.blocks.free(block)
+
+    return free

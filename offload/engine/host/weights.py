@@ -1,0 +1,301 @@
+"""The host side of an attached model: where its layers are stored, and how they are transferred.
+
+Three things are decided here, once, and each is reported in a note:
+
+- where the layers are: in the slab, or in a store on disk;
+- how they are copied: straight from page-locked memory, through a ring of page-locked buffers that
+  a thread fills, or pageable by the driver (see `pagelock`);
+- which NUMA node that memory and the threads are near (see `numa`).
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, closing
+from functools import partial
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Literal
+
+import torch
+from torch import nn
+
+from offload.engine.codecs.codec import NATIVE, Codec
+from offload.engine.host import numa, pagelock
+from offload.engine.host.layer_layout import Field, Record, lay_out
+from offload.engine.host.mapping import aligned_empty
+from offload.engine.host.mempolicy import bind_memory
+from offload.engine.host.pinned_blocks import HostBlocks
+from offload.engine.host.slab import Slab, give_back
+from offload.engine.host.source import Cargo, SlabCargo
+from offload.engine.host.store import Store
+from offload.engine.host.store_writer import StoreWriter
+from offload.engine.memory_meter import Arena
+from offload.errors import OffloadError
+from offload.plan.memory.memory import SLAB, STAGING
+from offload.plan.schedule.schedule import NUM_STAGING, PIECE_BYTES
+
+Tier = Literal["ram", "disk"]
+
+
+class HostSide:
+    """The layers' weights on the host, and the memory that they pass through.
+
+    Attributes:
+        records: Layout of each layer.
+        cargo: The engine's access to them.
+        staging: Buffers that loads go through; none if the link reads the cargo itself.
+        blocks: Other host memory that the link uses.
+        slab_bytes: Host memory that holds layers; 0 if a store does.
+        pinned_bytes: Page-locked bytes of the slab, plus the staging buffers.
+        notes: What was decided and why, for the user.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[nn.Parameter]],
+        codecs: Sequence[Sequence[Codec]],
+        *,
+        hold: Slab | Store | None,
+        tier: Tier,
+        store_dir: Path | None,
+        torch_device: torch.device,
+    ) -> None:
+        """Move the layers to their tier, and page-lock.
+
+        Args:
+            groups: The parameters to stream, per layer.
+            codecs: How each of them is to be encoded, unless it is in a hold.
+            hold: Where they are already; None if each has memory of its own.
+            tier: Where they are to be stored.
+            store_dir: Where a store is written if the tier is disk and they are in memory; it is
+                removed at the end.
+            torch_device: Where layers compute.
+
+        Raises:
+            OffloadError: The tier contradicts where the layers are.
+            TransferError: The store cannot be written.
+        """
+        _require_consistent(hold, tier, store_dir)
+        self._place = numa.place_near(torch_device)
+        self._given = hold
+        self._store_dir = store_dir
+        with numa.thread_on(self._place.cpus):
+            self._hold = self._settled(groups, codecs, hold, tier, torch_device)
+            self._lock = self._page_lock(torch_device)
+        reasons = self._lock.reason, self._place.reason
+        self.notes = (*self._tier_notes(), *filter(None, reasons))
+        if self._place.node is not None and isinstance(self._hold, Slab):
+            self.notes += (self._hold.policy,) if self._hold.policy else ()
+        locker = pagelock.open_locker(torch_device, None)
+        self.blocks = HostBlocks(locker=locker, before_touch=self._bind)
+        self.records: tuple[Record, ...] = self._hold.records
+        is_store = isinstance(self._hold, Store)
+        self.cargo: Cargo = self._hold if isinstance(self._hold, Store) else SlabCargo(self._hold)
+        self.staging = self._lock.buffers
+        if is_store and torch_device.type == "cuda" and not self.staging:
+            self.staging = tuple(aligned_empty(PIECE_BYTES) for _ in range(NUM_STAGING))
+        self._shown: dict[tuple[int, int], torch.Tensor] = {}
+        self.slab_bytes = 0 if is_store else self._hold.num_bytes
+        self.pinned_bytes = self._lock.num_bytes
+
+    @property
+    def layers(self) -> list[torch.Tensor]:
+        """The layers' records in writable memory.
+
+        Raises:
+            OffloadError: They are on disk.
+        """
+        if isinstance(self._hold, Store):
+            raise OffloadError(
+                'trained_weights is "host" and tier is "disk"',
+                limit="weights that train are updated in memory",
+                hint='`tier="ram"`, or train an adapter',
+            )
+        return [self._hold.layer(layer) for layer in range(len(self.records))]
+
+    @property
+    def arenas(self) -> tuple[Arena, ...]:
+        """Host memory for layers and staging buffers."""
+        slab = [self._hold.memory] if isinstance(self._hold, Slab) else []
+        return (Arena(name=SLAB, blocks=slab), Arena(name=STAGING, blocks=self.staging))
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether a thread issues the loads: from staging buffers, or because the driver blocks.
+
+        A copy from pageable memory returns only when the stream has reached it. Issued by the
+        caller's thread, it would delay the visits that should run concurrently.
+        """
+        return bool(self.staging) or self._lock.mode is pagelock.LockMode.PAGEABLE
+
+    @property
+    def piece_bytes(self) -> int:
+        """The size of the largest copy."""
+        return self.staging[0].numel() if self.staging else PIECE_BYTES
+
+    @property
+    def prepare_thread(self) -> Callable[[], object]:
+        """Return a function that binds its thread near the device, without a reference to self."""
+        return partial(numa.bind_thread, self._place.cpus)
+
+    def nearby(self) -> AbstractContextManager[str]:
+        """Bind the calling thread near the device inside a block."""
+        return numa.thread_on(self._place.cpus)
+
+    @property
+    def num_writes(self) -> int:
+        """Counter that grows when tensors that `shown` returned are written to."""
+        return sum(values._version for values in self._shown.values())
+
+    def shown(self, layer: int, field: Field) -> torch.Tensor | None:
+        """Return a field's values if they are in this process's memory and not encoded, else None.
+
+        Each tensor has its own storage over the same memory: otherwise saving one would save all.
+        """
+        if isinstance(self._hold, Store) or self._hold.is_opened or field.codec is not NATIVE:
+            return None
+        if not field.num_bytes:
+            return torch.empty(field.shape, dtype=field.dtype)
+        if (layer, field.offset) not in self._shown:
+            memory = field.written(self._hold.layer(layer)).numpy()
+            values = torch.frombuffer(memory, dtype=field.dtype).view(field.shape)
+            self._shown[layer, field.offset] = values
+        return self._shown[layer, field.offset].detach()
+
+    def give_back(self, torch_device: torch.device) -> None:
+        """Give all layers' parameters memory of their own again."""
+        for layer, record in enumerate(self.records):
+            if isinstance(self._hold, Slab):
+                memory = self._hold.layer(layer)
+            else:
+                memory = aligned_empty(record.num_bytes)
+                self._hold.read_into(layer, memory)
+            give_back(record, memory, torch_device)
+
+    def close(self) -> None:
+        """Unlock, stop reading, and stop sharing."""
+        self.blocks.close()
+        try:
+            self._lock.release()
+        finally:
+            self._hold.close()
+            if self._given is not None and self._given is not self._hold:
+                self._given.close()
+
+    def _settled(
+        self,
+        groups: Sequence[Sequence[nn.Parameter]],
+        codecs: Sequence[Sequence[Codec]],
+        hold: Slab | Store | None,
+        tier: Tier,
+        torch_device: torch.device,
+    ) -> Slab | Store:
+        """Move the layers to their tier, unless they are there."""
+        if hold is None and tier == "disk":
+            hold = _written(groups, codecs, self._store_dir, torch_device)
+        elif hold is not None:
+            hold.adopt(groups)
+            _require_codecs(hold, codecs)
+        if (tier == "disk" and isinstance(hold, Store)) or isinstance(hold, Slab):
+            return hold
+        records = hold.records if hold else tuple(map(lay_out, groups, codecs))
+        slab = Slab(records, before_touch=self._bind, encoding_device=torch_device)
+        if isinstance(hold, Store):
+            hold.move_to(slab)
+        else:
+            for layer in range(len(slab.records)):
+                slab.take(layer)
+        return slab
+
+    def _page_lock(self, torch_device: torch.device) -> pagelock.PageLock:
+        largest_bytes = max(record.num_bytes for record in self._hold.records)
+        if isinstance(self._hold, Store):
+            locker = pagelock.open_locker(torch_device, None)
+            return pagelock.lock_ring(largest_bytes, "layers lie on disk", locker)
+        return pagelock.page_lock(
+            self._hold.address,
+            self._hold.num_bytes,
+            largest_bytes,
+            pagelock.open_locker(torch_device, self._hold.descriptor),
+        )
+
+    def _bind(self, address: int, num_bytes: int) -> str:
+        return bind_memory(address, num_bytes, self._place.node)
+
+    def _tier_notes(self) -> tuple[str, ...]:
+        if isinstance(self._hold, Slab):
+            return (f"layers cannot be shared: {self._hold.reason}",) if self._hold.reason else ()
+        how = f"{self._hold.mode} reads" + (f": {self._hold.reason}" if self._hold.reason else "")
+        return (f"layers are read from {self._hold.path} ({how})",)
+
+
+def _require_codecs(hold: Slab | Store, codecs: Sequence[Sequence[Codec]]) -> None:
+    """Refuse layers that were loaded in another form than requested.
+
+    Raises:
+        OffloadError: The forms differ.
+    """
+    found = {field.codec.name for record in hold.records for field in record.fields}
+    wanted = {codec.name for layer in codecs for codec in layer}
+    if found != wanted:
+        raise OffloadError(
+            f"the layers were loaded as {' and '.join(sorted(found))}, and"
+            f" {' and '.join(sorted(wanted))} is asked for",
+            limit="what is loaded stays in the form that it has",
+            hint="load them with the same codec",
+        )
+
+
+def _require_consistent(hold: Slab | Store | None, tier: Tier, store_dir: Path | None) -> None:
+    """Refuse settings that contradict each other: none is ignored.
+
+    Raises:
+        OffloadError: Two settings contradict each other.
+    """
+    is_written = tier == "disk" and hold is None
+    if is_written and store_dir is None:
+        raise OffloadError(
+            'tier is "disk" and the layers lie in memory',
+            limit="they are written to a file first, as large as they are",
+            hint='`store_dir="DIR"` on a fast drive, or `tier="ram"`',
+        )
+    if tier == "disk" and isinstance(hold, Slab):
+        raise OffloadError(
+            'tier is "disk" and the layers were loaded to memory',
+            limit="the disk tier reads a store",
+            hint='`tier="ram"`, or load them to a store',
+        )
+    if store_dir is not None and not is_written:
+        raise OffloadError(
+            f"store_dir is {store_dir} and no store is written",
+            limit='one is where `tier` is "disk" and the layers lie in memory',
+            hint="leave `store_dir` away",
+        )
+
+
+def _written(
+    groups: Sequence[Sequence[nn.Parameter]],
+    codecs: Sequence[Sequence[Codec]],
+    store_dir: Path | None,
+    torch_device: torch.device,
+) -> Store:
+    """Write layers that are in memory to a store whose file is unlinked once it is open."""
+    assert store_dir is not None
+    with NamedTemporaryFile(dir=store_dir, suffix=".store") as file:
+        path = Path(file.name)
+        names = [
+            [f"weight {index} of layer {layer}" for index in range(len(group))]
+            for layer, group in enumerate(groups)
+        ]
+        records = list(map(lay_out, groups, codecs))
+        writer = StoreWriter(path, records, names, encoding_device=torch_device)
+        with closing(writer):  # what is finished stays
+            for layer, group in enumerate(groups):
+                for index, parameter in enumerate(group):
+                    writer.put(layer, index, parameter.data)
+            writer.finish({}, {})
+        store = Store(path, identity={})
+    for layer, group in enumerate(groups):
+        for parameter, tensor in zip(group, store.layer_tensors(layer), strict=True):
+            parameter.data = tensor
+    store.adopt(groups)
+    return store

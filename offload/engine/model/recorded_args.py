@@ -1,0 +1,177 @@
+"""The arguments that a model passes to a layer besides the hidden state, and which are allowed.
+
+A layer is visited twice, alone, so its arguments must be all it sees of the rest of the model.
+Constants and tensors are harmless. A container could carry state from layer to layer: it is
+allowed, and each visit is checked not to have changed it. Tensors that require grad (per-layer
+embeddings, if those train) are replaced by leaves, whose gradients go back through the front.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+_CONSTANTS = (bool, int, float, str, torch.dtype, torch.device)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """One layer's arguments; `is_hidden_keyword`: whether the hidden state is a keyword."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    is_hidden_keyword: bool = False
+
+    def parts(self) -> Iterator[object]:
+        """Yield all arguments and, recursively, the contents of containers."""
+        yield from _walk((self.args, self.kwargs))
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors among the parts."""
+        yield from (part for part in self.parts() if isinstance(part, torch.Tensor))
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield the name of each argument that may not be passed, and why."""
+        named = [*((f"argument {i + 1}", v) for i, v in enumerate(self.args)), *self.kwargs.items()]
+        for name, value in named:
+            for part in _walk(value):
+                if not isinstance(part, _HARMLESS):
+                    yield name, f"a {type(part).__name__} that layers could share state through"
+
+    def is_same(self, other: "Call") -> bool:
+        """Return whether another call passes the same values; None equals an absent argument."""
+        ours, theirs = self._given(), other._given()
+        return (
+            self.is_hidden_keyword == other.is_hidden_keyword
+            and ours.keys() == theirs.keys()
+            and all(_is_same(ours[key], theirs[key]) for key in ours)
+        )
+
+    def without(self, value: torch.Tensor | None) -> "Call":
+        """Return the call without the named arguments that are this same object."""
+        return replace(self, kwargs={n: v for n, v in self.kwargs.items() if v is not value})
+
+    def with_more(self, named: Mapping[str, Any]) -> "Call":
+        """Return the call with more named arguments."""
+        return replace(self, kwargs={**self.kwargs, **named}) if named else self
+
+    def _given(self) -> dict[object, object]:
+        named: dict[object, object] = {**dict(enumerate(self.args))}
+        named.update(self.kwargs)
+        return {key: value for key, value in named.items() if value is not None}
+
+
+_HARMLESS = (
+    torch.Tensor,
+    tuple,
+    list,
+    Mapping,
+    bool,
+    int,
+    float,
+    str,
+    torch.dtype,
+    torch.device,
+    type(None),
+)
+
+
+class Snapshot:
+    """The state of values and their contents, to detect writes to them.
+
+    It keeps references to what it saw, so that no new object can reuse the id of a replaced one.
+    """
+
+    def __init__(self, *values: object) -> None:
+        """Record values and, recursively, the contents of containers."""
+        self._seen = [(part, _look(part)) for value in values for part in _walk(value)]
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether the same objects were seen, without a write to them in between."""
+        return (
+            isinstance(other, Snapshot)
+            and len(self._seen) == len(other._seen)
+            and all(
+                look == other_look and (part is other_part or _is_same_constant(part, other_part))
+                for (part, look), (other_part, other_look) in zip(
+                    self._seen, other._seen, strict=True
+                )
+            )
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # it compares by what it saw
+
+
+@dataclass(kw_only=True)
+class Leaves:
+    """The tensors that require grad among the arguments of one pass, each with its leaf.
+
+    A layer's backward visit adds to the leaf's `.grad`, however many layers share the tensor.
+    """
+
+    sources: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def cut(self, call: Call) -> Call:
+        """Return the call with leaves in place of tensors that require grad."""
+        return Call(
+            args=tuple(self._cut(value) for value in call.args),
+            kwargs={name: self._cut(value) for name, value in call.kwargs.items()},
+            is_hidden_keyword=call.is_hidden_keyword,
+        )
+
+    def gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the tensors that got a gradient, and those gradients."""
+        got = [(s, leaf.grad) for s, leaf in self.sources.values() if leaf.grad is not None]
+        return [source for source, _ in got], [grad for _, grad in got]
+
+    def _cut(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            leaf = value.detach().requires_grad_()
+            return self.sources.setdefault(id(value), (value, leaf))[1]
+        if not any(isinstance(part, torch.Tensor) and part.requires_grad for part in _walk(value)):
+            return value  # the same object, which layers may share
+        if isinstance(value, Mapping):
+            return {name: self._cut(part) for name, part in value.items()}
+        return type(value)(map(self._cut, value))
+
+
+def _walk(value: object) -> Iterator[object]:
+    """Yield a value and, if it is a container, its contents."""
+    yield value
+    if isinstance(value, Mapping):
+        for part in value.values():
+            yield from _walk(part)
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from _walk(part)
+
+
+def _look(value: object) -> object:
+    """Return a version or size that changes when a value is written to."""
+    if isinstance(value, torch.Tensor):  # torch does not count for inference tensors
+        return None if value.is_inference() else value._version
+    if isinstance(value, Mapping):
+        return tuple(value)
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return len(value)
+    return None
+
+
+def _is_same_constant(one: object, other: object) -> bool:
+    return type(one) is type(other) and isinstance(one, _CONSTANTS) and one == other
+
+
+def _is_same(one: object, other: object) -> bool:
+    ours, theirs = list(_walk(one)), list(_walk(other))
+    return len(ours) == len(theirs) and all(map(_is_same_part, ours, theirs))
+
+
+def _is_same_part(one: object, other: object) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+    if isinstance(one, Mapping | tuple | list):
+        return type(one) is type(other) and _look(one) == _look(other)
+    return one is other or _is_same_constant(one, other)

@@ -1,0 +1,1 @@
+"""Sizes of the model and its adapter."""

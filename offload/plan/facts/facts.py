@@ -1,0 +1,389 @@
+"""What a model is made of: shapes and counts from its config, without weights."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from offload.errors import UnsupportedModelError
+from offload.plan.facts.attention import Attention, SoftmaxAttention
+from offload.plan.facts.config import Config
+from offload.plan.facts.config_readers import Mixer
+from offload.plan.facts.families import (
+    FAMILIES,
+    REFUSED,
+    RESIDENT_HINT,
+    TEXT_TIED,
+    WHOLE_TIED,
+    Family,
+)
+from offload.plan.facts.linears import Group, Linear, Norm
+
+TIED_KEY = "tie_word_embeddings"
+MAX_LAYERS = 10_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerFacts:
+    """One decoder layer.
+
+    Attributes:
+        attention: Its token mixing.
+        linears: All matrix products except those within attention.
+        norms: All norms, including those on queries and keys.
+        num_others: Other parameters: attention sinks, convolutions, decays, scales.
+    """
+
+    attention: Attention
+    linears: tuple[Linear, ...]
+    norms: tuple[Norm, ...]
+    num_others: int = 0
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that each token attends to; None for all before it, in any kind of mixing."""
+        return self.attention.window if isinstance(self.attention, SoftmaxAttention) else None
+
+    def weights(self, group: Group) -> int:
+        """Weights of one group's matrices, without biases."""
+        return sum(linear.num_weights for linear in self.linears if linear.group == group)
+
+    def parameters_by_class(self) -> dict[str, int]:
+        """Parameter counts that add up to `num_parameters`."""
+        biases = sum(linear.num_biases for linear in self.linears)
+        return {
+            "attention": self.weights("attention"),
+            "mlp": self.weights("mlp"),
+            "experts": self.weights("experts"),
+            "shared_experts": self.weights("shared_experts"),
+            "router": self.weights("router"),
+            "norm": self.norm_parameters,
+            "bias": biases + sum(norm.num_biases for norm in self.norms),
+            "other": self.num_others,
+        }
+
+    @property
+    def norm_parameters(self) -> int:
+        """Weights of all norms."""
+        return sum(norm.num_weights for norm in self.norms)
+
+    @property
+    def normed_features(self) -> int:
+        """Elements of one token that pass through a norm, counted once per norm."""
+        return sum(norm.num_features for norm in self.norms)
+
+    @property
+    def matrix_sizes(self) -> tuple[int, ...]:
+        """Elements of each tensor that a codec encodes: no routers, norms, biases or others."""
+        return tuple(linear.num_weights for linear in self.linears if linear.is_encodable)
+
+    @property
+    def other_sizes(self) -> tuple[int, ...]:
+        """Elements of each other tensor; tensors that the facts do not distinguish count as one."""
+        steering = (linear.num_weights for linear in self.linears if not linear.is_encodable)
+        biases = (linear.num_biases for linear in self.linears)
+        normed = (n for norm in self.norms for n in (norm.num_weights, norm.num_biases))
+        return tuple(n for n in (*steering, *biases, *normed, self.num_others) if n)
+
+    @property
+    def num_parameters(self) -> int:
+        """All parameters of the layer."""
+        return sum(self.parameters_by_class().values())
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Parameters that one token uses: of the experts, only those that it is sent to."""
+        idle = sum(
+            (linear.num_weights + linear.num_biases)
+            * (linear.num_experts - linear.active)
+            // linear.num_experts
+            for linear in self.linears
+        )
+        return self.num_parameters - idle
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of the layer; 0 in a dense one."""
+        return max((x.num_experts for x in self.linears if x.group == "experts"), default=0)
+
+    @property
+    def experts_per_token(self) -> int:
+        """Experts that one token is sent to; 0 in a dense layer."""
+        return max((x.active for x in self.linears if x.group == "experts"), default=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFacts:
+    """A causal language model: embedding, layers, norm, head.
+
+    Attributes:
+        model_type: As its config names it.
+        hidden_size: Features of a hidden state.
+        vocab_size: Size of the vocabulary.
+        max_position_embeddings: Tokens of the longest supported sequence.
+        embedding_parameters: Weights of the token embedding.
+        head_parameters: Weights of the head that are not the embedding's.
+        tie_word_embeddings: Whether the head's weights are the embedding's.
+        final_norm_parameters: Weights of the norm before the head.
+        num_others: Other parameters before and after the layers: positions, inputs of layers.
+        layer_input_features: Features that each layer gets in addition to the hidden state.
+        layers: In forward order.
+        grade: Whether the facts come from the config or from the model, built without weights.
+    """
+
+    model_type: str
+    hidden_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    embedding_parameters: int
+    head_parameters: int
+    tie_word_embeddings: bool
+    final_norm_parameters: int
+    num_others: int = 0
+    layer_input_features: int = 0
+    layers: tuple[LayerFacts, ...]
+    grade: Literal["config", "built"] = "config"
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether any layer is a mixture of experts."""
+        return any(layer.num_experts for layer in self.layers)
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self.layers)
+
+    @property
+    def outer_parameters(self) -> int:
+        """All weights before and after the layers."""
+        tables = self.embedding_parameters + self.head_parameters
+        return tables + self.final_norm_parameters + self.num_others
+
+    @property
+    def num_parameters(self) -> int:
+        """All parameters of the model."""
+        return self.outer_parameters + sum(layer.num_parameters for layer in self.layers)
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Parameters that one token uses."""
+        return self.outer_parameters + sum(layer.num_active_parameters for layer in self.layers)
+
+
+# ---------------------------------------------------------------------------------------------
+# Adapters
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterSpec:
+    """A LoRA adapter with its targets resolved to module names, and the modules trained in full.
+
+    Attributes:
+        rank: LoRA rank.
+        targets: Names of linear modules, such as q_proj; fused experts are not modules.
+        experts: Whether the fused expert matrices are adapted too.
+        rank_pattern: Projections with a rank of their own, by `Linear.key`.
+        alpha_pattern: Projections with an alpha of their own: takes no bytes; names are checked.
+        is_dora: Whether adapted linears learn a magnitude per output feature.
+        modules: Modules that are trained in full: see `offload.plan.facts.trainable`.
+    """
+
+    rank: int
+    targets: tuple[str, ...]
+    experts: bool
+    rank_pattern: tuple[tuple[str, int], ...] = ()
+    alpha_pattern: tuple[str, ...] = ()
+    is_dora: bool = False
+    modules: tuple[str, ...] = ()
+
+    def rank_of(self, linear: Linear) -> int:
+        """Return the rank of one projection."""
+        return dict(self.rank_pattern).get(linear.key, self.rank)
+
+
+def adapted_linears(layer: LayerFacts, spec: AdapterSpec) -> tuple[Linear, ...]:
+    """Return the matrices of a layer that get an adapter."""
+    return tuple(
+        linear
+        for linear in layer.linears
+        if (linear.is_module and linear.name in spec.targets)
+        or (linear.group == "experts" and spec.experts)
+    )
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return the known name that is closest to a misspelt one."""
+    return difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)[0]
+
+
+def linear_names(facts: ModelFacts) -> tuple[str, ...]:
+    """Return the names of the linear modules that can be adapter targets, in order of use."""
+    names = (linear.name for layer in facts.layers for linear in layer.linears if linear.is_module)
+    return tuple(dict.fromkeys(names))
+
+
+# ---------------------------------------------------------------------------------------------
+# From a config
+
+
+def model_facts(config: Mapping[str, object]) -> ModelFacts:
+    """Read a model's shapes from its Hugging Face config, the parsed config.json.
+
+    For a composite of text and images only the text part counts, as the rest is not trained.
+
+    Raises:
+        UnsupportedModelError: The model type is unknown or cannot be trained layer by layer, or a
+            key is missing or of the wrong type.
+    """
+    config = text_config(config)
+    model_type = config.get("model_type")
+    refuse_by_name(config)
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        near = difflib.get_close_matches(str(model_type), FAMILIES, n=3, cutoff=0.0)
+        raise UnsupportedModelError(
+            f"model_type {model_type!r} is not known to the planner",
+            limit=f"known are {', '.join(sorted(FAMILIES))}",
+            hint=f"nearest: `{'`, `'.join(near)}`",
+        )
+    family = FAMILIES[model_type]
+    read = Config(config, model_type, family.defaults)
+    hidden, vocab_size = read.size("hidden_size"), read.size("vocab_size")
+    num_layers = read.size("num_hidden_layers")
+    if num_layers > MAX_LAYERS:
+        raise UnsupportedModelError(
+            f"`num_hidden_layers` is {num_layers} in the config of a {model_type} model",
+            limit=f"a model of at most {MAX_LAYERS:,} layers can be planned",
+            hint="correct `num_hidden_layers` in config.json",
+        )
+    input_size = read.size_or("hidden_size_per_layer_input", 0) if family.has_layer_inputs else 0
+    others = 0
+    if input_size:
+        table = read.size("vocab_size_per_layer_input")
+        others = num_layers * input_size * (table + hidden) + input_size
+    types = read.names("layer_types")
+    if types and len(types) < num_layers:
+        raise UnsupportedModelError(
+            f"`layer_types` names {len(types)} layers of a {model_type} model",
+            limit=f"it has {num_layers}",
+            hint="correct `layer_types` or `num_hidden_layers` in config.json",
+        )
+    is_tied = read.flag(TIED_KEY, default=family.is_tied)
+    return ModelFacts(
+        model_type=model_type,
+        hidden_size=hidden,
+        vocab_size=vocab_size,
+        max_position_embeddings=read.size("max_position_embeddings"),
+        embedding_parameters=vocab_size * hidden,
+        head_parameters=0 if is_tied else vocab_size * hidden,
+        tie_word_embeddings=is_tied,
+        final_norm_parameters=hidden if family.has_norm_weights else 0,
+        num_others=others,
+        layer_input_features=input_size,
+        layers=tuple(_layer(i, num_layers, family, read, input_size) for i in range(num_layers)),
+    )
+
+
+def is_known(config: Mapping[str, object]) -> bool:
+    """Return whether `model_facts` knows the type, if only to refuse it."""
+    model_type = str(text_config(config).get("model_type"))
+    return model_type in FAMILIES or model_type in REFUSED
+
+
+def text_config(config: Mapping[str, object]) -> Mapping[str, object]:
+    """Return the text part of a composite's config, and any other config unchanged.
+
+    A part without a model type takes the composite's. Which of the two decides whether the head is
+    tied differs by model, as in transformers.
+    """
+    text, outer, key = config.get("text_config"), str(config.get("model_type")), TIED_KEY
+    if not isinstance(text, Mapping):
+        return config
+    tied = config.get(key, WHOLE_TIED.get(outer, text.get(key)))
+    if outer in TEXT_TIED or (outer.startswith("qwen2") and text.get(key)):
+        tied = text.get(key)
+    return {"model_type": f"{outer}_text", **text, key: tied}
+
+
+def refuse_by_name(config: Mapping[str, object]) -> None:
+    """Refuse models that the engine refuses, for a reason that is in the config.
+
+    Raises:
+        UnsupportedModelError: Its layers cannot be visited one by one.
+    """
+    model_type, num_shared = str(config.get("model_type")), config.get("num_kv_shared_layers")
+    if model_type in REFUSED:
+        raise UnsupportedModelError(
+            f"model_type {model_type!r} cannot be trained layer by layer",
+            limit=REFUSED[model_type],
+            hint=RESIDENT_HINT,
+        )
+    if num_shared:
+        raise UnsupportedModelError(
+            f"config.num_kv_shared_layers is {num_shared}",
+            limit="layers that read another layer's keys and values cannot be visited alone",
+            hint=RESIDENT_HINT,
+        )
+
+
+def _layer(i: int, num_layers: int, family: Family, read: Config, input_size: int) -> LayerFacts:
+    hidden = read.size("hidden_size")
+    mixer = _mixer(i, num_layers, family, read)
+    is_moe = family.experts is not None and _has_experts(i, family, read)
+    linears, num_norms, others = list(mixer.linears), family.num_norms, mixer.num_others
+    norms = list(mixer.norms)
+    if not is_moe or family.has_mlp_beside_experts:
+        linears += family.mlp.read(read, hidden)
+    if is_moe:
+        assert family.experts is not None
+        experts = family.experts.read(read, hidden)
+        linears += experts
+        if family.has_mlp_beside_experts:
+            num_norms += 3
+        if family.experts.has_router_scales:
+            others += hidden + max(linear.num_experts for linear in experts)
+            norms.append(Norm(num_features=hidden, num_weights=0))
+    if input_size:
+        linears += [
+            Linear(name="per_layer_input_gate", group="mlp", d_in=hidden, d_out=input_size),
+            Linear(
+                name="per_layer_projection",
+                group="mlp",
+                d_in=input_size,
+                d_out=hidden,
+                reads="gated",
+            ),
+        ]
+        num_norms += 1
+    plain = Norm(num_features=hidden, num_weights=hidden if family.has_norm_weights else 0)
+    return LayerFacts(
+        attention=mixer.attention,
+        linears=tuple(linears),
+        norms=(*num_norms * (plain,), *norms),
+        num_others=others,
+    )
+
+
+def _has_experts(i: int, family: Family, read: Config) -> bool:
+    if family.has_mlp_beside_experts:
+        return read.flag("enable_moe_block", default=False)
+    return family.experts is not None and family.experts.is_in(i, read)
+
+
+def _mixer(i: int, num_layers: int, family: Family, read: Config) -> Mixer:
+    hidden, types = read.size("hidden_size"), read.names("layer_types")
+    is_linear = types[i] == "linear_attention" if types else family.is_linear(i, read)
+    if family.delta is not None and is_linear:
+        return family.delta.read(read, hidden)
+    is_last = family.has_global_last and i == num_layers - 1
+    return family.attention.read(read, hidden, None if is_last else _window(i, family, read))
+
+
+def _window(i: int, family: Family, read: Config) -> int | None:
+    if family.has_window_switch and not read.flag("use_sliding_window", default=False):
+        return None
+    if read.is_null("sliding_window"):
+        return None
+    types = read.names("layer_types")
+    slides = types[i] == "sliding_attention" if types else family.slides(i, read)
+    return read.size_or("sliding_window", 0) or None if slides else None

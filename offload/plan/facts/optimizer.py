@@ -1,0 +1,52 @@
+"""The size of an optimizer's state."""
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+from offload.plan.facts.linears import FP32_BYTES
+
+Optimizer = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor"]
+Shape = tuple[int, ...]
+
+MIN_8BIT_ELEMENTS = 4096
+MIN_PAGED_ELEMENTS = 100_000
+BLOCK_8BIT = 256
+
+
+def state_bytes(shapes: Sequence[Shape], optimizer: Optimizer) -> int:
+    """Return the optimizer's state on the device for trained tensors of these shapes.
+
+    AdamW keeps two fp32 moments. In 8 bit they are a byte each, with a scale per 256 elements, but
+    tensors under 4,096 elements keep fp32. If paged, the moments of tensors of 100,000 elements or
+    more are not on the device. Adafactor keeps a mean of squares for each row and column, and all
+    squares of a vector.
+
+    Source: bitsandbytes 0.50 optim/optimizer.py; torch/optim/_adafactor.py.
+    """
+    return sum(_state_bytes(shape, optimizer) for shape in shapes)
+
+
+def _state_bytes(shape: Shape, optimizer: Optimizer) -> int:
+    size = math.prod(shape)
+    if optimizer == "adafactor":
+        *others, columns = shape
+        sums = math.prod(others) + math.prod(others[:-1]) * columns if others else columns
+        return FP32_BYTES * sums
+    if optimizer == "adamw" or size < MIN_8BIT_ELEMENTS:
+        return 2 * FP32_BYTES * size
+    moments = 0 if optimizer == "paged_adamw_8bit" and size >= MIN_PAGED_ELEMENTS else size
+    return 2 * (moments + FP32_BYTES * math.ceil(size / BLOCK_8BIT))
+
+
+def paged_bytes(shapes: Sequence[Shape], optimizer: Optimizer) -> int:
+    """Return the state in unified memory, which is host memory while the device is full."""
+    if optimizer != "paged_adamw_8bit":
+        return 0
+    return sum(2 * size for size in map(math.prod, shapes) if size >= MIN_PAGED_ELEMENTS)
+
+
+def temporary_bytes(shapes: Sequence[Shape], optimizer: Optimizer) -> int:
+    """Return the temporary memory of an update: Adafactor updates one tensor at a time."""
+    sizes = [FP32_BYTES * math.prod(shape) for shape in shapes]
+    return max(sizes, default=0) if optimizer == "adafactor" else sum(sizes)

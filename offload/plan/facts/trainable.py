@@ -1,0 +1,177 @@
+"""Counts of what trains: the adapter, and modules that are trained in full in addition to it.
+
+Such a module is a copy that is on the device for the whole run; the original stays where it was.
+The copy computes in the model's dtype. Updates with a small learning rate would be lost in 16 bits,
+so a 16-bit copy has a master copy in fp32 for the optimizer's updates and for summing gradients.
+"""
+
+import math
+from collections.abc import Mapping
+
+from offload.errors import UnsupportedModelError
+from offload.plan.facts.facts import (
+    AdapterSpec,
+    LayerFacts,
+    ModelFacts,
+    adapted_linears,
+    linear_names,
+    nearest,
+)
+from offload.plan.facts.linears import Linear
+from offload.plan.facts.optimizer import Shape
+
+NORMS, ROUTER, EMBEDDING, HEAD = "norms", "router", "embed_tokens", "lm_head"
+
+
+def trained_parameters(facts: ModelFacts, spec: AdapterSpec) -> int:
+    """Count all that trains.
+
+    Raises:
+        UnsupportedModelError: Something that should train is not in this model.
+    """
+    return adapter_parameters(facts, spec) + module_parameters(facts, spec)
+
+
+def trained_tensor_shapes(facts: ModelFacts, spec: AdapterSpec) -> tuple[Shape, ...]:
+    """Return the shape of every tensor that trains."""
+    modules = [shape for layer in facts.layers for shape in _layer_module_shapes(layer, spec)]
+    for name, size in outer_module_sizes(facts, spec).items():
+        modules.append((size,) if name == NORMS else (facts.vocab_size, facts.hidden_size))
+    return (*_adapter_tensor_shapes(facts, spec), *modules)
+
+
+def adapter_tensor_sizes(facts: ModelFacts, spec: AdapterSpec) -> tuple[int, ...]:
+    """Return the elements of every A, B and magnitude."""
+    return tuple(map(math.prod, _adapter_tensor_shapes(facts, spec)))
+
+
+def _adapter_tensor_shapes(facts: ModelFacts, spec: AdapterSpec) -> tuple[Shape, ...]:
+    """Return every A (rank * E, d_in), B (d_out, rank * E) and magnitude."""
+    shapes: list[Shape] = []
+    for layer in facts.layers:
+        for linear in adapted_linears(layer, spec):
+            width = spec.rank_of(linear) * linear.num_experts
+            shapes += [(width, linear.d_in), (linear.d_out, width)]
+            shapes += [(linear.d_out,)] if spec.is_dora else []
+    return tuple(shapes)
+
+
+def adapter_parameters(facts: ModelFacts, spec: AdapterSpec) -> int:
+    """Count the adapter's parameters: r * (d_in + d_out) for every target of every layer.
+
+    Raises:
+        UnsupportedModelError: A target's name occurs in no layer, there are no experts to adapt, or
+            a pattern matches no projection with an adapter.
+    """
+    known = linear_names(facts)
+    if not known and (spec.targets or not spec.experts):
+        raise _unadaptable(facts)
+    for target in spec.targets:
+        if target not in known:
+            raise UnsupportedModelError(
+                f"adapter target '{target}' is no linear layer of a {facts.model_type} model",
+                limit=f"its linear layers are {', '.join(known)}",
+                hint=f"`adapter.targets: [{nearest(target, known)}]`",
+            )
+    if spec.experts and not any(layer.num_experts for layer in facts.layers):
+        raise UnsupportedModelError(
+            f"adapter.experts is true, but this {facts.model_type} model has no experts",
+            limit="only mixture-of-experts layers have them",
+            hint="`adapter.experts: false`",
+        )
+    adapted = {
+        linear.key: None for layer in facts.layers for linear in adapted_linears(layer, spec)
+    }
+    if not adapted:
+        raise UnsupportedModelError(
+            "nothing gets an adapter: adapter.modules_to_save names all of adapter.targets",
+            limit="an adapter needs at least one target",
+            hint="`adapter.targets: all-linear`",
+        )
+    for field, names in (
+        ("rank_pattern", [name for name, _ in spec.rank_pattern]),
+        ("alpha_pattern", spec.alpha_pattern),
+    ):
+        for name in names:
+            if name not in adapted:
+                raise UnsupportedModelError(
+                    f"adapter.{field} names '{name}', which has no adapter",
+                    limit=f"adapters are on {', '.join(adapted)}",
+                    hint=f"`adapter.{field}: {{{nearest(name, adapted)}: ...}}`",
+                )
+    return sum(adapter_tensor_sizes(facts, spec))
+
+
+def _unadaptable(facts: ModelFacts) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"nothing in a {facts.model_type} model can get an adapter",
+        limit="adapters are put on linear layers inside `layers`",
+        hint="train this model with another tool",
+    )
+
+
+def module_parameters(facts: ModelFacts, spec: AdapterSpec) -> int:
+    """Count the parameters of the modules that are trained in full.
+
+    Raises:
+        UnsupportedModelError: One is not in this model, or is tied to another that is not named.
+    """
+    if HEAD in spec.modules and facts.tie_word_embeddings:
+        raise UnsupportedModelError(
+            f"adapter.modules_to_save names {HEAD}, which is {EMBEDDING} in this model",
+            limit="tied weights are trained as one, by the name of the embedding",
+            hint=f"`adapter.modules_to_save: [{EMBEDDING}]`",
+        )
+    known = [NORMS, EMBEDDING, *([] if facts.tie_word_embeddings else [HEAD]), *linear_names(facts)]
+    if any(layer.num_experts for layer in facts.layers):
+        known.insert(1, ROUTER)
+    for name in spec.modules:
+        if name not in known:
+            raise UnsupportedModelError(
+                f"adapter.modules_to_save names '{name}', which a {facts.model_type} model has not",
+                limit=f"it may hold {', '.join(known)}",
+                hint=f"`adapter.modules_to_save: [{nearest(name, known)}]`",
+            )
+    return sum(module_tensor_sizes(facts, spec))
+
+
+def module_tensor_sizes(facts: ModelFacts, spec: AdapterSpec) -> tuple[int, ...]:
+    """Return the elements of every tensor of the modules that are trained in full."""
+    outside = outer_module_sizes(facts, spec)
+    layers = [size for layer in facts.layers for size in layer_module_sizes(layer, spec)]
+    return (*layers, *outside.values())
+
+
+def layer_module_sizes(layer: LayerFacts, spec: AdapterSpec) -> tuple[int, ...]:
+    """Return the elements of the tensors of one layer's modules that are trained in full."""
+    return tuple(map(math.prod, _layer_module_shapes(layer, spec)))
+
+
+def _layer_module_shapes(layer: LayerFacts, spec: AdapterSpec) -> tuple[Shape, ...]:
+    shapes: list[Shape] = []
+    if NORMS in spec.modules:
+        shapes += [(n,) for norm in layer.norms for n in (norm.num_weights, norm.num_biases) if n]
+    for linear in whole_linears(layer, spec):
+        shapes += [(linear.d_out, linear.d_in)]
+        shapes += [(linear.num_biases,)] if linear.has_bias else []
+    return tuple(shapes)
+
+
+def whole_linears(layer: LayerFacts, spec: AdapterSpec) -> tuple[Linear, ...]:
+    """Return the matrices of a layer that are trained in full."""
+    return tuple(
+        linear
+        for linear in layer.linears
+        if linear.group != "experts"
+        and (ROUTER if linear.group == "router" else linear.name) in spec.modules
+    )
+
+
+def outer_module_sizes(facts: ModelFacts, spec: AdapterSpec) -> Mapping[str, int]:
+    """Return the elements of the modules before and after the layers trained in full, by name."""
+    sizes = {
+        NORMS: facts.final_norm_parameters,
+        EMBEDDING: facts.embedding_parameters,
+        HEAD: facts.head_parameters,
+    }
+    return {name: size for name, size in sizes.items() if size and name in spec.modules}

@@ -1,0 +1,49 @@
+"""The size of one micro-batch and of what is trained on it."""
+
+from dataclasses import dataclass
+
+from offload.plan.facts.codec import CodecName, is_encoded
+from offload.plan.facts.facts import AdapterSpec, LayerFacts
+from offload.plan.facts.layer_layout import record_bytes
+from offload.plan.facts.optimizer import Optimizer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """The size of one micro-batch, and of what is trained on it.
+
+    Attributes:
+        micro_batch_size: Sequences.
+        seq_len: Tokens of each.
+        label_tokens: Tokens of the micro-batch that have a loss; only these reach the head.
+        head_chunk_tokens: Tokens whose logits exist at once.
+        adapter: What is trained, in fp32 as in peft.
+        optimizer: The optimizer.
+        dtype_bytes: Bytes of a weight in the compute dtype, and of an activation.
+        codec: The codec in which the layers' matrices are stored.
+        has_router_loss: Whether router logits are kept for the router loss.
+    """
+
+    micro_batch_size: int
+    seq_len: int
+    label_tokens: int
+    head_chunk_tokens: int
+    adapter: AdapterSpec
+    optimizer: Optimizer
+    dtype_bytes: int
+    codec: CodecName
+    has_router_loss: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the micro-batch."""
+        return self.micro_batch_size * self.seq_len
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether layers are decoded before they compute."""
+        return is_encoded(self.codec, self.dtype_bytes)
+
+    def cargo_bytes(self, layer: LayerFacts) -> int:
+        """Return the size of a layer as stored, which is what one load moves."""
+        return record_bytes(layer, self.codec, self.dtype_bytes)

@@ -1,0 +1,1 @@
+"""The rates and capacities of a machine, and the cards that are known by name."""

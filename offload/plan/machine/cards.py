@@ -1,0 +1,180 @@
+"""Cards that a plan knows by name, with the published figures of their makers.
+
+The 16-bit rate is that of dense products with fp32 accumulation, which training needs. It is not
+the figure with sparsity nor, for a GeForce, the one with fp16 accumulation, each of which is twice
+as large. Sources, by `sheet`; if a sheet gives cores and boost clock but no rate, the rate is
+computed from them, two operations per core and clock:
+
+    ga102     NVIDIA Ampere GA102 whitepaper v2.1, appendix A: a GeForce multiplies bf16 at twice
+              its fp32 rate. Cards that are not in it: nvidia.com's comparison of the 30 series.
+    ada       NVIDIA Ada GPU architecture whitepaper v2.1, appendix A, by the same rule. Cards that
+              are not in it: nvidia.com's comparison of the 40 series.
+    blackwell NVIDIA RTX Blackwell GPU architecture whitepaper, appendix A, by the same rule. Cards
+              that are not in it: nvidia.com's comparison of the 50 series.
+    rtx-a     Datasheets of RTX A2000 to A6000: "tensor performance" is with sparsity, so half of
+              it, which is four times fp32.
+    rtx-ada   Datasheet of RTX 6000 Ada: a quarter of its fp8 rate with sparsity.
+    rtx-pro   Datasheets of RTX PRO Blackwell: an eighth of the AI TOPS, which are fp4 with
+              sparsity. Others measured 457 of 504 TFLOP/s on a PRO 6000, 257 of 295 on a PRO 5000.
+    datasheet The card's own: A10, A100, B200 (HGX), H100, H200, L4, L40S, T4, V100 (PCIe).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Line = Literal["consumer", "workstation", "server"]
+Pcie = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Card:
+    """Published figures of a card, and measurements by others.
+
+    Attributes:
+        memory_gib: Device memory.
+        half_tflops: Dense products of 16-bit numbers, accumulated in fp32.
+        fp32_tflops: Arithmetic in fp32, without tensor cores.
+        memory_gb_per_s: Of device memory.
+        pcie: Generation and lanes of its link.
+        line: The product line, which implies the kind of host.
+        sheet: The source of the figures.
+        has_bf16: Whether it computes in bfloat16; cards before Ampere do not.
+        has_grouped_gemm: Whether torch's grouped products are one kernel on it.
+        measured_gemm_tflops: Large products, as measured by others.
+        measured_memory_gb_per_s: Likewise.
+        measured_fp32_tflops: Likewise.
+        measured_link_gb_per_s: Likewise.
+    """
+
+    memory_gib: float
+    half_tflops: float
+    fp32_tflops: float
+    memory_gb_per_s: float
+    pcie: Pcie
+    line: Line
+    sheet: str
+    has_bf16: bool = True
+    has_grouped_gemm: bool = False
+    measured_gemm_tflops: float | None = None
+    measured_memory_gb_per_s: float | None = None
+    measured_fp32_tflops: float | None = None
+    measured_link_gb_per_s: float | None = None
+
+
+def _card(
+    line: Line,
+    sheet: str,
+    pcie: Pcie,
+    gib: float,
+    half: float,
+    fp32: float,
+    memory: float,
+    *,
+    has_bf16: bool = True,
+) -> Card:
+    return Card(
+        memory_gib=gib,
+        half_tflops=half,
+        fp32_tflops=fp32,
+        memory_gb_per_s=memory,
+        pcie=pcie,
+        line=line,
+        sheet=sheet,
+        has_bf16=has_bf16,
+    )
+
+
+CARDS: Mapping[str, Card] = {
+    # (PCIe generation, lanes), GiB, TFLOP/s in 16 bits, TFLOP/s in fp32, GB/s
+    "rtx3060": _card("consumer", "ga102", (4, 16), 12, 25.5, 12.7, 360),
+    "rtx3060-8gb": _card("consumer", "ga102", (4, 16), 8, 25.5, 12.7, 240),
+    "rtx3060ti": _card("consumer", "ga102", (4, 16), 8, 32.4, 16.2, 448),
+    "rtx3070": _card("consumer", "ga102", (4, 16), 8, 40.6, 20.3, 448),
+    "rtx3070ti": _card("consumer", "ga102", (4, 16), 8, 43.5, 21.7, 608),
+    "rtx3080": _card("consumer", "ga102", (4, 16), 10, 59.5, 29.8, 760),
+    "rtx3080-12gb": _card("consumer", "ga102", (4, 16), 12, 61.3, 30.6, 912),
+    "rtx3080ti": _card("consumer", "ga102", (4, 16), 12, 68.2, 34.1, 912),
+    "rtx3090": _card("consumer", "ga102", (4, 16), 24, 71, 35.6, 936),
+    "rtx3090ti": _card("consumer", "ga102", (4, 16), 24, 80, 40, 1008),
+    "rtx4060": _card("consumer", "ada", (4, 8), 8, 30.2, 15.1, 272),
+    "rtx4060ti": _card("consumer", "ada", (4, 8), 16, 44.1, 22.1, 288),
+    "rtx4060ti-8gb": _card("consumer", "ada", (4, 8), 8, 44.1, 22.1, 288),
+    "rtx4070": _card("consumer", "ada", (4, 16), 12, 58.3, 29.1, 504),
+    "rtx4070super": _card("consumer", "ada", (4, 16), 12, 71, 35.5, 504),
+    "rtx4070ti": _card("consumer", "ada", (4, 16), 12, 80.2, 40.1, 504),
+    "rtx4070tisuper": _card("consumer", "ada", (4, 16), 16, 88.2, 44.1, 672),
+    "rtx4080": _card("consumer", "ada", (4, 16), 16, 97.5, 48.7, 717),
+    "rtx4080super": _card("consumer", "ada", (4, 16), 16, 104.4, 52.2, 736),
+    "rtx4090": _card("consumer", "ada", (4, 16), 24, 165.2, 82.6, 1008),
+    "rtx5060": _card("consumer", "blackwell", (5, 8), 8, 38.4, 19.2, 448),
+    "rtx5060ti": _card("consumer", "blackwell", (5, 8), 16, 47.4, 23.7, 448),
+    "rtx5060ti-8gb": _card("consumer", "blackwell", (5, 8), 8, 47.4, 23.7, 448),
+    "rtx5070": _card("consumer", "blackwell", (5, 16), 12, 61.7, 30.9, 672),
+    "rtx5070ti": _card("consumer", "blackwell", (5, 16), 16, 87.9, 43.9, 896),
+    "rtx5080": _card("consumer", "blackwell", (5, 16), 16, 112.6, 56.3, 960),
+    "rtx5090": Card(
+        memory_gib=32,
+        half_tflops=209.5,
+        fp32_tflops=104.8,
+        memory_gb_per_s=1792,
+        pcie=(5, 16),
+        line="consumer",
+        sheet="blackwell",
+        measured_gemm_tflops=238,
+        measured_memory_gb_per_s=1400,
+        measured_link_gb_per_s=56,
+    ),
+    "rtxa2000": _card("workstation", "rtx-a", (4, 16), 6, 31.9, 8, 288),
+    "rtxa2000-12gb": _card("workstation", "rtx-a", (4, 16), 12, 31.9, 8, 288),
+    "rtxa4000": _card("workstation", "rtx-a", (4, 16), 16, 76.7, 19.2, 448),
+    "rtxa4500": _card("workstation", "rtx-a", (4, 16), 20, 94.6, 23.7, 640),
+    "rtxa5000": _card("workstation", "rtx-a", (4, 16), 24, 111.1, 27.8, 768),
+    "rtxa5500": _card("workstation", "rtx-a", (4, 16), 24, 136.4, 34.1, 768),
+    "rtxa6000": _card("workstation", "rtx-a", (4, 16), 48, 154.8, 38.7, 768),
+    "rtx6000ada": _card("workstation", "rtx-ada", (4, 16), 48, 364.2, 91.1, 960),
+    "rtxpro4000": _card("workstation", "rtx-pro", (5, 16), 24, 187.6, 46.9, 672),
+    "rtxpro4500": _card("workstation", "rtx-pro", (5, 16), 32, 219.8, 54.9, 896),
+    "rtxpro5000": _card("workstation", "rtx-pro", (5, 16), 48, 294.8, 73.7, 1344),
+    "rtxpro6000": _card("workstation", "rtx-pro", (5, 16), 96, 503.8, 126, 1792),
+    "t4": _card("server", "datasheet", (3, 16), 16, 65, 8.1, 320, has_bf16=False),
+    "v100": _card("server", "datasheet", (3, 16), 16, 112, 14, 900, has_bf16=False),
+    "v100-32gb": _card("server", "datasheet", (3, 16), 32, 112, 14, 900, has_bf16=False),
+    "a10": _card("server", "datasheet", (4, 16), 24, 125, 31.2, 600),
+    "l4": _card("server", "datasheet", (4, 16), 24, 121, 30.3, 300),
+    "l40s": _card("server", "datasheet", (4, 16), 48, 362, 91.6, 864),
+    "a100": _card("server", "datasheet", (4, 16), 80, 312, 19.5, 2039),
+    "h100": Card(
+        memory_gib=80,
+        half_tflops=989,
+        fp32_tflops=67,
+        memory_gb_per_s=3350,
+        pcie=(5, 16),
+        line="server",
+        sheet="datasheet",
+        has_grouped_gemm=True,
+        measured_gemm_tflops=800,
+        measured_memory_gb_per_s=2400,
+        measured_fp32_tflops=25,
+    ),
+    "h200": Card(
+        memory_gib=140,
+        half_tflops=989,
+        fp32_tflops=67,
+        memory_gb_per_s=4800,
+        pcie=(5, 16),
+        line="server",
+        sheet="datasheet",
+        has_grouped_gemm=True,
+    ),
+    "b200": Card(
+        memory_gib=179,
+        half_tflops=2250,
+        fp32_tflops=80,
+        memory_gb_per_s=8000,
+        pcie=(5, 16),
+        line="server",
+        sheet="datasheet",
+        has_grouped_gemm=True,
+    ),
+}

@@ -1,0 +1,432 @@
+"""Rates and capacities of a machine, each with its source: measured, published, or assumed."""
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from reprlib import repr as shown
+from typing import Any, Literal, get_args
+
+from offload.errors import MachineError
+from offload.plan.machine.cards import CARDS, Card, Pcie
+
+GIB = 2**30
+MEASURED = "measured"  # the source of rates that were measured on this machine
+# Beyond any machine, while a float still holds products of a few.
+MIN_RATE, MAX_RATE, MAX_BYTES = 1e-15, 1e30, 2**60
+
+# Expert kernels, by the names of transformers; `triton` is this project's own.
+ExpertsImplementation = Literal["eager", "grouped_mm", "triton"]
+Dtype = Literal["bfloat16", "float32"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rate:
+    """A number per second (of `launch_s`: seconds), and where it comes from."""
+
+    value: float
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Implementation:
+    """The expert kernels, and the reason for the choice."""
+
+    value: ExpertsImplementation
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """A NUMA node: host memory with its local processors.
+
+    Attributes:
+        number: The system's number of the node.
+        num_cpus: Processors that this process may use.
+        ram_bytes: All of its memory.
+        is_near: Whether it is the nearest one to the device.
+        copy_bytes_per_s: Bytes that one of its threads copies within it.
+    """
+
+    number: int
+    num_cpus: int
+    ram_bytes: int
+    is_near: bool
+    copy_bytes_per_s: Rate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """One device with its host.
+
+    On a CPU, device memory is the host's: both capacities name the same bytes.
+
+    Attributes:
+        name: The machine's name in reports.
+        device: The device that layers compute on.
+        dtype: The weights' dtype that the rates of matrix products are for.
+        vram_bytes: Device memory that a process may use, its context included.
+        ram_bytes: Host memory that a process may use.
+        pinned_bytes: Host memory that may be page-locked.
+        context_bytes: Device memory used before the first tensor: the CUDA context, or the process.
+        has_grouped_gemm: Whether torch's grouped products run as one kernel instead of a loop.
+        experts_implementation: The expert kernels.
+        gemm_flops_per_s: Large matrix products.
+        expert_gemm_flops_per_s: Products of routed rows with their experts' matrices, with these
+            expert kernels.
+        tall_gemm_flops_per_s: Products with 16 columns or rows on one side, as in low-rank
+            branches, forward and backward.
+        tall_fp32_flops_per_s: The same in fp32, the dtype of adapters.
+        attention_flops_per_s: Causal attention, forward and backward. On a GPU the lower triangle
+            is counted, on a CPU the blocks that its kernel computes.
+        vector_flops_per_s: Arithmetic and large products in fp32.
+        memory_bytes_per_s: Norms and activations in device memory, reads and writes together.
+        h2d_bytes_per_s: Host to device while the other direction is idle.
+        h2d_duplex_bytes_per_s: Host to device while the other direction (a CPU: compute) is busy.
+        d2h_bytes_per_s: Device to host.
+        host_memory_bytes_per_s: Large new tensors in host memory, reads and writes together.
+        launch_s: Seconds to issue one operation of a layer.
+        disk_bytes_per_s: Reads of a file that bypass the page cache, as stores are read; None if
+            not measured.
+        nodes: The host's NUMA nodes; empty if not measured.
+    """
+
+    name: str
+    device: Literal["cuda", "cpu"]
+    dtype: str
+    vram_bytes: int
+    ram_bytes: int
+    pinned_bytes: int
+    context_bytes: int
+    has_grouped_gemm: bool
+    experts_implementation: Implementation
+    gemm_flops_per_s: Rate
+    expert_gemm_flops_per_s: Rate
+    tall_gemm_flops_per_s: Rate
+    tall_fp32_flops_per_s: Rate
+    attention_flops_per_s: Rate
+    vector_flops_per_s: Rate
+    memory_bytes_per_s: Rate
+    h2d_bytes_per_s: Rate
+    h2d_duplex_bytes_per_s: Rate
+    d2h_bytes_per_s: Rate
+    host_memory_bytes_per_s: Rate
+    launch_s: Rate
+    disk_bytes_per_s: Rate | None = None
+    nodes: tuple[Node, ...] = ()
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether every rate was measured on this machine."""
+        rates = (getattr(self, field.name) for field in fields(self) if field.type is Rate)
+        return all(rate.source == MEASURED for rate in rates)
+
+    @property
+    def loops_over_experts(self) -> bool:
+        """Whether each expert's product is a launch of its own, as in a loop."""
+        way = self.experts_implementation.value
+        return way == "eager" or (way == "grouped_mm" and not self.has_grouped_gemm)
+
+    def to_json(self) -> str:
+        """Write the machine so that `from_json` returns an equal one."""
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "Machine":
+        """Read a machine.
+
+        Raises:
+            MachineError: Not JSON, or a key is unknown, missing or of the wrong type.
+        """
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError) as error:  # not JSON, a number too long, or too deep
+            raise _bad_file(f"it is not JSON that can be read: {error}") from None
+        types = {field.name: field.type for field in fields(cls)}
+        _check_keys(values, types, "machine")
+        return cls(**{key: _parsed(key, value, types[key]) for key, value in values.items()})
+
+
+def _bad_file(why: str) -> MachineError:
+    return MachineError(
+        f"the machine file cannot be read: {why}",
+        limit="it holds what `probe --save` writes",
+        hint="measure again: `sluice probe --save FILE`",
+    )
+
+
+def _check_keys(values: object, known: Mapping[str, object], what: str) -> None:
+    if not isinstance(values, dict):
+        raise _bad_file(f"{what} is {shown(values)}, not an object")
+    for key in values:
+        if key not in known:
+            nearest = difflib.get_close_matches(key[:80], known, n=1, cutoff=0.0)[0]
+            raise _bad_file(f"{what} has an unknown key '{key[:80]}' (nearest: '{nearest}')")
+    for key in known:
+        if key not in values:
+            raise _bad_file(f"{what} has no key '{key}'")
+
+
+def _parsed(key: str, value: object, kind: object) -> Any:
+    if kind == Rate | None:
+        return None if value is None else _parsed(key, value, Rate)
+    if kind == tuple[Node, ...]:
+        return _parsed_nodes(key, value)
+    if kind in (Rate, Implementation):
+        _check_keys(value, {"value": float, "source": str}, f"'{key}'")
+        assert isinstance(value, dict)
+        found, source = value["value"], value["source"]
+        if not isinstance(source, str):
+            raise _bad_file(f"the source of '{key}' is {shown(source)}, not text")
+        if kind is Implementation:
+            return Implementation(value=_chosen(key, found, ExpertsImplementation), source=source)
+        is_number = isinstance(found, int | float) and not isinstance(found, bool)
+        if not is_number or not MIN_RATE < found < MAX_RATE:
+            raise _bad_file(f"the value of '{key}' is {shown(found)}, not a number above 0")
+        return Rate(value=float(found), source=source)
+    if key == "device":
+        return _chosen(key, value, kind)
+    assert kind in (int, bool, str)
+    is_far = kind is int and isinstance(value, int) and not 0 <= value <= MAX_BYTES
+    if type(value) is not kind or is_far:
+        wanted = {int: "a whole number of bytes", bool: "true or false", str: "text"}[kind]
+        raise _bad_file(f"'{key}' is {shown(value)}, not {wanted}")
+    return value
+
+
+def _parsed_nodes(key: str, value: object) -> tuple[Node, ...]:
+    if not isinstance(value, list):
+        raise _bad_file(f"'{key}' is {shown(value)}, not a list")
+    types = {field.name: field.type for field in fields(Node)}
+    nodes = []
+    for one in value:
+        _check_keys(one, types, f"one of '{key}'")
+        nodes.append(Node(**{name: _parsed(name, of, types[name]) for name, of in one.items()}))
+    return tuple(nodes)
+
+
+def _chosen(key: str, value: object, choices: object) -> Any:
+    names = get_args(choices)
+    if value not in names:
+        raise _bad_file(f"'{key}' is {shown(value)}, not {', '.join(names[:-1])} or {names[-1]}")
+    return value
+
+
+# ---------------------------------------------------------------------------------------------
+# Named cards
+
+# Fractions of the datasheet that large kernels reach: 80 % of dense bf16 peak on H100 and H200, 70
+# to 90 % of memory bandwidth. The others are assumptions until a probe replaces them.
+GEMM_FRAC = 0.8
+MEMORY_FRAC = 0.8
+EXPERT_FRAC = 0.7
+ATTENTION_FRAC = 0.6
+DUPLEX_FRAC = 51 / 56
+LAUNCH_S = 7e-6
+CONTEXT_BYTES = GIB * 3 // 4
+WORKSTATION_RAM_BYTES = 64 * GIB
+SERVER_RAM_BYTES = 256 * GIB
+HOST_MEMORY_BYTES_PER_S = 60e9
+TALL_COLUMNS = 16  # columns of the products that tall rates are measured with
+NVME_BYTES_PER_S = 6e9
+FP32_FRAC = 0.25  # of the 16-bit rate, if not published: that of a workstation card
+GIVEN = "given"
+
+_LINKS: Mapping[Pcie, Rate] = {
+    (3, 16): Rate(value=12.5e9, source="assumed: PCIe 3.0 x16"),
+    (4, 8): Rate(value=12.5e9, source="assumed: PCIe 4.0 x8"),
+    (4, 16): Rate(value=25e9, source="assumed: PCIe 4.0 x16"),
+    (5, 8): Rate(value=28e9, source="assumed: PCIe 5.0 x8"),
+    (5, 16): Rate(value=56e9, source="assumed: PCIe 5.0 x16, as an RTX 5090 measures"),
+}
+CARD_NAMES = tuple(CARDS)
+CARD_KEYS = ("memory_gib", "memory_gb_per_s", "half_tflops", "link_gb_per_s")
+
+
+def named_machine(
+    name: str,
+    *,
+    dtype: Dtype = "bfloat16",
+    ram_bytes: int | None = None,
+    link_bytes_per_s: float | None = None,
+) -> Machine:
+    """Return a known card in a workstation or server; case, spaces and dashes do not matter.
+
+    Args:
+        name: Such as rtx3060, "RTX 5090" or "RTX 3060 8 GB".
+        dtype: What layers compute in.
+        ram_bytes: Host memory, if it is not the assumed 64 GiB (server cards: 256).
+        link_bytes_per_s: Host to device, if the slot is narrower than the card's link.
+
+    Raises:
+        MachineError: No such card (the error lists the nearest names), or it has no such dtype.
+    """
+    known = {_plain(key): key for key in CARDS}
+    known |= {f"{_plain(key)}{card.memory_gib:g}gb": key for key, card in CARDS.items()}
+    plain = _plain(name)
+    key = known.get(plain) or known.get(f"rtx{plain}")
+    if key is None:
+        nearest = difflib.get_close_matches(plain, CARD_NAMES, n=3, cutoff=0.0)
+        raise MachineError(
+            f"no machine is called '{name}'",
+            limit=f"known are {', '.join(CARD_NAMES)}",
+            hint=f"nearest: `{'`, `'.join(nearest)}`; or measure yours: `sluice probe --save FILE`",
+        )
+    card = CARDS[key]
+    if dtype == "bfloat16" and not card.has_bf16:
+        raise MachineError(
+            f"{key} does not compute in bfloat16",
+            limit="cards before Ampere have 16-bit products of float16 only, which is not trained"
+            " in yet",
+            hint="`model.dtype: float32`, or a card such as rtx3060 or l4",
+        )
+    link = _LINKS[card.pcie]
+    if card.measured_link_gb_per_s is not None:
+        link = Rate(value=card.measured_link_gb_per_s * 1e9, source="measured by others")
+    is_server = card.line == "server"
+    return _machine(
+        key,
+        card,
+        dtype=dtype,
+        ram_bytes=ram_bytes or (SERVER_RAM_BYTES if is_server else WORKSTATION_RAM_BYTES),
+        link=link if link_bytes_per_s is None else Rate(value=link_bytes_per_s, source=GIVEN),
+        word="datasheet",
+    )
+
+
+def described_machine(
+    name: str, text: str, *, dtype: Dtype = "bfloat16", ram_bytes: int | None = None
+) -> Machine:
+    """Return a card described by four numbers; everything else is assumed.
+
+    Args:
+        name: Its name.
+        text: A JSON object of `CARD_KEYS`: GiB, GB/s, TFLOP/s of dense 16-bit products that are
+            accumulated in fp32, and GB/s from host to device.
+        dtype: What layers compute in.
+        ram_bytes: Host memory, if it is not the assumed 64 GiB.
+
+    Raises:
+        MachineError: The text is not these four numbers.
+    """
+    values = json.loads(text)
+    numbers = {key: values.get(key) for key in CARD_KEYS}
+    wrong = [*(key for key in values if key not in CARD_KEYS)] + [
+        key
+        for key, value in numbers.items()
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6
+    ]
+    if wrong:
+        raise MachineError(
+            f"the card file of {name} has {wrong[0]}: {json.dumps(values.get(wrong[0]))}",
+            limit=f"it holds four numbers above 0: {', '.join(CARD_KEYS)}",
+            hint='`{"memory_gib": 24, "memory_gb_per_s": 936, "half_tflops": 71,'
+            ' "link_gb_per_s": 25}` is an RTX 3090',
+        )
+    card = Card(
+        memory_gib=numbers["memory_gib"],
+        half_tflops=numbers["half_tflops"],
+        fp32_tflops=numbers["half_tflops"] * FP32_FRAC,
+        memory_gb_per_s=numbers["memory_gb_per_s"],
+        pcie=(4, 16),
+        line="workstation",
+        sheet=GIVEN,
+    )
+    return _machine(
+        name,
+        card,
+        dtype=dtype,
+        ram_bytes=ram_bytes or WORKSTATION_RAM_BYTES,
+        link=Rate(value=numbers["link_gb_per_s"] * 1e9, source=GIVEN),
+        word=GIVEN,
+    )
+
+
+def is_described(text: str) -> bool:
+    """Return whether a file is a card of four numbers and not the output of `probe --save`."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return (
+        isinstance(values, dict)
+        and not {"device", "gemm_flops_per_s"} & set(values)
+        and any(key in values for key in CARD_KEYS)
+    )
+
+
+def _plain(name: str) -> str:
+    """Return a card's name for comparison: without spaces, dashes and its maker's words."""
+    text = "".join(letter for letter in name.lower() if letter not in " -_")
+    for word in ("nvidia", "geforce", "tesla"):
+        text = text.removeprefix(word)
+    for word in ("generation", "blackwell"):
+        text = text.removesuffix(word)
+    return text
+
+
+def _machine(
+    name: str, card: Card, *, dtype: Dtype, ram_bytes: int, link: Rate, word: str
+) -> Machine:
+    half = _published(card.measured_gemm_tflops, card.half_tflops, GEMM_FRAC, 1e12, word)
+    vector = _published(card.measured_fp32_tflops, card.fp32_tflops, GEMM_FRAC, 1e12, word)
+    if word == GIVEN:
+        vector = _share(half, FP32_FRAC, "16-bit rate")
+    memory = _published(card.measured_memory_gb_per_s, card.memory_gb_per_s, MEMORY_FRAC, 1e9, word)
+    gemm = half if dtype == "bfloat16" else vector
+    return Machine(
+        name=name,
+        device="cuda",
+        dtype=dtype,
+        vram_bytes=int(card.memory_gib * GIB),
+        ram_bytes=ram_bytes,
+        pinned_bytes=ram_bytes,
+        context_bytes=CONTEXT_BYTES,
+        has_grouped_gemm=card.has_grouped_gemm,
+        experts_implementation=assumed_implementation(
+            device="cuda", has_grouped_gemm=card.has_grouped_gemm
+        )
+        if card.has_bf16
+        else Implementation(value="eager", source="assumed: the kernels need Ampere"),
+        gemm_flops_per_s=gemm,
+        expert_gemm_flops_per_s=_share(gemm, EXPERT_FRAC, "GEMM"),
+        tall_gemm_flops_per_s=_tall(gemm, memory, num_bytes=2 if dtype == "bfloat16" else 4),
+        tall_fp32_flops_per_s=_tall(vector, memory, num_bytes=4),
+        attention_flops_per_s=_share(gemm, ATTENTION_FRAC, "GEMM"),
+        vector_flops_per_s=vector,
+        memory_bytes_per_s=memory,
+        h2d_bytes_per_s=link,
+        h2d_duplex_bytes_per_s=_share(link, DUPLEX_FRAC, "h2d"),
+        d2h_bytes_per_s=link,
+        host_memory_bytes_per_s=Rate(value=HOST_MEMORY_BYTES_PER_S, source="assumed"),
+        launch_s=Rate(value=LAUNCH_S, source="assumed"),
+        disk_bytes_per_s=Rate(value=NVME_BYTES_PER_S, source="assumed: PCIe 4.0 NVMe"),
+    )
+
+
+def assumed_implementation(*, device: str, has_grouped_gemm: bool) -> Implementation:
+    """Return the expert kernels that are assumed to be the fastest before a run measures them."""
+    if device == "cpu":
+        return Implementation(value="eager", source="a loop is the fastest on a CPU")
+    return Implementation(
+        value="grouped_mm" if has_grouped_gemm else "triton",
+        source="assumed until a run measures it",
+    )
+
+
+def _published(
+    measured: float | None, published: float, frac: float, unit: float, word: str
+) -> Rate:
+    if measured is not None:
+        return Rate(value=measured * unit, source="measured by others")
+    return Rate(value=published * unit * frac, source=f"{word} x {frac}")
+
+
+def _tall(gemm: Rate, memory: Rate, *, num_bytes: int) -> Rate:
+    """Return the rate of products that read their long side once, in addition to arithmetic."""
+    seconds_per_flop = 1 / gemm.value + num_bytes / (2 * TALL_COLUMNS * memory.value)
+    return Rate(value=1 / seconds_per_flop, source="assumed: GEMM, and one pass over the long side")
+
+
+def _share(rate: Rate, frac: float, of: str) -> Rate:
+    return Rate(value=rate.value * frac, source=f"assumed: {frac:.2g} x {of}")

@@ -1,0 +1,1 @@
+"""The device and host memory of each part of a step."""

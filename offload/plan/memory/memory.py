@@ -1,0 +1,428 @@
+"""The peak of device and host memory in a step, in named terms.
+
+A peak is a maximum over instants, not a sum of everything that ever exists: logits and a layer's
+recompute are never live together. `device_terms` lists the terms of the worst of these instants: a
+head chunk and the first backward visit, each with all kept graphs; a visit that recomputes its
+layer, without any of them; the optimizer.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from offload.plan.facts.attention import SoftmaxAttention
+from offload.plan.facts.codec import decode_workspace_bytes
+from offload.plan.facts.facts import ModelFacts
+from offload.plan.facts.layer_layout import record_bytes
+from offload.plan.facts.linears import FP32_BYTES
+from offload.plan.facts.optimizer import paged_bytes, state_bytes, temporary_bytes
+from offload.plan.facts.trainable import (
+    EMBEDDING,
+    adapter_parameters,
+    module_tensor_sizes,
+    outer_module_sizes,
+    trained_parameters,
+    trained_tensor_shapes,
+)
+from offload.plan.facts.workload import Workload
+from offload.plan.machine.machine import Machine
+from offload.plan.memory.traced import TracedBytes
+from offload.plan.memory.visit import VisitBytes, is_masked, visit_bytes
+from offload.plan.schedule.schedule import NUM_FETCHED, NUM_KEPT, NUM_STAGING, PIECE_BYTES
+
+MIB = 2**20
+
+# Terms that are looked up by name.
+SLAB, STASH, STAGING = "slab", "stashed layer inputs", "staging"
+DATA_WORKERS = "data workers"
+PAGED_STATES = "paged optimizer states"
+CONTEXT, FRAGMENTATION, OTHER_RANKS = "context", "fragmentation", "other ranks"
+SLOTS, CUBLAS, KEPT_GRAPHS = "slots", "cuBLAS workspaces", "kept graphs"
+SCORES = "one visit: attention scores"
+# Terms that a trace measures; they replace formulas.
+VISIT, HEAD_CHUNK, RECORDED = "one visit", "head chunk", "recorded arguments"
+
+# In fp32, after the loss: the log-softmax, and the gradients of it and of the logits.
+LOGIT_COPIES = 3
+# While the router loss of a micro-batch is computed: the softmax, and the gradient of the logits.
+ROUTER_LOSS_COPIES = 2
+CUBLAS_BYTES = 2 * 32 * MIB
+FRAGMENTATION_FRAC = 0.03
+LOADING_LAYERS = 2
+WORKER_BYTES = 256 * MIB
+# Gradients are all-reduced in pieces of this size.
+GRADIENT_BUCKET_BYTES = 64 * MIB
+CUDA_PROCESS_BYTES = 1536 * MIB
+
+
+# Settings that make a term smaller; terms that no setting changes are not listed.
+SEQ_LEN, MICRO_BATCH = "a shorter `train.seq_len`", "a smaller `train.micro_batch_size`"
+TOKENS, RANK = "fewer `train.tokens_per_step`", "a smaller `adapter.rank`"
+FEWER_SLOTS, ROUNDED_LAYERS = "fewer `offload.num_slots`", "`offload.codec: nf4`"
+ON_DISK, INPUTS_IN_RAM = "`offload.tier: disk`", "`offload.stash: host`"
+SMALLER_CHUNK = "a smaller `offload.head_chunk`"
+SHRINKS: Mapping[str, tuple[str, ...]] = {
+    SLOTS: (FEWER_SLOTS, ROUNDED_LAYERS),
+    "adapters": (RANK, "fewer `adapter.targets`"),
+    "gradients": (RANK, "fewer `adapter.targets`"),
+    "optimizer states": ("`train.optimizer: adamw_8bit`", RANK),
+    "optimizer temporaries": (RANK,),
+    "trained modules": ("fewer `adapter.modules_to_save`",),
+    "kept layer inputs": (INPUTS_IN_RAM, TOKENS),
+    "hidden states and their gradients": (TOKENS,),
+    RECORDED: (SEQ_LEN, TOKENS),
+    KEPT_GRAPHS: ("fewer `offload.kept_graphs`",),
+    HEAD_CHUNK: (SMALLER_CHUNK,),
+    VISIT: (SEQ_LEN, MICRO_BATCH),
+    "one visit: saved activations": (SEQ_LEN, MICRO_BATCH),
+    SCORES: (f"{SEQ_LEN}, by its square", MICRO_BATCH),
+    "one visit: adapter inputs": (SEQ_LEN, MICRO_BATCH, "fewer `adapter.targets`"),
+    "one visit: gradients": (SEQ_LEN, MICRO_BATCH),
+    "one visit: DoRA's norm": ("`adapter.dora: false`",),
+    "one visit: factors of expert adapters": (RANK,),
+    SLAB: (ON_DISK, ROUNDED_LAYERS),
+    STASH: (TOKENS, "`offload.stash: device`"),
+    DATA_WORKERS: ("fewer `data.num_workers`",),
+    OTHER_RANKS: ("fewer `--num_processes`",),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryTerm:
+    """A named share of a peak."""
+
+    name: str
+    num_bytes: int
+
+
+def total_bytes(terms: Iterable[MemoryTerm]) -> int:
+    """Add up terms."""
+    return sum(term.num_bytes for term in terms)
+
+
+def layer_weight_bytes(facts: ModelFacts, *, dtype_bytes: int) -> tuple[int, ...]:
+    """Return the bytes of each layer's decoded weights, stored one after another."""
+    sizes = {layer: record_bytes(layer, "native", dtype_bytes) for layer in set(facts.layers)}
+    return tuple(sizes[layer] for layer in facts.layers)
+
+
+# ---------------------------------------------------------------------------------------------
+# Device
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceNeeds:
+    """The use of device memory, by the number of slots and of kept graphs.
+
+    Attributes:
+        always: Live at every instant, with one slot.
+        kept: Live from the forward to the backward, without kept graphs.
+        graph_bytes: What kept graphs add to it, by their number.
+        visit: A visit that recomputes its layer, without kept graphs.
+        instants: A head chunk, and a visit whose graph was kept: what is live in addition to all
+            kept graphs.
+        update: The optimizer.
+        fixed: Independent of all settings.
+    """
+
+    always: tuple[MemoryTerm, ...]
+    kept: tuple[MemoryTerm, ...]
+    graph_bytes: tuple[int, ...]
+    visit: tuple[MemoryTerm, ...]
+    instants: tuple[tuple[MemoryTerm, ...], ...]
+    update: MemoryTerm
+    fixed: tuple[MemoryTerm, ...]
+
+    def terms(self, *, num_slots: int, num_kept_graphs: int) -> tuple[MemoryTerm, ...]:
+        """List the terms of the worst instant; more slots or graphs never need less memory."""
+        always = tuple(
+            MemoryTerm(name=SLOTS, num_bytes=num_slots * term.num_bytes)
+            if term.name == SLOTS
+            else term
+            for term in self.always
+        )
+        graphs = MemoryTerm(name=KEPT_GRAPHS, num_bytes=self.graph_bytes[num_kept_graphs])
+        beside = [(*self.kept, graphs, *instant) for instant in self.instants]
+        worst = max(((*self.kept, *self.visit), *beside, (self.update,)), key=total_bytes)
+        used = total_bytes(always) + total_bytes(worst)
+        fragmentation = MemoryTerm(name=FRAGMENTATION, num_bytes=int(used * FRAGMENTATION_FRAC))
+        terms = (*always, *worst, fragmentation, *self.fixed)
+        return tuple(term for term in terms if term.num_bytes)
+
+
+def device_terms(  # noqa: PLR0913 - everything that uses memory
+    facts: ModelFacts,
+    machine: Machine,
+    workload: Workload,
+    *,
+    num_slots: int,
+    num_micro_batches: int,
+    num_ranks: int,
+    is_padded: bool,
+    is_stashed: bool,
+    traced: TracedBytes | None = None,
+) -> tuple[MemoryTerm, ...]:
+    """List the terms of device memory at the worst instant of a step that keeps no graph.
+
+    Args:
+        facts: The model.
+        machine: The device; on a CPU these bytes are host memory.
+        workload: One micro-batch.
+        num_slots: Layer slots, at most one per layer.
+        num_micro_batches: Micro-batches of a rank's step, whose layer inputs are all kept.
+        num_ranks: Processes that share the step, each with a device.
+        is_padded: Whether batches contain padding, so that masks have to be materialized.
+        is_stashed: Whether layer inputs are kept in host memory until the backward.
+        traced: What a trace of this micro-batch measured, in place of formulas.
+    """
+    needs = device_needs(
+        facts,
+        machine,
+        workload,
+        num_micro_batches=num_micro_batches,
+        num_ranks=num_ranks,
+        is_padded=is_padded,
+        is_stashed=is_stashed,
+        traced=traced,
+    )
+    return needs.terms(num_slots=num_slots, num_kept_graphs=0)
+
+
+def device_needs(
+    facts: ModelFacts,
+    machine: Machine,
+    workload: Workload,
+    *,
+    num_micro_batches: int,
+    num_ranks: int,
+    is_padded: bool,
+    is_stashed: bool,
+    traced: TracedBytes | None,
+) -> DeviceNeeds:
+    """Add up the memory of a step on each device; for the arguments see `device_terms`."""
+    num_layers = facts.num_layers
+    num_kept = min(NUM_KEPT + NUM_FETCHED, num_layers) if is_stashed else num_layers
+    recorded = traced.recorded if traced else recorded_bytes(facts, workload, is_padded=is_padded)
+    kept = _kept_terms(
+        facts,
+        workload,
+        num_kept=num_kept,
+        num_micro_batches=num_micro_batches,
+        recorded=recorded,
+    )
+    kinds = set(facts.layers)
+    visits = {x: visit_bytes(facts, machine, x, workload, is_padded=is_padded) for x in kinds}
+    widest = max(visits.values(), key=lambda visit: visit.gradients + visit.dora)
+    beside = replace(widest, saved=0, scores=0, adapter_inputs=0, factors=0)
+    cublas = MemoryTerm(name=CUBLAS, num_bytes=CUBLAS_BYTES if machine.device == "cuda" else 0)
+    chunk_bytes = traced.head_chunk if traced else head_chunk_bytes(facts, workload)
+    visit = max((_visit_terms(visit) for visit in visits.values()), key=total_bytes)
+    if traced:
+        visit = (MemoryTerm(name=VISIT, num_bytes=max(traced.visits)),)
+    graph_bytes = [0]
+    for number, layer in enumerate(reversed(facts.layers), start=1):
+        # plus the last layer's output, and inputs that would otherwise be stashed on the host
+        num_hidden = (number == 1) + (number + num_kept <= num_layers)
+        # the largest traced visit, gradients included, exceeds any graph
+        graph = max(traced.visits) if traced else visits[layer].graph
+        one_bytes = graph + num_hidden * input_bytes(facts, workload)
+        graph_bytes.append(graph_bytes[-1] + num_micro_batches * one_bytes)
+    return DeviceNeeds(
+        always=(
+            *_standing_terms(facts, workload, 1, is_traced=traced is not None),
+            _bucket_term(facts, workload, num_ranks),
+        ),
+        kept=kept,
+        graph_bytes=tuple(graph_bytes),
+        visit=visit,
+        instants=(
+            (MemoryTerm(name=HEAD_CHUNK, num_bytes=chunk_bytes),),
+            () if traced else _visit_terms(beside),
+        ),
+        update=MemoryTerm(
+            name="optimizer temporaries",
+            num_bytes=temporary_bytes(
+                trained_tensor_shapes(facts, workload.adapter), workload.optimizer
+            ),
+        ),
+        fixed=(cublas, MemoryTerm(name=CONTEXT, num_bytes=machine.context_bytes)),
+    )
+
+
+def _bucket_term(facts: ModelFacts, workload: Workload, num_ranks: int) -> MemoryTerm:
+    all_bytes = FP32_BYTES * trained_parameters(facts, workload.adapter)
+    num_bytes = 0 if num_ranks == 1 else min(GRADIENT_BUCKET_BYTES, all_bytes)
+    return MemoryTerm(name="gradient bucket", num_bytes=num_bytes)
+
+
+def _standing_terms(
+    facts: ModelFacts, workload: Workload, num_slots: int, *, is_traced: bool
+) -> tuple[MemoryTerm, ...]:
+    b, kinds = workload.dtype_bytes, set(facts.layers)
+    slot_bytes = max(workload.cargo_bytes(layer) for layer in kinds)
+    gradients = FP32_BYTES * trained_parameters(facts, workload.adapter)
+    adapters = FP32_BYTES * adapter_parameters(facts, workload.adapter)
+    modules = module_tensor_sizes(facts, workload.adapter)
+    # traced visits and head chunks include those of their own modules; the front is not traced
+    outside = outer_module_sizes(facts, workload.adapter)
+    new_gradient = outside.get(EMBEDDING, 0) if is_traced else max(modules, default=0)
+    copy_bytes = b if b == FP32_BYTES else b + FP32_BYTES
+    shapes = trained_tensor_shapes(facts, workload.adapter)
+    states = state_bytes(shapes, workload.optimizer)
+    decoded, workspace = 0, 0
+    if workload.is_encoded:
+        decoded = max(layer_weight_bytes(facts, dtype_bytes=b))
+        workspace = decode_workspace_bytes(workload.codec)
+    return (
+        MemoryTerm(name=SLOTS, num_bytes=num_slots * slot_bytes),
+        MemoryTerm(name="decoded layer", num_bytes=decoded),
+        MemoryTerm(name="decode workspace", num_bytes=workspace),
+        MemoryTerm(name="embeddings, norm and head", num_bytes=facts.outer_parameters * b),
+        MemoryTerm(name="adapters", num_bytes=adapters),
+        MemoryTerm(name="trained modules", num_bytes=copy_bytes * sum(modules)),
+        MemoryTerm(name="a module's new gradient", num_bytes=b * new_gradient),
+        MemoryTerm(name="gradients", num_bytes=gradients),
+        MemoryTerm(name="optimizer states", num_bytes=states),
+    )
+
+
+def _kept_terms(
+    facts: ModelFacts,
+    workload: Workload,
+    *,
+    num_kept: int,
+    num_micro_batches: int,
+    recorded: int,
+) -> tuple[MemoryTerm, ...]:
+    """List layer inputs, of `num_kept` layers at a time, and what is live along with them."""
+    hidden_bytes = input_bytes(facts, workload)
+    return (
+        MemoryTerm(
+            name="kept layer inputs",
+            num_bytes=num_kept * num_micro_batches * hidden_bytes,
+        ),
+        MemoryTerm(
+            name="hidden states and their gradients",
+            num_bytes=(num_micro_batches + 1) * hidden_bytes,
+        ),
+        MemoryTerm(name=RECORDED, num_bytes=num_micro_batches * recorded),
+        MemoryTerm(
+            name="router logits",
+            num_bytes=(num_micro_batches + ROUTER_LOSS_COPIES) * router_bytes(facts, workload),
+        ),
+    )
+
+
+def router_bytes(facts: ModelFacts, workload: Workload) -> int:
+    """Return the bytes of all layers' router logits for one micro-batch, if they have a loss."""
+    num_experts = sum(layer.num_experts or 0 for layer in facts.layers)
+    return workload.has_router_loss * workload.num_tokens * num_experts * workload.dtype_bytes
+
+
+def input_bytes(facts: ModelFacts, workload: Workload) -> int:
+    """Return the size of a layer's input for one micro-batch."""
+    return workload.num_tokens * facts.hidden_size * workload.dtype_bytes
+
+
+def recorded_bytes(facts: ModelFacts, workload: Workload, *, is_padded: bool) -> int:
+    """Return the bytes of one micro-batch's masks, rotary tables and positions.
+
+    They are live until its last visit. A full causal mask without padding is not materialized, nor
+    is a window that the sequence does not exceed, unless the scores are materialized: then the mask
+    is added to them, and has their dtype.
+    """
+    kinds = {
+        (kind.rotary_dim, kind.window, kind.scores != "fused")
+        for kind in (layer.attention for layer in facts.layers)
+        if isinstance(kind, SoftmaxAttention)
+    }
+    per_token = 8 + facts.num_layers * facts.layer_input_features * workload.dtype_bytes
+    for rotary_dim, window, is_written_out in kinds:
+        per_token += 2 * rotary_dim * workload.dtype_bytes
+        if is_written_out:
+            per_token += workload.seq_len * workload.dtype_bytes
+        elif is_masked(window, workload, is_padded=is_padded):
+            per_token += workload.seq_len
+    return per_token * workload.num_tokens
+
+
+def head_chunk_bytes(facts: ModelFacts, workload: Workload) -> int:
+    """Return the bytes of a head chunk: the loss's copies of its logits, and the norm's input.
+
+    This is within 1 % of a trace for qwen3, llama and mixtral, and for qwen3 models with experts.
+    """
+    tokens, b = min(workload.head_chunk_tokens, workload.label_tokens), workload.dtype_bytes
+    hidden_bytes = FP32_BYTES if b == FP32_BYTES else FP32_BYTES + b
+    return tokens * (
+        LOGIT_COPIES * FP32_BYTES * facts.vocab_size + hidden_bytes * facts.hidden_size
+    )
+
+
+def _visit_terms(one: VisitBytes) -> tuple[MemoryTerm, ...]:
+    """List one backward visit: what the recompute saves, and the widest gradients."""
+    return (
+        MemoryTerm(name="one visit: saved activations", num_bytes=one.saved),
+        MemoryTerm(name=SCORES, num_bytes=one.scores),
+        MemoryTerm(name="one visit: adapter inputs", num_bytes=one.adapter_inputs),
+        MemoryTerm(name="one visit: gradients", num_bytes=one.gradients),
+        MemoryTerm(name="one visit: DoRA's norm", num_bytes=one.dora),
+        MemoryTerm(name="one visit: factors of expert adapters", num_bytes=one.factors),
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# Host
+
+
+def host_terms(
+    facts: ModelFacts,
+    machine: Machine,
+    workload: Workload,
+    *,
+    num_workers: int,
+    num_stashed: int,
+    num_ranks: int,
+    num_slabs: int,
+    rank_device_bytes: int,
+) -> tuple[MemoryTerm, ...]:
+    """List the terms of host memory in training: one rank's by name, those of the others as a sum.
+
+    On a CPU the process itself is counted with the device's terms, and both use the same memory.
+
+    Args:
+        facts: The model.
+        machine: The machine that all ranks run on.
+        workload: One micro-batch.
+        num_workers: Data workers of each rank.
+        num_stashed: Micro-batches whose layer inputs each rank stashes in host memory.
+        num_ranks: Processes that share the step.
+        num_slabs: Slabs of all ranks together; 0 if layers are on disk.
+        rank_device_bytes: Device memory of each rank, which on a CPU is host memory too.
+    """
+    kinds = Counter(facts.layers)
+    cargo_bytes = sum(num * workload.cargo_bytes(layer) for layer, num in kinds.items())
+    largest = max(layer.num_parameters for layer in kinds)
+    slab, is_cuda = cargo_bytes if num_slabs else 0, machine.device == "cuda"
+    stash = (facts.num_layers - 1) * num_stashed * input_bytes(facts, workload)
+    is_short = num_slabs * slab + num_ranks * stash > machine.pinned_bytes
+    staging = 0
+    if is_cuda and (is_short or not num_slabs):  # loads pass through a page-locked ring
+        staging = NUM_STAGING * min(max(map(workload.cargo_bytes, kinds)), PIECE_BYTES)
+    terms = (
+        MemoryTerm(name=SLAB, num_bytes=slab),
+        MemoryTerm(name=STASH, num_bytes=stash),
+        MemoryTerm(name=STAGING, num_bytes=staging),
+        MemoryTerm(name="loading", num_bytes=LOADING_LAYERS * largest * workload.dtype_bytes),
+        MemoryTerm(name=DATA_WORKERS, num_bytes=num_workers * WORKER_BYTES),
+        MemoryTerm(
+            name=PAGED_STATES,
+            num_bytes=paged_bytes(
+                trained_tensor_shapes(facts, workload.adapter), workload.optimizer
+            ),
+        ),
+        MemoryTerm(name="process", num_bytes=CUDA_PROCESS_BYTES if is_cuda else 0),
+    )
+    rank_bytes = total_bytes(terms) + (0 if is_cuda else rank_device_bytes)
+    others_bytes = (num_ranks - 1) * rank_bytes - (num_ranks - num_slabs) * slab
+    others = MemoryTerm(name=OTHER_RANKS, num_bytes=others_bytes)
+    return tuple(term for term in (*terms, others) if term.num_bytes)

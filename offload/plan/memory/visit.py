@@ -1,0 +1,242 @@
+"""The memory of one layer's recompute and backward: what is saved, and what is live with it."""
+
+from dataclasses import dataclass
+
+from offload.plan.facts.attention import (
+    DELTA_CHUNK_TOKENS,
+    Attention,
+    DeltaAttention,
+    SoftmaxAttention,
+)
+from offload.plan.facts.facts import AdapterSpec, LayerFacts, ModelFacts, adapted_linears
+from offload.plan.facts.linears import FP32_BYTES, Linear
+from offload.plan.facts.workload import Workload
+from offload.plan.machine.machine import Machine
+from offload.plan.memory.experts import (
+    ACTIVATION_WIDTHS,
+    ExpertsForm,
+    experts_form,
+    factor_bytes,
+    filled,
+    gradient_features,
+    saved_features,
+)
+
+# fp32 copies of a weight while DoRA computes its norm, by bytes of a weight: measured with peft
+# 0.21 on a CPU, to 0.01 of a copy.
+DORA_WEIGHT_COPIES = {4: 3, 2: 4}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VisitBytes:
+    """The memory of one micro-batch's visit of a layer, with its graph.
+
+    Attributes:
+        saved: Activations except scores.
+        scores: Attention scores, if no fused kernel avoids materializing them.
+        adapter_inputs: What low-rank branches save.
+        factors: A and B of experts' adapters, in the compute dtype.
+        gradients: The widest gradients that are live together with all of these.
+        dora: What is live while a merged weight's norm is computed.
+    """
+
+    saved: int
+    scores: int
+    adapter_inputs: int
+    factors: int
+    gradients: int
+    dora: int
+
+    @property
+    def graph(self) -> int:
+        """What is live for as long as the graph is kept."""
+        return self.saved + self.scores + self.adapter_inputs + self.factors
+
+
+def visit_bytes(
+    facts: ModelFacts, machine: Machine, layer: LayerFacts, workload: Workload, *, is_padded: bool
+) -> VisitBytes:
+    """Add up a visit of a layer on a machine."""
+    tokens, b, spec = workload.num_tokens, workload.dtype_bytes, workload.adapter
+    seq_len, adapted = workload.seq_len, adapted_linears(layer, spec)
+    experts = [linear for linear in adapted if linear.group == "experts"]
+    form = experts_form(machine.experts_implementation.value, is_adapted=bool(experts))
+    saved = saved_bytes_per_token(
+        facts,
+        layer,
+        seq_len=seq_len,
+        dtype_bytes=b,
+        is_masked=is_masked(layer.window, workload, is_padded=is_padded),
+        form=form,
+        is_cpu=machine.device == "cpu",
+    )
+    scores = score_bytes_per_token(
+        layer.attention, seq_len=seq_len, dtype_bytes=b, is_cpu=machine.device == "cpu"
+    )
+    gradients = gradient_bytes(facts, layer, seq_len=seq_len, dtype_bytes=b, form=form)
+    return VisitBytes(
+        saved=tokens * (saved - scores),
+        scores=tokens * scores,
+        adapter_inputs=tokens * adapter_input_bytes(adapted, spec=spec, dtype_bytes=b),
+        factors=factor_bytes(experts, spec=spec, dtype_bytes=b, form=form),
+        gradients=tokens * gradients,
+        dora=dora_bytes(adapted, spec=spec, dtype_bytes=b),
+    )
+
+
+def is_masked(window: int | None, workload: Workload, *, is_padded: bool) -> bool:
+    """Return whether a mask is materialized because it is not simply causal."""
+    return is_padded or (window is not None and window < workload.seq_len)
+
+
+def saved_bytes_per_token(
+    facts: ModelFacts,
+    layer: LayerFacts,
+    *,
+    seq_len: int,
+    dtype_bytes: int,
+    is_masked: bool,
+    form: ExpertsForm,
+    is_cpu: bool,
+) -> int:
+    """Return what one layer saves for its backward, except the inputs of adapters.
+
+    Frozen products save no input. Norms save theirs in fp32 (if layers compute in fp32, the first
+    norm's is the kept layer input itself); an MLP saves its activation's operands.
+    """
+    normed = layer.normed_features - (facts.hidden_size if dtype_bytes == FP32_BYTES else 0)
+    features = 0
+    for linear in layer.linears:
+        if linear.is_down and linear.group == "experts":
+            features += linear.active * saved_features(linear, form)
+        elif linear.is_down:
+            features += ACTIVATION_WIDTHS[linear.reads] * linear.active * linear.d_in
+    attention = _attention_bytes(
+        layer.attention,
+        seq_len=seq_len,
+        dtype_bytes=dtype_bytes,
+        is_masked=is_masked,
+        is_cpu=is_cpu,
+    )
+    routing = 3 * layer.num_experts * FP32_BYTES
+    return normed * FP32_BYTES + features * dtype_bytes + attention + routing
+
+
+def _attention_bytes(
+    kind: Attention, *, seq_len: int, dtype_bytes: int, is_masked: bool, is_cpu: bool
+) -> int:
+    """Return what attention saves per token, except its norms."""
+    if isinstance(kind, SoftmaxAttention):
+        return _softmax_bytes(
+            kind, seq_len=seq_len, dtype_bytes=dtype_bytes, is_masked=is_masked, is_cpu=is_cpu
+        )
+    if isinstance(kind, DeltaAttention):
+        return _delta_bytes(kind, dtype_bytes=dtype_bytes)
+    return FP32_BYTES * kind.width * (2 + kind.state_size)
+
+
+def _softmax_bytes(
+    kind: SoftmaxAttention, *, seq_len: int, dtype_bytes: int, is_masked: bool, is_cpu: bool
+) -> int:
+    """Return what softmax attention saves per token.
+
+    A fused kernel saves queries, keys, values and its output; with a mask, keys and values are
+    repeated to all heads. Without a fused kernel (soft caps, sinks, and on a CPU queries wider than
+    values) keys and values are repeated too, and the scores are saved in place of the output: on a
+    CPU in fp32, capped ones before and after the softmax. A view keeps its whole base tensor alive.
+    """
+    num_heads, qk_dim, v_dim = kind.num_heads, kind.qk_dim, kind.v_dim
+    if kind.scores != "fused" or (is_cpu and kind.is_latent):
+        element_bytes = dtype_bytes if kind.scores != "fused" else FP32_BYTES
+        return num_heads * (2 * qk_dim + v_dim) * element_bytes + score_bytes_per_token(
+            kind, seq_len=seq_len, dtype_bytes=dtype_bytes, is_cpu=is_cpu
+        )
+    num_kv_heads = num_heads if is_masked else kind.num_kv_heads
+    features = (num_heads + num_kv_heads) * (qk_dim + v_dim)
+    if kind.is_latent:  # values are slices of the tensor that keys come from
+        features += num_heads * (qk_dim - kind.rotary_dim)
+    if kind.is_fused:
+        features += (num_heads + kind.num_kv_heads) * qk_dim
+    if kind.has_output_gate:
+        features += num_heads * (2 * v_dim + (qk_dim if dtype_bytes == FP32_BYTES else 0))
+    return features * dtype_bytes
+
+
+def score_bytes_per_token(kind: Attention, *, seq_len: int, dtype_bytes: int, is_cpu: bool) -> int:
+    """Return what saved scores take per token; 0 if a fused kernel never materializes them."""
+    if not isinstance(kind, SoftmaxAttention):
+        return 0
+    if kind.scores == "fused":
+        is_written = is_cpu and kind.is_latent
+        return kind.num_heads * seq_len * FP32_BYTES if is_written else 0
+    score_bytes = dtype_bytes
+    if kind.scores == "capped":
+        score_bytes += dtype_bytes + (FP32_BYTES if dtype_bytes != FP32_BYTES else 0)
+    return kind.num_heads * seq_len * score_bytes
+
+
+def _delta_bytes(kind: DeltaAttention, *, dtype_bytes: int) -> int:
+    """Return what a gated delta net saves per token, counted in transformers' own code.
+
+    All of it is in fp32, except the convolved features and the gated output: products within
+    chunks, the state after each chunk, and what queries, keys and values are turned into before.
+    """
+    k, v, c = kind.key_dim, kind.value_dim, DELTA_CHUNK_TOKENS
+    is_cast = dtype_bytes != FP32_BYTES
+    head = (8 if is_cast else 12) * k + (5 if is_cast else 6) * v + 5 * c + k * v // c
+    others = 2 * kind.conv_features + (kind.num_value_heads * v if is_cast else 0)
+    return FP32_BYTES * kind.num_value_heads * head + others * dtype_bytes
+
+
+def adapter_input_bytes(adapted: tuple[Linear, ...], *, spec: AdapterSpec, dtype_bytes: int) -> int:
+    """Return what low-rank branches save per token.
+
+    In fp32, linears that read the same tensor share it. Otherwise peft casts it for each of them.
+    Branches of experts save the hidden state without a cast, and `rank` features for each routed
+    row. DoRA scales both a linear's own output and the branch's.
+    """
+    inputs: dict[tuple[str, str], int] = {}
+    for linear in adapted:
+        if linear.group == "experts":
+            rank = filled(spec.rank_of(linear), dtype_bytes)
+            features = linear.active * rank + (0 if linear.is_down else linear.d_in)
+            inputs[linear.group, linear.name] = features * dtype_bytes
+            continue
+        is_shared = dtype_bytes == FP32_BYTES and linear.reads == "input"
+        key = (linear.group, "input" if is_shared else linear.name)
+        inputs[key] = linear.active * linear.d_in * FP32_BYTES
+    outputs = sum(linear.d_out for linear in adapted) if spec.is_dora else 0
+    return sum(inputs.values()) + (dtype_bytes + FP32_BYTES) * outputs
+
+
+def dora_bytes(adapted: tuple[Linear, ...], *, spec: AdapterSpec, dtype_bytes: int) -> int:
+    """Return what is live while the norm of the widest linear's merged weight is computed."""
+    if not spec.is_dora:
+        return 0
+    copies = DORA_WEIGHT_COPIES[dtype_bytes]
+    return FP32_BYTES * max(x.d_in**2 + copies * x.num_weights for x in adapted)
+
+
+def gradient_bytes(
+    facts: ModelFacts,
+    layer: LayerFacts,
+    *,
+    seq_len: int,
+    dtype_bytes: int,
+    form: ExpertsForm,
+) -> int:
+    """Return the gradients per token that are live together with all saved activations.
+
+    Of materialized scores two gradients are live at once, before and after the softmax.
+    """
+    kind, widest = layer.attention, 0
+    if isinstance(kind, SoftmaxAttention) and kind.scores != "fused":
+        widest = 2 * kind.num_heads * seq_len * dtype_bytes
+    for linear in layer.linears:
+        if linear.is_down and linear.group == "experts":
+            width = gradient_features(linear, form)
+            widest = max(widest, linear.active * width * dtype_bytes)
+        elif linear.is_down:
+            cast_bytes = 0 if dtype_bytes == FP32_BYTES else FP32_BYTES
+            widest = max(widest, linear.d_in * (2 * dtype_bytes + cast_bytes))
+    return facts.hidden_size * dtype_bytes + widest

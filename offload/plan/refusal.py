@@ -1,0 +1,183 @@
+"""The error for a request that does not fit: which memory is too small, why, and what would fit."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from offload.errors import DoesNotFitError
+from offload.plan.facts.codec import EXACT_CODECS, ROUNDING, CodecName
+from offload.plan.facts.trainable import EMBEDDING, HEAD, NORMS, ROUTER
+from offload.plan.fit import DEVICE, RAM, Needs, Shortage
+from offload.plan.machine.machine import GIB
+from offload.plan.memory.memory import (
+    FEWER_SLOTS,
+    INPUTS_IN_RAM,
+    MICRO_BATCH,
+    ON_DISK,
+    ROUNDED_LAYERS,
+    SHRINKS,
+    SMALLER_CHUNK,
+    MemoryTerm,
+)
+from offload.plan.request import FEWEST_CHUNK_TOKENS, PlanRequest, with_codec
+from offload.plan.schedule.schedule import MIN_SLOTS
+
+MIN_HINTED_SEQ_LEN = 128
+NUM_NAMED_TERMS, NAMED_FRAC = 3, 0.05  # of a memory that is too small
+PACKED: CodecName = "bf16_packed"
+ROUNDED: CodecName = "nf4"
+
+
+def refusal(needs: Needs) -> DoesNotFitError:
+    """Return the error for a request that does not fit, with the nearest change that does."""
+    num_slots, machine = needs.fewest_slots, needs.machine
+    shortages = needs.shortages(num_slots, needs.fewest_graphs)
+    short = " and ".join(f"{_gib(s.needed_bytes)} {s.what}" for s in shortages)
+    kept = f", {needs.fewest_graphs} kept graphs" if needs.fewest_graphs else ""
+    kept += " and their inputs in RAM" if needs.request.is_stashed else ""
+    kept += ", its visits traced," if needs.request.traced else ""
+    return DoesNotFitError(
+        f"with {num_slots} slots of {needs.facts.num_layers} layers{kept} the plan needs {short},"
+        f" {' and '.join(_gib(s.short_bytes) for s in shortages)} too much",
+        limit=" and ".join(f"{_gib(s.limit_bytes)} {s.limit}" for s in shortages)
+        + f" on {machine.name}"
+        + "".join(_largest_terms(needs, shortage) for shortage in shortages),
+        hint=_nearest_fit(needs),
+    )
+
+
+def _largest_terms(needs: Needs, shortage: Shortage) -> str:
+    """List the largest terms of a memory that is too small, and the settings that shrink them."""
+    num_slots, num_graphs = needs.fewest_slots, needs.fewest_graphs
+    device, host = needs.device(num_slots, num_graphs), needs.host(num_slots, num_graphs)
+    is_cuda = needs.machine.device == "cuda"
+    terms = {DEVICE: device, RAM: host if is_cuda else (*host, *device)}.get(shortage.what, ())
+    largest = sorted(terms, key=lambda term: -term.num_bytes)[:NUM_NAMED_TERMS]
+    named = [term for term in largest if term.num_bytes >= NAMED_FRAC * shortage.needed_bytes]
+    if not named:
+        return ""
+    words = {term.name: ", ".join(_effective(term, needs.request)) for term in named}
+    return f"\n  Most {shortage.what} is for:" + "".join(
+        f"\n  {_gib(term.num_bytes):>11}  {term.name}"
+        + (f"; less with {words[term.name]}" if words[term.name] else "")
+        for term in named
+    )
+
+
+def _effective(term: MemoryTerm, request: PlanRequest) -> list[str]:
+    """Return the settings that make a term smaller and are not in effect yet."""
+    largest = request.largest
+    has_no_effect = {
+        MICRO_BATCH: largest.micro_batch_size == 1,
+        FEWER_SLOTS: request.num_slots in (None, MIN_SLOTS),
+        ROUNDED_LAYERS: largest.codec not in EXACT_CODECS,
+        ON_DISK: not request.may_be_on_disk,
+        INPUTS_IN_RAM: request.is_stashed,
+        SMALLER_CHUNK: largest.head_chunk_tokens <= FEWEST_CHUNK_TOKENS,
+    }
+    return [words for words in SHRINKS.get(term.name, ()) if not has_no_effect.get(words)]
+
+
+def _nearest_fit(needs: Needs) -> str:
+    """Name the nearest change that fits; changes that leave the training as it is come first."""
+    asked, wanted, fewer = needs.request, needs.request.num_slots, ""
+    if asked.num_kept_graphs:
+        freely = replace(needs, request=replace(asked, num_kept_graphs=None))
+        if not freely.shortages(freely.fewest_slots, 0):
+            return f"`offload.kept_graphs: {freely.most_graphs(freely.fewest_slots)}`"
+        asked, fewer = replace(asked, num_kept_graphs=0), "`offload.kept_graphs: 0`"
+    for words, request in _changes(asked):
+        open_request = replace(request, num_slots=None)
+        num_slots = Needs.of(needs.facts, needs.machine, open_request).most_slots
+        if num_slots is None:
+            continue
+        if wanted is None or num_slots >= wanted:
+            return _joined(words, fewer)
+        slots = f"`offload.num_slots: {num_slots}`"
+        return _joined(words, slots, fewer)
+    return "a machine with more memory, or a smaller model"
+
+
+def _changes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+    """Yield changed requests, the nearest first, each with the settings that change it.
+
+    Requests that leave the training as it is come first: those in RAM, which are faster, then those
+    on disk. Rounded weights come next, then shorter sequences.
+    """
+    exact = [("", request), *_coded(request, PACKED)]
+    for words, coded in exact:
+        yield from _either_stash(words, coded)
+    for num_ranks in range(request.num_ranks - 1, 0, -1):
+        yield f"`--num_processes {num_ranks}`", replace(request, num_ranks=num_ranks)
+    yield from _all_cut(exact)
+    stored = _on_disk(exact)
+    for words, placed in stored:
+        yield from _either_stash(words, placed)
+    yield from _all_cut(stored)
+    rounded = _coded(request, ROUNDED)
+    for words, coded in rounded:
+        yield from _either_stash(words, coded)
+    yield from _all_cut(rounded)
+    seq_len = request.largest.seq_len // 2
+    while seq_len >= MIN_HINTED_SEQ_LEN:
+        for words, coded in (*exact, *stored, *rounded, *_on_disk(rounded)):
+            shorter = replace(coded, largest=replace(coded.largest, seq_len=seq_len), traced=None)
+            yield from _either_stash(_joined(words, f"`train.seq_len: {seq_len}`"), shorter)
+        seq_len //= 2
+
+
+def _coded(request: PlanRequest, codec: CodecName) -> list[tuple[str, PlanRequest]]:
+    """Return the request with another codec, if this run can use it and has no similar one."""
+    largest = request.largest
+    is_encodable = set(largest.adapter.modules) <= {NORMS, ROUTER, EMBEDDING, HEAD}
+    is_packed_twice = codec == PACKED and (largest.codec, largest.dtype_bytes) != ("native", 2)
+    if not is_encodable or largest.codec not in EXACT_CODECS or is_packed_twice:
+        return []
+    words = f"`offload.codec: {codec}`"
+    if codec in ROUNDING:
+        words += f" (rounds each weight, by {ROUNDING[codec]:.1%} of their size)"
+    return [(words, with_codec(request, codec))]
+
+
+def _on_disk(
+    requests: Iterable[tuple[str, PlanRequest]],
+) -> list[tuple[str, PlanRequest]]:
+    """Return the requests with their layers in a file, if that is possible and not so already."""
+    return [
+        (_joined(words, "`offload.tier: disk`"), replace(request, is_on_disk=True))
+        for words, request in requests
+        if request.may_be_on_disk and not request.is_on_disk
+    ]
+
+
+def _all_cut(
+    requests: Iterable[tuple[str, PlanRequest]],
+) -> Iterator[tuple[str, PlanRequest]]:
+    """Yield requests with smaller micro-batches, the largest first."""
+    for words, request in requests:
+        largest = request.largest
+        for size in range(largest.micro_batch_size - 1, 0, -1):
+            num, rest = divmod(largest.micro_batch_size, size)
+            if rest == 0:
+                cut = replace(
+                    request,
+                    largest=replace(largest, micro_batch_size=size),
+                    num_micro_batches=request.num_micro_batches * num,
+                    traced=None,  # a trace is of one size
+                )
+                parts = f"`train.micro_batch_size: {size}` and {num} times as many"
+                yield from _either_stash(_joined(words, parts), cut)
+
+
+def _either_stash(words: str, request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+    yield words, request
+    other = replace(request, is_stashed=not request.is_stashed)
+    stash = f"`offload.stash: {'host' if other.is_stashed else 'device'}`"
+    yield _joined(words, stash), other
+
+
+def _joined(*words: str) -> str:
+    return " with ".join(filter(None, words))
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.2f} GiB"

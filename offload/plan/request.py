@@ -1,0 +1,94 @@
+"""The request: what a run asks of the planner."""
+
+from dataclasses import dataclass, replace
+
+from offload.plan.facts.codec import CodecName
+from offload.plan.facts.workload import Workload
+from offload.plan.memory.traced import TracedBytes
+
+HEAD_CHUNK_TOKENS = 1024  # logits of a 151,936 vocabulary in fp32: 0.6 GB at a time
+FEWEST_CHUNK_TOKENS = 64  # fewer logits at a time save little, and each chunk reads the whole head
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanRequest:
+    """What a run asks of the planner.
+
+    Attributes:
+        typical: The micro-batch that time is predicted for.
+        largest: The largest micro-batch of the run, which must fit.
+        num_micro_batches: Micro-batches per step.
+        num_slots: Layers on the device at a time; None takes as many as fit.
+        num_kept_graphs: How many layers, the last ones, keep their graph from the forward to the
+            backward, i.e. are not checkpointed; None takes as many as fit and pay.
+        vram_budget_bytes: Device memory that the plan may use; None takes all of the machine's.
+        num_workers: Data workers of each rank.
+        is_stashed: Whether layer inputs are kept in host memory until the backward.
+        is_on_disk: Whether the layers are stored in a file.
+        num_ranks: Processes that share the step, on one machine and each with its own device.
+        is_slab_shared: Whether they share one slab; otherwise each has one.
+        traced: Memory of `largest` as a trace measured it; None counts it by formulas.
+        is_masked: Whether the model gets a padding mask, so that masks are materialized.
+        may_be_on_disk: Whether the layers could be stored in a file; random weights cannot.
+    """
+
+    typical: Workload
+    largest: Workload
+    num_micro_batches: int
+    num_slots: int | None
+    num_kept_graphs: int | None
+    vram_budget_bytes: int | None
+    num_workers: int
+    is_stashed: bool
+    is_on_disk: bool
+    num_ranks: int
+    is_slab_shared: bool
+    traced: TracedBytes | None = None
+    is_masked: bool = False
+    may_be_on_disk: bool = False
+
+    def within(self, num_layers: int) -> "PlanRequest":
+        """Return the same request with at most as many slots as the model has layers."""
+        if self.num_slots is None or self.num_slots <= num_layers:
+            return self
+        return replace(self, num_slots=num_layers)
+
+    @property
+    def num_slabs(self) -> int:
+        """Slabs in the machine's memory."""
+        if self.is_on_disk:
+            return 0
+        return 1 if self.is_slab_shared else self.num_ranks
+
+    @property
+    def num_disk_readers(self) -> int:
+        """Processes that read the layers from disk."""
+        return self.num_ranks if self.is_on_disk else 0
+
+    @property
+    def rank_micro_batches(self) -> int:
+        """Micro-batches of the rank that has most of them."""
+        return -(-self.num_micro_batches // self.num_ranks)
+
+    @property
+    def num_stashed(self) -> int:
+        """Micro-batches whose layer inputs a rank has in host memory."""
+        return self.rank_micro_batches if self.is_stashed else 0
+
+
+def with_codec(request: PlanRequest, codec: CodecName) -> PlanRequest:
+    """Return the same request with the layers stored in another codec."""
+    return replace(
+        request,
+        typical=replace(request.typical, codec=codec),
+        largest=replace(request.largest, codec=codec),
+    )
+
+
+def with_head_chunk(request: PlanRequest, num_tokens: int) -> PlanRequest:
+    """Return the same request with fewer or more logits at a time."""
+    return replace(
+        request,
+        typical=replace(request.typical, head_chunk_tokens=num_tokens),
+        largest=replace(request.largest, head_chunk_tokens=num_tokens),
+    )

@@ -1,0 +1,1 @@
+"""The ops of a step in order, what waits for what, and when each runs."""

@@ -1,0 +1,97 @@
+"""The vocabulary of a step: lanes, and the ops that run on them."""
+
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class Lane(StrEnum):
+    """A FIFO queue of ops, such as a CUDA stream or a thread."""
+
+    COMPUTE = "compute"
+    H2D = "h2d"
+    D2H = "d2h"
+    HOST = "host"
+
+
+class Kind(StrEnum):
+    """What an op does.
+
+    FRONT: run the modules before the layers, for one micro-batch.
+    READ: read a piece of a layer from disk or pageable memory into a staging buffer (host).
+    LOAD: copy a piece of a layer into its slot (h2d).
+    DECODE: decode a layer from its slot into the buffer that it computes from, once per visit.
+    FORWARD: run a layer, without a graph unless the layer is not checkpointed.
+    STASH: copy a layer's input to host memory (d2h).
+    TAIL: run norm, head and loss, and compute the gradient of their input.
+    FETCH: copy a layer's input back to the device (h2d).
+    BACKWARD: compute a layer's gradients, after a recompute unless its graph was kept.
+    GRADIENT: copy a piece of the gradients of a layer's own weights to host memory (d2h).
+    FRONT_BACKWARD: compute the gradients of the modules before the layers.
+    OPTIMIZER: the update after the pass. Appears in timelines, never in a schedule.
+    """
+
+    FRONT = "front"
+    READ = "read"
+    LOAD = "load"
+    DECODE = "decode"
+    FORWARD = "forward"
+    STASH = "stash"
+    TAIL = "tail"
+    FETCH = "fetch"
+    BACKWARD = "backward"
+    GRADIENT = "gradient"
+    FRONT_BACKWARD = "front_backward"
+    OPTIMIZER = "optimizer"
+
+
+class Op(NamedTuple):
+    """One piece of work on one lane; a tuple, since a search makes tens of thousands.
+
+    Attributes:
+        lane: Where it runs, after the lane's earlier ops.
+        kind: What it does.
+        layer: Which layer, counted from 0.
+        micro_batch: Which micro-batch of the step.
+        slot: The slot that a load fills, and that a visit or the decoding before it reads.
+        buffer: For READ and LOAD the staging buffer, for FETCH and BACKWARD the buffer of the
+            fetched layer input, for GRADIENT the buffer that is copied to the host.
+        offset: First byte of a piece within its layer.
+        num_bytes: Bytes that are moved; for DECODE, bytes that are written.
+        has_graph: For FORWARD, whether the graph is kept; for BACKWARD, whether one was.
+        waits: Positions in the op list, always smaller than the op's own.
+    """
+
+    lane: Lane
+    kind: Kind
+    layer: int | None = None
+    micro_batch: int | None = None
+    slot: int | None = None
+    buffer: int | None = None
+    offset: int = 0
+    num_bytes: int = 0
+    has_graph: bool = False
+    waits: tuple[int, ...] = ()
+
+    @property
+    def layer_index(self) -> int:
+        """The layer of an op that has one."""
+        assert self.layer is not None
+        return self.layer
+
+    @property
+    def micro_batch_index(self) -> int:
+        """The micro-batch of an op that has one."""
+        assert self.micro_batch is not None
+        return self.micro_batch
+
+    @property
+    def slot_index(self) -> int:
+        """The slot of an op that has one."""
+        assert self.slot is not None
+        return self.slot
+
+    @property
+    def buffer_index(self) -> int:
+        """The buffer of an op that has one."""
+        assert self.buffer is not None
+        return self.buffer

@@ -1,0 +1,382 @@
+"""The step as a value: one list of ops, which is simulated for predictions and run for training.
+
+Problem. L layers share C < L slots of device memory. Each layer is visited twice per optimizer
+step, upwards in the forward and downwards in the backward, and every visit needs its layer's
+weights in a slot.
+
+Idea. The *vertical snake ring*: slot = layer mod C, and all micro-batches of a step pass through a
+layer before the next layer is fetched. The visits run 0..L-1, L-1..0, 0..L-1, a snake. For this
+order, evicting the least recently used layer is optimal and equals this fixed map. The last C
+layers of the forward are still in their slots for the backward, and the first C for the next
+forward, so a step loads 2 * (L - C) layers, whatever the number of micro-batches. Loads run up to
+C - 1 layers ahead.
+
+Encoded cargo is decoded once per visit, into one buffer that all layers share. Its slot is free as
+soon as it is decoded, so the next load overlaps with the visit itself. (A second buffer would let
+decoding overlap with the previous visit, at the cost of one decoded layer of device memory.)
+
+Layout. This module writes the step as a program that runs line by line: load, visit, load, visit.
+Each line names the memory that it reads and writes; `offload.plan.schedule.hazards` derives lanes
+and waits from it. Other transfers are lines too: layer inputs that are kept in host memory (the
+*stash*), gradients of the layers' own weights, reads from disk.
+
+Kept graphs. The last K layers are not checkpointed: they keep the graph of their forward visit. The
+saved graph aliases the slot, which other layers overwrite in between if K > C (the decoding buffer,
+if layers are decoded). This is safe because a layer has the same address and the same bytes for the
+whole step, and its backward visit is a line that reads that address: it waits for the op that
+restores the weights. The last layers are chosen so that no kept graph is alive during a recompute.
+
+Rejected. A dynamic cache: it needs the same number of loads, but slot addresses change, so
+parameters would have to be bound again at each visit. The micro-batch-major order is kept as the
+baseline that other tools use: it loads 2 * M * (L - C) layers.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from offload.plan.schedule.hazards import Line, Resource, parallel
+from offload.plan.schedule.op import Kind, Lane, Op
+
+PIECE_BYTES = 64 * 2**20  # a longer copy would delay others on the same copy engine
+NUM_STAGING = 4  # page-locked staging buffers, if not all layers can be page-locked
+MIN_SLOTS = 2  # one layer computes while the next is loaded
+NUM_KEPT = 2  # inputs of a micro-batch on the device, if others are stashed: read and written
+NUM_FETCHED = 2  # visits whose stashed inputs are on the device: one is read, one arrives
+NUM_GRADIENT_BUFFERS = 2  # layers whose gradients are on the device: one fills, one leaves
+
+
+class Order(StrEnum):
+    """Which loop is the outer one: layers, or micro-batches."""
+
+    LAYER_MAJOR = "layer_major"
+    MICRO_BATCH_MAJOR = "micro_batch_major"
+
+
+Ring = tuple[int | None, ...]
+"""The layer that each slot holds; None for an empty slot."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Freight:
+    """What crosses the link, and in which portions.
+
+    Attributes:
+        layer_bytes: Cargo of each layer, in forward order.
+        gradient_bytes: Gradients of each layer's own weights that go to the host; 0 if frozen.
+        decoded_bytes: Size of each layer once decoded; 0 if it computes in its slot.
+        piece_bytes: The largest copy; larger ones are split.
+        num_staging: Staging buffers of `piece_bytes` that loads pass through; 0 if the cargo is in
+            page-locked memory.
+    """
+
+    layer_bytes: tuple[int, ...]
+    gradient_bytes: tuple[int, ...]
+    decoded_bytes: tuple[int, ...]
+    piece_bytes: int
+    num_staging: int
+
+    @classmethod
+    def frozen(
+        cls,
+        layer_bytes: Sequence[int],
+        *,
+        decoded_bytes: Sequence[int] | None = None,
+        num_staging: int = 0,
+    ) -> "Freight":
+        """Return the freight of frozen layers; without `decoded_bytes` none is encoded."""
+        return cls(
+            layer_bytes=tuple(layer_bytes),
+            gradient_bytes=(0,) * len(layer_bytes),
+            decoded_bytes=tuple(decoded_bytes or [0] * len(layer_bytes)),
+            piece_bytes=PIECE_BYTES,
+            num_staging=num_staging,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """The ops of one pass, the ring it started from and the ring it leaves."""
+
+    ops: tuple[Op, ...]
+    ring_before: Ring
+    ring_after: Ring
+
+    @property
+    def num_loads(self) -> int:
+        """Layers copied from host to device."""
+        return sum(op.kind is Kind.LOAD and op.offset == 0 for op in self.ops)
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether loads pass a staging ring."""
+        return any(op.kind is Kind.READ for op in self.ops)
+
+    @property
+    def num_fetch_buffers(self) -> int:
+        """Device buffers that stashed inputs come back to."""
+        fetches = (op.buffer for op in self.ops if op.kind is Kind.FETCH)
+        return max((buffer + 1 for buffer in fetches if buffer is not None), default=0)
+
+    @property
+    def h2d_bytes(self) -> int:
+        """Bytes copied from host to device."""
+        return sum(op.num_bytes for op in self.ops if op.lane is Lane.H2D)
+
+    @property
+    def d2h_bytes(self) -> int:
+        """Bytes copied from device to host."""
+        return sum(op.num_bytes for op in self.ops if op.lane is Lane.D2H)
+
+
+def cold_ring(num_slots: int) -> Ring:
+    """Return a ring whose slots are all empty."""
+    return (None,) * num_slots
+
+
+def warm_ring(num_slots: int) -> Ring:
+    """Return the ring at the end of a training step: layers 0..C-1."""
+    return tuple(range(num_slots))
+
+
+def training_schedule(
+    freight: Freight,
+    *,
+    ring: Ring,
+    num_micro_batches: int,
+    order: Order,
+    trains_front: bool,
+    input_bytes: tuple[int, ...],
+    num_kept_graphs: int = 0,
+) -> Schedule:
+    """List the ops of one optimizer step, without the optimizer.
+
+    Args:
+        freight: What crosses the link.
+        ring: What the slots hold at the start; its length is the number of slots.
+        num_micro_batches: Micro-batches of the step.
+        order: Layer-major, or micro-batch-major as a baseline.
+        trains_front: Whether a gradient has to flow back through the embeddings.
+        input_bytes: Size of a layer's input by micro-batch, if inputs are stashed in host memory
+            for their backward visit; empty if they stay on the device.
+        num_kept_graphs: How many layers, the last ones, are not checkpointed.
+
+    Returns:
+        The schedule; from a warm ring in layer-major order it has 2 * (L - C) loads.
+    """
+    assert not input_bytes or len(input_bytes) == num_micro_batches
+    assert 0 <= num_kept_graphs <= len(freight.layer_bytes)
+    assert order is Order.LAYER_MAJOR or not any(freight.gradient_bytes)
+    everything = tuple(range(num_micro_batches))
+    groups = [everything] if order is Order.LAYER_MAJOR else [(m,) for m in everything]
+    num_layers = len(freight.layer_bytes)
+    program = _Program(
+        freight=freight,
+        ring=list(ring),
+        input_bytes=input_bytes,
+        first_graph=num_layers - num_kept_graphs,
+    )
+    for group in groups:
+        program.outside(Kind.FRONT, group)
+        for layer in range(num_layers):
+            program.forward(layer, group, is_kept=True)
+        program.outside(Kind.TAIL, group)
+        for layer in reversed(range(num_layers)):
+            program.backward(layer, group)
+        if trains_front:
+            program.outside(Kind.FRONT_BACKWARD, group)
+    return program.schedule(ring)
+
+
+def forward_schedule(freight: Freight, *, ring: Ring, num_micro_batches: int) -> Schedule:
+    """List the ops of one pass without gradients, for evaluation and generation.
+
+    The pass ends at the top of the snake, so the next pass upwards starts with reloads, which its
+    own schedule counts.
+    """
+    group = tuple(range(num_micro_batches))
+    no_graph = len(freight.layer_bytes)
+    program = _Program(freight=freight, ring=list(ring), input_bytes=(), first_graph=no_graph)
+    program.outside(Kind.FRONT, group)
+    for layer in range(len(freight.layer_bytes)):
+        program.forward(layer, group, is_kept=False)
+    program.outside(Kind.TAIL, group)
+    return program.schedule(ring)
+
+
+# ---------------------------------------------------------------------------------------------
+# The serial program
+
+
+@dataclass(kw_only=True, slots=True)
+class _Program:
+    """The lines of a pass that are written so far, and the ring after them."""
+
+    freight: Freight
+    ring: list[int | None]
+    input_bytes: tuple[int, ...]
+    first_graph: int
+    lines: list[Line] = field(default_factory=list)
+    decoded: int | None = None
+    num_pieces: int = 0
+    num_fetches: int = 0
+
+    def schedule(self, ring_before: Ring) -> Schedule:
+        """Return the pass as ops.
+
+        Layers whose weights train may change after any pass, so the ring after it does not hold
+        them.
+        """
+        trains = [num_bytes > 0 for num_bytes in self.freight.gradient_bytes]
+        left = tuple(None if i is None or trains[i] else i for i in self.ring)
+        return Schedule(ops=parallel(self.lines), ring_before=ring_before, ring_after=left)
+
+    def outside(self, kind: Kind, group: Sequence[int]) -> None:
+        """Write the ops before the first layer or after the last."""
+        num_layers = len(self.freight.layer_bytes)
+        for m in group:
+            self.lines.append(
+                Line(
+                    ops=(Op(lane=Lane.COMPUTE, kind=kind, micro_batch=m),),
+                    reads=self._kept(num_layers, m) if kind is Kind.TAIL else (),
+                    writes=self._kept(0, m) if kind is Kind.FRONT else (),
+                )
+            )
+
+    def forward(self, layer: int, group: Sequence[int], *, is_kept: bool) -> None:
+        """Write a forward visit; `is_kept` if a backward visit will follow."""
+        slot, weights = self._load(layer)
+        has_graph = self._has_graph(layer)
+        for m in group:
+            op = Op(
+                lane=Lane.COMPUTE,
+                kind=Kind.FORWARD,
+                layer=layer,
+                micro_batch=m,
+                slot=slot,
+                has_graph=has_graph,
+            )
+            reads = (weights, *self._kept(layer, m))
+            self.lines.append(Line(ops=(op,), reads=reads, writes=self._kept(layer + 1, m)))
+            if is_kept and self._is_stashed(layer):
+                self.lines.append(self._stash(layer, m))
+
+    def backward(self, layer: int, group: Sequence[int]) -> None:
+        """Write a backward visit, and the copies of its gradients to the host."""
+        slot, weights = self._load(layer)
+        gradient = ("gradient", layer % NUM_GRADIENT_BUFFERS, 0)
+        num_bytes, has_graph = self.freight.gradient_bytes[layer], self._has_graph(layer)
+        for m in group:
+            # A kept graph holds its own input, which no other op overwrites.
+            buffer, source = None, () if has_graph else self._kept(layer, m)
+            if self._is_stashed(layer):
+                buffer = self.num_fetches % (NUM_FETCHED * len(group))
+                source = (("fetched", buffer, 0),)
+                self.num_fetches += 1
+                self.lines.append(self._fetch(layer, m, buffer))
+            op = Op(
+                lane=Lane.COMPUTE,
+                kind=Kind.BACKWARD,
+                layer=layer,
+                micro_batch=m,
+                slot=slot,
+                buffer=buffer,
+                has_graph=has_graph,
+            )
+            writes = (gradient,) if num_bytes else ()
+            self.lines.append(Line(ops=(op,), reads=(weights, *source), writes=writes))
+        leaving = Op(lane=Lane.D2H, kind=Kind.GRADIENT, layer=layer, buffer=gradient[1])
+        if num_bytes:
+            self.lines.append(Line(ops=self._pieces(leaving, num_bytes), reads=(gradient,)))
+
+    def _load(self, layer: int) -> tuple[int, Resource]:
+        """Write the load and decoding of a layer, unless its weights are already in place.
+
+        Returns:
+            The layer's slot, and the resource that a visit reads.
+        """
+        slot = layer % len(self.ring)
+        if self.freight.decoded_bytes[layer] and self.decoded == layer:
+            return slot, _DECODED
+        if self.ring[slot] != layer:
+            self.ring[slot] = layer
+            self.lines += self._copies(layer, slot)
+        if not self.freight.decoded_bytes[layer]:
+            return slot, _slot(slot)
+        self.decoded = layer
+        op = Op(
+            lane=Lane.COMPUTE,
+            kind=Kind.DECODE,
+            layer=layer,
+            slot=slot,
+            num_bytes=self.freight.decoded_bytes[layer],
+        )
+        self.lines.append(Line(ops=(op,), reads=(_slot(slot),), writes=(_DECODED,)))
+        return slot, _DECODED
+
+    def _copies(self, layer: int, slot: int) -> Iterator[Line]:
+        """Write the copies that fill a slot: one line, or two for each piece that is staged."""
+        load = Op(lane=Lane.H2D, kind=Kind.LOAD, layer=layer, slot=slot)
+        loads = self._pieces(load, self.freight.layer_bytes[layer])
+        if not self.freight.num_staging:
+            yield Line(ops=loads, writes=(_slot(slot),))
+            return
+        for piece in loads:
+            buffer = self.num_pieces % self.freight.num_staging
+            staged: tuple[Resource, ...] = (("staging", buffer, 0),)
+            self.num_pieces += 1
+            read = piece._replace(lane=Lane.HOST, kind=Kind.READ, slot=None, buffer=buffer)
+            yield Line(ops=(read,), writes=staged)
+            load = piece._replace(buffer=buffer)
+            yield Line(ops=(load,), reads=staged, writes=(_slot(slot),))
+
+    def _pieces(self, whole: Op, total: int) -> tuple[Op, ...]:
+        """Split a copy into pieces; an empty copy is one piece."""
+        piece = self.freight.piece_bytes
+        return tuple(
+            whole._replace(offset=offset, num_bytes=min(piece, total - offset))
+            for offset in range(0, max(1, total), piece)
+        )
+
+    def _stash(self, layer: int, m: int) -> Line:
+        op = Op(
+            lane=Lane.D2H,
+            kind=Kind.STASH,
+            layer=layer,
+            micro_batch=m,
+            num_bytes=self.input_bytes[m],
+        )
+        return Line(ops=(op,), reads=self._kept(layer, m), writes=(("stash", layer, m),))
+
+    def _fetch(self, layer: int, m: int, buffer: int) -> Line:
+        op = Op(
+            lane=Lane.H2D,
+            kind=Kind.FETCH,
+            layer=layer,
+            micro_batch=m,
+            buffer=buffer,
+            num_bytes=self.input_bytes[m],
+        )
+        return Line(ops=(op,), reads=(("stash", layer, m),), writes=(("fetched", buffer, 0),))
+
+    def _is_stashed(self, layer: int) -> bool:
+        """Return whether a layer's inputs leave the device.
+
+        The last layer needs its inputs again at once, and a kept graph holds its own.
+        """
+        is_last = layer == len(self.freight.layer_bytes) - 1
+        return bool(self.input_bytes) and not is_last and not self._has_graph(layer)
+
+    def _has_graph(self, layer: int) -> bool:
+        return layer >= self.first_graph
+
+    def _kept(self, layer: int, m: int) -> tuple[Resource, ...]:
+        """Return the device buffer of a layer's input, if there are only a few."""
+        return (("kept", layer % NUM_KEPT, m),) if self.input_bytes else ()
+
+
+_DECODED: Resource = ("decoded", 0, 0)
+
+
+def _slot(slot: int) -> Resource:
+    return ("slot", slot, 0)

@@ -1,0 +1,1 @@
+"""How long each op takes on a machine."""

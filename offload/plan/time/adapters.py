@@ -1,0 +1,76 @@
+"""The time of low-rank branches, in addition to the products that they are added to.
+
+A product with few columns is one pass over its long side, however few they are: kernels compute at
+least 16. So a machine has a separate rate for 16 columns; further columns cost as much as in large
+products. A branch of rank r is two such products: in fp32 for a linear layer, in the weights' dtype
+for experts.
+"""
+
+from offload.plan.facts.linears import FP32_BYTES, Linear
+from offload.plan.machine.machine import TALL_COLUMNS, Rate
+from offload.plan.time.pricer import Pricer
+from offload.plan.time.work import Work
+
+LORA_OPS = 6
+# DoRA's fp32 passes over a merged weight, for its norm, and over the output of each branch.
+DORA_WEIGHT_PASSES, DORA_OUTPUT_PASSES, DORA_OPS = 9, 8, 14
+# Casts of A and B, scaling and addition of an adapter on experts, and its two products.
+EXPERT_LORA_OPS, EXPERT_LORA_PRODUCTS = 5, 2
+
+
+def long_sides(num_elements: float, rank: int, *, tall: Rate, large: Rate) -> Work:
+    """Price the extra time of products with `rank` columns over the rate of large ones."""
+    whole_s = TALL_COLUMNS / tall.value + max(0, rank - TALL_COLUMNS) / large.value
+    return Work(memory_s=2 * num_elements * max(0.0, whole_s - rank / large.value))
+
+
+def linear_branch(at: Pricer, linear: Linear) -> Work:
+    """Price the branch of one linear layer; its operations include its two products."""
+    machine, spec = at.machine, at.workload.adapter
+    rank, b, tokens = spec.rank_of(linear), at.workload.dtype_bytes, at.workload.num_tokens
+    features = linear.d_in + linear.d_out
+    flops = 2.0 * tokens * rank * features
+    products = Work(compute_s=flops / machine.vector_flops_per_s.value, flops=flops)
+    sides = long_sides(
+        tokens * features,
+        rank,
+        tall=machine.tall_fp32_flops_per_s,
+        large=machine.vector_flops_per_s,
+    )
+    casts = tokens * (linear.d_in + 2 * linear.d_out) * (b + FP32_BYTES) if b != FP32_BYTES else 0
+    output_passes = 5 + (DORA_OUTPUT_PASSES if spec.is_dora else 0)
+    passes = tokens * output_passes * linear.d_out * FP32_BYTES
+    return products + sides + at.traffic(casts + passes, num_ops=LORA_OPS)
+
+
+def dora_norm(at: Pricer, linear: Linear) -> Work:
+    """Price the norm of a merged weight, without a gradient: A and B pass an identity for it."""
+    if not at.workload.adapter.is_dora:
+        return Work()
+    rank = at.workload.adapter.rank_of(linear)
+    flops = 2.0 * linear.d_in * rank * (linear.d_in + linear.d_out)
+    passes = linear.d_in**2 + DORA_WEIGHT_PASSES * linear.num_weights
+    arithmetic = Work(compute_s=flops / at.machine.vector_flops_per_s.value, flops=flops)
+    return arithmetic + at.new_memory(
+        FP32_BYTES * passes, num_ops=DORA_OPS, tensor_bytes=FP32_BYTES * linear.num_weights
+    )
+
+
+def expert_branch(at: Pricer, linear: Linear) -> Work:
+    """Price two more products; A and B are read in fp32, cast to the weights' dtype and reread."""
+    machine, way = at.machine, at.way
+    rank, b = at.workload.adapter.rank_of(linear), at.workload.dtype_bytes
+    rows = at.workload.num_tokens * linear.active
+    flops = 2.0 * rows * rank * (linear.d_in + linear.d_out)
+    products = Work(compute_s=flops / machine.expert_gemm_flops_per_s.value, flops=flops)
+    if way.branch_sides:
+        products = products + long_sides(
+            way.branch_sides * rows * (linear.d_in + linear.d_out),
+            rank,
+            tall=machine.tall_gemm_flops_per_s,
+            large=machine.gemm_flops_per_s,
+        )
+    factors = linear.adapter_parameters(rank)
+    num_bytes = rows * way.branch_features(linear) * b + factors * (FP32_BYTES + 2 * b)
+    num_ops = EXPERT_LORA_OPS + EXPERT_LORA_PRODUCTS * at.expert_launches(linear)
+    return products + at.traffic(num_bytes, num_ops=num_ops)

@@ -1,0 +1,220 @@
+"""Lower bounds on the time of a step, in either order, and the break-even of streaming."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from offload.plan.facts.facts import ModelFacts
+from offload.plan.machine.machine import Machine
+from offload.plan.schedule.schedule import NUM_FETCHED, NUM_STAGING, PIECE_BYTES, Ring, warm_ring
+from offload.plan.time.costs import Costs
+
+
+def r3_bound_s(
+    costs: Costs,
+    *,
+    num_slots: int,
+    num_micro_batches: int,
+    stashed_bytes: int = 0,
+    num_kept_graphs: int = 0,
+    ring: Ring | None = None,
+    is_staged: bool = False,
+) -> float:
+    """Return R3, a lower bound on the time of a layer-major step, without the optimizer.
+
+    Each sweep takes the longer of its visits and its loads. Before and after a warm ring's loads
+    there is one visit each during which nothing can be loaded. Encoded cargo leaves its slot when
+    it is decoded: the loads upwards begin after the first decoding, and the first load downwards
+    after that of the last layer, which is decoded once for both of its visits. On the way down
+    visits have two durations, with a kept graph and without, so each load is followed individually:
+    it waits for its slot and for the load before it. A step of equal layers takes exactly this
+    long, whatever the rates.
+
+    Stashed inputs leave one after the other. They come back between the loads, each as soon as the
+    visit two before its own has released the buffer.
+
+    Args:
+        costs: Of the ops.
+        num_slots: Layers on the device at a time, at most all.
+        num_micro_batches: Micro-batches of the step.
+        stashed_bytes: Of one micro-batch's layer input, if inputs are stashed in host memory.
+        num_kept_graphs: How many layers, the last ones, are not checkpointed.
+        ring: What the slots hold at the start; None is the ring after a training step.
+        is_staged: Whether loads pass through staging buffers, filled from memory or from disk.
+    """
+    sweeps = _Sweeps(
+        costs=costs,
+        num_micro_batches=num_micro_batches,
+        stashed_bytes=stashed_bytes,
+        is_staged=is_staged,
+        first_graph=len(costs.layers) - num_kept_graphs,
+    )
+    up_s = sweeps.up_s(warm_ring(num_slots) if ring is None else ring)
+    return sweeps.end_s(up_s, num_slots) + num_micro_batches * costs.front_backward_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Sweeps:
+    """The sweep up to the head and the sweep down from it, at given costs."""
+
+    costs: Costs
+    num_micro_batches: int
+    stashed_bytes: int
+    is_staged: bool
+    first_graph: int
+
+    @property
+    def num_stashed(self) -> int:
+        """Layers, the first ones, whose inputs leave the device."""
+        return min(self.first_graph, len(self.costs.layers) - 1)
+
+    def visit_s(self, layer: int) -> float:
+        """Time of all micro-batches at a layer on the way up, with its decoding."""
+        cost = self.costs.layers[layer]
+        return self.num_micro_batches * cost.forward_s + cost.decode_s
+
+    def up_s(self, ring: Ring) -> float:
+        """Return when the last layer's forward visit ends if no input has to be stashed."""
+        costs, num_layers = self.costs, len(self.costs.layers)
+        visits_s = [self.visit_s(i) for i in range(num_layers)]
+        fronts_s = self.num_micro_batches * costs.front_s
+        below_s = list(accumulate(visits_s, initial=fronts_s))
+        missing, link_s = _missing(ring, num_layers), 0.0
+        if not missing:
+            return below_s[-1]
+        last_s = sum(visits_s[missing[-1] :])
+        ends_s = [below_s[-1], self.read_s(missing) + last_s]
+        for place, layer in reversed(list(enumerate(missing))):
+            link_s += _load_s(costs, layer)
+            before = layer - len(ring)  # the layer whose visit holds the slot
+            hold_s = below_s[before] + self._hold_s(before) if before >= 0 else 0
+            way_s = max(link_s, self.read_s(missing[place:], is_ahead=True))
+            ends_s.append(hold_s + way_s + last_s)
+        if missing[0] == 0:
+            ends_s.append(_load_s(costs, 0) + sum(visits_s))
+        return max(ends_s)
+
+    def stash_s(self) -> float:
+        """Return when the last layer's forward visit ends if only stashing delays it."""
+        costs, first = self.costs, self.num_stashed
+        one_s = costs.h2d_latency_s + self.stashed_bytes / costs.d2h_bytes_per_s
+        left_s = costs.front_s + first * self.num_micro_batches * one_s
+        above = range(first + 1, len(costs.layers))
+        above_s = sum(self.visit_s(layer) for layer in above)
+        return left_s + costs.layers[first].forward_s + above_s
+
+    def end_s(self, up_s: float, num_slots: int) -> float:
+        """Return the earliest end of the first layer's backward visit."""
+        costs, num_layers = self.costs, len(self.costs.layers)
+        num_stashed = self.num_stashed if self.stashed_bytes else 0
+        top_s = max(up_s, self.stash_s()) if num_stashed else up_s
+        fetch_s = costs.h2d_latency_s + self.stashed_bytes / costs.fetch_bytes_per_s
+        now_s, link_s = top_s + self.num_micro_batches * costs.tail_s, 0.0
+        free_s, done_s = [0.0] * num_layers, [[0.0] * self.num_micro_batches] * NUM_FETCHED
+        for layer in reversed(range(num_layers)):
+            cost = costs.layers[layer]
+            if layer + num_slots < num_layers:
+                link_s = max(link_s, free_s[layer + num_slots]) + _load_s(costs, layer)
+                now_s = max(now_s, link_s)
+            now_s += cost.decode_s
+            free_s[layer] = now_s
+            if layer == num_layers - 1:  # it is still decoded
+                now_s -= cost.decode_s
+                free_s[layer] = up_s - self.num_micro_batches * cost.forward_s
+            one_s = cost.back_s(has_graph=layer >= self.first_graph)
+            if layer < num_stashed:
+                ends_s = []
+                for free in done_s[0]:  # the buffer that an input is fetched to
+                    link_s = max(link_s, free) + fetch_s
+                    now_s = max(now_s, link_s) + one_s
+                    ends_s.append(now_s)
+                done_s = [*done_s[1:], ends_s]
+            else:
+                now_s += self.num_micro_batches * one_s
+            if not cost.decode_s:
+                free_s[layer] = now_s
+        loaded = range(num_layers - num_slots)
+        if loaded:
+            read_s = self.read_s(loaded, is_ahead=True)
+            first_s = self.num_micro_batches * costs.layers[0].back_s(
+                has_graph=self.first_graph == 0
+            )
+            now_s = max(now_s, free_s[-1] + read_s + costs.layers[0].decode_s + first_s)
+        return now_s
+
+    def read_s(self, layers: Sequence[int], *, is_ahead: bool = False) -> float:
+        """Return the least time to read these layers into staging buffers.
+
+        Args:
+            layers: Which layers.
+            is_ahead: Whether all buffers may already be full at the start.
+        """
+        if not self.is_staged:
+            return 0.0
+        sizes = [self.costs.layers[layer].weight_bytes for layer in layers]
+        ahead = NUM_STAGING * min(PIECE_BYTES, max(sizes, default=0)) if is_ahead else 0
+        return max(0, sum(sizes) - ahead) / self.costs.read_bytes_per_s
+
+    def _hold_s(self, layer: int) -> float:
+        """How long a layer holds its slot: until it is decoded, or else for its visit upwards."""
+        return self.costs.layers[layer].decode_s or self.visit_s(layer)
+
+
+def _missing(ring: Ring, num_layers: int) -> list[int]:
+    """Return the layers that a sweep up has to load."""
+    held, missing = list(ring), []
+    for layer in range(num_layers):
+        slot = layer % len(held)
+        if held[slot] != layer:
+            held[slot] = layer
+            missing.append(layer)
+    return missing
+
+
+def _load_s(costs: Costs, layer: int) -> float:
+    """Return the time of a layer's pieces on the link."""
+    num_more = max(0, math.ceil(costs.layers[layer].weight_bytes / PIECE_BYTES) - 1)
+    return costs.load_s(layer) + num_more * costs.h2d_latency_s
+
+
+def usual_order_bound_s(costs: Costs, *, num_slots: int, num_micro_batches: int) -> float:
+    """Return the bound on a micro-batch-major step: each micro-batch passes through all layers."""
+    upwards_s, downwards_s = _sweep_load_s(costs, num_slots)
+    return num_micro_batches * (
+        max(sum(c.forward_s + c.decode_s for c in costs.layers), upwards_s)
+        + costs.front_s
+        + costs.tail_s
+        + costs.front_backward_s
+        + max(sum(c.backward_s + c.decode_s for c in costs.layers), downwards_s)
+    )
+
+
+def _sweep_load_s(costs: Costs, num_slots: int) -> tuple[float, float]:
+    num_loads = max(0, len(costs.layers) - num_slots)
+    loads = [_load_s(costs, i) for i in range(len(costs.layers))]
+    return sum(loads[len(loads) - num_loads :]), sum(loads[:num_loads])
+
+
+def break_even_tokens(
+    facts: ModelFacts,
+    machine: Machine,
+    *,
+    codec_ratio: float,
+    num_slots: int,
+    dtype_bytes: int,
+    num_disk_readers: int = 0,
+) -> float:
+    """Return N*, the tokens per step above which compute hides the weight streaming.
+
+    N* = kappa * r * F / B * (1 - C / L) for weights of two bytes. Kappa is the ratio of total to
+    active parameters of the layers, and B the slowest rate on a layer's way: that of link or disk.
+    """
+    total = sum(layer.num_parameters for layer in facts.layers)
+    active = sum(layer.num_active_parameters for layer in facts.layers)
+    streamed_frac = max(0.0, 1 - num_slots / facts.num_layers)
+    bytes_per_s = machine.h2d_bytes_per_s.value
+    if num_disk_readers and machine.disk_bytes_per_s is not None:
+        bytes_per_s = min(bytes_per_s, machine.disk_bytes_per_s.value / num_disk_readers)
+    flops_per_byte = machine.gemm_flops_per_s.value / bytes_per_s
+    return total / active * codec_ratio * dtype_bytes / 2 * flops_per_byte * streamed_frac

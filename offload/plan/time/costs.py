@@ -1,0 +1,281 @@
+"""The predicted time of each part of a step, before anything is run.
+
+Every operation of a layer is put on the roofline: matrix products at the rate of their size class,
+everything else by the bytes that it reads and writes. A GPU computes while the host issues, so a
+visit takes the longer of its work and its launches; on a CPU the two add up. Passes and launches
+are counted in the unfused transformers and peft code that runs.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from offload.plan.facts.attention import SoftmaxAttention
+from offload.plan.facts.facts import LayerFacts, ModelFacts, adapted_linears
+from offload.plan.facts.linears import FP32_BYTES, Linear
+from offload.plan.facts.trainable import (
+    EMBEDDING,
+    HEAD,
+    NORMS,
+    layer_module_sizes,
+    module_parameters,
+    outer_module_sizes,
+    trained_tensor_shapes,
+    whole_linears,
+)
+from offload.plan.facts.workload import Workload
+from offload.plan.machine.machine import MEASURED, Machine
+from offload.plan.time.adapters import dora_norm, expert_branch, linear_branch
+from offload.plan.time.attention import attention_work
+from offload.plan.time.expert_passes import SWIGLU_PASSES
+from offload.plan.time.optimizer import update_work
+from offload.plan.time.pricer import Pricer
+from offload.plan.time.work import Bound, Work
+
+Grade = Literal["spec", "probed", "calibrated"]
+
+# Passes of fp32 over a normed feature (square, mean, scale, weight) and casts to and from fp32.
+NORM_FP32_PASSES, NORM_CASTS, NORM_OPS = 5, 2, 7
+ROTARY_PASSES, ROTARY_OPS = 10, 10
+GELU_PASSES, RESIDUAL_PASSES = 2, 3
+GATE_PASSES, LATENT_PASSES = 5, 4  # of an output's gate; of concatenating queries and keys
+FLASH_BACKWARD_FORWARDS = 2.5
+FRONT_OPS, TAIL_OPS, TAIL_LOGIT_PASSES = 60, 40, 9
+H2D_LATENCY_S = 2e-5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerCost:
+    """One decoder layer, for one micro-batch.
+
+    Attributes:
+        forward_s: Forward without a graph.
+        backward_s: Recompute, and backward to the layer's input and its adapters.
+        recompute_s: The part of `backward_s` that is saved if the layer is not checkpointed.
+        decode_s: Decoding of the cargo: once per visit, whatever the number of micro-batches.
+        weight_bytes: Cargo: what one load moves.
+        forward_flops: Of the forward.
+        backward_flops: Of recompute and backward.
+        bound: What the forward spends most of its time on.
+    """
+
+    forward_s: float
+    backward_s: float
+    recompute_s: float
+    decode_s: float
+    weight_bytes: int
+    forward_flops: float
+    backward_flops: float
+    bound: Bound
+
+    def back_s(self, *, has_graph: bool) -> float:
+        """Return the seconds of a backward visit, without a recompute if the graph was kept."""
+        return self.backward_s - self.recompute_s if has_graph else self.backward_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Costs:
+    """All durations that the simulation needs.
+
+    Attributes:
+        grade: How the numbers were obtained.
+        layers: In forward order.
+        front_s: Embeddings and masks of one micro-batch.
+        front_backward_s: Gradient of the embeddings for one micro-batch, if they train.
+        tail_s: Norm, head and loss of one micro-batch, forward and backward.
+        optimizer_s: Clipping and update, once per step.
+        h2d_bytes_per_s: Rate of a load while the device computes; a CPU's load of a layer on disk
+            is a read of its file.
+        h2d_latency_s: Fixed time of a load.
+        d2h_bytes_per_s: Rate of a copy to the host while the device computes.
+        fetch_bytes_per_s: Rate of the copy back.
+        read_bytes_per_s: Rate at which staging buffers are filled, from memory or from a file.
+    """
+
+    grade: Grade
+    layers: tuple[LayerCost, ...]
+    front_s: float
+    tail_s: float
+    optimizer_s: float
+    h2d_bytes_per_s: float
+    h2d_latency_s: float
+    d2h_bytes_per_s: float
+    fetch_bytes_per_s: float
+    read_bytes_per_s: float
+    front_backward_s: float = 0.0
+
+    def load_s(self, layer: int) -> float:
+        """Seconds of one load of a layer."""
+        return self.h2d_latency_s + self.layers[layer].weight_bytes / self.h2d_bytes_per_s
+
+
+def low_rank_branch(at: Pricer, linear: Linear) -> Work:
+    """Low-rank branch of one linear layer, in fp32, or of all experts."""
+    return expert_branch(at, linear) if linear.group == "experts" else linear_branch(at, linear)
+
+
+def _module_gradients(at: Pricer, layer: LayerFacts) -> Work:
+    """Gradients of modules that are trained in full: a product each, accumulated in fp32."""
+    spec, tokens = at.workload.adapter, at.workload.num_tokens
+    products = [at.gemm(x.d_in, tokens, x.d_out) for x in whole_linears(layer, spec)]
+    sizes = layer_module_sizes(layer, spec)
+    normed = layer.normed_features if NORMS in spec.modules else 0
+    sums = at.traffic(2 * normed * tokens * FP32_BYTES, num_ops=0)
+    return _sum([*products, sums, at.added_up(sum(sizes), num_tensors=len(sizes))])
+
+
+def _attention(at: Pricer, layer: LayerFacts) -> Work:
+    """Token mixing."""
+    load, kind = at.workload, layer.attention
+    num, seq_len, b = load.num_tokens, load.seq_len, load.dtype_bytes
+    return attention_work(kind, at.machine, num_tokens=num, seq_len=seq_len, dtype_bytes=b)
+
+
+def pointwise_work(at: Pricer, layer: LayerFacts) -> Work:
+    """Norms, rotary embedding, residuals, and activations except those of routed experts."""
+    facts, tokens, b = at.facts, at.workload.num_tokens, at.workload.dtype_bytes
+    norm_bytes = NORM_FP32_PASSES * FP32_BYTES
+    if b != FP32_BYTES:
+        norm_bytes += NORM_CASTS * (b + FP32_BYTES)
+    kind, passes = layer.attention, float(RESIDUAL_PASSES * 2 * facts.hidden_size)
+    num_ops = NORM_OPS * len(layer.norms) + 2
+    if isinstance(kind, SoftmaxAttention):
+        passes += ROTARY_PASSES * kind.num_rotated_heads * kind.rotary_dim
+        passes += LATENT_PASSES * kind.num_heads * kind.qk_dim if kind.is_latent else 0
+        passes += GATE_PASSES * kind.width if kind.has_output_gate else 0
+        num_ops += ROTARY_OPS
+    for linear in layer.linears:
+        if linear.is_down and linear.group != "experts":
+            is_gated = linear.reads != "plain"
+            passes += (SWIGLU_PASSES if is_gated else GELU_PASSES) * linear.d_in
+            num_ops += 3 if is_gated else 1
+    per_token = passes * b + layer.normed_features * norm_bytes
+    return at.traffic(tokens * per_token, num_ops=num_ops)
+
+
+def routing_work(at: Pricer, layer: LayerFacts) -> Work:
+    """Gathering of routed rows from tokens, their activation, and the sum back into tokens."""
+    if not layer.num_experts:
+        return Work()
+    width = sum(x.d_in for x in layer.linears if x.group == "experts" and x.is_down)
+    features = at.way.routed_features(width=width, hidden=at.facts.hidden_size)
+    rows = at.workload.num_tokens * layer.experts_per_token
+    num_ops = at.way.num_ops + at.way.ops_per_expert * min(layer.num_experts, rows)
+    return at.traffic(rows * features * at.workload.dtype_bytes, num_ops=num_ops)
+
+
+def _sum(works: list[Work]) -> Work:
+    return sum(works, start=Work())
+
+
+def _layer_cost(layer: LayerFacts, at: Pricer) -> LayerCost:
+    adapted = adapted_linears(layer, at.workload.adapter)
+    products = _sum([at.matmul(linear) for linear in layer.linears])
+    attention = _attention(at, layer)
+    pointwise = pointwise_work(at, layer) + routing_work(at, layer)
+    branches = _sum([low_rank_branch(at, linear) for linear in adapted])
+    norms = _sum([dora_norm(at, linear) for linear in adapted])
+    forward = products + attention + pointwise + branches + norms
+    backward = products + attention.times(FLASH_BACKWARD_FORWARDS) + _module_gradients(at, layer)
+    backward = backward + (pointwise + branches).times(2)
+    b = at.workload.dtype_bytes
+    cargo_bytes = at.workload.cargo_bytes(layer)
+    decode = at.traffic(cargo_bytes + layer.num_parameters * b, num_ops=len(layer.linears))
+    backward_s = (forward + backward).seconds(at.machine)
+    return LayerCost(
+        forward_s=forward.seconds(at.machine),
+        backward_s=backward_s,
+        recompute_s=backward_s - backward.seconds(at.machine),
+        decode_s=decode.seconds(at.machine) if at.workload.is_encoded else 0.0,
+        weight_bytes=cargo_bytes,
+        forward_flops=forward.flops,
+        backward_flops=forward.flops + backward.flops,
+        bound=forward.bound(at.machine),
+    )
+
+
+def _tail(at: Pricer) -> Work:
+    tokens, hidden, vocab = at.workload.label_tokens, at.facts.hidden_size, at.facts.vocab_size
+    num_chunks = math.ceil(tokens / at.workload.head_chunk_tokens)
+    head = at.gemm(tokens, hidden, vocab) + at.gemm(tokens, vocab, hidden)
+    norm = at.traffic(3 * NORM_FP32_PASSES * FP32_BYTES * tokens * hidden, num_ops=0)
+    logit_bytes = TAIL_LOGIT_PASSES * FP32_BYTES * tokens * vocab
+    tail = (
+        head
+        + norm
+        + at.new_memory(
+            logit_bytes,
+            num_ops=TAIL_OPS * num_chunks,
+            tensor_bytes=FP32_BYTES * min(tokens, at.workload.head_chunk_tokens) * vocab,
+        )
+    )
+    trained = outer_module_sizes(at.facts, at.workload.adapter)
+    if HEAD in trained or (EMBEDDING in trained and at.facts.tie_word_embeddings):
+        sums = at.added_up(at.facts.embedding_parameters, num_tensors=1)
+        tail = tail + at.gemm(hidden, tokens, vocab) + sums.times(num_chunks)
+    return tail
+
+
+def _front_backward(at: Pricer) -> Work:
+    """The gradient of a trained embedding, which is as large as the embedding for any batch."""
+    trained = outer_module_sizes(at.facts, at.workload.adapter)
+    return at.added_up(trained.get(EMBEDDING, 0), num_tensors=1) if trained else Work()
+
+
+def _optimizer(at: Pricer) -> Work:
+    spec, shapes = at.workload.adapter, trained_tensor_shapes(at.facts, at.workload.adapter)
+    update = update_work(at.machine, shapes, at.workload.optimizer)
+    if at.workload.dtype_bytes == FP32_BYTES:
+        return update
+    copied = module_parameters(at.facts, spec) * (FP32_BYTES + at.workload.dtype_bytes)
+    return update + at.traffic(copied, num_ops=0)  # compute copies are cast from fp32
+
+
+def price(
+    facts: ModelFacts,
+    machine: Machine,
+    workload: Workload,
+    *,
+    is_duplex: bool = False,
+    num_disk_readers: int = 0,
+) -> Costs:
+    """Price one micro-batch of this model on this machine.
+
+    On a CPU copies have their rate during compute. The grade is "probed" if all rates were
+    measured. Layers on a disk whose rate is unknown are priced as if in memory.
+
+    Args:
+        facts: The model.
+        machine: Its rates.
+        workload: One micro-batch.
+        is_duplex: Whether the link is busy in both directions at once.
+        num_disk_readers: Processes that read the layers from disk at once; 0 if they are in memory.
+    """
+    at = Pricer(machine=machine, facts=facts, workload=workload)
+    shapes = {layer: _layer_cost(layer, at) for layer in set(facts.layers)}
+    embedded_bytes = 2 * workload.num_tokens * facts.hidden_size * workload.dtype_bytes
+    is_cuda = machine.device == "cuda"
+    is_alone = is_cuda and not is_duplex
+    h2d = machine.h2d_bytes_per_s if is_alone else machine.h2d_duplex_bytes_per_s
+    d2h = machine.d2h_bytes_per_s if is_cuda else machine.h2d_duplex_bytes_per_s
+    load_bytes_per_s = h2d.value
+    read_bytes_per_s = machine.host_memory_bytes_per_s.value / 2  # each byte in and out
+    disk, is_measured = machine.disk_bytes_per_s, machine.is_measured
+    if num_disk_readers:
+        is_measured = is_measured and disk is not None and disk.source == MEASURED
+    if num_disk_readers and disk is not None:
+        read_bytes_per_s = disk.value / num_disk_readers
+        load_bytes_per_s = load_bytes_per_s if is_cuda else read_bytes_per_s
+    return Costs(
+        grade="probed" if is_measured else "spec",
+        layers=tuple(shapes[layer] for layer in facts.layers),
+        front_s=at.traffic(embedded_bytes, num_ops=FRONT_OPS).seconds(machine),
+        front_backward_s=_front_backward(at).seconds(machine),
+        tail_s=_tail(at).seconds(machine),
+        optimizer_s=_optimizer(at).seconds(machine),
+        h2d_bytes_per_s=load_bytes_per_s,
+        h2d_latency_s=H2D_LATENCY_S,
+        d2h_bytes_per_s=d2h.value,
+        fetch_bytes_per_s=h2d.value,
+        read_bytes_per_s=read_bytes_per_s,
+    )

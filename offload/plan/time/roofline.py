@@ -1,0 +1,135 @@
+"""FLOPs, bytes and their time: the formulas, without a model.
+
+An operation takes as long as the slower of its arithmetic and its memory traffic. If a published
+count differs from the exact one, both are here under their own names.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from offload.plan.facts.attention import seen_tokens
+from offload.plan.facts.facts import LayerFacts, ModelFacts
+from offload.plan.machine.machine import Machine
+
+Count = Literal["causal", "lecture", "lecture_full"]
+BALANCED_FRAC = 0.1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Roofline:
+    """An operation's time in memory traffic and in arithmetic."""
+
+    memory_s: float
+    compute_s: float
+
+    @property
+    def time_s(self) -> float:
+        """The longer of the two."""
+        return max(self.memory_s, self.compute_s)
+
+    @property
+    def verdict(self) -> Literal["memory", "compute", "balanced"]:
+        """What bounds the operation; balanced if the two are within a tenth."""
+        if abs(self.memory_s - self.compute_s) <= BALANCED_FRAC * self.time_s:
+            return "balanced"
+        return "memory" if self.memory_s > self.compute_s else "compute"
+
+
+def elementwise(
+    machine: Machine, *, num_elements: int, num_passes: int, dtype_bytes: int
+) -> Roofline:
+    """Price one operation per element; `num_passes` counts the tensors read and written."""
+    return Roofline(
+        memory_s=num_elements * num_passes * dtype_bytes / machine.memory_bytes_per_s.value,
+        compute_s=num_elements / machine.vector_flops_per_s.value,
+    )
+
+
+def gemm(
+    machine: Machine, *, m: int, k: int, n: int, dtype_bytes: int, flops_per_s: float | None = None
+) -> Roofline:
+    """Price (m, k) @ (k, n), by default at the rate of large products."""
+    rate = machine.gemm_flops_per_s.value if flops_per_s is None else flops_per_s
+    return Roofline(
+        memory_s=(m * k + k * n + m * n) * dtype_bytes / machine.memory_bytes_per_s.value,
+        compute_s=2 * m * k * n / rate,
+    )
+
+
+def attention_flops(
+    *, num_tokens: int, context_tokens: int, width: int, count: Count, window: int | None = None
+) -> float:
+    """Count QK^T and PV over all heads.
+
+    "causal" is exact up to the diagonal: 4 * width for each pair of a query and a key that it sees.
+    "lecture" is 3 * width for each token and context token: two products and the scaling, halved by
+    causality. "lecture_full" is the same without the half.
+
+    Args:
+        num_tokens: Queries; those of several sequences of context_tokens add up.
+        context_tokens: Keys that the last query of a sequence sees, without a window.
+        width: Heads times head dimension.
+        count: Which count.
+        window: Keys that a query of a sliding layer sees; exact counts only.
+    """
+    if count == "lecture":
+        return 3.0 * width * num_tokens * context_tokens
+    if count == "lecture_full":
+        return 6.0 * width * num_tokens * context_tokens
+    return 4.0 * width * num_tokens * seen_tokens(context_tokens, window)
+
+
+def unfused_softmax_bytes(*, num_heads: int, seq_len: int, dtype_bytes: int) -> int:
+    """Count the traffic of a softmax over stored scores: read once, write once."""
+    return 2 * num_heads * seq_len * seq_len * dtype_bytes
+
+
+def layer_elementwise_bytes(
+    *, num_tokens: int, hidden_size: int, mlp_width: int, dtype_bytes: int
+) -> int:
+    """Count the traffic of 2 norms, 2 residual additions and 1 SwiGLU, each as one kernel."""
+    norms, additions, swiglu = 2 * 2 * hidden_size, 2 * 3 * hidden_size, 3 * mlp_width
+    return num_tokens * (norms + additions + swiglu) * dtype_bytes
+
+
+def layer_flops(
+    facts: ModelFacts, layer: LayerFacts, *, num_tokens: int, context_tokens: int, count: Count
+) -> float:
+    """Count the frozen products and attention of one layer's forward.
+
+    The "lecture" counts use the hidden size as attention's width, and ignore the router.
+    """
+    weights = sum(
+        linear.active * linear.d_in * linear.d_out
+        for linear in layer.linears
+        if count == "causal" or linear.group != "router"
+    )
+    products = 2.0 * num_tokens * weights
+    if count == "causal":
+        return products + num_tokens * layer.attention.flops_per_token(context_tokens)
+    return products + attention_flops(
+        num_tokens=num_tokens, context_tokens=context_tokens, width=facts.hidden_size, count=count
+    )
+
+
+def forward_flops_per_token(facts: ModelFacts, *, context_tokens: int) -> float:
+    """Count a forward of the whole model, head included, averaged over a sequence."""
+    layers = sum(
+        layer_flops(facts, layer, num_tokens=1, context_tokens=context_tokens, count="causal")
+        for layer in facts.layers
+    )
+    return layers + 2.0 * facts.hidden_size * facts.vocab_size
+
+
+# ---------------------------------------------------------------------------------------------
+# What if: other options for storing a layer
+
+
+def all_gather_bytes(*, num_parameters: int, dtype_bytes: int) -> int:
+    """Count what sharding (FSDP) gathers per layer and pass: all its weights."""
+    return num_parameters * dtype_bytes
+
+
+def tensor_parallel_bytes(*, num_tokens: int, hidden_size: int, dtype_bytes: int) -> int:
+    """Count what splitting a layer in two moves per forward: 2 gathers, 2 reduce-scatters."""
+    return 4 * num_tokens * hidden_size * dtype_bytes

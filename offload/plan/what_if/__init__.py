@@ -1,0 +1,1 @@
+"""The same model on other cards, on several, or trained in full."""

@@ -1,0 +1,56 @@
+"""How much memory there is: free host memory within cgroups, page locks, a CUDA context."""
+
+import os
+import subprocess
+import sys
+
+from offload.errors import MachineError
+
+MIB = 2**20
+LEAST_REHEARSED_BYTES, MAX_REHEARSED_BYTES = 256 * MIB, 4096 * MIB
+HOLD_CONTEXT = (
+    "import sys, torch; torch.zeros(1, device='cuda'); print(flush=True); sys.stdin.read()"
+)
+
+
+def load_per_cpu() -> float | None:
+    """Return the load average per processor over the last minute; None if it is not known."""
+    try:
+        return os.getloadavg()[0] / (os.cpu_count() or 1)
+    except OSError:
+        return None
+
+
+def cuda_context_bytes() -> int:
+    """Measure a CUDA context's memory by starting one in another process."""
+    import torch
+
+    torch.zeros(1, device="cuda")
+    before_bytes, _ = torch.cuda.mem_get_info()
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD_CONTEXT], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None
+        is_ready = bool(other.stdout.readline())
+        during_bytes, _ = torch.cuda.mem_get_info()
+        other.communicate()
+    if not is_ready:
+        raise MachineError(
+            f"a second process got no CUDA context (exit status {other.returncode})",
+            limit="its size is measured by starting one",
+            hint="look at `nvidia-smi`: the card may be in exclusive mode or full",
+        )
+    return max(0, before_bytes - during_bytes)
+
+
+def pinned_bytes(ram_bytes: int) -> int:
+    """Return how much can be page-locked: try some sizes; above them only memory limits it."""
+    import torch
+
+    from offload.engine.host.pagelock import largest_lockable, open_locker
+
+    locker = open_locker(torch.device("cuda"), fd=None)
+    assert locker is not None
+    most_bytes = min(MAX_REHEARSED_BYTES, ram_bytes // 2)
+    worked_bytes, _ = largest_lockable(most_bytes, LEAST_REHEARSED_BYTES, locker)
+    return ram_bytes if worked_bytes == most_bytes else worked_bytes

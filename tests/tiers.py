@@ -1,0 +1,40 @@
+"""Which cases of a test run by default: the rest of a grid runs with the slow tests."""
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import pytest
+from _pytest.mark.structures import ParameterSet
+
+
+def mostly_slow(
+    cases: Iterable[Any], *default: Any, rest: pytest.MarkDecorator = pytest.mark.slow
+) -> list[ParameterSet]:
+    """Return cases as parameters of a test: those that are named run by default.
+
+    Args:
+        cases: Of one parameter each, or tuples of several; a mapping names its cases.
+        default: Cases, or names of a mapping's, that always run.
+        rest: What the others are marked as.
+    """
+    named = cases.items() if isinstance(cases, Mapping) else [(case, case) for case in cases]
+    unknown = [case for case in default if case not in [name for name, _ in named]]
+    assert not unknown, unknown
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            id=name if isinstance(cases, Mapping) else None,
+            marks=() if name in default else rest,
+        )
+        for name, case in named
+    ]
+
+
+def diagonal(
+    *columns: Sequence[Any], rest: pytest.MarkDecorator = pytest.mark.slow
+) -> list[ParameterSet]:
+    """Return all combinations: by default run as many as have each value of each column once."""
+    length = max(map(len, columns))
+    default = [tuple(column[i % len(column)] for column in columns) for i in range(length)]
+    return mostly_slow(itertools.product(*columns), *default, rest=rest)

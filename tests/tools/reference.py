@@ -1,0 +1,431 @@
+"""Writes the parts of README and docs that come from the code.
+
+    python -m tests.tools.reference            write them
+    python -m tests.tools.reference --check    list pages that are not current, exit code 1 if any
+
+A part is the text between `<!-- generated: NAME -->` and `<!-- end of NAME -->`; the rest of a page
+is written by hand.
+"""
+
+import argparse
+import importlib
+import inspect
+import json
+import pkgutil
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import typer
+
+import finetune
+import offload
+from finetune import app
+from finetune.commands.plan import Beside
+from finetune.exits import EXIT_DOES_NOT_FIT, EXIT_USER
+from finetune.planning.candidates import chosen_plan, full_requests
+from finetune.planning.compare import budgeted, slowest_card
+from finetune.planning.subject import Subject, model_subject
+from finetune.recipe.recipe import json_schema, shipped_recipes, with_offload
+from finetune.recipe.shipped import shipped_shapes
+from offload.errors import DoesNotFitError, SluiceError
+from offload.plan import Machine, Plan
+from offload.plan.machine.cards import CARDS
+from offload.plan.machine.machine import Dtype, named_machine
+
+ROOT = Path(__file__).parents[2]
+
+Json = Mapping[str, Any]
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def cell(text: str) -> str:
+    """Return text as it may be in a cell."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+# ------------------------------------------------------------------------------- recipe
+
+
+def settings() -> str:
+    """Return a table for each section of a recipe, from its JSON schema."""
+    schema = json.loads(json_schema())
+    parts = []
+    for name, section in schema["properties"].items():
+        fields = schema["$defs"][section["$ref"].rsplit("/", 1)[-1]]
+        required = fields.get("required", ())
+        rows = [
+            [
+                f"`{key}`",
+                _limits(field),
+                "required" if key in required else f"`{json.dumps(field['default'])}`",
+                cell(field["description"] + _example(field)),
+            ]
+            for key, field in fields["properties"].items()
+        ]
+        head = ("setting", "value", "default", "meaning")
+        parts.append(f"## `{name}`\n\n{fields['description']}\n\n{table(head, rows)}")
+    return "\n".join(parts)
+
+
+def _example(field: Json) -> str:
+    examples = field.get("examples")
+    return f" Example: `{json.dumps(examples[0])}`." if examples else ""
+
+
+def _limits(field: Json) -> str:
+    """Return what a field takes, in words."""
+    if "anyOf" in field:
+        return " or ".join(dict.fromkeys(_limits(one) for one in field["anyOf"]))
+    if "const" in field:
+        return f"`{field['const']}`"
+    if "enum" in field:
+        return ", ".join(f"`{value}`" for value in field["enum"])
+    kind = field["type"]
+    if kind == "array":
+        return f"list of {_limits(field['items'])}"
+    if kind == "object":
+        return f"map from names to {_limits(field['additionalProperties'])}"
+    if kind in ("integer", "number"):
+        return {"integer": "whole number", "number": "number"}[kind] + _range(field)
+    return {"string": "text", "boolean": "`true` or `false`", "null": "`null`"}[kind]
+
+
+def _range(field: Json) -> str:
+    words = {
+        "minimum": "at least",
+        "exclusiveMinimum": "above",
+        "maximum": "at most",
+        "exclusiveMaximum": "below",
+    }
+    found = [f"{word} {field[key]:,}" for key, word in words.items() if key in field]
+    return f" {', '.join(found)}" if found else ""
+
+
+def shipped() -> str:
+    """Return the shipped recipes, each with the first sentence of its comment, and the models."""
+    rows = [
+        [f"`{name}`", cell(path.read_text().split(".\n")[0].replace("\n#", "").removeprefix("#"))]
+        for name, path in shipped_recipes().items()
+    ]
+    models = ", ".join(f"`{name}`" for name in shipped_shapes())
+    return f"{table(('recipe', 'what it does'), rows)}\nModel configs: {models}.\n"
+
+
+# ---------------------------------------------------------------------------------- CLI
+
+PLACEHOLDERS = {float: "NUMBER", int: "N", str: "TEXT", Path: "PATH"}
+
+
+def commands() -> str:
+    """Return all commands with their arguments and options, from typer."""
+    group = typer.main.get_group(app.app)
+    return "\n".join(_command(name, command) for name, command in _leaves(group))
+
+
+def _leaves(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from _leaves(command, f"{prefix}{name} ")
+        else:
+            yield prefix + name, command
+
+
+def _command(name: str, command: Any) -> str:
+    hints = get_type_hints(command.callback)
+    params = [p for p in command.params if "--help" not in p.opts]
+    arguments = [p for p in params if p.param_type_name == "argument"]
+    options = [p for p in params if p.param_type_name == "option"]
+    words = [_argument(p) for p in arguments]
+    words += [_option(p, hints[p.name]) for p in options if p.required]
+    words += ["[OPTIONS]"] if any(not p.required for p in options) else []
+    rows = [[f"`{_argument(p)}`", cell(p.help or "")] for p in arguments]
+    rows += [[f"`{_option(p, hints[p.name])}`", cell(_about(p))] for p in options]
+    return "\n".join(
+        [
+            f"## `sluice {name}`",
+            "",
+            inspect.cleandoc(command.help).split("\n\n")[0],
+            "",
+            f"```text\n{' '.join(['sluice', name, *words])}\n```",
+            "",
+            table(("argument or option", "meaning"), rows) if rows else "",
+        ]
+    )
+
+
+def _argument(param: Any) -> str:
+    if param.metavar:
+        return str(param.metavar)
+    name = param.name.upper()
+    return name if param.required else f"[{name}]"
+
+
+def _option(param: Any, hint: Any) -> str:
+    return param.opts[0] if param.is_flag else f"{param.opts[0]} {_placeholder(hint)}"
+
+
+def _placeholder(hint: Any) -> str:
+    kinds = get_args(hint) if get_origin(hint) is UnionType else (hint,)
+    return next(PLACEHOLDERS[kind] for kind in kinds if kind in PLACEHOLDERS)
+
+
+def _about(param: Any) -> str:
+    has_default = not param.is_flag and not param.required and param.default is not None
+    default = f" Default: `{param.default}`." if has_default else ""
+    return f"{param.help or ''}{' Required.' if param.required else ''}{default}"
+
+
+# ------------------------------------------------------------------------------- errors
+
+
+def errors() -> str:
+    """Return the tree of errors, from the classes' docstrings."""
+    for package in ("finetune.errors", "offload.errors"):
+        importlib.import_module(package)
+    rows = [
+        [
+            f"{'&nbsp;' * 4 * depth}`{error.__name__}`",
+            f"`{_public_module(error)}`",
+            str(EXIT_DOES_NOT_FIT if issubclass(error, DoesNotFitError) else EXIT_USER),
+            cell(inspect.cleandoc(error.__doc__ or "").split("\n\n")[0]),
+        ]
+        for depth, error in _subclasses(SluiceError, 0)
+    ]
+    return table(("error", "import from", "exit code", "raised for"), rows)
+
+
+def _subclasses(error: type[SluiceError], depth: int) -> Iterator[tuple[int, type[SluiceError]]]:
+    yield depth, error
+    children = (c for c in error.__subclasses__() if c.__module__.endswith(".errors"))
+    for child in sorted(children, key=lambda c: (c.__module__, inspect.getsourcelines(c)[1])):
+        yield from _subclasses(child, depth + 1)
+
+
+def _public_module(error: type) -> str:
+    for package in (offload, finetune):
+        if error.__name__ in package.__all__:
+            return package.__name__
+    return error.__module__
+
+
+# ------------------------------------------------------------------------------- folders
+
+
+def folders() -> str:
+    """Return the packages with the first line of each docstring."""
+    rows = []
+    for package in (finetune, offload):
+        rows.append([f"`{package.__name__}/`", _first_line(package.__name__)])
+        found = pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+        rows += [
+            [f"`{module.name.replace('.', '/')}/`", _first_line(module.name)]
+            for module in found
+            if module.ispkg
+        ]
+    return table(("folder", "what is in it"), rows)
+
+
+def _first_line(package: str) -> str:
+    doc = importlib.import_module(package).__doc__ or ""
+    return cell(inspect.cleandoc(doc).split("\n\n")[0])
+
+
+def contracts() -> str:
+    """Return who may import whom, from import-linter's settings."""
+    return "\n".join(f"- {_contract(one)}" for one in _tool("importlinter")["contracts"]) + "\n"
+
+
+def markers() -> str:
+    """Return the markers of tests, and whether the default run leaves them out."""
+    settings = _tool("pytest")["ini_options"]
+    chosen = settings["addopts"][settings["addopts"].index("-m") + 1]
+    rows = []
+    for line in settings["markers"]:
+        name, _, meaning = line.partition(": ")
+        rows.append([f"`{name}`", meaning, "no" if f"not {name}" in chosen else "yes"])
+    return table(("marker", "meaning", "run by default"), rows)
+
+
+def _tool(name: str) -> Json:
+    tools: Json = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    found: Json = tools[name]
+    return found
+
+
+def _contract(one: Json) -> str:
+    title = f"**{one['name']}**"
+    if one["type"] == "layers":
+        above = " > ".join(f"`{layer.replace(' | ', '`, `')}`" for layer in one["layers"])
+        return f"{title}: {above}"
+    if one["type"] == "forbidden":
+        sources, targets = (
+            ", ".join(f"`{module}`" for module in one[f"{which}_modules"])
+            for which in ("source", "forbidden")
+        )
+        doors = [ignored.split(" -> ")[0] for ignored in one.get("ignore_imports", ())]
+        but = f", except in {', '.join(f'`{door}`' for door in doors)}" if doors else ""
+        return f"{title}: {sources} may not import {targets}{but}"
+    assert one["type"] == "acyclic_siblings"
+    return f"{title}: no modules or folders next to each other import each other in a circle"
+
+
+# ------------------------------------------------------------------------ cards and models
+
+
+def cards() -> str:
+    """Return the cards that `--machine` knows, with the rates that a plan takes for them."""
+    rows = []
+    for name, card in CARDS.items():
+        dtype: Dtype = "bfloat16" if card.has_bf16 else "float32"
+        machine = named_machine(name, dtype=dtype)
+        rows.append(
+            [
+                f"`{name}`",
+                f"{card.memory_gib:g}",
+                f"{machine.gemm_flops_per_s.value / 1e12:.0f} ({dtype})",
+                f"{machine.memory_bytes_per_s.value / 1e9:,.0f}",
+                f"{machine.h2d_bytes_per_s.value / 1e9:g}",
+            ]
+        )
+    head = ("card", "GiB", "TFLOP/s of large products", "GB/s of memory", "GB/s host to device")
+    return table(head, rows)
+
+
+def plan() -> str:
+    """Return what `sluice plan` prints of the recipe and card that the guide names."""
+    shown = subprocess.run(
+        [sys.executable, "cli.py", "plan", "qwen30b_lora_5090", "--machine", "rtx5090"],
+        cwd=ROOT,
+        env={"COLUMNS": "100", "PYTHONUTF8": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    lines = (line.rstrip() for line in shown.splitlines())
+    return "```text\n" + "\n".join(lines) + "\n```\n"
+
+
+FIT_MODELS = (
+    *("qwen3-8b", "qwen3-14b", "gpt-oss-20b", "qwen3-30b-a3b", "qwen3-32b", "llama-3.1-70b"),
+    *("gpt-oss-120b", "qwen3-235b-a22b"),
+)
+FitCodec = Literal["auto", "nf4"]
+FIT_CODECS: tuple[FitCodec, ...] = ("auto", "nf4")
+FIT_VRAM_GIB = (8, 12, 16, 24, 32)
+FIT_RAM_GIB = 64
+
+
+def fit_table() -> str:
+    """Return what trains in how much device memory, with the predicted tokens per second.
+
+    The figures are those of `sluice fit`.
+    """
+    beside = Beside(ram_gib=FIT_RAM_GIB, link_gb_per_s=None)
+    names = [slowest_card(vram) for vram in FIT_VRAM_GIB]
+    machines = [
+        budgeted(beside.machine(name, dtype="bfloat16"), vram_gib=vram)
+        for name, vram in zip(names, FIT_VRAM_GIB, strict=True)
+    ]
+    subjects = [model_subject(model, []) for model in FIT_MODELS]
+    rows = [[s.name, *(_plainest(s, machine) for machine in machines)] for s in subjects]
+    head = [
+        f"{vram} GiB ({name.removesuffix(f'-{vram}gb')})"
+        for name, vram in zip(names, FIT_VRAM_GIB, strict=True)
+    ]
+    return table(("model", *head), rows)
+
+
+def _plainest(subject: Subject, machine: Machine) -> str:
+    """Return the speed of the exact form in RAM, else of nf4, else of the faster from disk."""
+    for codec in FIT_CODECS:
+        found = _planned(subject, machine, codec, "ram")
+        if found:
+            return _cell(found, () if codec == "auto" else (codec,))
+    on_disk = {codec: _planned(subject, machine, codec, "disk") for codec in FIT_CODECS}
+    fits = {codec: made for codec, made in on_disk.items() if made}
+    if not fits:
+        return "-"
+    codec = min(fits, key=lambda codec: fits[codec].step_s)
+    return _cell(fits[codec], ("disk",) if codec == "auto" else (codec, "disk"))
+
+
+def _planned(
+    subject: Subject, machine: Machine, codec: FitCodec, tier: Literal["ram", "disk"]
+) -> Plan | None:
+    recipe = with_offload(subject.recipe, codec=codec, tier=tier)
+    return chosen_plan(subject.facts, machine, full_requests(recipe, subject.facts, num_ranks=1))
+
+
+def _cell(made: Plan, marks: Sequence[str]) -> str:
+    return f"{made.tokens_per_step / made.step_s:,.0f} {', '.join(marks)}".strip()
+
+
+# ------------------------------------------------------------------------------ the pages
+
+Part = Callable[[], str]
+PARTS: Mapping[str, Mapping[str, Part]] = {
+    "README.md": {"fit": fit_table},
+    "docs/guides/choose-a-card.md": {"plan": plan},
+    "docs/reference/recipe.md": {"settings": settings, "shipped": shipped},
+    "docs/reference/cli.md": {"commands": commands},
+    "docs/reference/errors.md": {"errors": errors},
+    "docs/reference/machine-file.md": {"cards": cards},
+    "docs/development/architecture.md": {"folders": folders, "contracts": contracts},
+    "docs/development/testing.md": {"markers": markers},
+}
+
+
+def with_part(page: str, name: str, text: str) -> str:
+    """Return a page with another text in one of its generated parts."""
+    pattern = rf"(<!-- generated: {name} -->\n).*?(<!-- end of {name} -->)"
+    written, count = re.subn(
+        pattern, lambda marks: f"{marks[1]}\n{text}\n{marks[2]}", page, flags=re.DOTALL
+    )
+    assert count == 1, f"a page has {count} parts called {name}"
+    return written
+
+
+def current(page: str) -> str:
+    """Return a page as it should be, by its path in the repository."""
+    text = (ROOT / page).read_text()
+    for name, part in PARTS[page].items():
+        text = with_part(text, name, part())
+    return text
+
+
+def main() -> int:
+    """Write the generated parts, or check them."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument("pages", nargs="*", help="of these pages; all without it")
+    options = parser.parse_args()
+    unknown = [page for page in options.pages if page not in PARTS]
+    if unknown:
+        parser.error(f"{unknown[0]} has no generated part; these have: {', '.join(PARTS)}")
+    stale = []
+    for page in options.pages or PARTS:
+        text = current(page)
+        if text != (ROOT / page).read_text():
+            stale.append(page)
+            if not options.check:
+                (ROOT / page).write_text(text)
+    verb = "is not current: `make generate`" if options.check else "written"
+    sys.stdout.writelines(f"{page} {verb}\n" for page in stale)
+    return 1 if options.check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

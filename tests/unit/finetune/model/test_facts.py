@@ -1,0 +1,270 @@
+"""Facts of types that the planner does not know, read off models that are built without weights."""
+
+import json
+import re
+import subprocess
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+)
+
+from finetune import app
+from finetune.adapter.lora import add_lora, linear_names, trained
+from finetune.errors import ModelError
+from finetune.model.facts import built_facts, facts_of
+from finetune.planning.request import facts_of as facts_of_section
+from finetune.recipe.sections import ModelSection
+from offload.engine.model.inventory import inventory_of
+from offload.engine.model.layers import LayeredModel
+from offload.errors import UnsupportedModelError
+from offload.plan.facts import facts as plan_facts
+from offload.plan.facts.attention import Recurrence, SoftmaxAttention
+from offload.plan.facts.facts import AdapterSpec, ModelFacts, model_facts
+from offload.plan.facts.families import FAMILIES, REFUSED
+from offload.plan.facts.linears import Linear, Norm
+from offload.plan.facts.trainable import adapter_parameters
+from offload.plan.facts.weights import TensorClass
+from tests.parity.architectures import read_table
+from tests.parity.tiny_models import tiny_config
+
+ROOT = Path(__file__).parents[4]
+VERDICTS = read_table(ROOT / "docs" / "architectures.md").verdicts
+EXACT = [  # those that the installed transformers has
+    name for name, verdict in VERDICTS.items() if verdict.is_exact and name in CONFIG_MAPPING
+]
+# Of each form of layer one type, in the default run.
+FORMS = (
+    "bamba",
+    "bart",
+    "bert",
+    "cohere2_moe",
+    "dbrx",
+    "deepseek_v32",
+    "falcon",
+    "falcon_h1",
+    "gemma4",
+    "gpt2",
+    "granitemoeshared",
+    "inkling_text",
+    "jetmoe",
+    "lfm2_moe",
+    "llama4",
+    "longcat_flash",
+    "mamba",
+    "minimax_m2",
+    "nemotron_h",
+    "opt",
+    "qwen3_5_moe",
+    "rwkv",
+    "zamba2",
+)
+SHARING = ("zamba", "zamba2")  # their layers share weights, which the planner cannot count
+# Linear layers of a tower that stands in the decoder: the trainer takes them for the decoder's own.
+TOWER_IN_DECODER = "phi4_multimodal"
+BY_CLASS: dict[str, TensorClass] = {"experts": "experts", "norm": "norms"}
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of transformers, about tiny models
+        yield
+
+
+def tiny(model_type: str) -> Any:
+    """Build a tiny model without memory; its class may be that of the text part."""
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]
+    with torch.device("meta"):
+        return model_class._from_config(tiny_config(model_type)).requires_grad_(False)
+
+
+def counted(facts: ModelFacts, name: str) -> int:
+    return sum(layer.parameters_by_class()[name] for layer in facts.layers)
+
+
+@pytest.mark.parametrize("model_type", FORMS)
+def test_types_of_every_form_are_counted_to_the_last_parameter(model_type: str) -> None:
+    assert_counted(model_type)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("model_type", EXACT)
+def test_every_type_that_can_be_trained_is_counted_to_the_last_parameter(model_type: str) -> None:
+    assert_counted(model_type)
+
+
+def assert_counted(model_type: str) -> None:
+    model = tiny(model_type)
+    if model_type in SHARING:
+        with pytest.raises(UnsupportedModelError, match="has layers that share weights"):
+            facts_of(model)
+        return
+    facts, stock = facts_of(model), inventory_of(LayeredModel(model), [])
+    assert facts.num_parameters == stock.num_parameters
+    assert facts.num_others >= 0
+    assert all(layer.num_others >= 0 for layer in facts.layers)
+    in_layers = Counter[TensorClass]()
+    for row in stock.rows:
+        in_layers[row.kind] += row.num_parameters if row.is_in_layers else 0
+    for name, kind in BY_CLASS.items():
+        assert counted(facts, name) == in_layers[kind], name
+    # what is no product, such as a convolution, stands in the stock with the part that it is in
+    assert counted(facts, "attention") <= in_layers["attention"]
+    assert counted(facts, "mlp") <= in_layers["dense MLP"] + in_layers["other in layers"]
+    beside = counted(facts, "shared_experts") + counted(facts, "router")
+    assert beside <= in_layers["shared experts"] + in_layers["router"]
+    stacked = [  # whatever the classes are called
+        parameter.numel()
+        for name, parameter in LayeredModel(model).layers.named_parameters()
+        if parameter.dim() == 3 and re.search(r"expert|gate_up|down_proj", name)
+    ]
+    assert sum(stacked) <= counted(facts, "experts") + counted(facts, "shared_experts")
+    assert facts.grade == "built"
+    if model_type != TOWER_IN_DECODER:
+        assert sorted(plan_facts.linear_names(facts)) == list(linear_names(model))
+
+
+def test_what_is_refused_by_name_is_what_the_architectures_table_refuses() -> None:
+    assert {name for name, verdict in VERDICTS.items() if not verdict.is_exact} == set(REFUSED)
+
+
+def shape_of(linear: Linear) -> tuple[Any, ...]:
+    reads = "gated" if linear.reads == "clamped" else linear.reads
+    name = "" if linear.group == "router" else linear.name
+    return name, linear.group, linear.d_in, linear.d_out, linear.active, linear.has_bias, reads
+
+
+def weights_of(norm: Norm) -> tuple[int, int]:
+    return norm.num_features, norm.num_weights
+
+
+@pytest.mark.parametrize("model_type", [name for name in FAMILIES if "_vl" not in name])
+def test_both_grades_agree_on_every_family(model_type: str) -> None:
+    model = tiny(model_type)
+    pure, read = model_facts(tiny_config(model_type).to_dict()), facts_of(model)
+    assert pure.num_parameters == read.num_parameters
+    assert pure.num_active_parameters == read.num_active_parameters
+    for ours, theirs in zip(pure.layers, read.layers, strict=True):
+        assert Counter(map(shape_of, ours.linears)) == Counter(map(shape_of, theirs.linears))
+        norms = [norm for norm in ours.norms if norm.num_weights]
+        assert Counter(map(weights_of, norms)) == Counter(map(weights_of, theirs.norms))
+        assert ours.attention == theirs.attention
+
+
+def test_the_forms_of_attention_are_told_apart() -> None:
+    gpt2 = facts_of(tiny("gpt2")).layers[0]
+    assert isinstance(gpt2.attention, SoftmaxAttention)
+    assert gpt2.attention.rotary_dim == 0
+    assert gpt2.attention.is_fused
+    assert [x.reads for x in gpt2.linears] == ["input", "inside", "input", "plain"]
+    bigcode = facts_of(tiny("gpt_bigcode")).layers[0].attention
+    assert isinstance(bigcode, SoftmaxAttention)
+    assert bigcode.num_kv_heads == 1
+    mamba = facts_of(tiny("mamba")).layers[0].attention
+    assert mamba == Recurrence(width=64, state_size=16)
+    jamba = [type(layer.attention) for layer in facts_of(tiny("jamba")).layers]
+    assert jamba == [Recurrence, SoftmaxAttention] * 2
+    starcoder2 = facts_of(tiny("starcoder2")).layers[0]
+    assert starcoder2.window == 8
+    doubled = facts_of(tiny("longcat_flash")).layers[0].attention
+    assert isinstance(doubled, SoftmaxAttention)
+    assert doubled.num_heads == 2 * 4  # two blocks of it in a layer
+    latent = facts_of(tiny("minicpm3")).layers[0].attention
+    assert isinstance(latent, SoftmaxAttention)
+    assert (latent.qk_dim, latent.rotary_dim, latent.num_rotated_heads) == (12, 4, 5)
+
+
+@pytest.mark.parametrize("model_type", ["starcoder2", "stablelm", "ernie4_5_moe", "gpt_neox"])
+def test_as_many_parameters_get_adapters_as_peft_makes(model_type: str) -> None:
+    facts = facts_of(tiny(model_type))
+    model = AutoModelForCausalLM.from_config(tiny_config(model_type))
+    experts = any(layer.num_experts for layer in facts.layers)
+    adapted = add_lora(
+        model, rank=3, alpha=6, dropout=0.0, targets="all-linear", has_experts=experts, seed=0
+    )
+    made = sum(parameter.numel() for parameter in trained(adapted).values())
+    spec = AdapterSpec(rank=3, targets=plan_facts.linear_names(facts), experts=experts)
+    assert adapter_parameters(facts, spec) == made
+
+
+# ---------------------------------------------------------------------------------- from the recipe
+
+
+def config_file(folder: Path, name: str, **changes: Any) -> Path:
+    file = folder / "config.json"
+    file.write_text(json.dumps(tiny_config(name).to_dict() | changes))
+    return file
+
+
+def planned(capsys: Any, *words: object) -> str:
+    with pytest.raises(SystemExit) as end:
+        app.main(["plan", *map(str, words)])
+    out, err = capsys.readouterr()
+    assert end.value.code == 0, err
+    return str(out)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "grade"),
+    [("starcoder2", "off the model, built without weights"), ("glm4", "from the config alone")],
+)
+def test_a_plan_says_where_its_counts_are_from(
+    model_type: str, grade: str, tmp_path: Path, capsys: Any
+) -> None:
+    file = config_file(tmp_path, model_type)
+    words = (file, "--machine", "rtx3060", "train.seq_len=64")
+    assert re.search(rf"counted +{grade}", planned(capsys, *words))
+    as_json = json.loads(planned(capsys, *words, "--json"))
+    assert as_json["model"]["facts_grade"] == ("config" if model_type == "glm4" else "built")
+
+
+def test_a_plan_of_a_composite_imports_no_torch(tmp_path: Path) -> None:
+    file = config_file(tmp_path, "qwen3_5")
+    code = (
+        "import sys\nfrom finetune.app import main\n"
+        f"try:\n    main(['plan', {str(file)!r}, '--machine', 'rtx3060', 'train.seq_len=64'])\n"
+        "except SystemExit as end:\n    assert end.code == 0, end.code\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
+
+
+def test_a_type_that_nobody_knows_is_refused_with_the_nearest(tmp_path: Path) -> None:
+    file = config_file(tmp_path, "llama", model_type="lama")
+    section = ModelSection(config=str(file), init="random")
+    with pytest.raises(UnsupportedModelError, match=r"(?s)'lama' is not known.*nearest: `llama`"):
+        facts_of_section(section)
+
+
+def test_a_config_of_which_nothing_can_be_built_is_refused() -> None:
+    what = r"(?s)no model from .* a starcoder2 model .*hint: correct"
+    with pytest.raises(ModelError, match=what):
+        built_facts({"model_type": "starcoder2", "hidden_size": "wide"})
+
+
+def test_a_type_with_keys_of_other_layers_is_refused_before_it_is_built() -> None:
+    with pytest.raises(UnsupportedModelError, match="'gemma3n' cannot be trained layer by layer"):
+        built_facts({"model_type": "gemma3n"})
+
+
+def test_a_model_without_linear_layers_for_adapters_is_refused_plainly() -> None:
+    spec = AdapterSpec(rank=3, targets=(), experts=False)
+    with pytest.raises(UnsupportedModelError, match="nothing in a gpt2 model can get an adapter"):
+        adapter_parameters(facts_of(tiny("gpt2")), spec)
+
+
+def test_auto_config_round_trip_is_what_the_planner_reads() -> None:
+    config = tiny_config("starcoder2").to_dict()
+    assert built_facts(config) == facts_of(tiny("starcoder2"))
+    assert AutoConfig.for_model(**config).model_type == "starcoder2"

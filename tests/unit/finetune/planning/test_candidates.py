@@ -1,0 +1,188 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.errors import ConfigError
+from finetune.planning.candidates import choose, full_requests, with_each_size
+from finetune.planning.request import facts_of
+from finetune.planning.subject import model_subject
+from finetune.recipe.recipe import Recipe, resolved_yaml, with_offload
+from finetune.recipe.rules import broken_rules
+from finetune.recipe.shipped import load_shape
+from finetune.run.run_dir import RunDir
+from offload.errors import DoesNotFitError
+from offload.plan.facts.facts import ModelFacts
+from offload.plan.machine.machine import GIB, Machine, named_machine
+from offload.plan.request import PlanRequest
+from tests.builders import recipe_values
+
+CARD = named_machine("rtx4090")
+
+
+def recipe(**changes: Any) -> Recipe:
+    values = recipe_values(
+        model__path=None, model__config="tiny-qwen3", model__init="random", **changes
+    )
+    return Recipe.model_validate(values)
+
+
+def open_recipe(**changes: Any) -> Recipe:
+    """Return a recipe of 12 sequences per step that leaves everything open."""
+    return recipe(
+        train__grad_accum_steps=None,
+        train__tokens_per_step=12 * 512,
+        train__micro_batch_size="auto",
+        **changes,
+    )
+
+
+def requests(asked: Recipe, *, num_ranks: int = 1) -> list[PlanRequest]:
+    return full_requests(asked, facts_of(asked.model), num_ranks=num_ranks)
+
+
+def codecs(asked: Recipe) -> list[str]:
+    return list(dict.fromkeys(one.largest.codec for one in requests(asked)))
+
+
+def test_each_cut_of_a_step_has_its_sequences() -> None:
+    found = with_each_size(open_recipe(), num_ranks=1)
+    assert [one.train.micro_batch_size for one in found] == [1, 2, 3, 4, 6, 12]
+    for one in found:
+        assert one.train.sequences * one.train.num_micro_batches == 12
+        assert one.train.global_batch_size == 12
+        assert not list(broken_rules(one))
+    for asked in requests(open_recipe()):
+        assert asked.typical.num_tokens * asked.num_micro_batches == 12 * 512
+        assert asked.typical.label_tokens == asked.typical.num_tokens
+
+
+def test_each_rank_has_a_micro_batch() -> None:
+    assert [one.train.num_micro_batches for one in with_each_size(open_recipe(), num_ranks=4)] == [
+        12,
+        6,
+        4,
+    ]
+
+
+def test_a_size_that_was_given_is_kept() -> None:
+    asked = recipe(train__micro_batch_size=3)
+    assert with_each_size(asked, num_ranks=1) == (asked,)
+
+
+def test_auto_means_exact_forms_alone() -> None:
+    assert codecs(recipe()) == ["native", "bf16_packed"]
+    assert codecs(recipe(model__dtype="float32")) == ["native"]
+    assert codecs(recipe(offload__codec="nf4")) == ["nf4"]
+    assert codecs(recipe(adapter__modules_to_save=["norms"])) == ["native", "bf16_packed"]
+    whole = recipe(adapter__targets=["q_proj"], adapter__modules_to_save=["v_proj"])
+    assert codecs(whole) == ["native"]
+
+
+def test_a_place_that_was_given_is_kept() -> None:
+    for stash, expected in (("auto", {False, True}), ("host", {True}), ("device", {False})):
+        asked = recipe(offload__stash=stash)
+        assert {one.is_stashed for one in requests(asked)} == expected
+
+
+def test_the_plainest_request_stands_first() -> None:
+    found = requests(open_recipe())
+    assert found[0].largest.codec == "native"
+    assert not found[0].is_stashed
+    assert found[0].largest.micro_batch_size == 1
+    keys = [
+        (
+            -one.largest.head_chunk_tokens,
+            one.largest.codec != "native",
+            one.is_stashed,
+            one.largest.micro_batch_size,
+        )
+        for one in found
+    ]
+    assert keys == sorted(keys)
+    assert len(set(keys)) == len(keys) == 3 * 2 * 2 * 6
+
+
+def test_auto_needs_the_tokens_of_a_step() -> None:
+    values = recipe_values(train__micro_batch_size="auto")
+    with pytest.raises(ValueError, match=r"is auto and train\.grad_accum_steps is 4"):
+        Recipe.model_validate(values)
+    values = recipe_values(
+        train__micro_batch_size="auto", train__grad_accum_steps=None, train__tokens_per_step=700
+    )
+    with pytest.raises(ValueError, match=r"it must be a multiple of 512 \(seq_len\)"):
+        Recipe.model_validate(values)
+
+
+def test_a_router_loss_does_not_leave_the_cut_open(tmp_path) -> None:
+    config = tmp_path / "config.json"
+    shape = load_shape("tiny-qwen3-moe")
+    config.write_text(json.dumps(shape | {"output_router_logits": True}))
+    asked = open_recipe()
+    asked = asked.model_copy(
+        update={"model": asked.model.model_copy(update={"config": str(config)})}
+    )
+    with pytest.raises(ConfigError, match="the router loss is taken over each micro"):
+        with_each_size(asked, num_ranks=1)
+    off = asked.train.model_copy(update={"router_loss_coef": 0.0})
+    assert with_each_size(asked.model_copy(update={"train": off}), num_ranks=1)
+
+
+def test_a_router_loss_that_a_recipe_asks_for_does_not_either() -> None:
+    asked = open_recipe()
+    assert with_each_size(asked, num_ranks=1)
+    on = asked.train.model_copy(update={"router_loss_coef": 0.01})
+    with pytest.raises(ConfigError, match=r"train\.micro_batch_size: auto with a router loss"):
+        with_each_size(asked.model_copy(update={"train": on}), num_ranks=1)
+
+
+def test_rounding_is_suggested_only_where_the_run_could_have_it() -> None:
+    slow = named_machine("rtx4090", link_bytes_per_s=1e6)
+
+    def suggested(asked: Recipe) -> set[str]:
+        facts: ModelFacts = facts_of(asked.model)
+        found = choose(facts, slow, full_requests(asked, facts, num_ranks=1))
+        return {str(what_if.change) for what_if in found.what_ifs} - {"memory", "link", "tokens"}
+
+    few_slots = {"offload__num_slots": 2, "train__seq_len": 8}
+    assert suggested(recipe(**few_slots)) == {"int8", "nf4"}
+    whole = recipe(adapter__targets=["q_proj"], adapter__modules_to_save=["v_proj"], **few_slots)
+    assert suggested(whole) == set()
+    assert suggested(recipe(offload__codec="nf4", **few_slots)) == set()
+
+
+# ------------------------------------------------------------------------------------------ head
+
+
+def small_card(gib: float) -> Machine:
+    return replace(named_machine("rtxa2000"), vram_bytes=int(gib * GIB))
+
+
+def chosen_chunk(gib: float, *overrides: str) -> int:
+    asked = model_subject("qwen3-4b", ["train.tokens_per_step=2048", *overrides])
+    ways = full_requests(asked.recipe, asked.facts, num_ranks=1)
+    return choose(asked.facts, small_card(gib), ways).plan.request.largest.head_chunk_tokens
+
+
+def test_fewer_logits_exist_at_a_time_only_where_more_would_not_fit() -> None:
+    assert [chosen_chunk(gib) for gib in (12, 6, 3.5, 3.3)] == [1024, 1024, 256, 256]
+
+
+def test_a_head_chunk_that_the_recipe_names_is_kept_or_refused() -> None:
+    assert chosen_chunk(12, "offload.head_chunk=100") == 100
+    with pytest.raises(DoesNotFitError, match="of device memory") as refused:
+        chosen_chunk(3.5, "offload.head_chunk=1024")
+    assert "head chunk; less with a smaller `offload.head_chunk`" in refused.value.limit
+
+
+def test_a_resumed_run_keeps_its_head_chunk(tmp_path: Path) -> None:
+    begun = with_offload(recipe(), head_chunk=256)
+    run = RunDir(tmp_path)
+    run.recipe_file.write_text(resolved_yaml(begun))
+    assert run.as_begun(recipe()).offload.head_chunk == 256
+    assert run.as_begun(recipe(offload__head_chunk=64)).offload.head_chunk == 64
+    before = resolved_yaml(recipe()).replace("  head_chunk: auto\n", "")
+    run.recipe_file.write_text(before)  # of a run that knew no such setting
+    assert run.as_begun(recipe()) == recipe()

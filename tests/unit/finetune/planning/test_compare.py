@@ -1,0 +1,235 @@
+import json
+
+import pytest
+
+from finetune import app
+from finetune.errors import ConfigError
+from finetune.planning.compare import (
+    MACHINE_COLUMNS,
+    Offer,
+    budgeted,
+    offers_within,
+    slowest_card,
+    trained_models,
+)
+from finetune.planning.request import full_request
+from finetune.planning.subject import model_subject
+from offload.errors import DoesNotFitError
+from offload.plan.machine.cards import CARDS
+from offload.plan.machine.machine import CARD_NAMES, GIB, named_machine
+from offload.plan.plan import plan
+
+SMALL = "qwen3-1.7b"
+
+
+def run(*argv: object) -> int:
+    with pytest.raises(SystemExit) as exit_info:
+        app.main([str(word) for word in argv])
+    assert isinstance(exit_info.value.code, int)
+    return exit_info.value.code
+
+
+def printed(capsys, *argv: object):
+    assert run(*argv, "--json") == 0
+    return json.loads(capsys.readouterr().out)
+
+
+# ---------------------------------------------------------------------------------------------
+# Machines
+
+
+def test_all_machines_have_a_line_for_each_form_of_the_layers(capsys) -> None:
+    found = printed(capsys, "plan", "tiny-qwen3", "--machines", "all", "train.seq_len=128")
+    lines = [(line["machine"], line["codec"]) for line in found]
+    cards = [card for card in CARD_NAMES if CARDS[card].has_bf16]
+    assert lines == [(card, codec) for card in cards for codec in ("native", "fp8", "nf4")]
+
+
+@pytest.mark.parametrize("codec", ["native", "nf4"])
+def test_a_line_is_the_plan_for_that_card_and_form(codec: str, capsys) -> None:
+    words = ("plan", SMALL, "train.tokens_per_step=4096")
+    lines = printed(capsys, *words, "--machines", "rtx3060, rtx4090")
+    line = next(x for x in lines if (x["machine"], x["codec"]) == ("rtx3060", codec))
+    one = printed(capsys, *words, f"offload.codec={codec}", "--machine", "rtx3060")
+    assert line["tokens_per_s"] == one["predicted"]["tokens_per_s"]
+    assert line["vram_bytes"] == one["predicted"]["peak_vram_bytes"]
+    assert line["ram_bytes"] == one["predicted"]["host_bytes"]
+    assert line["num_slots"] == one["schedule"]["num_slots"]
+    assert line["break_even_tokens"] == one["schedule"]["break_even_tokens"]
+    assert line["short"] == []
+
+
+def test_a_form_that_the_recipe_asks_for_has_a_line_too(capsys) -> None:
+    words = ("plan", SMALL, "train.tokens_per_step=4096", "offload.codec=int8")
+    found = printed(capsys, *words, "--machines", "rtx3060")
+    assert [line["codec"] for line in found] == ["native", "fp8", "nf4", "int8"]
+
+
+def test_what_does_not_fit_names_the_memory_and_what_it_needs(capsys) -> None:
+    words = ("plan", "qwen3-8b", "train.tokens_per_step=2048", "--machines", "rtx3060")
+    assert run(*words, "--ram", "8", "--markdown") == 0
+    title, _, *lines = capsys.readouterr().out.splitlines()
+    assert title.startswith("qwen3-8b: 2,048 tokens per step in sequences of 2,048")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert rows[0] == list(MACHINE_COLUMNS)
+    assert set(rows[1]) == {"---"}
+    cells = {row[1]: dict(zip(rows[0], row, strict=True)) for row in rows[2:]}
+    assert cells["bf16_packed"]["fits"] == "no: RAM"
+    assert cells["bf16_packed"]["tok/s"] == ""
+    assert float(cells["bf16_packed"]["RAM"]) > 8
+    assert cells["native, disk"]["fits"] == "yes"
+    assert float(cells["native, disk"]["RAM"]) < 8
+    assert cells["nf4"]["fits"] == "yes"
+    assert "nf4, disk" not in cells
+
+
+def test_memory_and_link_beside_named_cards_can_be_given(capsys) -> None:
+    words = ("plan", "qwen3-8b", "train.tokens_per_step=2048", "offload.kept_graphs=0")
+    wide = printed(capsys, *words, "--machine", "rtx3060", "--ram", "32")
+    slow = printed(capsys, *words, "--machine", "rtx3060", "--link", "2.5")
+    breaks = [x["schedule"]["break_even_tokens"] for x in (wide, slow)]
+    assert breaks[1] == pytest.approx(10 * breaks[0])
+    assert run(*words, "--machine", "rtx3060", "--ram", "8") == 3
+    assert "8.00 GiB of RAM is there on rtx3060" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["--machines", "all", "--machine", "rtx3060"], "--machine with --machines"),
+        (["--machines", "all", "--what-if"], "--what-if with --machines"),
+        (["--machine", "rtx3060", "--markdown"], "--markdown without --machines"),
+        (["--machines", "all", "--json", "--markdown"], "both --json and --markdown"),
+        (["--machines", "rtx3060,rtx5091"], "no machine is called 'rtx5091'"),
+        (["--ram", "64"], "--ram 64 without a named card"),
+        (["--link", "25"], "--link 25 without a named card"),
+    ],
+)
+def test_a_flag_without_effect_is_refused(words: list[str], what: str, capsys) -> None:
+    assert run("plan", SMALL, *words) == 1
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.startswith(f"error: {what}")
+    assert "\n\nhint: " in err
+
+
+def test_a_machine_file_cannot_be_given_other_memory(tmp_path, capsys) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text(named_machine("rtx3060").to_json())
+    assert run("plan", SMALL, "--machine", file, "--ram", "64") == 1
+    assert f"--ram or --link with the machine file {file}; " in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------
+# Models
+
+
+@pytest.fixture(scope="module")
+def in_12_gib() -> list[Offer]:
+    machine = budgeted(named_machine("rtx3060", ram_bytes=48 * GIB), vram_gib=12)
+    return offers_within([SMALL, "qwen3-14b", "qwen3-30b-a3b"], machine)
+
+
+def test_what_fits_is_within_the_memory_and_what_does_not_is_short_of_one(
+    in_12_gib: list[Offer],
+) -> None:
+    found = {(offer.model, offer.codec, offer.tier): offer for offer in in_12_gib}
+    assert found["qwen3-14b", "nf4", "ram"].stash == "host"
+    assert found["qwen3-30b-a3b", "bf16_packed", "ram"].short == ()
+    assert found["qwen3-30b-a3b", "nf4", "ram"].short == ()
+    for offer in in_12_gib:
+        assert (offer.tokens_per_s is None) == bool(offer.short)
+        if not offer.short:
+            assert offer.vram_bytes <= 12 * GIB
+            assert offer.ram_bytes <= 48 * GIB
+
+
+def test_the_longest_sequence_fits_and_twice_of_it_does_not(in_12_gib: list[Offer]) -> None:
+    offer = next(x for x in in_12_gib if (x.model, x.codec) == ("qwen3-14b", "nf4"))
+    assert offer.longest_seq_len is not None
+    words = ["offload.codec=nf4", "offload.stash=host"]
+    machine = named_machine("rtx3060", ram_bytes=48 * GIB)
+    for seq_len, is_fitting in ((offer.longest_seq_len, True), (2 * offer.longest_seq_len, False)):
+        asked = model_subject("qwen3-14b", [*words, f"train.seq_len={seq_len}"])
+        facts = asked.facts
+        request = full_request(asked.recipe, facts, num_ranks=1)
+        if is_fitting:
+            assert plan(facts, machine, request).num_slots >= 2
+        else:
+            with pytest.raises(DoesNotFitError):
+                plan(facts, machine, request)
+
+
+def test_more_memory_never_shortens_the_longest_sequence(in_12_gib: list[Offer]) -> None:
+    machine = budgeted(named_machine("rtx4090", ram_bytes=48 * GIB), vram_gib=20)
+    for less, more in zip(in_12_gib[:3], offers_within([SMALL], machine), strict=True):
+        assert less.longest_seq_len is not None
+        assert more.longest_seq_len is not None
+        assert less.longest_seq_len <= more.longest_seq_len
+
+
+def test_fit_lists_what_trains_at_the_rates_of_an_assumed_card(capsys) -> None:
+    assert run("fit", SMALL, "--vram", "12", "--ram", "64") == 0
+    out = capsys.readouterr().out
+    assert "LoRA in 12.00 GiB of VRAM and 64.00 GiB of RAM, at the rates of rtx3060 (assum" in out
+    assert out.count(SMALL) == 1  # a name that repeats is written once
+    found = printed(capsys, "fit", SMALL, "--vram", "10", "--machine", "rtx4090")
+    assert [line["codec"] for line in found] == ["native", "fp8", "nf4"]
+    assert {line["machine"] for line in found} == {"rtx4090"}
+    assert max(line["vram_bytes"] for line in found) <= 10 * GIB
+
+
+def test_a_model_made_for_short_sequences_is_planned_with_those(tmp_path, capsys) -> None:
+    file = tmp_path / "config.json"
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4}
+    sizes |= {"num_attention_heads": 8, "vocab_size": 1000, "max_position_embeddings": 1024}
+    file.write_text(json.dumps({"model_type": "llama"} | sizes))
+    found = printed(capsys, "fit", file, "--vram", "8")
+    assert {(line["seq_len"], line["longest_seq_len"]) for line in found} == {(1024, 1024)}
+
+
+def test_fit_takes_all_shipped_shapes_but_toys() -> None:
+    models = trained_models(None)
+    assert "qwen3-235b-a22b" in models
+    assert not any(model.startswith("tiny-") for model in models)
+    assert "tinyllama-1.1b" in models
+
+
+@pytest.mark.parametrize(
+    ("vram_gib", "card"),
+    [
+        (8, "rtx3060-8gb"),
+        (10, "rtx3080"),
+        (12, "rtx3060"),
+        (16, "rtx4060ti"),
+        (20, "rtxa4500"),
+        (24, "rtx3090"),
+        (32, "rtx5090"),
+        (48, "rtxa6000"),
+        (96, "rtxpro6000"),
+    ],
+)
+def test_a_budget_is_priced_at_the_slowest_card_for_a_desk_that_has_it(
+    vram_gib: float, card: str
+) -> None:
+    assert slowest_card(vram_gib) == card
+
+
+def test_what_fits_nothing_exits_with_3_and_names_the_nearest(capsys) -> None:
+    assert run("fit", "llama-2-7b", "--vram", "4", "--ram", "4") == 3
+    err = capsys.readouterr().err
+    assert "nothing fits: what comes nearest is llama-2-7b with `offload.codec: nf4`" in err
+    assert "4.00 GiB of VRAM and 4.00 GiB of RAM may be used" in err
+
+
+def test_fit_without_a_budget_or_with_too_large_a_one_is_refused(capsys) -> None:
+    assert run("fit") == 1
+    assert "neither --vram nor --machine is given; " in capsys.readouterr().err
+    assert run("fit", "--vram", "1000") == 1
+    assert "--vram 1000 is more than any known card has; b200 has 179" in capsys.readouterr().err
+    assert run("fit", "--vram", "120") == 1
+    err = capsys.readouterr().err
+    assert "--vram 120 is more than any known card for a desk has; rtxpro6000 has 96 GiB" in err
+    assert "hint: `--machine h200` takes a server's rates" in err
+    with pytest.raises(ConfigError, match=r"--vram 24, but rtx3060 has 12\.00 GiB"):
+        budgeted(named_machine("rtx3060"), vram_gib=24)

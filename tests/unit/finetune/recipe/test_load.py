@@ -1,0 +1,438 @@
+"""From a file to a Recipe: every problem at once with its file and line, and where paths lead."""
+
+import re
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from finetune.errors import ConfigError
+from finetune.recipe.load import load_recipe
+from finetune.recipe.recipe import resolved_yaml, shipped_recipes
+
+VALID = """\
+model:
+  path: Qwen/Qwen3-0.6B
+adapter:
+  rank: 8
+data:
+  path: openai/gsm8k
+train:
+  seq_len: 512
+  grad_accum_steps: 4
+  steps: 10
+output:
+  name: small
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty current directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(text: str, name: str = "r.yaml") -> str:
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    Path(name).write_text(dedent(text), encoding="utf-8")
+    return name
+
+
+def replaced(old: str, new: str) -> str:
+    """Write the valid recipe with one piece of its text changed."""
+    assert old in VALID
+    return write(VALID.replace(old, new))
+
+
+def refusal(source: str, *overrides: str) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(source, overrides)
+    return caught.value
+
+
+def assert_refused(source: str, *overrides: str, what: str, limit: str, hint: str) -> None:
+    """Check the three parts of an error with exactly one problem."""
+    error = refusal(source, *overrides)
+    assert (error.what, error.limit) == (what, limit)
+    assert error.hint == hint
+
+
+# ---------------------------------------------------------------------------------------------
+# Fields
+
+
+def test_a_key_of_other_trainers_names_its_line_and_ours(folder: Path) -> None:
+    assert_refused(
+        replaced("  seq_len: 512", "  seq_length: 512"),
+        what="r.yaml:8: train.seq_length is not a setting",
+        limit="here it is train.seq_len",
+        hint="use `train.seq_len: 512`",
+    )
+
+
+def test_a_misspelt_section_names_its_neighbour_and_its_settings_are_still_checked(
+    folder: Path,
+) -> None:
+    error = refusal(replaced("adapter:\n  rank: 8", "adpter:\n  rank: 0"))
+    assert "r.yaml:3: adpter is not a setting; the nearest is adapter\n\nhint: `adapter:`" in str(
+        error
+    )
+    assert "r.yaml:4: adapter.rank is 0; it must be a whole number of at least 1" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [
+        ("  optimiser: adamw", "train.optimizer"),
+        ("  wramup_steps: 3", "train.warmup_steps"),
+        ("  num_slots: 3", "offload.num_slots"),
+        ("  num_slot: 3", "offload.num_slots"),
+    ],
+)
+def test_a_misspelt_key_or_one_of_another_section_names_where_it_belongs(
+    folder: Path, line: str, meant: str
+) -> None:
+    error = refusal(replaced("  steps: 10", f"  steps: 10\n{line}"))
+    key = line.split(":")[0].strip()
+    assert error.what == f"r.yaml:11: train.{key} is not a setting"
+    assert error.limit == f"the nearest is {meant}"
+
+
+@pytest.mark.parametrize(
+    ("line", "limit", "hint"),
+    [
+        ("learning_rate: 1e-4", "here it is train.lr", "use `train.lr: 0.0001`"),
+        ("max_seq_length: 64", "here it is train.seq_len", "use `train.seq_len: 64`"),
+        (
+            "per_device_train_batch_size: 2",
+            "here it is train.micro_batch_size",
+            "use `train.micro_batch_size: 2`",
+        ),
+        ("gradient_clipping: 0.5", "here it is train.max_grad_norm", None),
+        ("neftune_noise_alpha: 5", "here it is train.neftune_alpha", None),
+        ("load_in_4bit: true", "here it is offload.codec", "use `offload.codec: nf4`"),
+        ("bf16: true", "here it is model.dtype", "use `model.dtype: bfloat16`"),
+        ("wandb_project: mine", "here it is report.log_to", "use `report.log_to: [wandb]`"),
+        (
+            "packing: true",
+            "not supported: each row is a sequence of its own; rows of like length share a"
+            " micro-batch",
+            "remove `packing`",
+        ),
+        (
+            "flash_attention: true",
+            "not supported: torch's fused attention is taken wherever the model allows it",
+            "remove `flash_attention`",
+        ),
+        (
+            "deepspeed: ds.json",
+            "not supported: layers are streamed from RAM instead of sharded; several GPUs share a"
+            " step",
+            "remove `deepspeed`",
+        ),
+    ],
+)
+def test_a_word_of_another_trainer_is_given_ours_or_why_there_is_none(
+    folder: Path, line: str, limit: str, hint: str | None
+) -> None:
+    error = refusal(replaced("  steps: 10", f"  steps: 10\n  {line}"))
+    assert error.what == f"r.yaml:11: train.{line.split(':')[0]} is not a setting"
+    assert error.limit == limit
+    assert hint is None or error.hint == hint
+
+
+def test_a_word_of_another_trainer_is_known_at_the_top_and_on_the_command_line_too(
+    folder: Path,
+) -> None:
+    assert_refused(
+        replaced("output:", "lora_r: 8\noutput:"),
+        what="r.yaml:11: lora_r is not a setting",
+        limit="here it is adapter.rank",
+        hint="use `adapter.rank: 8`",
+    )
+    assert_refused(
+        write(VALID),
+        "train.load_in_8bit=true",
+        what="command line: train.load_in_8bit=true: train.load_in_8bit is not a setting",
+        limit="here it is offload.codec",
+        hint="use `offload.codec=int8`",
+    )
+
+
+@pytest.mark.parametrize("key", ["stride", "quantum", "wandbx_y", "epsilon_greedy", "gamma"])
+def test_a_key_that_is_near_to_nothing_is_not_guessed_at(folder: Path, key: str) -> None:
+    error = refusal(replaced("  steps: 10", f"  steps: 10\n  {key}: 1"))
+    assert error.limit is not None
+    assert error.limit.startswith("the section train has seq_len, ")
+    assert error.hint == f"remove `{key}`"
+
+
+def test_a_dotted_key_in_a_file_names_the_setting(folder: Path) -> None:
+    assert_refused(
+        replaced("output:", "train.lr: 1e-3\noutput:"),
+        what="r.yaml:11: train.lr is not a setting",
+        limit="in a file, lr stands in the section train",
+        hint="`train:` and below it, indented, `lr: 0.001`",
+    )
+
+
+def test_a_key_like_no_other_lists_the_settings_of_its_section(folder: Path) -> None:
+    assert_refused(
+        replaced("  rank: 8", "  rank: 8\n  zzz: [1]"),
+        what="r.yaml:5: adapter.zzz is not a setting",
+        limit="the section adapter has rank, alpha, dropout, targets, experts, rank_pattern,"
+        " alpha_pattern, rslora, dora, loraplus_ratio, modules_to_save",
+        hint="remove `zzz`",
+    )
+
+
+def test_a_wrong_type_names_value_and_limit(folder: Path) -> None:
+    assert_refused(
+        replaced("rank: 8", 'rank: "eight"'),
+        what='r.yaml:4: adapter.rank is "eight"',
+        limit="it must be a whole number of at least 1 and of at most 65536",
+        hint="`adapter.rank: 16`",
+    )
+
+
+def test_a_wrong_pattern_names_what_it_may_be_and_shows_one(folder: Path) -> None:
+    assert_refused(
+        replaced("rank: 8", "rank_pattern: {q_proj: 0}"),
+        what='r.yaml:4: adapter.rank_pattern is {"q_proj": 0}',
+        limit="it must be names, each with a whole number of at least 1 and of at most 65536",
+        hint='`adapter.rank_pattern: {"q_proj": 32}`',
+    )
+    assert_refused(
+        write(VALID),
+        "adapter.rank_pattern=4",
+        what="command line: adapter.rank_pattern=4: adapter.rank_pattern is 4",
+        limit="it must be names, each with a whole number of at least 1 and of at most 65536",
+        hint='`adapter.rank_pattern={"q_proj": 32}`',
+    )
+    recipe = load_recipe(write(VALID), ["adapter.rank_pattern={q_proj: 4}"])
+    assert recipe.adapter.rank_pattern == {"q_proj": 4}
+
+
+def test_rank_0_is_refused(folder: Path) -> None:
+    assert_refused(
+        replaced("rank: 8", "rank: 0"),
+        what="r.yaml:4: adapter.rank is 0",
+        limit="it must be a whole number of at least 1 and of at most 65536",
+        hint="`adapter.rank: 16`",
+    )
+
+
+def test_a_misspelt_choice_is_given_the_nearest(folder: Path) -> None:
+    assert_refused(
+        replaced("steps: 10", "steps: 10\n  optimizer: adamw8bit"),
+        what='r.yaml:11: train.optimizer is "adamw8bit"',
+        limit="it must be adamw or adamw_8bit or paged_adamw_8bit or adafactor",
+        hint="`train.optimizer: adamw_8bit`",
+    )
+
+
+def test_a_value_of_two_kinds_lists_both(folder: Path) -> None:
+    assert_refused(
+        write(VALID + "offload:\n  num_slots: 1\n"),
+        what="r.yaml:14: offload.num_slots is 1",
+        limit="it must be auto or all, or a whole number of at least 2",
+        hint="`offload.num_slots: auto`",
+    )
+
+
+def test_a_missing_setting_names_the_line_of_its_section(folder: Path) -> None:
+    assert_refused(
+        replaced("  name: small", "  dir: here"),
+        what="r.yaml:11: output.name is not set",
+        limit="it must be text that matches ^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        hint="`output.name: my-first-run`",
+    )
+
+
+def test_a_missing_section_is_asked_for_by_its_settings(folder: Path) -> None:
+    error = refusal(replaced("data:\n  path: openai/gsm8k\n", ""))
+    assert error.what == "r.yaml:1: data.path is not set"
+
+
+def test_a_section_that_is_no_mapping_is_refused(folder: Path) -> None:
+    assert_refused(
+        replaced("adapter:\n  rank: 8", "adapter: lora"),
+        what='r.yaml:3: adapter is "lora"',
+        limit="adapter is a section, with settings such as rank, alpha, dropout",
+        hint="`adapter:` and below it, indented, `rank: ...`",
+    )
+
+
+def test_a_section_whose_settings_are_commented_out_means_its_defaults(folder: Path) -> None:
+    recipe = load_recipe(replaced("adapter:\n  rank: 8", "adapter:\n  # rank: 8"), [])
+    assert recipe.adapter.rank == 16
+
+
+# ---------------------------------------------------------------------------------------------
+# Rules
+
+
+def test_steps_and_epochs_together_are_refused_with_their_line(folder: Path) -> None:
+    assert_refused(
+        replaced("  steps: 10", "  steps: 10\n  epochs: 2"),
+        what="r.yaml:11: train.epochs is 2.0 and train.steps is 10",
+        limit="exactly one of them must be set",
+        hint="`train.epochs: null` or `train.steps: null`",
+    )
+
+
+def test_tokens_per_step_that_is_no_multiple_is_given_the_nearest(folder: Path) -> None:
+    assert_refused(
+        replaced("grad_accum_steps: 4", "tokens_per_step: 1200"),
+        what="r.yaml:9: train.tokens_per_step is 1200",
+        limit="it must be a multiple of 512 (micro_batch_size 1 x seq_len 512)",
+        hint="`train.tokens_per_step: 1024` or `train.tokens_per_step: 1536`",
+    )
+
+
+def test_gradient_checkpointing_false_is_refused_with_the_reason(folder: Path) -> None:
+    error = refusal(replaced("  steps: 10", "  steps: 10\n  gradient_checkpointing: false"))
+    assert error.what == "r.yaml:11: train.gradient_checkpointing is false"
+    assert "backward visit always recomputes the layer" in error.limit
+
+
+def test_a_rule_is_not_judged_by_a_value_that_is_wrong_by_itself(folder: Path) -> None:
+    error = refusal(replaced("  steps: 10", "  steps: ten\n  epochs: 2"))
+    assert error.what == 'r.yaml:10: train.steps is "ten"'
+
+
+def test_all_problems_are_reported_at_once_in_the_order_of_their_lines(folder: Path) -> None:
+    source = write(
+        """\
+        model:
+          path: Qwen/Qwen3-0.6B
+          dtype: bf16
+        adapter:
+          rank: 0
+          alpa: 3
+        data:
+          path: nowhere/rows.jsonl
+        train:
+          lr: fast
+          lr: 1
+          grad_accum_steps: 4
+          steps: 3
+          epochs: 1
+        output:
+          name: small
+        """
+    )
+    error = refusal(source, "train.seed=x", "train.lrr=3")
+    text = str(error)
+    assert text.startswith("9 problems in the recipe\n\nr.yaml:3: model.dtype is ")
+    places = re.findall(r"^(?:r\.yaml:(\d+)|command line: (\S+)): ", text, flags=re.MULTILINE)
+    assert places == [
+        *((line, "") for line in ("3", "5", "6", "8", "10", "11", "14")),
+        ("", "train.seed=x"),
+        ("", "train.lrr=3"),
+    ]
+    assert text.count("\n\nhint: ") == 9
+
+
+def test_float16_is_refused_for_it_would_need_loss_scaling(folder: Path) -> None:
+    assert_refused(
+        replaced("  path: Qwen/Qwen3-0.6B", "  path: Qwen/Qwen3-0.6B\n  dtype: float16"),
+        what='r.yaml:3: model.dtype is "float16"',
+        limit="it must be bfloat16 or float32",
+        hint="`model.dtype: bfloat16`",
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# Files
+
+
+def test_a_missing_recipe_names_the_nearest_shipped_one(folder: Path) -> None:
+    assert_refused(
+        "quikstart",
+        what="there is no recipe quikstart",
+        limit="a recipe is the path of a YAML file or the name of a shipped one",
+        hint="`quickstart`",
+    )
+
+
+def test_a_missing_recipe_names_the_nearest_file(folder: Path) -> None:
+    write(VALID, "mine/my-recipe.yaml")
+    assert refusal("mine/my-recip.yaml").hint == "`mine/my-recipe.yaml`"
+
+
+def test_a_missing_recipe_like_no_other_lists_the_shipped_ones(folder: Path) -> None:
+    assert refusal("zzz").hint == "one of " + ", ".join(shipped_recipes())
+
+
+@pytest.mark.parametrize("source", ["\0", "x" * 5000, ""])
+def test_a_source_that_cannot_be_a_path_is_refused(folder: Path, source: str) -> None:
+    assert isinstance(refusal(source), ConfigError)
+
+
+def test_a_directory_is_no_recipe(folder: Path) -> None:
+    Path("runs").mkdir()
+    assert refusal("runs").what == "runs is a directory"
+
+
+def test_a_missing_data_file_names_where_it_was_looked_for_and_the_nearest(folder: Path) -> None:
+    write("{}", "data/train.jsonl")
+    assert_refused(
+        replaced("openai/gsm8k", "data/trian.jsonl"),
+        what='r.yaml:6: data.path is "data/trian.jsonl", and there is no such file',
+        limit=f"it has to exist in {folder}",
+        hint="`data.path: data/train.jsonl`",
+    )
+
+
+def test_a_missing_file_is_no_problem_where_files_are_not_checked(folder: Path) -> None:
+    recipe = load_recipe(replaced("openai/gsm8k", "data/train.jsonl"), [], check_files=False)
+    assert recipe.data.path == "data/train.jsonl"
+
+
+def test_a_path_that_can_be_a_hub_id_is_left_alone(folder: Path) -> None:
+    recipe = load_recipe(write(VALID), ["model.tokenizer=Qwen/Qwen3-8B"])
+    assert recipe.data.path == "openai/gsm8k"
+    assert recipe.model.tokenizer == "Qwen/Qwen3-8B"
+
+
+def test_a_path_in_a_recipe_is_beside_it_or_else_in_the_current_directory(folder: Path) -> None:
+    write("{}", "sub/rows.jsonl")
+    write("{}", "rows.jsonl")
+    write("{}", "here.jsonl")
+    text = VALID.replace("openai/gsm8k", "rows.jsonl\n  eval_path: here.jsonl")
+    recipe = load_recipe(write(text, "sub/r.yaml"), [])
+    assert recipe.data.path == str(folder / "sub" / "rows.jsonl")
+    assert recipe.data.eval_path == str(folder / "here.jsonl")
+
+
+def test_a_path_on_the_command_line_is_in_the_current_directory_only(folder: Path) -> None:
+    write("{}", "sub/rows.jsonl")
+    source = write(VALID, "sub/r.yaml")
+    error = refusal(source, "data.path=rows.jsonl")
+    assert error.what.startswith("command line: data.path=rows.jsonl: data.path is ")
+    assert error.limit == f"it has to exist in {folder}"
+    recipe = load_recipe(source, ["data.path=./sub/../sub/rows.jsonl"])
+    assert recipe.data.path == str(folder / "sub" / "rows.jsonl")
+
+
+def test_the_split_of_a_local_data_set_is_kept(folder: Path) -> None:
+    write("{}", "rows/state.json")
+    recipe = load_recipe(write(VALID), ["data.path=./rows:test"])
+    assert recipe.data.path == f"{folder / 'rows'}:test"
+
+
+def test_an_unknown_shape_names_the_nearest(folder: Path) -> None:
+    error = refusal(
+        write(VALID.replace("path: Qwen/Qwen3-0.6B", "config: tiny-qwen\n  init: random"))
+    )
+    assert error.what == 'r.yaml:2: model.config is "tiny-qwen": tiny-qwen is not a model shape'
+    assert error.hint.startswith("`model.config: tiny-qwen3`")
+
+
+def test_the_resolved_recipe_of_a_run_loads_as_the_same_recipe(folder: Path) -> None:
+    write("{}", "rows.jsonl")
+    recipe = load_recipe(replaced("openai/gsm8k", "rows.jsonl"), ["train.lr=1e-5"])
+    saved = write(resolved_yaml(recipe), "runs/small/recipe.yaml")
+    assert load_recipe(saved, []) == recipe

@@ -1,0 +1,426 @@
+"""A recipe as a value: its limits, its rules, its hash, its differences and its schema."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
+
+from finetune.recipe.recipe import (
+    Recipe,
+    differences,
+    json_schema,
+    recipe_hash,
+    recipes_dir,
+    resolved_yaml,
+    shipped_recipes,
+)
+from finetune.recipe.rules import broken_rules
+from finetune.recipe.sections import Section, TrainSection
+from tests.builders import recipe_values
+
+SECTIONS = [field.annotation for field in Recipe.model_fields.values()]
+
+
+def make_recipe(**changes: Any) -> Recipe:
+    return Recipe.model_validate(recipe_values(**changes))
+
+
+@pytest.mark.parametrize("section", [Recipe, *SECTIONS])
+def test_every_field_has_a_description(section: type[BaseModel]) -> None:
+    for name, field in section.model_fields.items():
+        assert field.description, f"{section.__name__}.{name}"
+        assert field.description.endswith("."), f"{section.__name__}.{name}"
+
+
+def test_every_field_has_a_default_or_an_example_to_show_in_hints() -> None:
+    for name, schema in Recipe.model_json_schema()["$defs"].items():
+        for key, field in schema["properties"].items():
+            assert field.get("default") is not None or field.get("examples"), f"{name}.{key}"
+
+
+def test_the_defaults_and_examples_of_every_field_are_themselves_valid() -> None:
+    for section in SECTIONS:
+        assert section is not None
+        for name, field in section.model_fields.items():
+            for example in field.examples or []:
+                validated = section.__pydantic_validator__.validate_assignment(
+                    section.model_construct(), name, example
+                )
+                assert validated
+
+
+def test_encoded_layers_leave_norms_routers_embeddings_and_head_as_they_are() -> None:
+    names = ["norms", "router", "embed_tokens", "lm_head"]
+    recipe = make_recipe(adapter__modules_to_save=names, offload__codec="nf4")
+    assert recipe.adapter.modules_to_save == tuple(names)
+
+
+@pytest.mark.parametrize("section", [s for s in SECTIONS if s is not TrainSection])
+def test_a_section_has_at_most_12_fields(section: type[Section]) -> None:
+    assert len(section.model_fields) <= 12
+
+
+def test_a_recipe_has_at_most_64_fields() -> None:
+    assert sum(len(section.model_fields) for section in SECTIONS if section) <= 66
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_section_is_frozen_and_closed(section: type[Section]) -> None:
+    assert section.model_config.get("frozen") is True
+    assert section.model_config.get("extra") == "forbid"
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("adapter__rank", 0),
+        ("adapter__rank", "8"),
+        ("adapter__rank", True),
+        ("adapter__rank", 8.0),
+        ("adapter__alpha", 0),
+        ("adapter__dropout", 1.0),
+        ("adapter__targets", "q_proj"),
+        ("adapter__targets", [1]),
+        ("adapter__experts", "yes"),
+        ("adapter__rank_pattern", {"q_proj": 0}),
+        ("adapter__rank_pattern", ["q_proj"]),
+        ("adapter__alpha_pattern", {"q_proj": 0}),
+        ("adapter__loraplus_ratio", 1),
+        ("adapter__modules_to_save", "lm_head"),
+        ("train__lr", 0),
+        ("train__lr", float("nan")),
+        ("train__lr", float("inf")),
+        ("train__seq_len", 7),
+        ("train__seed", -1),
+        ("train__seed", 2**32),
+        ("train__steps", 0),
+        ("train__max_grad_norm", 0),
+        ("data__num_workers", -1),
+        ("data__eval_frac", 1.0),
+        ("data__path", ""),
+        ("offload__num_slots", 1),
+        ("offload__num_slots", "many"),
+        ("offload__kept_graphs", -1),
+        ("offload__vram_budget", 0),
+        ("output__name", "../elsewhere"),
+        ("output__name", ".hidden"),
+        ("report__log_to", ["mlflow"]),
+        ("report__profile", 0),
+    ],
+)
+def test_a_value_outside_its_limits_is_refused(setting: str, value: object) -> None:
+    section, _, field = setting.partition("__")
+    with pytest.raises(ValidationError) as caught:
+        make_recipe(**{setting: value})
+    assert {error["loc"][:2] for error in caught.value.errors()} == {(section, field)}
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("adapter__rank", 1),
+        ("adapter__targets", ["q_proj", "v_proj"]),
+        ("adapter__targets", "attention"),
+        ("adapter__rank_pattern", {"q_proj": 1, "experts.down_proj": 4}),
+        ("adapter__loraplus_ratio", 16),
+        ("adapter__modules_to_save", ["norms", "router"]),
+        ("train__lr", 1),
+        ("train__max_grad_norm", None),
+        ("train__seed", 2**32 - 1),
+        ("offload__num_slots", 2),
+        ("offload__num_slots", "all"),
+        ("offload__kept_graphs", 0),
+        ("offload__vram_budget", 10),
+        ("report__log_to", ["tensorboard", "wandb"]),
+        ("output__name", "Qwen3-0.6B_run"),
+    ],
+)
+def test_a_value_on_its_limit_is_accepted(setting: str, value: object) -> None:
+    section, _, field = setting.partition("__")
+    seen = getattr(getattr(make_recipe(**{setting: value}), section), field)
+    assert seen == (tuple(value) if isinstance(value, list) else value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"model__path": None}, "neither model.path nor model.config is set"),
+        ({"model__config": "tiny-qwen3"}, "model.config is tiny-qwen3 and model.path is Qwen/"),
+        (
+            {"model__path": None, "model__config": "tiny-qwen3"},
+            "model.init is pretrained; a config has no weights",
+        ),
+        ({"adapter__targets": []}, "adapter.targets is empty and adapter.experts is false"),
+        (
+            {"adapter__dora": True, "adapter__experts": True},
+            "adapter.dora is true and adapter.experts is true; DoRA is for linear layers",
+        ),
+        (
+            {"adapter__targets": ["q_proj", "v_proj"], "adapter__modules_to_save": ["v_proj"]},
+            "adapter.modules_to_save and adapter.targets both name v_proj",
+        ),
+        (
+            {"offload__codec": "bf16_packed", "model__dtype": "float32"},
+            "offload.codec is bf16_packed and model.dtype is float32; it packs bfloat16 weights",
+        ),
+        (
+            {"adapter__modules_to_save": ["norms", "o_proj"], "offload__codec": "nf4"},
+            "adapter.modules_to_save is o_proj and offload.codec is nf4",
+        ),
+        (
+            {"data__eval_frac": 0.1, "data__eval_path": "e.jsonl"},
+            "data.eval_frac is 0.1 and data.eval_path is e.jsonl",
+        ),
+        (
+            {"data__format": "alpaca", "data__messages_column": "turns"},
+            "data.messages_column is turns and data.format is alpaca",
+        ),
+        ({"data__prompt_column": "q"}, "data.prompt_column is q and data.completion_column is not"),
+        (
+            {"data__completion_column": "a"},
+            "data.completion_column is a and data.prompt_column is not",
+        ),
+        (
+            {
+                "data__prompt_column": "q",
+                "data__completion_column": "a",
+                "data__messages_column": "m",
+            },
+            "data.messages_column is m and data.prompt_column is q",
+        ),
+        (
+            {"train__tokens_per_step": 2048},
+            "train.tokens_per_step is 2048 and train.grad_accum_steps is 4",
+        ),
+        (
+            {"train__grad_accum_steps": None},
+            "neither train.grad_accum_steps nor train.tokens_per_step is set",
+        ),
+        ({"train__epochs": 2}, "train.epochs is 2.0 and train.steps is 10"),
+        ({"train__steps": None}, "neither train.steps nor train.epochs is set"),
+        ({"train__warmup_steps": 10}, "train.warmup_steps is 10 and train.steps is 10"),
+        ({"train__warmup_ratio": 0.95}, "train.warmup_ratio is 0.95 and train.steps is 10"),
+        (
+            {"train__warmup_ratio": 0.1, "train__warmup_steps": 2},
+            "train.warmup_ratio is 0.1 and train.warmup_steps is 2",
+        ),
+        ({"train__num_cycles": 3}, "train.num_cycles is 3 and train.schedule is cosine"),
+        (
+            {"train__schedule": "cosine_with_restarts"},
+            "train.num_cycles is not set and train.schedule is cosine_with_restarts",
+        ),
+        (
+            {"train__schedule": "cosine_with_restarts", "train__num_cycles": 6},
+            "train.num_cycles is 6 and 10 steps follow the warm-up, as train.steps is 10",
+        ),
+        (
+            {"train__early_stopping_patience": 2},
+            "train.early_stopping_patience is 2 and output.eval_every is not set",
+        ),
+        (
+            {"train__early_stopping_min_delta": 0.5},
+            "train.early_stopping_min_delta is 0.5 and train.early_stopping_patience is not set",
+        ),
+        (
+            {
+                "train__early_stopping_patience": 2,
+                "output__eval_every": 4,
+                "data__eval_frac": 0.1,
+            },
+            "train.early_stopping_patience is 2, output.eval_every is 4 and train.steps is 10; the"
+            " run could stop early after step 12 at the soonest",
+        ),
+        (
+            {"output__best_checkpoint": "keep"},
+            "output.best_checkpoint is keep and output.eval_every is not set",
+        ),
+        (
+            {"output__best_checkpoint": "use", "output__eval_every": 11, "data__eval_frac": 0.1},
+            "output.best_checkpoint is use, output.eval_every is 11 and train.steps is 10",
+        ),
+        ({"train__gradient_checkpointing": False}, "train.gradient_checkpointing is false; it can"),
+        ({"output__eval_every": 5}, "output.eval_every is 5 and no rows are held out"),
+        ({"report__samples": 3}, "report.samples is 3 and no rows are held out"),
+        ({"report__profile": 11}, "report.profile is 11 and train.steps is 10"),
+        (
+            {"model__experts_implementation": "triton", "offload__device": "cpu"},
+            "model.experts_implementation is triton and offload.device is cpu",
+        ),
+    ],
+)
+def test_a_broken_rule_between_fields_names_the_values(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        make_recipe(**changes)
+    (error,) = caught.value.errors()
+    assert error["type"] == "rules"
+    assert text in error["msg"]
+    (breach,) = error["ctx"]["breaches"]
+    assert breach.limit
+    assert breach.hint
+
+
+@pytest.mark.parametrize(
+    ("tokens_per_step", "hint"),
+    [
+        (1500, "`train.tokens_per_step: 1024` or `train.tokens_per_step: 2048`"),
+        (1000, "`train.tokens_per_step: 1024`"),
+    ],
+)
+def test_tokens_per_step_that_is_no_multiple_is_given_the_nearest(
+    tokens_per_step: int, hint: str
+) -> None:
+    with pytest.raises(ValidationError) as caught:
+        make_recipe(
+            train__tokens_per_step=tokens_per_step,
+            train__grad_accum_steps=None,
+            train__micro_batch_size=2,
+        )
+    (breach,) = caught.value.errors()[0]["ctx"]["breaches"]
+    assert breach.what == f"train.tokens_per_step is {tokens_per_step}"
+    assert breach.limit == "it must be a multiple of 1024 (micro_batch_size 2 x seq_len 512)"
+    assert breach.hint == hint
+
+
+def test_all_broken_rules_are_found_together() -> None:
+    with pytest.raises(ValidationError) as caught:
+        make_recipe(train__epochs=1, report__samples=3, model__path=None)
+    fields = [breach.field for breach in caught.value.errors()[0]["ctx"]["breaches"]]
+    assert fields == ["model", "train.epochs", "report.samples"]
+
+
+def test_a_valid_recipe_breaks_no_rule() -> None:
+    assert list(broken_rules(make_recipe())) == []
+
+
+@given(
+    seq_len=st.integers(8, 10_000),
+    micro_batch_size=st.integers(1, 16),
+    num_micro_batches=st.integers(1, 64),
+)
+def test_both_ways_to_size_a_step_mean_the_same(
+    seq_len: int, micro_batch_size: int, num_micro_batches: int
+) -> None:
+    tokens = seq_len * micro_batch_size * num_micro_batches
+    by_count = make_recipe(
+        train__seq_len=seq_len,
+        train__micro_batch_size=micro_batch_size,
+        train__grad_accum_steps=num_micro_batches,
+    ).train
+    by_tokens = make_recipe(
+        train__seq_len=seq_len,
+        train__micro_batch_size=micro_batch_size,
+        train__grad_accum_steps=None,
+        train__tokens_per_step=tokens,
+    ).train
+    assert by_count.num_micro_batches == by_tokens.num_micro_batches == num_micro_batches
+    assert (
+        by_count.global_batch_size
+        == by_tokens.global_batch_size
+        == micro_batch_size * num_micro_batches
+    )
+
+
+def test_derived_values_follow_from_their_settings() -> None:
+    recipe = make_recipe(offload__vram_budget=1.5, data__eval_frac=0.1)
+    assert recipe.offload.vram_budget_bytes == 1_610_612_736
+    assert make_recipe().offload.vram_budget_bytes is None
+    assert recipe.data.has_eval
+    assert not make_recipe().data.has_eval
+    assert recipe.output.run_dir == Path("runs/small")
+    assert make_recipe(output__dir="elsewhere").output.run_dir == Path("elsewhere")
+    assert recipe.model.tokenizer_source == "Qwen/Qwen3-0.6B"
+    assert make_recipe(model__tokenizer="other").model.tokenizer_source == "other"
+
+
+def test_the_resolved_yaml_reads_back_as_the_same_recipe() -> None:
+    recipe = make_recipe(
+        adapter__targets=["q_proj"],
+        adapter__rank_pattern={"q_proj": 4},
+        train__lr=1e-5,
+        data__system="A: b\nc",
+    )
+    text = resolved_yaml(recipe)
+    assert Recipe.model_validate(yaml.safe_load(text)) == recipe
+    assert list(yaml.safe_load(text)) == list(Recipe.model_fields)
+
+
+def test_the_hash_is_the_same_in_another_process_and_from_another_order(tmp_path: Path) -> None:
+    recipe = make_recipe()
+    values = yaml.safe_load(resolved_yaml(recipe))
+    file = tmp_path / "reversed.json"
+    file.write_text(
+        json.dumps({name: dict(reversed(values[name].items())) for name in reversed(values)})
+    )
+    code = (
+        "import json, sys; from finetune.recipe.recipe import Recipe, recipe_hash;"
+        "print(recipe_hash(Recipe.model_validate(json.load(open(sys.argv[1], 'rb')))))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(file)],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=recipes_dir().parent,
+    )
+    assert result.stdout.strip() == recipe_hash(recipe)
+
+
+def test_the_hash_changes_with_a_setting_and_not_with_how_it_was_written() -> None:
+    assert recipe_hash(make_recipe(train__lr=2e-4)) == recipe_hash(make_recipe())
+    assert recipe_hash(make_recipe(adapter__alpha=32)) == recipe_hash(make_recipe())
+    assert recipe_hash(make_recipe(train__lr=3e-4)) != recipe_hash(make_recipe())
+
+
+def test_differences_name_each_changed_setting() -> None:
+    before = make_recipe(train__lr=0.0001)
+    after = make_recipe(train__lr=0.0002, adapter__targets=["q_proj"], train__seed=3)
+    assert differences(before, after) == [
+        'adapter.targets: "all-linear" -> ["q_proj"]',
+        "train.lr: 0.0001 -> 0.0002",
+        "train.seed: 0 -> 3",
+    ]
+    assert differences(before, before) == []
+
+
+def test_the_json_schema_describes_every_setting_and_closes_every_section() -> None:
+    schema = json.loads(json_schema())
+    assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    assert schema["additionalProperties"] is False
+    assert sorted(schema["required"]) == ["data", "model", "output", "train"]
+    for section in schema["$defs"].values():
+        assert section["additionalProperties"] is False
+        assert all(field["description"] for field in section["properties"].values())
+    assert schema["$defs"]["AdapterSection"]["properties"]["rank"]["minimum"] == 1
+
+
+def test_the_shipped_recipes_lie_in_the_recipes_folder() -> None:
+    assert set(shipped_recipes()) == {
+        "gsm8k_lora",
+        "quickstart",
+        "qwen30b_lora_5090",
+        "qwen30b_qlora_4060ti",
+        "qwen3_8b_lora_3060",
+    }
+    assert all(path.parent == recipes_dir() for path in shipped_recipes().values())
+
+
+def test_importing_the_recipe_imports_no_torch_and_no_transformers() -> None:
+    code = (
+        "import sys, finetune.recipe.recipe, finetune.recipe.load;"
+        "print([n for n in ('torch', 'transformers', 'peft', 'datasets') if n in sys.modules])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=recipes_dir().parent,
+    )
+    assert result.stdout.strip() == "[]"

@@ -1,0 +1,419 @@
+"""Explanations of runs that are made up, so that every figure is known."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.errors import CheckpointError
+from finetune.report.explain import draw, explain
+from finetune.report.explain_tables import explanation_tables, shown_layers
+from finetune.report.memory import memory_rows
+from finetune.report.plan import plan_json
+from finetune.report.prediction import SEAL, with_timeline, write_prediction
+from finetune.training.loop import StepRecord
+from finetune.training.report import metrics_row
+from offload.plan.plan import Plan, duration_of, with_costs
+from offload.plan.schedule.op import Kind, Op
+from offload.plan.schedule.simulate import simulate
+from tests.unit.finetune.report.sealed import forge, tiny_plan
+
+NUM_STEPS = 12
+
+
+def exact(plan: Plan) -> Plan:
+    """Put a plan at prices whose sums are exact: each visit 1/4 s, each load 1/8 s."""
+    layers = tuple(replace(layer, forward_s=0.25, backward_s=0.25) for layer in plan.costs.layers)
+    costs = replace(
+        plan.costs,
+        grade="calibrated",
+        layers=layers,
+        front_s=0.25,
+        tail_s=0.25,
+        optimizer_s=0.5,
+        h2d_bytes_per_s=layers[0].weight_bytes * 8,
+        h2d_latency_s=0.0,
+    )
+    return with_costs(plan, costs)
+
+
+def record(plan: Plan, *, slow_layer_s: float = 0.0, optimizer_s: float = 0.5) -> StepRecord:
+    """Return a step in which layer 2's backward takes longer."""
+    usual_s = duration_of(plan.costs)
+
+    def duration_s(op: Op) -> float:
+        is_slow = op.kind is Kind.BACKWARD and op.layer == 2 and op.micro_batch == 0
+        return usual_s(op) + slow_layer_s * is_slow
+
+    timeline = simulate(plan.schedule, duration_s)
+    return StepRecord(
+        loss=1.0,
+        grad_norm=1.0,
+        lr=0.1,
+        num_tokens=100,
+        num_label_tokens=50,
+        num_loads=plan.schedule.num_loads,
+        optimizer_s=optimizer_s,
+        step_s=timeline.step_s + optimizer_s + 0.125,  # 1/8 s outside the pass
+        timeline=timeline,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """A prediction that was written."""
+
+    plan: Plan
+    seal: str
+
+
+def predict(folder: Path, plan: Plan, *, first_step: int) -> Written:
+    priced, steps = plan_json(tiny_plan()), (first_step, NUM_STEPS)
+    return Written(
+        plan=plan, seal=write_prediction(folder, plan, priced=priced, steps=steps, choice={})
+    )
+
+
+def write_run(folder: Path, *, slow_s: list[float], wait_s: float = 0.0625) -> Written:
+    """Write a run's prediction, and a row for each step."""
+    promised = predict(folder, exact(tiny_plan()), first_step=0)
+    write_rows(folder, promised, slow_s=slow_s, wait_s=wait_s)
+    return promised
+
+
+def write_rows(
+    folder: Path, promised: Written, *, slow_s: list[float], first: int = 1, wait_s: float = 0.0625
+) -> None:
+    with (folder / "metrics.jsonl").open("a") as file:
+        for step, seconds in enumerate(slow_s, start=first):
+            row = metrics_row(
+                record(promised.plan, slow_layer_s=seconds),
+                step=step,
+                data_wait_s=wait_s,
+                seal=promised.seal,
+            )
+            file.write(json.dumps(row) + "\n")
+
+
+def shown(folder: Path) -> str:
+    from rich.console import Console
+
+    console = Console(width=140)
+    with console.capture() as capture:
+        console.print(explanation_tables(explain(folder)))
+    return capture.get()
+
+
+def test_the_parts_of_the_miss_are_the_miss(tmp_path: Path) -> None:
+    write_run(tmp_path, slow_s=[1.0] * 5)
+    (section,) = explain(tmp_path).sections
+    assert {miss.name: miss.difference_s for miss in section.misses if miss.difference_s} == {
+        "backward": 1.0,
+        "outside the pass": 0.125,
+        "data wait": 0.0625,
+    }
+    assert section.misses[0].layers == (2,)
+    assert sum(miss.difference_s for miss in section.misses) == (
+        section.wall_s - section.predicted_s
+    )
+    step = section.comparison[0]
+    assert step.measured == step.predicted + 1.125
+    assert section.wall_s == step.measured + 0.0625
+    assert section.bound_s <= step.predicted
+    text = shown(tmp_path)
+    assert "+1.00 s compute (backward) (mostly layers 2)" in text
+    assert "step took 1.19 s longer than predicted" in text
+
+
+def test_a_run_that_others_disturbed_says_so_before_it_blames_a_part(tmp_path: Path) -> None:
+    write_run(tmp_path, slow_s=[0.0, 4.0, 1.0, 8.0, 0.5, 6.0])
+    (section,) = explain(tmp_path).sections
+    assert section.is_disturbed
+    assert section.load_per_cpu is None
+    text = shown(tmp_path)
+    assert text.index("This run was disturbed") < text.index("A step took")
+    assert f"steps alike differ by {section.spread_frac:.0%} (p20 to p80). What follows" in text
+
+
+def test_a_busy_machine_is_a_disturbance_and_steps_of_other_lengths_are_none(
+    tmp_path: Path,
+) -> None:
+    def changed(**values: float) -> None:
+        rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+        metrics.write_text("".join(json.dumps(row | values) + "\n" for row in rows))
+
+    metrics = tmp_path / "metrics.jsonl"
+    write_run(tmp_path, slow_s=[1.0, 1.0, 1.1, 1.0, 1.0])
+    assert not explain(tmp_path).sections[0].is_disturbed
+    assert "disturbed" not in shown(tmp_path)
+    changed(load_per_cpu=0.9)  # its own threads
+    assert not explain(tmp_path).sections[0].is_disturbed
+    changed(load_per_cpu=4.0)
+    assert "and 4.0 processes wanted each processor. What" in " ".join(shown(tmp_path).split())
+    metrics.write_text("")
+    (tmp_path / "of lengths").mkdir()
+    promised = write_run(tmp_path / "of lengths", slow_s=[])
+    rows = [0.0, 4.0, 1.0, 8.0, 0.5, 6.0]
+    write_rows(tmp_path / "of lengths", promised, slow_s=rows)
+    file = tmp_path / "of lengths" / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in lines:  # a step is as long as its rows
+        line["num_tokens"] = round(1000 * line["phases_s"]["step"])
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (section,) = explain(tmp_path / "of lengths").sections
+    assert section.spread_frac < 0.01
+    assert not section.is_disturbed
+
+
+def test_the_comparison_breaks_no_word_at_80_columns(tmp_path: Path) -> None:
+    from rich.console import Console
+
+    write_run(tmp_path, slow_s=[0.5] * 5)
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(explanation_tables(explain(tmp_path)))
+    lines = capture.get().splitlines()
+    (header,) = [line for line in lines if "lane" in line and "phase" in line]
+    assert header.split() == ["lane", "phase", "predicted", "measured", "error", "p20", "p80"]
+    (row,) = [line for line in lines if "head and loss" in line and line.startswith(" compute")]
+    assert row.split()[:4] == ["compute", "head", "and", "loss"]
+
+
+def test_outliers_are_left_out_and_the_spread_is_shown(tmp_path: Path) -> None:
+    slow_s = [8.0, 1.0, 1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 2.75, 16.0]
+    write_run(tmp_path, slow_s=slow_s)
+    (section,) = explain(tmp_path).sections
+    step = section.comparison[0]
+    base = step.predicted + 0.125
+    middle = sorted(slow_s)[2:8]
+    assert section.num_middle == 6
+    assert step.measured == base + sum(middle) / 6
+    assert (step.p20, step.p50, step.p80) == (base + 1.5, base + 2.0, base + 2.75)
+    assert not step.is_within_spread
+    assert step.error == pytest.approx(step.predicted / step.measured - 1)
+    assert sum(miss.difference_s for miss in section.misses) == pytest.approx(
+        section.wall_s - section.predicted_s, abs=1e-9
+    )
+
+
+def test_an_error_below_the_noise_is_shown_as_such(tmp_path: Path) -> None:
+    write_run(tmp_path, slow_s=[-0.5, -0.25, 0.0, 0.25, 0.5])
+    (section,) = explain(tmp_path).sections
+    assert section.comparison[0].is_within_spread
+    text = shown(tmp_path)
+    assert "(-2%)" in text
+    assert "lies within the spread of the steps themselves" in text
+
+
+def test_a_run_that_was_stopped_is_explained_as_far_as_it_went(tmp_path: Path) -> None:
+    write_run(tmp_path, slow_s=[1.0, 1.0])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "lo')  # what a kill leaves
+    found = explain(tmp_path)
+    assert (found.num_done, found.num_steps) == (2, NUM_STEPS)
+    assert found.measured_step is None
+    assert found.memory == ()
+    assert "2 of 12 steps are done; `--resume` runs the others" in shown(tmp_path)
+    for drawing in draw(tmp_path, found):
+        assert drawing.stat().st_size > 1000
+        assert "measured" not in drawing.read_text()
+
+
+def test_steps_are_held_to_the_prediction_that_was_there_before_them(tmp_path: Path) -> None:
+    write_run(tmp_path, slow_s=[0.0] * 3)
+    plan = exact(tiny_plan())
+    slower = with_costs(plan, replace(plan.costs, optimizer_s=2.5))
+    second = predict(tmp_path, slower, first_step=2)
+    write_rows(tmp_path, second, slow_s=[0.0] * 2, first=4)
+    found = explain(tmp_path)
+    assert [(s.prediction, s.steps, s.num_steps) for s in found.sections] == [
+        (1, (1, 3), 3),
+        (2, (4, 5), 2),
+    ]
+    first, later = (section.comparison[0] for section in found.sections)
+    assert later.predicted == first.predicted + 2.0
+    assert first.measured == later.measured
+    assert found.changes == ()
+
+
+def test_a_changed_prediction_is_said_first_and_the_steps_are_still_compared(
+    tmp_path: Path,
+) -> None:
+    promised = write_run(tmp_path, slow_s=[0.0] * 3)
+    assert f"unchanged since before step 1: SHA-256 {promised.seal[:12]}" in shown(tmp_path)
+    forge(tmp_path / "predicted.json", '"optimizer": 0.5', '"optimizer": 0.6')
+    found = explain(tmp_path)
+    assert len(found.changes) == 1
+    assert [section.num_steps for section in found.sections] == [3]
+    assert found.to_json()["changes"]
+    text = shown(tmp_path)
+    assert text.startswith("PREDICTION CHANGED: 3 steps were run after")
+    assert "unchanged" not in text
+
+
+def test_steps_that_loaded_more_than_planned_are_told(tmp_path: Path) -> None:
+    promised = write_run(tmp_path, slow_s=[0.0] * 3)
+    cold = replace(record(promised.plan), num_loads=promised.plan.schedule.num_loads + 2)
+    row = metrics_row(cold, step=4, data_wait_s=0.0, seal=promised.seal)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    assert "1 of 4 steps loaded more than planned" in shown(tmp_path)
+
+
+def test_a_run_without_steps_and_a_folder_without_a_run_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"holds no predicted\.json; .*\n\nhint: name the "):
+        explain(tmp_path)
+    write_run(tmp_path, slow_s=[])
+    with pytest.raises(CheckpointError, match=r"holds no step; .*\n\nhint: `sluice finetune .*"):
+        explain(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda row: row.pop("loss"), "loss is missing"),
+        (lambda row: row.update(step="1"), 'step is "1"'),
+        (lambda row: row["phases_s"].pop("stall"), "should name stall"),
+        (lambda row: row["phases_s"].update(step=0.0), "should have a step above 0"),
+        (lambda row: row["phases_s"].update(h2d=float("inf")), "phases_s.h2d is Infinity"),
+        (lambda row: row["parts_s"].update(other=1.0), "should name no other"),
+    ],
+)
+def test_a_damaged_step_is_named_by_its_line_and_no_later_one_is_dropped(
+    change: Callable[[dict[str, Any]], object], why: str, tmp_path: Path
+) -> None:
+    """Rows after a line that was damaged were passed over in silence (#16)."""
+    write_run(tmp_path, slow_s=[0.0] * 3)
+    file = tmp_path / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    row = json.loads(lines[1])
+    change(row)
+    file.write_text("".join((lines[0], json.dumps(row) + "\n", lines[2])))
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl:2 cannot be read: ") as caught:
+        explain(tmp_path)
+    assert why in caught.value.what
+    file.write_text("".join((lines[0], lines[1], lines[2][:-9])))
+    assert explain(tmp_path).num_done == 2
+    file.write_text("".join((lines[0], lines[1], lines[2][:-1])))
+    assert explain(tmp_path).num_done == 3
+
+
+def test_a_damaged_measurement_is_named(tmp_path: Path) -> None:
+    write_run(tmp_path, slow_s=[0.0])
+    (tmp_path / "measured.json").write_text('{"step": 1,')
+    with pytest.raises(
+        CheckpointError, match=r"measured\.json cannot be read: .*\n\nhint: remove it"
+    ):
+        explain(tmp_path)
+
+
+def test_the_measured_step_is_drawn_below_the_predicted_one(tmp_path: Path) -> None:
+    promised = write_run(tmp_path, slow_s=[1.0] * 3)
+    own = record(promised.plan, slow_layer_s=1.0)
+    content = {
+        "step": 3,
+        SEAL: promised.seal,
+        "step_s": own.step_s,
+        "optimizer_s": own.optimizer_s,
+        "bound_s": 4.5,
+        "device": "cpu",
+        "peak_bytes": 1000,
+        "memory": [],
+    }
+    (tmp_path / "measured.json").write_text(with_timeline(content, own.timeline))
+    found = explain(tmp_path)
+    assert found.measured_step is not None
+    assert found.measured_step.timeline.step_s == found.predicted.step_s + 1.0
+    gantt, trace = draw(tmp_path, found)
+    assert gantt.read_text().index(">predicted: ") < gantt.read_text().index(">measured, step 3: ")
+    names = [
+        e["args"]["name"]
+        for e in json.loads(trace.read_text())["traceEvents"]
+        if e["name"] == "process_name"
+    ]
+    assert names == ["predicted", "measured"]
+    assert f"Step 3 took {own.step_s:.2f} s: {4.5 / own.step_s:.0%} of the R3" in shown(tmp_path)
+
+
+def test_layers_are_written_as_ranges() -> None:
+    assert shown_layers((0, 1, 2, 5, 7, 8)) == "0-2, 5, 7-8"
+    assert shown_layers(()) == ""
+    assert shown_layers(tuple(range(0, 20, 2))) == "0, 2, 4, 6, 8, 10, ..."
+
+
+# ------------------------------------------------------------------------------------------ memory
+
+PLANNED = {
+    "predicted": {
+        "device_memory": {
+            "slots": 400,
+            "adapters": 40,
+            "kept layer inputs": 60,
+            "one visit: gradients": 40,
+            "fragmentation": 20,
+            "context": 500,
+        },
+        "host_memory": {"slab": 1000, "loading": 100, "data workers": 300, "process": 600},
+    }
+}
+FOUND = [
+    {"name": "slots", "num_bytes": 400, "how": "allocated", "is_on_host": False},
+    {"name": "adapters", "num_bytes": 50, "how": "tensors", "is_on_host": False},
+    {"name": "slab", "num_bytes": 1000, "how": "resident pages", "is_on_host": True},
+    {"name": "staging", "num_bytes": 64, "how": "resident pages", "is_on_host": True},
+]
+
+
+def test_on_a_card_memory_is_compared_by_term_and_what_is_left_together() -> None:
+    measured = {
+        "device": "cuda",
+        "peak_bytes": 570,
+        "peak_reserved_bytes": 600,
+        "peak_host_bytes": 1764,
+        "memory": FOUND,
+    }
+    rows = {row.name: row for row in memory_rows(PLANNED, "formula", measured)}
+    assert {name: (row.predicted, row.measured) for name, row in rows.items()} == {
+        "peak allocated VRAM": (540, 570),
+        "slots": (400, 400),
+        "adapters": (40, 50),
+        "layer inputs, one visit, head chunk": (100, 120),
+        "fragmentation": (20, 30),
+        "peak host memory": (1700, 1764),
+        "slab": (1000, 1000),
+        "process, libraries, loading": (700, 700),
+        "staging": (None, 64),
+        "context": (500, None),
+        "data workers": (300, None),
+    }
+    assert rows["adapters"].error == pytest.approx(-0.2)
+    assert rows["context"].error is None
+    assert rows["staging"].error is None
+    assert "not in the plan" in rows["staging"].how
+    assert "not measured" in rows["data workers"].how
+    assert {row.grade for name, row in rows.items() if name != "staging"} == {"formula"}
+
+
+def test_on_a_cpu_all_of_it_is_one_memory() -> None:
+    measured = {
+        "device": "cpu",
+        "peak_bytes": 2800,
+        "peak_reserved_bytes": None,
+        "peak_host_bytes": 2800,
+        "memory": FOUND,
+    }
+    rows = memory_rows(PLANNED, "traced", measured)
+    found = {row.name: (row.predicted, row.measured) for row in rows}
+    assert found["peak memory"] == (2760, 2800)
+    assert found["libraries, layer inputs, one visit, head chunk"] == (1320, 2800 - 1514)
+    assert found["data workers"] == (300, None)
+    assert "fragmentation" not in found
+    assert {row.name for row in rows if row.grade == "traced"} == {
+        "peak memory",
+        "libraries, layer inputs, one visit, head chunk",
+    }
+    planned = sum(row.predicted or 0 for row in rows[1:] if row.measured is not None)
+    assert planned == rows[0].predicted  # no term is counted twice or left out

@@ -1,0 +1,146 @@
+"""What of a run's directory is the run's own (#16)."""
+
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from finetune.errors import CheckpointError
+from finetune.files.manifest import whole_folder
+from finetune.recipe.load import load_recipe
+from finetune.recipe.recipe import Recipe
+from finetune.run.run_dir import RunDir
+from finetune.run.run_files import PHASES
+from finetune.run.run_lock import locked
+from offload.engine.seeding import NEWEST
+
+FILES = {
+    "adapter/notes.txt": "which one is best",
+    "adapter/data/rows.jsonl": "rows",
+    "checkpoints/step-0000002/notes.txt": "a good one",
+    "checkpoints/best/trained.safetensors": "a copy",
+    "profile/mine.json": "figures",
+    "wandb/settings": "mine",
+    "notes.txt": "keep",
+    "partial-results/thesis.txt": "years of work",
+}
+
+
+@pytest.fixture
+def recipe() -> Recipe:
+    return load_recipe("quickstart", [], check_files=False)
+
+
+def row(step: int) -> dict[str, Any]:
+    phases_s = dict.fromkeys(PHASES, 0.5)
+    return {"step": step, "loss": 1.0, "num_loads": 4, "phases_s": phases_s, "parts_s": {}}
+
+
+def write_run(run: RunDir, recipe: Recipe) -> None:
+    """Write what a run of two steps leaves."""
+    run.path.mkdir()
+    run.start(recipe, experts_implementation="eager")
+    run.append_metrics(row(1))
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter])
+    for step in (1, 2):
+        run.checkpoints.save(
+            step, {"a": parameter}, optimizer, data_hash="", seeding=NEWEST, num_kept=2
+        )
+    with whole_folder(run.adapter) as folder:
+        (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+        save_file({"a": torch.ones(2)}, folder / "adapter_model.safetensors")
+    for name in ("profile/trace.json", "wandb/run-20261122-abc/files/log.txt"):
+        (run.path / name).parent.mkdir(parents=True)
+        (run.path / name).write_text("{}")
+
+
+def test_overwriting_takes_what_a_run_wrote_and_nothing_else(tmp_path, recipe) -> None:
+    run = RunDir(tmp_path / "run")
+    write_run(run, recipe)
+    for name, text in FILES.items():
+        (run.path / name).parent.mkdir(parents=True, exist_ok=True)
+        (run.path / name).write_text(text)
+    run.require_startable(may_overwrite=True)
+    run.start(recipe, experts_implementation=None)
+    left = {
+        str(f.relative_to(run.path)): f.read_text() for f in run.path.rglob("*.*") if f.is_file()
+    }
+    left["wandb/settings"] = (run.path / "wandb" / "settings").read_text()
+    left.pop("recipe.yaml")
+    assert left == FILES
+    assert run.checkpoints.steps() == []
+
+
+def test_overwriting_follows_no_links(tmp_path, recipe) -> None:
+    run = RunDir(tmp_path / "run")
+    write_run(run, recipe)
+    for name in ("adapter", "checkpoints"):
+        (run.path / name).rename(tmp_path / f"other {name}")
+        (run.path / name).symlink_to(tmp_path / f"other {name}")
+    run.start(recipe, experts_implementation=None)
+    assert not run.adapter.is_symlink()
+    assert not run.checkpoints.path.is_symlink()
+    assert (tmp_path / "other adapter" / "adapter_config.json").exists()
+    assert (tmp_path / "other checkpoints" / "step-0000002" / "optimizer.pt").exists()
+
+
+def test_a_recipe_of_the_users_own_is_no_run(tmp_path) -> None:
+    (tmp_path / "recipe.yaml").write_text("model: {}")
+    (tmp_path / "thesis.txt").write_text("years of work")
+    for may_overwrite in (False, True):
+        with pytest.raises(CheckpointError, match=f"{tmp_path} is there and holds no run"):
+            RunDir(tmp_path).require_startable(may_overwrite=may_overwrite)
+
+
+def test_a_start_that_was_killed_can_be_started_again(tmp_path, recipe) -> None:
+    run = RunDir(tmp_path)
+    (tmp_path / "run.lock").touch()
+    (tmp_path / "experts.json").write_text("{}")
+    run.checkpoints.path.mkdir()
+    run.require_startable(may_overwrite=False)
+    run.start(recipe, experts_implementation=None)
+    with pytest.raises(CheckpointError, match="holds a run already"):
+        run.require_startable(may_overwrite=False)
+    assert run.recipe() == recipe
+
+
+def test_a_changed_recipe_of_a_run_is_refused(tmp_path, recipe) -> None:
+    run = RunDir(tmp_path)
+    run.start(recipe, experts_implementation=None)
+    text = run.recipe_file.read_text()
+    run.recipe_file.write_text(text.replace("seq_len: ", "seq_len: 1"))
+    with pytest.raises(CheckpointError, match=r"recipe\.yaml is not what was written"):
+        run.recipe()
+    run.recipe_file.write_text("".join(text.splitlines(keepends=True)[1:-1]))  # of older versions
+    assert run.recipe() == recipe
+
+
+def test_an_adapter_is_verified_wherever_it_is_read(tmp_path, recipe) -> None:
+    run = RunDir(tmp_path / "run")
+    write_run(run, recipe)
+    assert run.require_adapter() == ()
+    with locked(run.path):
+        (note,) = run.require_adapter()
+        assert note.startswith(f"{run.path} is in use by process ")
+    weights = run.adapter / "adapter_model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + b"\1")
+    with pytest.raises(CheckpointError, match=r"adapter is damaged: adapter_model\.safetensors is"):
+        run.require_adapter()
+    (run.adapter / "manifest.json").unlink()
+    assert run.require_adapter() == (f"{run.adapter} cannot be verified: it has no manifest.json",)
+    weights.unlink()
+    with pytest.raises(CheckpointError, match=r"has no adapter_model\.safetensors"):
+        run.require_adapter()
+
+
+def test_lines_that_are_lost_are_said_to_be(tmp_path) -> None:
+    run = RunDir(tmp_path)
+    for step in (1, 3, 4):
+        run.append_metrics(row(step))
+    assert run.drop_metrics_after(3) == (
+        f"{tmp_path / 'metrics.jsonl'} lacks 1 of 3 steps that were trained",
+    )
+    assert [row["step"] for row in run.read_metrics()] == [1, 3]

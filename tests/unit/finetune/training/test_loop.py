@@ -1,0 +1,305 @@
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+import offload
+from finetune.adapter import lora as adapters
+from finetune.data.batches import StepShare
+from finetune.data.tokenize import Example
+from finetune.errors import FinetuneError
+from finetune.recipe.sections import TrainSection
+from finetune.run.checkpoint import Checkpoints
+from finetune.training.loop import Loop, StepRecord
+from finetune.training.ranks import Ranks
+from offload.engine.results import StepResult
+from offload.engine.seeding import NEWEST, Seeding
+from offload.plan.facts.facts import AdapterSpec, linear_names, model_facts
+from offload.plan.machine.machine import named_machine
+from offload.plan.memory.memory import device_terms
+from tests.builders import workload
+from tests.tiers import mostly_slow
+
+CONFIG = Qwen3Config.from_dict(
+    {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "vocab_size": 32,
+    }
+)
+
+
+PLAIN = adapters.Options()
+
+
+def make_loop(
+    *,
+    optimizer: Any = "adamw",
+    dtype: torch.dtype = torch.float32,
+    options: adapters.Options = PLAIN,
+    loraplus_ratio: float | None = None,
+    lr: float = 0.1,
+    is_masked: bool = False,
+) -> tuple[Loop, dict[str, torch.nn.Parameter]]:
+    torch.manual_seed(0)
+    base: Any = Qwen3ForCausalLM(CONFIG)
+    model = adapters.add_lora(
+        base.to(dtype),
+        rank=2,
+        alpha=4,
+        dropout=0.2,
+        targets="all-linear",
+        has_experts=False,
+        seed=0,
+        options=options,
+    ).train()
+    trained = adapters.trained(model)
+    for name, parameter in trained.items():
+        if "lora_B" in name:  # zero at the start, so that dropout would change nothing
+            torch.nn.init.constant_(parameter, 0.1)
+    train = TrainSection(grad_accum_steps=2, steps=4, lr=lr, weight_decay=0.1, optimizer=optimizer)
+    engine = offload.attach(model, num_slots=2, device="cpu")
+    loop = Loop(
+        model=model,
+        engine=engine,
+        trained=trained,
+        train=train,
+        loraplus_ratio=loraplus_ratio,
+        is_masked=is_masked,
+        num_steps=4,
+        ranks=Ranks(),
+    )
+    return loop, trained
+
+
+def batches(width: int) -> StepShare:
+    ids = torch.randint(0, 32, (2, 2, width), generator=torch.Generator().manual_seed(width))
+    return StepShare(
+        micro_batches=tuple(
+            {"input_ids": rows, "labels": rows, "attention_mask": torch.ones_like(rows)}
+            for rows in ids
+        ),
+        micro_batch_ids=(0, 1),
+        num_tokens=4 * width,
+        num_label_tokens=4 * (width - 1),
+    )
+
+
+def test_a_rehearsal_leaves_no_trace() -> None:
+    with_rehearsal, parameters = make_loop()
+    before = {name: p.detach().clone() for name, p in parameters.items()}
+    with_rehearsal.rehearse(batches(20), [batches(8)])
+    assert all(torch.equal(p, before[name]) for name, p in parameters.items())
+    assert all(p.grad is None for p in parameters.values())
+    assert not with_rehearsal.optimizer.state
+    without, others = make_loop()
+    for number in range(2):
+        assert with_rehearsal.step(number, batches(8)).loss == without.step(number, batches(8)).loss
+    assert all(torch.equal(p, others[name]) for name, p in parameters.items())
+
+
+def test_a_step_depends_on_its_number_and_not_on_the_state_of_random() -> None:
+    first, _ = make_loop()
+    again, _ = make_loop()
+    loss = first.step(0, batches(8)).loss
+    torch.manual_seed(99)
+    assert again.step(0, batches(8)).loss == loss
+    other, _ = make_loop()
+    assert other.step(1, batches(8)).loss != loss  # another dropout mask
+
+
+def test_a_run_that_was_begun_with_the_first_seeds_keeps_them(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    begun, expected = make_loop()
+    begun.rehearse(batches(20), [batches(8)])
+    begun.seeding = Seeding.TUPLE_HASH
+    losses = []
+    for number in range(4):
+        losses.append(begun.step(number, batches(8)).loss)
+        if number == 1:
+            weights, optimizer = begun.weights, begun.optimizer
+            checkpoints.save(2, weights, optimizer, data_hash="", seeding=begun.seeding, num_kept=1)
+    folder = checkpoints.folder(2)  # as older versions wrote it
+    (folder / "state.json").write_text(json.dumps({"step": 2, "data_hash": ""}))
+    (folder / "manifest.json").unlink()
+
+    def resumed(seeding: Seeding | None) -> tuple[list[float], dict[str, torch.nn.Parameter]]:
+        loop, parameters = make_loop()
+        loop.rehearse(batches(20), [batches(8)])
+        found = checkpoints.load(
+            2, loop.weights, loop.optimizer, form=loop.state_form, data_hash=""
+        )
+        loop.seeding = seeding or found
+        loop.publish()
+        return [loop.step(number, batches(8)).loss for number in (2, 3)], parameters
+
+    again, found = resumed(None)
+    assert again == losses[2:]
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert resumed(NEWEST)[0] != losses[2:]
+
+
+WHOLE = adapters.Options(modules_to_save=("norms", "lm_head"))
+
+
+@pytest.mark.parametrize(
+    "optimizer", mostly_slow(["adamw", "adamw_8bit", "adafactor"], "adamw_8bit")
+)
+def test_a_resume_in_16_bits_continues_to_the_bit(optimizer: Any, tmp_path: Path) -> None:
+    def make() -> tuple[Loop, dict[str, torch.nn.Parameter]]:
+        return make_loop(
+            optimizer=optimizer,
+            dtype=torch.bfloat16,
+            options=WHOLE,
+            loraplus_ratio=16.0,
+            lr=1e-4,  # steps too small for 16 bits: a resume from what computes would lose them
+        )
+
+    checkpoints = Checkpoints(tmp_path)
+    whole, expected = make()
+    whole.rehearse(batches(20), [batches(8)])
+    losses = []
+    for number in range(4):
+        losses.append(whole.step(number, batches(8)).loss)
+        if number == 1:
+            checkpoints.save(
+                2, whole.weights, whole.optimizer, data_hash="", seeding=NEWEST, num_kept=1
+            )
+    resumed, found = make()
+    resumed.rehearse(batches(20), [batches(8)])
+    checkpoints.load(2, resumed.weights, resumed.optimizer, form=resumed.state_form, data_hash="")
+    resumed.publish()
+    assert [resumed.step(number, batches(8)).loss for number in (2, 3)] == losses[2:]
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert all(torch.equal(resumed.weights[name], whole.weights[name]) for name in expected)
+    assert all(p.grad is None for p in (*found.values(), *resumed.weights.values()))
+    norm = "base_model.model.model.norm.modules_to_save.default.weight"
+    assert expected[norm].dtype is torch.bfloat16
+    assert whole.weights[norm].dtype is torch.float32
+    assert not torch.equal(whole.weights[norm], expected[norm].float())
+
+
+def test_a_rehearsal_in_16_bits_leaves_no_trace_either() -> None:
+    loop, parameters = make_loop(dtype=torch.bfloat16, options=WHOLE)
+    before = {name: p.detach().clone() for name, p in parameters.items()}
+    loop.rehearse(batches(20), [batches(8)])
+    assert all(torch.equal(p, before[name]) for name, p in parameters.items())
+    assert all(torch.equal(w, before[name].float()) for name, w in loop.weights.items())
+    assert all(w.grad is None for w in loop.weights.values())
+
+
+@pytest.mark.parametrize(
+    ("times_s", "expected_s", "widths"),
+    [
+        ([0.0, 9.0, 0.3, 0.7, 0.1], 0.7, [8, 20, 9, 10, 11]),  # the first is not timed
+        ([0.0, 9.0, 3.0, 1.0], 1.0, [8, 20, 9, 10]),  # there is time for one more
+        ([0.0, 9.0, 6.0], 6.0, [8, 20, 9]),
+    ],
+)
+def test_a_rehearsal_times_other_steps_while_there_is_time(
+    times_s: list[float],
+    expected_s: float,
+    widths: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop, _ = make_loop()
+    record, seen, left_s = loop.step(0, batches(8)), [], list(times_s)
+
+    def run(share: StepShare, **_: object) -> StepRecord:
+        seen.append(share.micro_batches[0]["input_ids"].shape[1])
+        return replace(record, step_s=left_s.pop(0))
+
+    monkeypatch.setattr(loop, "_step", run)
+    found = loop.rehearse(batches(20), [batches(width) for width in (8, 9, 10, 11)])
+    assert found.step_s == expected_s
+    assert seen == widths
+
+
+@pytest.mark.parametrize("is_masked", [True, False])
+def test_a_model_is_told_of_padding_only_where_its_loss_counts_tokens(
+    is_masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, _ = make_loop(is_masked=is_masked)
+    seen: list[set[str]] = []
+    run = loop._engine.forward_backward
+
+    def noted(micro_batches: Any, **options: Any) -> StepResult:
+        seen.extend(set(batch) for batch in micro_batches)
+        return run(micro_batches, **options)
+
+    monkeypatch.setattr(loop._engine, "forward_backward", noted)
+    loop.step(0, batches(8))
+    names = {"input_ids", "labels", *(["attention_mask"] if is_masked else [])}
+    assert seen == [names, names]
+
+
+def test_a_run_of_one_step_is_rehearsed_with_it() -> None:
+    loop, _ = make_loop()
+    assert loop.rehearse(batches(20), [batches(8)]).num_tokens == batches(8).num_tokens
+
+
+@pytest.mark.parametrize(
+    ("dtype", "optimizer"),
+    [(torch.float32, "adamw"), (torch.bfloat16, "adamw"), (torch.float32, "adafactor")],
+)
+def test_what_trains_takes_the_bytes_that_the_plan_says(dtype: torch.dtype, optimizer: Any) -> None:
+    loop, parameters = make_loop(dtype=dtype, options=WHOLE, optimizer=optimizer)
+    loop.step(0, batches(8))
+    facts = model_facts(CONFIG.to_dict())
+    spec = AdapterSpec(
+        rank=2, targets=linear_names(facts), experts=False, modules=WHOLE.modules_to_save
+    )
+    micro_batch = workload(
+        micro_batch_size=2,
+        seq_len=8,
+        label_tokens=14,
+        adapter=spec,
+        optimizer=optimizer,
+        dtype_bytes=dtype.itemsize,
+    )
+    terms = device_terms(
+        facts,
+        named_machine("rtx5090"),
+        micro_batch,
+        num_slots=2,
+        num_micro_batches=2,
+        num_ranks=1,
+        is_padded=True,
+        is_stashed=False,
+    )
+    planned = {term.name: term.num_bytes for term in terms}
+    whole = {name for name in parameters if "modules_to_save" in name}
+    copies = {
+        tensor.data_ptr(): tensor.nbytes
+        for name in whole
+        for tensor in (parameters[name], loop.weights[name])
+    }
+    assert planned["trained modules"] == sum(copies.values())
+    assert planned["adapters"] == sum(
+        p.nbytes for name, p in parameters.items() if name not in whole
+    )
+    states = loop.optimizer.state.values()
+    held = {id(t): t.nbytes for s in states for name, t in s.items() if name != "step"}
+    assert planned["optimizer states"] == sum(held.values())
+    assert planned["gradients"] == sum(4 * weight.numel() for weight in loop.weights.values())
+
+
+def test_a_held_out_loss_that_is_not_finite_is_an_error() -> None:
+    loop, parameters = make_loop()
+    ids = np.array([1, 2, 3], np.int32)
+    row = Example(input_ids=ids, labels=ids, source="rows.jsonl:1", is_truncated=False)
+    rows: Any = [row, row]
+    assert math.isfinite(loop.validation_loss(rows, pad_token_id=0))
+    next(iter(parameters.values())).data.fill_(torch.inf)
+    with pytest.raises(FinetuneError, match=r"held-out rows is nan;(.|\n)*`train.lr: 2.5e-02`"):
+        loop.validation_loss(rows, pad_token_id=0)

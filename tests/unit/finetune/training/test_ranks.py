@@ -1,0 +1,160 @@
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from finetune.env import Launch, launch, rank_label
+from finetune.errors import ConfigError, FinetuneError
+from finetune.recipe.sections import OffloadSection, TrainSection
+from finetune.training import preflight
+from finetune.training.ranks import Ranks, own_micro_batches
+from finetune.training.rendezvous import join
+
+
+@given(
+    sizes=st.lists(st.integers(1, 100), min_size=1, max_size=40),
+    num=st.integers(1, 8),
+)
+def test_each_micro_batch_has_one_rank_and_ranks_differ_by_one_at_most(
+    sizes: list[int], num: int
+) -> None:
+    sizes = sorted(sizes, reverse=True)
+    shares = [own_micro_batches(len(sizes), index=index, num=num) for index in range(num)]
+    assert sorted(i for share in shares for i in share) == list(range(len(sizes)))
+    counts = [len(share) for share in shares]
+    assert max(counts) - min(counts) <= 1
+    assert counts[0] == max(counts)
+    tokens = [sum(sizes[i] for i in share) for share in shares]
+    assert max(tokens) - min(tokens) <= sizes[0]
+
+
+def test_a_share_of_one_rank_is_the_whole_step_in_its_order() -> None:
+    assert own_micro_batches(5, index=0, num=1) == (0, 1, 2, 3, 4)
+
+
+def test_micro_batches_are_dealt_back_and_forth() -> None:
+    assert [own_micro_batches(4, index=i, num=2) for i in range(2)] == [(1, 2), (0, 3)]
+    assert [own_micro_batches(3, index=i, num=2) for i in range(2)] == [(1, 2), (0,)]
+
+
+def test_one_process_is_told_its_own_words() -> None:
+    with Ranks() as ranks:
+        assert ranks.is_main
+        assert ranks.exchange("x") == ("x",)
+        assert ranks.from_main(lambda: 3) == 3
+        with ranks.main_first():
+            pass
+        parameter = torch.nn.Parameter(torch.zeros(2))
+        assert ranks.sum_gradients([parameter], loss=0.5) == 0.5
+        assert parameter.grad is None
+        ranks.require_same("nothing", lambda: pytest.fail("this costs time for nothing"))
+
+
+# ------------------------------------------------------------------------------------ the launcher
+
+
+def set_launch(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_without_a_launcher_there_is_one_process(monkeypatch) -> None:
+    set_launch(monkeypatch)
+    assert launch() == Launch(num=1, index=0, num_local=1, local_index=0)
+    assert rank_label() == ""
+    assert join(launch()).num == 1
+
+
+def test_a_launcher_says_which_process_this_is(monkeypatch) -> None:
+    set_launch(monkeypatch, WORLD_SIZE="4", RANK="3", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
+    assert launch() == Launch(num=4, index=3, num_local=2, local_index=1)
+    assert rank_label() == " (rank 3)"
+
+
+def test_a_launcher_that_does_not_number_its_processes_is_named(monkeypatch) -> None:
+    set_launch(monkeypatch, WORLD_SIZE="2")
+    with pytest.raises(
+        ConfigError,
+        match=r"variable RANK is not set; .*\n\nhint: `accelerate launch --multi_gpu",
+    ):
+        launch()
+
+
+def test_several_machines_are_refused() -> None:
+    with pytest.raises(
+        FinetuneError,
+        match=r"(?s)4 processes were launched, 2 of them on this machine; .*--num_processes 2`",
+    ):
+        join(Launch(num=4, index=0, num_local=2, local_index=0))
+
+
+# -------------------------------------------------------------------------------- before the start
+
+
+def train_section(**settings: int) -> TrainSection:
+    return TrainSection.model_validate({"steps": 1, "seq_len": 64, **settings})
+
+
+def test_fewer_micro_batches_than_ranks_are_refused_with_the_fix() -> None:
+    preflight.require_micro_batch_per_rank(train_section(grad_accum_steps=3), num_ranks=3)
+    with pytest.raises(
+        ConfigError,
+        match=r"a step of 3 micro-batches for 4 processes; .*\n\n"
+        r"hint: `train\.grad_accum_steps: 4`, or `--num_processes 3`",
+    ):
+        preflight.require_micro_batch_per_rank(train_section(grad_accum_steps=3), num_ranks=4)
+    by_tokens = train_section(tokens_per_step=128, micro_batch_size=2)
+    with pytest.raises(ConfigError, match=r"hint: `train\.tokens_per_step: 256`"):
+        preflight.require_micro_batch_per_rank(by_tokens, num_ranks=2)
+
+
+class _SecondOfTwo(Ranks):
+    num, index, local_index = 2, 1, 1
+
+
+def test_each_rank_has_the_card_of_its_number(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    found = preflight.torch_device(OffloadSection(), _SecondOfTwo())
+    assert found == torch.device("cuda", 1)
+    cpu = preflight.torch_device(OffloadSection(device="cpu"), _SecondOfTwo())
+    assert cpu == torch.device("cpu")
+
+
+def test_more_ranks_than_cards_are_refused_with_the_fix(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(
+        ConfigError,
+        match=r"2 processes were launched for 1 CUDA devices; .*\n\nhint: `--num_processes 1`",
+    ):
+        preflight.torch_device(OffloadSection(), _SecondOfTwo())
+
+
+def test_only_the_first_process_is_heard(monkeypatch, capsys) -> None:
+    from finetune import app
+
+    for rank in ("0", "1"):
+        set_launch(monkeypatch, WORLD_SIZE="2", RANK=rank, LOCAL_RANK=rank)
+        app._console().print(f"heard {rank}")
+    assert capsys.readouterr().out == "heard 0\n"
+
+
+def test_a_rank_that_another_has_ended_shows_nothing(monkeypatch, capsys, tmp_path: Path) -> None:
+    import typer
+
+    from finetune.errors import ToldRankError
+    from finetune.exits import EXIT_USER, explained
+
+    with pytest.raises(typer.Exit) as ending, explained("recipe.yaml"):
+        raise ToldRankError(1, "it broke")
+    assert ending.value.exit_code == EXIT_USER
+    assert capsys.readouterr() == ("", "")
+    set_launch(monkeypatch, WORLD_SIZE="2", RANK="1", LOCAL_RANK="1")
+    with pytest.raises(typer.Exit), explained("recipe.yaml"):
+        raise ConfigError("it broke", limit="it must not", hint="mend it")
+    assert capsys.readouterr().err.startswith("error (rank 1): it broke; it must not\n\nhint: ")

@@ -1,0 +1,275 @@
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from offload.plan.facts.facts import AdapterSpec, ModelFacts
+from offload.plan.facts.layer_layout import to_pages
+from offload.plan.facts.workload import Workload
+from offload.plan.machine.machine import (
+    ExpertsImplementation,
+    Implementation,
+    Machine,
+    Rate,
+    named_machine,
+)
+from offload.plan.time.bounds import break_even_tokens, r3_bound_s, usual_order_bound_s
+from offload.plan.time.costs import Costs, LayerCost, low_rank_branch, price
+from offload.plan.time.pricer import Pricer
+from offload.plan.time.roofline import attention_flops
+from offload.plan.time.work import Work
+from tests import builders
+from tests.builders import llama_7b, lora, qwen3_30b
+
+LLAMA_7B = llama_7b()
+QWEN_30B = qwen3_30b()
+ATTENTION_ONLY = lora(targets=("q_proj", "k_proj", "v_proj", "o_proj"))
+
+
+def workload(**changes: Any) -> Workload:
+    return builders.workload(**{"seq_len": 8192, "adapter": ATTENTION_ONLY} | changes)
+
+
+# ---------------------------------------------------------------------------------------------
+# Attention
+
+
+def test_a_window_as_long_as_the_sequence_changes_nothing() -> None:
+    full = attention_flops(num_tokens=64, context_tokens=64, width=8, count="causal")
+    windowed = attention_flops(num_tokens=64, context_tokens=64, width=8, count="causal", window=64)
+    assert windowed == full
+
+
+def test_a_short_window_costs_about_the_pairs_that_it_has() -> None:
+    pairs = sum(min(i + 1, 16) for i in range(4096))
+    flops = attention_flops(
+        num_tokens=4096, context_tokens=4096, width=8, count="causal", window=16
+    )
+    assert flops == pytest.approx(4 * 8 * pairs, rel=0.05)
+
+
+# ---------------------------------------------------------------------------------------------
+# Bounds
+
+
+@pytest.mark.parametrize(
+    ("facts", "codec_ratio", "expected"),
+    [
+        (QWEN_30B, 1.0, 46e3),
+        (QWEN_30B, 0.258, 12e3),
+        (LLAMA_7B, 1.0, 4.2e3),
+        (LLAMA_7B, 0.258, 1.1e3),
+    ],
+)
+def test_break_even_on_a_5090_is_what_the_design_says(
+    facts: ModelFacts, codec_ratio: float, expected: float
+) -> None:
+    tokens = break_even_tokens(
+        facts, named_machine("rtx5090"), codec_ratio=codec_ratio, num_slots=0, dtype_bytes=2
+    )
+    assert tokens == pytest.approx(expected, rel=0.015)
+
+
+def test_break_even_is_zero_when_every_layer_is_resident() -> None:
+    machine = named_machine("rtx5090")
+    tokens = break_even_tokens(QWEN_30B, machine, codec_ratio=1.0, num_slots=48, dtype_bytes=2)
+    assert tokens == 0
+
+
+def uniform_costs(*, load_s: float, num_layers: int = 10, decode_s: float = 0.0) -> Costs:
+    layer = LayerCost(
+        forward_s=1.0,
+        backward_s=2.0,
+        recompute_s=0.0,
+        decode_s=decode_s,
+        weight_bytes=1000,
+        forward_flops=1.0,
+        backward_flops=2.0,
+        bound="compute",
+    )
+    return Costs(
+        grade="spec",
+        layers=(layer,) * num_layers,
+        front_s=0.25,
+        tail_s=3.0,
+        optimizer_s=7.0,
+        h2d_bytes_per_s=1000 / load_s,
+        h2d_latency_s=0.0,
+        d2h_bytes_per_s=1.0,
+        fetch_bytes_per_s=1.0,
+        read_bytes_per_s=1.0,
+    )
+
+
+def test_r3_counts_visits_alone_when_loads_are_short() -> None:
+    bound_s = r3_bound_s(uniform_costs(load_s=0.1), num_slots=4, num_micro_batches=2)
+    assert bound_s == pytest.approx(10 * 2 + 2 * 3.25 + 10 * 4)
+
+
+def test_r3_counts_loads_and_the_two_visits_at_their_ends_when_loads_are_long() -> None:
+    bound_s = r3_bound_s(uniform_costs(load_s=100.0), num_slots=4, num_micro_batches=2)
+    assert bound_s == pytest.approx((6 * 100 + 2 * 2) + 2 * 3.25 + (6 * 100 + 2 * 4))
+
+
+def test_r3_of_encoded_layers_counts_a_decoding_per_visit_but_for_the_turn() -> None:
+    costs = uniform_costs(load_s=0.1, decode_s=0.5)
+    bound_s = r3_bound_s(costs, num_slots=4, num_micro_batches=2)
+    assert bound_s == pytest.approx(10 * 2.5 + 2 * 3.25 + 10 * 4.5 - 0.5)
+
+
+def test_the_usual_order_pays_the_loads_for_every_micro_batch() -> None:
+    costs = uniform_costs(load_s=100.0)
+    bound_s = usual_order_bound_s(costs, num_slots=4, num_micro_batches=3)
+    assert bound_s == pytest.approx(3 * (600 + 3.25 + 600))
+
+
+@pytest.mark.parametrize("num_slots", [10, 12])
+def test_nothing_is_loaded_when_every_layer_has_a_slot(num_slots: int) -> None:
+    bound_s = r3_bound_s(uniform_costs(load_s=1e6), num_slots=num_slots, num_micro_batches=1)
+    assert bound_s == pytest.approx(10 * 1 + 3.25 + 10 * 2)
+
+
+# ---------------------------------------------------------------------------------------------
+# Prices
+
+
+def test_a_named_card_is_priced_to_grade_spec_and_a_measured_one_to_probed() -> None:
+    machine = named_machine("rtx4090")
+    rates = {
+        name: Rate(value=getattr(machine, name).value, source="measured")
+        for name in Machine.__dataclass_fields__
+        if isinstance(getattr(machine, name), Rate)
+    }
+    assert price(QWEN_30B, machine, workload()).grade == "spec"
+    assert price(QWEN_30B, replace(machine, **rates), workload()).grade == "probed"  # type: ignore[arg-type]
+    assert price(QWEN_30B, replace(machine, launch_s=rates["launch_s"]), workload()).grade == "spec"
+
+
+def test_a_backward_visit_costs_two_to_four_forwards() -> None:
+    for layer in price(LLAMA_7B, named_machine("rtx4090"), workload()).layers:
+        assert 2 < layer.backward_s / layer.forward_s < 4
+        assert 2 < layer.backward_flops / layer.forward_flops < 3
+
+
+def test_one_token_is_bound_by_memory_or_launches_and_many_by_compute() -> None:
+    machine = named_machine("rtx4090")
+    few = price(LLAMA_7B, machine, workload(seq_len=1, label_tokens=1)).layers[0]
+    many = price(LLAMA_7B, machine, workload()).layers[0]
+    assert (few.bound != "compute", many.bound) == (True, "compute")
+
+
+def test_a_cpu_adds_launches_to_work_where_a_gpu_hides_them() -> None:
+    gpu = named_machine("rtx4090")
+    cpu, slow = replace(gpu, device="cpu"), Rate(value=1e-3, source="measured")
+    load = workload(seq_len=16, label_tokens=16)
+    on_cpu, on_gpu = (price(LLAMA_7B, m, load).layers[0].forward_s for m in (cpu, gpu))
+    assert on_cpu > on_gpu
+    slower = price(LLAMA_7B, replace(cpu, launch_s=slow), load).layers[0]
+    assert slower.bound == "launch"
+    assert slower.forward_s > 50e-3
+
+
+def test_a_loop_over_experts_launches_more_than_a_grouped_product() -> None:
+    at = replace(named_machine("rtx4090"), device="cpu")  # there launches add up
+    load = workload(seq_len=64, label_tokens=64)
+
+    def forward_s(way: ExpertsImplementation, *, has_kernel: bool) -> float:
+        return (
+            price(QWEN_30B, multiplying_by(at, way, has_kernel=has_kernel), load)
+            .layers[0]
+            .forward_s
+        )
+
+    fused_s = forward_s("grouped_mm", has_kernel=True)
+    assert forward_s("triton", has_kernel=False) < fused_s  # and passes memory less often
+    for looped_s, num_others in (
+        (forward_s("eager", has_kernel=True), 10 * 128),  # each expert's rows are gathered alone
+        (forward_s("grouped_mm", has_kernel=False), 0),  # torch falls back to a loop
+    ):
+        assert looped_s - fused_s == pytest.approx((2 * 127 + num_others) * at.launch_s.value)
+
+
+def multiplying_by(machine: Machine, way: ExpertsImplementation, *, has_kernel: bool) -> Machine:
+    implementation = Implementation(value=way, source="test")
+    return replace(machine, experts_implementation=implementation, has_grouped_gemm=has_kernel)
+
+
+def test_adapters_on_experts_cost_more_than_on_attention_only() -> None:
+    machine, experts = named_machine("rtx5090"), replace(ATTENTION_ONLY, experts=True)
+    plain = price(QWEN_30B, machine, workload())
+    more = price(QWEN_30B, machine, workload(adapter=experts))
+    assert more.layers[0].backward_s > plain.layers[0].backward_s
+    assert more.optimizer_s > plain.optimizer_s
+
+
+def test_adapters_on_experts_cost_by_the_routed_row_and_not_by_the_weight() -> None:
+    machine, experts = named_machine("rtx5090"), replace(ATTENTION_ONLY, experts=True)
+    load = workload(adapter=experts)
+    plain, more = (price(QWEN_30B, machine, w).layers[0] for w in (workload(), load))
+    rows, features = 8 * load.num_tokens, (2048 + 1536) + (768 + 2048)
+    assert more.forward_flops - plain.forward_flops == 2 * rows * 16 * features
+    assert more.backward_s - plain.backward_s == pytest.approx(
+        3 * (more.forward_s - plain.forward_s)
+    )
+    assert more.forward_s < 1.25 * plain.forward_s
+
+
+def test_encoded_cargo_is_smaller_and_decoded_once_per_visit() -> None:
+    machine = named_machine("rtx4090")
+    native = price(LLAMA_7B, machine, workload()).layers[0]
+    nf4 = price(LLAMA_7B, machine, workload(codec="nf4")).layers[0]
+    facts = LLAMA_7B.layers[0]
+    matrices = sum(facts.matrix_sizes)
+    expected = matrices * (0.5 + 1 / 64 + 1 / 4096) + 2 * 2 * 4096
+    assert nf4.weight_bytes == pytest.approx(expected, rel=2e-4)
+    assert native.weight_bytes == to_pages(2 * facts.num_parameters)
+    assert native.decode_s == 0 < nf4.decode_s
+    assert nf4.forward_s == native.forward_s
+
+
+def test_the_tail_is_priced_by_the_tokens_that_have_a_loss() -> None:
+    machine = named_machine("rtx4090")
+    all_tokens = price(QWEN_30B, machine, workload()).tail_s
+    half = price(QWEN_30B, machine, workload(label_tokens=4096)).tail_s
+    assert half == pytest.approx(all_tokens / 2, rel=0.01)
+
+
+def test_only_layers_of_different_shape_differ_in_price() -> None:
+    assert len(set(price(QWEN_30B, named_machine("rtx5090"), workload()).layers)) == 1
+
+
+def test_a_branch_of_few_columns_costs_as_one_of_sixteen_and_more_cost_their_arithmetic() -> None:
+    machine = replace(named_machine("rtx4090"), launch_s=Rate(value=1e-12, source="drawn"))
+    linear = LLAMA_7B.layers[0].linears[0]
+
+    def branch(rank: int, at: Machine) -> Work:
+        adapter = AdapterSpec(rank=rank, targets=("q_proj",), experts=False)
+        load = workload(adapter=adapter)
+        return low_rank_branch(Pricer(machine=at, facts=LLAMA_7B, workload=load), linear)
+
+    def seconds(rank: int, at: Machine = machine) -> float:
+        work = branch(rank, at)
+        return work.compute_s + work.memory_s
+
+    assert seconds(1) == pytest.approx(seconds(16))
+    more_s = branch(64, machine).compute_s - branch(16, machine).compute_s
+    assert seconds(64) - seconds(16) == pytest.approx(more_s)
+    slow = replace(machine, tall_fp32_flops_per_s=Rate(value=1e12, source="drawn"))
+    flops = branch(16, machine).flops
+    tall = machine.tall_fp32_flops_per_s.value
+    assert seconds(16, slow) - seconds(16) == pytest.approx(flops / 1e12 - flops / tall)
+
+
+def test_a_cpu_waits_for_weights_and_maps_large_tensors_anew() -> None:
+    cpu = replace(
+        named_machine("rtx4090"), device="cpu", h2d_bytes_per_s=Rate(value=1e9, source="")
+    )
+    at = Pricer(machine=cpu, facts=LLAMA_7B, workload=workload())
+    on_card = Pricer(machine=named_machine("rtx4090"), facts=LLAMA_7B, workload=workload())
+    extra = at.gemm(4096, 512, 512).memory_s - on_card.gemm(4096, 512, 512).memory_s
+    assert extra == pytest.approx(2 * 512 * 512 / 1e9)
+    small, large = (
+        at.new_memory(1e9, num_ops=0, tensor_bytes=n).memory_s for n in (2**25 - 1, 2**25)
+    )
+    assert small == 1e9 / cpu.memory_bytes_per_s.value
+    assert large == 1e9 / cpu.host_memory_bytes_per_s.value
