@@ -4,7 +4,6 @@ Which step. Row p of an endless stream of reshuffled epochs belongs to step p //
 step is known without the ones before it, and an epoch's last rows share a step with the next epoch.
 """
 
-import contextlib
 import signal
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,6 +13,7 @@ from types import TracebackType
 from typing import Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -24,7 +24,6 @@ from finetune.interrupts import SIGNALS
 
 PAD_TO_MULTIPLE_OF = 8
 _PREFETCH_STEPS = 2
-_DEATH_REPORT_S = 5.0
 _FIELDS = ("input_ids", "labels", "attention_mask")
 
 
@@ -174,10 +173,12 @@ class StepBatch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Steps(Dataset[torch.Tensor]):
-    """The steps as a map-style data set; each is one tensor of shape (3, tokens of the share).
+class _Steps(Dataset[npt.NDArray[np.int64]]):
+    """The steps as a map-style data set; each is one array of shape (3, tokens of the share).
 
-    One tensor because a worker hands each over by its own file descriptor, of which there are few.
+    An array, because a worker sends its bytes through a pipe. A tensor's memory would be shared
+    instead, by a socket in the folder for temporary files. The worker cannot make one there if the
+    path is longer than 107 bytes, and the run would wait for it forever.
     """
 
     examples: ExampleSet
@@ -185,13 +186,14 @@ class _Steps(Dataset[torch.Tensor]):
     micro_batch_ids: tuple[int, ...]
     pad_token_id: int
 
-    def __getitem__(self, step: int) -> torch.Tensor:
+    def __getitem__(self, step: int) -> npt.NDArray[np.int64]:
         rows = self.order.step(step)
         batches = [
             collate([self.examples[row] for row in rows[i]], pad_token_id=self.pad_token_id)
             for i in self.micro_batch_ids
         ]
-        return torch.stack([torch.cat([b[name].flatten() for b in batches]) for name in _FIELDS])
+        share = [torch.cat([batch[name].flatten() for batch in batches]) for name in _FIELDS]
+        return torch.stack(share).numpy()
 
 
 class StepLoader:
@@ -224,6 +226,7 @@ class StepLoader:
         self._loader = DataLoader(
             steps,
             batch_size=None,
+            collate_fn=_unchanged,
             sampler=range(start_step, order.num_steps),
             num_workers=num_workers,
             prefetch_factor=_PREFETCH_STEPS if num_workers else None,
@@ -231,7 +234,7 @@ class StepLoader:
             worker_init_fn=_prepare_loader_worker,
             generator=torch.Generator(),
         )
-        self._packed: Iterator[torch.Tensor] | None = None
+        self._packed: Iterator[npt.NDArray[np.int64]] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -259,19 +262,16 @@ class StepLoader:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for step in range(self._start_step, self._order.num_steps):
             start_s = time.perf_counter()
-            packed = self._next()
+            packed = torch.from_numpy(self._next())
             wait_s = time.perf_counter() - start_s
             yield StepBatch(step=step, share=self._unpacked(step, packed), wait_s=wait_s)
         self.close()
 
-    def _next(self) -> torch.Tensor:
+    def _next(self) -> npt.NDArray[np.int64]:
         """Wait for the next step; torch checks on its workers every few seconds."""
         assert self._packed is not None, "the loader is closed"
         try:
             return next(self._packed)
-        except (OSError, EOFError) as error:
-            _await_report_of_death()
-            raise worker_died("preparing batches", error) from error
         except RuntimeError as error:
             if "DataLoader worker (pid" not in str(error):
                 raise
@@ -294,13 +294,9 @@ class StepLoader:
         )
 
 
-def _await_report_of_death() -> None:
-    """Let torch raise the error of a dead worker here; later it would interrupt unrelated code.
-
-    A worker's pipe closes a moment before the signal of its exit arrives.
-    """
-    with contextlib.suppress(RuntimeError):
-        time.sleep(_DEATH_REPORT_S)
+def _unchanged(share: object) -> object:
+    """Return a share as it is; torch would make a tensor of it, in the worker."""
+    return share
 
 
 def _prepare_loader_worker(_: int) -> None:

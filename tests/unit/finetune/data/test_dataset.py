@@ -665,6 +665,18 @@ def test_workers_give_the_same_batches_and_are_gone_afterwards(
     assert not worker_pids()
 
 
+def test_workers_make_no_sockets_in_the_folder_for_temporary_files(
+    examples: ExampleSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Unix socket's path has at most 107 bytes; where it is longer, a run waited forever."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with loader(examples, num_workers=1) as steps:
+        stream = iter(steps)
+        next(stream)
+        assert not list(tmp_path.iterdir())
+        assert exhaust(stream) == 5
+
+
 @pytest.mark.slow
 def test_leaving_a_loader_early_stops_its_workers(
     examples: ExampleSet, worker_pids: Callable[[], list[int]]
