@@ -300,6 +300,7 @@ def test_a_held_out_loss_that_is_not_finite_is_an_error() -> None:
     row = Example(input_ids=ids, labels=ids, source="rows.jsonl:1", is_truncated=False)
     rows: Any = [row, row]
     assert math.isfinite(loop.validation_loss(rows, pad_token_id=0))
-    next(iter(parameters.values())).data.fill_(torch.inf)
+    # of the MLP: torch's attention on CPUs with AVX-512 gives 0 where a query of few tokens is NaN
+    next(p for name, p in parameters.items() if "down_proj" in name).data.fill_(torch.inf)
     with pytest.raises(FinetuneError, match=r"held-out rows is nan;(.|\n)*`train.lr: 2.5e-02`"):
         loop.validation_loss(rows, pad_token_id=0)
