@@ -55,8 +55,8 @@ def _settings(one: Candidate) -> dict[str, Any]:
     request = one.request
     return {
         "codec": request.typical.codec,
-        "num_slots": one.num_slots,
-        "kept_graphs": one.num_kept_graphs,
+        "num_slots": one.residency.num_slots,
+        "kept_graphs": one.residency.num_kept_graphs,
         "stash": "host" if request.is_stashed else "device",
         "head_chunk_tokens": request.typical.head_chunk_tokens,
         "micro_batch_size": request.typical.micro_batch_size,
@@ -75,10 +75,10 @@ def _memory(shortage: Shortage) -> str:
 def _words(one: Candidate) -> str:
     """Return a candidate's settings in one line."""
     request = one.request
-    chunk = request.typical.head_chunk_tokens
+    chunk, num_graphs = request.typical.head_chunk_tokens, one.residency.num_kept_graphs
     return (
-        f"{request.typical.codec}, {one.num_slots} slots,"
-        + (f" {shown_graphs(one.num_kept_graphs)}," if one.num_kept_graphs else "")
+        f"{request.typical.codec}, {one.residency.num_slots} slots,"
+        + (f" {shown_graphs(num_graphs)}," if num_graphs else "")
         + f" inputs {'in RAM' if request.is_stashed else 'on the device'},"
         f" {request.num_micro_batches} x {request.typical.micro_batch_size} sequences"
         + (f", head chunks of {chunk}" if chunk < HEAD_CHUNK_TOKENS else "")

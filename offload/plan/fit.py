@@ -21,6 +21,7 @@ from offload.plan.memory.memory import (
     total_bytes,
 )
 from offload.plan.request import PlanRequest
+from offload.plan.schedule.residency import Residency
 from offload.plan.schedule.schedule import MIN_SLOTS
 
 DEVICE, RAM = "of device memory", "of RAM"
@@ -87,13 +88,13 @@ class Needs:
         )
         # several ranks on a CPU count each other's slots as host memory
         is_fixed = machine.device == "cuda" or request.num_ranks == 1
-        return replace(needs, fixed_host=needs.host(needs.least_slots, 0)) if is_fixed else needs
+        return replace(needs, fixed_host=needs.host(needs.least)) if is_fixed else needs
 
-    def device(self, num_slots: int, num_kept_graphs: int) -> tuple[MemoryTerm, ...]:
+    def device(self, residency: Residency) -> tuple[MemoryTerm, ...]:
         """Return the terms of each device's peak."""
-        return self.on_device.terms(num_slots=num_slots, num_kept_graphs=num_kept_graphs)
+        return self.on_device.terms(residency)
 
-    def host(self, num_slots: int, num_kept_graphs: int) -> tuple[MemoryTerm, ...]:
+    def host(self, residency: Residency) -> tuple[MemoryTerm, ...]:
         """Return the terms of the host's peak; inputs of kept graphs are not stashed there."""
         request = self.request
         terms = self.fixed_host or host_terms(
@@ -104,11 +105,11 @@ class Needs:
             num_stashed=request.num_stashed,
             num_ranks=request.num_ranks,
             num_slabs=request.num_slabs,
-            rank_device_bytes=total_bytes(self.device(num_slots, num_kept_graphs)),
+            rank_device_bytes=total_bytes(self.device(residency)),
         )
-        if num_kept_graphs < 2 or not request.is_stashed:
+        if residency.num_kept_graphs < 2 or not request.is_stashed:
             return terms
-        num_inputs = (num_kept_graphs - 1) * request.num_stashed
+        num_inputs = (residency.num_kept_graphs - 1) * request.num_stashed
         spared = num_inputs * input_bytes(self.facts, request.largest)
         spared_of = {STASH: spared, OTHER_RANKS: (request.num_ranks - 1) * spared}
         return tuple(
@@ -118,9 +119,11 @@ class Needs:
     @property
     def is_staged(self) -> bool:
         """Whether loads pass through page-locked buffers, as not all of the slab can be locked."""
-        return bool(_size(self.host(self.least_slots, self.fewest_graphs), STAGING))
+        return bool(
+            _size(self.host(replace(self.least, num_kept_graphs=self._fewest_graphs)), STAGING)
+        )
 
-    def shortages(self, num_slots: int, num_kept_graphs: int) -> tuple[Shortage, ...]:
+    def shortages(self, residency: Residency) -> tuple[Shortage, ...]:
         """Return each memory that is too small; on a CPU there is only one memory.
 
         Graphs that the request does not set are counted with a reserve: a step that ran out of
@@ -128,24 +131,23 @@ class Needs:
         """
         machine, budget_bytes = self.machine, self.request.vram_budget_bytes
         is_cuda = machine.device == "cuda"
-        device_bytes = total_bytes(self.device(num_slots, num_kept_graphs))
+        device_bytes = total_bytes(self.device(residency))
         if self.request.num_kept_graphs is None:
-            device_bytes += int(GRAPH_RESERVE_FRAC * self.on_device.graph_bytes[num_kept_graphs])
+            graph_bytes = self.on_device.graph_bytes[residency.num_kept_graphs]
+            device_bytes += int(GRAPH_RESERVE_FRAC * graph_bytes)
         on_device = Shortage(
             what=DEVICE if is_cuda else "of memory for computing",
             needed_bytes=device_bytes,
             limit_bytes=min(machine.vram_bytes, budget_bytes or machine.vram_bytes),
             limit="may be used",
         )
-        on_host = self._host_shortages(
-            num_slots, num_kept_graphs, computing_bytes=0 if is_cuda else device_bytes
-        )
+        on_host = self._host_shortages(residency, computing_bytes=0 if is_cuda else device_bytes)
         return (on_device, *on_host) if on_device.short_bytes > 0 else on_host
 
     def _host_shortages(
-        self, num_slots: int, num_kept_graphs: int, *, computing_bytes: int = 0
+        self, residency: Residency, *, computing_bytes: int = 0
     ) -> tuple[Shortage, ...]:
-        host = self.host(num_slots, num_kept_graphs)
+        host = self.host(residency)
         is_locked = self.machine.device == "cuda"
         asked = (
             Shortage(
@@ -164,18 +166,22 @@ class Needs:
         return tuple(one for one in asked if one.short_bytes > 0)
 
     @property
-    def least_slots(self) -> int:
-        """The smallest number of slots that a step of this model can have."""
-        return min(MIN_SLOTS, self.facts.num_layers)
+    def least(self) -> Residency:
+        """The least that a step of this model can have on the device."""
+        return Residency(num_slots=min(MIN_SLOTS, self.facts.num_layers))
 
     @property
-    def fewest_slots(self) -> int:
-        """The requested number of slots, or the smallest that a step can have."""
+    def fewest(self) -> Residency:
+        """What the request asks for, or the least with which a step fits."""
+        return Residency(num_slots=self._fewest_slots, num_kept_graphs=self._fewest_graphs)
+
+    @property
+    def _fewest_slots(self) -> int:
         wanted = self.request.num_slots
-        return self.least_slots if wanted is None else wanted
+        return self.least.num_slots if wanted is None else wanted
 
     @property
-    def fewest_graphs(self) -> int:
+    def _fewest_graphs(self) -> int:
         """The requested number of kept graphs, or the smallest with which a step fits.
 
         The smallest is 0 unless host memory is too small for the stashed inputs. The inputs of kept
@@ -183,12 +189,14 @@ class Needs:
         """
         may_choose = self._chooses_graphs and self.machine.device == "cuda"
         may_help = may_choose and self.request.is_stashed
-        if not (may_help and self._host_shortages(self.least_slots, 0)):
+        if not (may_help and self._host_shortages(self.least)):
             return self.request.num_kept_graphs or 0
         numbers = range(self.facts.num_layers + 1)
-        fewest = _num_false(numbers, lambda n: not self._host_shortages(self.least_slots, n))
-        is_found = fewest < len(numbers) and not self.shortages(self.fewest_slots, fewest)
-        return fewest if is_found else 0
+        fewest = _num_false(
+            numbers, lambda n: not self._host_shortages(replace(self.least, num_kept_graphs=n))
+        )
+        found = Residency(num_slots=self._fewest_slots, num_kept_graphs=fewest)
+        return fewest if fewest < len(numbers) and not self.shortages(found) else 0
 
     @property
     def _chooses_graphs(self) -> bool:
@@ -200,13 +208,16 @@ class Needs:
         is_known = self.facts.grade == "config" or self.request.traced is not None
         return is_known and self.request.num_kept_graphs is None
 
-    def most_graphs(self, num_slots: int) -> int:
-        """Return the requested number of kept graphs, or the largest that fits."""
-        fewest = self.fewest_graphs
+    def with_graphs(self, num_slots: int) -> Residency:
+        """Return these slots with the requested number of kept graphs, or the largest that fits."""
+        fewest = Residency(num_slots=num_slots, num_kept_graphs=self._fewest_graphs)
         if not self._chooses_graphs:
             return fewest
-        more = range(fewest + 1, self.facts.num_layers + 1)
-        return fewest + _num_false(more, lambda n: bool(self.shortages(num_slots, n)))
+        more = range(fewest.num_kept_graphs + 1, self.facts.num_layers + 1)
+        num_more = _num_false(
+            more, lambda n: bool(self.shortages(replace(fewest, num_kept_graphs=n)))
+        )
+        return replace(fewest, num_kept_graphs=fewest.num_kept_graphs + num_more)
 
     @property
     def most_slots(self) -> int | None:
@@ -214,13 +225,14 @@ class Needs:
 
         More slots always take more memory, so a binary search finds it.
         """
-        fewest, num_graphs = self.fewest_slots, self.fewest_graphs
-        if self.shortages(fewest, num_graphs):
+        fewest = self.fewest
+        if self.shortages(fewest):
             return None
         if self.request.num_slots is not None:
-            return fewest
-        more = range(fewest + 1, self.facts.num_layers + 1)
-        return fewest + _num_false(more, lambda n: bool(self.shortages(n, num_graphs)))
+            return fewest.num_slots
+        more = range(fewest.num_slots + 1, self.facts.num_layers + 1)
+        num_more = _num_false(more, lambda n: bool(self.shortages(replace(fewest, num_slots=n))))
+        return fewest.num_slots + num_more
 
 
 def _num_false(numbers: Sequence[int], is_true: Callable[[int], bool]) -> int:

@@ -17,6 +17,7 @@ from offload.plan.memory.traced import MemoryGrade
 from offload.plan.refusal import refusal
 from offload.plan.request import PlanRequest
 from offload.plan.schedule.op import Kind, Lane, Op
+from offload.plan.schedule.residency import Residency
 from offload.plan.schedule.schedule import (
     NUM_STAGING,
     PIECE_BYTES,
@@ -28,7 +29,7 @@ from offload.plan.schedule.schedule import (
 )
 from offload.plan.schedule.simulate import simulate, simulated_s
 from offload.plan.schedule.timeline import Timeline
-from offload.plan.split import shared_out
+from offload.plan.split import fastest_residency
 from offload.plan.time.bounds import break_even_tokens, r3_bound_s
 from offload.plan.time.costs import Costs, LayerCost, price
 
@@ -41,8 +42,7 @@ class Plan:
         facts: The model.
         machine: The machine that it runs on.
         request: The request.
-        num_slots: Layers on the device at a time.
-        num_kept_graphs: How many layers, the last ones, are not checkpointed.
+        residency: What of the layers stays in device memory.
         schedule: The ops of a step that starts from a warm ring, on the rank with the most work.
         costs: The times of the ops, and how they are known.
         device_memory: Terms of the peak in device memory, on each device.
@@ -52,12 +52,21 @@ class Plan:
     facts: ModelFacts
     machine: Machine
     request: PlanRequest
-    num_slots: int
-    num_kept_graphs: int
+    residency: Residency
     schedule: Schedule
     costs: Costs
     device_memory: tuple[MemoryTerm, ...]
     host_memory: tuple[MemoryTerm, ...]
+
+    @property
+    def num_slots(self) -> int:
+        """Layers on the device at a time."""
+        return self.residency.num_slots
+
+    @property
+    def num_kept_graphs(self) -> int:
+        """How many layers, the last ones, are not checkpointed."""
+        return self.residency.num_kept_graphs
 
     @property
     def memory_grade(self) -> MemoryGrade:
@@ -134,11 +143,10 @@ def plan(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Plan:
     """
     needs = Needs.of(facts, machine, request)
     costs = costs_of(facts, machine, request)
-    shares = shared_out(needs, costs)
-    if shares is None:
+    residency = fastest_residency(needs, costs)
+    if residency is None:
         raise refusal(needs)
-    num_slots, num_kept_graphs = shares
-    return laid_out(needs, costs, num_slots=num_slots, num_kept_graphs=num_kept_graphs)
+    return laid_out(needs, costs, residency)
 
 
 def costs_of(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Costs:
@@ -152,33 +160,27 @@ def costs_of(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Costs
     )
 
 
-def laid_out(needs: Needs, costs: Costs, *, num_slots: int, num_kept_graphs: int) -> Plan:
-    """Return the plan of a request that fits with these numbers of slots and kept graphs."""
+def laid_out(needs: Needs, costs: Costs, residency: Residency) -> Plan:
+    """Return the plan of a request that fits with this residency."""
     return Plan(
         facts=needs.facts,
         machine=needs.machine,
         request=needs.request,
-        num_slots=num_slots,
-        num_kept_graphs=num_kept_graphs,
-        schedule=schedule_of(
-            needs, costs, num_slots=num_slots, num_kept_graphs=num_kept_graphs, is_draft=False
-        ),
+        residency=residency,
+        schedule=schedule_of(needs, costs, residency, is_draft=False),
         costs=costs,
-        device_memory=needs.device(num_slots, num_kept_graphs),
-        host_memory=needs.host(num_slots, num_kept_graphs),
+        device_memory=needs.device(residency),
+        host_memory=needs.host(residency),
     )
 
 
-def schedule_of(
-    needs: Needs, costs: Costs, *, num_slots: int, num_kept_graphs: int, is_draft: bool
-) -> Schedule:
+def schedule_of(needs: Needs, costs: Costs, residency: Residency, *, is_draft: bool) -> Schedule:
     """Return the ops of a step from a warm ring.
 
     Args:
         needs: The request and its machine.
         costs: For the sizes of layers.
-        num_slots: Layers on the device at a time.
-        num_kept_graphs: Layers that are not checkpointed.
+        residency: What of the layers stays in device memory.
         is_draft: Whether to merge ops that always follow each other on their lane: the pieces of a
             load, and a visit's micro-batches if none of them waits for inputs. `draft_step_s`
             predicts the same time from such a schedule as from the full one.
@@ -196,16 +198,16 @@ def schedule_of(
     is_merged = is_draft and not request.is_stashed
     return training_schedule(
         freight,
-        ring=warm_ring(num_slots),
+        ring=warm_ring(residency.num_slots),
         num_micro_batches=1 if is_merged else request.rank_micro_batches,
         order=Order.LAYER_MAJOR,
         trains_front=bool(outer_module_sizes(facts, request.typical.adapter)),
         input_bytes=(input_bytes(facts, request.typical),) * request.num_stashed,
-        num_kept_graphs=num_kept_graphs,
+        num_kept_graphs=residency.num_kept_graphs,
     )
 
 
-def draft_step_s(needs: Needs, costs: Costs, *, num_slots: int, num_kept_graphs: int) -> float:
+def draft_step_s(needs: Needs, costs: Costs, residency: Residency) -> float:
     """Return the predicted time of a step, optimizer included, from a draft schedule."""
     one_s, request = duration_of(costs), needs.request
     is_whole, num_merged = needs.is_staged, 1 if request.is_stashed else request.rank_micro_batches
@@ -216,9 +218,7 @@ def draft_step_s(needs: Needs, costs: Costs, *, num_slots: int, num_kept_graphs:
         is_visit = op.lane is Lane.COMPUTE and op.kind is not Kind.DECODE
         return one_s(op) * (num_merged if is_visit else 1)
 
-    draft = schedule_of(
-        needs, costs, num_slots=num_slots, num_kept_graphs=num_kept_graphs, is_draft=True
-    )
+    draft = schedule_of(needs, costs, residency, is_draft=True)
     return simulated_s(draft, duration_s) + costs.optimizer_s
 
 

@@ -29,14 +29,15 @@ ROUNDED: CodecName = "nf4"
 
 def refusal(needs: Needs) -> DoesNotFitError:
     """Return the error for a request that does not fit, with the nearest change that does."""
-    num_slots, machine = needs.fewest_slots, needs.machine
-    shortages = needs.shortages(num_slots, needs.fewest_graphs)
+    fewest, machine = needs.fewest, needs.machine
+    shortages = needs.shortages(fewest)
     short = " and ".join(f"{_gib(s.needed_bytes)} {s.what}" for s in shortages)
-    kept = f", {needs.fewest_graphs} kept graphs" if needs.fewest_graphs else ""
+    kept = f", {fewest.num_kept_graphs} kept graphs" if fewest.num_kept_graphs else ""
     kept += " and their inputs in RAM" if needs.request.is_stashed else ""
     kept += ", its visits traced," if needs.request.traced else ""
     return DoesNotFitError(
-        f"with {num_slots} slots of {needs.facts.num_layers} layers{kept} the plan needs {short},"
+        f"with {fewest.num_slots} slots of {needs.facts.num_layers} layers{kept} the plan needs"
+        f" {short},"
         f" {' and '.join(_gib(s.short_bytes) for s in shortages)} too much",
         limit=" and ".join(f"{_gib(s.limit_bytes)} {s.limit}" for s in shortages)
         + f" on {machine.name}"
@@ -47,8 +48,7 @@ def refusal(needs: Needs) -> DoesNotFitError:
 
 def _largest_terms(needs: Needs, shortage: Shortage) -> str:
     """List the largest terms of a memory that is too small, and the settings that shrink them."""
-    num_slots, num_graphs = needs.fewest_slots, needs.fewest_graphs
-    device, host = needs.device(num_slots, num_graphs), needs.host(num_slots, num_graphs)
+    device, host = needs.device(needs.fewest), needs.host(needs.fewest)
     is_cuda = needs.machine.device == "cuda"
     terms = {DEVICE: device, RAM: host if is_cuda else (*host, *device)}.get(shortage.what, ())
     largest = sorted(terms, key=lambda term: -term.num_bytes)[:NUM_NAMED_TERMS]
@@ -82,8 +82,9 @@ def _nearest_fit(needs: Needs) -> str:
     asked, wanted, fewer = needs.request, needs.request.num_slots, ""
     if asked.num_kept_graphs:
         freely = replace(needs, request=replace(asked, num_kept_graphs=None))
-        if not freely.shortages(freely.fewest_slots, 0):
-            return f"`offload.kept_graphs: {freely.most_graphs(freely.fewest_slots)}`"
+        if not freely.shortages(replace(freely.fewest, num_kept_graphs=0)):
+            most = freely.with_graphs(freely.fewest.num_slots)
+            return f"`offload.kept_graphs: {most.num_kept_graphs}`"
         asked, fewer = replace(asked, num_kept_graphs=0), "`offload.kept_graphs: 0`"
     for words, request in _changes(asked):
         open_request = replace(request, num_slots=None)

@@ -31,7 +31,8 @@ from offload.plan.machine.machine import GIB, Machine
 from offload.plan.plan import Plan, costs_of, draft_step_s, laid_out
 from offload.plan.refusal import refusal
 from offload.plan.request import PlanRequest, with_codec
-from offload.plan.split import SAME_FRAC, bound_of, shared_out
+from offload.plan.schedule.residency import Residency
+from offload.plan.split import SAME_FRAC, bound_of, fastest_residency
 from offload.plan.time.costs import Costs
 
 NUM_REJECTED = 3
@@ -46,8 +47,7 @@ class Candidate:
     Attributes:
         needs: The request and its memory.
         costs: Of its ops.
-        num_slots: Its number of slots; if no number fits, the smallest possible.
-        num_kept_graphs: How many layers, the last ones, are not checkpointed.
+        residency: What of the layers stays in device memory; if nothing fits, the least possible.
         shortages: The memories that are too small for it; empty if it fits.
         bound_s: The lower bound on its step time.
         step_s: Its predicted step time; None if the bound ruled it out.
@@ -55,35 +55,26 @@ class Candidate:
 
     needs: Needs
     costs: Costs
-    num_slots: int
-    num_kept_graphs: int
+    residency: Residency
     shortages: tuple[Shortage, ...]
     bound_s: float
     step_s: float | None = None
 
     @classmethod
-    def weighed(
-        cls, needs: Needs, costs: Costs, *, num_slots: int, num_kept_graphs: int
-    ) -> "Candidate":
-        """Evaluate a request with these numbers of slots and graphs."""
-        bound_s = bound_of(needs, costs, num_slots=num_slots, num_kept_graphs=num_kept_graphs)
+    def weighed(cls, needs: Needs, costs: Costs, residency: Residency) -> "Candidate":
+        """Evaluate a request with this residency."""
         return cls(
             needs=needs,
             costs=costs,
-            num_slots=num_slots,
-            num_kept_graphs=num_kept_graphs,
-            shortages=needs.shortages(num_slots, num_kept_graphs),
-            bound_s=bound_s,
+            residency=residency,
+            shortages=needs.shortages(residency),
+            bound_s=bound_of(needs, costs, residency),
         )
 
     @classmethod
     def split(cls, needs: Needs, costs: Costs) -> "Candidate":
         """Evaluate a request with its best split of memory, or its smallest if it does not fit."""
-        num_slots, num_kept_graphs = shared_out(needs, costs) or (
-            needs.fewest_slots,
-            needs.fewest_graphs,
-        )
-        return cls.weighed(needs, costs, num_slots=num_slots, num_kept_graphs=num_kept_graphs)
+        return cls.weighed(needs, costs, fastest_residency(needs, costs) or needs.fewest)
 
     @property
     def request(self) -> PlanRequest:
@@ -103,24 +94,13 @@ class Candidate:
 
     def laid_out(self) -> Plan:
         """Return its plan."""
-        return laid_out(
-            self.needs,
-            self.costs,
-            num_slots=self.num_slots,
-            num_kept_graphs=self.num_kept_graphs,
-        )
+        return laid_out(self.needs, self.costs, self.residency)
 
     def simulated(self) -> "Candidate":
         """Return the candidate with its predicted step time."""
         if self.step_s is not None:
             return self
-        step_s = draft_step_s(
-            self.needs,
-            self.costs,
-            num_slots=self.num_slots,
-            num_kept_graphs=self.num_kept_graphs,
-        )
-        return replace(self, step_s=step_s)
+        return replace(self, step_s=draft_step_s(self.needs, self.costs, self.residency))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -255,17 +235,14 @@ def _rejected(candidates: list[Candidate], best: int) -> tuple[Candidate, ...]:
     """Return the best of the others, and the chosen one with one more slot or graph."""
     chosen = candidates[best]
     others = [candidate for i, candidate in enumerate(candidates) if i != best]
-    for more_slots, more_graphs, asked in (
-        (1, 0, chosen.request.num_slots),
-        (0, 1, chosen.request.num_kept_graphs),
+    now, request = chosen.residency, chosen.request
+    for more, asked in (
+        (replace(now, num_slots=now.num_slots + 1), request.num_slots),
+        (replace(now, num_kept_graphs=now.num_kept_graphs + 1), request.num_kept_graphs),
     ):
-        num_slots, num_graphs = chosen.num_slots + more_slots, chosen.num_kept_graphs + more_graphs
-        if asked is None and max(num_slots, num_graphs) <= chosen.needs.facts.num_layers:
-            others.append(
-                Candidate.weighed(
-                    chosen.needs, chosen.costs, num_slots=num_slots, num_kept_graphs=num_graphs
-                )
-            )
+        most = max(more.num_slots, more.num_kept_graphs)
+        if asked is None and most <= chosen.needs.facts.num_layers:
+            others.append(Candidate.weighed(chosen.needs, chosen.costs, more))
     while True:  # a step may be slower than its bound
         others.sort(key=lambda candidate: candidate.least_s)
         unknown = [c for c in others[:NUM_REJECTED] if not c.shortages and c.step_s is None]

@@ -262,9 +262,11 @@ def test_micro_batches_are_the_multiple_of_what_streaming_takes_to_be_free() -> 
         assert found.said["num_layers"] < found.said["of_layers"] == 48
         assert found.said["note"]
         assert found.said["of_m_star"] == found.of_m_star
-        if found.whole.num_slots < 48:
+        if found.whole.residency.num_slots < 48:
             assert 2 <= found.run.num_slots < 8
-        if found.whole.num_slots < 24:  # else one micro-batch more or less changes too much
+        if (
+            found.whole.residency.num_slots < 24
+        ):  # else one micro-batch more or less changes too much
             assert found.of_m_star == pytest.approx(part.of_m_star, rel=0.3)
 
 

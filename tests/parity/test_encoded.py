@@ -25,6 +25,7 @@ from offload.plan.facts.codec import CodecName
 from offload.plan.facts.facts import AdapterSpec, model_facts
 from offload.plan.fit import Needs
 from offload.plan.machine.machine import named_machine
+from offload.plan.schedule.residency import Residency
 from offload.plan.schedule.schedule import Order
 from tests.builders import request, workload
 from tests.parity.rounding import matrices, rounded
@@ -149,7 +150,8 @@ def test_planned_arenas_are_those_that_the_engine_takes(model_type: str, codec: 
     micro_batch = workload(codec=codec, adapter=adapter)
     cpu = replace(named_machine("rtx4060ti"), device="cpu")
     needs = Needs.of(facts, cpu, request(micro_batch, num_slots=2))
-    planned = {term.name: term.num_bytes for term in (*needs.device(2, 0), *needs.host(2, 0))}
+    two = Residency(num_slots=2)
+    planned = {term.name: term.num_bytes for term in (*needs.device(two), *needs.host(two))}
     assert taken == {name: planned[name] for name in taken}
     assert ("decoded layer" in planned) == ("decoded layer" in taken) == micro_batch.is_encoded
 

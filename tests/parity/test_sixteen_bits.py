@@ -143,6 +143,7 @@ def ours(model: nn.Module, steps: Sequence[Sequence[Batch]]) -> Run:
 def test_reorder_steps_in_bf16_with_modules_trained_whole_are_no_worse_than_plain_ones() -> None:
     squares = {"ours": 0.0, "plain": 0.0}
     loss_squares = {"ours": 0.0, "plain": 0.0}
+    both = (squares, loss_squares)
     for seed in range(MAX_SEEDS):
         model, steps = model_of(seed), steps_of(seed)
         before = {name: p.detach().double() for name, p in adapters.trained(model).items()}
@@ -158,7 +159,6 @@ def test_reorder_steps_in_bf16_with_modules_trained_whole_are_no_worse_than_plai
             for name, tensor in true.items():  # each tensor counts alike, however small
                 moved = (tensor - before[name]).norm()
                 squares[run] += float(((weights[name].double() - tensor).norm() / moved) ** 2)
-        both = (squares, loss_squares)
         if seed >= 2 and all(of["ours"] <= SLACK**2 * of["plain"] for of in both):
             return
     pytest.fail(f"squared errors {both}, the limit is {SLACK} in error")

@@ -1,6 +1,6 @@
 """The choice among plans against all of them, simulated op by op."""
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from math import inf
 
@@ -155,7 +155,7 @@ def test_what_was_rejected_trains_the_same_and_is_slower_or_does_not_fit(machine
     times = [one.least_s for one in choice.rejected]
     assert times == sorted(times)
     for one in choice.rejected:
-        asked = replace(one.request, num_slots=one.num_slots, num_kept_graphs=one.num_kept_graphs)
+        asked = replace(one.request, **asdict(one.residency))
         if one.shortages and one.request.num_kept_graphs is None:
             continue  # it may be short of the reserve alone
         if one.shortages:
@@ -241,10 +241,9 @@ def test_memory_is_shared_out_between_slots_and_graphs_as_is_fastest(
     one = replace(one, num_kept_graphs=None)
     needs = Needs.of(FACTS, machine, one)
     every = [
-        step_s(machine, replace(one, num_slots=num_slots, num_kept_graphs=num_kept_graphs))
-        for num_slots in range(2, FACTS.num_layers + 1)
-        for num_kept_graphs in [needs.most_graphs(num_slots)]
-        if not needs.shortages(num_slots, num_kept_graphs)
+        step_s(machine, replace(one, **asdict(residency)))
+        for residency in map(needs.with_graphs, range(2, FACTS.num_layers + 1))
+        if not needs.shortages(residency)
     ]
     assert step_s(machine, one) <= min(every, default=inf) * (1.002 + WORTH_FRAC)
 

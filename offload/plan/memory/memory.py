@@ -28,6 +28,7 @@ from offload.plan.facts.workload import Workload
 from offload.plan.machine.machine import Machine
 from offload.plan.memory.traced import TracedBytes
 from offload.plan.memory.visit import VisitBytes, is_masked, visit_bytes
+from offload.plan.schedule.residency import Residency
 from offload.plan.schedule.schedule import NUM_FETCHED, NUM_KEPT, NUM_STAGING, PIECE_BYTES
 
 MIB = 2**20
@@ -133,15 +134,15 @@ class DeviceNeeds:
     update: MemoryTerm
     fixed: tuple[MemoryTerm, ...]
 
-    def terms(self, *, num_slots: int, num_kept_graphs: int) -> tuple[MemoryTerm, ...]:
+    def terms(self, residency: Residency) -> tuple[MemoryTerm, ...]:
         """List the terms of the worst instant; more slots or graphs never need less memory."""
         always = tuple(
-            MemoryTerm(name=SLOTS, num_bytes=num_slots * term.num_bytes)
+            MemoryTerm(name=SLOTS, num_bytes=residency.num_slots * term.num_bytes)
             if term.name == SLOTS
             else term
             for term in self.always
         )
-        graphs = MemoryTerm(name=KEPT_GRAPHS, num_bytes=self.graph_bytes[num_kept_graphs])
+        graphs = MemoryTerm(name=KEPT_GRAPHS, num_bytes=self.graph_bytes[residency.num_kept_graphs])
         beside = [(*self.kept, graphs, *instant) for instant in self.instants]
         worst = max(((*self.kept, *self.visit), *beside, (self.update,)), key=total_bytes)
         used = total_bytes(always) + total_bytes(worst)
@@ -185,7 +186,7 @@ def device_terms(  # noqa: PLR0913 - everything that uses memory
         is_stashed=is_stashed,
         traced=traced,
     )
-    return needs.terms(num_slots=num_slots, num_kept_graphs=0)
+    return needs.terms(Residency(num_slots=num_slots))
 
 
 def device_needs(

@@ -63,7 +63,7 @@ def recompute_all(plan: Plan) -> Option:
                 ),
             ),
             vram_bytes=total_bytes(
-                needs.device(plan.num_slots, num_kept_graphs=plan.facts.num_layers)
+                needs.device(replace(plan.residency, num_kept_graphs=plan.facts.num_layers))
             ),
         ),
         is_in_plan=True,

@@ -129,9 +129,10 @@ class Planned:
         """What a row says of it."""
         whole, run = self.whole, self.run
         num_layers, num_all = run.facts.num_layers, whole.needs.facts.num_layers
-        note = "all layers fit, nothing streams" if whole.num_slots == num_all else ""
+        num_slots = whole.residency.num_slots
+        note = "all layers fit, nothing streams" if num_slots == num_all else ""
         if num_layers < num_all:
-            fewer = f"{num_layers} of {num_all} layers, {run.num_slots} slots for {whole.num_slots}"
+            fewer = f"{num_layers} of {num_all} layers, {run.num_slots} slots for {num_slots}"
             note = ", ".join(filter(None, (fewer, note)))
         return {
             "codec": self.part.codec,
@@ -150,9 +151,9 @@ class Planned:
             "experts_implementation": run.machine.experts_implementation.value,
             "whole_model": {
                 "bound_s": whole.bound_s,
-                "num_slots": whole.num_slots,
-                "device_bytes": total_bytes(whole.needs.device(whole.num_slots, 0)),
-                "host_bytes": total_bytes(whole.needs.host(whole.num_slots, 0)),
+                "num_slots": num_slots,
+                "device_bytes": total_bytes(whole.needs.device(whole.residency)),
+                "host_bytes": total_bytes(whole.needs.host(whole.residency)),
             },
             "note": note,
         }
@@ -170,7 +171,7 @@ def planned(model: Model, machine: Machine, part: Part, *, num_layers: int) -> P
         DoesNotFitError: It takes more memory than there is.
     """
     num, whole = weighed(model, machine, part)
-    num_all, num_slots = model.facts.num_layers, whole.num_slots
+    num_all, num_slots = model.facts.num_layers, whole.residency.num_slots
     if num_slots < num_all:
         num_slots = max(2, min(num_layers - 1, round(num_slots * num_layers / num_all)))
     request = replace(whole.request, num_slots=min(num_slots, num_layers))
@@ -242,7 +243,7 @@ def _n_star(found: Candidate) -> float:
         needs.facts,
         needs.machine,
         codec_ratio=sum(layer.weight_bytes for layer in found.costs.layers) / sum(decoded),
-        num_slots=found.num_slots,
+        num_slots=found.residency.num_slots,
         dtype_bytes=workload.dtype_bytes,
     )
 
@@ -254,7 +255,7 @@ def worth_running(model: Model, machine: Machine, parts: Sequence[Part]) -> list
         steps: tuple[object, ...] = ("does not fit",)
         with suppress(DoesNotFitError):
             num, best = weighed(model, capped(machine, part), part)
-            steps = (num, best.num_slots, best.request.is_stashed)
+            steps = (num, best.residency.num_slots, best.request.is_stashed)
         found.setdefault((part.codec, part.vram_gib, part.seq_len, *steps), part)
     return list(found.values())
 
@@ -293,7 +294,7 @@ def layers_within(
         with suppress(DoesNotFitError):
             _, found = weighed(model, capped(machine, part), part)
             total_s += NUM_STEPS * found.bound_s
-            host_bytes = max(host_bytes, total_bytes(found.needs.host(found.num_slots, 0)))
+            host_bytes = max(host_bytes, total_bytes(found.needs.host(found.residency)))
     most = max(total_s / max(1.0, limit_s), host_bytes / (RAM_SHARE * machine.ram_bytes))
     fitting = (num_all // divisor for divisor in DIVISORS if most <= divisor)
     return max(min(MIN_LAYERS, num_all), next(fitting, 0))

@@ -8,6 +8,7 @@ from offload.plan.machine.machine import GIB, named_machine
 from offload.plan.memory.memory import device_terms
 from offload.plan.plan import draft_step_s, plan
 from offload.plan.request import with_codec
+from offload.plan.schedule.residency import Residency
 from offload.plan.search import search
 from offload.plan.time.costs import price
 from tests.builders import qwen3_8b, request, slow_link, ways_of, workload
@@ -38,16 +39,16 @@ def test_a_draft_takes_as_long_as_the_whole_schedule(
     assert needs.is_staged == (pinned_gib == 5 and not (codec == "nf4" and not is_stashed))
     whole = plan(FACTS, machine, request)
     assert whole.schedule.is_staged == needs.is_staged
-    assert draft_step_s(needs, costs, num_slots=4, num_kept_graphs=kept) == pytest.approx(
-        whole.step_s, rel=1e-12
-    )
+    assert draft_step_s(
+        needs, costs, Residency(num_slots=4, num_kept_graphs=kept)
+    ) == pytest.approx(whole.step_s, rel=1e-12)
 
 
 @pytest.mark.parametrize("machine", [CARD, CPU])
 @pytest.mark.parametrize("num_slots", [1, 2, 7, 36, 40])
 def test_memory_by_slots_is_what_the_memory_model_says(machine, num_slots) -> None:
     needs = Needs.of(FACTS, machine, REQUEST)
-    assert needs.device(num_slots, 0) == device_terms(
+    assert needs.device(Residency(num_slots=num_slots)) == device_terms(
         FACTS,
         machine,
         REQUEST.largest,
@@ -88,13 +89,13 @@ def test_the_same_input_gives_the_same_choice() -> None:
 def test_one_slot_more_is_among_the_rejected_and_short_of_what_the_plan_says() -> None:
     choice = search(FACTS, CARD, [REQUEST], rounding=())
     (more,) = choice.rejected
-    assert more.num_slots == choice.plan.num_slots + 1
+    assert more.residency.num_slots == choice.plan.num_slots + 1
     (short,) = more.shortages
-    asked = replace(REQUEST, num_slots=more.num_slots)
+    asked = replace(REQUEST, num_slots=more.residency.num_slots)
     with pytest.raises(DoesNotFitError, match=f"{short.short_bytes / GIB:.2f} GiB too much"):
         plan(FACTS, CARD, asked)
     enough = replace(CARD, vram_bytes=CARD.vram_bytes + short.short_bytes)
-    assert plan(FACTS, enough, asked).num_slots == more.num_slots
+    assert plan(FACTS, enough, asked).num_slots == more.residency.num_slots
     with pytest.raises(DoesNotFitError):
         plan(FACTS, replace(enough, vram_bytes=enough.vram_bytes - 1), asked)
 
