@@ -8,7 +8,7 @@ from offload.plan.facts.workload import Workload
 from offload.plan.machine.machine import GIB, Machine, Rate, named_machine
 from offload.plan.request import PlanRequest, with_codec
 from offload.plan.schedule.op import Lane
-from offload.plan.schedule.schedule import Freight, Order, training_schedule, warm_ring
+from offload.plan.schedule.schedule import Order, TransferSizes, training_schedule, warm_ring
 from offload.plan.schedule.simulate import simulate
 from offload.plan.schedule.timeline import Timeline
 
@@ -129,7 +129,7 @@ def recipe_values(**changes: Any) -> dict[str, Any]:
 def simulated(num_layers: int, num_micro_batches: int, *, visit_s: float = 1.0) -> Timeline:
     """Return a streamed step: a visit takes a second, any other op a quarter of one."""
     schedule = training_schedule(
-        Freight.frozen([100] * num_layers, decoded_bytes=[400] * num_layers, num_staging=2),
+        TransferSizes.frozen([100] * num_layers, decoded_bytes=[400] * num_layers, num_staging=2),
         ring=warm_ring(2),
         num_micro_batches=num_micro_batches,
         order=Order.LAYER_MAJOR,

@@ -15,7 +15,7 @@ from finetune.data.dataset import ExampleSet
 from finetune.errors import FinetuneError
 from finetune.recipe.sections import TrainSection
 from finetune.run.checkpoint import StateForm, state_form
-from finetune.training.optimizer import Masters, clip, learning_rate, make_optimizer, update
+from finetune.training.optimizer import MasterWeights, clip, learning_rate, make_optimizer, update
 from finetune.training.ranks import Ranks
 from offload.engine.engine import Engine
 from offload.engine.seeding import NEWEST
@@ -96,7 +96,7 @@ class Loop:
         """
         self._model = model
         self._engine = engine
-        self._masters = Masters(trained)
+        self._masters = MasterWeights(trained)
         self._parameters = list(self._masters.weights.values())
         self._loraplus_ratio = loraplus_ratio
         self._is_masked = is_masked

@@ -57,7 +57,7 @@ def rates_since(before: TrainSection, after: TrainSection, *, first_step: int) -
     return said
 
 
-class Masters:
+class MasterWeights:
     """What the optimizer updates: the trained tensors, with an fp32 master copy of 16-bit ones.
 
     An update at a small learning rate is less than half of a 16-bit weight's last digit, and so is

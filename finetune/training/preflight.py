@@ -20,7 +20,7 @@ from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.optimizer import state_bytes
 from offload.plan.facts.trainable import trained_parameters, trained_tensor_shapes
-from offload.plan.fit import Needs
+from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.machine import Machine
 from offload.plan.plan import Plan, costs_of
 from offload.plan.time.bounds import r3_bound_s
@@ -223,6 +223,6 @@ def _shortage(
 def _step_time(recipe: Recipe, facts: ModelFacts, machine: Machine, num_ranks: int) -> str:
     request = full_requests(recipe, facts, num_ranks=num_ranks)[0]
     costs = costs_of(facts, machine, request)
-    num_slots = Needs.of(facts, machine, request).least.num_slots
+    num_slots = MemoryNeeds.of(facts, machine, request).least.num_slots
     bound_s = r3_bound_s(costs, num_slots=num_slots, num_micro_batches=request.rank_micro_batches)
     return f"{shown_time(bound_s + costs.optimizer_s)} by the plan"

@@ -11,8 +11,8 @@ from torch import nn
 
 from offload.engine.executor import Executor
 from offload.engine.host.mapping import aligned_empty
-from offload.engine.host.weights import HostSide, Tier
-from offload.engine.host_gradients import Masters
+from offload.engine.host.weights import HostWeights, Tier
+from offload.engine.host_gradients import HostGradients
 from offload.engine.memory_meter import Arena
 from offload.engine.model import placement
 from offload.engine.model.layers import LayeredModel
@@ -20,7 +20,7 @@ from offload.engine.slots import Slots
 from offload.engine.stash import Stash
 from offload.engine.streams import Device
 from offload.plan.facts.codec import CodecName
-from offload.plan.schedule.schedule import Freight
+from offload.plan.schedule.schedule import TransferSizes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,27 +43,27 @@ class Bound:
 
     Attributes:
         executor: Runs the passes.
-        masters: Host gradients of the layers' trained weights.
+        host_gradients: Host gradients of the layers' trained weights.
         stash: Holds layer inputs on the host.
         num_slots: Layers on the device at a time.
         slot_bytes: Device memory of all slots.
         slot_arenas: The same memory by block.
-        freight: Sizes of the transfers, in bytes.
+        sizes: Sizes of the transfers, in bytes.
     """
 
     executor: Executor
-    masters: Masters
+    host_gradients: HostGradients
     stash: Stash
     num_slots: int
     slot_bytes: int
     slot_arenas: tuple[Arena, ...]
-    freight: Freight
+    sizes: TransferSizes
 
 
 def bind(
     model: nn.Module,
     layered: LayeredModel,
-    host: HostSide,
+    host: HostWeights,
     *,
     device: Device,
     options: EngineOptions,
@@ -80,7 +80,7 @@ def bind(
     records, torch_device = host.records, device.torch_device
     allocate_device = partial(_allocate, torch_device)
     placement.require_values(model, records)
-    masters = Masters(
+    host_gradients = HostGradients(
         records,
         host.layers if options.trained_weights == "host" else (),
         names={id(parameter): name for name, parameter in model.named_parameters()},
@@ -102,28 +102,28 @@ def bind(
     )
     executor = Executor(
         model=layered,
-        cargo=host.cargo,
+        source=host.source,
         slots=slots,
         stash=stash,
-        masters=masters,
+        host_gradients=host_gradients,
         device=device,
         head_chunk_tokens=min(options.head_chunk_tokens, layered.max_positions),
     )
-    freight = Freight(
+    sizes = TransferSizes(
         layer_bytes=tuple(record.num_bytes for record in records),
-        gradient_bytes=masters.gradient_bytes,
+        gradient_bytes=host_gradients.gradient_bytes,
         decoded_bytes=tuple(record.decoded_bytes for record in records),
         piece_bytes=host.piece_bytes,
         num_staging=len(host.staging),
     )
     return Bound(
         executor=executor,
-        masters=masters,
+        host_gradients=host_gradients,
         stash=stash,
         num_slots=num_slots,
         slot_bytes=slots.num_bytes,
         slot_arenas=slots.arenas,
-        freight=freight,
+        sizes=sizes,
     )
 
 
@@ -133,7 +133,7 @@ def _allocate(torch_device: torch.device, num_bytes: int) -> torch.Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, device=torch_device)
 
 
-def _freeing(host: HostSide, device: Device) -> Callable[[torch.Tensor], None]:
+def _freeing(host: HostWeights, device: Device) -> Callable[[torch.Tensor], None]:
     """Return a function that frees host memory after the device has finished all issued work."""
 
     def free(block: torch.Tensor) -> None:

@@ -24,7 +24,7 @@ from offload.engine.batch import (
 from offload.engine.bound import EngineOptions, bind
 from offload.engine.executor import PassState
 from offload.engine.host.store import Hold
-from offload.engine.host.weights import HostSide
+from offload.engine.host.weights import HostWeights
 from offload.engine.memory_meter import Arena
 from offload.engine.model import placement
 from offload.engine.model.composition import Composition
@@ -92,7 +92,7 @@ class Engine:
             self._layered, are_trained_streamed=options.trained_weights == "host"
         )
         codecs = Encoding(self._layered, options.codec).of_layers(groups)
-        self._host = HostSide(
+        self._host = HostWeights(
             groups,
             codecs,
             hold=hold,
@@ -126,7 +126,7 @@ class Engine:
         self._ring = cold_ring(self._bound.num_slots)
         self._num_writes = self._host.num_writes
         self._composition = Composition(model, self._layered.model.config)
-        self._hooks = GradientHooks(model, self._layered, self._bound.masters.parameters)
+        self._hooks = GradientHooks(model, self._layered, self._bound.host_gradients.parameters)
         self._seal = Seal(
             self._host.records,
             names={id(parameter): name for name, parameter in model.named_parameters()},
@@ -145,7 +145,7 @@ class Engine:
         if self._state is _State.ATTACHED:
             self._composition.require_unchanged()
         return {
-            name: self._bound.masters.parameters.get(name, parameter)
+            name: self._bound.host_gradients.parameters.get(name, parameter)
             for name, parameter in self._model.named_parameters()
             if parameter.requires_grad
         }
@@ -230,9 +230,9 @@ class Engine:
                 is_stashed=self._options.stash == "host",
                 ids=ids,
             )
-            if self._bound.masters.parameters:
+            if self._bound.host_gradients.parameters:
                 self._device.finish()
-                self._bound.masters.publish()
+                self._bound.host_gradients.publish()
         return StepResult(
             executor=self._bound.executor,
             device=self._device,
@@ -331,7 +331,7 @@ class Engine:
         inputs = to_device(inputs, self._device.torch_device)
         self._inspect(inputs, has_labels=bool(labels))
         self._reload_what_was_written()
-        schedule = forward_schedule(self._bound.freight, ring=self._ring, num_micro_batches=1)
+        schedule = forward_schedule(self._bound.sizes, ring=self._ring, num_micro_batches=1)
         with self._consistent(schedule.ring_after), self._host.nearby():
             state, _ = self._bound.executor.evaluate(schedule, [inputs], labels, read)
             self._device.finish()
@@ -368,7 +368,7 @@ class Engine:
         if self._inspected & {(mode, True, names), (mode, has_labels, names)}:
             return
         self._reload_what_was_written()
-        schedule = forward_schedule(self._bound.freight, ring=self._ring, num_micro_batches=1)
+        schedule = forward_schedule(self._bound.sizes, ring=self._ring, num_micro_batches=1)
         with (
             self._consistent(schedule.ring_after),
             self._host.nearby(),
@@ -380,7 +380,7 @@ class Engine:
 
     def _schedule(self, batches: Sequence[LabelledBatch], order: Order) -> Schedule:
         """List the ops of a step given the ring's contents, and make room for the stash."""
-        if order is not Order.LAYER_MAJOR and any(self._bound.freight.gradient_bytes):
+        if order is not Order.LAYER_MAJOR and any(self._bound.sizes.gradient_bytes):
             raise OffloadError(
                 f"order is {order.value} where weights of the layers train on the host",
                 limit="their gradients leave a layer once per step",
@@ -390,7 +390,7 @@ class Engine:
         num_kept_graphs = self._options.num_kept_graphs
         input_bytes = self._input_bytes(batches) if self._options.stash == "host" else ()
         schedule = training_schedule(
-            self._bound.freight,
+            self._bound.sizes,
             ring=self._ring,
             num_micro_batches=len(batches),
             order=order,
@@ -429,7 +429,7 @@ class Engine:
                 self._device.abort()
                 raise
             finally:
-                self._bound.masters.let_go()
+                self._bound.host_gradients.let_go()
         self._ring = ring_after
 
     def _require_ready(self) -> None:
@@ -440,7 +440,7 @@ class Engine:
         self._composition.require_unchanged()
         self._hooks.require_exact()
         self._seal.require_whole()
-        self._bound.masters.require_clear()
+        self._bound.host_gradients.require_clear()
 
     def _require_attached(self) -> None:
         if self._state is not _State.ATTACHED:

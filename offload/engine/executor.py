@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from offload.engine.batch import Batch, LabelledBatch
-from offload.engine.host.source import Cargo
-from offload.engine.host_gradients import Masters
+from offload.engine.host.source import LayerSource
+from offload.engine.host_gradients import HostGradients
 from offload.engine.model.inspection import Inspection
 from offload.engine.model.layers import Front, LayeredModel
 from offload.engine.model.recorded_args import Call
@@ -73,25 +73,25 @@ _Table = dict[Kind, Callable[[Op], None]]
 
 
 class Executor:
-    """Runs a model's ops, with its cargo and slots, on a device's lanes."""
+    """Runs a model's ops, with its weights and slots, on a device's lanes."""
 
     def __init__(
         self,
         *,
         model: LayeredModel,
-        cargo: Cargo,
+        source: LayerSource,
         slots: Slots,
         stash: Stash,
-        masters: Masters,
+        host_gradients: HostGradients,
         device: Device,
         head_chunk_tokens: int,
     ) -> None:
         """Keep the parts; nothing is moved."""
         self._model = model
-        self._cargo = cargo
+        self._source = source
         self._slots = slots
         self._stash = stash
-        self._masters = masters
+        self._host_gradients = host_gradients
         self._device = device
         self._head_chunk_tokens = head_chunk_tokens
         self._randomness = VisitRandomness(device.torch_device)
@@ -234,12 +234,12 @@ class Executor:
 
     def _read(self, op: Op) -> None:
         target = self._slots.staging(op.buffer_index, op.num_bytes)
-        self._cargo.deliver(op.layer_index, op.offset, target, copy_on_host)
+        self._source.deliver(op.layer_index, op.offset, target, copy_on_host)
 
     def _load(self, op: Op) -> None:
         target = self._slots.target(op.slot_index, op.offset, op.num_bytes)
         if op.buffer is None:
-            self._cargo.deliver(op.layer_index, op.offset, target, self._device.copy)
+            self._source.deliver(op.layer_index, op.offset, target, self._device.copy)
         else:
             self._device.copy(target, self._slots.staging(op.buffer, op.num_bytes))
 
@@ -266,7 +266,7 @@ class Executor:
         state.fetched[layer, m] = target.view(like_BTD.dtype).view(like_BTD.shape)
 
     def _gradient(self, op: Op) -> None:
-        sink, gradient = self._masters.leaving(
+        sink, gradient = self._host_gradients.leaving(
             op.layer_index, op.buffer_index, op.offset, op.num_bytes
         )
         self._device.copy(sink, gradient)
@@ -370,7 +370,7 @@ class Executor:
     def _backward(self, state: PassState, op: Op, step: "_Step") -> None:
         layer, m = op.layer_index, op.micro_batch_index
         router_gradients = state.routing.get(m, {}).pop(layer, [])
-        self._masters.gather(layer)
+        self._host_gradients.gather(layer)
         if op.has_graph:
             graph = state.graphs.pop((layer, m))
             self._pass_on(state, layer, m, graph.backward(state.gradient[m], router_gradients))
@@ -398,7 +398,7 @@ class Executor:
         Raises:
             UnsupportedModelError: There is none, although the weights below have gradients.
         """
-        if gradient_BTD is None and self._masters.parameters:
+        if gradient_BTD is None and self._host_gradients.parameters:
             raise UnsupportedModelError(
                 f"layer {layer} passes no gradient on to its input",
                 limit="weights that train on the host have a gradient in each step",

@@ -19,7 +19,7 @@ from offload.errors import OffloadError
 from offload.plan.schedule.schedule import NUM_GRADIENT_BUFFERS
 
 
-class Masters:
+class HostGradients:
     """The masters of all layers, and the memory of their gradients on both sides."""
 
     def __init__(

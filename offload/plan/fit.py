@@ -51,7 +51,7 @@ class Shortage:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Needs:
+class MemoryNeeds:
     """The memory of a request, by the number of slots and of layers that are not checkpointed.
 
     Attributes:
@@ -70,7 +70,7 @@ class Needs:
     fixed_host: tuple[MemoryTerm, ...] | None
 
     @classmethod
-    def of(cls, facts: ModelFacts, machine: Machine, request: PlanRequest) -> "Needs":
+    def of(cls, facts: ModelFacts, machine: Machine, request: PlanRequest) -> "MemoryNeeds":
         """Add up the memory of a request; there are at most as many slots as layers."""
         request = request.within(facts.num_layers)
         on_device = device_needs(

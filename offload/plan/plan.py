@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.trainable import outer_module_sizes
-from offload.plan.fit import Needs
+from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.machine import ExpertsImplementation, Machine
 from offload.plan.memory.memory import MemoryTerm, input_bytes, layer_weight_bytes, total_bytes
 from offload.plan.memory.traced import MemoryGrade
@@ -21,9 +21,9 @@ from offload.plan.schedule.residency import Residency
 from offload.plan.schedule.schedule import (
     NUM_STAGING,
     PIECE_BYTES,
-    Freight,
     Order,
     Schedule,
+    TransferSizes,
     training_schedule,
     warm_ring,
 )
@@ -141,7 +141,7 @@ def plan(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Plan:
     Raises:
         DoesNotFitError: Device or host memory is too small; the error says which and by how much.
     """
-    needs = Needs.of(facts, machine, request)
+    needs = MemoryNeeds.of(facts, machine, request)
     costs = costs_of(facts, machine, request)
     residency = fastest_residency(needs, costs)
     if residency is None:
@@ -160,7 +160,7 @@ def costs_of(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Costs
     )
 
 
-def laid_out(needs: Needs, costs: Costs, residency: Residency) -> Plan:
+def laid_out(needs: MemoryNeeds, costs: Costs, residency: Residency) -> Plan:
     """Return the plan of a request that fits with this residency."""
     return Plan(
         facts=needs.facts,
@@ -174,7 +174,9 @@ def laid_out(needs: Needs, costs: Costs, residency: Residency) -> Plan:
     )
 
 
-def schedule_of(needs: Needs, costs: Costs, residency: Residency, *, is_draft: bool) -> Schedule:
+def schedule_of(
+    needs: MemoryNeeds, costs: Costs, residency: Residency, *, is_draft: bool
+) -> Schedule:
     """Return the ops of a step from a warm ring.
 
     Args:
@@ -188,16 +190,16 @@ def schedule_of(needs: Needs, costs: Costs, residency: Residency, *, is_draft: b
     facts, request = needs.facts, needs.request
     typical = request.typical
     is_encoded, dtype_bytes = typical.is_encoded, typical.dtype_bytes
-    freight = Freight.frozen(
+    sizes = TransferSizes.frozen(
         [layer.weight_bytes for layer in costs.layers],
         decoded_bytes=layer_weight_bytes(facts, dtype_bytes=dtype_bytes) if is_encoded else None,
         num_staging=NUM_STAGING if needs.is_staged else 0,
     )
     if is_draft and not needs.is_staged:
-        freight = replace(freight, piece_bytes=max(freight.layer_bytes))
+        sizes = replace(sizes, piece_bytes=max(sizes.layer_bytes))
     is_merged = is_draft and not request.is_stashed
     return training_schedule(
-        freight,
+        sizes,
         ring=warm_ring(residency.num_slots),
         num_micro_batches=1 if is_merged else request.rank_micro_batches,
         order=Order.LAYER_MAJOR,
@@ -207,7 +209,7 @@ def schedule_of(needs: Needs, costs: Costs, residency: Residency, *, is_draft: b
     )
 
 
-def draft_step_s(needs: Needs, costs: Costs, residency: Residency) -> float:
+def draft_step_s(needs: MemoryNeeds, costs: Costs, residency: Residency) -> float:
     """Return the predicted time of a step, optimizer included, from a draft schedule."""
     one_s, request = duration_of(costs), needs.request
     is_whole, num_merged = needs.is_staged, 1 if request.is_stashed else request.rank_micro_batches

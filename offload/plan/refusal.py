@@ -6,7 +6,7 @@ from dataclasses import replace
 from offload.errors import DoesNotFitError
 from offload.plan.facts.codec import EXACT_CODECS, ROUNDING, CodecName
 from offload.plan.facts.trainable import EMBEDDING, HEAD, NORMS, ROUTER
-from offload.plan.fit import DEVICE, RAM, Needs, Shortage
+from offload.plan.fit import DEVICE, RAM, MemoryNeeds, Shortage
 from offload.plan.machine.machine import GIB
 from offload.plan.memory.memory import (
     FEWER_SLOTS,
@@ -27,7 +27,7 @@ PACKED: CodecName = "bf16_packed"
 ROUNDED: CodecName = "nf4"
 
 
-def refusal(needs: Needs) -> DoesNotFitError:
+def refusal(needs: MemoryNeeds) -> DoesNotFitError:
     """Return the error for a request that does not fit, with the nearest change that does."""
     fewest, machine = needs.fewest, needs.machine
     shortages = needs.shortages(fewest)
@@ -46,7 +46,7 @@ def refusal(needs: Needs) -> DoesNotFitError:
     )
 
 
-def _largest_terms(needs: Needs, shortage: Shortage) -> str:
+def _largest_terms(needs: MemoryNeeds, shortage: Shortage) -> str:
     """List the largest terms of a memory that is too small, and the settings that shrink them."""
     device, host = needs.device(needs.fewest), needs.host(needs.fewest)
     is_cuda = needs.machine.device == "cuda"
@@ -77,7 +77,7 @@ def _effective(term: MemoryTerm, request: PlanRequest) -> list[str]:
     return [words for words in SHRINKS.get(term.name, ()) if not has_no_effect.get(words)]
 
 
-def _nearest_fit(needs: Needs) -> str:
+def _nearest_fit(needs: MemoryNeeds) -> str:
     """Name the nearest change that fits; changes that leave the training as it is come first."""
     asked, wanted, fewer = needs.request, needs.request.num_slots, ""
     if asked.num_kept_graphs:
@@ -88,7 +88,7 @@ def _nearest_fit(needs: Needs) -> str:
         asked, fewer = replace(asked, num_kept_graphs=0), "`offload.kept_graphs: 0`"
     for words, request in _changes(asked):
         open_request = replace(request, num_slots=None)
-        num_slots = Needs.of(needs.facts, needs.machine, open_request).most_slots
+        num_slots = MemoryNeeds.of(needs.facts, needs.machine, open_request).most_slots
         if num_slots is None:
             continue
         if wanted is None or num_slots >= wanted:

@@ -26,7 +26,7 @@ from typing import Literal
 
 from offload.plan.facts.codec import CodecName
 from offload.plan.facts.facts import ModelFacts
-from offload.plan.fit import Needs, Shortage
+from offload.plan.fit import MemoryNeeds, Shortage
 from offload.plan.machine.machine import GIB, Machine
 from offload.plan.plan import Plan, costs_of, draft_step_s, laid_out
 from offload.plan.refusal import refusal
@@ -53,7 +53,7 @@ class Candidate:
         step_s: Its predicted step time; None if the bound ruled it out.
     """
 
-    needs: Needs
+    needs: MemoryNeeds
     costs: Costs
     residency: Residency
     shortages: tuple[Shortage, ...]
@@ -61,7 +61,7 @@ class Candidate:
     step_s: float | None = None
 
     @classmethod
-    def weighed(cls, needs: Needs, costs: Costs, residency: Residency) -> "Candidate":
+    def weighed(cls, needs: MemoryNeeds, costs: Costs, residency: Residency) -> "Candidate":
         """Evaluate a request with this residency."""
         return cls(
             needs=needs,
@@ -72,7 +72,7 @@ class Candidate:
         )
 
     @classmethod
-    def split(cls, needs: Needs, costs: Costs) -> "Candidate":
+    def split(cls, needs: MemoryNeeds, costs: Costs) -> "Candidate":
         """Evaluate a request with its best split of memory, or its smallest if it does not fit."""
         return cls.weighed(needs, costs, fastest_residency(needs, costs) or needs.fewest)
 
@@ -196,7 +196,7 @@ def _weighed_all(
 
 def _weighed(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Candidate:
     costs = costs_of(facts, machine, request)
-    return Candidate.split(Needs.of(facts, machine, request), costs)
+    return Candidate.split(MemoryNeeds.of(facts, machine, request), costs)
 
 
 def _comparable(candidates: list[Candidate]) -> list[Candidate]:

@@ -7,7 +7,7 @@ it is in a fraction of a millisecond; it is within a thousandth of the simulated
 
 from dataclasses import replace
 
-from offload.plan.fit import Needs
+from offload.plan.fit import MemoryNeeds
 from offload.plan.memory.memory import input_bytes
 from offload.plan.schedule.residency import Residency
 from offload.plan.time.bounds import r3_bound_s
@@ -17,7 +17,7 @@ SAME_FRAC = 1e-6  # times that differ by less are the same
 WORTH_FRAC = 0.01  # of the step: smaller gains are not worth a slot, in case the link is slower
 
 
-def bound_of(needs: Needs, costs: Costs, residency: Residency) -> float:
+def bound_of(needs: MemoryNeeds, costs: Costs, residency: Residency) -> float:
     """Return the lower bound on the time of a request's step, optimizer included."""
     request = needs.request
     bound_s = r3_bound_s(
@@ -31,7 +31,7 @@ def bound_of(needs: Needs, costs: Costs, residency: Residency) -> float:
     return bound_s + costs.optimizer_s
 
 
-def fastest_residency(needs: Needs, costs: Costs) -> Residency | None:
+def fastest_residency(needs: MemoryNeeds, costs: Costs) -> Residency | None:
     """Return the numbers of slots and kept graphs with which a request's step is fastest.
 
     Each further slot leaves room for fewer graphs. A binary search finds the number of slots at

@@ -169,8 +169,8 @@ def attached(
 ) -> Engine:
     options = replace(OPTIONS, stash="host", codec=codec)
     engine = Engine(model, device=device, options=options)
-    freight = replace(engine._bound.freight, piece_bytes=PIECE_BYTES, num_staging=num_staging)
-    engine._bound = replace(engine._bound, freight=freight)
+    sizes = replace(engine._bound.sizes, piece_bytes=PIECE_BYTES, num_staging=num_staging)
+    engine._bound = replace(engine._bound, sizes=sizes)
     engine._bound.executor._slots._staging = [
         torch.full((PIECE_BYTES,), 0xFF, dtype=torch.uint8) for _ in range(num_staging)
     ]

@@ -23,7 +23,7 @@ from offload.engine.model.encoding import Encoding
 from offload.engine.model.layers import LayeredModel
 from offload.plan.facts.codec import CodecName
 from offload.plan.facts.facts import AdapterSpec, model_facts
-from offload.plan.fit import Needs
+from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.machine import named_machine
 from offload.plan.schedule.residency import Residency
 from offload.plan.schedule.schedule import Order
@@ -149,7 +149,7 @@ def test_planned_arenas_are_those_that_the_engine_takes(model_type: str, codec: 
     adapter = AdapterSpec(rank=2, targets=("o_proj",), experts=False)
     micro_batch = workload(codec=codec, adapter=adapter)
     cpu = replace(named_machine("rtx4060ti"), device="cpu")
-    needs = Needs.of(facts, cpu, request(micro_batch, num_slots=2))
+    needs = MemoryNeeds.of(facts, cpu, request(micro_batch, num_slots=2))
     two = Residency(num_slots=2)
     planned = {term.name: term.num_bytes for term in (*needs.device(two), *needs.host(two))}
     assert taken == {name: planned[name] for name in taken}

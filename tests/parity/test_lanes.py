@@ -22,7 +22,13 @@ from offload.engine.streams import CpuDevice
 from offload.errors import OffloadError
 from offload.plan.facts.codec import CodecName
 from offload.plan.schedule.op import Lane
-from offload.plan.schedule.schedule import Freight, Order, Schedule, cold_ring, training_schedule
+from offload.plan.schedule.schedule import (
+    Order,
+    Schedule,
+    TransferSizes,
+    cold_ring,
+    training_schedule,
+)
 from tests.doubles import HookedDevice
 from tests.parity.steps import assert_equal, micro_batches, tiny
 from tests.tiers import mostly_slow
@@ -92,7 +98,7 @@ def run(
                 is_stashed=setting.stash == "host",
                 ids=range(len(batches)),
             )
-            engine._bound.masters.publish()
+            engine._bound.host_gradients.publish()
         trained = engine.trained_parameters.items()
         found = {name: p.grad.clone() for name, p in trained if p.grad is not None}
         assert len(found) == len(trained)
@@ -111,7 +117,7 @@ def poison(engine: Engine) -> None:
 def schedule_of(engine: Engine, setting: Setting) -> Schedule:
     batches = [with_labels(batch, torch.device("cpu")) for batch in micro_batches(2)]
     return training_schedule(
-        replace(engine._bound.freight, piece_bytes=setting.piece_bytes),
+        replace(engine._bound.sizes, piece_bytes=setting.piece_bytes),
         ring=cold_ring(len(engine._ring)),
         num_micro_batches=len(batches),
         order=Order.LAYER_MAJOR,
@@ -223,7 +229,7 @@ def test_a_step_without_any_one_of_its_waits_goes_wrong(setting: Setting) -> Non
 
 def test_no_wait_is_implied_by_the_others() -> None:
     """Else the test above could not hold an op back: `run` would wait for ever."""
-    freight = Freight(
+    sizes = TransferSizes(
         layer_bytes=(3,) * 5,
         gradient_bytes=(3,) * 5,
         decoded_bytes=(9, 0, 9, 9, 9),
@@ -231,7 +237,7 @@ def test_no_wait_is_implied_by_the_others() -> None:
         num_staging=2,
     )
     ops = training_schedule(
-        freight,
+        sizes,
         ring=cold_ring(2),
         num_micro_batches=3,
         order=Order.LAYER_MAJOR,

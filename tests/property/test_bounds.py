@@ -10,9 +10,9 @@ from offload.plan.plan import duration_of
 from offload.plan.schedule.schedule import (
     NUM_STAGING,
     PIECE_BYTES,
-    Freight,
     Order,
     Ring,
+    TransferSizes,
     cold_ring,
     forward_schedule,
     training_schedule,
@@ -39,9 +39,9 @@ class Step:
     num_kept_graphs: int
 
     @property
-    def freight(self) -> Freight:
+    def sizes(self) -> TransferSizes:
         sizes = [layer.weight_bytes for layer in self.costs.layers]
-        return Freight.frozen(
+        return TransferSizes.frozen(
             sizes,
             decoded_bytes=[99] * len(sizes) if self.is_encoded else None,
             num_staging=NUM_STAGING if self.is_staged else 0,
@@ -49,7 +49,7 @@ class Step:
 
     def simulated_s(self, ring: Ring | None = None) -> float:
         schedule = training_schedule(
-            self.freight,
+            self.sizes,
             ring=warm_ring(self.num_slots) if ring is None else ring,
             num_micro_batches=self.num_micro_batches,
             order=Order.LAYER_MAJOR,
@@ -71,7 +71,7 @@ class Step:
         )
 
     def ring_after_evaluation(self, ring: Ring) -> Ring:
-        return forward_schedule(self.freight, ring=ring, num_micro_batches=2).ring_after
+        return forward_schedule(self.sizes, ring=ring, num_micro_batches=2).ring_after
 
 
 @st.composite

@@ -25,9 +25,9 @@ from offload.plan.schedule.breakdown import (
 )
 from offload.plan.schedule.op import Kind, Lane, Op
 from offload.plan.schedule.schedule import (
-    Freight,
     Order,
     Schedule,
+    TransferSizes,
     cold_ring,
     training_schedule,
     warm_ring,
@@ -45,7 +45,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
     num_slots = draw(st.integers(2, num_layers))
     is_trained = draw(st.booleans())
     return training_schedule(
-        Freight(
+        TransferSizes(
             layer_bytes=(30,) * num_layers,
             gradient_bytes=(9 * is_trained,) * num_layers,
             decoded_bytes=(draw(st.sampled_from([0, 50])),) * num_layers,
@@ -130,7 +130,7 @@ def step(
 ) -> Timeline:
     """Simulate 8 layers and 2 micro-batches: a visit takes 8 s, of a slow op 16 more."""
     schedule = training_schedule(
-        Freight.frozen([10] * 8),
+        TransferSizes.frozen([10] * 8),
         ring=warm_ring(num_slots),
         num_micro_batches=2,
         order=Order.LAYER_MAJOR,
@@ -178,7 +178,7 @@ def test_a_pause_with_nothing_to_wait_for_is_no_copy_s_fault() -> None:
 
 def test_what_drains_behind_the_last_op_belongs_to_the_step() -> None:
     schedule = training_schedule(
-        replace(Freight.frozen([10] * 3), gradient_bytes=(9, 9, 9)),
+        replace(TransferSizes.frozen([10] * 3), gradient_bytes=(9, 9, 9)),
         ring=cold_ring(3),
         num_micro_batches=1,
         order=Order.LAYER_MAJOR,

@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 
 from offload.plan.schedule.op import Kind, Lane, Op
 from offload.plan.schedule.schedule import (
-    Freight,
     Order,
     Ring,
     Schedule,
+    TransferSizes,
     cold_ring,
     forward_schedule,
     training_schedule,
@@ -33,7 +33,7 @@ def steps(draw: st.DrawFn) -> Schedule:
     order = draw(orders)
     has_gradients = order is Order.LAYER_MAJOR and draw(st.booleans())
     is_trained = [has_gradients and draw(st.booleans()) for _ in range(num_layers)]
-    freight = Freight(
+    sizes = TransferSizes(
         layer_bytes=tuple(draw(st.integers(0, 30)) for _ in range(num_layers)),
         gradient_bytes=tuple(9 * is_one for is_one in is_trained),
         decoded_bytes=tuple(draw(st.sampled_from([0, 50])) for _ in range(num_layers)),
@@ -42,9 +42,9 @@ def steps(draw: st.DrawFn) -> Schedule:
     )
     ring = draw(st.sampled_from([warm_ring(num_slots), cold_ring(num_slots)]))
     if draw(st.booleans()):
-        ring = forward_schedule(freight, ring=ring, num_micro_batches=1).ring_after
+        ring = forward_schedule(sizes, ring=ring, num_micro_batches=1).ring_after
     return training_schedule(
-        freight,
+        sizes,
         ring=ring,
         num_micro_batches=num_micro_batches,
         order=order,
@@ -62,7 +62,7 @@ def step(
     num_kept_graphs: int = 0,
 ) -> Schedule:
     return training_schedule(
-        Freight.frozen([100 + i for i in range(num_layers)]),
+        TransferSizes.frozen([100 + i for i in range(num_layers)]),
         ring=ring,
         num_micro_batches=num_micro_batches,
         order=order,
@@ -282,7 +282,7 @@ def test_every_layer_sees_every_micro_batch_in_both_directions(size, order) -> N
 @given(sizes)
 def test_encoded_layers_are_decoded_once_per_visit_and_at_the_turn_not_again(size) -> None:
     num_layers, num_slots, num_micro_batches = size
-    encoded = Freight.frozen([100] * num_layers, decoded_bytes=[400] * num_layers)
+    encoded = TransferSizes.frozen([100] * num_layers, decoded_bytes=[400] * num_layers)
     for order in Order:
         schedule = training_schedule(
             encoded,

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from offload.errors import DoesNotFitError
-from offload.plan.fit import Needs
+from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.machine import GIB, Machine, Rate, named_machine
 from offload.plan.plan import plan
 from offload.plan.request import PlanRequest, with_codec
@@ -239,7 +239,7 @@ def test_memory_is_shared_out_between_slots_and_graphs_as_is_fastest(
 ) -> None:
     one = request(micro_batch_size=1, num_sequences=num_sequences, is_stashed=is_stashed)
     one = replace(one, num_kept_graphs=None)
-    needs = Needs.of(FACTS, machine, one)
+    needs = MemoryNeeds.of(FACTS, machine, one)
     every = [
         step_s(machine, replace(one, **asdict(residency)))
         for residency in map(needs.with_graphs, range(2, FACTS.num_layers + 1))

@@ -11,7 +11,7 @@ Copy = Callable[[torch.Tensor, torch.Tensor], None]
 """Copies the bytes of its second argument into its first."""
 
 
-class Cargo(Protocol):
+class LayerSource(Protocol):
     """The records of all layers."""
 
     def deliver(self, layer: int, offset: int, target: torch.Tensor, copy: Copy) -> None:
@@ -21,7 +21,7 @@ class Cargo(Protocol):
         """
 
 
-class SlabCargo:
+class SlabSource:
     """Layers in host memory."""
 
     def __init__(self, slab: Slab) -> None:

@@ -25,7 +25,7 @@ from offload.engine.host.mapping import aligned_empty
 from offload.engine.host.mempolicy import bind_memory
 from offload.engine.host.pinned_blocks import HostBlocks
 from offload.engine.host.slab import Slab, give_back
-from offload.engine.host.source import Cargo, SlabCargo
+from offload.engine.host.source import LayerSource, SlabSource
 from offload.engine.host.store import Store
 from offload.engine.host.store_writer import StoreWriter
 from offload.engine.memory_meter import Arena
@@ -36,13 +36,13 @@ from offload.plan.schedule.schedule import NUM_STAGING, PIECE_BYTES
 Tier = Literal["ram", "disk"]
 
 
-class HostSide:
+class HostWeights:
     """The layers' weights on the host, and the memory that they pass through.
 
     Attributes:
         records: Layout of each layer.
-        cargo: The engine's access to them.
-        staging: Buffers that loads go through; none if the link reads the cargo itself.
+        source: The engine's access to them.
+        staging: Buffers that loads go through; none if the link reads the layers themselves.
         blocks: Other host memory that the link uses.
         slab_bytes: Host memory that holds layers; 0 if a store does.
         pinned_bytes: Page-locked bytes of the slab, plus the staging buffers.
@@ -89,7 +89,9 @@ class HostSide:
         self.blocks = HostBlocks(locker=locker, before_touch=self._bind)
         self.records: tuple[Record, ...] = self._hold.records
         is_store = isinstance(self._hold, Store)
-        self.cargo: Cargo = self._hold if isinstance(self._hold, Store) else SlabCargo(self._hold)
+        self.source: LayerSource = (
+            self._hold if isinstance(self._hold, Store) else SlabSource(self._hold)
+        )
         self.staging = self._lock.buffers
         if is_store and torch_device.type == "cuda" and not self.staging:
             self.staging = tuple(aligned_empty(PIECE_BYTES) for _ in range(NUM_STAGING))

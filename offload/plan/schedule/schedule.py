@@ -11,9 +11,9 @@ layers of the forward are still in their slots for the backward, and the first C
 forward, so a step loads 2 * (L - C) layers, whatever the number of micro-batches. Loads run up to
 C - 1 layers ahead.
 
-Encoded cargo is decoded once per visit, into one buffer that all layers share. Its slot is free as
-soon as it is decoded, so the next load overlaps with the visit itself. (A second buffer would let
-decoding overlap with the previous visit, at the cost of one decoded layer of device memory.)
+An encoded layer is decoded once per visit, into one buffer that all layers share. Its slot is free
+as soon as it is decoded, so the next load overlaps with the visit itself. (A second buffer would
+let decoding overlap with the previous visit, at the cost of one decoded layer of device memory.)
 
 Layout. This module writes the step as a program that runs line by line: load, visit, load, visit.
 Each line names the memory that it reads and writes; `offload.plan.schedule.hazards` derives lanes
@@ -58,16 +58,16 @@ Ring = tuple[int | None, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Freight:
+class TransferSizes:
     """What crosses the link, and in which portions.
 
     Attributes:
-        layer_bytes: Cargo of each layer, in forward order.
+        layer_bytes: What one load of each layer moves, in forward order.
         gradient_bytes: Gradients of each layer's own weights that go to the host; 0 if frozen.
         decoded_bytes: Size of each layer once decoded; 0 if it computes in its slot.
         piece_bytes: The largest copy; larger ones are split.
-        num_staging: Staging buffers of `piece_bytes` that loads pass through; 0 if the cargo is in
-            page-locked memory.
+        num_staging: Staging buffers of `piece_bytes` that loads pass through; 0 if the layers are
+            in page-locked memory.
     """
 
     layer_bytes: tuple[int, ...]
@@ -83,8 +83,8 @@ class Freight:
         *,
         decoded_bytes: Sequence[int] | None = None,
         num_staging: int = 0,
-    ) -> "Freight":
-        """Return the freight of frozen layers; without `decoded_bytes` none is encoded."""
+    ) -> "TransferSizes":
+        """Return the sizes for frozen layers; without `decoded_bytes` none is encoded."""
         return cls(
             layer_bytes=tuple(layer_bytes),
             gradient_bytes=(0,) * len(layer_bytes),
@@ -140,7 +140,7 @@ def warm_ring(num_slots: int) -> Ring:
 
 
 def training_schedule(
-    freight: Freight,
+    sizes: TransferSizes,
     *,
     ring: Ring,
     num_micro_batches: int,
@@ -152,7 +152,7 @@ def training_schedule(
     """List the ops of one optimizer step, without the optimizer.
 
     Args:
-        freight: What crosses the link.
+        sizes: What crosses the link.
         ring: What the slots hold at the start; its length is the number of slots.
         num_micro_batches: Micro-batches of the step.
         order: Layer-major, or micro-batch-major as a baseline.
@@ -165,13 +165,13 @@ def training_schedule(
         The schedule; from a warm ring in layer-major order it has 2 * (L - C) loads.
     """
     assert not input_bytes or len(input_bytes) == num_micro_batches
-    assert 0 <= num_kept_graphs <= len(freight.layer_bytes)
-    assert order is Order.LAYER_MAJOR or not any(freight.gradient_bytes)
+    assert 0 <= num_kept_graphs <= len(sizes.layer_bytes)
+    assert order is Order.LAYER_MAJOR or not any(sizes.gradient_bytes)
     everything = tuple(range(num_micro_batches))
     groups = [everything] if order is Order.LAYER_MAJOR else [(m,) for m in everything]
-    num_layers = len(freight.layer_bytes)
+    num_layers = len(sizes.layer_bytes)
     program = _Program(
-        freight=freight,
+        sizes=sizes,
         ring=list(ring),
         input_bytes=input_bytes,
         first_graph=num_layers - num_kept_graphs,
@@ -188,17 +188,17 @@ def training_schedule(
     return program.schedule(ring)
 
 
-def forward_schedule(freight: Freight, *, ring: Ring, num_micro_batches: int) -> Schedule:
+def forward_schedule(sizes: TransferSizes, *, ring: Ring, num_micro_batches: int) -> Schedule:
     """List the ops of one pass without gradients, for evaluation and generation.
 
     The pass ends at the top of the snake, so the next pass upwards starts with reloads, which its
     own schedule counts.
     """
     group = tuple(range(num_micro_batches))
-    no_graph = len(freight.layer_bytes)
-    program = _Program(freight=freight, ring=list(ring), input_bytes=(), first_graph=no_graph)
+    no_graph = len(sizes.layer_bytes)
+    program = _Program(sizes=sizes, ring=list(ring), input_bytes=(), first_graph=no_graph)
     program.outside(Kind.FRONT, group)
-    for layer in range(len(freight.layer_bytes)):
+    for layer in range(len(sizes.layer_bytes)):
         program.forward(layer, group, is_kept=False)
     program.outside(Kind.TAIL, group)
     return program.schedule(ring)
@@ -212,7 +212,7 @@ def forward_schedule(freight: Freight, *, ring: Ring, num_micro_batches: int) ->
 class _Program:
     """The lines of a pass that are written so far, and the ring after them."""
 
-    freight: Freight
+    sizes: TransferSizes
     ring: list[int | None]
     input_bytes: tuple[int, ...]
     first_graph: int
@@ -227,13 +227,13 @@ class _Program:
         Layers whose weights train may change after any pass, so the ring after it does not hold
         them.
         """
-        trains = [num_bytes > 0 for num_bytes in self.freight.gradient_bytes]
+        trains = [num_bytes > 0 for num_bytes in self.sizes.gradient_bytes]
         left = tuple(None if i is None or trains[i] else i for i in self.ring)
         return Schedule(ops=parallel(self.lines), ring_before=ring_before, ring_after=left)
 
     def outside(self, kind: Kind, group: Sequence[int]) -> None:
         """Write the ops before the first layer or after the last."""
-        num_layers = len(self.freight.layer_bytes)
+        num_layers = len(self.sizes.layer_bytes)
         for m in group:
             self.lines.append(
                 Line(
@@ -265,7 +265,7 @@ class _Program:
         """Write a backward visit, and the copies of its gradients to the host."""
         slot, weights = self._load(layer)
         gradient = ("gradient", layer % NUM_GRADIENT_BUFFERS, 0)
-        num_bytes, has_graph = self.freight.gradient_bytes[layer], self._has_graph(layer)
+        num_bytes, has_graph = self.sizes.gradient_bytes[layer], self._has_graph(layer)
         for m in group:
             # A kept graph holds its own input, which no other op overwrites.
             buffer, source = None, () if has_graph else self._kept(layer, m)
@@ -296,12 +296,12 @@ class _Program:
             The layer's slot, and the resource that a visit reads.
         """
         slot = layer % len(self.ring)
-        if self.freight.decoded_bytes[layer] and self.decoded == layer:
+        if self.sizes.decoded_bytes[layer] and self.decoded == layer:
             return slot, _DECODED
         if self.ring[slot] != layer:
             self.ring[slot] = layer
             self.lines += self._copies(layer, slot)
-        if not self.freight.decoded_bytes[layer]:
+        if not self.sizes.decoded_bytes[layer]:
             return slot, _slot(slot)
         self.decoded = layer
         op = Op(
@@ -309,7 +309,7 @@ class _Program:
             kind=Kind.DECODE,
             layer=layer,
             slot=slot,
-            num_bytes=self.freight.decoded_bytes[layer],
+            num_bytes=self.sizes.decoded_bytes[layer],
         )
         self.lines.append(Line(ops=(op,), reads=(_slot(slot),), writes=(_DECODED,)))
         return slot, _DECODED
@@ -317,12 +317,12 @@ class _Program:
     def _copies(self, layer: int, slot: int) -> Iterator[Line]:
         """Write the copies that fill a slot: one line, or two for each piece that is staged."""
         load = Op(lane=Lane.H2D, kind=Kind.LOAD, layer=layer, slot=slot)
-        loads = self._pieces(load, self.freight.layer_bytes[layer])
-        if not self.freight.num_staging:
+        loads = self._pieces(load, self.sizes.layer_bytes[layer])
+        if not self.sizes.num_staging:
             yield Line(ops=loads, writes=(_slot(slot),))
             return
         for piece in loads:
-            buffer = self.num_pieces % self.freight.num_staging
+            buffer = self.num_pieces % self.sizes.num_staging
             staged: tuple[Resource, ...] = (("staging", buffer, 0),)
             self.num_pieces += 1
             read = piece._replace(lane=Lane.HOST, kind=Kind.READ, slot=None, buffer=buffer)
@@ -332,7 +332,7 @@ class _Program:
 
     def _pieces(self, whole: Op, total: int) -> tuple[Op, ...]:
         """Split a copy into pieces; an empty copy is one piece."""
-        piece = self.freight.piece_bytes
+        piece = self.sizes.piece_bytes
         return tuple(
             whole._replace(offset=offset, num_bytes=min(piece, total - offset))
             for offset in range(0, max(1, total), piece)
@@ -364,7 +364,7 @@ class _Program:
 
         The last layer needs its inputs again at once, and a kept graph holds its own.
         """
-        is_last = layer == len(self.freight.layer_bytes) - 1
+        is_last = layer == len(self.sizes.layer_bytes) - 1
         return bool(self.input_bytes) and not is_last and not self._has_graph(layer)
 
     def _has_graph(self, layer: int) -> bool:

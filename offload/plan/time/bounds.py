@@ -24,12 +24,12 @@ def r3_bound_s(
     """Return R3, a lower bound on the time of a layer-major step, without the optimizer.
 
     Each sweep takes the longer of its visits and its loads. Before and after a warm ring's loads
-    there is one visit each during which nothing can be loaded. Encoded cargo leaves its slot when
-    it is decoded: the loads upwards begin after the first decoding, and the first load downwards
-    after that of the last layer, which is decoded once for both of its visits. On the way down
-    visits have two durations, with a kept graph and without, so each load is followed individually:
-    it waits for its slot and for the load before it. A step of equal layers takes exactly this
-    long, whatever the rates.
+    there is one visit each during which nothing can be loaded. The slot of an encoded layer is free
+    once it is decoded: the loads upwards begin after the first decoding, and the first load
+    downwards after that of the last layer, which is decoded once for both of its visits. On the way
+    down visits have two durations, with a kept graph and without, so each load is followed
+    individually: it waits for its slot and for the load before it. A step of equal layers takes
+    exactly this long, whatever the rates.
 
     Stashed inputs leave one after the other. They come back between the loads, each as soon as the
     visit two before its own has released the buffer.

@@ -52,8 +52,8 @@ class LayerCost:
         forward_s: Forward without a graph.
         backward_s: Recompute, and backward to the layer's input and its adapters.
         recompute_s: The part of `backward_s` that is saved if the layer is not checkpointed.
-        decode_s: Decoding of the cargo: once per visit, whatever the number of micro-batches.
-        weight_bytes: Cargo: what one load moves.
+        decode_s: Decoding: once per visit, whatever the number of micro-batches.
+        weight_bytes: What one load moves.
         forward_flops: Of the forward.
         backward_flops: Of recompute and backward.
         bound: What the forward spends most of its time on.

@@ -15,7 +15,7 @@ from offload.plan.facts.trainable import (
     trained_parameters,
     trained_tensor_shapes,
 )
-from offload.plan.fit import Needs
+from offload.plan.fit import MemoryNeeds
 from offload.plan.memory.memory import (
     FRAGMENTATION_FRAC,
     SLAB,
@@ -48,7 +48,7 @@ UNFUSED_SCORE_BYTES = 4  # for each pair of tokens and head, in the layer of the
 
 def recompute_all(plan: Plan) -> Option:
     """Backward visits recompute their layers; otherwise all graphs are kept until the backward."""
-    needs = Needs.of(plan.facts, plan.machine, plan.request)
+    needs = MemoryNeeds.of(plan.facts, plan.machine, plan.request)
     return priced(
         "recompute all",
         "graphs of all layers on the card",

@@ -6,7 +6,7 @@ from typing import Literal
 
 from offload.errors import DoesNotFitError
 from offload.plan.facts.facts import LayerFacts, ModelFacts
-from offload.plan.fit import Needs
+from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.machine import Machine
 from offload.plan.plan import Plan, plan, with_costs
 from offload.plan.request import PlanRequest
@@ -140,7 +140,7 @@ def plan_anyway(
 
 def fits(facts: ModelFacts, machine: Machine, request: PlanRequest) -> bool:
     """Return whether there is any plan for a request."""
-    return Needs.of(facts, machine, request).most_slots is not None
+    return MemoryNeeds.of(facts, machine, request).most_slots is not None
 
 
 def _short(figures: Figures, machine: Machine, request: PlanRequest) -> list[str]:

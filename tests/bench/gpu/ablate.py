@@ -55,13 +55,13 @@ def decoded_each_time(engine: Any) -> Iterator[None]:
     decode, forward, backward = executor._decode, executor._forward, executor._backward
 
     def decode_and_keep(op: Op) -> None:
-        kept["cargo"] = slots._buffers[op.slot].clone()
+        kept["encoded"] = slots._buffers[op.slot].clone()
         decode(op)
 
     def again(layer: int | None, m: int) -> None:
         with torch.no_grad():
             for field in slots._records[layer].fields if m else ():
-                field.decode(kept["cargo"], slots._decoded)
+                field.decode(kept["encoded"], slots._decoded)
 
     def forward_decoded(state: Any, op: Op, step: Any) -> None:
         again(op.layer, op.micro_batch_index)
@@ -82,7 +82,7 @@ def decoded_each_time(engine: Any) -> Iterator[None]:
 @contextmanager
 def pinned_by_tensor(engine: Any) -> Iterator[None]:
     """Copy each tensor of a layer by itself, from memory that torch has page-locked for it."""
-    executor, slots, cargo = (
+    executor, slots, source = (
         engine._bound.executor,
         engine._bound.executor._slots,
         engine._host._hold,
@@ -90,9 +90,9 @@ def pinned_by_tensor(engine: Any) -> Iterator[None]:
     is_cuda = engine._device.torch_device.type == "cuda"
     pinned = [
         [
-            field.written(cargo.layer(layer)).clone().pin_memory()
+            field.written(source.layer(layer)).clone().pin_memory()
             if is_cuda
-            else field.written(cargo.layer(layer)).clone()
+            else field.written(source.layer(layer)).clone()
             for field in record.fields
         ]
         for layer, record in enumerate(engine._host.records)
@@ -141,9 +141,9 @@ def a_wait_per_layer(engine: Any) -> Iterator[None]:
 def whole_copies(engine: Any) -> Iterator[None]:
     """Copy a layer at once; of a staging ring, whose buffers are small, nothing changes."""
     before = engine._bound
-    if not before.freight.num_staging:
-        whole = replace(before.freight, piece_bytes=max(before.freight.layer_bytes))
-        engine._bound = replace(before, freight=whole)
+    if not before.sizes.num_staging:
+        whole = replace(before.sizes, piece_bytes=max(before.sizes.layer_bytes))
+        engine._bound = replace(before, sizes=whole)
     try:
         yield
     finally:

@@ -20,7 +20,7 @@ from offload.plan.facts.codec import CodecName
 from offload.plan.facts.facts import AdapterSpec, ModelFacts, model_facts
 from offload.plan.facts.optimizer import Optimizer
 from offload.plan.facts.workload import Workload
-from offload.plan.fit import Needs
+from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.machine import GIB, Machine
 from offload.plan.memory.memory import layer_weight_bytes, total_bytes
 from offload.plan.plan import Plan, plan
@@ -228,7 +228,7 @@ def _best(model: Model, machine: Machine, part: Part, num_micro_batches: int) ->
             is_slab_shared=False,
         )
         costs = price(facts, machine, workload, is_duplex=is_stashed)
-        candidates.append(Candidate.split(Needs.of(facts, machine, request), costs))
+        candidates.append(Candidate.split(MemoryNeeds.of(facts, machine, request), costs))
     fitting = [candidate for candidate in candidates if not candidate.shortages]
     if not fitting:
         raise refusal(candidates[-1].needs)

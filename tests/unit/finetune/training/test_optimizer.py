@@ -12,7 +12,7 @@ from transformers import Trainer, TrainingArguments, get_scheduler
 from finetune.adapter import lora as adapters
 from finetune.recipe.sections import TrainSection
 from finetune.training.optimizer import (
-    Masters,
+    MasterWeights,
     clip,
     is_b_matrix,
     learning_rate,
@@ -216,7 +216,7 @@ def test_without_loraplus_there_is_one_group_at_the_rate() -> None:
 
 def test_a_16_bit_weight_moves_by_steps_that_its_own_digits_could_not_hold() -> None:
     weight = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
-    masters = Masters({"w": weight})
+    masters = MasterWeights({"w": weight})
     optimizer = make_optimizer(
         masters.weights, name="adamw", lr=1.0, weight_decay=0.0, loraplus_ratio=None
     )
@@ -233,7 +233,7 @@ def test_a_16_bit_weight_moves_by_steps_that_its_own_digits_could_not_hold() -> 
 
 def test_many_small_gradients_add_up_in_fp32() -> None:
     weight = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
-    masters = Masters({"w": weight})
+    masters = MasterWeights({"w": weight})
     for _ in range(1000):
         (weight * 0.01).sum().backward()
     grad = masters.weights["w"].grad
@@ -244,7 +244,7 @@ def test_many_small_gradients_add_up_in_fp32() -> None:
 
 def test_a_weight_in_fp32_is_its_own_master() -> None:
     weight = nn.Parameter(torch.ones(2))
-    masters = Masters({"w": weight})
+    masters = MasterWeights({"w": weight})
     assert masters.weights["w"] is weight
     weight.sum().backward()
     assert weight.grad is not None

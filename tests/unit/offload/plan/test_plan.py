@@ -259,8 +259,8 @@ def test_ranks_on_a_cpu_compute_in_one_memory() -> None:
 def test_layers_on_disk_take_no_host_memory_but_buffers() -> None:
     in_ram = plan(FACTS, CARD, replace(REQUEST, num_slots=2))
     on_disk = plan(FACTS, CARD, replace(REQUEST, num_slots=2, is_on_disk=True))
-    cargo = sum(layer.weight_bytes for layer in in_ram.costs.layers)
-    assert in_ram.host_bytes - on_disk.host_bytes == cargo - NUM_STAGING * PIECE_BYTES
+    layer_bytes = sum(layer.weight_bytes for layer in in_ram.costs.layers)
+    assert in_ram.host_bytes - on_disk.host_bytes == layer_bytes - NUM_STAGING * PIECE_BYTES
 
 
 def on_disk(machine: Machine, *, gb_per_s: float, num_ranks: int = 1) -> Plan:

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from offload.errors import DoesNotFitError
-from offload.plan.fit import Needs
+from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.machine import GIB, named_machine
 from offload.plan.memory.memory import device_terms
 from offload.plan.plan import draft_step_s, plan
@@ -35,7 +35,7 @@ def test_a_draft_takes_as_long_as_the_whole_schedule(
     request = replace(with_codec(asked, codec), is_stashed=is_stashed)
     machine = replace(SLOW, vram_bytes=64 * GIB, pinned_bytes=pinned_gib * GIB)
     costs = price(FACTS, machine, request.typical, is_duplex=is_stashed)
-    needs = Needs.of(FACTS, machine, request)
+    needs = MemoryNeeds.of(FACTS, machine, request)
     assert needs.is_staged == (pinned_gib == 5 and not (codec == "nf4" and not is_stashed))
     whole = plan(FACTS, machine, request)
     assert whole.schedule.is_staged == needs.is_staged
@@ -47,7 +47,7 @@ def test_a_draft_takes_as_long_as_the_whole_schedule(
 @pytest.mark.parametrize("machine", [CARD, CPU])
 @pytest.mark.parametrize("num_slots", [1, 2, 7, 36, 40])
 def test_memory_by_slots_is_what_the_memory_model_says(machine, num_slots) -> None:
-    needs = Needs.of(FACTS, machine, REQUEST)
+    needs = MemoryNeeds.of(FACTS, machine, REQUEST)
     assert needs.device(Residency(num_slots=num_slots)) == device_terms(
         FACTS,
         machine,

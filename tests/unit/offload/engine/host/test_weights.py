@@ -9,7 +9,7 @@ from offload.engine.codecs.codec import NATIVE
 from offload.engine.host import mempolicy, numa, pagelock
 from offload.engine.host.numa import HostPlace
 from offload.engine.host.pinned_blocks import HostBlocks
-from offload.engine.host.weights import HostSide, Tier
+from offload.engine.host.weights import HostWeights, Tier
 from offload.engine.stash import Stash
 from offload.errors import TransferError
 from offload.plan.machine.machine import GIB
@@ -26,7 +26,7 @@ def layers(num: int = 6) -> list[list[nn.Parameter]]:
     ]
 
 
-Open = Callable[..., HostSide]
+Open = Callable[..., HostWeights]
 
 
 @pytest.fixture
@@ -35,11 +35,13 @@ def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Open:
 
     def open_with(
         locker: FakeLocker | None, *, tier: Tier = "ram", groups: list[list[nn.Parameter]]
-    ) -> HostSide:
+    ) -> HostWeights:
         monkeypatch.setattr(pagelock, "open_locker", lambda _device, _descriptor: locker)
         store_dir = tmp_path if tier == "disk" else None
         codecs = [[NATIVE] * len(group) for group in groups]
-        return HostSide(groups, codecs, hold=None, tier=tier, store_dir=store_dir, torch_device=CPU)
+        return HostWeights(
+            groups, codecs, hold=None, tier=tier, store_dir=store_dir, torch_device=CPU
+        )
 
     return open_with
 

@@ -5,7 +5,13 @@ import pytest
 from offload.plan.plan import duration_of
 from offload.plan.schedule.op import Kind, Lane
 from offload.plan.schedule.perfetto import perfetto_trace
-from offload.plan.schedule.schedule import Freight, Order, cold_ring, training_schedule, warm_ring
+from offload.plan.schedule.schedule import (
+    Order,
+    TransferSizes,
+    cold_ring,
+    training_schedule,
+    warm_ring,
+)
 from offload.plan.schedule.simulate import simulate
 from offload.plan.schedule.timeline import Timeline
 from offload.plan.time.bounds import r3_bound_s
@@ -14,7 +20,7 @@ from offload.plan.time.costs import Costs, LayerCost
 
 def schedule(*, num_slots: int, num_micro_batches: int, order: Order = Order.LAYER_MAJOR):
     return training_schedule(
-        Freight.frozen([10] * 8),
+        TransferSizes.frozen([10] * 8),
         ring=warm_ring(num_slots),
         num_micro_batches=num_micro_batches,
         order=order,
@@ -44,7 +50,7 @@ def test_resident_layers_are_never_loaded() -> None:
 
 def test_loads_of_a_cold_ring_are_issued_before_any_compute() -> None:
     cold = training_schedule(
-        Freight.frozen([10] * 8),
+        TransferSizes.frozen([10] * 8),
         ring=cold_ring(3),
         num_micro_batches=2,
         order=Order.LAYER_MAJOR,
@@ -100,7 +106,7 @@ def test_a_simulated_step_of_encoded_layers_reaches_r3(visit_s, load_s, tail_s, 
         read_bytes_per_s=1.0,
     )
     encoded = training_schedule(
-        Freight.frozen([10] * 8, decoded_bytes=[40] * 8),
+        TransferSizes.frozen([10] * 8, decoded_bytes=[40] * 8),
         ring=warm_ring(num_slots),
         num_micro_batches=num_micro_batches,
         order=Order.LAYER_MAJOR,
