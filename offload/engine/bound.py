@@ -1,7 +1,7 @@
 """A model's layers bound to slots on a device: everything a pass needs."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -19,8 +19,9 @@ from offload.engine.model.layers import LayeredModel
 from offload.engine.slots import Slots
 from offload.engine.stash import Stash
 from offload.engine.streams import Device
+from offload.errors import OffloadError
 from offload.plan.facts.codec import CodecName
-from offload.plan.schedule.schedule import TransferSizes
+from offload.plan.schedule.schedule import MIN_SLOTS, TransferSizes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +37,26 @@ class EngineOptions:
     head_chunk_tokens: int
     num_kept_graphs: int
 
+    def within(self, num_layers: int) -> "EngineOptions":
+        """Return the options for a model of so many layers; it has no more slots than layers.
+
+        Raises:
+            OffloadError: There are too few slots, or more kept graphs than layers.
+        """
+        if self.num_slots < MIN_SLOTS:
+            raise OffloadError(
+                f"num_slots is {self.num_slots}",
+                limit=f"a layer computes in one slot while the next arrives: at least {MIN_SLOTS}",
+                hint=f"`num_slots={MIN_SLOTS}`",
+            )
+        if not 0 <= self.num_kept_graphs <= num_layers:
+            raise OffloadError(
+                f"kept_graphs is {self.num_kept_graphs}",
+                limit=f"it counts layers from the last, of which there are {num_layers}",
+                hint=f"`kept_graphs={min(max(0, self.num_kept_graphs), num_layers)}`",
+            )
+        return replace(self, num_slots=min(self.num_slots, num_layers))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bound:
@@ -45,7 +66,6 @@ class Bound:
         executor: Runs the passes.
         host_gradients: Host gradients of the layers' trained weights.
         stash: Holds layer inputs on the host.
-        num_slots: Layers on the device at a time.
         slot_bytes: Device memory of all slots.
         slot_arenas: The same memory by block.
         sizes: Sizes of the transfers, in bytes.
@@ -54,7 +74,6 @@ class Bound:
     executor: Executor
     host_gradients: HostGradients
     stash: Stash
-    num_slots: int
     slot_bytes: int
     slot_arenas: tuple[Arena, ...]
     sizes: TransferSizes
@@ -93,10 +112,9 @@ def bind(
         torch_device=torch_device,
     )
     placement.move_the_rest(layered, records, torch_device)
-    num_slots = min(options.num_slots, len(records))
     slots = Slots(
         records,
-        num_slots=num_slots,
+        num_slots=options.num_slots,
         allocate_device=allocate_device,
         staging=host.staging,
     )
@@ -120,7 +138,6 @@ def bind(
         executor=executor,
         host_gradients=host_gradients,
         stash=stash,
-        num_slots=num_slots,
         slot_bytes=slots.num_bytes,
         slot_arenas=slots.arenas,
         sizes=sizes,

@@ -42,7 +42,6 @@ from offload.engine.streams import Device, open_device
 from offload.errors import OffloadError
 from offload.plan.facts.weights import WeightInventory
 from offload.plan.schedule.schedule import (
-    MIN_SLOTS,
     Order,
     Ring,
     Schedule,
@@ -83,8 +82,8 @@ class Engine:
         self._model = model
         self._layered = LayeredModel(model)
         _require_unattached(self._layered)
-        _require_possible(options, len(self._layered.layers))
-        self._options = options
+        _require_no_inference_mode()
+        self._options = options = options.within(len(self._layered.layers))
         self._home = placement.only_device(self._layered)
         self._trains_front = placement.trains_front(self._layered)
         self._vocabulary = vocabulary_of(self._layered.model)
@@ -123,7 +122,7 @@ class Engine:
         self.layer_bytes = tuple(record.num_bytes for record in self._host.records)
         self.slab_bytes, self.pinned_bytes = self._host.slab_bytes, self._host.pinned_bytes
         self.slot_bytes = self._bound.slot_bytes
-        self._ring = cold_ring(self._bound.num_slots)
+        self._ring = cold_ring(options.num_slots)
         self._num_writes = self._host.num_writes
         self._composition = Composition(model, self._layered.model.config)
         self._hooks = GradientHooks(model, self._layered, self._bound.host_gradients.parameters)
@@ -500,23 +499,10 @@ def _require_uncached() -> None:
         )
 
 
-def _require_possible(options: EngineOptions, num_layers: int) -> None:
-    num_slots, num_kept_graphs = options.num_slots, options.num_kept_graphs
+def _require_no_inference_mode() -> None:
     if torch.is_inference_mode_enabled():
         raise OffloadError(
             "attach is called in `torch.inference_mode()`",
             limit="what it allocates takes part in training later",
             hint="leave the block before `offload.attach`",
-        )
-    if num_slots < MIN_SLOTS:
-        raise OffloadError(
-            f"num_slots is {num_slots}",
-            limit=f"a layer computes in one slot while the next arrives: at least {MIN_SLOTS}",
-            hint=f"`num_slots={MIN_SLOTS}`",
-        )
-    if not 0 <= num_kept_graphs <= num_layers:
-        raise OffloadError(
-            f"kept_graphs is {num_kept_graphs}",
-            limit=f"it counts layers from the last, of which there are {num_layers}",
-            hint=f"`kept_graphs={min(max(0, num_kept_graphs), num_layers)}`",
         )
