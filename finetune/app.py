@@ -285,7 +285,7 @@ def adapter(
         for note in run.require_adapter():
             _warn(note)
         model = run.recipe().model
-        config = read_config(path=model.path, config=model.config)
+        config = read_config(model)
         readers = write_vllm_adapter(run.adapter, out, model_config=config)
         _print("\n".join([f"{out}", *readers]))
 

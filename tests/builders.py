@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from finetune.recipe.sections import AdapterSection
 from offload.plan.facts.facts import AdapterSpec, ModelFacts, model_facts
 from offload.plan.facts.workload import Workload
 from offload.plan.machine.machine import GIB, Machine, Rate, named_machine
@@ -62,6 +63,11 @@ def lora(**changes: Any) -> AdapterSpec:
     """Return adapters of rank 16 on queries and values."""
     spec: dict[str, Any] = {"rank": 16, "targets": ("q_proj", "v_proj"), "experts": False}
     return AdapterSpec(**spec | changes)
+
+
+def adapter(**changes: Any) -> AdapterSection:
+    """Return LoRA of rank 2 on all linears, for models of a few features."""
+    return AdapterSection(**{"rank": 2, "alpha": 4.0} | changes)
 
 
 def workload(**changes: Any) -> Workload:

@@ -17,11 +17,13 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from finetune.model.load import load_model
+from finetune.model.load import Loaded, load_model
+from finetune.recipe.sections import ModelSection
 
 POOL_LEN = 2**22 + 3
 STRIDE = 1_000_003
 
+Tier = Literal["ram", "disk"]
 Pack = Callable[[str, torch.Tensor], Mapping[str, torch.Tensor]]
 """Given a tensor's name and values, returns what is published in its place."""
 
@@ -156,19 +158,16 @@ def is_linear(name: str, values: torch.Tensor) -> bool:
     return values.ndim == 2 and ".layers." in name
 
 
-def load(path: Path, tier: Literal["ram", "disk"] = "ram", dtype: str = "bfloat16") -> Any:
+def load(path: Path, tier: Tier = "ram", dtype: Any = "bfloat16") -> Any:
     """Return the model that a checkpoint is loaded as, for a CPU and not encoded."""
-    return load_model(
-        path=str(path),
-        config=None,
-        init="pretrained",
-        dtype=dtype,
-        codec="native",
-        device="cpu",
-        seed=0,
-        tier=tier,
-        experts_implementation="eager",
-    ).model
+    return loaded(path, tier, dtype).model
+
+
+def loaded(path: Path, tier: Tier = "ram", dtype: Any = "float32", **changes: Any) -> Loaded:
+    """Return a checkpoint's model and where its layers are, for a CPU and not encoded."""
+    settings: dict[str, Any] = {"codec": "native", "seed": 0, "experts_implementation": "eager"}
+    section = ModelSection(path=str(path), dtype=dtype)
+    return load_model(section, device="cpu", tier=tier, **settings | changes)
 
 
 def assert_same_model(found: PreTrainedModel, expected: PreTrainedModel) -> None:

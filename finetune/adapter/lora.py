@@ -4,7 +4,6 @@ import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,31 +24,13 @@ from finetune.errors import CheckpointError, ConfigError, read_by_library
 from finetune.files.adapter import require_adapter_files
 from finetune.files.manifest import whole_folder
 from finetune.model.linears import linear_modules
+from finetune.recipe.sections import AdapterSection
 from finetune.report.model_card import MODEL_CARD
 from offload.engine.host.materialize import values_shown
 from offload.engine.host.store import Hold
 from offload.engine.model.find_layers import find_towers
 from offload.engine.model.layers import LayeredModel
 from offload.plan.facts.facts import nearest
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
-    """How an adapter departs from plain LoRA of one rank.
-
-    Attributes:
-        rank_pattern: Projections with a rank of their own: q_proj, or experts.down_proj.
-        alpha_pattern: Projections with an alpha of their own.
-        is_rslora: Whether updates are multiplied by alpha / sqrt(rank).
-        is_dora: Whether linears also learn a magnitude per output feature.
-        modules_to_save: What is trained whole; see `finetune.adapter.modules_to_save`.
-    """
-
-    rank_pattern: Mapping[str, int] = field(default_factory=dict)
-    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
-    is_rslora: bool = False
-    is_dora: bool = False
-    modules_to_save: tuple[str, ...] = ()
 
 
 def linear_names(model: PreTrainedModel) -> tuple[str, ...]:
@@ -68,17 +49,8 @@ def expert_parameters(model: PreTrainedModel) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def add_lora(  # noqa: PLR0913 - one entry point for every adapter
-    model: PreTrainedModel,
-    *,
-    rank: int,
-    alpha: float,
-    dropout: float,
-    targets: str | Sequence[str],
-    has_experts: bool,
-    seed: int,
-    options: Options = Options(),  # frozen, and plain LoRA
-    hold: Hold | None = None,
+def add_lora(
+    model: PreTrainedModel, adapter: AdapterSection, *, seed: int, hold: Hold | None = None
 ) -> PeftModel:
     """Freeze the model and add adapters, with weights drawn from `seed`.
 
@@ -89,20 +61,20 @@ def add_lora(  # noqa: PLR0913 - one entry point for every adapter
         ConfigError: A target that the model does not have, experts in a model without any, or an
             option that has no effect in this model.
     """
-    linears = _adapted_linears(model, targets, options)
-    experts = _expert_targets(model, has_experts=has_experts, dropout=dropout)
-    whole = whole_modules(model, options.modules_to_save, linears=linear_modules(model))
-    weights = _claimed_by_peft(model, linears, dropout=dropout, options=options)
+    linears = _adapted_linears(model, adapter)
+    experts = _expert_targets(model, adapter)
+    whole = whole_modules(model, adapter.modules_to_save, linears=linear_modules(model))
+    weights = _claimed_by_peft(model, linears, adapter)
     modules = {name.rsplit(".", 1)[-1] for name in linears if name not in weights}
     keys = _pattern_keys(linears, weights, experts)
     config = LoraConfig(
-        r=rank,
-        lora_alpha=alpha,  # type: ignore[arg-type]  # peft takes floats
-        lora_dropout=dropout,
-        rank_pattern=_pattern("rank_pattern", options.rank_pattern, keys),
-        alpha_pattern=_pattern("alpha_pattern", options.alpha_pattern, keys),
-        use_rslora=options.is_rslora,
-        use_dora=options.is_dora,
+        r=adapter.rank,
+        lora_alpha=adapter.alpha,  # type: ignore[arg-type]  # peft takes floats
+        lora_dropout=adapter.dropout,
+        rank_pattern=_pattern("rank_pattern", adapter.rank_pattern, keys),
+        alpha_pattern=_pattern("alpha_pattern", adapter.alpha_pattern, keys),
+        use_rslora=adapter.rslora,
+        use_dora=adapter.dora,
         target_modules=sorted(modules),
         exclude_modules=_in_towers(model, modules) or None,
         target_parameters=sorted({*experts, *weights.values()}) or None,
@@ -114,21 +86,19 @@ def add_lora(  # noqa: PLR0913 - one entry point for every adapter
         torch.manual_seed(seed)
         adapted = compute_beside(get_peft_model(model, config))
     _start_from_base(adapted, hold)
-    _require_adapted(adapted, linears, has_experts=has_experts)
+    _require_adapted(adapted, linears, has_experts=adapter.experts)
     _require_wrapped(adapted, whole)
     return adapted
 
 
-def _adapted_linears(
-    model: PreTrainedModel, targets: str | Sequence[str], options: Options
-) -> dict[str, nn.Module]:
+def _adapted_linears(model: PreTrainedModel, adapter: AdapterSection) -> dict[str, nn.Module]:
     """Return the linear layers that get an adapter, by full name."""
     known = linear_names(model)
-    names = chosen_targets(targets, known=known, modules_to_save=options.modules_to_save)
+    names = chosen_targets(adapter.targets, known=known, modules_to_save=adapter.modules_to_save)
     unknown = sorted(set(names) - set(known))
-    if unknown or (targets and not names):
+    if unknown or (adapter.targets and not names):
         raise ConfigError(
-            f"adapter.targets: {', '.join(unknown) or targets} is not in this model",
+            f"adapter.targets: {', '.join(unknown) or adapter.targets} is not in this model",
             limit=f"its linear layers are {', '.join(known)}",
             hint="`adapter.targets: all-linear`",
         )
@@ -136,7 +106,7 @@ def _adapted_linears(
         name: m for name, m in linear_modules(model).items() if name.rsplit(".", 1)[-1] in names
     }
     for name, module in linears.items():
-        if options.is_dora and type(module) is not nn.Linear:
+        if adapter.dora and type(module) is not nn.Linear:
             raise ConfigError(
                 f"adapter.dora: true, but {name} is a {type(module).__name__}",
                 limit="DoRA reads the weights of plain linear layers",
@@ -146,7 +116,7 @@ def _adapted_linears(
 
 
 def _claimed_by_peft(
-    model: PreTrainedModel, linears: Mapping[str, nn.Module], *, dropout: float, options: Options
+    model: PreTrainedModel, linears: Mapping[str, nn.Module], adapter: AdapterSection
 ) -> dict[str, str]:
     """Return linears that can only be adapted as parameters -> their weights' names in a layer.
 
@@ -158,7 +128,7 @@ def _claimed_by_peft(
     convert_peft_config_for_transformers(probe, model=model, conversions=None)
     left_alone = set(probe.target_modules or ())
     claimed = [name for name in linears if name.rsplit(".", 1)[-1] not in left_alone]
-    for setting, value in (("dora", options.is_dora), ("dropout", dropout)):
+    for setting, value in (("dora", adapter.dora), ("dropout", adapter.dropout)):
         if claimed and value:
             left = {name.rsplit(".", 1)[-1] for name in linears if name not in claimed}
             raise ConfigError(
@@ -169,20 +139,18 @@ def _claimed_by_peft(
     return {name: f"{_within_layer(name)}.weight" for name in claimed}
 
 
-def _expert_targets(
-    model: PreTrainedModel, *, has_experts: bool, dropout: float
-) -> tuple[str, ...]:
+def _expert_targets(model: PreTrainedModel, adapter: AdapterSection) -> tuple[str, ...]:
     """Return the fused expert weights that get an adapter."""
-    experts = expert_parameters(model) if has_experts else ()
-    if has_experts and not experts:
+    experts = expert_parameters(model) if adapter.experts else ()
+    if adapter.experts and not experts:
         raise ConfigError(
             f"adapter.experts: true, but {type(model).__name__} has no fused experts",
             limit="only mixture-of-experts models have them",
             hint="`adapter.experts: false`",
         )
-    if experts and dropout:
+    if experts and adapter.dropout:
         raise ConfigError(
-            f"adapter.dropout: {dropout} with adapter.experts: true",
+            f"adapter.dropout: {adapter.dropout} with adapter.experts: true",
             limit="adapters on fused experts have no dropout",
             hint="`adapter.dropout: 0.0`",
         )

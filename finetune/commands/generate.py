@@ -49,10 +49,7 @@ def answer_prompt(
     num_slots = plan(facts, machine, full_request(recipe, facts, num_ranks=1)).num_slots
     tokenizer = load_tokenizer(recipe.model.tokenizer_source)
     loaded = load_model(
-        path=recipe.model.path,
-        config=recipe.model.config,
-        init=recipe.model.init,
-        dtype=recipe.model.dtype,
+        recipe.model,
         codec=recipe.offload.layer_codec,
         device=device,
         seed=recipe.train.seed,

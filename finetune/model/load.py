@@ -40,7 +40,7 @@ _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.t
 # ------------------------------------------------------------------------------------------ config
 
 
-def read_config(*, path: str | None, config: str | None) -> dict[str, Any]:
+def read_config(section: "ModelSection") -> dict[str, Any]:
     """Return the model's config as Hugging Face writes it, without loading torch.
 
     A hub id is looked up in the local cache, then among the shipped shapes, then on the hub.
@@ -49,8 +49,9 @@ def read_config(*, path: str | None, config: str | None) -> dict[str, Any]:
         ModelError: The config is nowhere to be found.
         ConfigError: The file is not a config.
     """
-    if config is not None:
-        return load_shape(config)
+    if section.config is not None:
+        return load_shape(section.config)
+    path = section.path
     assert path is not None
     if Path(path).exists():
         return load_shape(path)
@@ -141,12 +142,9 @@ class Loaded:
     notes: tuple[str, ...] = ()
 
 
-def load_model(  # noqa: PLR0913 - one entry point for every source of weights
+def load_model(
+    section: "ModelSection",
     *,
-    path: str | None,
-    config: str | None,
-    init: Literal["pretrained", "random"],
-    dtype: str,
     codec: CodecName,
     device: str,
     seed: int,
@@ -178,20 +176,19 @@ def load_model(  # noqa: PLR0913 - one entry point for every source of weights
     from offload.engine.model.find_layers import find_towers
     from offload.engine.model.load_hook import Stowing
 
-    if init == "random":
-        loaded = Loaded(model=_random_model(path, config, dtype, seed), hold=None)
+    if section.init == "random":
+        loaded = Loaded(model=_random_model(section, seed), hold=None)
     elif tier == "disk" or codec != "native":
-        assert path is not None
-        loaded = _load_from_store(path, dtype, codec, device, on_put)
+        loaded = _load_from_store(section, codec, device, on_put)
         if tier == "ram":
             loaded = _into_memory(loaded, make_slab or Slab)
     else:
-        assert path is not None
+        assert section.path is not None
         make = make_slab or Slab
         with Stowing(
             lambda records, _: make(records), is_loaded=_is_loaded, on_put=on_put
         ) as stowing:
-            model = load_published(path, dtype)
+            model = load_published(section.path, section.dtype)
         loaded = Loaded(model=model, hold=stowing.hold, notes=() if stowing.hold else (_UNSEEN,))
     for tower in find_towers(loaded.model):  # for images or sound: text needs none of it
         tower.to("meta")
@@ -213,36 +210,36 @@ def set_router_loss(model: "PreTrainedModel", coefficient: float | None) -> None
         vars(model)["router_aux_loss_coef"] = coefficient
 
 
-def experts_of(model: "ModelSection") -> "nn.Module | None":
+def experts_of(section: "ModelSection") -> "nn.Module | None":
     """Return the first fused experts whose code can be chosen, as they compute; without weights."""
     import torch
     from transformers import AutoModelForCausalLM
 
     from offload.engine.experts.autotune import find_experts
 
-    config = _config_of(model.path, model.config)
-    with reading_config(str(model.config or model.path)), torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, model.dtype))
+    config = _config_of(section)
+    with reading_config(str(section.config or section.path)), torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, section.dtype))
     return find_experts(empty)
 
 
-def _config_of(path: str | None, config: str | None) -> "PreTrainedConfig":
+def _config_of(section: "ModelSection") -> "PreTrainedConfig":
     from transformers import AutoConfig
 
-    fields = read_config(path=path, config=config)
+    fields = read_config(section)
     model_type = fields.pop("model_type")
-    with reading_config(str(config or path)):
+    with reading_config(str(section.config or section.path)):
         return AutoConfig.for_model(model_type, **fields)
 
 
-def _random_model(path: str | None, config: str | None, dtype: str, seed: int) -> "PreTrainedModel":
+def _random_model(section: "ModelSection", seed: int) -> "PreTrainedModel":
     import torch
     from transformers import AutoModelForCausalLM
 
-    with torch.random.fork_rng(devices=[]), reading_config(str(config or path)):
+    with torch.random.fork_rng(devices=[]), reading_config(str(section.config or section.path)):
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            _config_of(path, config), dtype=getattr(torch, dtype)
+            _config_of(section), dtype=getattr(torch, section.dtype)
         )
     return model
 
@@ -262,12 +259,14 @@ def _into_memory(loaded: Loaded, make_slab: "Callable[[Sequence[Record]], Slab]"
 
 
 def _load_from_store(
-    path: str, dtype: str, codec: CodecName, device: str, on_put: "OnPut"
+    section: "ModelSection", codec: CodecName, device: str, on_put: "OnPut"
 ) -> Loaded:
     """Build the model around the store of its weights, which is written first if necessary."""
     from offload.engine.host.store import Store
     from offload.engine.host.store_writer import sole_builder
 
+    path, dtype = section.path, section.dtype
+    assert path is not None
     file = store_path(path, dtype, codec)
     with sole_builder(file):
         try:

@@ -34,7 +34,7 @@ def facts_of(model: ModelSection) -> ModelFacts:
 
     The latter loads torch and transformers.
     """
-    config = read_config(path=model.path, config=model.config)
+    config = read_config(model)
     if is_known(config):
         return model_facts(config)
     from finetune.model.facts import built_facts
@@ -108,7 +108,7 @@ def has_router_loss(recipe: Recipe) -> bool:
     """Return whether the recipe, or else the model's config, asks for the router's loss."""
     if recipe.train.router_loss_coef is not None:
         return recipe.train.router_loss_coef > 0
-    config = read_config(path=recipe.model.path, config=recipe.model.config)
+    config = read_config(recipe.model)
     parts = [config, *(part for part in config.values() if isinstance(part, dict))]
     return any(part.get("output_router_logits") for part in parts)
 

@@ -205,7 +205,7 @@ def _require_router_loss(recipe: Recipe) -> None:
     from finetune.model.facts import model_on_meta
     from offload.engine.model.layers import LayeredModel
 
-    empty = model_on_meta(read_config(path=recipe.model.path, config=recipe.model.config))
+    empty = model_on_meta(read_config(recipe.model))
     set_router_loss(empty, recipe.train.router_loss_coef)
     LayeredModel(empty)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 import offload
-from finetune.adapter.lora import Options, add_lora, base_eos, trained
+from finetune.adapter.lora import add_lora, base_eos, trained
 from finetune.adapter.neftune import add_noise
 from finetune.data.load import Rows
 from finetune.data.stops import Stops
@@ -108,10 +108,7 @@ def load_adapted(run: Run, plan: Plan) -> Adapted:
     # memory that cannot be bound to a NUMA node is allocated near the thread that fills it
     with thread_on(place.cpus), run.screen.loading() as on_put:
         loaded = load_model(
-            path=recipe.model.path,
-            config=recipe.model.config,
-            init=recipe.model.init,
-            dtype=recipe.model.dtype,
+            recipe.model,
             codec=plan.request.typical.codec,
             device=run.device.type,
             seed=recipe.train.seed,
@@ -122,23 +119,7 @@ def load_adapted(run: Run, plan: Plan) -> Adapted:
         )
     set_router_loss(loaded.model, recipe.train.router_loss_coef)
     run.ranks.exchange(None)  # from here on the slab is filled
-    model = add_lora(
-        loaded.model,
-        rank=recipe.adapter.rank,
-        alpha=recipe.adapter.alpha,
-        dropout=recipe.adapter.dropout,
-        targets=recipe.adapter.targets,
-        has_experts=recipe.adapter.experts,
-        seed=recipe.train.seed,
-        options=Options(
-            rank_pattern=recipe.adapter.rank_pattern,
-            alpha_pattern=recipe.adapter.alpha_pattern,
-            is_rslora=recipe.adapter.rslora,
-            is_dora=recipe.adapter.dora,
-            modules_to_save=recipe.adapter.modules_to_save,
-        ),
-        hold=loaded.hold,
-    )
+    model = add_lora(loaded.model, recipe.adapter, seed=recipe.train.seed, hold=loaded.hold)
     if recipe.train.neftune_alpha is not None:
         add_noise(loaded.model, alpha=recipe.train.neftune_alpha)
     model.train()

@@ -45,6 +45,7 @@ quiet_libraries()
 import bitsandbytes, offload.engine.model.load_hook, offload.engine.host.store_writer
 from transformers import Qwen3MoeForCausalLM
 from finetune.model.load import load_model
+from finetune.recipe.sections import ModelSection
 from finetune.files.tensors import open_tensors
 
 path, way, codec, tier, limit_bytes = sys.argv[1:6]
@@ -67,8 +68,7 @@ try:
         tensors = open_tensors([str(file) for file in Path(path).glob("*.safetensors")])
         copies = [tensor[...] for tensor in tensors.values()]
     else:
-        loaded = load_model(path=path, config=None, init="pretrained", dtype="bfloat16",
-                            codec=codec, device="cpu", seed=0, tier=tier,
+        loaded = load_model(ModelSection(path=path), codec=codec, device="cpu", seed=0, tier=tier,
                             experts_implementation="eager")
     said = "loaded"
 except (MemoryError, RuntimeError) as error:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import offload
 from finetune.adapter.lora import load_adapter
-from finetune.model.load import load_model
+from tests.checkpoints import loaded
 from tests.e2e.runs import run
 
 # peft looks for patterns among modules only, and says that those of experts fit nothing
@@ -40,19 +40,9 @@ def plain_logits(model_dir: Path, adapter: Path | None) -> torch.Tensor:
 
 def streamed_logits(model_dir: Path, adapter: Path) -> torch.Tensor:
     """Return what `sluice generate` computes: layers in the slab, the adapter on top."""
-    loaded = load_model(
-        path=str(model_dir),
-        config=None,
-        init="pretrained",
-        dtype="float32",
-        codec="native",
-        device="cpu",
-        seed=0,
-        tier="ram",
-        experts_implementation="eager",
-    )
-    model = load_adapter(loaded.model, adapter).eval()
-    engine = offload.attach(model, num_slots=2, device="cpu", hold=loaded.hold)
+    base = loaded(model_dir)
+    model = load_adapter(base.model, adapter).eval()
+    engine = offload.attach(model, num_slots=2, device="cpu", hold=base.hold)
     logits = engine.forward({"input_ids": INPUT_IDS}).logits
     engine.close()
     assert logits is not None

@@ -14,19 +14,22 @@ from peft.tuners.lora.layer import ParamWrapper
 from transformers import PreTrainedModel
 
 from finetune.adapter import expert_lora
-from finetune.adapter.lora import Options, add_lora, save_adapter, trained
+from finetune.adapter.lora import add_lora, save_adapter, trained
 from finetune.errors import ConfigError
+from finetune.recipe.sections import AdapterSection
 from offload.engine.experts.lora import SUFFIX
+from tests.builders import adapter
 from tests.parity import router_loss
 from tests.parity.architectures import SLACK, micro_batches, plain, rel_error, streamed, truth
 from tests.parity.tiny_models import tiny_model
 from tests.tiers import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-PATTERNS = Options(
+PATTERNS = adapter(
+    experts=True,
     rank_pattern={"o_proj": 3, "experts.down_proj": 1, "down_proj": 4},
     alpha_pattern={"q_proj": 5.0, "experts.gate_up_proj": 7.0},
-    is_rslora=True,
+    rslora=True,
 )
 
 
@@ -35,29 +38,26 @@ class Case:
     """A model, an adapter on it, and what trains beside LoRA."""
 
     model_type: str
-    options: Options
-    has_experts: bool = False
+    adapter: AdapterSection
     is_tied: bool = False
 
 
 CASES = {
     "DoRA, with linears and norms whole": Case(
-        model_type="llama", options=Options(is_dora=True, modules_to_save=("o_proj", "norms"))
+        model_type="llama", adapter=adapter(dora=True, modules_to_save=("o_proj", "norms"))
     ),
     "head and embeddings": Case(
-        model_type="llama", options=Options(modules_to_save=("lm_head", "embed_tokens"))
+        model_type="llama", adapter=adapter(modules_to_save=("lm_head", "embed_tokens"))
     ),
     "tied embeddings": Case(
-        model_type="llama", options=Options(modules_to_save=("embed_tokens",)), is_tied=True
+        model_type="llama", adapter=adapter(modules_to_save=("embed_tokens",)), is_tied=True
     ),
-    "patterns beside shared experts": Case(
-        model_type="glm4_moe", options=PATTERNS, has_experts=True
-    ),
+    "patterns beside shared experts": Case(model_type="glm4_moe", adapter=PATTERNS),
     "a router with a bias that corrects": Case(
-        model_type="deepseek_v3", options=Options(modules_to_save=("norms", "router"))
+        model_type="deepseek_v3", adapter=adapter(modules_to_save=("norms", "router"))
     ),
     "a router with a bias that trains": Case(
-        model_type="gpt_oss", options=Options(modules_to_save=("router",)), has_experts=True
+        model_type="gpt_oss", adapter=adapter(modules_to_save=("router",), experts=True)
     ),
 }
 
@@ -79,16 +79,7 @@ def base_of(case: Case, *, seed: int, **changes: Any) -> PreTrainedModel:
 
 def adapted(base: PreTrainedModel, case: Case, *, seed: int = 0) -> PeftModel:
     """Add the adapter, and move all that trains from where it starts."""
-    model = add_lora(
-        base,
-        rank=2,
-        alpha=4,
-        dropout=0.0,
-        targets="all-linear",
-        has_experts=case.has_experts,
-        seed=seed,
-        options=case.options,
-    )
+    model = add_lora(base, case.adapter, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in trained(model).values():
@@ -153,7 +144,7 @@ def test_reorder_gradients_of_every_option_are_no_worse_than_those_of_peft(case:
 
 @pytest.mark.parametrize("model_type", mostly_slow(["qwen3_moe", "gpt_oss"], "gpt_oss"))
 def test_reorder_the_router_loss_listens_to_the_router_that_trains(model_type: str) -> None:
-    case = Case(model_type=model_type, options=Options(modules_to_save=("router",)))
+    case = Case(model_type=model_type, adapter=adapter(modules_to_save=("router",)))
     batches = micro_batches()
     base: Any = base_of(case, seed=0, output_router_logits=True)
     base.router_aux_loss_coef = 0.5
@@ -179,7 +170,7 @@ def test_a_saved_adapter_gives_the_same_logits_in_plain_peft(case: Case, tmp_pat
     with torch.no_grad():
         wanted = model(input_ids=input_ids).logits
         found = loaded(input_ids=input_ids).logits
-        if case.has_experts:  # peft merges their weights, and rounds otherwise
+        if case.adapter.experts:  # peft merges their weights, and rounds otherwise
             torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
         else:
             assert torch.equal(found, wanted)
@@ -194,16 +185,7 @@ def test_move_dora_starts_from_the_base_model_to_the_bit(dtype: torch.dtype) -> 
     input_ids = torch.arange(16).view(2, 8)
     with torch.no_grad():
         wanted = base(input_ids=input_ids).logits
-        model = add_lora(
-            base,
-            rank=2,
-            alpha=4,
-            dropout=0.0,
-            targets="all-linear",
-            has_experts=False,
-            seed=0,
-            options=Options(is_dora=True),
-        )
+        model = add_lora(base, adapter(dora=True), seed=0)
         assert torch.equal(model(input_ids=input_ids).logits, wanted)
 
 
@@ -223,8 +205,8 @@ def ranks_of(model: PeftModel) -> dict[str, tuple[int, float]]:
 def test_patterns_mean_one_projection_each_also_when_loaded(
     is_loaded: bool, tmp_path: Path
 ) -> None:
-    options = replace(PATTERNS, alpha_pattern={"experts.gate_up_proj": 7.0})
-    case = Case(model_type="deepseek_v3", options=options, has_experts=True)
+    section = PATTERNS.model_copy(update={"alpha_pattern": {"experts.gate_up_proj": 7.0}})
+    case = Case(model_type="deepseek_v3", adapter=section)
     base = base_of(case, seed=0)
     elsewhere = copy.deepcopy(base)
     model = adapted(base, case)
@@ -244,7 +226,7 @@ def test_patterns_mean_one_projection_each_also_when_loaded(
 def test_linears_beside_experts_are_adapted_and_experts_only_if_wanted(
     model_type: str, has_experts: bool
 ) -> None:
-    case = Case(model_type=model_type, options=Options(), has_experts=has_experts)
+    case = Case(model_type=model_type, adapter=adapter(experts=has_experts))
     model = adapted(base_of(case, seed=0), case)
     found = ranks_of(model)
     shared = "mlp.shared_expert" if model_type == "qwen2_moe" else "mlp.shared_experts"
@@ -254,7 +236,7 @@ def test_linears_beside_experts_are_adapted_and_experts_only_if_wanted(
 
 
 def test_of_a_group_modules_that_train_whole_get_no_adapter() -> None:
-    case = Case(model_type="llama", options=Options(modules_to_save=("o_proj", "up_proj")))
+    case = Case(model_type="llama", adapter=adapter(modules_to_save=("o_proj", "up_proj")))
     names = set(ranks_of(adapted(base_of(case, seed=0), case)))
     assert {name.rsplit(".", 1)[-1] for name in names} == {
         *("q_proj", "k_proj", "v_proj", "gate_proj", "down_proj")
@@ -268,31 +250,31 @@ def test_of_a_group_modules_that_train_whole_get_no_adapter() -> None:
     ("case", "text"),
     [
         (
-            Case(model_type="llama", options=Options(modules_to_save=("router",))),
+            Case(model_type="llama", adapter=adapter(modules_to_save=("router",))),
             r"names router, which LlamaForCausalLM has not; it may hold norms, embed_tokens, ",
         ),
         (
-            Case(model_type="llama", options=Options(modules_to_save=("norm",))),
+            Case(model_type="llama", adapter=adapter(modules_to_save=("norm",))),
             r"(?s)names norm, .*hint: `adapter.modules_to_save: \[norms\]`",
         ),
         (
-            Case(model_type="llama", options=Options(modules_to_save=("lm_head",)), is_tied=True),
+            Case(model_type="llama", adapter=adapter(modules_to_save=("lm_head",)), is_tied=True),
             r"(?s)names lm_head, which is embed_tokens .*hint: .*\[embed_tokens\]",
         ),
         (
-            Case(model_type="llama", options=Options(rank_pattern={"q_prj": 4})),
+            Case(model_type="llama", adapter=adapter(rank_pattern={"q_prj": 4})),
             r"(?s)rank_pattern names q_prj, .*hint: `adapter.rank_pattern: {q_proj: 4}`",
         ),
         (
-            Case(model_type="qwen3_moe", options=Options(alpha_pattern={"experts.down_proj": 4.0})),
+            Case(model_type="qwen3_moe", adapter=adapter(alpha_pattern={"experts.down_proj": 4.0})),
             r"alpha_pattern names experts.down_proj, which has no adapter",
         ),
         (
-            Case(model_type="glm4_moe", options=Options(is_dora=True)),
+            Case(model_type="glm4_moe", adapter=adapter(dora=True)),
             r"adapter.dora: true, and model.layers.0.mlp.gate_proj has an adapter; ",
         ),
         (
-            Case(model_type="gpt2", options=Options(is_dora=True)),
+            Case(model_type="gpt2", adapter=adapter(dora=True)),
             r"adapter.targets: all-linear is not in this model",
         ),
     ],
@@ -303,17 +285,9 @@ def test_an_option_that_means_nothing_in_a_model_is_refused(case: Case, text: st
 
 
 def test_dropout_is_refused_where_peft_adapts_a_linear_as_a_parameter() -> None:
-    case = Case(model_type="glm4_moe", options=Options())
+    case = Case(model_type="glm4_moe", adapter=adapter(dropout=0.1))
     with pytest.raises(ConfigError, match=r"adapter.dropout: 0.1, and .*gate_proj has an adapter"):
-        add_lora(
-            base_of(case, seed=0),
-            rank=2,
-            alpha=4,
-            dropout=0.1,
-            targets="all-linear",
-            has_experts=False,
-            seed=0,
-        )
+        adapted(base_of(case, seed=0), case)
 
 
 def test_a_tied_head_with_a_bias_is_refused_for_peft_would_drop_it() -> None:
@@ -325,15 +299,8 @@ def test_a_tied_head_with_a_bias_is_refused_for_peft_would_drop_it() -> None:
 
 
 def test_experts_alone_can_be_adapted() -> None:
-    model = add_lora(
-        base_of(Case(model_type="mixtral", options=Options()), seed=0),
-        rank=2,
-        alpha=4,
-        dropout=0.0,
-        targets=(),
-        has_experts=True,
-        seed=0,
-    )
+    case = Case(model_type="mixtral", adapter=adapter(targets=(), experts=True))
+    model = adapted(base_of(case, seed=0), case)
     assert set(ranks_of(model)) == {"mlp.experts", "mlp.experts.base_layer"}
 
 
@@ -342,9 +309,9 @@ def test_dora_is_refused_on_a_linear_that_computes_in_its_own_way() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return 2 * super().forward(x)
 
-    case = Case(model_type="llama", options=Options(is_dora=True))
+    case = Case(model_type="llama", adapter=adapter(dora=True))
     base: Any = base_of(case, seed=0)
     base.model.layers[1].self_attn.q_proj.__class__ = Doubled
     with pytest.raises(ConfigError, match=r"model.layers.1.self_attn.q_proj is a Doubled"):
         adapted(base, case)
-    adapted(base_of(case, seed=0), replace(case, options=Options()))
+    adapted(base_of(case, seed=0), replace(case, adapter=adapter()))

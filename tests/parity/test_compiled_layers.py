@@ -9,6 +9,7 @@ from torch import nn
 
 import offload
 from finetune.adapter.lora import add_lora
+from finetune.recipe.sections import AdapterSection
 from finetune.training import compile as compiling
 from finetune.training.compile import FAILURES, compile_layers, refusal
 from offload.engine.model.layers import LayeredModel
@@ -36,15 +37,14 @@ def fresh_compiler() -> Any:
 def adapted(model_type: str, *, dropout: float = 0.0) -> nn.Module:
     base = tiny_model(model_type)
     has_experts = "moe" in model_type
-    model = add_lora(
-        base,
+    section = AdapterSection(
         rank=4,
         alpha=8,
         dropout=0.0 if has_experts else dropout,
         targets="attention",
-        has_experts=has_experts,
-        seed=0,
+        experts=has_experts,
     )
+    model = add_lora(base, section, seed=0)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         for name, parameter in model.named_parameters():

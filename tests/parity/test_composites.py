@@ -14,10 +14,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 import offload
 from finetune.adapter.lora import add_lora
 from finetune.errors import ModelError
-from finetune.model.load import load_model
 from offload.engine.model import placement
 from offload.engine.model.find_layers import find_towers
 from offload.engine.model.layers import LayeredModel
+from tests.builders import adapter
+from tests.checkpoints import loaded
 from tests.parity.architectures import gradients, micro_batches, plain, rel_error, streamed
 from tests.parity.tiny_models import SPECIAL, small, with_adapters
 from tests.tiers import mostly_slow
@@ -98,32 +99,14 @@ def test_a_loaded_composite_keeps_no_tower_in_memory_and_trains(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = tmp_path / "model"
     composite("gemma3").save_pretrained(folder)
-    loaded = load_model(
-        path=str(folder),
-        config=None,
-        init="pretrained",
-        dtype="float32",
-        codec="native",
-        device="cpu",
-        seed=0,
-        tier=tier,
-        experts_implementation="eager",
-    )
-    towers = find_towers(loaded.model)
+    base = loaded(folder, tier)
+    towers = find_towers(base.model)
     assert towers
     assert {p.device.type for tower in towers for p in tower.parameters()} == {"meta"}
-    model = add_lora(
-        loaded.model,
-        rank=2,
-        alpha=4,
-        dropout=0.0,
-        targets="all-linear",
-        has_experts=False,
-        seed=0,
-    )
+    model = add_lora(base.model, adapter(), seed=0)
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     assert all(".layers." in name and "vision_tower" not in name for name in trained)
-    engine = offload.attach(model, num_slots=2, device="cpu", hold=loaded.hold)
+    engine = offload.attach(model, num_slots=2, device="cpu", hold=base.hold)
     batches = micro_batches()
     loss = engine.forward_backward(batches).loss
     found = gradients(model)
@@ -138,27 +121,16 @@ def test_weights_of_towers_are_no_error_and_others_that_are_unknown_are(
     model_type: str, tmp_path: Path
 ) -> None:
     composite(model_type).save_pretrained(tmp_path)
-    settings: dict[str, Any] = {
-        "path": str(tmp_path),
-        "config": None,
-        "init": "pretrained",
-        "dtype": "float32",
-        "codec": "native",
-        "device": "cpu",
-        "seed": 0,
-        "tier": "ram",
-        "experts_implementation": "eager",
-    }
-    loaded = load_model(**settings)
-    assert loaded.hold is not None
-    loaded.hold.close()
+    base = loaded(tmp_path)
+    assert base.hold is not None
+    base.hold.close()
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     name = next(name for name in tensors if "language_model" in name)
     tensors[f"{name}.unknown"] = torch.zeros(1)
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(ModelError, match="unknown to the model, 1 tensors"):
-        load_model(**settings)
+        loaded(tmp_path)
 
 
 def test_a_model_without_towers_has_none() -> None:

@@ -3,7 +3,7 @@
 import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from transformers import (
 )
 
 import offload
-from finetune.adapter.lora import Options, add_lora
+from finetune.adapter.lora import add_lora
 from offload.engine.host.layer_layout import lay_out
 from offload.engine.host.materialize import values_shown
 from offload.engine.host.slab import Slab
@@ -27,7 +27,7 @@ from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.machine import named_machine
 from offload.plan.schedule.residency import Residency
 from offload.plan.schedule.schedule import Order
-from tests.builders import request, workload
+from tests.builders import adapter, request, workload
 from tests.parity.rounding import matrices, rounded
 from tests.parity.steps import (
     MODELS,
@@ -279,18 +279,10 @@ def test_a_weight_that_cannot_be_written_is_named(
 
 def test_dora_over_encoded_layers_starts_from_the_weights_that_they_decode_to() -> None:
     base = MODELS["qwen3"]().train().requires_grad_(False)
-    settings: dict[str, Any] = {
-        "rank": 4,
-        "alpha": 8.0,
-        "dropout": 0.0,
-        "targets": ["q_proj", "down_proj"],
-        "has_experts": False,
-        "seed": 0,
-        "options": Options(is_dora=True),
-    }
-    expected = streamed(add_lora(rounded(base, "nf4"), **settings), num_slots=6)
+    section = adapter(rank=4, alpha=8.0, targets=["q_proj", "down_proj"], dora=True)
+    expected = streamed(add_lora(rounded(base, "nf4"), section, seed=0), num_slots=6)
     slab = as_loaded(base, "nf4")
-    model = add_lora(base, **settings, hold=slab)
+    model = add_lora(base, section, seed=0, hold=slab)
     engine = offload.attach(
         model, num_slots=2, codec="nf4", device="cpu", hold=slab, head_chunk_tokens=7
     )

@@ -18,6 +18,7 @@ from finetune.errors import ConfigError
 from offload.engine.tracing.allocator import LiveBytes
 from offload.engine.tracing.tracer import Tracer
 from offload.errors import UnsupportedModelError
+from tests.builders import adapter
 from tests.parity.architectures import (
     CLOSE,
     SEEDS,
@@ -110,8 +111,8 @@ def test_a_streamed_step_is_the_resident_one_to_the_bit(path: str) -> None:
 def test_a_saved_adapter_gives_the_same_logits_in_plain_peft(
     model_type: str, tmp_path: Path
 ) -> None:
-    settings: Any = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "has_experts": True, "seed": 0}
-    model = randomised(add_lora(tiny(model_type, "eager"), targets=["o_proj"], **settings))
+    section = adapter(rank=4, alpha=8.0, targets=["o_proj"], experts=True)
+    model = randomised(add_lora(tiny(model_type, "eager"), section, seed=0))
     save_adapter(model, tmp_path)
     elsewhere = PeftModel.from_pretrained(tiny_model(model_type), str(tmp_path))
     again = load_adapter(tiny_model(model_type), tmp_path)
@@ -390,6 +391,6 @@ def test_another_implementation_of_experts_is_refused_before_and_after() -> None
 
 
 def test_dropout_on_experts_is_refused() -> None:
-    settings: Any = {"rank": 4, "alpha": 8.0, "dropout": 0.1, "has_experts": True, "seed": 0}
+    section = adapter(dropout=0.1, targets="attention", experts=True)
     with pytest.raises(ConfigError, match=r"adapters on fused experts have no dropout"):
-        add_lora(tiny_model("qwen3_moe"), targets="attention", **settings)
+        add_lora(tiny_model("qwen3_moe"), section, seed=0)

@@ -25,13 +25,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 import offload
 from finetune.model.load import load_model
+from finetune.recipe.sections import ModelSection
 
 torch.set_num_threads(1)
 
 def loaded():
-    return load_model(path=sys.argv[1], config=None, init="pretrained", dtype="float32",
-                      codec="native", device="cpu", seed=0, tier="disk",
-                      experts_implementation="eager")
+    return load_model(ModelSection(path=sys.argv[1], dtype="float32"), codec="native",
+                      device="cpu", seed=0, tier="disk", experts_implementation="eager")
 
 def used_bytes():
     status = Path("/proc/self/status").read_text()

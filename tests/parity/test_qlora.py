@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 import offload
 from finetune.adapter.lora import add_lora, save_adapter
+from finetune.recipe.sections import AdapterSection
 from tests.parity.architectures import micro_batches
 from tests.parity.experts import TYPES, randomised
 from tests.parity.rounding import rounded
@@ -29,9 +30,8 @@ def base_of(model_type: str) -> PreTrainedModel:
 
 
 def adapted(base: PreTrainedModel) -> PeftModel:
-    model = add_lora(
-        base, rank=4, alpha=8.0, dropout=0.0, targets="attention", has_experts=True, seed=0
-    )
+    section = AdapterSection(rank=4, alpha=8.0, targets="attention", experts=True)
+    model = add_lora(base, section, seed=0)
     torch.manual_seed(0)
     randomised(model)
     return model.train()

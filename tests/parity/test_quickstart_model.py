@@ -10,8 +10,10 @@ from finetune.adapter import lora as adapters
 from finetune.data.batches import collate
 from finetune.data.rows import read_conversations
 from finetune.data.tokenize import encode
-from finetune.model.load import load_model, load_tokenizer
+from finetune.model.load import load_tokenizer
+from finetune.recipe.sections import AdapterSection
 from finetune.training.optimizer import clip, make_optimizer, update
+from tests.checkpoints import loaded
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart"
 NUM_STEPS, NUM_MICRO_BATCHES, MICRO_BATCH_SIZE = 5, 3, 4
@@ -39,27 +41,16 @@ def batches() -> list[dict[str, torch.Tensor]]:
 
 
 def steps(num_slots: int) -> list[tuple[float, dict[str, torch.Tensor]]]:
-    loaded = load_model(
-        path=str(QUICKSTART / "model"),
-        config=None,
-        init="pretrained",
-        dtype="float32",
-        codec="native",
-        device="cpu",
-        seed=0,
-        tier="ram",
-        experts_implementation="eager",
-    )
-    model = adapters.add_lora(
-        loaded.model, rank=4, alpha=8, dropout=0.0, targets="attention", has_experts=True, seed=0
-    ).train()
+    base = loaded(QUICKSTART / "model")
+    section = AdapterSection(rank=4, alpha=8, targets="attention", experts=True)
+    model = adapters.add_lora(base.model, section, seed=0).train()
     trained = adapters.trained(model)
     assert any("experts" in name for name in trained)
     assert any("q_proj" in name for name in trained)
     optimizer = make_optimizer(
         trained, name="adamw", lr=0.01, weight_decay=0.0, loraplus_ratio=None
     )
-    engine = offload.attach(model, num_slots=num_slots, device="cpu", hold=loaded.hold)
+    engine = offload.attach(model, num_slots=num_slots, device="cpu", hold=base.hold)
     found, data = [], batches()
     for step in range(NUM_STEPS):
         part = data[step * NUM_MICRO_BATCHES : (step + 1) * NUM_MICRO_BATCHES]

@@ -16,7 +16,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import offload
 from finetune.adapter import lora as adapters
 from finetune.data.batches import StepShare
-from finetune.recipe.sections import TrainSection
+from finetune.recipe.sections import AdapterSection, TrainSection
 from finetune.training.loop import Loop
 from finetune.training.ranks import Ranks
 from tests.parity.architectures import SLACK
@@ -46,16 +46,8 @@ def model_of(seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         base: Any = Qwen3ForCausalLM(CONFIG)
-        model = adapters.add_lora(
-            base.to(torch.bfloat16),
-            rank=4,
-            alpha=8,
-            dropout=0.0,
-            targets="all-linear",
-            has_experts=False,
-            seed=seed,
-            options=adapters.Options(modules_to_save=WHOLE),
-        )
+        section = AdapterSection(rank=4, alpha=8, modules_to_save=WHOLE)
+        model = adapters.add_lora(base.to(torch.bfloat16), section, seed=seed)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "lora_B" in name:  # zero at the start

@@ -214,6 +214,7 @@ def _write_adapter(job: Job, file: Path) -> str:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from finetune.adapter.lora import add_lora, trained
+    from finetune.recipe.sections import AdapterSection
 
     fields = job.config()
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
@@ -224,15 +225,10 @@ def _write_adapter(job: Job, file: Path) -> str:
             values = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
             setattr(module, name, nn.Parameter(values, requires_grad=False))
     layer_class = type(model.model.layers[0]).__name__
-    adapted = add_lora(
-        model,
-        rank=job.rank,
-        alpha=2.0 * job.rank,
-        dropout=0.0,
-        targets=list(job.targets),
-        has_experts=job.has_experts,
-        seed=job.seed,
+    adapter = AdapterSection(
+        rank=job.rank, alpha=2.0 * job.rank, targets=job.targets, experts=job.has_experts
     )
+    adapted = add_lora(model, adapter, seed=job.seed)
     tensors = {name: p.detach().contiguous() for name, p in trained(adapted).items()}
     save_file(tensors, file)
     return layer_class

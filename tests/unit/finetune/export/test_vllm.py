@@ -12,24 +12,26 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from finetune.adapter.lora import Options, add_lora, save_adapter
+from finetune.adapter.lora import add_lora, save_adapter
 from finetune.errors import CheckpointError, ConfigError, MergeError
 from finetune.export.vllm import PER_EXPERT, write_vllm_adapter
+from finetune.recipe.sections import AdapterSection
+from tests.builders import adapter
 from tests.parity.tiny_models import tiny_model
 
-UNEVEN = Options(
+EVEN = adapter(experts=True)
+UNEVEN = adapter(
+    experts=True,
     rank_pattern={"o_proj": 3, "experts.down_proj": 1},
     alpha_pattern={"experts.gate_up_proj": 5.0},
-    is_rslora=True,
+    rslora=True,
 )
 SMALL = {"num_experts": 4}
 
 
-def adapted(base: PreTrainedModel, folder: Path, options: Options, **changes: Any) -> Any:
+def adapted(base: PreTrainedModel, folder: Path, section: AdapterSection = EVEN) -> Any:
     """Save an adapter whose B is not zero, and return the model."""
-    settings: dict[str, Any] = {"targets": "all-linear", "has_experts": True, "rank": 2, "alpha": 4}
-    settings |= changes
-    model = add_lora(base, dropout=0.0, seed=0, options=options, **settings)
+    model = add_lora(base, section, seed=0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -58,14 +60,14 @@ def deltas(folder: Path) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("options", [Options(), UNEVEN], ids=["even", "uneven"])
+@pytest.mark.parametrize("section", [EVEN, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize("model_type", sorted(PER_EXPERT))
 def test_each_matrix_is_changed_as_peft_changes_it_when_it_merges(
-    model_type: str, options: Options, tmp_path: Path
+    model_type: str, section: AdapterSection, tmp_path: Path
 ) -> None:
     base = tiny_model(model_type, **SMALL)
     before = published(base, tmp_path / "before")
-    model = adapted(copy.deepcopy(base), tmp_path / "adapter", options)
+    model = adapted(copy.deepcopy(base), tmp_path / "adapter", section)
     config = base.config.to_dict()
     write_vllm_adapter(tmp_path / "adapter", tmp_path / "vllm", model_config=config)
     after = published(model.merge_and_unload(), tmp_path / "after")
@@ -80,7 +82,7 @@ def test_each_matrix_is_changed_as_peft_changes_it_when_it_merges(
 
 def test_one_scale_for_all_leaves_the_tensors_as_they_were_trained(tmp_path: Path) -> None:
     base = tiny_model("qwen3_moe", **SMALL)
-    adapted(base, tmp_path / "adapter", Options(is_rslora=True))
+    adapted(base, tmp_path / "adapter", adapter(experts=True, rslora=True))
     readers = write_vllm_adapter(
         tmp_path / "adapter", tmp_path / "vllm", model_config=base.config.to_dict()
     )
@@ -108,7 +110,7 @@ def test_one_scale_for_all_leaves_the_tensors_as_they_were_trained(tmp_path: Pat
 
 def test_the_tokens_that_end_answers_go_along(tmp_path: Path) -> None:
     base = tiny_model("qwen3_moe", **SMALL)
-    adapted(base, tmp_path / "adapter", Options())
+    adapted(base, tmp_path / "adapter")
     config = base.config.to_dict()
     (plain, *_) = write_vllm_adapter(tmp_path / "adapter", tmp_path / "a", model_config=config)
     assert "--generation-config" not in plain
@@ -142,17 +144,17 @@ def test_gpt_oss_keeps_its_experts_fused_and_gets_one_scale(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("changes", "options", "text"),
+    ("section", "text"),
     [
-        ({"has_experts": False}, Options(is_dora=True), "the adapter has DoRA: true"),
-        ({}, Options(modules_to_save=("norms",)), "has modules trained whole: "),
+        (adapter(dora=True), "the adapter has DoRA: true"),
+        (adapter(experts=True, modules_to_save=("norms",)), "has modules trained whole: "),
     ],
 )
 def test_what_vllm_has_no_place_for_is_refused(
-    changes: dict[str, Any], options: Options, text: str, tmp_path: Path
+    section: AdapterSection, text: str, tmp_path: Path
 ) -> None:
     base = tiny_model("qwen3_moe", **SMALL)
-    adapted(base, tmp_path / "adapter", options, **changes)
+    adapted(base, tmp_path / "adapter", section)
     with pytest.raises(ConfigError, match=f"{text}(?s:.*)hint: `sluice merge"):
         write_vllm_adapter(
             tmp_path / "adapter", tmp_path / "vllm", model_config=base.config.to_dict()
@@ -162,7 +164,7 @@ def test_what_vllm_has_no_place_for_is_refused(
 
 def test_a_family_that_vllm_reads_in_an_unknown_way_is_refused_by_name(tmp_path: Path) -> None:
     base = tiny_model("qwen3_moe", **SMALL)
-    adapted(base, tmp_path / "adapter", Options())
+    adapted(base, tmp_path / "adapter")
     config = base.config.to_dict() | {"model_type": "other_moe"}
     with pytest.raises(ConfigError, match="adapters on the experts of a other_moe model"):
         write_vllm_adapter(tmp_path / "adapter", tmp_path / "vllm", model_config=config)
@@ -170,7 +172,7 @@ def test_a_family_that_vllm_reads_in_an_unknown_way_is_refused_by_name(tmp_path:
 
 def test_an_adapter_of_another_model_and_a_folder_in_use_are_refused(tmp_path: Path) -> None:
     base = tiny_model("qwen3_moe", **SMALL)
-    adapted(base, tmp_path / "adapter", Options())
+    adapted(base, tmp_path / "adapter")
     config = base.config.to_dict() | {"num_experts": 3}
     with pytest.raises(CheckpointError, match=r"not of the sizes .* has 3 experts"):
         write_vllm_adapter(tmp_path / "adapter", tmp_path / "vllm", model_config=config)
@@ -184,7 +186,7 @@ def test_llama_cpp_s_own_converter_reads_experts_one_by_one_only(
 ) -> None:
     base = tiny_model("qwen3_moe", **SMALL)
     base.save_pretrained(tmp_path / "base")
-    adapted(base, tmp_path / "adapter", Options())
+    adapted(base, tmp_path / "adapter")
     write_vllm_adapter(tmp_path / "adapter", tmp_path / "one", model_config=base.config.to_dict())
     ended = {}
     for name in ("adapter", "one"):

@@ -24,7 +24,7 @@ from finetune.adapter.lora import add_lora, linear_names, trained
 from finetune.errors import ModelError
 from finetune.model.facts import built_facts, facts_of
 from finetune.planning.request import facts_of as facts_of_section
-from finetune.recipe.sections import ModelSection
+from finetune.recipe.sections import AdapterSection, ModelSection
 from offload.engine.model.inventory import inventory_of
 from offload.engine.model.layers import LayeredModel
 from offload.errors import UnsupportedModelError
@@ -190,9 +190,7 @@ def test_as_many_parameters_get_adapters_as_peft_makes(model_type: str) -> None:
     facts = facts_of(tiny(model_type))
     model = AutoModelForCausalLM.from_config(tiny_config(model_type))
     experts = any(layer.num_experts for layer in facts.layers)
-    adapted = add_lora(
-        model, rank=3, alpha=6, dropout=0.0, targets="all-linear", has_experts=experts, seed=0
-    )
+    adapted = add_lora(model, AdapterSection(rank=3, alpha=6, experts=experts), seed=0)
     made = sum(parameter.numel() for parameter in trained(adapted).values())
     spec = AdapterSpec(rank=3, targets=plan_facts.linear_names(facts), experts=experts)
     assert adapter_parameters(facts, spec) == made

@@ -15,7 +15,6 @@ from transformers import (
 
 from finetune.errors import ConfigError, ModelError
 from finetune.model.load import (
-    Loaded,
     experts_of,
     has_weights,
     is_hub_reachable,
@@ -27,6 +26,7 @@ from finetune.recipe.sections import ModelSection
 from offload.engine.experts.interface import goes_through_interface
 from offload.engine.experts.lora import SUFFIX
 from offload.plan.machine.machine import ExpertsImplementation
+from tests.checkpoints import loaded as load
 
 SHAPE = {
     "hidden_size": 16,
@@ -51,20 +51,6 @@ def model_dir(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def load(path: Path, *, tier: Literal["ram", "disk"] = "ram", dtype: str = "float32") -> Loaded:
-    return load_model(
-        path=str(path),
-        config=None,
-        init="pretrained",
-        dtype=dtype,
-        codec="native",
-        device="cpu",
-        seed=0,
-        tier=tier,
-        experts_implementation="eager",
-    )
-
-
 def test_soft_caps_of_scores_are_computed(tmp_path: Path) -> None:
     """Fused attention has none, and some versions of transformers choose it all the same."""
     capped = Gemma2Config.from_dict(SHAPE | {"attn_logit_softcapping": 0.01})
@@ -86,14 +72,14 @@ def test_soft_caps_of_scores_are_computed(tmp_path: Path) -> None:
 
 
 def test_a_shipped_shape_stands_in_for_a_hub_id_that_is_not_here(offline: None) -> None:
-    config = read_config(path="Qwen/Qwen3-30B-A3B", config=None)
+    config = read_config(ModelSection(path="Qwen/Qwen3-30B-A3B"))
     assert config["num_experts"] == 128
     assert not has_weights("Qwen/Qwen3-30B-A3B")
 
 
 def test_a_hub_id_without_a_network_is_an_error_that_says_so(offline: None) -> None:
     with pytest.raises(ModelError, match=r"nobody/nothing is no local directory.*cannot be reach"):
-        read_config(path="nobody/nothing", config=None)
+        read_config(ModelSection(path="nobody/nothing"))
 
 
 def test_a_tokenizer_is_asked_for_where_none_is_known() -> None:
@@ -108,18 +94,7 @@ def test_a_folder_without_a_tokenizer_is_an_error(model_dir: Path) -> None:
 
 def test_random_weights_depend_on_the_seed_alone() -> None:
     def weights(seed: int) -> torch.Tensor:
-        model = load_model(
-            path=None,
-            config="tiny-qwen3-moe",
-            init="random",
-            dtype="float32",
-            codec="native",
-            device="cpu",
-            seed=seed,
-            tier="ram",
-            experts_implementation="eager",
-        ).model
-        return next(model.parameters()).detach()
+        return next(random_moe("eager", seed=seed).parameters()).detach()
 
     torch.manual_seed(7)
     first, state = weights(1), torch.get_rng_state()
@@ -128,15 +103,13 @@ def test_random_weights_depend_on_the_seed_alone() -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
-def random_moe(way: ExpertsImplementation | None) -> PreTrainedModel:
+def random_moe(way: ExpertsImplementation | None, *, seed: int = 0) -> PreTrainedModel:
+    section = ModelSection(config="tiny-qwen3-moe", init="random", dtype="float32")
     return load_model(
-        path=None,
-        config="tiny-qwen3-moe",
-        init="random",
-        dtype="float32",
+        section,
         codec="native",
         device="cpu",
-        seed=0,
+        seed=seed,
         tier="ram",
         experts_implementation=way,
     ).model
@@ -198,7 +171,7 @@ def test_weights_that_are_cut_off_are_an_error_not_a_traceback(model_dir: Path) 
 def test_a_config_that_is_cut_off_is_an_error(model_dir: Path) -> None:
     (model_dir / "config.json").write_text(json.dumps(SHAPE)[:-5])
     with pytest.raises(ConfigError, match=r"config\.json"):
-        read_config(path=str(model_dir), config=None)
+        read_config(ModelSection(path=str(model_dir)))
 
 
 def test_a_direct_connection_proves_nothing_behind_a_proxy(monkeypatch) -> None:

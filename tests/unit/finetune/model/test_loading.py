@@ -38,12 +38,13 @@ from transformers import (
 import offload
 from finetune.errors import ModelError
 from finetune.model.checkpoint import load_published
-from finetune.model.load import Loaded, load_model
+from finetune.model.load import Loaded
 from finetune.model.store import store_path
 from offload.engine.host.slab import Slab
 from offload.errors import TransferError
 from offload.plan.facts.codec import CodecName
 from tests.checkpoints import assert_same_model
+from tests.checkpoints import loaded as load
 from tests.tiers import diagonal
 
 ROOT = Path(__file__).parents[4]
@@ -97,20 +98,6 @@ def publish(model: PreTrainedModel, folder: Path, *, shard: str = "40KB", seed: 
 @pytest.fixture
 def qwen3(tmp_path: Path) -> Path:
     return publish(MODELS["qwen3"](), tmp_path / "qwen3")
-
-
-def load(path: Path, tier: Tier, *, dtype: str = "float32") -> Loaded:
-    return load_model(
-        path=str(path),
-        config=None,
-        init="pretrained",
-        dtype=dtype,
-        codec="native",
-        device="cpu",
-        seed=0,
-        tier=tier,
-        experts_implementation="eager",
-    )
 
 
 def in_hold(loaded: Loaded) -> set[str]:
@@ -400,16 +387,11 @@ torch.set_num_threads(1)
 from finetune.env import quiet_libraries
 quiet_libraries()
 from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM, AutoModelForCausalLM
-from finetune.model.load import load_model
+from tests.checkpoints import loaded
 path, tier, dtype = sys.argv[1:4]
 print("ready", flush=True)
 sys.stdin.readline()
-loaded = load_model(
-    path=path, config=None, init="pretrained", dtype=dtype, codec="native", device="cpu", seed=0,
-    tier=tier,
-    experts_implementation="eager",
-)
-print("loaded", *loaded.notes, flush=True)
+print("loaded", *loaded(path, tier, dtype).notes, flush=True)
 sys.stdin.readline()
 """
 

@@ -8,7 +8,6 @@ import pytest
 from rich.console import Console
 from transformers import AutoConfig
 
-from finetune.model.load import load_model
 from finetune.report.screen import (
     NUM_LOADING_LINES,
     NUM_STEP_LINES,
@@ -19,7 +18,7 @@ from finetune.report.screen import (
 from finetune.report.weights import inventory_table
 from offload.plan.facts.weights import InventoryRow, WeightInventory
 from offload.plan.machine.machine import GIB
-from tests.checkpoints import write_checkpoint
+from tests.checkpoints import loaded, write_checkpoint
 
 
 def lines_of(*, seconds: float, num_parameters: int) -> list[str]:
@@ -81,19 +80,13 @@ def test_loading_tells_of_all_bytes_of_the_layers(
     )
     write_checkpoint(tmp_path / "model", config)
     told: list[tuple[int, int]] = []
-    loaded = load_model(
-        path=str(tmp_path / "model"),
-        config=None,
-        init="pretrained",
-        dtype="bfloat16",
-        codec="native",
-        device="cpu",
-        seed=0,
-        tier="ram" if tier == "ram" else "disk",
-        experts_implementation="eager",
+    found = loaded(
+        tmp_path / "model",
+        "ram" if tier == "ram" else "disk",
+        "bfloat16",
         on_put=lambda done, total: told.append((done, total)),
     )
-    layers = loaded.model.model.layers
+    layers = found.model.model.layers
     all_bytes = sum(parameter.nbytes for parameter in layers.parameters())
     assert len(told) == len(list(layers.parameters()))
     assert {total for _, total in told} == {all_bytes}

@@ -14,7 +14,7 @@ from finetune.adapter import lora as adapters
 from finetune.data.batches import StepShare
 from finetune.data.tokenize import Example
 from finetune.errors import FinetuneError
-from finetune.recipe.sections import TrainSection
+from finetune.recipe.sections import AdapterSection, TrainSection
 from finetune.run.checkpoint import Checkpoints
 from finetune.training.loop import Loop, StepRecord
 from finetune.training.ranks import Ranks
@@ -23,7 +23,7 @@ from offload.engine.seeding import NEWEST, Seeding
 from offload.plan.facts.facts import AdapterSpec, linear_names, model_facts
 from offload.plan.machine.machine import named_machine
 from offload.plan.memory.memory import device_terms
-from tests.builders import workload
+from tests.builders import adapter, workload
 from tests.tiers import mostly_slow
 
 CONFIG = Qwen3Config.from_dict(
@@ -39,30 +39,21 @@ CONFIG = Qwen3Config.from_dict(
 )
 
 
-PLAIN = adapters.Options()
+PLAIN = adapter(dropout=0.2)
 
 
 def make_loop(
     *,
     optimizer: Any = "adamw",
     dtype: torch.dtype = torch.float32,
-    options: adapters.Options = PLAIN,
+    section: AdapterSection = PLAIN,
     loraplus_ratio: float | None = None,
     lr: float = 0.1,
     is_masked: bool = False,
 ) -> tuple[Loop, dict[str, torch.nn.Parameter]]:
     torch.manual_seed(0)
     base: Any = Qwen3ForCausalLM(CONFIG)
-    model = adapters.add_lora(
-        base.to(dtype),
-        rank=2,
-        alpha=4,
-        dropout=0.2,
-        targets="all-linear",
-        has_experts=False,
-        seed=0,
-        options=options,
-    ).train()
+    model = adapters.add_lora(base.to(dtype), section, seed=0).train()
     trained = adapters.trained(model)
     for name, parameter in trained.items():
         if "lora_B" in name:  # zero at the start, so that dropout would change nothing
@@ -149,7 +140,7 @@ def test_a_run_that_was_begun_with_the_first_seeds_keeps_them(tmp_path: Path) ->
     assert resumed(NEWEST)[0] != losses[2:]
 
 
-WHOLE = adapters.Options(modules_to_save=("norms", "lm_head"))
+WHOLE = adapter(dropout=0.2, modules_to_save=("norms", "lm_head"))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +151,7 @@ def test_a_resume_in_16_bits_continues_to_the_bit(optimizer: Any, tmp_path: Path
         return make_loop(
             optimizer=optimizer,
             dtype=torch.bfloat16,
-            options=WHOLE,
+            section=WHOLE,
             loraplus_ratio=16.0,
             lr=1e-4,  # steps too small for 16 bits: a resume from what computes would lose them
         )
@@ -190,7 +181,7 @@ def test_a_resume_in_16_bits_continues_to_the_bit(optimizer: Any, tmp_path: Path
 
 
 def test_a_rehearsal_in_16_bits_leaves_no_trace_either() -> None:
-    loop, parameters = make_loop(dtype=torch.bfloat16, options=WHOLE)
+    loop, parameters = make_loop(dtype=torch.bfloat16, section=WHOLE)
     before = {name: p.detach().clone() for name, p in parameters.items()}
     loop.rehearse(batches(20), [batches(8)])
     assert all(torch.equal(p, before[name]) for name, p in parameters.items())
@@ -253,7 +244,7 @@ def test_a_run_of_one_step_is_rehearsed_with_it() -> None:
     [(torch.float32, "adamw"), (torch.bfloat16, "adamw"), (torch.float32, "adafactor")],
 )
 def test_what_trains_takes_the_bytes_that_the_plan_says(dtype: torch.dtype, optimizer: Any) -> None:
-    loop, parameters = make_loop(dtype=dtype, options=WHOLE, optimizer=optimizer)
+    loop, parameters = make_loop(dtype=dtype, section=WHOLE, optimizer=optimizer)
     loop.step(0, batches(8))
     facts = model_facts(CONFIG.to_dict())
     spec = AdapterSpec(

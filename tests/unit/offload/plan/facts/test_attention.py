@@ -26,7 +26,7 @@ from offload.plan.memory.memory import recorded_bytes
 from offload.plan.memory.visit import adapter_input_bytes, saved_bytes_per_token
 from offload.plan.time.attention import attention_work
 from offload.plan.time.roofline import forward_flops_per_token, layer_flops
-from tests.builders import workload
+from tests.builders import adapter, workload
 
 Config = dict[str, Any]
 
@@ -235,9 +235,7 @@ def test_saved_bytes_are_those_that_autograd_saves(
     (layer,) = facts.layers
     targets = linear_names(base)
     if is_adapted:
-        add_lora(
-            base, rank=2, alpha=4, dropout=0.0, targets="all-linear", has_experts=False, seed=0
-        )
+        add_lora(base, adapter(), seed=0)
     hidden = torch.randn(1, NUM_TOKENS, 128, dtype=dtype, requires_grad=True)
     module = base.model.layers[0]
     args, kwargs = arguments_of(base, module, hidden)

@@ -12,6 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from finetune.adapter.lora import add_lora, trained
 from finetune.adapter.lora import linear_names as names_of_model
+from finetune.recipe.sections import AdapterSection
 from offload.errors import UnsupportedModelError
 from offload.plan.facts.attention import DeltaAttention, SoftmaxAttention
 from offload.plan.facts.facts import AdapterSpec, ModelFacts, linear_names, model_facts
@@ -412,9 +413,7 @@ def test_as_many_parameters_get_adapters_as_peft_makes(name: str, experts: bool)
     config = VARIANTS[name]
     facts = model_facts(config)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**copy.deepcopy(config)))
-    adapted = add_lora(
-        model, rank=3, alpha=6, dropout=0.0, targets="all-linear", has_experts=experts, seed=0
-    )
+    adapted = add_lora(model, AdapterSection(rank=3, alpha=6, experts=experts), seed=0)
     made = sum(parameter.numel() for parameter in trained(adapted).values())
     spec = AdapterSpec(rank=3, targets=linear_names(facts), experts=experts)
     assert adapter_parameters(facts, spec) == made

@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune.adapter.lora import Options, add_lora, trained
+from finetune.adapter.lora import add_lora, trained
+from finetune.recipe.sections import AdapterSection
 from offload.errors import UnsupportedModelError
 from offload.plan.facts.facts import AdapterSpec, ModelFacts, linear_names, model_facts
 from offload.plan.facts.optimizer import Shape
@@ -23,7 +24,7 @@ from offload.plan.memory.memory import device_terms
 from offload.plan.plan import plan
 from offload.plan.schedule.op import Kind
 from offload.plan.time.costs import price
-from tests.builders import qwen3_8b, request, workload
+from tests.builders import adapter, qwen3_8b, request, workload
 
 TINY: dict[str, Any] = {
     "hidden_size": 32,
@@ -45,62 +46,53 @@ CONFIGS = {
     "olmoe": TINY | {"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2},
     "gpt_oss": TINY | {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2},
 }
-OPTIONS = {
-    "DoRA": Options(is_dora=True),
-    "patterns": Options(rank_pattern={"q_proj": 5, "o_proj": 1}),
-    "norms and embeddings": Options(modules_to_save=("norms", "embed_tokens")),
-    "linears": Options(modules_to_save=("o_proj", "q_proj")),
-    "router": Options(
+SECTIONS = {
+    "DoRA": adapter(dora=True),
+    "patterns": adapter(rank_pattern={"q_proj": 5, "o_proj": 1}),
+    "norms and embeddings": adapter(modules_to_save=("norms", "embed_tokens")),
+    "linears": adapter(modules_to_save=("o_proj", "q_proj")),
+    "router": adapter(
         modules_to_save=("router",), rank_pattern={"experts.down_proj": 1, "v_proj": 4}
     ),
-    "head": Options(modules_to_save=("lm_head",)),
+    "head": adapter(modules_to_save=("lm_head",)),
 }
 REFUSED = {(name, "router") for name in ("qwen3", "llama tied", "gemma3_text")} | {
     (name, "head") for name in ("llama tied", "gemma3_text")
 }
 
 
-def spec_of(facts: ModelFacts, options: Options, *, experts: bool) -> AdapterSpec:
+def spec_of(facts: ModelFacts, section: AdapterSection, *, experts: bool) -> AdapterSpec:
     return AdapterSpec(
         rank=3,
-        targets=tuple(n for n in linear_names(facts) if n not in options.modules_to_save),
+        targets=tuple(n for n in linear_names(facts) if n not in section.modules_to_save),
         experts=experts,
-        rank_pattern=tuple(options.rank_pattern.items()),
-        is_dora=options.is_dora,
-        modules=options.modules_to_save,
+        rank_pattern=tuple(section.rank_pattern.items()),
+        is_dora=section.dora,
+        modules=section.modules_to_save,
     )
 
 
-def made_by_peft(config: dict[str, Any], options: Options, *, experts: bool) -> list[Shape]:
+def made_by_peft(config: dict[str, Any], section: AdapterSection, *, experts: bool) -> list[Shape]:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
-    adapted = add_lora(
-        model,
-        rank=3,
-        alpha=4,
-        dropout=0.0,
-        targets="all-linear",
-        has_experts=experts,
-        seed=0,
-        options=options,
-    )
+    adapted = add_lora(model, section.model_copy(update={"rank": 3, "experts": experts}), seed=0)
     return [tuple(parameter.shape) for parameter in trained(adapted).values()]
 
 
 @pytest.mark.filterwarnings("ignore:.*RoPE scaling factor")
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("name", "section"),
     [
-        pytest.param(name, options, id=f"{name}-{what}")
+        pytest.param(name, section, id=f"{name}-{what}")
         for name in CONFIGS
-        for what, options in OPTIONS.items()
+        for what, section in SECTIONS.items()
         if (name, what) not in REFUSED
     ],
 )
-def test_what_trains_has_the_shapes_that_peft_makes(name: str, options: Options) -> None:
+def test_what_trains_has_the_shapes_that_peft_makes(name: str, section: AdapterSection) -> None:
     facts = model_facts(CONFIGS[name])
-    experts = facts.layers[0].num_experts > 0 and not options.is_dora
-    spec = spec_of(facts, options, experts=experts)
-    made = made_by_peft(CONFIGS[name], options, experts=experts)
+    experts = facts.layers[0].num_experts > 0 and not section.dora
+    spec = spec_of(facts, section, experts=experts)
+    made = made_by_peft(CONFIGS[name], section, experts=experts)
     assert sorted(trained_tensor_shapes(facts, spec)) == sorted(made)
     assert trained_parameters(facts, spec) == sum(map(math.prod, made))
 
@@ -120,7 +112,7 @@ def test_what_a_model_has_not_is_refused_by_name(
     name: str, changes: dict[str, Any], text: str
 ) -> None:
     facts = model_facts(CONFIGS[name])
-    spec = replace(spec_of(facts, Options(), experts=False), **changes)
+    spec = replace(spec_of(facts, AdapterSection(), experts=False), **changes)
     with pytest.raises(UnsupportedModelError, match=text):
         trained_parameters(facts, spec)
 
