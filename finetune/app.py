@@ -278,7 +278,7 @@ def adapter(
                 hint="`--format vllm`",
             )
         from finetune.export.vllm import write_vllm_adapter
-        from finetune.model.load import read_config
+        from finetune.model.config import read_config
         from finetune.run.run_dir import RunDir
 
         run = RunDir(run_dir)

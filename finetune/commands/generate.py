@@ -10,7 +10,8 @@ from finetune.adapter.lora import base_eos, load_adapter
 from finetune.data.rows import Conversation, Message
 from finetune.data.stops import GENERATION_CONFIG, Stops, eos_ids, read_generation_config
 from finetune.data.tokenize import encode, prompt_ids
-from finetune.model.load import load_model, load_tokenizer
+from finetune.model.load import load_model
+from finetune.model.tokenizer import load_tokenizer
 from finetune.planning.request import facts_of, full_request
 from finetune.run.run_dir import RunDir
 from finetune.training import preflight

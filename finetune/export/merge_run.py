@@ -11,7 +11,7 @@ import torch
 from finetune.errors import MergeError
 from finetune.export.base_checkpoint import BaseWeights
 from finetune.export.merge import Merged, Progress, merge
-from finetune.model.load import cached_file
+from finetune.model.config import cached_file
 from finetune.run.run_dir import RunDir
 from offload.engine.codecs.codec import codec_named
 from offload.engine.host.mapping import aligned_empty

@@ -70,6 +70,11 @@ def model_around(
     return _filled(_empty_model(path), tensors, path, dtype, source=source)
 
 
+def is_loaded(parameter: "torch.nn.Parameter") -> bool:
+    """Return whether a parameter is from the weights; transformers marks these to skip init."""
+    return bool(getattr(parameter, "_is_hf_initialized", False))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Empty:
     """A model without values.

@@ -1,4 +1,4 @@
-"""Which weights a store was made from, and where it is.
+"""The file that a model's layers wait in: where it is, and which weights it was made from.
 
 A store is known by a hash of all that its model's files contain, taken while the layers are
 written. Next to it is a record of the files' inodes, sizes and times. While these are unchanged, a
@@ -8,17 +8,29 @@ start takes the hashes from the record; else it reads the files again.
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.env import stores_dir
 from finetune.errors import ModelError
 from finetune.files.atomic import write_atomically
+from finetune.model.checkpoint import is_loaded, load_published, weights_folder
+from finetune.model.config import cached_file
+from finetune.recipe.sections import ModelSection
+from offload.errors import StoreError
 from offload.plan.facts.codec import CodecName
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from offload.engine.host.store import Store
+    from offload.engine.model.load_hook import OnPut
 
 _NUM_THREADS = 4
 
@@ -41,6 +53,99 @@ def identity(contents: Contents, dtype: str, codec: CodecName) -> dict[str, Any]
         "codec": codec,
         "transformers": version("transformers"),
     }
+
+
+def layer_store(
+    section: ModelSection, codec: CodecName, device: str, on_put: "OnPut"
+) -> "tuple[Store, tuple[str, ...]]":
+    """Open the store of a model's weights, which is written first if necessary.
+
+    Args:
+        section: A model with published weights.
+        codec: Of the layers in the store.
+        device: What encodes them.
+        on_put: Called with the progress of writing.
+
+    Returns:
+        The store, and what the user should know about it.
+
+    Raises:
+        ModelError: Weights are missing, do not match the config, or change meanwhile.
+        TransferError: The disk is full.
+        CodecError: Weights cannot be written by the codec.
+    """
+    from offload.engine.host.store import Store
+    from offload.engine.host.store_writer import sole_builder
+
+    path, dtype = section.path, section.dtype
+    assert path is not None
+    file = store_path(path, dtype, codec)
+    with sole_builder(file):
+        try:
+            return _open_store(path, dtype, codec, file)
+        except StoreError as error:
+            note = (
+                f"Built the store anew: {error.what}."
+                if file.exists()
+                else f"Wrote the layers of {path} to {file}."
+            )
+            contents = _build_store(path, dtype, codec, file, device, on_put)
+            return Store(file, identity=identity(contents, dtype, codec)), (note,)
+
+
+def _open_store(
+    path: str, dtype: str, codec: CodecName, file: Path
+) -> "tuple[Store, tuple[str, ...]]":
+    """Open a store, after checking that the weights are still those that it was made from.
+
+    Raises:
+        StoreError: There is none, or it has to be built again.
+    """
+    from offload.engine.host.store import Store, require_store, unusable
+
+    require_store(file)  # before all weights are read for one that is not there
+    config = Path(path, "config.json") if Path(path).is_dir() else cached_file(path, "config.json")
+    if config is None:
+        raise unusable(file, f"{path} is not in the cache")
+    files = WeightFiles(config.parent, file)
+    contents = files.recorded()
+    if contents is not None:
+        return Store(file, identity=identity(contents, dtype, codec)), ()
+    store = Store(file, identity=identity(files.read(), dtype, codec))
+    note = f"Files of {path} were touched, so all were read again: they hold what {file} holds."
+    return store, (note,)
+
+
+def _build_store(
+    path: str, dtype: str, codec: CodecName, file: Path, device: str, on_put: "OnPut"
+) -> Contents:
+    """Write a store; return the contents of the files that it was made from."""
+    import torch
+
+    from offload.engine.host.store_writer import StoreWriter
+    from offload.engine.model.load_hook import Stowing
+
+    make_writer = partial(StoreWriter, file, encoding_device=torch.device(device))
+    files = WeightFiles(weights_folder(path), file)
+    with Stowing(make_writer, codec=codec, is_loaded=is_loaded, on_put=on_put) as stowing:
+        with files.reading() as contents:
+            model = load_published(path, dtype)
+        writer = stowing.hold
+        if writer is None:
+            raise ModelError(
+                f"model.path: {path} was loaded and no weight of its layers was seen",
+                limit="the disk tier writes each as transformers registers it",
+                hint="`offload.tier: ram`, or another version of transformers",
+            )
+        writer.finish(_all_but(model, writer.names), identity(contents, dtype, codec))
+    return contents
+
+
+def _all_but(model: "PreTrainedModel", names: Collection[str]) -> dict[str, "torch.Tensor"]:
+    """Return the model's other parameters and buffers; tied ones once, by their first name."""
+    state = model.state_dict(keep_vars=True)
+    first_names = {id(tensor): name for name, tensor in reversed(state.items())}
+    return {name: state[name].detach() for name in first_names.values() if name not in names}
 
 
 class WeightFiles:

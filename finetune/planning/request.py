@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from finetune.adapter.targets import chosen_targets
 from finetune.errors import ConfigError
-from finetune.model.load import read_config
+from finetune.model.config import read_config
 from finetune.recipe.recipe import Recipe
 from finetune.recipe.sections import AdapterSection, ModelSection
 from offload.errors import MachineError

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from finetune.errors import ConfigError
 from finetune.files.atomic import expanded
-from finetune.model.load import cached_file, is_hub_reachable
+from finetune.model.config import cached_file, is_hub_reachable
 from finetune.planning.request import facts_of
 from finetune.recipe.load import load_recipe, recipe_from
 from finetune.recipe.recipe import Recipe, shipped_recipes, whole_units

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.errors import CheckpointError, ConfigError, ModelError
-from finetune.model.load import has_weights, is_hub_reachable, read_config, set_router_loss
+from finetune.model.config import has_weights, is_hub_reachable, read_config
+from finetune.model.load import set_router_loss
 from finetune.planning.candidates import choose, full_requests
 from finetune.recipe.recipe import Recipe
 from finetune.recipe.rules import broken_length_rules

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from finetune.data.load import Rows, load_rows
 from finetune.env import cache_dir, stores_dir
-from finetune.model.load import load_tokenizer
+from finetune.model.tokenizer import load_tokenizer
 from finetune.planning.candidates import choose, requests_for, with_each_size
 from finetune.planning.request import find_machine
 from finetune.recipe.recipe import Recipe, with_micro_batch_size, with_offload

@@ -10,7 +10,7 @@ from finetune.adapter import lora as adapters
 from finetune.data.batches import collate
 from finetune.data.rows import read_conversations
 from finetune.data.tokenize import encode
-from finetune.model.load import load_tokenizer
+from finetune.model.tokenizer import load_tokenizer
 from finetune.recipe.sections import AdapterSection
 from finetune.training.optimizer import clip, make_optimizer, update
 from tests.checkpoints import loaded

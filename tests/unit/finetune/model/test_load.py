@@ -13,15 +13,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from finetune.errors import ConfigError, ModelError
-from finetune.model.load import (
-    experts_of,
-    has_weights,
-    is_hub_reachable,
-    load_model,
-    load_tokenizer,
-    read_config,
-)
+from finetune.errors import ModelError
+from finetune.model.load import experts_of, load_model
 from finetune.recipe.sections import ModelSection
 from offload.engine.experts.interface import goes_through_interface
 from offload.engine.experts.lora import SUFFIX
@@ -37,12 +30,6 @@ SHAPE = {
     "head_dim": 8,
     "vocab_size": 32,
 }
-
-
-@pytest.fixture
-def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "no-cache"))
 
 
 @pytest.fixture
@@ -69,27 +56,6 @@ def test_soft_caps_of_scores_are_computed(tmp_path: Path) -> None:
         uncapped = made(tokens).logits
     assert torch.equal(found, right)
     assert not torch.allclose(uncapped, right, rtol=0, atol=1e-3)
-
-
-def test_a_shipped_shape_stands_in_for_a_hub_id_that_is_not_here(offline: None) -> None:
-    config = read_config(ModelSection(path="Qwen/Qwen3-30B-A3B"))
-    assert config["num_experts"] == 128
-    assert not has_weights("Qwen/Qwen3-30B-A3B")
-
-
-def test_a_hub_id_without_a_network_is_an_error_that_says_so(offline: None) -> None:
-    with pytest.raises(ModelError, match=r"nobody/nothing is no local directory.*cannot be reach"):
-        read_config(ModelSection(path="nobody/nothing"))
-
-
-def test_a_tokenizer_is_asked_for_where_none_is_known() -> None:
-    with pytest.raises(ConfigError, match=r"model\.tokenizer: null"):
-        load_tokenizer(None)
-
-
-def test_a_folder_without_a_tokenizer_is_an_error(model_dir: Path) -> None:
-    with pytest.raises(ModelError, match="no tokenizer in"):
-        load_tokenizer(str(model_dir))
 
 
 def test_random_weights_depend_on_the_seed_alone() -> None:
@@ -166,17 +132,3 @@ def test_weights_that_are_cut_off_are_an_error_not_a_traceback(model_dir: Path) 
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ModelError, match=r"model\.safetensors is cut off or damaged"):
         load(model_dir)
-
-
-def test_a_config_that_is_cut_off_is_an_error(model_dir: Path) -> None:
-    (model_dir / "config.json").write_text(json.dumps(SHAPE)[:-5])
-    with pytest.raises(ConfigError, match=r"config\.json"):
-        read_config(ModelSection(path=str(model_dir)))
-
-
-def test_a_direct_connection_proves_nothing_behind_a_proxy(monkeypatch) -> None:
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    monkeypatch.setenv("https_proxy", "http://localhost:1")
-    assert is_hub_reachable()
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert not is_hub_reachable()

@@ -216,7 +216,8 @@ def test_a_shard_that_is_cut_off_is_a_named_error(qwen3: Path, cache: Path) -> N
 def test_a_transformers_that_marks_nothing_is_noticed(
     tier: Tier, qwen3: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("finetune.model.load._is_loaded", lambda _: False)
+    for module in ("load", "store"):
+        monkeypatch.setattr(f"finetune.model.{module}.is_loaded", lambda _: False)
     if tier == "disk":
         with pytest.raises(ModelError, match="was loaded and no weight of its layers was seen"):
             load(qwen3, tier)
@@ -233,7 +234,7 @@ def test_the_first_start_writes_a_store_and_the_second_reads_no_weights(
     first = load(qwen3, "disk")
     assert first.notes == (f"Wrote the layers of {qwen3} to {file}.",)
     with monkeypatch.context() as patch:
-        patch.setattr("finetune.model.load.load_published", None)
+        patch.setattr("finetune.model.store.load_published", None)
         patch.setattr("finetune.model.store._hash", None)
         second = load(qwen3, "disk")
     assert second.notes == ()
@@ -306,7 +307,7 @@ def test_weights_that_change_while_a_store_is_written_leave_none(
         change_a_weight(shard)
         return model
 
-    monkeypatch.setattr("finetune.model.load.load_published", load_and_change)
+    monkeypatch.setattr("finetune.model.store.load_published", load_and_change)
     with pytest.raises(ModelError, match=rf"{re.escape(str(shard))} changed while it was read"):
         load(qwen3, "disk")
     assert [file.suffix for file in cache.iterdir()] == [".lock"]
