@@ -21,8 +21,9 @@ from finetune.export.base_checkpoint import BaseWeights
 from finetune.export.checkpoint_files import copy_companions, write_config
 from finetune.export.quantised_tensors import Spec
 from finetune.export.safetensors_writer import Shards
-from finetune.export.tensor_names import Group, Renaming, empty_model
+from finetune.export.tensor_names import Group, Renaming
 from finetune.files.atomic import becoming
+from finetune.model.empty import empty_published
 from finetune.report.format import shown_gib
 
 PIECE_ELEMENTS = 2**22
@@ -70,10 +71,10 @@ def merge(
         ModelError: The base is not complete, or in a form that cannot be merged into.
     """
     published = BaseWeights(base)
-    model = empty_model(base)
+    model = empty_published(str(base), torch.float32).model
     renaming = Renaming(model, published.specs)
     ties = dict(model.all_tied_weights_keys)
-    changes = Changes(empty_model(base), adapter)
+    changes = Changes(empty_published(str(base), torch.float32).model, adapter)
     untied = _untied(ties, changes, renaming)
     specs = dict(published.specs) | {
         name: published.specs[source] for name, source in untied.items()
@@ -242,7 +243,7 @@ def _require_room(folder: Path, needed_bytes: int) -> None:
 
 def _require_whole(folder: Path, untied: Mapping[str, str]) -> None:
     """Check, by names and shapes, that the folder's model accepts the weights written there."""
-    model = empty_model(folder)
+    model = empty_published(str(folder), torch.float32).model
     Renaming(model, BaseWeights(folder).specs)
     still_tied = sorted(set(untied) & {*model.all_tied_weights_keys})
     if still_tied:

@@ -11,11 +11,10 @@ import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     MergeModulelist,
@@ -26,10 +25,9 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from finetune.errors import ModelError, reading_config
+from finetune.errors import ModelError
 from finetune.export.quantised_tensors import Spec
 from finetune.files.tensors import DTYPES
-from finetune.recipe.shipped import load_shape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,22 +62,6 @@ class Group:
         )
 
 
-def empty_model(folder: Path) -> PreTrainedModel:
-    """Build the model of a folder's config.json without memory, as training builds it.
-
-    Raises:
-        ModelError: transformers does not support it.
-    """
-    load_shape(str(folder))
-    with reading_config(str(folder)):
-        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
-        if "quantization_config" in config.__dict__:  # weights are read as what they decode to
-            del config.quantization_config
-        with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return model
-
-
 class Renaming:
     """The groups of a checkpoint.
 
@@ -92,7 +74,7 @@ class Renaming:
         """Sort published names into groups.
 
         Args:
-            model: Without memory, see `empty_model`.
+            model: Without memory.
             specs: The published tensors.
 
         Raises:

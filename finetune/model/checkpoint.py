@@ -4,16 +4,17 @@ import contextlib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.env import loading_one_by_one
-from finetune.errors import ModelError, read_by_library, reading_config, unmatched
+from finetune.errors import ModelError, read_by_library, unmatched
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel
+
+    from finetune.model.empty import Empty
 
 GENERATION_CONFIG = "generation_config.json"
 
@@ -25,19 +26,23 @@ def load_published(path: str, dtype: str) -> "PreTrainedModel":
         ModelError: A tensor is missing, unknown or of another shape; a file is missing or damaged;
             or the checkpoint is quantised in a way that cannot be read.
     """
+    import torch
+
     from finetune.files.tensors import open_tensors
     from finetune.model.dequantize import format_of, plain_tensors
+    from finetune.model.empty import empty_published
     from finetune.model.fuse_experts import join_experts
 
     with _named_errors(path), loading_one_by_one():
-        empty = _empty_model(path)
+        kind: torch.dtype = getattr(torch, dtype)
+        empty = empty_published(path, kind)
         quantization = empty.quantization
         form = None if quantization is None else format_of(quantization, path)
         tensors = open_tensors(_weight_files(path))
         if form is not None:
             tensors = plain_tensors(tensors, form, path)
         _require_all_experts(path, tensors)
-        return _filled(empty, join_experts(tensors, empty.model, path), path, dtype, source=path)
+        return _filled(empty, join_experts(tensors, empty.model, path), path, kind, source=path)
 
 
 def weights_folder(path: str) -> Path:
@@ -67,7 +72,12 @@ def model_around(
     Raises:
         ModelError: A tensor is missing, unknown or of another shape.
     """
-    return _filled(_empty_model(path), tensors, path, dtype, source=source)
+    import torch
+
+    from finetune.model.empty import empty_published
+
+    kind: torch.dtype = getattr(torch, dtype)
+    return _filled(empty_published(path, kind), tensors, path, kind, source=source)
 
 
 def is_loaded(parameter: "torch.nn.Parameter") -> bool:
@@ -75,38 +85,9 @@ def is_loaded(parameter: "torch.nn.Parameter") -> bool:
     return bool(getattr(parameter, "_is_hf_initialized", False))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Empty:
-    """A model without values.
-
-    Attributes:
-        model: On the meta device.
-        quantization: What its config says about quantised weights.
-        is_composite: Whether its checkpoint is for more than text.
-    """
-
-    model: "PreTrainedModel"
-    quantization: Mapping[str, Any] | None
-    is_composite: bool
-
-
-def _empty_model(path: str) -> _Empty:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with reading_config(path):
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        quantization = _take_quantization(config)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    is_composite = type(config) is not type(model.config)
-    return _Empty(model=model, quantization=quantization, is_composite=is_composite)
-
-
 def _filled(
-    empty: _Empty, tensors: Mapping[str, Any], path: str, dtype: str, *, source: str
+    empty: "Empty", tensors: Mapping[str, Any], path: str, dtype: "torch.dtype", *, source: str
 ) -> "PreTrainedModel":
-    import torch
     from transformers import GenerationConfig
 
     kind: Any = type(empty.model)
@@ -114,7 +95,7 @@ def _filled(
         None,
         config=empty.model.config,
         state_dict=tensors,
-        dtype=getattr(torch, dtype),
+        dtype=dtype,
         output_loading_info=True,
         ignore_mismatched_sizes=True,
     )
@@ -159,19 +140,6 @@ def _named_errors(path: str) -> Iterator[None]:
             limit="it must hold config.json and safetensors weights of a causal language model",
             hint="check `model.path`; an interrupted download is mended by downloading again",
         ) from error
-
-
-def _take_quantization(config: "PreTrainedConfig") -> dict[str, Any] | None:
-    """Return what a config says about quantised weights, and remove it from the config.
-
-    With it, transformers would build the model from other modules.
-    """
-    found: dict[str, Any] | None = None
-    for part in (config, config.get_text_config(decoder=True)):
-        if hasattr(part, "quantization_config"):
-            found = part.quantization_config or found
-            del part.quantization_config
-    return found
 
 
 def _weight_files(path: str) -> list[str]:

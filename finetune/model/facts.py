@@ -6,16 +6,14 @@ token mixing is treated as a recurrence with the state size that the config name
 """
 
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-import torch
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING
 
-from finetune.errors import reading_config
 from finetune.model.attention import implementation_of
+from finetune.model.empty import empty_from
 from finetune.model.layer_facts import Reader, is_norm
 from finetune.model.linears import linear_modules
 from offload.engine.model.layers import LayeredModel
@@ -38,25 +36,7 @@ def built_facts(config: Mapping[str, Any]) -> ModelFacts:
     refuse_by_name(text_config(config))
     if config.get("model_type") not in CONFIG_MAPPING:
         return model_facts(config)  # which refuses it, and names the nearest
-    return facts_of(model_on_meta(config))
-
-
-def model_on_meta(config: Mapping[str, Any]) -> "PreTrainedModel":
-    """Build a causal language model without memory for its weights.
-
-    Raises:
-        ModelError: transformers has none of this type, or not of these sizes.
-    """
-    fields = {key: value for key, value in config.items() if key != "model_type"}
-    model_type = str(config.get("model_type"))
-    with (
-        reading_config(f"a {model_type} model"),
-        torch.device("meta"),
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore")  # about values that only matter to generation
-        built = AutoConfig.for_model(model_type, **fields)
-        return cast("PreTrainedModel", AutoModelForCausalLM.from_config(built))
+    return facts_of(empty_from(config))
 
 
 def facts_of(model: "PreTrainedModel") -> ModelFacts:

@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, Literal
 from finetune.errors import reading_config
 from finetune.model.attention import compute_exactly
 from finetune.model.checkpoint import is_loaded, load_published, model_around
-from finetune.model.config import read_config
 from finetune.model.store import layer_store
 from offload.plan.facts.codec import CodecName
 from offload.plan.machine.machine import ExpertsImplementation
 
 if TYPE_CHECKING:
-    from torch import nn
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
     from finetune.recipe.sections import ModelSection
     from offload.engine.host.layer_layout import Record
@@ -112,36 +110,16 @@ def set_router_loss(model: "PreTrainedModel", coefficient: float | None) -> None
         vars(model)["router_aux_loss_coef"] = coefficient
 
 
-def experts_of(section: "ModelSection") -> "nn.Module | None":
-    """Return the first fused experts whose code can be chosen, as they compute; without weights."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from offload.engine.experts.autotune import find_experts
-
-    config = _config_of(section)
-    with reading_config(str(section.config or section.path)), torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, section.dtype))
-    return find_experts(empty)
-
-
-def _config_of(section: "ModelSection") -> "PreTrainedConfig":
-    from transformers import AutoConfig
-
-    fields = read_config(section)
-    model_type = fields.pop("model_type")
-    with reading_config(str(section.config or section.path)):
-        return AutoConfig.for_model(model_type, **fields)
-
-
 def _random_model(section: "ModelSection", seed: int) -> "PreTrainedModel":
     import torch
     from transformers import AutoModelForCausalLM
 
+    from finetune.model.empty import config_of
+
     with torch.random.fork_rng(devices=[]), reading_config(str(section.config or section.path)):
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            _config_of(section), dtype=getattr(torch, section.dtype)
+            config_of(section), dtype=getattr(torch, section.dtype)
         )
     return model
 

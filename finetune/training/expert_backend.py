@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from finetune.errors import CheckpointError, ConfigError, FinetuneError
-from finetune.model.load import experts_of
 from finetune.planning.request import with_configured_backend
 from finetune.recipe.recipe import Recipe
 from finetune.report.format import shown_time, table_of
@@ -77,9 +76,10 @@ def resolve_expert_backend(
     is_wanted = told is not machine
     if way.value == "eager" and not is_wanted:
         return replace(machine, experts_implementation=way)
-    from offload.engine.experts.autotune import reason_against
+    from finetune.model.empty import empty_of
+    from offload.engine.experts.autotune import find_experts, reason_against
 
-    experts = experts_of(recipe.model)
+    experts = find_experts(empty_of(recipe.model))
     reason = NO_INTERFACE if experts is None else reason_against(way.value, experts, device)
     if experts is None and not is_wanted:
         way = OWN_CODE
@@ -122,11 +122,12 @@ def fastest_expert_backend(
     Raises:
         UnsupportedModelError: None can compute the experts here.
     """
-    experts = experts_of(recipe.model)
+    from finetune.model.empty import empty_of
+    from offload.engine.experts.autotune import CANDIDATES, fastest, find_experts, try_all
+
+    experts = find_experts(empty_of(recipe.model))
     if experts is None:  # the model has its own code, without a choice of backend
         return replace(machine, experts_implementation=OWN_CODE)
-    from offload.engine.experts.autotune import CANDIDATES, fastest, try_all
-
     screen.note("Trying the ways to multiply experts ...")
     layer = next(layer for layer in facts.layers if layer.num_experts)
     adapted = [x for x in adapted_linears(layer, load.adapter) if x.group == "experts"]

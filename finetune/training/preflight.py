@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.errors import CheckpointError, ConfigError, ModelError
-from finetune.model.config import has_weights, is_hub_reachable, read_config
+from finetune.model.config import has_weights, is_hub_reachable
 from finetune.model.load import set_router_loss
 from finetune.planning.candidates import choose, full_requests
 from finetune.recipe.recipe import Recipe
@@ -203,10 +203,10 @@ def _require_router_loss(recipe: Recipe) -> None:
     """
     if not recipe.train.router_loss_coef:
         return
-    from finetune.model.facts import model_on_meta
+    from finetune.model.empty import empty_of
     from offload.engine.model.layers import LayeredModel
 
-    empty = model_on_meta(read_config(recipe.model))
+    empty = empty_of(recipe.model)
     set_router_loss(empty, recipe.train.router_loss_coef)
     LayeredModel(empty)
 

@@ -38,7 +38,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from finetune.adapter.lora import expert_parameters
 from finetune.errors import MergeError, ModelError
 from finetune.export import merge as merge_module
-from finetune.export import tensor_names as renaming
+from finetune.export import tensor_names
 from finetune.export.adapter_delta import Changes
 from finetune.export.base_checkpoint import BaseWeights
 from finetune.export.merge import merge
@@ -46,6 +46,7 @@ from finetune.export.quantised_tensors import Spec
 from finetune.export.safetensors_writer import Shards
 from finetune.files.tensors import INDEX
 from finetune.model.checkpoint import load_published
+from finetune.model.empty import empty_published
 from tests.checkpoints import Pack, pack_bnb_4bit, pack_fp8, pack_mxfp4, write_checkpoint
 from tests.doubles import tiny_tokenizer
 from tests.tiers import mostly_slow
@@ -243,7 +244,7 @@ def test_an_adapter_in_bfloat16_is_added_in_float32_as_often_as_asked(tmp_path: 
         adapter / "adapter_model.safetensors",
         lambda tensors: tensors.update({n: t.bfloat16() for n, t in tensors.items()}),
     )
-    changes = Changes(renaming.empty_model(base), adapter)
+    changes = Changes(empty_published(str(base), torch.float32).model, adapter)
     exact: Any = with_adapter(base, adapter).merge_and_unload()
     plain = dict(load(base).named_parameters())
     assert len(changes.names) == 6
@@ -503,7 +504,7 @@ def test_a_rule_that_cannot_be_turned_round_is_refused(
 
     base = publish(MODELS["mixtral"](), tmp_path / "base", torch.bfloat16)
     adapter = train(base, tmp_path / "adapter")
-    monkeypatch.setattr(renaming, "revert_weight_conversion", revert)
+    monkeypatch.setattr(tensor_names, "revert_weight_conversion", revert)
     with pytest.raises(ModelError, match=r"rule for .*experts\..* cannot be turned round: "):
         merge(base, adapter, tmp_path / "out")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["adapter", "base"]

@@ -14,8 +14,10 @@ from transformers import (
 )
 
 from finetune.errors import ModelError
-from finetune.model.load import experts_of, load_model
+from finetune.model.empty import empty_of
+from finetune.model.load import load_model
 from finetune.recipe.sections import ModelSection
+from offload.engine.experts.autotune import find_experts
 from offload.engine.experts.interface import goes_through_interface
 from offload.engine.experts.lora import SUFFIX
 from offload.plan.machine.machine import ExpertsImplementation
@@ -96,11 +98,11 @@ def test_experts_are_known_before_the_model_is_loaded(
     dtype: Literal["bfloat16", "float32"],
 ) -> None:
     model = ModelSection(config="gpt-oss-20b", init="random", dtype=dtype)
-    experts: Any = experts_of(model)
+    experts: Any = find_experts(empty_of(model))
     assert experts.gate_up_proj.shape == (32, 2880, 5760)
     assert experts.down_proj.dtype is getattr(torch, dtype)
     assert {p.device.type for p in experts.parameters()} == {"meta"}
-    assert experts_of(ModelSection(config="tiny-qwen3", init="random")) is None
+    assert find_experts(empty_of(ModelSection(config="tiny-qwen3", init="random"))) is None
 
 
 def test_a_missing_tensor_is_named(model_dir: Path) -> None:

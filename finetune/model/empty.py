@@ -1,0 +1,109 @@
+"""A model without memory for its weights, as transformers builds it from a config.
+
+It is built on torch's meta device, where tensors have shapes and no memory. What a config says
+about quantised weights is taken out of it first: the model is that which computes, and its weights
+are read as what they decode to.
+"""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from finetune.errors import reading_config
+from finetune.model.config import read_config
+from finetune.recipe.sections import ModelSection
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Empty:
+    """A model without values.
+
+    Attributes:
+        model: On the meta device.
+        quantization: What its config says about quantised weights.
+        is_composite: Whether its checkpoint is for more than text.
+    """
+
+    model: PreTrainedModel
+    quantization: Mapping[str, Any] | None
+    is_composite: bool
+
+
+def empty_of(section: ModelSection) -> PreTrainedModel:
+    """Build the model of a recipe, in its dtype.
+
+    Raises:
+        ModelError: Its config is nowhere to be found, or transformers builds no model from it.
+        ConfigError: The file is not a config.
+    """
+    dtype: torch.dtype = getattr(torch, section.dtype)
+    return _empty(config_of(section), source=_source(section), dtype=dtype).model
+
+
+def empty_from(fields: Mapping[str, Any]) -> PreTrainedModel:
+    """Build a causal language model from the fields of a config.
+
+    Raises:
+        ModelError: transformers has none of this type, or not of these sizes.
+    """
+    source = f"a {fields.get('model_type')} model"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about values that only matter to generation
+        config = _config_from(fields, source=source)
+        return _empty(config, source=source, dtype=torch.float32).model
+
+
+def empty_published(path: str, dtype: torch.dtype) -> Empty:
+    """Build the model of a folder or hub id that holds weights.
+
+    Raises:
+        ModelError: transformers builds no model from its config.
+    """
+    with reading_config(path):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    return _empty(config, source=path, dtype=dtype)
+
+
+def config_of(section: ModelSection) -> PreTrainedConfig:
+    """Return the config of a recipe's model.
+
+    Raises:
+        ModelError: It is nowhere to be found, or transformers does not read it.
+        ConfigError: The file is not a config.
+    """
+    return _config_from(read_config(section), source=_source(section))
+
+
+def _source(section: ModelSection) -> str:
+    return str(section.config or section.path)
+
+
+def _config_from(fields: Mapping[str, Any], *, source: str) -> PreTrainedConfig:
+    others = {key: value for key, value in fields.items() if key != "model_type"}
+    with reading_config(source):
+        return AutoConfig.for_model(str(fields.get("model_type")), **others)
+
+
+def _empty(config: PreTrainedConfig, *, source: str, dtype: torch.dtype) -> Empty:
+    with reading_config(source), torch.device("meta"):
+        quantization = _take_quantization(config)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    is_composite = type(config) is not type(model.config)
+    return Empty(model=model, quantization=quantization, is_composite=is_composite)
+
+
+def _take_quantization(config: PreTrainedConfig) -> dict[str, Any] | None:
+    """Return what a config says about quantised weights, and remove it from the config.
+
+    With it, transformers would build the model from other modules.
+    """
+    found: dict[str, Any] | None = None
+    for part in (config, config.get_text_config(decoder=True)):
+        if hasattr(part, "quantization_config"):
+            found = part.quantization_config or found
+            del part.quantization_config
+    return found
