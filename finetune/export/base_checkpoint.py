@@ -5,33 +5,16 @@ their dtype. Changed tensors are read into their own memory and not mapped, beca
 to in place. A quantised checkpoint appears as the tensors that it decodes to.
 """
 
-import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from finetune.errors import ModelError
-from finetune.export.quantised_tensors import Spec, find_packed
-from finetune.files.tensors import (
-    DTYPES,
-    INDEX,
-    SINGLE,
-    read_header,
-    read_weight_map,
-    weight_files,
-)
+from finetune.export.quantised_tensors import find_packed
+from finetune.files.shards import INDEX, SINGLE, read_weight_map, weight_files
+from finetune.files.tensors import DTYPES, Place, Spec, read_bytes, read_header, read_tensor
 from finetune.recipe.shipped import load_shape
-
-_COPY_BYTES = 2**24
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Place:
-    file: Path
-    offset: int
-    spec: Spec
 
 
 class BaseWeights:
@@ -50,10 +33,10 @@ class BaseWeights:
             ModelError: A file or a tensor is missing, or the weights are in a form that is not
                 read.
         """
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, Place] = {}
         files = weight_files(folder)
         for file in files:
-            self._places |= _read_places(file)
+            self._places |= read_header(file)
         _require_listed(folder, self._places)
         config = load_shape(str(folder))
         stored = {name: place.spec for name, place in self._places.items()}
@@ -76,41 +59,21 @@ class BaseWeights:
         """
         if name in self._packed:
             return self._packed[name].read()[first:behind]
-        return self._read(name, first, behind)
-
-    def raw(self, name: str) -> Iterator[bytes]:
-        """Return a tensor's bytes in pieces, as they are in the file."""
         place = self._places[name]
-        with place.file.open("rb") as file:
-            file.seek(place.offset)
-            left = place.spec.num_bytes
-            while left:
-                piece = file.read(min(left, _COPY_BYTES))
-                if not piece:
-                    raise _too_short(place.file)
-                left -= len(piece)
-                yield piece
-
-    def _read(self, name: str, first: int = 0, behind: int | None = None) -> torch.Tensor:
-        place = self._places[name]
-        spec = place.spec
-        if spec.dtype not in DTYPES:
+        if place.spec.dtype not in DTYPES:
             raise ModelError(
-                f"{name} in {place.file} is of type {spec.dtype}",
+                f"{name} in {place.file} is of type {place.spec.dtype}",
                 limit=f"the types that can be merged into are {', '.join(DTYPES)}",
                 hint="name the model in bfloat16 as the base",
             )
-        shape = spec.shape
-        if behind is not None:
-            shape = (behind - first, *shape[1:])
-        row_bytes = spec.num_bytes // spec.shape[0] if behind is not None else 0
-        values = torch.empty(math.prod(shape) * DTYPES[spec.dtype].itemsize, dtype=torch.uint8)
-        if values.numel():
-            _read_into(place.file, place.offset + first * row_bytes, values.numpy().data)
-        return values.view(DTYPES[spec.dtype]).view(shape)
+        return read_tensor(place, first, behind)
+
+    def raw(self, name: str) -> Iterator[bytes]:
+        """Return a tensor's bytes in pieces, as they are in the file."""
+        return read_bytes(self._places[name])
 
 
-def _require_listed(folder: Path, places: Mapping[str, _Place]) -> None:
+def _require_listed(folder: Path, places: Mapping[str, Place]) -> None:
     if not (folder / INDEX).exists() or (folder / SINGLE).exists():
         return
     for name, file in read_weight_map(folder / INDEX).items():
@@ -120,32 +83,3 @@ def _require_listed(folder: Path, places: Mapping[str, _Place]) -> None:
                 limit=f"{INDEX} says that it is there",
                 hint="download the model again",
             )
-
-
-def _read_places(file: Path) -> dict[str, _Place]:
-    return {
-        name: _Place(
-            file=file,
-            offset=place.begin,
-            spec=Spec(dtype=place.dtype, shape=place.shape, num_bytes=place.end - place.begin),
-        )
-        for name, place in read_header(file).items()
-    }
-
-
-def _read_into(file: Path, offset: int, target: memoryview) -> None:
-    with file.open("rb", buffering=0) as stream:
-        stream.seek(offset)
-        while target:
-            num_bytes = stream.readinto(target)
-            if not num_bytes:
-                raise _too_short(file)
-            target = target[num_bytes:]
-
-
-def _too_short(file: Path) -> ModelError:
-    return ModelError(
-        f"{file} ends too early",
-        limit="its header names tensors beyond its end",
-        hint="download the model again",
-    )

@@ -31,7 +31,7 @@ from finetune.export.checkpoint_files import (
 from finetune.export.merge import Progress
 from finetune.export.merge_run import base_and_tokenizer, merge_run
 from finetune.files.atomic import flush, require_free, workspace
-from finetune.files.tensors import INDEX, SINGLE
+from finetune.files.shards import INDEX, SINGLE
 
 CONVERTER = "convert_hf_to_gguf.py"
 _REPOSITORY = "https://github.com/ggml-org/llama.cpp"

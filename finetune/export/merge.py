@@ -19,10 +19,10 @@ from finetune.errors import MergeError
 from finetune.export.adapter_delta import Changes
 from finetune.export.base_checkpoint import BaseWeights
 from finetune.export.checkpoint_files import copy_companions, write_config
-from finetune.export.quantised_tensors import Spec
 from finetune.export.safetensors_writer import Shards
 from finetune.export.tensor_names import Group, Renaming
 from finetune.files.atomic import becoming
+from finetune.files.tensors import Spec
 from finetune.model.empty import empty_published
 from finetune.report.format import shown_gib
 

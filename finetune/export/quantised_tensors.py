@@ -13,27 +13,12 @@ from typing import Any
 
 import torch
 
-from finetune.files.tensors import DTYPES, Unread, open_tensors
+from finetune.files.tensors import DTYPES, Spec, Unread, open_tensors
 from finetune.model.dequantize import format_of, plain_tensors
 
 _CODES: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}
 _BNB_STATE = ".quant_state.bitsandbytes__"
 _MXFP4_BLOCKS = "_blocks"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Spec:
-    """What a tensor is, as a safetensors header says it.
-
-    Attributes:
-        dtype: The header's code, such as BF16.
-        shape: Its sizes.
-        num_bytes: Its size in a file.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    num_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,9 +14,9 @@ from types import TracebackType
 
 import torch
 
-from finetune.export.quantised_tensors import Spec
 from finetune.files.atomic import flush
-from finetune.files.tensors import INDEX, SINGLE
+from finetune.files.shards import INDEX, SINGLE
+from finetune.files.tensors import Spec
 
 SHARD_BYTES = 5 * 10**9
 _ALIGNMENT = 8

@@ -26,8 +26,7 @@ from transformers.core_model_loading import (
 )
 
 from finetune.errors import ModelError
-from finetune.export.quantised_tensors import Spec
-from finetune.files.tensors import DTYPES
+from finetune.files.tensors import DTYPES, Spec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,16 +1,16 @@
-"""Safetensors files, read without taking memory.
+"""Safetensors files: their headers, and their tensors mapped or read.
 
 The official reader maps a file as writable. Such a mapping counts against memory limits like the
 process's own memory, so a model larger than the limit could not even be opened. The format is a
 length, a JSON header and the tensors one after the other; here the tensors are views of a shared,
-read-only mapping.
+read-only mapping. A tensor that is changed in place is read into its own memory.
 Source: https://github.com/huggingface/safetensors#format
 """
 
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,10 +18,9 @@ from types import EllipsisType
 from typing import Annotated, Any
 
 import torch
-from pydantic import AfterValidator, BaseModel, Field, RootModel, ValidationError
+from pydantic import BaseModel, Field, RootModel, ValidationError
 
 from finetune.errors import ModelError
-from finetune.files.json import JsonFile
 from offload.engine.host.mapping import map_file
 
 DTYPES = {
@@ -60,79 +59,36 @@ class Unread:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """Where a tensor is in its file.
+class Spec:
+    """What a tensor is.
 
     Attributes:
-        dtype: As the header names it, such as BF16.
+        dtype: As a header names it, such as BF16.
         shape: Its sizes.
-        begin: Its first byte, from the beginning of the file.
-        end: The byte after its last one.
+        num_bytes: Its size in a file.
     """
 
     dtype: str
     shape: tuple[int, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where a tensor is.
+
+    Attributes:
+        file: The file.
+        begin: Its first byte, from the beginning of the file.
+        spec: What it is.
+    """
+
+    file: Path
     begin: int
-    end: int
+    spec: Spec
 
 
-# ------------------------------------------------------------------------------------ which files
-
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-
-
-def _is_file_name(name: str) -> str:
-    """Refuse a name that leads out of the folder; links inside it may, as in hub caches."""
-    if Path(name).name != name or "\\" in name or "\0" in name or not name.endswith(".safetensors"):
-        raise ValueError("should be the name of a .safetensors file in the same folder")
-    return name
-
-
-class _Index(BaseModel):
-    weight_map: Annotated[
-        dict[str, Annotated[str, AfterValidator(_is_file_name)]], Field(min_length=1)
-    ]
-
-
-_INDEX = JsonFile(
-    holds=_Index,
-    error=ModelError,
-    limit="it names the file of each tensor, all of them next to it",
-    hint="download the model again",
-)
-
-
-def read_weight_map(index: Path) -> dict[str, str]:
-    """Return the name of each tensor's file, which is in the index's own folder.
-
-    Raises:
-        ModelError: The index is damaged, or names a file anywhere else.
-    """
-    weight_map: dict[str, str] = _INDEX.read(index)["weight_map"]
-    return weight_map
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Return the files of a model's weights: the single one, or else those that the index names.
-
-    Raises:
-        ModelError: One is not there, or the index is damaged or leads out of the folder.
-    """
-    names = [SINGLE]
-    if (folder / INDEX).exists() and not (folder / SINGLE).exists():
-        names = sorted(set(read_weight_map(folder / INDEX).values()))
-    for name in names:
-        if not (folder / name).is_file():
-            raise ModelError(
-                f"{folder} has no {name}",
-                limit=f"a model holds {SINGLE}, or all files that {INDEX} names",
-                hint="download the model again; weights in .bin files are not read",
-            )
-    return [folder / name for name in names]
-
-
-# ------------------------------------------------------------------------------------ their tensors
-
+_COPY_BYTES = 2**24
 _MAX_HEADER_BYTES = 100_000_000  # as in the official reader
 
 
@@ -171,7 +127,7 @@ def read_header(file: Path) -> dict[str, Place]:
         if isinstance(header, dict):
             _Metadata.model_validate(header.pop("__metadata__", {}), strict=True)
         _Header.model_validate(header, strict=True)
-        return _places(header, 8 + header_bytes, file_bytes)
+        return _places(header, file, 8 + header_bytes, file_bytes)
     except ValidationError as error:
         detail = error.errors(include_url=False, include_context=False)[0]
         where = ".".join(str(part)[:80] for part in detail["loc"])
@@ -189,12 +145,12 @@ def read_known_header(file: Path) -> dict[str, Place]:
     """
     places = read_header(file)
     for name, place in places.items():
-        if place.dtype not in DTYPES:
-            raise _damaged(file, f"{name} is of type {place.dtype}, which is not known")
+        if place.spec.dtype not in DTYPES:
+            raise _damaged(file, f"{name} is of type {place.spec.dtype}, which is not known")
     return places
 
 
-def _places(header: Mapping[str, Any], start: int, file_bytes: int) -> dict[str, Place]:
+def _places(header: Mapping[str, Any], file: Path, start: int, file_bytes: int) -> dict[str, Place]:
     places: dict[str, Place] = {}
     end = start
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
@@ -204,7 +160,8 @@ def _places(header: Mapping[str, Any], start: int, file_bytes: int) -> dict[str,
         num_bytes = math.prod(shape) * DTYPES[dtype].itemsize if is_sized else behind - begin
         if begin != end or behind - begin != num_bytes or behind > file_bytes:
             raise ValueError(f"{name} is not where its header says")
-        places[name] = Place(dtype=dtype, shape=shape, begin=begin, end=behind)
+        spec = Spec(dtype=dtype, shape=shape, num_bytes=num_bytes)
+        places[name] = Place(file=file, begin=begin, spec=spec)
         end = behind
     if end != file_bytes:
         raise ValueError(f"{file_bytes - end} bytes after its tensors")
@@ -242,7 +199,60 @@ def open_tensors(files: Sequence[str]) -> dict[str, Unread]:
 
 
 def _view(content: torch.Tensor, place: Place) -> torch.Tensor:
-    dtype, flat = DTYPES[place.dtype], content[place.begin : place.end]
+    dtype = DTYPES[place.spec.dtype]
+    flat = content[place.begin : place.begin + place.spec.num_bytes]
     if flat.storage_offset() % dtype.itemsize:
         flat = flat.clone()  # the format allows unaligned tensors, which few writers make
-    return flat.view(dtype).view(place.shape)
+    return flat.view(dtype).view(place.spec.shape)
+
+
+def read_tensor(place: Place, first: int = 0, behind: int | None = None) -> torch.Tensor:
+    """Return a tensor in its own memory, or its rows from `first` up to, not including, `behind`.
+
+    Raises:
+        ModelError: The file ends too early.
+    """
+    spec, dtype = place.spec, DTYPES[place.spec.dtype]
+    shape, begin = spec.shape, place.begin
+    if behind is not None:
+        shape = (behind - first, *shape[1:])
+        begin += first * (spec.num_bytes // spec.shape[0])
+    values = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
+    if values.numel():
+        _read_into(place.file, begin, values.numpy().data)
+    return values.view(dtype).view(shape)
+
+
+def read_bytes(place: Place) -> Iterator[bytes]:
+    """Return a tensor's bytes in pieces, as they are in the file.
+
+    Raises:
+        ModelError: The file ends too early.
+    """
+    with place.file.open("rb") as file:
+        file.seek(place.begin)
+        left = place.spec.num_bytes
+        while left:
+            piece = file.read(min(left, _COPY_BYTES))
+            if not piece:
+                raise _too_short(place.file)
+            left -= len(piece)
+            yield piece
+
+
+def _read_into(file: Path, offset: int, target: memoryview) -> None:
+    with file.open("rb", buffering=0) as stream:
+        stream.seek(offset)
+        while target:
+            num_bytes = stream.readinto(target)
+            if not num_bytes:
+                raise _too_short(file)
+            target = target[num_bytes:]
+
+
+def _too_short(file: Path) -> ModelError:
+    return ModelError(
+        f"{file} ends too early",
+        limit="its header names tensors beyond its end",
+        hint="download the model again",
+    )

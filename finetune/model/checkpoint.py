@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.env import loading_one_by_one
 from finetune.errors import ModelError, read_by_library, unmatched
+from finetune.files.shards import INDEX, SINGLE, read_weight_map, weight_files
 
 if TYPE_CHECKING:
     import torch
@@ -143,16 +144,13 @@ def _named_errors(path: str) -> Iterator[None]:
 
 
 def _weight_files(path: str) -> list[str]:
-    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
     from transformers.utils.hub import cached_file, get_checkpoint_shard_files
-
-    from finetune.files.tensors import read_weight_map, weight_files
 
     if Path(path).is_dir():
         return [str(file) for file in weight_files(Path(path))]
     with contextlib.suppress(OSError):
-        return [str(cached_file(path, SAFE_WEIGHTS_NAME))]
-    index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME)
+        return [str(cached_file(path, SINGLE))]
+    index = cached_file(path, INDEX)
     read_weight_map(Path(str(index)))
     files: list[str] = get_checkpoint_shard_files(path, index)[0]
     return files

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from finetune.env import has_proxy, is_offline
 from finetune.errors import ModelError
+from finetune.files.shards import INDEX, SINGLE
 from finetune.recipe.sections import ModelSection
 from finetune.recipe.shipped import load_shape, shipped_shapes
 
@@ -71,10 +72,7 @@ def has_weights(path: str) -> bool:
     """Return whether a model's weights are on this machine."""
     if Path(path).is_dir():
         return any(Path(path).glob("*.safetensors"))
-    return any(
-        cached_file(path, name) is not None
-        for name in ("model.safetensors", "model.safetensors.index.json")
-    )
+    return any(cached_file(path, name) is not None for name in (SINGLE, INDEX))
 
 
 def _hub_config(hub_id: str) -> dict[str, Any]:

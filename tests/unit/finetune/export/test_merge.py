@@ -42,9 +42,9 @@ from finetune.export import tensor_names
 from finetune.export.adapter_delta import Changes
 from finetune.export.base_checkpoint import BaseWeights
 from finetune.export.merge import merge
-from finetune.export.quantised_tensors import Spec
 from finetune.export.safetensors_writer import Shards
-from finetune.files.tensors import INDEX
+from finetune.files.shards import INDEX
+from finetune.files.tensors import Spec
 from finetune.model.checkpoint import load_published
 from finetune.model.empty import empty_published
 from tests.checkpoints import Pack, pack_bnb_4bit, pack_fp8, pack_mxfp4, write_checkpoint
