@@ -222,7 +222,7 @@ def models_that_fit(
     notes = machine_notes(card, dtype="bfloat16")
     if machine is None:
         notes.append(
-            f"the rates are those of {card.name}, the slowest known card for a desk with"
+            f"the rates are those of {card.name}, the slowest known desktop card with"
             f" {shown_gib(card.vram_bytes)}; `--machine NAME` takes another's"
         )
     found = fitting(offers_within(trained_models(model), here), here)
