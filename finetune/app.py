@@ -62,6 +62,7 @@ Link = Annotated[
     typer.Option(min=0.1, max=1_000_000, callback=_finite, help="GB/s of a named card's link."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print figures for programs.")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Print every table.")]
 AsMarkdown = Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")]
 
 
@@ -76,6 +77,7 @@ def finetune(
         Path | None,
         typer.Option(help="What `sluice probe --save` wrote, in place of measuring again."),
     ] = None,
+    is_verbose: Verbose = False,
 ) -> None:
     """Train an adapter, and show predicted against measured step time."""
     from finetune.recipe.load import load_recipe
@@ -98,7 +100,7 @@ def finetune(
             outcome = run(
                 settings,
                 ranks=ranks,
-                screen=Screen(console),
+                screen=Screen(console, is_verbose=is_verbose),
                 machine_file=machine,
                 is_resume=resume,
                 may_overwrite=overwrite,
@@ -111,6 +113,8 @@ def finetune(
             raise typer.Exit(exit_code(outcome.signal))
         console.print(f"Adapter: {outcome.run_dir / 'adapter'}", markup=False)
         console.print(f"Report:  {outcome.run_dir / 'report.json'}", markup=False)
+        if not is_verbose:
+            console.print(f"Details: `sluice explain {outcome.run_dir}`", markup=False)
 
 
 @app.command()
@@ -129,6 +133,7 @@ def plan(
     ] = False,
     as_json: AsJson = False,
     as_markdown: AsMarkdown = False,
+    is_verbose: Verbose = False,
 ) -> None:
     """Predict step time and memory, without weights and without the card."""
     with _explained(model):
@@ -141,7 +146,7 @@ def plan(
             machines=machines,
             beside=Beside(ram_gib=ram, link_gb_per_s=link),
             wants_ways=wants_ways,
-            form=form_of(as_json=as_json, as_markdown=as_markdown),
+            form=form_of(as_json=as_json, as_markdown=as_markdown, is_verbose=is_verbose),
             note=_warn,
         )
         _show(shown)
@@ -172,7 +177,7 @@ def fit(
             machine=machine,
             vram_gib=vram,
             beside=Beside(ram_gib=ram, link_gb_per_s=link),
-            form=form_of(as_json=as_json, as_markdown=as_markdown),
+            form=form_of(as_json=as_json, as_markdown=as_markdown, is_verbose=False),
         )
         _show(shown)
 
@@ -274,7 +279,7 @@ def adapter(
         if layout != "vllm":
             raise ConfigError(
                 f"--format {layout}",
-                limit="an adapter is written for vllm; peft reads RUN_DIR/adapter as it lies",
+                limit="an adapter is written for vllm; peft reads RUN_DIR/adapter as it is",
                 hint="`--format vllm`",
             )
         from finetune.export.vllm import write_vllm_adapter

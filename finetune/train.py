@@ -23,6 +23,7 @@ from finetune.report.model_card import MODEL_CARD, model_card
 from finetune.report.plan import plan_json, plan_tables
 from finetune.report.prediction import require_unchanged, write_prediction
 from finetune.report.screen import Screen
+from finetune.report.summary import plan_summary, run_summary
 from finetune.report.weights import inventory_table
 from finetune.run.evaluations import EVAL_LOSS, Evaluations
 from finetune.run.run_dir import RunDir
@@ -91,8 +92,9 @@ def finetune(
         run, steps, plan = replace(run, recipe=planned.recipe), planned.steps, planned.choice.plan
         if ranks.is_main:
             preflight.require_room(run_dir.path, plan)
-        screen.show(plan_tables(plan))
-        screen.show(choice_tables(planned.choice))
+        screen.show(plan_summary(planned.choice))
+        screen.detail(plan_tables(plan))
+        screen.detail(choice_tables(planned.choice))
 
         # ------------------------------------------------------------------- model on its engine
         # peft, transformers' model code and torch's compiler take seconds to import: they come last
@@ -111,7 +113,7 @@ def finetune(
         with closing(session.engine), gc_frozen():
             for one in (*adapted.notes, note, *session.engine.notes):
                 screen.note(one)
-            screen.show(inventory_table(session.engine.weights))
+            screen.detail(inventory_table(session.engine.weights))
             screen.note(session.stops.shown(session.tokenizer))
             priced, plan = plan_json(plan), session.calibrated(plan)
             first_step = ranks.from_main(lambda: _begin(run, plan))
@@ -329,7 +331,8 @@ def _finish(session: "Session") -> None:
     data_hash = session.rows.data_hash
     card = model_card(recipe, run.dir.path, session.model.config, data_hash=data_hash)
     write_atomically(run.dir.adapter / MODEL_CARD, card)
-    run.screen.show(explanation_tables(explanation))
+    is_verbose = run.screen.is_verbose
+    run.screen.show(explanation_tables(explanation) if is_verbose else run_summary(explanation))
 
 
 def _take_best(session: "Session", evaluations: Evaluations) -> None:
@@ -366,6 +369,9 @@ def _sample(session: "Session", *, when: str) -> None:
         # without gradients a pass takes less than half of what the largest visits take
         max_pass_tokens=2 * session.steps.largest_tokens,
     )
-    run.screen.show(report.samples_table(when, answers))
+    if when == "after" or run.screen.is_verbose:
+        run.screen.show(report.samples_table(when, answers))
+    else:
+        run.screen.note(report.samples_title(when, answers))
     file = run.dir.path / f"samples_{when}.json"
     write_atomically(file, sealed_json(json.dumps(report.samples_json(answers), indent=1)))

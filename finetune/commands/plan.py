@@ -36,22 +36,26 @@ from finetune.report import choice as choice_report
 from finetune.report.format import shown_gib
 from finetune.report.host_map import host_map
 from finetune.report.plan import plan_json, plan_tables
+from finetune.report.summary import plan_summary
 from finetune.report.what_if import what_if_json, what_if_table
 from offload.plan.machine.machine import FP32_FRAC, GEMM_FRAC, GIB, GIVEN, Dtype, Machine
 from offload.plan.what_if.what_if import NUM_CARDS, what_if
 
-Form = Literal["table", "json", "markdown"]
+Form = Literal["table", "verbose", "json", "markdown"]
 
 
-def form_of(*, as_json: bool, as_markdown: bool) -> Form:
+def form_of(*, as_json: bool, as_markdown: bool, is_verbose: bool) -> Form:
     """Return the form that flags ask for.
 
     Raises:
         ConfigError: They ask for two.
     """
-    if as_json and as_markdown:
-        raise ConfigError("both --json and --markdown", hint="`--json` alone")
-    return "json" if as_json else "markdown" if as_markdown else "table"
+    asked: dict[Form, bool] = {"json": as_json, "markdown": as_markdown, "verbose": is_verbose}
+    forms = [form for form, is_asked in asked.items() if is_asked]
+    if len(forms) > 1:
+        flags = " and ".join(f"--{form}" for form in forms)
+        raise ConfigError(f"both {flags}", hint=f"`--{forms[0]}` alone")
+    return forms[0] if forms else "table"
 
 
 @contextmanager
@@ -121,8 +125,8 @@ def planned(
             limit="Markdown is for the table of machines",
             hint="`--machines all --markdown`, or `--json`",
         )
-    if machines is not None and (machine is not None or wants_ways):
-        flag = "--what-if" if machine is None else "--machine"
+    if machines is not None and (machine is not None or wants_ways or form == "verbose"):
+        flag = "--machine" if machine else "--what-if" if wants_ways else "--verbose"
         raise ConfigError(
             f"{flag} with --machines",
             limit="a table of machines has a line for each, and no more",
@@ -167,13 +171,12 @@ def _one_plan(
         figures = plan_json(made) | choice_report.choice_json(choice)
         figures |= {"notes": notes}
         return _json(figures | (what_if_json(ways) if ways else {}))
-    choice_tables = choice_report.choice_tables(choice)
-    shown = [
-        *map(Text, notes),
-        plan_tables(made),
-        choice_tables,
-        host_map(here, made),
-    ]
+    shown: list[RenderableType] = [*map(Text, notes), plan_summary(choice)]
+    if form == "verbose":
+        tables = choice_report.choice_tables(choice)
+        shown += [plan_tables(made), tables, host_map(here, made)]
+    else:
+        shown.append(Text("`--verbose`: time by lane, memory by term, alternatives, rates"))
     return Group(*shown, *([what_if_table(ways, machine=here)] if ways else []))
 
 
@@ -219,7 +222,7 @@ def models_that_fit(
     notes = machine_notes(card, dtype="bfloat16")
     if machine is None:
         notes.append(
-            f"the rates are those of {card.name}, the slowest known card for a desk with"
+            f"the rates are those of {card.name}, the slowest known desktop card with"
             f" {shown_gib(card.vram_bytes)}; `--machine NAME` takes another's"
         )
     found = fitting(offers_within(trained_models(model), here), here)

@@ -106,7 +106,7 @@ def fitting(offers: Sequence[Offer], machine: Machine) -> list[Offer]:
         return found
     nearest = min(offers, key=lambda offer: (len(offer.short), offer.vram_bytes + offer.ram_bytes))
     raise DoesNotFitError(
-        f"nothing fits: what comes nearest is {nearest.model} with `offload.codec: {nearest.codec}`"
+        f"nothing fits: the nearest is {nearest.model} with `offload.codec: {nearest.codec}`"
         f", for {shown_gib(nearest.vram_bytes)} of VRAM and {shown_gib(nearest.ram_bytes)} of RAM",
         limit=f"{shown_gib(machine.vram_bytes)} of VRAM and {shown_gib(machine.ram_bytes)} of RAM"
         " may be used",
@@ -242,7 +242,7 @@ def slowest_card(vram_gib: float | None) -> str:
         most = max(CARD_NAMES, key=lambda name: CARDS[name].memory_gib)
         limit = f"{most} has {CARDS[most].memory_gib:g} GiB"
     raise ConfigError(
-        f"--vram {vram_gib:g} is more than any known card{' for a desk' if servers else ''} has",
+        f"--vram {vram_gib:g} is more than any known {'desktop ' if servers else ''}card has",
         limit=limit,
         hint=f"`--machine {servers[0]}` takes a server's rates"
         if servers

@@ -34,7 +34,7 @@ def choice_json(choice: Choice) -> dict[str, Any]:
             | {
                 "least_step_s": one.least_s,
                 "is_simulated": one.step_s is not None,
-                "reason": _reason(one, chosen),
+                "reason": reason_against(one, chosen),
             }
             for one in choice.rejected
         ],
@@ -72,20 +72,49 @@ def _memory(shortage: Shortage) -> str:
     return shortage.what.removeprefix("of ")
 
 
-def _words(one: Candidate) -> str:
-    """Return a candidate's settings in one line."""
+def _words(one: Candidate) -> dict[str, str]:
+    """Return a candidate's settings in words, by name."""
     request = one.request
-    chunk, num_graphs = request.typical.head_chunk_tokens, one.residency.num_kept_graphs
-    return (
-        f"{request.typical.codec}, {one.residency.num_slots} slots,"
-        + (f" {shown_graphs(num_graphs)}," if num_graphs else "")
-        + f" inputs {'in RAM' if request.is_stashed else 'on the device'},"
-        f" {request.num_micro_batches} x {request.typical.micro_batch_size} sequences"
-        + (f", head chunks of {chunk}" if chunk < HEAD_CHUNK_TOKENS else "")
-    )
+    chunk = request.typical.head_chunk_tokens
+    return {
+        "codec": request.typical.codec,
+        "slots": f"{one.residency.num_slots} slots",
+        "graphs": shown_graphs(one.residency.num_kept_graphs),
+        "inputs": f"inputs {'in RAM' if request.is_stashed else 'on the device'}",
+        "sequences": (
+            f"{request.num_micro_batches} x {request.typical.micro_batch_size} sequences"
+        ),
+        "chunk": f"head chunks of {chunk}",
+    }
 
 
-def _reason(one: Candidate, chosen: Candidate) -> str:
+def _settings_line(one: Candidate) -> str:
+    """Return a candidate's settings in one line, without those of every usual plan."""
+    words = _words(one)
+    if not one.residency.num_kept_graphs:
+        del words["graphs"]
+    if one.request.typical.head_chunk_tokens >= HEAD_CHUNK_TOKENS:
+        del words["chunk"]
+    return ", ".join(words.values())
+
+
+def changed_settings(one: Candidate, chosen: Candidate) -> str:
+    """Return the settings in which a candidate differs from the chosen one."""
+    others = _words(chosen)
+    return ", ".join(words for name, words in _words(one).items() if words != others[name])
+
+
+def gains(choice: Choice) -> dict[str, float]:
+    """Return by what part each change that fits makes the tokens per second more, or fewer."""
+    now = choice.chosen.tokens_per_s
+    return {
+        _change(what_if, choice): what_if.tokens_per_s / now - 1
+        for what_if in choice.what_ifs
+        if what_if.tokens_per_s is not None
+    }
+
+
+def reason_against(one: Candidate, chosen: Candidate) -> str:
     """Return why a candidate was not chosen."""
     if one.shortages:
         return "short of " + " and ".join(
@@ -99,10 +128,12 @@ def _choice_table(choice: Choice) -> Table:
     plan, chosen = choice.plan, choice.chosen
     table = table_of("The choice", "", "step", "")
     table.columns[2].justify = "left"
-    table.add_row(_words(chosen), shown_time(chosen.least_s), "chosen")
+    table.add_row(_settings_line(chosen), shown_time(chosen.least_s), "chosen")
     for one in choice.rejected:
         limit = "" if one.step_s is not None else "at least "
-        table.add_row(_words(one), limit + shown_time(one.least_s), _reason(one, chosen))
+        table.add_row(
+            _settings_line(one), limit + shown_time(one.least_s), reason_against(one, chosen)
+        )
     if plan.num_slots < plan.facts.num_layers:
         table.caption_justify = "left"
         table.caption = (
@@ -121,7 +152,9 @@ def _what_if_table(choice: Choice) -> Table:
     for what_if in choice.what_ifs:
         rate = what_if.tokens_per_s
         if rate is None:
-            table.add_row(_change(what_if, choice), "-", _reason(what_if.best, choice.chosen))
+            table.add_row(
+                _change(what_if, choice), "-", reason_against(what_if.best, choice.chosen)
+            )
         else:
             table.add_row(
                 _change(what_if, choice), f"{rate:,.0f}", f"{100 * (rate / now - 1):+.1f} %"

@@ -11,21 +11,16 @@ from finetune.report.format import shown_mib, shown_time, table_of
 from finetune.report.memory import MemoryRow
 from offload.plan.schedule.op import Kind
 
-NUM_TOLD = 3  # parts of a miss that are described in words
-NUM_LAYERS_TOLD = 6
+NUM_NAMED = 3  # parts of a miss that are described in words
+NUM_LAYERS_NAMED = 6
 
 
 def explanation_tables(explanation: Explanation) -> RenderableType:
     """Return a run's comparison with its prediction: time, where it went, memory, the bound."""
-    parts: list[RenderableType] = []
-    for change in explanation.changes:
-        parts.append(Text(f"PREDICTION CHANGED: {change}", style="bold red"))
-    if explanation.num_done < explanation.num_steps:
-        left = f"{explanation.num_done} of {explanation.num_steps} steps are done"
-        parts.append(Text(f"{left}; `--resume` runs the others"))
+    parts: list[RenderableType] = [*notices(explanation)]
     for section in explanation.sections:
         parts += [_time_table(section), _miss_table(section)]
-        parts += [Text(line) for line in _told(section)]
+        parts += [Text(line) for line in _section_lines(section)]
     if explanation.memory:
         parts.append(_memory_table(explanation.memory))
     parts += [Text(line) for line in _bound_lines(explanation)]
@@ -35,17 +30,38 @@ def explanation_tables(explanation: Explanation) -> RenderableType:
     return Group(*parts)
 
 
-def _time_table(section: Section) -> Table:
+def notices(explanation: Explanation) -> list[Text]:
+    """Return what comes before any figure: changed predictions, and steps that are not done."""
+    found = [
+        Text(f"PREDICTION CHANGED: {change}", style="bold red") for change in explanation.changes
+    ]
+    if explanation.num_done < explanation.num_steps:
+        left = f"{explanation.num_done} of {explanation.num_steps} steps are done"
+        found.append(Text(f"{left}; `--resume` runs the others"))
+    return found
+
+
+def section_title(section: Section) -> str:
+    """Return what is compared: the prediction's grade, and which steps."""
     first, last = section.steps
-    title = (
+    return (
         f"Predicted ({section.grade}) against measured"
         f" (mean of the middle {section.num_middle} of {section.num_steps} steps,"
         f" {first} to {last})"
     )
-    table = table_of(title, "lane", "phase", "predicted", "measured", "error", "p20", "p80")
+
+
+def shown_error(error: float | None) -> str:
+    """Write a relative error; nothing where there is none."""
+    return "" if error is None else f"{error:+.0%}"
+
+
+def _time_table(section: Section) -> Table:
+    columns = ("lane", "phase", "predicted", "measured", "error", "p20", "p80")
+    table = table_of(section_title(section), *columns)
     table.columns[1].justify = "left"
     for row in section.comparison:
-        error = "" if row.error is None else f"{row.error:+.0%}"
+        error = shown_error(row.error)
         if error and row.is_within_spread:
             error = f"({error})"
         times = (row.p20, row.p80)
@@ -63,7 +79,7 @@ def _time_table(section: Section) -> Table:
 def _miss_table(section: Section) -> Table:
     """Every part of the difference, and their sum, which is the difference."""
     table = table_of(
-        "Where the difference lies: wall time of a step, its wait for data included",
+        "Where the difference is: wall time of a step, its wait for data included",
         *("term (part)", "predicted", "measured", "difference", "layers"),
     )
     table.columns[-1].justify = "left"
@@ -83,27 +99,13 @@ def _miss_table(section: Section) -> Table:
     return table
 
 
-def _told(section: Section) -> Iterator[str]:
+def _section_lines(section: Section) -> Iterator[str]:
     """Describe the largest parts of the miss in words, and what else a reader has to know."""
-    apart_s = section.wall_s - section.predicted_s
     step = section.comparison[0]
-    if section.is_disturbed:
-        load = section.load_per_cpu
-        yield (
-            "This run was disturbed, by other programs or by clocks that moved: steps alike differ"
-            f" by {section.spread_frac:.0%} (p20 to p80)"
-            + ("" if load is None else f", and {load:.1f} processes wanted each processor")
-            + ". What follows is partly theirs"
-        )
-    how = "longer" if apart_s >= 0 else "shorter"
-    largest = [miss for miss in section.misses[:NUM_TOLD] if miss.difference_s]
-    causes = "; ".join(_cause(miss) for miss in largest)
-    yield (
-        f"A step took {shown_time(abs(apart_s))} {how} than predicted"
-        f" ({apart_s / section.predicted_s:+.1%})" + (f": {causes}" if causes else "")
-    )
+    yield from disturbance(section)
+    yield largest_misses(section)
     if step.is_within_spread:
-        yield "An error in brackets lies within the spread of the steps themselves (p20 to p80)"
+        yield "An error in brackets is within the spread of the steps themselves (p20 to p80)"
     if section.first_grade != section.grade:
         error = (section.first_step_s - step.measured) / step.measured
         yield (
@@ -115,6 +117,31 @@ def _told(section: Section) -> Iterator[str]:
             f"{section.num_cold} of {section.num_steps} steps loaded more than planned: the slots"
             " were cold, or an evaluation had been through them"
         )
+
+
+def disturbance(section: Section) -> list[str]:
+    """Return the warning that something other than the plan affected the steps, if it did."""
+    if not section.is_disturbed:
+        return []
+    load = section.load_per_cpu
+    return [
+        "This run was disturbed, by other programs or by changing clock rates: steps of one size"
+        f" differ by {section.spread_frac:.0%} (p20 to p80)"
+        + ("" if load is None else f", with {load:.1f} runnable processes per processor")
+        + ". It explains part of the differences below"
+    ]
+
+
+def largest_misses(section: Section) -> str:
+    """Return how far the step is from its prediction, and the parts that differ most."""
+    apart_s = section.wall_s - section.predicted_s
+    how = "longer" if apart_s >= 0 else "shorter"
+    largest = [miss for miss in section.misses[:NUM_NAMED] if miss.difference_s]
+    causes = "; ".join(_cause(miss) for miss in largest)
+    return (
+        f"A step took {shown_time(abs(apart_s))} {how} than predicted"
+        f" ({apart_s / section.predicted_s:+.1%})" + (f": {causes}" if causes else "")
+    )
 
 
 def _cause(miss: Miss) -> str:
@@ -138,7 +165,7 @@ def _memory_table(rows: Sequence[MemoryRow]) -> Table:
             row.grade,
             "-" if row.predicted is None else shown_mib(row.predicted),
             "-" if row.measured is None else shown_mib(row.measured),
-            "" if row.error is None else f"{row.error:+.0%}",
+            shown_error(row.error),
             row.how,
         )
     return table
@@ -168,8 +195,8 @@ def shown_layers(layers: Sequence[int]) -> str:
             ranges[-1].append(layer)
         else:
             ranges.append([layer])
-    words = [str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in ranges[:NUM_LAYERS_TOLD]]
-    return ", ".join(words) + (", ..." if len(ranges) > NUM_LAYERS_TOLD else "")
+    words = [str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in ranges[:NUM_LAYERS_NAMED]]
+    return ", ".join(words) + (", ..." if len(ranges) > NUM_LAYERS_NAMED else "")
 
 
 def _signed(seconds: float) -> str:

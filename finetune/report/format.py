@@ -22,6 +22,16 @@ class Titled(Table):
 def table_of(title: str, *columns: str) -> Table:
     """Return an empty table; all columns but the first hold figures, two unnamed ones do not."""
     table = Titled(box=box.SIMPLE, show_header=any(columns), pad_edge=False, collapse_padding=True)
+    return _with_columns(table, title, columns)
+
+
+def compact_table(title: str, *columns: str) -> Table:
+    """Return the same without rules and blank lines."""
+    table = Titled(box=None, show_header=any(columns), padding=(0, 1))
+    return _with_columns(table, title, columns)
+
+
+def _with_columns(table: Titled, title: str, columns: tuple[str, ...]) -> Table:
     table.heading = title
     for number, column in enumerate(columns or ("", "")):
         is_figure = bool(columns) and number > 0 and column not in ("wanted", "got")
@@ -57,4 +67,4 @@ def shown_count(number: int) -> str:
 
 def shown_graphs(num_kept_graphs: int) -> str:
     """Return how many layers keep their graphs, in words."""
-    return f"{num_kept_graphs} kept graph{'s' if num_kept_graphs > 1 else ''}"
+    return f"{num_kept_graphs} kept graph{'' if num_kept_graphs == 1 else 's'}"

@@ -7,6 +7,7 @@ from typing import Any
 from offload.plan.memory.memory import CONTEXT, DATA_WORKERS, FRAGMENTATION, OTHER_RANKS
 from offload.plan.memory.traced import MemoryGrade
 
+PEAKS = ("peak allocated VRAM", "peak host memory", "peak memory")
 VISITS = "layer inputs, one visit, head chunk"
 PROCESS = "process, libraries, loading"
 HEAP = "libraries, layer inputs, one visit, head chunk"
@@ -63,13 +64,13 @@ def memory_rows(
     others = {DATA_WORKERS, OTHER_RANKS}
     if not is_cuda:  # there is one memory, and one meter for all of this process
         terms = {name: n for name, n in (*device.items(), *host.items()) if name not in others}
-        group = _group(terms, grade, measured, HEAP, peak=("peak memory", "resident set"))
+        group = _group(terms, grade, measured, HEAP, peak=(PEAKS[2], "resident set"))
         return (*group, *_unseen({**device, **host}, others))
     on_device = {n: size for n, size in device.items() if n not in (CONTEXT, FRAGMENTATION)}
     on_host = {n: size for n, size in host.items() if n not in others}
     torch_peak, process_peak = (
-        ("peak allocated VRAM", "torch"),
-        ("peak host memory", "resident set"),
+        (PEAKS[0], "torch"),
+        (PEAKS[1], "resident set"),
     )
     apart = measured["peak_reserved_bytes"] - measured["peak_bytes"]
     spare = _row(FRAGMENTATION, COUNTED, device.get(FRAGMENTATION), apart, "torch: not allocated")

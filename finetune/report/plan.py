@@ -10,7 +10,6 @@ from finetune.report.format import shown_count, shown_gib, shown_mib, shown_time
 from offload.plan.facts.trainable import adapter_parameters, module_parameters, trained_parameters
 from offload.plan.machine.machine import Implementation, Machine, Rate
 from offload.plan.plan import Plan
-from offload.plan.schedule.schedule import NUM_STAGING
 from offload.plan.time.roofline import Count, layer_flops
 
 REFERENCE_FLOPS_PER_S = 250e12
@@ -130,65 +129,26 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 
 def plan_tables(plan: Plan) -> RenderableType:
-    """Return what is shown of a plan before a run."""
-    return Group(_route_table(plan), _time_table(plan), _memory_table(plan))
+    """Return the figures behind a plan: of a layer, of the step by lane, of memory by term."""
+    return Group(_layer_table(plan), _time_table(plan), _memory_table(plan))
 
 
-def _route_table(plan: Plan) -> Table:
-    facts, typical = plan.facts, plan.request.typical
-    cost = plan.costs.layers[0]
-    is_resident = plan.num_slots == facts.num_layers
-    table = table_of(f"Plan for {plan.machine.name}")
-    rows = [
-        (
-            "model",
-            f"{facts.model_type}, {facts.num_layers} layers, {shown_count(facts.num_parameters)}"
-            f" parameters, {shown_count(facts.num_active_parameters)} active per token",
-        ),
-        ("counted", FACTS_GRADES[facts.grade]),
-        ("adapter", _adapter_line(plan)),
-        ("layer 0", _layer_line(plan)),
-        (
-            "tiers",
-            f"{shown_gib(sum(c.weight_bytes for c in plan.costs.layers))} of layers"
-            f" {_place(plan)},"
-            f" {plan.num_slots} slots of {shown_mib(cost.weight_bytes)} on the device"
-            + (" (resident)" if is_resident else "")
-            + (f", by way of {NUM_STAGING} page-locked buffers" if plan.schedule.is_staged else ""),
-        ),
-        (
-            "step",
-            f"{plan.tokens_per_step:,} tokens in {plan.request.num_micro_batches} micro-batches"
-            f" of {typical.micro_batch_size} x {typical.seq_len}"
-            + (f", shared by {plan.request.num_ranks} ranks" if plan.request.num_ranks > 1 else ""),
-        ),
-        (
-            "link",
-            f"{plan.schedule.num_loads} loads, {shown_gib(plan.schedule.h2d_bytes)} per step"
-            + (f", {shown_gib(plan.schedule.d2h_bytes)} back" if plan.schedule.d2h_bytes else ""),
-        ),
-    ]
-    if plan.num_kept_graphs:
-        rows.append(("backward", _kept_line(plan)))
-    if not is_resident:
-        rows.append(
-            (
-                "break-even",
-                f"streaming costs nothing from {plan.break_even_tokens:,.0f} tokens per step",
-            )
-        )
-    if facts.has_experts:
-        rows.append(("experts", _experts_line(plan.machine)))
-    rows += [
-        ("compute", f"{shown_time(f.seconds)} per layer and micro-batch: {f.name}")
-        for f in compute_figures(plan)
-    ]
-    for name, value in rows:
-        table.add_row(name, value)
+def _layer_table(plan: Plan) -> Table:
+    table = table_of("One layer, and how it is counted")
+    table.add_row("counted", FACTS_GRADES[plan.facts.grade])
+    table.add_row("layer 0", _layer_line(plan))
+    table.add_row("slot", shown_mib(plan.costs.layers[0].weight_bytes))
+    if plan.facts.has_experts:
+        rate = plan.machine.expert_gemm_flops_per_s
+        table.add_row("experts", f"{rate.value / 1e12:,.2f} TFLOP/s ({rate.source})")
+    for figure in compute_figures(plan):
+        seconds = shown_time(figure.seconds)
+        table.add_row("compute", f"{seconds} per layer and micro-batch: {figure.name}")
     return table
 
 
-def _place(plan: Plan) -> str:
+def place_of_layers(plan: Plan) -> str:
+    """Return where layers wait, in words."""
     rate = plan.machine.disk_bytes_per_s
     if not plan.request.is_on_disk:
         return "in RAM"
@@ -197,7 +157,8 @@ def _place(plan: Plan) -> str:
     return f"on disk, read at {rate.value / 1e9:,.2f} GB/s ({rate.source})"
 
 
-def _adapter_line(plan: Plan) -> str:
+def adapter_line(plan: Plan) -> str:
+    """Return what is trained, in words."""
     spec = plan.request.typical.adapter
     places = [*spec.targets, *(["the experts"] if spec.experts else [])]
     ranks = ", ".join(f"{name} {rank}" for name, rank in spec.rank_pattern)
@@ -210,21 +171,14 @@ def _adapter_line(plan: Plan) -> str:
     )
 
 
-def _kept_line(plan: Plan) -> str:
+def kept_line(plan: Plan) -> str:
+    """Return how many layers are not checkpointed, and the time that it saves."""
     first, num_layers = plan.facts.num_layers - plan.num_kept_graphs, plan.facts.num_layers
     saved_s = sum(cost.recompute_s for cost in plan.costs.layers[first:])
     saved_s *= plan.request.rank_micro_batches
     return (
         f"{plan.num_kept_graphs} of {num_layers} layers keep their graph, the last ones:"
         f" {shown_time(saved_s)} of recompute saved"
-    )
-
-
-def _experts_line(machine: Machine) -> str:
-    way, rate = machine.experts_implementation, machine.expert_gemm_flops_per_s
-    return (
-        f"multiplied by {way.value} ({way.source}),"
-        f" {rate.value / 1e12:,.2f} TFLOP/s ({rate.source})"
     )
 
 
@@ -249,9 +203,9 @@ def _time_table(plan: Plan) -> Table:
         ("backward", "compute: backward"),
         ("stall", "compute: waits for weights"),
         ("optimizer", "compute: optimizer"),
-        ("h2d", "h2d: loads, beside compute"),
-        ("d2h", "d2h: layer inputs, beside compute"),
-        ("reads", "host: reads into page-locked buffers, beside compute"),
+        ("h2d", "h2d: loads, during compute"),
+        ("d2h", "d2h: layer inputs, during compute"),
+        ("reads", "host: reads into page-locked buffers, during compute"),
     ):
         if name in ("decode", "d2h", "reads") and not phases[name]:
             continue

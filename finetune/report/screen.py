@@ -23,7 +23,7 @@ from offload.plan.machine.machine import GIB
 
 NUM_RECENT_STEPS = 20
 LINE_EVERY_S, LINE_AFTER_S = 5.0, 60.0
-NUM_STEP_LINES = 20
+NUM_STEP_LINES = 10
 NUM_LOADING_LINES = 10
 
 
@@ -88,12 +88,12 @@ class StepLines:
         self._recent = Recent()
 
     def advance(self, row: Mapping[str, Any]) -> None:
-        """Print a line if a minute has passed, or a twentieth is done and some seconds passed."""
+        """Print a line if a minute has passed, or a tenth is done and some seconds passed."""
         self._recent.add(row)
         step, now_s = row["step"], self._clock()
         waited_s = now_s - self._last_s
-        is_twentieth = (step - self._last_step) * NUM_STEP_LINES >= self._total
-        is_due = waited_s >= (LINE_EVERY_S if is_twentieth else LINE_AFTER_S)
+        is_tenth = (step - self._last_step) * NUM_STEP_LINES >= self._total
+        is_due = waited_s >= (LINE_EVERY_S if is_tenth else LINE_AFTER_S)
         if is_due or step == self._total:
             self._last_step, self._last_s = step, now_s
             self._note(
@@ -116,14 +116,14 @@ class LoadingLines:
         """Begin now."""
         self._note, self._clock = note, clock
         self._start_s = self._last_s = clock()
-        self._num_told = 0
+        self._num_shown = 0
 
     def __call__(self, done_bytes: int, all_bytes: int) -> None:
         """Print a line if a tenth more is done, and some seconds have passed."""
         now_s, num_tenths = self._clock(), NUM_LOADING_LINES * done_bytes // all_bytes
-        if num_tenths <= self._num_told or now_s - self._last_s < LINE_EVERY_S:
+        if num_tenths <= self._num_shown or now_s - self._last_s < LINE_EVERY_S:
             return
-        self._num_told, self._last_s = num_tenths, now_s
+        self._num_shown, self._last_s = num_tenths, now_s
         bytes_per_s = done_bytes / (now_s - self._start_s)
         self._note(
             f"Loading weights: {done_bytes / GIB:.2f} of {all_bytes / GIB:.2f} GiB,"
@@ -143,13 +143,19 @@ def bytes_bar(console: Console, what: str) -> Iterator[Callable[[int, int], None
 class Screen:
     """A console, and the bars on it."""
 
-    def __init__(self, console: Console) -> None:
-        """Write to this console."""
+    def __init__(self, console: Console, *, is_verbose: bool) -> None:
+        """Write to this console, details too if it is verbose."""
         self.console = console
+        self.is_verbose = is_verbose
 
     def show(self, renderable: RenderableType) -> None:
         """Print a table or a text."""
         self.console.print(renderable)
+
+    def detail(self, renderable: RenderableType) -> None:
+        """Print a table or a text where the screen is verbose."""
+        if self.is_verbose:
+            self.show(renderable)
 
     def note(self, text: str) -> None:
         """Print a line of plain text, brackets and all."""

@@ -1,4 +1,4 @@
-"""The table of the model's weights and how they wait, shown before the first step."""
+"""The table of the model's weights and how they are stored, shown before the first step."""
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -9,7 +9,7 @@ from offload.plan.facts.weights import WeightInventory
 
 def inventory_table(stock: WeightInventory) -> RenderableType:
     """Return a line for each class of weights in each form, and what share of them is encoded."""
-    table = table_of("Weights", "class", "form", "parameters", "share", "decoded", "as they wait")
+    table = table_of("Weights", "class", "form", "parameters", "share", "decoded", "as stored")
     keys = dict.fromkeys((row.kind, row.codec) for row in stock.rows)
     for kind, codec in keys:
         rows = [row for row in stock.rows if (row.kind, row.codec) == (kind, codec)]
@@ -35,7 +35,7 @@ def inventory_table(stock: WeightInventory) -> RenderableType:
     return Group(
         table,
         Text(
-            f"{stock.encoded_frac:.1%} of all parameters wait encoded,"
+            f"{stock.encoded_frac:.1%} of all parameters are stored encoded,"
             f" {stock.layers_encoded_frac:.1%} of the decoder layers' bytes"
         ),
     )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from finetune.errors import CheckpointError, ConfigError, FinetuneError
 from finetune.planning.request import with_configured_backend
 from finetune.recipe.recipe import Recipe
-from finetune.report.format import shown_time, table_of
+from finetune.report.format import shown_time
 from finetune.report.screen import Screen
 from finetune.run.run_dir import RunDir
 from offload.plan.facts.facts import ModelFacts, adapted_linears
@@ -67,8 +67,8 @@ def resolve_expert_backend(
         way = machine.experts_implementation
     elif resumed is not None:
         raise CheckpointError(
-            f"{resumed.path} does not say how its experts were multiplied",
-            limit="a resumed run continues to the bit, so it must be known",
+            f"{resumed.path} does not record its expert kernels",
+            limit="a resumed run continues to the bit, so they must be known",
             hint="start a new run with `output.name=...`",
         )
     else:
@@ -93,18 +93,18 @@ def _refusal(
 ) -> FinetuneError:
     if is_begun:
         return CheckpointError(
-            f"the run multiplies experts by {way}, which cannot be here: {reason}",
-            limit="a resumed run continues to the bit, so it computes as it was begun",
+            f"the run was begun with expert kernels {way}, which cannot run here: {reason}",
+            limit="a resumed run continues to the bit, so it keeps its expert kernels",
             hint="resume it where it was begun, or start a new run with `output.name=...`",
         )
     if is_wanted:
         return ConfigError(
-            f"model.experts_implementation: {way} cannot multiply this model's experts: {reason}",
+            f"model.experts_implementation: {way} cannot compute this model's experts: {reason}",
             hint="`model.experts_implementation: auto`",
         )
     return ConfigError(
-        f"--machine says that experts are multiplied by {way}, which cannot be: {reason}",
-        limit="a machine file stands for all that is measured at the start of a run",
+        f"--machine names the expert kernels {way}, which cannot run here: {reason}",
+        limit="a machine file replaces what is measured at the start of a run",
         hint="`model.experts_implementation: eager`, or no `--machine`",
     )
 
@@ -128,7 +128,7 @@ def fastest_expert_backend(
     experts = find_experts(empty_of(recipe.model))
     if experts is None:  # the model has its own code, without a choice of backend
         return replace(machine, experts_implementation=OWN_CODE)
-    screen.note("Trying the ways to multiply experts ...")
+    screen.note("Timing expert kernels ...")
     layer = next(layer for layer in facts.layers if layer.num_experts)
     adapted = [x for x in adapted_linears(layer, load.adapter) if x.group == "experts"]
     trials = try_all(
@@ -141,11 +141,11 @@ def fastest_expert_backend(
     )
     best = fastest(trials)
     assert best.seconds is not None
-    table = table_of(f"Experts of one layer, {load.num_tokens:,} tokens forward and backward")
+    screen.note(f"Experts of one layer, {load.num_tokens:,} tokens forward and backward:")
     for trial in trials:
         shown = f"{trial.reason}" if trial.seconds is None else shown_time(trial.seconds)
-        table.add_row(trial.implementation, shown + (" (taken)" if trial is best else ""))
-    screen.show(table)
+        taken = " (taken)" if trial is best else ""
+        screen.note(f"  {trial.implementation}: {shown}{taken}")
     return with_measured_experts(
         machine, facts, load, implementation=best.implementation, seconds=best.seconds
     )

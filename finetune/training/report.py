@@ -12,7 +12,7 @@ from finetune.data.stops import Stops
 from finetune.files.atomic import write_atomically
 from finetune.recipe.recipe import Recipe, recipe_hash
 from finetune.report.explain import REPORT, Explanation, draw, explain
-from finetune.report.format import shown_time, table_of
+from finetune.report.format import compact_table, shown_time
 from finetune.report.prediction import SEAL
 from finetune.run.run_files import SAMPLES, read_sealed
 from offload.plan.plan import Plan
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from finetune.training.loop import StepRecord
     from finetune.training.samples import Answers
 
-NUM_SHOWN_SAMPLES = 5
+NUM_SHOWN_SAMPLES = 3
 
 
 def promise(plan: Plan, *, num_steps: int) -> str:
@@ -111,10 +111,14 @@ def write_report(
     return explanation
 
 
+def samples_title(when: str, answers: "Answers") -> str:
+    """Return the exact match in one line."""
+    return f"{when.capitalize()} training: {answers.exact_match:.1%} of {len(answers.rows)} right"
+
+
 def samples_table(when: str, answers: "Answers") -> Table:
     """Return the exact match and some (prompt, wanted, got) rows as a table."""
-    title = f"{when.capitalize()} training: {answers.exact_match:.1%} of {len(answers.rows)} right"
-    table = table_of(title, "prompt", "wanted", "got")
+    table = compact_table(samples_title(when, answers), "prompt", "wanted", "got")
     for prompt, wanted, got in answers.rows[:NUM_SHOWN_SAMPLES]:
         style = "green" if wanted.strip() == got.strip() else "red"
         table.add_row(Text(prompt), Text(wanted), Text(got, style=style))

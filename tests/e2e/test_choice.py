@@ -27,7 +27,7 @@ def test_an_open_size_is_settled_written_down_and_kept_by_a_resume(
     recipe = write_recipe(train={**OPEN, "steps": 4})
     words = ("finetune", recipe, "--machine", machine_file)
     assert run(*words) == 0
-    assert "The choice" in capsys.readouterr().out
+    assert "\n rejected " in capsys.readouterr().out
     run_dir = tmp_path / "run"
     size = settings(run_dir)["micro_batch_size"]
     assert size in (1, 2, 3, 6)

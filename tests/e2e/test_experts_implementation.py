@@ -30,14 +30,14 @@ def test_a_run_goes_on_as_it_was_begun_and_not_as_it_would_begin_here(
     words = ("finetune", recipe, "--machine", machine_file)
     told = ("model.experts_implementation=grouped_mm", f"output.dir={tmp_path / 'told'}")
     assert run(*words, *told) == 0
-    assert "multiplied by grouped_mm (as the recipe says)" in capsys.readouterr().out
+    assert "expert kernels  grouped_mm (as the recipe says)" in capsys.readouterr().out
     assert way_of(tmp_path / "told") == "grouped_mm"
     num_whole = len(calls)
     assert num_whole > 6
     calls.clear()
 
     assert run(*words) == 0
-    assert "multiplied by eager (as --machine says)" in capsys.readouterr().out
+    assert "expert kernels  eager (as --machine says)" in capsys.readouterr().out
     begun = tmp_path / "run"
     assert way_of(begun) == "eager"
     assert not calls
@@ -47,7 +47,7 @@ def test_a_run_goes_on_as_it_was_begun_and_not_as_it_would_begin_here(
     shutil.rmtree(begun / "checkpoints")
     (begun / "checkpoints").mkdir()
     assert run(*words, "--resume") == 0
-    assert "multiplied by grouped_mm (as the run was begun)" in capsys.readouterr().out
+    assert "expert kernels  grouped_mm (as the run was begun)" in capsys.readouterr().out
     resumed, whole = adapter(begun), adapter(tmp_path / "told")
     assert all(torch.equal(resumed[name], whole[name]) for name in whole)
     assert len(calls) == num_whole
@@ -59,7 +59,9 @@ def test_a_run_that_triton_began_does_not_go_on_without_it(
     (finished / "experts.json").write_text('{"experts_implementation": "triton"}')
     words = ("finetune", finished / "recipe.yaml", "--machine", machine_file)
     assert run(*words, "--resume") == 1
-    assert "the run multiplies experts by triton, which cannot be here: " in capsys.readouterr().err
+    assert (
+        "was begun with expert kernels triton, which cannot run here: " in capsys.readouterr().err
+    )
 
 
 def test_the_fastest_way_of_a_trial_is_planned_run_and_written_down(
@@ -70,8 +72,12 @@ def test_the_fastest_way_of_a_trial_is_planned_run_and_written_down(
     recipe = write_recipe(train={"steps": 2})
     assert run("finetune", recipe, "--machine", machine_file) == 0
     shown = capsys.readouterr().out
-    (best,) = [line.split()[0] for line in shown.splitlines() if line.rstrip().endswith("(taken)")]
-    assert f"multiplied by {best} (measured)" in shown
+    (best,) = [
+        line.strip().partition(":")[0]
+        for line in shown.splitlines()
+        if line.rstrip().endswith("(taken)")
+    ]
+    assert f"expert kernels  {best} (measured)" in shown
     assert way_of(tmp_path / "run") == best
     planned = json.loads((tmp_path / "run" / "predicted.json").read_text())["before measuring"]
     assert planned["experts_implementation"] == {"value": best, "source": "measured"}
@@ -87,9 +93,9 @@ def test_a_card_tries_the_ways_writes_the_fastest_down_and_resumes_with_it(
     assert "Experts of one layer" in shown
     assert shown.count("(taken)") == 1
     way = way_of(tmp_path / "run")
-    assert f"multiplied by {way} (measured)" in shown
+    assert f"expert kernels  {way} (measured)" in shown
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-0000006")
     assert run("finetune", recipe, "--resume") == 0
     shown = capsys.readouterr().out
     assert "Experts of one layer" not in shown
-    assert f"multiplied by {way} (as the run was begun)" in shown
+    assert f"expert kernels  {way} (as the run was begun)" in shown

@@ -59,7 +59,7 @@ def test_a_run_is_explained_from_its_files_resumed_and_caught_when_forged(
         train={"steps": 4}, offload={"stash": "host", "codec": "nf4", "kept_graphs": 2}
     )
     run_dir = tmp_path / "run"
-    assert run("finetune", recipe, "--machine", machine_file) == 0
+    assert run("finetune", recipe, "--machine", machine_file, "--verbose") == 0
     at_end = capsys.readouterr().out
     _require_sealed_and_traced(run_dir / "predicted.json", at_end)
     first = (run_dir / "predicted.json").read_bytes()

@@ -24,7 +24,9 @@ from tests.e2e.runs import adapter, losses, run, start, wait_for
 
 def test_a_run_leaves_everything_that_was_promised(finished: Path) -> None:
     shown = (finished.parent / "shown.txt").read_text()
-    assert "Predicted peak memory" in shown
+    assert ": it fits\n step " in shown
+    assert "Predicted peak memory" not in shown
+    assert f"Details: `sluice explain {finished}`" in shown
     assert "Predicted (calibrated) against measured" in shown
     assert "Before training: 0.0% of 4 right" in shown
     assert f"Adapter: {finished / 'adapter'}" in shown

@@ -218,7 +218,7 @@ def test_a_budget_is_priced_at_the_slowest_card_for_a_desk_that_has_it(
 def test_what_fits_nothing_exits_with_3_and_names_the_nearest(capsys) -> None:
     assert run("fit", "llama-2-7b", "--vram", "4", "--ram", "4") == 3
     err = capsys.readouterr().err
-    assert "nothing fits: what comes nearest is llama-2-7b with `offload.codec: nf4`" in err
+    assert "nothing fits: the nearest is llama-2-7b with `offload.codec: nf4`" in err
     assert "4.00 GiB of VRAM and 4.00 GiB of RAM may be used" in err
 
 
@@ -229,7 +229,7 @@ def test_fit_without_a_budget_or_with_too_large_a_one_is_refused(capsys) -> None
     assert "--vram 1000 is more than any known card has; b200 has 179" in capsys.readouterr().err
     assert run("fit", "--vram", "120") == 1
     err = capsys.readouterr().err
-    assert "--vram 120 is more than any known card for a desk has; rtxpro6000 has 96 GiB" in err
+    assert "--vram 120 is more than any known desktop card has; rtxpro6000 has 96 GiB" in err
     assert "hint: `--machine h200` takes a server's rates" in err
     with pytest.raises(ConfigError, match=r"--vram 24, but rtx3060 has 12\.00 GiB"):
         budgeted(named_machine("rtx3060"), vram_gib=24)

@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console, RenderableType
 
 from finetune.errors import CheckpointError
-from finetune.report.explain import draw, explain
+from finetune.report.explain import Explanation, draw, explain
 from finetune.report.explain_tables import explanation_tables, shown_layers
 from finetune.report.memory import memory_rows
 from finetune.report.plan import plan_json
 from finetune.report.prediction import SEAL, with_timeline, write_prediction
+from finetune.report.summary import run_summary
 from finetune.training.loop import StepRecord
 from finetune.training.report import metrics_row
 from offload.plan.plan import Plan, duration_of, with_costs
@@ -98,12 +100,10 @@ def write_rows(
             file.write(json.dumps(row) + "\n")
 
 
-def shown(folder: Path) -> str:
-    from rich.console import Console
-
+def shown(folder: Path, of: Callable[[Explanation], RenderableType] = explanation_tables) -> str:
     console = Console(width=140)
     with console.capture() as capture:
-        console.print(explanation_tables(explain(folder)))
+        console.print(of(explain(folder)))
     return capture.get()
 
 
@@ -135,7 +135,9 @@ def test_a_run_that_others_disturbed_says_so_before_it_blames_a_part(tmp_path: P
     assert section.load_per_cpu is None
     text = shown(tmp_path)
     assert text.index("This run was disturbed") < text.index("A step took")
-    assert f"steps alike differ by {section.spread_frac:.0%} (p20 to p80). What follows" in text
+    assert (
+        f"steps of one size differ by {section.spread_frac:.0%} (p20 to p80). It explains" in text
+    )
 
 
 def test_a_busy_machine_is_a_disturbance_and_steps_of_other_lengths_are_none(
@@ -152,7 +154,7 @@ def test_a_busy_machine_is_a_disturbance_and_steps_of_other_lengths_are_none(
     changed(load_per_cpu=0.9)  # its own threads
     assert not explain(tmp_path).sections[0].is_disturbed
     changed(load_per_cpu=4.0)
-    assert "and 4.0 processes wanted each processor. What" in " ".join(shown(tmp_path).split())
+    assert "with 4.0 runnable processes per processor. It" in " ".join(shown(tmp_path).split())
     metrics.write_text("")
     (tmp_path / "of lengths").mkdir()
     promised = write_run(tmp_path / "of lengths", slow_s=[])
@@ -169,8 +171,6 @@ def test_a_busy_machine_is_a_disturbance_and_steps_of_other_lengths_are_none(
 
 
 def test_the_comparison_breaks_no_word_at_80_columns(tmp_path: Path) -> None:
-    from rich.console import Console
-
     write_run(tmp_path, slow_s=[0.5] * 5)
     console = Console(width=80)
     with console.capture() as capture:
@@ -205,7 +205,7 @@ def test_an_error_below_the_noise_is_shown_as_such(tmp_path: Path) -> None:
     assert section.comparison[0].is_within_spread
     text = shown(tmp_path)
     assert "(-2%)" in text
-    assert "lies within the spread of the steps themselves" in text
+    assert "is within the spread of the steps themselves" in text
 
 
 def test_a_run_that_was_stopped_is_explained_as_far_as_it_went(tmp_path: Path) -> None:
@@ -336,6 +336,42 @@ def test_the_measured_step_is_drawn_below_the_predicted_one(tmp_path: Path) -> N
     ]
     assert names == ["predicted", "measured"]
     assert f"Step 3 took {own.step_s:.2f} s: {4.5 / own.step_s:.0%} of the R3" in shown(tmp_path)
+
+
+def test_the_summary_compares_the_step_and_peaks_and_says_where_they_differ(
+    tmp_path: Path,
+) -> None:
+    promised = write_run(tmp_path, slow_s=[1.0] * NUM_STEPS)
+    step_s = record(promised.plan, slow_layer_s=1.0).step_s
+    content = {
+        "step": NUM_STEPS,
+        SEAL: promised.seal,
+        "step_s": step_s,
+        "optimizer_s": 0.5,
+        "bound_s": 4.5,
+        "device": "cpu",
+        "peak_bytes": 2**30,
+        "memory": [],
+    }
+    timeline = record(promised.plan).timeline
+    (tmp_path / "measured.json").write_text(with_timeline(content, timeline))
+    title, header, step, memory, *words = shown(tmp_path, run_summary).splitlines()
+    assert title.startswith("Predicted (calibrated) against measured (mean of the middle 8 of 12")
+    assert header.split() == ["predicted", "measured", "error", "p20", "p80"]
+    assert step.split()[3:5] == [f"{step_s:.2f}", "s"]
+    assert memory.split()[:2] == ["peak", "memory"]
+    assert memory.split()[4:6] == ["1,024.0", "MiB"]
+    assert "".join(words).startswith("A step took 1.19 s longer than predicted")
+    assert "+1.00 s compute (backward) (mostly layers 2)" in "".join(words)
+
+
+def test_the_summary_leaves_out_no_warning(tmp_path: Path) -> None:
+    write_run(tmp_path, slow_s=[0.0, 4.0, 1.0, 8.0, 0.5, 6.0])
+    forge(tmp_path / "predicted.json", '"optimizer": 0.5', '"optimizer": 0.6')
+    lines = shown(tmp_path, run_summary).splitlines()
+    assert lines[0].startswith("PREDICTION CHANGED: 6 steps were run after")
+    assert "6 of 12 steps are done; `--resume` runs the others" in lines
+    assert any(line.startswith("This run was disturbed") for line in lines)
 
 
 def test_layers_are_written_as_ranges() -> None:

@@ -47,7 +47,7 @@ def test_a_short_load_prints_little_or_nothing() -> None:
 def test_loading_shows_bytes_and_time_left(is_terminal: bool) -> None:
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=is_terminal, width=100)
-    with Screen(console).loading() as on_put:
+    with Screen(console, is_verbose=False).loading() as on_put:
         on_put(GIB, 4 * GIB)
         on_put(4 * GIB, 4 * GIB)
     text = stream.getvalue()
@@ -58,7 +58,7 @@ def test_loading_shows_bytes_and_time_left(is_terminal: bool) -> None:
 def test_a_screen_that_is_not_heard_shows_nothing() -> None:
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=True, quiet=True)
-    with Screen(console).loading() as on_put:
+    with Screen(console, is_verbose=False).loading() as on_put:
         on_put(1, 1)
     assert stream.getvalue() == ""
 
@@ -116,7 +116,7 @@ def test_experts_that_are_left_as_they_are_show_in_the_table() -> None:
     stream = io.StringIO()
     Console(file=stream, width=120).print(inventory_table(WeightInventory(rows=rows)))
     text = stream.getvalue()
-    assert "5.0% of all parameters wait encoded, 5.0% of the decoder layers' bytes" in text
+    assert "5.0% of all parameters are stored encoded, 5.0% of the decoder layers' bytes" in text
     (line,) = [line for line in text.splitlines() if line.strip().startswith("experts")]
     assert line.split() == ["experts", "native", "95.00", "M", "95.0%"] + ["181.2", "MiB"] * 2
 
@@ -142,7 +142,7 @@ def step_lines(*, num_steps: int, seconds: float) -> list[str]:
 def test_steps_without_a_terminal_are_lines_and_the_last_is_always_there() -> None:
     told = step_lines(num_steps=200, seconds=1.0)
     assert len(told) == NUM_STEP_LINES
-    assert told[0] == "step 10/200, loss 1.5000, 1,000 tokens/s, ETA 190 s"
+    assert told[0] == "step 20/200, loss 1.5000, 1,000 tokens/s, ETA 180 s"
     assert told[-1] == "step 200/200, loss 1.5000, 1,000 tokens/s, ETA 0 s"
     assert step_lines(num_steps=20, seconds=0.1) == [
         "step 20/20, loss 1.5000, 10,000 tokens/s, ETA 0 s"
@@ -154,7 +154,7 @@ def test_steps_without_a_terminal_are_lines_and_the_last_is_always_there() -> No
 def test_a_loss_on_held_out_rows_is_shown_where_it_is_taken(is_terminal: bool) -> None:
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=is_terminal, width=80)
-    with Screen(console).steps(done=0, total=2) as steps:
+    with Screen(console, is_verbose=False).steps(done=0, total=2) as steps:
         steps.advance(row(1, loss=2.0, seconds=1.0, eval_loss=1.25))
         shown_then = stream.getvalue()
         steps.advance(row(2, loss=1.0, seconds=1.0))

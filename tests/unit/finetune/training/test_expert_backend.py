@@ -115,7 +115,7 @@ def test_a_resumed_run_goes_on_as_it_was_begun(way: str, tmp_path: Path) -> None
 
 def test_a_resumed_run_that_would_have_to_guess_is_refused(tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", None)
-    with pytest.raises(CheckpointError, match=r"run does not say how its experts were multiplied"):
+    with pytest.raises(CheckpointError, match=r"run does not record its expert kernels"):
         settle(recipe_for(), CARD, CUDA, resumed=run)
     assert settle(recipe_for(), HOST, CPU, resumed=run) == HOST.experts_implementation
 
@@ -152,7 +152,7 @@ def test_a_setting_that_cannot_compute_the_model_is_refused_with_the_reason(
     odd_model: str,
 ) -> None:
     message = (
-        r"model\.experts_implementation: grouped_mm cannot multiply this model's experts: rows of"
+        r"model\.experts_implementation: grouped_mm cannot compute this model's experts: rows of"
         r" down_proj have 12 bytes, not a multiple of 16\n\nhint: `model\.experts_impl.*: auto`"
     )
     with pytest.raises(ConfigError, match=f"(?s){message}"):
@@ -161,14 +161,17 @@ def test_a_setting_that_cannot_compute_the_model_is_refused_with_the_reason(
 
 def test_a_machine_file_that_cannot_compute_the_model_is_refused(odd_model: str) -> None:
     card = replace(CARD, experts_implementation=by("grouped_mm", "assumed"))
-    message = r"--machine says .* by grouped_mm, which cannot be: rows of down_proj.*no `--machine`"
+    message = (
+        r"--machine names the expert kernels grouped_mm, which cannot run here: rows of"
+        r" down_proj.*no `--machine`"
+    )
     with pytest.raises(ConfigError, match=f"(?s){message}"):
         settle(recipe_for(odd_model), card, CUDA, is_from_file=True)
 
 
 def test_a_run_that_cannot_go_on_here_is_refused(odd_model: str, tmp_path: Path) -> None:
     message = (
-        r"the run multiplies experts by (grouped_mm|triton), which cannot be here: \w.*"
+        r"the run was begun with expert kernels (grouped_mm|triton), which cannot run here: \w.*"
         r"hint: resume it where it was begun, or start a new run with `output\.name=\.\.\.`"
     )
     for way, machine, device in (("grouped_mm", CARD, CUDA), ("triton", HOST, CPU)):
@@ -203,18 +206,20 @@ def test_the_fastest_way_and_its_rate_are_the_machine_s_and_all_are_shown() -> N
     recipe, facts, console = recipe_for(), moe_facts(), Console(width=100)
     load = full_request(recipe, facts, num_ranks=1).typical
     with console.capture() as capture:
-        machine = fastest_expert_backend(recipe, facts, CARD, CPU, load, Screen(console))
+        machine = fastest_expert_backend(
+            recipe, facts, CARD, CPU, load, Screen(console, is_verbose=False)
+        )
     lines = [line.strip() for line in capture.get().splitlines() if line.strip()]
     assert lines[:2] == [
-        "Trying the ways to multiply experts ...",
-        "Experts of one layer, 32 tokens forward and backward",
+        "Timing expert kernels ...",
+        "Experts of one layer, 32 tokens forward and backward:",
     ]
-    shown = {line.split()[0]: line.removesuffix(" (taken)") for line in lines[2:]}
+    shown = {line.partition(":")[0]: line.removesuffix(" (taken)") for line in lines[2:]}
     times_ms = {way: float(line.split()[1]) for way, line in shown.items() if line.endswith(" ms")}
     assert list(times_ms) == ["eager", "grouped_mm"]
     assert shown["triton"].split(maxsplit=1)[1]  # why not
     best = min(times_ms, key=lambda way: times_ms[way])
-    assert [line.split()[0] for line in lines if line.endswith(" ms (taken)")] == [best]
+    assert [line.partition(":")[0] for line in lines if line.endswith(" ms (taken)")] == [best]
     assert machine.experts_implementation == by(best, "measured")
     assert machine.expert_gemm_flops_per_s.source == "measured"
     assert machine.expert_gemm_flops_per_s.value < CARD.expert_gemm_flops_per_s.value
@@ -225,7 +230,9 @@ def test_where_the_model_s_own_code_computes_there_is_nothing_to_choose() -> Non
     outside = recipe_for("tiny-qwen3")  # stands for a mixture outside transformers' interface
     load, console = full_request(recipe_for(), facts, num_ranks=1).typical, Console()
     with console.capture() as capture:
-        machine = fastest_expert_backend(outside, facts, CARD, CPU, load, Screen(console))
+        machine = fastest_expert_backend(
+            outside, facts, CARD, CPU, load, Screen(console, is_verbose=False)
+        )
     assert (machine, capture.get()) == (replace(CARD, experts_implementation=own), "")
     found = resolve_expert_backend(outside, facts, CARD, CUDA, resumed=None, is_from_file=True)
     assert found == replace(CARD, experts_implementation=own)

@@ -1,0 +1,193 @@
+"""One screen: what a user acts on, of a plan before its run and of a run after its last step.
+
+All tables are shown with `--verbose`, and those of a run by `sluice explain` too.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from finetune.report.choice import changed_settings, gains, reason_against
+from finetune.report.explain import Explanation, Section
+from finetune.report.explain_tables import (
+    disturbance,
+    largest_misses,
+    notices,
+    section_title,
+    shown_error,
+)
+from finetune.report.format import compact_table, shown_count, shown_gib, shown_mib, shown_time
+from finetune.report.memory import PEAKS, MemoryRow
+from finetune.report.plan import adapter_line, kept_line, place_of_layers, predicted_phases
+from offload.plan.facts.codec import ROUNDING
+from offload.plan.memory.memory import MemoryTerm, total_bytes
+from offload.plan.plan import Plan
+from offload.plan.schedule.schedule import NUM_STAGING
+from offload.plan.search import Candidate, Choice
+from offload.plan.time.costs import Grade
+
+SOURCES: dict[Grade, str] = {
+    "spec": "published rates",
+    "probed": "rates measured on the machine",
+    "calibrated": "timed steps",
+}
+COMPUTE = ("forward", "decode", "head and loss", "backward", "optimizer")
+LEAST_WAIT_FRAC = 0.02  # of a step: below it, waits for weights are not what limits it
+LEAST_SHARE_FRAC = 0.01  # of a step, for a phase to be named
+LEAST_GAIN_FRAC = 0.005
+STASHED = "in RAM until the backward (`offload.stash: host`)"
+NUM_TERMS = 3
+
+
+def plan_summary(choice: Choice) -> Table:
+    """Return how fast a plan is, what limits it, its memory, and what runs and why."""
+    table = compact_table(f"Plan for {choice.plan.machine.name}: it fits")
+    for name, lines in _plan_rows(choice):
+        for number, line in enumerate(lines):
+            table.add_row("" if number else name, line)
+    return table
+
+
+def run_summary(explanation: Explanation) -> RenderableType:
+    """Return step time and memory, predicted against measured, and where they differ."""
+    parts: list[RenderableType] = [*notices(explanation)]
+    for section in explanation.sections:
+        is_newest = section is explanation.sections[-1]
+        parts.append(_comparison_table(section, explanation.memory if is_newest else ()))
+        parts += [Text(line) for line in disturbance(section)]
+        parts.append(Text(largest_misses(section)))
+    return Group(*parts)
+
+
+# --------------------------------------------------------------------------------------- before
+
+
+def _plan_rows(choice: Choice) -> Iterator[tuple[str, Sequence[str]]]:
+    """Yield names and their lines; a name without lines is not shown."""
+    plan = choice.plan
+    facts, kernel = plan.facts, plan.machine.experts_implementation
+    yield "step", [_step_line(plan)]
+    yield "limited by", [_limit_line(plan)]
+    yield "faster with", _gain_lines(choice)
+    yield from _memory_rows(plan)
+    model = f"{facts.model_type}, {facts.num_layers} layers, {shown_count(facts.num_parameters)}"
+    active = shown_count(facts.num_active_parameters)
+    yield "model", [f"{model} parameters, {active} active per token"]
+    yield "adapter", [adapter_line(plan)]
+    yield "layers", [_layers_line(plan)]
+    yield "layer inputs", [STASHED] if plan.request.is_stashed else []
+    yield "tokens", [_tokens_line(plan)]
+    yield "backward", [kept_line(plan)] if plan.num_kept_graphs else []
+    yield "expert kernels", [f"{kernel.value} ({kernel.source})"] if facts.has_experts else []
+    yield "rejected", [_rejected_line(one, choice.chosen) for one in choice.rejected]
+
+
+def _step_line(plan: Plan) -> str:
+    step_s, grade = plan.step_s, plan.costs.grade
+    return (
+        f"{shown_time(step_s)} for {plan.tokens_per_step:,} tokens:"
+        f" {plan.tokens_per_step / step_s:,.0f} tokens/s, predicted from {SOURCES[grade]} ({grade})"
+    )
+
+
+def _limit_line(plan: Plan) -> str:
+    """Return what a step takes its time with: computing, or waiting for weights."""
+    device = "GPU" if plan.machine.device == "cuda" else "CPU"
+    phases = predicted_phases(plan)
+    shares = {name: phases[name] / phases["step"] for name in COMPUTE}
+    computing = ", ".join(
+        f"{name} {share:.0%}"
+        for name, share in sorted(shares.items(), key=lambda one: -one[1])
+        if share >= LEAST_SHARE_FRAC
+    )
+    copies = "reads from disk" if plan.request.is_on_disk else "copies from RAM"
+    copy_s = max(phases["h2d"], phases["reads"])
+    wait_frac = phases["stall"] / phases["step"]
+    if wait_frac >= LEAST_WAIT_FRAC:
+        return f"{copies}: the {device} waits for weights {wait_frac:.0%} of the step; {computing}"
+    hidden = f"; {shown_time(copy_s)} of {copies} hide behind it" if copy_s else ""
+    return f"{device} compute: {computing}{hidden}"
+
+
+def _gain_lines(choice: Choice) -> list[str]:
+    """Return what makes the step faster, the best first, or what was tried and does not."""
+    found = gains(choice)
+    best = sorted(found.items(), key=lambda one: -one[1])
+    lines = [f"{change}: {gain:+.1%}" for change, gain in best if gain >= LEAST_GAIN_FRAC]
+    if lines or not found:
+        return lines
+    return [f"nothing tried: {', '.join(found)} gain less than {LEAST_GAIN_FRAC:.1%}"]
+
+
+def _rejected_line(one: Candidate, chosen: Candidate) -> str:
+    at_least = f"at least {shown_time(one.least_s)}, " if one.shortages else ""
+    return f"{changed_settings(one, chosen)}: {at_least}{reason_against(one, chosen)}"
+
+
+def _memory_rows(plan: Plan) -> Iterator[tuple[str, Sequence[str]]]:
+    """Yield each memory, what there is of it, and what takes most; a CPU has only one."""
+    machine, budget_bytes = plan.machine, plan.request.vram_budget_bytes
+    is_cuda, limit_bytes, limit = machine.device == "cuda", machine.vram_bytes, ""
+    if budget_bytes is not None and budget_bytes < limit_bytes:
+        limit_bytes, limit = budget_bytes, " (`offload.vram_budget`)"
+    if is_cuda or limit:
+        name = "VRAM" if is_cuda else "computing"
+        yield name, [_memory_line(plan.device_memory, limit_bytes, limit)]
+    in_ram = plan.host_memory if is_cuda else (*plan.device_memory, *plan.host_memory)
+    yield "RAM", [_memory_line(in_ram, machine.ram_bytes, "")]
+
+
+def _memory_line(terms: Sequence[MemoryTerm], limit_bytes: int, limit: str) -> str:
+    largest = sorted(terms, key=lambda term: -term.num_bytes)[:NUM_TERMS]
+    named = {term.name: term.num_bytes for term in largest if term.num_bytes}
+    all_bytes = total_bytes(terms)
+    named["others"] = all_bytes - sum(named.values())
+    parts = ", ".join(f"{shown_gib(size)} {name}" for name, size in named.items() if size)
+    return f"{shown_gib(all_bytes)} of {shown_gib(limit_bytes)}{limit}: {parts}"
+
+
+def _layers_line(plan: Plan) -> str:
+    num_layers, schedule = plan.facts.num_layers, plan.schedule
+    codec = plan.request.typical.codec
+    rounding = f", each weight rounded by {ROUNDING[codec]:.1%} RMS" if codec in ROUNDING else ""
+    form = "" if codec == "native" else f" in {codec}{rounding}"
+    size = shown_gib(sum(cost.weight_bytes for cost in plan.costs.layers))
+    staged = f", through {NUM_STAGING} page-locked buffers" if schedule.is_staged else ""
+    slots = f"slots for {plan.num_slots} of {num_layers}"
+    loads = f"{schedule.num_loads} loads, {shown_gib(schedule.h2d_bytes)} per step"
+    back = f", {shown_gib(schedule.d2h_bytes)} back" if schedule.d2h_bytes else ""
+    moved = loads if schedule.num_loads else "loaded once, then resident"
+    return f"{size} {place_of_layers(plan)}{form}; {slots}: {moved}{staged}{back}"
+
+
+def _tokens_line(plan: Plan) -> str:
+    request = plan.request
+    ranks = f", shared by {request.num_ranks} ranks" if request.num_ranks > 1 else ""
+    is_streamed = plan.num_slots < plan.facts.num_layers
+    free = (
+        f"; streaming costs nothing from N* = {plan.break_even_tokens:,.0f}" if is_streamed else ""
+    )
+    return (
+        f"{plan.tokens_per_step:,} in {request.num_micro_batches} micro-batches"
+        f" of {request.typical.micro_batch_size} x {request.typical.seq_len}{ranks}{free}"
+    )
+
+
+# ---------------------------------------------------------------------------------------- after
+
+
+def _comparison_table(section: Section, memory: Sequence[MemoryRow]) -> Table:
+    """Compare the time of a step, and peaks of memory."""
+    columns = ("", "predicted", "measured", "error", "p20", "p80")
+    table = compact_table(section_title(section), *columns)
+    step = section.comparison[0]
+    times = [shown_time(value) for value in (step.predicted, step.measured)]
+    spread = [shown_time(value) for value in (step.p20, step.p80)]
+    table.add_row(step.name, *times, shown_error(step.error), *spread)
+    for row in memory:
+        if row.name in PEAKS and row.predicted is not None and row.measured is not None:
+            sizes = [shown_mib(size) for size in (row.predicted, row.measured)]
+            table.add_row(row.name, *sizes, shown_error(row.error), "", "")
+    return table

@@ -1,0 +1,96 @@
+from dataclasses import replace
+
+from rich.console import Console
+
+from finetune.report.format import shown_time
+from finetune.report.summary import plan_summary
+from offload.plan.machine.machine import GIB, Rate, named_machine
+from offload.plan.search import Choice, search
+from tests.builders import qwen3_8b, request, slow_link, ways_of, workload
+
+FACTS = qwen3_8b()
+CARD = named_machine("rtx4060ti")
+REQUEST = request(num_workers=1)
+SHORT = request(workload(seq_len=256), num_micro_batches=1, num_workers=1)
+
+
+def rows(choice: Choice) -> dict[str, list[str]]:
+    """Return the lines of each row, by its name."""
+    console = Console(width=400, highlight=False)
+    with console.capture() as capture:
+        console.print(plan_summary(choice))
+    title, *lines = capture.get().splitlines()
+    assert title == f"Plan for {choice.plan.machine.name}: it fits"
+    width = lines[0].index(f"{shown_time(choice.plan.step_s)} for")
+    found: dict[str, list[str]] = {}
+    name = ""
+    for line in lines:
+        name = line[:width].strip() or name
+        found.setdefault(name, []).append(line[width:].rstrip())
+    return found
+
+
+def test_a_step_that_computes_is_limited_by_the_gpu_and_its_copies_are_hidden() -> None:
+    choice = search(FACTS, CARD, ways_of(REQUEST), rounding=())
+    found, plan = rows(choice), choice.plan
+    assert list(found)[:2] == ["step", "limited by"]
+    tokens_per_s = f"{plan.tokens_per_step / plan.step_s:,.0f}"
+    assert f"for 16,384 tokens: {tokens_per_s} tokens/s, predicted from" in found["step"][0]
+    (limit,) = found["limited by"]
+    assert limit.startswith("GPU compute: backward ")
+    assert limit.endswith("of copies from RAM hide behind it")
+    assert f"streaming costs nothing from N* = {plan.break_even_tokens:,.0f}" in found["tokens"][0]
+
+
+def test_a_step_that_waits_is_limited_by_its_copies_and_a_faster_link_comes_first() -> None:
+    choice = search(FACTS, slow_link(), ways_of(SHORT), rounding=("nf4",))
+    found = rows(choice)
+    (limit,) = found["limited by"]
+    waited = choice.plan.predict().phases()["stall"] / choice.plan.step_s
+    assert limit.startswith(f"copies from RAM: the GPU waits for weights {waited:.0%} of the step")
+    percents = [float(line.rsplit("+")[-1].rstrip("%")) for line in found["faster with"]]
+    assert percents == sorted(percents, reverse=True)
+    assert any(line.startswith("a link of twice the rate: +") for line in found["faster with"])
+    assert any("which rounds each weight, by 9.2% RMS: +" in line for line in found["faster with"])
+    assert "in bf16_packed; slots for" in found["layers"][0]
+
+
+def test_what_was_rejected_is_named_by_what_differs_and_why() -> None:
+    choice = search(FACTS, CARD, ways_of(REQUEST)[:2], rounding=())
+    lines = rows(choice)["rejected"]
+    assert len(lines) == len(choice.rejected)
+    more = choice.plan.num_slots + 1
+    (slots,) = [line for line in lines if line.startswith(f"{more} slots: ")]
+    assert ": at least " in slots
+    assert "GiB of device memory" in slots
+    assert not any("native" in line or "sequences" in line for line in lines)
+
+
+def test_memory_is_shown_against_what_there_is_or_what_may_be_used() -> None:
+    plan = search(FACTS, CARD, [REQUEST], rounding=())
+    found = rows(plan)
+    assert found["VRAM"][0].startswith(f"{plan.plan.peak_bytes / GIB:.2f} GiB of 16.00 GiB: ")
+    assert found["RAM"][0].startswith(f"{plan.plan.host_bytes / GIB:.2f} GiB of 64.00 GiB: ")
+    assert "12.94 GiB slab" in found["RAM"][0]
+    less = search(FACTS, CARD, [replace(REQUEST, vram_budget_bytes=12 * GIB)], rounding=())
+    assert " of 12.00 GiB (`offload.vram_budget`): " in rows(less)["VRAM"][0]
+
+
+def test_a_cpu_has_one_memory() -> None:
+    rate = Rate(value=1e10, source="drawn")
+    cpu = replace(CARD, device="cpu", vram_bytes=64 * GIB, memory_bytes_per_s=rate)
+    choice = search(FACTS, cpu, [REQUEST], rounding=())
+    found = rows(choice)
+    assert "VRAM" not in found
+    both = choice.plan.peak_bytes + choice.plan.host_bytes
+    assert found["RAM"][0].startswith(f"{both / GIB:.2f} GiB of 64.00 GiB: ")
+    assert found["limited by"][0].startswith("CPU compute: ")
+
+
+def test_resident_layers_are_loaded_once_and_have_no_break_even() -> None:
+    found = rows(search(FACTS, replace(CARD, vram_bytes=80 * GIB), [REQUEST], rounding=()))
+    assert found["layers"] == ["12.94 GiB in RAM; slots for 36 of 36: loaded once, then resident"]
+    assert "N*" not in found["tokens"][0]
+    assert "copies" not in found["limited by"][0]
+    (line,) = found["faster with"]
+    assert line.startswith("nothing tried: 1 GiB more VRAM, a link of twice the rate, ")
