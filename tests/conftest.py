@@ -1,5 +1,6 @@
 """What holds for all tests: their environment, their processes, and which skips are expected."""
 
+import gc
 import os
 from collections.abc import Generator
 from pathlib import Path
@@ -37,7 +38,24 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     return 0 if is_one_file or config.option.markexpr == "gpu" else None
 
 
+def pytest_collectstart() -> None:
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+    _freeze()
+
+
+def _freeze() -> None:
+    """Leave what was imported and collected out of full collections: a sixth of the default run."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if not gc.get_freeze_count():  # the test before this one has trained, which ends in `unfreeze`
+        _freeze()
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("torch sees no CUDA device")
 

@@ -1,6 +1,6 @@
-"""The program, with a rank 1 whose third step fails: `python broken_rank.py KIND WORDS...`."""
+"""The program, with a rank 1 whose third step fails: `main([KIND, WORDS...])`."""
 
-import sys
+from collections.abc import Sequence
 
 import torch
 
@@ -30,6 +30,7 @@ def break_rank_1(failure: Exception) -> None:
         Loop.step = broken  # type: ignore[method-assign]
 
 
-if __name__ == "__main__":
-    break_rank_1(FAILURES[sys.argv[1]])
-    app.main(sys.argv[2:])
+def main(argv: Sequence[str]) -> None:
+    """Run the program."""
+    break_rank_1(FAILURES[argv[0]])
+    app.main(argv[1:])

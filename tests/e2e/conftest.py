@@ -4,7 +4,7 @@ import contextlib
 import io
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,9 @@ import torch
 import yaml
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from finetune.training import loop
 from tests.doubles import tiny_tokenizer
+from tests.e2e.forked import Forked
 from tests.e2e.runs import run
 
 RecipeWriter = Callable[..., Path]
@@ -53,10 +55,29 @@ def rows_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+@pytest.fixture(autouse=True)
+def _untimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time one step before the first; `finished_once` times as many as users' runs do."""
+    monkeypatch.setattr(loop, "TIMED_S", 0.0)
+
+
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache"
+
+
+@pytest.fixture(scope="session")
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forked]:
+    with Forked(tmp_path_factory.mktemp("forked")) as forked:
+        yield forked
+
+
+@pytest.fixture
+def forked(fork_server: Forked) -> Iterator[Forked]:
+    """Return what starts the program in a process of its own, without its seconds of imports."""
+    yield fork_server
+    fork_server.end_all()
 
 
 @pytest.fixture

@@ -37,13 +37,10 @@ def adapter(run_dir: Path) -> dict[str, torch.Tensor]:
     return load_file(run_dir / "adapter" / "adapter_model.safetensors")
 
 
-def start(
-    recipe: Path, machine_file: Path, *words: str, new_session: bool = False
-) -> subprocess.Popen[str]:
+def start(recipe: Path, machine_file: Path, *words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "cli.py", "finetune", str(recipe), "--machine", str(machine_file), *words],
         cwd=ROOT,
-        start_new_session=new_session,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -1,7 +1,8 @@
-"""Two ranks that talk without a model: `python scenes.py NAME`, in one process for each rank."""
+"""Two ranks that talk without a model: `main([NAME])`, in one process for each rank."""
 
 import sys
 import time
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -44,8 +45,8 @@ def main_first() -> None:
         start_s = time.monotonic()
         with ranks.main_first():
             if ranks.is_main:
-                time.sleep(1.0)
-        assert time.monotonic() - start_s >= 1.0
+                time.sleep(0.5)
+        assert time.monotonic() - start_s >= 0.5
 
 
 def one_fails() -> None:
@@ -84,14 +85,15 @@ def one_hangs() -> None:
     """A rank that does not answer is waited for until the timeout."""
 
     def wait() -> None:
-        with ProcessGroup(launch(), timeout_s=2.0) as ranks:
+        with ProcessGroup(launch(), timeout_s=1.0) as ranks:
             if ranks.index == 1:
-                time.sleep(5.0)
+                time.sleep(3.0)
             ranks.exchange(None)
 
-    with pytest.raises(RankError, match=r"gone or does not answer: .*within 2 s"):
+    with pytest.raises(RankError, match=r"gone or does not answer: .*within 1 s"):
         wait()
 
 
-if __name__ == "__main__":
-    globals()[sys.argv[1]]()
+def main(argv: Sequence[str]) -> None:
+    """Play the scene of this name."""
+    globals()[argv[0]]()

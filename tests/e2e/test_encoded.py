@@ -5,8 +5,7 @@ import signal
 import pytest
 import torch
 
-from tests.e2e.ranks import accelerate_launch, outputs
-from tests.e2e.runs import adapter, assert_same_training, losses, run, start, wait_for
+from tests.e2e.runs import adapter, assert_same_training, losses, run
 
 
 @pytest.mark.slow
@@ -30,17 +29,18 @@ def test_layers_in_ram_and_on_disk_train_alike_and_the_store_is_built_once(
 
 
 @pytest.mark.exhaustive
-def test_a_killed_encoded_run_resumes_to_the_bit(tmp_path, write_recipe, machine_file) -> None:
+def test_a_killed_encoded_run_resumes_to_the_bit(
+    tmp_path, write_recipe, machine_file, forked
+) -> None:
     recipe = write_recipe(
         train={"steps": 8}, offload={"device": "cpu", "num_slots": 2, "codec": "nf4"}
     )
     run_dir, whole = tmp_path / "run", tmp_path / "whole"
     assert run("finetune", recipe, "--machine", machine_file, f"output.dir={whole}") == 0
     metrics = run_dir / "metrics.jsonl"
-    process = start(recipe, machine_file)
-    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3, process)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    process = forked.start("finetune", recipe, "--machine", machine_file)
+    process.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3)
+    process.end(signal.SIGKILL)
     assert run("finetune", recipe, "--machine", machine_file, "--resume") == 0
     assert losses(run_dir) == losses(whole)
     resumed, uninterrupted = adapter(run_dir), adapter(whole)
@@ -48,12 +48,11 @@ def test_a_killed_encoded_run_resumes_to_the_bit(tmp_path, write_recipe, machine
 
 
 @pytest.mark.slow
-def test_two_ranks_share_one_encoded_slab(tmp_path, write_recipe, machine_file) -> None:
+def test_two_ranks_share_one_encoded_slab(tmp_path, write_recipe, machine_file, forked) -> None:
     recipe = write_recipe(offload={"device": "cpu", "num_slots": 2, "codec": "nf4"})
     words = ("finetune", recipe, "--machine", machine_file)
-    launched = accelerate_launch("cli.py", *words, f"output.dir={tmp_path / 'two'}")
-    (shown,) = outputs([launched])
-    assert launched.returncode == 0, shown
-    assert ", shared by 2 ranks" in shown
+    ranks = forked.start_ranks(*words, f"output.dir={tmp_path / 'two'}")
+    assert [rank.end() for rank in ranks] == [0, 0], [rank.shown for rank in ranks]
+    assert ", shared by 2 ranks" in ranks[0].shown
     assert run(*words, f"output.dir={tmp_path / 'one'}") == 0
     assert_same_training(tmp_path / "two", tmp_path / "one")

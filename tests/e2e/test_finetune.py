@@ -1,5 +1,4 @@
 import json
-import os
 import random
 import shutil
 import signal
@@ -199,38 +198,35 @@ NOISY_BEST = {
 @pytest.mark.parametrize(
     ("moment", "settings"),
     [
-        ("in a step", {"train": {"steps": 12}}),
+        ("in a step", {"train": {"steps": 12}, "data": {"num_workers": 1}}),
         ("while saving", {"train": {"steps": 12}}),
         ("in a step", NOISY_BEST),
     ],
 )
 def test_a_killed_run_resumes_to_the_bit(
-    moment, settings, tmp_path, write_recipe, machine_file
+    moment, settings, tmp_path, write_recipe, machine_file, forked
 ) -> None:
-    recipe = write_recipe(data={"num_workers": 1}, **settings)
+    recipe = write_recipe(**settings)
     run_dir, whole = tmp_path / "run", tmp_path / "whole"
     assert run("finetune", recipe, "--machine", machine_file, f"output.dir={whole}") == 0
     metrics, checkpoints = run_dir / "metrics.jsonl", run_dir / "checkpoints"
     chance = random.Random(moment)
-    words: tuple[str, ...] = ()
+    words: tuple[object, ...] = ("finetune", recipe, "--machine", machine_file)
     for _ in range(2):
-        process = start(recipe, machine_file, *words)
+        process = forked.start(*words)
         steps = metrics.read_text().count("\n") if metrics.exists() else 0
         if moment == "while saving":
-            wait_for(lambda: any(checkpoints.glob("partial-*")), process)
+            process.wait_for(lambda: any(checkpoints.glob("partial-*")))
         else:
             goal = steps + chance.randrange(1, 4)
-            wait_for(
-                lambda goal=goal: metrics.exists() and metrics.read_text().count("\n") >= goal,
-                process,
+            process.wait_for(
+                lambda goal=goal: metrics.exists() and metrics.read_text().count("\n") >= goal
             )
             time.sleep(chance.random() * 0.05)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        words = ("--resume",)
-    process = start(recipe, machine_file, "--resume")
-    shown = process.communicate(timeout=120)[0]
-    assert process.returncode == 0, shown
+        assert process.end(signal.SIGKILL) == -signal.SIGKILL
+        words = (*words, "--resume")[:5]
+    process = forked.start(*words)
+    assert process.end() == 0, process.shown
     assert losses(run_dir) == losses(whole)
     resumed, uninterrupted = adapter(run_dir), adapter(whole)
     assert all(torch.equal(resumed[name], uninterrupted[name]) for name in uninterrupted)
@@ -400,12 +396,11 @@ def test_a_model_without_weights_is_said_to_have_none(
     ],
 )
 def test_ctrl_c_while_workers_start_does_not_hang(
-    delay_s: float, tmp_path, write_recipe, machine_file
+    delay_s: float, tmp_path, write_recipe, machine_file, forked
 ) -> None:
     recipe = write_recipe(train={"steps": 100_000}, data={"num_workers": 1})
-    process = start(recipe, machine_file, new_session=True)
-    wait_for(lambda: (tmp_path / "run" / "predicted.json").exists(), process)
+    process = forked.start("finetune", recipe, "--machine", machine_file, has_session=True)
+    process.wait_for(lambda: (tmp_path / "run" / "predicted.json").exists())
     time.sleep(delay_s)
-    os.killpg(process.pid, signal.SIGINT)  # what a terminal does: all processes get it
-    shown = process.communicate(timeout=60)[0]
-    assert process.returncode == 130, shown
+    process.signal(signal.SIGINT, to_group=True)  # what a terminal does: all processes get it
+    assert process.end() == 130, process.shown

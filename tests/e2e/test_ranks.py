@@ -1,6 +1,7 @@
 """Two real processes on a CPU, with gloo between them, against one process on the same rows."""
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -8,11 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.ranks import accelerate_launch, outputs, start_ranks
+from tests.e2e.ranks import accelerate_launch, output
 from tests.e2e.runs import assert_same_training, losses, run
 
-SCENES = Path(__file__).with_name("scenes.py")
-BROKEN = Path(__file__).with_name("broken_rank.py")
 DROPOUT = {"experts": False, "dropout": 0.2}
 
 
@@ -33,12 +32,11 @@ def has_steps(run_dir: Path, number: int) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scene", ["sums", "main_first", "one_fails", "both_fail", "one_hangs"])
-def test_two_ranks_talk(scene: str) -> None:
-    processes = start_ranks([SCENES, scene], [SCENES, scene])
-    shown = outputs(processes)
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(shown)
+def test_two_ranks_talk(scene: str, forked) -> None:
+    ranks = forked.start_ranks(scene, module="tests.e2e.scenes")
+    assert [rank.end() for rank in ranks] == [0, 0], [rank.shown for rank in ranks]
     if scene == "one_fails":
-        silent_s, speaker_s = (float(text.split()[-1]) for text in shown)
+        silent_s, speaker_s = (float(rank.shown.split()[-1]) for rank in ranks)
         assert silent_s > speaker_s
 
 
@@ -52,7 +50,7 @@ def test_two_ranks_train_as_one_process_does(tmp_path, write_recipe, machine_fil
     words = ("finetune", recipe, "--machine", machine_file)
     launched = accelerate_launch("cli.py", *words, f"output.dir={tmp_path / 'two'}")
     assert run(*words, f"output.dir={tmp_path / 'one'}") == 0
-    (shown,) = outputs([launched])
+    shown = output(launched)
     assert launched.returncode == 0, shown
     assert_same_training(tmp_path / "two", tmp_path / "one")
     assert shown.count("Adapter: ") == 1
@@ -67,7 +65,7 @@ def test_ctrl_c_stops_both_ranks_at_one_step_and_one_process_resumes(
     tmp_path, write_recipe, machine_file
 ) -> None:
     recipe = write_recipe(
-        train={"steps": 60, "schedule": "constant", "lr": 0.001},
+        train={"steps": 24, "schedule": "constant", "lr": 0.001},
         adapter=DROPOUT,
         output={"checkpoint_every": 1000},
     )
@@ -76,11 +74,11 @@ def test_ctrl_c_stops_both_ranks_at_one_step_and_one_process_resumes(
     launched = accelerate_launch("cli.py", *words)
     wait_for(lambda: has_steps(run_dir, 3))
     launched.send_signal(signal.SIGINT)
-    (shown,) = outputs([launched])
+    shown = output(launched)
     assert launched.returncode != 0
     assert shown.count("continue with `--resume`") == 1
     done = len(losses(run_dir))
-    assert 3 <= done < 60
+    assert 3 <= done < 24
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == [f"step-{done:07d}"]
     assert run(*words, "--resume") == 0
     assert run(*words, f"output.dir={tmp_path / 'one'}") == 0
@@ -88,33 +86,41 @@ def test_ctrl_c_stops_both_ranks_at_one_step_and_one_process_resumes(
 
 
 @pytest.mark.slow
-def test_two_ranks_resume_what_one_process_has_begun(tmp_path, write_recipe, machine_file) -> None:
+def test_two_ranks_resume_what_one_process_has_begun(
+    tmp_path, write_recipe, machine_file, forked
+) -> None:
     words = ("finetune", write_recipe(), "--machine", machine_file)
-    assert run(*words, f"output.dir={tmp_path / 'one'}") == 0
     assert run(*words) == 0
-    for step in (tmp_path / "run" / "checkpoints").glob("step-*6"):
-        step.rename(tmp_path / "the last checkpoint")
-    launched = accelerate_launch("cli.py", *words, "--resume")
-    (shown,) = outputs([launched])
-    assert launched.returncode == 0, shown
+    shutil.copytree(tmp_path / "run", tmp_path / "one")
+    (last,) = (tmp_path / "run" / "checkpoints").glob("step-*6")
+    last.rename(tmp_path / "the last checkpoint")
+    shutil.rmtree(tmp_path / "run" / "adapter")
+    ranks = forked.start_ranks(*words, "--resume")
+    assert [rank.end() for rank in ranks] == [0, 0], [rank.shown for rank in ranks]
+    assert (tmp_path / "run" / "checkpoints" / last.name).is_dir()
     assert_same_training(tmp_path / "run", tmp_path / "one")
 
 
+# ------------------------------------------------------------------------------------------ faults
+
+
 @pytest.mark.slow
-def test_two_ranks_have_one_slab_between_them(tmp_path, write_recipe, machine_file) -> None:
+def test_two_ranks_have_one_slab_and_a_killed_one_ends_the_other_with_an_error(
+    tmp_path, write_recipe, machine_file, forked
+) -> None:
     recipe = write_recipe(train={"steps": 5000, "schedule": "constant"})
-    words = ("cli.py", "finetune", recipe, "--machine", machine_file)
-    processes = start_ranks(words, words)
-    try:
-        wait_for(lambda: has_steps(tmp_path / "run", 1))
-        filled, opened = (slab_mappings(process.pid) for process in processes)
-    finally:
-        for process in processes:
-            process.kill()
-        outputs(processes)
+    ranks = forked.start_ranks("finetune", recipe, "--machine", machine_file)
+    ranks[0].wait_for(lambda: has_steps(tmp_path / "run", 2))
+    filled, opened = (slab_mappings(rank.pid) for rank in ranks)
     assert [access for access, _ in filled] == ["rw-s"]
     assert [access for access, _ in opened] == ["r--s"]
     assert filled[0][1] == opened[0][1]
+    ranks[1].end(signal.SIGKILL)
+    assert ranks[0].end() == 1
+    survivor = ranks[0].shown
+    assert "error (rank 0): another rank is gone or does not answer: " in survivor
+    assert "hint: see what the others and the launcher show; `--resume`" in survivor
+    assert "Traceback" not in survivor
 
 
 def slab_mappings(pid: int) -> list[tuple[str, str]]:
@@ -122,23 +128,6 @@ def slab_mappings(pid: int) -> list[tuple[str, str]]:
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     words = [line.split() for line in lines if "sluice-slab" in line]
     return [(access, inode) for _, access, _, _, inode, *_ in words]
-
-
-# ------------------------------------------------------------------------------------------ faults
-
-
-@pytest.mark.slow
-def test_a_killed_rank_ends_the_other_with_an_error(tmp_path, write_recipe, machine_file) -> None:
-    recipe = write_recipe(train={"steps": 5000, "schedule": "constant"})
-    words = ("cli.py", "finetune", recipe, "--machine", machine_file)
-    processes = start_ranks(words, words)
-    wait_for(lambda: has_steps(tmp_path / "run", 2))
-    processes[1].kill()
-    survivor, _ = outputs(processes)
-    assert processes[0].returncode == 1
-    assert "error (rank 0): another rank is gone or does not answer: " in survivor
-    assert "hint: see what the others and the launcher show; `--resume`" in survivor
-    assert "Traceback" not in survivor
 
 
 @pytest.mark.slow
@@ -153,7 +142,7 @@ def test_a_killed_rank_ends_the_launch_which_names_it(tmp_path, write_recipe, ma
         if b"RANK=1\0" in Path(f"/proc/{child}/environ").read_bytes()
     )
     os.kill(victim, signal.SIGKILL)
-    (shown,) = outputs([launched])
+    shown = output(launched)
     assert launched.returncode != 0
     assert "Signal 9 (SIGKILL) received" in shown
 
@@ -170,15 +159,14 @@ def test_a_killed_rank_ends_the_launch_which_names_it(tmp_path, write_recipe, ma
     ],
 )
 def test_a_rank_that_fails_in_a_visit_shows_why_and_ends_the_other(
-    kind, what, tmp_path, write_recipe, machine_file
+    kind, what, tmp_path, write_recipe, machine_file, forked
 ) -> None:
     recipe = write_recipe(train={"steps": 5000, "schedule": "constant"})
-    words = (BROKEN, kind, "finetune", recipe, "--machine", machine_file)
-    processes = start_ranks(words, words)
-    quiet, speaker = outputs(processes)
-    assert [process.returncode for process in processes] == [1, 1]
-    assert what in speaker
-    assert "error" not in quiet
+    words = (kind, "finetune", recipe, "--machine", machine_file)
+    quiet, speaker = forked.start_ranks(*words, module="tests.e2e.broken_rank")
+    assert [quiet.end(), speaker.end()] == [1, 1]
+    assert what in speaker.shown
+    assert "error" not in quiet.shown
     assert len(losses(tmp_path / "run")) == 2
 
 
@@ -186,19 +174,20 @@ def test_a_rank_that_fails_in_a_visit_shows_why_and_ends_the_other(
 def test_an_error_of_all_ranks_is_shown_once(tmp_path, write_recipe, machine_file) -> None:
     recipe = write_recipe(adapter={"dropout": 0.1})  # refused with experts, when it is added
     launched = accelerate_launch("cli.py", "finetune", recipe, "--machine", machine_file)
-    (shown,) = outputs([launched])
+    shown = output(launched)
     assert launched.returncode != 0
     assert shown.count("\nhint: ") == 1
     assert "error (rank 0): adapter.dropout: 0.1 with adapter.experts: true" in shown
 
 
 @pytest.mark.slow
-def test_ranks_with_other_rows_are_refused(tmp_path, write_recipe, machine_file, rows_file) -> None:
+def test_ranks_with_other_rows_are_refused(
+    tmp_path, write_recipe, machine_file, rows_file, forked
+) -> None:
     fewer = tmp_path / "fewer.jsonl"
     fewer.write_text("".join(rows_file.read_text().splitlines(keepends=True)[:-4]))
-    words = ("cli.py", "finetune", write_recipe(), "--machine", machine_file)
-    processes = start_ranks(words, (*words, f"data.path={fewer}"))
-    shown, quiet = outputs(processes)
-    assert [process.returncode for process in processes] == [1, 1]
-    assert "error (rank 0): the training rows on rank 1 are not those on rank 0" in shown
-    assert "error" not in quiet
+    words = ("finetune", write_recipe(), "--machine", machine_file)
+    speaker, quiet = forked.start_ranks(*words, of_rank_1=[f"data.path={fewer}"])
+    assert [speaker.end(), quiet.end()] == [1, 1]
+    assert "error (rank 0): the training rows on rank 1 are not those on rank 0" in speaker.shown
+    assert "error" not in quiet.shown

@@ -6,12 +6,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.e2e.ranks import outputs, start_ranks
+from tests.e2e.forked import Forked
 from tests.e2e.runs import ROOT, losses, run
 
 CODES = {signal.SIGTERM: 143, signal.SIGHUP: 129}
@@ -26,19 +29,14 @@ def temporary(tmp_path: Path) -> Iterator[Path]:
     assert not list(folder.iterdir())
 
 
-def words_of(recipe: Path, machine_file: Path, temporary: Path) -> list[str]:
-    program = [sys.executable, "cli.py", "finetune", str(recipe), "--machine", str(machine_file)]
-    return ["env", f"TMPDIR={temporary}", *program]
-
-
-def start(words: list[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        words,
-        cwd=ROOT,
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+@pytest.fixture
+def start(endless: Path, machine_file: Path, temporary: Path, forked: Forked) -> Callable[..., Any]:
+    """Return what starts an endless run in a session of its own."""
+    return partial(
+        forked.start,
+        *("finetune", endless, "--machine", machine_file),
+        variables={"TMPDIR": str(temporary)},
+        has_session=True,
     )
 
 
@@ -62,33 +60,30 @@ def endless(write_recipe) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", CODES)
 def test_a_signal_to_all_processes_of_a_run_ends_it_with_a_checkpoint(
-    number: signal.Signals, endless, tmp_path, machine_file, temporary
+    number: signal.Signals, start, tmp_path
 ) -> None:
-    process = start(words_of(endless, machine_file, temporary))
+    process = start()
     wait_for_rows(tmp_path / "run", 2)
-    os.killpg(process.pid, number)  # its data worker gets it too
-    shown = process.communicate(timeout=120)[0]
-    assert process.returncode == CODES[number], shown
-    assert "continue with `--resume`" in shown
-    assert "Traceback" not in shown
-    done = len(losses(tmp_path / "run"))
-    saved = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
-    assert saved == [f"step-{done:07d}"]
+    process.signal(number, to_group=True)  # its data worker gets it too
+    assert process.end() == CODES[number], process.shown
+    assert "continue with `--resume`" in process.shown
+    assert "Traceback" not in process.shown
+    assert_saved_at_its_last_step(tmp_path / "run")
     assert not (tmp_path / "run" / "run.lock").exists()
 
 
+def assert_saved_at_its_last_step(run_dir: Path) -> None:
+    done = len(losses(run_dir))
+    saved = [path.name for path in (run_dir / "checkpoints").iterdir()]
+    assert saved == [f"step-{done:07d}"]
+
+
 @pytest.mark.slow
-def test_a_signal_before_the_first_step_leaves_nothing(
-    endless, tmp_path, machine_file, temporary
-) -> None:
-    process = start(words_of(endless, machine_file, temporary))
-    while not (tmp_path / "run" / "run.lock").exists():
-        assert process.poll() is None
-        time.sleep(0.005)
-    process.terminate()
-    shown = process.communicate(timeout=120)[0]
-    assert process.returncode == 143, shown
-    assert shown.endswith("stopped\n")
+def test_a_signal_before_the_first_step_leaves_nothing(start, tmp_path) -> None:
+    process = start()
+    process.wait_for(lambda: (tmp_path / "run" / "run.lock").exists())
+    assert process.end(signal.SIGTERM) == 143, process.shown
+    assert process.shown.endswith("stopped\n")
     assert not (tmp_path / "run").exists()
 
 
@@ -96,7 +91,15 @@ def test_a_signal_before_the_first_step_leaves_nothing(
 def test_a_hangup_that_nohup_ignores_stays_ignored(
     endless, tmp_path, machine_file, temporary
 ) -> None:
-    process = start(["nohup", *words_of(endless, machine_file, temporary)])
+    program = [sys.executable, "cli.py", "finetune", str(endless), "--machine", str(machine_file)]
+    process = subprocess.Popen(
+        ["env", f"TMPDIR={temporary}", "nohup", *program],
+        cwd=ROOT,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     wait_for_rows(tmp_path / "run", 2)
     os.killpg(process.pid, signal.SIGHUP)
     wait_for_rows(tmp_path / "run", len(losses(tmp_path / "run")) + 3)
@@ -106,46 +109,36 @@ def test_a_hangup_that_nohup_ignores_stays_ignored(
 
 
 @pytest.mark.slow
-def test_a_terminal_that_is_closed_costs_nothing(
-    endless, tmp_path, machine_file, temporary
-) -> None:
-    words = words_of(endless, machine_file, temporary)
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.chdir(ROOT)
-        os.execvp(words[0], words)
-    metrics, end_s = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 240
+def test_a_terminal_that_is_closed_costs_nothing(start, tmp_path) -> None:
+    terminal, other_end = pty.openpty()
+    process = start(output=os.ttyname(other_end), is_on_terminal=True)
     os.set_blocking(terminal, False)
-    while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
-        assert time.monotonic() < end_s
-        try:
+    metrics = tmp_path / "run" / "metrics.jsonl"
+
+    def has_rows() -> bool:
+        with suppress(BlockingIOError):
             os.read(terminal, 65536)  # or the program waits for room
-        except BlockingIOError:
-            time.sleep(0.005)
+        return metrics.exists() and metrics.read_text().count("\n") >= 2
+
+    process.wait_for(has_rows)
+    os.close(other_end)
     os.close(terminal)
-    _, status = os.waitpid(pid, 0)
-    assert os.waitstatus_to_exitcode(status) == 129
-    done = len(losses(tmp_path / "run"))
-    saved = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
-    assert saved == [f"step-{done:07d}"]
+    assert process.end() == 129
+    assert_saved_at_its_last_step(tmp_path / "run")
 
 
 @pytest.mark.slow
 def test_a_signal_to_one_of_two_ranks_stops_both_at_one_step(
-    tmp_path, write_recipe, machine_file
+    tmp_path, write_recipe, machine_file, forked
 ) -> None:
     recipe = write_recipe(
         train={"steps": 100_000, "schedule": "constant"}, output={"checkpoint_every": 100_000}
     )
-    words = ("cli.py", "finetune", recipe, "--machine", machine_file)
-    processes = start_ranks(words, words)
+    ranks = forked.start_ranks("finetune", recipe, "--machine", machine_file)
     wait_for_rows(tmp_path / "run", 2)
-    processes[1].send_signal(signal.SIGTERM)
-    shown = outputs(processes)
-    assert [process.returncode for process in processes] == [143, 143], "\n".join(shown)
-    done = len(losses(tmp_path / "run"))
-    saved = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
-    assert saved == [f"step-{done:07d}"]
+    ranks[1].signal(signal.SIGTERM)
+    assert [rank.end() for rank in ranks] == [143, 143], [rank.shown for rank in ranks]
+    assert_saved_at_its_last_step(tmp_path / "run")
 
 
 def test_resume_and_overwrite_exclude_each_other(write_recipe, machine_file, capsys) -> None:

@@ -102,20 +102,17 @@ def by_peft(model: PeftModel) -> PeftModel:
     return model
 
 
-def errors_of(case: Case, *, seed: int, true: bool) -> tuple[float, float]:
-    """Compare to the bit with the resident step, and with plain peft; return errors if asked."""
+def errors_of(case: Case, *, seed: int) -> tuple[float, float]:
+    """Compare a step with plain peft; return the errors of both."""
     batches = micro_batches()
     model = adapted(base_of(case, seed=seed), case, seed=seed)
     loss, ours = streamed(model, batches, num_slots=2)
-    resident_loss, resident = streamed(model, batches, num_slots=8)
-    assert loss == resident_loss
-    assert all(torch.equal(ours[name], resident[name]) for name in resident)
     assert set(ours) == set(trained(model))
     theirs = by_peft(model)
     plain_loss, reference = plain(theirs, batches)
     assert loss == pytest.approx(plain_loss, rel=1e-6)
     assert rel_error(ours, reference) < 2e-6
-    exact = truth(theirs, batches) if true else reference
+    exact = truth(theirs, batches)
     assert exact is not None
     return rel_error(ours, exact), rel_error(reference, exact)
 
@@ -125,7 +122,12 @@ def errors_of(case: Case, *, seed: int, true: bool) -> tuple[float, float]:
     mostly_slow(CASES, "DoRA, with linears and norms whole", "a router with a bias that trains"),
 )
 def test_move_every_option_streams_as_it_computes_resident(case: Case) -> None:
-    errors_of(case, seed=0, true=False)
+    model = adapted(base_of(case, seed=0), case)
+    loss, ours = streamed(model, micro_batches(), num_slots=2)
+    resident_loss, resident = streamed(model, micro_batches(), num_slots=8)
+    assert loss == resident_loss
+    assert set(ours) == set(resident) == set(trained(model))
+    assert all(torch.equal(ours[name], resident[name]) for name in resident)
 
 
 @pytest.mark.slow
@@ -134,7 +136,7 @@ def test_reorder_gradients_of_every_option_are_no_worse_than_those_of_peft(case:
     # one seed differs from another by more than the slack: 0.47 to 1.44 of peft's error
     squares = {"ours": 0.0, "peft": 0.0}
     for seed in range(MAX_SEEDS):
-        ours, theirs = errors_of(case, seed=seed, true=True)
+        ours, theirs = errors_of(case, seed=seed)
         squares["ours"] += ours**2
         squares["peft"] += theirs**2
         if seed >= 3 and squares["ours"] <= SLACK**2 * squares["peft"]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.e2e.attacks.forked import Forked, Started
+from tests.e2e.forked import Forked, Started
 from tests.e2e.runs import adapter, losses
 
 KIB = 1024

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from tests.e2e.attacks.forked import Forked, Started
+from tests.e2e.forked import Forked, Started
 from tests.e2e.runs import adapter, losses
 
 NUM_ROUNDS = 6

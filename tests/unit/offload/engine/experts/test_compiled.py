@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import itertools
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from offload.engine.experts.tiles import MAX_SHARED_BYTES, Blocks, blocks_for
 from tests.compiled import Compiled, compile_for
 from tests.mixtures import GPT_OSS, MIXTURES, QWEN, Mixture, launches
+from tests.tiers import mostly_slow
 
 if importlib.util.find_spec("triton") is None:  # not imported: others may want it interpreted
     pytest.skip("Triton is not installed", allow_module_level=True)
@@ -52,18 +54,19 @@ def test_kernels_for_a_card_that_is_not_there_launch_on_it() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("capability", "rows_per_expert"),
-    [
-        (86, SOME),
-        (89, MANY),
-        pytest.param(86, MANY, marks=pytest.mark.exhaustive),
-        pytest.param(89, SOME, marks=pytest.mark.exhaustive),
-    ],
+    ("capability", "rows_per_expert", "mixture"),
+    mostly_slow(
+        list(itertools.product((86, 89), (SOME, MANY), (QWEN, GPT_OSS))),
+        (86, SOME, QWEN),
+        (89, MANY, GPT_OSS),
+        rest=pytest.mark.exhaustive,
+    ),
 )
-def test_kernels_launch_on_consumer_cards(capability: int, rows_per_expert: int) -> None:
+def test_kernels_launch_on_consumer_cards(
+    capability: int, rows_per_expert: int, mixture: Mixture
+) -> None:
     blocks = blocks_for(divmod(capability, 10), torch.bfloat16, rows_per_expert=rows_per_expert)
-    for mixture in (QWEN, GPT_OSS):
-        check(compiled(mixture, capability, blocks))
+    check(compiled(mixture, capability, blocks))
 
 
 @pytest.mark.exhaustive
