@@ -222,7 +222,7 @@ def test_a_plan_says_where_its_counts_are_from(
 ) -> None:
     file = config_file(tmp_path, model_type)
     words = (file, "--machine", "rtx3060", "train.seq_len=64")
-    assert re.search(rf"counted +{grade}", planned(capsys, *words))
+    assert re.search(rf"counted +{grade}", planned(capsys, *words, "--verbose"))
     as_json = json.loads(planned(capsys, *words, "--json"))
     assert as_json["model"]["facts_grade"] == ("config" if model_type == "glm4" else "built")
 
