@@ -22,6 +22,7 @@ import torch
 from offload.engine.batch import Batch, LabelledBatch
 from offload.engine.host.source import LayerSource
 from offload.engine.host_gradients import HostGradients
+from offload.engine.low_rank import VISIT_CACHE
 from offload.engine.model.inspection import Inspection
 from offload.engine.model.layers import Front, LayeredModel
 from offload.engine.model.recorded_args import Call
@@ -224,10 +225,13 @@ class Executor:
         events: list[Event] = []
         with torch.random.fork_rng(devices=self._rng_devices()):
             self._device.begin()
-            for op in schedule.ops:
-                body = partial(table[op.kind], op)
-                events.append(self._device.submit(op.lane, [events[i] for i in op.waits], body))
-            self._device.settle()
+            try:
+                for op in schedule.ops:
+                    body = partial(table[op.kind], op)
+                    events.append(self._device.submit(op.lane, [events[i] for i in op.waits], body))
+                self._device.settle()
+            finally:
+                VISIT_CACHE.enter(None)
         return events
 
     # ----------------------------------------------------------------------------------- transfers
@@ -286,6 +290,7 @@ class Executor:
         if step.is_stashed:  # the output takes its place; see Note [Letting go]
             state.inputs.pop((layer + 1 - NUM_KEPT, m), None)
         call = state.fronts[m].calls[layer]
+        VISIT_CACHE.enter((op.kind, layer))
         compute = partial(self._visit_forward, layer, input_BTD, call, has_graph=op.has_graph)
         (output_BTD, router_logits, graph), draws = self._randomness.visit(
             layer, _visit_seed(step, layer, m), compute
@@ -379,6 +384,7 @@ class Executor:
         drawn = state.draws.pop((layer, m))
         if state.gradient[m] is None and not router_gradients:
             return
+        VISIT_CACHE.enter((op.kind, layer))
         compute = partial(
             visit_with_graph,
             self._model,

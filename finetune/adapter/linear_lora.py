@@ -1,0 +1,157 @@
+"""Adapters on linear layers: held, saved and loaded by peft, computed at the base's precision."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from peft.tuners.lora import layer
+from torch import nn
+
+from offload.engine.low_rank import AdaptedLinear, LowRank, apply_linears
+
+# Linears of one module that read the same tensor in most models. Whether they do is checked at each
+# call; where they do not, each computes by itself.
+SHARED_INPUTS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+)
+
+
+def compute_in_base_dtype(model: nn.Module) -> None:
+    """Compute the adapters of linear layers at the precision of the weights that they adapt.
+
+    Names, initial values, scaling, files, merging and switching off stay peft's own. Its forward
+    stays too where a layer is not plain LoRA on a plain frozen linear layer: DoRA, adapters with a
+    bias, other kinds of layers, base weights that train.
+
+    Args:
+        model: With its adapters.
+    """
+    for parent in model.modules():
+        adapted = {n: m for n, m in parent.named_children() if type(m) is layer.Linear}
+        for names in _groups(adapted):
+            group = Siblings([adapted[name] for name in names])
+            for name in names:
+                adapted[name].__class__ = Linear
+                vars(adapted[name])["siblings"] = group
+
+
+def _groups(names: Iterable[str]) -> list[tuple[str, ...]]:
+    """Divide the adapted linears of one module into those that read one input."""
+    left = list(names)
+    groups = []
+    for shared in SHARED_INPUTS:
+        found = tuple(name for name in left if name in shared)
+        if found:
+            groups.append(found)
+            left = [name for name in left if name not in found]
+    return groups + [(name,) for name in left]
+
+
+class Linear(layer.Linear):
+    """peft's adapted linear layer, which computes together with those that read the same input."""
+
+    siblings: "Siblings"
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return the layer's output, (..., out_features)."""
+        if args or kwargs or not self.is_plain(x):
+            result: torch.Tensor = super().forward(x, *args, **kwargs)
+            return result
+        return self.siblings.output(self, x)
+
+    def is_plain(self, x: torch.Tensor) -> bool:
+        """Return whether this is plain LoRA on a frozen linear layer of the dtype of `x`."""
+        base: Any = self.get_base_layer()
+        active = self._active()
+        is_frozen = not any(parameter.requires_grad for parameter in base.parameters())
+        return (
+            type(base) is nn.Linear
+            and not (base._forward_hooks or base._forward_pre_hooks)
+            and is_frozen
+            and base.weight.dtype == x.dtype
+            and not (self.disable_adapters or self.merged)
+            and bool(active)
+            and not any(name in self.lora_variant or self.lora_bias[name] for name in active)
+            and not (len(active) > 1 and self.drops())
+            and not torch.is_autocast_enabled(x.device.type)
+        )
+
+    def drops(self) -> bool:
+        """Return whether the branches read the input after a dropout, which each layer draws."""
+        dropouts = [self.lora_dropout[name] for name in self._active()]
+        return self.training and not all(isinstance(one, nn.Identity) for one in dropouts)
+
+    def dropped(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Return what the branch reads, if a dropout comes before it."""
+        if not self.drops():
+            return None
+        (name,) = self._active()
+        dropped: torch.Tensor = self.lora_dropout[name](x)
+        return dropped
+
+    def adapted(self) -> AdaptedLinear:
+        """Return the layer as it is computed."""
+        base: Any = self.get_base_layer()
+        a: Any = self.lora_A
+        b: Any = self.lora_B
+        branches = tuple(
+            LowRank(a_RK=a[name].weight, b_MR=b[name].weight, scaling=float(self.scaling[name]))
+            for name in self._active()
+        )
+        return AdaptedLinear(weight_MK=base.weight, bias_M=base.bias, branches=branches)
+
+    def _active(self) -> list[str]:
+        return [name for name in self.active_adapters if name in self.lora_A]
+
+
+class Siblings:
+    """Linears that are expected to read the same input.
+
+    The first that is called computes all outputs, the others take theirs. If one is called with
+    another input, none shares any more.
+    """
+
+    def __init__(self, members: list[Any]) -> None:
+        """Take the layers in the order of their model."""
+        self._members = members
+        self._share = len(members) > 1
+        self._input: tuple[torch.Tensor, int, bool] | None = None
+        self._outputs: dict[int, torch.Tensor] = {}
+
+    def output(self, member: Linear, x: torch.Tensor) -> torch.Tensor:
+        """Return the output of a member for the input x, (..., K)."""
+        if self._outputs:
+            if self._is_input(x) and id(member) in self._outputs:
+                return self._take(member)
+            self._share = False
+            self._forget()
+        dropped = member.dropped(x)
+        if dropped is not None or not self._share or not self._all_plain(x):
+            (y,) = apply_linears(x, [member.adapted()], x_branch=dropped, key=id(member))
+            return y
+        outputs = apply_linears(x, [one.adapted() for one in self._members], key=id(self))
+        self._input = (x, x._version, torch.is_grad_enabled())
+        self._outputs = {id(one): y for one, y in zip(self._members, outputs, strict=True)}
+        return self._take(member)
+
+    def _is_input(self, x: torch.Tensor) -> bool:
+        assert self._input is not None
+        known, version, has_grad = self._input
+        return x is known and x._version == version and has_grad == torch.is_grad_enabled()
+
+    def _all_plain(self, x: torch.Tensor) -> bool:
+        return all(one.is_plain(x) and not one.drops() for one in self._members)
+
+    def _take(self, member: Linear) -> torch.Tensor:
+        output = self._outputs.pop(id(member))
+        if not self._outputs:
+            self._forget()
+        return output
+
+    def _forget(self) -> None:
+        self._input = None
+        self._outputs = {}

@@ -1,0 +1,218 @@
+"""Linear layers with low-rank branches, computed at the precision of the frozen weights.
+
+    y_i = W_i x + b_i + s_i B_i (A_i x)
+
+W_i and b_i are frozen, in bf16 say; A_i and B_i train and are held in fp32.
+
+Problem. Computed as written, in fp32, a branch of a few columns costs more than its arithmetic: x
+is copied to fp32 and kept for the backward once per linear, y_i is read and written again for the
+sum, and on a GPU the narrow products run at the fp32 rate.
+
+Idea. One autograd function for all linears that read the same x. A and B are cast to the dtype of
+x; one narrow product computes A x for the whole group; B's product is added into W's output in
+place. The backward needs x once and A x, a few columns. The gradients by x are summed in one
+tensor.
+
+Precision. Products take inputs in the dtype of x and sum in fp32. Gradients of A and B are returned
+in fp32 (on CUDA without having been rounded before), so autograd sums micro-batches in fp32.
+
+Shapes: N rows (tokens), K features in, M features out, R rank. A group's ranks lie side by side.
+
+Source: arXiv:2106.09685, eq. 3.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, TypeVar
+
+import torch
+from torch.nn import functional as F
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LowRank:
+    """The branch of one adapter on one linear layer: scaling * B (A x).
+
+    Attributes:
+        a_RK: A, which trains.
+        b_MR: B, which trains.
+        scaling: Factor of the branch.
+    """
+
+    a_RK: torch.Tensor
+    b_MR: torch.Tensor
+    scaling: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class AdaptedLinear:
+    """A frozen linear layer and its branches.
+
+    Attributes:
+        weight_MK: The frozen weight.
+        bias_M: The frozen bias, if there is one.
+        branches: One per adapter that is active.
+    """
+
+    weight_MK: torch.Tensor
+    bias_M: torch.Tensor | None
+    branches: tuple[LowRank, ...]
+
+
+class VisitCache:
+    """Values that are the same for all micro-batches of a visit, computed once.
+
+    What trains changes between steps, never within a visit. Without a visit nothing is kept.
+    """
+
+    def __init__(self) -> None:
+        """Keep nothing until a visit begins."""
+        self._visit: object = None
+        self._values: dict[object, Any] = {}
+
+    def enter(self, visit: object) -> None:
+        """Begin a visit unless it is the current one; None ends it."""
+        if visit != self._visit:
+            self._visit = visit
+            self._values.clear()
+
+    def once(self, key: object, make: Callable[[], T]) -> T:
+        """Return what `make` returned first in this visit."""
+        if self._visit is None:
+            return make()
+        if key not in self._values:
+            self._values[key] = make()
+        value: T = self._values[key]
+        return value
+
+
+VISIT_CACHE = VisitCache()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Casts:
+    """A and scaling * B in the dtype that computes; a linear's ranks are one range of rows of A."""
+
+    a_RK: torch.Tensor
+    scaled_MR: tuple[torch.Tensor, ...]
+
+
+def apply_linears(
+    x: torch.Tensor,
+    linears: Sequence[AdaptedLinear],
+    *,
+    x_branch: torch.Tensor | None = None,
+    key: object = None,
+) -> tuple[torch.Tensor, ...]:
+    """Return the outputs of linears that read the same input.
+
+    Args:
+        x: Their input, (..., K), in the dtype of the frozen weights.
+        linears: The layers.
+        x_branch: What the branches read, if it differs, as after a dropout.
+        key: Names these linears in the cache of a visit; None casts A and B at each call.
+
+    Returns:
+        One output per linear, (..., M).
+    """
+    casts = (
+        _cast(linears, x.dtype)
+        if key is None
+        else VISIT_CACHE.once((key, x.dtype), lambda: _cast(linears, x.dtype))
+    )
+    flat = [t for one in linears for branch in one.branches for t in (branch.a_RK, branch.b_MR)]
+    outputs: tuple[torch.Tensor, ...] = _Group.apply(  # type: ignore[no-untyped-call]  # torch's
+        x, x if x_branch is None else x_branch, tuple(linears), casts, *flat
+    )
+    return outputs
+
+
+@torch.no_grad()
+def _cast(linears: Sequence[AdaptedLinear], dtype: torch.dtype) -> _Casts:
+    return _Casts(
+        a_RK=torch.cat([b.a_RK for one in linears for b in one.branches]).to(dtype),
+        scaled_MR=tuple(
+            torch.cat([b.b_MR * b.scaling for b in one.branches], dim=1).to(dtype)
+            for one in linears
+        ),
+    )
+
+
+def _ranges(sizes: Sequence[int]) -> list[slice]:
+    return [slice(start, end) for start, end in pairwise(accumulate(sizes, initial=0))]
+
+
+class _Group(torch.autograd.Function):
+    """The linears of a group; x and x_branch are the same tensor unless there is a dropout."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        x_branch: torch.Tensor,
+        linears: tuple[AdaptedLinear, ...],
+        casts: _Casts,
+        *_: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        x_NK, branch_NK = x.flatten(0, -2), x_branch.flatten(0, -2)
+        low_NR = branch_NK @ casts.a_RK.t()
+        outputs = []
+        for one, b_MR, ranks in zip(
+            linears, casts.scaled_MR, _ranges([b.shape[1] for b in casts.scaled_MR]), strict=True
+        ):
+            y_NM = F.linear(x_NK, one.weight_MK, one.bias_M)
+            outputs.append(y_NM.addmm_(low_NR[:, ranks], b_MR.t()).view(*x.shape[:-1], -1))
+        ctx.linears, ctx.shape, ctx.is_same = linears, x.shape, x_branch is x
+        weights = [one.weight_MK for one in linears]
+        ctx.save_for_backward(branch_NK, low_NR, casts.a_RK, *casts.scaled_MR, *weights)
+        ctx.set_materialize_grads(False)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        linears: tuple[AdaptedLinear, ...] = ctx.linears
+        x_NK, low_NR, a_RK, *rest = ctx.saved_tensors
+        bs_MR, weights_MK = rest[: len(linears)], rest[len(linears) :]
+        needs_x, needs_branch, _, _, *needs = ctx.needs_input_grad
+        of_low_NR = torch.zeros_like(low_NR)
+        of_x_NK: torch.Tensor | None = None
+        of_factors: list[torch.Tensor | None] = []
+        ranges = _ranges([b_MR.shape[1] for b_MR in bs_MR])
+        known = [None if g is None else g.flatten(0, -2) for g in gradients]
+        for g_NM, b_MR, ranks in zip(known, bs_MR, ranges, strict=True):
+            if g_NM is not None:
+                of_low_NR[:, ranks] = g_NM @ b_MR
+        of_a_RK = _outer(of_low_NR, x_NK) if any(needs[::2]) else None
+        for one, g_NM, ranks in zip(linears, known, ranges, strict=True):
+            inner = _ranges([branch.a_RK.shape[0] for branch in one.branches])
+            of_b_MR = None if g_NM is None else _outer(g_NM, low_NR[:, ranks])
+            for branch, rank in zip(one.branches, inner, strict=True):
+                rows = slice(ranks.start + rank.start, ranks.start + rank.stop)
+                of_a = None if of_a_RK is None else of_a_RK[rows].to(branch.a_RK.dtype)
+                of_b = None if of_b_MR is None else of_b_MR[:, rank] * branch.scaling
+                of_factors += [of_a, None if of_b is None else of_b.to(branch.b_MR.dtype)]
+        of_branch_NK = of_low_NR @ a_RK if needs_branch or (needs_x and ctx.is_same) else None
+        if needs_x:
+            of_x_NK = of_branch_NK if ctx.is_same else None
+            for g_NM, weight_MK in zip(known, weights_MK, strict=True):
+                if g_NM is None:
+                    continue
+                of_x_NK = g_NM @ weight_MK if of_x_NK is None else of_x_NK.addmm_(g_NM, weight_MK)
+        given = [g if need else None for g, need in zip(of_factors, needs, strict=True)]
+        return (
+            None if of_x_NK is None else of_x_NK.view(ctx.shape),
+            None if ctx.is_same or of_branch_NK is None else of_branch_NK.view(ctx.shape),
+            None,
+            None,
+            *given,
+        )
+
+
+def _outer(left_NM: torch.Tensor, right_NK: torch.Tensor) -> torch.Tensor:
+    """Return left^T right; on CUDA in fp32, the precision that the product sums in."""
+    if left_NM.is_cuda and left_NM.dtype != torch.float32:
+        return torch.mm(left_NM.t(), right_NK, out_dtype=torch.float32)
+    return left_NM.t() @ right_NK

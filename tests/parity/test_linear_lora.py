@@ -1,0 +1,184 @@
+"""Adapters of linear layers computed in the base's dtype, against peft's own forward."""
+
+import copy
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+
+from finetune.adapter.linear_lora import Linear, compute_in_base_dtype
+from tests.parity.architectures import (
+    Batch,
+    Gradients,
+    micro_batches,
+    plain,
+    rel_error,
+    streamed,
+    truth,
+)
+from tests.parity.tiny_models import tiny_model
+
+TYPES = ("qwen3", "gemma2", "phi3", "glm4_moe", "deepseek_v3", "qwen3_next", "gpt_neox", "cohere")
+MAX_SEEDS = 24
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def adapted(model_type: str, *, seed: int = 0, **settings: Any) -> PeftModel:
+    """Return a tiny model whose linears all have an adapter of peft, with B other than zero."""
+    base: Any = tiny_model(model_type, seed=seed)
+    torch.manual_seed(seed)
+    config = LoraConfig(r=3, lora_alpha=6, target_modules="all-linear", **settings)
+    model = get_peft_model(base, config)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.05)
+    return model
+
+
+def grouped(model: PeftModel) -> PeftModel:
+    model = copy.deepcopy(model)
+    compute_in_base_dtype(model)
+    assert any(isinstance(module, Linear) for module in model.modules())
+    return model
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_reorder_fp32_gradients_are_those_of_peft(model_type: str) -> None:
+    model, batches = adapted(model_type), micro_batches()
+    loss, ours = streamed(grouped(model), batches, num_slots=2)
+    resident_loss, resident = streamed(grouped(model), batches, num_slots=8)
+    assert loss == resident_loss
+    assert all(torch.equal(ours[name], resident[name]) for name in resident)
+    plain_loss, theirs = plain(model, batches)
+    assert ours.keys() == theirs.keys()
+    assert loss == pytest.approx(plain_loss, rel=1e-6)
+    assert rel_error(ours, theirs) < 1e-6
+    for name, gradient in theirs.items():
+        assert ours[name].dtype == torch.float32
+        assert (ours[name] - gradient).norm() <= 2e-6 * gradient.norm() + 1e-9, name
+
+
+def under_autocast(model: PeftModel, batches: Sequence[Batch]) -> Gradients:
+    with torch.autocast("cpu", torch.bfloat16):
+        return plain(model, batches)[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", TYPES)
+def test_reorder_bf16_gradients_are_no_worse_than_those_of_peft_under_autocast(
+    model_type: str,
+) -> None:
+    squares = {"ours": 0.0, "peft": 0.0}
+    for seed in range(MAX_SEEDS):
+        model, batches = adapted(model_type, seed=seed), micro_batches()
+        for name, parameter in model.named_parameters():
+            if "lora_" not in name:
+                parameter.data = parameter.data.bfloat16()
+        exact = truth(model, batches)
+        assert exact is not None
+        squares["ours"] += rel_error(streamed(grouped(model), batches, num_slots=2)[1], exact) ** 2
+        squares["peft"] += rel_error(under_autocast(model, batches), exact) ** 2
+        if seed >= 3 and squares["ours"] <= squares["peft"]:
+            return
+    pytest.fail(f"squared errors {squares}")
+
+
+@pytest.mark.parametrize("settings", [{"lora_dropout": 0.3}, {"use_rslora": True}])
+def test_reorder_dropout_and_scaling_are_those_of_peft(settings: dict[str, Any]) -> None:
+    model, batches = adapted("qwen3", **settings).train(), micro_batches()
+    torch.manual_seed(5)
+    _, theirs = plain(model, batches)
+    torch.manual_seed(5)
+    _, ours = plain(grouped(model), batches)
+    assert rel_error(ours, theirs) < 1e-6
+
+
+def test_two_adapters_at_once_are_summed_as_in_peft() -> None:
+    model, batches = adapted("qwen3"), micro_batches()
+    model.add_adapter("other", LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj", "up_proj"]))
+    for name, parameter in model.named_parameters():
+        if "lora_B.other" in name:
+            nn.init.normal_(parameter, std=0.05)
+    model.base_model.set_adapter(["default", "other"])  # type: ignore[operator]  # peft's
+    _, theirs = plain(model, batches)
+    _, ours = plain(grouped(model), batches)
+    assert ours.keys() == theirs.keys()
+    assert rel_error(ours, theirs) < 1e-6
+
+
+@pytest.mark.parametrize("settings", [{"use_dora": True}, {"lora_bias": True}])
+def test_move_what_is_not_plain_lora_stays_with_peft(settings: dict[str, Any]) -> None:
+    model, batches = adapted("qwen3", **settings), micro_batches()
+    _, theirs = plain(model, batches)
+    _, ours = plain(grouped(model), batches)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_adapters_that_are_off_or_merged_leave_the_base() -> None:
+    model = grouped(adapted("qwen3")).eval()
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        adapted_logits = model(input_ids=ids).logits
+        with model.disable_adapter():
+            without = model(input_ids=ids).logits
+        model.merge_adapter()
+        merged = model(input_ids=ids).logits
+        model.unmerge_adapter()
+    assert not torch.allclose(adapted_logits, without, atol=1e-3)
+    torch.testing.assert_close(merged, adapted_logits, rtol=1e-4, atol=1e-5)
+
+
+ODD_ADAPTER = LoraConfig(
+    r=2, target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False
+)
+
+
+class Odd(nn.Module):
+    """Reads another input for each of its linears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(6, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.q_proj(x) + self.k_proj(x * 2) * self.v_proj(x)
+
+
+def test_linears_that_read_different_inputs_compute_by_themselves() -> None:
+    torch.manual_seed(0)
+    model = get_peft_model(Odd(), ODD_ADAPTER)
+    ours, x = copy.deepcopy(model), torch.randn(3, 6)
+    compute_in_base_dtype(ours)
+    for _ in range(2):
+        wanted, found = model(x), ours(x)
+        torch.testing.assert_close(found, wanted)
+        wanted.square().sum().backward()
+        found.square().sum().backward()
+        for (name, one), other in zip(model.named_parameters(), ours.parameters(), strict=True):
+            if one.requires_grad:
+                torch.testing.assert_close(other.grad, one.grad, msg=name)
+
+
+def test_an_input_that_changes_in_place_is_not_taken_for_the_same() -> None:
+    class InPlace(Odd):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x.clone()
+            return self.q_proj(x) + self.k_proj(x.mul_(2)) + self.v_proj(x)
+
+    torch.manual_seed(0)
+    model = get_peft_model(InPlace(), ODD_ADAPTER)
+    ours, x = copy.deepcopy(model), torch.randn(3, 6)
+    compute_in_base_dtype(ours)
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(ours(x), model(x))
