@@ -11,8 +11,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
 from finetune.adapter.linear_lora import Linear, compute_in_base_dtype
+from offload.engine.batch import Batch
 from tests.parity.architectures import (
-    Batch,
     Gradients,
     micro_batches,
     plain,
