@@ -187,6 +187,8 @@ class AdapterSpec:
         alpha_pattern: Projections with an alpha of their own: takes no bytes; names are checked.
         is_dora: Whether adapted linears learn a magnitude per output feature.
         modules: Modules that are trained in full: see `offload.plan.facts.trainable`.
+        is_in_base_dtype: Whether branches of linear layers are computed in the dtype of the
+            weights, one function per input; otherwise each in fp32, as peft does.
     """
 
     rank: int
@@ -196,6 +198,12 @@ class AdapterSpec:
     alpha_pattern: tuple[str, ...] = ()
     is_dora: bool = False
     modules: tuple[str, ...] = ()
+    is_in_base_dtype: bool = False
+
+    @property
+    def are_branches_grouped(self) -> bool:
+        """Whether linears that read one input compute together; peft computes those of DoRA."""
+        return self.is_in_base_dtype and not self.is_dora
 
     def rank_of(self, linear: Linear) -> int:
         """Return the rank of one projection."""

@@ -1,5 +1,6 @@
 """The memory of one layer's recompute and backward: what is saved, and what is live with it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload.plan.facts.attention import (
@@ -35,7 +36,7 @@ class VisitBytes:
         saved: Activations except scores.
         scores: Attention scores, if no fused kernel avoids materializing them.
         adapter_inputs: What low-rank branches save.
-        factors: A and B of experts' adapters, in the compute dtype.
+        factors: A and B in the compute dtype, where they are cast to it.
         gradients: The widest gradients that are live together with all of these.
         dora: What is live while a merged weight's norm is computed.
     """
@@ -60,6 +61,7 @@ def visit_bytes(
     tokens, b, spec = workload.num_tokens, workload.dtype_bytes, workload.adapter
     seq_len, adapted = workload.seq_len, adapted_linears(layer, spec)
     experts = [linear for linear in adapted if linear.group == "experts"]
+    linears = [linear for linear in adapted if linear.group != "experts"]
     form = experts_form(machine.experts_implementation.value, is_adapted=bool(experts))
     saved = saved_bytes_per_token(
         facts,
@@ -78,7 +80,8 @@ def visit_bytes(
         saved=tokens * (saved - scores),
         scores=tokens * scores,
         adapter_inputs=tokens * adapter_input_bytes(adapted, spec=spec, dtype_bytes=b),
-        factors=factor_bytes(experts, spec=spec, dtype_bytes=b, form=form),
+        factors=factor_bytes(experts, spec=spec, dtype_bytes=b, form=form)
+        + cast_bytes(linears, spec=spec, dtype_bytes=b),
         gradients=tokens * gradients,
         dora=dora_bytes(adapted, spec=spec, dtype_bytes=b),
     )
@@ -191,7 +194,9 @@ def _delta_bytes(kind: DeltaAttention, *, dtype_bytes: int) -> int:
 def adapter_input_bytes(adapted: tuple[Linear, ...], *, spec: AdapterSpec, dtype_bytes: int) -> int:
     """Return what low-rank branches save per token.
 
-    In fp32, linears that read the same tensor share it. Otherwise peft casts it for each of them.
+    Branches in the base's dtype save each input once, and `rank` features of it per linear. peft's
+    are in fp32: in fp32 models linears that read the same tensor share it, otherwise it is cast for
+    each of them.
     Branches of experts save the hidden state without a cast, and `rank` features for each routed
     row. DoRA scales both a linear's own output and the branch's.
     """
@@ -202,11 +207,22 @@ def adapter_input_bytes(adapted: tuple[Linear, ...], *, spec: AdapterSpec, dtype
             features = linear.active * rank + (0 if linear.is_down else linear.d_in)
             inputs[linear.group, linear.name] = features * dtype_bytes
             continue
-        is_shared = dtype_bytes == FP32_BYTES and linear.reads == "input"
+        is_grouped = spec.are_branches_grouped
+        is_shared = (is_grouped or dtype_bytes == FP32_BYTES) and linear.reads == "input"
         key = (linear.group, "input" if is_shared else linear.name)
-        inputs[key] = linear.active * linear.d_in * FP32_BYTES
+        element_bytes = dtype_bytes if is_grouped else FP32_BYTES
+        inputs[key] = linear.active * linear.d_in * element_bytes
+        if is_grouped:
+            inputs[linear.group, f"{linear.name}: low"] = spec.rank_of(linear) * dtype_bytes
     outputs = sum(linear.d_out for linear in adapted) if spec.is_dora else 0
     return sum(inputs.values()) + (dtype_bytes + FP32_BYTES) * outputs
+
+
+def cast_bytes(linears: Sequence[Linear], *, spec: AdapterSpec, dtype_bytes: int) -> int:
+    """Return the bytes of A and of scaled B of linear layers, as a visit's products read them."""
+    if not spec.are_branches_grouped:
+        return 0
+    return sum(dtype_bytes * linear.adapter_parameters(spec.rank_of(linear)) for linear in linears)
 
 
 def dora_bytes(adapted: tuple[Linear, ...], *, spec: AdapterSpec, dtype_bytes: int) -> int:

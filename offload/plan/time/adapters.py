@@ -2,9 +2,12 @@
 
 A product with few columns is one pass over its long side, however few they are: kernels compute at
 least 16. So a machine has a separate rate for 16 columns; further columns cost as much as in large
-products. A branch of rank r is two such products: in fp32 for a linear layer, in the weights' dtype
-for experts.
+products. A branch of rank r is two such products: in fp32 where peft computes it, otherwise in the
+weights' dtype.
 """
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from offload.plan.facts.linears import FP32_BYTES, Linear
 from offload.plan.machine.machine import TALL_COLUMNS, Rate
@@ -16,6 +19,93 @@ LORA_OPS = 6
 DORA_WEIGHT_PASSES, DORA_OUTPUT_PASSES, DORA_OPS = 9, 8, 14
 # Casts of A and B, scaling and addition of an adapter on experts, and its two products.
 EXPERT_LORA_OPS, EXPERT_LORA_PRODUCTS = 5, 2
+
+
+# Kernels of branches in the base's dtype, per group and per linear: casts, products and sums.
+GROUP_OPS, GROUP_BACKWARD_OPS = 3, 4
+MEMBER_OPS, MEMBER_BACKWARD_OPS = 4, 6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Passes:
+    """What a branch adds to a forward and to a backward."""
+
+    forward: Work
+    backward: Work
+
+    def __add__(self, other: "Passes") -> "Passes":
+        return Passes(forward=self.forward + other.forward, backward=self.backward + other.backward)
+
+
+def branches(at: Pricer, adapted: Sequence[Linear]) -> Passes:
+    """Price all branches of a layer."""
+    linears = [linear for linear in adapted if linear.group != "experts"]
+    total = Passes(forward=Work(), backward=Work())
+    if at.workload.adapter.are_branches_grouped:
+        for group in _groups(linears):
+            total = total + _grouped(at, group)
+        linears = []
+    for linear in (*linears, *(linear for linear in adapted if linear.group == "experts")):
+        work = low_rank_branch(at, linear)
+        total = total + Passes(forward=work, backward=work.times(2))
+    return total
+
+
+def low_rank_branch(at: Pricer, linear: Linear) -> Work:
+    """Price the forward of one linear layer's branch by peft, or of all experts'."""
+    return expert_branch(at, linear) if linear.group == "experts" else linear_branch(at, linear)
+
+
+def _groups(linears: Sequence[Linear]) -> list[list[Linear]]:
+    """Divide the linears of a layer into those that read one input."""
+    groups: dict[tuple[str, str], list[Linear]] = {}
+    for linear in linears:
+        key = (linear.group, "input" if linear.reads == "input" else linear.name)
+        groups.setdefault(key, []).append(linear)
+    return list(groups.values())
+
+
+def _grouped(at: Pricer, group: Sequence[Linear]) -> Passes:
+    """Price the branches of linears that read one input, in the base's dtype.
+
+    Forward: one narrow product reads the input; each B adds to its output, which is read and
+    written. Backward: each output's gradient is read twice, for A x and for B; the input is read
+    for A, its gradient is written, and each base product adds to it.
+    """
+    spec, tokens, b = at.workload.adapter, at.workload.num_tokens, at.workload.dtype_bytes
+    ranks = [spec.rank_of(linear) for linear in group]
+    d_in, num = group[0].d_in, len(group)
+    inputs = _narrow(at, tokens * d_in, sum(ranks))
+    outputs = [
+        _narrow(at, tokens * linear.d_out, rank) for linear, rank in zip(group, ranks, strict=True)
+    ]
+    factors = sum(x.adapter_parameters(rank) for x, rank in zip(group, ranks, strict=True))
+    read_bytes = b * tokens * sum(linear.d_out for linear in group)
+    forward = at.traffic(
+        read_bytes + factors * (2 * FP32_BYTES + b), num_ops=GROUP_OPS + MEMBER_OPS * num
+    )
+    backward = at.traffic(
+        b * tokens * d_in * num + factors * (2 * b + 3 * FP32_BYTES),
+        num_ops=GROUP_BACKWARD_OPS + MEMBER_BACKWARD_OPS * num,
+    )
+    for work in (inputs, *outputs):
+        forward, backward = forward + work, backward + work.times(2)
+    return Passes(forward=forward, backward=backward)
+
+
+def _narrow(at: Pricer, num_elements: float, rank: int) -> Work:
+    """Price a product of `rank` columns in the base's dtype, whose long side has these elements."""
+    flops = 2.0 * num_elements * rank
+    is_fp32 = at.workload.dtype_bytes == FP32_BYTES
+    machine = at.machine
+    large = machine.gemm_flops_per_s
+    sides = long_sides(
+        num_elements,
+        rank,
+        tall=machine.tall_fp32_flops_per_s if is_fp32 else machine.tall_gemm_flops_per_s,
+        large=large,
+    )
+    return Work(compute_s=flops / large.value, flops=flops) + sides
 
 
 def long_sides(num_elements: float, rank: int, *, tall: Rate, large: Rate) -> Work:

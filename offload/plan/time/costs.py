@@ -12,7 +12,7 @@ from typing import Literal
 
 from offload.plan.facts.attention import SoftmaxAttention
 from offload.plan.facts.facts import LayerFacts, ModelFacts, adapted_linears
-from offload.plan.facts.linears import FP32_BYTES, Linear
+from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.trainable import (
     EMBEDDING,
     HEAD,
@@ -25,7 +25,7 @@ from offload.plan.facts.trainable import (
 )
 from offload.plan.facts.workload import Workload
 from offload.plan.machine.machine import MEASURED, Machine
-from offload.plan.time.adapters import dora_norm, expert_branch, linear_branch
+from offload.plan.time.adapters import branches, dora_norm
 from offload.plan.time.attention import attention_work
 from offload.plan.time.expert_passes import SWIGLU_PASSES
 from offload.plan.time.optimizer import update_work
@@ -109,11 +109,6 @@ class Costs:
         return self.h2d_latency_s + self.layers[layer].weight_bytes / self.h2d_bytes_per_s
 
 
-def low_rank_branch(at: Pricer, linear: Linear) -> Work:
-    """Low-rank branch of one linear layer, in fp32, or of all experts."""
-    return expert_branch(at, linear) if linear.group == "experts" else linear_branch(at, linear)
-
-
 def _module_gradients(at: Pricer, layer: LayerFacts) -> Work:
     """Gradients of modules that are trained in full: a product each, accumulated in fp32."""
     spec, tokens = at.workload.adapter, at.workload.num_tokens
@@ -173,11 +168,11 @@ def _layer_cost(layer: LayerFacts, at: Pricer) -> LayerCost:
     products = _sum([at.matmul(linear) for linear in layer.linears])
     attention = _attention(at, layer)
     pointwise = pointwise_work(at, layer) + routing_work(at, layer)
-    branches = _sum([low_rank_branch(at, linear) for linear in adapted])
+    added = branches(at, adapted)
     norms = _sum([dora_norm(at, linear) for linear in adapted])
-    forward = products + attention + pointwise + branches + norms
+    forward = products + attention + pointwise + added.forward + norms
     backward = products + attention.times(FLASH_BACKWARD_FORWARDS) + _module_gradients(at, layer)
-    backward = backward + (pointwise + branches).times(2)
+    backward = backward + pointwise.times(2) + added.backward
     b = at.workload.dtype_bytes
     cargo_bytes = at.workload.cargo_bytes(layer)
     decode = at.traffic(cargo_bytes + layer.num_parameters * b, num_ops=len(layer.linears))

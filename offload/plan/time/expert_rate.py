@@ -5,7 +5,8 @@ from dataclasses import replace
 from offload.plan.facts.facts import ModelFacts, adapted_linears
 from offload.plan.facts.workload import Workload
 from offload.plan.machine.machine import ExpertsImplementation, Implementation, Machine, Rate
-from offload.plan.time.costs import low_rank_branch, routing_work
+from offload.plan.time.adapters import low_rank_branch
+from offload.plan.time.costs import routing_work
 from offload.plan.time.pricer import Pricer
 
 

@@ -13,8 +13,9 @@ from offload.plan.machine.machine import (
     Rate,
     named_machine,
 )
+from offload.plan.time.adapters import low_rank_branch
 from offload.plan.time.bounds import break_even_tokens, r3_bound_s, usual_order_bound_s
-from offload.plan.time.costs import Costs, LayerCost, low_rank_branch, price
+from offload.plan.time.costs import Costs, LayerCost, price
 from offload.plan.time.pricer import Pricer
 from offload.plan.time.roofline import attention_flops
 from offload.plan.time.work import Work
