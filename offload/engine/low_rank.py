@@ -133,12 +133,15 @@ def apply_linears(
 @torch.no_grad()
 def _cast(linears: Sequence[AdaptedLinear], dtype: torch.dtype) -> _Casts:
     return _Casts(
-        a_RK=torch.cat([b.a_RK for one in linears for b in one.branches]).to(dtype),
+        a_RK=_joined([b.a_RK for one in linears for b in one.branches], dim=0).to(dtype),
         scaled_MR=tuple(
-            torch.cat([b.b_MR * b.scaling for b in one.branches], dim=1).to(dtype)
-            for one in linears
+            _joined([b.b_MR * b.scaling for b in one.branches], dim=1).to(dtype) for one in linears
         ),
     )
+
+
+def _joined(tensors: Sequence[torch.Tensor], *, dim: int) -> torch.Tensor:
+    return torch.cat(list(tensors), dim=dim) if len(tensors) > 1 else tensors[0]
 
 
 def _ranges(sizes: Sequence[int]) -> list[slice]:
@@ -177,23 +180,24 @@ class _Group(torch.autograd.Function):
         x_NK, low_NR, a_RK, *rest = ctx.saved_tensors
         bs_MR, weights_MK = rest[: len(linears)], rest[len(linears) :]
         needs_x, needs_branch, _, _, *needs = ctx.needs_input_grad
-        of_low_NR = torch.zeros_like(low_NR)
-        of_x_NK: torch.Tensor | None = None
-        of_factors: list[torch.Tensor | None] = []
         ranges = _ranges([b_MR.shape[1] for b_MR in bs_MR])
         known = [None if g is None else g.flatten(0, -2) for g in gradients]
-        for g_NM, b_MR, ranks in zip(known, bs_MR, ranges, strict=True):
-            if g_NM is not None:
-                of_low_NR[:, ranks] = g_NM @ b_MR
+        of_lows = [
+            low_NR.new_zeros(len(low_NR), b_MR.shape[1]) if g_NM is None else g_NM @ b_MR
+            for g_NM, b_MR in zip(known, bs_MR, strict=True)
+        ]
+        of_low_NR = _joined(of_lows, dim=1)
         of_a_RK = _outer(of_low_NR, x_NK) if any(needs[::2]) else None
+        of_factors: list[torch.Tensor | None] = []
         for one, g_NM, ranks in zip(linears, known, ranges, strict=True):
             inner = _ranges([branch.a_RK.shape[0] for branch in one.branches])
             of_b_MR = None if g_NM is None else _outer(g_NM, low_NR[:, ranks])
             for branch, rank in zip(one.branches, inner, strict=True):
                 rows = slice(ranks.start + rank.start, ranks.start + rank.stop)
                 of_a = None if of_a_RK is None else of_a_RK[rows].to(branch.a_RK.dtype)
-                of_b = None if of_b_MR is None else of_b_MR[:, rank] * branch.scaling
-                of_factors += [of_a, None if of_b is None else of_b.to(branch.b_MR.dtype)]
+                of_b = None if of_b_MR is None else of_b_MR[:, rank].to(branch.b_MR.dtype)
+                of_factors += [of_a, None if of_b is None else of_b.mul_(branch.scaling)]
+        of_x_NK: torch.Tensor | None = None
         of_branch_NK = of_low_NR @ a_RK if needs_branch or (needs_x and ctx.is_same) else None
         if needs_x:
             of_x_NK = of_branch_NK if ctx.is_same else None

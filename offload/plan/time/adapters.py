@@ -21,11 +21,6 @@ DORA_WEIGHT_PASSES, DORA_OUTPUT_PASSES, DORA_OPS = 9, 8, 14
 EXPERT_LORA_OPS, EXPERT_LORA_PRODUCTS = 5, 2
 
 
-# Kernels of branches in the base's dtype, per group and per linear: casts, products and sums.
-GROUP_OPS, GROUP_BACKWARD_OPS = 3, 4
-MEMBER_OPS, MEMBER_BACKWARD_OPS = 4, 6
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Passes:
     """What a branch adds to a forward and to a backward."""
@@ -70,23 +65,31 @@ def _grouped(at: Pricer, group: Sequence[Linear]) -> Passes:
 
     Forward: one narrow product reads the input; each B adds to its output, which is read and
     written. Backward: each output's gradient is read twice, for A x and for B; the input is read
-    for A, its gradient is written, and each base product adds to it.
+    for A, its gradient is written, and each base product adds to it. A and B are joined, scaled and
+    cast; their gradients are scaled, cast and added up.
     """
     spec, tokens, b = at.workload.adapter, at.workload.num_tokens, at.workload.dtype_bytes
     ranks = [spec.rank_of(linear) for linear in group]
-    d_in, num = group[0].d_in, len(group)
+    d_in, num, is_cast = group[0].d_in, len(group), b != FP32_BYTES
     inputs = _narrow(at, tokens * d_in, sum(ranks))
     outputs = [
         _narrow(at, tokens * linear.d_out, rank) for linear, rank in zip(group, ranks, strict=True)
     ]
-    factors = sum(x.adapter_parameters(rank) for x, rank in zip(group, ranks, strict=True))
-    read_bytes = b * tokens * sum(linear.d_out for linear in group)
+    a = d_in * sum(ranks)
+    b_factors = sum(x.d_out * rank for x, rank in zip(group, ranks, strict=True))
+    cast_bytes = FP32_BYTES + b if is_cast else 0
+    joined_bytes = 2 * FP32_BYTES if num > 1 else 0
     forward = at.traffic(
-        read_bytes + factors * (2 * FP32_BYTES + b), num_ops=GROUP_OPS + MEMBER_OPS * num
+        b * tokens * sum(linear.d_out for linear in group)
+        + a * (joined_bytes + cast_bytes + b)
+        + b_factors * (2 * FP32_BYTES + cast_bytes + b),
+        num_ops=1 + (num > 1) + is_cast + num * (2 + is_cast),
     )
     backward = at.traffic(
-        b * tokens * d_in * num + factors * (2 * b + 3 * FP32_BYTES),
-        num_ops=GROUP_BACKWARD_OPS + MEMBER_BACKWARD_OPS * num,
+        b * tokens * d_in * num
+        + a * (2 * b + cast_bytes + 3 * FP32_BYTES)
+        + b_factors * (2 * b + cast_bytes + 5 * FP32_BYTES),
+        num_ops=2 + (num > 1) + num * (5 + 2 * is_cast),
     )
     for work in (inputs, *outputs):
         forward, backward = forward + work, backward + work.times(2)

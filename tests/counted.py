@@ -1,0 +1,81 @@
+"""What code reads and writes, counted from the operations that it really runs."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+NARROW = 256  # a product with a side shorter than this is not a large one
+_PRODUCTS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.addmm_.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.baddbmm.default,
+}
+
+
+class Counted(TorchDispatchMode):
+    """Counts the bytes that each operation reads and writes, and the operations.
+
+    Each operation reads its arguments and writes its results, once each; views take nothing. Large
+    matrix products are left out, but for what an added-to result is read for: the plan prices them
+    by arithmetic. An operation that torch does not show in parts, such as fused attention, counts
+    as its arguments and results.
+    """
+
+    def __init__(self) -> None:
+        """Start from zero."""
+        super().__init__()
+        self.num_bytes: Counter[str] = Counter()
+        self.num_ops: Counter[str] = Counter()
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all operations."""
+        return sum(self.num_bytes.values())
+
+    @property
+    def total_ops(self) -> int:
+        """Operations that run a kernel."""
+        return sum(self.num_ops.values())
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        written = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+        name = func.overloadpacket.__name__
+        if not _moves(func, read, written):
+            return result
+        self.num_ops[name] += 1
+        if func in _PRODUCTS and _is_large(read):
+            beta_read = read[0].nbytes if func is torch.ops.aten.addmm_.default else 0
+            self.num_bytes[name] += beta_read
+            return result
+        self.num_bytes[name] += sum(t.nbytes for t in (*read, *written))
+        return result
+
+
+def _moves(func: Any, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> bool:
+    """Return whether an operation runs a kernel: views, shapes and empty memory do not."""
+    name = func.overloadpacket.__name__
+    if not written or name in ("detach", "alias", "empty", "empty_like", "new_empty", "t"):
+        return False
+    if func._schema.is_mutable:
+        return True
+    places = {t.untyped_storage().data_ptr() for t in read}
+    return any(t.untyped_storage().data_ptr() not in places for t in written)
+
+
+def _is_large(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether no side of a product is narrow."""
+    return all(min(t.shape[-2:]) >= NARROW for t in tensors if t.dim() >= 2)

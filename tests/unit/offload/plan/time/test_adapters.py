@@ -1,0 +1,99 @@
+"""What the plan says that branches of linear layers move, against what their code moves."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from offload.engine.low_rank import AdaptedLinear, LowRank, apply_linears
+from offload.plan.facts.facts import AdapterSpec, model_facts
+from offload.plan.facts.linears import Linear
+from offload.plan.machine.machine import Machine, Rate, named_machine
+from offload.plan.time.adapters import branches
+from offload.plan.time.pricer import Pricer
+from offload.plan.time.work import Work
+from tests.builders import workload
+from tests.counted import Counted
+
+T = 512
+SMALL: dict[str, object] = {
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 32,
+}
+FACTS = model_facts(SMALL)
+TARGETS = tuple(linear.name for linear in FACTS.layers[0].linears)
+GROUPS = [("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",)]
+
+
+def byte_machine(dtype_bytes: int) -> Machine:
+    """A machine that moves a byte a second and computes in no time: its seconds are bytes."""
+    one, endless = (Rate(value=value, source="test") for value in (1.0, 1e30))
+    tall = Rate(value=2 * 16 / dtype_bytes, source="test")  # one pass over the long side
+    return replace(
+        named_machine("rtx4090"),
+        memory_bytes_per_s=one,
+        gemm_flops_per_s=endless,
+        tall_gemm_flops_per_s=tall,
+        tall_fp32_flops_per_s=tall,
+        launch_s=Rate(value=0.0, source="test"),
+    )
+
+
+def planned(names: tuple[str, ...], rank: int, dtype: torch.dtype) -> tuple[Work, Work]:
+    load = replace(
+        workload(),
+        micro_batch_size=1,
+        seq_len=T,
+        dtype_bytes=dtype.itemsize,
+        adapter=AdapterSpec(rank=rank, targets=TARGETS, experts=False, is_in_base_dtype=True),
+    )
+    at = Pricer(machine=byte_machine(dtype.itemsize), facts=FACTS, workload=load)
+    found = branches(at, [linear for linear in FACTS.layers[0].linears if linear.name in names])
+    return found.forward, found.backward
+
+
+def made(linear: Linear, rank: int, dtype: torch.dtype) -> AdaptedLinear:
+    low = LowRank(
+        a_RK=torch.randn(rank, linear.d_in, requires_grad=True),
+        b_MR=torch.randn(linear.d_out, rank, requires_grad=True),
+        scaling=2.0,
+    )
+    weight = torch.randn(linear.d_out, linear.d_in).to(dtype)
+    return AdaptedLinear(weight_MK=weight, bias_M=None, branches=(low,))
+
+
+def counted(names: tuple[str, ...], rank: int, dtype: torch.dtype) -> tuple[Counted, Counted]:
+    """Count a micro-batch that is not the first: its gradients are added to what is there."""
+    linears = [x for x in FACTS.layers[0].linears if x.name in names]
+    group = [made(linear, rank, dtype) for linear in linears]
+    x = torch.randn(1, T, linears[0].d_in).to(dtype).requires_grad_()
+    _pass_through(group, x)
+    return _pass_through(group, x)
+
+
+def _pass_through(group: list[AdaptedLinear], x: torch.Tensor) -> tuple[Counted, Counted]:
+    forward, backward = Counted(), Counted()
+    with forward:
+        outputs = apply_linears(x, group)
+    cotangents = [torch.randn_like(y) for y in outputs]
+    x.grad = None
+    with backward:
+        torch.autograd.backward(outputs, cotangents)
+    return forward, backward
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rank", [16, 64])
+@pytest.mark.parametrize("names", GROUPS, ids=" ".join)
+def test_branches_move_what_the_plan_says_within_a_tenth(
+    names: tuple[str, ...], rank: int, dtype: torch.dtype
+) -> None:
+    for said, found in zip(planned(names, rank, dtype), counted(names, rank, dtype), strict=True):
+        assert said.memory_s == pytest.approx(found.total_bytes, rel=0.1), dict(found.num_bytes)
+        assert said.num_ops == found.total_ops - len(names), found.num_ops  # but for W's products
