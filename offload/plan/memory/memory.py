@@ -80,7 +80,7 @@ SHRINKS: Mapping[str, tuple[str, ...]] = {
     "one visit: adapter inputs": (SEQ_LEN, MICRO_BATCH, "fewer `adapter.targets`"),
     "one visit: gradients": (SEQ_LEN, MICRO_BATCH),
     "one visit: DoRA's norm": ("`adapter.dora: false`",),
-    "one visit: factors of expert adapters": (RANK,),
+    "one visit: adapter factors": (RANK,),
     SLAB: (ON_DISK, ROUNDED_LAYERS),
     STASH: (TOKENS, "`offload.stash: device`"),
     DATA_WORKERS: ("fewer `data.num_workers`",),
@@ -367,7 +367,7 @@ def _visit_terms(one: VisitBytes) -> tuple[MemoryTerm, ...]:
         MemoryTerm(name="one visit: adapter inputs", num_bytes=one.adapter_inputs),
         MemoryTerm(name="one visit: gradients", num_bytes=one.gradients),
         MemoryTerm(name="one visit: DoRA's norm", num_bytes=one.dora),
-        MemoryTerm(name="one visit: factors of expert adapters", num_bytes=one.factors),
+        MemoryTerm(name="one visit: adapter factors", num_bytes=one.factors),
     )
 
 

@@ -7,6 +7,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.adapter.expert_lora import compute_beside
+from finetune.adapter.linear_lora import compute_in_base_dtype
 from offload.engine.model.layers import LayeredModel
 from offload.engine.visit import Graph, visit_with_graph
 from offload.errors import OffloadError
@@ -217,7 +218,7 @@ def test_adapters_gradients_and_states_are_fp32() -> None:
 def test_adapters_on_experts_take_their_factors_and_never_merged_weights() -> None:
     plain = replace(WORKLOAD, micro_batch_size=8)  # so that a visit is the worst instant
     experts = replace(plain, adapter=replace(plain.adapter, experts=True))
-    name = "one visit: factors of expert adapters"
+    name = "one visit: adapter factors"
     assert "one visit: gradients" in on_5090(plain)
     assert name not in on_5090(plain)
     one_layer_bytes = 2 * QWEN_30B.layers[0].weights("experts")
@@ -302,15 +303,18 @@ SMALL_MOE = SMALL_DENSE | {
     ids=["dense", "moe", "moe, experts adapted"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("is_in_base_dtype", [False, True], ids=["by peft", "grouped"])
 def test_saved_bytes_are_those_that_autograd_saves_within_a_tenth(
-    config: dict[str, Any], experts: bool, dtype: torch.dtype
+    config: dict[str, Any], experts: bool, dtype: torch.dtype, is_in_base_dtype: bool
 ) -> None:
     facts, num_tokens = model_facts(config), 512
     base = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype)
     targets = linear_names(facts)
     parameters = ["experts.gate_up_proj", "experts.down_proj"] if experts else None
     lora = LoraConfig(r=2, target_modules=list(targets), target_parameters=parameters)
-    compute_beside(get_peft_model(base, lora))
+    model = compute_beside(get_peft_model(base, lora))
+    if is_in_base_dtype:
+        compute_in_base_dtype(model)
     hidden = torch.randn(1, num_tokens, 128, dtype=dtype, requires_grad=True)
     rotary = base.model.rotary_emb(hidden, torch.arange(num_tokens)[None])
     known = {t.untyped_storage().data_ptr() for t in (hidden, *rotary, *base.parameters())}
@@ -330,7 +334,9 @@ def test_saved_bytes_are_those_that_autograd_saves_within_a_tenth(
         seq_len=num_tokens,
         label_tokens=num_tokens,
         head_chunk_tokens=1,
-        adapter=AdapterSpec(rank=2, targets=targets, experts=experts),
+        adapter=AdapterSpec(
+            rank=2, targets=targets, experts=experts, is_in_base_dtype=is_in_base_dtype
+        ),
         dtype_bytes=dtype.itemsize,
     )
     terms = by_name(
