@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from finetune.adapter.expert_lora import compute_beside
+from finetune.adapter.linear_lora import compute_in_base_dtype
 from finetune.adapter.modules_to_save import Whole, whole_modules
 from finetune.adapter.targets import chosen_targets
 from finetune.data.stops import Stops, eos_ids, write_generation_config
@@ -85,6 +86,8 @@ def add_lora(
     with torch.random.fork_rng(devices=[]), _patterns_of_parameters():
         torch.manual_seed(seed)
         adapted = compute_beside(get_peft_model(model, config))
+    if adapter.compute_dtype == "auto":
+        compute_in_base_dtype(adapted)
     _start_from_base(adapted, hold)
     _require_adapted(adapted, linears, has_experts=adapter.experts)
     _require_wrapped(adapted, whole)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import offload
+from finetune.adapter.linear_lora import compute_in_base_dtype
 from finetune.adapter.lora import base_eos, load_adapter
 from finetune.data.rows import Conversation, Message
 from finetune.data.stops import GENERATION_CONFIG, Stops, eos_ids, read_generation_config
@@ -58,6 +59,8 @@ def answer_prompt(
         experts_implementation="eager",  # it works on any device, and a token has few rows
     )
     model = load_adapter(loaded.model, run.adapter)
+    if recipe.adapter.compute_dtype == "auto":
+        compute_in_base_dtype(model)
     model.eval()
     engine = offload.attach(
         model,

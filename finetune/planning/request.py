@@ -150,6 +150,7 @@ def adapter_spec(adapter: AdapterSection, facts: ModelFacts) -> AdapterSpec:
         alpha_pattern=tuple(adapter.alpha_pattern),
         is_dora=adapter.dora,
         modules=tuple(dict.fromkeys(adapter.modules_to_save)),
+        is_in_base_dtype=adapter.compute_dtype == "auto",
     )
 
 

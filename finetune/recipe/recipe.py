@@ -105,6 +105,12 @@ def with_offload(
     return recipe.model_copy(update={"offload": offload})
 
 
+def with_compute_dtype(recipe: Recipe, dtype: Literal["auto", "float32"]) -> Recipe:
+    """Return the recipe with another precision of its adapters' products."""
+    adapter = recipe.adapter.model_copy(update={"compute_dtype": dtype})
+    return recipe.model_copy(update={"adapter": adapter})
+
+
 def with_seq_len(recipe: Recipe, seq_len: int) -> Recipe:
     """Return the recipe with another sequence length, its step cut to whole micro-batches."""
     asked, size = recipe.train, recipe.train.micro_batch_size

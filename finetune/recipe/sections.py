@@ -111,6 +111,11 @@ class AdapterSection(Section):
         default=False,
         description="Whether linear layers also learn the norm of each output's weights (DoRA).",
     )
+    compute_dtype: Literal["auto", "float32"] = Field(
+        default="auto",
+        description="Precision of the products of A and B on linear layers: `auto`, that of the"
+        " weights that they adapt, or float32, as peft computes. A and B are float32 in both.",
+    )
     loraplus_ratio: float | None = Field(
         default=None,
         gt=1,

@@ -19,6 +19,7 @@ from finetune.recipe.recipe import (
     differences,
     is_longer,
     resolved_yaml,
+    with_compute_dtype,
     with_micro_batch_size,
     with_offload,
 )
@@ -202,9 +203,10 @@ class RunDir:
         )
 
     def as_begun(self, recipe: Recipe) -> Recipe:
-        """Return the recipe with the sizes of micro-batch and head chunk that the run began with.
+        """Return the recipe with what was open when the run began as it was chosen then.
 
-        Another machine, or this one measured again, might choose others.
+        Another machine, or this one measured again, might choose other sizes of micro-batch and
+        head chunk, and a later version another precision of adapters.
         """
         if not self.recipe_file.exists():
             return recipe
@@ -213,6 +215,8 @@ class RunDir:
             recipe = with_micro_batch_size(recipe, begun.train.sequences)
         if recipe.offload.head_chunk == "auto":
             recipe = with_offload(recipe, head_chunk=begun.offload.head_chunk)
+        if recipe.adapter.compute_dtype == "auto":
+            recipe = with_compute_dtype(recipe, begun.adapter.compute_dtype)
         return recipe
 
     def wandb_id(self) -> str:
@@ -250,8 +254,12 @@ class RunDir:
         Raises:
             CheckpointError: It was changed since.
         """
-        recipe = load_recipe(str(self.recipe_file), [], check_files=False)
-        if not is_sealed_yaml(self.recipe_file.read_text()):
+        text = self.recipe_file.read_text()
+        # runs that were begun before there was this setting computed adapters in float32
+        is_older = "compute_dtype:" not in text
+        earlier = ["adapter.compute_dtype=float32"] if is_older else []
+        recipe = load_recipe(str(self.recipe_file), earlier, check_files=False)
+        if not is_sealed_yaml(text):
             raise CheckpointError(
                 f"{self.recipe_file} is not what was written when the run began",
                 limit="it says what the run trains, and does not change",

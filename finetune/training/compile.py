@@ -2,7 +2,8 @@
 
 torch compiles each kind of layer once, not each layer. Shapes are dynamic. Random numbers stay
 torch's own, so recomputation replays them. No kernel is chosen by timing, so a resumed run computes
-with the same kernels. Fused experts are not compiled, because they have their own kernels.
+with the same kernels. Fused experts and adapted linears are not compiled: they have kernels and
+sums of their own.
 """
 
 from collections.abc import Iterable
@@ -12,6 +13,7 @@ from torch import nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from finetune.adapter.expert_lora import ParamWrapper
+from finetune.adapter.linear_lora import Linear
 from finetune.errors import ConfigError
 from offload.engine.experts.interface import goes_through_interface
 
@@ -33,7 +35,8 @@ def compile_layers(layers: Iterable[nn.Module]) -> None:
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     for layer in layers:
         for module in layer.modules():
-            if isinstance(module, ParamWrapper) or goes_through_interface(module):
+            is_own = isinstance(module, (ParamWrapper, Linear))
+            if is_own or goes_through_interface(module):
                 vars(module)["forward"] = torch.compiler.disable(module.forward)
         layer.compile(dynamic=True, options={"fallback_random": True, "deterministic": True})
 
