@@ -23,7 +23,7 @@ from offload.plan.facts.attention import (
 from offload.plan.facts.facts import AdapterSpec, LayerFacts, adapted_linears, model_facts
 from offload.plan.machine.machine import named_machine
 from offload.plan.memory.memory import recorded_bytes
-from offload.plan.memory.visit import adapter_input_bytes, saved_bytes_per_token
+from offload.plan.memory.visit import adapter_input_bytes, cast_bytes, saved_bytes_per_token
 from offload.plan.time.attention import attention_work
 from offload.plan.time.roofline import forward_flops_per_token, layer_flops
 from tests.builders import adapter, workload
@@ -233,9 +233,9 @@ def test_saved_bytes_are_those_that_autograd_saves(
 ) -> None:
     facts, base = model_facts(config), built(config, dtype)
     (layer,) = facts.layers
-    targets = linear_names(base)
+    targets, cast = linear_names(base), 0
     if is_adapted:
-        add_lora(base, adapter(), seed=0)
+        add_lora(base, adapter(rank=2), seed=0)
     hidden = torch.randn(1, NUM_TOKENS, 128, dtype=dtype, requires_grad=True)
     module = base.model.layers[0]
     args, kwargs = arguments_of(base, module, hidden)
@@ -261,10 +261,11 @@ def test_saved_bytes_are_those_that_autograd_saves(
         is_cpu=True,
     )
     if is_adapted:
-        spec = AdapterSpec(rank=2, targets=targets, experts=False)
+        spec = AdapterSpec(rank=2, targets=targets, experts=False, is_in_base_dtype=True)
         adapted = adapted_linears(layer, spec)
         predicted += adapter_input_bytes(adapted, spec=spec, dtype_bytes=dtype.itemsize)
-    assert NUM_TOKENS * predicted == pytest.approx(
+        cast = cast_bytes(adapted, spec=spec, dtype_bytes=dtype.itemsize)
+    assert NUM_TOKENS * predicted + cast == pytest.approx(
         sum(saved.values()), rel=0.1 if is_adapted else 0.05
     )
 
