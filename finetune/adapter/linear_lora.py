@@ -31,12 +31,26 @@ def compute_in_base_dtype(model: nn.Module) -> None:
         model: With its adapters.
     """
     for parent in model.modules():
-        adapted = {n: m for n, m in parent.named_children() if type(m) is layer.Linear}
+        adapted: dict[str, Any] = {
+            name: module
+            for name, module in parent.named_children()
+            if type(module) is layer.Linear and type(module.get_base_layer()) is nn.Linear
+        }
         for names in _groups(adapted):
             group = Siblings([adapted[name] for name in names])
             for name in names:
                 adapted[name].__class__ = Linear
                 vars(adapted[name])["siblings"] = group
+
+
+def computed_by_peft(model: nn.Module) -> tuple[str, ...]:
+    """Return the kinds of layers whose adapters peft computes, in float32."""
+    found = {
+        type(module.get_base_layer()).__name__
+        for module in model.modules()
+        if isinstance(module, layer.Linear) and not isinstance(module, Linear)
+    }
+    return tuple(sorted(found))
 
 
 def _groups(names: Iterable[str]) -> list[tuple[str, ...]]:

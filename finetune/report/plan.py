@@ -7,6 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from finetune.report.format import shown_count, shown_gib, shown_mib, shown_time, table_of
+from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.trainable import adapter_parameters, module_parameters, trained_parameters
 from offload.plan.machine.machine import Implementation, Machine, Rate
 from offload.plan.plan import Plan
@@ -162,12 +163,15 @@ def adapter_line(plan: Plan) -> str:
     spec = plan.request.typical.adapter
     places = [*spec.targets, *(["the experts"] if spec.experts else [])]
     ranks = ", ".join(f"{name} {rank}" for name, rank in spec.rank_pattern)
+    dtype_bytes = plan.request.typical.dtype_bytes
+    is_wider = bool(spec.targets) and dtype_bytes < FP32_BYTES and not spec.are_branches_grouped
     return (
         f"{'DoRA' if spec.is_dora else 'LoRA'} rank {spec.rank}"
         + (f" ({ranks})" if ranks else "")
         + f" on {', '.join(places[:-1])}{' and ' if places[1:] else ''}{places[-1]}"
         + (f", with {', '.join(spec.modules)} whole" if spec.modules else "")
         + f": {shown_count(trained_parameters(plan.facts, spec))} trained"
+        + (", computed in float32" if is_wider else "")
     )
 
 

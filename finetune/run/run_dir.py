@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -256,7 +257,7 @@ class RunDir:
         """
         text = self.recipe_file.read_text()
         # runs that were begun before there was this setting computed adapters in float32
-        is_older = "compute_dtype:" not in text
+        is_older = re.search(r"^  compute_dtype: ", text, re.MULTILINE) is None
         earlier = ["adapter.compute_dtype=float32"] if is_older else []
         recipe = load_recipe(str(self.recipe_file), earlier, check_files=False)
         if not is_sealed_yaml(text):

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 
 import offload
+from finetune.adapter.linear_lora import computed_by_peft
 from finetune.adapter.lora import add_lora, base_eos, trained
 from finetune.adapter.neftune import add_noise
 from finetune.data.load import Rows
 from finetune.data.stops import Stops
 from finetune.model.load import load_model, set_router_loss
+from finetune.recipe.recipe import Recipe
 from finetune.report.format import shown_graphs
 from finetune.training.compile import FAILURES, compile_layers, refusal
 from finetune.training.loop import Loop
@@ -123,7 +125,16 @@ def load_adapted(run: Run, plan: Plan) -> Adapted:
     if recipe.train.neftune_alpha is not None:
         add_noise(loaded.model, alpha=recipe.train.neftune_alpha)
     model.train()
-    return Adapted(model=model, hold=loaded.hold, notes=loaded.notes)
+    notes = (*loaded.notes, *_precision_notes(model, recipe))
+    return Adapted(model=model, hold=loaded.hold, notes=notes)
+
+
+def _precision_notes(model: "PeftModel", recipe: Recipe) -> list[str]:
+    """Name the kinds of layers whose adapters are computed in another precision than planned."""
+    if recipe.adapter.compute_dtype == "float32" or recipe.adapter.dora:
+        return []
+    kinds = computed_by_peft(model) if recipe.model.dtype != "float32" else ()
+    return [f"adapters of {kind} layers are computed in float32, by peft" for kind in kinds]
 
 
 def attached(run: Run, plan: Plan, adapted: Adapted, data: Data, steps: Steps) -> Session:

@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 
 from finetune.errors import CheckpointError
 from finetune.files.manifest import whole_folder
+from finetune.files.seal import sealed_yaml
 from finetune.recipe.load import load_recipe
 from finetune.recipe.recipe import Recipe
 from finetune.run.run_dir import RunDir
@@ -115,6 +116,19 @@ def test_a_changed_recipe_of_a_run_is_refused(tmp_path, recipe) -> None:
         run.recipe()
     run.recipe_file.write_text("".join(text.splitlines(keepends=True)[1:-1]))  # of older versions
     assert run.recipe() == recipe
+
+
+def test_a_run_that_knew_no_precision_of_adapters_goes_on_in_float32(tmp_path, recipe) -> None:
+    run = RunDir(tmp_path)
+    run.start(recipe, experts_implementation=None)
+    assert run.recipe().adapter.compute_dtype == "auto"
+    assert run.as_begun(recipe).adapter.compute_dtype == "auto"
+    lines = run.recipe_file.read_text().splitlines(keepends=True)[1:-1]
+    before = "".join(line for line in lines if not line.startswith("  compute_dtype: "))
+    run.recipe_file.write_text(sealed_yaml(before))
+    assert run.recipe().adapter.compute_dtype == "float32"
+    assert run.as_begun(recipe).adapter.compute_dtype == "float32"
+    run.require_same_recipe(run.as_begun(recipe))
 
 
 def test_an_adapter_is_verified_wherever_it_is_read(tmp_path, recipe) -> None:
