@@ -94,10 +94,10 @@ VISIT_CACHE = VisitCache()
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Casts:
-    """A and scaling * B in the dtype that computes; a linear's ranks are one range of rows of A."""
+    """A of all branches, one below the other, and B of each, in the dtype that computes."""
 
     a_RK: torch.Tensor
-    scaled_MR: tuple[torch.Tensor, ...]
+    bs_MR: tuple[torch.Tensor, ...]
 
 
 def apply_linears(
@@ -132,11 +132,10 @@ def apply_linears(
 
 @torch.no_grad()
 def _cast(linears: Sequence[AdaptedLinear], dtype: torch.dtype) -> _Casts:
+    branches = [branch for one in linears for branch in one.branches]
     return _Casts(
-        a_RK=_joined([b.a_RK for one in linears for b in one.branches], dim=0).to(dtype),
-        scaled_MR=tuple(
-            _joined([b.b_MR * b.scaling for b in one.branches], dim=1).to(dtype) for one in linears
-        ),
+        a_RK=_joined([branch.a_RK for branch in branches], dim=0).to(dtype),
+        bs_MR=tuple(branch.b_MR.to(dtype) for branch in branches),
     )
 
 
@@ -144,8 +143,22 @@ def _joined(tensors: Sequence[torch.Tensor], *, dim: int) -> torch.Tensor:
     return torch.cat(list(tensors), dim=dim) if len(tensors) > 1 else tensors[0]
 
 
-def _ranges(sizes: Sequence[int]) -> list[slice]:
-    return [slice(start, end) for start, end in pairwise(accumulate(sizes, initial=0))]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Place:
+    """Where a branch is: its linear, its columns of A x, and its scaling."""
+
+    linear: int
+    columns: slice
+    scaling: float
+
+
+def _places(linears: Sequence[AdaptedLinear]) -> list[_Place]:
+    of = [(i, branch) for i, one in enumerate(linears) for branch in one.branches]
+    ends = pairwise(accumulate((len(branch.a_RK) for _, branch in of), initial=0))
+    return [
+        _Place(linear=i, columns=slice(start, end), scaling=branch.scaling)
+        for (i, branch), (start, end) in zip(of, ends, strict=True)
+    ]
 
 
 class _Group(torch.autograd.Function):
@@ -160,43 +173,43 @@ class _Group(torch.autograd.Function):
         casts: _Casts,
         *_: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
+        places = _places(linears)
         x_NK, branch_NK = x.flatten(0, -2), x_branch.flatten(0, -2)
         low_NR = branch_NK @ casts.a_RK.t()
-        outputs = []
-        for one, b_MR, ranks in zip(
-            linears, casts.scaled_MR, _ranges([b.shape[1] for b in casts.scaled_MR]), strict=True
-        ):
-            y_NM = F.linear(x_NK, one.weight_MK, one.bias_M)
-            outputs.append(y_NM.addmm_(low_NR[:, ranks], b_MR.t()).view(*x.shape[:-1], -1))
-        ctx.linears, ctx.shape, ctx.is_same = linears, x.shape, x_branch is x
+        outputs = [F.linear(x_NK, one.weight_MK, one.bias_M) for one in linears]
+        for place, b_MR in zip(places, casts.bs_MR, strict=True):
+            low = low_NR[:, place.columns]
+            outputs[place.linear].addmm_(low, b_MR.t(), alpha=place.scaling)
+        ctx.places, ctx.shape, ctx.is_same = places, x.shape, x_branch is x
         weights = [one.weight_MK for one in linears]
-        ctx.save_for_backward(branch_NK, low_NR, casts.a_RK, *casts.scaled_MR, *weights)
+        ctx.save_for_backward(branch_NK, low_NR, casts.a_RK, *casts.bs_MR, *weights)
         ctx.set_materialize_grads(False)
-        return tuple(outputs)
+        return tuple(y_NM.view(*x.shape[:-1], -1) for y_NM in outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        linears: tuple[AdaptedLinear, ...] = ctx.linears
+        places: list[_Place] = ctx.places
         x_NK, low_NR, a_RK, *rest = ctx.saved_tensors
-        bs_MR, weights_MK = rest[: len(linears)], rest[len(linears) :]
+        bs_MR, weights_MK = rest[: len(places)], rest[len(places) :]
         needs_x, needs_branch, _, _, *needs = ctx.needs_input_grad
-        ranges = _ranges([b_MR.shape[1] for b_MR in bs_MR])
         known = [None if g is None else g.flatten(0, -2) for g in gradients]
-        of_lows = [
-            low_NR.new_zeros(len(low_NR), b_MR.shape[1]) if g_NM is None else g_NM @ b_MR
-            for g_NM, b_MR in zip(known, bs_MR, strict=True)
-        ]
+        of_lows: list[torch.Tensor] = []
+        of_bs: list[torch.Tensor | None] = []
+        for place, b_MR in zip(places, bs_MR, strict=True):
+            g_NM, low = known[place.linear], low_NR[:, place.columns]
+            if g_NM is None:
+                of_lows.append(torch.zeros_like(low))
+                of_bs.append(None)
+            else:
+                of_lows.append((g_NM @ b_MR).mul_(place.scaling))
+                of_bs.append(_outer(g_NM, low).mul_(place.scaling))
         of_low_NR = _joined(of_lows, dim=1)
         of_a_RK = _outer(of_low_NR, x_NK) if any(needs[::2]) else None
-        of_factors: list[torch.Tensor | None] = []
-        for one, g_NM, ranks in zip(linears, known, ranges, strict=True):
-            inner = _ranges([branch.a_RK.shape[0] for branch in one.branches])
-            of_b_MR = None if g_NM is None else _outer(g_NM, low_NR[:, ranks])
-            for branch, rank in zip(one.branches, inner, strict=True):
-                rows = slice(ranks.start + rank.start, ranks.start + rank.stop)
-                of_a = None if of_a_RK is None else of_a_RK[rows].to(branch.a_RK.dtype)
-                of_b = None if of_b_MR is None else of_b_MR[:, rank].to(branch.b_MR.dtype)
-                of_factors += [of_a, None if of_b is None else of_b.mul_(branch.scaling)]
+        of_factors = [
+            factor
+            for place, of_b in zip(places, of_bs, strict=True)
+            for factor in (None if of_a_RK is None else of_a_RK[place.columns], of_b)
+        ]
         of_x_NK: torch.Tensor | None = None
         of_branch_NK = of_low_NR @ a_RK if needs_branch or (needs_x and ctx.is_same) else None
         if needs_x:
@@ -205,18 +218,17 @@ class _Group(torch.autograd.Function):
                 if g_NM is None:
                     continue
                 of_x_NK = g_NM @ weight_MK if of_x_NK is None else of_x_NK.addmm_(g_NM, weight_MK)
-        given = [g if need else None for g, need in zip(of_factors, needs, strict=True)]
         return (
             None if of_x_NK is None else of_x_NK.view(ctx.shape),
             None if ctx.is_same or of_branch_NK is None else of_branch_NK.view(ctx.shape),
             None,
             None,
-            *given,
+            *(g if need else None for g, need in zip(of_factors, needs, strict=True)),
         )
 
 
 def _outer(left_NM: torch.Tensor, right_NK: torch.Tensor) -> torch.Tensor:
-    """Return left^T right; on CUDA in fp32, the precision that the product sums in."""
+    """Return left^T right in fp32; on CUDA it was not rounded to the dtype of both before."""
     if left_NM.is_cuda and left_NM.dtype != torch.float32:
         return torch.mm(left_NM.t(), right_NK, out_dtype=torch.float32)
-    return left_NM.t() @ right_NK
+    return (left_NM.t() @ right_NK).float()

@@ -30,6 +30,7 @@ from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import offload
+from finetune.adapter.linear_lora import compute_in_base_dtype
 from offload.engine.batch import Batch
 from offload.engine.model.layers import LayeredModel
 from tests.parity.tiny_models import VOCABULARY, tiny_model, with_adapters
@@ -183,6 +184,10 @@ def _errors_of(model_type: str, seed: int) -> tuple[float, float]:
         raise InexactError(f"{model_type}: streamed and resident differ")
     plain_loss, reference = plain(model, batches)
     _require_close(model_type, ours, reference)
+    if seed == SEEDS[0]:
+        grouped = copy.deepcopy(model)
+        compute_in_base_dtype(grouped)
+        _require_close(model_type, streamed(grouped, batches, num_slots=2)[1], reference)
     if not math.isclose(loss, plain_loss, rel_tol=CLOSE):
         raise InexactError(f"{model_type}: loss {loss}, plain {plain_loss}")
     own = own_loss(model, batches)

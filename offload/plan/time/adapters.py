@@ -65,8 +65,8 @@ def _grouped(at: Pricer, group: Sequence[Linear]) -> Passes:
 
     Forward: one narrow product reads the input; each B adds to its output, which is read and
     written. Backward: each output's gradient is read twice, for A x and for B; the input is read
-    for A, its gradient is written, and each base product adds to it. A and B are joined, scaled and
-    cast; their gradients are scaled, cast and added up.
+    for A, its gradient is written, and each base product adds to it. A and B are joined and cast;
+    their gradients are scaled, cast and added up.
     """
     spec, tokens, b = at.workload.adapter, at.workload.num_tokens, at.workload.dtype_bytes
     ranks = [spec.rank_of(linear) for linear in group]
@@ -82,14 +82,14 @@ def _grouped(at: Pricer, group: Sequence[Linear]) -> Passes:
     forward = at.traffic(
         b * tokens * sum(linear.d_out for linear in group)
         + a * (joined_bytes + cast_bytes + b)
-        + b_factors * (2 * FP32_BYTES + cast_bytes + b),
-        num_ops=1 + (num > 1) + is_cast + num * (2 + is_cast),
+        + b_factors * (cast_bytes + b),
+        num_ops=1 + (num > 1) + is_cast + num * (1 + is_cast),
     )
     backward = at.traffic(
         b * tokens * d_in * num
         + a * (2 * b + cast_bytes + 3 * FP32_BYTES)
         + b_factors * (2 * b + cast_bytes + 5 * FP32_BYTES),
-        num_ops=2 + (num > 1) + num * (5 + 2 * is_cast),
+        num_ops=2 + (num > 1) + is_cast + num * (6 + is_cast),
     )
     for work in (inputs, *outputs):
         forward, backward = forward + work, backward + work.times(2)
