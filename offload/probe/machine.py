@@ -8,7 +8,7 @@ before a run does not affect the run.
 
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -16,7 +16,7 @@ from typing import Literal
 from offload.engine.host.limits import free_host_bytes, resident_bytes
 from offload.errors import MachineError
 from offload.plan.machine.machine import MEASURED, Machine, Rate, assumed_implementation
-from offload.probe.memory import cuda_context_bytes, pinned_bytes
+from offload.probe.memory import cuda_context_bytes, pinned_bytes, process_bytes
 from offload.probe.rates import RateBench
 
 DTYPES = ("bfloat16", "float32")
@@ -77,7 +77,7 @@ def has_grouped_gemm(capability: tuple[int, int], dtype: str) -> bool:
 
 def _probe_cpu(bench: RateBench, dtype: str) -> Machine:
     free_bytes, own_bytes = free_host_bytes(Path("/")), resident_bytes()
-    return _machine(
+    machine = _machine(
         bench,
         name=f"{_processor_name()}, {bench.num_threads} threads",
         device="cpu",
@@ -95,6 +95,7 @@ def _probe_cpu(bench: RateBench, dtype: str) -> Machine:
         ),
         is_grouped=False,
     )
+    return replace(machine, context_bytes=process_bytes())
 
 
 def _probe_cuda(bench: RateBench, dtype: str) -> Machine:

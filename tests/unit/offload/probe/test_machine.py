@@ -11,6 +11,7 @@ from offload.engine.host.limits import free_host_bytes, resident_bytes
 from offload.errors import MachineError
 from offload.plan.machine.machine import Machine, Rate
 from offload.probe.machine import has_grouped_gemm, probe
+from offload.probe.memory import RUN_LIBRARIES_BYTES
 
 GIB = 2**30
 
@@ -47,7 +48,8 @@ def test_the_probe_names_the_machine_and_its_dtype(machine: Machine) -> None:
 
 
 def test_the_context_of_a_cpu_is_this_process(machine: Machine) -> None:
-    assert machine.context_bytes == pytest.approx(resident_bytes(), rel=0.5)
+    to_come = 0 if "peft" in sys.modules else RUN_LIBRARIES_BYTES
+    assert machine.context_bytes == pytest.approx(resident_bytes() + to_come, rel=0.5)
     assert machine.context_bytes < machine.ram_bytes == machine.vram_bytes
 
 
