@@ -146,7 +146,7 @@ def rebind(engine: Any, slab: Slab, *, num_slots: int, stash: Literal["device", 
             options=engine._options,
         )
     engine.slot_bytes = engine._bound.slot_bytes
-    engine._ring = cold_ring(len(engine._ring))
+    engine._ring = cold_ring(engine._options.num_slots)
 
 
 def _nothing(_op: object) -> None:
