@@ -255,11 +255,8 @@ class RunDir:
         Raises:
             CheckpointError: It was changed since.
         """
+        recipe = load_recipe(str(self.recipe_file), [], check_files=False)
         text = self.recipe_file.read_text()
-        # runs that were begun before there was this setting computed adapters in float32
-        is_older = re.search(r"^  compute_dtype: ", text, re.MULTILINE) is None
-        earlier = ["adapter.compute_dtype=float32"] if is_older else []
-        recipe = load_recipe(str(self.recipe_file), earlier, check_files=False)
         if not is_sealed_yaml(text):
             raise CheckpointError(
                 f"{self.recipe_file} is not what was written when the run began",
@@ -267,7 +264,9 @@ class RunDir:
                 hint="restore it from a copy; if you have changed it on purpose, remove its first"
                 " and its last line",
             )
-        return recipe
+        # runs that were begun before there was this setting computed adapters in float32
+        is_older = re.search(r"^  compute_dtype: ", text, re.MULTILINE) is None
+        return with_compute_dtype(recipe, "float32") if is_older else recipe
 
     # ------------------------------------------------------------------------------------ metrics
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from finetune.errors import CheckpointError
+from finetune.errors import CheckpointError, ConfigError
 from finetune.files.manifest import whole_folder
 from finetune.files.seal import sealed_yaml
 from finetune.recipe.load import load_recipe
@@ -129,6 +129,14 @@ def test_a_run_that_knew_no_precision_of_adapters_goes_on_in_float32(tmp_path, r
     assert run.recipe().adapter.compute_dtype == "float32"
     assert run.as_begun(recipe).adapter.compute_dtype == "float32"
     run.require_same_recipe(run.as_begun(recipe))
+
+
+def test_a_recipe_of_a_run_that_is_no_text_is_refused(tmp_path, recipe) -> None:
+    run = RunDir(tmp_path)
+    run.start(recipe, experts_implementation=None)
+    run.recipe_file.write_bytes(run.recipe_file.read_bytes().replace(b"seed", b"see\xe4"))
+    with pytest.raises(ConfigError, match=r"recipe\.yaml"):
+        run.recipe()
 
 
 def test_an_adapter_is_verified_wherever_it_is_read(tmp_path, recipe) -> None:
