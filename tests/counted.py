@@ -11,6 +11,8 @@ from torch.utils._pytree import tree_leaves
 NARROW = 256  # a product with a side shorter than this is not a large one
 _PRODUCTS = {
     torch.ops.aten.mm.default,
+    torch.ops.aten.mm.out,
+    torch.ops.aten.addmm.out,
     torch.ops.aten.addmm.default,
     torch.ops.aten.addmm_.default,
     torch.ops.aten.bmm.default,

@@ -27,7 +27,6 @@ from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
 import torch
-from torch.nn import functional as F
 
 T = TypeVar("T")
 
@@ -174,17 +173,18 @@ class _Group(torch.autograd.Function):
         *_: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         places = _places(linears)
-        x_NK, branch_NK = x.flatten(0, -2), x_branch.flatten(0, -2)
+        branch_NK = x_branch.flatten(0, -2)
         low_NR = branch_NK @ casts.a_RK.t()
-        outputs = [F.linear(x_NK, one.weight_MK, one.bias_M) for one in linears]
+        outputs = [_linear(x, one) for one in linears]
         for place, b_MR in zip(places, casts.bs_MR, strict=True):
             low = low_NR[:, place.columns]
-            outputs[place.linear].addmm_(low, b_MR.t(), alpha=place.scaling)
+            y_NM = outputs[place.linear].view(len(low), -1)
+            y_NM.addmm_(low, b_MR.t(), alpha=place.scaling)
         ctx.places, ctx.shape, ctx.is_same = places, x.shape, x_branch is x
         weights = [one.weight_MK for one in linears]
         ctx.save_for_backward(branch_NK, low_NR, casts.a_RK, *casts.bs_MR, *weights)
         ctx.set_materialize_grads(False)
-        return tuple(y_NM.view(*x.shape[:-1], -1) for y_NM in outputs)
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
@@ -225,6 +225,17 @@ class _Group(torch.autograd.Function):
             None,
             *(g if need else None for g, need in zip(of_factors, needs, strict=True)),
         )
+
+
+def _linear(x: torch.Tensor, one: AdaptedLinear) -> torch.Tensor:
+    """Return W x + b in memory of its own: a model's code cannot change a view in place."""
+    y = x.new_empty(*x.shape[:-1], len(one.weight_MK))
+    x_NK, y_NM = x.flatten(0, -2), y.view(-1, len(one.weight_MK))
+    if one.bias_M is None:
+        torch.mm(x_NK, one.weight_MK.t(), out=y_NM)
+    else:
+        torch.addmm(one.bias_M, x_NK, one.weight_MK.t(), out=y_NM)
+    return y
 
 
 def _outer(left_NM: torch.Tensor, right_NK: torch.Tensor) -> torch.Tensor:

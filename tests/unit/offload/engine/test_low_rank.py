@@ -94,6 +94,18 @@ def test_an_output_that_nothing_reads_has_no_part_in_the_gradients() -> None:
             torch.testing.assert_close(gradient, true.float(), rtol=1e-5, atol=1e-5)
 
 
+def test_outputs_may_be_changed_in_place() -> None:
+    torch.manual_seed(1)
+    linears = made(torch.float32)
+    x = torch.randn(2, 7, K).requires_grad_()
+    ours, *_ = apply_linears(x, linears)
+    theirs, *_ = written_out(x, linears)
+    found = torch.autograd.grad(ours.mul_(3).sin().sum(), [x, *factors(linears[:1])])
+    truth = torch.autograd.grad((theirs * 3).sin().sum(), [x, *factors(linears[:1])])
+    for gradient, true in zip(found, truth, strict=True):
+        torch.testing.assert_close(gradient, true.float(), rtol=1e-4, atol=1e-4)
+
+
 def test_gradients_that_nobody_wants_are_not_computed() -> None:
     linears = made(torch.float32)
     for low in linears[0].branches:
