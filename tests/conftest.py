@@ -24,6 +24,8 @@ EXPECTED_SKIPS = (
 # Triton is first imported: so this is set before any test module is.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# The program sets this before it imports transformers; here tests import it first.
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
