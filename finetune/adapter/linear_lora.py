@@ -83,8 +83,8 @@ class Linear(layer.Linear):
         active = self._active()
         is_frozen = not any(parameter.requires_grad for parameter in base.parameters())
         return (
-            type(base) is nn.Linear
-            and not (base._forward_hooks or base._forward_pre_hooks)
+            x.dim() > 1
+            and all(_is_bare(one) for one in (base, *self._factors()))
             and is_frozen
             and base.weight.dtype == x.dtype
             and not (self.disable_adapters or self.merged)
@@ -93,6 +93,10 @@ class Linear(layer.Linear):
             and not (len(active) > 1 and self.drops())
             and not torch.is_autocast_enabled(x.device.type)
         )
+
+    def _factors(self) -> list[nn.Module]:
+        """Return the modules that hold A and B; what they do beyond a product would be skipped."""
+        return [of[name] for of in (self.lora_A, self.lora_B) for name in self._active()]
 
     def drops(self) -> bool:
         """Return whether the branches read the input after a dropout, which each layer draws."""
@@ -125,8 +129,9 @@ class Linear(layer.Linear):
 class Siblings:
     """Linears that are expected to read the same input.
 
-    The first that is called computes all outputs, the others take theirs. If one is called with
-    another input, none shares any more.
+    The first that is called computes all outputs, the others take theirs. If one of them is called
+    with another input, none shares any more. Outputs that nobody took, as after an error, are
+    dropped when the first is called again.
     """
 
     def __init__(self, members: list[Any]) -> None:
@@ -138,11 +143,11 @@ class Siblings:
 
     def output(self, member: Linear, x: torch.Tensor) -> torch.Tensor:
         """Return the output of a member for the input x, (..., K)."""
-        if self._outputs:
-            if self._is_input(x) and id(member) in self._outputs:
+        if id(member) in self._outputs:
+            if self._is_input(x):
                 return self._take(member)
             self._share = False
-            self._forget()
+        self._forget()
         dropped = member.dropped(x)
         if dropped is not None or not self._share or not self._all_plain(x):
             (y,) = apply_linears(x, [member.adapted()], x_branch=dropped, key=id(member))
@@ -169,3 +174,8 @@ class Siblings:
     def _forget(self) -> None:
         self._input = None
         self._outputs = {}
+
+
+def _is_bare(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer and nothing else, without hooks."""
+    return type(module) is nn.Linear and not (module._forward_hooks or module._forward_pre_hooks)

@@ -27,6 +27,7 @@ from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
 import torch
+from torch.autograd.function import once_differentiable
 
 T = TypeVar("T")
 
@@ -178,7 +179,7 @@ class _Group(torch.autograd.Function):
         outputs = [_linear(x, one) for one in linears]
         for place, b_MR in zip(places, casts.bs_MR, strict=True):
             low = low_NR[:, place.columns]
-            y_NM = outputs[place.linear].view(len(low), -1)
+            y_NM = outputs[place.linear].flatten(0, -2)  # a view: it is contiguous
             y_NM.addmm_(low, b_MR.t(), alpha=place.scaling)
         ctx.places, ctx.shape, ctx.is_same = places, x.shape, x_branch is x
         weights = [one.weight_MK for one in linears]
@@ -187,6 +188,7 @@ class _Group(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
+    @once_differentiable  # A and B enter as casts, through which nothing could be differentiated
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         places: list[_Place] = ctx.places
         x_NK, low_NR, a_RK, *rest = ctx.saved_tensors

@@ -182,3 +182,55 @@ def test_an_input_that_changes_in_place_is_not_taken_for_the_same() -> None:
     with torch.no_grad():
         for _ in range(2):
             torch.testing.assert_close(ours(x), model(x))
+
+
+def test_a_pass_that_was_cut_off_between_siblings_changes_no_later_bit() -> None:
+    class Failing(Odd):
+        fails = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q = self.q_proj(x)
+            if self.fails:
+                raise ValueError("cut off")
+            return q + self.k_proj(x) * self.v_proj(x)
+
+    torch.manual_seed(0)
+    ours: Any = get_peft_model(Failing(), ODD_ADAPTER)
+    compute_in_base_dtype(ours)
+    x = torch.randn(3, 6)
+    with torch.no_grad():
+        before = ours(x)
+        ours.base_model.model.fails = True
+        with pytest.raises(ValueError, match="cut off"):
+            ours(torch.randn(3, 6))
+        ours.base_model.model.fails = False
+        assert torch.equal(ours(x), before)
+        assert ours.base_model.model.k_proj.siblings._share
+
+
+def test_hooks_on_a_and_b_still_run() -> None:
+    torch.manual_seed(0)
+    model: Any = get_peft_model(Odd(), ODD_ADAPTER)
+    model.base_model.model.k_proj.lora_A["default"].register_forward_hook(lambda *a: a[-1] * 3)
+    ours, x = copy.deepcopy(model), torch.randn(3, 6)
+    compute_in_base_dtype(ours)
+    torch.testing.assert_close(ours(x), model(x))
+
+
+@pytest.mark.parametrize("shape", [(6,), (0, 6), (1, 1, 6)])
+def test_inputs_of_any_shape_are_taken(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model = get_peft_model(Odd(), ODD_ADAPTER)
+    ours, x = copy.deepcopy(model), torch.randn(*shape)
+    compute_in_base_dtype(ours)
+    torch.testing.assert_close(ours(x), model(x))
+
+
+def test_a_second_derivative_is_refused_and_not_wrong() -> None:
+    torch.manual_seed(0)
+    ours = get_peft_model(Odd(), ODD_ADAPTER)
+    compute_in_base_dtype(ours)
+    x = torch.randn(3, 6).requires_grad_()
+    (first,) = torch.autograd.grad(ours(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
