@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune import interrupts
+from finetune.data.steps import StepLoader
 from finetune.env import launch_notes
 from finetune.errors import CheckpointError
 from finetune.files.atomic import write_atomically
@@ -245,7 +246,7 @@ def _train(session: "Session", plan: Plan, seal: str, *, first_step: int) -> tup
     is_last = done == num_steps or evaluations.are_enough
     if is_last:
         return done, None
-    loader = session.steps.loader(first_step=first_step, num_workers=recipe.data.num_workers)
+    loader = StepLoader(session.steps, first_step=first_step, num_workers=recipe.data.num_workers)
     writer = MetricsWriter(run.dir, recipe, is_main=ranks.is_main, first_step=first_step)
     with (
         loader,

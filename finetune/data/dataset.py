@@ -1,15 +1,10 @@
-"""A data set as tokens: made once, in workers when it is large, and kept in a cache."""
+"""The rows of a run as tokens: read, held out, and tokenised once, in workers if they are many."""
 
 import hashlib
-import json
-import os
-import zipfile
-import zlib
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -17,22 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from finetune.data.rows import Conversation, LossOn
-from finetune.data.tokenize import Example, check_is_fast, encode
+from finetune.data.rows import Conversation, LossOn, read_conversations
+from finetune.data.token_cache import cache_key, read_cache, write_cache
+from finetune.data.tokenize import Example, encode
 from finetune.data.workers import prepare_worker, process_context, worker_died
 from finetune.errors import DataError
+from finetune.recipe.sections import DataSection
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase
 
-_CACHE_VERSION = 2
 # A worker process must first import its libraries; this pays off from some ten thousand rows on.
 _MIN_ROWS_PER_WORKER = 20_000
-_CACHED = (
-    *("kept", "input_ids", "labels", "offsets"),
-    *("is_truncated", "end_ids", "end_offsets"),
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -95,6 +87,105 @@ class ExampleSet(Sequence[Example]):
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rows:
+    """What is trained on, and what is held out.
+
+    Attributes:
+        train: Tokens of the training rows.
+        held_out: Tokens of the held-out rows, None if there are none.
+        held_out_rows: The same as conversations, for samples.
+        unused_columns: Columns that are read from no row, except those that the recipe ignores.
+    """
+
+    train: ExampleSet
+    held_out: ExampleSet | None
+    held_out_rows: tuple[Conversation, ...]
+    unused_columns: tuple[str, ...]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know about the rows: unused columns, cut, dropped, cached."""
+        unused = (f"Columns that are not used: {', '.join(self.unused_columns)}",)
+        cut = self.train.notes + (self.held_out.notes if self.held_out else ())
+        return (unused if self.unused_columns else ()) + cut
+
+    @property
+    def data_hash(self) -> str:
+        """Digest of the training tokens, which must be the same when a run is resumed."""
+        digest = hashlib.sha256(self.train.input_ids.tobytes())
+        digest.update(self.train.labels.tobytes())
+        digest.update(self.train.offsets.tobytes())
+        return digest.hexdigest()
+
+
+def load_rows(
+    data: DataSection,
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    seq_len: int,
+    seed: int,
+    cache_dir: Path,
+) -> Rows:
+    """Read and tokenise what the recipe names.
+
+    Raises:
+        DataError: A file is missing or empty, or rows are bad; each is named by file and line.
+    """
+    rows = _read(data, data.path)
+    held_out = _read(data, data.eval_path) if data.eval_path is not None else []
+    unused = _unused_columns(rows + held_out, data)
+    if data.eval_frac is not None:
+        rows, held_out = split_held_out(rows, eval_frac=data.eval_frac, seed=seed)
+
+    def tokens(conversations: list[Conversation]) -> ExampleSet:
+        return load_examples(
+            conversations,
+            tokenizer,
+            seq_len=seq_len,
+            loss_on=data.loss_on,
+            num_workers=data.num_workers,
+            cache_dir=cache_dir,
+        )
+
+    return Rows(
+        train=tokens(rows),
+        held_out=tokens(held_out) if held_out else None,
+        held_out_rows=tuple(held_out),
+        unused_columns=unused,
+    )
+
+
+def _unused_columns(rows: Sequence[Conversation], data: DataSection) -> tuple[str, ...]:
+    """Return the unused columns, in the order of the rows.
+
+    Raises:
+        DataError: The recipe ignores a column that no row has, or that is used.
+    """
+    unused = dict.fromkeys(key for row in rows for key in row.unused)
+    for name in data.ignored_columns:
+        if name not in unused:
+            raise DataError(
+                f"data.ignored_columns names {name}, and no row holds an unused column {name}",
+                limit=f"the columns that are not used are {', '.join(unused) or 'none'}",
+                hint=f"leave {name} out of `data.ignored_columns`",
+            )
+    return tuple(name for name in unused if name not in data.ignored_columns)
+
+
+def _read(data: DataSection, path: str) -> list[Conversation]:
+    return read_conversations(
+        path=path,
+        data_format=data.format,
+        prompt_column=data.prompt_column,
+        completion_column=data.completion_column,
+        messages_column=data.messages_column,
+        system=data.system,
+        ignored=data.ignored_columns,
+        loss_on=data.loss_on,
+    )
+
+
 def load_examples(
     conversations: Sequence[Conversation],
     tokenizer: "PreTrainedTokenizerBase",
@@ -112,10 +203,10 @@ def load_examples(
     Raises:
         DataError: The template does not fit, or no row is left.
     """
-    key = _cache_key(conversations, tokenizer, seq_len=seq_len, loss_on=loss_on)
+    key = cache_key(conversations, tokenizer, seq_len=seq_len, loss_on=loss_on)
     file = cache_dir / f"tokens-{key}.npz"
     notes: list[str] = []
-    arrays = _read_cache(file, notes=notes)
+    arrays = read_cache(file, notes=notes)
     is_from_cache = arrays is not None
     if arrays is None:
         examples = encode_all(
@@ -126,7 +217,7 @@ def load_examples(
             num_workers=min(num_workers, len(conversations) // _MIN_ROWS_PER_WORKER),
         )
         arrays = _flatten(examples)
-        _write_cache(file, arrays, notes=notes)
+        write_cache(file, arrays, notes=notes)
     sources = [conversation.source for conversation in conversations]
     kept: list[int] = arrays["kept"].tolist()
     dropped = tuple(sources[row] for row in sorted(set(range(len(sources))) - set(kept)))
@@ -263,60 +354,6 @@ def _flatten(examples: Sequence[Example]) -> "dict[str, NDArray[Any]]":
         "end_ids": np.array([token for row in rows for token in row.end_ids], dtype=np.int32),
         "end_offsets": np.cumsum([0, *(len(row.end_ids) for row in rows)], dtype=np.int64),
     }
-
-
-def _cache_key(
-    conversations: Sequence[Conversation],
-    tokenizer: "PreTrainedTokenizerBase",
-    *,
-    seq_len: int,
-    loss_on: LossOn,
-) -> str:
-    """Digest all that the tokens depend on."""
-    check_is_fast(tokenizer)
-    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    settings = [_CACHE_VERSION, seq_len, loss_on, tokenizer.chat_template, special]
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
-    digest.update(tokenizer.backend_tokenizer.to_str().encode())
-    for row in conversations:
-        turns = [(message.role, message.content) for message in row.messages]
-        digest.update(json.dumps(turns).encode() + b"\n")
-    return digest.hexdigest()[:32]
-
-
-def _read_cache(file: Path, *, notes: list[str]) -> "dict[str, NDArray[Any]] | None":
-    """Return the arrays of a cache file, or None with a note if it is torn."""
-    try:
-        with file.open("rb") as stream, np.load(stream, allow_pickle=False) as stored:
-            return {name: stored[name] for name in _CACHED}
-    except (FileNotFoundError, NotADirectoryError, PermissionError):
-        return None
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        notes.append(f"the token cache {file} was torn ({type(error).__name__}); it was rebuilt")
-        return None
-
-
-def _write_cache(file: Path, arrays: "dict[str, NDArray[Any]]", *, notes: list[str]) -> None:
-    """Write a cache file under another name and move it into place once it is on the disk.
-
-    The other name is unique to the process, because two runs may start on the same rows at once.
-    A cache only saves time, so failing to write it is a note, not an error.
-    """
-    draft = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with draft.open("wb") as out:
-            np.savez(out, allow_pickle=False, **arrays)
-            out.flush()
-            os.fsync(out.fileno())
-        draft.replace(file)
-    except OSError as error:
-        with suppress(OSError):
-            draft.unlink(missing_ok=True)
-        notes.append(
-            f"the token cache {file} cannot be written: {error.strerror};"
-            " the next run will make the tokens again"
-        )
 
 
 @lru_cache(maxsize=4)

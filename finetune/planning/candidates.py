@@ -31,7 +31,7 @@ from offload.plan.search import nearest_request as nearest
 from offload.plan.what_if.option import fits as has_plan
 
 if TYPE_CHECKING:
-    from finetune.data.load import StepSizes
+    from finetune.data.steps import StepSizes
 
 HEAD_CHUNKS = (HEAD_CHUNK_TOKENS, 256, FEWEST_CHUNK_TOKENS)  # what `auto` may take
 SUGGESTED_ROUNDING: tuple[CodecName, ...] = ("int8", "nf4")

@@ -23,7 +23,7 @@ from offload.plan.machine.machine import (
 from offload.plan.request import HEAD_CHUNK_TOKENS, PlanRequest
 
 if TYPE_CHECKING:
-    from finetune.data.load import StepSizes
+    from finetune.data.steps import StepSizes
 
 MAX_MACHINE_BYTES = 2**20
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}

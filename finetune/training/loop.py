@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from finetune.data.batches import StepShare, collate
 from finetune.data.dataset import ExampleSet
+from finetune.data.steps import StepShare, collate
 from finetune.errors import FinetuneError
 from finetune.recipe.sections import TrainSection
 from finetune.run.checkpoint import StateForm, state_form

@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finetune.data.load import Rows, load_rows
+from finetune.data.dataset import Rows, load_rows
+from finetune.data.steps import Steps
 from finetune.env import cache_dir, stores_dir
 from finetune.model.tokenizer import load_tokenizer
 from finetune.planning.candidates import choose, requests_for, with_each_size
@@ -12,9 +13,9 @@ from finetune.planning.request import find_machine
 from finetune.recipe.recipe import Recipe, with_micro_batch_size, with_offload
 from finetune.training import preflight
 from finetune.training.expert_backend import fastest_expert_backend, resolve_expert_backend
+from finetune.training.ranks import own_micro_batches
 from finetune.training.run import Run
 from finetune.training.samples import pad_id
-from finetune.training.steps import Steps
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.machine.machine import Machine
 from offload.plan.request import PlanRequest
@@ -131,8 +132,10 @@ def plan_steps(
     recipe, ranks = run.recipe, run.ranks
 
     def steps_of(recipe: Recipe) -> Steps:
+        train = recipe.train
+        own = own_micro_batches(train.num_micro_batches, index=ranks.index, num=ranks.num)
         pad_token_id = pad_id(data.tokenizer)
-        return Steps.of(recipe.train, data.rows.train, pad_token_id=pad_token_id, ranks=ranks)
+        return Steps.of(train, data.rows.train, micro_batch_ids=own, pad_token_id=pad_token_id)
 
     sized = [(one, steps_of(one).sizes) for one in with_each_size(recipe, num_ranks=ranks.num)]
     requests = requests_for(recipe, facts, sized, num_ranks=ranks.num)

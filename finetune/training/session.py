@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-import offload
 from finetune.adapter.linear_lora import computed_by_peft
 from finetune.adapter.lora import add_lora, base_eos, trained
 from finetune.adapter.neftune import add_noise
-from finetune.data.load import Rows
+from finetune.data.dataset import Rows
+from finetune.data.steps import Steps
 from finetune.data.stops import Stops
 from finetune.model.load import load_model, set_router_loss
 from finetune.recipe.recipe import Recipe
@@ -20,7 +20,7 @@ from finetune.training.loop import Loop
 from finetune.training.prepare import Data
 from finetune.training.ranks import Ranks
 from finetune.training.run import Run
-from finetune.training.steps import Steps
+from offload.engine.bound import EngineOptions
 from offload.engine.engine import Engine
 from offload.engine.host.layer_layout import Record
 from offload.engine.host.mempolicy import bind_memory
@@ -142,15 +142,10 @@ def attached(run: Run, plan: Plan, adapted: Adapted, data: Data, steps: Steps) -
     recipe, model = run.recipe, adapted.model
     if recipe.train.compile:
         compile_layers(LayeredModel(model).layers)
-    engine = offload.attach(
+    engine = Engine(
         model,
-        num_slots=plan.num_slots,
-        codec=plan.request.typical.codec,
-        tier=recipe.offload.load_tier,
-        device=str(run.device),
-        stash="host" if plan.request.is_stashed else "device",
-        head_chunk_tokens=plan.request.typical.head_chunk_tokens,
-        kept_graphs=plan.num_kept_graphs,
+        device=run.device,
+        options=EngineOptions.planned(plan),
         hold=adapted.hold,
     )
     loop = Loop(

@@ -21,6 +21,7 @@ from offload.engine.stash import Stash
 from offload.engine.streams import Device
 from offload.errors import OffloadError
 from offload.plan.facts.codec import CodecName
+from offload.plan.plan import Plan
 from offload.plan.schedule.schedule import MIN_SLOTS, TransferSizes
 
 
@@ -36,6 +37,21 @@ class EngineOptions:
     trained_weights: Literal["device", "host"]
     head_chunk_tokens: int
     num_kept_graphs: int
+
+    @classmethod
+    def planned(cls, plan: Plan) -> "EngineOptions":
+        """Return the options with which an engine runs a plan."""
+        asked = plan.request
+        return cls(
+            num_slots=plan.residency.num_slots,
+            codec=asked.typical.codec,
+            tier="disk" if asked.is_on_disk else "ram",
+            store_dir=None,
+            stash="host" if asked.is_stashed else "device",
+            trained_weights="device",
+            head_chunk_tokens=asked.typical.head_chunk_tokens,
+            num_kept_graphs=plan.residency.num_kept_graphs,
+        )
 
     def within(self, num_layers: int) -> "EngineOptions":
         """Return the options for a model of so many layers; it has no more slots than layers.

@@ -31,7 +31,7 @@ from offload.engine.seeding import NEWEST, Seeding
 from offload.engine.slots import Slots
 from offload.engine.stash import Stash
 from offload.engine.streams import Device, Event, copy_on_host
-from offload.engine.visit import Graph, chunk_loss, visit_with_graph
+from offload.engine.visit import Graph, visit_with_graph
 from offload.errors import UnsupportedModelError
 from offload.plan.schedule.op import Kind, Op
 from offload.plan.schedule.schedule import NUM_KEPT, Schedule
@@ -349,8 +349,7 @@ class Executor:
         for positions_N, next_N in chunks:
             if not positions_N.numel():
                 continue
-            loss = chunk_loss(
-                self._model,
+            loss = self._model.tail_loss(
                 flat_ND,
                 positions_N=positions_N,
                 next_N=next_N,

@@ -1,4 +1,4 @@
-"""A layer's backward visit and a chunk of the head, as the executor and the tracer run them."""
+"""A layer's visit that keeps its graph, as the executor and the tracer run it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -68,32 +68,3 @@ def visit_with_graph(
     with torch.enable_grad(), model.listening(layer) as router_logits:
         output_BTD = model.layer_forward(layer, leaf_BTD, call)
     return Graph(input_BTD=leaf_BTD, said=(output_BTD, *router_logits))
-
-
-def chunk_loss(
-    model: LayeredModel,
-    hidden_ND: torch.Tensor,
-    *,
-    positions_N: torch.Tensor,
-    next_N: torch.Tensor,
-    num_items: torch.Tensor,
-    gradient_ND: torch.Tensor | None,
-) -> torch.Tensor:
-    """Return the loss of some labelled tokens, and write its gradient where one is wanted.
-
-    Args:
-        model: The model.
-        hidden_ND: Output of the last layer, of all tokens of a micro-batch.
-        positions_N: Which of them have a next token to predict.
-        next_N: That token.
-        num_items: What the sum of the losses is divided by.
-        gradient_ND: Where the gradient by `hidden_ND` goes.
-    """
-    chunk_1ND = hidden_ND[positions_N].unsqueeze(0)
-    chunk_1ND.requires_grad_(gradient_ND is not None)
-    loss = model.tail_loss(chunk_1ND, next_N.unsqueeze(0), num_items)
-    if gradient_ND is not None:
-        loss.backward()
-        assert chunk_1ND.grad is not None
-        gradient_ND[positions_N] = chunk_1ND.grad[0]
-    return loss.detach()

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from finetune import app
-from finetune.data.batches import StepShare
+from finetune.data.steps import StepShare
 from finetune.env import launch
 from finetune.training.loop import Loop, StepRecord
 from offload.errors import TransferError

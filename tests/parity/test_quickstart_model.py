@@ -7,8 +7,8 @@ import torch
 
 import offload
 from finetune.adapter import lora as adapters
-from finetune.data.batches import collate
 from finetune.data.rows import read_conversations
+from finetune.data.steps import collate
 from finetune.data.tokenize import encode
 from finetune.model.tokenizer import load_tokenizer
 from finetune.recipe.sections import AdapterSection

@@ -15,7 +15,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import offload
 from finetune.adapter import lora as adapters
-from finetune.data.batches import StepShare
+from finetune.data.steps import StepShare
 from finetune.recipe.sections import AdapterSection, TrainSection
 from finetune.training.loop import Loop
 from finetune.training.ranks import Ranks

@@ -191,19 +191,37 @@ class LayeredModel:
                 yield heard
 
     def tail_loss(
-        self, hidden_BTD: torch.Tensor, labels_BT: torch.Tensor, num_label_tokens: torch.Tensor
+        self,
+        hidden_ND: torch.Tensor,
+        *,
+        positions_N: torch.Tensor,
+        next_N: torch.Tensor,
+        num_items: torch.Tensor,
+        gradient_ND: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Run norm, head and loss on some tokens.
+        """Run norm, head and loss on some tokens, and write the gradient where one is wanted.
 
         The loss is computed here because a model's own may not accept a divisor.
 
         Args:
-            hidden_BTD: Output of the last layer for these tokens.
-            labels_BT: The token that follows each of them (already shifted).
-            num_label_tokens: Divisor of the sum of the losses.
+            hidden_ND: Output of the last layer, of all tokens of a micro-batch.
+            positions_N: Which of them have a next token to predict.
+            next_N: That token.
+            num_items: What the sum of the losses is divided by.
+            gradient_ND: Where the gradient by `hidden_ND` goes.
+
+        Returns:
+            The loss, a scalar without a graph.
         """
-        logits_BTV = self.tail_logits(hidden_BTD)
-        return cross_entropy_sum(logits_BTV, labels_BT) / num_label_tokens
+        chunk_1ND = hidden_ND[positions_N].unsqueeze(0)
+        chunk_1ND.requires_grad_(gradient_ND is not None)
+        logits_1NV = self.tail_logits(chunk_1ND)
+        loss = cross_entropy_sum(logits_1NV, next_N.unsqueeze(0)) / num_items
+        if gradient_ND is not None:
+            loss.backward()
+            assert chunk_1ND.grad is not None
+            gradient_ND[positions_N] = chunk_1ND.grad[0]
+        return loss.detach()
 
     def tail_logits(self, hidden_BTD: torch.Tensor) -> torch.Tensor:
         """Run norm and head on some tokens; returns logits (B, T, V)."""

@@ -21,7 +21,7 @@ from offload.engine.tracing.cuda_kernels import CUDA_WORKSPACES, Capability, Cud
 from offload.engine.tracing.experts import traced_experts
 from offload.engine.tracing.fake_model import fake_copy, rows_are_whole
 from offload.engine.tracing.tracer import Tracer
-from offload.engine.visit import chunk_loss, visit_with_graph
+from offload.engine.visit import visit_with_graph
 from offload.plan.memory.traced import TracedBytes
 
 
@@ -108,8 +108,7 @@ def _head_chunk(layered: LayeredModel, front: Front, memory: LiveBytes, *, num_t
     num_items = torch.full((), len(positions_N))
     before = memory.live_bytes
     memory.reset_peak()
-    chunk_loss(
-        layered,
+    layered.tail_loss(
         hidden_ND,
         positions_N=positions_N,
         next_N=positions_N,

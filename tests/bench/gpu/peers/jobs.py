@@ -182,7 +182,8 @@ def _write_recipe(job: Job, folder: Path, *, device: str) -> Path:
 
 def _write_rows(folder: Path, recipe_file: Path) -> None:
     """Write the rows as Sluice tokenises them, in the order in which it trains on them."""
-    from finetune.data.load import load_rows, row_order
+    from finetune.data.dataset import load_rows
+    from finetune.data.steps import BatchOrder
     from finetune.model.tokenizer import load_tokenizer
     from finetune.recipe.load import load_recipe
 
@@ -194,7 +195,7 @@ def _write_rows(folder: Path, recipe_file: Path) -> None:
         seed=recipe.train.seed,
         cache_dir=folder / "cache" / "sluice",
     ).train
-    order = row_order(recipe.train, rows)
+    order = BatchOrder.of(recipe.train, rows)
     taken = [
         {"input_ids": rows[row].input_ids.tolist(), "labels": rows[row].labels.tolist()}
         for step in range(order.num_steps)

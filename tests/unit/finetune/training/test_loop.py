@@ -11,7 +11,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import offload
 from finetune.adapter import lora as adapters
-from finetune.data.batches import StepShare
+from finetune.data.steps import StepShare
 from finetune.data.tokenize import Example
 from finetune.errors import FinetuneError
 from finetune.recipe.sections import AdapterSection, TrainSection
