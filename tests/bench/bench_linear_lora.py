@@ -1,0 +1,259 @@
+"""Adapters of linear layers in the base's dtype against peft's: time, errors, loss curves.
+
+    python -m tests.bench.bench_linear_lora time [--hidden 1024] [--dtype bfloat16] [--pairs 15]
+    python -m tests.bench.bench_linear_lora errors [TYPE ...] [--seeds 16]
+    python -m tests.bench.bench_linear_lora curves [--steps 300]
+
+`time`: one layer of Qwen3 with adapters on all linears, forward and backward, in CPU time of one
+thread. All arms run in turn within each round, and shares are of the same round. `errors`: tiny
+models in bf16, gradients of each adapter tensor against float64, of ours and of peft under bf16
+autocast; the errors of a tensor are pooled over seeds, since for one draw either may be smaller.
+`curves`: one tiny model in bf16, trained with either from the same start on the same rows.
+"""
+
+import argparse
+import copy
+import json
+import math
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
+
+from finetune.adapter.linear_lora import Linear, compute_in_base_dtype
+from offload.errors import UnsupportedModelError
+from tests.parity.architectures import (
+    Gradients,
+    causal_types,
+    micro_batches,
+    plain,
+    streamed,
+    truth,
+)
+from tests.parity.tiny_models import tiny_model
+
+RANK, NUM_TOKENS = 16, 512
+NONE, OURS, PEFT, AUTOCAST = "no adapter", "ours", "peft", "peft, autocast"
+Arm = tuple[nn.Module, bool]  # and whether it runs under autocast
+
+
+# ------------------------------------------------------------------------------------------- time
+
+
+def arms(hidden: int, dtype: torch.dtype) -> Mapping[str, Arm]:
+    """Return a layer of Qwen3 without adapters, and with them as each arm computes them."""
+    config = Qwen3Config(
+        vocab_size=8,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=1,
+        num_attention_heads=hidden // 128,
+        num_key_value_heads=max(1, hidden // 512),
+        head_dim=128,
+    )
+    torch.manual_seed(0)
+    base: Any = Qwen3Model(config)
+    base = base.to(dtype).requires_grad_(requires_grad=False)
+    wanted = LoraConfig(r=RANK, lora_alpha=RANK, target_modules="all-linear")
+    adapted = get_peft_model(copy.deepcopy(base), wanted)
+    ours = copy.deepcopy(adapted)
+    compute_in_base_dtype(ours)
+    found: dict[str, Arm] = {NONE: (base, False), OURS: (ours, False), PEFT: (adapted, False)}
+    return found if dtype == torch.float32 else {**found, AUTOCAST: (adapted, True)}
+
+
+def step_s(arm: Arm, x_BTD: torch.Tensor) -> float:
+    """Return the CPU time of one forward and backward, in seconds."""
+    model, is_autocast = arm
+    leaf_BTD = x_BTD.detach().requires_grad_()
+    start_s = time.thread_time()
+    with torch.autocast("cpu", torch.bfloat16) if is_autocast else nullcontext():
+        y_BTD = model(inputs_embeds=leaf_BTD, use_cache=False).last_hidden_state
+    y_BTD.backward(torch.ones_like(y_BTD))
+    return time.thread_time() - start_s
+
+
+def show_times(*, hidden: int, dtype: str, pairs: int) -> None:
+    """Print each arm's time as a share of that without adapters."""
+    torch.set_num_threads(1)
+    made = arms(hidden, getattr(torch, dtype))
+    x_BTD = torch.randn(1, NUM_TOKENS, hidden, dtype=getattr(torch, dtype))
+    for arm in made.values():
+        step_s(arm, x_BTD)
+    rounds = [{name: step_s(arm, x_BTD) for name, arm in made.items()} for _ in range(pairs)]
+    for name in made:
+        shares = sorted(one[name] / one[NONE] for one in rounds)
+        row = {
+            "arm": name,
+            "hidden": hidden,
+            "dtype": dtype,
+            "pairs": pairs,
+            "median_s": round(statistics.median(one[name] for one in rounds), 4),
+            "share": round(statistics.median(shares), 3),
+            "quartiles": [round(shares[pairs // 4], 3), round(shares[3 * pairs // 4], 3)],
+        }
+        _show(row)
+
+
+# ----------------------------------------------------------------------------------------- errors
+
+
+def adapted_bf16(model_type: str, seed: int) -> nn.Module:
+    """Return a tiny model in bf16 whose linears all have an adapter in float32."""
+    base: Any = tiny_model(model_type, seed=seed)
+    torch.manual_seed(seed)
+    wanted = LoraConfig(r=3, lora_alpha=6, target_modules="all-linear")
+    model = get_peft_model(base, wanted)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.05)
+        elif "lora_" not in name:
+            parameter.data = parameter.data.bfloat16()
+    return model
+
+
+def errors_of(model_type: str, *, num_seeds: int) -> dict[str, float] | None:
+    """Return our pooled error over peft's for each tensor; None where there is no truth."""
+    ours, theirs = dict[str, float](), dict[str, float]()
+    for seed in range(num_seeds):
+        model, batches = adapted_bf16(model_type, seed), micro_batches()
+        exact = truth(model, batches)
+        if exact is None:
+            return None
+        mine = copy.deepcopy(model)
+        compute_in_base_dtype(mine)
+        if not any(isinstance(module, Linear) for module in mine.modules()):
+            return None
+        _add(ours, streamed(mine, batches, num_slots=2)[1], exact)
+        with torch.autocast("cpu", torch.bfloat16):
+            _add(theirs, plain(model, batches)[1], exact)
+    return {n: math.sqrt(ours[n] / theirs[n]) for n in ours if theirs[n] > 0}
+
+
+def _add(squares: dict[str, float], found: Gradients, exact: Gradients) -> None:
+    for name, true in exact.items():
+        if "lora_" in name and float(true.norm()) > 0:
+            error = float((found[name].double() - true).norm() / true.norm())
+            squares[name] = squares.get(name, 0.0) + error**2
+
+
+def show_errors(types: Sequence[str], *, seeds: int) -> None:
+    """Print a line per model type, and one for all."""
+    warnings.simplefilter("ignore")
+    logs: list[float] = []
+    for model_type in types or causal_types():
+        try:
+            ratios = errors_of(model_type, num_seeds=seeds)
+        except (UnsupportedModelError, RuntimeError, TypeError, ValueError) as error:
+            _show({"type": model_type, "left out": type(error).__name__})
+            continue
+        if not ratios:
+            _show({"type": model_type, "left out": "no truth or no linear"})
+            continue
+        own = [math.log(ratio) for ratio in ratios.values()]
+        logs += own
+        row = {
+            "type": model_type,
+            "tensors": len(own),
+            "geometric_mean": round(math.exp(statistics.mean(own)), 4),
+            "median": round(math.exp(statistics.median(own)), 4),
+            "largest": round(max(ratios.values()), 4),
+        }
+        _show(row)
+    total = {
+        "types": "all",
+        "tensors": len(logs),
+        "geometric_mean": round(math.exp(statistics.mean(logs)), 4),
+        "share_above_1.02": round(sum(x > math.log(1.02) for x in logs) / len(logs), 4),
+        "largest": round(math.exp(max(logs)), 4),
+    }
+    _show(total)
+
+
+# ----------------------------------------------------------------------------------------- curves
+
+
+def show_curves(*, steps: int) -> None:
+    """Print the losses of both arms, and their largest and mean difference."""
+    config = Qwen3Config(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+    )
+    torch.manual_seed(0)
+    base = Qwen3ForCausalLM(config).bfloat16()
+    wanted = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")
+    start = get_peft_model(base, wanted)
+    ours = copy.deepcopy(start)
+    compute_in_base_dtype(ours)
+    curves = {OURS: _curve(ours, steps), PEFT: _curve(start, steps)}
+    for step in range(0, steps, max(1, steps // 12)):
+        row = {"step": step} | {name: round(losses[step], 5) for name, losses in curves.items()}
+        _show(row)
+    apart = [abs(a - b) for a, b in zip(*curves.values(), strict=True)]
+    ends = {name: round(statistics.mean(losses[-50:]), 5) for name, losses in curves.items()}
+    last = {"mean of last 50": ends, "mean apart": statistics.mean(apart), "most": max(apart)}
+    _show(last)
+
+
+def _curve(model: nn.Module, steps: int) -> list[float]:
+    """Train on rows that continue in a fixed permutation, so that there is something to learn."""
+    generator = torch.Generator().manual_seed(7)
+    follows = torch.randperm(64, generator=generator)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3)
+    losses = []
+    for _ in range(steps):
+        rows = [torch.randint(0, 64, (8,), generator=generator)]
+        while len(rows) < 24:
+            is_noise = torch.rand(8, generator=generator) < 0.1
+            drawn = torch.randint(0, 64, (8,), generator=generator)
+            rows.append(torch.where(is_noise, drawn, follows[rows[-1]]))
+        ids = torch.stack(rows, dim=1)
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return losses
+
+
+def _show(row: Mapping[str, Any]) -> None:
+    sys.stdout.write(json.dumps(row) + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Run one of the three."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    commands = parser.add_subparsers(required=True)
+    times = commands.add_parser("time")
+    times.add_argument("--hidden", type=int, default=4096)
+    times.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    times.add_argument("--pairs", type=int, default=15)
+    times.set_defaults(run=show_times)
+    errors = commands.add_parser("errors")
+    errors.add_argument("types", nargs="*")
+    errors.add_argument("--seeds", type=int, default=16)
+    errors.set_defaults(run=show_errors)
+    curves = commands.add_parser("curves")
+    curves.add_argument("--steps", type=int, default=300)
+    curves.set_defaults(run=show_curves)
+    arguments = vars(parser.parse_args())
+    run: Callable[..., None] = arguments.pop("run")
+    run(**arguments)
+
+
+if __name__ == "__main__":
+    main()
