@@ -103,14 +103,14 @@ def _rect(bar: _Bar, top: int, per_s: float) -> str:
     x, layer = LEFT + bar.start_s * per_s, bar.first.layer
     rect = (
         f'<rect x="{x:.2f}" y="{top + 2}" width="{width:.2f}" height="{BAR}"'
-        f' fill="{COLOURS[bar.first.kind]}"><title>{escape(_told(bar))}</title></rect>'
+        f' fill="{COLOURS[bar.first.kind]}"><title>{escape(_hover_text(bar))}</title></rect>'
     )
     if layer is None or bar.num_ops > 1 or width < LABEL_WIDTH:
         return rect
     return rect + _text(x + width / 2, top + 16, str(layer), size=10, anchor="middle")
 
 
-def _told(bar: _Bar) -> str:
+def _hover_text(bar: _Bar) -> str:
     span, when = bar.first, f"{bar.start_s * 1e3:.3f} to {bar.end_s * 1e3:.3f} ms"
     if bar.num_ops > 1:
         return f"{bar.num_ops} x {span.kind.value}: {when}"

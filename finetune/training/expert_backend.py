@@ -53,14 +53,14 @@ def resolve_expert_backend(
         ConfigError: The backend of the recipe or the file cannot compute this model here.
         CheckpointError: The backend that the run began with cannot, or is not recorded.
     """
-    told = with_configured_backend(recipe.model, facts, machine)
+    configured = with_configured_backend(recipe.model, facts, machine)
     if not facts.has_experts:
         return machine
     begun = resumed.experts_implementation() if resumed is not None else None
     if begun is not None:
         way = Implementation(value=begun, source="as the run was begun")
-    elif told is not machine:
-        way = told.experts_implementation
+    elif configured is not machine:
+        way = configured.experts_implementation
     elif is_from_file:
         way = replace(machine.experts_implementation, source="as --machine says")
     elif device.type == "cpu":
@@ -73,7 +73,7 @@ def resolve_expert_backend(
         )
     else:
         return None
-    is_wanted = told is not machine
+    is_wanted = configured is not machine
     if way.value == "eager" and not is_wanted:
         return replace(machine, experts_implementation=way)
     from finetune.model.empty import empty_of

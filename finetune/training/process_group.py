@@ -111,7 +111,7 @@ class ProcessGroup(Ranks):
         gradients = [p.grad for p in parameters if p.grad is not None]
         bucket = self._bucket_for(gradients)
         # All memory is allocated: from here on no rank can fail alone and leave others waiting.
-        told = self.exchange((loss, missing))
+        gathered = self.exchange((loss, missing))
         with self._connected():
             for part in _parts(gradients, max_elements=bucket.numel()):
                 sizes = [piece.numel() for piece in part]
@@ -119,9 +119,9 @@ class ProcessGroup(Ranks):
                 dist.all_reduce(flat)
                 for piece, summed in zip(part, flat.split(sizes), strict=True):
                     piece.copy_(summed)
-        for i in set.intersection(*(theirs for _, theirs in told)):
+        for i in set.intersection(*(theirs for _, theirs in gathered)):
             parameters[i].grad = None
-        return sum(theirs for theirs, _ in told)
+        return sum(theirs for theirs, _ in gathered)
 
     def require_same(self, what: str, digest: Callable[[], str]) -> None:
         """Check that all ranks have the same of something."""
