@@ -151,6 +151,7 @@ def adapter_spec(adapter: AdapterSection, facts: ModelFacts) -> AdapterSpec:
         is_dora=adapter.dora,
         modules=tuple(dict.fromkeys(adapter.modules_to_save)),
         is_in_base_dtype=adapter.compute_dtype == "auto",
+        has_dropout=adapter.dropout > 0,
     )
 
 

@@ -189,6 +189,8 @@ class AdapterSpec:
         modules: Modules that are trained in full: see `offload.plan.facts.trainable`.
         is_in_base_dtype: Whether branches of linear layers are computed in the dtype of the
             weights, one function per input; otherwise each in fp32, as peft does.
+        has_dropout: Whether branches of linear layers read their input after a dropout, each with
+            a mask of its own.
     """
 
     rank: int
@@ -199,11 +201,16 @@ class AdapterSpec:
     is_dora: bool = False
     modules: tuple[str, ...] = ()
     is_in_base_dtype: bool = False
+    has_dropout: bool = False
 
     @property
     def are_branches_grouped(self) -> bool:
-        """Whether linears that read one input compute together; peft computes those of DoRA."""
+        """Whether branches are ours, in one function; peft computes those of DoRA."""
         return self.is_in_base_dtype and not self.is_dora
+
+    def reads_alone(self, linear: Linear) -> bool:
+        """Return whether a linear's branch has an input that no other branch reads."""
+        return self.has_dropout or linear.reads != "input"
 
     def rank_of(self, linear: Linear) -> int:
         """Return the rank of one projection."""

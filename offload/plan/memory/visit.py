@@ -79,7 +79,8 @@ def visit_bytes(
     return VisitBytes(
         saved=tokens * (saved - scores),
         scores=tokens * scores,
-        adapter_inputs=tokens * adapter_input_bytes(adapted, spec=spec, dtype_bytes=b),
+        adapter_inputs=tokens
+        * adapter_input_bytes(adapted, spec=spec, dtype_bytes=b, is_cpu=machine.device == "cpu"),
         factors=factor_bytes(experts, spec=spec, dtype_bytes=b, form=form)
         + cast_bytes(linears, spec=spec, dtype_bytes=b),
         gradients=tokens * gradients,
@@ -191,12 +192,15 @@ def _delta_bytes(kind: DeltaAttention, *, dtype_bytes: int) -> int:
     return FP32_BYTES * kind.num_value_heads * head + others * dtype_bytes
 
 
-def adapter_input_bytes(adapted: tuple[Linear, ...], *, spec: AdapterSpec, dtype_bytes: int) -> int:
+def adapter_input_bytes(
+    adapted: tuple[Linear, ...], *, spec: AdapterSpec, dtype_bytes: int, is_cpu: bool
+) -> int:
     """Return what low-rank branches save per token.
 
     Branches in the base's dtype save each input once, and `rank` features of it per linear. peft's
     are in fp32: in fp32 models linears that read the same tensor share it, otherwise it is cast for
-    each of them.
+    each of them. After a dropout each has an input of its own, and the mask: a byte per element on
+    a GPU, on a CPU a factor in the input's dtype.
     Branches of experts save the hidden state without a cast, and `rank` features for each routed
     row. DoRA scales both a linear's own output and the branch's.
     """
@@ -208,10 +212,11 @@ def adapter_input_bytes(adapted: tuple[Linear, ...], *, spec: AdapterSpec, dtype
             inputs[linear.group, linear.name] = features * dtype_bytes
             continue
         is_grouped = spec.are_branches_grouped
-        is_shared = (is_grouped or dtype_bytes == FP32_BYTES) and linear.reads == "input"
+        is_shared = (is_grouped or dtype_bytes == FP32_BYTES) and not spec.reads_alone(linear)
         key = (linear.group, "input" if is_shared else linear.name)
         element_bytes = dtype_bytes if is_grouped else FP32_BYTES
-        inputs[key] = linear.active * linear.d_in * element_bytes
+        mask_bytes = (element_bytes if is_cpu else 1) if spec.has_dropout else 0
+        inputs[key] = linear.active * linear.d_in * (element_bytes + mask_bytes)
         if is_grouped:
             inputs[linear.group, f"{linear.name}: low"] = spec.rank_of(linear) * dtype_bytes
     outputs = sum(linear.d_out for linear in adapted) if spec.is_dora else 0
