@@ -63,8 +63,13 @@ class Counted(TorchDispatchMode):
             beta_read = read[0].nbytes if func is torch.ops.aten.addmm_.default else 0
             self.num_bytes[name] += beta_read
             return result
-        self.num_bytes[name] += sum(t.nbytes for t in (*read, *written))
+        self.num_bytes[name] += sum(_num_bytes(t) for t in (*read, *written))
         return result
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    """Return what a pass over a tensor moves; one that is expanded is read from a small place."""
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
 def _moves(func: Any, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> bool:

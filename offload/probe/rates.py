@@ -14,15 +14,14 @@ from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.machine.machine import TALL_COLUMNS
 from offload.plan.time.adapters import LORA_OPS
 from offload.plan.time.attention import causal_flops
-from offload.plan.time.costs import FLASH_BACKWARD_FORWARDS, NORM_FP32_PASSES, NORM_OPS
-from offload.plan.time.expert_passes import SWIGLU_PASSES
+from offload.plan.time.costs import FLASH_BACKWARD_FORWARDS
+from offload.plan.time.pointwise import GATED, NORM, NORM_CASTS, NORM_WEIGHT
 
 if TYPE_CHECKING:
     import torch
 
 MIB = 2**20
 MIN_REPEATS = 2
-SWIGLU_OPS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,7 +149,7 @@ class RateBench:
             normed = weight * (hidden * scale)
             return torch.nn.functional.silu(normed) * hidden
 
-        num_passes = NORM_FP32_PASSES + SWIGLU_PASSES
+        num_passes = NORM.forward + NORM_WEIGHT.forward + GATED.forward
         return num_passes * FP32_BYTES * hidden.numel() / self._time_s(run)
 
     def host_memory_bytes_per_s(self) -> float:
@@ -190,8 +189,10 @@ class RateBench:
 
         with torch.enable_grad():
             seconds = self._time_s(run)
-        # the branch and other operations run once, and their backward counts twice as much
-        return (2 + 3 * (NORM_OPS + LORA_OPS + SWIGLU_OPS)) / seconds
+        parts = (NORM, NORM_WEIGHT, NORM_CASTS, GATED)
+        others = sum(one.forward_ops + one.backward_ops for one in parts)
+        # the branch runs once, and its backward counts twice as much
+        return (2 + 3 * LORA_OPS + others) / seconds
 
     def host_copy_bytes_per_s(self) -> float:
         """Copy within host memory by another thread."""

@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from offload.plan.facts.attention import SoftmaxAttention
 from offload.plan.facts.facts import LayerFacts, ModelFacts, adapted_linears
 from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.trainable import (
@@ -27,18 +26,13 @@ from offload.plan.facts.workload import Workload
 from offload.plan.machine.machine import MEASURED, Machine
 from offload.plan.time.adapters import branches, dora_norm
 from offload.plan.time.attention import attention_work
-from offload.plan.time.expert_passes import SWIGLU_PASSES
 from offload.plan.time.optimizer import update_work
+from offload.plan.time.pointwise import NORM, NORM_WEIGHT, pointwise_work
 from offload.plan.time.pricer import Pricer
 from offload.plan.time.work import Bound, Work
 
 Grade = Literal["spec", "probed", "calibrated"]
 
-# Passes of fp32 over a normed feature (square, mean, scale, weight) and casts to and from fp32.
-NORM_FP32_PASSES, NORM_CASTS, NORM_OPS = 5, 2, 7
-ROTARY_PASSES, ROTARY_OPS = 10, 10
-GELU_PASSES, RESIDUAL_PASSES = 2, 3
-GATE_PASSES, LATENT_PASSES = 5, 4  # of an output's gate; of concatenating queries and keys
 FLASH_BACKWARD_FORWARDS = 2.5
 FRONT_OPS, TAIL_OPS, TAIL_LOGIT_PASSES = 60, 40, 9
 H2D_LATENCY_S = 2e-5
@@ -126,28 +120,6 @@ def _attention(at: Pricer, layer: LayerFacts) -> Work:
     return attention_work(kind, at.machine, num_tokens=num, seq_len=seq_len, dtype_bytes=b)
 
 
-def pointwise_work(at: Pricer, layer: LayerFacts) -> Work:
-    """Norms, rotary embedding, residuals, and activations except those of routed experts."""
-    facts, tokens, b = at.facts, at.workload.num_tokens, at.workload.dtype_bytes
-    norm_bytes = NORM_FP32_PASSES * FP32_BYTES
-    if b != FP32_BYTES:
-        norm_bytes += NORM_CASTS * (b + FP32_BYTES)
-    kind, passes = layer.attention, float(RESIDUAL_PASSES * 2 * facts.hidden_size)
-    num_ops = NORM_OPS * len(layer.norms) + 2
-    if isinstance(kind, SoftmaxAttention):
-        passes += ROTARY_PASSES * kind.num_rotated_heads * kind.rotary_dim
-        passes += LATENT_PASSES * kind.num_heads * kind.qk_dim if kind.is_latent else 0
-        passes += GATE_PASSES * kind.width if kind.has_output_gate else 0
-        num_ops += ROTARY_OPS
-    for linear in layer.linears:
-        if linear.is_down and linear.group != "experts":
-            is_gated = linear.reads != "plain"
-            passes += (SWIGLU_PASSES if is_gated else GELU_PASSES) * linear.d_in
-            num_ops += 3 if is_gated else 1
-    per_token = passes * b + layer.normed_features * norm_bytes
-    return at.traffic(tokens * per_token, num_ops=num_ops)
-
-
 def routing_work(at: Pricer, layer: LayerFacts) -> Work:
     """Gathering of routed rows from tokens, their activation, and the sum back into tokens."""
     if not layer.num_experts:
@@ -167,12 +139,12 @@ def _layer_cost(layer: LayerFacts, at: Pricer) -> LayerCost:
     adapted = adapted_linears(layer, at.workload.adapter)
     products = _sum([at.matmul(linear) for linear in layer.linears])
     attention = _attention(at, layer)
-    pointwise = pointwise_work(at, layer) + routing_work(at, layer)
+    pointwise, routing = pointwise_work(at, layer), routing_work(at, layer)
     added = branches(at, adapted)
     norms = _sum([dora_norm(at, linear) for linear in adapted])
-    forward = products + attention + pointwise + added.forward + norms
+    forward = products + attention + pointwise.forward + routing + added.forward + norms
     backward = products + attention.times(FLASH_BACKWARD_FORWARDS) + _module_gradients(at, layer)
-    backward = backward + pointwise.times(2) + added.backward
+    backward = backward + pointwise.backward + routing.times(2) + added.backward
     b = at.workload.dtype_bytes
     cargo_bytes = at.workload.cargo_bytes(layer)
     decode = at.traffic(cargo_bytes + layer.num_parameters * b, num_ops=len(layer.linears))
@@ -193,7 +165,8 @@ def _tail(at: Pricer) -> Work:
     tokens, hidden, vocab = at.workload.label_tokens, at.facts.hidden_size, at.facts.vocab_size
     num_chunks = math.ceil(tokens / at.workload.head_chunk_tokens)
     head = at.gemm(tokens, hidden, vocab) + at.gemm(tokens, vocab, hidden)
-    norm = at.traffic(3 * NORM_FP32_PASSES * FP32_BYTES * tokens * hidden, num_ops=0)
+    norm_passes = NORM.forward + NORM.backward + NORM_WEIGHT.forward + NORM_WEIGHT.backward
+    norm = at.traffic(norm_passes * FP32_BYTES * tokens * hidden, num_ops=0)
     logit_bytes = TAIL_LOGIT_PASSES * FP32_BYTES * tokens * vocab
     tail = (
         head

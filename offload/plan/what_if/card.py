@@ -23,8 +23,9 @@ from offload.plan.memory.memory import (
     total_bytes,
 )
 from offload.plan.plan import Plan
-from offload.plan.time.costs import LayerCost, pointwise_work
+from offload.plan.time.costs import LayerCost
 from offload.plan.time.optimizer import BYTES_PER_WEIGHT
+from offload.plan.time.pointwise import pointwise_work
 from offload.plan.time.pricer import Pricer
 from offload.plan.time.roofline import elementwise, layer_elementwise_bytes, unfused_softmax_bytes
 from offload.plan.time.work import Work
@@ -139,11 +140,13 @@ def one_kernel_each(plan: Plan) -> Option:
             dtype_bytes=typical.dtype_bytes,
         )
         roof = elementwise(plan.machine, num_elements=num_bytes, num_passes=1, dtype_bytes=1)
-        saved_s = max(0.0, pointwise_work(at, layer).memory_s - roof.time_s)
+        passes = pointwise_work(at, layer)
+        saved_s = max(0.0, passes.forward.memory_s - roof.time_s)
+        saved_back_s = max(0.0, passes.backward.memory_s - 2 * roof.time_s)
         return replace(
             cost,
             forward_s=cost.forward_s - saved_s,
-            backward_s=cost.backward_s - VISIT_FORWARDS * saved_s,
+            backward_s=cost.backward_s - saved_s - saved_back_s,
             recompute_s=max(0.0, cost.recompute_s - saved_s),
         )
 

@@ -1,0 +1,121 @@
+"""The passes over activations beside products and attention: norms, rotary, gates, sums.
+
+Counted from the operators that the models' own code runs, each of which reads its arguments from
+memory and writes its result; `tests/unit/offload/plan/time/test_pointwise.py` counts them again.
+A pass is one read or write of a tensor. Weights of norms and tables of angles are small and left
+out, and so is what a kernel needs per row.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from offload.plan.facts.attention import SoftmaxAttention
+from offload.plan.facts.facts import LayerFacts, adapted_linears
+from offload.plan.facts.linears import FP32_BYTES, Linear
+from offload.plan.time.pricer import Pricer
+from offload.plan.time.work import Work
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassCounts:
+    """Passes over a tensor, and operators: in a forward, and in the backward after it."""
+
+    forward: float
+    backward: float
+    forward_ops: int
+    backward_ops: int
+
+
+# RMSNorm in fp32 over the features that it norms: square, mean, scaling; in the backward the same
+# with the gradients of both factors, and the two parts of the input's gradient added.
+NORM = PassCounts(forward=5, backward=17, forward_ops=5, backward_ops=11)
+# In the dtype: the product with the weight.
+NORM_WEIGHT = PassCounts(forward=2, backward=2, forward_ops=1, backward_ops=1)
+# Casts to fp32 and back, in 16 bits: each reads one and writes the other.
+NORM_CASTS = PassCounts(forward=2, backward=2, forward_ops=2, backward_ops=2)
+# Over queries and keys: half negated, both halves joined, two products, a sum.
+ROTARY = PassCounts(forward=10, backward=14, forward_ops=10, backward_ops=14)
+# Over the width of an MLP: its activation, and for a gated one the product.
+GATED = PassCounts(forward=5, backward=9, forward_ops=2, backward_ops=3)
+PLAIN = PassCounts(forward=2, backward=3, forward_ops=1, backward_ops=1)
+OUTPUT_GATE = PassCounts(forward=5, backward=9, forward_ops=2, backward_ops=3)
+LATENT = PassCounts(forward=4, backward=8, forward_ops=2, backward_ops=4)
+# Over the hidden state, after token mixing and after the MLP: a sum, and that of two gradients.
+RESIDUALS = PassCounts(forward=6, backward=6, forward_ops=2, backward_ops=2)
+# Of a product whose output is cut: the gradients of the parts are put together, over its width
+# those of queries, keys and values (each padded with zeros, and added), over both halves a gate's.
+FUSED_QKV = PassCounts(forward=0, backward=10, forward_ops=0, backward_ops=5)
+FUSED_GATE = PassCounts(forward=0, backward=2, forward_ops=0, backward_ops=1)
+SUM_PASSES = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PointwiseWork:
+    """The passes of a forward, and those of the backward after it."""
+
+    forward: Work
+    backward: Work
+
+
+def pointwise_work(at: Pricer, layer: LayerFacts) -> PointwiseWork:
+    """Price norms, rotary embedding, residuals, and activations except those of routed experts."""
+    is_cast = at.workload.dtype_bytes != FP32_BYTES
+    b, hidden, num_norms = at.workload.dtype_bytes, at.facts.hidden_size, len(layer.norms)
+    per_norm = layer.normed_features
+    # bytes per token of one pass, how often the operators run, and their passes
+    parts: list[tuple[float, int, PassCounts]] = [
+        (per_norm * FP32_BYTES, num_norms, NORM),
+        (per_norm * b, num_norms, NORM_WEIGHT),
+        (hidden * b, 1, RESIDUALS),
+    ]
+    if is_cast:
+        parts.append((per_norm * (b + FP32_BYTES), num_norms, NORM_CASTS))
+    kind = layer.attention
+    if isinstance(kind, SoftmaxAttention):
+        parts.append((kind.num_rotated_heads * kind.rotary_dim * b, 1, ROTARY))
+        if kind.is_latent:
+            parts.append((kind.num_heads * kind.qk_dim * b, 1, LATENT))
+        if kind.has_output_gate:
+            parts.append((kind.width * b, 1, OUTPUT_GATE))
+        if kind.is_fused:
+            (fused,) = (x for x in layer.linears if x.group == "attention" and x.reads == "input")
+            parts.append((fused.d_out * b, 1, FUSED_QKV))
+    for linear in layer.linears:
+        if linear.is_down and linear.group != "experts":
+            parts.append((linear.d_in * b, 1, PLAIN if linear.reads == "plain" else GATED))
+        if linear.group in ("mlp", "shared_experts") and linear.name == "gate_up_proj":
+            parts.append((linear.d_out * b, 1, FUSED_GATE))
+    forward, backward = Work(), _summed_gradients(at, layer)
+    for num_bytes, times, counts in parts:
+        tokens_bytes = at.workload.num_tokens * num_bytes
+        forward = forward + at.traffic(
+            tokens_bytes * counts.forward, num_ops=times * counts.forward_ops
+        )
+        backward = backward + at.traffic(
+            tokens_bytes * counts.backward, num_ops=times * counts.backward_ops
+        )
+    return PointwiseWork(forward=forward, backward=backward)
+
+
+def _summed_gradients(at: Pricer, layer: LayerFacts) -> Work:
+    """Price the sums of gradients by an input that several linears read.
+
+    Those with branches in the base's dtype add theirs up in their products.
+    """
+    spec = at.workload.adapter
+    adapted = adapted_linears(layer, spec) if spec.are_branches_grouped else ()
+    features, num_ops = 0, 0
+    for readers in _shared_inputs(layer):
+        together = [x for x in readers if x in adapted and not spec.reads_alone(x)]
+        num_sums = len(readers) - max(1, len(together))
+        features, num_ops = features + num_sums * readers[0].d_in, num_ops + num_sums
+    num_bytes = at.workload.num_tokens * features * at.workload.dtype_bytes
+    return at.traffic(SUM_PASSES * num_bytes, num_ops=num_ops)
+
+
+def _shared_inputs(layer: LayerFacts) -> list[Sequence[Linear]]:
+    groups: dict[str, list[Linear]] = {}
+    for linear in layer.linears:
+        if linear.reads == "input" and linear.group in ("attention", "mlp", "shared_experts"):
+            groups.setdefault(linear.group, []).append(linear)
+    return list(groups.values())
