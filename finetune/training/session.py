@@ -1,7 +1,7 @@
 """A run's model on its engine: loaded, adapted, attached, and timed before its first step."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,17 +26,20 @@ from offload.engine.host.layer_layout import Record
 from offload.engine.host.mempolicy import bind_memory
 from offload.engine.host.numa import place_near, thread_on
 from offload.engine.host.slab import Slab
-from offload.engine.host.store import Hold
+from offload.engine.host.store import Backing
 from offload.engine.memory_meter import reset_peak
 from offload.engine.model.layers import LayeredModel
 from offload.errors import DoesNotFitError
 from offload.plan.machine.machine import GIB
-from offload.plan.plan import Plan, calibrate, with_costs
+from offload.plan.plan import Plan, calibrate, costs_of, with_costs
 from offload.plan.schedule.schedule import MIN_SLOTS
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedTokenizerBase
+
+
+BASE = ".base_layer"  # of the linear layer in peft's, where peft computes it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,12 +48,12 @@ class Adapted:
 
     Attributes:
         model: The model.
-        hold: Where its layers' weights are; None if each parameter has its own memory.
+        backing: Where its layers' weights are; None if each parameter has its own memory.
         notes: What the user should know about it.
     """
 
     model: "PeftModel"
-    hold: Hold | None
+    backing: Backing | None
     notes: tuple[str, ...]
 
 
@@ -94,6 +97,9 @@ class Session:
             raise too_large(plan, error) from error
         except FAILURES as error:
             raise refusal(error) from error
+        plan, note = with_unread(plan, self.engine.unread)
+        if note:
+            self.run.screen.note(note)
         costs = calibrate(
             plan.costs,
             record.timeline,
@@ -101,6 +107,36 @@ class Session:
             num_kept_graphs=plan.num_kept_graphs,
         )
         return with_costs(plan, costs)
+
+
+def with_unread(plan: Plan, found: Sequence[Collection[str]]) -> tuple[Plan, str]:
+    """Return the plan priced by what recomputes really leave out, and a note if that differs.
+
+    Args:
+        plan: As it was priced.
+        found: By layer, the names of the linears whose products are left out.
+    """
+    typical, layers = plan.request.typical, plan.facts.layers
+    names = [{name.removesuffix(BASE).rpartition(".")[2] for name in one} for one in found]
+    counted_on = [{linear.name for linear in typical.left_out(layer)} for layer in layers]
+    if names == counted_on:
+        return plan, ""
+    as_found = tuple(
+        replace(
+            layer,
+            linears=tuple(
+                replace(linear, is_unread=linear.is_module and linear.name in left_out)
+                for linear in layer.linears
+            ),
+        )
+        for layer, left_out in zip(layers, names, strict=True)
+    )
+    facts = replace(plan.facts, layers=as_found)
+    priced = replace(plan, facts=facts, costs=costs_of(facts, plan.machine, plan.request))
+    return priced, (
+        f"Recomputes leave out {sum(map(len, names))} products, and the plan counted on"
+        f" {sum(map(len, counted_on))}: priced again"
+    )
 
 
 def load_adapted(run: Run, plan: Plan) -> Adapted:
@@ -121,12 +157,12 @@ def load_adapted(run: Run, plan: Plan) -> Adapted:
         )
     set_router_loss(loaded.model, recipe.train.router_loss_coef)
     run.ranks.exchange(None)  # from here on the slab is filled
-    model = add_lora(loaded.model, recipe.adapter, seed=recipe.train.seed, hold=loaded.hold)
+    model = add_lora(loaded.model, recipe.adapter, seed=recipe.train.seed, backing=loaded.backing)
     if recipe.train.neftune_alpha is not None:
         add_noise(loaded.model, alpha=recipe.train.neftune_alpha)
     model.train()
     notes = (*loaded.notes, *_precision_notes(model, recipe))
-    return Adapted(model=model, hold=loaded.hold, notes=notes)
+    return Adapted(model=model, backing=loaded.backing, notes=notes)
 
 
 def _precision_notes(model: "PeftModel", recipe: Recipe) -> list[str]:
@@ -151,7 +187,7 @@ def attached(run: Run, plan: Plan, adapted: Adapted, data: Data, steps: Steps) -
         stash="host" if plan.request.is_stashed else "device",
         head_chunk_tokens=plan.request.typical.head_chunk_tokens,
         kept_graphs=plan.num_kept_graphs,
-        hold=adapted.hold,
+        backing=adapted.backing,
     )
     loop = Loop(
         model=model,

@@ -166,13 +166,13 @@ def _load(
         memory.free(memory.allocate(packed + sum(p.nbytes // 2 for p in halves)))
         for linear in quantised:
             whole = memory.allocate(2 * linear.in_features * linear.out_features)
-            tracer.hold([linear.weight, *linear.buffers()])
+            tracer.backing([linear.weight, *linear.buffers()])
             memory.free(whole)
         handles = [memory.allocate(parameter.nbytes // 2) for parameter in halves]
         for parameter, handle in zip(halves, handles, strict=True):
-            tracer.hold([parameter])
+            tracer.backing([parameter])
             memory.free(handle)
-    tracer.hold([*frozen, *model.buffers(), *trained])
+    tracer.backing([*frozen, *model.buffers(), *trained])
 
 
 # ---------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ class Tracer(TorchDispatchMode):
         self._workspaces = workspaces
         self._storages: dict[int, weakref.ref[Any]] = {}
 
-    def hold(self, tensors: Sequence[torch.Tensor]) -> None:
+    def backing(self, tensors: Sequence[torch.Tensor]) -> None:
         """Place tensors that are there already."""
         for tensor in tensors:
             self._place(tensor)

@@ -23,7 +23,7 @@ from offload.plan.memory.memory import (
     total_bytes,
 )
 from offload.plan.plan import Plan
-from offload.plan.time.costs import LayerCost, pointwise_work
+from offload.plan.time.costs import LayerCost, pointwise_work, recomputed_products
 from offload.plan.time.optimizer import BYTES_PER_WEIGHT
 from offload.plan.time.pricer import Pricer
 from offload.plan.time.roofline import elementwise, layer_elementwise_bytes, unfused_softmax_bytes
@@ -72,7 +72,11 @@ def recompute_all(plan: Plan) -> Option:
 
 def recompute_cheap(plan: Plan) -> Option:
     """Keep the outputs of products, and recompute what is between them, attention included."""
-    products_s = _products_s(plan)
+    at = Pricer(machine=plan.machine, facts=plan.facts, workload=plan.request.typical)
+    products_s = {
+        layer: recomputed_products(layer, at).seconds(plan.machine)
+        for layer in set(plan.facts.layers)
+    }
     largest = plan.request.largest
     features = sum(x.active * x.d_out for layer in plan.facts.layers for x in layer.linears)
     kept_bytes = features * largest.num_tokens * largest.dtype_bytes

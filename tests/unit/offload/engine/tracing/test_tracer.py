@@ -41,7 +41,7 @@ def test_what_was_there_before_does_not_count_unless_it_is_held() -> None:
     before, held = torch.ones(10), torch.ones(20)
     memory = LiveBytes()
     tracer = Tracer(memory)
-    tracer.hold([held])
+    tracer.backing([held])
     with tracer:
         before.add_(1)
         held.add_(1)
