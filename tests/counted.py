@@ -23,10 +23,10 @@ _PRODUCTS = {
 class Counted(TorchDispatchMode):
     """Counts the bytes that each operation reads and writes, and the operations.
 
-    Each operation reads its arguments and writes its results, once each; views take nothing. Large
-    matrix products are left out, but for what an added-to result is read for: the plan prices them
-    by arithmetic. An operation that torch does not show in parts, such as fused attention, counts
-    as its arguments and results.
+    Each operation reads its arguments and writes its results, once each; views take nothing, and
+    an element that stands for many is one. Large matrix products are left out, but for what an
+    added-to result is read for: the plan prices them by arithmetic. An operation that torch does
+    not show in parts, such as fused attention, counts as its arguments and results.
     """
 
     def __init__(self) -> None:
@@ -60,22 +60,29 @@ class Counted(TorchDispatchMode):
             return result
         self.num_ops[name] += 1
         if func in _PRODUCTS and _is_large(read):
-            beta_read = read[0].nbytes if func is torch.ops.aten.addmm_.default else 0
+            beta_read = _memory(read[0]) if func is torch.ops.aten.addmm_.default else 0
             self.num_bytes[name] += beta_read
             return result
-        self.num_bytes[name] += sum(_num_bytes(t) for t in (*read, *written))
+        self.num_bytes[name] += sum(map(_memory, (*read, *written)))
         return result
 
 
-def _num_bytes(tensor: torch.Tensor) -> int:
-    """Return what a pass over a tensor moves; one that is expanded is read from a small place."""
+def _memory(tensor: torch.Tensor) -> int:
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
 def _moves(func: Any, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> bool:
     """Return whether an operation runs a kernel: views, shapes and empty memory do not."""
     name = func.overloadpacket.__name__
-    if not written or name in ("detach", "alias", "empty", "empty_like", "new_empty", "t"):
+    if not written or name in (
+        "detach",
+        "alias",
+        "empty",
+        "empty_like",
+        "new_empty",
+        "new_empty_strided",
+        "t",
+    ):
         return False
     if func._schema.is_mutable:
         return True

@@ -77,6 +77,12 @@ class Linear(layer.Linear):
             return result
         return self.siblings.output(self, x)
 
+    def without_value(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the graph of the output without its values; see `offload.engine.unread`."""
+        if self.siblings.are_several or not self.is_plain(x):
+            return Linear.forward(self, x)
+        return self.siblings.output(self, x, has_value=False)
+
     def is_plain(self, x: torch.Tensor) -> bool:
         """Return whether this is plain LoRA on a frozen linear layer of the dtype of `x`."""
         base: Any = self.get_base_layer()
@@ -137,12 +143,17 @@ class Siblings:
     def __init__(self, members: list[Any]) -> None:
         """Take the layers in the order of their model."""
         self._members = members
-        self._share = len(members) > 1
+        self._share = self.are_several
         self._input: tuple[torch.Tensor, int, bool] | None = None
         self._outputs: dict[int, torch.Tensor] = {}
 
-    def output(self, member: Linear, x: torch.Tensor) -> torch.Tensor:
-        """Return the output of a member for the input x, (..., K)."""
+    @property
+    def are_several(self) -> bool:
+        """Whether there is more than one."""
+        return len(self._members) > 1
+
+    def output(self, member: Linear, x: torch.Tensor, *, has_value: bool = True) -> torch.Tensor:
+        """Return the output of a member for the input x, (..., K), or that of one without value."""
         if id(member) in self._outputs:
             if self._is_input(x):
                 return self._take(member)
@@ -150,7 +161,9 @@ class Siblings:
         self._forget()
         dropped = member.dropped(x)
         if dropped is not None or not self._share or not self._all_plain(x):
-            (y,) = apply_linears(x, [member.adapted()], x_branch=dropped, key=id(member))
+            (y,) = apply_linears(
+                x, [member.adapted()], x_branch=dropped, key=id(member), has_value=has_value
+            )
             return y
         outputs = apply_linears(x, [one.adapted() for one in self._members], key=id(self))
         self._input = (x, x._version, torch.is_grad_enabled())

@@ -18,6 +18,7 @@ from finetune.model.layer_facts import Reader, is_norm
 from finetune.model.linears import linear_modules
 from offload.engine.model.layers import LayeredModel
 from offload.engine.model.placement import modules_on_device
+from offload.engine.tracing.unread import trace_unread
 from offload.errors import UnsupportedModelError
 from offload.plan.facts.facts import ModelFacts, model_facts, refuse_by_name, text_config
 from offload.plan.facts.families import RESIDENT_HINT
@@ -87,9 +88,20 @@ def facts_of(model: "PreTrainedModel") -> ModelFacts:
         tie_word_embeddings=is_tied,
         final_norm_parameters=norms,
         num_others=total - embedded - head_size - norms,
-        layers=tuple(reader.layer(layer, i) for i, layer in enumerate(layered.layers)),
+        layers=tuple(
+            reader.layer(layer, i, unread=unread)
+            for i, (layer, unread) in enumerate(zip(layered.layers, _unread(model), strict=True))
+        ),
         grade="built",
     )
+
+
+def _unread(model: "PreTrainedModel") -> tuple[frozenset[str], ...]:
+    """Return by layer the linears whose products nothing reads; none if it cannot be traced."""
+    try:
+        return trace_unread(model)
+    except (RuntimeError, UnsupportedModelError):  # torch's, for operations that need values
+        return (frozenset(),) * len(LayeredModel(model).layers)
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ remaining parameters are counted as others, so none is lost.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,10 +76,18 @@ class Reader:
     has_windows: bool
     is_eager: bool
 
-    def layer(self, layer: nn.Module, number: int) -> LayerFacts:
-        """Read one layer."""
+    def layer(self, layer: nn.Module, number: int, *, unread: Collection[str]) -> LayerFacts:
+        """Read one layer.
+
+        Args:
+            layer: It.
+            number: Which.
+            unread: The names of its linears whose products nothing reads in a recompute.
+        """
         kinds = parts_of(layer)
         linears, counted = self._linears(layer, kinds)
+        for name in unread:
+            linears[name] = replace(linears[name], is_unread=True)
         attention = self._attention(layer, kinds, linears, number)
         norms = []
         for name, module in layer.named_modules():

@@ -190,6 +190,7 @@ def _workload(recipe: Recipe, facts: ModelFacts, seq_len: int, *, label_tokens: 
         dtype_bytes=DTYPE_BYTES[recipe.model.dtype],
         codec=recipe.offload.layer_codec,
         has_router_loss=has_router_loss(recipe),
+        leaves_out=not recipe.train.compile,  # compiled layers are computed whole
     )
 
 

@@ -1,7 +1,7 @@
 """A run's model on its engine: loaded, adapted, attached, and timed before its first step."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,12 +31,15 @@ from offload.engine.memory_meter import reset_peak
 from offload.engine.model.layers import LayeredModel
 from offload.errors import DoesNotFitError
 from offload.plan.machine.machine import GIB
-from offload.plan.plan import Plan, calibrate, with_costs
+from offload.plan.plan import Plan, calibrate, costs_of, with_costs
 from offload.plan.schedule.schedule import MIN_SLOTS
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedTokenizerBase
+
+
+BASE = ".base_layer"  # of the linear layer in peft's, where peft computes it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +97,9 @@ class Session:
             raise too_large(plan, error) from error
         except FAILURES as error:
             raise refusal(error) from error
+        plan, note = with_unread(plan, self.engine.unread)
+        if note:
+            self.run.screen.note(note)
         costs = calibrate(
             plan.costs,
             record.timeline,
@@ -101,6 +107,36 @@ class Session:
             num_kept_graphs=plan.num_kept_graphs,
         )
         return with_costs(plan, costs)
+
+
+def with_unread(plan: Plan, found: Sequence[Collection[str]]) -> tuple[Plan, str]:
+    """Return the plan priced by what recomputes really leave out, and a note if that differs.
+
+    Args:
+        plan: As it was priced.
+        found: By layer, the names of the linears whose products are left out.
+    """
+    typical, layers = plan.request.typical, plan.facts.layers
+    names = [{name.removesuffix(BASE).rpartition(".")[2] for name in one} for one in found]
+    counted_on = [{linear.name for linear in typical.left_out(layer)} for layer in layers]
+    if names == counted_on:
+        return plan, ""
+    as_found = tuple(
+        replace(
+            layer,
+            linears=tuple(
+                replace(linear, is_unread=linear.is_module and linear.name in left_out)
+                for linear in layer.linears
+            ),
+        )
+        for layer, left_out in zip(layers, names, strict=True)
+    )
+    facts = replace(plan.facts, layers=as_found)
+    priced = replace(plan, facts=facts, costs=costs_of(facts, plan.machine, plan.request))
+    return priced, (
+        f"Recomputes leave out {sum(map(len, names))} products, and the plan counted on"
+        f" {sum(map(len, counted_on))}: priced again"
+    )
 
 
 def load_adapted(run: Run, plan: Plan) -> Adapted:

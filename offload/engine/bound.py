@@ -27,7 +27,11 @@ from offload.plan.schedule.schedule import MIN_SLOTS, TransferSizes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOptions:
-    """How a model is attached; see `offload.attach`."""
+    """How a model is attached; see `offload.attach`.
+
+    `leaves_out` is whether recomputes leave out products whose values nothing reads: no bit of a
+    gradient depends on it.
+    """
 
     num_slots: int
     codec: CodecName
@@ -37,6 +41,7 @@ class EngineOptions:
     trained_weights: Literal["device", "host"]
     head_chunk_tokens: int
     num_kept_graphs: int
+    leaves_out: bool = True
 
     @classmethod
     def planned(cls, plan: Plan) -> "EngineOptions":
@@ -142,6 +147,7 @@ def bind(
         host_gradients=host_gradients,
         device=device,
         head_chunk_tokens=min(options.head_chunk_tokens, layered.max_positions),
+        leaves_out=options.leaves_out,
     )
     sizes = TransferSizes(
         layer_bytes=tuple(record.num_bytes for record in records),

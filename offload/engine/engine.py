@@ -162,6 +162,22 @@ class Engine:
         return (*self._host.arenas, *self._bound.slot_arenas, self._bound.stash.arena)
 
     @property
+    def unread(self) -> tuple[frozenset[str], ...]:
+        """By layer, the linears whose products its recomputes leave out, as nothing reads them.
+
+        They are found before the first step in the model's current mode.
+        """
+        found = self._bound.executor.unread
+        return tuple(
+            frozenset(
+                name
+                for name, module in layer.named_modules()
+                if any(module is one.module for one in found.get(index, ()))
+            )
+            for index, layer in enumerate(self._layered.layers)
+        )
+
+    @property
     def weights(self) -> WeightInventory:
         """The model's weights by class, and the form in which each is stored."""
         return inventory_of(self._layered, self._host.records)

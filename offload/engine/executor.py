@@ -26,12 +26,13 @@ from offload.engine.low_rank import VISIT_CACHE
 from offload.engine.model.inspection import Inspection
 from offload.engine.model.layers import Front, LayeredModel
 from offload.engine.model.recorded_args import Call
+from offload.engine.model.visit import Graph, visit_with_graph
 from offload.engine.randomness import FRONT_LAYER, VisitRandomness, require_same_draws
 from offload.engine.seeding import NEWEST, Seeding
 from offload.engine.slots import Slots
 from offload.engine.stash import Stash
 from offload.engine.streams import Device, Event, copy_on_host
-from offload.engine.visit import Graph, visit_with_graph
+from offload.engine.unread import Unread
 from offload.errors import UnsupportedModelError
 from offload.plan.schedule.op import Kind, Op
 from offload.plan.schedule.schedule import NUM_KEPT, Schedule
@@ -86,6 +87,7 @@ class Executor:
         host_gradients: HostGradients,
         device: Device,
         head_chunk_tokens: int,
+        leaves_out: bool,
     ) -> None:
         """Keep the parts; nothing is moved."""
         self._model = model
@@ -97,6 +99,8 @@ class Executor:
         self._head_chunk_tokens = head_chunk_tokens
         self._randomness = VisitRandomness(device.torch_device)
         self._last_layer = len(model.layers) - 1
+        self._leaves_out = leaves_out
+        self._unread: dict[bool, dict[int, tuple[Unread, ...]]] = {}
 
     def train(
         self,
@@ -172,6 +176,11 @@ class Executor:
         with torch.inference_mode(mode=False), torch.no_grad():
             return state, self._issue(schedule, state, visits)
 
+    @property
+    def unread(self) -> dict[int, tuple[Unread, ...]]:
+        """By layer, the products that a recompute leaves out in the model's current mode."""
+        return self._unread.setdefault(self._model.model.training, {})
+
     def inspect(self, schedule: Schedule, inputs: Batch, *, has_labels: bool) -> bool:
         """Pass over the layers once to see whether they can be computed one by one.
 
@@ -192,9 +201,14 @@ class Executor:
         def front(_op: Op) -> None:
             inspections.append(Inspection(self._model, inputs, has_labels=has_labels))
 
+        def inspect_layer(op: Op) -> None:
+            found = inspections[0].visit(op.layer_index)
+            if has_labels:
+                self.unread[op.layer_index] = found if self._leaves_out else ()
+
         visits: _Table = {
             Kind.FRONT: front,
-            Kind.FORWARD: lambda op: inspections[0].visit(op.layer_index),
+            Kind.FORWARD: inspect_layer,
             Kind.TAIL: lambda _op: are_inspected.append(inspections[0].around()),
         }
         with torch.inference_mode(mode=False), torch.no_grad():  # as for `evaluate`
@@ -391,7 +405,11 @@ class Executor:
             input_BTD=kept_BTD,
             call=state.fronts[m].calls[layer],
         )
-        graph, draws = self._randomness.visit(layer, _visit_seed(step, layer, m), compute)
+        seed, unread = _visit_seed(step, layer, m), self.unread.get(layer, ())
+        graph, draws = self._randomness.visit(layer, seed, partial(compute, unread=unread))
+        if not graph.is_as_found:
+            del graph, self.unread[layer]
+            graph, draws = self._randomness.visit(layer, seed, compute)
         require_same_draws(layer, drawn, draws)
         self._pass_on(state, layer, m, graph.backward(state.gradient[m], router_gradients))
 

@@ -29,6 +29,8 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd.function import once_differentiable
 
+from offload.engine.unread import not_a_value
+
 T = TypeVar("T")
 
 
@@ -106,6 +108,7 @@ def apply_linears(
     *,
     x_branch: torch.Tensor | None = None,
     key: object = None,
+    has_value: bool = True,
 ) -> tuple[torch.Tensor, ...]:
     """Return the outputs of linears that read the same input.
 
@@ -114,6 +117,7 @@ def apply_linears(
         linears: The layers.
         x_branch: What the branches read, if it differs, as after a dropout.
         key: Names these linears in the cache of a visit; None casts A and B at each call.
+        has_value: Whether the outputs are computed, or only their graph.
 
     Returns:
         One output per linear, (..., M).
@@ -125,7 +129,7 @@ def apply_linears(
     )
     flat = [t for one in linears for branch in one.branches for t in (branch.a_RK, branch.b_MR)]
     outputs: tuple[torch.Tensor, ...] = _Group.apply(  # type: ignore[no-untyped-call]  # torch's
-        x, x if x_branch is None else x_branch, tuple(linears), casts, *flat
+        x, x if x_branch is None else x_branch, tuple(linears), casts, has_value, *flat
     )
     return outputs
 
@@ -171,13 +175,17 @@ class _Group(torch.autograd.Function):
         x_branch: torch.Tensor,
         linears: tuple[AdaptedLinear, ...],
         casts: _Casts,
+        has_value: bool,  # noqa: FBT001  # torch passes arguments by position
         *_: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         places = _places(linears)
         branch_NK = x_branch.flatten(0, -2)
         low_NR = branch_NK @ casts.a_RK.t()
-        outputs = [_linear(x, one) for one in linears]
-        for place, b_MR in zip(places, casts.bs_MR, strict=True):
+        if has_value:
+            outputs = [_linear(x, one) for one in linears]
+        else:
+            outputs = [not_a_value(x, len(one.weight_MK)) for one in linears]
+        for place, b_MR in zip(places, casts.bs_MR, strict=True) if has_value else ():
             low = low_NR[:, place.columns]
             y_NM = outputs[place.linear].flatten(0, -2)  # a view: it is contiguous
             y_NM.addmm_(low, b_MR.t(), alpha=place.scaling)
@@ -193,7 +201,7 @@ class _Group(torch.autograd.Function):
         places: list[_Place] = ctx.places
         x_NK, low_NR, a_RK, *rest = ctx.saved_tensors
         bs_MR, weights_MK = rest[: len(places)], rest[len(places) :]
-        needs_x, needs_branch, _, _, *needs = ctx.needs_input_grad
+        needs_x, needs_branch, _, _, _, *needs = ctx.needs_input_grad
         known = [None if g is None else g.flatten(0, -2) for g in gradients]
         of_lows: list[torch.Tensor] = []
         of_bs: list[torch.Tensor | None] = []
@@ -223,6 +231,7 @@ class _Group(torch.autograd.Function):
         return (
             None if of_x_NK is None else of_x_NK.view(ctx.shape),
             None if ctx.is_same or of_branch_NK is None else of_branch_NK.view(ctx.shape),
+            None,
             None,
             None,
             *(g if need else None for g, need in zip(of_factors, needs, strict=True)),

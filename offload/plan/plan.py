@@ -256,7 +256,7 @@ def calibrate(
 ) -> Costs:
     """Replace the priced durations by those of a step measured on this machine.
 
-    A recompute takes the measured time of the forward that it repeats.
+    A recompute takes the measured time of the forward that it repeats, but for what it leaves out.
 
     Args:
         costs: The prices; copies that the measured step did not need keep their priced rate.
@@ -289,11 +289,12 @@ def calibrate(
 
 def _measured(layer: LayerCost, measured: Timeline, number: int, *, has_graph: bool) -> LayerCost:
     forward_s, back_s = (_mean_s(measured, k, number) for k in (Kind.FORWARD, Kind.BACKWARD))
+    again_s = forward_s * layer.recompute_frac
     return replace(
         layer,
         forward_s=forward_s,
-        backward_s=back_s + forward_s if has_graph else back_s,
-        recompute_s=forward_s if has_graph else min(forward_s, back_s),
+        backward_s=back_s + again_s if has_graph else back_s,
+        recompute_s=again_s if has_graph else min(again_s, back_s),
         decode_s=_mean_s(measured, Kind.DECODE, number) if layer.decode_s else 0.0,
     )
 

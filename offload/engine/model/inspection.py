@@ -29,6 +29,7 @@ Source of 3: the rules of IEEE 754, by which 0 * NaN is NaN.
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
@@ -45,10 +46,12 @@ from offload.engine.model.layers import (
     ONE_STATE,
     LayeredModel,
     cross_entropy_sum,
+    kind_of,
     same_randomness,
     unchanged,
     uncompiled,
 )
+from offload.engine.model.readers import candidates, unread_products
 from offload.engine.model.recorded_args import Call
 from offload.engine.model.recorders import (
     Closed,
@@ -57,8 +60,10 @@ from offload.engine.model.recorders import (
     TouchedError,
     between,
 )
+from offload.engine.model.visit import Graph, visit_with_graph
 from offload.engine.model.watch import Watch
 from offload.engine.randomness import FRONT_LAYER, VisitRandomness
+from offload.engine.unread import Path, Unread
 
 T = TypeVar("T")
 
@@ -107,20 +112,25 @@ class Inspection:
         ):
             model.refuse("passes its layers other values when it is run again", limit=_ALONE)
         self._calls = front.calls
-        self._unread = self._passed_with_labels(few) if has_labels else {}
+        self._labelled = self._passed_with_labels(few) if has_labels else {}
+        self._found: dict[object, dict[str, Path]] = {}
         self._hidden_BTD = front.hidden_BTD.detach().contiguous()
         self._other_BTD = 0.75 * self._hidden_BTD.flip(-1)
 
-    def visit(self, layer: int) -> None:
+    def visit(self, layer: int) -> tuple[Unread, ...]:
         """Inspect one layer; its weights must be in place, and those before it were inspected.
+
+        Returns:
+            With labels: its products whose values nothing reads in a recompute.
 
         Raises:
             UnsupportedModelError: It does more than compute its output from its arguments.
         """
         module = self._model.layers[layer]
-        call = self._calls[layer].with_more(self._unread.get(layer, {}))
+        call = self._calls[layer].with_more(self._labelled.get(layer, {}))
         given = [tensor.detach().clone() for tensor in self._calls[layer].tensors()]
         with self._quietly(), _stirred(list(module.modules())):
+            unread = self._unread(layer) if self._has_labels else ()  # while no watch is kept
             first_BTD = self._call(layer, self._hidden_BTD, call)
             kept = self._kept_by(module)
             leaf_BTD = self._hidden_BTD.clone().requires_grad_()
@@ -137,6 +147,7 @@ class Inspection:
                 self._refuse_layer(layer, "gives another output for the same input")
             self._require_no_draws_in_backward(layer, again_BTD, leaf_BTD)
         self._other_BTD, self._hidden_BTD = other_BTD, again_BTD.detach()
+        return unread
 
     def around(self) -> bool:
         """Inspect what the model computes outside its layers, after all layers were inspected.
@@ -195,6 +206,35 @@ class Inspection:
             }
             for note in notes
         }
+
+    def _unread(self, layer: int) -> tuple[Unread, ...]:
+        """Return the products of a layer that nothing reads, sought once for each kind of layer."""
+        module, call = self._model.layers[layer], self._calls[layer]
+
+        def visit(unread: Sequence[Unread]) -> Graph:
+            compute = partial(
+                visit_with_graph,
+                self._model,
+                layer,
+                input_BTD=self._hidden_BTD,
+                call=call,
+                unread=unread,
+            )
+            return self._alone(layer, compute)
+
+        kind = kind_of(module, call)
+        if kind not in self._found:
+            trained = [p for p in module.parameters() if p.requires_grad]
+            by = [*trained, *(tensor for tensor in call.tensors() if tensor.requires_grad)]
+            try:
+                self._found[kind] = unread_products(module, visit, by)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError:  # a layer that keeps state is refused for it afterwards
+                self._found[kind] = {}
+        named = candidates(module)
+        found = self._found[kind].items()
+        return tuple(Unread(module=named[n], path=path) for n, path in found if n in named)
 
     def _kept_by(self, module: nn.Module) -> dict[str, object]:
         return {

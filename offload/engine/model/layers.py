@@ -469,6 +469,15 @@ def cross_entropy_sum(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> torc
     )
 
 
+def kind_of(layer: nn.Module, call: Call) -> object:
+    """Return what two layers have in common that are of the same code and the same sizes."""
+    parameters = tuple(
+        (name, p.shape, p.dtype, p.requires_grad) for name, p in layer.named_parameters()
+    )
+    parts = (p.shape if isinstance(p, torch.Tensor) else type(p) for p in call.parts())
+    return repr(layer), parameters, tuple(parts)
+
+
 def _words(form: Form) -> str:
     if form.extras is None:
         return "a hidden state alone"

@@ -11,6 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from offload.engine.host.layer_layout import is_stand_in
+from offload.engine.model.layers import LayeredModel
 
 
 def fake_copy(model: Any, mode: FakeTensorMode) -> Any:
@@ -31,6 +32,12 @@ def fake_copy(model: Any, mode: FakeTensorMode) -> Any:
                 fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
             copies[id(tensor)] = fake
     return copy.deepcopy(model, copies)
+
+
+def num_experts(layered: LayeredModel) -> int:
+    """Return how many experts a layer has at most, as their modules say."""
+    counts = [getattr(m, "num_experts", None) for m in layered.layers.modules()]
+    return max((count for count in counts if isinstance(count, int)), default=0)
 
 
 @contextmanager

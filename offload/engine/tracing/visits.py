@@ -9,19 +9,17 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from offload.engine.experts.gates import gate_of
 from offload.engine.experts.interface import goes_through_interface
-from offload.engine.model.layers import Front, LayeredModel
-from offload.engine.model.recorded_args import Call
+from offload.engine.model.layers import Front, LayeredModel, kind_of
+from offload.engine.model.visit import visit_with_graph
 from offload.engine.tracing.allocator import LiveBytes
 from offload.engine.tracing.cuda_kernels import CUDA_WORKSPACES, Capability, CudaKernels
 from offload.engine.tracing.experts import traced_experts
-from offload.engine.tracing.fake_model import fake_copy, rows_are_whole
+from offload.engine.tracing.fake_model import fake_copy, num_experts, rows_are_whole
 from offload.engine.tracing.tracer import Tracer
-from offload.engine.visit import visit_with_graph
 from offload.plan.memory.traced import TracedBytes
 
 
@@ -55,7 +53,7 @@ def trace_visits(
         if capability is not None:
             stack.enter_context(CudaKernels(capability))
         stack.enter_context(mode)
-        stack.enter_context(traced_experts(_num_experts(layered), capability))
+        stack.enter_context(traced_experts(num_experts(layered), capability))
         stack.enter_context(Tracer(memory, CUDA_WORKSPACES if capability is not None else {}))
         for parameter in fake.parameters():
             if parameter.requires_grad:
@@ -80,7 +78,7 @@ def _visits(layered: LayeredModel, front: Front, memory: LiveBytes) -> tuple[int
     peaks: dict[object, int] = {}
     visits = []
     for index, (layer, call) in enumerate(zip(layered.layers, front.calls, strict=True)):
-        kind = _kind_of(layer, call)
+        kind = kind_of(layer, call)
         if kind not in peaks:
             before = memory.live_bytes
             memory.reset_peak()
@@ -90,15 +88,6 @@ def _visits(layered: LayeredModel, front: Front, memory: LiveBytes) -> tuple[int
             peaks[kind] = memory.peak_bytes - before
         visits.append(peaks[kind])
     return tuple(visits)
-
-
-def _kind_of(layer: nn.Module, call: Call) -> object:
-    """Return what two layers have in common that take the same memory."""
-    parameters = tuple(
-        (name, p.shape, p.dtype, p.requires_grad) for name, p in layer.named_parameters()
-    )
-    parts = (p.shape if isinstance(p, torch.Tensor) else type(p) for p in call.parts())
-    return repr(layer), parameters, tuple(parts)
 
 
 def _head_chunk(layered: LayeredModel, front: Front, memory: LiveBytes, *, num_tokens: int) -> int:
@@ -116,8 +105,3 @@ def _head_chunk(layered: LayeredModel, front: Front, memory: LiveBytes, *, num_t
         gradient_ND=gradient_ND,
     )
     return memory.peak_bytes - before
-
-
-def _num_experts(layered: LayeredModel) -> int:
-    counts = [getattr(m, "num_experts", None) for m in layered.layers.modules()]
-    return max((count for count in counts if isinstance(count, int)), default=0)

@@ -337,7 +337,15 @@ class Experts:
         if self.shared == "gated":
             gate = Linear(name="shared_expert_gate", group="shared_experts", d_in=hidden, d_out=1)
             return (*mlp(config.size("shared_expert_intermediate_size")), gate)
-        return mlp(width * config.size("n_shared_experts", least=0)) if self.shared else ()
+        if self.shared is None:
+            return ()
+        return with_unread_last(mlp(width * config.size("n_shared_experts", least=0)))
+
+
+def with_unread_last(mlp: tuple[Linear, ...]) -> tuple[Linear, ...]:
+    """Return the products of an MLP whose output is only added to the hidden state."""
+    *others, down = mlp
+    return (*others, replace(down, is_unread=True))
 
 
 def gated(

@@ -8,7 +8,7 @@ from typing import Literal
 from offload.errors import UnsupportedModelError
 from offload.plan.facts.attention import Attention, SoftmaxAttention
 from offload.plan.facts.config import Config
-from offload.plan.facts.config_readers import Mixer
+from offload.plan.facts.config_readers import Mixer, with_unread_last
 from offload.plan.facts.families import (
     FAMILIES,
     REFUSED,
@@ -348,7 +348,8 @@ def _layer(i: int, num_layers: int, family: Family, read: Config, input_size: in
     linears, num_norms, others = list(mixer.linears), family.num_norms, mixer.num_others
     norms = list(mixer.norms)
     if not is_moe or family.has_mlp_beside_experts:
-        linears += family.mlp.read(read, hidden)
+        mlp = family.mlp.read(read, hidden)
+        linears += mlp if family.has_norm_after_mlp else with_unread_last(mlp)
     if is_moe:
         assert family.experts is not None
         experts = family.experts.read(read, hidden)

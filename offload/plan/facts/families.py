@@ -28,6 +28,7 @@ class Family:
         has_mlp_beside_experts: Whether a layer with experts has the dense MLP too.
         num_norms: Norms of a layer, except those inside attention.
         has_norm_weights: Whether these norms, and the one before the head, have weights.
+        has_norm_after_mlp: Whether a norm reads the output of a dense MLP before it is added.
         has_layer_inputs: Whether each layer has its own embedding, gated into its output.
         is_tied: Whether head and embedding are tied, if the config does not say.
         has_window_switch: Whether windows are off unless a flag is set.
@@ -44,6 +45,7 @@ class Family:
     has_mlp_beside_experts: bool = False
     num_norms: int = 2
     has_norm_weights: bool = True
+    has_norm_after_mlp: bool = False
     has_layer_inputs: bool = False
     is_tied: bool = False
     has_window_switch: bool = False
@@ -128,6 +130,7 @@ _GEMMA3 = Family(
     ),
     attention=_HEAD_NORMED,
     num_norms=4,
+    has_norm_after_mlp=True,
     is_tied=True,
     slides=_not_each("sliding_window_pattern", 6),
 )
@@ -144,6 +147,7 @@ _GEMMA4 = Family(
     experts=Experts(has_router_scales=True),
     has_mlp_beside_experts=True,
     num_norms=4,
+    has_norm_after_mlp=True,
     has_layer_inputs=True,
     is_tied=True,
     has_global_last=True,
@@ -235,6 +239,7 @@ FAMILIES: Mapping[str, Family] = {
         defaults=_sizes(positions=8192, kv_heads=4, head_dim=256, sliding_window=4096),
         attention=Heads(scores="capped"),
         num_norms=4,
+        has_norm_after_mlp=True,
         slides=lambda i, _config: i % 2 == 0,
     ),
     "gemma3_text": _GEMMA3,
@@ -245,10 +250,15 @@ FAMILIES: Mapping[str, Family] = {
         mlp=Mlp(is_fused=True),
     ),
     "olmo": Family(defaults=_sizes(positions=2048), has_norm_weights=False),
-    "olmo2": Family(defaults=_sizes(positions=2048), attention=Heads(qk_norm="whole")),
+    "olmo2": Family(
+        defaults=_sizes(positions=2048),
+        attention=Heads(qk_norm="whole"),
+        has_norm_after_mlp=True,
+    ),
     "olmo3": Family(
         defaults=_sizes(positions=2048, sliding_window=4096),
         attention=Heads(qk_norm="whole"),
+        has_norm_after_mlp=True,
         slides=lambda i, _config: (i + 1) % 4 != 0,
     ),
     "olmoe": Family(
@@ -274,6 +284,7 @@ FAMILIES: Mapping[str, Family] = {
         attention=_GLM,
         mlp=Mlp(is_fused=True),
         num_norms=4,
+        has_norm_after_mlp=True,
     ),
     "glm4_moe": Family(
         defaults=_sizes(positions=131072, kv_heads=8, first_k_dense_replace=1),

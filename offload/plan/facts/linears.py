@@ -25,6 +25,8 @@ class Linear:
             something that the part computed from it; or an activation, either of one projection
             times another, perhaps both of them clamped, or of one alone.
         is_module: Whether it is a linear module of its own, which an adapter can target by name.
+        is_unread: Whether nothing but the layer's output depends on its value: a layer that is
+            recomputed for its gradients can leave it out.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Linear:
     has_bias: bool = False
     reads: Reads = "input"
     is_module: bool = True
+    is_unread: bool = False
 
     @property
     def num_weights(self) -> int:

@@ -167,6 +167,15 @@ def whole_linears(layer: LayerFacts, spec: AdapterSpec) -> tuple[Linear, ...]:
     )
 
 
+def unread_linears(layer: LayerFacts, spec: AdapterSpec) -> tuple[Linear, ...]:
+    """Return the matrices of a layer whose products a recompute can leave out.
+
+    Not those that train in full; nor adapted ones with DoRA, whose magnitude reads their values.
+    """
+    read = whole_linears(layer, spec) + (adapted_linears(layer, spec) if spec.is_dora else ())
+    return tuple(linear for linear in layer.linears if linear.is_unread and linear not in read)
+
+
 def outer_module_sizes(facts: ModelFacts, spec: AdapterSpec) -> Mapping[str, int]:
     """Return the elements of the modules before and after the layers trained in full, by name."""
     sizes = {

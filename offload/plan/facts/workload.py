@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from offload.plan.facts.codec import CodecName, is_encoded
 from offload.plan.facts.facts import AdapterSpec, LayerFacts
 from offload.plan.facts.layer_layout import record_bytes
+from offload.plan.facts.linears import Linear
 from offload.plan.facts.optimizer import Optimizer
+from offload.plan.facts.trainable import unread_linears
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +24,7 @@ class Workload:
         dtype_bytes: Bytes of a weight in the compute dtype, and of an activation.
         codec: The codec in which the layers' matrices are stored.
         has_router_loss: Whether router logits are kept for the router loss.
+        leaves_out: Whether recomputes leave out products whose values nothing reads.
     """
 
     micro_batch_size: int
@@ -33,6 +36,7 @@ class Workload:
     dtype_bytes: int
     codec: CodecName
     has_router_loss: bool = False
+    leaves_out: bool = True
 
     @property
     def num_tokens(self) -> int:
@@ -43,6 +47,10 @@ class Workload:
     def is_encoded(self) -> bool:
         """Whether layers are decoded before they compute."""
         return is_encoded(self.codec, self.dtype_bytes)
+
+    def left_out(self, layer: LayerFacts) -> tuple[Linear, ...]:
+        """Return the linears of a layer whose products its recompute leaves out."""
+        return unread_linears(layer, self.adapter) if self.leaves_out else ()
 
     def cargo_bytes(self, layer: LayerFacts) -> int:
         """Return the size of a layer as stored, which is what one load moves."""

@@ -23,26 +23,37 @@ EXPERT_LORA_OPS, EXPERT_LORA_PRODUCTS = 5, 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Passes:
-    """What a branch adds to a forward and to a backward."""
+    """What a branch adds to a forward, to a recompute and to a backward."""
 
     forward: Work
+    recompute: Work
     backward: Work
 
     def __add__(self, other: "Passes") -> "Passes":
-        return Passes(forward=self.forward + other.forward, backward=self.backward + other.backward)
+        return Passes(
+            forward=self.forward + other.forward,
+            recompute=self.recompute + other.recompute,
+            backward=self.backward + other.backward,
+        )
 
 
-def branches(at: Pricer, adapted: Sequence[Linear]) -> Passes:
-    """Price all branches of a layer."""
+def branches(at: Pricer, adapted: Sequence[Linear], *, left_out: Sequence[Linear]) -> Passes:
+    """Price all branches of a layer.
+
+    Args:
+        at: Prices a micro-batch.
+        adapted: The layer's linears with branches.
+        left_out: Its linears whose outputs a recompute leaves out.
+    """
     linears = [linear for linear in adapted if linear.group != "experts"]
-    total = Passes(forward=Work(), backward=Work())
+    total = Passes(forward=Work(), recompute=Work(), backward=Work())
     if at.workload.adapter.are_branches_grouped:
         for group in _groups(linears):
-            total = total + _grouped(at, group)
+            total = total + _grouped(at, group, left_out)
         linears = []
     for linear in (*linears, *(linear for linear in adapted if linear.group == "experts")):
         work = low_rank_branch(at, linear)
-        total = total + Passes(forward=work, backward=work.times(2))
+        total = total + Passes(forward=work, recompute=work, backward=work.times(2))
     return total
 
 
@@ -60,13 +71,14 @@ def _groups(linears: Sequence[Linear]) -> list[list[Linear]]:
     return list(groups.values())
 
 
-def _grouped(at: Pricer, group: Sequence[Linear]) -> Passes:
+def _grouped(at: Pricer, group: Sequence[Linear], left_out: Sequence[Linear]) -> Passes:
     """Price the branches of linears that read one input, in the base's dtype.
 
     Forward: one narrow product reads the input; each B adds to its output, which is read and
-    written. Backward: each output's gradient is read twice, for A x and for B; the input is read
-    for A, its gradient is written, and each base product adds to it. A and B are joined and cast;
-    their gradients are scaled, cast and added up.
+    written; a recompute does not compute those that are left out. Backward: each output's gradient
+    is read twice, for A x and for B; the input is read for A, its gradient is written, and each
+    base product adds to it. A and B are joined and cast; their gradients are scaled, cast and added
+    up.
     """
     spec, tokens, b = at.workload.adapter, at.workload.num_tokens, at.workload.dtype_bytes
     ranks = [spec.rank_of(linear) for linear in group]
@@ -79,21 +91,27 @@ def _grouped(at: Pricer, group: Sequence[Linear]) -> Passes:
     b_factors = sum(x.d_out * rank for x, rank in zip(group, ranks, strict=True))
     cast_bytes = FP32_BYTES + b if is_cast else 0
     joined_bytes = 2 * FP32_BYTES if num > 1 else 0
-    forward = at.traffic(
-        b * tokens * sum(linear.d_out for linear in group)
-        + a * (joined_bytes + cast_bytes + b)
-        + b_factors * (cast_bytes + b),
-        num_ops=1 + (num > 1) + is_cast + num * (1 + is_cast),
+    shared = inputs + at.traffic(
+        a * (joined_bytes + cast_bytes + b) + b_factors * cast_bytes,
+        num_ops=1 + (num > 1) + is_cast + num * is_cast,
     )
+    added = [
+        work + at.traffic(b * linear.d_out * (tokens + rank), num_ops=1)
+        for linear, rank, work in zip(group, ranks, outputs, strict=True)
+    ]
+    computed = [work for x, work in zip(group, added, strict=True) if x not in left_out]
     backward = at.traffic(
         b * tokens * d_in * num
         + a * (2 * b + cast_bytes + 3 * FP32_BYTES)
         + b_factors * (2 * b + cast_bytes + 5 * FP32_BYTES),
         num_ops=2 + (num > 1) + is_cast + num * (6 + is_cast),
     )
-    for work in (inputs, *outputs):
-        forward, backward = forward + work, backward + work.times(2)
-    return Passes(forward=forward, backward=backward)
+    backward = sum((work.times(2) for work in (inputs, *outputs)), start=backward)
+    return Passes(
+        forward=sum(added, start=shared),
+        recompute=sum(computed, start=shared),
+        backward=backward,
+    )
 
 
 def _narrow(at: Pricer, num_elements: float, rank: int) -> Work:

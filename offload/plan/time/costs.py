@@ -46,6 +46,7 @@ class LayerCost:
         forward_s: Forward without a graph.
         backward_s: Recompute, and backward to the layer's input and its adapters.
         recompute_s: The part of `backward_s` that is saved if the layer is not checkpointed.
+        recompute_frac: What a recompute takes of a forward's time: it leaves out what is not read.
         decode_s: Decoding: once per visit, whatever the number of micro-batches.
         weight_bytes: What one load moves.
         forward_flops: Of the forward.
@@ -61,6 +62,7 @@ class LayerCost:
     forward_flops: float
     backward_flops: float
     bound: Bound
+    recompute_frac: float = 1.0
 
     def back_s(self, *, has_graph: bool) -> float:
         """Return the seconds of a backward visit, without a recompute if the graph was kept."""
@@ -135,20 +137,30 @@ def _sum(works: list[Work]) -> Work:
     return sum(works, start=Work())
 
 
+def recomputed_products(layer: LayerFacts, at: Pricer) -> Work:
+    """Products of a recompute; for one that is left out a NaN is written, and no sum reads it."""
+    left_out = at.workload.left_out(layer)
+    products = [at.matmul(linear) for linear in layer.linears if linear not in left_out]
+    unread = [-at.workload.num_tokens * x.d_out * at.workload.dtype_bytes for x in left_out]
+    return _sum([*products, at.traffic(sum(unread), num_ops=len(unread))])
+
+
 def _layer_cost(layer: LayerFacts, at: Pricer) -> LayerCost:
-    adapted = adapted_linears(layer, at.workload.adapter)
+    adapted, left_out = adapted_linears(layer, at.workload.adapter), at.workload.left_out(layer)
     products = _sum([at.matmul(linear) for linear in layer.linears])
     attention = _attention(at, layer)
     pointwise, routing = pointwise_work(at, layer), routing_work(at, layer)
-    added = branches(at, adapted)
+    added = branches(at, adapted, left_out=left_out)
     norms = _sum([dora_norm(at, linear) for linear in adapted])
-    forward = products + attention + pointwise.forward + routing + added.forward + norms
+    others = attention + pointwise.forward + routing + norms
+    forward = products + others + added.forward
+    recompute = recomputed_products(layer, at) + others + added.recompute
     backward = products + attention.times(FLASH_BACKWARD_FORWARDS) + _module_gradients(at, layer)
     backward = backward + pointwise.backward + routing.times(2) + added.backward
     b = at.workload.dtype_bytes
     cargo_bytes = at.workload.cargo_bytes(layer)
     decode = at.traffic(cargo_bytes + layer.num_parameters * b, num_ops=len(layer.linears))
-    backward_s = (forward + backward).seconds(at.machine)
+    backward_s = (recompute + backward).seconds(at.machine)
     return LayerCost(
         forward_s=forward.seconds(at.machine),
         backward_s=backward_s,
@@ -156,8 +168,9 @@ def _layer_cost(layer: LayerFacts, at: Pricer) -> LayerCost:
         decode_s=decode.seconds(at.machine) if at.workload.is_encoded else 0.0,
         weight_bytes=cargo_bytes,
         forward_flops=forward.flops,
-        backward_flops=forward.flops + backward.flops,
+        backward_flops=recompute.flops + backward.flops,
         bound=forward.bound(at.machine),
+        recompute_frac=recompute.seconds(at.machine) / forward.seconds(at.machine),
     )
 
 

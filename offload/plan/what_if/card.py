@@ -23,7 +23,7 @@ from offload.plan.memory.memory import (
     total_bytes,
 )
 from offload.plan.plan import Plan
-from offload.plan.time.costs import LayerCost
+from offload.plan.time.costs import LayerCost, recomputed_products
 from offload.plan.time.optimizer import BYTES_PER_WEIGHT
 from offload.plan.time.pointwise import pointwise_work
 from offload.plan.time.pricer import Pricer
@@ -73,7 +73,11 @@ def recompute_all(plan: Plan) -> Option:
 
 def recompute_cheap(plan: Plan) -> Option:
     """Keep the outputs of products, and recompute what is between them, attention included."""
-    products_s = _products_s(plan)
+    at = Pricer(machine=plan.machine, facts=plan.facts, workload=plan.request.typical)
+    products_s = {
+        layer: recomputed_products(layer, at).seconds(plan.machine)
+        for layer in set(plan.facts.layers)
+    }
     largest = plan.request.largest
     features = sum(x.active * x.d_out for layer in plan.facts.layers for x in layer.linears)
     kept_bytes = features * largest.num_tokens * largest.dtype_bytes

@@ -142,7 +142,8 @@ def test_what_is_refused_by_name_is_what_the_architectures_table_refuses() -> No
 def shape_of(linear: Linear) -> tuple[Any, ...]:
     reads = "gated" if linear.reads == "clamped" else linear.reads
     name = "" if linear.group == "router" else linear.name
-    return name, linear.group, linear.d_in, linear.d_out, linear.active, linear.has_bias, reads
+    sizes = linear.d_in, linear.d_out, linear.active, linear.has_bias
+    return name, linear.group, *sizes, reads, linear.is_unread
 
 
 def weights_of(norm: Norm) -> tuple[int, int]:

@@ -71,7 +71,7 @@ def test_an_encoded_plan_decodes_each_layer_once_per_visit_and_respects_r3() -> 
     found = plan(FACTS, CARD, request)
     decodings = [op for op in found.schedule.ops if op.kind is Kind.DECODE]
     assert len(decodings) == 2 * FACTS.num_layers - 1
-    assert found.step_s >= found.bound_s > 0
+    assert found.step_s >= found.bound_s * (1 - 1e-9) > 0
     native = plan(FACTS, CARD, replace(REQUEST, num_slots=4))
     assert found.schedule.h2d_bytes == pytest.approx(0.258 * native.schedule.h2d_bytes, rel=0.01)
     assert found.break_even_tokens == pytest.approx(0.258 * native.break_even_tokens, rel=0.01)
@@ -136,8 +136,13 @@ def test_a_calibrated_plan_predicts_the_step_that_it_was_calibrated_on(num_kept_
         Kind.TAIL: 0.01,
         Kind.BACKWARD: 0.012,
     }
+    again_s = 0.004 * priced.costs.layers[0].recompute_frac
+    assert again_s < 0.004  # it leaves out what is not read
     measured = simulate(
-        priced.schedule, lambda op: seconds[op.kind] - (0.004 if op.has_graph else 0.0)
+        priced.schedule,
+        lambda op: (
+            seconds[op.kind] - (again_s if op.has_graph and op.kind is Kind.BACKWARD else 0.0)
+        ),
     )
     costs = calibrate(
         priced.costs, measured, optimizer_s=0.5, num_kept_graphs=priced.num_kept_graphs
@@ -148,7 +153,8 @@ def test_a_calibrated_plan_predicts_the_step_that_it_was_calibrated_on(num_kept_
     assert again.predict().step_s == pytest.approx(measured.step_s)
     assert again.step_s == pytest.approx(measured.step_s + 0.5)
     assert all(c.back_s(has_graph=False) == pytest.approx(0.012) for c in costs.layers[:-1])
-    assert all(c.back_s(has_graph=True) == pytest.approx(0.008) for c in costs.layers[:-1])
+    graph_s = pytest.approx(0.012 - again_s)
+    assert all(c.back_s(has_graph=True) == graph_s for c in costs.layers[:-1])
 
 
 def test_graphs_that_do_not_fit_are_refused_with_the_most_that_would() -> None:

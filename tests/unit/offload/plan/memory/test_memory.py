@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from finetune.adapter.expert_lora import compute_beside
 from finetune.adapter.linear_lora import compute_in_base_dtype
 from offload.engine.model.layers import LayeredModel
-from offload.engine.visit import Graph, visit_with_graph
+from offload.engine.model.visit import Graph, visit_with_graph
 from offload.errors import OffloadError
 from offload.plan.facts.codec import decode_workspace_bytes
 from offload.plan.facts.facts import AdapterSpec, linear_names, model_facts

@@ -45,7 +45,9 @@ def byte_machine(dtype_bytes: int) -> Machine:
     )
 
 
-def planned(names: tuple[str, ...], rank: int, dtype: torch.dtype) -> tuple[Work, Work]:
+def planned(
+    names: tuple[str, ...], rank: int, dtype: torch.dtype, *, left_out: bool = False
+) -> tuple[Work, Work]:
     load = replace(
         workload(),
         micro_batch_size=1,
@@ -54,8 +56,9 @@ def planned(names: tuple[str, ...], rank: int, dtype: torch.dtype) -> tuple[Work
         adapter=AdapterSpec(rank=rank, targets=TARGETS, experts=False, is_in_base_dtype=True),
     )
     at = Pricer(machine=byte_machine(dtype.itemsize), facts=FACTS, workload=load)
-    found = branches(at, [linear for linear in FACTS.layers[0].linears if linear.name in names])
-    return found.forward, found.backward
+    adapted = [linear for linear in FACTS.layers[0].linears if linear.name in names]
+    found = branches(at, adapted, left_out=adapted if left_out else ())
+    return found.recompute, found.backward
 
 
 def made(linear: Linear, rank: int, dtype: torch.dtype) -> AdaptedLinear:
@@ -68,19 +71,23 @@ def made(linear: Linear, rank: int, dtype: torch.dtype) -> AdaptedLinear:
     return AdaptedLinear(weight_MK=weight, bias_M=None, branches=(low,))
 
 
-def counted(names: tuple[str, ...], rank: int, dtype: torch.dtype) -> tuple[Counted, Counted]:
+def counted(
+    names: tuple[str, ...], rank: int, dtype: torch.dtype, *, left_out: bool = False
+) -> tuple[Counted, Counted]:
     """Count a micro-batch that is not the first: its gradients are added to what is there."""
     linears = [x for x in FACTS.layers[0].linears if x.name in names]
     group = [made(linear, rank, dtype) for linear in linears]
     x = torch.randn(1, T, linears[0].d_in).to(dtype).requires_grad_()
-    _pass_through(group, x)
-    return _pass_through(group, x)
+    _pass_through(group, x, has_value=not left_out)
+    return _pass_through(group, x, has_value=not left_out)
 
 
-def _pass_through(group: list[AdaptedLinear], x: torch.Tensor) -> tuple[Counted, Counted]:
+def _pass_through(
+    group: list[AdaptedLinear], x: torch.Tensor, *, has_value: bool
+) -> tuple[Counted, Counted]:
     forward, backward = Counted(), Counted()
     with forward:
-        outputs = apply_linears(x, group)
+        outputs = apply_linears(x, group, has_value=has_value)
     cotangents = [torch.randn_like(y) for y in outputs]
     x.grad = None
     with backward:
@@ -97,3 +104,16 @@ def test_branches_move_what_the_plan_says_within_a_tenth(
     for said, found in zip(planned(names, rank, dtype), counted(names, rank, dtype), strict=True):
         assert said.memory_s == pytest.approx(found.total_bytes, rel=0.1), dict(found.num_bytes)
         assert said.num_ops == found.total_ops - len(names), found.num_ops  # but for W's products
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rank", [16, 64])
+def test_a_recompute_without_values_moves_what_the_plan_says_within_a_tenth(
+    rank: int, dtype: torch.dtype
+) -> None:
+    said, backward = planned(("down_proj",), rank, dtype, left_out=True)
+    found, after = counted(("down_proj",), rank, dtype, left_out=True)
+    assert said.memory_s == pytest.approx(found.total_bytes, rel=0.1), dict(found.num_bytes)
+    assert said.num_ops == found.total_ops - 1, found.num_ops  # but for the NaN
+    assert backward.memory_s == pytest.approx(after.total_bytes, rel=0.1)
+    assert backward.num_ops == after.total_ops - 1  # but for W's product

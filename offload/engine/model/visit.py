@@ -7,6 +7,7 @@ import torch
 
 from offload.engine.model.layers import LayeredModel
 from offload.engine.model.recorded_args import Call
+from offload.engine.unread import Unread, left_out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,10 +19,13 @@ class Graph:
     Attributes:
         input_BTD: The layer's input, a leaf.
         said: The layer's output, and its router logits.
+        is_as_found: Whether products were left out as they were found; if not, the graph is not
+            to be used.
     """
 
     input_BTD: torch.Tensor
     said: tuple[torch.Tensor, ...]
+    is_as_found: bool = True
 
     @property
     def output(self) -> torch.Tensor:
@@ -54,7 +58,12 @@ class Graph:
 
 
 def visit_with_graph(
-    model: LayeredModel, layer: int, *, input_BTD: torch.Tensor, call: Call
+    model: LayeredModel,
+    layer: int,
+    *,
+    input_BTD: torch.Tensor,
+    call: Call,
+    unread: Sequence[Unread] = (),
 ) -> Graph:
     """Compute a layer and keep its graph.
 
@@ -63,8 +72,13 @@ def visit_with_graph(
         layer: Which.
         input_BTD: The layer's input.
         call: Its other arguments.
+        unread: Products whose values are left out, and with them that of the output.
     """
     leaf_BTD = input_BTD.detach().requires_grad_()
-    with torch.enable_grad(), model.listening(layer) as router_logits:
+    with torch.enable_grad(), model.listening(layer) as router_logits, left_out(unread) as left:
         output_BTD = model.layer_forward(layer, leaf_BTD, call)
-    return Graph(input_BTD=leaf_BTD, said=(output_BTD, *router_logits))
+    return Graph(
+        input_BTD=leaf_BTD,
+        said=(output_BTD, *router_logits),
+        is_as_found=left.is_as_found(output_BTD),
+    )

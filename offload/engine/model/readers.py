@@ -1,0 +1,252 @@
+"""Finds the products of a layer whose values nothing reads in a recompute.
+
+Problem. `offload.engine.unread` may leave a value out only if no gradient depends on it, nor does
+anything else: a norm after it, a gate, a hook, a statistic. The list of readers has no end.
+
+Idea. What readers leave behind is looked for. A layer is computed with its graph on a few tokens,
+and a `Taint` follows, operation by operation, which memory holds something that was computed from
+each linear layer's output. Then the layer's output is dropped and its graph kept. If some of that
+memory is still held, by the graph, a module or anything else, the product has a reader. So it has
+if an operation handed a value to the host. No kind of layer is known by name.
+
+Then the value is left out, which makes it NaN: all gradients must be the same to the bit. This
+finds reads by kernels that torch does not see.
+
+What cannot be judged is computed: layers with hooks, compiled layers, code that replaces a forward.
+"""
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node
+from torch.nn.modules import module as torch_module
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from offload.engine.model.visit import Graph
+from offload.engine.unread import Path, Unread, can_leave_out
+
+Visit = Callable[[Sequence[Unread]], Graph]
+"""Computes a layer with its graph, always the same, leaving these products out."""
+
+_HOOKS = ("forward", "forward_pre", "backward", "backward_pre")
+_TABLES = tuple(f"_{kind}_hooks" for kind in _HOOKS)
+_GLOBAL_TABLES = tuple(f"_global{table}" for table in _TABLES)
+_READS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+_MAX_PATH = 12  # nodes between a layer's output and a product that is only added to it
+_STEPS = 64  # roundings by which kernels that add up in no fixed order differ
+
+
+def candidates(layer: nn.Module) -> dict[str, nn.Module]:
+    """Return the linear layers that could be left out if nothing reads them, by name."""
+    if any(getattr(torch_module, table) for table in _GLOBAL_TABLES):
+        return {}
+    for module in layer.modules():
+        own = vars(module)
+        if any(own[table] for table in _TABLES) or own.get("_compiled_call_impl") is not None:
+            return {}
+    if any(p.requires_grad and p._backward_hooks for p in layer.parameters()) or _is_wrapped(layer):
+        return {}
+    return {
+        name: module
+        for name, module in layer.named_modules()
+        if name and "forward" not in vars(module) and can_leave_out(module)
+    }
+
+
+def unread_products(layer: nn.Module, visit: Visit, by: Sequence[torch.Tensor]) -> dict[str, Path]:
+    """Return the products that nothing reads, with their paths from the layer's output.
+
+    Args:
+        layer: A decoder layer, its weights in place.
+        visit: Computes it.
+        by: What has a gradient, besides the layer's input.
+    """
+    found = {
+        name: Unread(module=layer.get_submodule(name), path=path)
+        for name, path in unheld_products(layer, visit).items()
+    }
+    if not found:
+        return {}
+    expected = _gradients(visit(()), by)
+    return {name: one.path for name, one in found.items() if _is_same(expected, visit, one, by)}
+
+
+def _is_wrapped(layer: nn.Module) -> bool:
+    """Return whether a part of a layer is wrapped by `torch.compile`."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    return frames is not None and any(
+        isinstance(module, frames.OptimizedModule) for module in layer.modules()
+    )
+
+
+def unheld_products(layer: nn.Module, visit: Visit) -> dict[str, Path]:
+    """Return the products of which a graph holds nothing, nor anything else does.
+
+    Args:
+        layer: A decoder layer, perhaps without values.
+        visit: Computes it.
+    """
+    named, taint = candidates(layer), Taint()
+    nodes: dict[int, list[Node | None]] = {}
+    if not named:
+        return {}
+    with _marked(list(named.values()), taint, nodes), taint:
+        graph = visit(())
+    end, logits = graph.said[0].grad_fn, graph.said[1:]  # noqa: F841  # logits are held on purpose
+    del graph
+    if taint.held:
+        gc.collect()
+    readers = taint.held | taint.read
+    found: dict[str, Path] = {}
+    for i, name in enumerate(named):
+        called = nodes.get(i, [])
+        if len(called) == 1 and not readers >> i & 1:
+            paths = list(_paths(end, called[0]))
+            if len(paths) == 1:
+                found[name] = paths[0]
+    return found
+
+
+@contextmanager
+def _marked(
+    modules: Sequence[nn.Module], taint: "Taint", nodes: dict[int, list[Node | None]]
+) -> Iterator[None]:
+    """Follow what is computed from the outputs of modules meanwhile."""
+
+    def call(i: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        y = forward(*args, **kwargs)
+        is_tensor = isinstance(y, torch.Tensor)
+        nodes.setdefault(i, []).append(y.grad_fn if is_tensor else None)
+        if is_tensor:
+            taint.mark(y, 1 << i)
+        return y
+
+    for i, module in enumerate(modules):
+        vars(module)["forward"] = partial(call, i, module.forward)
+    try:
+        yield
+    finally:
+        for module in modules:
+            vars(module).pop("forward", None)
+
+
+class Taint(TorchDispatchMode):
+    """Follows which memory holds something that was computed from marked tensors.
+
+    Attributes:
+        read: Marks whose values an operation handed to the host, one bit each.
+    """
+
+    def __init__(self) -> None:
+        """Follow nothing yet."""
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self._marks: dict[int, int] = {}
+        self._alive: dict[int, weakref.ref[Any]] = {}
+        self.read = 0
+
+    @property
+    def held(self) -> int:
+        """Marks of memory that is still held."""
+        return _union(self._marks.values())
+
+    def mark(self, tensor: torch.Tensor, marks: int) -> None:
+        """Follow a tensor's memory."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        self._marks[key] = self._marks.get(key, 0) | marks
+        if key not in self._alive:
+            self._alive[key] = weakref.ref(storage, partial(self._forget, key))
+
+    def _forget(self, key: int, _: object) -> None:
+        self._alive.pop(key, None)
+        self._marks.pop(key, None)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation; what it makes of marked memory, or writes to, is marked."""
+        given = _tensors((args, kwargs))
+        marks = _union(self._marks.get(t.untyped_storage()._cdata, 0) for t in given)
+        out = func(*args, **(kwargs or {}))
+        if not marks:
+            return out
+        leaves = tree_leaves(out)
+        is_host = any(isinstance(leaf, int | float | complex) for leaf in leaves)
+        if is_host or any(tag in func.tags for tag in _READS):
+            self.read |= marks
+        written = given if func._schema.is_mutable else []
+        for tensor in (*_tensors(leaves), *written):
+            self.mark(tensor, marks)
+        return out
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _union(marks: Iterable[int]) -> int:
+    found = 0
+    for one in marks:
+        found |= one
+    return found
+
+
+def _paths(node: Node | None, end: Node | None, depth: int = _MAX_PATH) -> Iterator[Path]:
+    """Yield the ways from one node of a graph to another."""
+    if node is None or end is None or not depth:
+        return
+    if node is end:
+        yield ()
+        return
+    for index, (following, _) in enumerate(node.next_functions):
+        for path in _paths(following, end, depth - 1):
+            yield ((node.name(), index), *path)
+
+
+Gradients = tuple[torch.Tensor | None, ...]
+
+
+def _gradients(graph: Graph, by: Sequence[torch.Tensor]) -> Gradients:
+    """Return a graph's gradients without adding them to any `.grad`."""
+    said = [one for one in graph.said if one.requires_grad]
+    given = [torch.linspace(-1, 1, x.numel()).to(x).view(x.shape) for x in said]
+    return torch.autograd.grad(said, [graph.input_BTD, *by], given, allow_unused=True)
+
+
+def _is_same(expected: Gradients, visit: Visit, unread: Unread, by: Sequence[torch.Tensor]) -> bool:
+    """Return whether the gradients are the same without a product's value."""
+    try:
+        graph = visit((unread,))
+        found = _gradients(graph, by) if graph.is_as_found else None
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # such as where the model writes to the product in place
+        return False
+    if found is None:
+        return False
+    if all(map(_are_equal, expected, found)):
+        return True
+    again = _gradients(visit(()), by)
+    is_fixed = all(map(_are_equal, expected, again))
+    return not is_fixed and all(map(_are_close, expected, found))
+
+
+def _are_equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one, other)
+
+
+def _are_close(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    slack = _STEPS * torch.finfo(one.dtype).eps * float(one.abs().max())
+    return torch.allclose(one, other, rtol=0, atol=slack)
