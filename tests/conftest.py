@@ -48,7 +48,7 @@ def pytest_collection_finish() -> None:
     """Leave what was imported and collected out of full collections: a sixth of the default run.
 
     It stays so: what a test trains would unfreeze it. Nothing asks for the count of what is frozen,
-    which walks all of it: 10 ms per test.
+    which walks all of it: 20 ms per test.
     """
     gc.enable()
     gc.collect()
