@@ -13,6 +13,19 @@ from offload.plan.schedule.schedule import Order, TransferSizes, training_schedu
 from offload.plan.schedule.simulate import simulate
 from offload.plan.schedule.timeline import Timeline
 
+QWEN3_30B: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "vocab_size": 151936,
+}
+
 
 def qwen3_8b(**changes: Any) -> ModelFacts:
     """Return the facts of a dense model of 8 billion parameters."""
@@ -31,19 +44,7 @@ def qwen3_8b(**changes: Any) -> ModelFacts:
 
 def qwen3_30b(**changes: Any) -> ModelFacts:
     """Return the facts of a mixture of experts of 30 billion parameters."""
-    config = {
-        "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "moe_intermediate_size": 768,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "vocab_size": 151936,
-    }
-    return model_facts(config | changes)
+    return model_facts(QWEN3_30B | changes)
 
 
 def llama_7b(**changes: Any) -> ModelFacts:

@@ -22,7 +22,7 @@ from offload.plan.facts.facts import AdapterSpec
 from offload.plan.machine.machine import GIB, named_machine
 from offload.plan.schedule.op import Lane
 from tests.bench.gpu import ablate, exact, existing, models, suite
-from tests.bench.gpu.__main__ import is_done, run_case
+from tests.bench.gpu.__main__ import is_done, main, run_case
 from tests.bench.gpu.card import Card
 from tests.bench.gpu.cases import CASES, Case
 from tests.bench.gpu.goals import verdicts
@@ -401,10 +401,12 @@ def test_a_device_that_does_not_wait_is_told_from_one_that_does(
 
 
 @pytest.mark.slow
-def test_a_rehearsal_measures_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_a_rehearsal_measures_and_goes_on_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     names = "probe,moe30b"
-    program = [sys.executable, "-m", "tests.bench.gpu", "--rehearse", "--cases", names]
-    command = [*program, "--out", str(tmp_path)]
+    options = ["--rehearse", "--cases", names, "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.bench.gpu", *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     log = (tmp_path / "log.txt").read_text()
     rows = read(tmp_path / ROWS)
@@ -423,6 +425,7 @@ def test_a_rehearsal_measures_and_goes_on_where_it_stopped(tmp_path: Path) -> No
     text = (tmp_path / "table.md").read_text()
     assert REHEARSED in text
     assert "| moe30b | qwen3-30b-a3b-nf4-16-2 |" in text
-    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert again.stdout.count("complete before") == 2
+    monkeypatch.setattr(sys, "argv", ["gpu", *options])
+    main()
+    assert capsys.readouterr().out.count("complete before") == 2
     assert read(tmp_path / ROWS) == rows

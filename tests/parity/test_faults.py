@@ -6,32 +6,24 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 import offload
-from offload.engine.bound import EngineOptions
 from offload.engine.engine import Engine
 from offload.engine.host.mapping import aligned_empty
 from offload.plan.schedule.op import Lane
 from tests.doubles import HookedDevice
+from tests.parity import steps
 from tests.parity.steps import assert_equal, gradients, micro_batches, resident, streamed, tiny
 from tests.tiers import diagonal
 
 pytestmark = pytest.mark.timeout(60)
 
-OPTIONS = EngineOptions(
-    codec="native",
-    tier="ram",
-    store_dir=None,
-    num_slots=2,
-    stash="host",
-    trained_weights="device",
-    head_chunk_tokens=7,
-    num_kept_graphs=0,
-)
+OPTIONS = replace(steps.OPTIONS, stash="host")
 
 
 class Fault:

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from offload.engine.batch import with_labels
-from offload.engine.bound import EngineOptions
 from offload.engine.engine import Engine
 from offload.engine.seeding import NEWEST
 from offload.engine.streams import CpuDevice
@@ -30,7 +29,7 @@ from offload.plan.schedule.schedule import (
     training_schedule,
 )
 from tests.doubles import HookedDevice
-from tests.parity.steps import assert_equal, micro_batches, tiny
+from tests.parity.steps import OPTIONS, assert_equal, micro_batches, tiny
 from tests.tiers import mostly_slow
 
 NUM_SLOTS = 2
@@ -58,24 +57,25 @@ SETTINGS = {
 }
 
 
+def engine_of(setting: Setting, device: CpuDevice, *, num_slots: int = NUM_SLOTS) -> Engine:
+    model = tiny("qwen3")
+    if setting.trained_weights == "host":
+        model.requires_grad_(True)
+    options = replace(
+        OPTIONS,
+        codec=setting.codec,
+        num_slots=num_slots,
+        stash=setting.stash,
+        trained_weights=setting.trained_weights,
+    )
+    return Engine(model, device=device, options=options)
+
+
 def run(
     setting: Setting, device: CpuDevice, *, num_slots: int = NUM_SLOTS, without: Any = None
 ) -> Found:
     """Run one step, perhaps with one wait left out; return its loss and its gradients."""
-    model = tiny("qwen3")
-    if setting.trained_weights == "host":
-        model.requires_grad_(True)
-    options = EngineOptions(
-        codec=setting.codec,
-        tier="ram",
-        store_dir=None,
-        num_slots=num_slots,
-        stash=setting.stash,
-        trained_weights=setting.trained_weights,
-        head_chunk_tokens=7,
-        num_kept_graphs=0,
-    )
-    engine = Engine(model, device=device, options=options)
+    engine = engine_of(setting, device, num_slots=num_slots)
     torch.manual_seed(0)
     try:
         batches = [with_labels(batch, device.torch_device) for batch in micro_batches(2)]
@@ -156,20 +156,7 @@ def test_move_any_delay_in_any_lane_gives_the_bits_of_the_resident_step(setting:
 
 def waits_of(setting: Setting) -> list[tuple[int, int]]:
     """Return (op, op that it waits for) of the step that `run` runs."""
-    model = tiny("qwen3")
-    options = EngineOptions(
-        codec=setting.codec,
-        tier="ram",
-        store_dir=None,
-        num_slots=NUM_SLOTS,
-        stash=setting.stash,
-        trained_weights=setting.trained_weights,
-        head_chunk_tokens=7,
-        num_kept_graphs=0,
-    )
-    if setting.trained_weights == "host":
-        model.requires_grad_(True)
-    engine = Engine(model, device=CpuDevice(), options=options)
+    engine = engine_of(setting, CpuDevice())
     ops = schedule_of(engine, setting).ops
     engine.close()
     return [(number, wait) for number, op in enumerate(ops) for wait in op.waits]

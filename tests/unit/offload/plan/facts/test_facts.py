@@ -10,21 +10,10 @@ from transformers import AutoConfig
 from offload.errors import UnsupportedModelError
 from offload.plan.facts.facts import AdapterSpec, linear_names, model_facts
 from offload.plan.facts.trainable import adapter_parameters
+from tests.builders import QWEN3_30B
 from tests.counting import counted, on_meta, without_zeros
 
 SHAPES = Path(__file__).parents[5] / "recipes" / "shapes"
-QWEN_30B: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "hidden_size": 2048,
-    "moe_intermediate_size": 768,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "vocab_size": 151936,
-}
 TINY: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -92,12 +81,12 @@ def test_a_config_written_by_transformers_is_read_the_same(config: dict[str, Any
 
 
 def test_attention_and_expert_weights_of_a_qwen_30b_layer_are_1_245_708_288_bytes() -> None:
-    layer = model_facts(QWEN_30B).layers[0]
+    layer = model_facts(QWEN3_30B).layers[0]
     assert 2 * (layer.weights("attention") + layer.weights("experts")) == 1_245_708_288
 
 
 def test_qwen_30b_has_30_5_billion_parameters_of_which_3_3_are_active() -> None:
-    facts = model_facts(QWEN_30B)
+    facts = model_facts(QWEN3_30B)
     assert facts.num_parameters / 1e9 == pytest.approx(30.53, rel=1e-3)
     assert facts.num_active_parameters / 1e9 == pytest.approx(3.35, rel=1e-2)
 
@@ -131,13 +120,13 @@ def test_all_linear_in_peft_means_the_names_that_facts_lists() -> None:
 
 def test_an_unknown_model_type_names_the_nearest() -> None:
     with pytest.raises(UnsupportedModelError, match=r"(?s)'qwen3moe'.*hint: .*qwen3_moe") as e:
-        model_facts(QWEN_30B | {"model_type": "qwen3moe"})
+        model_facts(QWEN3_30B | {"model_type": "qwen3moe"})
     assert e.value.limit.startswith("known are deepseek_v2, deepseek_v3, gemma")
 
 
-@pytest.mark.parametrize("key", sorted(QWEN_30B.keys() - {"num_key_value_heads", "head_dim"}))
+@pytest.mark.parametrize("key", sorted(QWEN3_30B.keys() - {"num_key_value_heads", "head_dim"}))
 def test_a_config_without_a_needed_size_is_refused_by_the_key(key: str) -> None:
-    config = {name: value for name, value in QWEN_30B.items() if name != key}
+    config = {name: value for name, value in QWEN3_30B.items() if name != key}
     with pytest.raises(UnsupportedModelError, match=key):
         model_facts(config)
 
@@ -155,7 +144,7 @@ def test_a_value_of_the_wrong_type_is_refused_with_key_and_value(
     key: str, value: object, limit: str
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=f"`{key}` is {value!r} .*must be {limit}"):
-        model_facts(QWEN_30B | {key: value})
+        model_facts(QWEN3_30B | {key: value})
 
 
 @pytest.mark.parametrize(
@@ -173,7 +162,7 @@ def test_a_value_of_the_wrong_type_is_refused_with_key_and_value(
 )
 def test_a_size_that_no_model_has_is_refused_by_the_key(key: str, value: object) -> None:
     with pytest.raises(UnsupportedModelError, match=f"`{key}` is ") as caught:
-        model_facts(QWEN_30B | {key: value})
+        model_facts(QWEN3_30B | {key: value})
     assert len(str(caught.value)) < 300
 
 
@@ -182,7 +171,7 @@ def test_a_target_that_no_layer_has_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(
         UnsupportedModelError, match=r"(?s)'q_prj'.*q_proj, k_proj.*\n\nhint: .*q_proj"
     ):
-        adapter_parameters(model_facts(QWEN_30B), spec)
+        adapter_parameters(model_facts(QWEN3_30B), spec)
 
 
 def test_a_named_target_of_a_model_without_linear_layers_is_refused() -> None:

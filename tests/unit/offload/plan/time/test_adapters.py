@@ -14,6 +14,7 @@ from offload.plan.time.pricer import Pricer
 from offload.plan.time.work import Work
 from tests.builders import workload
 from tests.counted import Counted
+from tests.tiers import diagonal
 
 T = 512
 SMALL: dict[str, object] = {
@@ -95,9 +96,9 @@ def _pass_through(
     return forward, backward
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("rank", [16, 64])
-@pytest.mark.parametrize("names", GROUPS, ids=" ".join)
+@pytest.mark.parametrize(
+    ("names", "rank", "dtype"), diagonal(GROUPS, [16, 64], [torch.float32, torch.bfloat16])
+)
 def test_branches_move_what_the_plan_says_within_a_tenth(
     names: tuple[str, ...], rank: int, dtype: torch.dtype
 ) -> None:
