@@ -14,7 +14,7 @@ from finetune.planning.subject import Subject, model_subject
 from finetune.recipe.recipe import Recipe, with_offload, with_seq_len
 from finetune.recipe.rules import broken_rules
 from finetune.recipe.shipped import shipped_shapes
-from finetune.report.format import shown_gib, table_of
+from finetune.report.format import shown_break_even, shown_gib, table_of
 from offload.errors import DoesNotFitError
 from offload.plan.facts.codec import CodecName
 from offload.plan.machine.cards import CARDS
@@ -44,7 +44,8 @@ class Offer:
         tokens_per_s: Predicted; None if it does not fit.
         vram_bytes: Predicted peak of device memory; if it does not fit, the need.
         ram_bytes: The same of host memory.
-        break_even_tokens: Tokens per step above which streaming costs nothing.
+        break_even_tokens: Tokens per step from which streaming is free, in micro-batches of the
+            plan's size; None if they are more than any step should have.
         longest_seq_len: Of powers of two, the longest sequence that fits, within the model's own
             limit and with layer inputs where they have to be; None if it was not requested.
     """
@@ -61,7 +62,7 @@ class Offer:
     tokens_per_s: float | None
     vram_bytes: int
     ram_bytes: int
-    break_even_tokens: float
+    break_even_tokens: int | None
     longest_seq_len: int | None = None
 
 
@@ -253,7 +254,7 @@ def slowest_card(vram_gib: float | None) -> str:
 # ---------------------------------------------------------------------------------------------
 # Shown
 
-UNITS = "VRAM and RAM in GiB, N* in tokens per step"
+UNITS = "VRAM and RAM in GiB, N* in tokens per step for micro-batches of the plan's size"
 MACHINE_COLUMNS = ("card", "layers", "fits", "slots", "tok/s", "VRAM", "RAM", "N*")
 FIT_COLUMNS = (
     *("model", "layers", "inputs", "slots", "tok/s", "VRAM", "RAM", "N*"),
@@ -326,5 +327,5 @@ def _figures(offer: Offer) -> list[str]:
         "" if offer.tokens_per_s is None else f"{offer.tokens_per_s:,.0f}",
         f"{offer.vram_bytes / GIB:,.1f}",
         f"{offer.ram_bytes / GIB:,.1f}",
-        f"{offer.break_even_tokens:,.0f}",
+        shown_break_even(offer.break_even_tokens),
     ]
