@@ -204,18 +204,22 @@ def machine_names(names: str, *, dtype: Dtype) -> list[str]:
 def budgeted(machine: Machine, *, vram_gib: float | None) -> Machine:
     """Return a machine with no more device memory than a budget.
 
+    A budget of what a named card is sold with is all that a process may use of it.
+
     Raises:
         ConfigError: The machine has less than that.
     """
     if vram_gib is None:
         return machine
-    if vram_gib * GIB > machine.vram_bytes:
+    card = CARDS.get(machine.name)
+    most_gib = machine.vram_bytes / GIB if card is None else card.memory_gib
+    if vram_gib > most_gib:
         raise ConfigError(
-            f"--vram {vram_gib:g}, but {machine.name} has {shown_gib(machine.vram_bytes)}",
+            f"--vram {vram_gib:g}, but {machine.name} has {shown_gib(most_gib * GIB)}",
             limit="a budget is at most what the card has",
-            hint=f"`--vram {machine.vram_bytes / GIB:g}`, or another `--machine`",
+            hint=f"`--vram {most_gib:g}`, or another `--machine`",
         )
-    return replace(machine, vram_bytes=int(vram_gib * GIB))
+    return replace(machine, vram_bytes=min(machine.vram_bytes, int(vram_gib * GIB)))
 
 
 def slowest_card(vram_gib: float | None) -> str:

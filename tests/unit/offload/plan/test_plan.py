@@ -71,7 +71,7 @@ def test_an_encoded_plan_decodes_each_layer_once_per_visit_and_respects_r3() -> 
     found = plan(FACTS, CARD, request)
     decodings = [op for op in found.schedule.ops if op.kind is Kind.DECODE]
     assert len(decodings) == 2 * FACTS.num_layers - 1
-    assert found.step_s >= found.bound_s > 0
+    assert found.step_s >= found.bound_s * (1 - 1e-12) > 0
     native = plan(FACTS, CARD, replace(REQUEST, num_slots=4))
     assert found.schedule.h2d_bytes == pytest.approx(0.258 * native.schedule.h2d_bytes, rel=0.01)
     assert 0 < (found.break_even_tokens or 0) <= (native.break_even_tokens or 0)

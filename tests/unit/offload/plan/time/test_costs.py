@@ -250,3 +250,31 @@ def test_a_cpu_waits_for_weights_and_maps_large_tensors_anew() -> None:
     )
     assert small == 1e9 / cpu.memory_bytes_per_s.value
     assert large == 1e9 / cpu.host_memory_bytes_per_s.value
+
+
+# ---------------------------------------------------------------------------------------------
+# Kernels that fuse, and loops
+
+
+def test_a_kernel_that_fuses_its_passes_reaches_more_of_the_bandwidth_on_a_gpu() -> None:
+    card = named_machine("rtx4090")
+    cpu = replace(card, device="cpu")
+    for machine, gain in ((card, 0.65 / 0.55), (cpu, 1.0)):
+        at = Pricer(machine=machine, facts=LLAMA_7B, workload=workload())
+        eager, fused = (at.traffic(1e9, num_ops=1, is_fused=fuses) for fuses in (False, True))
+        assert eager.memory_s == pytest.approx(gain * fused.memory_s)
+
+
+def test_a_loop_over_experts_multiplies_slower_until_it_is_measured() -> None:
+    card = named_machine("rtx4090")
+    layer = next(layer for layer in QWEN_30B.layers if layer.num_experts)
+    up = next(linear for linear in layer.linears if linear.group == "experts")
+    loop = replace(card, experts_implementation=Implementation(value="eager", source="given"))
+    rate = replace(card.expert_gemm_flops_per_s, source="measured")
+
+    def compute_s(machine: Machine) -> float:
+        return Pricer(machine=machine, facts=QWEN_30B, workload=workload()).experts(up).compute_s
+
+    assert compute_s(loop) == pytest.approx(4 * compute_s(card))
+    assert compute_s(replace(loop, expert_gemm_flops_per_s=rate)) == compute_s(card)
+    assert compute_s(replace(loop, device="cpu")) == compute_s(card)
