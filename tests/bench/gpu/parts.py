@@ -37,7 +37,7 @@ MAX_TRIES = 12
 RESIDENT_TOKENS = 16384  # of a step in which nothing streams, so that there is no M*
 ENOUGH_BYTES = 2**42
 RAM_SHARE = 0.9
-NOMINAL_SHARE = 0.95  # a card of 24 GiB shows some less
+NOMINAL_SHARE = 0.9  # a card of 24 GiB has less for a process
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
