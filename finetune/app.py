@@ -137,14 +137,14 @@ def plan(
 ) -> None:
     """Predict step time and memory, without weights and without the card."""
     with _explained(model):
-        from finetune.commands.plan import Beside, form_of, planned
+        from finetune.commands.plan import HostOptions, form_of, planned
 
         shown = planned(
             model,
             overrides or [],
             machine=machine,
             machines=machines,
-            beside=Beside(ram_gib=ram, link_gb_per_s=link),
+            host=HostOptions(ram_gib=ram, link_gb_per_s=link),
             wants_ways=wants_ways,
             form=form_of(as_json=as_json, as_markdown=as_markdown, is_verbose=is_verbose),
             note=_warn,
@@ -170,13 +170,13 @@ def fit(
 ) -> None:
     """List what trains, with LoRA, in given memory."""
     with _explained(model or "all shapes"):
-        from finetune.commands.plan import Beside, form_of, models_that_fit
+        from finetune.commands.plan import HostOptions, form_of, models_that_fit
 
         shown = models_that_fit(
             model,
             machine=machine,
             vram_gib=vram,
-            beside=Beside(ram_gib=ram, link_gb_per_s=link),
+            host=HostOptions(ram_gib=ram, link_gb_per_s=link),
             form=form_of(as_json=as_json, as_markdown=as_markdown, is_verbose=False),
         )
         _show(shown)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from offload.engine.engine import Engine
-    from offload.engine.host.store import Hold
+    from offload.engine.host.store import Backing
     from offload.plan.facts.codec import CodecName
 
 __all__ = [
@@ -55,7 +55,7 @@ def attach(  # noqa: PLR0913 - the door to all of it
     trained_weights: Literal["device", "host"] = "device",
     head_chunk_tokens: int = HEAD_CHUNK_TOKENS,
     kept_graphs: int = 0,
-    hold: "Hold | None" = None,
+    backing: "Backing | None" = None,
     store_dir: str | None = None,
 ) -> "Engine":
     """Take over a causal language model.
@@ -80,8 +80,8 @@ def attach(  # noqa: PLR0913 - the door to all of it
             its gradient up in 16 bits, chunk by chunk.
         kept_graphs: Number of last layers without activation checkpointing: their activations
             stay on the device for the backward, which recomputes those of the others.
-        hold: Where the layers were loaded to (`offload.engine.model.load_hook`); None copies them.
-        store_dir: With tier "disk" and no hold: a directory for a file as large as the layers.
+        backing: Where the layers were loaded to (`offload.engine.model.load_hook`); None copies them.
+        store_dir: With tier "disk" and no backing: a directory for a file as large as the layers.
 
     Raises:
         UnsupportedModelError: Correct gradients cannot be guaranteed.
@@ -104,7 +104,7 @@ def attach(  # noqa: PLR0913 - the door to all of it
         head_chunk_tokens=head_chunk_tokens,
         num_kept_graphs=kept_graphs,
     )
-    return Engine(model, device=device_named(device), options=options, hold=hold)
+    return Engine(model, device=device_named(device), options=options, backing=backing)
 
 
 def detach(model: "nn.Module") -> None:

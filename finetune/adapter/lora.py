@@ -28,7 +28,7 @@ from finetune.model.linears import linear_modules
 from finetune.recipe.sections import AdapterSection
 from finetune.report.model_card import MODEL_CARD
 from offload.engine.host.materialize import values_shown
-from offload.engine.host.store import Hold
+from offload.engine.host.store import Backing
 from offload.engine.model.find_layers import find_towers
 from offload.engine.model.layers import LayeredModel
 from offload.plan.facts.facts import nearest
@@ -51,11 +51,11 @@ def expert_parameters(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def add_lora(
-    model: PreTrainedModel, adapter: AdapterSection, *, seed: int, hold: Hold | None = None
+    model: PreTrainedModel, adapter: AdapterSection, *, seed: int, backing: Backing | None = None
 ) -> PeftModel:
     """Freeze the model and add adapters, with weights drawn from `seed`.
 
-    `hold` stores the layers' weights, if they were loaded into one. DoRA starts from their values,
+    `backing` stores the layers' weights, if they were loaded into one. DoRA starts from their values,
     which encoded weights do not expose.
 
     Raises:
@@ -88,7 +88,7 @@ def add_lora(
         adapted = compute_beside(get_peft_model(model, config))
     if adapter.compute_dtype == "auto":
         compute_in_base_dtype(adapted)
-    _start_from_base(adapted, hold)
+    _start_from_base(adapted, backing)
     _require_adapted(adapted, linears, has_experts=adapter.experts)
     _require_wrapped(adapted, whole)
     return adapted
@@ -192,18 +192,18 @@ def _pattern(
 
 
 @torch.no_grad()
-def _start_from_base(adapted: PeftModel, hold: Hold | None) -> None:
+def _start_from_base(adapted: PeftModel, backing: Backing | None) -> None:
     """Set DoRA's magnitudes to the norms that its forward divides by, so training starts at base.
 
     peft computes the first norm in the weights' dtype and later ones in fp32. With 16-bit weights
     the outputs of the first step would be up to 0.2 % off.
     """
     layers = list(LayeredModel(adapted).layers)
-    if hold is not None:
-        hold.adopt([list(layer.parameters()) for layer in layers])
+    if backing is not None:
+        backing.adopt([list(layer.parameters()) for layer in layers])
     for number, layer in enumerate(layers):
         found = [m for m in layer.modules() if isinstance(m, LoraLayer) and m.lora_magnitude_vector]
-        with values_shown(hold, number) if hold is not None and found else nullcontext():
+        with values_shown(backing, number) if backing is not None and found else nullcontext():
             for module in found:
                 base: Any = module.get_base_layer()
                 magnitude: Any = module.lora_magnitude_vector["default"]

@@ -68,7 +68,7 @@ def answer_prompt(
         codec=recipe.offload.layer_codec,
         tier=recipe.offload.load_tier,
         device=device,
-        hold=loaded.hold,
+        backing=loaded.backing,
     )
     try:
         messages = [Message(role="user", content=prompt)]

@@ -16,17 +16,17 @@ from finetune.planning.compare import (
     FIT_COLUMNS,
     MACHINE_COLUMNS,
     UNITS,
-    Offer,
+    Comparison,
     budgeted,
     fit_rows,
     fitting,
     machine_names,
     machine_rows,
-    offers_json,
-    offers_markdown,
-    offers_on,
-    offers_table,
-    offers_within,
+    comparisons_json,
+    comparisons_markdown,
+    compare_on_cards,
+    comparisons_table,
+    compare_within_memory,
     slowest_card,
     trained_models,
 )
@@ -84,7 +84,7 @@ def _uncollected() -> Iterator[None]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Beside:
+class HostOptions:
     """The host memory and link of a named card; None means the assumed value."""
 
     ram_gib: float | None
@@ -107,7 +107,7 @@ def planned(
     *,
     machine: str | None,
     machines: str | None,
-    beside: Beside,
+    host: HostOptions,
     wants_ways: bool,
     form: Form,
     note: Callable[[str], None],
@@ -119,7 +119,7 @@ def planned(
         overrides: Settings over the recipe's.
         machine: A named card or a file; None measures this machine.
         machines: Several of them with commas, or `all`: a table.
-        beside: Host memory and link of named cards.
+        host: Host memory and link of named cards.
         wants_ways: Whether other ways to hold and move the model are priced alongside the plan.
         form: Output format.
         note: Reports what takes time.
@@ -145,18 +145,18 @@ def planned(
     dtype = subject.recipe.model.dtype
     if machines is not None:
         names = machine_names(machines, dtype=dtype)
-        cards = [beside.machine(name, dtype=dtype) for name in names]
+        cards = [host.machine(name, dtype=dtype) for name in names]
         return _by_machine(subject, cards, form=form)
-    here = _one_machine(machine, beside, dtype=dtype, note=note)
+    here = _one_machine(machine, host, dtype=dtype, note=note)
     return _one_plan(subject, here, wants_ways=wants_ways, form=form)
 
 
 def _one_machine(
-    name: str | None, beside: Beside, *, dtype: Dtype, note: Callable[[str], None]
+    name: str | None, host: HostOptions, *, dtype: Dtype, note: Callable[[str], None]
 ) -> Machine:
     if name is not None:
-        return beside.machine(name, dtype=dtype)
-    for flag, value in (("--ram", beside.ram_gib), ("--link", beside.link_gb_per_s)):
+        return host.machine(name, dtype=dtype)
+    for flag, value in (("--ram", host.ram_gib), ("--link", host.link_gb_per_s)):
         if value is not None:
             raise ConfigError(
                 f"{flag} {value:g} without a named card",
@@ -191,7 +191,7 @@ def _one_plan(
 
 @_uncollected()
 def _by_machine(subject: Subject, machines: Sequence[Machine], *, form: Form) -> RenderableType:
-    found = offers_on(subject, machines)
+    found = compare_on_cards(subject, machines)
     first = found[0]
     title = (
         f"{subject.name}: {first.tokens_per_step:,} tokens per step in sequences of"
@@ -210,7 +210,7 @@ def models_that_fit(
     *,
     machine: str | None,
     vram_gib: float | None,
-    beside: Beside,
+    host: HostOptions,
     form: Form,
 ) -> RenderableType:
     """Return a table of what trains in given memory.
@@ -219,14 +219,14 @@ def models_that_fit(
         model: A shipped shape or a config.json; None takes all shipped shapes.
         machine: The card whose rates are used; None takes the slowest desktop card with the memory.
         vram_gib: Device memory that may be used; None takes all of the machine's.
-        beside: Host memory and link.
+        host: Host memory and link.
         form: Output format.
 
     Raises:
         ConfigError: No budget, or more than the machine has.
         DoesNotFitError: Nothing fits.
     """
-    card = beside.machine(machine or slowest_card(vram_gib), dtype="bfloat16")
+    card = host.machine(machine or slowest_card(vram_gib), dtype="bfloat16")
     here = budgeted(card, vram_gib=vram_gib)
     notes = machine_notes(card, dtype="bfloat16")
     if machine is None:
@@ -234,7 +234,7 @@ def models_that_fit(
             f"the rates are those of {card.name}, the slowest known desktop card with"
             f" {shown_gib(CARDS[card.name].memory_gib * GIB)}; `--machine NAME` takes another's"
         )
-    found = fitting(offers_within(trained_models(model), here), here)
+    found = fitting(compare_within_memory(trained_models(model), here), here)
     title = (
         f"LoRA in {shown_gib(here.vram_bytes)} of VRAM and {shown_gib(here.ram_bytes)} of RAM, at"
         f" the rates of {here.name}{'' if machine else ' (assumed)'}:"
@@ -279,16 +279,16 @@ def _shown(
     title: str,
     columns: Sequence[str],
     rows: Sequence[Sequence[str]],
-    found: Sequence[Offer],
+    found: Sequence[Comparison],
     form: Form,
     *,
     notes: Sequence[str] = (),
 ) -> RenderableType:
     if form == "json":
-        return _json(offers_json(found))
+        return _json(comparisons_json(found))
     if form == "markdown":
-        return offers_markdown("\n\n".join([*notes, title]), columns, rows)
-    return Group(*map(Text, notes), offers_table(title, columns, rows))
+        return comparisons_markdown("\n\n".join([*notes, title]), columns, rows)
+    return Group(*map(Text, notes), comparisons_table(title, columns, rows))
 
 
 def _json(figures: object) -> str:

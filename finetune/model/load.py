@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from finetune.recipe.sections import ModelSection
     from offload.engine.host.layer_layout import Record
     from offload.engine.host.slab import Slab
-    from offload.engine.host.store import Hold, Store
+    from offload.engine.host.store import Backing, Store
     from offload.engine.model.load_hook import OnPut
 
 _UNSEEN = (
@@ -32,12 +32,12 @@ class Loaded:
 
     Attributes:
         model: The model; to its callers an ordinary one.
-        hold: Where its layers' weights are stored; None if each parameter has its own memory.
+        backing: Where its layers' weights are stored; None if each parameter has its own memory.
         notes: What the user should know about it.
     """
 
     model: "PreTrainedModel"
-    hold: "Hold | None"
+    backing: "Backing | None"
     notes: tuple[str, ...] = ()
 
 
@@ -73,23 +73,25 @@ def load_model(
     from offload.engine.experts.interface import goes_through_interface
     from offload.engine.host.slab import Slab
     from offload.engine.model.find_layers import find_towers
-    from offload.engine.model.load_hook import Stowing
+    from offload.engine.model.load_hook import CaptureWeights
 
     if section.init == "random":
-        loaded = Loaded(model=_random_model(section, seed), hold=None)
+        loaded = Loaded(model=_random_model(section, seed), backing=None)
     elif tier == "disk" or codec != "native":
         store, notes = layer_store(section, codec, device, on_put)
-        loaded = Loaded(model=_around(store, section), hold=store, notes=notes)
+        loaded = Loaded(model=_around(store, section), backing=store, notes=notes)
         if tier == "ram":
             loaded = _into_memory(loaded, make_slab or Slab)
     else:
         assert section.path is not None
         make = make_slab or Slab
-        with Stowing(
+        with CaptureWeights(
             lambda records, _: make(records), is_loaded=is_loaded, on_put=on_put
-        ) as stowing:
+        ) as captured:
             model = load_published(section.path, section.dtype)
-        loaded = Loaded(model=model, hold=stowing.hold, notes=() if stowing.hold else (_UNSEEN,))
+        loaded = Loaded(
+            model=model, backing=captured.backing, notes=() if captured.backing else (_UNSEEN,)
+        )
     for tower in find_towers(loaded.model):  # for images or sound: text needs none of it
         tower.to("meta")
     compute_exactly(loaded.model)
@@ -137,10 +139,10 @@ def _into_memory(loaded: Loaded, make_slab: "Callable[[Sequence[Record]], Slab]"
     from offload.engine.host.store import Store
     from offload.engine.model.layers import LayeredModel
 
-    store = loaded.hold
+    store = loaded.backing
     assert isinstance(store, Store)
     store.adopt([list(layer.parameters()) for layer in LayeredModel(loaded.model).layers])
     slab = make_slab(store.records)
     store.move_to(slab)
     store.close()
-    return replace(loaded, hold=slab)
+    return replace(loaded, backing=slab)

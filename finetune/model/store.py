@@ -123,14 +123,14 @@ def _build_store(
     import torch
 
     from offload.engine.host.store_writer import StoreWriter
-    from offload.engine.model.load_hook import Stowing
+    from offload.engine.model.load_hook import CaptureWeights
 
     make_writer = partial(StoreWriter, file, encoding_device=torch.device(device))
     files = WeightFiles(weights_folder(path), file)
-    with Stowing(make_writer, codec=codec, is_loaded=is_loaded, on_put=on_put) as stowing:
+    with CaptureWeights(make_writer, codec=codec, is_loaded=is_loaded, on_put=on_put) as captured:
         with files.reading() as contents:
             model = load_published(path, dtype)
-        writer = stowing.hold
+        writer = captured.backing
         if writer is None:
             raise ModelError(
                 f"model.path: {path} was loaded and no weight of its layers was seen",

@@ -28,7 +28,7 @@ SHORTEST_SEQ_LEN = 512
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Offer:
+class Comparison:
     """One model on one machine, with its layers in one form.
 
     Attributes:
@@ -66,21 +66,21 @@ class Offer:
     longest_seq_len: int | None = None
 
 
-def offers_on(subject: Subject, machines: Sequence[Machine]) -> list[Offer]:
+def compare_on_cards(subject: Subject, machines: Sequence[Machine]) -> list[Comparison]:
     """Plan one recipe or model on each machine, with its layers in each form.
 
     A form that the recipe leaves open is the one that its plan chooses. Layers that are more than
     the host's memory are planned on disk too, unless the recipe says where they wait.
     """
     return [
-        offer
+        compared
         for machine in machines
         for recipe in _forms(subject.recipe)
-        for offer in _offers(subject, machine, recipe)
+        for compared in _comparisons(subject, machine, recipe)
     ]
 
 
-def offers_within(models: Sequence[str], machine: Machine) -> list[Offer]:
+def compare_within_memory(models: Sequence[str], machine: Machine) -> list[Comparison]:
     """Plan LoRA on each model, in each form, with the longest sequence that fits.
 
     Args:
@@ -88,24 +88,27 @@ def offers_within(models: Sequence[str], machine: Machine) -> list[Offer]:
         machine: With the memory that may be used.
     """
     return [
-        offer
+        compared
         for subject in (model_subject(model, []) for model in models)
         for recipe in _forms(subject.recipe)
-        for one in _offers(subject, machine, recipe)
-        for offer in [replace(one, longest_seq_len=_longest(subject, machine, recipe, one))]
+        for one in _comparisons(subject, machine, recipe)
+        for compared in [replace(one, longest_seq_len=_longest(subject, machine, recipe, one))]
     ]
 
 
-def fitting(offers: Sequence[Offer], machine: Machine) -> list[Offer]:
+def fitting(comparisons: Sequence[Comparison], machine: Machine) -> list[Comparison]:
     """Return those that fit.
 
     Raises:
         DoesNotFitError: None does.
     """
-    found = [offer for offer in offers if not offer.short]
+    found = [compared for compared in comparisons if not compared.short]
     if found:
         return found
-    nearest = min(offers, key=lambda offer: (len(offer.short), offer.vram_bytes + offer.ram_bytes))
+    nearest = min(
+        comparisons,
+        key=lambda compared: (len(compared.short), compared.vram_bytes + compared.ram_bytes),
+    )
     raise DoesNotFitError(
         f"nothing fits: the nearest is {nearest.model} with `offload.codec: {nearest.codec}`"
         f", for {shown_gib(nearest.vram_bytes)} of VRAM and {shown_gib(nearest.ram_bytes)} of RAM",
@@ -131,27 +134,29 @@ def _forms(recipe: Recipe) -> list[Recipe]:
     return [form for form in forms if not any(broken_rules(form))]
 
 
-def _offers(subject: Subject, machine: Machine, recipe: Recipe) -> Iterator[Offer]:
+def _comparisons(subject: Subject, machine: Machine, recipe: Recipe) -> Iterator[Comparison]:
     """Yield what a recipe gives on a machine; of layers that RAM cannot hold, from disk as well."""
-    offer = _offer(subject, machine, recipe)
-    yield offer
+    compared = _comparison(subject, machine, recipe)
+    yield compared
     on_disk = with_offload(recipe, tier="disk")
-    if "RAM" in offer.short and recipe.offload.tier == "auto" and not any(broken_rules(on_disk)):
-        other = _offer(subject, machine, on_disk)
+    if "RAM" in compared.short and recipe.offload.tier == "auto" and not any(broken_rules(on_disk)):
+        other = _comparison(subject, machine, on_disk)
         if not other.short:
             yield other
 
 
-def _longest(subject: Subject, machine: Machine, recipe: Recipe, offer: Offer) -> int | None:
-    """Return the longest sequence that fits, of powers of two; None if the offer does not fit.
+def _longest(
+    subject: Subject, machine: Machine, recipe: Recipe, compared: Comparison
+) -> int | None:
+    """Return the longest sequence that fits, of powers of two; None if it does not fit.
 
     The tokens of a step stay the same, unless the sequence is longer than all of them.
     """
-    if offer.short:
+    if compared.short:
         return None
     facts = subject.facts
     here = with_configured_backend(recipe.model, facts, machine)
-    placed = with_offload(recipe, tier=offer.tier)
+    placed = with_offload(recipe, tier=compared.tier)
 
     def is_too_long(seq_len: int) -> bool:
         longer = with_seq_len(placed, seq_len)
@@ -164,7 +169,7 @@ def _longest(subject: Subject, machine: Machine, recipe: Recipe, offer: Offer) -
     return lengths[number - 1] if number else recipe.train.seq_len
 
 
-def _offer(subject: Subject, machine: Machine, recipe: Recipe) -> Offer:
+def _comparison(subject: Subject, machine: Machine, recipe: Recipe) -> Comparison:
     facts = subject.facts
     short: tuple[str, ...] = ()
     here = with_configured_backend(recipe.model, facts, machine)
@@ -173,7 +178,7 @@ def _offer(subject: Subject, machine: Machine, recipe: Recipe) -> Offer:
     if made is None:
         made, short = plan_anyway(facts, here, nearest_request(facts, here, requests))
     request = made.request
-    return Offer(
+    return Comparison(
         model=subject.name,
         machine=machine.name,
         codec=request.typical.codec,
@@ -266,33 +271,39 @@ FIT_COLUMNS = (
 )
 
 
-def machine_rows(offers: Sequence[Offer]) -> list[list[str]]:
+def machine_rows(comparisons: Sequence[Comparison]) -> list[list[str]]:
     """Return the rows of `MACHINE_COLUMNS`."""
     return [
-        [offer.machine, _layers(offer), _verdict(offer), str(offer.num_slots), *_figures(offer)]
-        for offer in offers
+        [
+            compared.machine,
+            _layers(compared),
+            _verdict(compared),
+            str(compared.num_slots),
+            *_figures(compared),
+        ]
+        for compared in comparisons
     ]
 
 
-def fit_rows(offers: Sequence[Offer]) -> list[list[str]]:
+def fit_rows(comparisons: Sequence[Comparison]) -> list[list[str]]:
     """Return the rows of `FIT_COLUMNS`."""
     return [
         [
-            *(offer.model, _layers(offer), "RAM" if offer.stash == "host" else "device"),
-            str(offer.num_slots),
-            *_figures(offer),
-            f"{offer.longest_seq_len:,}",
+            *(compared.model, _layers(compared), "RAM" if compared.stash == "host" else "device"),
+            str(compared.num_slots),
+            *_figures(compared),
+            f"{compared.longest_seq_len:,}",
         ]
-        for offer in offers
+        for compared in comparisons
     ]
 
 
-def offers_json(offers: Sequence[Offer]) -> list[dict[str, Any]]:
-    """Return the offers for programs; sizes in bytes."""
-    return [asdict(offer) for offer in offers]
+def comparisons_json(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
+    """Return the comparisons for programs; sizes in bytes."""
+    return [asdict(compared) for compared in comparisons]
 
 
-def offers_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+def comparisons_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """Return rows for a terminal; a name that repeats is written once."""
     table = table_of(title, *columns)
     for column in table.columns:
@@ -307,7 +318,7 @@ def offers_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str
     return table
 
 
-def offers_markdown(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def comparisons_markdown(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return rows as a table of Markdown."""
     lines = [title, "", _markdown_row(columns), _markdown_row(["---"] * len(columns))]
     return "\n".join([*lines, *(_markdown_row(row) for row in rows)])
@@ -317,19 +328,19 @@ def _markdown_row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _layers(offer: Offer) -> str:
+def _layers(compared: Comparison) -> str:
     """Return the form of the layers, and where they wait if that is not RAM."""
-    return offer.codec if offer.tier == "ram" else f"{offer.codec}, disk"
+    return compared.codec if compared.tier == "ram" else f"{compared.codec}, disk"
 
 
-def _verdict(offer: Offer) -> str:
-    return f"no: {', '.join(offer.short)}" if offer.short else "yes"
+def _verdict(compared: Comparison) -> str:
+    return f"no: {', '.join(compared.short)}" if compared.short else "yes"
 
 
-def _figures(offer: Offer) -> list[str]:
+def _figures(compared: Comparison) -> list[str]:
     return [
-        "" if offer.tokens_per_s is None else f"{offer.tokens_per_s:,.0f}",
-        f"{offer.vram_bytes / GIB:,.1f}",
-        f"{offer.ram_bytes / GIB:,.1f}",
-        shown_break_even(offer.break_even_tokens),
+        "" if compared.tokens_per_s is None else f"{compared.tokens_per_s:,.0f}",
+        f"{compared.vram_bytes / GIB:,.1f}",
+        f"{compared.ram_bytes / GIB:,.1f}",
+        shown_break_even(compared.break_even_tokens),
     ]

@@ -26,7 +26,7 @@ from offload.engine.host.layer_layout import Record
 from offload.engine.host.mempolicy import bind_memory
 from offload.engine.host.numa import place_near, thread_on
 from offload.engine.host.slab import Slab
-from offload.engine.host.store import Hold
+from offload.engine.host.store import Backing
 from offload.engine.memory_meter import reset_peak
 from offload.engine.model.layers import LayeredModel
 from offload.errors import DoesNotFitError
@@ -45,12 +45,12 @@ class Adapted:
 
     Attributes:
         model: The model.
-        hold: Where its layers' weights are; None if each parameter has its own memory.
+        backing: Where its layers' weights are; None if each parameter has its own memory.
         notes: What the user should know about it.
     """
 
     model: "PeftModel"
-    hold: Hold | None
+    backing: Backing | None
     notes: tuple[str, ...]
 
 
@@ -121,12 +121,12 @@ def load_adapted(run: Run, plan: Plan) -> Adapted:
         )
     set_router_loss(loaded.model, recipe.train.router_loss_coef)
     run.ranks.exchange(None)  # from here on the slab is filled
-    model = add_lora(loaded.model, recipe.adapter, seed=recipe.train.seed, hold=loaded.hold)
+    model = add_lora(loaded.model, recipe.adapter, seed=recipe.train.seed, backing=loaded.backing)
     if recipe.train.neftune_alpha is not None:
         add_noise(loaded.model, alpha=recipe.train.neftune_alpha)
     model.train()
     notes = (*loaded.notes, *_precision_notes(model, recipe))
-    return Adapted(model=model, hold=loaded.hold, notes=notes)
+    return Adapted(model=model, backing=loaded.backing, notes=notes)
 
 
 def _precision_notes(model: "PeftModel", recipe: Recipe) -> list[str]:
@@ -151,7 +151,7 @@ def attached(run: Run, plan: Plan, adapted: Adapted, data: Data, steps: Steps) -
         stash="host" if plan.request.is_stashed else "device",
         head_chunk_tokens=plan.request.typical.head_chunk_tokens,
         kept_graphs=plan.num_kept_graphs,
-        hold=adapted.hold,
+        backing=adapted.backing,
     )
     loop = Loop(
         model=model,

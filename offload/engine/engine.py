@@ -23,7 +23,7 @@ from offload.engine.batch import (
 )
 from offload.engine.bound import EngineOptions, bind
 from offload.engine.executor import PassState
-from offload.engine.host.store import Hold
+from offload.engine.host.store import Backing
 from offload.engine.host.weights import HostWeights
 from offload.engine.memory_meter import Arena
 from offload.engine.model import placement
@@ -68,7 +68,7 @@ class Engine:
         *,
         device: torch.device | Device,
         options: EngineOptions,
-        hold: Hold | None = None,
+        backing: Backing | None = None,
     ) -> None:
         """Move the layers to their host memory or store, and bind them to the slots.
 
@@ -76,7 +76,7 @@ class Engine:
             model: On the host.
             device: Where to compute, or an open `Device`.
             options: How to attach the model.
-            hold: Where the layers were loaded to; None if each parameter has its own memory.
+            backing: Where the layers were loaded to; None if each parameter has its own memory.
         """
         torch_device = device if isinstance(device, torch.device) else device.torch_device
         self._model = model
@@ -94,7 +94,7 @@ class Engine:
         self._host = HostWeights(
             groups,
             codecs,
-            hold=hold,
+            backing=backing,
             tier=options.tier,
             store_dir=options.store_dir,
             torch_device=torch_device,

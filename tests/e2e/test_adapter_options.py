@@ -42,7 +42,7 @@ def streamed_logits(model_dir: Path, adapter: Path) -> torch.Tensor:
     """Return what `sluice generate` computes: layers in the slab, the adapter on top."""
     base = loaded(model_dir)
     model = load_adapter(base.model, adapter).eval()
-    engine = offload.attach(model, num_slots=2, device="cpu", hold=base.hold)
+    engine = offload.attach(model, num_slots=2, device="cpu", backing=base.backing)
     logits = engine.forward({"input_ids": INPUT_IDS}).logits
     engine.close()
     assert logits is not None

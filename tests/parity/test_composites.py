@@ -106,7 +106,7 @@ def test_a_loaded_composite_keeps_no_tower_in_memory_and_trains(
     model = add_lora(base.model, adapter(), seed=0)
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     assert all(".layers." in name and "vision_tower" not in name for name in trained)
-    engine = offload.attach(model, num_slots=2, device="cpu", hold=base.hold)
+    engine = offload.attach(model, num_slots=2, device="cpu", backing=base.backing)
     batches = micro_batches()
     loss = engine.forward_backward(batches).loss
     found = gradients(model)
@@ -122,8 +122,8 @@ def test_weights_of_towers_are_no_error_and_others_that_are_unknown_are(
 ) -> None:
     composite(model_type).save_pretrained(tmp_path)
     base = loaded(tmp_path)
-    assert base.hold is not None
-    base.hold.close()
+    assert base.backing is not None
+    base.backing.close()
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     name = next(name for name in tensors if "language_model" in name)

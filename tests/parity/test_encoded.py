@@ -234,7 +234,7 @@ def test_an_encoded_weight_that_is_to_train_is_refused_by_name(
             num_slots=2,
             codec="nf4",
             device="cpu",
-            hold=slab,
+            backing=slab,
             trained_weights=trained_weights,
         )
 
@@ -246,7 +246,7 @@ def test_a_copy_of_an_encoded_weight_is_refused_by_name() -> None:
         model, LoraConfig(target_modules=["q_proj"], modules_to_save=["o_proj"])
     )
     with pytest.raises(offload.OffloadError, match=r"o_proj\.\S+\.weight has no values"):
-        offload.attach(wrapped, num_slots=2, codec="nf4", device="cpu", hold=slab)
+        offload.attach(wrapped, num_slots=2, codec="nf4", device="cpu", backing=slab)
 
 
 @pytest.mark.parametrize(("loaded", "asked"), [("nf4", "native"), ("native", "nf4")])
@@ -256,7 +256,7 @@ def test_layers_that_were_loaded_in_another_form_are_refused(
     model = MODELS["qwen3"]().requires_grad_(False)
     slab = as_loaded(model, loaded)
     with pytest.raises(offload.OffloadError, match=r"the layers were loaded as .*is asked for"):
-        offload.attach(model, num_slots=2, codec=asked, device="cpu", hold=slab)
+        offload.attach(model, num_slots=2, codec=asked, device="cpu", backing=slab)
 
 
 @pytest.mark.parametrize("tier", ["ram", "disk"])
@@ -280,9 +280,9 @@ def test_dora_over_encoded_layers_starts_from_the_weights_that_they_decode_to() 
     section = adapter(rank=4, alpha=8.0, targets=["q_proj", "down_proj"], dora=True)
     expected = streamed(add_lora(rounded(base, "nf4"), section, seed=0), num_slots=6)
     slab = as_loaded(base, "nf4")
-    model = add_lora(base, section, seed=0, hold=slab)
+    model = add_lora(base, section, seed=0, backing=slab)
     engine = offload.attach(
-        model, num_slots=2, codec="nf4", device="cpu", hold=slab, head_chunk_tokens=7
+        model, num_slots=2, codec="nf4", device="cpu", backing=slab, head_chunk_tokens=7
     )
     loss = engine.forward_backward(micro_batches(), dropout_seed=0).loss
     assert_equal((loss, gradients(model)), expected)

@@ -50,7 +50,7 @@ def steps(num_slots: int) -> list[tuple[float, dict[str, torch.Tensor]]]:
     optimizer = make_optimizer(
         trained, name="adamw", lr=0.01, weight_decay=0.0, loraplus_ratio=None
     )
-    engine = offload.attach(model, num_slots=num_slots, device="cpu", hold=base.hold)
+    engine = offload.attach(model, num_slots=num_slots, device="cpu", backing=base.backing)
     found, data = [], batches()
     for step in range(NUM_STEPS):
         part = data[step * NUM_MICRO_BATCHES : (step + 1) * NUM_MICRO_BATCHES]

@@ -97,26 +97,26 @@ def test_a_directory_for_a_store_that_is_not_written_is_refused(
     tier: Literal["ram", "disk"], tmp_path: Path
 ) -> None:
     model = tiny("qwen3")
-    hold = None
+    backing = None
     if tier == "disk":
         first = offload.attach(
             model, num_slots=2, device="cpu", tier="disk", store_dir=str(tmp_path)
         )
-        hold = first._host._hold
+        backing = first._host._backing
         first.detach()
     with pytest.raises(offload.OffloadError, match=r"store_dir is .*\n\nhint: "):
         offload.attach(
-            model, num_slots=2, device="cpu", tier=tier, hold=hold, store_dir=str(tmp_path)
+            model, num_slots=2, device="cpu", tier=tier, backing=backing, store_dir=str(tmp_path)
         )
 
 
 def test_layers_that_were_loaded_to_memory_are_not_taken_for_layers_on_disk() -> None:
     model = tiny("qwen3")
     engine = offload.attach(model, num_slots=2, device="cpu")
-    hold = engine._host._hold
+    backing = engine._host._backing
     engine.detach()
     with pytest.raises(offload.OffloadError, match='tier is "disk" and the layers were loaded'):
-        offload.attach(model, num_slots=2, device="cpu", tier="disk", hold=hold)
+        offload.attach(model, num_slots=2, device="cpu", tier="disk", backing=backing)
 
 
 def test_weights_that_train_on_the_host_cannot_lie_on_disk(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ import typer
 import finetune
 import offload
 from finetune import app
-from finetune.commands.plan import Beside
+from finetune.commands.plan import HostOptions
 from finetune.exits import EXIT_DOES_NOT_FIT, EXIT_USER
 from finetune.planning.candidates import chosen_plan, full_requests
 from finetune.planning.compare import budgeted, slowest_card
@@ -336,10 +336,10 @@ def fit_table() -> str:
 
     The figures are those of `sluice fit`.
     """
-    beside = Beside(ram_gib=FIT_RAM_GIB, link_gb_per_s=None)
+    host = HostOptions(ram_gib=FIT_RAM_GIB, link_gb_per_s=None)
     names = [slowest_card(vram) for vram in FIT_VRAM_GIB]
     machines = [
-        budgeted(beside.machine(name, dtype="bfloat16"), vram_gib=vram)
+        budgeted(host.machine(name, dtype="bfloat16"), vram_gib=vram)
         for name, vram in zip(names, FIT_VRAM_GIB, strict=True)
     ]
     subjects = [model_subject(model, []) for model in FIT_MODELS]

@@ -125,14 +125,14 @@ def adopt(
     shown: Sequence[Sequence[torch.Tensor]],
     groups: Sequence[Sequence[nn.Parameter]],
 ) -> tuple[Record, ...]:
-    """Return the records of the parameters that alias tensors a hold has returned.
+    """Return the records of the parameters that alias tensors a backing has returned.
 
     They are matched by address, so modules that were wrapped around them since do not matter. A
     parameter with other memory is in no record.
 
     Args:
         records: The layers' layouts.
-        shown: By layer and field, the tensors that the hold returned.
+        shown: By layer and field, the tensors that the backing returned.
         groups: Each layer's parameters.
 
     Raises:
@@ -143,7 +143,7 @@ def adopt(
         raise OffloadError(
             "no parameter of the model lies where its layers were loaded to",
             limit="an engine that is closed or detached gives parameters other memory",
-            hint="attach without `hold`, or load the model again",
+            hint="attach without `backing`, or load the model again",
         )
     return adopted
 

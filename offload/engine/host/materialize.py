@@ -11,26 +11,26 @@ from offload.engine.host.store import Store
 
 
 @contextmanager
-def values_shown(hold: Slab | Store, layer: int) -> Iterator[None]:
+def values_shown(backing: Slab | Store, layer: int) -> Iterator[None]:
     """Let a layer's parameters show their values instead of placeholders, inside a block.
 
     They are decoded to separate host memory, the size of one layer. Changes to them are lost.
 
     Args:
-        hold: Where the layers are stored; it has adopted the parameters.
+        backing: Where the layers are stored; it has adopted the parameters.
         layer: Which layer.
 
     Raises:
         TransferError: The layer cannot be read.
     """
-    record = hold.records[layer]
+    record = backing.records[layer]
     shown = [field.parameter.data for field in record.fields]
     if record.decoded_bytes:
-        if isinstance(hold, Slab):
-            memory = hold.layer(layer)
+        if isinstance(backing, Slab):
+            memory = backing.layer(layer)
         else:
             memory = aligned_empty(record.num_bytes)
-            hold.read_into(layer, memory)
+            backing.read_into(layer, memory)
         give_back(record, memory, torch.device("cpu"))
     try:
         yield

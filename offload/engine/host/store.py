@@ -295,7 +295,7 @@ class Store:
         return self._mapped[stored.offset : stored.offset + stored.num_bytes]
 
 
-Hold = Slab | Store
+Backing = Slab | Store
 """Where the layers' weights of a loaded model are stored: in memory, or in a file."""
 
 

@@ -54,7 +54,7 @@ class HostWeights:
         groups: Sequence[Sequence[nn.Parameter]],
         codecs: Sequence[Sequence[Codec]],
         *,
-        hold: Slab | Store | None,
+        backing: Slab | Store | None,
         tier: Tier,
         store_dir: Path | None,
         torch_device: torch.device,
@@ -63,8 +63,8 @@ class HostWeights:
 
         Args:
             groups: The parameters to stream, per layer.
-            codecs: How each of them is to be encoded, unless it is in a hold.
-            hold: Where they are already; None if each has memory of its own.
+            codecs: How each of them is to be encoded, unless it is in a backing.
+            backing: Where they are already; None if each has memory of its own.
             tier: Where they are to be stored.
             store_dir: Where a store is written if the tier is disk and they are in memory; it is
                 removed at the end.
@@ -74,29 +74,29 @@ class HostWeights:
             OffloadError: The tier contradicts where the layers are.
             TransferError: The store cannot be written.
         """
-        _require_consistent(hold, tier, store_dir)
+        _require_consistent(backing, tier, store_dir)
         self._place = numa.place_near(torch_device)
-        self._given = hold
+        self._given = backing
         self._store_dir = store_dir
         with numa.thread_on(self._place.cpus):
-            self._hold = self._settled(groups, codecs, hold, tier, torch_device)
+            self._backing = self._settled(groups, codecs, backing, tier, torch_device)
             self._lock = self._page_lock(torch_device)
         reasons = self._lock.reason, self._place.reason
         self.notes = (*self._tier_notes(), *filter(None, reasons))
-        if self._place.node is not None and isinstance(self._hold, Slab):
-            self.notes += (self._hold.policy,) if self._hold.policy else ()
+        if self._place.node is not None and isinstance(self._backing, Slab):
+            self.notes += (self._backing.policy,) if self._backing.policy else ()
         locker = pagelock.open_locker(torch_device, None)
         self.blocks = HostBlocks(locker=locker, before_touch=self._bind)
-        self.records: tuple[Record, ...] = self._hold.records
-        is_store = isinstance(self._hold, Store)
+        self.records: tuple[Record, ...] = self._backing.records
+        is_store = isinstance(self._backing, Store)
         self.source: LayerSource = (
-            self._hold if isinstance(self._hold, Store) else SlabSource(self._hold)
+            self._backing if isinstance(self._backing, Store) else SlabSource(self._backing)
         )
         self.staging = self._lock.buffers
         if is_store and torch_device.type == "cuda" and not self.staging:
             self.staging = tuple(aligned_empty(PIECE_BYTES) for _ in range(NUM_STAGING))
         self._shown: dict[tuple[int, int], torch.Tensor] = {}
-        self.slab_bytes = 0 if is_store else self._hold.num_bytes
+        self.slab_bytes = 0 if is_store else self._backing.num_bytes
         self.pinned_bytes = self._lock.num_bytes
 
     @property
@@ -106,18 +106,18 @@ class HostWeights:
         Raises:
             OffloadError: They are on disk.
         """
-        if isinstance(self._hold, Store):
+        if isinstance(self._backing, Store):
             raise OffloadError(
                 'trained_weights is "host" and tier is "disk"',
                 limit="weights that train are updated in memory",
                 hint='`tier="ram"`, or train an adapter',
             )
-        return [self._hold.layer(layer) for layer in range(len(self.records))]
+        return [self._backing.layer(layer) for layer in range(len(self.records))]
 
     @property
     def arenas(self) -> tuple[Arena, ...]:
         """Host memory for layers and staging buffers."""
-        slab = [self._hold.memory] if isinstance(self._hold, Slab) else []
+        slab = [self._backing.memory] if isinstance(self._backing, Slab) else []
         return (Arena(name=SLAB, blocks=slab), Arena(name=STAGING, blocks=self.staging))
 
     @property
@@ -153,12 +153,12 @@ class HostWeights:
 
         Each tensor has its own storage over the same memory: otherwise saving one would save all.
         """
-        if isinstance(self._hold, Store) or self._hold.is_opened or field.codec is not NATIVE:
+        if isinstance(self._backing, Store) or self._backing.is_opened or field.codec is not NATIVE:
             return None
         if not field.num_bytes:
             return torch.empty(field.shape, dtype=field.dtype)
         if (layer, field.offset) not in self._shown:
-            memory = field.written(self._hold.layer(layer)).numpy()
+            memory = field.written(self._backing.layer(layer)).numpy()
             values = torch.frombuffer(memory, dtype=field.dtype).view(field.shape)
             self._shown[layer, field.offset] = values
         return self._shown[layer, field.offset].detach()
@@ -166,11 +166,11 @@ class HostWeights:
     def give_back(self, torch_device: torch.device) -> None:
         """Give all layers' parameters memory of their own again."""
         for layer, record in enumerate(self.records):
-            if isinstance(self._hold, Slab):
-                memory = self._hold.layer(layer)
+            if isinstance(self._backing, Slab):
+                memory = self._backing.layer(layer)
             else:
                 memory = aligned_empty(record.num_bytes)
-                self._hold.read_into(layer, memory)
+                self._backing.read_into(layer, memory)
             give_back(record, memory, torch_device)
 
     def close(self) -> None:
@@ -179,64 +179,70 @@ class HostWeights:
         try:
             self._lock.release()
         finally:
-            self._hold.close()
-            if self._given is not None and self._given is not self._hold:
+            self._backing.close()
+            if self._given is not None and self._given is not self._backing:
                 self._given.close()
 
     def _settled(
         self,
         groups: Sequence[Sequence[nn.Parameter]],
         codecs: Sequence[Sequence[Codec]],
-        hold: Slab | Store | None,
+        backing: Slab | Store | None,
         tier: Tier,
         torch_device: torch.device,
     ) -> Slab | Store:
         """Move the layers to their tier, unless they are there."""
-        if hold is None and tier == "disk":
-            hold = _written(groups, codecs, self._store_dir, torch_device)
-        elif hold is not None:
-            hold.adopt(groups)
-            _require_codecs(hold, codecs)
-        if (tier == "disk" and isinstance(hold, Store)) or isinstance(hold, Slab):
-            return hold
-        records = hold.records if hold else tuple(map(lay_out, groups, codecs))
+        if backing is None and tier == "disk":
+            backing = _written(groups, codecs, self._store_dir, torch_device)
+        elif backing is not None:
+            backing.adopt(groups)
+            _require_codecs(backing, codecs)
+        if (tier == "disk" and isinstance(backing, Store)) or isinstance(backing, Slab):
+            return backing
+        records = backing.records if backing else tuple(map(lay_out, groups, codecs))
         slab = Slab(records, before_touch=self._bind, encoding_device=torch_device)
-        if isinstance(hold, Store):
-            hold.move_to(slab)
+        if isinstance(backing, Store):
+            backing.move_to(slab)
         else:
             for layer in range(len(slab.records)):
                 slab.take(layer)
         return slab
 
     def _page_lock(self, torch_device: torch.device) -> pagelock.PageLock:
-        largest_bytes = max(record.num_bytes for record in self._hold.records)
-        if isinstance(self._hold, Store):
+        largest_bytes = max(record.num_bytes for record in self._backing.records)
+        if isinstance(self._backing, Store):
             locker = pagelock.open_locker(torch_device, None)
             return pagelock.lock_ring(largest_bytes, "layers lie on disk", locker)
         return pagelock.page_lock(
-            self._hold.address,
-            self._hold.num_bytes,
+            self._backing.address,
+            self._backing.num_bytes,
             largest_bytes,
-            pagelock.open_locker(torch_device, self._hold.descriptor),
+            pagelock.open_locker(torch_device, self._backing.descriptor),
         )
 
     def _bind(self, address: int, num_bytes: int) -> str:
         return bind_memory(address, num_bytes, self._place.node)
 
     def _tier_notes(self) -> tuple[str, ...]:
-        if isinstance(self._hold, Slab):
-            return (f"layers cannot be shared: {self._hold.reason}",) if self._hold.reason else ()
-        how = f"{self._hold.mode} reads" + (f": {self._hold.reason}" if self._hold.reason else "")
-        return (f"layers are read from {self._hold.path} ({how})",)
+        if isinstance(self._backing, Slab):
+            return (
+                (f"layers cannot be shared: {self._backing.reason}",)
+                if self._backing.reason
+                else ()
+            )
+        how = f"{self._backing.mode} reads" + (
+            f": {self._backing.reason}" if self._backing.reason else ""
+        )
+        return (f"layers are read from {self._backing.path} ({how})",)
 
 
-def _require_codecs(hold: Slab | Store, codecs: Sequence[Sequence[Codec]]) -> None:
+def _require_codecs(backing: Slab | Store, codecs: Sequence[Sequence[Codec]]) -> None:
     """Refuse layers that were loaded in another form than requested.
 
     Raises:
         OffloadError: The forms differ.
     """
-    found = {field.codec.name for record in hold.records for field in record.fields}
+    found = {field.codec.name for record in backing.records for field in record.fields}
     wanted = {codec.name for layer in codecs for codec in layer}
     if found != wanted:
         raise OffloadError(
@@ -247,20 +253,20 @@ def _require_codecs(hold: Slab | Store, codecs: Sequence[Sequence[Codec]]) -> No
         )
 
 
-def _require_consistent(hold: Slab | Store | None, tier: Tier, store_dir: Path | None) -> None:
+def _require_consistent(backing: Slab | Store | None, tier: Tier, store_dir: Path | None) -> None:
     """Refuse settings that contradict each other: none is ignored.
 
     Raises:
         OffloadError: Two settings contradict each other.
     """
-    is_written = tier == "disk" and hold is None
+    is_written = tier == "disk" and backing is None
     if is_written and store_dir is None:
         raise OffloadError(
             'tier is "disk" and the layers lie in memory',
             limit="they are written to a file first, as large as they are",
             hint='`store_dir="DIR"` on a fast drive, or `tier="ram"`',
         )
-    if tier == "disk" and isinstance(hold, Slab):
+    if tier == "disk" and isinstance(backing, Slab):
         raise OffloadError(
             'tier is "disk" and the layers were loaded to memory',
             limit="the disk tier reads a store",

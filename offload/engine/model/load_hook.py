@@ -6,16 +6,16 @@ architecture's tensor names, and which tensors are fused and tied.
 
 Idea. Leave loading to the model's library and use torch's own hook on the registration of
 parameters. The model is built without values first, so when the first parameter with values
-arrives, the module tree is complete: the layers are found and laid out, and a hold is made. From
-then on each parameter of a layer is stored in the hold as it arrives and aliases it, and its
+arrives, the module tree is complete: the layers are found and laid out, and a backing is made. From
+then on each parameter of a layer is stored in the backing as it arrives and aliases it, and its
 original memory is free at once. A parameter that does not fit the layout (another dtype than the
 module was built with) keeps its memory, and is resident later.
 
-    with Stowing(make_hold) as stowing:
+    with CaptureWeights(make_backing) as captured:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-    stowing.hold  # a Slab, or the StoreWriter
+    captured.backing  # a Slab, or the StoreWriter
 
-Cost. Mapped shards are read as pages are touched. In addition to the hold, memory is needed only to
+Cost. Mapped shards are read as pages are touched. In addition to the backing, memory is needed only to
 convert one tensor, provided the library converts one tensor after the other.
 """
 
@@ -40,7 +40,7 @@ OnPut = Callable[[int, int], None]
 """Called with the number of weight bytes put so far and the total, both before encoding."""
 
 
-class Hold(Protocol):
+class Backing(Protocol):
     """Where weights are stored while they are loaded."""
 
     def put(self, layer: int, index: int, values: torch.Tensor) -> torch.Tensor:
@@ -50,36 +50,36 @@ class Hold(Protocol):
         """Give everything back."""
 
 
-H = TypeVar("H", bound=Hold)
+H = TypeVar("H", bound=Backing)
 
 
-class Stowing(Generic[H]):
-    """Puts the layers' weights of the one model that is loaded in this context into a hold.
+class CaptureWeights(Generic[H]):
+    """Puts the layers' weights of the one model that is loaded in this context into a backing.
 
     Attributes:
-        hold: None until the first parameter of a layer arrives, and if none does.
+        backing: None until the first parameter of a layer arrives, and if none does.
     """
 
     def __init__(
         self,
-        make_hold: Callable[[Sequence[Record], Sequence[Sequence[str]]], H],
+        make_backing: Callable[[Sequence[Record], Sequence[Sequence[str]]], H],
         *,
         codec: CodecName = "native",
         is_loaded: Callable[[nn.Parameter], bool] = lambda _: True,
         on_put: OnPut = lambda _done, _all: None,
     ) -> None:
-        """Start without a hold.
+        """Start without a backing.
 
         Args:
-            make_hold: Makes the hold, given each layer's record and the names of its fields.
+            make_backing: Makes the backing, given each layer's record and the names of its fields.
             codec: How the layers' matrices are encoded.
             is_loaded: Whether a parameter has its final values when it is registered. If not,
                 because it will be initialised, it keeps its memory.
             on_put: Called after each stored parameter, with the progress of loading.
         """
-        self.hold: H | None = None
+        self.backing: H | None = None
         self._is_loaded = is_loaded
-        self._make_hold = make_hold
+        self._make_backing = make_backing
         self._codec: CodecName = codec
         self._on_put = on_put
         self._done_bytes = self._all_bytes = 0
@@ -87,7 +87,7 @@ class Stowing(Generic[H]):
         self._parents: dict[nn.Module, nn.Module] = {}
         self._places: _Places | None = None
 
-    def __enter__(self) -> "Stowing[H]":
+    def __enter__(self) -> "CaptureWeights[H]":
         self._hooks = (
             torch_module.register_module_module_registration_hook(self._note),
             torch_module.register_module_parameter_registration_hook(self._catch),
@@ -105,8 +105,8 @@ class Stowing(Generic[H]):
         self._parents.clear()
         self._places = None
         trim_heap()
-        if kind is not None and self.hold is not None:
-            self.hold.close()
+        if kind is not None and self.backing is not None:
+            self.backing.close()
 
     def _note(self, parent: nn.Module, _name: str, child: nn.Module | None) -> None:
         if child is not None:
@@ -124,17 +124,17 @@ class Stowing(Generic[H]):
         if (field.shape, field.dtype) != (parameter.shape, parameter.dtype):
             return
         del self._places[module, name]
-        assert self.hold is not None
+        assert self.backing is not None
         if layer != self._newest:
             self._newest = layer
             trim_heap()
         num_bytes = parameter.nbytes
-        parameter.data = self.hold.put(layer, index, parameter.data)
+        parameter.data = self.backing.put(layer, index, parameter.data)
         self._done_bytes += num_bytes
         self._on_put(self._done_bytes, self._all_bytes)
 
     def _plan(self, module: nn.Module) -> _Places:
-        """Lay out the layers of the model that a module belongs to, and make the hold."""
+        """Lay out the layers of the model that a module belongs to, and make the backing."""
         while module in self._parents:
             module = self._parents[module]
         layered = LayeredModel(module)
@@ -161,5 +161,5 @@ class Stowing(Generic[H]):
                 for index, field in enumerate(record.fields)
             }
         self._all_bytes = sum(field.parameter.nbytes for _, _, field in places.values())
-        self.hold = self._make_hold(records, fields)
+        self.backing = self._make_backing(records, fields)
         return places

@@ -85,7 +85,7 @@ def pinned_by_tensor(engine: Any) -> Iterator[None]:
     executor, slots, source = (
         engine._bound.executor,
         engine._bound.executor._slots,
-        engine._host._hold,
+        engine._host._backing,
     )
     is_cuda = engine._device.torch_device.type == "cuda"
     pinned = [

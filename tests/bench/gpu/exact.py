@@ -172,7 +172,7 @@ class Bench:
             head_chunk_tokens=1024,
         )
         self._engine = Engine(
-            self._made.model, device=device, options=options, hold=self._made.slab
+            self._made.model, device=device, options=options, backing=self._made.slab
         )
 
     def steps(

@@ -75,7 +75,7 @@ class Rig:
                 trained_weights="device",
                 head_chunk_tokens=request.typical.head_chunk_tokens,
             ),
-            hold=made.slab,
+            backing=made.slab,
         )
         trained = {n: p for n, p in made.model.named_parameters() if p.requires_grad}
         self._parameters = list(trained.values())

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
 from transformers.utils.quantization_config import Mxfp4Config
 
 from finetune.errors import ModelError
-from offload.engine.model.load_hook import Stowing
+from offload.engine.model.load_hook import CaptureWeights
 from tests.checkpoints import (
     Pack,
     assert_same_model,
@@ -152,7 +152,7 @@ def test_only_one_tensor_is_dequantised_at_a_time(
         order.append(told)
         return then(*_arguments, **_keywords)
 
-    catch = Stowing._catch
+    catch = CaptureWeights._catch
 
     def caught(self: Any, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and not parameter.is_meta and parameter.ndim == 2:
@@ -161,7 +161,7 @@ def test_only_one_tensor_is_dequantised_at_a_time(
 
     import bitsandbytes.functional as functional
 
-    monkeypatch.setattr(Stowing, "_catch", caught)
+    monkeypatch.setattr(CaptureWeights, "_catch", caught)
     monkeypatch.setattr(
         functional, "dequantize_4bit", partial(note, told="read", then=dequantize_4bit)
     )

@@ -100,13 +100,13 @@ def qwen3(tmp_path: Path) -> Path:
     return publish(MODELS["qwen3"](), tmp_path / "qwen3")
 
 
-def in_hold(loaded: Loaded) -> set[str]:
-    """Return the names of the parameters that lie in the hold."""
-    assert loaded.hold is not None
+def in_backing(loaded: Loaded) -> set[str]:
+    """Return the names of the parameters that lie in the backing."""
+    assert loaded.backing is not None
     names = {id(parameter): name for name, parameter in loaded.model.named_parameters()}
-    num_layers = len(loaded.hold.records)
-    loaded.hold.adopt([list(loaded.model.parameters())] * num_layers)
-    return {names[id(f.parameter)] for record in loaded.hold.records for f in record.fields}
+    num_layers = len(loaded.backing.records)
+    loaded.backing.adopt([list(loaded.model.parameters())] * num_layers)
+    return {names[id(f.parameter)] for record in loaded.backing.records for f in record.fields}
 
 
 # ----------------------------------------------------------------------------------- the same model
@@ -123,7 +123,7 @@ def test_a_model_is_loaded_as_transformers_loads_it(name: str, dtype: str, tmp_p
         load(path, "disk", dtype=dtype),
     ):
         assert_same_model(loaded.model, expected)
-        assert in_hold(loaded) == in_layers
+        assert in_backing(loaded) == in_layers
 
 
 def test_a_checkpoint_that_is_published_in_another_dtype_is_loaded_alike(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_a_checkpoint_that_is_published_in_another_dtype_is_loaded_alike(tmp_pat
 
 
 @pytest.mark.parametrize(("name", "tier"), diagonal(["qwen3", "qwen3_moe"], ["ram", "disk"]))
-def test_a_step_from_a_hold_equals_a_step_from_copied_layers(
+def test_a_step_from_loaded_layers_equals_a_step_from_copied_layers(
     name: str, tier: Tier, tmp_path: Path
 ) -> None:
     path = publish(MODELS[name](), tmp_path / "model")
@@ -144,16 +144,16 @@ def test_a_step_from_a_hold_equals_a_step_from_copied_layers(
         torch.manual_seed(0)
         config = LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
         model = get_peft_model(loaded.model, config).train()
-        engine = offload.attach(model, num_slots=2, device="cpu", hold=loaded.hold)
-        if tier == "ram" and loaded.hold is not None:
-            assert engine.slab_bytes == loaded.hold.num_bytes
+        engine = offload.attach(model, num_slots=2, device="cpu", backing=loaded.backing)
+        if tier == "ram" and loaded.backing is not None:
+            assert engine.slab_bytes == loaded.backing.num_bytes
         result = engine.forward_backward([batch])
         engine.detach()
         grads = [p.grad for p in model.parameters() if p.grad is not None]
         return [torch.tensor(result.loss), *grads]
 
     loaded = load(path, tier)
-    copied = Loaded(model=load(path, "ram").model, hold=None)
+    copied = Loaded(model=load(path, "ram").model, backing=None)
     found, expected = step(loaded), step(copied)
     assert len(found) > 8
     assert all(map(torch.equal, found, expected))
@@ -161,13 +161,13 @@ def test_a_step_from_a_hold_equals_a_step_from_copied_layers(
 
 def test_layers_that_were_loaded_into_a_slab_are_not_copied_by_attach(qwen3: Path) -> None:
     loaded = load(qwen3, "ram")
-    assert isinstance(loaded.hold, Slab)
-    before = loaded.hold.layer(0).data_ptr()
+    assert isinstance(loaded.backing, Slab)
+    before = loaded.backing.layer(0).data_ptr()
     model = get_peft_model(loaded.model, LoraConfig(r=4, target_modules="all-linear"))
     frozen = [p for p in model.model.model.layers[0].parameters() if not p.requires_grad]
     addresses = {parameter.data_ptr() for parameter in frozen}
-    engine = offload.attach(model, num_slots=2, device="cpu", hold=loaded.hold)
-    record = loaded.hold.records[0]
+    engine = offload.attach(model, num_slots=2, device="cpu", backing=loaded.backing)
+    record = loaded.backing.records[0]
     assert {before + field.offset for field in record.fields} == addresses
     assert {id(field.parameter) for field in record.fields} == set(map(id, frozen))
     engine.close()
@@ -223,7 +223,7 @@ def test_a_transformers_that_marks_nothing_is_noticed(
             load(qwen3, tier)
         return
     loaded = load(qwen3, tier)
-    assert loaded.hold is None
+    assert loaded.backing is None
     assert "they take their memory twice" in loaded.notes[0]
 
 
@@ -350,7 +350,7 @@ def test_a_layer_damaged_on_disk_stops_the_run_and_the_next_start_builds_it_anew
     loaded = load(qwen3, "disk")
     loaded.model.requires_grad_(False)
     with pytest.raises(TransferError, match=r"layer 0 in .* is not what was written there"):
-        offload.attach(loaded.model, num_slots=2, device="cpu", hold=loaded.hold)
+        offload.attach(loaded.model, num_slots=2, device="cpu", backing=loaded.backing)
     assert load(qwen3, "disk").notes == (f"Wrote the layers of {qwen3} to {file}.",)
 
 

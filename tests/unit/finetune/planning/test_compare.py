@@ -6,9 +6,9 @@ from finetune import app
 from finetune.errors import ConfigError
 from finetune.planning.compare import (
     MACHINE_COLUMNS,
-    Offer,
+    Comparison,
     budgeted,
-    offers_within,
+    compare_within_memory,
     slowest_card,
     trained_models,
 )
@@ -125,31 +125,34 @@ def test_a_machine_file_cannot_be_given_other_memory(tmp_path, capsys) -> None:
 
 
 @pytest.fixture(scope="module")
-def in_12_gib() -> list[Offer]:
+def in_12_gib() -> list[Comparison]:
     machine = budgeted(named_machine("rtx3060", ram_bytes=48 * GIB), vram_gib=12)
-    return offers_within([SMALL, "qwen3-14b", "qwen3-30b-a3b"], machine)
+    return compare_within_memory([SMALL, "qwen3-14b", "qwen3-30b-a3b"], machine)
 
 
 def test_what_fits_is_within_the_memory_and_what_does_not_is_short_of_one(
-    in_12_gib: list[Offer],
+    in_12_gib: list[Comparison],
 ) -> None:
-    found = {(offer.model, offer.codec, offer.tier): offer for offer in in_12_gib}
+    found = {(compared.model, compared.codec, compared.tier): compared for compared in in_12_gib}
     assert found["qwen3-14b", "nf4", "ram"].stash == "host"
     assert found["qwen3-30b-a3b", "bf16_packed", "ram"].short == ()
     assert found["qwen3-30b-a3b", "nf4", "ram"].short == ()
-    for offer in in_12_gib:
-        assert (offer.tokens_per_s is None) == bool(offer.short)
-        if not offer.short:
-            assert offer.vram_bytes <= 12 * GIB
-            assert offer.ram_bytes <= 48 * GIB
+    for compared in in_12_gib:
+        assert (compared.tokens_per_s is None) == bool(compared.short)
+        if not compared.short:
+            assert compared.vram_bytes <= 12 * GIB
+            assert compared.ram_bytes <= 48 * GIB
 
 
-def test_the_longest_sequence_fits_and_twice_of_it_does_not(in_12_gib: list[Offer]) -> None:
-    offer = next(x for x in in_12_gib if (x.model, x.codec) == ("qwen3-14b", "nf4"))
-    assert offer.longest_seq_len is not None
+def test_the_longest_sequence_fits_and_twice_of_it_does_not(in_12_gib: list[Comparison]) -> None:
+    compared = next(x for x in in_12_gib if (x.model, x.codec) == ("qwen3-14b", "nf4"))
+    assert compared.longest_seq_len is not None
     words = ["offload.codec=nf4", "offload.stash=host"]
     machine = named_machine("rtx3060", ram_bytes=48 * GIB)
-    for seq_len, is_fitting in ((offer.longest_seq_len, True), (2 * offer.longest_seq_len, False)):
+    for seq_len, is_fitting in (
+        (compared.longest_seq_len, True),
+        (2 * compared.longest_seq_len, False),
+    ):
         asked = model_subject("qwen3-14b", [*words, f"train.seq_len={seq_len}"])
         facts = asked.facts
         request = full_request(asked.recipe, facts, num_ranks=1)
@@ -160,9 +163,9 @@ def test_the_longest_sequence_fits_and_twice_of_it_does_not(in_12_gib: list[Offe
                 plan(facts, machine, request)
 
 
-def test_more_memory_never_shortens_the_longest_sequence(in_12_gib: list[Offer]) -> None:
+def test_more_memory_never_shortens_the_longest_sequence(in_12_gib: list[Comparison]) -> None:
     machine = budgeted(named_machine("rtx4090", ram_bytes=48 * GIB), vram_gib=20)
-    for less, more in zip(in_12_gib[:3], offers_within([SMALL], machine), strict=True):
+    for less, more in zip(in_12_gib[:3], compare_within_memory([SMALL], machine), strict=True):
         assert less.longest_seq_len is not None
         assert more.longest_seq_len is not None
         assert less.longest_seq_len <= more.longest_seq_len

@@ -8,7 +8,7 @@ import pytest
 from finetune import app
 from finetune.errors import ConfigError
 from finetune.planning.candidates import choose, full_requests
-from finetune.planning.compare import Offer, offers_on, offers_within
+from finetune.planning.compare import Comparison, compare_on_cards, compare_within_memory
 from finetune.planning.request import full_request
 from finetune.planning.subject import Subject, model_subject, subject_of
 from finetune.recipe.recipe import with_offload, with_seq_len
@@ -142,20 +142,20 @@ CARDS = ("rtx3060", "rtx4060ti", "rtx5090")
 RAMS_GIB = (6, 16, 64)
 
 
-def planned(asked: Subject, machine: Machine, offer: Offer) -> Plan:
-    """Return what `plan` answers for the settings that an offer is of."""
-    form = "auto" if offer.codec in ("native", "bf16_packed") else offer.codec
-    recipe = with_offload(asked.recipe, codec=form, tier=offer.tier)
+def planned(asked: Subject, machine: Machine, compared: Comparison) -> Plan:
+    """Return what `plan` answers for the settings that were compared."""
+    form = "auto" if compared.codec in ("native", "bf16_packed") else compared.codec
+    recipe = with_offload(asked.recipe, codec=form, tier=compared.tier)
     requests = full_requests(recipe, asked.facts, num_ranks=1)
     return choose(asked.facts, machine, requests).plan
 
 
 def assert_answers_agree(model: str, machine: Machine) -> None:
-    """Compare each offer of both tables with the plan for it, figure by figure."""
+    """Compare each row of both tables with the plan for it, figure by figure."""
     asked = subject_of(model, [])
     by_machine, by_model = (
-        offers_on(asked, [machine]),
-        offers_within([model], machine),
+        compare_on_cards(asked, [machine]),
+        compare_within_memory([model], machine),
     )
     assert [(o.codec, o.tier) for o in by_machine] == [(o.codec, o.tier) for o in by_model]
     for one, other in zip(by_machine, by_model, strict=True):

@@ -40,7 +40,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Open:
         store_dir = tmp_path if tier == "disk" else None
         codecs = [[NATIVE] * len(group) for group in groups]
         return HostWeights(
-            groups, codecs, hold=None, tier=tier, store_dir=store_dir, torch_device=CPU
+            groups, codecs, backing=None, tier=tier, store_dir=store_dir, torch_device=CPU
         )
 
     return open_with

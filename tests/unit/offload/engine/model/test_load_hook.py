@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from offload.engine.host.layer_layout import Record
 from offload.engine.host.slab import Slab
-from offload.engine.model.load_hook import Stowing
+from offload.engine.model.load_hook import CaptureWeights
 from offload.errors import UnsupportedModelError
 
 SHAPE: dict[str, Any] = {
@@ -53,12 +53,12 @@ def give(model: nn.Module, name: str, *, dtype: torch.dtype = torch.float32) -> 
 
 
 def test_weights_of_layers_are_put_as_they_come_and_others_are_left_alone() -> None:
-    with Stowing(NotedSlab) as stowing:
+    with CaptureWeights(NotedSlab) as captured:
         model = build()
-        assert stowing.hold is None
+        assert captured.backing is None
         torch.manual_seed(0)
         found = {name: give(model, name) for name, _ in list(model.named_parameters())}
-    slab = stowing.hold
+    slab = captured.backing
     assert slab is not None
     assert [name for names in slab.names for name in names] == [n for n in found if "layers." in n]
     torch.manual_seed(0)
@@ -70,45 +70,45 @@ def test_weights_of_layers_are_put_as_they_come_and_others_are_left_alone() -> N
 
 
 def test_a_parameter_of_another_dtype_than_its_module_keeps_its_memory() -> None:
-    with Stowing(NotedSlab) as stowing:
+    with CaptureWeights(NotedSlab) as captured:
         model = build()
         odd = give(model, "model.layers.1.mlp.up_proj.weight", dtype=torch.bfloat16)
         even = give(model, "model.layers.1.mlp.down_proj.weight")
-    assert stowing.hold is not None
-    stowing.hold.adopt([[odd, even], [odd, even], [odd, even]])
-    fields = [field for record in stowing.hold.records for field in record.fields]
+    assert captured.backing is not None
+    captured.backing.adopt([[odd, even], [odd, even], [odd, even]])
+    fields = [field for record in captured.backing.records for field in record.fields]
     assert [field.parameter for field in fields] == [even]
 
 
 def test_a_parameter_that_has_no_values_yet_keeps_its_memory() -> None:
-    with Stowing(NotedSlab, is_loaded=lambda p: p.requires_grad) as stowing:
+    with CaptureWeights(NotedSlab, is_loaded=lambda p: p.requires_grad) as captured:
         model = build()
         layer = model.model.layers[0].mlp
         layer.up_proj.weight = nn.Parameter(torch.ones(32, 16), requires_grad=False)
-        assert stowing.hold is None
+        assert captured.backing is None
         layer.up_proj.weight = nn.Parameter(torch.ones(32, 16))
-    assert stowing.hold is not None
+    assert captured.backing is not None
 
 
 @pytest.mark.parametrize("fault", [KeyboardInterrupt, MemoryError])
-def test_whatever_ends_loading_the_hold_is_closed_and_torch_is_left_as_it_was(
+def test_whatever_ends_loading_the_backing_is_closed_and_torch_is_left_as_it_was(
     fault: type[BaseException],
 ) -> None:
     before = (
         dict(torch_module._global_module_registration_hooks),
         dict(torch_module._global_parameter_registration_hooks),
     )
-    stowing = Stowing(NotedSlab)
+    captured = CaptureWeights(NotedSlab)
 
     def load() -> None:
-        with stowing:
+        with captured:
             give(build(), "model.layers.0.mlp.up_proj.weight")
             raise fault
 
     with pytest.raises(fault):
         load()
-    assert stowing.hold is not None
-    assert stowing.hold.is_closed
+    assert captured.backing is not None
+    assert captured.backing.is_closed
     after = (
         torch_module._global_module_registration_hooks,
         torch_module._global_parameter_registration_hooks,
@@ -117,5 +117,8 @@ def test_whatever_ends_loading_the_hold_is_closed_and_torch_is_left_as_it_was(
 
 
 def test_a_model_whose_layers_cannot_be_streamed_is_refused_while_it_is_loaded() -> None:
-    with pytest.raises(UnsupportedModelError, match="num_kv_shared_layers"), Stowing(NotedSlab):
+    with (
+        pytest.raises(UnsupportedModelError, match="num_kv_shared_layers"),
+        CaptureWeights(NotedSlab),
+    ):
         give(build(num_kv_shared_layers=1), "model.norm.weight")
