@@ -38,7 +38,16 @@ from finetune.report.host_map import host_map
 from finetune.report.plan import plan_json, plan_tables
 from finetune.report.summary import plan_summary
 from finetune.report.what_if import what_if_json, what_if_table
-from offload.plan.machine.machine import FP32_FRAC, GEMM_FRAC, GIB, GIVEN, Dtype, Machine
+from offload.plan.machine.cards import CARDS
+from offload.plan.machine.machine import (
+    EAGER_FRAC,
+    FP32_FRAC,
+    GEMM_FRACS,
+    GIB,
+    GIVEN,
+    Dtype,
+    Machine,
+)
 from offload.plan.what_if.what_if import NUM_CARDS, what_if
 
 Form = Literal["table", "verbose", "json", "markdown"]
@@ -223,7 +232,7 @@ def models_that_fit(
     if machine is None:
         notes.append(
             f"the rates are those of {card.name}, the slowest known desktop card with"
-            f" {shown_gib(card.vram_bytes)}; `--machine NAME` takes another's"
+            f" {shown_gib(CARDS[card.name].memory_gib * GIB)}; `--machine NAME` takes another's"
         )
     found = fitting(compare_within_memory(trained_models(model), here), here)
     title = (
@@ -244,8 +253,9 @@ def machine_notes(machine: Machine, *, dtype: Dtype) -> list[str]:
         assert disk is not None
         notes.append(
             f"{machine.name} is a card of four numbers, with {shown_gib(machine.ram_bytes)} of RAM"
-            f" (--ram). Assumed are fp32 at {FP32_FRAC:g} of its 16-bit rate, {GEMM_FRAC:.0%} of"
-            f" each rate in large kernels, and {disk.value / 1e9:g} GB/s from disk"
+            f" (--ram). Assumed are {GEMM_FRACS['workstation']:.0%} of its 16-bit rate in large"
+            f" products, in fp32 {FP32_FRAC:g} of that, {EAGER_FRAC:.0%} of the memory's rate, and"
+            f" {disk.value / 1e9:g} GB/s from disk"
         )
     if machine.dtype != dtype:
         notes.append(

@@ -14,7 +14,7 @@ from finetune.planning.subject import Subject, model_subject
 from finetune.recipe.recipe import Recipe, with_offload, with_seq_len
 from finetune.recipe.rules import broken_rules
 from finetune.recipe.shipped import shipped_shapes
-from finetune.report.format import shown_gib, table_of
+from finetune.report.format import shown_break_even, shown_gib, table_of
 from offload.errors import DoesNotFitError
 from offload.plan.facts.codec import CodecName
 from offload.plan.machine.cards import CARDS
@@ -44,7 +44,8 @@ class Comparison:
         tokens_per_s: Predicted; None if it does not fit.
         vram_bytes: Predicted peak of device memory; if it does not fit, the need.
         ram_bytes: The same of host memory.
-        break_even_tokens: Tokens per step above which streaming costs nothing.
+        break_even_tokens: Tokens per step from which streaming is free, in micro-batches of the
+            plan's size; None if they are more than any step should have.
         longest_seq_len: Of powers of two, the longest sequence that fits, within the model's own
             limit and with layer inputs where they have to be; None if it was not requested.
     """
@@ -61,7 +62,7 @@ class Comparison:
     tokens_per_s: float | None
     vram_bytes: int
     ram_bytes: int
-    break_even_tokens: float
+    break_even_tokens: int | None
     longest_seq_len: int | None = None
 
 
@@ -208,18 +209,22 @@ def machine_names(names: str, *, dtype: Dtype) -> list[str]:
 def budgeted(machine: Machine, *, vram_gib: float | None) -> Machine:
     """Return a machine with no more device memory than a budget.
 
+    A budget of what a named card is sold with is all that a process may use of it.
+
     Raises:
         ConfigError: The machine has less than that.
     """
     if vram_gib is None:
         return machine
-    if vram_gib * GIB > machine.vram_bytes:
+    card = CARDS.get(machine.name)
+    most_gib = machine.vram_bytes / GIB if card is None else card.memory_gib
+    if vram_gib > most_gib:
         raise ConfigError(
-            f"--vram {vram_gib:g}, but {machine.name} has {shown_gib(machine.vram_bytes)}",
+            f"--vram {vram_gib:g}, but {machine.name} has {shown_gib(most_gib * GIB)}",
             limit="a budget is at most what the card has",
-            hint=f"`--vram {machine.vram_bytes / GIB:g}`, or another `--machine`",
+            hint=f"`--vram {most_gib:g}`, or another `--machine`",
         )
-    return replace(machine, vram_bytes=int(vram_gib * GIB))
+    return replace(machine, vram_bytes=min(machine.vram_bytes, int(vram_gib * GIB)))
 
 
 def slowest_card(vram_gib: float | None) -> str:
@@ -258,7 +263,7 @@ def slowest_card(vram_gib: float | None) -> str:
 # ---------------------------------------------------------------------------------------------
 # Shown
 
-UNITS = "VRAM and RAM in GiB, N* in tokens per step"
+UNITS = "VRAM and RAM in GiB, N* in tokens per step for micro-batches of the plan's size"
 MACHINE_COLUMNS = ("card", "layers", "fits", "slots", "tok/s", "VRAM", "RAM", "N*")
 FIT_COLUMNS = (
     *("model", "layers", "inputs", "slots", "tok/s", "VRAM", "RAM", "N*"),
@@ -337,5 +342,5 @@ def _figures(compared: Comparison) -> list[str]:
         "" if compared.tokens_per_s is None else f"{compared.tokens_per_s:,.0f}",
         f"{compared.vram_bytes / GIB:,.1f}",
         f"{compared.ram_bytes / GIB:,.1f}",
-        f"{compared.break_even_tokens:,.0f}",
+        shown_break_even(compared.break_even_tokens),
     ]

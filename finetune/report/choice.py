@@ -5,7 +5,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from finetune.report.format import shown_gib, shown_graphs, shown_time, table_of
+from finetune.report.format import free_streaming, shown_gib, shown_graphs, shown_time, table_of
 from offload.plan.facts.codec import ROUNDING
 from offload.plan.fit import Shortage
 from offload.plan.request import HEAD_CHUNK_TOKENS
@@ -136,8 +136,10 @@ def _choice_table(choice: Choice) -> Table:
         )
     if plan.num_slots < plan.facts.num_layers:
         table.caption_justify = "left"
+        typical = plan.request.typical
         table.caption = (
-            f"Streaming costs nothing from N* = {plan.break_even_tokens:,.0f} tokens per step;"
+            f"Streaming {free_streaming(plan.break_even_tokens)} tokens per step, in"
+            f" micro-batches of {typical.micro_batch_size} x {typical.seq_len};"
             f" this one has {plan.tokens_per_step:,}."
         )
     return table

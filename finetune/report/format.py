@@ -6,6 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from offload.plan.machine.machine import GIB
+from offload.plan.step import FREE_FRAC, MOST_TOKENS
 
 
 class Titled(Table):
@@ -63,6 +64,16 @@ def shown_count(number: int) -> str:
     if number >= 1e9:
         return f"{number / 1e9:.2f} B"
     return f"{number / 1e6:.2f} M" if number >= 1e6 else f"{number:,}"
+
+
+def shown_break_even(num_tokens: int | None) -> str:
+    """Write N* in tokens; None is more than any step should have."""
+    return f"more than {MOST_TOKENS:,}" if num_tokens is None else f"{num_tokens:,}"
+
+
+def free_streaming(num_tokens: int | None) -> str:
+    """Return from how many tokens streaming is free; the words follow "streaming"."""
+    return f"adds less than {FREE_FRAC:.0%} from N* = {shown_break_even(num_tokens)}"
 
 
 def shown_graphs(num_kept_graphs: int) -> str:

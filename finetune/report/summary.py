@@ -18,7 +18,14 @@ from finetune.report.explain_tables import (
     section_title,
     shown_error,
 )
-from finetune.report.format import compact_table, shown_count, shown_gib, shown_mib, shown_time
+from finetune.report.format import (
+    compact_table,
+    free_streaming,
+    shown_count,
+    shown_gib,
+    shown_mib,
+    shown_time,
+)
 from finetune.report.memory import PEAKS, MemoryRow
 from finetune.report.plan import adapter_line, kept_line, place_of_layers, predicted_phases
 from offload.plan.facts.codec import ROUNDING
@@ -167,7 +174,9 @@ def _tokens_line(plan: Plan) -> str:
     ranks = f", shared by {request.num_ranks} ranks" if request.num_ranks > 1 else ""
     is_streamed = plan.num_slots < plan.facts.num_layers
     free = (
-        f"; streaming costs nothing from N* = {plan.break_even_tokens:,.0f}" if is_streamed else ""
+        f"; in micro-batches of this size streaming {free_streaming(plan.break_even_tokens)}"
+        if is_streamed
+        else ""
     )
     return (
         f"{plan.tokens_per_step:,} in {request.num_micro_batches} micro-batches"

@@ -5,32 +5,23 @@ graph saves its recompute. `offload.plan.split` divides the memory between the t
 `offload.plan.search` chooses all other settings.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from offload.plan.facts.facts import ModelFacts
-from offload.plan.facts.trainable import outer_module_sizes
 from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.machine import ExpertsImplementation, Machine
-from offload.plan.memory.memory import MemoryTerm, input_bytes, layer_weight_bytes, total_bytes
+from offload.plan.memory.memory import MemoryTerm, input_bytes, total_bytes
 from offload.plan.memory.traced import MemoryGrade
 from offload.plan.refusal import refusal
 from offload.plan.request import PlanRequest
-from offload.plan.schedule.op import Kind, Lane, Op
+from offload.plan.schedule.op import Kind
 from offload.plan.schedule.residency import Residency
-from offload.plan.schedule.schedule import (
-    NUM_STAGING,
-    PIECE_BYTES,
-    Order,
-    Schedule,
-    TransferSizes,
-    training_schedule,
-    warm_ring,
-)
-from offload.plan.schedule.simulate import simulate, simulated_s
+from offload.plan.schedule.schedule import Schedule
+from offload.plan.schedule.simulate import simulate
 from offload.plan.schedule.timeline import Timeline
 from offload.plan.split import fastest_residency
-from offload.plan.time.bounds import break_even_tokens, r3_bound_s
+from offload.plan.step import Draft, break_even_tokens, duration_of, schedule_of
+from offload.plan.time.bounds import r3_bound_s
 from offload.plan.time.costs import Costs, LayerCost, price
 
 
@@ -119,18 +110,14 @@ class Plan:
         return bound_s + self.costs.optimizer_s
 
     @property
-    def break_even_tokens(self) -> float:
-        """Tokens per step above which compute hides the weight streaming."""
-        dtype_bytes = self.request.typical.dtype_bytes
-        decoded = layer_weight_bytes(self.facts, dtype_bytes=dtype_bytes)
-        return break_even_tokens(
-            self.facts,
-            self.machine,
-            codec_ratio=sum(layer.weight_bytes for layer in self.costs.layers) / sum(decoded),
-            num_slots=self.num_slots,
-            dtype_bytes=dtype_bytes,
-            num_disk_readers=self.request.num_disk_readers,
-        )
+    def break_even_tokens(self) -> int | None:
+        """Tokens per step from which streaming is free, in micro-batches of the plan's size.
+
+        None is more than any step should have; see `offload.plan.step.break_even_tokens`.
+        """
+        is_staged = self.schedule.is_staged
+        draft = Draft.of(self.facts, self.request, self.costs, self.residency, is_staged=is_staged)
+        return break_even_tokens(draft, self.request)
 
 
 def plan(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Plan:
@@ -167,88 +154,19 @@ def laid_out(needs: MemoryNeeds, costs: Costs, residency: Residency) -> Plan:
         machine=needs.machine,
         request=needs.request,
         residency=residency,
-        schedule=schedule_of(needs, costs, residency, is_draft=False),
+        schedule=schedule_of(
+            needs.facts, needs.request, costs, residency, is_staged=needs.is_staged
+        ),
         costs=costs,
         device_memory=needs.device(residency),
         host_memory=needs.host(residency),
     )
 
 
-def schedule_of(
-    needs: MemoryNeeds, costs: Costs, residency: Residency, *, is_draft: bool
-) -> Schedule:
-    """Return the ops of a step from a warm ring.
-
-    Args:
-        needs: The request and its machine.
-        costs: For the sizes of layers.
-        residency: What of the layers stays in device memory.
-        is_draft: Whether to merge ops that always follow each other on their lane: the pieces of a
-            load, and a visit's micro-batches if none of them waits for inputs. `draft_step_s`
-            predicts the same time from such a schedule as from the full one.
-    """
-    facts, request = needs.facts, needs.request
-    typical = request.typical
-    is_encoded, dtype_bytes = typical.is_encoded, typical.dtype_bytes
-    sizes = TransferSizes.frozen(
-        [layer.weight_bytes for layer in costs.layers],
-        decoded_bytes=layer_weight_bytes(facts, dtype_bytes=dtype_bytes) if is_encoded else None,
-        num_staging=NUM_STAGING if needs.is_staged else 0,
-    )
-    if is_draft and not needs.is_staged:
-        sizes = replace(sizes, piece_bytes=max(sizes.layer_bytes))
-    is_merged = is_draft and not request.is_stashed
-    return training_schedule(
-        sizes,
-        ring=warm_ring(residency.num_slots),
-        num_micro_batches=1 if is_merged else request.rank_micro_batches,
-        order=Order.LAYER_MAJOR,
-        trains_front=bool(outer_module_sizes(facts, request.typical.adapter)),
-        input_bytes=(input_bytes(facts, request.typical),) * request.num_stashed,
-        num_kept_graphs=residency.num_kept_graphs,
-    )
-
-
 def draft_step_s(needs: MemoryNeeds, costs: Costs, residency: Residency) -> float:
-    """Return the predicted time of a step, optimizer included, from a draft schedule."""
-    one_s, request = duration_of(costs), needs.request
-    is_whole, num_merged = needs.is_staged, 1 if request.is_stashed else request.rank_micro_batches
-
-    def duration_s(op: Op) -> float:
-        if op.kind is Kind.LOAD and not is_whole:
-            return one_s(op) + (-(-op.num_bytes // PIECE_BYTES) - 1) * costs.h2d_latency_s
-        is_visit = op.lane is Lane.COMPUTE and op.kind is not Kind.DECODE
-        return one_s(op) * (num_merged if is_visit else 1)
-
-    draft = schedule_of(needs, costs, residency, is_draft=True)
-    return simulated_s(draft, duration_s) + costs.optimizer_s
-
-
-def duration_of(costs: Costs) -> Callable[[Op], float]:
-    """Return the function that gives an op's duration."""
-
-    def duration_s(op: Op) -> float:
-        if op.kind is Kind.FETCH:
-            return costs.h2d_latency_s + op.num_bytes / costs.fetch_bytes_per_s
-        if op.lane is Lane.H2D:
-            return costs.h2d_latency_s + op.num_bytes / costs.h2d_bytes_per_s
-        if op.lane is Lane.HOST:
-            return op.num_bytes / costs.read_bytes_per_s
-        if op.lane is Lane.D2H:
-            return costs.h2d_latency_s + op.num_bytes / costs.d2h_bytes_per_s
-        if op.kind is Kind.FRONT:
-            return costs.front_s
-        if op.kind is Kind.FRONT_BACKWARD:
-            return costs.front_backward_s
-        if op.kind is Kind.TAIL:
-            return costs.tail_s
-        assert op.layer is not None
-        layer = costs.layers[op.layer]
-        if op.kind is Kind.DECODE:
-            return layer.decode_s
-        return layer.forward_s if op.kind is Kind.FORWARD else layer.back_s(has_graph=op.has_graph)
-
-    return duration_s
+    """Return the predicted time of a step, optimizer included, without all of its ops."""
+    draft = Draft.of(needs.facts, needs.request, costs, residency, is_staged=needs.is_staged)
+    return draft.step_s(needs.request.rank_micro_batches) + costs.optimizer_s
 
 
 def calibrate(

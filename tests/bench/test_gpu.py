@@ -267,7 +267,8 @@ def test_micro_batches_are_the_multiple_of_what_streaming_takes_to_be_free() -> 
         if (
             found.whole.residency.num_slots < 24
         ):  # else one micro-batch more or less changes too much
-            assert found.of_m_star == pytest.approx(part.of_m_star, rel=0.3)
+            wanted = part.of_m_star * found.n_star_tokens / part.seq_len
+            assert found.num_micro_batches == pytest.approx(wanted, rel=0.3, abs=1)
 
 
 def test_a_card_stands_in_for_a_smaller_one_and_for_no_larger_one() -> None:
@@ -275,7 +276,7 @@ def test_a_card_stands_in_for_a_smaller_one_and_for_no_larger_one() -> None:
     assert capped(H200, part).vram_bytes == 24 * GIB
     nearly = replace(H200, vram_bytes=int(23.5 * GIB))
     assert capped(nearly, part) == nearly
-    with pytest.raises(DoesNotFitError, match=r"has 16\.0 GiB; this part is for a card of 24 GiB"):
+    with pytest.raises(DoesNotFitError, match=r"has 14\.7 GiB; this part is for a card of 24 GiB"):
         capped(named_machine("rtx4080"), part)
 
 

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.plan.plan import duration_of
 from offload.plan.schedule.schedule import (
     NUM_STAGING,
     PIECE_BYTES,
@@ -19,6 +18,7 @@ from offload.plan.schedule.schedule import (
     warm_ring,
 )
 from offload.plan.schedule.simulate import simulate
+from offload.plan.step import duration_of
 from offload.plan.time.bounds import r3_bound_s
 from offload.plan.time.costs import Costs, LayerCost
 

@@ -36,7 +36,7 @@ from finetune.recipe.shipped import shipped_shapes
 from offload.errors import DoesNotFitError, SluiceError
 from offload.plan import Machine, Plan
 from offload.plan.machine.cards import CARDS
-from offload.plan.machine.machine import Dtype, named_machine
+from offload.plan.machine.machine import GIB, Dtype, named_machine
 
 ROOT = Path(__file__).parents[2]
 
@@ -293,12 +293,17 @@ def cards() -> str:
             [
                 f"`{name}`",
                 f"{card.memory_gib:g}",
+                f"{card.listed_mib:,}" if card.listed_mib else "not found",
+                f"{machine.vram_bytes / GIB:.2f}",
                 f"{machine.gemm_flops_per_s.value / 1e12:.0f} ({dtype})",
                 f"{machine.memory_bytes_per_s.value / 1e9:,.0f}",
                 f"{machine.h2d_bytes_per_s.value / 1e9:g}",
             ]
         )
-    head = ("card", "GiB", "TFLOP/s of large products", "GB/s of memory", "GB/s host to device")
+    head = (
+        *("card", "GiB as sold", "MiB listed", "GiB to use"),
+        *("TFLOP/s of large products", "GB/s of memory", "GB/s host to device"),
+    )
     return table(head, rows)
 
 

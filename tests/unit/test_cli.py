@@ -251,7 +251,7 @@ def test_a_plan_says_which_expert_kernels_it_assumes(capsys) -> None:
         capsys
     )
     assert run(*words, "--verbose") == 0
-    assert " experts  92.51 TFLOP/s (assumed: 0.7 x GEMM)\n" in without_trailing_spaces(capsys)
+    assert " experts  107.55 TFLOP/s (assumed: 0.7 x GEMM)\n" in without_trailing_spaces(capsys)
     assert run(*words, "model.experts_implementation=eager", "--json") == 0
     assert json.loads(capsys.readouterr().out)["experts_implementation"] == {
         "value": "eager",

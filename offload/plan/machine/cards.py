@@ -17,10 +17,16 @@ computed from them, two operations per core and clock:
     rtx-pro   Datasheets of RTX PRO Blackwell: an eighth of the AI TOPS, which are fp4 with
               sparsity. Others measured 457 of 504 TFLOP/s on a PRO 6000, 257 of 295 on a PRO 5000.
     datasheet The card's own: A10, A100, B200 (HGX), H100, H200, L4, L40S, T4, V100 (PCIe).
+
+`listed_mib` is the total of nvidia-smi, from lists that owners published: A10, A100, H100, L4, L40S
+and T4 in github.com/modal-labs/modal-client/pull/2797, RTX 3060 in
+geerlingguy/raspberry-pi-pcie-devices/issues/790, RTX 4090 in RLinf/RLinf/issues/255, RTX 5070 in
+shkhln/libc6-shim/issues/14, RTX 5090 in noonghunna/club-3090/issues/1229; the others in logs in
+public repositories on GitHub, where a search for the number with "MiB" finds the card's name.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Line = Literal["consumer", "workstation", "server"]
@@ -32,17 +38,18 @@ class Card:
     """Published figures of a card, and measurements by others.
 
     Attributes:
-        memory_gib: Device memory.
+        memory_gib: Device memory, as the card is sold.
         half_tflops: Dense products of 16-bit numbers, accumulated in fp32.
         fp32_tflops: Arithmetic in fp32, without tensor cores.
         memory_gb_per_s: Of device memory.
         pcie: Generation and lanes of its link.
         line: The product line, which implies the kind of host.
         sheet: The source of the figures.
+        listed_mib: Device memory that nvidia-smi lists; None if no such list was found.
         has_bf16: Whether it computes in bfloat16; cards before Ampere do not.
         has_grouped_gemm: Whether torch's grouped products are one kernel on it.
         measured_gemm_tflops: Large products, as measured by others.
-        measured_memory_gb_per_s: Likewise.
+        measured_memory_gb_per_s: Large copies within device memory, likewise.
         measured_fp32_tflops: Likewise.
         measured_link_gb_per_s: Likewise.
     """
@@ -54,6 +61,7 @@ class Card:
     pcie: Pcie
     line: Line
     sheet: str
+    listed_mib: int | None = None
     has_bf16: bool = True
     has_grouped_gemm: bool = False
     measured_gemm_tflops: float | None = None
@@ -71,7 +79,7 @@ def _card(
     fp32: float,
     memory: float,
     *,
-    has_bf16: bool = True,
+    listed_mib: int | None = None,
 ) -> Card:
     return Card(
         memory_gib=gib,
@@ -81,40 +89,41 @@ def _card(
         pcie=pcie,
         line=line,
         sheet=sheet,
-        has_bf16=has_bf16,
+        listed_mib=listed_mib,
     )
 
 
 CARDS: Mapping[str, Card] = {
     # (PCIe generation, lanes), GiB, TFLOP/s in 16 bits, TFLOP/s in fp32, GB/s
-    "rtx3060": _card("consumer", "ga102", (4, 16), 12, 25.5, 12.7, 360),
+    "rtx3060": _card("consumer", "ga102", (4, 16), 12, 25.5, 12.7, 360, listed_mib=12288),
     "rtx3060-8gb": _card("consumer", "ga102", (4, 16), 8, 25.5, 12.7, 240),
-    "rtx3060ti": _card("consumer", "ga102", (4, 16), 8, 32.4, 16.2, 448),
-    "rtx3070": _card("consumer", "ga102", (4, 16), 8, 40.6, 20.3, 448),
+    "rtx3060ti": _card("consumer", "ga102", (4, 16), 8, 32.4, 16.2, 448, listed_mib=8192),
+    "rtx3070": _card("consumer", "ga102", (4, 16), 8, 40.6, 20.3, 448, listed_mib=8192),
     "rtx3070ti": _card("consumer", "ga102", (4, 16), 8, 43.5, 21.7, 608),
-    "rtx3080": _card("consumer", "ga102", (4, 16), 10, 59.5, 29.8, 760),
+    "rtx3080": _card("consumer", "ga102", (4, 16), 10, 59.5, 29.8, 760, listed_mib=10240),
     "rtx3080-12gb": _card("consumer", "ga102", (4, 16), 12, 61.3, 30.6, 912),
-    "rtx3080ti": _card("consumer", "ga102", (4, 16), 12, 68.2, 34.1, 912),
-    "rtx3090": _card("consumer", "ga102", (4, 16), 24, 71, 35.6, 936),
-    "rtx3090ti": _card("consumer", "ga102", (4, 16), 24, 80, 40, 1008),
-    "rtx4060": _card("consumer", "ada", (4, 8), 8, 30.2, 15.1, 272),
-    "rtx4060ti": _card("consumer", "ada", (4, 8), 16, 44.1, 22.1, 288),
-    "rtx4060ti-8gb": _card("consumer", "ada", (4, 8), 8, 44.1, 22.1, 288),
-    "rtx4070": _card("consumer", "ada", (4, 16), 12, 58.3, 29.1, 504),
-    "rtx4070super": _card("consumer", "ada", (4, 16), 12, 71, 35.5, 504),
-    "rtx4070ti": _card("consumer", "ada", (4, 16), 12, 80.2, 40.1, 504),
-    "rtx4070tisuper": _card("consumer", "ada", (4, 16), 16, 88.2, 44.1, 672),
-    "rtx4080": _card("consumer", "ada", (4, 16), 16, 97.5, 48.7, 717),
-    "rtx4080super": _card("consumer", "ada", (4, 16), 16, 104.4, 52.2, 736),
-    "rtx4090": _card("consumer", "ada", (4, 16), 24, 165.2, 82.6, 1008),
-    "rtx5060": _card("consumer", "blackwell", (5, 8), 8, 38.4, 19.2, 448),
-    "rtx5060ti": _card("consumer", "blackwell", (5, 8), 16, 47.4, 23.7, 448),
+    "rtx3080ti": _card("consumer", "ga102", (4, 16), 12, 68.2, 34.1, 912, listed_mib=12288),
+    "rtx3090": _card("consumer", "ga102", (4, 16), 24, 71, 35.6, 936, listed_mib=24576),
+    "rtx3090ti": _card("consumer", "ga102", (4, 16), 24, 80, 40, 1008, listed_mib=24564),
+    "rtx4060": _card("consumer", "ada", (4, 8), 8, 30.2, 15.1, 272, listed_mib=8188),
+    "rtx4060ti": _card("consumer", "ada", (4, 8), 16, 44.1, 22.1, 288, listed_mib=16380),
+    "rtx4060ti-8gb": _card("consumer", "ada", (4, 8), 8, 44.1, 22.1, 288, listed_mib=8188),
+    "rtx4070": _card("consumer", "ada", (4, 16), 12, 58.3, 29.1, 504, listed_mib=12282),
+    "rtx4070super": _card("consumer", "ada", (4, 16), 12, 71, 35.5, 504, listed_mib=12282),
+    "rtx4070ti": _card("consumer", "ada", (4, 16), 12, 80.2, 40.1, 504, listed_mib=12282),
+    "rtx4070tisuper": _card("consumer", "ada", (4, 16), 16, 88.2, 44.1, 672, listed_mib=16376),
+    "rtx4080": _card("consumer", "ada", (4, 16), 16, 97.5, 48.7, 717, listed_mib=16376),
+    "rtx4080super": _card("consumer", "ada", (4, 16), 16, 104.4, 52.2, 736, listed_mib=16376),
+    "rtx4090": _card("consumer", "ada", (4, 16), 24, 165.2, 82.6, 1008, listed_mib=24564),
+    "rtx5060": _card("consumer", "blackwell", (5, 8), 8, 38.4, 19.2, 448, listed_mib=8151),
+    "rtx5060ti": _card("consumer", "blackwell", (5, 8), 16, 47.4, 23.7, 448, listed_mib=16311),
     "rtx5060ti-8gb": _card("consumer", "blackwell", (5, 8), 8, 47.4, 23.7, 448),
-    "rtx5070": _card("consumer", "blackwell", (5, 16), 12, 61.7, 30.9, 672),
-    "rtx5070ti": _card("consumer", "blackwell", (5, 16), 16, 87.9, 43.9, 896),
-    "rtx5080": _card("consumer", "blackwell", (5, 16), 16, 112.6, 56.3, 960),
+    "rtx5070": _card("consumer", "blackwell", (5, 16), 12, 61.7, 30.9, 672, listed_mib=12227),
+    "rtx5070ti": _card("consumer", "blackwell", (5, 16), 16, 87.9, 43.9, 896, listed_mib=16303),
+    "rtx5080": _card("consumer", "blackwell", (5, 16), 16, 112.6, 56.3, 960, listed_mib=16303),
     "rtx5090": Card(
         memory_gib=32,
+        listed_mib=32607,
         half_tflops=209.5,
         fp32_tflops=104.8,
         memory_gb_per_s=1792,
@@ -125,27 +134,32 @@ CARDS: Mapping[str, Card] = {
         measured_memory_gb_per_s=1400,
         measured_link_gb_per_s=56,
     ),
-    "rtxa2000": _card("workstation", "rtx-a", (4, 16), 6, 31.9, 8, 288),
+    "rtxa2000": _card("workstation", "rtx-a", (4, 16), 6, 31.9, 8, 288, listed_mib=6138),
     "rtxa2000-12gb": _card("workstation", "rtx-a", (4, 16), 12, 31.9, 8, 288),
-    "rtxa4000": _card("workstation", "rtx-a", (4, 16), 16, 76.7, 19.2, 448),
-    "rtxa4500": _card("workstation", "rtx-a", (4, 16), 20, 94.6, 23.7, 640),
-    "rtxa5000": _card("workstation", "rtx-a", (4, 16), 24, 111.1, 27.8, 768),
+    "rtxa4000": _card("workstation", "rtx-a", (4, 16), 16, 76.7, 19.2, 448, listed_mib=16376),
+    "rtxa4500": _card("workstation", "rtx-a", (4, 16), 20, 94.6, 23.7, 640, listed_mib=20470),
+    "rtxa5000": _card("workstation", "rtx-a", (4, 16), 24, 111.1, 27.8, 768, listed_mib=24564),
     "rtxa5500": _card("workstation", "rtx-a", (4, 16), 24, 136.4, 34.1, 768),
-    "rtxa6000": _card("workstation", "rtx-a", (4, 16), 48, 154.8, 38.7, 768),
-    "rtx6000ada": _card("workstation", "rtx-ada", (4, 16), 48, 364.2, 91.1, 960),
-    "rtxpro4000": _card("workstation", "rtx-pro", (5, 16), 24, 187.6, 46.9, 672),
-    "rtxpro4500": _card("workstation", "rtx-pro", (5, 16), 32, 219.8, 54.9, 896),
-    "rtxpro5000": _card("workstation", "rtx-pro", (5, 16), 48, 294.8, 73.7, 1344),
-    "rtxpro6000": _card("workstation", "rtx-pro", (5, 16), 96, 503.8, 126, 1792),
-    "t4": _card("server", "datasheet", (3, 16), 16, 65, 8.1, 320, has_bf16=False),
-    "v100": _card("server", "datasheet", (3, 16), 16, 112, 14, 900, has_bf16=False),
-    "v100-32gb": _card("server", "datasheet", (3, 16), 32, 112, 14, 900, has_bf16=False),
-    "a10": _card("server", "datasheet", (4, 16), 24, 125, 31.2, 600),
-    "l4": _card("server", "datasheet", (4, 16), 24, 121, 30.3, 300),
-    "l40s": _card("server", "datasheet", (4, 16), 48, 362, 91.6, 864),
-    "a100": _card("server", "datasheet", (4, 16), 80, 312, 19.5, 2039),
+    "rtxa6000": _card("workstation", "rtx-a", (4, 16), 48, 154.8, 38.7, 768, listed_mib=49140),
+    "rtx6000ada": _card("workstation", "rtx-ada", (4, 16), 48, 364.2, 91.1, 960, listed_mib=49140),
+    "rtxpro4000": _card("workstation", "rtx-pro", (5, 16), 24, 187.6, 46.9, 672, listed_mib=24467),
+    "rtxpro4500": _card("workstation", "rtx-pro", (5, 16), 32, 219.8, 54.9, 896, listed_mib=32623),
+    "rtxpro5000": _card("workstation", "rtx-pro", (5, 16), 48, 294.8, 73.7, 1344, listed_mib=48935),
+    "rtxpro6000": _card("workstation", "rtx-pro", (5, 16), 96, 503.8, 126, 1792, listed_mib=97887),
+    "t4": replace(
+        _card("server", "datasheet", (3, 16), 16, 65, 8.1, 320, listed_mib=15360), has_bf16=False
+    ),
+    "v100": replace(
+        _card("server", "datasheet", (3, 16), 16, 112, 14, 900, listed_mib=16160), has_bf16=False
+    ),
+    "v100-32gb": replace(_card("server", "datasheet", (3, 16), 32, 112, 14, 900), has_bf16=False),
+    "a10": _card("server", "datasheet", (4, 16), 24, 125, 31.2, 600, listed_mib=23028),
+    "l4": _card("server", "datasheet", (4, 16), 24, 121, 30.3, 300, listed_mib=23034),
+    "l40s": _card("server", "datasheet", (4, 16), 48, 362, 91.6, 864, listed_mib=46068),
+    "a100": _card("server", "datasheet", (4, 16), 80, 312, 19.5, 2039, listed_mib=81920),
     "h100": Card(
         memory_gib=80,
+        listed_mib=81559,
         half_tflops=989,
         fp32_tflops=67,
         memory_gb_per_s=3350,
@@ -159,6 +173,7 @@ CARDS: Mapping[str, Card] = {
     ),
     "h200": Card(
         memory_gib=140,
+        listed_mib=143771,
         half_tflops=989,
         fp32_tflops=67,
         memory_gb_per_s=4800,
@@ -169,6 +184,7 @@ CARDS: Mapping[str, Card] = {
     ),
     "b200": Card(
         memory_gib=179,
+        listed_mib=183359,
         half_tflops=2250,
         fp32_tflops=80,
         memory_gb_per_s=8000,

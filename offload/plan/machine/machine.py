@@ -8,9 +8,9 @@ from reprlib import repr as shown
 from typing import Any, Literal, get_args
 
 from offload.errors import MachineError
-from offload.plan.machine.cards import CARDS, Card, Pcie
+from offload.plan.machine.cards import CARDS, Card, Line, Pcie
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 MEASURED = "measured"  # the source of rates that were measured on this machine
 # Beyond any machine, while a float still holds products of a few.
 MIN_RATE, MAX_RATE, MAX_BYTES = 1e-15, 1e30, 2**60
@@ -215,10 +215,26 @@ def _chosen(key: str, value: object, choices: object) -> Any:
 # ---------------------------------------------------------------------------------------------
 # Named cards
 
-# Fractions of the datasheet that large kernels reach: 80 % of dense bf16 peak on H100 and H200, 70
-# to 90 % of memory bandwidth. The others are assumptions until a probe replaces them.
-GEMM_FRAC = 0.8
-MEMORY_FRAC = 0.8
+# The share of the datasheet that large products reach, by torch.matmul of up to 10,240 x 10,240 on
+# owners' cards (github.com/zzc0721/torch-performance-test-data, database.md). In bf16 a GeForce
+# reaches 1.08 (RTX 3090), 1.08 (4070 SUPER), 0.97 to 1.05 (4090) and 1.13 (5090), at a clock that a
+# long run may not hold: 0.93 is the least that is known of a 4090. Others reach 0.75 (B200), 0.80
+# (H100), 0.85 (A100) and 0.83 (RTX PRO 6000). In fp32 without TF32: 0.66 (4090 and 5090) to 0.69
+# (3090), 0.61 (RTX PRO 6000), 0.98 (A100).
+GEMM_FRACS: Mapping[Line, float] = {"consumer": 0.93, "workstation": 0.8, "server": 0.8}
+FP32_GEMM_FRACS: Mapping[Line, float] = {"consumer": 0.66, "workstation": 0.61, "server": 0.8}
+# The share of memory bandwidth: assumed for eager operators between the 0.4 and 0.65 that they
+# reach, and for kernels that fuse their passes 0.65, until a probe measures them; for a product's
+# one pass over its long side that of large copies, 0.72 (H100) to 0.78 (RTX 5090) and more.
+EAGER_FRAC, FUSED_FRAC, COPY_FRAC = 0.55, 0.65, 0.8
+# Memory that a process cannot have. nvidia-smi lists 0.995 of what a card is sold with, or more
+# (8,151 of 8,192 MiB for an RTX 5060); this is assumed where no list was found. CUDA has 346 MiB
+# less than that on an RTX 4090 (23.65 GiB in out-of-memory messages), 469 on an H100 (79.19) and
+# 494 on an RTX 5090 (31.36). A desktop takes 261 to 1,909 MiB, in the median of 20 lists of
+# nvidia-smi 830.
+LISTED_FRAC = 0.995
+DRIVER_BYTES, DESKTOP_BYTES = 512 * MIB, 830 * MIB
+# The others are assumptions until a probe replaces them.
 EXPERT_FRAC = 0.7
 ATTENTION_FRAC = 0.6
 DUPLEX_FRAC = 51 / 56
@@ -368,17 +384,19 @@ def _plain(name: str) -> str:
 def _machine(
     name: str, card: Card, *, dtype: Dtype, ram_bytes: int, link: Rate, word: str
 ) -> Machine:
-    half = _published(card.measured_gemm_tflops, card.half_tflops, GEMM_FRAC, 1e12, word)
-    vector = _published(card.measured_fp32_tflops, card.fp32_tflops, GEMM_FRAC, 1e12, word)
+    gemm_frac, fp32_frac = GEMM_FRACS[card.line], FP32_GEMM_FRACS[card.line]
+    half = _published(card.measured_gemm_tflops, card.half_tflops, gemm_frac, 1e12, word)
+    vector = _published(card.measured_fp32_tflops, card.fp32_tflops, fp32_frac, 1e12, word)
     if word == GIVEN:
         vector = _share(half, FP32_FRAC, "16-bit rate")
-    memory = _published(card.measured_memory_gb_per_s, card.memory_gb_per_s, MEMORY_FRAC, 1e9, word)
+    copy = _published(card.measured_memory_gb_per_s, card.memory_gb_per_s, COPY_FRAC, 1e9, word)
+    memory = _published(None, card.memory_gb_per_s, EAGER_FRAC, 1e9, word)
     gemm = half if dtype == "bfloat16" else vector
     return Machine(
         name=name,
         device="cuda",
         dtype=dtype,
-        vram_bytes=int(card.memory_gib * GIB),
+        vram_bytes=usable_bytes(card),
         ram_bytes=ram_bytes,
         pinned_bytes=ram_bytes,
         context_bytes=CONTEXT_BYTES,
@@ -390,8 +408,8 @@ def _machine(
         else Implementation(value="eager", source="assumed: the kernels need Ampere"),
         gemm_flops_per_s=gemm,
         expert_gemm_flops_per_s=_share(gemm, EXPERT_FRAC, "GEMM"),
-        tall_gemm_flops_per_s=_tall(gemm, memory, num_bytes=2 if dtype == "bfloat16" else 4),
-        tall_fp32_flops_per_s=_tall(vector, memory, num_bytes=4),
+        tall_gemm_flops_per_s=_tall(gemm, copy, num_bytes=2 if dtype == "bfloat16" else 4),
+        tall_fp32_flops_per_s=_tall(vector, copy, num_bytes=4),
         attention_flops_per_s=_share(gemm, ATTENTION_FRAC, "GEMM"),
         vector_flops_per_s=vector,
         memory_bytes_per_s=memory,
@@ -402,6 +420,14 @@ def _machine(
         launch_s=Rate(value=LAUNCH_S, source="assumed"),
         disk_bytes_per_s=Rate(value=NVME_BYTES_PER_S, source="assumed: PCIe 4.0 NVMe"),
     )
+
+
+def usable_bytes(card: Card) -> int:
+    """Return the memory that a process may use: not the driver's, nor a desktop's if it has one."""
+    total_bytes = int(LISTED_FRAC * card.memory_gib * GIB)
+    if card.listed_mib is not None:
+        total_bytes = card.listed_mib * MIB
+    return total_bytes - DRIVER_BYTES - (0 if card.line == "server" else DESKTOP_BYTES)
 
 
 def assumed_implementation(*, device: str, has_grouped_gemm: bool) -> Implementation:

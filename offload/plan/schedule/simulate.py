@@ -1,9 +1,10 @@
 """Discrete-event simulation of the same op list that the engine runs."""
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 
 from offload.plan.schedule.op import Lane, Op
-from offload.plan.schedule.schedule import Schedule
+from offload.plan.schedule.schedule import NUM_STAGING, Schedule
 from offload.plan.schedule.timeline import Span, Timeline
 
 
@@ -17,23 +18,6 @@ def simulate(schedule: Schedule, duration_s: Callable[[Op], float]) -> Timeline:
         schedule: The ops.
         duration_s: Seconds that an op takes on its lane once it has started.
     """
-    starts_s, ends_s = _times_s(schedule, duration_s)
-    return Timeline(
-        spans=tuple(
-            Span.of(op, start_s=start_s, end_s=end_s)
-            for op, start_s, end_s in zip(schedule.ops, starts_s, ends_s, strict=True)
-        )
-    )
-
-
-def simulated_s(schedule: Schedule, duration_s: Callable[[Op], float]) -> float:
-    """Compute the end of the last op, as `simulate` does."""
-    return max(_times_s(schedule, duration_s)[1], default=0.0)
-
-
-def _times_s(
-    schedule: Schedule, duration_s: Callable[[Op], float]
-) -> tuple[list[float], list[float]]:
     lane_free_s = dict.fromkeys(Lane, 0.0)
     starts_s: list[float] = []
     ends_s: list[float] = []
@@ -45,4 +29,60 @@ def _times_s(
         lane_free_s[op.lane] = end_s
         starts_s.append(start_s)
         ends_s.append(end_s)
-    return starts_s, ends_s
+    return Timeline(
+        spans=tuple(
+            Span.of(op, start_s=start_s, end_s=end_s)
+            for op, start_s, end_s in zip(schedule.ops, starts_s, ends_s, strict=True)
+        )
+    )
+
+
+Pieces = tuple[tuple[float, float], ...]
+"""Of each piece of a staged load: seconds of the read into a staging buffer, and of the copy."""
+
+
+def merged_s(
+    schedule: Schedule,
+    durations_s: Sequence[float | Pieces],
+    *,
+    num_micro_batches: int,
+) -> float:
+    """Compute the end of the last op of a step, from the schedule of one of its micro-batches.
+
+    An op of a micro-batch stands for as many equal ops, one after the other on their lane. The
+    m-th of them waits for the m-th of another micro-batch's op, and for the last of any other op.
+    If the ends of all that they wait for are convex in m, so are their own: a wait delays the m-th
+    op most if it is the first or the m-th one. So the ends of the first and the last op of each
+    group are enough, and the time is that of the schedule with all micro-batches and pieces.
+
+    Args:
+        schedule: The ops of one micro-batch; each copy is one op, without its read.
+        durations_s: Of each op for one micro-batch, or of the pieces of a staged load.
+        num_micro_batches: Equal micro-batches of the step.
+    """
+    lane_free_s = dict.fromkeys(Lane, 0.0)
+    buffers_s = deque([0.0] * NUM_STAGING)  # when each is free, the next one first
+    firsts_s: list[float] = []
+    lasts_s: list[float] = []
+    for op, one_s in zip(schedule.ops, durations_s, strict=True):
+        first_s = last_s = lane_free_s[op.lane]
+        is_group = op.micro_batch is not None
+        for other in op.waits:
+            is_paired = is_group and schedule.ops[other].micro_batch is not None
+            first_s = max(first_s, firsts_s[other] if is_paired else lasts_s[other])
+            last_s = max(last_s, lasts_s[other])
+        if isinstance(one_s, tuple):
+            read_s = lane_free_s[Lane.HOST]
+            for read, copy in one_s:
+                read_s = max(read_s, buffers_s.popleft()) + read
+                first_s = max(first_s, read_s) + copy
+                buffers_s.append(first_s)
+            lane_free_s[Lane.HOST], last_s = read_s, first_s
+        else:
+            first_s += one_s
+            others_s = (num_micro_batches - 1) * one_s if is_group else 0.0
+            last_s = max(first_s + others_s, last_s + one_s)
+        lane_free_s[op.lane] = last_s
+        firsts_s.append(first_s)
+        lasts_s.append(last_s)
+    return max(lasts_s, default=0.0)

@@ -1,12 +1,10 @@
-"""Lower bounds on the time of a step, in either order, and the break-even of streaming."""
+"""Lower bounds on the time of a step, in either order."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from offload.plan.facts.facts import ModelFacts
-from offload.plan.machine.machine import Machine
 from offload.plan.schedule.schedule import NUM_FETCHED, NUM_STAGING, PIECE_BYTES, Ring, warm_ring
 from offload.plan.time.costs import Costs
 
@@ -194,27 +192,3 @@ def _sweep_load_s(costs: Costs, num_slots: int) -> tuple[float, float]:
     num_loads = max(0, len(costs.layers) - num_slots)
     loads = [_load_s(costs, i) for i in range(len(costs.layers))]
     return sum(loads[len(loads) - num_loads :]), sum(loads[:num_loads])
-
-
-def break_even_tokens(
-    facts: ModelFacts,
-    machine: Machine,
-    *,
-    codec_ratio: float,
-    num_slots: int,
-    dtype_bytes: int,
-    num_disk_readers: int = 0,
-) -> float:
-    """Return N*, the tokens per step above which compute hides the weight streaming.
-
-    N* = kappa * r * F / B * (1 - C / L) for weights of two bytes. Kappa is the ratio of total to
-    active parameters of the layers, and B the slowest rate on a layer's way: that of link or disk.
-    """
-    total = sum(layer.num_parameters for layer in facts.layers)
-    active = sum(layer.num_active_parameters for layer in facts.layers)
-    streamed_frac = max(0.0, 1 - num_slots / facts.num_layers)
-    bytes_per_s = machine.h2d_bytes_per_s.value
-    if num_disk_readers and machine.disk_bytes_per_s is not None:
-        bytes_per_s = min(bytes_per_s, machine.disk_bytes_per_s.value / num_disk_readers)
-    flops_per_byte = machine.gemm_flops_per_s.value / bytes_per_s
-    return total / active * codec_ratio * dtype_bytes / 2 * flops_per_byte * streamed_frac

@@ -130,7 +130,8 @@ def routing_work(at: Pricer, layer: LayerFacts) -> Work:
     features = at.way.routed_features(width=width, hidden=at.facts.hidden_size)
     rows = at.workload.num_tokens * layer.experts_per_token
     num_ops = at.way.num_ops + at.way.ops_per_expert * min(layer.num_experts, rows)
-    return at.traffic(rows * features * at.workload.dtype_bytes, num_ops=num_ops)
+    num_bytes = rows * features * at.workload.dtype_bytes
+    return at.traffic(num_bytes, num_ops=num_ops, is_fused=at.way.is_fused)
 
 
 def _sum(works: list[Work]) -> Work:
@@ -159,7 +160,8 @@ def _layer_cost(layer: LayerFacts, at: Pricer) -> LayerCost:
     backward = backward + pointwise.backward + routing.times(2) + added.backward
     b = at.workload.dtype_bytes
     cargo_bytes = at.workload.cargo_bytes(layer)
-    decode = at.traffic(cargo_bytes + layer.num_parameters * b, num_ops=len(layer.linears))
+    decoded_bytes = cargo_bytes + layer.num_parameters * b
+    decode = at.traffic(decoded_bytes, num_ops=len(layer.linears), is_fused=True)
     backward_s = (recompute + backward).seconds(at.machine)
     return LayerCost(
         forward_s=forward.seconds(at.machine),

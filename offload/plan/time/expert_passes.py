@@ -20,6 +20,7 @@ class Way:
         branch_sides: Over both, by products of a branch that are separate kernels.
         num_ops: Launches in addition to the products.
         ops_per_expert: Likewise, for each expert.
+        is_fused: Whether its kernels fuse these passes.
     """
 
     width_passes: float
@@ -29,6 +30,7 @@ class Way:
     branch_sides: int
     num_ops: int
     ops_per_expert: int
+    is_fused: bool
 
     def routed_features(self, *, width: int, hidden: int) -> float:
         """Return features read or written for each row."""
@@ -49,6 +51,7 @@ _BY_TORCH = Way(
     branch_sides=1,
     num_ops=33,
     ops_per_expert=0,
+    is_fused=False,
 )
 # A loop finds, gathers, gates, weights and adds up the rows of one expert at a time.
 _LOOP = replace(_BY_TORCH, ops_per_expert=10)
@@ -63,6 +66,7 @@ _FUSED = Way(
     branch_sides=0,
     num_ops=14,
     ops_per_expert=0,
+    is_fused=True,
 )
 
 

@@ -5,13 +5,18 @@ from dataclasses import dataclass
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.linears import FP32_BYTES, Linear
 from offload.plan.facts.workload import Workload
-from offload.plan.machine.machine import Machine
+from offload.plan.machine.machine import EAGER_FRAC, FUSED_FRAC, MEASURED, Machine
 from offload.plan.time.expert_passes import Way, way_of
 from offload.plan.time.roofline import gemm
 from offload.plan.time.work import Work
 
 # glibc's mmap threshold grows up to this (mallopt(3), DEFAULT_MMAP_THRESHOLD_MAX).
 MAPPED_BYTES = 32 * 2**20
+# A loop over experts waits for the host at each of them. By others' figures a layer's products then
+# take 4.2 times as long as grouped ones (prefill of huggingface.co/datasets/docs-benchmarks/
+# experts-backends: 269.9 and 64.3 ms), 3 to 4 (OpenSenseNova/SenseNova-U1/pull/284) and more than 5
+# in training (axolotl-ai-cloud/axolotl/pull/3260). Assumed until a run measures it.
+LOOP_SLOWDOWN = 4.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,9 +49,12 @@ class Pricer:
         is_cpu = self.machine.device == "cpu"
         return Work(memory_s=num_bytes / self.machine.h2d_bytes_per_s.value if is_cpu else 0.0)
 
-    def traffic(self, num_bytes: float, *, num_ops: float) -> Work:
-        """Reads and writes of device memory."""
-        return Work(memory_s=num_bytes / self.machine.memory_bytes_per_s.value, num_ops=num_ops)
+    def traffic(self, num_bytes: float, *, num_ops: float, is_fused: bool = False) -> Work:
+        """Reads and writes of device memory, by eager operators or by a kernel that fuses them."""
+        rate = self.machine.memory_bytes_per_s.value
+        if is_fused and self.machine.device == "cuda":
+            rate *= FUSED_FRAC / EAGER_FRAC
+        return Work(memory_s=num_bytes / rate, num_ops=num_ops)
 
     def new_memory(self, num_bytes: float, *, num_ops: float, tensor_bytes: int) -> Work:
         """Traffic of new tensors; a CPU's allocator maps large ones anew each time."""
@@ -60,8 +68,12 @@ class Pricer:
         rows = self.workload.num_tokens * linear.active
         flops = 2.0 * rows * linear.d_in * linear.d_out
         num_bytes = linear.num_weights + rows * (linear.d_in + linear.d_out)
-        compute_s = flops / self.machine.expert_gemm_flops_per_s.value
-        traffic_s = num_bytes * self.workload.dtype_bytes / self.machine.memory_bytes_per_s.value
+        at = self.machine
+        compute_s = flops / at.expert_gemm_flops_per_s.value
+        is_measured = at.expert_gemm_flops_per_s.source == MEASURED
+        if at.loops_over_experts and at.device == "cuda" and not is_measured:
+            compute_s *= LOOP_SLOWDOWN
+        traffic_s = num_bytes * self.workload.dtype_bytes / at.memory_bytes_per_s.value
         is_compute = compute_s >= traffic_s
         return Work(
             compute_s=compute_s if is_compute else 0.0,

@@ -22,12 +22,12 @@ from offload.plan.facts.optimizer import Optimizer
 from offload.plan.facts.workload import Workload
 from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.machine import GIB, Machine
-from offload.plan.memory.memory import layer_weight_bytes, total_bytes
+from offload.plan.memory.memory import total_bytes
 from offload.plan.plan import Plan, plan
 from offload.plan.refusal import refusal
 from offload.plan.request import HEAD_CHUNK_TOKENS, PlanRequest
 from offload.plan.search import Candidate
-from offload.plan.time.bounds import break_even_tokens
+from offload.plan.step import MOST_TOKENS, Draft, break_even_tokens
 from offload.plan.time.costs import price
 from tests.bench.gpu.rig import NUM_STEPS
 
@@ -37,7 +37,7 @@ MAX_TRIES = 12
 RESIDENT_TOKENS = 16384  # of a step in which nothing streams, so that there is no M*
 ENOUGH_BYTES = 2**42
 RAM_SHARE = 0.9
-NOMINAL_SHARE = 0.95  # a card of 24 GiB shows some less
+NOMINAL_SHARE = 0.9  # a card of 24 GiB has less for a process
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +113,7 @@ class Planned:
 
     part: Part
     num_micro_batches: int
-    n_star_tokens: float
+    n_star_tokens: int
     whole: Candidate
     run: Plan
 
@@ -235,17 +235,14 @@ def _best(model: Model, machine: Machine, part: Part, num_micro_batches: int) ->
     return min(fitting, key=lambda candidate: candidate.bound_s)
 
 
-def _n_star(found: Candidate) -> float:
+def _n_star(found: Candidate) -> int:
     """Return N* at the slots that a candidate has."""
-    needs, workload = found.needs, found.request.typical
-    decoded = layer_weight_bytes(needs.facts, dtype_bytes=workload.dtype_bytes)
-    return break_even_tokens(
-        needs.facts,
-        needs.machine,
-        codec_ratio=sum(layer.weight_bytes for layer in found.costs.layers) / sum(decoded),
-        num_slots=found.residency.num_slots,
-        dtype_bytes=workload.dtype_bytes,
+    needs = found.needs
+    draft = Draft.of(
+        needs.facts, found.request, found.costs, found.residency, is_staged=needs.is_staged
     )
+    tokens = break_even_tokens(draft, found.request)
+    return MOST_TOKENS if tokens is None else tokens
 
 
 def worth_running(model: Model, machine: Machine, parts: Sequence[Part]) -> list[Part]:

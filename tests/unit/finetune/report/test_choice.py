@@ -31,7 +31,8 @@ def test_the_choice_its_rivals_and_what_if_are_shown() -> None:
     reasons = [one for one in text.splitlines() if "slower by" in one or "short of" in one]
     assert len(reasons) == 3
     assert "GiB of device memory" in text
-    assert f"N* = {choice.plan.break_even_tokens:,.0f} tokens per step; this one has 256." in text
+    n_star = f"N* = {choice.plan.break_even_tokens:,} tokens per step, in micro-batches of 1 x 256"
+    assert f"{n_star}; this one has 256." in " ".join(text.split())
     assert "1 GiB more VRAM" in text
     assert "a link of twice the rate" in text
     assert "512 tokens per step" in text

@@ -18,9 +18,10 @@ from finetune.report.prediction import SEAL, with_timeline, write_prediction
 from finetune.report.summary import run_summary
 from finetune.training.loop import StepRecord
 from finetune.training.report import metrics_row
-from offload.plan.plan import Plan, duration_of, with_costs
+from offload.plan.plan import Plan, with_costs
 from offload.plan.schedule.op import Kind, Op
 from offload.plan.schedule.simulate import simulate
+from offload.plan.step import duration_of
 from tests.unit.finetune.report.sealed import forge, tiny_plan
 
 NUM_STEPS = 12

@@ -27,7 +27,7 @@ def test_each_memory_and_link_is_drawn_with_its_rate_and_where_that_is_from() ->
     text = "\n".join(drawn(CARD))
     for part in (
         "VRAM of rtx5090",
-        "32.00 GiB, read and written at 1,400.0 GB/s (measured by others)",
+        "30.53 GiB, read and written at 985.6 GB/s (datasheet x 0.55)",
         "to the device                      56.0 GB/s (measured by others)",
         "while the other direction is busy  51.0 GB/s (assumed: 0.91 x h2d)",
         "96.00 GiB, large new tensors at 60.0 GB/s (assumed)",

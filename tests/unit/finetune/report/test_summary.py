@@ -39,7 +39,7 @@ def test_a_step_that_computes_is_limited_by_the_gpu_and_its_copies_are_hidden() 
     (limit,) = found["limited by"]
     assert limit.startswith("GPU compute: backward ")
     assert limit.endswith("of copies from RAM hide behind it")
-    assert f"streaming costs nothing from N* = {plan.break_even_tokens:,.0f}" in found["tokens"][0]
+    assert f"streaming adds less than 1% from N* = {plan.break_even_tokens:,}" in found["tokens"][0]
 
 
 def test_a_step_that_waits_is_limited_by_its_copies_and_a_faster_link_comes_first() -> None:
@@ -62,14 +62,14 @@ def test_what_was_rejected_is_named_by_what_differs_and_why() -> None:
     more = choice.plan.num_slots + 1
     (slots,) = [line for line in lines if line.startswith(f"{more} slots: ")]
     assert ": at least " in slots
-    assert "GiB of device memory" in slots
+    assert slots.endswith("iB of device memory")
     assert not any("native" in line or "sequences" in line for line in lines)
 
 
 def test_memory_is_shown_against_what_there_is_or_what_may_be_used() -> None:
     plan = search(FACTS, CARD, [REQUEST], rounding=())
     found = rows(plan)
-    assert found["VRAM"][0].startswith(f"{plan.plan.peak_bytes / GIB:.2f} GiB of 16.00 GiB: ")
+    assert found["VRAM"][0].startswith(f"{plan.plan.peak_bytes / GIB:.2f} GiB of 14.69 GiB: ")
     assert found["RAM"][0].startswith(f"{plan.plan.host_bytes / GIB:.2f} GiB of 64.00 GiB: ")
     assert "12.94 GiB slab" in found["RAM"][0]
     less = search(FACTS, CARD, [replace(REQUEST, vram_budget_bytes=12 * GIB)], rounding=())

@@ -74,7 +74,7 @@ def test_an_encoded_plan_decodes_each_layer_once_per_visit_and_respects_r3() -> 
     assert found.step_s >= found.bound_s * (1 - 1e-9) > 0
     native = plan(FACTS, CARD, replace(REQUEST, num_slots=4))
     assert found.schedule.h2d_bytes == pytest.approx(0.258 * native.schedule.h2d_bytes, rel=0.01)
-    assert found.break_even_tokens == pytest.approx(0.258 * native.break_even_tokens, rel=0.01)
+    assert 0 < (found.break_even_tokens or 0) <= (native.break_even_tokens or 0)
     assert found.predict().phases()["decode"] > 0
 
 
@@ -283,14 +283,15 @@ def test_a_slow_disk_is_what_a_step_waits_for() -> None:
     assert reads_s <= slow.step_s
     assert slow.bound_s <= slow.step_s == pytest.approx(slow.bound_s, rel=0.03)
     assert fast.step_s < 0.1 * slow.step_s
-    links = CARD.h2d_bytes_per_s.value / 0.5e9
-    assert slow.break_even_tokens == pytest.approx(links * fast.break_even_tokens)
+    assert (slow.break_even_tokens or 0) > 10 * (fast.break_even_tokens or 0) > 0
 
 
 def test_ranks_share_the_disk() -> None:
     alone, shared = on_disk(CARD, gb_per_s=0.5), on_disk(CARD, gb_per_s=0.5, num_ranks=2)
     assert shared.costs.read_bytes_per_s == alone.costs.read_bytes_per_s / 2
-    assert shared.break_even_tokens == 2 * alone.break_even_tokens
+    half = on_disk(CARD, gb_per_s=0.25)
+    assert half.break_even_tokens
+    assert shared.break_even_tokens == 2 * half.break_even_tokens  # the tokens of both ranks
 
 
 def test_a_cpu_loads_straight_from_disk_and_fetches_inputs_from_memory() -> None:
@@ -299,11 +300,9 @@ def test_a_cpu_loads_straight_from_disk_and_fetches_inputs_from_memory() -> None
     assert not found.schedule.is_staged
     assert found.costs.h2d_bytes_per_s == 0.5e9
     assert found.costs.fetch_bytes_per_s == cpu.h2d_duplex_bytes_per_s.value
-    assert found.break_even_tokens == pytest.approx(
-        plan(FACTS, cpu, replace(REQUEST, num_slots=2)).break_even_tokens
-        * cpu.h2d_bytes_per_s.value
-        / 0.5e9
-    )
+    slow = replace(cpu, h2d_duplex_bytes_per_s=Rate(value=0.5e9, source="drawn"))
+    in_ram = plan(FACTS, slow, replace(REQUEST, num_slots=2))
+    assert found.break_even_tokens == in_ram.break_even_tokens
 
 
 def test_a_disk_that_nobody_measured_makes_no_prediction_probed() -> None:

@@ -2,7 +2,6 @@ import json
 
 import pytest
 
-from offload.plan.plan import duration_of
 from offload.plan.schedule.op import Kind, Lane
 from offload.plan.schedule.perfetto import perfetto_trace
 from offload.plan.schedule.schedule import (
@@ -14,6 +13,7 @@ from offload.plan.schedule.schedule import (
 )
 from offload.plan.schedule.simulate import simulate
 from offload.plan.schedule.timeline import Timeline
+from offload.plan.step import duration_of
 from offload.plan.time.bounds import r3_bound_s
 from offload.plan.time.costs import Costs, LayerCost
 

@@ -8,42 +8,17 @@ import torch
 from offload.engine.low_rank import AdaptedLinear, LowRank, apply_linears
 from offload.plan.facts.facts import AdapterSpec, model_facts
 from offload.plan.facts.linears import Linear
-from offload.plan.machine.machine import Machine, Rate, named_machine
 from offload.plan.time.adapters import branches
 from offload.plan.time.pricer import Pricer
 from offload.plan.time.work import Work
 from tests.builders import workload
-from tests.counted import Counted
+from tests.counted import SMALL, Counted, byte_machine
 from tests.tiers import diagonal
 
 T = 512
-SMALL: dict[str, object] = {
-    "model_type": "qwen3",
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 32,
-}
 FACTS = model_facts(SMALL)
 TARGETS = tuple(linear.name for linear in FACTS.layers[0].linears)
 GROUPS = [("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",)]
-
-
-def byte_machine(dtype_bytes: int) -> Machine:
-    """A machine that moves a byte a second and computes in no time: its seconds are bytes."""
-    one, endless = (Rate(value=value, source="test") for value in (1.0, 1e30))
-    tall = Rate(value=2 * 16 / dtype_bytes, source="test")  # one pass over the long side
-    return replace(
-        named_machine("rtx4090"),
-        memory_bytes_per_s=one,
-        gemm_flops_per_s=endless,
-        tall_gemm_flops_per_s=tall,
-        tall_fp32_flops_per_s=tall,
-        launch_s=Rate(value=0.0, source="test"),
-    )
 
 
 def planned(

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from offload.plan.facts.facts import AdapterSpec, ModelFacts
+from offload.plan.facts.facts import AdapterSpec
 from offload.plan.facts.layer_layout import to_pages
 from offload.plan.facts.workload import Workload
 from offload.plan.machine.machine import (
@@ -14,7 +14,7 @@ from offload.plan.machine.machine import (
     named_machine,
 )
 from offload.plan.time.adapters import low_rank_branch
-from offload.plan.time.bounds import break_even_tokens, r3_bound_s, usual_order_bound_s
+from offload.plan.time.bounds import r3_bound_s, usual_order_bound_s
 from offload.plan.time.costs import Costs, LayerCost, price
 from offload.plan.time.pricer import Pricer
 from offload.plan.time.roofline import attention_flops
@@ -51,30 +51,6 @@ def test_a_short_window_costs_about_the_pairs_that_it_has() -> None:
 
 # ---------------------------------------------------------------------------------------------
 # Bounds
-
-
-@pytest.mark.parametrize(
-    ("facts", "codec_ratio", "expected"),
-    [
-        (QWEN_30B, 1.0, 46e3),
-        (QWEN_30B, 0.258, 12e3),
-        (LLAMA_7B, 1.0, 4.2e3),
-        (LLAMA_7B, 0.258, 1.1e3),
-    ],
-)
-def test_break_even_on_a_5090_is_what_the_design_says(
-    facts: ModelFacts, codec_ratio: float, expected: float
-) -> None:
-    tokens = break_even_tokens(
-        facts, named_machine("rtx5090"), codec_ratio=codec_ratio, num_slots=0, dtype_bytes=2
-    )
-    assert tokens == pytest.approx(expected, rel=0.015)
-
-
-def test_break_even_is_zero_when_every_layer_is_resident() -> None:
-    machine = named_machine("rtx5090")
-    tokens = break_even_tokens(QWEN_30B, machine, codec_ratio=1.0, num_slots=48, dtype_bytes=2)
-    assert tokens == 0
 
 
 def uniform_costs(*, load_s: float, num_layers: int = 10, decode_s: float = 0.0) -> Costs:
@@ -274,3 +250,31 @@ def test_a_cpu_waits_for_weights_and_maps_large_tensors_anew() -> None:
     )
     assert small == 1e9 / cpu.memory_bytes_per_s.value
     assert large == 1e9 / cpu.host_memory_bytes_per_s.value
+
+
+# ---------------------------------------------------------------------------------------------
+# Kernels that fuse, and loops
+
+
+def test_a_kernel_that_fuses_its_passes_reaches_more_of_the_bandwidth_on_a_gpu() -> None:
+    card = named_machine("rtx4090")
+    cpu = replace(card, device="cpu")
+    for machine, gain in ((card, 0.65 / 0.55), (cpu, 1.0)):
+        at = Pricer(machine=machine, facts=LLAMA_7B, workload=workload())
+        eager, fused = (at.traffic(1e9, num_ops=1, is_fused=fuses) for fuses in (False, True))
+        assert eager.memory_s == pytest.approx(gain * fused.memory_s)
+
+
+def test_a_loop_over_experts_multiplies_slower_until_it_is_measured() -> None:
+    card = named_machine("rtx4090")
+    layer = next(layer for layer in QWEN_30B.layers if layer.num_experts)
+    up = next(linear for linear in layer.linears if linear.group == "experts")
+    loop = replace(card, experts_implementation=Implementation(value="eager", source="given"))
+    rate = replace(card.expert_gemm_flops_per_s, source="measured")
+
+    def compute_s(machine: Machine) -> float:
+        return Pricer(machine=machine, facts=QWEN_30B, workload=workload()).experts(up).compute_s
+
+    assert compute_s(loop) == pytest.approx(4 * compute_s(card))
+    assert compute_s(replace(loop, expert_gemm_flops_per_s=rate)) == compute_s(card)
+    assert compute_s(replace(loop, device="cpu")) == compute_s(card)

@@ -11,8 +11,7 @@ from offload.plan.facts.facts import AdapterSpec, model_facts
 from offload.plan.time.pointwise import pointwise_work
 from offload.plan.time.pricer import Pricer
 from tests.builders import workload
-from tests.counted import Counted
-from tests.unit.offload.plan.time.test_adapters import SMALL, byte_machine
+from tests.counted import SMALL, Counted, byte_machine
 
 T = 512
 # Settings of each type, and how far off the plan may be: where norms and angles keep their weights

@@ -1,0 +1,178 @@
+"""The ops of a step, their durations, and from how many tokens streaming is free."""
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from offload.plan.facts.facts import ModelFacts
+from offload.plan.facts.trainable import outer_module_sizes
+from offload.plan.memory.memory import input_bytes, layer_weight_bytes
+from offload.plan.request import PlanRequest
+from offload.plan.schedule.op import Kind, Lane, Op
+from offload.plan.schedule.residency import Residency
+from offload.plan.schedule.schedule import (
+    NUM_STAGING,
+    PIECE_BYTES,
+    Order,
+    Schedule,
+    TransferSizes,
+    training_schedule,
+    warm_ring,
+)
+from offload.plan.schedule.simulate import Pieces, merged_s
+from offload.plan.time.costs import Costs
+
+FREE_FRAC = 0.01  # of a step: streaming that adds less is free
+# The largest batch that Llama 3 405B was pretrained with (arXiv:2407.21783, section 3.4.1): a step
+# of more tokens is not a way to make streaming free.
+MOST_TOKENS = 16 * 2**20
+
+
+def schedule_of(
+    facts: ModelFacts,
+    request: PlanRequest,
+    costs: Costs,
+    residency: Residency,
+    *,
+    is_staged: bool,
+    is_draft: bool = False,
+) -> Schedule:
+    """Return the ops of a step from a warm ring.
+
+    Args:
+        facts: The model.
+        request: The request.
+        costs: For the sizes of layers.
+        residency: What of the layers stays in device memory.
+        is_staged: Whether loads pass through page-locked buffers.
+        is_draft: Whether to list one micro-batch only, and each load as one copy; see `Draft`.
+    """
+    typical = request.typical
+    is_encoded, dtype_bytes = typical.is_encoded, typical.dtype_bytes
+    sizes = TransferSizes.frozen(
+        [layer.weight_bytes for layer in costs.layers],
+        decoded_bytes=layer_weight_bytes(facts, dtype_bytes=dtype_bytes) if is_encoded else None,
+        num_staging=NUM_STAGING if is_staged and not is_draft else 0,
+    )
+    if is_draft:
+        sizes = replace(sizes, piece_bytes=max(sizes.layer_bytes))
+    num_micro_batches = 1 if is_draft else request.rank_micro_batches
+    num_stashed = num_micro_batches if request.is_stashed else 0
+    return training_schedule(
+        sizes,
+        ring=warm_ring(residency.num_slots),
+        num_micro_batches=num_micro_batches,
+        order=Order.LAYER_MAJOR,
+        trains_front=bool(outer_module_sizes(facts, typical.adapter)),
+        input_bytes=(input_bytes(facts, typical),) * num_stashed,
+        num_kept_graphs=residency.num_kept_graphs,
+    )
+
+
+def duration_of(costs: Costs) -> Callable[[Op], float]:
+    """Return the function that gives an op's duration."""
+
+    def duration_s(op: Op) -> float:
+        if op.kind is Kind.FETCH:
+            return costs.h2d_latency_s + op.num_bytes / costs.fetch_bytes_per_s
+        if op.lane is Lane.H2D:
+            return costs.h2d_latency_s + op.num_bytes / costs.h2d_bytes_per_s
+        if op.lane is Lane.HOST:
+            return op.num_bytes / costs.read_bytes_per_s
+        if op.lane is Lane.D2H:
+            return costs.h2d_latency_s + op.num_bytes / costs.d2h_bytes_per_s
+        if op.kind is Kind.FRONT:
+            return costs.front_s
+        if op.kind is Kind.FRONT_BACKWARD:
+            return costs.front_backward_s
+        if op.kind is Kind.TAIL:
+            return costs.tail_s
+        assert op.layer is not None
+        layer = costs.layers[op.layer]
+        if op.kind is Kind.DECODE:
+            return layer.decode_s
+        return layer.forward_s if op.kind is Kind.FORWARD else layer.back_s(has_graph=op.has_graph)
+
+    return duration_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Draft:
+    """The ops of one micro-batch, from which a step of any number of them is simulated.
+
+    Its time is that of the whole schedule, at the cost of one micro-batch's.
+
+    Attributes:
+        schedule: The ops; each load is one copy, without its read.
+        durations_s: Their durations, or those of the pieces of a staged load.
+    """
+
+    schedule: Schedule
+    durations_s: tuple[float | Pieces, ...]
+
+    @classmethod
+    def of(
+        cls,
+        facts: ModelFacts,
+        request: PlanRequest,
+        costs: Costs,
+        residency: Residency,
+        *,
+        is_staged: bool,
+    ) -> "Draft":
+        """Draft the step of a request; arguments as of `schedule_of`."""
+        schedule = schedule_of(facts, request, costs, residency, is_staged=is_staged, is_draft=True)
+        one_s = duration_of(costs)
+
+        def load_s(num_bytes: int) -> float | Pieces:
+            sizes = [
+                min(PIECE_BYTES, num_bytes - at) for at in range(0, max(1, num_bytes), PIECE_BYTES)
+            ]
+            copies = [costs.h2d_latency_s + size / costs.h2d_bytes_per_s for size in sizes]
+            if not is_staged:
+                return sum(copies)
+            reads = (size / costs.read_bytes_per_s for size in sizes)
+            return tuple(zip(reads, copies, strict=True))
+
+        loads = {op.num_bytes for op in schedule.ops if op.kind is Kind.LOAD}
+        of_loads = {num_bytes: load_s(num_bytes) for num_bytes in loads}
+        return cls(
+            schedule=schedule,
+            durations_s=tuple(
+                of_loads[op.num_bytes] if op.kind is Kind.LOAD else one_s(op) for op in schedule.ops
+            ),
+        )
+
+    def step_s(self, num_micro_batches: int) -> float:
+        """Return the predicted time of a step, without the optimizer."""
+        return merged_s(self.schedule, self.durations_s, num_micro_batches=num_micro_batches)
+
+    def with_free_loads(self) -> "Draft":
+        """Return the same step where loads take no time."""
+        ops = zip(self.schedule.ops, self.durations_s, strict=True)
+        return replace(
+            self, durations_s=tuple(0.0 if op.kind is Kind.LOAD else one_s for op, one_s in ops)
+        )
+
+
+def break_even_tokens(draft: Draft, request: PlanRequest) -> int | None:
+    """Return N*, the tokens per step from which streaming is free, in whole micro-batches.
+
+    That is the fewest micro-batches of each rank with which the simulated step takes at most
+    `FREE_FRAC` longer than with loads that take no time, with the slots and kept graphs of the
+    draft. A larger step has no more loads, so their share falls, and a binary search finds it.
+
+    Returns:
+        Tokens, padding included; 0 if nothing is loaded, None if they are more than `MOST_TOKENS`.
+    """
+    if not draft.schedule.num_loads:
+        return 0
+    free = draft.with_free_loads()
+
+    def is_free(num_micro_batches: int) -> bool:
+        return draft.step_s(num_micro_batches) <= (1 + FREE_FRAC) * free.step_s(num_micro_batches)
+
+    tokens = request.typical.num_tokens * request.num_ranks
+    numbers = range(1, MOST_TOKENS // tokens + 1)
+    fewer = bisect_left(numbers, 1, key=lambda number: int(is_free(number)))
+    return tokens * numbers[fewer] if fewer < len(numbers) else None

@@ -1,0 +1,148 @@
+"""What a step of named cards is predicted to take, at the prices of two commits.
+
+    python -m tests.bench.bench_prices
+
+The prices before are those of commit afa2df0: a card has the memory that it is sold with, 0.8 of
+each datasheet rate is reached unless an owner measured more, kernels that fuse their passes are no
+faster than eager ones, and a loop over experts multiplies at the rate of grouped products.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from unittest.mock import patch
+
+from rich.console import Console
+from rich.table import Table
+
+from finetune.planning.candidates import chosen_plan, full_requests
+from finetune.planning.request import with_configured_backend
+from finetune.planning.subject import model_subject
+from finetune.report.format import shown_break_even, shown_gib, shown_time
+from offload.errors import DoesNotFitError
+from offload.plan.machine import machine as prices
+from offload.plan.machine.cards import CARDS
+from offload.plan.machine.machine import GIB, Machine, named_machine
+from offload.plan.plan import Plan
+from offload.plan.time import pricer
+
+ALL_RATES = dict.fromkeys(("consumer", "workstation", "server"), 0.8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A step that is planned at both prices, in RAM that holds it."""
+
+    name: str
+    model: str
+    card: str
+    settings: tuple[str, ...]
+
+
+CASES = (
+    Case(
+        name="Qwen3-30B-A3B bf16 r8, RTX 5090, 6 x 1 x 8192",
+        model="qwen3-30b-a3b",
+        card="rtx5090",
+        settings=(
+            *("train.seq_len=8192", "train.micro_batch_size=1", "train.tokens_per_step=49152"),
+            *("adapter.rank=8", "adapter.alpha=16", "adapter.targets=attention"),
+            *("adapter.experts=true", "offload.codec=native", "train.optimizer=adamw_8bit"),
+        ),
+    ),
+    Case(
+        name="Llama-3.1-8B nf4 r8, RTX 4090, 4 x 2 x 2048",
+        model="llama-3.1-8b",
+        card="rtx4090",
+        settings=(
+            *("train.seq_len=2048", "train.micro_batch_size=2", "train.tokens_per_step=16384"),
+            *("adapter.rank=8", "adapter.alpha=16", "offload.codec=nf4"),
+        ),
+    ),
+    Case(
+        name="Qwen3-32B nf4 r16, RTX 4090, 8 x 1 x 2048",
+        model="qwen3-32b",
+        card="rtx4090",
+        settings=(
+            *("train.seq_len=2048", "train.micro_batch_size=1", "train.tokens_per_step=16384"),
+            *("adapter.rank=16", "adapter.alpha=32", "offload.codec=nf4"),
+        ),
+    ),
+    Case(
+        name="Qwen3-30B-A3B bf16 r8, RTX 5090, a loop over experts",
+        model="qwen3-30b-a3b",
+        card="rtx5090",
+        settings=(
+            *("train.seq_len=8192", "train.micro_batch_size=1", "train.tokens_per_step=49152"),
+            *("adapter.rank=8", "adapter.alpha=16", "adapter.targets=attention"),
+            *("adapter.experts=true", "offload.codec=native", "train.optimizer=adamw_8bit"),
+            "model.experts_implementation=eager",
+        ),
+    ),
+)
+
+
+@contextmanager
+def before() -> Iterator[None]:
+    """Price as the commit before did."""
+    eager = 0.8
+    with (
+        patch.multiple(
+            prices, GEMM_FRACS=ALL_RATES, FP32_GEMM_FRACS=ALL_RATES, LISTED_FRAC=1.0, DRIVER_BYTES=0
+        ),
+        patch.multiple(prices, DESKTOP_BYTES=0, EAGER_FRAC=eager),
+        patch.multiple(pricer, EAGER_FRAC=eager, FUSED_FRAC=eager, LOOP_SLOWDOWN=1.0),
+    ):
+        yield
+
+
+def as_sold(machine: Machine) -> Machine:
+    """Return a card with the memory that it is sold with, and the rate of its large copies."""
+    card = CARDS[machine.name]
+    memory = machine.memory_bytes_per_s
+    if card.measured_memory_gb_per_s is not None:
+        memory = replace(memory, value=card.measured_memory_gb_per_s * 1e9)
+    return replace(machine, vram_bytes=int(card.memory_gib * GIB), memory_bytes_per_s=memory)
+
+
+def planned(case: Case, *, is_before: bool) -> Plan | None:
+    """Plan a step; None if it does not fit."""
+    subject = model_subject(case.model, list(case.settings))
+    machine = named_machine(case.card, ram_bytes=128 * GIB)
+    if is_before:
+        machine = as_sold(machine)
+    here = with_configured_backend(subject.recipe.model, subject.facts, machine)
+    try:
+        return chosen_plan(
+            subject.facts, here, full_requests(subject.recipe, subject.facts, num_ranks=1)
+        )
+    except DoesNotFitError:
+        return None
+
+
+def figures(plan: Plan | None) -> list[str]:
+    """Return what changes with prices."""
+    if plan is None:
+        return ["does not fit"]
+    rate = plan.tokens_per_step / plan.step_s
+    return [
+        f"{shown_time(plan.step_s)}, {rate:,.0f} tokens/s",
+        f"{plan.num_slots} slots, {plan.num_kept_graphs} kept graphs",
+        f"{shown_gib(plan.peak_bytes)} of {shown_gib(plan.machine.vram_bytes)}",
+        f"N* {shown_break_even(plan.break_even_tokens)}",
+    ]
+
+
+def main() -> None:
+    """Print both columns."""
+    table = Table("step", "prices before", "prices now")
+    for case in CASES:
+        with before():
+            old = figures(planned(case, is_before=True))
+        new = figures(planned(case, is_before=False))
+        table.add_row(case.name, "\n".join(old), "\n".join(new))
+    Console(width=130).print(table)
+
+
+if __name__ == "__main__":
+    main()
