@@ -80,7 +80,8 @@ def attach(  # noqa: PLR0913 - the door to all of it
             its gradient up in 16 bits, chunk by chunk.
         kept_graphs: Number of last layers without activation checkpointing: their activations
             stay on the device for the backward, which recomputes those of the others.
-        backing: Where the layers were loaded to (`offload.engine.model.load_hook`); None copies them.
+        backing: Where the layers were loaded to (`offload.engine.model.load_hook`); None copies
+            them.
         store_dir: With tier "disk" and no backing: a directory for a file as large as the layers.
 
     Raises:

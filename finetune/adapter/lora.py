@@ -55,8 +55,8 @@ def add_lora(
 ) -> PeftModel:
     """Freeze the model and add adapters, with weights drawn from `seed`.
 
-    `backing` stores the layers' weights, if they were loaded into one. DoRA starts from their values,
-    which encoded weights do not expose.
+    `backing` stores the layers' weights, if they were loaded into one. DoRA starts from their
+    values, which encoded weights do not expose.
 
     Raises:
         ConfigError: A target that the model does not have, experts in a model without any, or an

@@ -23,12 +23,11 @@ from offload.plan.facts.facts import AdapterSpec, model_facts
 from offload.plan.time.adapters import branches
 from offload.plan.time.costs import price, recomputed_products
 from offload.plan.time.pricer import Pricer
-from tests.builders import workload
+from tests.builders import byte_machine, workload
 from tests.counted import Counted
 from tests.parity.architectures import micro_batches
 from tests.parity.steps import OPTIONS
 from tests.parity.tiny_models import tiny_model
-from tests.unit.offload.plan.time.test_adapters import byte_machine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DOWN = frozenset({"mlp.down_proj"})

@@ -263,7 +263,7 @@ PRINTED = {
     "docs/guides/library.md": [
         "13 layers loaded for 248 tokens",
         "10 layers loaded for 248 tokens",
-        "5 slots, 51.1 s per step, 11.8 GiB",
+        "5 slots, 48.2 s per step, 11.8 GiB",
         "3 micro-batches per step",
     ],
 }

@@ -15,8 +15,8 @@ module was built with) keeps its memory, and is resident later.
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     captured.backing  # a Slab, or the StoreWriter
 
-Cost. Mapped shards are read as pages are touched. In addition to the backing, memory is needed only to
-convert one tensor, provided the library converts one tensor after the other.
+Cost. Mapped shards are read as pages are touched. In addition to the backing, memory is needed only
+to convert one tensor, provided the library converts one tensor after the other.
 """
 
 from collections.abc import Callable, Sequence

@@ -8,11 +8,10 @@ import torch
 from offload.engine.low_rank import AdaptedLinear, LowRank, apply_linears
 from offload.plan.facts.facts import AdapterSpec, model_facts
 from offload.plan.facts.linears import Linear
-from offload.plan.machine.machine import Machine, Rate, named_machine
 from offload.plan.time.adapters import branches
 from offload.plan.time.pricer import Pricer
 from offload.plan.time.work import Work
-from tests.builders import workload
+from tests.builders import byte_machine, workload
 from tests.counted import Counted
 
 T = 512
@@ -29,20 +28,6 @@ SMALL: dict[str, object] = {
 FACTS = model_facts(SMALL)
 TARGETS = tuple(linear.name for linear in FACTS.layers[0].linears)
 GROUPS = [("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",)]
-
-
-def byte_machine(dtype_bytes: int) -> Machine:
-    """A machine that moves a byte a second and computes in no time: its seconds are bytes."""
-    one, endless = (Rate(value=value, source="test") for value in (1.0, 1e30))
-    tall = Rate(value=2 * 16 / dtype_bytes, source="test")  # one pass over the long side
-    return replace(
-        named_machine("rtx4090"),
-        memory_bytes_per_s=one,
-        gemm_flops_per_s=endless,
-        tall_gemm_flops_per_s=tall,
-        tall_fp32_flops_per_s=tall,
-        launch_s=Rate(value=0.0, source="test"),
-    )
 
 
 def planned(
