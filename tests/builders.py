@@ -110,6 +110,20 @@ def slow_link() -> Machine:
     return replace(named_machine("rtx4060ti"), vram_bytes=10 * GIB, h2d_bytes_per_s=link)
 
 
+def byte_machine(dtype_bytes: int) -> Machine:
+    """Return a machine that moves a byte a second and computes in no time: seconds are bytes."""
+    one, endless = (Rate(value=value, source="test") for value in (1.0, 1e30))
+    tall = Rate(value=2 * 16 / dtype_bytes, source="test")  # one pass over the long side
+    return replace(
+        named_machine("rtx4090"),
+        memory_bytes_per_s=one,
+        gemm_flops_per_s=endless,
+        tall_gemm_flops_per_s=tall,
+        tall_fp32_flops_per_s=tall,
+        launch_s=Rate(value=0.0, source="test"),
+    )
+
+
 def ways_of(asked: PlanRequest) -> list[PlanRequest]:
     """Return a request in the exact forms of weights, inputs kept on the device or stashed."""
     return [

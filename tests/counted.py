@@ -2,14 +2,11 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-from offload.plan.machine.machine import Machine, Rate, named_machine
 
 NARROW = 256  # a product with a side shorter than this is not a large one
 _PRODUCTS = {
@@ -107,17 +104,3 @@ def _moves(func: Any, read: Sequence[torch.Tensor], written: Sequence[torch.Tens
 def _is_large(tensors: Sequence[torch.Tensor]) -> bool:
     """Return whether no side of a product is narrow."""
     return all(min(t.shape[-2:]) >= NARROW for t in tensors if t.dim() >= 2)
-
-
-def byte_machine(dtype_bytes: int) -> Machine:
-    """A machine that moves a byte a second and computes in no time: its seconds are bytes."""
-    one, endless = (Rate(value=value, source="test") for value in (1.0, 1e30))
-    tall = Rate(value=2 * 16 / dtype_bytes, source="test")  # one pass over the long side
-    return replace(
-        named_machine("rtx4090"),
-        memory_bytes_per_s=one,
-        gemm_flops_per_s=endless,
-        tall_gemm_flops_per_s=tall,
-        tall_fp32_flops_per_s=tall,
-        launch_s=Rate(value=0.0, source="test"),
-    )

@@ -23,8 +23,8 @@ from offload.plan.facts.facts import AdapterSpec, model_facts
 from offload.plan.time.adapters import branches
 from offload.plan.time.costs import price, recomputed_products
 from offload.plan.time.pricer import Pricer
-from tests.builders import workload
-from tests.counted import Counted, byte_machine
+from tests.builders import byte_machine, workload
+from tests.counted import Counted
 from tests.parity.architectures import micro_batches
 from tests.parity.steps import OPTIONS
 from tests.parity.tiny_models import tiny_model

@@ -15,7 +15,6 @@ finds reads by kernels that torch does not see.
 What cannot be judged is computed: layers with hooks, compiled layers, code that replaces a forward.
 """
 
-import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -102,8 +101,6 @@ def unheld_products(layer: nn.Module, visit: Visit) -> dict[str, Path]:
         graph = visit(())
     end, logits = graph.said[0].grad_fn, graph.said[1:]  # noqa: F841  # logits are held on purpose
     del graph
-    if taint.held:
-        gc.collect()
     readers = taint.held | taint.read
     found: dict[str, Path] = {}
     for i, name in enumerate(named):

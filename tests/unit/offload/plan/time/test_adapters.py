@@ -11,8 +11,8 @@ from offload.plan.facts.linears import Linear
 from offload.plan.time.adapters import branches
 from offload.plan.time.pricer import Pricer
 from offload.plan.time.work import Work
-from tests.builders import workload
-from tests.counted import SMALL, Counted, byte_machine
+from tests.builders import byte_machine, workload
+from tests.counted import SMALL, Counted
 from tests.tiers import diagonal
 
 T = 512

@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModel
 from offload.plan.facts.facts import AdapterSpec, model_facts
 from offload.plan.time.pointwise import pointwise_work
 from offload.plan.time.pricer import Pricer
-from tests.builders import workload
-from tests.counted import SMALL, Counted, byte_machine
+from tests.builders import byte_machine, workload
+from tests.counted import SMALL, Counted
 
 T = 512
 # Settings of each type, and how far off the plan may be: where norms and angles keep their weights
