@@ -152,7 +152,13 @@ def show_errors(types: Sequence[str], *, seeds: int) -> None:
     for model_type in types or causal_types():
         try:
             ratios = errors_of(model_type, num_seeds=seeds)
-        except (UnsupportedModelError, RuntimeError, TypeError, ValueError) as error:
+        except (
+            UnsupportedModelError,
+            AttributeError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:
             _show({"type": model_type, "left out": type(error).__name__})
             continue
         if not ratios:

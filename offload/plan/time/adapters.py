@@ -9,9 +9,10 @@ weights' dtype.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from offload.plan.facts.facts import AdapterSpec
 from offload.plan.facts.linears import FP32_BYTES, Linear
 from offload.plan.machine.machine import TALL_COLUMNS, Rate
-from offload.plan.time.pricer import Pricer
+from offload.plan.time.pricer import SUM_PASSES, Pricer
 from offload.plan.time.work import Work
 
 LORA_OPS = 6
@@ -45,10 +46,12 @@ def branches(at: Pricer, adapted: Sequence[Linear], *, left_out: Sequence[Linear
         adapted: The layer's linears with branches.
         left_out: Its linears whose outputs a recompute leaves out.
     """
-    linears = [linear for linear in adapted if linear.group != "experts"]
+    spec, linears = at.workload.adapter, [x for x in adapted if x.group != "experts"]
     total = Passes(forward=Work(), recompute=Work(), backward=Work())
-    if at.workload.adapter.are_branches_grouped:
-        for group in _groups(linears):
+    if spec.has_dropout:
+        total = sum((_dropout(at, linear) for linear in linears), start=total)
+    if spec.are_branches_grouped:
+        for group in _groups(linears, spec):
             total = total + _grouped(at, group, left_out)
         linears = []
     for linear in (*linears, *(linear for linear in adapted if linear.group == "experts")):
@@ -57,16 +60,35 @@ def branches(at: Pricer, adapted: Sequence[Linear], *, left_out: Sequence[Linear
     return total
 
 
+def _dropout(at: Pricer, linear: Linear) -> Passes:
+    """Price the dropout before a branch, and the sum of the gradients by its input.
+
+    On a GPU one kernel reads the input, and writes its result and a byte of mask per element; on a
+    CPU factors of 0 or 1 / (1 - p) are drawn, scaled and multiplied with the input.
+    """
+    b, is_cpu = at.workload.dtype_bytes, at.machine.device == "cpu"
+    element_bytes = b if at.workload.adapter.are_branches_grouped else FP32_BYTES
+    forward, backward = 2 * element_bytes + 1, 2 * element_bytes + 1
+    if is_cpu:
+        forward, backward = 7 * element_bytes, 3 * element_bytes
+    elements = at.workload.num_tokens * linear.d_in
+    once = at.traffic(elements * forward, num_ops=3 if is_cpu else 1)
+    # the frozen product's gradient does not start from the branch's: both are added up afterwards
+    summed = SUM_PASSES * b - b
+    back = at.traffic(elements * (backward + summed), num_ops=2)
+    return Passes(forward=once, recompute=once, backward=back)
+
+
 def low_rank_branch(at: Pricer, linear: Linear) -> Work:
     """Price the forward of one linear layer's branch by peft, or of all experts'."""
     return expert_branch(at, linear) if linear.group == "experts" else linear_branch(at, linear)
 
 
-def _groups(linears: Sequence[Linear]) -> list[list[Linear]]:
+def _groups(linears: Sequence[Linear], spec: AdapterSpec) -> list[list[Linear]]:
     """Divide the linears of a layer into those that read one input."""
     groups: dict[tuple[str, str], list[Linear]] = {}
     for linear in linears:
-        key = (linear.group, "input" if linear.reads == "input" else linear.name)
+        key = (linear.group, linear.name if spec.reads_alone(linear) else "input")
         groups.setdefault(key, []).append(linear)
     return list(groups.values())
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from offload.plan.facts.attention import SoftmaxAttention
 from offload.plan.facts.facts import LayerFacts, adapted_linears
 from offload.plan.facts.linears import FP32_BYTES, Linear
-from offload.plan.time.pricer import Pricer
+from offload.plan.time.pricer import SUM_PASSES, Pricer
 from offload.plan.time.work import Work
 
 
@@ -46,7 +46,6 @@ RESIDUALS = PassCounts(forward=6, backward=6, forward_ops=2, backward_ops=2)
 # those of queries, keys and values (each padded with zeros, and added), over both halves a gate's.
 FUSED_QKV = PassCounts(forward=0, backward=10, forward_ops=0, backward_ops=5)
 FUSED_GATE = PassCounts(forward=0, backward=2, forward_ops=0, backward_ops=1)
-SUM_PASSES = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

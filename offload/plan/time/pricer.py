@@ -12,6 +12,7 @@ from offload.plan.time.work import Work
 
 # glibc's mmap threshold grows up to this (mallopt(3), DEFAULT_MMAP_THRESHOLD_MAX).
 MAPPED_BYTES = 32 * 2**20
+SUM_PASSES = 3  # of a sum of two tensors: both are read, the result is written
 # A loop over experts waits for the host at each of them. By others' figures a layer's products then
 # take 4.2 times as long as grouped ones (prefill of huggingface.co/datasets/docs-benchmarks/
 # experts-backends: 269.9 and 64.3 ms), 3 to 4 (OpenSenseNova/SenseNova-U1/pull/284) and more than 5

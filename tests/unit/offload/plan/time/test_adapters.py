@@ -93,3 +93,39 @@ def test_a_recompute_without_values_moves_what_the_plan_says_within_a_tenth(
     assert said.num_ops == found.total_ops - 1, found.num_ops  # but for the NaN
     assert backward.memory_s == pytest.approx(after.total_bytes, rel=0.1)
     assert backward.num_ops == after.total_ops - 1  # but for W's product
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["q_proj", "down_proj"])
+def test_a_dropout_before_a_branch_moves_what_the_plan_says_within_a_tenth(
+    name: str, dtype: torch.dtype
+) -> None:
+    (linear,) = (x for x in FACTS.layers[0].linears if x.name == name)
+    load = replace(
+        workload(),
+        micro_batch_size=1,
+        seq_len=T,
+        dtype_bytes=dtype.itemsize,
+        adapter=AdapterSpec(
+            rank=16, targets=TARGETS, experts=False, is_in_base_dtype=True, has_dropout=True
+        ),
+    )
+    machine = replace(byte_machine(dtype.itemsize), device="cpu")
+    said = branches(Pricer(machine=machine, facts=FACTS, workload=load), [linear], left_out=())
+    one, x = made(linear, 16, dtype), torch.randn(1, T, linear.d_in).to(dtype).requires_grad_()
+
+    def count() -> tuple[Counted, Counted]:
+        x.grad = None
+        forward, backward = Counted(), Counted()
+        with forward:
+            (y,) = apply_linears(x, [one], x_branch=torch.dropout(x, 0.1, train=True))
+        gradient = torch.randn_like(y)
+        with backward:
+            y.backward(gradient)
+        return forward, backward
+
+    count()
+    forward, backward = count()  # its gradients are added to those of the first
+    for work, found in ((said.forward, forward), (said.backward, backward)):
+        assert work.memory_s == pytest.approx(found.total_bytes, rel=0.1), dict(found.num_bytes)
+        assert work.num_ops == found.total_ops - 1, found.num_ops  # but for W's product
