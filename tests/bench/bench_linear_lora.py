@@ -1,11 +1,14 @@
-"""Adapters of linear layers in the base's dtype against peft's: time, errors, loss curves.
+"""Adapters of linear layers in the base's dtype against peft's: time, bytes, errors, loss curves.
 
     python -m tests.bench.bench_linear_lora time [--hidden 1024] [--dtype bfloat16] [--pairs 15]
+    python -m tests.bench.bench_linear_lora bytes [--hidden 4096] [--dtype bfloat16]
     python -m tests.bench.bench_linear_lora errors [TYPE ...] [--seeds 16]
     python -m tests.bench.bench_linear_lora curves [--steps 300]
 
 `time`: one layer of Qwen3 with adapters on all linears, forward and backward, in CPU time of one
-thread. All arms run in turn within each round, and shares are of the same round. `errors`: tiny
+thread. All arms run in turn within each round, and shares are of the same round. `bytes`: what the
+operators of the same layer read and write outside of large products, in a forward, a recompute
+(ours leaves out the last product) and a backward; launches likewise. `errors`: tiny
 models in bf16, gradients of each adapter tensor against float64, of ours and of peft under bf16
 autocast; the errors of a tensor are pooled over seeds, since for one draw either may be smaller.
 `curves`: one tiny model in bf16, trained with either from the same start on the same rows.
@@ -29,7 +32,9 @@ from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 
 from finetune.adapter.linear_lora import Linear, compute_in_base_dtype
+from offload.engine.unread import Unread, left_out
 from offload.errors import UnsupportedModelError
+from tests.counted import Counted
 from tests.parity.architectures import (
     Gradients,
     causal_types,
@@ -101,6 +106,45 @@ def show_times(*, hidden: int, dtype: str, pairs: int) -> None:
             "quartiles": [round(shares[pairs // 4], 3), round(shares[3 * pairs // 4], 3)],
         }
         _show(row)
+
+
+# ------------------------------------------------------------------------------------------ bytes
+
+
+def show_bytes(*, hidden: int, dtype: str) -> None:
+    """Print what each arm moves, and ours as a share of peft's."""
+    x_BTD = torch.randn(1, NUM_TOKENS, hidden, dtype=getattr(torch, dtype))
+    sums = {}
+    for name, (model, is_autocast) in arms(hidden, getattr(torch, dtype)).items():
+        if is_autocast:
+            continue
+        _visit(model, x_BTD, leaves_out=name != PEFT)  # gradients of the next are added to its own
+        found = _visit(model, x_BTD, leaves_out=name != PEFT)
+        sums[name] = sum(one.total_bytes for one in found)
+        megabytes = [round(one.total_bytes / 1e6) for one in found]
+        ops = [one.total_ops for one in found]
+        _show({"arm": name, "hidden": hidden, "dtype": dtype, "MB": megabytes, "ops": ops})
+    _show({"ours over peft's": round(sums[OURS] / sums[PEFT], 3)})
+
+
+def _visit(
+    model: nn.Module, x_BTD: torch.Tensor, *, leaves_out: bool
+) -> tuple[Counted, Counted, Counted]:
+    """Count a forward, a recompute and a backward of the layer alone."""
+    (norm,) = [m for name, m in model.named_modules() if name.rpartition(".")[2] == "norm"]
+    vars(norm)["forward"] = lambda hidden: hidden
+    downs = [m for name, m in model.named_modules() if name.endswith("down_proj")]
+    unread = [Unread(module=downs[0], path=())] if leaves_out else []
+    forward, recompute, backward = Counted(), Counted(), Counted()
+    with forward, torch.no_grad():
+        model(inputs_embeds=x_BTD, use_cache=False)
+    leaf_BTD = x_BTD.detach().requires_grad_()
+    with recompute, left_out(unread):
+        y_BTD = model(inputs_embeds=leaf_BTD, use_cache=False).last_hidden_state
+    gradient_BTD = torch.ones_like(y_BTD)
+    with backward:
+        y_BTD.backward(gradient_BTD)
+    return forward, recompute, backward
 
 
 # ----------------------------------------------------------------------------------------- errors
@@ -249,6 +293,10 @@ def main() -> None:
     times.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     times.add_argument("--pairs", type=int, default=15)
     times.set_defaults(run=show_times)
+    moved = commands.add_parser("bytes")
+    moved.add_argument("--hidden", type=int, default=4096)
+    moved.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    moved.set_defaults(run=show_bytes)
     errors = commands.add_parser("errors")
     errors.add_argument("types", nargs="*")
     errors.add_argument("--seeds", type=int, default=16)
