@@ -60,7 +60,7 @@ except RuntimeError:
     pass
 model = load_model(ModelSection(path=sys.argv[1], dtype="float32"), **json.loads(sys.argv[4]))
 adapted = get_peft_model(model.model, LoraConfig(target_modules=["q_proj", "v_proj"]))
-engine = offload.attach(adapted, num_slots=2, device="cpu", tier="disk", hold=model.hold)
+engine = offload.attach(adapted, num_slots=2, device="cpu", tier="disk", backing=model.backing)
 losses = [step(engine).loss for _ in range(2)]
 engine.close()
 print(losses[0], losses[1], used_bytes() - limit + int(sys.argv[2]))
