@@ -141,10 +141,11 @@ class NotAValue(torch.Tensor):
                 f"`{func}` uses the output of a linear layer whose value was left out of a"
                 " recompute; a layer does this only in some of its calls"
             )
+        y = next(x for x in given if isinstance(x, cls))
+        if func not in _SHAPED and all(x.shape == y.shape and x.dtype == y.dtype for x in given):
+            return cls(_shape_of(y), device=y.device)  # torch's shapes for it take 0.2 ms in Python
         args, kwargs = tree_map_only(torch.Tensor, _shape_of, (args, kwargs or {}))
-        return cls(
-            func(*args, **kwargs), device=next(x.device for x in given if isinstance(x, cls))
-        )
+        return cls(func(*args, **kwargs), device=y.device)
 
     def register_hook(self, hook: Any) -> Any:
         """Raise an error: a hook on the gradient may read the value in the backward.
