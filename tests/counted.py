@@ -8,6 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from offload.engine.unread import is_no_value
+
 NARROW = 256  # a product with a side shorter than this is not a large one
 _PRODUCTS = {
     torch.ops.aten.mm.default,
@@ -67,7 +69,7 @@ class Counted(TorchDispatchMode):
         read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         written = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
         name = func.overloadpacket.__name__
-        if not _moves(func, read, written):
+        if any(map(is_no_value, written)) or not _moves(func, read, written):
             return result
         self.num_ops[name] += 1
         if func in _PRODUCTS and _is_large(read):

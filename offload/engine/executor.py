@@ -26,7 +26,7 @@ from offload.engine.low_rank import VISIT_CACHE
 from offload.engine.model.inspection import Inspection
 from offload.engine.model.layers import Front, LayeredModel
 from offload.engine.model.recorded_args import Call
-from offload.engine.model.visit import Graph, visit_with_graph
+from offload.engine.model.visit import Graph, attempt, visit_with_graph
 from offload.engine.randomness import FRONT_LAYER, VisitRandomness, require_same_draws
 from offload.engine.seeding import NEWEST, Seeding
 from offload.engine.slots import Slots
@@ -406,10 +406,14 @@ class Executor:
             call=state.fronts[m].calls[layer],
         )
         seed, unread = _visit_seed(step, layer, m), self.unread.get(layer, ())
-        graph, draws = self._randomness.visit(layer, seed, partial(compute, unread=unread))
-        if not graph.is_as_found:
-            del graph, self.unread[layer]
+        recomputed, draws = self._randomness.visit(
+            layer, seed, lambda: attempt(partial(compute, unread=unread))
+        )
+        if recomputed is None:
+            self.unread[layer] = ()
             graph, draws = self._randomness.visit(layer, seed, compute)
+        else:
+            graph = recomputed
         require_same_draws(layer, drawn, draws)
         self._pass_on(state, layer, m, graph.backward(state.gradient[m], router_gradients))
 

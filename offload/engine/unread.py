@@ -5,13 +5,18 @@ a layer is only added to the hidden state, and in a recompute nothing reads the 
 of the product need its weight and its input. So its value is computed and thrown away: 8 to 9 % of
 a layer's arithmetic, in a step with a recompute.
 
-Idea. In a recompute such a linear layer returns a tensor of the right shape, dtype and graph that
-holds one element, a NaN, for all places. If its value were read after all, the gradients would be
-NaN, and not wrong. Which products these are is found by `offload.engine.model.readers`. At each
-visit the graph from the layer's output to the product must be the one that was found; otherwise
-the layer is computed again with all values.
+Idea. In a recompute such a linear layer returns a `NotAValue`: shape, dtype, graph, and no memory.
+Sums and views of one are of the same kind, so the layer's output is too. Any other use is an error,
+then the layer is computed again with all values. So it is if the graph from the layer's output to
+the product is not the one that was found. Which products to try is found before the first step, by
+`offload.engine.model.readers`. That is not enough: a layer may do something else for long rows,
+above a threshold, or by its number.
+
+Rejected: a NaN in one element for all places. `NaN > 1` is False, so a layer that halves what is
+large took the other branch in its recompute, and kernels that take a pointer read past the element.
 """
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +27,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import Node
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 Path = tuple[tuple[str, int], ...]
 """From node to node of a graph: a node's name, and which of its inputs comes next."""
@@ -32,7 +38,7 @@ class WithoutValue(Protocol):
     """A linear layer of another kind that can leave its value out."""
 
     def without_value(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the output from `not_a_value`, with its graph; or the output if that differs."""
+        """Return a `not_a_value` with the output's graph; or the output if that differs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -54,6 +60,7 @@ class Left:
     def __init__(self, unread: Sequence[Unread]) -> None:
         """Expect these to be left out, once each."""
         self._unread = unread
+        self._num_refused = _refused.count
         self._nodes: list[tuple[nn.Module, Node | None]] = []
 
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -66,8 +73,11 @@ class Left:
     def is_as_found(self, output: torch.Tensor) -> bool:
         """Return whether the graph of a layer's output leads to each product as it was found."""
         nodes = dict(self._nodes)
-        return len(self._nodes) == len(nodes) == len(self._unread) and all(
-            _leads(output.grad_fn, one.path, nodes.get(one.module)) for one in self._unread
+        return (
+            _refused.count == self._num_refused  # the layer may have caught the error
+            and len(self._nodes) == len(nodes) == len(self._unread)
+            and is_no_value(output) == bool(self._unread)
+            and all(_leads(output.grad_fn, one.path, nodes.get(one.module)) for one in self._unread)
         )
 
 
@@ -84,21 +94,102 @@ def left_out(unread: Sequence[Unread]) -> Iterator[Left]:
             vars(one.module).pop("forward", None)
 
 
+class ReadError(RuntimeError):
+    """Something used a value that was left out."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(problem)
+        _refused.count += 1
+
+
+class _Refused(threading.local):
+    """How many uses were refused in this thread."""
+
+    count = 0
+
+
+_refused = _Refused()
+
+
+_aten = torch.ops.aten
+_SUMS = {_aten.add.Tensor, _aten.sub.Tensor}
+_SCALED = {_aten.mul.Tensor, _aten.mul.Scalar, _aten.div.Tensor, _aten.div.Scalar}
+_SHAPED = {
+    *(_aten.view.default, _aten._unsafe_view.default, _aten.transpose.int, _aten.permute.default),
+    *(_aten.unsqueeze.default, _aten.squeeze.dim, _aten.t.default, _aten.detach.default),
+    *(_aten.clone.default, _aten._to_copy.default),
+}
+
+
+class NotAValue(torch.Tensor):
+    """The output of a linear layer without its values, or a sum of one: it cannot be read."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor, device: torch.device) -> "NotAValue":
+        """Take shape, strides and dtype from a tensor, and no memory."""
+        y: NotAValue = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
+        )
+        torch._C._set_throw_on_mutable_data_ptr(y)  # for code that takes its address
+        return y
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's is no class method
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> "NotAValue":
+        """Return what a sum, a product with a constant or a view of it has of a shape and a dtype.
+
+        Raises:
+            ReadError: It is another operation, or its gradient needs the value.
+        """
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        others = [x for x in given if not isinstance(x, cls)]
+        is_scaled = (
+            func in _SCALED
+            and len(given) - len(others) == 1
+            and (isinstance(args[0], cls) or func is _aten.mul.Tensor)
+            and not any(x.requires_grad for x in others)
+        )
+        if not (is_scaled or func in _SUMS or func in _SHAPED):
+            raise ReadError(
+                f"`{func}` uses the output of a linear layer whose value was left out of a"
+                " recompute; a layer does this only in some of its calls"
+            )
+        y = next(x for x in given if isinstance(x, cls))
+        if func not in _SHAPED and all(x.shape == y.shape and x.dtype == y.dtype for x in given):
+            return cls(_shape_of(y), device=y.device)  # torch's shapes for it take 0.2 ms in Python
+        args, kwargs = tree_map_only(torch.Tensor, _shape_of, (args, kwargs or {}))
+        return cls(func(*args, **kwargs), device=y.device)
+
+    def register_hook(self, hook: Any) -> Any:
+        """Raise an error: a hook on the gradient may read the value in the backward.
+
+        Raises:
+            ReadError: Always.
+        """
+        raise ReadError(f"{hook} is registered on an output whose value was left out")
+
+
 def not_a_value(x: torch.Tensor, num_features: int) -> torch.Tensor:
-    """Return an output of a linear layer that takes one element of memory: NaN.
+    """Return an output of a linear layer without values.
 
     Args:
         x: The layer's input, (..., K).
         num_features: Features of the output.
     """
-    y = x.new_empty_strided((*x.shape[:-1], num_features), (0,) * x.dim())
-    y.as_strided((), ()).fill_(torch.nan)
-    return y
+    shape = (*x.shape[:-1], num_features)
+    return NotAValue(torch.empty(shape, dtype=x.dtype, device="meta"), device=x.device)
 
 
 def is_no_value(y: torch.Tensor) -> bool:
-    """Return whether a tensor is from `not_a_value`."""
-    return y.dim() > 0 and not any(y.stride())
+    """Return whether a tensor is from `not_a_value`, or a sum of one."""
+    return isinstance(y, NotAValue)
+
+
+def _shape_of(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
 def can_leave_out(module: nn.Module) -> bool:

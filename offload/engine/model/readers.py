@@ -9,8 +9,8 @@ each linear layer's output. Then the layer's output is dropped and its graph kep
 memory is still held, by the graph, a module or anything else, the product has a reader. So it has
 if an operation handed a value to the host. No kind of layer is known by name.
 
-Then the value is left out, which makes it NaN: all gradients must be the same to the bit. This
-finds reads by kernels that torch does not see.
+Then the value is left out, so that any use of it fails: all gradients must be the same to the bit.
+This finds reads that torch does not see, such as those by numpy and kernels of others.
 
 What cannot be judged is computed: layers with hooks, compiled layers, code that replaces a forward.
 """
@@ -29,7 +29,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from offload.engine.model.visit import Graph
+from offload.engine.model.visit import Graph, attempt
 from offload.engine.unread import Path, Unread, can_leave_out
 
 Visit = Callable[[Sequence[Unread]], Graph]
@@ -221,11 +221,11 @@ def _gradients(graph: Graph, by: Sequence[torch.Tensor]) -> Gradients:
 def _is_same(expected: Gradients, visit: Visit, unread: Unread, by: Sequence[torch.Tensor]) -> bool:
     """Return whether the gradients are the same without a product's value."""
     try:
-        graph = visit((unread,))
-        found = _gradients(graph, by) if graph.is_as_found else None
+        graph = attempt(partial(visit, (unread,)))
+        found = None if graph is None else _gradients(graph, by)
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError:  # such as where the model writes to the product in place
+    except RuntimeError:  # a hook on a tensor reads the product in the backward
         return False
     if found is None:
         return False

@@ -1,11 +1,11 @@
 """A layer's visit that keeps its graph, as the executor and the tracer run it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from offload.engine.model.layers import LayeredModel
+from offload.engine.model.layers import FORWARD_ERRORS, LayeredModel
 from offload.engine.model.recorded_args import Call
 from offload.engine.unread import Unread, left_out
 
@@ -82,3 +82,14 @@ def visit_with_graph(
         said=(output_BTD, *router_logits),
         is_as_found=left.is_as_found(output_BTD),
     )
+
+
+def attempt(compute: Callable[[], Graph]) -> Graph | None:
+    """Return the graph of a visit, or None if it read a product that it was to leave out."""
+    try:
+        graph = compute()
+    except torch.OutOfMemoryError:
+        raise
+    except FORWARD_ERRORS:  # of a read; others come again where all is computed
+        return None
+    return graph if graph.is_as_found else None

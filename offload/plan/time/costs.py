@@ -139,11 +139,12 @@ def _sum(works: list[Work]) -> Work:
 
 
 def recomputed_products(layer: LayerFacts, at: Pricer) -> Work:
-    """Products of a recompute; for one that is left out a NaN is written, and no sum reads it."""
+    """Products of a recompute; for those left out also less the sum with the hidden state."""
     left_out = at.workload.left_out(layer)
     products = [at.matmul(linear) for linear in layer.linears if linear not in left_out]
-    unread = [-at.workload.num_tokens * x.d_out * at.workload.dtype_bytes for x in left_out]
-    return _sum([*products, at.traffic(sum(unread), num_ops=len(unread))])
+    features = sum(3 * x.d_out for x in left_out)  # a sum reads two and writes one
+    num_bytes = at.workload.num_tokens * features * at.workload.dtype_bytes
+    return _sum([*products, at.traffic(-num_bytes, num_ops=-len(left_out))])
 
 
 def _layer_cost(layer: LayerFacts, at: Pricer) -> LayerCost:

@@ -1,5 +1,8 @@
 """Linear layers without their values: the same gradients, and an output that nobody mistakes."""
 
+from collections.abc import Callable
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -28,34 +31,68 @@ def passed(layer: Layer, left: tuple[Unread, ...]) -> tuple[torch.Tensor, torch.
         y = layer(x)
     y.backward(torch.randn_like(x))
     assert x.grad is not None
-    return y.detach(), x.grad, seen
+    return y, x.grad, seen
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_gradient_is_the_same_to_the_bit_and_the_output_is_nan(
+def test_the_gradient_is_the_same_to_the_bit_and_the_output_has_no_value(
     bias: bool, dtype: torch.dtype
 ) -> None:
     layer = Layer(bias=bias, dtype=dtype)
     y, gradient, _ = passed(layer, ())
     nothing, same, left = passed(layer, (Unread(module=layer.down, path=PATH),))
-    assert nothing.isnan().all()
+    assert is_no_value(nothing)
     assert nothing.shape == y.shape
     assert nothing.dtype == y.dtype
     assert torch.equal(gradient, same)
-    assert left is not None
+    assert left.is_as_found(nothing)
     assert "forward" not in vars(layer.down)
     assert torch.equal(passed(layer, ())[0], y)
 
 
-def test_an_output_without_value_takes_one_element() -> None:
+def nothing() -> torch.Tensor:
     y = not_a_value(torch.empty(2, 5, 8, dtype=torch.bfloat16), 6)
-    assert y.shape == (2, 5, 6)
-    assert y.untyped_storage().nbytes() == 2
-    assert is_no_value(y)
-    assert not is_no_value(torch.empty(2, 5, 6))
-    with pytest.raises(RuntimeError, match="single memory location"):
-        y.add_(1.0)
+    return y.requires_grad_()
+
+
+def test_sums_views_and_products_with_constants_have_no_value_either() -> None:
+    y, x = nothing(), torch.ones(2, 5, 6)
+    for sum_ in (x + y, y - x, 0.5 * y, x[0, 0] * y, y / 2, y.float(), y.view(-1, 6), y + y):
+        assert is_no_value(sum_)
+    assert not is_no_value(x)
+    assert (y.float() + x).dtype is torch.float32
+    assert y.view(10, 6).t().shape == (6, 10)
+    assert (y + torch.empty(3, 1, 1, 1)).shape == (3, 2, 5, 6)
+
+
+USES: list[Callable[[torch.Tensor], object]] = [
+    lambda y: y > 1,
+    lambda y: y.isinf().any(),
+    lambda y: y.relu(),
+    lambda y: torch.ones(2, 5, 6).add_(y),
+    lambda y: y.add_(1.0),
+    lambda y: y * y,
+    lambda y: 1 / y,
+    lambda y: y * torch.ones(6, requires_grad=True),
+    lambda y: y.float().detach().numpy(),
+    lambda y: np.asarray(y.float().detach()),
+    lambda y: y.tolist(),
+    lambda y: y.sum().item(),
+    lambda y: y.data_ptr(),
+    lambda y: y.detach().untyped_storage().data_ptr(),
+    lambda y: y.detach().__dlpack__(),
+    lambda y: y.register_hook(lambda gradient: gradient * y),
+    lambda y: torch.nn.functional.dropout(y, 0.5),
+    lambda y: str(y),
+    lambda y: torch.where(y > 0, y, 0),
+]
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_value_that_was_left_out_cannot_be_used(use: Callable[[torch.Tensor], object]) -> None:
+    with pytest.raises(RuntimeError):
+        use(nothing())
 
 
 def seen_by(layer: Layer, path: tuple[tuple[str, int], ...], num_calls: int = 1) -> bool:

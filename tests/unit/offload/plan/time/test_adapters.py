@@ -64,7 +64,7 @@ def _pass_through(
     forward, backward = Counted(), Counted()
     with forward:
         outputs = apply_linears(x, group, has_value=has_value)
-    cotangents = [torch.randn_like(y) for y in outputs]
+    cotangents = [torch.randn(y.shape, dtype=y.dtype) for y in outputs]
     x.grad = None
     with backward:
         torch.autograd.backward(outputs, cotangents)
@@ -90,7 +90,7 @@ def test_a_recompute_without_values_moves_what_the_plan_says_within_a_tenth(
     said, backward = planned(("down_proj",), rank, dtype, left_out=True)
     found, after = counted(("down_proj",), rank, dtype, left_out=True)
     assert said.memory_s == pytest.approx(found.total_bytes, rel=0.1), dict(found.num_bytes)
-    assert said.num_ops == found.total_ops - 1, found.num_ops  # but for the NaN
+    assert said.num_ops == found.total_ops, found.num_ops
     assert backward.memory_s == pytest.approx(after.total_bytes, rel=0.1)
     assert backward.num_ops == after.total_ops - 1  # but for W's product
 
