@@ -49,7 +49,7 @@ def merged_s(
 ) -> float:
     """Compute the end of the last op of a step, from the schedule of one of its micro-batches.
 
-    An op of a micro-batch stands for as many equal ops, one after the other on their lane. The
+    An op of a micro-batch represents as many equal ops, one after the other on their lane. The
     m-th of them waits for the m-th of another micro-batch's op, and for the last of any other op.
     If the ends of all that they wait for are convex in m, so are their own: a wait delays the m-th
     op most if it is the first or the m-th one. So the ends of the first and the last op of each

@@ -1,4 +1,4 @@
-"""The passes over activations beside products and attention: norms, rotary, gates, sums.
+"""The passes over activations outside products and attention: norms, rotary, gates, sums.
 
 Counted from the operators that the models' own code runs, each of which reads its arguments from
 memory and writes its result; `tests/unit/offload/plan/time/test_pointwise.py` counts them again.

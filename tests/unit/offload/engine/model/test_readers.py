@@ -1,4 +1,4 @@
-"""Readers of a product are found by what they leave behind, whatever they are."""
+"""Readers of a product are found by what they keep, whatever they are."""
 
 import random
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""What the plan says that a layer moves beside products and attention, against what it moves."""
+"""What a layer moves outside products and attention: by the plan, and as it runs."""
 
 from dataclasses import replace
 from typing import Any
