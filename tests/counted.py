@@ -36,10 +36,11 @@ SMALL: dict[str, object] = {
 class Counted(TorchDispatchMode):
     """Counts the bytes that each operation reads and writes, and the operations.
 
-    Each operation reads its arguments and writes its results, once each; views take nothing, and
-    an element that is expanded to many counts once. Large matrix products are left out, but for what an
-    added-to result is read for: the plan prices them by arithmetic. An operation that torch does
-    not show in parts, such as fused attention, counts as its arguments and results.
+    Each operation reads its arguments and writes its results, once each; views take nothing,
+    and an element that is expanded to many counts once. Large matrix products are left out, but
+    for what an added-to result is read for: the plan prices them by arithmetic. An operation
+    that torch does not show in parts, such as fused attention, counts as its arguments and
+    results.
     """
 
     def __init__(self) -> None:

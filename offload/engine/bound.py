@@ -56,6 +56,7 @@ class EngineOptions:
             trained_weights="device",
             head_chunk_tokens=asked.typical.head_chunk_tokens,
             num_kept_graphs=plan.residency.num_kept_graphs,
+            leaves_out=asked.typical.leaves_out,
         )
 
     def within(self, num_layers: int) -> "EngineOptions":

@@ -296,6 +296,34 @@ def test_a_layer_that_reads_only_where_it_was_not_inspected_is_computed(
     assert require_same_bits(with_use(model, use)) == (others, others, NONE, others)
 
 
+def test_layers_that_threshold_their_mlp_have_the_gradients_of_a_plain_loop() -> None:
+    """Inspection sees rows of 3 tokens, and these are longer: each layer falls back, and does so
+    in several micro-batches and steps. The loop and its loss are written out here.
+    """
+    model = with_use(adapted("llama"), halved_if_large)
+    reference, ids = copy.deepcopy(model), torch.arange(2, 26).view(2, 12) % 60
+    batches = [{"input_ids": ids, "labels": ids}, {"input_ids": ids.flip(1), "labels": ids.flip(1)}]
+    engine = attached(model, OPTIONS)
+    for _ in range(2):
+        engine.forward_backward(batches, dropout_seed=0)
+        for batch in batches:
+            logits = reference(input_ids=batch["input_ids"], use_cache=False).logits
+            log_probs = logits[:, :-1].log_softmax(-1)
+            chosen = log_probs.gather(-1, batch["labels"][:, 1:, None])
+            (-chosen.sum() / (2 * 2 * 11)).backward()
+    theirs = {n: p.grad for n, p in reference.named_parameters() if p.requires_grad}
+    assert len(theirs) == 56
+    for name, parameter in engine.trained_parameters.items():
+        torch.testing.assert_close(parameter.grad, theirs[name], rtol=1e-4, atol=1e-7, msg=name)
+    engine.close()
+
+
+@pytest.mark.parametrize("use", [halved_if_large, halved_in_place])
+def test_a_visit_that_is_repeated_draws_the_same_masks(use: Use) -> None:
+    model = with_use(adapted("llama", lora_dropout=0.4), use)
+    assert require_same_bits(model) == (NONE,) * 4
+
+
 def test_evaluations_and_kept_graphs_have_values() -> None:
     model = adapted("llama")
     engine = attached(model, replace(OPTIONS, num_kept_graphs=4))

@@ -3,11 +3,11 @@
 Problem. `offload.engine.unread` may leave a value out only if no gradient depends on it, nor does
 anything else: a norm after it, a gate, a hook, a statistic. The list of readers has no end.
 
-Idea. A reader keeps what it has read, so look for that. A layer is computed with its graph on a few tokens,
-and a `Taint` follows, operation by operation, which memory holds something that was computed from
-each linear layer's output. Then the layer's output is dropped and its graph kept. If some of that
-memory is still held, by the graph, a module or anything else, the product has a reader. So it has
-if an operation handed a value to the host. No kind of layer is known by name.
+Idea. A reader keeps what it has read, so look for that. A layer is computed with its graph on a few
+tokens, and a `Taint` follows, operation by operation, which memory holds something that was
+computed from each linear layer's output. Then the layer's output is dropped and its graph kept. If
+some of that memory is still held, by the graph, a module or anything else, the product has a
+reader. So it has if an operation handed a value to the host. No kind of layer is known by name.
 
 Then the value is left out, so that any use of it fails: all gradients must be the same to the bit.
 This finds reads that torch does not see, such as those by numpy and kernels of others.
