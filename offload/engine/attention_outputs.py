@@ -200,6 +200,33 @@ def given(recorded: Recorded) -> Iterator[Callable[[], bool]]:
         yield lambda: giver.is_as_recorded
 
 
+def sizes_of(
+    forward: Callable[[], torch.Tensor],
+    recompute: Callable[[Recorded], tuple[torch.Tensor, torch.Tensor]],
+) -> tuple[OutputSize, ...]:
+    """Return the sizes of a layer's recorded attention, in the order of its calls.
+
+    There are none unless output and gradient are the same to the bit with the record and without,
+    and the forward is the same whether it is recorded or not.
+
+    Args:
+        forward: Computes the layer without a graph.
+        recompute: Computes it with a graph, given a record; returns its output and its input.
+    """
+    with Recorder() as recorder:
+        with_BTD = forward()
+    recorded = recorder.recorded()
+    if not recorded.tensors or not torch.equal(with_BTD, forward()):
+        return ()
+    outputs: list[torch.Tensor] = []
+    gradients: list[torch.Tensor] = []
+    for one in (recorded, NOTHING):
+        output_BTD, input_BTD = recompute(one)
+        outputs.append(output_BTD.detach())
+        gradients += torch.autograd.grad(output_BTD, input_BTD, outputs[-1])
+    return recorded.sizes if torch.equal(*outputs) and torch.equal(*gradients) else ()
+
+
 class _Seen(TorchDispatchMode):
     """Sees the fused operation of one call."""
 

@@ -36,7 +36,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from offload.engine.attention_outputs import NOTHING, OutputSize, Recorded, Recorder
+from offload.engine.attention_outputs import OutputSize, sizes_of
 from offload.engine.batch import IGNORED, Batch
 from offload.engine.model.find_layers import homes_of
 from offload.engine.model.hooks import JudgedHooks
@@ -151,40 +151,18 @@ class Inspection:
         return unread
 
     def attention(self, layer: int) -> tuple[OutputSize, ...]:
-        """Return the attention that a recompute of a layer can be given; before `visit`.
-
-        None of it unless output and gradient are the same to the bit with it and without.
-        """
-        recorder, hidden_BTD = Recorder(), self._hidden_BTD
-
-        def visit(recorded: Recorded) -> tuple[torch.Tensor, torch.Tensor | None]:
-            graph = visit_with_graph(
-                self._model,
-                layer,
-                input_BTD=hidden_BTD,
-                call=self._calls[layer],
-                recorded=recorded,
-            )
-            output_BTD = graph.said[0]
-            return graph.output, _gradient(output_BTD, graph.input_BTD, output_BTD.detach())
-
+        """Return the attention that a recompute of a layer can be given; before `visit`."""
+        hidden_BTD, call = self._hidden_BTD, self._calls[layer]
+        visit = partial(visit_with_graph, self._model, layer, input_BTD=hidden_BTD, call=call)
         try:
-            with recorder:
-                with_BTD = self._call(layer, hidden_BTD, self._calls[layer])
-            recorded = recorder.recorded()
-            if not recorded.tensors:
-                return ()
-            without_BTD = self._call(layer, hidden_BTD, self._calls[layer])
-            both = [self._alone(layer, partial(visit, one)) for one in (recorded, NOTHING)]
+            return sizes_of(
+                lambda: self._call(layer, hidden_BTD, call),
+                lambda recorded: self._alone(layer, lambda: visit(recorded=recorded)).with_input(),
+            )
         except torch.OutOfMemoryError:
             raise
         except FORWARD_ERRORS:  # a layer that cannot be computed alone is refused by `visit`
             return ()
-        are_same = torch.equal(with_BTD, without_BTD) and all(
-            one is not None and other is not None and torch.equal(one, other)
-            for one, other in zip(*both, strict=True)
-        )
-        return recorded.sizes if are_same else ()
 
     def around(self) -> bool:
         """Inspect what the model computes outside its layers, after all layers were inspected.

@@ -38,6 +38,10 @@ class Graph:
         """The layer's router logits, without the graph."""
         return [logits.detach() for logits in self.said[1:]]
 
+    def with_input(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the layer's output with its graph, and the leaf that is its input."""
+        return self.said[0], self.input_BTD
+
     def backward(
         self, gradient_BTD: torch.Tensor | None, router_gradients: Sequence[torch.Tensor]
     ) -> torch.Tensor | None:
