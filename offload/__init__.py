@@ -55,6 +55,8 @@ def attach(  # noqa: PLR0913 - the door to all of it
     trained_weights: Literal["device", "host"] = "device",
     head_chunk_tokens: int = HEAD_CHUNK_TOKENS,
     kept_graphs: int = 0,
+    kept_outputs: int = 0,
+    sent_outputs: int = 0,
     backing: "Backing | None" = None,
     store_dir: str | None = None,
 ) -> "Engine":
@@ -80,6 +82,9 @@ def attach(  # noqa: PLR0913 - the door to all of it
             its gradient up in 16 bits, chunk by chunk.
         kept_graphs: Number of last layers without activation checkpointing: their activations
             stay on the device for the backward, which recomputes those of the others.
+        kept_outputs: Number of layers, the last checkpointed ones, whose attention is not computed
+            again: its output and log-sum-exp stay on the device. Only fused attention is recorded.
+        sent_outputs: Number of the layers below whose outputs go to host memory and come back.
         backing: Where the layers were loaded to (`offload.engine.model.load_hook`); None copies
             them.
         store_dir: With tier "disk" and no backing: a directory for a file as large as the layers.
@@ -104,6 +109,8 @@ def attach(  # noqa: PLR0913 - the door to all of it
         trained_weights=trained_weights,
         head_chunk_tokens=head_chunk_tokens,
         num_kept_graphs=kept_graphs,
+        num_kept_outputs=kept_outputs,
+        num_sent_outputs=sent_outputs,
     )
     return Engine(model, device=device_named(device), options=options, backing=backing)
 

@@ -17,7 +17,7 @@ from offload.engine.memory_meter import Arena
 from offload.engine.model import placement
 from offload.engine.model.layers import LayeredModel
 from offload.engine.slots import Slots
-from offload.engine.stash import Stash
+from offload.engine.stash import SentOutputs, Stash
 from offload.engine.streams import Device
 from offload.errors import OffloadError
 from offload.plan.facts.codec import CodecName
@@ -42,6 +42,13 @@ class EngineOptions:
     head_chunk_tokens: int
     num_kept_graphs: int
     leaves_out: bool = True
+    num_kept_outputs: int = 0
+    num_sent_outputs: int = 0
+
+    @property
+    def records_attention(self) -> bool:
+        """Whether any attention is recorded; compiled layers are computed whole."""
+        return self.leaves_out and bool(self.num_kept_outputs + self.num_sent_outputs)
 
     @classmethod
     def planned(cls, plan: Plan) -> "EngineOptions":
@@ -57,13 +64,15 @@ class EngineOptions:
             head_chunk_tokens=asked.typical.head_chunk_tokens,
             num_kept_graphs=plan.residency.num_kept_graphs,
             leaves_out=asked.typical.leaves_out,
+            num_kept_outputs=plan.residency.num_kept_outputs,
+            num_sent_outputs=plan.residency.num_sent_outputs,
         )
 
     def within(self, num_layers: int) -> "EngineOptions":
         """Return the options for a model of so many layers; it has no more slots than layers.
 
         Raises:
-            OffloadError: There are too few slots, or more kept graphs than layers.
+            OffloadError: There are too few slots, or more kept graphs or outputs than layers.
         """
         if self.num_slots < MIN_SLOTS:
             raise OffloadError(
@@ -77,6 +86,14 @@ class EngineOptions:
                 limit=f"it counts layers from the last, of which there are {num_layers}",
                 hint=f"`kept_graphs={min(max(0, self.num_kept_graphs), num_layers)}`",
             )
+        for name in ("kept_outputs", "sent_outputs"):
+            num = getattr(self, f"num_{name}")
+            if not 0 <= num <= num_layers:
+                raise OffloadError(
+                    f"{name} is {num}",
+                    limit=f"it counts layers, of which there are {num_layers}",
+                    hint=f"`{name}={min(max(0, num), num_layers)}`",
+                )
         return replace(self, num_slots=min(self.num_slots, num_layers))
 
 
@@ -88,6 +105,7 @@ class Bound:
         executor: Runs the passes.
         host_gradients: Host gradients of the layers' trained weights.
         stash: Holds layer inputs on the host.
+        sent: Holds attention outputs on the host.
         slot_bytes: Device memory of all slots.
         slot_arenas: The same memory by block.
         sizes: Sizes of the transfers, in bytes.
@@ -96,6 +114,7 @@ class Bound:
     executor: Executor
     host_gradients: HostGradients
     stash: Stash
+    sent: SentOutputs
     slot_bytes: int
     slot_arenas: tuple[Arena, ...]
     sizes: TransferSizes
@@ -133,6 +152,11 @@ def bind(
         free_host=_freeing(host, device),
         torch_device=torch_device,
     )
+    sent = SentOutputs(
+        allocate_host=host.blocks.allocate,
+        free_host=_freeing(host, device),
+        torch_device=torch_device,
+    )
     placement.move_the_rest(layered, records, torch_device)
     slots = Slots(
         records,
@@ -145,10 +169,12 @@ def bind(
         source=host.source,
         slots=slots,
         stash=stash,
+        sent=sent,
         host_gradients=host_gradients,
         device=device,
         head_chunk_tokens=min(options.head_chunk_tokens, layered.max_positions),
         leaves_out=options.leaves_out,
+        records_attention=options.records_attention,
     )
     sizes = TransferSizes(
         layer_bytes=tuple(record.num_bytes for record in records),
@@ -161,6 +187,7 @@ def bind(
         executor=executor,
         host_gradients=host_gradients,
         stash=stash,
+        sent=sent,
         slot_bytes=slots.num_bytes,
         slot_arenas=slots.arenas,
         sizes=sizes,

@@ -41,6 +41,7 @@ from offload.engine.seeding import NEWEST, Seeding
 from offload.engine.streams import Device, open_device
 from offload.errors import OffloadError
 from offload.plan.facts.weights import WeightInventory
+from offload.plan.schedule.residency import NO_OUTPUTS, AttentionOutputs, Residency
 from offload.plan.schedule.schedule import (
     Order,
     Ring,
@@ -159,7 +160,12 @@ class Engine:
     @property
     def arenas(self) -> tuple[Arena, ...]:
         """The memory held from step to step, without parameters that were not moved."""
-        return (*self._host.arenas, *self._bound.slot_arenas, self._bound.stash.arena)
+        return (
+            *self._host.arenas,
+            *self._bound.slot_arenas,
+            self._bound.stash.arena,
+            self._bound.sent.arena,
+        )
 
     @property
     def unread(self) -> tuple[frozenset[str], ...]:
@@ -404,6 +410,7 @@ class Engine:
         self._reload_what_was_written()
         num_kept_graphs = self._options.num_kept_graphs
         input_bytes = self._input_bytes(batches) if self._options.stash == "host" else ()
+        outputs = self._outputs(batches)
         schedule = training_schedule(
             self._bound.sizes,
             ring=self._ring,
@@ -412,7 +419,10 @@ class Engine:
             trains_front=self._trains_front,
             input_bytes=input_bytes,
             num_kept_graphs=num_kept_graphs,
+            outputs=outputs,
         )
+        if outputs.sent:
+            self._bound.sent.prepare(outputs, num_carriers=schedule.num_carriers)
         if schedule.num_fetch_buffers:
             self._bound.stash.prepare(
                 input_bytes,
@@ -420,6 +430,25 @@ class Engine:
                 num_fetch_buffers=schedule.num_fetch_buffers,
             )
         return schedule
+
+    def _outputs(self, batches: Sequence[LabelledBatch]) -> AttentionOutputs:
+        """Return the layers whose attention is not computed again; none if they are compiled."""
+        options, found = self._options, self._bound.executor.attention
+        if not options.records_attention:
+            return NO_OUTPUTS
+        residency = Residency(
+            num_slots=options.num_slots,
+            num_kept_graphs=options.num_kept_graphs,
+            num_kept_outputs=options.num_kept_outputs,
+            num_sent_outputs=options.num_sent_outputs,
+        )
+        shapes = [batch.inputs["input_ids"].shape for batch in batches]
+        return residency.outputs(
+            [
+                [sum(size.num_bytes(*shape) for size in sizes) for shape in shapes] if sizes else []
+                for sizes in (found.get(layer, ()) for layer in range(len(self.layer_bytes)))
+            ]
+        )
 
     def _input_bytes(self, batches: Sequence[LabelledBatch]) -> tuple[int, ...]:
         """Return the size of a layer's input for each micro-batch."""

@@ -13,12 +13,19 @@ for that transfer. The allocator may then reuse the memory for whatever is compu
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
+from offload.engine.attention_outputs import (
+    NOTHING,
+    OutputSize,
+    Recorded,
+    Recorder,
+)
 from offload.engine.batch import Batch, LabelledBatch
 from offload.engine.host.source import LayerSource
 from offload.engine.host_gradients import HostGradients
@@ -30,7 +37,7 @@ from offload.engine.model.visit import Graph, attempt, visit_with_graph
 from offload.engine.randomness import FRONT_LAYER, VisitRandomness, require_same_draws
 from offload.engine.seeding import NEWEST, Seeding
 from offload.engine.slots import Slots
-from offload.engine.stash import Stash
+from offload.engine.stash import SentOutputs, Stash
 from offload.engine.streams import Device, Event, copy_on_host
 from offload.engine.unread import Unread
 from offload.errors import UnsupportedModelError
@@ -49,6 +56,8 @@ class PassState:
             layer L is the input of the tail.
         fetched: Inputs that came back from the stash.
         graphs: Graphs that forward visits kept for backward visits, by layer and micro-batch.
+        attention: What forward visits recorded of it, by layer and micro-batch; of a sent one the
+            tensors are in a buffer that others use in between.
         draws: The generator states after forward visits; see `VisitRandomness.visit`.
         gradient: Gradient of the loss by the current hidden state in the backward; None below a
             layer that passes none on, as in plain autograd.
@@ -63,6 +72,7 @@ class PassState:
     inputs: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     fetched: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     graphs: dict[tuple[int, int], Graph] = field(default_factory=dict)
+    attention: dict[tuple[int, int], Recorded] = field(default_factory=dict)
     draws: dict[tuple[int, int], bytes | None] = field(default_factory=dict)
     gradient: dict[int, torch.Tensor | None] = field(default_factory=dict)
     losses: list[torch.Tensor] = field(default_factory=list)
@@ -77,30 +87,33 @@ _Table = dict[Kind, Callable[[Op], None]]
 class Executor:
     """Runs a model's ops, with its weights and slots, on a device's lanes."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - everything that runs a pass
         self,
         *,
         model: LayeredModel,
         source: LayerSource,
         slots: Slots,
         stash: Stash,
+        sent: SentOutputs,
         host_gradients: HostGradients,
         device: Device,
         head_chunk_tokens: int,
         leaves_out: bool,
+        records_attention: bool = False,
     ) -> None:
         """Keep the parts; nothing is moved."""
         self._model = model
         self._source = source
         self._slots = slots
-        self._stash = stash
+        self._stash, self._sent = stash, sent
         self._host_gradients = host_gradients
         self._device = device
         self._head_chunk_tokens = head_chunk_tokens
         self._randomness = VisitRandomness(device.torch_device)
         self._last_layer = len(model.layers) - 1
-        self._leaves_out = leaves_out
+        self._leaves_out, self._records_attention = leaves_out, records_attention
         self._unread: dict[bool, dict[int, tuple[Unread, ...]]] = {}
+        self._attention: dict[bool, dict[int, tuple[OutputSize, ...]]] = {}
 
     def train(
         self,
@@ -181,6 +194,11 @@ class Executor:
         """By layer, the products that a recompute leaves out in the model's current mode."""
         return self._unread.setdefault(self._model.model.training, {})
 
+    @property
+    def attention(self) -> dict[int, tuple[OutputSize, ...]]:
+        """By layer, the calls of attention that a recompute can be given, in the current mode."""
+        return self._attention.setdefault(self._model.model.training, {})
+
     def inspect(self, schedule: Schedule, inputs: Batch, *, has_labels: bool) -> bool:
         """Pass over the layers once to see whether they can be computed one by one.
 
@@ -202,6 +220,8 @@ class Executor:
             inspections.append(Inspection(self._model, inputs, has_labels=has_labels))
 
         def inspect_layer(op: Op) -> None:
+            if has_labels and self._records_attention:
+                self.attention[op.layer_index] = inspections[0].attention(op.layer_index)
             found = inspections[0].visit(op.layer_index)
             if has_labels:
                 self.unread[op.layer_index] = found if self._leaves_out else ()
@@ -234,6 +254,8 @@ class Executor:
             Kind.DECODE: self._decode,
             Kind.STASH: partial(self._stash_input, state),
             Kind.FETCH: partial(self._fetch_input, state),
+            Kind.SEND: partial(self._send, state),
+            Kind.RETURN: partial(self._return, state),
             Kind.GRADIENT: self._gradient,
         }
         events: list[Event] = []
@@ -283,6 +305,23 @@ class Executor:
         like_BTD = state.fronts[m].hidden_BTD
         state.fetched[layer, m] = target.view(like_BTD.dtype).view(like_BTD.shape)
 
+    def _send(self, state: PassState, op: Op) -> None:
+        layer, m = op.layer_index, op.micro_batch_index
+        num_bytes, carrier = (
+            state.attention[layer, m].num_bytes,
+            self._sent.carrier(op.carrier_index),
+        )
+        self._device.copy(self._sent.place(layer, m)[:num_bytes], carrier[:num_bytes])
+
+    def _return(self, state: PassState, op: Op) -> None:
+        layer, m = op.layer_index, op.micro_batch_index
+        num_bytes, carrier = (
+            state.attention[layer, m].num_bytes,
+            self._sent.carrier(op.carrier_index),
+        )
+        self._device.copy(carrier[:num_bytes], self._sent.place(layer, m)[:num_bytes])
+        state.attention[layer, m] = state.attention[layer, m].at(carrier)
+
     def _gradient(self, op: Op) -> None:
         sink, gradient = self._host_gradients.leaving(
             op.layer_index, op.buffer_index, op.offset, op.num_bytes
@@ -305,14 +344,23 @@ class Executor:
             state.inputs.pop((layer + 1 - NUM_KEPT, m), None)
         call = state.fronts[m].calls[layer]
         VISIT_CACHE.enter((op.kind, layer))
-        compute = partial(self._visit_forward, layer, input_BTD, call, has_graph=op.has_graph)
-        (output_BTD, router_logits, graph), draws = self._randomness.visit(
+        compute = partial(
+            self._visit_forward,
+            layer,
+            input_BTD,
+            call,
+            has_graph=op.has_graph,
+            has_output=op.has_output,
+        )
+        (output_BTD, router_logits, graph, recorded), draws = self._randomness.visit(
             layer, _visit_seed(step, layer, m), compute
         )
         if graph is not None:
             state.graphs[layer, m] = graph
         else:
             state.draws[layer, m] = draws
+        if op.has_output:
+            state.attention[layer, m] = self._carried(recorded, op)
         if router_logits and step.is_kept:
             state.routing.setdefault(m, {})[layer] = router_logits
         state.inputs[layer + 1, m] = output_BTD.contiguous()
@@ -320,15 +368,37 @@ class Executor:
             del state.inputs[layer, m]
 
     def _visit_forward(
-        self, layer: int, input_BTD: torch.Tensor, call: Call, *, has_graph: bool
-    ) -> tuple[torch.Tensor, list[torch.Tensor], Graph | None]:
-        """Return a layer's output, its router logits, and the graph if it is kept."""
+        self,
+        layer: int,
+        input_BTD: torch.Tensor,
+        call: Call,
+        *,
+        has_graph: bool,
+        has_output: bool,
+    ) -> tuple[torch.Tensor, list[torch.Tensor], Graph | None, Recorded]:
+        """Return a layer's output, its router logits, and graph or attention if they are kept."""
         if has_graph:
             graph = visit_with_graph(self._model, layer, input_BTD=input_BTD, call=call)
-            return graph.output, graph.router_logits, graph
-        with torch.no_grad(), self._model.listening(layer) as router_logits:
+            return graph.output, graph.router_logits, graph, NOTHING
+        recorder = Recorder() if has_output else None
+        with (
+            torch.no_grad(),
+            self._model.listening(layer) as router_logits,
+            recorder or nullcontext(),
+        ):
             output_BTD = self._model.layer_forward(layer, input_BTD, call)
-        return output_BTD, router_logits, None
+        recorded = recorder.recorded() if recorder else NOTHING
+        return output_BTD, router_logits, None, recorded
+
+    def _carried(self, recorded: Recorded, op: Op) -> Recorded:
+        """Return what a forward visit recorded, in its buffer if it is sent; if it has room."""
+        if op.carrier is None:
+            return recorded
+        place = self._sent.place(op.layer_index, op.micro_batch_index)
+        if recorded.num_bytes > place.nbytes:
+            return NOTHING
+        with torch.no_grad():
+            return recorded.packed(self._sent.carrier(op.carrier))
 
     def _tail(
         self,
@@ -395,6 +465,7 @@ class Executor:
             return
         kept_BTD = (state.inputs if op.buffer is None else state.fetched).pop((layer, m))
         drawn = state.draws.pop((layer, m))
+        recorded = state.attention.pop((layer, m), NOTHING)
         if state.gradient[m] is None and not router_gradients:
             return
         VISIT_CACHE.enter((op.kind, layer))
@@ -407,8 +478,12 @@ class Executor:
         )
         seed, unread = _visit_seed(step, layer, m), self.unread.get(layer, ())
         recomputed, draws = self._randomness.visit(
-            layer, seed, lambda: attempt(partial(compute, unread=unread))
+            layer, seed, lambda: attempt(partial(compute, unread=unread, recorded=recorded))
         )
+        if recomputed is None and recorded.tensors:
+            recomputed, draws = self._randomness.visit(
+                layer, seed, lambda: attempt(partial(compute, unread=unread))
+            )
         if recomputed is None:
             self.unread[layer] = ()
             graph, draws = self._randomness.visit(layer, seed, compute)

@@ -73,7 +73,7 @@ def duration_of(costs: Costs) -> Callable[[Op], float]:
     """Return the function that gives an op's duration."""
 
     def duration_s(op: Op) -> float:
-        if op.kind is Kind.FETCH:
+        if op.kind in (Kind.FETCH, Kind.RETURN):
             return costs.h2d_latency_s + op.num_bytes / costs.fetch_bytes_per_s
         if op.lane is Lane.H2D:
             return costs.h2d_latency_s + op.num_bytes / costs.h2d_bytes_per_s

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.plan.schedule.op import Kind, Lane, Op
+from offload.plan.schedule.residency import Residency
 from offload.plan.schedule.schedule import (
     Order,
     Ring,
@@ -43,6 +44,15 @@ def steps(draw: st.DrawFn) -> Schedule:
     ring = draw(st.sampled_from([warm_ring(num_slots), cold_ring(num_slots)]))
     if draw(st.booleans()):
         ring = forward_schedule(sizes, ring=ring, num_micro_batches=1).ring_after
+    num_kept_graphs = draw(st.integers(0, num_layers))
+    residency = Residency(
+        num_slots=num_slots,
+        num_kept_graphs=num_kept_graphs,
+        num_kept_outputs=draw(st.integers(0, num_layers)),
+        num_sent_outputs=draw(st.integers(0, num_layers)),
+    )
+    output_bytes = draw(st.sampled_from([(), (3,) * num_micro_batches]))
+    num_bytes = [draw(st.sampled_from([(), output_bytes])) for _ in range(num_layers)]
     return training_schedule(
         sizes,
         ring=ring,
@@ -50,7 +60,8 @@ def steps(draw: st.DrawFn) -> Schedule:
         order=order,
         trains_front=draw(st.booleans()),
         input_bytes=draw(st.sampled_from([(), (5,) * num_micro_batches])),
-        num_kept_graphs=draw(st.integers(0, num_layers)),
+        num_kept_graphs=num_kept_graphs,
+        outputs=residency.outputs(num_bytes),
     )
 
 
@@ -104,6 +115,10 @@ class Accesses:
     def _kept(self, mode: str, layer: int, m: int | None) -> Access:
         return mode, ("input", m, layer % 2 if self._is_stashed else layer), layer
 
+    def _carried(self, mode: str, op: Op) -> list[Access]:
+        place = ("carried", op.carrier)
+        return [] if op.carrier is None else [(mode, place, (op.layer, op.micro_batch))]
+
     def _moved(self, op: Op, layer: int, m: int | None) -> list[Access]:
         if op.kind is Kind.READ:
             return [("write", ("staging", op.buffer), (layer, op.offset))]
@@ -116,6 +131,12 @@ class Accesses:
         if op.kind is Kind.FETCH:
             fetched = ("write", ("fetched", op.buffer), (layer, m))
             return [("read", ("stash", layer, m), None), fetched]
+        if op.kind is Kind.SEND:
+            carried = ("read", ("carried", op.carrier), (layer, m))
+            return [carried, ("write", ("sent", layer, m), None)]
+        if op.kind is Kind.RETURN:
+            carried = ("write", ("carried", op.carrier), (layer, m))
+            return [("read", ("sent", layer, m), None), carried]
         assert op.kind is Kind.GRADIENT
         return [("read", ("gradient", op.buffer), layer)]
 
@@ -133,6 +154,7 @@ class Accesses:
                 self._kept("read", layer, m),
                 self._kept("write", layer + 1, m),
                 *graph,
+                *self._carried("write", op),
             ]
         if op.kind is Kind.TAIL:
             return [self._kept("read", self._last_layer + 1, m)]
@@ -143,7 +165,8 @@ class Accesses:
                 is_fetched = self._is_stashed and layer < self._last_layer
                 own = fetched if is_fetched else self._kept("read", layer, m)
             gathered = ("add", ("gradient", layer % 2), layer)
-            return [weights, own, *([gathered] if layer in self._trained else [])]
+            carried = self._carried("read", op)
+            return [weights, own, *carried, *([gathered] if layer in self._trained else [])]
         return []
 
 
@@ -213,6 +236,25 @@ def test_few_inputs_are_on_the_device_at_a_time_where_they_are_stashed(schedule)
             for stash, layer, m in stashes:
                 if m == op.micro_batch and layer is not None and layer < op.layer:
                     assert stash in before[number]
+
+
+@given(steps())
+def test_an_output_is_recorded_once_and_given_once_and_few_are_on_the_device(schedule) -> None:
+    group = len({op.micro_batch for op in schedule.ops if op.kind is Kind.FRONT})
+    assert schedule.num_carriers <= 2 * group
+    of = {
+        kind: [(op.layer, op.micro_batch) for op in schedule.ops if op.kind is kind and is_one(op)]
+        for kind, is_one in (
+            (Kind.FORWARD, lambda op: op.has_output),
+            (Kind.BACKWARD, lambda op: op.has_output),
+            (Kind.SEND, lambda op: op.num_bytes == 3),
+            (Kind.RETURN, lambda op: op.num_bytes == 3),
+        )
+    }
+    assert sorted(of[Kind.FORWARD]) == sorted(of[Kind.BACKWARD])
+    assert sorted(of[Kind.SEND]) == sorted(of[Kind.RETURN])
+    assert set(of[Kind.SEND]) <= set(of[Kind.FORWARD])
+    assert not any(op.has_output and op.has_graph for op in schedule.ops)
 
 
 @given(steps())

@@ -36,6 +36,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from offload.engine.attention_outputs import OutputSize, sizes_of
 from offload.engine.batch import IGNORED, Batch
 from offload.engine.model.find_layers import homes_of
 from offload.engine.model.hooks import JudgedHooks
@@ -148,6 +149,20 @@ class Inspection:
             self._require_no_draws_in_backward(layer, again_BTD, leaf_BTD)
         self._other_BTD, self._hidden_BTD = other_BTD, again_BTD.detach()
         return unread
+
+    def attention(self, layer: int) -> tuple[OutputSize, ...]:
+        """Return the attention that a recompute of a layer can be given; before `visit`."""
+        hidden_BTD, call = self._hidden_BTD, self._calls[layer]
+        visit = partial(visit_with_graph, self._model, layer, input_BTD=hidden_BTD, call=call)
+        try:
+            return sizes_of(
+                lambda: self._call(layer, hidden_BTD, call),
+                lambda recorded: self._alone(layer, lambda: visit(recorded=recorded)).with_input(),
+            )
+        except torch.OutOfMemoryError:
+            raise
+        except FORWARD_ERRORS:  # a layer that cannot be computed alone is refused by `visit`
+            return ()
 
     def around(self) -> bool:
         """Inspect what the model computes outside its layers, after all layers were inspected.

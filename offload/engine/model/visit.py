@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from offload.engine.attention_outputs import NOTHING, Recorded, given
 from offload.engine.model.layers import FORWARD_ERRORS, LayeredModel
 from offload.engine.model.recorded_args import Call
 from offload.engine.unread import Unread, left_out
@@ -19,8 +20,8 @@ class Graph:
     Attributes:
         input_BTD: The layer's input, a leaf.
         said: The layer's output, and its router logits.
-        is_as_found: Whether products were left out as they were found; if not, the graph is not
-            to be used.
+        is_as_found: Whether products were left out as they were found, and attention was called as
+            it was recorded; if not, the graph is not to be used.
     """
 
     input_BTD: torch.Tensor
@@ -36,6 +37,10 @@ class Graph:
     def router_logits(self) -> list[torch.Tensor]:
         """The layer's router logits, without the graph."""
         return [logits.detach() for logits in self.said[1:]]
+
+    def with_input(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the layer's output with its graph, and the leaf that is its input."""
+        return self.said[0], self.input_BTD
 
     def backward(
         self, gradient_BTD: torch.Tensor | None, router_gradients: Sequence[torch.Tensor]
@@ -64,6 +69,7 @@ def visit_with_graph(
     input_BTD: torch.Tensor,
     call: Call,
     unread: Sequence[Unread] = (),
+    recorded: Recorded = NOTHING,
 ) -> Graph:
     """Compute a layer and keep its graph.
 
@@ -73,14 +79,20 @@ def visit_with_graph(
         input_BTD: The layer's input.
         call: Its other arguments.
         unread: Products whose values are left out, and with them that of the output.
+        recorded: Attention of the forward visit, which is not computed again.
     """
     leaf_BTD = input_BTD.detach().requires_grad_()
-    with torch.enable_grad(), model.listening(layer) as router_logits, left_out(unread) as left:
+    with (
+        torch.enable_grad(),
+        model.listening(layer) as router_logits,
+        left_out(unread) as left,
+        given(recorded) as is_as_recorded,
+    ):
         output_BTD = model.layer_forward(layer, leaf_BTD, call)
     return Graph(
         input_BTD=leaf_BTD,
         said=(output_BTD, *router_logits),
-        is_as_found=left.is_as_found(output_BTD),
+        is_as_found=left.is_as_found(output_BTD) and is_as_recorded(),
     )
 
 

@@ -115,6 +115,20 @@ class Recurrence:
 Attention = SoftmaxAttention | DeltaAttention | Recurrence
 
 
+def output_bytes(
+    *, num_heads: int, head_features: int, element_bytes: int, num_rows: int, seq_len: int
+) -> int:
+    """Return what a fused kernel's output and log-sum-exp take, as the largest kernel pads them.
+
+    Heads have a multiple of 8 features, and rows of the log-sum-exp, in fp32, a multiple of 32.
+
+    Source: pytorch aten/src/ATen/native/transformers/attention.cpp (pad_last_dim) and
+    cuda/attention.cu (_efficient_attention_forward, ceil_div(max_seqlen_q, 32)).
+    """
+    features, padded_len = -(-head_features // 8) * 8, -(-seq_len // 32) * 32
+    return num_rows * num_heads * (seq_len * features * element_bytes + 4 * padded_len)
+
+
 def seen_tokens(context_tokens: int, window: int | None) -> float:
     """Return how many tokens one attends to, averaged over a sequence, exact up to the diagonal."""
     if window is not None and window < context_tokens:

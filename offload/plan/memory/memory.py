@@ -36,6 +36,7 @@ MIB = 2**20
 # Terms that are looked up by name.
 SLAB, STASH, STAGING = "slab", "stashed layer inputs", "staging"
 DATA_WORKERS = "data workers"
+SENT_OUTPUTS = "sent attention outputs"
 PAGED_STATES = "paged optimizer states"
 CONTEXT, FRAGMENTATION, OTHER_RANKS = "context", "fragmentation", "other ranks"
 SLOTS, CUBLAS, KEPT_GRAPHS = "slots", "cuBLAS workspaces", "kept graphs"

@@ -22,8 +22,10 @@ class Kind(StrEnum):
     DECODE: decode a layer from its slot into the buffer that it computes from, once per visit.
     FORWARD: run a layer, without a graph unless the layer is not checkpointed.
     STASH: copy a layer's input to host memory (d2h).
+    SEND: copy the output of a layer's attention to host memory (d2h).
     TAIL: run norm, head and loss, and compute the gradient of their input.
     FETCH: copy a layer's input back to the device (h2d).
+    RETURN: copy the output of a layer's attention back to the device (h2d).
     BACKWARD: compute a layer's gradients, after a recompute unless its graph was kept.
     GRADIENT: copy a piece of the gradients of a layer's own weights to host memory (d2h).
     FRONT_BACKWARD: compute the gradients of the modules before the layers.
@@ -36,8 +38,10 @@ class Kind(StrEnum):
     DECODE = "decode"
     FORWARD = "forward"
     STASH = "stash"
+    SEND = "send"
     TAIL = "tail"
     FETCH = "fetch"
+    RETURN = "return"
     BACKWARD = "backward"
     GRADIENT = "gradient"
     FRONT_BACKWARD = "front_backward"
@@ -58,6 +62,9 @@ class Op(NamedTuple):
         offset: First byte of a piece within its layer.
         num_bytes: Bytes that are moved; for DECODE, bytes that are written.
         has_graph: For FORWARD, whether the graph is kept; for BACKWARD, whether one was.
+        has_output: For FORWARD, whether the attention's output is recorded for the backward; for
+            BACKWARD, whether the recompute is given it.
+        carrier: The device buffer that a sent output leaves from and comes back to.
         waits: Positions in the op list, always smaller than the op's own.
     """
 
@@ -70,6 +77,8 @@ class Op(NamedTuple):
     offset: int = 0
     num_bytes: int = 0
     has_graph: bool = False
+    has_output: bool = False
+    carrier: int | None = None
     waits: tuple[int, ...] = ()
 
     @property
@@ -95,3 +104,9 @@ class Op(NamedTuple):
         """The buffer of an op that has one."""
         assert self.buffer is not None
         return self.buffer
+
+    @property
+    def carrier_index(self) -> int:
+        """The buffer of an op that moves an attention output."""
+        assert self.carrier is not None
+        return self.carrier

@@ -26,6 +26,10 @@ if layers are decoded). This is safe because a layer has the same address and th
 whole step, and its backward visit is a line that reads that address: it waits for the op that
 restores the weights. The last layers are chosen so that no kept graph is alive during a recompute.
 
+Attention outputs. A recompute need not compute attention again if it is given the output of the
+forward visit. That stays on the device, or it leaves from a buffer for host memory and comes back
+to one before the backward visit. The same few buffers, two visits' worth, serve both ways.
+
 Rejected. A dynamic cache: it needs the same number of loads, but slot addresses change, so
 parameters would have to be bound again at each visit. The micro-batch-major order is kept as the
 baseline that other tools use: it loads 2 * M * (L - C) layers.
@@ -37,12 +41,14 @@ from enum import StrEnum
 
 from offload.plan.schedule.hazards import Line, Resource, parallel
 from offload.plan.schedule.op import Kind, Lane, Op
+from offload.plan.schedule.residency import NO_OUTPUTS, AttentionOutputs
 
 PIECE_BYTES = 64 * 2**20  # a longer copy would delay others on the same copy engine
 NUM_STAGING = 4  # page-locked staging buffers, if not all layers can be page-locked
 MIN_SLOTS = 2  # one layer computes while the next is loaded
 NUM_KEPT = 2  # inputs of a micro-batch on the device, if others are stashed: read and written
 NUM_FETCHED = 2  # visits whose stashed inputs are on the device: one is read, one arrives
+NUM_CARRIED = 2  # visits whose sent attention outputs are on the device
 NUM_GRADIENT_BUFFERS = 2  # layers whose gradients are on the device: one fills, one leaves
 
 
@@ -119,6 +125,11 @@ class Schedule:
         return max((buffer + 1 for buffer in fetches if buffer is not None), default=0)
 
     @property
+    def num_carriers(self) -> int:
+        """Device buffers that attention outputs leave from and come back to."""
+        return max((op.carrier + 1 for op in self.ops if op.carrier is not None), default=0)
+
+    @property
     def h2d_bytes(self) -> int:
         """Bytes copied from host to device."""
         return sum(op.num_bytes for op in self.ops if op.lane is Lane.H2D)
@@ -148,6 +159,7 @@ def training_schedule(
     trains_front: bool,
     input_bytes: tuple[int, ...],
     num_kept_graphs: int = 0,
+    outputs: AttentionOutputs = NO_OUTPUTS,
 ) -> Schedule:
     """List the ops of one optimizer step, without the optimizer.
 
@@ -160,6 +172,7 @@ def training_schedule(
         input_bytes: Size of a layer's input by micro-batch, if inputs are stashed in host memory
             for their backward visit; empty if they stay on the device.
         num_kept_graphs: How many layers, the last ones, are not checkpointed.
+        outputs: The other layers whose attention is not computed again.
 
     Returns:
         The schedule; from a warm ring in layer-major order it has 2 * (L - C) loads.
@@ -175,6 +188,7 @@ def training_schedule(
         ring=list(ring),
         input_bytes=input_bytes,
         first_graph=num_layers - num_kept_graphs,
+        outputs=outputs,
     )
     for group in groups:
         program.outside(Kind.FRONT, group)
@@ -216,10 +230,12 @@ class _Program:
     ring: list[int | None]
     input_bytes: tuple[int, ...]
     first_graph: int
+    outputs: AttentionOutputs = NO_OUTPUTS
     lines: list[Line] = field(default_factory=list)
     decoded: int | None = None
     num_pieces: int = 0
     num_fetches: int = 0
+    num_carried: int = 0
 
     def schedule(self, ring_before: Ring) -> Schedule:
         """Return the pass as ops.
@@ -248,6 +264,7 @@ class _Program:
         slot, weights = self._load(layer)
         has_graph = self._has_graph(layer)
         for m in group:
+            carrier, carried = self._carrier(layer, group) if is_kept else (None, ())
             op = Op(
                 lane=Lane.COMPUTE,
                 kind=Kind.FORWARD,
@@ -255,11 +272,15 @@ class _Program:
                 micro_batch=m,
                 slot=slot,
                 has_graph=has_graph,
+                has_output=is_kept and self._has_output(layer),
+                carrier=carrier,
             )
-            reads = (weights, *self._kept(layer, m))
-            self.lines.append(Line(ops=(op,), reads=reads, writes=self._kept(layer + 1, m)))
+            reads, writes = (weights, *self._kept(layer, m)), self._kept(layer + 1, m)
+            self.lines.append(Line(ops=(op,), reads=reads, writes=(*writes, *carried)))
             if is_kept and self._is_stashed(layer):
                 self.lines.append(self._stash(layer, m))
+            if carrier is not None:
+                self.lines.append(self._send(layer, m, carrier))
 
     def backward(self, layer: int, group: Sequence[int]) -> None:
         """Write a backward visit, and the copies of its gradients to the host."""
@@ -274,6 +295,9 @@ class _Program:
                 source = (("fetched", buffer, 0),)
                 self.num_fetches += 1
                 self.lines.append(self._fetch(layer, m, buffer))
+            carrier, carried = self._carrier(layer, group)
+            if carrier is not None:
+                self.lines.append(self._return(layer, m, carrier))
             op = Op(
                 lane=Lane.COMPUTE,
                 kind=Kind.BACKWARD,
@@ -282,9 +306,11 @@ class _Program:
                 slot=slot,
                 buffer=buffer,
                 has_graph=has_graph,
+                has_output=self._has_output(layer),
+                carrier=carrier,
             )
             writes = (gradient,) if num_bytes else ()
-            self.lines.append(Line(ops=(op,), reads=(weights, *source), writes=writes))
+            self.lines.append(Line(ops=(op,), reads=(weights, *source, *carried), writes=writes))
         leaving = Op(lane=Lane.D2H, kind=Kind.GRADIENT, layer=layer, buffer=gradient[1])
         if num_bytes:
             self.lines.append(Line(ops=self._pieces(leaving, num_bytes), reads=(gradient,)))
@@ -358,6 +384,39 @@ class _Program:
             num_bytes=self.input_bytes[m],
         )
         return Line(ops=(op,), reads=(("stash", layer, m),), writes=(("fetched", buffer, 0),))
+
+    def _carrier(self, layer: int, group: Sequence[int]) -> tuple[int | None, tuple[Resource, ...]]:
+        """Take the next buffer for an attention output, if the layer's is sent."""
+        if layer not in self.outputs.sent:
+            return None, ()
+        carrier = self.num_carried % (NUM_CARRIED * len(group))
+        self.num_carried += 1
+        return carrier, (("carried", carrier, 0),)
+
+    def _send(self, layer: int, m: int, carrier: int) -> Line:
+        op = Op(
+            lane=Lane.D2H,
+            kind=Kind.SEND,
+            layer=layer,
+            micro_batch=m,
+            carrier=carrier,
+            num_bytes=self.outputs.num_bytes[layer][m],
+        )
+        return Line(ops=(op,), reads=(("carried", carrier, 0),), writes=(("sent", layer, m),))
+
+    def _return(self, layer: int, m: int, carrier: int) -> Line:
+        op = Op(
+            lane=Lane.H2D,
+            kind=Kind.RETURN,
+            layer=layer,
+            micro_batch=m,
+            carrier=carrier,
+            num_bytes=self.outputs.num_bytes[layer][m],
+        )
+        return Line(ops=(op,), reads=(("sent", layer, m),), writes=(("carried", carrier, 0),))
+
+    def _has_output(self, layer: int) -> bool:
+        return layer in self.outputs.kept or layer in self.outputs.sent
 
     def _is_stashed(self, layer: int) -> bool:
         """Return whether a layer's inputs leave the device.

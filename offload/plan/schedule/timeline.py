@@ -98,8 +98,8 @@ class Timeline:
             "decode": self.busy_s(Kind.DECODE),
             "head and loss": self.busy_s(Kind.TAIL),
             "backward": self.busy_s(Kind.BACKWARD, Kind.FRONT_BACKWARD),
-            "h2d": self.busy_s(Kind.LOAD, Kind.FETCH),
-            "d2h": self.busy_s(Kind.STASH, Kind.GRADIENT),
+            "h2d": self.busy_s(Kind.LOAD, Kind.FETCH, Kind.RETURN),
+            "d2h": self.busy_s(Kind.STASH, Kind.SEND, Kind.GRADIENT),
             "reads": self.busy_s(Kind.READ),
             "stall": self.stall_s,
         }
