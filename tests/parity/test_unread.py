@@ -29,6 +29,7 @@ from tests.counted import Counted
 from tests.parity.architectures import micro_batches
 from tests.parity.steps import OPTIONS
 from tests.parity.tiny_models import tiny_model
+from tests.tiers import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DOWN = frozenset({"mlp.down_proj"})
@@ -119,14 +120,18 @@ def require_same_bits(
     return engine.unread
 
 
-@pytest.mark.parametrize("model_type", FOUND)
+@pytest.mark.parametrize(
+    "model_type", mostly_slow(list(FOUND), "qwen3", "cohere", "deepseek_v3", "gemma2")
+)
 def test_what_nothing_reads_is_left_out_without_a_bit_of_difference(model_type: str) -> None:
     targets = "all-linear" if model_type != "gpt2" else ["c_attn"]
     assert require_same_bits(adapted(model_type, targets=targets)) == FOUND[model_type]
 
 
-@pytest.mark.parametrize("targets", ["all-linear", ["q_proj"]], ids=["adapted", "plain"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("targets", mostly_slow(["all-linear", ["q_proj"]], "all-linear"), ids=str)
+@pytest.mark.parametrize(
+    "dtype", mostly_slow([torch.float32, torch.bfloat16], torch.bfloat16), ids=str
+)
 @pytest.mark.parametrize(
     "options",
     [
@@ -287,7 +292,7 @@ def added_by_a_foreign_kernel(x: torch.Tensor, y: torch.Tensor, _: int) -> torch
         added_by_a_foreign_kernel,
     ],
 )
-@pytest.mark.parametrize("targets", ["all-linear", ["q_proj"]], ids=["adapted", "plain"])
+@pytest.mark.parametrize("targets", mostly_slow(["all-linear", ["q_proj"]], ["q_proj"]), ids=str)
 def test_a_layer_that_reads_only_where_it_was_not_inspected_is_computed(
     use: Use, targets: Any
 ) -> None:

@@ -293,8 +293,9 @@ class Inspection:
         self._model.refuse(f"has a layer {layer} that {what}", limit=_ALONE)
 
     def _alone(self, part: int, compute: Callable[[], T]) -> T:
-        """Compute a part without a graph, with random numbers that no other thread can change."""
-        with self._quietly():
+        """Compute a part with random numbers that no other thread can change; in `_quietly`."""
+        with same_randomness(self._batch["input_ids"].device):
+            torch.manual_seed(_SEED)
             return self._randomness.visit(part, _SEED, compute)[0]
 
     def _call(self, layer: int, hidden_BTD: torch.Tensor, call: Call) -> torch.Tensor:

@@ -26,6 +26,7 @@ from tests.checkpoints import (
     pack_mxfp4,
     write_checkpoint,
 )
+from tests.tiers import mostly_slow
 
 Tier = Literal["ram", "disk"]
 
@@ -73,7 +74,7 @@ def unpacked(pack: Pack, name: str, values: torch.Tensor) -> Mapping[str, torch.
 # ------------------------------------------------------------------------------------ bitsandbytes
 
 
-@pytest.mark.parametrize("tier", ["ram", "disk"])
+@pytest.mark.parametrize("tier", mostly_slow(["ram", "disk"], "disk"))
 @pytest.mark.parametrize(
     ("kind", "quant_type", "has_double_quantisation", "storage", "dtype"),
     [

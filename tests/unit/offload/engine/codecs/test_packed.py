@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from offload.engine.codecs.codec import codec_named
 from offload.errors import CodecError
 from tests.compiled import able_to_compile
+from tests.tiers import mostly_slow
 
 PACKED = codec_named("bf16_packed")
 KERNEL = "offload.engine.codecs.packed_kernel"
@@ -115,7 +116,7 @@ def test_the_kernel_gives_every_bit_back(kernel: ModuleType, num_weights: int) -
     assert torch.equal(found, values.view(torch.int16))
 
 
-@pytest.mark.parametrize("capability", [75, 80, 86, 89, 90, 120])
+@pytest.mark.parametrize("capability", mostly_slow([75, 80, 86, 89, 90, 120], 75, 120))
 def test_the_kernel_moves_wide_words_on_every_card(capability: int) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     words, shared_bytes = able_to_compile(moves_and_shared_bytes, capability)

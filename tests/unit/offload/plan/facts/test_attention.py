@@ -27,6 +27,7 @@ from offload.plan.memory.visit import adapter_input_bytes, cast_bytes, saved_byt
 from offload.plan.time.attention import attention_work
 from offload.plan.time.roofline import forward_flops_per_token, layer_flops
 from tests.builders import adapter, workload
+from tests.tiers import mostly_slow
 
 Config = dict[str, Any]
 
@@ -225,7 +226,9 @@ def storages(values: Any) -> Iterator[int]:
             yield from storages(value)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype", mostly_slow([torch.float32, torch.bfloat16], torch.bfloat16), ids=str
+)
 @pytest.mark.parametrize(
     ("name", "is_adapted", "dropout"),
     [
