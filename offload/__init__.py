@@ -55,6 +55,7 @@ def attach(  # noqa: PLR0913 - the door to all of it
     trained_weights: Literal["device", "host"] = "device",
     head_chunk_tokens: int = HEAD_CHUNK_TOKENS,
     kept_graphs: int = 0,
+    mlp_chunk_tokens: int | None = None,
     backing: "Backing | None" = None,
     store_dir: str | None = None,
 ) -> "Engine":
@@ -80,6 +81,8 @@ def attach(  # noqa: PLR0913 - the door to all of it
             its gradient up in 16 bits, chunk by chunk.
         kept_graphs: Number of last layers without activation checkpointing: their activations
             stay on the device for the backward, which recomputes those of the others.
+        mlp_chunk_tokens: Tokens of a micro-batch that an MLP computes at a time, so that long
+            sequences fit; None computes all at once. The gradients differ by rounding.
         backing: Where the layers were loaded to (`offload.engine.model.load_hook`); None copies
             them.
         store_dir: With tier "disk" and no backing: a directory for a file as large as the layers.
@@ -104,6 +107,7 @@ def attach(  # noqa: PLR0913 - the door to all of it
         trained_weights=trained_weights,
         head_chunk_tokens=head_chunk_tokens,
         num_kept_graphs=kept_graphs,
+        mlp_chunk_tokens=mlp_chunk_tokens,
     )
     return Engine(model, device=device_named(device), options=options, backing=backing)
 

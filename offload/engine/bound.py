@@ -30,7 +30,8 @@ class EngineOptions:
     """How a model is attached; see `offload.attach`.
 
     `leaves_out` is whether recomputes leave out products whose values nothing reads: no bit of a
-    gradient depends on it.
+    gradient depends on it. `mlp_chunk_tokens` is how many tokens an MLP computes at a time; None
+    for all of a micro-batch.
     """
 
     num_slots: int
@@ -42,6 +43,7 @@ class EngineOptions:
     head_chunk_tokens: int
     num_kept_graphs: int
     leaves_out: bool = True
+    mlp_chunk_tokens: int | None = None
 
     @classmethod
     def planned(cls, plan: Plan) -> "EngineOptions":
@@ -149,6 +151,7 @@ def bind(
         device=device,
         head_chunk_tokens=min(options.head_chunk_tokens, layered.max_positions),
         leaves_out=options.leaves_out,
+        mlp_chunk_tokens=options.mlp_chunk_tokens,
     )
     sizes = TransferSizes(
         layer_bytes=tuple(record.num_bytes for record in records),

@@ -32,6 +32,7 @@ from offload.engine.seeding import NEWEST, Seeding
 from offload.engine.slots import Slots
 from offload.engine.stash import Stash
 from offload.engine.streams import Device, Event, copy_on_host
+from offload.engine.tiled import TiledMlp, tiled
 from offload.engine.unread import Unread
 from offload.errors import UnsupportedModelError
 from offload.plan.schedule.op import Kind, Op
@@ -77,7 +78,7 @@ _Table = dict[Kind, Callable[[Op], None]]
 class Executor:
     """Runs a model's ops, with its weights and slots, on a device's lanes."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - everything that a pass uses
         self,
         *,
         model: LayeredModel,
@@ -88,6 +89,7 @@ class Executor:
         device: Device,
         head_chunk_tokens: int,
         leaves_out: bool,
+        mlp_chunk_tokens: int | None,
     ) -> None:
         """Keep the parts; nothing is moved."""
         self._model = model
@@ -100,6 +102,8 @@ class Executor:
         self._randomness = VisitRandomness(device.torch_device)
         self._last_layer = len(model.layers) - 1
         self._leaves_out = leaves_out
+        self._mlp_chunk_tokens = mlp_chunk_tokens
+        self._mlps: dict[bool, dict[int, tuple[TiledMlp, ...]]] = {}
         self._unread: dict[bool, dict[int, tuple[Unread, ...]]] = {}
 
     def train(
@@ -181,6 +185,11 @@ class Executor:
         """By layer, the products that a recompute leaves out in the model's current mode."""
         return self._unread.setdefault(self._model.model.training, {})
 
+    @property
+    def mlps(self) -> dict[int, tuple[TiledMlp, ...]]:
+        """By layer, the MLPs that are computed in tiles in the model's current mode."""
+        return self._mlps.setdefault(self._model.model.training, {})
+
     def inspect(self, schedule: Schedule, inputs: Batch, *, has_labels: bool) -> bool:
         """Pass over the layers once to see whether they can be computed one by one.
 
@@ -199,10 +208,17 @@ class Executor:
         are_inspected: list[bool] = []
 
         def front(_op: Op) -> None:
-            inspections.append(Inspection(self._model, inputs, has_labels=has_labels))
+            inspections.append(
+                Inspection(
+                    self._model,
+                    inputs,
+                    has_labels=has_labels,
+                    mlp_chunk_tokens=self._mlp_chunk_tokens,
+                )
+            )
 
         def inspect_layer(op: Op) -> None:
-            found = inspections[0].visit(op.layer_index)
+            found, self.mlps[op.layer_index] = inspections[0].visit(op.layer_index)
             if has_labels:
                 self.unread[op.layer_index] = found if self._leaves_out else ()
 
@@ -324,9 +340,11 @@ class Executor:
     ) -> tuple[torch.Tensor, list[torch.Tensor], Graph | None]:
         """Return a layer's output, its router logits, and the graph if it is kept."""
         if has_graph:
-            graph = visit_with_graph(self._model, layer, input_BTD=input_BTD, call=call)
+            mlps = self.mlps.get(layer, ())
+            graph = visit_with_graph(self._model, layer, input_BTD=input_BTD, call=call, mlps=mlps)
             return graph.output, graph.router_logits, graph
-        with torch.no_grad(), self._model.listening(layer) as router_logits:
+        listening, mlps = self._model.listening(layer), self.mlps.get(layer, ())
+        with torch.no_grad(), listening as router_logits, tiled(mlps):
             output_BTD = self._model.layer_forward(layer, input_BTD, call)
         return output_BTD, router_logits, None
 
@@ -389,6 +407,7 @@ class Executor:
         layer, m = op.layer_index, op.micro_batch_index
         router_gradients = state.routing.get(m, {}).pop(layer, [])
         self._host_gradients.gather(layer)
+        VISIT_CACHE.enter((op.kind, layer))
         if op.has_graph:
             graph = state.graphs.pop((layer, m))
             self._pass_on(state, layer, m, graph.backward(state.gradient[m], router_gradients))
@@ -397,13 +416,13 @@ class Executor:
         drawn = state.draws.pop((layer, m))
         if state.gradient[m] is None and not router_gradients:
             return
-        VISIT_CACHE.enter((op.kind, layer))
         compute = partial(
             visit_with_graph,
             self._model,
             layer,
             input_BTD=kept_BTD,
             call=state.fronts[m].calls[layer],
+            mlps=self.mlps.get(layer, ()),
         )
         seed, unread = _visit_seed(step, layer, m), self.unread.get(layer, ())
         recomputed, draws = self._randomness.visit(

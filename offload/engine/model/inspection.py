@@ -51,7 +51,7 @@ from offload.engine.model.layers import (
     unchanged,
     uncompiled,
 )
-from offload.engine.model.readers import candidates, unread_products
+from offload.engine.model.readers import candidates, tiled_mlps, unread_products
 from offload.engine.model.recorded_args import Call
 from offload.engine.model.recorders import (
     Closed,
@@ -63,6 +63,7 @@ from offload.engine.model.recorders import (
 from offload.engine.model.visit import Graph, visit_with_graph
 from offload.engine.model.watch import Watch
 from offload.engine.randomness import FRONT_LAYER, VisitRandomness
+from offload.engine.tiled import TiledMlp
 from offload.engine.unread import Path, Unread
 
 T = TypeVar("T")
@@ -81,18 +82,22 @@ _NEXT_TOKENS = "its loss must be the mean cross-entropy of the next tokens"
 class Inspection:
     """One inspection of a model, in its current mode (`train` or `eval`)."""
 
-    def __init__(self, model: LayeredModel, batch: Batch, *, has_labels: bool) -> None:
+    def __init__(
+        self, model: LayeredModel, batch: Batch, *, has_labels: bool, mlp_chunk_tokens: int | None
+    ) -> None:
         """Run the front.
 
         Args:
             model: The model; its layers need no weights yet.
             batch: A micro-batch, on the compute device.
             has_labels: Whether a loss will be computed.
+            mlp_chunk_tokens: Tokens that an MLP computes at a time; None for all.
 
         Raises:
             UnsupportedModelError: A layer's arguments differ between two calls.
         """
         self._model, self._has_labels = model, has_labels
+        self._mlp_chunk_tokens = mlp_chunk_tokens
         self._batch = {name: batch[name] for name in FRONT_INPUTS if name in batch}
         self._randomness = VisitRandomness(batch["input_ids"].device)
         self._watch = Watch(homes_of(model.layers, model.around))
@@ -117,11 +122,12 @@ class Inspection:
         self._hidden_BTD = front.hidden_BTD.detach().contiguous()
         self._other_BTD = 0.75 * self._hidden_BTD.flip(-1)
 
-    def visit(self, layer: int) -> tuple[Unread, ...]:
+    def visit(self, layer: int) -> tuple[tuple[Unread, ...], tuple[TiledMlp, ...]]:
         """Inspect one layer; its weights must be in place, and those before it were inspected.
 
         Returns:
-            With labels: its products whose values nothing reads in a recompute.
+            With labels: its products whose values nothing reads in a recompute; and its parts that
+            are computed some tokens at a time.
 
         Raises:
             UnsupportedModelError: It does more than compute its output from its arguments.
@@ -130,7 +136,8 @@ class Inspection:
         call = self._calls[layer].with_more(self._labelled.get(layer, {}))
         given = [tensor.detach().clone() for tensor in self._calls[layer].tensors()]
         with self._quietly(), _stirred(list(module.modules())):
-            unread = self._unread(layer) if self._has_labels else ()  # while no watch is kept
+            mlps = self._mlps(layer, call)
+            unread = self._unread(layer, mlps) if self._has_labels else ()  # while no watch is kept
             first_BTD = self._call(layer, self._hidden_BTD, call)
             kept = self._kept_by(module)
             leaf_BTD = self._hidden_BTD.clone().requires_grad_()
@@ -147,7 +154,7 @@ class Inspection:
                 self._refuse_layer(layer, "gives another output for the same input")
             self._require_no_draws_in_backward(layer, again_BTD, leaf_BTD)
         self._other_BTD, self._hidden_BTD = other_BTD, again_BTD.detach()
-        return unread
+        return unread, tuple(mlps.values())
 
     def around(self) -> bool:
         """Inspect what the model computes outside its layers, after all layers were inspected.
@@ -207,7 +214,19 @@ class Inspection:
             for note in notes
         }
 
-    def _unread(self, layer: int) -> tuple[Unread, ...]:
+    def _mlps(self, layer: int, call: Call) -> dict[str, TiledMlp]:
+        if self._mlp_chunk_tokens is None:
+            return {}
+        try:
+            return tiled_mlps(
+                self._model.layers[layer],
+                lambda: self._call(layer, self._hidden_BTD, call),
+                chunk_tokens=self._mlp_chunk_tokens,
+            )
+        except ValueError as error:
+            self._refuse_layer(layer, f"cannot be computed in tiles: {error}")
+
+    def _unread(self, layer: int, mlps: dict[str, TiledMlp]) -> tuple[Unread, ...]:
         """Return the products of a layer that nothing reads, sought once for each kind of layer."""
         module, call = self._model.layers[layer], self._calls[layer]
 
@@ -219,6 +238,7 @@ class Inspection:
                 input_BTD=self._hidden_BTD,
                 call=call,
                 unread=unread,
+                mlps=tuple(mlps.values()),
             )
             return self._alone(layer, compute)
 
@@ -227,12 +247,12 @@ class Inspection:
             trained = [p for p in module.parameters() if p.requires_grad]
             by = [*trained, *(tensor for tensor in call.tensors() if tensor.requires_grad)]
             try:
-                self._found[kind] = unread_products(module, visit, by)
+                self._found[kind] = unread_products(module, visit, by, mlps)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError:  # a layer that keeps state is refused for it afterwards
                 self._found[kind] = {}
-        named = candidates(module)
+        named = candidates(module, mlps)
         found = self._found[kind].items()
         return tuple(Unread(module=named[n], path=path) for n, path in found if n in named)
 

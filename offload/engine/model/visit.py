@@ -7,6 +7,7 @@ import torch
 
 from offload.engine.model.layers import FORWARD_ERRORS, LayeredModel
 from offload.engine.model.recorded_args import Call
+from offload.engine.tiled import TiledMlp, tiled
 from offload.engine.unread import Unread, left_out
 
 
@@ -64,6 +65,7 @@ def visit_with_graph(
     input_BTD: torch.Tensor,
     call: Call,
     unread: Sequence[Unread] = (),
+    mlps: Sequence[TiledMlp] = (),
 ) -> Graph:
     """Compute a layer and keep its graph.
 
@@ -73,9 +75,15 @@ def visit_with_graph(
         input_BTD: The layer's input.
         call: Its other arguments.
         unread: Products whose values are left out, and with them that of the output.
+        mlps: Parts that are computed some tokens at a time.
     """
     leaf_BTD = input_BTD.detach().requires_grad_()
-    with torch.enable_grad(), model.listening(layer) as router_logits, left_out(unread) as left:
+    with (
+        torch.enable_grad(),
+        model.listening(layer) as router_logits,
+        tiled(mlps),
+        left_out(unread) as left,
+    ):
         output_BTD = model.layer_forward(layer, leaf_BTD, call)
     return Graph(
         input_BTD=leaf_BTD,
