@@ -57,6 +57,7 @@ def attach(  # noqa: PLR0913 - the door to all of it
     kept_graphs: int = 0,
     kept_outputs: int = 0,
     sent_outputs: int = 0,
+    mlp_chunk_tokens: int | None = None,
     backing: "Backing | None" = None,
     store_dir: str | None = None,
 ) -> "Engine":
@@ -85,6 +86,8 @@ def attach(  # noqa: PLR0913 - the door to all of it
         kept_outputs: Number of layers, the last checkpointed ones, whose attention is not computed
             again: its output and log-sum-exp stay on the device. Only fused attention is recorded.
         sent_outputs: Number of the layers below whose outputs go to host memory and come back.
+        mlp_chunk_tokens: Tokens of a micro-batch that an MLP computes at a time, so that long
+            sequences fit; None computes all at once. The gradients differ by rounding.
         backing: Where the layers were loaded to (`offload.engine.model.load_hook`); None copies
             them.
         store_dir: With tier "disk" and no backing: a directory for a file as large as the layers.
@@ -111,6 +114,7 @@ def attach(  # noqa: PLR0913 - the door to all of it
         num_kept_graphs=kept_graphs,
         num_kept_outputs=kept_outputs,
         num_sent_outputs=sent_outputs,
+        mlp_chunk_tokens=mlp_chunk_tokens,
     )
     return Engine(model, device=device_named(device), options=options, backing=backing)
 

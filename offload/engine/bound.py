@@ -30,7 +30,8 @@ class EngineOptions:
     """How a model is attached; see `offload.attach`.
 
     `leaves_out` is whether recomputes leave out products whose values nothing reads: no bit of a
-    gradient depends on it.
+    gradient depends on it. `mlp_chunk_tokens` is how many tokens an MLP computes at a time; None
+    for all of a micro-batch.
     """
 
     num_slots: int
@@ -49,6 +50,8 @@ class EngineOptions:
     def records_attention(self) -> bool:
         """Whether any attention is recorded; compiled layers are computed whole."""
         return self.leaves_out and bool(self.num_kept_outputs + self.num_sent_outputs)
+
+    mlp_chunk_tokens: int | None = None
 
     @classmethod
     def planned(cls, plan: Plan) -> "EngineOptions":
@@ -175,6 +178,7 @@ def bind(
         head_chunk_tokens=min(options.head_chunk_tokens, layered.max_positions),
         leaves_out=options.leaves_out,
         records_attention=options.records_attention,
+        mlp_chunk_tokens=options.mlp_chunk_tokens,
     )
     sizes = TransferSizes(
         layer_bytes=tuple(record.num_bytes for record in records),

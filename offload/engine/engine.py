@@ -39,7 +39,9 @@ from offload.engine.model.vocabulary import vocabulary_of
 from offload.engine.results import ForwardResult, StepResult
 from offload.engine.seeding import NEWEST, Seeding
 from offload.engine.streams import Device, open_device
-from offload.errors import OffloadError
+from offload.engine.tiled import TiledMlp
+from offload.engine.unread import Unread
+from offload.errors import OffloadError, UnsupportedModelError
 from offload.plan.facts.weights import WeightInventory
 from offload.plan.schedule.residency import NO_OUTPUTS, AttentionOutputs, Residency
 from offload.plan.schedule.schedule import (
@@ -178,7 +180,7 @@ class Engine:
             frozenset(
                 name
                 for name, module in layer.named_modules()
-                if any(module is one.module for one in found.get(index, ()))
+                if any(module is one for one in _left_out(found.get(index, ())))
             )
             for index, layer in enumerate(self._layered.layers)
         )
@@ -395,9 +397,23 @@ class Engine:
             self._host.nearby(),
             unchanged(self._layered.around),
         ):
-            if self._bound.executor.inspect(schedule, inputs, has_labels=has_labels):
-                self._inspected.add((mode, has_labels, names))
+            is_whole = self._bound.executor.inspect(schedule, inputs, has_labels=has_labels)
             self._device.finish()
+        self._require_tiles()
+        if is_whole:
+            self._inspected.add((mode, has_labels, names))
+
+    def _require_tiles(self) -> None:
+        """Check that some MLP can be computed in tiles, where that is asked for."""
+        chunk_tokens, mlps = self._options.mlp_chunk_tokens, self._bound.executor.mlps
+        if chunk_tokens is not None and not any(mlps.values()):
+            raise UnsupportedModelError(
+                f"mlp_chunk_tokens is {chunk_tokens}, but no MLP of {self._layered.name} can be"
+                " computed in tiles",
+                limit="its parts must compute each token by itself, draw no random numbers (a"
+                " dropout) and have no hooks; routed experts are computed whole",
+                hint="`mlp_chunk_tokens=None`",
+            )
 
     def _schedule(self, batches: Sequence[LabelledBatch], order: Order) -> Schedule:
         """List the ops of a step given the ring's contents, and make room for the stash."""
@@ -493,6 +509,15 @@ class Engine:
                 limit="only an attached engine can run",
                 hint="call `offload.attach(model, ...)` again",
             )
+
+
+def _left_out(unread: Sequence[Unread]) -> Iterator[object]:
+    """Yield the linears that are left out; of an MLP in tiles, those that its tiles leave out."""
+    for one in unread:
+        if isinstance(one.module, TiledMlp):
+            yield from (inner.module for inner in one.module.unread)
+        else:
+            yield one.module
 
 
 def detach_model(model: nn.Module) -> None:

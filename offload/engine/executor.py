@@ -39,6 +39,7 @@ from offload.engine.seeding import NEWEST, Seeding
 from offload.engine.slots import Slots
 from offload.engine.stash import SentOutputs, Stash
 from offload.engine.streams import Device, Event, copy_on_host
+from offload.engine.tiled import TiledMlp, tiled
 from offload.engine.unread import Unread
 from offload.errors import UnsupportedModelError
 from offload.plan.schedule.op import Kind, Op
@@ -99,7 +100,8 @@ class Executor:
         device: Device,
         head_chunk_tokens: int,
         leaves_out: bool,
-        records_attention: bool = False,
+        records_attention: bool,
+        mlp_chunk_tokens: int | None,
     ) -> None:
         """Keep the parts; nothing is moved."""
         self._model = model
@@ -112,6 +114,8 @@ class Executor:
         self._randomness = VisitRandomness(device.torch_device)
         self._last_layer = len(model.layers) - 1
         self._leaves_out, self._records_attention = leaves_out, records_attention
+        self._mlp_chunk_tokens = mlp_chunk_tokens
+        self._mlps: dict[bool, dict[int, tuple[TiledMlp, ...]]] = {}
         self._unread: dict[bool, dict[int, tuple[Unread, ...]]] = {}
         self._attention: dict[bool, dict[int, tuple[OutputSize, ...]]] = {}
 
@@ -199,6 +203,11 @@ class Executor:
         """By layer, the calls of attention that a recompute can be given, in the current mode."""
         return self._attention.setdefault(self._model.model.training, {})
 
+    @property
+    def mlps(self) -> dict[int, tuple[TiledMlp, ...]]:
+        """By layer, the MLPs that are computed in tiles in the model's current mode."""
+        return self._mlps.setdefault(self._model.model.training, {})
+
     def inspect(self, schedule: Schedule, inputs: Batch, *, has_labels: bool) -> bool:
         """Pass over the layers once to see whether they can be computed one by one.
 
@@ -217,14 +226,22 @@ class Executor:
         are_inspected: list[bool] = []
 
         def front(_op: Op) -> None:
-            inspections.append(Inspection(self._model, inputs, has_labels=has_labels))
+            inspections.append(
+                Inspection(
+                    self._model,
+                    inputs,
+                    has_labels=has_labels,
+                    mlp_chunk_tokens=self._mlp_chunk_tokens,
+                )
+            )
 
         def inspect_layer(op: Op) -> None:
+            inspection, layer = inspections[0], op.layer_index
             if has_labels and self._records_attention:
-                self.attention[op.layer_index] = inspections[0].attention(op.layer_index)
-            found = inspections[0].visit(op.layer_index)
+                self.attention[layer] = inspection.attention(layer)
+            found, self.mlps[layer] = inspection.visit(layer)
             if has_labels:
-                self.unread[op.layer_index] = found if self._leaves_out else ()
+                self.unread[layer] = found if self._leaves_out else ()
 
         visits: _Table = {
             Kind.FRONT: front,
@@ -377,13 +394,15 @@ class Executor:
         has_output: bool,
     ) -> tuple[torch.Tensor, list[torch.Tensor], Graph | None, Recorded]:
         """Return a layer's output, its router logits, and graph or attention if they are kept."""
+        mlps = self.mlps.get(layer, ())
         if has_graph:
-            graph = visit_with_graph(self._model, layer, input_BTD=input_BTD, call=call)
+            graph = visit_with_graph(self._model, layer, input_BTD=input_BTD, call=call, mlps=mlps)
             return graph.output, graph.router_logits, graph, NOTHING
         recorder = Recorder() if has_output else None
         with (
             torch.no_grad(),
             self._model.listening(layer) as router_logits,
+            tiled(mlps),
             recorder or nullcontext(),
         ):
             output_BTD = self._model.layer_forward(layer, input_BTD, call)
@@ -459,6 +478,7 @@ class Executor:
         layer, m = op.layer_index, op.micro_batch_index
         router_gradients = state.routing.get(m, {}).pop(layer, [])
         self._host_gradients.gather(layer)
+        VISIT_CACHE.enter((op.kind, layer))
         if op.has_graph:
             graph = state.graphs.pop((layer, m))
             self._pass_on(state, layer, m, graph.backward(state.gradient[m], router_gradients))
@@ -468,13 +488,13 @@ class Executor:
         recorded = state.attention.pop((layer, m), NOTHING)
         if state.gradient[m] is None and not router_gradients:
             return
-        VISIT_CACHE.enter((op.kind, layer))
         compute = partial(
             visit_with_graph,
             self._model,
             layer,
             input_BTD=kept_BTD,
             call=state.fronts[m].calls[layer],
+            mlps=self.mlps.get(layer, ()),
         )
         seed, unread = _visit_seed(step, layer, m), self.unread.get(layer, ())
         recomputed, draws = self._randomness.visit(

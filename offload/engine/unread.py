@@ -50,7 +50,7 @@ class Unread:
         path: From the node of the decoder layer's output to that of the product.
     """
 
-    module: nn.Module
+    module: nn.Module | WithoutValue
     path: Path
 
 
@@ -61,9 +61,9 @@ class Left:
         """Expect these to be left out, once each."""
         self._unread = unread
         self._num_refused = _refused.count
-        self._nodes: list[tuple[nn.Module, Node | None]] = []
+        self._nodes: list[tuple[object, Node | None]] = []
 
-    def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def call(self, module: nn.Module | WithoutValue, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Call a linear layer, without its value where it can leave it out."""
         y = _output(module, *args, **kwargs)
         if is_no_value(y):
@@ -200,7 +200,7 @@ def can_leave_out(module: nn.Module) -> bool:
     return type(module) is nn.Linear and not is_trained
 
 
-def _output(module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _output(module: nn.Module | WithoutValue, *args: Any, **kwargs: Any) -> torch.Tensor:
     own = cast("Any", type(module))
     if not args or len(args) > 1 or kwargs or torch.compiler.is_compiling():
         return cast("torch.Tensor", own.forward(module, *args, **kwargs))

@@ -27,7 +27,7 @@ Source of 3: the rules of IEEE 754, by which 0 * NaN is NaN.
 """
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -38,6 +38,7 @@ from torch import nn
 
 from offload.engine.attention_outputs import OutputSize, sizes_of
 from offload.engine.batch import IGNORED, Batch
+from offload.engine.closeness import are_close, are_equal, is_near
 from offload.engine.model.find_layers import homes_of
 from offload.engine.model.hooks import JudgedHooks
 from offload.engine.model.kept import changed_in, kept_by
@@ -52,7 +53,7 @@ from offload.engine.model.layers import (
     unchanged,
     uncompiled,
 )
-from offload.engine.model.readers import candidates, unread_products
+from offload.engine.model.readers import candidates, tiled_mlps, unread_products
 from offload.engine.model.recorded_args import Call
 from offload.engine.model.recorders import (
     Closed,
@@ -64,6 +65,7 @@ from offload.engine.model.recorders import (
 from offload.engine.model.visit import Graph, visit_with_graph
 from offload.engine.model.watch import Watch
 from offload.engine.randomness import FRONT_LAYER, VisitRandomness
+from offload.engine.tiled import TiledMlp
 from offload.engine.unread import Path, Unread
 
 T = TypeVar("T")
@@ -82,18 +84,22 @@ _NEXT_TOKENS = "its loss must be the mean cross-entropy of the next tokens"
 class Inspection:
     """One inspection of a model, in its current mode (`train` or `eval`)."""
 
-    def __init__(self, model: LayeredModel, batch: Batch, *, has_labels: bool) -> None:
+    def __init__(
+        self, model: LayeredModel, batch: Batch, *, has_labels: bool, mlp_chunk_tokens: int | None
+    ) -> None:
         """Run the front.
 
         Args:
             model: The model; its layers need no weights yet.
             batch: A micro-batch, on the compute device.
             has_labels: Whether a loss will be computed.
+            mlp_chunk_tokens: Tokens that an MLP computes at a time; None for all.
 
         Raises:
             UnsupportedModelError: A layer's arguments differ between two calls.
         """
         self._model, self._has_labels = model, has_labels
+        self._mlp_chunk_tokens = mlp_chunk_tokens
         self._batch = {name: batch[name] for name in FRONT_INPUTS if name in batch}
         self._randomness = VisitRandomness(batch["input_ids"].device)
         self._watch = Watch(homes_of(model.layers, model.around))
@@ -105,10 +111,11 @@ class Inspection:
             self._watch.begin(_BEFORE, layer=None, given=())
             with self._watch:
                 front = self._alone(FRONT_LAYER, lambda: model.front(few))
-            self._watch.end([front.hidden_BTD, *_tensors_of(front.calls)])
+            of_calls = [tensor for call in front.calls for tensor in call.tensors()]
+            self._watch.end([front.hidden_BTD, *of_calls])
             self._refuse_what_was_seen()
             self._require_nothing_left_for_layers(few)
-        if not _are_close(before.hidden_BTD, front.hidden_BTD) or not all(
+        if not are_close(before.hidden_BTD, front.hidden_BTD) or not all(
             a.is_same(b) for a, b in zip(before.calls, front.calls, strict=True)
         ):
             model.refuse("passes its layers other values when it is run again", limit=_ALONE)
@@ -118,11 +125,12 @@ class Inspection:
         self._hidden_BTD = front.hidden_BTD.detach().contiguous()
         self._other_BTD = 0.75 * self._hidden_BTD.flip(-1)
 
-    def visit(self, layer: int) -> tuple[Unread, ...]:
+    def visit(self, layer: int) -> tuple[tuple[Unread, ...], tuple[TiledMlp, ...]]:
         """Inspect one layer; its weights must be in place, and those before it were inspected.
 
         Returns:
-            With labels: its products whose values nothing reads in a recompute.
+            With labels: its products whose values nothing reads in a recompute; and its parts that
+            are computed some tokens at a time.
 
         Raises:
             UnsupportedModelError: It does more than compute its output from its arguments.
@@ -131,7 +139,8 @@ class Inspection:
         call = self._calls[layer].with_more(self._labelled.get(layer, {}))
         given = [tensor.detach().clone() for tensor in self._calls[layer].tensors()]
         with self._quietly(), _stirred(list(module.modules())):
-            unread = self._unread(layer) if self._has_labels else ()  # while no watch is kept
+            mlps = self._mlps(layer, call)
+            unread = self._unread(layer, mlps) if self._has_labels else ()  # while no watch is kept
             first_BTD = self._call(layer, self._hidden_BTD, call)
             kept = self._kept_by(module)
             leaf_BTD = self._hidden_BTD.clone().requires_grad_()
@@ -142,13 +151,13 @@ class Inspection:
                 if changed:
                     self._refuse_layer(layer, f"changes `{changed[0]}` when it is called")
             other_BTD, again_BTD = outputs
-            if not all(map(_are_equal, given, self._calls[layer].tensors())):
+            if not all(map(are_equal, given, self._calls[layer].tensors())):
                 self._refuse_layer(layer, "writes to what it is passed")
-            if not _are_close(first_BTD, again_BTD.detach(), steps=64):
+            if not are_close(first_BTD, again_BTD.detach(), steps=64):
                 self._refuse_layer(layer, "gives another output for the same input")
             self._require_no_draws_in_backward(layer, again_BTD, leaf_BTD)
         self._other_BTD, self._hidden_BTD = other_BTD, again_BTD.detach()
-        return unread
+        return unread, tuple(mlps.values())
 
     def attention(self, layer: int) -> tuple[OutputSize, ...]:
         """Return the attention that a recompute of a layer can be given; before `visit`."""
@@ -222,7 +231,19 @@ class Inspection:
             for note in notes
         }
 
-    def _unread(self, layer: int) -> tuple[Unread, ...]:
+    def _mlps(self, layer: int, call: Call) -> dict[str, TiledMlp]:
+        if self._mlp_chunk_tokens is None:
+            return {}
+        try:
+            return tiled_mlps(
+                self._model.layers[layer],
+                lambda: self._call(layer, self._hidden_BTD, call),
+                chunk_tokens=self._mlp_chunk_tokens,
+            )
+        except ValueError as error:
+            self._refuse_layer(layer, f"cannot be computed in tiles: {error}")
+
+    def _unread(self, layer: int, mlps: dict[str, TiledMlp]) -> tuple[Unread, ...]:
         """Return the products of a layer that nothing reads, sought once for each kind of layer."""
         module, call = self._model.layers[layer], self._calls[layer]
 
@@ -234,6 +255,7 @@ class Inspection:
                 input_BTD=self._hidden_BTD,
                 call=call,
                 unread=unread,
+                mlps=tuple(mlps.values()),
             )
             return self._alone(layer, compute)
 
@@ -242,12 +264,12 @@ class Inspection:
             trained = [p for p in module.parameters() if p.requires_grad]
             by = [*trained, *(tensor for tensor in call.tensors() if tensor.requires_grad)]
             try:
-                self._found[kind] = unread_products(module, visit, by)
+                self._found[kind] = unread_products(module, visit, by, mlps)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError:  # a layer that keeps state is refused for it afterwards
                 self._found[kind] = {}
-        named = candidates(module)
+        named = candidates(module, mlps)
         found = self._found[kind].items()
         return tuple(Unread(module=named[n], path=path) for n, path in found if n in named)
 
@@ -433,14 +455,14 @@ class Inspection:
             for chunk_n in chunks:
                 leaf_1nD = leaf_BTD.detach().flatten(0, 1)[chunk_n].unsqueeze(0).requires_grad_()
                 logits_nV = self._model.tail_logits(leaf_1nD)[0]
-                if not _are_close(own_NV[chunk_n], logits_nV):
+                if not are_close(own_NV[chunk_n], logits_nV):
                     self._refuse_tail()
                 gradient_nD = _gradient(logits_nV, leaf_1nD, cotangent_NV[chunk_n])
                 if own_ND is None or gradient_nD is None:
                     self._model.refuse(
                         "has logits without a gradient by the last layer's output", limit=_BY_TOKEN
                     )
-                if not _are_close(own_ND.flatten(0, 1)[chunk_n], gradient_nD[0], steps=64):
+                if not are_close(own_ND.flatten(0, 1)[chunk_n], gradient_nD[0], steps=64):
                     self._refuse_tail()
 
     def _require_cross_entropy(
@@ -454,7 +476,7 @@ class Inspection:
             loss, own_BTV = output.loss, output.logits
             if not isinstance(loss, torch.Tensor) or not isinstance(own_BTV, torch.Tensor):
                 self._model.refuse("returns no loss with its logits", limit=_NEXT_TOKENS)
-            if scale == 1 and not _are_close(own_BTV.to(logits_BTV.dtype), logits_BTV):
+            if scale == 1 and not are_close(own_BTV.to(logits_BTV.dtype), logits_BTV):
                 self._model.refuse("has other logits where it is given labels", limit=_NEXT_TOKENS)
             num_labels = (labels_BT[:, 1:] != IGNORED).sum()
             right = cross_entropy_sum(own_BTV[:, :-1], labels_BT[:, 1:]) / num_labels
@@ -465,7 +487,7 @@ class Inspection:
                 self._refuse_loss(loss, right, unshifted, slack)
             of = own_BTV if _depends(loss, own_BTV) else leaf_BTD
             found, expected = (_gradient(x, of, None) for x in (loss, right))
-        if found is None or expected is None or not _is_near(found, expected, slack):
+        if found is None or expected is None or not is_near(found, expected, slack):
             self._model.refuse(
                 "has a loss whose gradient is not that of the cross-entropy", limit=_NEXT_TOKENS
             )
@@ -570,30 +592,6 @@ def _depends(value: torch.Tensor, by: torch.Tensor) -> bool:
     return by.requires_grad and _gradient(value, by, None) is not None
 
 
-def _tensors_of(calls: Iterable[Call]) -> Iterator[torch.Tensor]:
-    for call in calls:
-        yield from call.tensors()
-
-
 def _numpy_state() -> tuple[bytes, int]:
     state: Any = np.random.get_state(legacy=False)
     return state["state"]["key"].tobytes(), state["state"]["pos"]
-
-
-def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
-
-
-def _are_close(one: torch.Tensor, other: torch.Tensor, *, steps: int = 8) -> bool:
-    """Return whether two results differ by at most some roundings of their largest value."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    one, other = one.detach(), other.detach()
-    finite = one[one.isfinite()]
-    largest = float(finite.abs().max()) if finite.numel() else 0.0
-    slack = steps * torch.finfo(one.dtype).eps * largest
-    return torch.allclose(one, other, rtol=0, atol=slack, equal_nan=True)
-
-
-def _is_near(one: torch.Tensor, other: torch.Tensor, slack: float) -> bool:
-    return float((one - other).norm()) <= slack * float(other.norm())

@@ -17,10 +17,10 @@ What cannot be judged is computed: layers with hooks, compiled layers, code that
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -30,7 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from offload.engine.model.visit import Graph, attempt
-from offload.engine.unread import Path, Unread, can_leave_out
+from offload.engine.tiled import TiledMlp, compute, find_mlps, problem_of
+from offload.engine.unread import Path, Unread, WithoutValue, can_leave_out, left_out
 
 Visit = Callable[[Sequence[Unread]], Graph]
 """Computes a layer with its graph, always the same, leaving these products out."""
@@ -39,38 +40,61 @@ _HOOKS = ("forward", "forward_pre", "backward", "backward_pre")
 _TABLES = tuple(f"_{kind}_hooks" for kind in _HOOKS)
 _GLOBAL_TABLES = tuple(f"_global{table}" for table in _TABLES)
 _READS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+_NONE: Mapping[str, TiledMlp] = {}
 _MAX_PATH = 12  # nodes between a layer's output and a product that is only added to it
+_FEW = 4  # tokens of a tile while a layer is inspected
 _STEPS = 64  # roundings by which kernels that add up in no fixed order differ
 
 
-def candidates(layer: nn.Module) -> dict[str, nn.Module]:
-    """Return the linear layers that could be left out if nothing reads them, by name."""
-    if any(getattr(torch_module, table) for table in _GLOBAL_TABLES):
+def candidates(
+    layer: nn.Module, mlps: Mapping[str, TiledMlp] = _NONE
+) -> dict[str, nn.Module | WithoutValue]:
+    """Return what could be left out if nothing reads it, by name: linear layers, or whole MLPs."""
+    if is_hooked(layer):
         return {}
-    for module in layer.modules():
-        own = vars(module)
-        if any(own[table] for table in _TABLES) or own.get("_compiled_call_impl") is not None:
-            return {}
-    if any(p.requires_grad and p._backward_hooks for p in layer.parameters()) or _is_wrapped(layer):
-        return {}
-    return {
+    found = {
         name: module
         for name, module in layer.named_modules()
         if name and "forward" not in vars(module) and can_leave_out(module)
     }
+    outside = {
+        name: module
+        for name, module in found.items()
+        if not any(name.startswith(f"{mlp}.") for mlp in mlps)
+    }
+    return {**outside, **mlps}
 
 
-def unread_products(layer: nn.Module, visit: Visit, by: Sequence[torch.Tensor]) -> dict[str, Path]:
+def is_hooked(layer: nn.Module) -> bool:
+    """Return whether something follows what a layer computes, or its code is replaced."""
+    if any(getattr(torch_module, table) for table in _GLOBAL_TABLES):
+        return True
+    for module in layer.modules():
+        own = vars(module)
+        if any(own[table] for table in _TABLES) or own.get("_compiled_call_impl") is not None:
+            return True
+    is_followed = any(p.requires_grad and p._backward_hooks for p in layer.parameters())
+    return is_followed or _is_wrapped(layer)
+
+
+def unread_products(
+    layer: nn.Module,
+    visit: Visit,
+    by: Sequence[torch.Tensor],
+    mlps: Mapping[str, TiledMlp] = _NONE,
+) -> dict[str, Path]:
     """Return the products that nothing reads, with their paths from the layer's output.
 
     Args:
         layer: A decoder layer, its weights in place.
         visit: Computes it.
         by: What has a gradient, besides the layer's input.
+        mlps: Its parts that `visit` computes tile by tile, by name.
     """
+    named = candidates(layer, mlps)
     found = {
-        name: Unread(module=layer.get_submodule(name), path=path)
-        for name, path in unheld_products(layer, visit).items()
+        name: Unread(module=named[name], path=path)
+        for name, path in unheld_products(layer, visit, mlps).items()
     }
     if not found:
         return {}
@@ -86,14 +110,17 @@ def _is_wrapped(layer: nn.Module) -> bool:
     )
 
 
-def unheld_products(layer: nn.Module, visit: Visit) -> dict[str, Path]:
+def unheld_products(
+    layer: nn.Module, visit: Visit, mlps: Mapping[str, TiledMlp] = _NONE
+) -> dict[str, Path]:
     """Return the products of which a graph holds nothing, nor anything else does.
 
     Args:
         layer: A decoder layer, perhaps without values.
         visit: Computes it.
+        mlps: Its parts that `visit` computes tile by tile, by name.
     """
-    named, taint = candidates(layer), Taint()
+    named, taint = candidates(layer, mlps), Taint()
     nodes: dict[int, list[Node | None]] = {}
     if not named:
         return {}
@@ -114,7 +141,7 @@ def unheld_products(layer: nn.Module, visit: Visit) -> dict[str, Path]:
 
 @contextmanager
 def _marked(
-    modules: Sequence[nn.Module], taint: "Taint", nodes: dict[int, list[Node | None]]
+    modules: Sequence[nn.Module | WithoutValue], taint: "Taint", nodes: dict[int, list[Node | None]]
 ) -> Iterator[None]:
     """Follow what is computed from the outputs of modules meanwhile."""
 
@@ -127,7 +154,7 @@ def _marked(
         return y
 
     for i, module in enumerate(modules):
-        vars(module)["forward"] = partial(call, i, module.forward)
+        vars(module)["forward"] = partial(call, i, cast("Any", module).forward)
     try:
         yield
     finally:
@@ -247,3 +274,39 @@ def _are_close(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
         return one is other
     slack = _STEPS * torch.finfo(one.dtype).eps * float(one.abs().max())
     return torch.allclose(one, other, rtol=0, atol=slack)
+
+
+def tiled_mlps(
+    layer: nn.Module, run: Callable[[], object], *, chunk_tokens: int
+) -> dict[str, TiledMlp]:
+    """Return the parts of a layer that can be computed some tokens at a time, by name.
+
+    Args:
+        layer: A decoder layer, its weights in place.
+        run: Computes it on a few tokens, without a graph.
+        chunk_tokens: How many at a time.
+
+    Raises:
+        ValueError: The values of one show that it does not compute each token by itself.
+    """
+    if is_hooked(layer):
+        return {}
+    mlps = {}
+    for name, found in find_mlps(layer, run).items():
+        module = layer.get_submodule(name)
+        make = partial(TiledMlp, module, num_features=found.num_features)
+        problem = problem_of(make(chunk_tokens=_FEW), found.x)
+        if problem:
+            raise ValueError(f"`{name}` {problem}")
+        trained = [p for p in module.parameters() if p.requires_grad]
+        paths = unread_products(module, partial(_mlp_graph, module, found.x), trained)
+        unread = [Unread(module=module.get_submodule(n), path=path) for n, path in paths.items()]
+        mlps[name] = make(chunk_tokens=chunk_tokens, unread=unread)
+    return mlps
+
+
+def _mlp_graph(module: nn.Module, x: torch.Tensor, unread: Sequence[Unread]) -> Graph:
+    leaf = x.detach().requires_grad_()
+    with torch.enable_grad(), left_out(unread) as left:
+        y = compute(module, leaf)
+    return Graph(input_BTD=leaf, said=(y,), is_as_found=left.is_as_found(y))

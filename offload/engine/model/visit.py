@@ -8,6 +8,7 @@ import torch
 from offload.engine.attention_outputs import NOTHING, Recorded, given
 from offload.engine.model.layers import FORWARD_ERRORS, LayeredModel
 from offload.engine.model.recorded_args import Call
+from offload.engine.tiled import TiledMlp, tiled
 from offload.engine.unread import Unread, left_out
 
 
@@ -70,6 +71,7 @@ def visit_with_graph(
     call: Call,
     unread: Sequence[Unread] = (),
     recorded: Recorded = NOTHING,
+    mlps: Sequence[TiledMlp] = (),
 ) -> Graph:
     """Compute a layer and keep its graph.
 
@@ -80,11 +82,13 @@ def visit_with_graph(
         call: Its other arguments.
         unread: Products whose values are left out, and with them that of the output.
         recorded: Attention of the forward visit, which is not computed again.
+        mlps: Parts that are computed some tokens at a time.
     """
     leaf_BTD = input_BTD.detach().requires_grad_()
     with (
         torch.enable_grad(),
         model.listening(layer) as router_logits,
+        tiled(mlps),
         left_out(unread) as left,
         given(recorded) as is_as_recorded,
     ):

@@ -1,0 +1,24 @@
+"""Whether two results are equal, or equal but for rounding."""
+
+import torch
+
+
+def are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether all values are the same; a NaN equals a NaN."""
+    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def are_close(one: torch.Tensor, other: torch.Tensor, *, steps: int = 8) -> bool:
+    """Return whether two results differ by at most some roundings of their largest value."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    one, other = one.detach(), other.detach()
+    finite = one[one.isfinite()]
+    largest = float(finite.abs().max()) if finite.numel() else 0.0
+    slack = steps * torch.finfo(one.dtype).eps * largest
+    return torch.allclose(one, other, rtol=0, atol=slack, equal_nan=True)
+
+
+def is_near(one: torch.Tensor, other: torch.Tensor, slack: float) -> bool:
+    """Return whether a difference is at most a share of the other's norm."""
+    return float((one - other).norm()) <= slack * float(other.norm())

@@ -1,0 +1,217 @@
+"""MLPs computed some tokens at a time: the gradients of plain PyTorch, in less memory."""
+
+import copy
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from finetune.adapter.linear_lora import compute_in_base_dtype
+from offload.engine.bound import EngineOptions
+from offload.engine.engine import Engine
+from offload.engine.model.layers import LayeredModel
+from offload.engine.model.readers import tiled_mlps
+from offload.engine.model.visit import visit_with_graph
+from offload.engine.tiled import TiledMlp
+from offload.engine.tracing.allocator import LiveBytes
+from offload.engine.tracing.tracer import Tracer
+from offload.errors import UnsupportedModelError
+from tests.parity.architectures import gradients, micro_batches, plain, rel_error
+from tests.parity.steps import OPTIONS
+from tests.parity.tiny_models import balanced, tiny_model, with_adapters
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+CHUNK = 5  # of 24 tokens or more: the last tile is shorter
+TILED = replace(OPTIONS, mlp_chunk_tokens=CHUNK)
+DENSE = ["llama", "qwen3", "mistral", "gemma3_text", "gemma2", "phi3", "gpt2", "starcoder2", "phi"]
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def step(
+    model: nn.Module, options: EngineOptions
+) -> tuple[float, dict[str, torch.Tensor], list[int]]:
+    """Return loss and gradients of a step, and how many tiled MLPs each layer has."""
+    model = copy.deepcopy(model)
+    engine = Engine(model, device=torch.device("cpu"), options=options)
+    try:
+        result = engine.forward_backward(micro_batches(), dropout_seed=0)
+        mlps = engine._bound.executor.mlps
+        return result.loss, dict(gradients(model)), [len(mlps[i]) for i in sorted(mlps)]
+    finally:
+        engine.detach()
+
+
+def require_same(one: Any, other: Any) -> None:
+    assert one[0] == other[0]
+    assert one[1].keys() == other[1].keys()
+    assert all(torch.equal(one[1][name], other[1][name]) for name in one[1])
+
+
+def require_exact(model: nn.Module) -> None:
+    loss, ours, mlps = step(model, TILED)
+    assert mlps == [1] * len(mlps)
+    plain_loss, reference = plain(model, micro_batches())
+    assert loss == pytest.approx(plain_loss, rel=1e-6)
+    assert rel_error(ours, reference) < 1e-6
+    resident = step(model, replace(TILED, num_slots=len(mlps)))
+    require_same((loss, ours), resident)
+
+
+@pytest.mark.parametrize("model_type", DENSE)
+def test_reorder_gradients_are_those_of_plain_pytorch(model_type: str) -> None:
+    base = tiny_model(model_type)
+    require_exact(with_adapters(base, LayeredModel(base).layers))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"target_modules": ["q_proj", "v_proj"]}, id="none in the MLP"),
+        pytest.param({"use_dora": True}, id="DoRA"),
+        pytest.param({"modules_to_save": ["down_proj"]}, id="down trained whole"),
+        pytest.param({"modules_to_save": ["up_proj"]}, id="up trained whole"),
+    ],
+)
+@pytest.mark.parametrize("is_grouped", [False, True])
+def test_reorder_gradients_of_any_adapter_are_those_of_plain_pytorch(
+    changes: dict[str, Any], is_grouped: bool
+) -> None:
+    whole = changes.get("modules_to_save", ())
+    targets = [
+        name for name in ("q_proj", "gate_proj", "up_proj", "down_proj") if name not in whole
+    ]
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {"r": 2, "target_modules": targets}
+    model = get_peft_model(tiny_model("qwen3"), LoraConfig(**settings | changes)).train()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    if is_grouped:
+        compute_in_base_dtype(model)
+    require_exact(model)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_kept_graphs": 2},
+        {"num_kept_graphs": 4},
+        {"stash": "host"},
+        {"leaves_out": False},
+    ],
+)
+def test_move_however_a_step_runs_its_tiles_give_the_same_bits(changes: dict[str, Any]) -> None:
+    base = tiny_model("llama")
+    model = with_adapters(base, LayeredModel(base).layers)
+    compute_in_base_dtype(model)
+    require_same(step(model, TILED), step(model, replace(TILED, **changes)))
+
+
+def test_move_encoded_weights_are_tiled_as_resident_ones() -> None:
+    base = tiny_model("qwen3")
+    model = with_adapters(base, LayeredModel(base).layers)
+    options = replace(TILED, codec="nf4")
+    one = step(model, options)
+    require_same(one, step(model, replace(options, num_slots=4, num_kept_graphs=2)))
+
+
+def test_trained_weights_on_the_host_get_the_gradients_of_all_tiles() -> None:
+    model = tiny_model("llama")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("mlp." in name or "q_proj" in name)
+    copied = copy.deepcopy(model)
+    engine = Engine(
+        copied, device=torch.device("cpu"), options=replace(TILED, trained_weights="host")
+    )
+    try:
+        engine.forward_backward(micro_batches(), dropout_seed=0)
+        trained = engine.trained_parameters.items()
+        ours = {name: p.grad.clone() for name, p in trained if p.grad is not None}
+    finally:
+        engine.detach()
+    _, reference = plain(model, micro_batches())
+    assert rel_error(ours, reference) < 1e-6
+
+
+def test_an_mlp_that_draws_or_is_a_mixture_is_computed_whole() -> None:
+    base = tiny_model("llama")
+    torch.manual_seed(0)
+    config = LoraConfig(r=2, lora_dropout=0.5, target_modules=["q_proj", "down_proj"])
+    with pytest.raises(UnsupportedModelError, match=r"mlp_chunk_tokens is 5, but no MLP of") as e:
+        step(get_peft_model(base, config).train(), TILED)
+    assert e.value.hint == "`mlp_chunk_tokens=None`"
+    with pytest.raises(UnsupportedModelError, match="no MLP of MixtralForCausalLM"):
+        step(balanced("mixtral"), TILED)
+
+
+def test_a_mixture_s_dense_layers_are_tiled_and_its_experts_are_not() -> None:
+    base = tiny_model("deepseek_v3")
+    model = with_adapters(base, LayeredModel(base).layers)
+    loss, ours, mlps = step(model, TILED)
+    assert mlps[0] == 1
+    plain_loss, reference = plain(model, micro_batches())
+    assert loss == pytest.approx(plain_loss, rel=1e-6)
+    assert rel_error(ours, reference) < 1e-6
+
+
+class Mixing(nn.Module):
+    """An MLP that hands something from token to token, by the memory of a view."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.mlp(x)
+        size = y.shape
+        return y + 0.1 * y.transpose(0, -1).reshape(-1).view(size)
+
+
+def test_what_mixes_tokens_is_refused_by_its_values() -> None:
+    model = tiny_model("llama")
+    model.model.layers[1].mlp = Mixing(model.model.layers[1].mlp)
+    adapted = with_adapters(model, LayeredModel(model).layers)
+    with pytest.raises(UnsupportedModelError, match="layer 1 that cannot be computed in tiles"):
+        step(adapted, TILED)
+
+
+def test_a_visit_in_tiles_keeps_one_tile_of_the_wide_tensors() -> None:
+    """Counted tensor by tensor: of 256 tokens, tiles of 32 leave an eighth of the MLP's memory."""
+    num_tokens, chunk, hidden, width = 256, 32, 32, 512
+    model = tiny_model("llama", intermediate_size=width, max_position_embeddings=num_tokens)
+    adapted = with_adapters(model, LayeredModel(model).layers)
+    compute_in_base_dtype(adapted)
+    layered = LayeredModel(adapted)
+    front = layered.front({"input_ids": torch.zeros(1, num_tokens, dtype=torch.long)})
+
+    def run() -> object:
+        with torch.no_grad():
+            return layered.layer_forward(0, front.hidden_BTD, front.calls[0])
+
+    def peak(mlps: tuple[TiledMlp, ...]) -> int:
+        memory = LiveBytes()
+        with Tracer(memory):
+            graph = visit_with_graph(
+                layered, 0, input_BTD=front.hidden_BTD, call=front.calls[0], mlps=mlps
+            )
+            graph.backward(torch.ones_like(front.hidden_BTD), [])
+        return memory.peak_bytes
+
+    found = tiled_mlps(layered.layers[0], run, chunk_tokens=chunk)
+    whole, in_tiles = peak(()), peak(tuple(found.values()))
+    wide_bytes = num_tokens * width * 4
+    assert whole > 4 * wide_bytes
+    saved = whole - in_tiles
+    # all wide tensors but those of a tile go; a few of the hidden state's width come
+    assert saved > (whole - 20 * num_tokens * hidden * 4) * (1 - 2 * chunk / num_tokens)
