@@ -24,13 +24,16 @@ from offload.plan.facts.codec import CodecName
 from offload.plan.plan import Plan
 from offload.plan.schedule.schedule import MIN_SLOTS, TransferSizes
 
+LayerKernels = Literal["plain", "fused"]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOptions:
     """How a model is attached; see `offload.attach`.
 
     `leaves_out` is whether recomputes leave out products whose values nothing reads: no bit of a
-    gradient depends on it.
+    gradient depends on it. `layer_kernels` is what computes norms, rotary embedding and gated
+    activations: the model's own code, or fused operators where that is proven to be the same.
     """
 
     num_slots: int
@@ -42,6 +45,7 @@ class EngineOptions:
     head_chunk_tokens: int
     num_kept_graphs: int
     leaves_out: bool = True
+    layer_kernels: LayerKernels = "plain"
 
     @classmethod
     def planned(cls, plan: Plan) -> "EngineOptions":
@@ -121,6 +125,8 @@ def bind(
     records, torch_device = host.records, device.torch_device
     allocate_device = partial(_allocate, torch_device)
     placement.require_values(model, records)
+    if options.layer_kernels == "fused":
+        layered.fuse()
     host_gradients = HostGradients(
         records,
         host.layers if options.trained_weights == "host" else (),
