@@ -58,6 +58,7 @@ def attach(  # noqa: PLR0913 - the door to all of it
     kept_outputs: int = 0,
     sent_outputs: int = 0,
     mlp_chunk_tokens: int | None = None,
+    layer_kernels: Literal["plain", "fused"] = "plain",
     backing: "Backing | None" = None,
     store_dir: str | None = None,
 ) -> "Engine":
@@ -88,6 +89,10 @@ def attach(  # noqa: PLR0913 - the door to all of it
         sent_outputs: Number of the layers below whose outputs go to host memory and come back.
         mlp_chunk_tokens: Tokens of a micro-batch that an MLP computes at a time, so that long
             sequences fit; None computes all at once. The gradients differ by rounding.
+        layer_kernels: "fused" computes RMSNorms, rotary embedding and gated activations by fused
+            operators where each is proven to compute what the model's own code does, within
+            rounding: Triton kernels on CUDA, which no card has run yet; plain torch on a CPU, which
+            is slower than "plain". An MLP that is computed some tokens at a time keeps its gate.
         backing: Where the layers were loaded to (`offload.engine.model.load_hook`); None copies
             them.
         store_dir: With tier "disk" and no backing: a directory for a file as large as the layers.
@@ -115,6 +120,7 @@ def attach(  # noqa: PLR0913 - the door to all of it
         num_kept_outputs=kept_outputs,
         num_sent_outputs=sent_outputs,
         mlp_chunk_tokens=mlp_chunk_tokens,
+        layer_kernels=layer_kernels,
     )
     return Engine(model, device=device_named(device), options=options, backing=backing)
 

@@ -1,6 +1,6 @@
-"""The kernels of experts as they would be launched, compiled for cards that are not there.
+"""Kernels as they would be launched, compiled for cards that are not there.
 
-Triton specialises and compiles what mixtures.launches has noted as in a run, for a driver that only
+Triton specialises and compiles launches that were noted as in a run, for a driver that only
 says which card it has. Its wheel brings the assembler, and the tool that reads back what was used.
 """
 
@@ -125,9 +125,11 @@ class _Driver:
         return GPUTarget("cuda", self._capability, 32)
 
 
-def compile_for(capability: int, noted: Sequence[Launch]) -> list[Compiled]:
-    """Compile launches for a card; those that come to one program are one."""
-    return able_to_compile(_compile_for, capability, noted)
+def compile_for(
+    capability: int, noted: Sequence[Launch], *, module: str = KERNELS
+) -> list[Compiled]:
+    """Compile launches of a module's kernels for a card; those that come to one program are one."""
+    return able_to_compile(_compile_for, capability, noted, module)
 
 
 def able_to_compile(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -141,17 +143,17 @@ def _process() -> ProcessPoolExecutor:
     return ProcessPoolExecutor(1, mp_context=get_context("spawn"))
 
 
-def _compile_for(capability: int, noted: Sequence[Launch]) -> list[Compiled]:
+def _compile_for(capability: int, noted: Sequence[Launch], module: str) -> list[Compiled]:
     from triton.runtime import driver
 
     found: dict[str, tuple[Launch, Any]] = {}
-    kernels = importlib.import_module(KERNELS)
+    kernels = importlib.import_module(module)
     with mock.patch.object(driver, "_active", _Driver(capability)):
         for launch in noted:
             made = getattr(kernels, launch.kernel).warmup(grid=launch.grid, **launch.arguments)
             found.setdefault(made.hash, (launch, made))
-    sources = Path(kernels.__file__ or "").read_text().splitlines()
-    return [_read(launch, made, capability, sources) for launch, made in found.values()]
+    path = Path(kernels.__file__ or "")
+    return [_read(launch, made, capability, path) for launch, made in found.values()]
 
 
 def _operand(access: Access) -> str:
@@ -159,7 +161,7 @@ def _operand(access: Access) -> str:
     return name if is_read and name in {"x", "w", "a", "b"} else ""
 
 
-def _read(launch: Launch, made: Any, capability: int, sources: Sequence[str]) -> Compiled:
+def _read(launch: Launch, made: Any, capability: int, path: Path) -> Compiled:
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -175,13 +177,14 @@ def _read(launch: Launch, made: Any, capability: int, sources: Sequence[str]) ->
         registers=used["REG"],
         spilled_bytes=used["STACK"] + used["LOCAL"],
         shared_bytes=used["SHARED"] + made.metadata.shared,
-        accesses=tuple(_accesses(made.asm["ptx"], sources)),
+        accesses=tuple(_accesses(made.asm["ptx"], path)),
     )
 
 
-def _accesses(ptx: str, sources: Sequence[str]) -> Iterator[Access]:
-    """Find what moves data, by the line that an instruction is of."""
-    own = re.search(r'\.file\s+(\d+) "[^"]*kernels\.py"', ptx)
+def _accesses(ptx: str, path: Path) -> Iterator[Access]:
+    """Find what moves data, by the line of the kernels' file that an instruction is of."""
+    sources = path.read_text().splitlines()
+    own = re.search(rf'\.file\s+(\d+) "{re.escape(str(path))}"', ptx)
     assert own is not None
     at: tuple[int, ...] = ()
     moves: dict[tuple[int, ...], list[tuple[int, bool]]] = {}

@@ -90,7 +90,7 @@ MIXTRAL = Mixture(
 MIXTURES = (QWEN, GPT_OSS, MIXTRAL)
 
 
-class _Recorder:
+class Recorder:
     """Stands in for the module of kernels."""
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ def launches(
 
     fused.py computes over tensors without memory, and the kernels only note what they are handed.
     """
-    recorder = _Recorder()
+    recorder = Recorder()
     with torch.device("meta"):
         experts = mixture.experts(dtype, path="eager")
         hidden_TD = torch.empty(NUM_TOKENS, mixture.hidden, dtype=dtype, requires_grad=True)

@@ -24,6 +24,8 @@ from offload.plan.facts.codec import CodecName
 from offload.plan.plan import Plan
 from offload.plan.schedule.schedule import MIN_SLOTS, TransferSizes
 
+LayerKernels = Literal["plain", "fused"]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOptions:
@@ -31,7 +33,8 @@ class EngineOptions:
 
     `leaves_out` is whether recomputes leave out products whose values nothing reads: no bit of a
     gradient depends on it. `mlp_chunk_tokens` is how many tokens an MLP computes at a time; None
-    for all of a micro-batch.
+    for all of a micro-batch. `layer_kernels` is what computes norms, rotary embedding and gated
+    activations: the model's own code, or fused operators where that is proven to be the same.
     """
 
     num_slots: int
@@ -45,13 +48,13 @@ class EngineOptions:
     leaves_out: bool = True
     num_kept_outputs: int = 0
     num_sent_outputs: int = 0
+    mlp_chunk_tokens: int | None = None
+    layer_kernels: LayerKernels = "plain"
 
     @property
     def records_attention(self) -> bool:
         """Whether any attention is recorded; compiled layers are computed whole."""
         return self.leaves_out and bool(self.num_kept_outputs + self.num_sent_outputs)
-
-    mlp_chunk_tokens: int | None = None
 
     @classmethod
     def planned(cls, plan: Plan) -> "EngineOptions":
@@ -143,6 +146,8 @@ def bind(
     records, torch_device = host.records, device.torch_device
     allocate_device = partial(_allocate, torch_device)
     placement.require_values(model, records)
+    if options.layer_kernels == "fused":
+        layered.fuse()
     host_gradients = HostGradients(
         records,
         host.layers if options.trained_weights == "host" else (),

@@ -15,7 +15,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.adapter.expert_lora import compute_beside
-from offload.engine.bound import EngineOptions
+from offload.engine.bound import EngineOptions, LayerKernels
 from offload.engine.engine import Engine
 from offload.engine.experts import fused
 from offload.engine.experts.lora import register
@@ -81,7 +81,15 @@ def built(
     return compute_beside(get_peft_model(base, lora)).train()
 
 
-def traced(model: PeftModel, *, rows: int, width: int, is_padded: bool, chunk: int) -> TracedBytes:
+def traced(
+    model: PeftModel,
+    *,
+    rows: int,
+    width: int,
+    is_padded: bool,
+    chunk: int,
+    layer_kernels: LayerKernels = "plain",
+) -> TracedBytes:
     return trace_visits(
         model,
         batch_size=rows,
@@ -89,11 +97,18 @@ def traced(model: PeftModel, *, rows: int, width: int, is_padded: bool, chunk: i
         is_padded=is_padded,
         head_chunk_tokens=chunk,
         capability=None,
+        is_fused=layer_kernels == "fused",
     )
 
 
 def measured(
-    model: PeftModel, *, rows: int, width: int, is_padded: bool, chunk: int
+    model: PeftModel,
+    *,
+    rows: int,
+    width: int,
+    is_padded: bool,
+    chunk: int,
+    layer_kernels: LayerKernels = "plain",
 ) -> dict[tuple[Kind, int | None, int | None], int]:
     """Return the most that each compute op of a step adds to what stood before it.
 
@@ -122,6 +137,7 @@ def measured(
         trained_weights="device",
         head_chunk_tokens=chunk,
         num_kept_graphs=0,
+        layer_kernels=layer_kernels,
     )
     engine = Engine(model, device=HookedDevice(around), options=options)
     input_ids = torch.randint(0, VOCABULARY, (rows, width))
@@ -260,3 +276,16 @@ def test_a_card_s_attention_is_priced_by_the_kernel_that_it_takes() -> None:
         ).visits[0]
 
     assert visit_bytes(1024) - visit_bytes(512) > 2 * 4 * 4 * (1024**2 - 512**2)
+
+
+@pytest.mark.parametrize("name", ["dense", "windows"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_traced_bytes_are_those_of_a_step_with_fused_layers(name: str, dtype: torch.dtype) -> None:
+    model = built(name, dtype)
+    sizes: dict[str, Any] = {"rows": 2, "width": 24, "is_padded": False, "chunk": 64}
+    plain = traced(model, **sizes)
+    prediction = traced(model, **sizes, layer_kernels="fused")
+    found = measured(model, **sizes, layer_kernels="fused")
+    for layer in range(NUM_LAYERS):
+        assert prediction.visits[layer] == found[Kind.BACKWARD, layer, 1]
+        assert prediction.visits[layer] < plain.visits[layer]

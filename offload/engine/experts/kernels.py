@@ -24,6 +24,7 @@ import triton.language as tl
 
 IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 SILU, CLAMPED_SWIGLU, GELU_TANH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+GELU = tl.constexpr(3)
 
 # ------------------------------------------------------------------------------------------ parts
 
@@ -99,7 +100,8 @@ def gate_parts(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, GATE: tl.cons
     """Return a gated activation, and its derivatives by gate and up.
 
     SILU is g sigmoid(g) u. CLAMPED_SWIGLU, of gpt_oss, is g sigmoid(ALPHA g) (u + 1), g clamped to
-    at most LIMIT and u to +-LIMIT. GELU_TANH is gelu in its tanh form, times u.
+    at most LIMIT and u to +-LIMIT. GELU_TANH is gelu in its tanh form, times u;
+    GELU is the exact one.
     """
     if GATE == SILU:
         share = tl.sigmoid(gate)
@@ -114,6 +116,11 @@ def gate_parts(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, GATE: tl.cons
         curve = gate * share
         slope = share + ALPHA * curve * (1.0 - share)
         return curve * up, tl.where(is_low, slope * up, 0.0), tl.where(is_within, curve, 0.0)
+    if GATE == GELU:
+        share = 0.5 + 0.5 * tl.erf(0.7071067811865476 * gate)
+        curve = gate * share
+        density = 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
+        return curve * up, (share + gate * density) * up, curve
     inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
     share = tl.sigmoid(2.0 * inner)  # (1 + tanh(inner)) / 2
     slope = 2.0 * 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * gate * gate)

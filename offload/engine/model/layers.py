@@ -52,6 +52,7 @@ from offload.engine.model.recorders import (
     modes_of_torch,
 )
 from offload.engine.model.router import RouterLoss
+from offload.engine.pointwise.layers import FusedLayers
 from offload.errors import UnsupportedModelError
 from offload.plan.facts.families import RESIDENT_HINT
 
@@ -117,6 +118,11 @@ class LayeredModel:
         self.around = modules_outside(self.model, self.layers)
         self._buffered = [[m for m in layer.modules() if m._buffers] for layer in self.layers]
         self._unread = find_unread_stores(list(self.layers))
+        self.fused: FusedLayers | None = None
+
+    def fuse(self) -> None:
+        """Compute the layers' norms, rotations and gated activations by fused operators."""
+        self.fused = FusedLayers(list(self.layers))
 
     def front(self, batch: Batch) -> Front:
         """Run the part of the model before the layers.
@@ -165,7 +171,7 @@ class LayeredModel:
         """
         module = self.layers[layer]
         before = self._state_of(layer, hidden_BTD, call)
-        with not_storing(self._unread[layer]):
+        with not_storing(self._unread[layer]), self._fused(layer):
             if call.is_hidden_keyword:
                 output = module(*call.args, hidden_states=hidden_BTD, **call.kwargs)
             else:
@@ -180,6 +186,9 @@ class LayeredModel:
         self._note_form(layer, output)
         hidden = output[0] if isinstance(output, tuple | list) else output
         return cast("torch.Tensor", hidden)
+
+    def _fused(self, layer: int) -> AbstractContextManager[None]:
+        return nullcontext() if self.fused is None else self.fused.visited(layer)
 
     @contextmanager
     def listening(self, layer: int) -> Iterator[list[torch.Tensor]]:

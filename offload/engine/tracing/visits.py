@@ -31,6 +31,7 @@ def trace_visits(
     is_padded: bool,
     head_chunk_tokens: int,
     capability: Capability | None,
+    is_fused: bool = False,
 ) -> TracedBytes:
     """Trace a model with its adapters; it may be on any device and is not changed.
 
@@ -41,10 +42,13 @@ def trace_visits(
         is_padded: Whether there is padding among them.
         head_chunk_tokens: Labelled tokens in a chunk.
         capability: Of the GPU; None for a CPU.
+        is_fused: Whether the layers' norms, rotations and gates are computed by fused operators.
     """
     mode, memory = FakeTensorMode(allow_non_fake_inputs=True), LiveBytes()
     fake = fake_copy(model, mode)
     layered = LayeredModel(fake)
+    if is_fused:
+        layered.fuse()
     for module in layered.layers.modules():
         if goes_through_interface(module):
             gate_of(module)  # found by values, which fake tensors do not have

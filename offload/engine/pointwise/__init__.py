@@ -1,0 +1,1 @@
+"""Norms, rotary embedding and gated activations of a layer, each in one kernel."""

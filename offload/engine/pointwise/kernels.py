@@ -1,0 +1,231 @@
+"""RMSNorm, rotary embedding and gated activations as Triton programs.
+
+Each reads its operands once, computes in fp32 and writes its result once. The models' own code is
+several operators, each of which reads and writes all of it, much of it in fp32.
+
+Layout. A norm's program holds whole rows: one long row or several short ones. A rotation's program
+holds one token, whose angles it reads once for all heads of queries and keys. A gate's program
+holds a part of a row.
+
+Letters: M rows, N features, H heads, D features of a head.
+"""
+
+import triton
+import triton.language as tl
+
+from offload.engine.experts.kernels import gate_parts, rounded
+
+
+@triton.jit
+def norm(
+    x,  # (M, N)
+    weight,  # (N,)
+    y,  # (M, N), contiguous
+    inverse,  # (M,) fp32: one over the root of the mean square
+    num_rows,
+    num_n,
+    stride_x,
+    eps,
+    offset,
+    IS_CAST_FIRST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Write rows over their root mean square, times the weight plus an offset."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.arange(0, BLOCK_N)
+    is_row = row < num_rows
+    is_there = is_row[:, None] & (n < num_n)[None, :]
+    value = tl.load(x + (row * stride_x)[:, None] + n[None, :], is_there, other=0.0)
+    value = value.to(tl.float32)
+    factor = tl.load(weight + n, n < num_n, other=0.0).to(tl.float32) + offset
+    scale = tl.rsqrt(tl.sum(value * value, 1) / num_n + eps)
+    normed = value * scale[:, None]
+    if IS_CAST_FIRST:
+        normed = rounded(normed, y).to(tl.float32)
+    result = rounded(normed * factor[None, :], y)
+    tl.store(y + (row * num_n)[:, None] + n[None, :], result, is_there)
+    tl.store(inverse + row, scale, is_row)
+
+
+@triton.jit
+def norm_backward(
+    gradient,  # (M, N)
+    x,  # (M, N)
+    weight,  # (N,)
+    inverse,  # (M,) fp32
+    out,  # (M, N), contiguous
+    num_rows,
+    num_n,
+    stride_g,
+    stride_x,
+    offset,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Write the gradient by a norm's input."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.arange(0, BLOCK_N)
+    is_row = row < num_rows
+    is_there = is_row[:, None] & (n < num_n)[None, :]
+    scale = tl.load(inverse + row, is_row, other=0.0)[:, None]
+    normed = tl.load(x + (row * stride_x)[:, None] + n[None, :], is_there, other=0.0)
+    normed = normed.to(tl.float32) * scale
+    factor = tl.load(weight + n, n < num_n, other=0.0).to(tl.float32) + offset
+    given = tl.load(gradient + (row * stride_g)[:, None] + n[None, :], is_there, other=0.0)
+    given = given.to(tl.float32) * factor[None, :]
+    mean = tl.sum(given * normed, 1) / num_n
+    result = rounded(scale * (given - normed * mean[:, None]), out)
+    tl.store(out + (row * num_n)[:, None] + n[None, :], result, is_there)
+
+
+@triton.jit
+def turn(
+    x,  # the first head of a token
+    out,
+    num_heads,
+    width,
+    stride_x,
+    stride_out,
+    factor_D,
+    other_D,
+    partner_D,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Write each feature times a factor, plus its partner's times another."""
+    d = tl.arange(0, BLOCK_D)
+    for first in range(0, num_heads, BLOCK_H):
+        head = (first + tl.arange(0, BLOCK_H)).to(tl.int64)
+        is_there = (head < num_heads)[:, None] & (d < width)[None, :]
+        place = x + (head * stride_x)[:, None]
+        value = tl.load(place + d[None, :], is_there, other=0.0).to(tl.float32)
+        partner = tl.load(place + partner_D[None, :], is_there, other=0.0).to(tl.float32)
+        result = rounded(value * factor_D[None, :] + partner * other_D[None, :], out)
+        tl.store(out + (head * stride_out)[:, None] + d[None, :], result, is_there)
+
+
+@triton.jit
+def rotate(
+    q,  # (B, H, T, D), any strides but the last
+    k,  # (B, fewer H, T, D)
+    cos,  # (B or 1, T, rotated)
+    sin,
+    q_out,
+    k_out,
+    num_q,
+    num_k,
+    num_t,
+    width,
+    rotated_width,
+    q_b,
+    q_h,
+    q_t,
+    k_b,
+    k_h,
+    k_t,
+    q_out_b,
+    q_out_h,
+    q_out_t,
+    k_out_b,
+    k_out_h,
+    k_out_t,
+    cos_b,
+    cos_t,
+    sin_b,
+    sin_t,
+    IS_BACK: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Write one token's queries and keys rotated, each half by the other; further features as is.
+
+    The transpose of a rotation takes the partner's sine with the sign turned.
+    """
+    b = tl.program_id(0).to(tl.int64) // num_t
+    t = tl.program_id(0).to(tl.int64) % num_t
+    d = tl.arange(0, BLOCK_D)
+    half = rotated_width // 2
+    is_rotated = d < rotated_width
+    partner = tl.where(is_rotated, tl.where(d < half, d + half, d - half), d)
+    factor = tl.load(cos + b * cos_b + t * cos_t + d, is_rotated, other=1.0).to(tl.float32)
+    sign = tl.where(d < half, -1.0, 1.0)
+    if IS_BACK:
+        other = tl.load(sin + b * sin_b + t * sin_t + partner, is_rotated, other=0.0)
+        other = -sign * other.to(tl.float32)
+    else:
+        other = tl.load(sin + b * sin_b + t * sin_t + d, is_rotated, other=0.0)
+        other = sign * other.to(tl.float32)
+    turn(
+        q + b * q_b + t * q_t,
+        q_out + b * q_out_b + t * q_out_t,
+        num_q,
+        width,
+        q_h,
+        q_out_h,
+        factor,
+        other,
+        partner,
+        BLOCK_H,
+        BLOCK_D,
+    )
+    turn(
+        k + b * k_b + t * k_t,
+        k_out + b * k_out_b + t * k_out_t,
+        num_k,
+        width,
+        k_h,
+        k_out_h,
+        factor,
+        other,
+        partner,
+        BLOCK_H,
+        BLOCK_D,
+    )
+
+
+@triton.jit
+def gate_up(
+    gate,  # (M, N)
+    up,  # (M, N)
+    out,  # (M, N), contiguous
+    num_n,
+    stride_gate,
+    stride_up,
+    GATE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Write a gated activation."""
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_there = n < num_n
+    g = tl.load(gate + row * stride_gate + n, is_there, other=0.0).to(tl.float32)
+    u = tl.load(up + row * stride_up + n, is_there, other=0.0).to(tl.float32)
+    active, _, _ = gate_parts(g, u, 1.0, 0.0, GATE)
+    tl.store(out + row * num_n + n, rounded(active, out), is_there)
+
+
+@triton.jit
+def gate_up_backward(
+    gradient,  # (M, N)
+    gate,  # (M, N)
+    up,  # (M, N)
+    of_gate,  # (M, N), contiguous
+    of_up,  # (M, N), contiguous
+    num_n,
+    stride_g,
+    stride_gate,
+    stride_up,
+    GATE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Write the gradients of a gated activation by both of its inputs."""
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_there = n < num_n
+    given = tl.load(gradient + row * stride_g + n, is_there, other=0.0).to(tl.float32)
+    g = tl.load(gate + row * stride_gate + n, is_there, other=0.0).to(tl.float32)
+    u = tl.load(up + row * stride_up + n, is_there, other=0.0).to(tl.float32)
+    _, by_gate, by_up = gate_parts(g, u, 1.0, 0.0, GATE)
+    tl.store(of_gate + row * num_n + n, rounded(given * by_gate, of_gate), is_there)
+    tl.store(of_up + row * num_n + n, rounded(given * by_up, of_up), is_there)

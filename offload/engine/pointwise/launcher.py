@@ -1,0 +1,206 @@
+"""Launches the kernels: blocks, strides and output buffers. The host waits for nothing.
+
+The letters are those of kernels.py.
+"""
+
+import math
+from typing import Any
+
+import torch
+
+from offload.engine.pointwise.reference import Curve
+
+# The numbers of offload.engine.experts.kernels.
+GATE_NUMBERS: dict[Curve, int] = {"silu": 0, "gelu_tanh": 2, "gelu": 3}
+NORM_BLOCK, ROTARY_BLOCK, GATE_BLOCK = 4096, 2048, 2048  # elements of a program
+WARP_ELEMENTS, MAX_WARPS = 1024, 16
+NUM_WARPS = 4
+
+
+def norm(
+    x: torch.Tensor,
+    weight_N: torch.Tensor,
+    eps: float,
+    offset: float,
+    is_cast_first: bool,  # noqa: FBT001  # torch passes an operator's arguments by position
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return normed rows, and the factor of each."""
+    rows_MN = _rows(x)
+    y = x.new_empty(x.shape)
+    inverse_M = x.new_empty(x.shape[:-1], dtype=torch.float32)
+    if x.numel():
+        grid, blocks = _norm_blocks(rows_MN)
+        _kernels().norm[grid](
+            x=rows_MN,
+            weight=weight_N.contiguous(),
+            y=y,
+            inverse=inverse_M,
+            num_rows=len(rows_MN),
+            num_n=rows_MN.shape[1],
+            stride_x=rows_MN.stride(0),
+            eps=eps,
+            offset=offset,
+            IS_CAST_FIRST=is_cast_first,
+            **blocks,
+        )
+    return y, inverse_M
+
+
+def norm_backward(
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    weight_N: torch.Tensor,
+    inverse_M: torch.Tensor,
+    offset: float,
+) -> torch.Tensor:
+    """Return the gradient by a norm's input."""
+    given_MN, rows_MN = _rows(gradient), _rows(x)
+    out = x.new_empty(x.shape)
+    if x.numel():
+        grid, blocks = _norm_blocks(rows_MN)
+        _kernels().norm_backward[grid](
+            gradient=given_MN,
+            x=rows_MN,
+            weight=weight_N.contiguous(),
+            inverse=inverse_M,
+            out=out,
+            num_rows=len(rows_MN),
+            num_n=rows_MN.shape[1],
+            stride_g=given_MN.stride(0),
+            stride_x=rows_MN.stride(0),
+            offset=offset,
+            **blocks,
+        )
+    return out
+
+
+def rotate(
+    q_BHTD: torch.Tensor,
+    k_BHTD: torch.Tensor,
+    cos_BTD: torch.Tensor,
+    sin_BTD: torch.Tensor,
+    is_back: bool,  # noqa: FBT001  # torch passes an operator's arguments by position
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return queries and keys rotated by their tokens' angles, or by the opposite ones."""
+    tensors = [_with_dense_rows(x) for x in (q_BHTD, k_BHTD, cos_BTD, sin_BTD)]
+    q_BHTD, k_BHTD, cos_BTD, sin_BTD = tensors
+    q_out_BHTD, k_out_BHTD = torch.empty_like(q_BHTD), torch.empty_like(k_BHTD)
+    num_b, num_q, num_t, width = q_BHTD.shape
+    if not q_BHTD.numel() + k_BHTD.numel():
+        return q_out_BHTD, k_out_BHTD
+    strides = {
+        f"{name}_{axis}": x.stride(i)
+        for name, x in {
+            "q": q_BHTD,
+            "k": k_BHTD,
+            "q_out": q_out_BHTD,
+            "k_out": k_out_BHTD,
+        }.items()
+        for i, axis in enumerate("bht")
+    }
+    for name, x in (("cos", cos_BTD), ("sin", sin_BTD)):
+        strides[f"{name}_b"] = x.stride(0) if len(x) > 1 else 0
+        strides[f"{name}_t"] = x.stride(1)
+    block_d = _power_of_2(width)
+    most_heads = _power_of_2(max(num_q, k_BHTD.shape[1]))
+    _kernels().rotate[(num_b * num_t,)](
+        q=q_BHTD,
+        k=k_BHTD,
+        cos=cos_BTD,
+        sin=sin_BTD,
+        q_out=q_out_BHTD,
+        k_out=k_out_BHTD,
+        num_q=num_q,
+        num_k=k_BHTD.shape[1],
+        num_t=num_t,
+        width=width,
+        rotated_width=cos_BTD.shape[-1],
+        IS_BACK=is_back,
+        BLOCK_H=min(most_heads, max(1, ROTARY_BLOCK // block_d)),
+        BLOCK_D=block_d,
+        num_warps=NUM_WARPS,
+        **strides,
+    )
+    return q_out_BHTD, k_out_BHTD
+
+
+def gated(gate: torch.Tensor, up: torch.Tensor, curve: Curve) -> torch.Tensor:
+    """Return the activation of a gate, times up."""
+    gate_MN, up_MN, out = _rows(gate), _rows(up), gate.new_empty(gate.shape)
+    if gate.numel():
+        grid, blocks = _gate_blocks(gate_MN)
+        _kernels().gate_up[grid](
+            gate=gate_MN,
+            up=up_MN,
+            out=out,
+            num_n=gate_MN.shape[1],
+            stride_gate=gate_MN.stride(0),
+            stride_up=up_MN.stride(0),
+            GATE=GATE_NUMBERS[curve],
+            **blocks,
+        )
+    return out
+
+
+def gated_backward(
+    gradient: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, curve: Curve
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients by gate and up."""
+    given_MN, gate_MN, up_MN = _rows(gradient), _rows(gate), _rows(up)
+    of_gate, of_up = gate.new_empty(gate.shape), up.new_empty(up.shape)
+    if gate.numel():
+        grid, blocks = _gate_blocks(gate_MN)
+        _kernels().gate_up_backward[grid](
+            gradient=given_MN,
+            gate=gate_MN,
+            up=up_MN,
+            of_gate=of_gate,
+            of_up=of_up,
+            num_n=gate_MN.shape[1],
+            stride_g=given_MN.stride(0),
+            stride_gate=gate_MN.stride(0),
+            stride_up=up_MN.stride(0),
+            GATE=GATE_NUMBERS[curve],
+            **blocks,
+        )
+    return of_gate, of_up
+
+
+def _kernels() -> Any:
+    """Return the programs; not every machine has Triton."""
+    from offload.engine.pointwise import kernels
+
+    return kernels
+
+
+def _norm_blocks(rows_MN: torch.Tensor) -> tuple[tuple[int], dict[str, int]]:
+    """Return the grid of whole rows, and what each program holds."""
+    num_rows, num_n = rows_MN.shape
+    block_n = _power_of_2(num_n)
+    block_m = min(_power_of_2(num_rows), max(1, NORM_BLOCK // block_n))
+    num_warps = min(MAX_WARPS, max(NUM_WARPS, block_m * block_n // WARP_ELEMENTS))
+    blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": num_warps}
+    return (math.ceil(num_rows / block_m),), blocks
+
+
+def _gate_blocks(rows_MN: torch.Tensor) -> tuple[tuple[int, int], dict[str, int]]:
+    num_rows, num_n = rows_MN.shape
+    block_n = min(GATE_BLOCK, _power_of_2(num_n))
+    return (num_rows, math.ceil(num_n / block_n)), {"BLOCK_N": block_n, "num_warps": NUM_WARPS}
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """Return the rows of a tensor (M, N), copied only if no one stride leads from row to row."""
+    x = _with_dense_rows(x)
+    try:
+        return x.view(-1, x.shape[-1]) if x.numel() else x.reshape(0, x.shape[-1])
+    except RuntimeError:
+        return x.reshape(-1, x.shape[-1])
+
+
+def _with_dense_rows(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _power_of_2(number: int) -> int:
+    return 1 << max(number - 1, 0).bit_length()

@@ -1,0 +1,154 @@
+"""The fused operators as torch knows them: one each, with a shape function and a gradient.
+
+A trace without values, a mode that counts operations and torch's own tools see one operator with
+its operands. On CUDA its kernel is Triton's, on a CPU plain torch (for tests: runs on a CPU use the
+models' own code). Nothing is written over; a graph keeps of a norm its input and one number per
+row, of a rotation the angles, of a gate its two inputs.
+"""
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from offload.engine.pointwise import launcher, reference
+from offload.engine.pointwise.reference import Curve
+
+_SCHEMAS = (
+    "norm(Tensor x, Tensor weight, float eps, float offset, bool is_cast_first)"
+    " -> (Tensor, Tensor)",
+    "norm_backward(Tensor gradient, Tensor x, Tensor weight, Tensor inverse, float offset)"
+    " -> Tensor",
+    "rotate(Tensor q, Tensor k, Tensor cos, Tensor sin, bool is_back) -> (Tensor, Tensor)",
+    "gated(Tensor gate, Tensor up, str curve) -> Tensor",
+    "gated_backward(Tensor gradient, Tensor gate, Tensor up, str curve) -> (Tensor, Tensor)",
+)
+
+
+def _norm_shapes(x: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=dtype)
+
+
+def _norm_backward_shapes(_: torch.Tensor, x: torch.Tensor, *__: object) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+def _rotate_shapes(
+    q_BHTD: torch.Tensor, k_BHTD: torch.Tensor, *_: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(q_BHTD), torch.empty_like(k_BHTD)
+
+
+def _gated_shapes(gate: torch.Tensor, *_: object) -> torch.Tensor:
+    return gate.new_empty(gate.shape)
+
+
+def _gated_backward_shapes(
+    _: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *__: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+
+
+_SHAPES: tuple[Any, ...] = (
+    _norm_shapes,
+    _norm_backward_shapes,
+    _rotate_shapes,
+    _gated_shapes,
+    _gated_backward_shapes,
+)
+_library = torch.library.Library("sluice", "DEF")
+for _schema, _shapes in zip(_SCHEMAS, _SHAPES, strict=True):
+    _name = _schema.partition("(")[0]
+    _library.define(_schema)
+    _library.impl(_name, getattr(launcher, _name), "CUDA")
+    _library.impl(_name, getattr(reference, _name), "CPU")
+    torch.library.register_fake(f"sluice::{_name}", _shapes, lib=_library)
+
+
+def norm(
+    x: torch.Tensor, weight_N: torch.Tensor, *, eps: float, offset: float, is_cast_first: bool
+) -> torch.Tensor:
+    """Return RMSNorm of rows (..., N); see `reference.norm`. The weight gets no gradient."""
+    y: torch.Tensor = _Norm.apply(  # type: ignore[no-untyped-call]  # torch's
+        x, weight_N, eps, offset, is_cast_first
+    )
+    return y
+
+
+def rotate(
+    q_BHTD: torch.Tensor, k_BHTD: torch.Tensor, cos_BTD: torch.Tensor, sin_BTD: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rotated queries and keys; see `reference.rotate`."""
+    both: tuple[torch.Tensor, torch.Tensor] = _Rotate.apply(  # type: ignore[no-untyped-call]
+        q_BHTD, k_BHTD, cos_BTD, sin_BTD
+    )
+    return both
+
+
+def gated(gate: torch.Tensor, up: torch.Tensor, curve: Curve) -> torch.Tensor:
+    """Return the activation of a gate, times up; see `reference.gated`."""
+    y: torch.Tensor = _Gated.apply(gate, up, curve)  # type: ignore[no-untyped-call]  # torch's
+    return y
+
+
+def _in_memory_order(x: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Return the order of dimensions in which rows lie in memory, and the one back."""
+    strides = x.stride()
+    order = [*sorted(range(x.dim() - 1), key=lambda i: -strides[i]), x.dim() - 1]
+    return order, sorted(range(x.dim()), key=lambda i: order[i])
+
+
+class _Norm(torch.autograd.Function):
+    """Rows are normed where they are: those of heads before tokens are not copied."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight_N: torch.Tensor,
+        eps: float,
+        offset: float,
+        is_cast_first: bool,  # noqa: FBT001  # torch passes arguments by position
+    ) -> torch.Tensor:
+        order, back = _in_memory_order(x)
+        rows = x.permute(order)
+        y, inverse_M = torch.ops.sluice.norm(rows, weight_N, eps, offset, is_cast_first)
+        ctx.offset, ctx.order, ctx.back = offset, order, back
+        ctx.save_for_backward(rows, weight_N, inverse_M)
+        result: torch.Tensor = y.permute(back)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        given = gradient.permute(ctx.order)
+        of_x = torch.ops.sluice.norm_backward(given, *ctx.saved_tensors, ctx.offset)
+        return of_x.permute(ctx.back), None, None, None, None
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(*tensors[2:])
+        both: tuple[torch.Tensor, torch.Tensor] = torch.ops.sluice.rotate(*tensors, False)  # noqa: FBT003
+        return both
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return *torch.ops.sluice.rotate(*gradients, *ctx.saved_tensors, True), None, None  # noqa: FBT003
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, curve: Curve) -> torch.Tensor:
+        ctx.curve = curve
+        ctx.save_for_backward(gate, up)
+        y: torch.Tensor = torch.ops.sluice.gated(gate, up, curve)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return *torch.ops.sluice.gated_backward(gradient, *ctx.saved_tensors, ctx.curve), None

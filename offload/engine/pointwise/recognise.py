@@ -1,0 +1,307 @@
+"""Finds the norms, rotations and gated MLPs of a layer by what they compute.
+
+Lists of model types would be long, and wrong for the next model. So a part of a layer is replaced
+only where its own forward and gradients, on random inputs up to extreme sizes, are those of
+`reference`. What cannot be proven keeps the model's own code.
+
+A proof runs the module's code on a twin: the same attributes, but weights of its own. So it reads
+no weight, and takes as little for a model without values. A linear layer's twin returns a tensor
+that was drawn before, and notes what it was handed.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from offload.engine.pointwise import reference
+from offload.engine.pointwise.reference import CURVES, Curve
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_FEATURES = 16384  # of a norm: a program holds whole rows
+NUM_ROWS = 24
+SCALES = (0.0, 1e-20, 1e-6, 1e-3, 1e-2, 0.1, 1.0, 1.0, 1.0, 10.0, 100.0, 1e4)
+FP32_ERROR, FP64_ERROR = 4e-6, 1e-12  # relative, of values and of gradients
+ROTARY_ARGUMENTS = ("q", "k", "cos", "sin")
+# Of a proof's failure: own code may do anything with a twin.
+FAILURES = (TypeError, ValueError, LookupError, AttributeError, RuntimeError, ArithmeticError)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Norm:
+    """An RMSNorm; see `reference.norm`."""
+
+    eps: float
+    offset: float
+    is_cast_first: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rotary:
+    """The functions among a module's globals that rotate queries and keys.
+
+    Attributes:
+        name: What the module's forward calls it.
+        dtypes: Of queries and of angles, for which it was proven.
+        is_partial: Whether features without an angle pass through.
+    """
+
+    name: str
+    dtypes: frozenset[tuple[torch.dtype, torch.dtype]]
+    is_partial: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatedMlp:
+    """An MLP: down(curve(gate(x)) * up(x)).
+
+    Attributes:
+        first: Names of the linears that read x, in the order in which they are called.
+        gate: The name of the one whose output is curved.
+        down: The name of the linear that follows.
+        curve: The activation.
+    """
+
+    first: tuple[str, str]
+    gate: str
+    down: str
+    curve: Curve
+
+
+def find_norm(module: nn.Module) -> Norm | None:
+    """Return what a module computes if it is an RMSNorm with a frozen weight."""
+    parameters = list(module._parameters.values())
+    (weight,) = parameters if len(parameters) == 1 else (None,)
+    if weight is None or not _is_leaf(module) or module._buffers or weight.dim() != 1:
+        return None
+    if weight.requires_grad or weight.dtype not in DTYPES or len(weight) > MAX_FEATURES:
+        return None
+    numbers = {x for x in vars(module).values() if isinstance(x, float)}
+    forms = [
+        Norm(eps=eps, offset=offset, is_cast_first=is_cast_first)
+        for eps, offset, is_cast_first in product(sorted(numbers), (0.0, 1.0), (True, False))
+    ]
+    with _proving():
+        return _proven_norm(module, len(weight), forms)
+
+
+def find_rotary(module: nn.Module) -> Rotary | None:
+    """Return the function with which a module's own forward rotates queries and keys."""
+    forward = type(module).forward
+    if not isinstance(forward, FunctionType) or "forward" in vars(module):
+        return None
+    for name in forward.__code__.co_names:
+        function = forward.__globals__.get(name)
+        if isinstance(function, FunctionType) and _takes_angles(function):
+            with _proving():
+                dtypes = frozenset(
+                    (of_q, of_angles)
+                    for of_q, of_angles in product(DTYPES, DTYPES)
+                    if _rotates(function, of_q, of_angles, width=8, rotated=8)
+                )
+                if dtypes:
+                    is_partial = all(_rotates(function, *x, width=12, rotated=8) for x in dtypes)
+                    return Rotary(name=name, dtypes=dtypes, is_partial=is_partial)
+    return None
+
+
+def find_gated_mlp(module: nn.Module) -> GatedMlp | None:
+    """Return what a module computes if it is a gated MLP of three linear layers."""
+    children = dict(module.named_children())
+    linears = {name: child for name, child in children.items() if _features(child) is not None}
+    others = [child for name, child in children.items() if name not in linears]
+    if len(linears) != 3 or module._parameters or module._buffers or "forward" in vars(module):
+        return None
+    if not all(_is_leaf(child) and not child._parameters for child in others):
+        return None
+    with _proving():
+        found = {_proven_mlp(module, linears, is_training=is_on) for is_on in (True, False)}
+    return found.pop() if len(found) == 1 else None
+
+
+# ------------------------------------------------------------------------------------------ proofs
+
+
+@contextmanager
+def _proving() -> Iterator[None]:
+    """Compute with values, on the CPU and without a trace in torch's generator."""
+    with (
+        unset_fake_temporarily(),
+        torch.device("cpu"),
+        torch.random.fork_rng(devices=[]),
+        torch.enable_grad(),
+    ):
+        torch.manual_seed(0)
+        yield
+
+
+def _twin(module: nn.Module, **changed: object) -> Any:
+    """Return a module of the same code and attributes, without hooks."""
+    twin = nn.Module.__new__(type(module))
+    nn.Module.__init__(twin)
+    empty = dict(vars(twin))
+    vars(twin).update({name: x for name, x in vars(module).items() if name not in empty})
+    vars(twin).update(changed)
+    return twin
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    return not module._modules and "forward" not in vars(module)
+
+
+def _drawn(num_features: int, dtype: torch.dtype) -> torch.Tensor:
+    """Draw rows from tiny to large, and rows of which one feature outweighs all others."""
+    scales = torch.tensor([SCALES[i % len(SCALES)] for i in range(NUM_ROWS)], dtype=torch.float64)
+    x = torch.randn(1, NUM_ROWS, num_features, dtype=torch.float64) * scales.unsqueeze(-1)
+    x[0, ::5, 0] *= 30
+    return x.to(dtype)
+
+
+def _is_close(found: torch.Tensor, expected: torch.Tensor, error: float) -> bool:
+    """Compare row by row, so that no large row hides a small one."""
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    found, expected = found.detach().double(), expected.double()
+    size = expected.abs().amax(-1, keepdim=True)
+    return bool(((found - expected).abs() <= error * size).all())
+
+
+def _error_of(dtype: torch.dtype) -> float:
+    return FP32_ERROR if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
+
+
+def _proven_norm(module: nn.Module, num_features: int, forms: Sequence[Norm]) -> Norm | None:
+    """Return the form whose values are the module's in all dtypes, with the least bits apart."""
+    distance: dict[Norm, float] = dict.fromkeys(forms, 0.0)
+    (name,) = module._parameters
+    for dtype in DTYPES[::2]:
+        weight = (1 + 0.3 * torch.randn(num_features)).to(dtype)
+        twin = _twin(module, _parameters={name: nn.Parameter(weight, requires_grad=False)})
+        x = _drawn(num_features, dtype).requires_grad_()
+        gradient = torch.randn_like(x)
+        try:
+            y = type(module).forward(twin, x)
+            (of_x,) = torch.autograd.grad(y, x, gradient)
+        except FAILURES:
+            return None
+        given = x.detach()
+        for form in list(distance):
+            expected, inverse = reference.norm(
+                given, weight, form.eps, form.offset, form.is_cast_first
+            )
+            back = reference.norm_backward(gradient, given, weight, inverse, form.offset)
+            error = _error_of(dtype)
+            if _is_close(y, expected, error) and _is_close(of_x, back, 4 * error):
+                distance[form] += float((y.detach().double() - expected.double()).abs().sum())
+            else:
+                del distance[form]
+    return min(distance, key=lambda form: distance[form]) if distance else None
+
+
+def _takes_angles(function: FunctionType) -> bool:
+    return tuple(inspect.signature(function).parameters)[:4] == ROTARY_ARGUMENTS
+
+
+def _rotates(
+    function: Callable[..., Any],
+    dtype: torch.dtype,
+    of_angles: torch.dtype,
+    *,
+    width: int,
+    rotated: int,
+) -> bool:
+    """Return whether a function of queries, keys and angles is the reference's."""
+    for num_b in (1, 2):
+        q = torch.randn(2, 5, 3, width).to(dtype).transpose(1, 2).requires_grad_()
+        k = torch.randn(2, 5, 1, width).to(dtype).transpose(1, 2).requires_grad_()
+        cos, sin = (torch.randn(num_b, 5, rotated).to(of_angles) for _ in range(2))
+        try:
+            found = function(q, k, cos, sin)
+            gradients = [torch.randn_like(x) for x in found]
+            backs = torch.autograd.grad(found, (q, k), gradients)
+        except FAILURES:
+            return False
+        expected = reference.rotate(q.detach(), k.detach(), cos, sin, False)  # noqa: FBT003
+        of_q, of_k = gradients
+        turned = reference.rotate(of_q, of_k, cos, sin, True)  # noqa: FBT003
+        pairs = zip((*found, *backs), (*expected, *turned), strict=True)
+        if not all(_is_close(a, b, 4 * _error_of(dtype)) for a, b in pairs):
+            return False
+    return True
+
+
+def _features(module: nn.Module) -> tuple[int, int] | None:
+    """Return the features that go in and out of a linear layer, adapted or not."""
+    sizes = (getattr(module, "in_features", None), getattr(module, "out_features", None))
+    return sizes if all(isinstance(x, int) for x in sizes) else None  # type: ignore[return-value]
+
+
+class _Linear(nn.Module):
+    """A linear layer's twin: returns what was drawn, and notes what it was handed."""
+
+    def __init__(self, drawn: torch.Tensor, calls: list["_Linear"]) -> None:
+        super().__init__()
+        self.drawn, self.calls = drawn, calls
+        self.given: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.given = x
+        self.calls.append(self)
+        return self.drawn
+
+
+def _proven_mlp(
+    module: nn.Module, linears: Mapping[str, nn.Module], *, is_training: bool
+) -> GatedMlp | None:
+    calls: list[_Linear] = []
+    twins: dict[str, _Linear] = {}
+    for name, linear in linears.items():
+        _, features = _features(linear) or (0, 0)
+        drawn = _drawn(features, torch.float64).requires_grad_()
+        twins[name] = _Linear(drawn, calls)
+    others = {
+        name: _twin(child, training=is_training)
+        for name, child in module.named_children()
+        if name not in linears
+    }
+    twin = _twin(module, _modules={**others, **twins}, training=is_training)
+    x = torch.randn(1, NUM_ROWS, _widest_input(linears), dtype=torch.float64)
+    try:
+        y = type(module).forward(twin, x)
+    except FAILURES:
+        return None
+    if len(calls) != 3 or set(calls) != set(twins.values()):
+        return None
+    (first, second, down), names = calls, {twin: name for name, twin in twins.items()}
+    if first.given is not x or second.given is not x or y is not down.drawn:
+        return None
+    for (gate, up), curve in product(((first, second), (second, first)), CURVES):
+        if gate.drawn.shape == up.drawn.shape and _gates(down.given, gate.drawn, up.drawn, curve):
+            return GatedMlp(
+                first=(names[first], names[second]), gate=names[gate], down=names[down], curve=curve
+            )
+    return None
+
+
+def _widest_input(linears: Mapping[str, nn.Module]) -> int:
+    return max((_features(linear) or (0, 0))[0] for linear in linears.values())
+
+
+def _gates(found: torch.Tensor | None, gate: torch.Tensor, up: torch.Tensor, curve: Curve) -> bool:
+    expected = reference.gated(gate.detach(), up.detach(), curve)
+    if found is None or not _is_close(found, expected, FP64_ERROR):
+        return False
+    gradient = torch.randn_like(found)
+    try:
+        backs = torch.autograd.grad(found, (gate, up), gradient, retain_graph=True)
+    except FAILURES:
+        return False
+    ours = reference.gated_backward(gradient, gate.detach(), up.detach(), curve)
+    return all(_is_close(a, b, FP64_ERROR) for a, b in zip(backs, ours, strict=True))

@@ -1,0 +1,119 @@
+"""The same in plain torch: what a CPU computes in tests, and what a model's code is proven to be.
+
+Sums and products are in fp32, those of fp64 in fp64, and each result is rounded once.
+"""
+
+from typing import Literal, get_args
+
+import torch
+from torch.nn import functional as F
+
+Curve = Literal["silu", "gelu_tanh", "gelu"]
+CURVES: tuple[Curve, ...] = get_args(Curve)
+
+
+def norm(
+    x: torch.Tensor,
+    weight_N: torch.Tensor,
+    eps: float,
+    offset: float,
+    is_cast_first: bool,  # noqa: FBT001  # torch passes an operator's arguments by position
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rows over their root mean square, times weight plus offset, and each row's factor.
+
+    Args:
+        x: Rows (..., N).
+        weight_N: The weight.
+        eps: Added to the mean square.
+        offset: Added to the weight.
+        is_cast_first: Whether the normed row is rounded to its dtype before the product.
+    """
+    wide = _wide(x)
+    inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    normed = wide * inverse
+    if is_cast_first:
+        normed = normed.to(x.dtype).to(wide.dtype)
+    factor_N = weight_N.to(wide.dtype) + offset if offset else weight_N.to(wide.dtype)
+    return (normed * factor_N).to(x.dtype).contiguous(), inverse.squeeze(-1).contiguous()
+
+
+def norm_backward(
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    weight_N: torch.Tensor,
+    inverse_M: torch.Tensor,
+    offset: float,
+) -> torch.Tensor:
+    """Return the gradient by a norm's input."""
+    inverse = inverse_M.unsqueeze(-1)
+    normed = _wide(x) * inverse
+    given = _wide(gradient) * (weight_N.to(normed.dtype) + offset)
+    mean = (given * normed).mean(-1, keepdim=True)
+    return (inverse * (given - normed * mean)).to(x.dtype).contiguous()
+
+
+def rotate(
+    q_BHTD: torch.Tensor,
+    k_BHTD: torch.Tensor,
+    cos_BTD: torch.Tensor,
+    sin_BTD: torch.Tensor,
+    is_back: bool,  # noqa: FBT001  # torch passes an operator's arguments by position
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return queries and keys whose first features are rotated, each half by the other.
+
+    Args:
+        q_BHTD: Queries.
+        k_BHTD: Keys, of as many heads or fewer.
+        cos_BTD: Cosines of their first features (B or 1, T, ...).
+        sin_BTD: Sines.
+        is_back: Whether to apply the transpose, which turns gradients back.
+    """
+    return tuple(  # type: ignore[return-value]  # of two
+        torch.empty_like(x).copy_(_rotated(x, cos_BTD, sin_BTD, is_back=is_back))
+        for x in (q_BHTD, k_BHTD)
+    )
+
+
+def _rotated(
+    x_BHTD: torch.Tensor, cos_BTD: torch.Tensor, sin_BTD: torch.Tensor, *, is_back: bool
+) -> torch.Tensor:
+    wide = _wide(x_BHTD)
+    width = cos_BTD.shape[-1]
+    turned, rest = wide[..., :width], wide[..., width:]
+    cos, sin = (table.unsqueeze(1).to(wide.dtype) for table in (cos_BTD, sin_BTD))
+    if is_back:
+        first, second = (turned * sin).chunk(2, dim=-1)
+        other = torch.cat((second, -first), dim=-1)
+    else:
+        first, second = turned.chunk(2, dim=-1)
+        other = torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((turned * cos + other, rest), dim=-1)
+
+
+def gated(gate: torch.Tensor, up: torch.Tensor, curve: Curve) -> torch.Tensor:
+    """Return the activation of a gate, times up; both (..., N)."""
+    return (_curve(_wide(gate), curve) * _wide(up)).to(gate.dtype).contiguous()
+
+
+def gated_backward(
+    gradient: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, curve: Curve
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients by gate and up."""
+    wide, given = _wide(gate), _wide(gradient)
+    if curve == "silu":
+        slope = torch.ops.aten.silu_backward(given * _wide(up), wide)
+    else:
+        form = "tanh" if curve == "gelu_tanh" else "none"
+        slope = torch.ops.aten.gelu_backward(given * _wide(up), wide, approximate=form)
+    of_up = given * _curve(wide, curve)
+    return slope.to(gate.dtype).contiguous(), of_up.to(up.dtype).contiguous()
+
+
+def _curve(gate: torch.Tensor, curve: Curve) -> torch.Tensor:
+    if curve == "silu":
+        return F.silu(gate)
+    return F.gelu(gate, approximate="tanh" if curve == "gelu_tanh" else "none")
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype == torch.float64 else x.float()

@@ -1,0 +1,72 @@
+"""The fused kernels of a layer for cards that are not there: what they take, and how they read."""
+
+import importlib.util
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from offload.engine.experts.tiles import MAX_SHARED_BYTES
+from offload.engine.pointwise import launcher
+from offload.engine.pointwise.recognise import MAX_FEATURES
+from tests.compiled import Launch, compile_for
+from tests.mixtures import Recorder
+
+if importlib.util.find_spec("triton") is None:  # not imported: others may want it interpreted
+    pytest.skip("Triton is not installed", allow_module_level=True)
+MODULE = "offload.engine.pointwise.kernels"
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+LOADED_BYTES = 16  # by one instruction of a thread, where rows are whole lines of memory
+
+
+def launches(dtype: torch.dtype, *, hidden: int, head: int, width: int) -> list[Launch]:
+    """Return what the launcher starts, forward and backward, noted over tensors without memory."""
+    recorder = Recorder()
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    with mock.patch.object(launcher, "_kernels", return_value=recorder):
+        for x in (empty(4096, hidden), empty(1, 512, 32, head)):
+            weight = empty(x.shape[-1])
+            launcher.norm(x, weight, 1e-6, 0.0, False)
+            _, inverse = launcher.norm(x, weight, 1e-6, 0.0, True)
+            launcher.norm_backward(x, x, weight, inverse, 1.0)
+        q, k = (empty(2, 512, heads, head).transpose(1, 2) for heads in (32, 8))
+        for is_back in (False, True):
+            for rotated in (head, head // 2):
+                angles = empty(2, 512, rotated)
+                launcher.rotate(q, k, angles, angles, is_back)
+        gate = empty(4096, width)
+        for curve in launcher.GATE_NUMBERS:
+            launcher.gated(gate, gate, curve)
+            launcher.gated_backward(gate, gate, gate, curve)
+    return recorder.launches
+
+
+def check(capability: int, dtype: torch.dtype, **sizes: Any) -> None:
+    """Check that nothing spills, that all fits, and that 16-bit rows are read in wide words."""
+    found = compile_for(capability, launches(dtype, **sizes), module=MODULE)
+    names = {each.launch.kernel for each in found}
+    assert names == {"norm", "norm_backward", "rotate", "gate_up", "gate_up_backward"}
+    for each in found:
+        assert each.spilled_bytes == 0, each
+        assert each.shared_bytes <= each.max_shared_bytes, each
+        rows = [x for x in each.accesses if "stride_" in x.source or "row *" in x.source]
+        assert rows or each.launch.kernel == "rotate"
+        if dtype.itemsize == 2:
+            assert all(access.num_bytes == LOADED_BYTES for access in rows), each
+
+
+def test_kernels_for_a_card_that_is_not_there_take_no_more_than_it_has() -> None:
+    check(89, torch.bfloat16, hidden=4096, head=128, width=12288)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("capability", MAX_SHARED_BYTES)
+def test_kernels_launch_on_all_cards(capability: int, dtype: torch.dtype) -> None:
+    check(capability, dtype, hidden=4096, head=128, width=12288)
+    check(capability, dtype, hidden=2880, head=64, width=2880)
+    check(capability, dtype, hidden=MAX_FEATURES, head=256, width=28672)

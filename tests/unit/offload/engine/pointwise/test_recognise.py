@@ -1,0 +1,178 @@
+"""Modules are known by what they compute: those that differ a little keep their own code."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from transformers.activations import ACT2FN
+
+from offload.engine.pointwise.recognise import (
+    GatedMlp,
+    Norm,
+    find_gated_mlp,
+    find_norm,
+    find_rotary,
+)
+
+D = 16
+
+
+class PlainNorm(nn.Module):
+    """Llama's, but for what a test changes."""
+
+    def __init__(self, **changed: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(D), requires_grad=False)
+        self.eps = changed.get("eps", 1e-5)
+        self.momentum = 0.1  # a number that is not its eps
+        self.power, self.offset = changed.get("power", 2.0), changed.get("offset", 0.0)
+        self.mean, self.slope = changed.get("mean", 0.0), changed.get("slope", 1.0)
+        self.limit = changed.get("limit", 1e9)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        wide = (wide - self.mean * wide.mean(-1, keepdim=True)).clamp(-self.limit, self.limit)
+        scale = torch.rsqrt(wide.abs().pow(self.power).mean(-1, keepdim=True) + self.eps)
+        normed = (wide * scale).to(x.dtype)
+        if self.slope != 1.0 and x.requires_grad:  # the same values, other gradients
+            normed = normed.detach() + self.slope * (normed - normed.detach())
+        return (self.weight + self.offset) * normed
+
+
+def test_a_norm_is_known_with_its_eps_and_offset() -> None:
+    expected = Norm(eps=1e-5, offset=0.0, is_cast_first=True)
+    assert find_norm(PlainNorm()) == expected
+    found = find_norm(PlainNorm(offset=1.0, eps=1e-6))
+    assert found == Norm(eps=1e-6, offset=1.0, is_cast_first=True)
+    with FakeTensorMode():
+        assert find_norm(PlainNorm()) == expected
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"power": 2.01}, {"offset": 0.5}, {"mean": 1.0}, {"slope": 1.01}, {"limit": 1e3}],
+    ids=str,
+)
+def test_a_norm_that_differs_a_little_is_not_one(changed: dict[str, float]) -> None:
+    assert find_norm(PlainNorm(**changed)) is None
+
+
+def test_a_norm_whose_weight_trains_or_whose_forward_is_replaced_is_left_alone() -> None:
+    trains, replaced = PlainNorm(), PlainNorm()
+    trains.weight.requires_grad_()
+    vars(replaced)["forward"] = lambda x: x
+    assert find_norm(trains) is find_norm(replaced) is find_norm(nn.LayerNorm(D)) is None
+    assert find_norm(nn.Linear(D, D)) is find_norm(nn.Dropout()) is None
+
+
+class Mlp(nn.Module):
+    """A gated MLP, but for what a test changes."""
+
+    def __init__(self, act: str = "silu", **changed: Any) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(D, 24, bias=False), nn.Linear(D, 24, bias=False)
+        self.c, self.act = nn.Linear(24, D, bias=False), ACT2FN[act]
+        self.dropout = nn.Dropout(changed.get("dropout", 0.0))
+        self.limit, self.scale = changed.get("limit", 1e9), changed.get("scale", 1.0)
+        self.turned, self.residual = changed.get("turned", False), changed.get("residual", 0.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.a(x), self.b(x)
+        if self.turned:
+            gate, up = up, gate
+        if self.limit < 1e9:
+            gate = gate.clamp(max=self.limit)
+        inner = self.dropout(self.act(gate) * up)
+        y = self.c(inner if self.scale == 1.0 else self.scale * inner)
+        return y + self.residual * x if self.residual else y
+
+
+@pytest.mark.parametrize(
+    ("act", "curve"),
+    [("silu", "silu"), ("gelu_pytorch_tanh", "gelu_tanh"), ("gelu", "gelu")],
+)
+def test_an_mlp_is_known_with_its_curve(act: str, curve: Any) -> None:
+    expected = GatedMlp(first=("a", "b"), gate="a", down="c", curve=curve)
+    assert find_gated_mlp(Mlp(act)) == expected
+    turned = GatedMlp(first=("a", "b"), gate="b", down="c", curve=curve)
+    assert find_gated_mlp(Mlp(act, turned=True)) == turned
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"act": "relu"},
+        {"act": "quick_gelu"},
+        {"dropout": 0.1},
+        {"limit": 50.0},
+        {"scale": 1.001},
+        {"residual": 1.0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("is_training", [True, False])
+def test_an_mlp_that_differs_a_little_is_not_one(
+    changed: dict[str, Any], is_training: bool
+) -> None:
+    assert find_gated_mlp(Mlp(**changed).train(is_training)) is None
+
+
+def rotate_half(x: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat((-second, first), -1)
+
+
+def half_rotated(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+
+
+def in_pairs(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+    def turned(x: Any) -> Any:
+        other = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+        return x * cos.unsqueeze(1) + other * sin.unsqueeze(1)
+
+    return turned(q), turned(k)
+
+
+def of_queries(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+    return half_rotated(q, k, cos, sin)[0], k
+
+
+class Attention(nn.Module):
+    def forward(self, q: Any, k: Any, cos: Any, sin: Any) -> Any:
+        return half_rotated(q, k, cos, sin)
+
+
+class Pairs(nn.Module):
+    def forward(self, q: Any, k: Any, cos: Any, sin: Any) -> Any:
+        return in_pairs(q, k, cos, sin)
+
+
+class Queries(nn.Module):
+    def forward(self, q: Any, k: Any, cos: Any, sin: Any) -> Any:
+        return of_queries(q, k, cos, sin)
+
+
+def test_a_rotation_is_known_by_what_it_computes() -> None:
+    found = find_rotary(Attention())
+    assert found is not None
+    assert (found.name, found.is_partial) == ("half_rotated", False)
+    assert (torch.bfloat16, torch.bfloat16) in found.dtypes
+    assert (torch.bfloat16, torch.float32) not in found.dtypes  # the result would be in float32
+    assert find_rotary(Pairs()) is find_rotary(Queries()) is find_rotary(nn.Linear(D, D)) is None
+
+
+def test_proofs_draw_nothing_from_torchs_generator_and_leave_modules_alone() -> None:
+    mlp, norm = Mlp(), PlainNorm()
+    before = [dict(vars(x)) for x in (mlp, norm)]
+    state = torch.get_rng_state()
+    find_gated_mlp(mlp)
+    find_norm(norm)
+    find_rotary(Attention())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [dict(vars(x)) for x in (mlp, norm)] == before
+    assert torch.equal(F.silu(torch.ones(1)), mlp.act(torch.ones(1)))
