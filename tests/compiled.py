@@ -184,7 +184,8 @@ def _read(launch: Launch, made: Any, capability: int, path: Path) -> Compiled:
 def _accesses(ptx: str, path: Path) -> Iterator[Access]:
     """Find what moves data, by the line of the kernels' file that an instruction is of."""
     sources = path.read_text().splitlines()
-    own = re.search(rf'\.file\s+(\d+) "{re.escape(str(path))}"', ptx)
+    name = re.escape("/".join(path.parts[-2:]))  # Triton's cache may be of another checkout
+    own = re.search(rf'\.file\s+(\d+) "[^"]*/{name}"', ptx)
     assert own is not None
     at: tuple[int, ...] = ()
     moves: dict[tuple[int, ...], list[tuple[int, bool]]] = {}
