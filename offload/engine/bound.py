@@ -51,6 +51,7 @@ class EngineOptions:
     def planned(cls, plan: Plan) -> "EngineOptions":
         """Return the options with which an engine runs a plan."""
         asked = plan.request
+        code = asked.typical.code_on(plan.machine.device)
         return cls(
             num_slots=plan.residency.num_slots,
             codec=asked.typical.codec,
@@ -61,6 +62,7 @@ class EngineOptions:
             head_chunk_tokens=asked.typical.head_chunk_tokens,
             num_kept_graphs=plan.residency.num_kept_graphs,
             leaves_out=asked.typical.leaves_out,
+            layer_kernels="fused" if code == "fused" else "plain",
         )
 
     def within(self, num_layers: int) -> "EngineOptions":

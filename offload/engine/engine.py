@@ -1,5 +1,6 @@
 """The library door: attach a model, run steps on it, detach it."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum, auto
@@ -160,6 +161,12 @@ class Engine:
     def arenas(self) -> tuple[Arena, ...]:
         """The memory held from step to step, without parameters that were not moved."""
         return (*self._host.arenas, *self._bound.slot_arenas, self._bound.stash.arena)
+
+    @property
+    def fused(self) -> tuple[Counter[str], ...]:
+        """Of each layer, how many norms, rotations and gates are fused; empty if none is to be."""
+        fused = self._layered.fused
+        return () if fused is None else tuple(map(fused.counts, range(len(self._layered.layers))))
 
     @property
     def unread(self) -> tuple[frozenset[str], ...]:
