@@ -30,6 +30,7 @@ from finetune.run.evaluations import EVAL_LOSS, Evaluations
 from finetune.run.run_dir import RunDir
 from finetune.run.run_lock import locked
 from finetune.training import preflight, report
+from finetune.training.layer_kernels import shown_fused, with_settled_layer_kernels
 from finetune.training.loop import gc_frozen
 from finetune.training.measured import write_measured
 from finetune.training.metrics_writer import MetricsWriter, profiled
@@ -87,6 +88,12 @@ def finetune(
         # -------------------------------------------------------------------------- data and plan
         facts = facts_of(run.recipe.model)
         machine, is_settled = ranks.from_main(lambda: measure(run, facts, machine_file))
+        run = replace(
+            run,
+            recipe=ranks.from_main(
+                lambda: with_settled_layer_kernels(run.recipe, run.device, screen)
+            ),
+        )
         preflight.require_ready(run.recipe, facts, machine, num_ranks=ranks.num)
         data = load_data(run)
         planned = plan_steps(run, facts, data, machine, is_backend_settled=is_settled)
@@ -112,7 +119,8 @@ def finetune(
         )
         session = attached(run, plan, adapted, data, steps)
         with closing(session.engine), gc_frozen():
-            for one in (*adapted.notes, note, *session.engine.notes):
+            fused = shown_fused(session.engine.fused)
+            for one in (*adapted.notes, note, *session.engine.notes, *fused):
                 screen.note(one)
             screen.detail(inventory_table(session.engine.weights))
             screen.note(session.stops.shown(session.tokenizer))

@@ -117,8 +117,15 @@ def with_configured_backend(model: ModelSection, facts: ModelFacts, machine: Mac
     """Return the machine with the recipe's expert backend; unchanged if that is auto.
 
     Raises:
-        ConfigError: The model has no experts, or the device does not support the backend.
+        ConfigError: The model has no experts, or the device does not support the backend, or not
+            the layers' kernels.
     """
+    if model.layer_kernels == "fused" and machine.device == "cpu":
+        raise ConfigError(
+            f"model.layer_kernels: fused, but {machine.name} is a CPU",
+            limit="fused operators are Triton's, which run on CUDA",
+            hint="`model.layer_kernels: auto`",
+        )
     way = model.experts_implementation
     if way == "auto":
         return machine
@@ -191,6 +198,7 @@ def _workload(recipe: Recipe, facts: ModelFacts, seq_len: int, *, label_tokens: 
         codec=recipe.offload.layer_codec,
         has_router_loss=has_router_loss(recipe),
         leaves_out=not recipe.train.compile,  # compiled layers are computed whole
+        layer_code="compiled" if recipe.train.compile else recipe.model.layer_kernels,
     )
 
 

@@ -111,6 +111,12 @@ def with_compute_dtype(recipe: Recipe, dtype: Literal["auto", "float32"]) -> Rec
     return recipe.model_copy(update={"adapter": adapter})
 
 
+def with_layer_kernels(recipe: Recipe, kernels: Literal["plain", "fused"]) -> Recipe:
+    """Return the recipe with what computes the layers' norms, rotations and gates."""
+    model = recipe.model.model_copy(update={"layer_kernels": kernels})
+    return recipe.model_copy(update={"model": model})
+
+
 def with_seq_len(recipe: Recipe, seq_len: int) -> Recipe:
     """Return the recipe with another sequence length, its step cut to whole micro-batches."""
     asked, size = recipe.train, recipe.train.micro_batch_size

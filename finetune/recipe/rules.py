@@ -414,6 +414,26 @@ def _length(train: TrainSection, num_steps: int) -> str:
     return f"train.epochs: {train.epochs} are {num_steps} steps"
 
 
+def _broken_fused_rules(recipe: Settings) -> Iterator[Breach]:
+    """Fused operators run on CUDA, and take the place of what torch would compile."""
+    if recipe.offload.device == "cpu":
+        yield Breach(
+            field="model.layer_kernels",
+            what="model.layer_kernels is fused and offload.device is cpu",
+            limit="fused operators are Triton's, which run on CUDA",
+            hint="`model.layer_kernels: auto`",
+            reads=("offload.device",),
+        )
+    if recipe.train.compile:
+        yield Breach(
+            field="model.layer_kernels",
+            what="model.layer_kernels is fused and train.compile is true",
+            limit="compiled layers have their norms, rotations and gates fused by torch",
+            hint="`model.layer_kernels: auto`, or `train.compile: false`",
+            reads=("train.compile",),
+        )
+
+
 def _broken_device_rules(recipe: Settings) -> Iterator[Breach]:
     """A file of weights is made from published ones; Triton computes on CUDA."""
     if recipe.model.experts_implementation == "triton" and recipe.offload.device == "cpu":
@@ -424,6 +444,8 @@ def _broken_device_rules(recipe: Settings) -> Iterator[Breach]:
             hint="`model.experts_implementation: auto`",
             reads=("offload.device",),
         )
+    if recipe.model.layer_kernels == "fused":
+        yield from _broken_fused_rules(recipe)
     if recipe.train.optimizer == "paged_adamw_8bit" and recipe.offload.device == "cpu":
         yield Breach(
             field="train.optimizer",

@@ -66,6 +66,12 @@ class ModelSection(Section):
         " torch, `triton` by our kernels; `auto` is the fastest of a trial on CUDA, `eager` on a"
         " CPU.",
     )
+    layer_kernels: Literal["auto", "plain", "fused"] = Field(
+        default="auto",
+        description="How a layer's norms, rotary embedding and gates are computed: `plain` by the"
+        " model's code, `fused` by one kernel each; `auto` is `fused` on CUDA where a short trial"
+        " finds it right and no slower.",
+    )
 
     @property
     def tokenizer_source(self) -> str | None:

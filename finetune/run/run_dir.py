@@ -21,6 +21,7 @@ from finetune.recipe.recipe import (
     is_longer,
     resolved_yaml,
     with_compute_dtype,
+    with_layer_kernels,
     with_micro_batch_size,
     with_offload,
 )
@@ -207,7 +208,7 @@ class RunDir:
         """Return the recipe with what was open when the run began as it was chosen then.
 
         Another machine, or this one measured again, might choose other sizes of micro-batch and
-        head chunk, and a later version another precision of adapters.
+        head chunk, or other layer kernels, and a later version another precision of adapters.
         """
         if not self.recipe_file.exists():
             return recipe
@@ -218,6 +219,8 @@ class RunDir:
             recipe = with_offload(recipe, head_chunk=begun.offload.head_chunk)
         if recipe.adapter.compute_dtype == "auto":
             recipe = with_compute_dtype(recipe, begun.adapter.compute_dtype)
+        if recipe.model.layer_kernels == "auto" and begun.model.layer_kernels != "auto":
+            recipe = with_layer_kernels(recipe, begun.model.layer_kernels)
         return recipe
 
     def wandb_id(self) -> str:
@@ -264,9 +267,12 @@ class RunDir:
                 hint="restore it from a copy; if you have changed it on purpose, remove its first"
                 " and its last line",
             )
-        # runs that were begun before there was this setting computed adapters in float32
-        is_older = re.search(r"^  compute_dtype: ", text, re.MULTILINE) is None
-        return with_compute_dtype(recipe, "float32") if is_older else recipe
+        # runs that were begun before there were these settings computed in these ways
+        if re.search(r"^  compute_dtype: ", text, re.MULTILINE) is None:
+            recipe = with_compute_dtype(recipe, "float32")
+        if re.search(r"^  layer_kernels: ", text, re.MULTILINE) is None:
+            recipe = with_layer_kernels(recipe, "plain")
+        return recipe
 
     # ------------------------------------------------------------------------------------ metrics
 

@@ -60,6 +60,7 @@ class EngineOptions:
     def planned(cls, plan: Plan) -> "EngineOptions":
         """Return the options with which an engine runs a plan."""
         asked = plan.request
+        code = asked.typical.code_on(plan.machine.device)
         return cls(
             num_slots=plan.residency.num_slots,
             codec=asked.typical.codec,
@@ -72,6 +73,7 @@ class EngineOptions:
             leaves_out=asked.typical.leaves_out,
             num_kept_outputs=plan.residency.num_kept_outputs,
             num_sent_outputs=plan.residency.num_sent_outputs,
+            layer_kernels="fused" if code == "fused" else "plain",
         )
 
     def within(self, num_layers: int) -> "EngineOptions":

@@ -1,5 +1,6 @@
 """The library door: attach a model, run steps on it, detach it."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum, auto
@@ -168,6 +169,12 @@ class Engine:
             self._bound.stash.arena,
             self._bound.sent.arena,
         )
+
+    @property
+    def fused(self) -> tuple[Counter[str], ...]:
+        """Of each layer, how many norms, rotations and gates are fused; empty if none is to be."""
+        fused = self._layered.fused
+        return () if fused is None else tuple(map(fused.counts, range(len(self._layered.layers))))
 
     @property
     def unread(self) -> tuple[frozenset[str], ...]:

@@ -68,6 +68,11 @@ class FusedLayers:
             for one in replaced:
                 vars(one.module).pop("forward", None)
 
+    def parts(self) -> Iterator[tuple[nn.Module, Part]]:
+        """Yield all modules that are fused, with what each computes."""
+        for parts in self._parts:
+            yield from ((one.module, one.part) for one in parts)
+
     def counts(self, layer: int) -> Counter[str]:
         """Return how many norms, rotations and gates of a layer are fused."""
         return Counter(type(one.part).__name__ for one in self._parts[layer])

@@ -142,7 +142,7 @@ def _proving() -> Iterator[None]:
         yield
 
 
-def _twin(module: nn.Module, **changed: object) -> Any:
+def twin_of(module: nn.Module, **changed: object) -> Any:
     """Return a module of the same code and attributes, without hooks."""
     twin = nn.Module.__new__(type(module))
     nn.Module.__init__(twin)
@@ -173,6 +173,11 @@ def _is_close(found: torch.Tensor, expected: torch.Tensor, error: float) -> bool
     return bool(((found - expected).abs() <= error * size).all())
 
 
+def is_close(found: torch.Tensor, expected: torch.Tensor, num_errors: int) -> bool:
+    """Return whether two results of a dtype are some rounding errors of it apart, in each row."""
+    return _is_close(found, expected, num_errors * _error_of(expected.dtype))
+
+
 def _error_of(dtype: torch.dtype) -> float:
     return FP32_ERROR if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
 
@@ -183,7 +188,7 @@ def _proven_norm(module: nn.Module, num_features: int, forms: Sequence[Norm]) ->
     (name,) = module._parameters
     for dtype in DTYPES[::2]:
         weight = (1 + 0.3 * torch.randn(num_features)).to(dtype)
-        twin = _twin(module, _parameters={name: nn.Parameter(weight, requires_grad=False)})
+        twin = twin_of(module, _parameters={name: nn.Parameter(weight, requires_grad=False)})
         x = _drawn(num_features, dtype).requires_grad_()
         gradient = torch.randn_like(x)
         try:
@@ -243,6 +248,28 @@ def _features(module: nn.Module) -> tuple[int, int] | None:
     return sizes if all(isinstance(x, int) for x in sizes) else None  # type: ignore[return-value]
 
 
+def drawn_mlp(
+    module: nn.Module, form: GatedMlp
+) -> Callable[[Mapping[str, torch.Tensor]], torch.Tensor]:
+    """Return an MLP's own code between its linears: from the outputs of the first, by name."""
+    others = {
+        name: twin_of(child)
+        for name, child in module.named_children()
+        if name not in (*form.first, form.down)
+    }
+
+    def compute(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        (gate, *_) = outputs.values()
+        twins = {name: _Linear(drawn, []) for name, drawn in outputs.items()}
+        down = _Linear(gate, [])
+        twin = twin_of(module, _modules={**others, **twins, form.down: down})
+        type(module).forward(twin, gate)
+        assert down.given is not None
+        return down.given
+
+    return compute
+
+
 class _Linear(nn.Module):
     """A linear layer's twin: returns what was drawn, and notes what it was handed."""
 
@@ -267,11 +294,11 @@ def _proven_mlp(
         drawn = _drawn(features, torch.float64).requires_grad_()
         twins[name] = _Linear(drawn, calls)
     others = {
-        name: _twin(child, training=is_training)
+        name: twin_of(child, training=is_training)
         for name, child in module.named_children()
         if name not in linears
     }
-    twin = _twin(module, _modules={**others, **twins}, training=is_training)
+    twin = twin_of(module, _modules={**others, **twins}, training=is_training)
     x = torch.randn(1, NUM_ROWS, _widest_input(linears), dtype=torch.float64)
     try:
         y = type(module).forward(twin, x)

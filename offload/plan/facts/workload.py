@@ -1,13 +1,19 @@
 """The size of one micro-batch and of what is trained on it."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from offload.plan.facts.codec import CodecName, is_encoded
-from offload.plan.facts.facts import AdapterSpec, LayerFacts
+from offload.plan.facts.facts import AdapterSpec, LayerFacts, ModelFacts
+from offload.plan.facts.fused import NOTHING, FusedParts, compiled_parts, fused_parts
 from offload.plan.facts.layer_layout import record_bytes
 from offload.plan.facts.linears import Linear
 from offload.plan.facts.optimizer import Optimizer
 from offload.plan.facts.trainable import unread_linears
+
+# What computes norms, rotary embedding and gated activations: the model's own code, one operator
+# each, or torch's compiler; `auto` is `fused` on CUDA and `plain` on a CPU.
+LayerCode = Literal["auto", "plain", "fused", "compiled"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +31,7 @@ class Workload:
         codec: The codec in which the layers' matrices are stored.
         has_router_loss: Whether router logits are kept for the router loss.
         leaves_out: Whether recomputes leave out products whose values nothing reads.
+        layer_code: What computes norms, rotary embedding and gated activations.
     """
 
     micro_batch_size: int
@@ -37,6 +44,7 @@ class Workload:
     codec: CodecName
     has_router_loss: bool = False
     leaves_out: bool = True
+    layer_code: LayerCode = "plain"
 
     @property
     def num_tokens(self) -> int:
@@ -51,6 +59,29 @@ class Workload:
     def left_out(self, layer: LayerFacts) -> tuple[Linear, ...]:
         """Return the linears of a layer whose products its recompute leaves out."""
         return unread_linears(layer, self.adapter) if self.leaves_out else ()
+
+    def code_on(self, device: Literal["cuda", "cpu"]) -> Literal["plain", "fused", "compiled"]:
+        """Return what computes norms, rotary embedding and gated activations on a device."""
+        if self.layer_code == "auto":
+            return "fused" if device == "cuda" else "plain"
+        return self.layer_code
+
+    def kept_fused(
+        self, facts: ModelFacts, layer: LayerFacts, device: Literal["cuda", "cpu"]
+    ) -> FusedParts:
+        """Return the parts of a layer that keep what fused operators keep for the backward.
+
+        What torch's compiler keeps is not known before it has run: the model's own code keeps more.
+        """
+        is_fused = self.code_on(device) == "fused"
+        return fused_parts(facts, layer, self.adapter) if is_fused else NOTHING
+
+    def fused(
+        self, facts: ModelFacts, layer: LayerFacts, device: Literal["cuda", "cpu"]
+    ) -> FusedParts:
+        """Return the parts of a layer that read and write each operand once."""
+        is_compiled = self.code_on(device) == "compiled"
+        return compiled_parts(layer) if is_compiled else self.kept_fused(facts, layer, device)
 
     def cargo_bytes(self, layer: LayerFacts) -> int:
         """Return the size of a layer as stored, which is what one load moves."""

@@ -10,6 +10,7 @@ from offload.plan.facts.attention import (
     SoftmaxAttention,
 )
 from offload.plan.facts.facts import AdapterSpec, LayerFacts, ModelFacts, adapted_linears
+from offload.plan.facts.fused import NOTHING, FusedParts
 from offload.plan.facts.linears import FP32_BYTES, Linear
 from offload.plan.facts.workload import Workload
 from offload.plan.machine.machine import Machine
@@ -63,9 +64,11 @@ def visit_bytes(
     experts = [linear for linear in adapted if linear.group == "experts"]
     linears = [linear for linear in adapted if linear.group != "experts"]
     form = experts_form(machine.experts_implementation.value, is_adapted=bool(experts))
+    fused = workload.kept_fused(facts, layer, machine.device)
     saved = saved_bytes_per_token(
         facts,
         layer,
+        fused=fused,
         seq_len=seq_len,
         dtype_bytes=b,
         is_masked=is_masked(layer.window, workload, is_padded=is_padded),
@@ -75,7 +78,15 @@ def visit_bytes(
     scores = score_bytes_per_token(
         layer.attention, seq_len=seq_len, dtype_bytes=b, is_cpu=machine.device == "cpu"
     )
-    gradients = gradient_bytes(facts, layer, seq_len=seq_len, dtype_bytes=b, form=form)
+    gradients = gradient_bytes(
+        facts,
+        layer,
+        seq_len=seq_len,
+        dtype_bytes=b,
+        form=form,
+        fused=fused,
+        adapted=adapted,
+    )
     return VisitBytes(
         saved=tokens * (saved - scores),
         scores=tokens * scores,
@@ -102,19 +113,27 @@ def saved_bytes_per_token(
     is_masked: bool,
     form: ExpertsForm,
     is_cpu: bool,
+    fused: FusedParts = NOTHING,
 ) -> int:
     """Return what one layer saves for its backward, except the inputs of adapters.
 
-    Frozen products save no input. Norms save theirs in fp32 (if layers compute in fp32, the first
-    norm's is the kept layer input itself); an MLP saves its activation's operands.
+    Frozen products save no input. Norms save theirs in fp32, fused ones in its dtype and a number
+    per row (where no copy is made, the first norm's is the kept layer input itself); an MLP saves
+    its activation's operands, of a fused one the gate and what it is multiplied by.
     """
-    normed = layer.normed_features - (facts.hidden_size if dtype_bytes == FP32_BYTES else 0)
+    fused_features = sum(norm.num_features for norm in fused.norms)
+    num_rows = sum(norm.num_features // norm.num_weights for norm in fused.norms)
+    is_input_kept = bool(fused.norms) or dtype_bytes == FP32_BYTES
+    normed_bytes = (layer.normed_features - fused_features) * FP32_BYTES
+    normed_bytes += fused_features * dtype_bytes + num_rows * FP32_BYTES
+    normed_bytes -= facts.hidden_size * dtype_bytes if is_input_kept else 0
     features = 0
     for linear in layer.linears:
         if linear.is_down and linear.group == "experts":
             features += linear.active * saved_features(linear, form)
         elif linear.is_down:
-            features += ACTIVATION_WIDTHS[linear.reads] * linear.active * linear.d_in
+            widths = 2 if linear in fused.downs else ACTIVATION_WIDTHS[linear.reads]
+            features += widths * linear.active * linear.d_in
     attention = _attention_bytes(
         layer.attention,
         seq_len=seq_len,
@@ -123,7 +142,7 @@ def saved_bytes_per_token(
         is_cpu=is_cpu,
     )
     routing = 3 * layer.num_experts * FP32_BYTES
-    return normed * FP32_BYTES + features * dtype_bytes + attention + routing
+    return normed_bytes + features * dtype_bytes + attention + routing
 
 
 def _attention_bytes(
@@ -245,10 +264,13 @@ def gradient_bytes(
     seq_len: int,
     dtype_bytes: int,
     form: ExpertsForm,
+    fused: FusedParts = NOTHING,
+    adapted: Sequence[Linear] = (),
 ) -> int:
     """Return the gradients per token that are live together with all saved activations.
 
-    Of materialized scores two gradients are live at once, before and after the softmax.
+    A fused activation's is live with both that it makes, while an adapter's input after it is freed
+    before. Of materialized scores two gradients are live at once, before and after the softmax.
     """
     kind, widest = layer.attention, 0
     if isinstance(kind, SoftmaxAttention) and kind.scores != "fused":
@@ -257,6 +279,9 @@ def gradient_bytes(
         if linear.is_down and linear.group == "experts":
             width = gradient_features(linear, form)
             widest = max(widest, linear.active * width * dtype_bytes)
+        elif linear in fused.downs:
+            widths = 2 if linear in adapted else 3
+            widest = max(widest, widths * linear.d_in * dtype_bytes)
         elif linear.is_down:
             cast_bytes = 0 if dtype_bytes == FP32_BYTES else FP32_BYTES
             widest = max(widest, linear.d_in * (2 * dtype_bytes + cast_bytes))

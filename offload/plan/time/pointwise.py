@@ -2,15 +2,17 @@
 
 Counted from the operators that the models' own code runs, each of which reads its arguments from
 memory and writes its result; `tests/unit/offload/plan/time/test_pointwise.py` counts them again.
-A pass is one read or write of a tensor. Weights of norms and tables of angles are small and left
-out, and so is what a kernel needs per row.
+A pass is one read or write of a tensor. A fused operator counts as its operands, each read or
+written once: declared, until a card has shown it. Weights of norms and tables of angles are small
+and left out, and so is what a kernel needs per row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from offload.plan.facts.attention import SoftmaxAttention
 from offload.plan.facts.facts import LayerFacts, adapted_linears
+from offload.plan.facts.fused import FusedParts
 from offload.plan.facts.linears import FP32_BYTES, Linear
 from offload.plan.time.pricer import SUM_PASSES, Pricer
 from offload.plan.time.work import Work
@@ -47,6 +49,12 @@ RESIDUALS = PassCounts(forward=6, backward=6, forward_ops=2, backward_ops=2)
 FUSED_QKV = PassCounts(forward=0, backward=10, forward_ops=0, backward_ops=5)
 FUSED_GATE = PassCounts(forward=0, backward=2, forward_ops=0, backward_ops=1)
 
+# The same as one operator: a norm's backward reads a gradient and the norm's input; a gate's reads
+# a gradient, gate and up, and writes the gradients of both.
+FUSED_NORM = PassCounts(forward=2, backward=3, forward_ops=1, backward_ops=1)
+FUSED_ROTARY = PassCounts(forward=2, backward=2, forward_ops=1, backward_ops=1)
+FUSED_GATED = PassCounts(forward=3, backward=5, forward_ops=1, backward_ops=1)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PointwiseWork:
@@ -56,44 +64,68 @@ class PointwiseWork:
     backward: Work
 
 
+# Bytes per token of one pass, how often the operators run, and their passes.
+Part = tuple[float, int, PassCounts]
+
+
 def pointwise_work(at: Pricer, layer: LayerFacts) -> PointwiseWork:
     """Price norms, rotary embedding, residuals, and activations except those of routed experts."""
-    is_cast = at.workload.dtype_bytes != FP32_BYTES
-    b, hidden, num_norms = at.workload.dtype_bytes, at.facts.hidden_size, len(layer.norms)
-    per_norm = layer.normed_features
-    # bytes per token of one pass, how often the operators run, and their passes
-    parts: list[tuple[float, int, PassCounts]] = [
-        (per_norm * FP32_BYTES, num_norms, NORM),
-        (per_norm * b, num_norms, NORM_WEIGHT),
-        (hidden * b, 1, RESIDUALS),
-    ]
-    if is_cast:
-        parts.append((per_norm * (b + FP32_BYTES), num_norms, NORM_CASTS))
+    fused = at.workload.fused(at.facts, layer, at.machine.device)
+    forward, backward = Work(), _summed_gradients(at, layer)
+    for parts, is_fused in ((_plain(at, layer, fused), False), (_fused(at, layer, fused), True)):
+        for num_bytes, times, counts in parts:
+            all_bytes = at.workload.num_tokens * num_bytes
+            forward = forward + at.traffic(
+                all_bytes * counts.forward, num_ops=times * counts.forward_ops, is_fused=is_fused
+            )
+            backward = backward + at.traffic(
+                all_bytes * counts.backward, num_ops=times * counts.backward_ops, is_fused=is_fused
+            )
+    return PointwiseWork(forward=forward, backward=backward)
+
+
+def _fused(at: Pricer, layer: LayerFacts, fused: FusedParts) -> Iterator[Part]:
+    """Yield what is one operator each."""
+    b, kind = at.workload.dtype_bytes, layer.attention
+    yield sum(norm.num_features for norm in fused.norms) * b, len(fused.norms), FUSED_NORM
+    if fused.has_rotary and isinstance(kind, SoftmaxAttention):
+        yield kind.num_rotated_heads * kind.qk_dim * b, 1, FUSED_ROTARY
+    for down in fused.downs:
+        yield down.d_in * b, 1, FUSED_GATED
+
+
+def _plain(at: Pricer, layer: LayerFacts, fused: FusedParts) -> Iterator[Part]:
+    """Yield what the model's own code computes."""
+    b, hidden = at.workload.dtype_bytes, at.facts.hidden_size
+    num_norms = len(layer.norms) - len(fused.norms)
+    per_norm = layer.normed_features - sum(norm.num_features for norm in fused.norms)
+    yield per_norm * FP32_BYTES, num_norms, NORM
+    yield per_norm * b, num_norms, NORM_WEIGHT
+    yield hidden * b, 1, RESIDUALS
+    if b != FP32_BYTES:
+        yield per_norm * (b + FP32_BYTES), num_norms, NORM_CASTS
     kind = layer.attention
     if isinstance(kind, SoftmaxAttention):
-        parts.append((kind.num_rotated_heads * kind.rotary_dim * b, 1, ROTARY))
-        if kind.is_latent:
-            parts.append((kind.num_heads * kind.qk_dim * b, 1, LATENT))
-        if kind.has_output_gate:
-            parts.append((kind.width * b, 1, OUTPUT_GATE))
-        if kind.is_fused:
-            (fused,) = (x for x in layer.linears if x.group == "attention" and x.reads == "input")
-            parts.append((fused.d_out * b, 1, FUSED_QKV))
+        yield from _around_softmax(layer, kind, b, is_rotary_fused=fused.has_rotary)
     for linear in layer.linears:
-        if linear.is_down and linear.group != "experts":
-            parts.append((linear.d_in * b, 1, PLAIN if linear.reads == "plain" else GATED))
+        if linear.is_down and linear.group != "experts" and linear not in fused.downs:
+            yield linear.d_in * b, 1, PLAIN if linear.reads == "plain" else GATED
         if linear.group in ("mlp", "shared_experts") and linear.name == "gate_up_proj":
-            parts.append((linear.d_out * b, 1, FUSED_GATE))
-    forward, backward = Work(), _summed_gradients(at, layer)
-    for num_bytes, times, counts in parts:
-        tokens_bytes = at.workload.num_tokens * num_bytes
-        forward = forward + at.traffic(
-            tokens_bytes * counts.forward, num_ops=times * counts.forward_ops
-        )
-        backward = backward + at.traffic(
-            tokens_bytes * counts.backward, num_ops=times * counts.backward_ops
-        )
-    return PointwiseWork(forward=forward, backward=backward)
+            yield linear.d_out * b, 1, FUSED_GATE
+
+
+def _around_softmax(
+    layer: LayerFacts, kind: SoftmaxAttention, dtype_bytes: int, *, is_rotary_fused: bool
+) -> Iterator[Part]:
+    if not is_rotary_fused:
+        yield kind.num_rotated_heads * kind.rotary_dim * dtype_bytes, 1, ROTARY
+    if kind.is_latent:
+        yield kind.num_heads * kind.qk_dim * dtype_bytes, 1, LATENT
+    if kind.has_output_gate:
+        yield kind.width * dtype_bytes, 1, OUTPUT_GATE
+    if kind.is_fused:
+        (joined,) = (x for x in layer.linears if x.group == "attention" and x.reads == "input")
+        yield joined.d_out * dtype_bytes, 1, FUSED_QKV
 
 
 def _summed_gradients(at: Pricer, layer: LayerFacts) -> Work:

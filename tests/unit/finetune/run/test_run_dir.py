@@ -10,7 +10,7 @@ from finetune.errors import CheckpointError, ConfigError
 from finetune.files.manifest import whole_folder
 from finetune.files.seal import sealed_yaml
 from finetune.recipe.load import load_recipe
-from finetune.recipe.recipe import Recipe
+from finetune.recipe.recipe import Recipe, with_layer_kernels
 from finetune.run.run_dir import RunDir
 from finetune.run.run_files import PHASES
 from finetune.run.run_lock import locked
@@ -128,6 +128,18 @@ def test_a_run_that_knew_no_precision_of_adapters_goes_on_in_float32(tmp_path, r
     run.recipe_file.write_text(sealed_yaml(before))
     assert run.recipe().adapter.compute_dtype == "float32"
     assert run.as_begun(recipe).adapter.compute_dtype == "float32"
+    run.require_same_recipe(run.as_begun(recipe))
+
+
+def test_a_run_goes_on_with_the_layer_kernels_that_it_began_with(tmp_path, recipe) -> None:
+    run = RunDir(tmp_path)
+    run.start(with_layer_kernels(recipe, "fused"), experts_implementation=None)
+    assert run.as_begun(recipe).model.layer_kernels == "fused"
+    assert run.as_begun(with_layer_kernels(recipe, "plain")).model.layer_kernels == "plain"
+    lines = run.recipe_file.read_text().splitlines(keepends=True)[1:-1]
+    before = "".join(line for line in lines if not line.startswith("  layer_kernels: "))
+    run.recipe_file.write_text(sealed_yaml(before))  # of a run before there was the setting
+    assert run.as_begun(recipe).model.layer_kernels == "plain"
     run.require_same_recipe(run.as_begun(recipe))
 
 

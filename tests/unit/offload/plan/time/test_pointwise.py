@@ -1,14 +1,17 @@
 """What a layer moves outside products and attention: by the plan, and as it runs."""
 
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModel
 
+from offload.engine.pointwise.layers import FusedLayers
 from offload.plan.facts.facts import AdapterSpec, model_facts
-from offload.plan.time.pointwise import pointwise_work
+from offload.plan.facts.workload import LayerCode
+from offload.plan.time.pointwise import PointwiseWork, pointwise_work
 from offload.plan.time.pricer import Pricer
 from tests.builders import byte_machine, workload
 from tests.counted import SMALL, Counted
@@ -29,7 +32,9 @@ TYPES: dict[str, tuple[dict[str, object], float]] = {
 }
 
 
-def counted(config: dict[str, Any], dtype: torch.dtype) -> tuple[Counted, Counted]:
+def counted(
+    config: dict[str, Any], dtype: torch.dtype, *, is_fused: bool = False
+) -> tuple[Counted, Counted]:
     """Count the forward and the backward of a frozen layer."""
     built = AutoConfig.for_model(**config)
     built._attn_implementation = "sdpa"
@@ -46,7 +51,8 @@ def counted(config: dict[str, Any], dtype: torch.dtype) -> tuple[Counted, Counte
     (args, kwargs) = calls[0]
     leaf = hidden.requires_grad_()
     forward, backward = Counted(), Counted()
-    with forward:
+    ours = FusedLayers([layer]).visited(0) if is_fused else nullcontext()
+    with ours, forward:
         output = layer(
             *((leaf, *args[1:]) if args else ()),
             **(kwargs if args else kwargs | {"hidden_states": leaf}),
@@ -66,6 +72,21 @@ def moved(found: Counted) -> int:
     )
 
 
+def priced(config: dict[str, Any], dtype: torch.dtype, code: LayerCode) -> PointwiseWork:
+    facts, b = model_facts(config), dtype.itemsize
+    load = replace(
+        workload(),
+        micro_batch_size=1,
+        seq_len=T,
+        dtype_bytes=b,
+        adapter=AdapterSpec(rank=1, targets=(), experts=False),
+        layer_code=code,
+    )
+    host = replace(byte_machine(b), device="cpu")  # where fused kernels are no faster
+    at = Pricer(machine=host, facts=facts, workload=load)
+    return pointwise_work(at, facts.layers[0])
+
+
 @pytest.mark.parametrize(
     "dtype", mostly_slow([torch.float32, torch.bfloat16], torch.bfloat16), ids=str
 )
@@ -74,16 +95,8 @@ def test_a_layer_moves_what_the_plan_says_within_a_tenth(
     model_type: str, dtype: torch.dtype
 ) -> None:
     config: dict[str, Any] = {**SMALL, **TYPES[model_type][0], "model_type": model_type}
-    facts, b, limit = model_facts(config), dtype.itemsize, TYPES[model_type][1]
-    load = replace(
-        workload(),
-        micro_batch_size=1,
-        seq_len=T,
-        dtype_bytes=b,
-        adapter=AdapterSpec(rank=1, targets=(), experts=False),
-    )
-    at = Pricer(machine=byte_machine(b), facts=facts, workload=load)
-    said = pointwise_work(at, facts.layers[0])
+    facts, limit = model_facts(config), TYPES[model_type][1]
+    said = priced(config, dtype, "plain")
     forward, backward = counted(config, dtype)
     assert said.forward.memory_s == pytest.approx(moved(forward), rel=limit), forward.num_bytes
     assert said.backward.memory_s == pytest.approx(moved(backward), rel=limit), backward.num_bytes
@@ -92,3 +105,46 @@ def test_a_layer_moves_what_the_plan_says_within_a_tenth(
         assert said.forward.num_ops == forward.total_ops - num_products - 1  # attention
         # attention's gradients of queries and keys are copied on a CPU
         assert said.backward.num_ops == backward.total_ops - num_products - 1 - 2
+
+
+@pytest.mark.parametrize(
+    "dtype", mostly_slow([torch.float32, torch.bfloat16], torch.bfloat16), ids=str
+)
+@pytest.mark.parametrize("model_type", mostly_slow(list(TYPES), "qwen3", "gemma3_text", "phi3"))
+def test_a_fused_layer_moves_what_the_plan_says_within_a_tenth(
+    model_type: str, dtype: torch.dtype
+) -> None:
+    config: dict[str, Any] = {**SMALL, **TYPES[model_type][0], "model_type": model_type}
+    said, limit = priced(config, dtype, "fused"), 0.2 if model_type == "phi3" else 0.1
+    forward, backward = counted(config, dtype, is_fused=True)
+    assert said.forward.memory_s == pytest.approx(moved(forward), rel=limit), forward.num_bytes
+    assert said.backward.memory_s == pytest.approx(moved(backward), rel=limit), backward.num_bytes
+    if limit == 0.1:
+        num_products = len(model_facts(config).layers[0].linears)
+        assert said.forward.num_ops == forward.total_ops - num_products - 1  # attention
+        assert said.backward.num_ops == backward.total_ops - num_products - 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_mixture_saves_by_fused_parts_what_the_plan_says_within_a_tenth(
+    dtype: torch.dtype,
+) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+    config: dict[str, Any] = {**SMALL, **experts, "model_type": "qwen3_moe"}
+    plain, fused = (priced(config, dtype, code) for code in ("plain", "fused"))
+    plain_found, fused_found = (counted(config, dtype, is_fused=x) for x in (False, True))
+    for name, before, after in zip(("forward", "backward"), plain_found, fused_found, strict=True):
+        said = getattr(plain, name).memory_s - getattr(fused, name).memory_s
+        assert said == pytest.approx(moved(before) - moved(after), rel=0.1)
+        num_ops = getattr(plain, name).num_ops - getattr(fused, name).num_ops
+        copies = 2 if name == "backward" else 0  # of attention's gradients, see above
+        assert num_ops == before.total_ops - after.total_ops - copies
+
+
+def test_compiled_layers_are_priced_as_fused_ones_and_those_of_auto_by_the_device() -> None:
+    config: dict[str, Any] = {**SMALL, "model_type": "llama"}
+    prices = {code: priced(config, torch.bfloat16, code) for code in get_args(LayerCode)}
+    assert prices["compiled"] == prices["fused"]
+    assert prices["fused"].forward.memory_s < 0.5 * prices["plain"].forward.memory_s
+    assert prices["auto"] == prices["plain"]  # on a CPU
+    assert workload(layer_code="auto").code_on("cuda") == "fused"

@@ -1,0 +1,87 @@
+"""What computes a run's norms, rotary embedding and gates: settled once, before it is planned.
+
+The model's own code and the fused operators differ in their last bits, so a run keeps what it began
+with: the choice is written into its recipe.
+"""
+
+import importlib.util
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from finetune.errors import ConfigError
+from finetune.recipe.recipe import Recipe, with_layer_kernels
+from finetune.report.format import shown_time
+from finetune.report.screen import Screen
+
+if TYPE_CHECKING:
+    import torch
+
+WORDS = {"Norm": "norms", "Rotary": "rotations", "GatedMlp": "gates"}
+
+
+def with_settled_layer_kernels(recipe: Recipe, device: "torch.device", screen: Screen) -> Recipe:
+    """Return the recipe with `model.layer_kernels` plain or fused, and show why.
+
+    Fused operators are tried on a layer of the model's own code where they are left to choose.
+
+    Raises:
+        ConfigError: They are asked for, and cannot run here.
+    """
+    wanted = recipe.model.layer_kernels
+    has_triton = _has_triton()
+    if wanted == "fused" and not (has_triton and device.type == "cuda"):
+        what = "there is no Triton here" if device.type == "cuda" else f"{device} has no CUDA"
+        raise ConfigError(
+            f"model.layer_kernels: fused, but {what}",
+            limit="fused operators are Triton's, which run on CUDA; a resumed run keeps those that"
+            " it began with",
+            hint="`model.layer_kernels: auto` for a new run",
+        )
+    if wanted != "auto":
+        return recipe
+    if device.type != "cuda" or recipe.train.compile:
+        return with_layer_kernels(recipe, "plain")
+    if not has_triton:
+        screen.note("Norms, rotations and gates: the model's own code, as there is no Triton here")
+        return with_layer_kernels(recipe, "plain")
+    return with_layer_kernels(recipe, "fused" if _is_worth_it(recipe, device, screen) else "plain")
+
+
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _is_worth_it(recipe: Recipe, device: "torch.device", screen: Screen) -> bool:
+    """Try the operators and show what came of it: right, and no slower, each of them."""
+    from finetune.model.empty import empty_of
+    from offload.engine.model.layers import LayeredModel
+    from offload.engine.pointwise.trial import try_fused
+
+    screen.note("Trying fused norms, rotations and gates ...")
+    model = empty_of(recipe.model).requires_grad_(requires_grad=False)
+    trials = try_fused(list(LayeredModel(model).layers), device)
+    for trial in trials:
+        if trial.plain_s is not None and trial.fused_s is not None:
+            times = f"{shown_time(trial.fused_s)}, by the model's code {shown_time(trial.plain_s)}"
+            screen.detail(f"  {trial.name}: {times}")
+    against = [f"{trial.name}: {trial.reason}" for trial in trials if trial.reason is not None]
+    if not trials:
+        against = ["none of this model is known to be the same"]
+    if against:
+        screen.note(f"Norms, rotations and gates: the model's own code ({'; '.join(against)})")
+    return not against
+
+
+def shown_fused(by_layer: Sequence[Counter[str]]) -> tuple[str, ...]:
+    """Return a line of how many parts of all layers are fused, and which kinds in none of them.
+
+    There is none if nothing is to be fused.
+    """
+    if not by_layer:
+        return ()
+    total = sum(by_layer, Counter[str]())
+    parts = [f"{total[kind]:,} {word}" for kind, word in WORDS.items() if total[kind]]
+    left = [word for kind, word in WORDS.items() if not total[kind]]
+    rest = f"; {' and '.join(left)} by the model's own code" if left else ""
+    return (f"Fused in {len(by_layer)} layers: {', '.join(parts) or 'nothing'}{rest}",)

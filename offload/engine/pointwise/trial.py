@@ -1,0 +1,161 @@
+"""Tries the fused operators on a device, against the model's own code, before a run uses them.
+
+Each kind of norm, rotation and gate of the layers is computed once by both, forward and backward,
+on the same random values; then both are timed in turns, since a card's clock changes with its load.
+The first run of each, in which Triton compiles, is not timed.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import FunctionType
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from offload.engine.pointwise import ops
+from offload.engine.pointwise.layers import FusedLayers, Part
+from offload.engine.pointwise.recognise import GatedMlp, Norm, Rotary, drawn_mlp, is_close, twin_of
+from offload.engine.streams import release_cached
+
+NUM_TOKENS, NUM_ROUNDS, NUM_HEADS, NUM_KEY_HEADS, HEAD_DIM = 2048, 5, 16, 4, 128
+GRADIENT_ERRORS = 4  # a gradient's rounding error is at most that many of a value's
+Compute = Callable[..., Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """One kind of part, and its time by either code.
+
+    Attributes:
+        name: The class of its module, and the kind of part.
+        plain_s: Forward and backward by the model's own code, the median of all rounds; None if a
+            reason was found before.
+        fused_s: By the fused operator.
+        reason: Why the operator is not to be used; None if it may be.
+    """
+
+    name: str
+    plain_s: float | None = None
+    fused_s: float | None = None
+    reason: str | None = None
+
+
+def try_fused(layers: Sequence[nn.Module], device: torch.device) -> tuple[Trial, ...]:
+    """Try each kind of part that is fused; none if nothing is.
+
+    Args:
+        layers: Of a model in its compute dtype; no weight is read, so they may be on meta.
+        device: Where to compute.
+    """
+    trials = []
+    dtype = next(p.dtype for layer in layers for p in layer.parameters())
+    for module, part in _kinds(FusedLayers(layers)):
+        name = f"{type(part).__name__} of {type(module).__name__}"
+        try:
+            trials.append(_tried(name, module, part, dtype, device))
+        except Exception as error:  # noqa: BLE001  # the model's own code remains, and it is shown
+            first = (str(error).strip().splitlines() or [""])[0]
+            trials.append(Trial(name=name, reason=f"{type(error).__name__}: {first}"))
+    release_cached(device)
+    return tuple(trials)
+
+
+def _kinds(fused: FusedLayers) -> Iterator[tuple[nn.Module, Part]]:
+    seen = set()
+    for module, part in fused.parts():
+        shapes = tuple(tuple(p.shape) for p in module._parameters.values() if p is not None)
+        if (type(module), part, shapes) not in seen:
+            seen.add((type(module), part, shapes))
+            yield module, part
+
+
+def _tried(
+    name: str, module: nn.Module, part: Part, dtype: torch.dtype, device: torch.device
+) -> Trial:
+    plain, fused, inputs = _both(module, part, dtype, device)
+    forked = [device] if device.type == "cuda" else []
+    with torch.enable_grad(), torch.random.fork_rng(devices=forked):
+        torch.manual_seed(0)
+        leaves = [torch.randn(x.shape, device=device, dtype=dtype) for x in inputs]
+        leaves = [leaf.transpose(1, 2) if isinstance(part, Rotary) else leaf for leaf in leaves]
+        leaves = [leaf.requires_grad_() for leaf in leaves]
+        expected = plain(*leaves)
+        gradients = [torch.randn_like(y) for y in expected]
+
+        def step(compute: Compute) -> tuple[torch.Tensor, ...]:
+            return torch.autograd.grad(list(compute(*leaves)), leaves, gradients)
+
+        pairs = [
+            *zip(fused(*leaves), expected, [1] * len(expected), strict=True),
+            *zip(step(fused), step(plain), [GRADIENT_ERRORS] * len(leaves), strict=True),
+        ]
+        if not all(is_close(found, wanted, errors) for found, wanted, errors in pairs):
+            return Trial(name=name, reason="its results are not those of the model's code")
+        times_s: dict[bool, list[float]] = {True: [], False: []}
+        for _ in range(NUM_ROUNDS):
+            for is_fused, compute in ((False, plain), (True, fused)):
+                times_s[is_fused].append(_seconds(partial(step, compute), device))
+    plain_s, fused_s = statistics.median(times_s[False]), statistics.median(times_s[True])
+    reason = "it is slower" if fused_s > plain_s else None
+    return Trial(name=name, plain_s=plain_s, fused_s=fused_s, reason=reason)
+
+
+def _both(
+    module: nn.Module, part: Part, dtype: torch.dtype, device: torch.device
+) -> tuple[Compute, Compute, list[torch.Tensor]]:
+    """Return the model's own code, the operator, and empty tensors shaped as what both read."""
+    meta = torch.device("meta")
+    if isinstance(part, Norm):
+        ((name, like),) = module._parameters.items()
+        weight = 1 + 0.1 * torch.randn(cast("torch.Tensor", like).shape, device=device)
+        frozen = nn.Parameter(weight.to(dtype), requires_grad=False)
+        twin = twin_of(module, _parameters={name: frozen})
+        x = torch.empty(1, NUM_TOKENS, len(frozen), device=meta)
+        return (
+            lambda x: (type(module).forward(twin, x),),
+            lambda x: (
+                ops.norm(
+                    x,
+                    frozen,
+                    eps=part.eps,
+                    offset=part.offset,
+                    is_cast_first=part.is_cast_first,
+                ),
+            ),
+            [x],
+        )
+    if isinstance(part, Rotary):
+        width = getattr(module, "head_dim", HEAD_DIM)
+        angles = torch.rand(1, NUM_TOKENS, width, device=device)
+        cos, sin = (f(angles).to(dtype) for f in (torch.cos, torch.sin))
+        own: Any = cast("FunctionType", type(module).forward).__globals__[part.name]
+        heads = (NUM_HEADS, NUM_KEY_HEADS)
+        inputs = [torch.empty(1, NUM_TOKENS, n, width, device=meta) for n in heads]
+        return lambda q, k: own(q, k, cos, sin), lambda q, k: ops.rotate(q, k, cos, sin), inputs
+    assert isinstance(part, GatedMlp)
+    width = cast("Any", module._modules[part.gate]).out_features
+    (up,) = set(part.first) - {part.gate}
+    plain = drawn_mlp(module, part)
+    both = [torch.empty(1, NUM_TOKENS, width, device=meta) for _ in range(2)]
+    return (
+        lambda gate, up_: (plain({part.gate: gate, up: up_}),),
+        lambda gate, up_: (ops.gated(gate, up_, part.curve),),
+        both,
+    )
+
+
+def _seconds(body: Callable[[], object], device: torch.device) -> float:
+    if device.type != "cuda":
+        start_s = time.perf_counter()
+        body()
+        return time.perf_counter() - start_s
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    body()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3

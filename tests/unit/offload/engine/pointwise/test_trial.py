@@ -1,0 +1,83 @@
+"""Fused operators are used only where they are right on this device, and no slower."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from offload.engine.pointwise import ops, trial
+from offload.engine.pointwise.trial import try_fused
+from tests.parity.steps import MODELS
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "NUM_TOKENS", 64)
+
+
+def layers(name: str = "qwen3", dtype: torch.dtype = torch.bfloat16) -> list[nn.Module]:
+    with torch.device("meta"):
+        model: Any = MODELS[name]()
+    return list(model.to(dtype).requires_grad_(requires_grad=False).model.layers)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_each_kind_of_part_is_right_and_timed(name: str, dtype: torch.dtype) -> None:
+    trials = try_fused(layers(name, dtype), CPU)
+    kinds = {one.name.split()[0] for one in trials}
+    assert kinds == {"Norm", "Rotary", "GatedMlp"}
+    assert all(one.reason in (None, "it is slower") for one in trials), trials
+    assert all(one.plain_s and one.fused_s for one in trials)
+
+
+def test_norms_of_two_widths_are_tried_apart_and_equal_ones_once() -> None:
+    names = [one.name for one in try_fused(layers("qwen3"), CPU)]
+    assert names.count("Norm of Qwen3RMSNorm") == 2
+    assert len(names) == 4
+
+
+@pytest.mark.parametrize("name", ["norm", "rotate", "gated"])
+def test_an_operator_that_is_wrong_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = getattr(ops, name)
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        found = own(*args, **kwargs)
+        return tuple(1.05 * x for x in found) if isinstance(found, tuple) else 1.05 * found
+
+    monkeypatch.setattr(ops, name, wrong)
+    reasons = {one.name.split()[0]: one.reason for one in try_fused(layers(), CPU)}
+    kind = {"norm": "Norm", "rotate": "Rotary", "gated": "GatedMlp"}[name]
+    assert reasons.pop(kind) == "its results are not those of the model's code"
+    assert set(reasons.values()) <= {None, "it is slower"}
+
+
+def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = ops.gated
+
+    def wrong(gate: torch.Tensor, up: torch.Tensor, curve: Any) -> torch.Tensor:
+        y = own(gate, up, curve)
+        return y.detach() + 1.1 * (y - y.detach())
+
+    monkeypatch.setattr(ops, "gated", wrong)
+    (found,) = (one for one in try_fused(layers(), CPU) if one.name.startswith("Gated"))
+    assert found.reason == "its results are not those of the model's code"
+
+
+def test_an_operator_that_fails_or_is_slower_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("no compiler\nat all")
+
+    monkeypatch.setattr(ops, "norm", fails)
+    times_s = iter([1.0, 2.0] * 100)
+    monkeypatch.setattr(trial, "_seconds", lambda *_: next(times_s))
+    for one in try_fused(layers(), CPU):
+        wanted = "RuntimeError: no compiler" if one.name.startswith("Norm") else "it is slower"
+        assert one.reason == wanted
+
+
+def test_a_model_without_any_has_no_trial() -> None:
+    assert try_fused([nn.Linear(4, 4)], CPU) == ()
