@@ -59,6 +59,7 @@ class EngineOptions:
             head_chunk_tokens=asked.typical.head_chunk_tokens,
             num_kept_graphs=plan.residency.num_kept_graphs,
             leaves_out=asked.typical.leaves_out,
+            mlp_chunk_tokens=asked.typical.mlp_chunk_tokens,
         )
 
     def within(self, num_layers: int) -> "EngineOptions":

@@ -81,7 +81,9 @@ def built(
     return compute_beside(get_peft_model(base, lora)).train()
 
 
-def traced(model: PeftModel, *, rows: int, width: int, is_padded: bool, chunk: int) -> TracedBytes:
+def traced(
+    model: PeftModel, *, rows: int, width: int, is_padded: bool, chunk: int, tile: int | None = None
+) -> TracedBytes:
     return trace_visits(
         model,
         batch_size=rows,
@@ -89,6 +91,7 @@ def traced(model: PeftModel, *, rows: int, width: int, is_padded: bool, chunk: i
         is_padded=is_padded,
         head_chunk_tokens=chunk,
         capability=None,
+        mlp_chunk_tokens=tile,
     )
 
 

@@ -9,6 +9,8 @@ from offload.plan.facts.linears import Linear
 from offload.plan.facts.optimizer import Optimizer
 from offload.plan.facts.trainable import unread_linears
 
+TILED_GROUPS = ("mlp", "shared_experts")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
@@ -25,6 +27,7 @@ class Workload:
         codec: The codec in which the layers' matrices are stored.
         has_router_loss: Whether router logits are kept for the router loss.
         leaves_out: Whether recomputes leave out products whose values nothing reads.
+        mlp_chunk_tokens: Tokens that an MLP computes at a time; None for the whole micro-batch.
     """
 
     micro_batch_size: int
@@ -37,6 +40,7 @@ class Workload:
     codec: CodecName
     has_router_loss: bool = False
     leaves_out: bool = True
+    mlp_chunk_tokens: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -51,6 +55,24 @@ class Workload:
     def left_out(self, layer: LayerFacts) -> tuple[Linear, ...]:
         """Return the linears of a layer whose products its recompute leaves out."""
         return unread_linears(layer, self.adapter) if self.leaves_out else ()
+
+    def tiled(self, layer: LayerFacts) -> tuple[Linear, ...]:
+        """Return the linears of a layer's MLP, if it is computed in tiles of tokens.
+
+        Routed experts never are: their products depend on which rows an expert gets.
+        """
+        if self.mlp_chunk_tokens is None or self.mlp_chunk_tokens >= self.num_tokens:
+            return ()
+        return tuple(x for x in layer.linears if x.group in TILED_GROUPS)
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles of a micro-batch."""
+        return -(-self.num_tokens // (self.mlp_chunk_tokens or self.num_tokens))
+
+    def reads_output(self, mlp: tuple[Linear, ...]) -> bool:
+        """Return whether a recompute reads what an MLP returns, as a norm after it does."""
+        return not (self.leaves_out and any(x.is_unread for x in mlp if x.is_down))
 
     def cargo_bytes(self, layer: LayerFacts) -> int:
         """Return the size of a layer as stored, which is what one load moves."""

@@ -79,12 +79,8 @@ def pointwise_work(at: Pricer, layer: LayerFacts) -> PointwiseWork:
         if kind.is_fused:
             (fused,) = (x for x in layer.linears if x.group == "attention" and x.reads == "input")
             parts.append((fused.d_out * b, 1, FUSED_QKV))
-    for linear in layer.linears:
-        if linear.is_down and linear.group != "experts":
-            parts.append((linear.d_in * b, 1, PLAIN if linear.reads == "plain" else GATED))
-        if linear.group in ("mlp", "shared_experts") and linear.name == "gate_up_proj":
-            parts.append((linear.d_out * b, 1, FUSED_GATE))
-    forward, backward = Work(), _summed_gradients(at, layer)
+    mlp = mlp_work(at, layer.linears)
+    forward, backward = mlp.forward, mlp.backward + _summed_gradients(at, layer)
     for num_bytes, times, counts in parts:
         tokens_bytes = at.workload.num_tokens * num_bytes
         forward = forward + at.traffic(
@@ -93,6 +89,24 @@ def pointwise_work(at: Pricer, layer: LayerFacts) -> PointwiseWork:
         backward = backward + at.traffic(
             tokens_bytes * counts.backward, num_ops=times * counts.backward_ops
         )
+    return PointwiseWork(forward=forward, backward=backward)
+
+
+def mlp_work(at: Pricer, linears: Sequence[Linear]) -> PointwiseWork:
+    """Price the activations of MLPs, except those of routed experts."""
+    forward, backward, b = Work(), Work(), at.workload.dtype_bytes
+    for linear in linears:
+        parts: list[tuple[int, PassCounts]] = []
+        if linear.is_down and linear.group != "experts":
+            parts.append((linear.d_in, PLAIN if linear.reads == "plain" else GATED))
+        if linear.group in ("mlp", "shared_experts") and linear.name == "gate_up_proj":
+            parts.append((linear.d_out, FUSED_GATE))
+        for features, counts in parts:
+            num_bytes = at.workload.num_tokens * features * b
+            forward = forward + at.traffic(num_bytes * counts.forward, num_ops=counts.forward_ops)
+            backward = backward + at.traffic(
+                num_bytes * counts.backward, num_ops=counts.backward_ops
+            )
     return PointwiseWork(forward=forward, backward=backward)
 
 
