@@ -1,9 +1,10 @@
 """What a recipe leaves open, as requests for the planner to choose from.
 
 Only settings that do not change the training may be left open: the exact forms of the layers, where
-their inputs wait, the number of slots, how many logits exist at a time, and how a step's sequences
-are cut into micro-batches. The loss is a mean over the label tokens of the whole step, so it does
-not depend on the cut, except for a router's auxiliary loss, a product of means over a micro-batch.
+their inputs wait, the number of slots, how many logits exist and how many tokens an MLP computes at
+a time, and how a step's sequences are cut into micro-batches. The loss is a mean over the label
+tokens of the whole step, so it does not depend on the cut, except for a router's auxiliary loss, a
+product of means over a micro-batch.
 """
 
 from collections.abc import Sequence
@@ -21,9 +22,11 @@ from offload.plan.plan import Plan
 from offload.plan.request import (
     FEWEST_CHUNK_TOKENS,
     HEAD_CHUNK_TOKENS,
+    MLP_CHUNKS,
     PlanRequest,
     with_codec,
     with_head_chunk,
+    with_mlp_chunk,
 )
 from offload.plan.search import Choice, search
 from offload.plan.search import chosen_plan as search_plan
@@ -63,6 +66,7 @@ def full_requests(recipe: Recipe, facts: ModelFacts, *, num_ranks: int) -> list[
     """Return the requests before the rows are known: all are full, every token has a loss."""
     return _all_ways(
         recipe,
+        facts,
         [
             full_request(one, facts, num_ranks=num_ranks)
             for one in with_each_size(recipe, num_ranks=num_ranks)
@@ -86,7 +90,7 @@ def requests_for(
         num_ranks: Processes that share the step.
     """
     cut = [request_for(one, facts, sizes, num_ranks=num_ranks) for one, sizes in sized]
-    return _all_ways(recipe, cut)
+    return _all_ways(recipe, facts, cut)
 
 
 def choose(facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]) -> Choice:
@@ -94,7 +98,8 @@ def choose(facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest])
 
     Layers that may wait packed do so only where they would not fit otherwise: the cost of unpacking
     on a GPU has not been measured, and a file of packed weights is written at the first start.
-    Likewise, fewer logits exist at a time only where more would not fit.
+    Likewise, fewer logits exist at a time only where more would not fit, and MLPs compute in tiles
+    only where nothing else fits.
 
     Raises:
         DoesNotFitError: None fits.
@@ -137,19 +142,46 @@ def _resort(
 def _resorts(requests: Sequence[PlanRequest]) -> list[list[PlanRequest]]:
     """Return the requests in groups, each to be tried only where those before it do not fit."""
     plain = requests[0].typical.codec
-    groups: dict[tuple[int, bool], list[PlanRequest]] = {}
+    groups: dict[tuple[int | None, int, bool], list[PlanRequest]] = {}
     for request in requests:
-        key = (request.typical.head_chunk_tokens, request.typical.codec == plain)
+        typical = request.typical
+        key = (typical.mlp_chunk_tokens, typical.head_chunk_tokens, typical.codec == plain)
         groups.setdefault(key, []).append(request)
     return list(groups.values())
 
 
-def _all_ways(recipe: Recipe, cut: Sequence[PlanRequest]) -> list[PlanRequest]:
+def _all_ways(recipe: Recipe, facts: ModelFacts, cut: Sequence[PlanRequest]) -> list[PlanRequest]:
     """Return each cut of the step in each form and place, the plainest first.
 
-    That is: large head chunks, native weights, inputs on the device, small micro-batches, in this
-    order.
+    That is: whole MLPs, large head chunks, native weights, inputs on the device, small
+    micro-batches, in this order.
     """
+    whole = _ways(recipe, cut)
+    if recipe.offload.mlp_chunk != "auto" or not _may_tile(recipe, facts):
+        return whole
+    tiled = [
+        with_mlp_chunk(request, num_tokens)
+        for num_tokens in MLP_CHUNKS
+        for request in whole
+        if num_tokens < request.largest.num_tokens
+    ]
+    return [*whole, *tiled]
+
+
+def _may_tile(recipe: Recipe, facts: ModelFacts) -> bool:
+    """Return whether MLPs may be computed in tiles without being asked to.
+
+    That is where tiles cost no arithmetic, as nothing reads an MLP's output in a recompute, and
+    where formulas of their memory are tested: families whose facts are read from a config.
+    """
+    is_plain = facts.grade == "config" and not facts.has_experts
+    is_plain &= not recipe.train.compile and recipe.adapter.dropout == 0
+    return is_plain and all(
+        linear.is_unread for layer in facts.layers for linear in layer.linears if linear.is_down
+    )
+
+
+def _ways(recipe: Recipe, cut: Sequence[PlanRequest]) -> list[PlanRequest]:
     stash = recipe.offload.stash
     places = (False, True) if stash == "auto" else (stash == "host",)
     chunk = recipe.offload.head_chunk

@@ -17,14 +17,17 @@ from finetune.recipe.shipped import shipped_shapes
 from finetune.report.format import shown_break_even, shown_gib, table_of
 from offload.errors import DoesNotFitError
 from offload.plan.facts.codec import CodecName
+from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.cards import CARDS
 from offload.plan.machine.machine import CARD_NAMES, GIB, Dtype, Machine
+from offload.plan.request import PlanRequest
 from offload.plan.what_if.option import plan_anyway
 
 Codec = Literal["auto"] | CodecName
 COMPARED: tuple[Codec, ...] = ("fp8", "nf4")  # in addition to the exact form
 TOY_PREFIX = "tiny-"  # shapes to try the program with
 SHORTEST_SEQ_LEN = 512
+LENGTH_STEP = 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,8 +49,10 @@ class Comparison:
         ram_bytes: The same of host memory.
         break_even_tokens: Tokens per step from which streaming is free, in micro-batches of the
             plan's size; None if they are more than any step should have.
-        longest_seq_len: Of powers of two, the longest sequence that fits, within the model's own
-            limit and with layer inputs where they have to be; None if it was not requested.
+        longest_seq_len: Of multiples of 1,024, the longest sequence that fits, within the model's
+            own limit, with layer inputs where they have to be and MLPs in tiles if need be; None if
+            it was not requested.
+        longest_limit: What limits it: a memory, or the model's own limit.
     """
 
     model: str
@@ -64,6 +69,7 @@ class Comparison:
     ram_bytes: int
     break_even_tokens: int | None
     longest_seq_len: int | None = None
+    longest_limit: str | None = None
 
 
 def compare_on_cards(subject: Subject, machines: Sequence[Machine]) -> list[Comparison]:
@@ -92,7 +98,7 @@ def compare_within_memory(models: Sequence[str], machine: Machine) -> list[Compa
         for subject in (model_subject(model, []) for model in models)
         for recipe in _forms(subject.recipe)
         for one in _comparisons(subject, machine, recipe)
-        for compared in [replace(one, longest_seq_len=_longest(subject, machine, recipe, one))]
+        for compared in [_with_longest(subject, machine, recipe, one)]
     ]
 
 
@@ -145,28 +151,42 @@ def _comparisons(subject: Subject, machine: Machine, recipe: Recipe) -> Iterator
             yield other
 
 
-def _longest(
+def _with_longest(
     subject: Subject, machine: Machine, recipe: Recipe, compared: Comparison
-) -> int | None:
-    """Return the longest sequence that fits, of powers of two; None if it does not fit.
+) -> Comparison:
+    """Add the longest sequence that fits, of multiples of 1,024, and what limits it.
 
     The tokens of a step stay the same, unless the sequence is longer than all of them.
     """
     if compared.short:
-        return None
+        return compared
     facts = subject.facts
     here = with_configured_backend(recipe.model, facts, machine)
     placed = with_offload(recipe, tier=compared.tier)
 
+    def requests(seq_len: int) -> list[PlanRequest]:
+        return full_requests(with_seq_len(placed, seq_len), facts, num_ranks=1)
+
     def is_too_long(seq_len: int) -> bool:
-        longer = with_seq_len(placed, seq_len)
-        return not fits(facts, here, full_requests(longer, facts, num_ranks=1))
+        # the last take least memory: where they fit, the others need not be tried
+        return not fits(facts, here, requests(seq_len)[::-1])
 
     limit = facts.max_position_embeddings
-    doubled = [SHORTEST_SEQ_LEN << n for n in range(limit.bit_length())]
-    lengths = [n for n in doubled if n <= limit]
+    lengths = [
+        n for n in (SHORTEST_SEQ_LEN, *range(LENGTH_STEP, limit + 1, LENGTH_STEP)) if n <= limit
+    ]
     number = bisect_right(lengths, 0, key=lambda seq_len: int(is_too_long(seq_len)))
-    return lengths[number - 1] if number else recipe.train.seq_len
+    if number == len(lengths):
+        longest = lengths[-1] if lengths else recipe.train.seq_len
+        return replace(compared, longest_seq_len=longest, longest_limit="model")
+    nearest = nearest_request(facts, here, requests(lengths[number]))
+    needs = MemoryNeeds.of(facts, here, nearest)
+    short = needs.shortages(needs.fewest)
+    return replace(
+        compared,
+        longest_seq_len=lengths[number - 1] if number else recipe.train.seq_len,
+        longest_limit=", ".join(one.what.removeprefix("of ") for one in short),
+    )
 
 
 def _comparison(subject: Subject, machine: Machine, recipe: Recipe) -> Comparison:
@@ -267,7 +287,7 @@ UNITS = "VRAM and RAM in GiB, N* in tokens per step for micro-batches of the pla
 MACHINE_COLUMNS = ("card", "layers", "fits", "slots", "tok/s", "VRAM", "RAM", "N*")
 FIT_COLUMNS = (
     *("model", "layers", "inputs", "slots", "tok/s", "VRAM", "RAM", "N*"),
-    "longest",
+    *("longest", "limited by"),
 )
 
 
@@ -293,6 +313,7 @@ def fit_rows(comparisons: Sequence[Comparison]) -> list[list[str]]:
             str(compared.num_slots),
             *_figures(compared),
             f"{compared.longest_seq_len:,}",
+            compared.longest_limit or "",
         ]
         for compared in comparisons
     ]
@@ -307,7 +328,7 @@ def comparisons_table(title: str, columns: Sequence[str], rows: Sequence[Sequenc
     """Return rows for a terminal; a name that repeats is written once."""
     table = table_of(title, *columns)
     for column in table.columns:
-        if column.header in ("layers", "fits", "inputs"):
+        if column.header in ("layers", "fits", "inputs", "limited by"):
             column.justify = "left"
     last = ""
     for name, *others in rows:

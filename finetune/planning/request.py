@@ -186,7 +186,7 @@ def full_request(recipe: Recipe, facts: ModelFacts, *, num_ranks: int) -> PlanRe
 
 
 def _workload(recipe: Recipe, facts: ModelFacts, seq_len: int, *, label_tokens: int) -> Workload:
-    chunk = recipe.offload.head_chunk
+    chunk, tile = recipe.offload.head_chunk, recipe.offload.mlp_chunk
     return Workload(
         micro_batch_size=recipe.train.sequences,
         seq_len=seq_len,
@@ -199,6 +199,7 @@ def _workload(recipe: Recipe, facts: ModelFacts, seq_len: int, *, label_tokens: 
         has_router_loss=has_router_loss(recipe),
         leaves_out=not recipe.train.compile,  # compiled layers are computed whole
         layer_code="compiled" if recipe.train.compile else recipe.model.layer_kernels,
+        mlp_chunk_tokens=tile if isinstance(tile, int) else None,
     )
 
 

@@ -60,6 +60,14 @@ def broken_rules(recipe: Settings) -> Iterator[Breach]:
     if recipe.train.steps is not None:
         yield from broken_length_rules(recipe, num_steps=recipe.train.steps)
     yield from _broken_device_rules(recipe)
+    if recipe.train.compile and isinstance(recipe.offload.mlp_chunk, int):
+        yield Breach(
+            field="offload.mlp_chunk",
+            what=f"offload.mlp_chunk is {recipe.offload.mlp_chunk} and train.compile is true",
+            limit="compiled layers compute all tokens of a micro-batch at once",
+            hint="`offload.mlp_chunk: whole`, or `train.compile: false`",
+            reads=("train.compile",),
+        )
 
 
 def _broken_model_rules(model: ModelSection) -> Iterator[Breach]:

@@ -382,6 +382,11 @@ class OffloadSection(Section):
         description="Labelled tokens whose logits exist at a time; `auto` takes 1,024, or 256 or 64"
         " where a step would not fit otherwise.",
     )
+    mlp_chunk: Literal["auto", "whole"] | Annotated[int, Field(ge=1)] = Field(
+        default="auto",
+        description="Tokens that an MLP computes at a time; `auto` takes `whole`, or 8,192, 2,048"
+        " or 512 where a step would not fit otherwise.",
+    )
     vram_budget: Literal["auto"] | Annotated[float, Field(gt=0, le=1_000_000)] = Field(
         default="auto",
         description="Device memory that the plan may use, in GiB; `auto` takes what is free.",

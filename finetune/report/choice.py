@@ -59,6 +59,7 @@ def _settings(one: Candidate) -> dict[str, Any]:
         "kept_graphs": one.residency.num_kept_graphs,
         "stash": "host" if request.is_stashed else "device",
         "head_chunk_tokens": request.typical.head_chunk_tokens,
+        "mlp_chunk_tokens": request.typical.mlp_chunk_tokens,
         "micro_batch_size": request.typical.micro_batch_size,
         "num_micro_batches": request.num_micro_batches,
     }
@@ -75,7 +76,7 @@ def _memory(shortage: Shortage) -> str:
 def _words(one: Candidate) -> dict[str, str]:
     """Return a candidate's settings in words, by name."""
     request = one.request
-    chunk = request.typical.head_chunk_tokens
+    chunk, tile = request.typical.head_chunk_tokens, request.typical.mlp_chunk_tokens
     return {
         "codec": request.typical.codec,
         "slots": f"{one.residency.num_slots} slots",
@@ -85,6 +86,7 @@ def _words(one: Candidate) -> dict[str, str]:
             f"{request.num_micro_batches} x {request.typical.micro_batch_size} sequences"
         ),
         "chunk": f"head chunks of {chunk}",
+        "tiles": f"MLPs in tiles of {tile} tokens" if tile else "MLPs whole",
     }
 
 
@@ -95,6 +97,8 @@ def _settings_line(one: Candidate) -> str:
         del words["graphs"]
     if one.request.typical.head_chunk_tokens >= HEAD_CHUNK_TOKENS:
         del words["chunk"]
+    if one.request.typical.mlp_chunk_tokens is None:
+        del words["tiles"]
     return ", ".join(words.values())
 
 

@@ -207,8 +207,9 @@ class RunDir:
     def as_begun(self, recipe: Recipe) -> Recipe:
         """Return the recipe with what was open when the run began as it was chosen then.
 
-        Another machine, or this one measured again, might choose other sizes of micro-batch and
-        head chunk, or other layer kernels, and a later version another precision of adapters.
+        Another machine, or this one measured again, might choose other sizes of micro-batch, head
+        chunk and tile of an MLP, or other layer kernels, and a later version another precision of
+        adapters.
         """
         if not self.recipe_file.exists():
             return recipe
@@ -217,6 +218,9 @@ class RunDir:
             recipe = with_micro_batch_size(recipe, begun.train.sequences)
         if recipe.offload.head_chunk == "auto":
             recipe = with_offload(recipe, head_chunk=begun.offload.head_chunk)
+        if recipe.offload.mlp_chunk == "auto":  # runs that knew no such setting computed whole MLPs
+            chunk = begun.offload.mlp_chunk
+            recipe = with_offload(recipe, mlp_chunk="whole" if chunk == "auto" else chunk)
         if recipe.adapter.compute_dtype == "auto":
             recipe = with_compute_dtype(recipe, begun.adapter.compute_dtype)
         if recipe.model.layer_kernels == "auto" and begun.model.layer_kernels != "auto":

@@ -153,7 +153,11 @@ def plan_steps(
         choice = choose(facts, timed, of_size)
     chosen = choice.plan.request.typical
     return Planned(
-        recipe=with_offload(recipe, head_chunk=chosen.head_chunk_tokens),
+        recipe=with_offload(
+            recipe,
+            head_chunk=chosen.head_chunk_tokens,
+            mlp_chunk=chosen.mlp_chunk_tokens or "whole",
+        ),
         steps=steps,
         choice=choice,
         open_requests=tuple(
@@ -161,5 +165,6 @@ def plan_steps(
             for one in of_size
             if one.typical.codec == chosen.codec
             and one.typical.head_chunk_tokens == chosen.head_chunk_tokens
+            and one.typical.mlp_chunk_tokens == chosen.mlp_chunk_tokens
         ),
     )

@@ -67,6 +67,7 @@ def _trace(model: "PeftModel", request: PlanRequest, device: torch.device) -> Tr
             head_chunk_tokens=min(largest.head_chunk_tokens, largest.label_tokens),
             capability=torch.cuda.get_device_capability(device) if is_cuda else None,
             is_fused=largest.code_on("cuda" if is_cuda else "cpu") == "fused",
+            mlp_chunk_tokens=largest.mlp_chunk_tokens,
         )
     except (RuntimeError, UnsupportedModelError) as error:
         # torch raises a RuntimeError (NotImplementedError is one) for operations that need values

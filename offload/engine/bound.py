@@ -74,6 +74,7 @@ class EngineOptions:
             num_kept_outputs=plan.residency.num_kept_outputs,
             num_sent_outputs=plan.residency.num_sent_outputs,
             layer_kernels="fused" if code == "fused" else "plain",
+            mlp_chunk_tokens=asked.typical.mlp_chunk_tokens,
         )
 
     def within(self, num_layers: int) -> "EngineOptions":

@@ -16,9 +16,10 @@ from offload.plan.memory.memory import (
     ROUNDED_LAYERS,
     SHRINKS,
     SMALLER_CHUNK,
+    SMALLER_TILES,
     MemoryTerm,
 )
-from offload.plan.request import FEWEST_CHUNK_TOKENS, PlanRequest, with_codec
+from offload.plan.request import FEWEST_CHUNK_TOKENS, MLP_CHUNKS, PlanRequest, with_codec
 from offload.plan.schedule.schedule import MIN_SLOTS
 
 MIN_HINTED_SEQ_LEN = 128
@@ -72,6 +73,7 @@ def _effective(term: MemoryTerm, request: PlanRequest) -> list[str]:
         ROUNDED_LAYERS: largest.codec not in EXACT_CODECS,
         ON_DISK: not request.may_be_on_disk,
         INPUTS_IN_RAM: request.is_stashed,
+        SMALLER_TILES: (largest.mlp_chunk_tokens or 0) <= MLP_CHUNKS[-1],
         SMALLER_CHUNK: largest.head_chunk_tokens <= FEWEST_CHUNK_TOKENS,
     }
     return [words for words in SHRINKS.get(term.name, ()) if not has_no_effect.get(words)]

@@ -7,6 +7,7 @@ from offload.plan.facts.workload import Workload
 from offload.plan.memory.traced import TracedBytes
 
 HEAD_CHUNK_TOKENS = 1024  # logits of a 151,936 vocabulary in fp32: 0.6 GB at a time
+MLP_CHUNKS = (8192, 2048, 512)  # tokens of an MLP's tile, where a whole micro-batch does not fit
 FEWEST_CHUNK_TOKENS = 64  # fewer logits at a time save little, and each chunk reads the whole head
 
 
@@ -91,4 +92,13 @@ def with_head_chunk(request: PlanRequest, num_tokens: int) -> PlanRequest:
         request,
         typical=replace(request.typical, head_chunk_tokens=num_tokens),
         largest=replace(request.largest, head_chunk_tokens=num_tokens),
+    )
+
+
+def with_mlp_chunk(request: PlanRequest, num_tokens: int | None) -> PlanRequest:
+    """Return the same request with MLPs that compute so many tokens at a time; None for all."""
+    return replace(
+        request,
+        typical=replace(request.typical, mlp_chunk_tokens=num_tokens),
+        largest=replace(request.largest, mlp_chunk_tokens=num_tokens),
     )

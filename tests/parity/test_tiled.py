@@ -1,8 +1,9 @@
 """MLPs computed some tokens at a time: the gradients of plain PyTorch, in less memory."""
 
 import copy
+import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.adapter.linear_lora import compute_in_base_dtype
 from offload.engine.bound import EngineOptions
@@ -20,10 +22,19 @@ from offload.engine.model.visit import visit_with_graph
 from offload.engine.tiled import TiledMlp
 from offload.engine.tracing.allocator import LiveBytes
 from offload.engine.tracing.tracer import Tracer
+from offload.engine.tracing.visits import trace_visits
 from offload.errors import UnsupportedModelError
+from offload.plan.facts.facts import AdapterSpec, linear_names, model_facts
+from offload.plan.facts.workload import LayerCode
+from offload.plan.machine.machine import named_machine
+from offload.plan.memory.visit import visit_bytes
+from offload.plan.schedule.op import Kind, Lane
+from tests.builders import workload
+from tests.doubles import HookedDevice
 from tests.parity.architectures import gradients, micro_batches, plain, rel_error
 from tests.parity.steps import OPTIONS
 from tests.parity.tiny_models import balanced, tiny_model, with_adapters
+from tests.tiers import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CHUNK = 5  # of 24 tokens or more: the last tile is shorter
@@ -215,3 +226,102 @@ def test_a_visit_in_tiles_keeps_one_tile_of_the_wide_tensors() -> None:
     saved = whole - in_tiles
     # all wide tensors but those of a tile go; a few of the hidden state's width come
     assert saved > (whole - 20 * num_tokens * hidden * 4) * (1 - 2 * chunk / num_tokens)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_reorder_in_16_bits_tiles_are_as_near_the_truth_as_whole_mlps(seed: int) -> None:
+    torch.manual_seed(seed)
+    base = tiny_model("llama")
+    whole = with_adapters(base, LayeredModel(base).layers).to(torch.bfloat16)
+    for name, parameter in whole.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.float()
+    compute_in_base_dtype(whole)
+    _, truth = plain(copy.deepcopy(whole).double(), micro_batches())
+
+    def error(options: EngineOptions) -> float:
+        _, ours, _ = step(whole, options)
+        off = sum(float((ours[n].double() - g.double()).square().sum()) for n, g in truth.items())
+        return off**0.5
+
+    assert 0 < error(TILED) <= 1.05 * error(replace(TILED, mlp_chunk_tokens=None))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "is_grouped", "code"),
+    mostly_slow(
+        itertools.product(
+            ("llama", "qwen3", "phi3", "mistral", "olmo2", "glm4"),
+            (False, True),
+            ("plain", "fused"),
+        ),
+        *(("llama", True, "plain"), ("phi3", False, "plain"), ("qwen3", True, "fused")),
+    ),
+)
+def test_the_formula_of_a_visit_in_tiles_is_its_trace_within_a_tenth(
+    model_type: str, is_grouped: bool, code: LayerCode
+) -> None:
+    num_tokens, hidden = 2048, 512
+    sizes = {"hidden_size": hidden, "intermediate_size": 4 * hidden, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
+    others = {"vocab_size": 256, "max_position_embeddings": num_tokens, "pad_token_id": 0}
+    config = AutoConfig.for_model(model_type, **sizes | heads | others)
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        facts = model_facts(config.to_dict())
+        targets = linear_names(facts)
+        lora = LoraConfig(r=16, target_modules=list(targets))
+        model = get_peft_model(base, lora).train()
+    if is_grouped:
+        compute_in_base_dtype(model)
+    spec = AdapterSpec(rank=16, targets=targets, experts=False, is_in_base_dtype=is_grouped)
+    found = trace_visits(
+        model,
+        batch_size=1,
+        seq_len=num_tokens,
+        is_padded=False,
+        head_chunk_tokens=64,
+        capability=(8, 9),
+        mlp_chunk_tokens=64,
+        is_fused=code == "fused",
+    )
+    asked = workload(seq_len=num_tokens, adapter=spec, mlp_chunk_tokens=64, layer_code=code)
+    one = visit_bytes(facts, named_machine("rtx4090"), facts.layers[0], asked, is_padded=False)
+    rel = 0.2 if (model_type, code) == ("glm4", "fused") else 0.1  # the plan says more
+    assert one.graph + one.gradients + one.tile == pytest.approx(found.visits[0], rel=rel)
+
+
+def test_a_step_in_tiles_takes_what_its_trace_does() -> None:
+    model = tiny_model("llama", intermediate_size=256, max_position_embeddings=128)
+    adapted = with_adapters(model, LayeredModel(model).layers)
+    compute_in_base_dtype(adapted)
+    sizes = {"batch_size": 1, "seq_len": 128, "is_padded": False, "head_chunk_tokens": 8}
+    whole, tiled = (
+        max(trace_visits(adapted, **sizes, capability=None, mlp_chunk_tokens=n).visits)  # type: ignore[arg-type]
+        for n in (None, 16)
+    )
+    memory, peaks = LiveBytes(), dict[int, int]()
+    tracer = Tracer(memory)
+
+    def around(number: int, lane: Lane, body: Callable[[], None]) -> None:
+        if lane is not Lane.COMPUTE:
+            body()
+            return
+        with tracer:
+            before = memory.live_bytes
+            memory.reset_peak()
+            body()
+            peaks[number] = memory.peak_bytes - before
+
+    options = replace(TILED, mlp_chunk_tokens=16, head_chunk_tokens=8)
+    engine = Engine(adapted, device=HookedDevice(around), options=options)
+    ids = torch.zeros(1, 128, dtype=torch.long)
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+    try:
+        engine.forward_backward([batch], dropout_seed=0)
+        spans = engine.forward_backward([batch, batch], dropout_seed=0).timeline.spans
+    finally:
+        engine.detach()
+    found = [peaks[i] for i, span in enumerate(spans) if span.kind is Kind.BACKWARD]
+    assert tiled < 0.8 * whole
+    assert max(found) == pytest.approx(tiled, rel=0.02)

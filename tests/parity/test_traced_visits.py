@@ -89,6 +89,7 @@ def traced(
     is_padded: bool,
     chunk: int,
     layer_kernels: LayerKernels = "plain",
+    tile: int | None = None,
 ) -> TracedBytes:
     return trace_visits(
         model,
@@ -98,6 +99,7 @@ def traced(
         head_chunk_tokens=chunk,
         capability=None,
         is_fused=layer_kernels == "fused",
+        mlp_chunk_tokens=tile,
     )
 
 

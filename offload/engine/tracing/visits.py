@@ -5,21 +5,27 @@ visited once, with gradients allocated, as from the second micro-batch on. Every
 knows exactly is left out: weights, kept inputs, adapters, their gradients.
 """
 
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from offload.engine.experts.gates import gate_of
 from offload.engine.experts.interface import goes_through_interface
 from offload.engine.model.layers import Front, LayeredModel, kind_of
-from offload.engine.model.visit import visit_with_graph
+from offload.engine.model.readers import candidates, is_hooked, unheld_products
+from offload.engine.model.visit import Graph, visit_with_graph
+from offload.engine.tiled import TiledMlp, find_mlps
 from offload.engine.tracing.allocator import LiveBytes
 from offload.engine.tracing.cuda_kernels import CUDA_WORKSPACES, Capability, CudaKernels
 from offload.engine.tracing.experts import traced_experts
 from offload.engine.tracing.fake_model import fake_copy, num_experts, rows_are_whole
 from offload.engine.tracing.tracer import Tracer
+from offload.engine.unread import Unread
 from offload.plan.memory.traced import TracedBytes
 
 
@@ -32,6 +38,7 @@ def trace_visits(
     head_chunk_tokens: int,
     capability: Capability | None,
     is_fused: bool = False,
+    mlp_chunk_tokens: int | None = None,
 ) -> TracedBytes:
     """Trace a model with its adapters; it may be on any device and is not changed.
 
@@ -43,6 +50,7 @@ def trace_visits(
         head_chunk_tokens: Labelled tokens in a chunk.
         capability: Of the GPU; None for a CPU.
         is_fused: Whether the layers' norms, rotations and gates are computed by fused operators.
+        mlp_chunk_tokens: Tokens that an MLP computes at a time; None for all.
     """
     mode, memory = FakeTensorMode(allow_non_fake_inputs=True), LiveBytes()
     fake = fake_copy(model, mode)
@@ -69,13 +77,15 @@ def trace_visits(
         front = layered.front(inputs)
         recorded = memory.live_bytes - before - front.hidden_BTD.untyped_storage().nbytes()
         return TracedBytes(
-            visits=_visits(layered, front, memory),
+            visits=_visits(layered, front, memory, mlp_chunk_tokens),
             head_chunk=_head_chunk(layered, front, memory, num_tokens=head_chunk_tokens),
             recorded=recorded,
         )
 
 
-def _visits(layered: LayeredModel, front: Front, memory: LiveBytes) -> tuple[int, ...]:
+def _visits(
+    layered: LayeredModel, front: Front, memory: LiveBytes, mlp_chunk_tokens: int | None
+) -> tuple[int, ...]:
     """Visit each layer that differs from those before it; return the peak of every layer."""
     kept_BTD = torch.empty_like(front.hidden_BTD)
     gradient_BTD = torch.empty_like(kept_BTD)
@@ -84,14 +94,51 @@ def _visits(layered: LayeredModel, front: Front, memory: LiveBytes) -> tuple[int
     for index, (layer, call) in enumerate(zip(layered.layers, front.calls, strict=True)):
         kind = kind_of(layer, call)
         if kind not in peaks:
+            mlps = _mlps(layered, index, front, mlp_chunk_tokens)
+            visit = partial(
+                visit_with_graph,
+                layered,
+                index,
+                input_BTD=kept_BTD,
+                call=call,
+                mlps=tuple(mlps.values()),
+            )
+            unread = _unread(layer, visit, mlps) if mlps else ()
             before = memory.live_bytes
             memory.reset_peak()
-            graph = visit_with_graph(layered, index, input_BTD=kept_BTD, call=call)
+            graph = visit(unread=unread)
             graph.backward(gradient_BTD, [torch.zeros_like(x) for x in graph.router_logits])
             del graph
             peaks[kind] = memory.peak_bytes - before
         visits.append(peaks[kind])
     return tuple(visits)
+
+
+def _mlps(
+    layered: LayeredModel, index: int, front: Front, chunk_tokens: int | None
+) -> dict[str, TiledMlp]:
+    """Return the parts of a layer that are computed in tiles, by their operations alone."""
+    layer = layered.layers[index]
+    if chunk_tokens is None or is_hooked(layer):
+        return {}
+    run = partial(layered.layer_forward, index, front.hidden_BTD, front.calls[index])
+    with torch.no_grad():
+        found = find_mlps(layer, run)
+    return {
+        name: TiledMlp(
+            layer.get_submodule(name), num_features=one.num_features, chunk_tokens=chunk_tokens
+        )
+        for name, one in found.items()
+    }
+
+
+def _unread(
+    layer: nn.Module, visit: Callable[..., Graph], mlps: Mapping[str, TiledMlp]
+) -> tuple[Unread, ...]:
+    """Return what a recompute leaves out, so that no output of a tiled MLP is counted for it."""
+    found = unheld_products(layer, lambda unread: visit(unread=unread), mlps)
+    named = candidates(layer, mlps)
+    return tuple(Unread(module=named[name], path=path) for name, path in found.items())
 
 
 def _head_chunk(layered: LayeredModel, front: Front, memory: LiveBytes, *, num_tokens: int) -> int:

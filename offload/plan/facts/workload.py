@@ -1,6 +1,6 @@
 """The size of one micro-batch and of what is trained on it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from offload.plan.facts.codec import CodecName, is_encoded
@@ -14,6 +14,7 @@ from offload.plan.facts.trainable import unread_linears
 # What computes norms, rotary embedding and gated activations: the model's own code, one operator
 # each, or torch's compiler; `auto` is `fused` on CUDA and `plain` on a CPU.
 LayerCode = Literal["auto", "plain", "fused", "compiled"]
+TILED_GROUPS = ("mlp", "shared_experts")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +33,7 @@ class Workload:
         has_router_loss: Whether router logits are kept for the router loss.
         leaves_out: Whether recomputes leave out products whose values nothing reads.
         layer_code: What computes norms, rotary embedding and gated activations.
+        mlp_chunk_tokens: Tokens that an MLP computes at a time; None for the whole micro-batch.
     """
 
     micro_batch_size: int
@@ -45,6 +47,7 @@ class Workload:
     has_router_loss: bool = False
     leaves_out: bool = True
     layer_code: LayerCode = "plain"
+    mlp_chunk_tokens: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -73,8 +76,11 @@ class Workload:
 
         What torch's compiler keeps is not known before it has run: the model's own code keeps more.
         """
-        is_fused = self.code_on(device) == "fused"
-        return fused_parts(facts, layer, self.adapter) if is_fused else NOTHING
+        if self.code_on(device) != "fused":
+            return NOTHING
+        parts = fused_parts(facts, layer, self.adapter)
+        tiled = self.tiled(layer)  # in tiles an MLP's own code computes its gate
+        return replace(parts, downs=tuple(x for x in parts.downs if x not in tiled))
 
     def fused(
         self, facts: ModelFacts, layer: LayerFacts, device: Literal["cuda", "cpu"]
@@ -82,6 +88,24 @@ class Workload:
         """Return the parts of a layer that read and write each operand once."""
         is_compiled = self.code_on(device) == "compiled"
         return compiled_parts(layer) if is_compiled else self.kept_fused(facts, layer, device)
+
+    def tiled(self, layer: LayerFacts) -> tuple[Linear, ...]:
+        """Return the linears of a layer's MLP, if it is computed in tiles of tokens.
+
+        Routed experts never are: their products depend on which rows an expert gets.
+        """
+        if self.mlp_chunk_tokens is None or self.mlp_chunk_tokens >= self.num_tokens:
+            return ()
+        return tuple(x for x in layer.linears if x.group in TILED_GROUPS)
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles of a micro-batch."""
+        return -(-self.num_tokens // (self.mlp_chunk_tokens or self.num_tokens))
+
+    def reads_output(self, mlp: tuple[Linear, ...]) -> bool:
+        """Return whether a recompute reads what an MLP returns, as a norm after it does."""
+        return not (self.leaves_out and any(x.is_unread for x in mlp if x.is_down))
 
     def cargo_bytes(self, layer: LayerFacts) -> int:
         """Return the size of a layer as stored, which is what one load moves."""

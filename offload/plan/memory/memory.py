@@ -63,6 +63,7 @@ TOKENS, RANK = "fewer `train.tokens_per_step`", "a smaller `adapter.rank`"
 FEWER_SLOTS, ROUNDED_LAYERS = "fewer `offload.num_slots`", "`offload.codec: nf4`"
 ON_DISK, INPUTS_IN_RAM = "`offload.tier: disk`", "`offload.stash: host`"
 SMALLER_CHUNK = "a smaller `offload.head_chunk`"
+SMALLER_TILES = "a smaller `offload.mlp_chunk`"
 SHRINKS: Mapping[str, tuple[str, ...]] = {
     SLOTS: (FEWER_SLOTS, ROUNDED_LAYERS),
     "adapters": (RANK, "fewer `adapter.targets`"),
@@ -80,6 +81,7 @@ SHRINKS: Mapping[str, tuple[str, ...]] = {
     SCORES: (f"{SEQ_LEN}, by its square", MICRO_BATCH),
     "one visit: adapter inputs": (SEQ_LEN, MICRO_BATCH, "fewer `adapter.targets`"),
     "one visit: gradients": (SEQ_LEN, MICRO_BATCH),
+    "one visit: a tile of the MLP": (SMALLER_TILES,),
     "one visit: DoRA's norm": ("`adapter.dora: false`",),
     "one visit: adapter factors": (RANK,),
     SLAB: (ON_DISK, ROUNDED_LAYERS),
@@ -214,7 +216,7 @@ def device_needs(
     )
     kinds = set(facts.layers)
     visits = {x: visit_bytes(facts, machine, x, workload, is_padded=is_padded) for x in kinds}
-    widest = max(visits.values(), key=lambda visit: visit.gradients + visit.dora)
+    widest = max(visits.values(), key=lambda visit: visit.gradients + visit.dora + visit.tile)
     beside = replace(widest, saved=0, scores=0, adapter_inputs=0, factors=0)
     cublas = MemoryTerm(name=CUBLAS, num_bytes=CUBLAS_BYTES if machine.device == "cuda" else 0)
     chunk_bytes = traced.head_chunk if traced else head_chunk_bytes(facts, workload)
@@ -367,6 +369,7 @@ def _visit_terms(one: VisitBytes) -> tuple[MemoryTerm, ...]:
         MemoryTerm(name=SCORES, num_bytes=one.scores),
         MemoryTerm(name="one visit: adapter inputs", num_bytes=one.adapter_inputs),
         MemoryTerm(name="one visit: gradients", num_bytes=one.gradients),
+        MemoryTerm(name="one visit: a tile of the MLP", num_bytes=one.tile),
         MemoryTerm(name="one visit: DoRA's norm", num_bytes=one.dora),
         MemoryTerm(name="one visit: adapter factors", num_bytes=one.factors),
     )

@@ -1,7 +1,7 @@
 """The memory of one layer's recompute and backward: what is saved, and what is live with it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offload.plan.facts.attention import (
     DELTA_CHUNK_TOKENS,
@@ -27,6 +27,10 @@ from offload.plan.memory.experts import (
 # fp32 copies of a weight while DoRA computes its norm, by bytes of a weight: measured with peft
 # 0.21 on a CPU, to 0.01 of a copy.
 DORA_WEIGHT_COPIES = {4: 3, 2: 4}
+# fp32 copies of the hidden state that are live at once in the backward of an RMSNorm, by bytes of
+# an activation: counted in transformers' own code.
+NORM_COPIES = {4: 4, 2: 4}
+FUSED_NORM_COPIES = 2  # in the dtype, where that is one operator: two gradients of the input
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +44,7 @@ class VisitBytes:
         factors: A and B in the compute dtype, where they are cast to it.
         gradients: The widest gradients that are live together with all of these.
         dora: What is live while a merged weight's norm is computed.
+        tile: All that one tile of an MLP in tiles takes, if that is when most is live.
     """
 
     saved: int
@@ -48,6 +53,7 @@ class VisitBytes:
     factors: int
     gradients: int
     dora: int
+    tile: int = 0
 
     @property
     def graph(self) -> int:
@@ -59,6 +65,71 @@ def visit_bytes(
     facts: ModelFacts, machine: Machine, layer: LayerFacts, workload: Workload, *, is_padded: bool
 ) -> VisitBytes:
     """Add up a visit of a layer on a machine."""
+    mlp = workload.tiled(layer)
+    if mlp:
+        rest = replace(layer, linears=tuple(x for x in layer.linears if x not in mlp))
+        one = _visit_bytes(facts, machine, rest, workload, is_padded=is_padded)
+        adapted = tuple(x for x in adapted_linears(layer, workload.adapter) if x in mlp)
+        return _with_tiles(one, facts, machine, workload, rest, mlp, adapted)
+    return _visit_bytes(facts, machine, layer, workload, is_padded=is_padded)
+
+
+def _with_tiles(
+    one: VisitBytes,
+    facts: ModelFacts,
+    machine: Machine,
+    workload: Workload,
+    layer: LayerFacts,
+    mlp: tuple[Linear, ...],
+    adapted: tuple[Linear, ...],
+) -> VisitBytes:
+    """Add an MLP in tiles to the visit of the rest of its layer.
+
+    The MLP saves its input alone. Most is live within a tile, or in the backward of the norm before
+    the MLP, when the MLP itself takes no more than that input and its gradient, or in attention.
+    """
+    b, spec = workload.dtype_bytes, workload.adapter
+    hidden = workload.num_tokens * facts.hidden_size
+    cast_bytes_of = 0 if b == FP32_BYTES else FP32_BYTES
+    downs = [x for x in mlp if x.is_down]
+    per_token = sum(ACTIVATION_WIDTHS[x.reads] * x.active * x.d_in * b for x in downs)
+    per_token += max(x.d_in * (2 * b + cast_bytes_of) for x in downs)
+    per_token += adapter_input_bytes(
+        adapted, spec=spec, dtype_bytes=b, is_cpu=machine.device == "cpu"
+    )
+    summed = FP32_BYTES * sum(x.adapter_parameters(spec.rank_of(x)) for x in adapted)
+    tile = (workload.mlp_chunk_tokens or 0) * per_token + summed
+    tile += cast_bytes(adapted, spec=spec, dtype_bytes=b)
+    output = workload.reads_output(mlp) * hidden * b
+    is_norm_fused = set(layer.norms) == set(workload.kept_fused(facts, layer, machine.device).norms)
+    in_norm = FUSED_NORM_COPIES * b if is_norm_fused else NORM_COPIES[b] * FP32_BYTES
+    in_attention = workload.num_tokens * _attention_gradients(layer.attention) * b
+    later = max(output + hidden * (in_norm + b), hidden * b + in_attention, output + one.gradients)
+    is_within = output + hidden * b + tile > later
+    return replace(
+        one,
+        saved=one.saved + hidden * b,
+        gradients=output + hidden * b if is_within else later,
+        dora=max(one.dora, dora_bytes(adapted, spec=spec, dtype_bytes=b)),
+        tile=tile if is_within else 0,
+    )
+
+
+def _attention_gradients(kind: Attention) -> int:
+    """Return the features of gradients that are live at once in the backward of softmax attention.
+
+    Those of its output and of queries, and of keys and values for all heads and for their own.
+    """
+    if not isinstance(kind, SoftmaxAttention):
+        return 0
+    both = kind.qk_dim + kind.v_dim
+    repeated = kind.num_kv_heads * both if kind.num_kv_heads < kind.num_heads else 0
+    return 2 * kind.num_heads * both + repeated
+
+
+def _visit_bytes(
+    facts: ModelFacts, machine: Machine, layer: LayerFacts, workload: Workload, *, is_padded: bool
+) -> VisitBytes:
     tokens, b, spec = workload.num_tokens, workload.dtype_bytes, workload.adapter
     seq_len, adapted = workload.seq_len, adapted_linears(layer, spec)
     experts = [linear for linear in adapted if linear.group == "experts"]

@@ -29,6 +29,7 @@ from offload.plan.time.attention import attention_work
 from offload.plan.time.optimizer import update_work
 from offload.plan.time.pointwise import NORM, NORM_WEIGHT, pointwise_work
 from offload.plan.time.pricer import Pricer
+from offload.plan.time.tiles import tiling
 from offload.plan.time.work import Bound, Work
 
 Grade = Literal["spec", "probed", "calibrated"]
@@ -154,11 +155,11 @@ def _layer_cost(layer: LayerFacts, at: Pricer) -> LayerCost:
     pointwise, routing = pointwise_work(at, layer), routing_work(at, layer)
     added = branches(at, adapted, left_out=left_out)
     norms = _sum([dora_norm(at, linear) for linear in adapted])
-    others = attention + pointwise.forward + routing + norms
-    forward = products + others + added.forward
-    recompute = recomputed_products(layer, at) + others + added.recompute
+    others, tiles = attention + pointwise.forward + routing + norms, tiling(at, layer)
+    forward = products + others + added.forward + tiles.forward
+    recompute = recomputed_products(layer, at) + others + added.recompute + tiles.recompute
     backward = products + attention.times(FLASH_BACKWARD_FORWARDS) + _module_gradients(at, layer)
-    backward = backward + pointwise.backward + routing.times(2) + added.backward
+    backward = backward + pointwise.backward + routing.times(2) + added.backward + tiles.backward
     b = at.workload.dtype_bytes
     cargo_bytes = at.workload.cargo_bytes(layer)
     decoded_bytes = cargo_bytes + layer.num_parameters * b
@@ -167,7 +168,7 @@ def _layer_cost(layer: LayerFacts, at: Pricer) -> LayerCost:
     return LayerCost(
         forward_s=forward.seconds(at.machine),
         backward_s=backward_s,
-        recompute_s=backward_s - backward.seconds(at.machine),
+        recompute_s=backward_s - (backward + tiles.again).seconds(at.machine),
         decode_s=decode.seconds(at.machine) if at.workload.is_encoded else 0.0,
         weight_bytes=cargo_bytes,
         forward_flops=forward.flops,

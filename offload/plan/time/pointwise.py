@@ -107,11 +107,7 @@ def _plain(at: Pricer, layer: LayerFacts, fused: FusedParts) -> Iterator[Part]:
     kind = layer.attention
     if isinstance(kind, SoftmaxAttention):
         yield from _around_softmax(layer, kind, b, is_rotary_fused=fused.has_rotary)
-    for linear in layer.linears:
-        if linear.is_down and linear.group != "experts" and linear not in fused.downs:
-            yield linear.d_in * b, 1, PLAIN if linear.reads == "plain" else GATED
-        if linear.group in ("mlp", "shared_experts") and linear.name == "gate_up_proj":
-            yield linear.d_out * b, 1, FUSED_GATE
+    yield from _mlp([x for x in layer.linears if x not in fused.downs], b)
 
 
 def _around_softmax(
@@ -126,6 +122,24 @@ def _around_softmax(
     if kind.is_fused:
         (joined,) = (x for x in layer.linears if x.group == "attention" and x.reads == "input")
         yield joined.d_out * dtype_bytes, 1, FUSED_QKV
+
+
+def mlp_work(at: Pricer, linears: Sequence[Linear]) -> PointwiseWork:
+    """Price the activations of MLPs as their own code, except those of routed experts."""
+    forward, backward = Work(), Work()
+    for num_bytes, _, counts in _mlp(linears, at.workload.dtype_bytes):
+        all_bytes = at.workload.num_tokens * num_bytes
+        forward = forward + at.traffic(all_bytes * counts.forward, num_ops=counts.forward_ops)
+        backward = backward + at.traffic(all_bytes * counts.backward, num_ops=counts.backward_ops)
+    return PointwiseWork(forward=forward, backward=backward)
+
+
+def _mlp(linears: Sequence[Linear], dtype_bytes: int) -> Iterator[Part]:
+    for linear in linears:
+        if linear.is_down and linear.group != "experts":
+            yield linear.d_in * dtype_bytes, 1, PLAIN if linear.reads == "plain" else GATED
+        if linear.group in ("mlp", "shared_experts") and linear.name == "gate_up_proj":
+            yield linear.d_out * dtype_bytes, 1, FUSED_GATE
 
 
 def _summed_gradients(at: Pricer, layer: LayerFacts) -> Work:

@@ -100,8 +100,10 @@ def test_the_plainest_request_stands_first() -> None:
             one.largest.micro_batch_size,
         )
         for one in found
+        if one.largest.mlp_chunk_tokens is None  # tiles come after all of these
     ]
     assert keys == sorted(keys)
+    assert all(one.largest.mlp_chunk_tokens for one in found[len(keys) :])
     assert len(set(keys)) == len(keys) == 3 * 2 * 2 * 6
 
 
@@ -185,4 +187,50 @@ def test_a_resumed_run_keeps_its_head_chunk(tmp_path: Path) -> None:
     assert run.as_begun(recipe(offload__head_chunk=64)).offload.head_chunk == 64
     before = resolved_yaml(recipe()).replace("  head_chunk: auto\n", "")
     run.recipe_file.write_text(before)  # of a run that knew no such setting
-    assert run.as_begun(recipe()) == recipe()
+    assert run.as_begun(recipe()) == with_offload(recipe(), mlp_chunk="whole")
+
+
+# ------------------------------------------------------------------------------------------- MLP
+
+
+def chosen_tile(seq_len: int, *overrides: str, model: str = "llama-3.1-8b") -> int | None:
+    sizes = [f"train.seq_len={seq_len}", f"train.tokens_per_step={seq_len}"]
+    asked = model_subject(model, [*sizes, "offload.codec=nf4", *overrides])
+    ways = full_requests(asked.recipe, asked.facts, num_ranks=1)
+    card = named_machine("rtx4090")
+    return choose(asked.facts, card, ways).plan.request.largest.mlp_chunk_tokens
+
+
+def test_mlps_compute_in_tiles_only_where_nothing_fits_otherwise() -> None:
+    assert [chosen_tile(n) for n in (2048, 32768, 65536, 81920)] == [None, None, 8192, 8192]
+    assert chosen_tile(2048, "offload.mlp_chunk=100") == 100
+    with pytest.raises(DoesNotFitError):
+        chosen_tile(65536, "offload.mlp_chunk=whole")
+    with pytest.raises(DoesNotFitError):
+        chosen_tile(65536, "train.compile=true")
+
+
+def test_tiles_do_not_change_the_requests_before_them() -> None:
+    asked = model_subject("llama-3.1-8b", ["train.seq_len=16384", "train.tokens_per_step=16384"])
+    whole = model_subject(
+        "llama-3.1-8b",
+        ["train.seq_len=16384", "train.tokens_per_step=16384", "offload.mlp_chunk=whole"],
+    )
+    found, plain = (full_requests(x.recipe, x.facts, num_ranks=1) for x in (asked, whole))
+    assert found[: len(plain)] == plain
+    assert {x.largest.mlp_chunk_tokens for x in found[len(plain) :]} == {8192, 2048, 512}
+
+
+def test_a_resumed_run_keeps_its_tiles(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.recipe_file.write_text(resolved_yaml(with_offload(recipe(), mlp_chunk=512)))
+    assert run.as_begun(recipe()).offload.mlp_chunk == 512
+    assert run.as_begun(recipe(offload__mlp_chunk=64)).offload.mlp_chunk == 64
+    before = resolved_yaml(recipe()).replace("  mlp_chunk: auto\n", "")
+    run.recipe_file.write_text(before)  # of a run that knew no such setting
+    assert run.as_begun(recipe()).offload.mlp_chunk == "whole"
+
+
+def test_tiles_of_compiled_layers_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"offload\.mlp_chunk is 64 and train\.compile is true"):
+        recipe(offload__mlp_chunk=64, train__compile=True)
