@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from offload.plan.facts.attention import SoftmaxAttention, has_fused_kernel, output_bytes
 from offload.plan.facts.codec import CodecName, is_encoded
 from offload.plan.facts.facts import AdapterSpec, LayerFacts
 from offload.plan.facts.layer_layout import record_bytes
@@ -51,6 +52,22 @@ class Workload:
     def left_out(self, layer: LayerFacts) -> tuple[Linear, ...]:
         """Return the linears of a layer whose products its recompute leaves out."""
         return unread_linears(layer, self.adapter) if self.leaves_out else ()
+
+    def output_bytes(self, layer: LayerFacts, *, is_cuda: bool) -> int:
+        """Return what a layer's fused attention leaves for its backward; 0 without such a kernel.
+
+        That is its output and log-sum-exp.
+        """
+        kind = layer.attention
+        if not (isinstance(kind, SoftmaxAttention) and has_fused_kernel(kind, is_cuda=is_cuda)):
+            return 0
+        return output_bytes(
+            num_heads=kind.num_heads,
+            head_features=kind.v_dim,
+            element_bytes=self.dtype_bytes,
+            num_rows=self.micro_batch_size,
+            seq_len=self.seq_len,
+        )
 
     def cargo_bytes(self, layer: LayerFacts) -> int:
         """Return the size of a layer as stored, which is what one load moves."""
