@@ -233,6 +233,8 @@ def _request(
         is_slab_shared=recipe.model.init == "pretrained",  # random layers are not loaded into one
         is_masked=has_router_loss(recipe),  # it does not count padding
         may_be_on_disk=recipe.model.init == "pretrained",
+        # compiled layers are computed whole
+        has_outputs=recipe.offload.attention_outputs == "auto" and not recipe.train.compile,
     )
 
 

@@ -373,6 +373,12 @@ class OffloadSection(Section):
         description="Layers, from the last, that the backward does not compute again because what"
         " autograd saved of them stays on the device; `auto` takes as many as fit and pay.",
     )
+    attention_outputs: Literal["auto", "none"] = Field(
+        default="auto",
+        description="Whether outputs of fused attention wait for the backward, which then does not"
+        " compute it again, on the device or in page-locked memory; `auto` keeps and sends as many"
+        " as fit and pay.",
+    )
     stash: Literal["auto", "device", "host"] = Field(
         default="auto",
         description="Where the layers' inputs wait for the backward; `host` saves device memory.",

@@ -5,7 +5,15 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from finetune.report.format import free_streaming, shown_gib, shown_graphs, shown_time, table_of
+from finetune.report.format import (
+    free_streaming,
+    shown_gib,
+    shown_graphs,
+    shown_outputs,
+    shown_time,
+    table_of,
+)
+from finetune.report.plan import outputs_json
 from offload.plan.facts.codec import ROUNDING
 from offload.plan.fit import Shortage
 from offload.plan.request import HEAD_CHUNK_TOKENS
@@ -57,6 +65,7 @@ def _settings(one: Candidate) -> dict[str, Any]:
         "codec": request.typical.codec,
         "num_slots": one.residency.num_slots,
         "kept_graphs": one.residency.num_kept_graphs,
+        **outputs_json(one.residency),
         "stash": "host" if request.is_stashed else "device",
         "head_chunk_tokens": request.typical.head_chunk_tokens,
         "mlp_chunk_tokens": request.typical.mlp_chunk_tokens,
@@ -81,6 +90,7 @@ def _words(one: Candidate) -> dict[str, str]:
         "codec": request.typical.codec,
         "slots": f"{one.residency.num_slots} slots",
         "graphs": shown_graphs(one.residency.num_kept_graphs),
+        "outputs": shown_outputs(one.residency),
         "inputs": f"inputs {'in RAM' if request.is_stashed else 'on the device'}",
         "sequences": (
             f"{request.num_micro_batches} x {request.typical.micro_batch_size} sequences"
@@ -95,6 +105,8 @@ def _settings_line(one: Candidate) -> str:
     words = _words(one)
     if not one.residency.num_kept_graphs:
         del words["graphs"]
+    if not one.residency.has_outputs:
+        del words["outputs"]
     if one.request.typical.head_chunk_tokens >= HEAD_CHUNK_TOKENS:
         del words["chunk"]
     if one.request.typical.mlp_chunk_tokens is None:

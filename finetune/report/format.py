@@ -6,6 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from offload.plan.machine.machine import GIB
+from offload.plan.schedule.residency import Residency
 from offload.plan.step import FREE_FRAC, MOST_TOKENS
 
 
@@ -74,6 +75,13 @@ def shown_break_even(num_tokens: int | None) -> str:
 def free_streaming(num_tokens: int | None) -> str:
     """Return from how many tokens streaming is free; the words follow "streaming"."""
     return f"adds less than {FREE_FRAC:.0%} from N* = {shown_break_even(num_tokens)}"
+
+
+def shown_outputs(residency: Residency) -> str:
+    """Return how many layers' attention is not computed again."""
+    if not residency.has_outputs:
+        return "no kept outputs"
+    return f"{residency.num_kept_outputs} kept and {residency.num_sent_outputs} sent outputs"
 
 
 def shown_graphs(num_kept_graphs: int) -> str:

@@ -11,6 +11,7 @@ from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.trainable import adapter_parameters, module_parameters, trained_parameters
 from offload.plan.machine.machine import Implementation, Machine, Rate
 from offload.plan.plan import Plan
+from offload.plan.schedule.residency import Residency
 from offload.plan.time.roofline import Count, layer_flops
 
 REFERENCE_FLOPS_PER_S = 250e12
@@ -109,6 +110,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "schedule": {
             "num_slots": plan.num_slots,
             "kept_graphs": plan.num_kept_graphs,
+            **outputs_json(plan.residency),
             "num_micro_batches": plan.request.num_micro_batches,
             "tokens_per_step": plan.tokens_per_step,
             "num_loads": plan.schedule.num_loads,
@@ -184,6 +186,27 @@ def kept_line(plan: Plan) -> str:
         f"{plan.num_kept_graphs} of {num_layers} layers keep their graph, the last ones:"
         f" {shown_time(saved_s)} of recompute saved"
     )
+
+
+def outputs_line(plan: Plan) -> str:
+    """Return how many layers' attention is not computed again, and the time that it saves."""
+    outputs, layers = plan.outputs, plan.costs.layers
+    saved_s = sum(layers[i].attention_s for i in outputs.kept | outputs.sent)
+    saved_s -= sum(layers[i].pack_s for i in outputs.sent)
+    words = f"{len(outputs.kept)} of {len(layers)} layers keep the output of their attention"
+    if outputs.sent:
+        words += f", {len(outputs.sent)} send it to RAM and back"
+    return f"{words}: {shown_time(saved_s * plan.request.rank_micro_batches)} of recompute saved"
+
+
+def outputs_json(residency: Residency) -> dict[str, int]:
+    """Return how many layers keep or send the output of their attention, if any does."""
+    if not residency.has_outputs:
+        return {}
+    return {
+        "kept_outputs": residency.num_kept_outputs,
+        "sent_outputs": residency.num_sent_outputs,
+    }
 
 
 def _layer_line(plan: Plan) -> str:

@@ -27,7 +27,13 @@ from finetune.report.format import (
     shown_time,
 )
 from finetune.report.memory import PEAKS, MemoryRow
-from finetune.report.plan import adapter_line, kept_line, place_of_layers, predicted_phases
+from finetune.report.plan import (
+    adapter_line,
+    kept_line,
+    outputs_line,
+    place_of_layers,
+    predicted_phases,
+)
 from offload.plan.facts.codec import ROUNDING
 from offload.plan.memory.memory import MemoryTerm, total_bytes
 from offload.plan.plan import Plan
@@ -86,7 +92,8 @@ def _plan_rows(choice: Choice) -> Iterator[tuple[str, Sequence[str]]]:
     yield "layers", [_layers_line(plan)]
     yield "layer inputs", [STASHED] if plan.request.is_stashed else []
     yield "tokens", [_tokens_line(plan)]
-    yield "backward", [kept_line(plan)] if plan.num_kept_graphs else []
+    graphs = [kept_line(plan)] if plan.num_kept_graphs else []
+    yield "backward", [*graphs, *([outputs_line(plan)] if plan.residency.has_outputs else [])]
     yield "expert kernels", [f"{kernel.value} ({kernel.source})"] if facts.has_experts else []
     yield "rejected", [_rejected_line(one, choice.chosen) for one in choice.rejected]
 

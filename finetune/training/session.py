@@ -105,6 +105,7 @@ class Session:
             record.timeline,
             optimizer_s=record.optimizer_s,
             num_kept_graphs=plan.num_kept_graphs,
+            outputs=plan.outputs,
         )
         return with_costs(plan, costs)
 
@@ -132,7 +133,8 @@ def with_unread(plan: Plan, found: Sequence[Collection[str]]) -> tuple[Plan, str
         for layer, left_out in zip(layers, names, strict=True)
     )
     facts = replace(plan.facts, layers=as_found)
-    priced = replace(plan, facts=facts, costs=costs_of(facts, plan.machine, plan.request))
+    costs = costs_of(facts, plan.machine, plan.request).given(plan.residency)
+    priced = replace(plan, facts=facts, costs=costs)
     return priced, (
         f"Recomputes leave out {sum(map(len, names))} products, and the plan counted on"
         f" {sum(map(len, counted_on))}: priced again"
@@ -233,6 +235,8 @@ def too_large(plan: Plan, error: torch.OutOfMemoryError) -> DoesNotFitError:
     """Return the error for a rehearsal that ran out of memory, with the settings to change."""
     num_slots, num_graphs = plan.num_slots, plan.num_kept_graphs
     fix = f"offload.num_slots: {num_slots - 1}" if num_slots > MIN_SLOTS else "train.seq_len"
+    if plan.residency.has_outputs:
+        fix = "offload.attention_outputs: none"
     if num_graphs:
         fix = "offload.kept_graphs: 0"
     return DoesNotFitError(

@@ -11,6 +11,8 @@ from offload.plan.facts.facts import ModelFacts
 from offload.plan.machine.machine import Machine
 from offload.plan.memory.memory import (
     OTHER_RANKS,
+    SENT_OUTPUTS,
+    SLAB,
     STAGING,
     STASH,
     DeviceNeeds,
@@ -107,6 +109,8 @@ class MemoryNeeds:
             num_slabs=request.num_slabs,
             rank_device_bytes=total_bytes(self.device(residency)),
         )
+        if residency.num_sent_outputs:
+            terms = self._with_sent(terms, residency)
         if residency.num_kept_graphs < 2 or not request.is_stashed:
             return terms
         num_inputs = (residency.num_kept_graphs - 1) * request.num_stashed
@@ -114,6 +118,22 @@ class MemoryNeeds:
         spared_of = {STASH: spared, OTHER_RANKS: (request.num_ranks - 1) * spared}
         return tuple(
             replace(term, num_bytes=term.num_bytes - spared_of.get(term.name, 0)) for term in terms
+        )
+
+    def _with_sent(
+        self, terms: tuple[MemoryTerm, ...], residency: Residency
+    ) -> tuple[MemoryTerm, ...]:
+        """Add each rank's sent outputs of attention."""
+        sent = MemoryTerm(name=SENT_OUTPUTS, num_bytes=self.on_device.sent_bytes(residency))
+        others_bytes = (self.request.num_ranks - 1) * sent.num_bytes
+        return (
+            *(
+                replace(term, num_bytes=term.num_bytes + others_bytes)
+                if term.name == OTHER_RANKS
+                else term
+                for term in terms
+            ),
+            sent,
         )
 
     @property
@@ -148,11 +168,17 @@ class MemoryNeeds:
         self, residency: Residency, *, computing_bytes: int = 0
     ) -> tuple[Shortage, ...]:
         host = self.host(residency)
-        is_locked = self.machine.device == "cuda"
+        is_locked, is_sent = self.machine.device == "cuda", residency.num_sent_outputs > 0
         asked = (
             Shortage(
                 what="of page-locked memory for layer inputs",
                 needed_bytes=self.request.num_ranks * _size(host, STASH) if is_locked else 0,
+                limit_bytes=self.machine.pinned_bytes,
+                limit="may be page-locked",
+            ),
+            Shortage(
+                what="of page-locked memory for attention outputs",
+                needed_bytes=self._locked_bytes(host) if is_locked and is_sent else 0,
                 limit_bytes=self.machine.pinned_bytes,
                 limit="may be page-locked",
             ),
@@ -164,6 +190,12 @@ class MemoryNeeds:
             ),
         )
         return tuple(one for one in asked if one.short_bytes > 0)
+
+    def _locked_bytes(self, host: tuple[MemoryTerm, ...]) -> int:
+        """Return the page-locked memory of all ranks: what is sent locks no slab out."""
+        each = _size(host, STASH) + _size(host, SENT_OUTPUTS) + _size(host, STAGING)
+        slabs = 0 if _size(host, STAGING) else self.request.num_slabs * _size(host, SLAB)
+        return slabs + self.request.num_ranks * each
 
     @property
     def least(self) -> Residency:
@@ -187,7 +219,7 @@ class MemoryNeeds:
         The smallest is 0 unless host memory is too small for the stashed inputs. The inputs of kept
         graphs are not stashed, and the device may have room for enough graphs.
         """
-        may_choose = self._chooses_graphs and self.machine.device == "cuda"
+        may_choose = self.chooses_graphs and self.machine.device == "cuda"
         may_help = may_choose and self.request.is_stashed
         if not (may_help and self._host_shortages(self.least)):
             return self.request.num_kept_graphs or 0
@@ -199,7 +231,12 @@ class MemoryNeeds:
         return fewest if fewest < len(numbers) and not self.shortages(found) else 0
 
     @property
-    def _chooses_graphs(self) -> bool:
+    def chooses_outputs(self) -> bool:
+        """Whether attention may be kept or sent, and its size is known, from a config's facts."""
+        return self.request.has_outputs and self.facts.grade == "config"
+
+    @property
+    def chooses_graphs(self) -> bool:
         """Whether the number of kept graphs is open, and the size of a graph is known.
 
         The size is known from a trace, or from formulas that are tested for the families whose
@@ -208,16 +245,50 @@ class MemoryNeeds:
         is_known = self.facts.grade == "config" or self.request.traced is not None
         return is_known and self.request.num_kept_graphs is None
 
-    def with_graphs(self, num_slots: int) -> Residency:
+    def with_graphs(self, num_slots: int, *, num_sent_outputs: int = 0) -> Residency:
         """Return these slots with the requested number of kept graphs, or the largest that fits."""
-        fewest = Residency(num_slots=num_slots, num_kept_graphs=self._fewest_graphs)
-        if not self._chooses_graphs:
+        fewest = Residency(
+            num_slots=num_slots,
+            num_kept_graphs=self._fewest_graphs,
+            num_sent_outputs=num_sent_outputs,
+        )
+        if not self.chooses_graphs:
             return fewest
         more = range(fewest.num_kept_graphs + 1, self.facts.num_layers + 1)
         num_more = _num_false(
             more, lambda n: bool(self.shortages(replace(fewest, num_kept_graphs=n)))
         )
         return replace(fewest, num_kept_graphs=fewest.num_kept_graphs + num_more)
+
+    def with_outputs(self, residency: Residency) -> Residency:
+        """Return the same with as many kept outputs of attention as fit."""
+        more = range(1, self._most_outputs(residency) + 1)
+        num = _num_false(
+            more, lambda n: bool(self.shortages(replace(residency, num_kept_outputs=n)))
+        )
+        return replace(residency, num_kept_outputs=num)
+
+    def with_outputs_first(self, residency: Residency) -> Residency:
+        """Return the same with all outputs of attention, and graphs in the rest of the memory."""
+        fewest = replace(residency, num_kept_graphs=self._fewest_graphs)
+        most = self.with_outputs(fewest)
+        if most.num_kept_outputs < self._most_outputs(fewest) or not self.chooses_graphs:
+            return most
+        numbers = range(fewest.num_kept_graphs + 1, self.facts.num_layers + 1)
+        num = _num_false(numbers, lambda n: bool(self.shortages(replace(most, num_kept_graphs=n))))
+        more = replace(most, num_kept_graphs=fewest.num_kept_graphs + num)
+        return replace(more, num_kept_outputs=self._most_outputs(more))
+
+    def most_sent(self, residency: Residency) -> int:
+        """Return how many more layers could send what they do not keep."""
+        numbers = range(1, self._most_outputs(residency) - residency.num_kept_outputs + 1)
+        return _num_false(
+            numbers, lambda n: bool(self.shortages(replace(residency, num_sent_outputs=n)))
+        )
+
+    def _most_outputs(self, residency: Residency) -> int:
+        first_graph = self.facts.num_layers - residency.num_kept_graphs
+        return sum(size > 0 for size in self.on_device.output_bytes[:first_graph])
 
     @property
     def most_slots(self) -> int | None:

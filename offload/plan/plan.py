@@ -15,7 +15,7 @@ from offload.plan.memory.traced import MemoryGrade
 from offload.plan.refusal import refusal
 from offload.plan.request import PlanRequest
 from offload.plan.schedule.op import Kind
-from offload.plan.schedule.residency import Residency
+from offload.plan.schedule.residency import NO_OUTPUTS, AttentionOutputs, Residency
 from offload.plan.schedule.schedule import Schedule
 from offload.plan.schedule.simulate import simulate
 from offload.plan.schedule.timeline import Timeline
@@ -58,6 +58,12 @@ class Plan:
     def num_kept_graphs(self) -> int:
         """How many layers, the last ones, are not checkpointed."""
         return self.residency.num_kept_graphs
+
+    @property
+    def outputs(self) -> AttentionOutputs:
+        """The layers whose attention is not computed again, with sizes of a typical step."""
+        num = self.request.rank_micro_batches
+        return self.costs.outputs(self.residency, num_micro_batches=num)
 
     @property
     def memory_grade(self) -> MemoryGrade:
@@ -106,6 +112,7 @@ class Plan:
             else 0,
             is_staged=self.schedule.is_staged,
             num_kept_graphs=self.num_kept_graphs,
+            outputs=self.outputs,
         )
         return bound_s + self.costs.optimizer_s
 
@@ -149,6 +156,7 @@ def costs_of(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Costs
 
 def laid_out(needs: MemoryNeeds, costs: Costs, residency: Residency) -> Plan:
     """Return the plan of a request that fits with this residency."""
+    costs = costs.given(residency)
     return Plan(
         facts=needs.facts,
         machine=needs.machine,
@@ -165,12 +173,18 @@ def laid_out(needs: MemoryNeeds, costs: Costs, residency: Residency) -> Plan:
 
 def draft_step_s(needs: MemoryNeeds, costs: Costs, residency: Residency) -> float:
     """Return the predicted time of a step, optimizer included, without all of its ops."""
+    costs = costs.given(residency)
     draft = Draft.of(needs.facts, needs.request, costs, residency, is_staged=needs.is_staged)
     return draft.step_s(needs.request.rank_micro_batches) + costs.optimizer_s
 
 
 def calibrate(
-    costs: Costs, measured: Timeline, *, optimizer_s: float, num_kept_graphs: int
+    costs: Costs,
+    measured: Timeline,
+    *,
+    optimizer_s: float,
+    num_kept_graphs: int,
+    outputs: AttentionOutputs = NO_OUTPUTS,
 ) -> Costs:
     """Replace the priced durations by those of a step measured on this machine.
 
@@ -181,11 +195,12 @@ def calibrate(
         measured: A step of the typical micro-batches.
         optimizer_s: The measured time of the update alone.
         num_kept_graphs: Layers of the measured step that were not checkpointed.
+        outputs: Other layers of it whose attention was not computed again.
     """
     first_graph = len(costs.layers) - num_kept_graphs
     load_s = measured.busy_s(Kind.LOAD)
     layers = tuple(
-        _measured(layer, measured, number, has_graph=number >= first_graph)
+        _measured(layer, measured, number, outputs, has_graph=number >= first_graph)
         for number, layer in enumerate(costs.layers)
     )
     return replace(
@@ -200,19 +215,36 @@ def calibrate(
         optimizer_s=optimizer_s,
         h2d_bytes_per_s=_rate(measured, Kind.LOAD, costs.h2d_bytes_per_s),
         h2d_latency_s=0.0 if load_s else costs.h2d_latency_s,
-        fetch_bytes_per_s=_rate(measured, Kind.FETCH, costs.fetch_bytes_per_s),
+        fetch_bytes_per_s=_rate(
+            measured, Kind.FETCH, _rate(measured, Kind.RETURN, costs.fetch_bytes_per_s)
+        ),
         read_bytes_per_s=_rate(measured, Kind.READ, costs.read_bytes_per_s),
     )
 
 
-def _measured(layer: LayerCost, measured: Timeline, number: int, *, has_graph: bool) -> LayerCost:
+def _measured(
+    layer: LayerCost,
+    measured: Timeline,
+    number: int,
+    outputs: AttentionOutputs,
+    *,
+    has_graph: bool,
+) -> LayerCost:
     forward_s, back_s = (_mean_s(measured, k, number) for k in (Kind.FORWARD, Kind.BACKWARD))
+    slowdown = forward_s / layer.forth_s(is_sent=number in outputs.sent)
+    pack_s = layer.pack_s * slowdown
+    forward_s -= pack_s if number in outputs.sent else 0.0
     again_s = forward_s * layer.recompute_frac
+    attention_s = min(layer.attention_s * slowdown, again_s)
+    if number in outputs.kept or number in outputs.sent:
+        back_s += attention_s
     return replace(
         layer,
         forward_s=forward_s,
         backward_s=back_s + again_s if has_graph else back_s,
         recompute_s=again_s if has_graph else min(again_s, back_s),
+        attention_s=attention_s if has_graph else min(attention_s, again_s, back_s),
+        pack_s=pack_s,
         decode_s=_mean_s(measured, Kind.DECODE, number) if layer.decode_s else 0.0,
     )
 

@@ -31,6 +31,8 @@ class PlanRequest:
         traced: Memory of `largest` as a trace measured it; None counts it by formulas.
         is_masked: Whether the model gets a padding mask, so that masks are materialized.
         may_be_on_disk: Whether the layers could be stored in a file; random weights cannot.
+        has_outputs: Whether outputs of attention are kept or sent where that pays, so that it is
+            not computed again.
     """
 
     typical: Workload
@@ -47,6 +49,7 @@ class PlanRequest:
     traced: TracedBytes | None = None
     is_masked: bool = False
     may_be_on_disk: bool = False
+    has_outputs: bool = False
 
     def within(self, num_layers: int) -> "PlanRequest":
         """Return the same request with at most as many slots as the model has layers."""

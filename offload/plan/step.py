@@ -20,7 +20,7 @@ from offload.plan.schedule.schedule import (
     warm_ring,
 )
 from offload.plan.schedule.simulate import Pieces, merged_s
-from offload.plan.time.costs import Costs
+from offload.plan.time.costs import Costs, LayerCost
 
 FREE_FRAC = 0.01  # of a step: streaming that adds less is free
 # The largest batch that Llama 3 405B was pretrained with (arXiv:2407.21783, section 3.4.1): a step
@@ -66,6 +66,7 @@ def schedule_of(
         trains_front=bool(outer_module_sizes(facts, typical.adapter)),
         input_bytes=(input_bytes(facts, typical),) * num_stashed,
         num_kept_graphs=residency.num_kept_graphs,
+        outputs=costs.outputs(residency, num_micro_batches=num_micro_batches),
     )
 
 
@@ -87,13 +88,17 @@ def duration_of(costs: Costs) -> Callable[[Op], float]:
             return costs.front_backward_s
         if op.kind is Kind.TAIL:
             return costs.tail_s
-        assert op.layer is not None
-        layer = costs.layers[op.layer]
-        if op.kind is Kind.DECODE:
-            return layer.decode_s
-        return layer.forward_s if op.kind is Kind.FORWARD else layer.back_s(has_graph=op.has_graph)
+        return _of_layer_s(costs.layers[op.layer_index], op)
 
     return duration_s
+
+
+def _of_layer_s(layer: LayerCost, op: Op) -> float:
+    if op.kind is Kind.DECODE:
+        return layer.decode_s
+    if op.kind is Kind.FORWARD:
+        return layer.forth_s(is_sent=op.carrier is not None)
+    return layer.back_s(has_graph=op.has_graph, has_output=op.has_output)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,6 +16,7 @@ from offload.errors import TransferError
 from offload.plan.schedule.op import Kind, Lane
 from tests.doubles import HookedDevice
 from tests.parity.steps import OPTIONS, assert_equal, gradients, micro_batches, tiny
+from tests.tiers import mostly_slow
 
 KEPT = replace(OPTIONS, num_kept_outputs=6)
 SENT = replace(OPTIONS, num_sent_outputs=6)
@@ -44,8 +45,18 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "gemma3_text"])
-@pytest.mark.parametrize("options", [KEPT, SENT, BOTH], ids=["kept", "sent", "both"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    mostly_slow(
+        {
+            f"{name}-{way}": (name, options)
+            for name in ("qwen3", "qwen3_moe", "gemma3_text")
+            for way, options in (("kept", KEPT), ("sent", SENT), ("both", BOTH))
+        },
+        "qwen3-kept",
+        "qwen3-sent",
+    ),
+)
 def test_move_no_bit_differs_where_attention_is_not_computed_again(
     name: str, options: EngineOptions
 ) -> None:
@@ -59,13 +70,15 @@ def test_move_no_bit_differs_where_attention_is_not_computed_again(
 
 @pytest.mark.parametrize(
     "others",
-    [
-        {"codec": "int8"},
-        {"stash": "host"},
-        {"num_kept_graphs": 2},
-        {"stash": "host", "num_kept_graphs": 1, "num_slots": 3},
-    ],
-    ids=["codec", "stash", "kept graphs", "stash and a graph"],
+    mostly_slow(
+        {
+            "codec": {"codec": "int8"},
+            "stash": {"stash": "host"},
+            "kept graphs": {"num_kept_graphs": 2},
+            "stash and a graph": {"stash": "host", "num_kept_graphs": 1, "num_slots": 3},
+        },
+        "stash and a graph",
+    ),
 )
 def test_move_no_bit_differs_with_codecs_stash_and_kept_graphs(others: dict[str, Any]) -> None:
     model = tiny("qwen3")
@@ -73,7 +86,18 @@ def test_move_no_bit_differs_with_codecs_stash_and_kept_graphs(others: dict[str,
     assert_equal(steps(model, replace(BOTH, **others))[0], expected)
 
 
-@pytest.mark.parametrize(("options", "num"), [(OPTIONS, 12), (KEPT, 6), (SENT, 6), (BOTH, 7)])
+@pytest.mark.parametrize(
+    ("options", "num"),
+    mostly_slow(
+        {
+            "neither": (OPTIONS, 12),
+            "kept": (KEPT, 6),
+            "sent": (SENT, 6),
+            "both": (BOTH, 7),
+        },
+        "both",
+    ),
+)
 def test_attention_is_computed_once_per_layer_that_keeps_or_sends_it(
     options: EngineOptions, num: int
 ) -> None:

@@ -77,6 +77,7 @@ def cases(draw: st.DrawFn) -> Case:
             is_on_disk=draw(st.sampled_from([False, False, True])),
             num_ranks=draw(st.sampled_from([1, 1, 2])),
             is_slab_shared=True,
+            has_outputs=draw(st.booleans()),
         ),
     )
 

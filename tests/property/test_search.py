@@ -1,6 +1,6 @@
 """The choice among plans against all of them, simulated op by op."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
 
@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from offload.errors import DoesNotFitError
 from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.machine import GIB, Machine, Rate, named_machine
+from offload.plan.memory.memory import SENT_OUTPUTS, STASH
 from offload.plan.plan import plan
 from offload.plan.request import PlanRequest, with_codec
 from offload.plan.schedule.op import Kind
+from offload.plan.schedule.residency import Residency
 from offload.plan.search import Choice, fastest, search
 from offload.plan.split import SAME_FRAC, WORTH_FRAC
 from tests import builders
@@ -78,6 +80,11 @@ def found(machine: Machine, requests: list[PlanRequest]) -> Choice | None:
         return search(FACTS, machine, requests, rounding=("nf4",))
     except DoesNotFitError:
         return None
+
+
+def with_residency(one: PlanRequest, residency: Residency) -> PlanRequest:
+    """Ask for these slots and graphs."""
+    return replace(one, num_slots=residency.num_slots, num_kept_graphs=residency.num_kept_graphs)
 
 
 def step_s(machine: Machine, one: PlanRequest) -> float:
@@ -155,7 +162,7 @@ def test_what_was_rejected_trains_the_same_and_is_slower_or_does_not_fit(machine
     times = [one.least_s for one in choice.rejected]
     assert times == sorted(times)
     for one in choice.rejected:
-        asked = replace(one.request, **asdict(one.residency))
+        asked = with_residency(one.request, one.residency)
         if one.shortages and one.request.num_kept_graphs is None:
             continue  # it may be short of the reserve alone
         if one.shortages:
@@ -241,11 +248,52 @@ def test_memory_is_shared_out_between_slots_and_graphs_as_is_fastest(
     one = replace(one, num_kept_graphs=None)
     needs = MemoryNeeds.of(FACTS, machine, one)
     every = [
-        step_s(machine, replace(one, **asdict(residency)))
+        step_s(machine, with_residency(one, residency))
         for residency in map(needs.with_graphs, range(2, FACTS.num_layers + 1))
         if not needs.shortages(residency)
     ]
     assert step_s(machine, one) <= min(every, default=inf) * (1.002 + WORTH_FRAC)
+
+
+@settings(max_examples=40)
+@given(
+    machine=machines(),
+    is_stashed=st.booleans(),
+    num_micro_batches=st.sampled_from([1, 4]),
+    seq_len=st.sampled_from([512, 4096]),
+    num_kept_graphs=st.sampled_from([0, 1, None]),
+)
+def test_attention_is_kept_or_sent_only_where_a_step_is_then_faster(
+    machine: Machine,
+    is_stashed: bool,
+    num_micro_batches: int,
+    seq_len: int,
+    num_kept_graphs: int | None,
+) -> None:
+    one = builders.request(
+        builders.workload(micro_batch_size=1, seq_len=seq_len),
+        num_micro_batches=num_micro_batches,
+        num_kept_graphs=num_kept_graphs,
+        is_stashed=is_stashed,
+    )
+    try:
+        without = plan(FACTS, machine, one)
+    except DoesNotFitError:
+        return
+    chosen = plan(FACTS, machine, replace(one, has_outputs=True))
+    if not chosen.residency.has_outputs:
+        assert chosen == replace(without, request=chosen.request)
+        return
+    assert chosen.step_s < without.step_s * (1 - SAME_FRAC)
+    assert chosen.bound_s <= chosen.step_s * (1 + 1e-9)
+    assert chosen.peak_bytes <= machine.vram_bytes
+    assert chosen.host_bytes <= machine.ram_bytes
+    assert chosen.schedule.is_staged == without.schedule.is_staged
+    host = {term.name: term.num_bytes for term in chosen.host_memory}
+    if SENT_OUTPUTS in host:
+        loaded = "staging" if "staging" in host else "slab"
+        locked = sum(host.get(name, 0) for name in (SENT_OUTPUTS, STASH, loaded))
+        assert locked <= machine.pinned_bytes
 
 
 @settings(max_examples=10)

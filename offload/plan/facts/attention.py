@@ -115,6 +115,13 @@ class Recurrence:
 Attention = SoftmaxAttention | DeltaAttention | Recurrence
 
 
+def has_fused_kernel(kind: Attention, *, is_cuda: bool) -> bool:
+    """Return whether one kernel computes it; a CPU's has queries as wide as values."""
+    if not isinstance(kind, SoftmaxAttention) or kind.scores != "fused":
+        return False
+    return is_cuda or not kind.is_latent
+
+
 def output_bytes(
     *, num_heads: int, head_features: int, element_bytes: int, num_rows: int, seq_len: int
 ) -> int:

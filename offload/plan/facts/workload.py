@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from offload.plan.facts.attention import SoftmaxAttention, has_fused_kernel, output_bytes
 from offload.plan.facts.codec import CodecName, is_encoded
 from offload.plan.facts.facts import AdapterSpec, LayerFacts, ModelFacts
 from offload.plan.facts.fused import NOTHING, FusedParts, compiled_parts, fused_parts
@@ -106,6 +107,22 @@ class Workload:
     def reads_output(self, mlp: tuple[Linear, ...]) -> bool:
         """Return whether a recompute reads what an MLP returns, as a norm after it does."""
         return not (self.leaves_out and any(x.is_unread for x in mlp if x.is_down))
+
+    def output_bytes(self, layer: LayerFacts, *, is_cuda: bool) -> int:
+        """Return what a layer's fused attention leaves for its backward; 0 without such a kernel.
+
+        That is its output and log-sum-exp.
+        """
+        kind = layer.attention
+        if not (isinstance(kind, SoftmaxAttention) and has_fused_kernel(kind, is_cuda=is_cuda)):
+            return 0
+        return output_bytes(
+            num_heads=kind.num_heads,
+            head_features=kind.v_dim,
+            element_bytes=self.dtype_bytes,
+            num_rows=self.micro_batch_size,
+            seq_len=self.seq_len,
+        )
 
     def cargo_bytes(self, layer: LayerFacts) -> int:
         """Return the size of a layer as stored, which is what one load moves."""

@@ -28,15 +28,22 @@ from offload.plan.facts.workload import Workload
 from offload.plan.machine.machine import Machine
 from offload.plan.memory.traced import TracedBytes
 from offload.plan.memory.visit import VisitBytes, is_masked, visit_bytes
-from offload.plan.schedule.residency import Residency
-from offload.plan.schedule.schedule import NUM_FETCHED, NUM_KEPT, NUM_STAGING, PIECE_BYTES
+from offload.plan.schedule.residency import AttentionOutputs, Residency
+from offload.plan.schedule.schedule import (
+    NUM_CARRIED,
+    NUM_FETCHED,
+    NUM_KEPT,
+    NUM_STAGING,
+    PIECE_BYTES,
+)
 
 MIB = 2**20
 
 # Terms that are looked up by name.
 SLAB, STASH, STAGING = "slab", "stashed layer inputs", "staging"
 DATA_WORKERS = "data workers"
-SENT_OUTPUTS = "sent attention outputs"
+SENT_OUTPUTS, KEPT_OUTPUTS = "sent attention outputs", "kept attention outputs"
+CARRIERS = "buffers of sent attention outputs"
 PAGED_STATES = "paged optimizer states"
 CONTEXT, FRAGMENTATION, OTHER_RANKS = "context", "fragmentation", "other ranks"
 SLOTS, CUBLAS, KEPT_GRAPHS = "slots", "cuBLAS workspaces", "kept graphs"
@@ -64,6 +71,7 @@ FEWER_SLOTS, ROUNDED_LAYERS = "fewer `offload.num_slots`", "`offload.codec: nf4`
 ON_DISK, INPUTS_IN_RAM = "`offload.tier: disk`", "`offload.stash: host`"
 SMALLER_CHUNK = "a smaller `offload.head_chunk`"
 SMALLER_TILES = "a smaller `offload.mlp_chunk`"
+NO_OUTPUTS = "`offload.attention_outputs: none`"
 SHRINKS: Mapping[str, tuple[str, ...]] = {
     SLOTS: (FEWER_SLOTS, ROUNDED_LAYERS),
     "adapters": (RANK, "fewer `adapter.targets`"),
@@ -75,6 +83,8 @@ SHRINKS: Mapping[str, tuple[str, ...]] = {
     "hidden states and their gradients": (TOKENS,),
     RECORDED: (SEQ_LEN, TOKENS),
     KEPT_GRAPHS: ("fewer `offload.kept_graphs`",),
+    KEPT_OUTPUTS: (NO_OUTPUTS,),
+    CARRIERS: (NO_OUTPUTS,),
     HEAD_CHUNK: (SMALLER_CHUNK,),
     VISIT: (SEQ_LEN, MICRO_BATCH),
     "one visit: saved activations": (SEQ_LEN, MICRO_BATCH),
@@ -86,6 +96,7 @@ SHRINKS: Mapping[str, tuple[str, ...]] = {
     "one visit: adapter factors": (RANK,),
     SLAB: (ON_DISK, ROUNDED_LAYERS),
     STASH: (TOKENS, "`offload.stash: device`"),
+    SENT_OUTPUTS: (NO_OUTPUTS, TOKENS),
     DATA_WORKERS: ("fewer `data.num_workers`",),
     OTHER_RANKS: ("fewer `--num_processes`",),
 }
@@ -127,6 +138,9 @@ class DeviceNeeds:
             kept graphs.
         update: The optimizer.
         fixed: Independent of all settings.
+        output_bytes: Of the output and log-sum-exp of each layer's attention for one micro-batch;
+            0 where it is computed again.
+        num_micro_batches: Of a rank's step.
     """
 
     always: tuple[MemoryTerm, ...]
@@ -136,6 +150,33 @@ class DeviceNeeds:
     instants: tuple[tuple[MemoryTerm, ...], ...]
     update: MemoryTerm
     fixed: tuple[MemoryTerm, ...]
+    output_bytes: tuple[int, ...]
+    num_micro_batches: int
+
+    @property
+    def num_outputs(self) -> int:
+        """Layers whose attention could be kept or sent."""
+        return sum(size > 0 for size in self.output_bytes)
+
+    def sent_bytes(self, residency: Residency) -> int:
+        """Return what the sent outputs take in the host's memory."""
+        sent = self._outputs(residency).sent
+        return self.num_micro_batches * sum(self.output_bytes[layer] for layer in sent)
+
+    def _outputs(self, residency: Residency) -> AttentionOutputs:
+        return residency.outputs([[size] if size else [] for size in self.output_bytes])
+
+    def _output_terms(self, residency: Residency) -> tuple[MemoryTerm, ...]:
+        """List outputs that are live from the forward to the backward, and buffers of others."""
+        if not residency.has_outputs:
+            return ()
+        outputs, num = self._outputs(residency), self.num_micro_batches
+        kept = sum(self.output_bytes[layer] for layer in outputs.kept)
+        largest = max((self.output_bytes[layer] for layer in outputs.sent), default=0)
+        return (
+            MemoryTerm(name=KEPT_OUTPUTS, num_bytes=num * kept),
+            MemoryTerm(name=CARRIERS, num_bytes=NUM_CARRIED * num * largest),
+        )
 
     def terms(self, residency: Residency) -> tuple[MemoryTerm, ...]:
         """List the terms of the worst instant; more slots or graphs never need less memory."""
@@ -146,8 +187,9 @@ class DeviceNeeds:
             for term in self.always
         )
         graphs = MemoryTerm(name=KEPT_GRAPHS, num_bytes=self.graph_bytes[residency.num_kept_graphs])
-        beside = [(*self.kept, graphs, *instant) for instant in self.instants]
-        worst = max(((*self.kept, *self.visit), *beside, (self.update,)), key=total_bytes)
+        kept = (*self.kept, *self._output_terms(residency))
+        beside = [(*kept, graphs, *instant) for instant in self.instants]
+        worst = max(((*kept, *self.visit), *beside, (self.update,)), key=total_bytes)
         used = total_bytes(always) + total_bytes(worst)
         fragmentation = MemoryTerm(name=FRAGMENTATION, num_bytes=int(used * FRAGMENTATION_FRAC))
         terms = (*always, *worst, fragmentation, *self.fixed)
@@ -217,8 +259,10 @@ def device_needs(
     kinds = set(facts.layers)
     visits = {x: visit_bytes(facts, machine, x, workload, is_padded=is_padded) for x in kinds}
     widest = max(visits.values(), key=lambda visit: visit.gradients + visit.dora + visit.tile)
+    is_cuda = machine.device == "cuda"
+    outputs = {x: workload.output_bytes(x, is_cuda=is_cuda) for x in kinds}
     beside = replace(widest, saved=0, scores=0, adapter_inputs=0, factors=0)
-    cublas = MemoryTerm(name=CUBLAS, num_bytes=CUBLAS_BYTES if machine.device == "cuda" else 0)
+    cublas = MemoryTerm(name=CUBLAS, num_bytes=CUBLAS_BYTES if is_cuda else 0)
     chunk_bytes = traced.head_chunk if traced else head_chunk_bytes(facts, workload)
     visit = max((_visit_terms(visit) for visit in visits.values()), key=total_bytes)
     if traced:
@@ -250,6 +294,8 @@ def device_needs(
             ),
         ),
         fixed=(cublas, MemoryTerm(name=CONTEXT, num_bytes=machine.context_bytes)),
+        output_bytes=tuple(outputs[layer] for layer in facts.layers),
+        num_micro_batches=num_micro_batches,
     )
 
 

@@ -21,6 +21,11 @@ class Residency:
     num_kept_outputs: int = 0
     num_sent_outputs: int = 0
 
+    @property
+    def has_outputs(self) -> bool:
+        """Whether any attention is kept or sent."""
+        return bool(self.num_kept_outputs or self.num_sent_outputs)
+
     def outputs(self, num_bytes: Sequence[Sequence[int]]) -> "AttentionOutputs":
         """Return which layers keep and which send the output of their attention.
 

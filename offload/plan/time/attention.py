@@ -11,6 +11,7 @@ from offload.plan.facts.attention import (
     Attention,
     DeltaAttention,
     SoftmaxAttention,
+    has_fused_kernel,
 )
 from offload.plan.machine.machine import Machine
 from offload.plan.time.work import Work
@@ -56,7 +57,7 @@ def attention_work(
     is_cuda = machine.device == "cuda"
     memory = (machine.memory_bytes_per_s if is_cuda else machine.host_memory_bytes_per_s).value
     if isinstance(kind, SoftmaxAttention):
-        if kind.scores == "fused" and (is_cuda or not kind.is_latent):
+        if has_fused_kernel(kind, is_cuda=is_cuda):
             flops *= 1 if is_cuda else block_factor(seq_len)
             compute_s = flops / machine.attention_flops_per_s.value
             return Work(compute_s=compute_s, flops=flops, num_ops=ATTENTION_OPS)

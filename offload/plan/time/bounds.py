@@ -5,7 +5,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from offload.plan.schedule.schedule import NUM_FETCHED, NUM_STAGING, PIECE_BYTES, Ring, warm_ring
+from offload.plan.schedule.residency import NO_OUTPUTS, AttentionOutputs
+from offload.plan.schedule.schedule import (
+    NUM_CARRIED,
+    NUM_FETCHED,
+    NUM_STAGING,
+    PIECE_BYTES,
+    Ring,
+    warm_ring,
+)
 from offload.plan.time.costs import Costs
 
 
@@ -16,6 +24,7 @@ def r3_bound_s(
     num_micro_batches: int,
     stashed_bytes: int = 0,
     num_kept_graphs: int = 0,
+    outputs: AttentionOutputs = NO_OUTPUTS,
     ring: Ring | None = None,
     is_staged: bool = False,
 ) -> float:
@@ -30,7 +39,8 @@ def r3_bound_s(
     exactly this long, whatever the rates.
 
     Stashed inputs leave one after the other. They come back between the loads, each as soon as the
-    visit two before its own has released the buffer.
+    visit two before its own has released the buffer. So do attention outputs; the first to come
+    back is the last that left.
 
     Args:
         costs: Of the ops.
@@ -38,6 +48,7 @@ def r3_bound_s(
         num_micro_batches: Micro-batches of the step.
         stashed_bytes: Of one micro-batch's layer input, if inputs are stashed in host memory.
         num_kept_graphs: How many layers, the last ones, are not checkpointed.
+        outputs: Layers whose attention is not computed again.
         ring: What the slots hold at the start; None is the ring after a training step.
         is_staged: Whether loads pass through staging buffers, filled from memory or from disk.
     """
@@ -47,6 +58,7 @@ def r3_bound_s(
         stashed_bytes=stashed_bytes,
         is_staged=is_staged,
         first_graph=len(costs.layers) - num_kept_graphs,
+        outputs=outputs,
     )
     up_s = sweeps.up_s(warm_ring(num_slots) if ring is None else ring)
     return sweeps.end_s(up_s, num_slots) + num_micro_batches * costs.front_backward_s
@@ -61,6 +73,7 @@ class _Sweeps:
     stashed_bytes: int
     is_staged: bool
     first_graph: int
+    outputs: AttentionOutputs
 
     @property
     def num_stashed(self) -> int:
@@ -70,7 +83,17 @@ class _Sweeps:
     def visit_s(self, layer: int) -> float:
         """Time of all micro-batches at a layer on the way up, with its decoding."""
         cost = self.costs.layers[layer]
-        return self.num_micro_batches * cost.forward_s + cost.decode_s
+        return self.num_micro_batches * self.forth_s(layer) + cost.decode_s
+
+    def forth_s(self, layer: int) -> float:
+        """Time of one micro-batch at a layer on the way up."""
+        return self.costs.layers[layer].forth_s(is_sent=layer in self.outputs.sent)
+
+    def back_s(self, layer: int) -> float:
+        """Time of one micro-batch at a layer on the way down."""
+        has_output = layer in self.outputs.kept or layer in self.outputs.sent
+        has_graph = layer >= self.first_graph
+        return self.costs.layers[layer].back_s(has_graph=has_graph, has_output=has_output)
 
     def up_s(self, ring: Ring) -> float:
         """Return when the last layer's forward visit ends if no input has to be stashed."""
@@ -100,7 +123,14 @@ class _Sweeps:
         left_s = costs.front_s + first * self.num_micro_batches * one_s
         above = range(first + 1, len(costs.layers))
         above_s = sum(self.visit_s(layer) for layer in above)
-        return left_s + costs.layers[first].forward_s + above_s
+        return left_s + self.forth_s(first) + above_s
+
+    def sent_s(self) -> list[float]:
+        """Return when the last layer that sends has sent each micro-batch, if nothing else does."""
+        costs, sent = self.costs, self.outputs.sent
+        below = sum(self._send_s(layer) for layer in sent if layer != max(sent))
+        left_s = costs.front_s + self.num_micro_batches * below
+        return [left_s + (m + 1) * self._send_s(max(sent)) for m in range(self.num_micro_batches)]
 
     def end_s(self, up_s: float, num_slots: int) -> float:
         """Return the earliest end of the first layer's backward visit."""
@@ -110,6 +140,7 @@ class _Sweeps:
         fetch_s = costs.h2d_latency_s + self.stashed_bytes / costs.fetch_bytes_per_s
         now_s, link_s = top_s + self.num_micro_batches * costs.tail_s, 0.0
         free_s, done_s = [0.0] * num_layers, [[0.0] * self.num_micro_batches] * NUM_FETCHED
+        carried_s = [self.sent_s() if self.outputs.sent else []] * NUM_CARRIED
         for layer in reversed(range(num_layers)):
             cost = costs.layers[layer]
             if layer + num_slots < num_layers:
@@ -119,15 +150,20 @@ class _Sweeps:
             free_s[layer] = now_s
             if layer == num_layers - 1:  # it is still decoded
                 now_s -= cost.decode_s
-                free_s[layer] = up_s - self.num_micro_batches * cost.forward_s
-            one_s = cost.back_s(has_graph=layer >= self.first_graph)
-            if layer < num_stashed:
+                free_s[layer] = up_s - self.num_micro_batches * self.forth_s(layer)
+            one_s = self.back_s(layer)
+            is_stashed, is_sent = layer < num_stashed, layer in self.outputs.sent
+            if is_stashed or is_sent:
                 ends_s = []
-                for free in done_s[0]:  # the buffer that an input is fetched to
-                    link_s = max(link_s, free) + fetch_s
+                for m in range(self.num_micro_batches):
+                    if is_stashed:  # to a buffer, once it is free
+                        link_s = max(link_s, done_s[0][m]) + fetch_s
+                    if is_sent:
+                        link_s = max(link_s, carried_s[0][m]) + self._return_s(layer)
                     now_s = max(now_s, link_s) + one_s
                     ends_s.append(now_s)
-                done_s = [*done_s[1:], ends_s]
+                done_s = [*done_s[1:], ends_s] if is_stashed else done_s
+                carried_s = [*carried_s[1:], ends_s] if is_sent else carried_s
             else:
                 now_s += self.num_micro_batches * one_s
             if not cost.decode_s:
@@ -135,9 +171,7 @@ class _Sweeps:
         loaded = range(num_layers - num_slots)
         if loaded:
             read_s = self.read_s(loaded, is_ahead=True)
-            first_s = self.num_micro_batches * costs.layers[0].back_s(
-                has_graph=self.first_graph == 0
-            )
+            first_s = self.num_micro_batches * self.back_s(0)
             now_s = max(now_s, free_s[-1] + read_s + costs.layers[0].decode_s + first_s)
         return now_s
 
@@ -153,6 +187,14 @@ class _Sweeps:
         sizes = [self.costs.layers[layer].weight_bytes for layer in layers]
         ahead = NUM_STAGING * min(PIECE_BYTES, max(sizes, default=0)) if is_ahead else 0
         return max(0, sum(sizes) - ahead) / self.costs.read_bytes_per_s
+
+    def _send_s(self, layer: int) -> float:
+        num_bytes, costs = self.outputs.num_bytes[layer][0], self.costs
+        return costs.h2d_latency_s + num_bytes / costs.d2h_bytes_per_s
+
+    def _return_s(self, layer: int) -> float:
+        num_bytes, costs = self.outputs.num_bytes[layer][0], self.costs
+        return costs.h2d_latency_s + num_bytes / costs.fetch_bytes_per_s
 
     def _hold_s(self, layer: int) -> float:
         """How long a layer holds its slot: until it is decoded, or else for its visit upwards."""

@@ -7,7 +7,7 @@ are counted in the unfused transformers and peft code that runs.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from offload.plan.facts.facts import LayerFacts, ModelFacts, adapted_linears
@@ -24,8 +24,9 @@ from offload.plan.facts.trainable import (
 )
 from offload.plan.facts.workload import Workload
 from offload.plan.machine.machine import MEASURED, Machine
+from offload.plan.schedule.residency import NO_OUTPUTS, AttentionOutputs, Residency
 from offload.plan.time.adapters import branches, dora_norm
-from offload.plan.time.attention import attention_work
+from offload.plan.time.attention import ATTENTION_OPS, attention_work
 from offload.plan.time.optimizer import update_work
 from offload.plan.time.pointwise import NORM, NORM_WEIGHT, pointwise_work
 from offload.plan.time.pricer import Pricer
@@ -37,6 +38,7 @@ Grade = Literal["spec", "probed", "calibrated"]
 FLASH_BACKWARD_FORWARDS = 2.5
 FRONT_OPS, TAIL_OPS, TAIL_LOGIT_PASSES = 60, 40, 9
 H2D_LATENCY_S = 2e-5
+PACKED_OPS = 2  # copies of an attention output and its log-sum-exp to the buffer they leave from
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +50,10 @@ class LayerCost:
         backward_s: Recompute, and backward to the layer's input and its adapters.
         recompute_s: The part of `backward_s` that is saved if the layer is not checkpointed.
         recompute_frac: What a recompute takes of a forward's time: it leaves out what is not read.
+        attention_s: The part of `recompute_s` that is saved if the recompute is given the output of
+            its attention; 0 where no fused kernel computes it.
+        pack_s: Copying that output to the buffer that it is sent from.
+        output_bytes: Of that output and its log-sum-exp.
         decode_s: Decoding: once per visit, whatever the number of micro-batches.
         weight_bytes: What one load moves.
         forward_flops: Of the forward.
@@ -64,10 +70,19 @@ class LayerCost:
     backward_flops: float
     bound: Bound
     recompute_frac: float = 1.0
+    attention_s: float = 0.0
+    pack_s: float = 0.0
+    output_bytes: int = 0
 
-    def back_s(self, *, has_graph: bool) -> float:
-        """Return the seconds of a backward visit, without a recompute if the graph was kept."""
-        return self.backward_s - self.recompute_s if has_graph else self.backward_s
+    def forth_s(self, *, is_sent: bool) -> float:
+        """Return the seconds of a forward visit, with a copy if its attention's output is sent."""
+        return self.forward_s + self.pack_s if is_sent else self.forward_s
+
+    def back_s(self, *, has_graph: bool, has_output: bool = False) -> float:
+        """Return the seconds of a backward visit, without the parts that were kept or sent."""
+        if has_graph:
+            return self.backward_s - self.recompute_s
+        return self.backward_s - self.attention_s if has_output else self.backward_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +102,7 @@ class Costs:
         d2h_bytes_per_s: Rate of a copy to the host while the device computes.
         fetch_bytes_per_s: Rate of the copy back.
         read_bytes_per_s: Rate at which staging buffers are filled, from memory or from a file.
+        duplex_frac: Of the rates to the device, what is left if copies leave it meanwhile.
     """
 
     grade: Grade
@@ -100,6 +116,25 @@ class Costs:
     fetch_bytes_per_s: float
     read_bytes_per_s: float
     front_backward_s: float = 0.0
+    duplex_frac: float = 1.0
+
+    def given(self, residency: Residency) -> "Costs":
+        """Return the costs with this residency; what is sent slows the link's other direction."""
+        if not residency.num_sent_outputs or self.duplex_frac == 1:
+            return self
+        return replace(
+            self,
+            h2d_bytes_per_s=self.h2d_bytes_per_s * self.duplex_frac,
+            fetch_bytes_per_s=self.fetch_bytes_per_s * self.duplex_frac,
+            duplex_frac=1.0,
+        )
+
+    def outputs(self, residency: Residency, *, num_micro_batches: int) -> AttentionOutputs:
+        """Return the layers whose attention is not computed again."""
+        if not residency.has_outputs:
+            return NO_OUTPUTS
+        sizes = (layer.output_bytes for layer in self.layers)
+        return residency.outputs([[size] * num_micro_batches if size else [] for size in sizes])
 
     def load_s(self, layer: int) -> float:
         """Seconds of one load of a layer."""
@@ -165,6 +200,11 @@ def _layer_cost(layer: LayerFacts, at: Pricer) -> LayerCost:
     decoded_bytes = cargo_bytes + layer.num_parameters * b
     decode = at.traffic(decoded_bytes, num_ops=len(layer.linears), is_fused=True)
     backward_s = (recompute + backward).seconds(at.machine)
+    output_bytes = at.workload.output_bytes(layer, is_cuda=at.machine.device == "cuda")
+    # a recompute that is given the output still arranges queries, keys and values
+    given = recomputed_products(layer, at) + pointwise.forward + routing + norms
+    given = given + added.recompute + Work(num_ops=ATTENTION_OPS - 1)
+    given_s = (given + backward).seconds(at.machine)
     return LayerCost(
         forward_s=forward.seconds(at.machine),
         backward_s=backward_s,
@@ -175,6 +215,9 @@ def _layer_cost(layer: LayerFacts, at: Pricer) -> LayerCost:
         backward_flops=recompute.flops + backward.flops,
         bound=forward.bound(at.machine),
         recompute_frac=recompute.seconds(at.machine) / forward.seconds(at.machine),
+        attention_s=max(0.0, backward_s - given_s) if output_bytes else 0.0,
+        pack_s=at.traffic(2 * output_bytes, num_ops=PACKED_OPS).seconds(at.machine),
+        output_bytes=output_bytes,
     )
 
 
@@ -263,4 +306,5 @@ def price(
         d2h_bytes_per_s=d2h.value,
         fetch_bytes_per_s=h2d.value,
         read_bytes_per_s=read_bytes_per_s,
+        duplex_frac=machine.h2d_duplex_bytes_per_s.value / h2d.value,
     )

@@ -59,6 +59,15 @@ def test_each_cut_of_a_step_has_its_sequences() -> None:
         assert asked.typical.label_tokens == asked.typical.num_tokens
 
 
+def test_attention_is_kept_unless_the_recipe_says_none_or_layers_are_compiled() -> None:
+    for asked, has_outputs in (
+        (recipe(), True),
+        (recipe(offload__attention_outputs="none"), False),
+        (recipe(train__compile=True), False),
+    ):
+        assert {one.has_outputs for one in requests(asked)} == {has_outputs}
+
+
 def test_each_rank_has_a_micro_batch() -> None:
     assert [one.train.num_micro_batches for one in with_each_size(open_recipe(), num_ranks=4)] == [
         12,
