@@ -30,6 +30,9 @@ SHORTEST_SEQ_LEN = 512
 LENGTH_STEP = 1024
 
 
+_SHORT = {"of device memory": "VRAM", "of RAM": "RAM"}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
     """One model on one machine, with its layers in one form.
@@ -52,7 +55,7 @@ class Comparison:
         longest_seq_len: Of multiples of 1,024, the longest sequence that fits, within the model's
             own limit, with layer inputs where they have to be and MLPs in tiles if need be; None if
             it was not requested.
-        longest_limit: What limits it: a memory, or the model's own limit.
+        longest_limit: What limits it: VRAM, RAM, or the model's own limit.
     """
 
     model: str
@@ -185,7 +188,7 @@ def _with_longest(
     return replace(
         compared,
         longest_seq_len=lengths[number - 1] if number else recipe.train.seq_len,
-        longest_limit=", ".join(one.what.removeprefix("of ") for one in short),
+        longest_limit=", ".join(_SHORT.get(one.what, one.what) for one in short),
     )
 
 

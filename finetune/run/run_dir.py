@@ -218,9 +218,8 @@ class RunDir:
             recipe = with_micro_batch_size(recipe, begun.train.sequences)
         if recipe.offload.head_chunk == "auto":
             recipe = with_offload(recipe, head_chunk=begun.offload.head_chunk)
-        if recipe.offload.mlp_chunk == "auto":  # runs that knew no such setting computed whole MLPs
-            chunk = begun.offload.mlp_chunk
-            recipe = with_offload(recipe, mlp_chunk="whole" if chunk == "auto" else chunk)
+        if recipe.offload.mlp_chunk == "auto" and begun.offload.mlp_chunk != "auto":
+            recipe = with_offload(recipe, mlp_chunk=begun.offload.mlp_chunk)
         if recipe.adapter.compute_dtype == "auto":
             recipe = with_compute_dtype(recipe, begun.adapter.compute_dtype)
         if recipe.model.layer_kernels == "auto" and begun.model.layer_kernels != "auto":
@@ -276,6 +275,8 @@ class RunDir:
             recipe = with_compute_dtype(recipe, "float32")
         if re.search(r"^  layer_kernels: ", text, re.MULTILINE) is None:
             recipe = with_layer_kernels(recipe, "plain")
+        if re.search(r"^  mlp_chunk: ", text, re.MULTILINE) is None:
+            recipe = with_offload(recipe, mlp_chunk="whole")
         return recipe
 
     # ------------------------------------------------------------------------------------ metrics

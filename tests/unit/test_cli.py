@@ -154,7 +154,7 @@ def test_output_is_as_wide_as_columns_says_and_plain_in_a_pipe(
     # a table of figures keeps each row on one line
     rows = [line for line in out.splitlines() if "nf4" in line or "fp8" in line]
     assert len(rows) == 2
-    assert all(row.split()[-1].replace(",", "").isdecimal() for row in rows)
+    assert all(row.split()[-1] in ("VRAM", "RAM") for row in rows)
 
 
 @pytest.mark.slow
@@ -307,7 +307,7 @@ def test_a_refusal_names_what_takes_the_memory_and_what_makes_it_less(capsys) ->
     words = ("plan", "gpt-oss-120b", "--machine", "rtx5090")
     assert run(*words, "train.seq_len=32768") == 3
     err = capsys.readouterr().err
-    assert "428.97 GiB of device memory" in err
+    assert "428.43 GiB of device memory" in err
     assert "  256.18 GiB  one visit: gradients; less with a shorter `train.seq_len`\n" in err
     assert "  128.00 GiB  one visit: attention scores; less with a shorter `train.seq_len`" in err
     assert "`train.micro_batch_size`" not in err  # it is 1
