@@ -17,7 +17,7 @@ from finetune.errors import CheckpointError
 from finetune.files.atomic import write_atomically
 from finetune.files.seal import sealed_json
 from finetune.planning.request import facts_of
-from finetune.recipe.recipe import Recipe, is_longer
+from finetune.recipe.recipe import Recipe, is_longer, with_layer_kernels
 from finetune.report.choice import choice_json, choice_tables
 from finetune.report.explain_tables import explanation_tables
 from finetune.report.model_card import MODEL_CARD, model_card
@@ -30,7 +30,7 @@ from finetune.run.evaluations import EVAL_LOSS, Evaluations
 from finetune.run.run_dir import RunDir
 from finetune.run.run_lock import locked
 from finetune.training import preflight, report
-from finetune.training.layer_kernels import shown_fused, with_settled_layer_kernels
+from finetune.training.layer_kernels import settled_layer_kernels, shown_fused
 from finetune.training.loop import gc_frozen
 from finetune.training.measured import write_measured
 from finetune.training.metrics_writer import MetricsWriter, profiled
@@ -88,12 +88,7 @@ def finetune(
         # -------------------------------------------------------------------------- data and plan
         facts = facts_of(run.recipe.model)
         machine, is_settled = ranks.from_main(lambda: measure(run, facts, machine_file))
-        run = replace(
-            run,
-            recipe=ranks.from_main(
-                lambda: with_settled_layer_kernels(run.recipe, run.device, screen)
-            ),
-        )
+        run = _with_settled_kernels(run)
         preflight.require_ready(run.recipe, facts, machine, num_ranks=ranks.num)
         data = load_data(run)
         planned = plan_steps(run, facts, data, machine, is_backend_settled=is_settled)
@@ -178,6 +173,12 @@ def _opened(
         screen=screen,
         is_resumed=is_resume,
     )
+
+
+def _with_settled_kernels(run: Run) -> Run:
+    """Return the run with the layers' kernels that the main rank chose."""
+    kernels = run.ranks.from_main(lambda: settled_layer_kernels(run.recipe, run.device, run.screen))
+    return replace(run, recipe=with_layer_kernels(run.recipe, kernels))
 
 
 @contextmanager

@@ -7,21 +7,22 @@ with: the choice is written into its recipe.
 import importlib.util
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from finetune.errors import ConfigError
-from finetune.recipe.recipe import Recipe, with_layer_kernels
+from finetune.recipe.recipe import Recipe
 from finetune.report.format import shown_time
 from finetune.report.screen import Screen
 
 if TYPE_CHECKING:
     import torch
 
+LayerKernels = Literal["plain", "fused"]
 WORDS = {"Norm": "norms", "Rotary": "rotations", "GatedMlp": "gates"}
 
 
-def with_settled_layer_kernels(recipe: Recipe, device: "torch.device", screen: Screen) -> Recipe:
-    """Return the recipe with `model.layer_kernels` plain or fused, and show why.
+def settled_layer_kernels(recipe: Recipe, device: "torch.device", screen: Screen) -> LayerKernels:
+    """Return whether a run's layers are plain or fused, and show why.
 
     Fused operators are tried on a layer of the model's own code where they are left to choose.
 
@@ -39,13 +40,13 @@ def with_settled_layer_kernels(recipe: Recipe, device: "torch.device", screen: S
             hint="`model.layer_kernels: auto` for a new run",
         )
     if wanted != "auto":
-        return recipe
+        return wanted
     if device.type != "cuda" or recipe.train.compile:
-        return with_layer_kernels(recipe, "plain")
+        return "plain"
     if not has_triton:
         screen.note("Norms, rotations and gates: the model's own code, as there is no Triton here")
-        return with_layer_kernels(recipe, "plain")
-    return with_layer_kernels(recipe, "fused" if _is_worth_it(recipe, device, screen) else "plain")
+        return "plain"
+    return "fused" if _is_worth_it(recipe, device, screen) else "plain"
 
 
 def _has_triton() -> bool:

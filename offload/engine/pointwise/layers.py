@@ -7,7 +7,7 @@ forward, not in its library's file.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +29,7 @@ from offload.engine.pointwise.recognise import (
 )
 
 Part = Norm | Rotary | GatedMlp
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -78,29 +79,47 @@ class FusedLayers:
         return Counter(type(one.part).__name__ for one in self._parts[layer])
 
 
+_known: dict[object, Part | None] = {}
+"""What was proven of modules in this process, where all that it depends on is plain values."""
+
+
 def _parts_of(layer: nn.Module, known: dict[object, Part | None]) -> Iterator[_Fused]:
     for module in layer.modules():
-        key = _key_of(module)
-        if key not in known:
-            known[key] = find_norm(module) or find_gated_mlp(module) or find_rotary(module)
-        part = known[key]
+        objects: list[object] = []
+        key = _key_of(module, objects)
+        proven = known if objects else _known
+        if key not in proven:
+            proven[key] = find_norm(module) or find_gated_mlp(module) or find_rotary(module)
+        part = proven[key]
         if part is not None:
             yield _Fused(module=module, part=part)
 
 
-def _key_of(module: nn.Module) -> object:
-    """Return what a proof depends on."""
-    own = {
-        name: repr(x)
-        for name, x in vars(module).items()
-        if isinstance(x, bool | int | float | str | None)
-    }
-    parameters = [
-        (name, None if p is None else (p.shape, p.dtype, p.requires_grad))
-        for name, p in module._parameters.items()
-    ]
-    children = repr(module) if module._modules else ""
-    return type(module), repr(own), repr(parameters), children, "forward" in vars(module)
+def _key_of(module: nn.Module, objects: list[object]) -> object:
+    """Return what a proof depends on: code, and all attributes down to the shapes of parameters.
+
+    What is no plain value counts by identity, and is added to `objects`: two functions may differ
+    in anything.
+    """
+    own = vars(module).items()
+    return type(module), tuple((name, _attribute(x, objects)) for name, x in own)
+
+
+def _attribute(x: object, objects: list[object]) -> object:
+    if isinstance(x, nn.Module):
+        return _key_of(x, objects)
+    if isinstance(x, nn.Parameter):
+        return x.shape, x.dtype, x.requires_grad
+    if isinstance(x, Mapping):
+        return type(x), tuple((name, _attribute(value, objects)) for name, value in x.items())
+    if isinstance(x, list | tuple):
+        return type(x), tuple(_attribute(value, objects) for value in x)
+    if isinstance(x, set | frozenset):
+        return type(x), frozenset(_attribute(value, objects) for value in x)
+    if isinstance(x, _PLAIN):
+        return type(x), repr(x)
+    objects.append(x)
+    return id(x)
 
 
 def _norm(module: nn.Module, form: Norm, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -2,25 +2,29 @@
 
 Lists of model types would be long, and wrong for the next model. So a part of a layer is replaced
 only where its own forward and gradients, on random inputs up to extreme sizes, are those of
-`reference`. What cannot be proven keeps the model's own code.
+`reference`, and where it takes no decision by the number or the values of its tokens: a proof sees
+few of them. What cannot be proven keeps the model's own code.
 
 A proof runs the module's code on a twin: the same attributes, but weights of its own. So it reads
 no weight, and takes as little for a model without values. A linear layer's twin returns a tensor
 that was drawn before, and notes what it was handed.
 """
 
+import dis
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import product
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from offload.engine.decisions import takes_decisions
 from offload.engine.pointwise import reference
 from offload.engine.pointwise.reference import CURVES, Curve
 
@@ -30,6 +34,8 @@ NUM_ROWS = 24
 SCALES = (0.0, 1e-20, 1e-6, 1e-3, 1e-2, 0.1, 1.0, 1.0, 1.0, 10.0, 100.0, 1e4)
 FP32_ERROR, FP64_ERROR = 4e-6, 1e-12  # relative, of values and of gradients
 ROTARY_ARGUMENTS = ("q", "k", "cos", "sin")
+_WRITES = ("STORE_GLOBAL", "DELETE_GLOBAL")
+_MODES = (True, False)  # training or not
 # Of a proof's failure: own code may do anything with a twin.
 FAILURES = (TypeError, ValueError, LookupError, AttributeError, RuntimeError, ArithmeticError)
 
@@ -89,7 +95,8 @@ def find_norm(module: nn.Module) -> Norm | None:
         for eps, offset, is_cast_first in product(sorted(numbers), (0.0, 1.0), (True, False))
     ]
     with _proving():
-        return _proven_norm(module, len(weight), forms)
+        found = {_proven_norm(module, len(weight), forms, is_training=is_on) for is_on in _MODES}
+    return found.pop() if len(found) == 1 else None
 
 
 def find_rotary(module: nn.Module) -> Rotary | None:
@@ -97,19 +104,30 @@ def find_rotary(module: nn.Module) -> Rotary | None:
     forward = type(module).forward
     if not isinstance(forward, FunctionType) or "forward" in vars(module):
         return None
+    if _writes_globals(forward.__code__):  # a copy of the forward would write to a copy of them
+        return None
     for name in forward.__code__.co_names:
         function = forward.__globals__.get(name)
         if isinstance(function, FunctionType) and _takes_angles(function):
-            with _proving():
-                dtypes = frozenset(
-                    (of_q, of_angles)
-                    for of_q, of_angles in product(DTYPES, DTYPES)
-                    if _rotates(function, of_q, of_angles, width=8, rotated=8)
-                )
-                if dtypes:
-                    is_partial = all(_rotates(function, *x, width=12, rotated=8) for x in dtypes)
-                    return Rotary(name=name, dtypes=dtypes, is_partial=is_partial)
+            found = _proven_rotary(function)
+            if found is not None:
+                return Rotary(name=name, dtypes=found[0], is_partial=found[1])
     return None
+
+
+@cache
+def _proven_rotary(
+    function: FunctionType,
+) -> tuple[frozenset[tuple[torch.dtype, torch.dtype]], bool] | None:
+    """Return for which dtypes a function rotates, and whether other features pass; None if not."""
+    with _proving():
+        dtypes = frozenset(
+            (of_q, of_angles)
+            for of_q, of_angles in product(DTYPES, DTYPES)
+            if _rotates(function, of_q, of_angles, width=8, rotated=8)
+        )
+        is_partial = all(_rotates(function, *x, width=12, rotated=8) for x in dtypes)
+    return (dtypes, is_partial) if dtypes else None
 
 
 def find_gated_mlp(module: nn.Module) -> GatedMlp | None:
@@ -122,7 +140,7 @@ def find_gated_mlp(module: nn.Module) -> GatedMlp | None:
     if not all(_is_leaf(child) and not child._parameters for child in others):
         return None
     with _proving():
-        found = {_proven_mlp(module, linears, is_training=is_on) for is_on in (True, False)}
+        found = {_proven_mlp(module, linears, is_training=is_on) for is_on in _MODES}
     return found.pop() if len(found) == 1 else None
 
 
@@ -182,13 +200,18 @@ def _error_of(dtype: torch.dtype) -> float:
     return FP32_ERROR if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
 
 
-def _proven_norm(module: nn.Module, num_features: int, forms: Sequence[Norm]) -> Norm | None:
+def _proven_norm(
+    module: nn.Module, num_features: int, forms: Sequence[Norm], *, is_training: bool
+) -> Norm | None:
     """Return the form whose values are the module's in all dtypes, with the least bits apart."""
     distance: dict[Norm, float] = dict.fromkeys(forms, 0.0)
     (name,) = module._parameters
     for dtype in DTYPES[::2]:
         weight = (1 + 0.3 * torch.randn(num_features)).to(dtype)
-        twin = twin_of(module, _parameters={name: nn.Parameter(weight, requires_grad=False)})
+        frozen = nn.Parameter(weight, requires_grad=False)
+        twin = twin_of(module, _parameters={name: frozen}, training=is_training)
+        if takes_decisions(partial(_normed, twin, num_features, dtype)):
+            return None
         x = _drawn(num_features, dtype).requires_grad_()
         gradient = torch.randn_like(x)
         try:
@@ -210,6 +233,22 @@ def _proven_norm(module: nn.Module, num_features: int, forms: Sequence[Norm]) ->
     return min(distance, key=lambda form: distance[form]) if distance else None
 
 
+def _normed(twin: nn.Module, num_features: int, dtype: torch.dtype, *rows: int) -> None:
+    type(twin).forward(twin, torch.empty(*rows, num_features, dtype=dtype))
+
+
+def _writes_globals(code: CodeType) -> bool:
+    """Return whether code writes global variables, or hands all of them on."""
+    inner = (const for const in code.co_consts if isinstance(const, CodeType))
+    return (
+        "globals" in code.co_names
+        or any(
+            one.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") for one in dis.get_instructions(code)
+        )
+        or any(map(_writes_globals, inner))
+    )
+
+
 def _takes_angles(function: FunctionType) -> bool:
     return tuple(inspect.signature(function).parameters)[:4] == ROTARY_ARGUMENTS
 
@@ -223,6 +262,13 @@ def _rotates(
     rotated: int,
 ) -> bool:
     """Return whether a function of queries, keys and angles is the reference's."""
+
+    def symbolic(num_b: int, num_t: int) -> None:
+        q, k = (torch.empty(num_b, num_t, n, width, dtype=dtype).transpose(1, 2) for n in (3, 1))
+        for rows in (num_b, 1):
+            cos, sin = (torch.empty(rows, num_t, rotated, dtype=of_angles) for _ in range(2))
+            function(q, k, cos, sin)
+
     for num_b in (1, 2):
         q = torch.randn(2, 5, 3, width).to(dtype).transpose(1, 2).requires_grad_()
         k = torch.randn(2, 5, 1, width).to(dtype).transpose(1, 2).requires_grad_()
@@ -239,7 +285,7 @@ def _rotates(
         pairs = zip((*found, *backs), (*expected, *turned), strict=True)
         if not all(_is_close(a, b, 4 * _error_of(dtype)) for a, b in pairs):
             return False
-    return True
+    return not takes_decisions(symbolic)
 
 
 def _features(module: nn.Module) -> tuple[int, int] | None:
@@ -249,11 +295,11 @@ def _features(module: nn.Module) -> tuple[int, int] | None:
 
 
 def drawn_mlp(
-    module: nn.Module, form: GatedMlp
+    module: nn.Module, form: GatedMlp, *, is_training: bool = True
 ) -> Callable[[Mapping[str, torch.Tensor]], torch.Tensor]:
     """Return an MLP's own code between its linears: from the outputs of the first, by name."""
     others = {
-        name: twin_of(child)
+        name: twin_of(child, training=is_training)
         for name, child in module.named_children()
         if name not in (*form.first, form.down)
     }
@@ -262,7 +308,7 @@ def drawn_mlp(
         (gate, *_) = outputs.values()
         twins = {name: _Linear(drawn, []) for name, drawn in outputs.items()}
         down = _Linear(gate, [])
-        twin = twin_of(module, _modules={**others, **twins, form.down: down})
+        twin = twin_of(module, _modules={**others, **twins, form.down: down}, training=is_training)
         type(module).forward(twin, gate)
         assert down.given is not None
         return down.given
@@ -311,10 +357,21 @@ def _proven_mlp(
         return None
     for (gate, up), curve in product(((first, second), (second, first)), CURVES):
         if gate.drawn.shape == up.drawn.shape and _gates(down.given, gate.drawn, up.drawn, curve):
-            return GatedMlp(
+            form = GatedMlp(
                 first=(names[first], names[second]), gate=names[gate], down=names[down], curve=curve
             )
+            own = drawn_mlp(module, form, is_training=is_training)
+            return None if takes_decisions(partial(_gated, own, form, gate)) else form
     return None
+
+
+def _gated(
+    own: Callable[[Mapping[str, torch.Tensor]], torch.Tensor],
+    form: GatedMlp,
+    like: _Linear,
+    *rows: int,
+) -> None:
+    own({name: torch.empty(*rows, like.drawn.shape[-1]) for name in form.first})
 
 
 def _widest_input(linears: Mapping[str, nn.Module]) -> int:

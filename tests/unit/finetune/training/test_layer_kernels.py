@@ -10,10 +10,10 @@ from rich.console import Console
 
 from finetune.errors import ConfigError
 from finetune.planning.request import facts_of, full_request, with_configured_backend
-from finetune.recipe.recipe import Recipe, with_layer_kernels
+from finetune.recipe.recipe import Recipe
 from finetune.report.screen import Screen
 from finetune.training import layer_kernels
-from finetune.training.layer_kernels import shown_fused, with_settled_layer_kernels
+from finetune.training.layer_kernels import settled_layer_kernels, shown_fused
 from offload.engine.pointwise.trial import Trial
 from offload.plan.machine.machine import named_machine
 
@@ -43,8 +43,8 @@ def settled(
 
     monkeypatch.setattr("offload.engine.pointwise.trial.try_fused", tried)
     console = Console(record=True, width=200, quiet=False)
-    found = with_settled_layer_kernels(recipe, CUDA, Screen(console, is_verbose=True))
-    return found.model.layer_kernels, console.export_text()
+    found = settled_layer_kernels(recipe, CUDA, Screen(console, is_verbose=True))
+    return found, console.export_text()
 
 
 def test_auto_is_fused_on_a_card_where_every_trial_is_right_and_no_slower(
@@ -87,10 +87,9 @@ def test_what_is_asked_for_and_what_is_compiled_is_not_tried(
 
 def test_a_cpu_computes_by_the_models_code() -> None:
     screen = Screen(Console(quiet=True), is_verbose=False)
-    found = with_settled_layer_kernels(recipe_for(), CPU, screen)
-    assert found == with_layer_kernels(recipe_for(), "plain")
+    assert settled_layer_kernels(recipe_for(), CPU, screen) == "plain"
     with pytest.raises(ConfigError, match=r"fused, but cpu has no CUDA"):
-        with_settled_layer_kernels(recipe_for("fused"), CPU, screen)
+        settled_layer_kernels(recipe_for("fused"), CPU, screen)
     host = replace(named_machine("rtx3090"), name="a processor", device="cpu")
     recipe = recipe_for("fused")
     with pytest.raises(ConfigError, match="fused, but a processor is a CPU"):

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
+from offload.engine.pointwise.layers import FusedLayers
 from offload.engine.pointwise.recognise import (
     GatedMlp,
     Norm,
@@ -176,3 +177,93 @@ def test_proofs_draw_nothing_from_torchs_generator_and_leave_modules_alone() -> 
     assert torch.equal(torch.get_rng_state(), state)
     assert [dict(vars(x)) for x in (mlp, norm)] == before
     assert torch.equal(F.silu(torch.ones(1)), mlp.act(torch.ones(1)))
+
+
+# ------------------------------------------------------- what a proof on a few tokens does not see
+
+
+class LongNorm(PlainNorm):
+    """Does something else for many tokens."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return 0.5 * y if x.shape[1] > 100 else y
+
+
+class LoudNorm(PlainNorm):
+    """Does something else for values above all that a proof draws."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return 0.5 * y if x.abs().max() > 1e7 else y
+
+
+class QuietNorm(PlainNorm):
+    """Does something else when it is evaluated."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y if self.training else 0.5 * y
+
+
+class LongMlp(Mlp):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.a(x), self.b(x)
+        return self.c(self.act(gate) * (0.5 * up if gate.shape[1] > 100 else up))
+
+
+class LongAttention(nn.Module):
+    def forward(self, q: Any, k: Any, cos: Any, sin: Any) -> Any:
+        return half_rotated_if_short(q, k, cos, sin)
+
+
+def half_rotated_if_short(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+    return half_rotated(q, k, cos, 0.5 * sin if q.shape[2] > 100 else sin)
+
+
+calls = 0
+
+
+class Counting(nn.Module):
+    """A copy of its forward would write to a copy of the globals."""
+
+    def forward(self, q: Any, k: Any, cos: Any, sin: Any) -> Any:
+        global calls  # noqa: PLW0603
+        calls += 1
+        return half_rotated(q, k, cos, sin)
+
+
+def test_code_that_decides_by_its_tokens_or_mode_or_writes_globals_is_left_alone() -> None:
+    norms = (LongNorm(), LoudNorm(), QuietNorm(), QuietNorm().eval())
+    assert all(find_norm(norm) is None for norm in norms)
+    assert find_gated_mlp(LongMlp()) is None
+    assert find_rotary(LongAttention()) is find_rotary(Counting()) is None
+
+
+class Curve(nn.Module):
+    """An activation whose `repr` does not say what it computes."""
+
+    def __init__(self, slope: float) -> None:
+        super().__init__()
+        self.slope = slope
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.sigmoid(self.slope * x)
+
+
+class FunctionMlp(Mlp):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.act = None
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c(self.function(self.a(x)) * self.b(x))
+
+
+def test_each_module_is_proven_that_differs_in_any_attribute() -> None:
+    curved = [Mlp(), Mlp()]
+    curved[0].act, curved[1].act = Curve(1.0), Curve(1.1)
+    by_function = [FunctionMlp(F.silu), FunctionMlp(F.relu), FunctionMlp(F.silu)]
+    fused = FusedLayers([*curved, *by_function])
+    assert [fused.counts(i)["GatedMlp"] for i in range(5)] == [1, 0, 1, 0, 1]
