@@ -9,8 +9,7 @@ would be read.
 from collections.abc import Callable
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.utils._python_dispatch import _disable_current_modes
 
 # Of code that is not ours: a value that is read, an operation that knows no symbols.
 _FAILURES = (TypeError, ValueError, LookupError, AttributeError, RuntimeError, ArithmeticError)
@@ -23,10 +22,14 @@ def takes_decisions(compute: Callable[[int, int], object]) -> bool:
         compute: Runs it, given symbols for the numbers of rows and of tokens. Tensors that it makes
             have no values.
     """
+    # they import sympy
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
     sizes = ShapeEnv()
     mode = FakeTensorMode(shape_env=sizes, allow_non_fake_inputs=True)
     both = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * 2)  # type: ignore[var-annotated]
-    with unset_fake_temporarily():
+    with _disable_current_modes():  # others know no symbols
         like = torch.empty(3, 5, device="cpu")
         try:
             with mode, torch.no_grad():

@@ -107,7 +107,7 @@ class TiledMlp:
 
 
 def compute(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Run the module's own forward, whatever stands in for it."""
+    """Run the forward of the module's class, also while it is replaced."""
     return cast("torch.Tensor", cast("Any", type(module)).forward(module, x))
 
 

@@ -197,6 +197,38 @@ def test_what_mixes_tokens_is_refused_by_its_values() -> None:
         step(adapted, TILED)
 
 
+class Thresholded(nn.Module):
+    """An MLP that does something else for many tokens, or for large values."""
+
+    def __init__(self, mlp: nn.Module, *, is_by_length: bool) -> None:
+        super().__init__()
+        self.mlp, self.is_by_length = mlp, is_by_length
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.mlp(x)
+        is_above = x.shape[1] > 8 if self.is_by_length else bool(x.abs().max() > 1)
+        return 0.5 * y if is_above else y
+
+
+def thresholded(*, is_by_length: bool) -> nn.Module:
+    model = tiny_model("llama")
+    own = model.model.layers[1].mlp
+    model.model.layers[1].mlp = Thresholded(own, is_by_length=is_by_length)
+    return with_adapters(model, LayeredModel(model).layers)
+
+
+def test_an_mlp_that_may_do_something_else_in_tiles_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="may compute something else for more tokens"):
+        step(thresholded(is_by_length=True), TILED)
+
+
+def test_of_an_mlp_that_looks_at_all_its_tokens_what_does_not_is_tiled() -> None:
+    model = thresholded(is_by_length=False)
+    _, expected = plain(model, micro_batches())
+    _, ours, _ = step(model, TILED)
+    assert rel_error(ours, expected) < 1e-6
+
+
 def test_a_visit_in_tiles_keeps_one_tile_of_the_wide_tensors() -> None:
     """Counted tensor by tensor: of 256 tokens, tiles of 32 leave an eighth of the MLP's memory."""
     num_tokens, chunk, hidden, width = 256, 32, 32, 512

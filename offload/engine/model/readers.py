@@ -29,6 +29,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from offload.engine.decisions import takes_decisions
 from offload.engine.model.visit import Graph, attempt
 from offload.engine.tiled import TiledMlp, compute, find_mlps, problem_of
 from offload.engine.unread import Path, Unread, WithoutValue, can_leave_out, left_out
@@ -296,6 +297,8 @@ def tiled_mlps(
         module = layer.get_submodule(name)
         make = partial(TiledMlp, module, num_features=found.num_features)
         problem = problem_of(make(chunk_tokens=_FEW), found.x)
+        if problem is None and takes_decisions(partial(_computed, module, found.x)):
+            problem = "may compute something else for more tokens, or for other values"
         if problem:
             raise ValueError(f"`{name}` {problem}")
         trained = [p for p in module.parameters() if p.requires_grad]
@@ -303,6 +306,10 @@ def tiled_mlps(
         unread = [Unread(module=module.get_submodule(n), path=path) for n, path in paths.items()]
         mlps[name] = make(chunk_tokens=chunk_tokens, unread=unread)
     return mlps
+
+
+def _computed(module: nn.Module, like: torch.Tensor, *rows: int) -> None:
+    compute(module, torch.empty(*rows, like.shape[-1], dtype=like.dtype, device=like.device))
 
 
 def _mlp_graph(module: nn.Module, x: torch.Tensor, unread: Sequence[Unread]) -> Graph:
