@@ -1,8 +1,8 @@
 """Outputs of fused attention that a recompute takes over from its forward visit.
 
-Problem. A recompute repeats attention, whose arithmetic grows with the square of the sequence. All
-that the backward needs of it, beside queries, keys and values, is its output and one number for
-each row of scores, the log-sum-exp: 260 bytes for a token and head of 128 features in bf16.
+Problem. A recompute repeats attention, whose arithmetic grows with the square of the sequence.
+Apart from queries, keys and values, all that the backward needs of it is its output and one number
+for each row of scores, the log-sum-exp: 260 bytes for a token and head of 128 features in bf16.
 
 Idea. Only calls of `torch.nn.functional.scaled_dot_product_attention` are intercepted, and in such
 a call the operation below autograd. A forward visit records what the operation returns. In the

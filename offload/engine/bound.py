@@ -17,10 +17,11 @@ from offload.engine.memory_meter import Arena
 from offload.engine.model import placement
 from offload.engine.model.layers import LayeredModel
 from offload.engine.slots import Slots
-from offload.engine.stash import SentOutputs, Stash
+from offload.engine.stash import Stash
 from offload.engine.streams import Device
 from offload.errors import OffloadError
 from offload.plan.facts.codec import CodecName
+from offload.plan.memory.memory import SENT_OUTPUTS, STASH
 from offload.plan.plan import Plan
 from offload.plan.schedule.schedule import MIN_SLOTS, TransferSizes
 
@@ -123,7 +124,7 @@ class Bound:
     executor: Executor
     host_gradients: HostGradients
     stash: Stash
-    sent: SentOutputs
+    sent: Stash
     slot_bytes: int
     slot_arenas: tuple[Arena, ...]
     sizes: TransferSizes
@@ -158,15 +159,14 @@ def bind(
         allocate_host=host.blocks.allocate,
         allocate_device=allocate_device,
     )
-    stash = Stash(
-        allocate_host=host.blocks.allocate,
-        free_host=_freeing(host, device),
-        torch_device=torch_device,
-    )
-    sent = SentOutputs(
-        allocate_host=host.blocks.allocate,
-        free_host=_freeing(host, device),
-        torch_device=torch_device,
+    stash, sent = (
+        Stash(
+            name,
+            allocate_host=host.blocks.allocate,
+            free_host=_freeing(host, device),
+            torch_device=torch_device,
+        )
+        for name in (STASH, SENT_OUTPUTS)
     )
     placement.move_the_rest(layered, records, torch_device)
     slots = Slots(

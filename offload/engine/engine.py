@@ -39,6 +39,7 @@ from offload.engine.model.seal import Seal, seal_of
 from offload.engine.model.vocabulary import vocabulary_of
 from offload.engine.results import ForwardResult, StepResult
 from offload.engine.seeding import NEWEST, Seeding
+from offload.engine.stash import by_place
 from offload.engine.streams import Device, open_device
 from offload.engine.tiled import TiledMlp
 from offload.engine.unread import Unread
@@ -445,12 +446,14 @@ class Engine:
             outputs=outputs,
         )
         if outputs.sent:
-            self._bound.sent.prepare(outputs, num_carriers=schedule.num_carriers)
+            self._bound.sent.prepare(
+                by_place(sorted(outputs.sent), outputs.num_bytes.__getitem__),
+                num_buffers=schedule.num_carriers,
+            )
         if schedule.num_fetch_buffers:
+            stashed = range(len(self.layer_bytes) - max(1, num_kept_graphs))
             self._bound.stash.prepare(
-                input_bytes,
-                num_layers=len(self.layer_bytes) - max(1, num_kept_graphs),
-                num_fetch_buffers=schedule.num_fetch_buffers,
+                by_place(stashed, lambda _: input_bytes), num_buffers=schedule.num_fetch_buffers
             )
         return schedule
 

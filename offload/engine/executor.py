@@ -37,7 +37,7 @@ from offload.engine.model.visit import Graph, attempt, visit_with_graph
 from offload.engine.randomness import FRONT_LAYER, VisitRandomness, require_same_draws
 from offload.engine.seeding import NEWEST, Seeding
 from offload.engine.slots import Slots
-from offload.engine.stash import SentOutputs, Stash
+from offload.engine.stash import Stash
 from offload.engine.streams import Device, Event, copy_on_host
 from offload.engine.tiled import TiledMlp, tiled
 from offload.engine.unread import Unread
@@ -95,7 +95,7 @@ class Executor:
         source: LayerSource,
         slots: Slots,
         stash: Stash,
-        sent: SentOutputs,
+        sent: Stash,
         host_gradients: HostGradients,
         device: Device,
         head_chunk_tokens: int,
@@ -317,27 +317,25 @@ class Executor:
 
     def _fetch_input(self, state: PassState, op: Op) -> None:
         layer, m = op.layer_index, op.micro_batch_index
-        target = self._stash.fetched(op.buffer_index, op.num_bytes)
+        target = self._stash.buffer(op.buffer_index, op.num_bytes)
         self._device.copy(target, self._stash.place(layer, m))
         like_BTD = state.fronts[m].hidden_BTD
         state.fetched[layer, m] = target.view(like_BTD.dtype).view(like_BTD.shape)
 
     def _send(self, state: PassState, op: Op) -> None:
-        layer, m = op.layer_index, op.micro_batch_index
-        num_bytes, carrier = (
-            state.attention[layer, m].num_bytes,
-            self._sent.carrier(op.carrier_index),
-        )
-        self._device.copy(self._sent.place(layer, m)[:num_bytes], carrier[:num_bytes])
+        place, buffer, _ = self._sent_output(state, op)
+        self._device.copy(place, buffer)
 
     def _return(self, state: PassState, op: Op) -> None:
+        place, buffer, recorded = self._sent_output(state, op)
+        self._device.copy(buffer, place)
+        state.attention[op.layer_index, op.micro_batch_index] = recorded.at(buffer)
+
+    def _sent_output(self, state: PassState, op: Op) -> tuple[torch.Tensor, torch.Tensor, Recorded]:
         layer, m = op.layer_index, op.micro_batch_index
-        num_bytes, carrier = (
-            state.attention[layer, m].num_bytes,
-            self._sent.carrier(op.carrier_index),
-        )
-        self._device.copy(carrier[:num_bytes], self._sent.place(layer, m)[:num_bytes])
-        state.attention[layer, m] = state.attention[layer, m].at(carrier)
+        recorded = state.attention[layer, m]
+        place = self._sent.place(layer, m)[: recorded.num_bytes]
+        return place, self._sent.buffer(op.carrier_index, recorded.num_bytes), recorded
 
     def _gradient(self, op: Op) -> None:
         sink, gradient = self._host_gradients.leaving(
@@ -417,7 +415,7 @@ class Executor:
         if recorded.num_bytes > place.nbytes:
             return NOTHING
         with torch.no_grad():
-            return recorded.packed(self._sent.carrier(op.carrier))
+            return recorded.packed(self._sent.buffer(op.carrier, recorded.num_bytes))
 
     def _tail(
         self,

@@ -17,6 +17,7 @@ import torch
 from offload.engine.batch import with_labels
 from offload.engine.engine import Engine
 from offload.engine.seeding import NEWEST
+from offload.engine.stash import by_place
 from offload.engine.streams import CpuDevice
 from offload.errors import OffloadError
 from offload.plan.facts.codec import CodecName
@@ -83,9 +84,10 @@ def run(
         num_label_tokens = sum(batch.num_label_tokens for batch in batches)
         if setting.stash == "host":
             engine._bound.stash.prepare(
-                engine._input_bytes(batches),
-                num_layers=len(engine.layer_bytes) - 1,
-                num_fetch_buffers=schedule.num_fetch_buffers,
+                by_place(
+                    range(len(engine.layer_bytes) - 1), lambda _: engine._input_bytes(batches)
+                ),
+                num_buffers=schedule.num_fetch_buffers,
             )
         poison(engine)
         with engine._consistent(schedule.ring_after):
@@ -110,7 +112,7 @@ def run(
 def poison(engine: Engine) -> None:
     """Fill what a step reads with NaN: else it may hold the right values of the run before."""
     slots, stash = engine._bound.executor._slots, engine._bound.stash
-    for buffer in (*slots._buffers, slots._decoded, *stash._fetched, stash._host):
+    for buffer in (*slots._buffers, slots._decoded, *stash._buffers, stash._host):
         buffer.fill_(0xFF)
 
 

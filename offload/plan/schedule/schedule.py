@@ -280,7 +280,7 @@ class _Program:
             if is_kept and self._is_stashed(layer):
                 self.lines.append(self._stash(layer, m))
             if carrier is not None:
-                self.lines.append(self._send(layer, m, carrier))
+                self.lines.append(self._moved(Kind.SEND, layer, m, carrier))
 
     def backward(self, layer: int, group: Sequence[int]) -> None:
         """Write a backward visit, and the copies of its gradients to the host."""
@@ -297,7 +297,7 @@ class _Program:
                 self.lines.append(self._fetch(layer, m, buffer))
             carrier, carried = self._carrier(layer, group)
             if carrier is not None:
-                self.lines.append(self._return(layer, m, carrier))
+                self.lines.append(self._moved(Kind.RETURN, layer, m, carrier))
             op = Op(
                 lane=Lane.COMPUTE,
                 kind=Kind.BACKWARD,
@@ -393,27 +393,20 @@ class _Program:
         self.num_carried += 1
         return carrier, (("carried", carrier, 0),)
 
-    def _send(self, layer: int, m: int, carrier: int) -> Line:
+    def _moved(self, kind: Kind, layer: int, m: int, carrier: int) -> Line:
+        """Write the copy of an attention output to host memory, or back."""
+        is_sent = kind is Kind.SEND
         op = Op(
-            lane=Lane.D2H,
-            kind=Kind.SEND,
+            lane=Lane.D2H if is_sent else Lane.H2D,
+            kind=kind,
             layer=layer,
             micro_batch=m,
             carrier=carrier,
             num_bytes=self.outputs.num_bytes[layer][m],
         )
-        return Line(ops=(op,), reads=(("carried", carrier, 0),), writes=(("sent", layer, m),))
-
-    def _return(self, layer: int, m: int, carrier: int) -> Line:
-        op = Op(
-            lane=Lane.H2D,
-            kind=Kind.RETURN,
-            layer=layer,
-            micro_batch=m,
-            carrier=carrier,
-            num_bytes=self.outputs.num_bytes[layer][m],
-        )
-        return Line(ops=(op,), reads=(("sent", layer, m),), writes=(("carried", carrier, 0),))
+        device, host = ("carried", carrier, 0), ("sent", layer, m)
+        source, target = (device, host) if is_sent else (host, device)
+        return Line(ops=(op,), reads=(source,), writes=(target,))
 
     def _has_output(self, layer: int) -> bool:
         return layer in self.outputs.kept or layer in self.outputs.sent

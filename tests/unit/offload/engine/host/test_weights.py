@@ -112,9 +112,9 @@ def test_a_stash_that_grows_unlocks_the_memory_that_it_leaves() -> None:
     """CUDA takes memory that was unmapped and mapped anew for locked still, and refuses it."""
     locker = FakeLocker(GIB)
     blocks = blocks_of(locker)
-    stash = Stash(allocate_host=blocks.allocate, free_host=blocks.free, torch_device=CPU)
+    stash = Stash("inputs", allocate_host=blocks.allocate, free_host=blocks.free, torch_device=CPU)
     for size in (10_000, 20_000, 5_000, 40_000):
-        stash.prepare([size], num_layers=2, num_fetch_buffers=1)
+        stash.prepare({(0, 0): size, (1, 0): size}, num_buffers=1)
     assert list(locker.locked.values()) == [80_000]
     blocks.close()
     assert locker.locked == {}
