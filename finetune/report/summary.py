@@ -95,7 +95,16 @@ def _plan_rows(choice: Choice) -> Iterator[tuple[str, Sequence[str]]]:
     graphs = [kept_line(plan)] if plan.num_kept_graphs else []
     yield "backward", [*graphs, *([outputs_line(plan)] if plan.residency.has_outputs else [])]
     yield "expert kernels", [f"{kernel.value} ({kernel.source})"] if facts.has_experts else []
+    yield "layer kernels", _layer_kernels(plan)
     yield "rejected", [_rejected_line(one, choice.chosen) for one in choice.rejected]
+
+
+def _layer_kernels(plan: Plan) -> list[str]:
+    """Return what computes norms, rotary embedding and gates, where it is not the model's code."""
+    code = plan.request.typical.code_on(plan.machine.device)
+    is_assumed = plan.request.typical.layer_code == "auto"
+    trial = " (assumed until a run tries them)" if is_assumed else ""
+    return [f"{code}: norms, rotary embedding and gates{trial}"] if code != "plain" else []
 
 
 def _step_line(plan: Plan) -> str:

@@ -21,6 +21,7 @@ from offload.engine.model.layers import LayeredModel
 from offload.plan.facts.codec import CodecName
 from tests.counted import Counted
 from tests.parity.steps import OPTIONS, SHAPE, micro_batches, rel_error, tiny, truth_of
+from tests.tiers import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FUSED = replace(OPTIONS, layer_kernels="fused")
@@ -80,8 +81,10 @@ def test_what_is_fused_is_found_by_what_it_computes(name: str) -> None:
     assert (counts["Norm"], counts["Rotary"], counts["GatedMlp"]) == FOUND[name]
 
 
-@pytest.mark.parametrize("name", FOUND)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", mostly_slow(list(FOUND), "qwen3", "gpt_oss"))
+@pytest.mark.parametrize(
+    "dtype", mostly_slow([torch.float32, torch.bfloat16], torch.bfloat16), ids=str
+)
 def test_reorder_fused_layers_are_as_exact_as_the_models_own_code(
     name: str, dtype: torch.dtype
 ) -> None:
@@ -95,8 +98,10 @@ def test_reorder_fused_layers_are_as_exact_as_the_models_own_code(
     assert sum(fused) <= 1.1 * sum(plain) + 2 * torch.finfo(torch.float32).eps
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "qwen3_moe"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", mostly_slow(["qwen3", "gemma3_text", "qwen3_moe"], "gemma3_text"))
+@pytest.mark.parametrize(
+    "dtype", mostly_slow([torch.float32, torch.bfloat16], torch.bfloat16), ids=str
+)
 def test_move_a_streamed_step_with_fused_layers_is_the_resident_one(
     name: str, dtype: torch.dtype
 ) -> None:

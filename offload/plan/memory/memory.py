@@ -188,8 +188,8 @@ class DeviceNeeds:
         )
         graphs = MemoryTerm(name=KEPT_GRAPHS, num_bytes=self.graph_bytes[residency.num_kept_graphs])
         kept = (*self.kept, *self._output_terms(residency))
-        beside = [(*kept, graphs, *instant) for instant in self.instants]
-        worst = max(((*kept, *self.visit), *beside, (self.update,)), key=total_bytes)
+        with_graphs = [(*kept, graphs, *instant) for instant in self.instants]
+        worst = max(((*kept, *self.visit), *with_graphs, (self.update,)), key=total_bytes)
         used = total_bytes(always) + total_bytes(worst)
         fragmentation = MemoryTerm(name=FRAGMENTATION, num_bytes=int(used * FRAGMENTATION_FRAC))
         terms = (*always, *worst, fragmentation, *self.fixed)
