@@ -68,7 +68,7 @@ class ModelSection(Section):
     )
     layer_kernels: Literal["auto", "plain", "fused"] = Field(
         default="auto",
-        description="How a layer's norms, rotary embedding and gates are computed: `plain` by the"
+        description="How norms, rotary embedding, gates and the loss are computed: `plain` by the"
         " model's code, `fused` by one kernel each; `auto` is `fused` on CUDA where a short trial"
         " finds it right and no slower.",
     )

@@ -1,4 +1,4 @@
-"""What computes a run's norms, rotary embedding and gates: settled once, before it is planned.
+"""What computes norms, rotary embedding, gates and the loss: settled before a run is planned.
 
 The model's own code and the fused operators differ in their last bits, so a run keeps what it began
 with: the choice is written into its recipe.
@@ -7,7 +7,7 @@ with: the choice is written into its recipe.
 import importlib.util
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from finetune.errors import ConfigError
 from finetune.recipe.recipe import Recipe
@@ -16,6 +16,7 @@ from finetune.report.screen import Screen
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
 LayerKernels = Literal["plain", "fused"]
 WORDS = {"Norm": "norms", "Rotary": "rotations", "GatedMlp": "gates"}
@@ -44,7 +45,7 @@ def settled_layer_kernels(recipe: Recipe, device: "torch.device", screen: Screen
     if device.type != "cuda" or recipe.train.compile:
         return "plain"
     if not has_triton:
-        screen.note("Norms, rotations and gates: the model's own code, as there is no Triton here")
+        screen.note("Norms, rotations, gates and loss: the model's own code, as there is no Triton")
         return "plain"
     return "fused" if _is_worth_it(recipe, device, screen) else "plain"
 
@@ -59,18 +60,19 @@ def _is_worth_it(recipe: Recipe, device: "torch.device", screen: Screen) -> bool
     from offload.engine.model.layers import LayeredModel
     from offload.engine.pointwise.trial import try_fused
 
-    screen.note("Trying fused norms, rotations and gates ...")
+    screen.note("Trying fused norms, rotations, gates and loss ...")
     model = empty_of(recipe.model).requires_grad_(requires_grad=False)
-    trials = try_fused(list(LayeredModel(model).layers), device)
+    vocab_size = cast("nn.Embedding", model.get_input_embeddings()).num_embeddings
+    trials = try_fused(list(LayeredModel(model).layers), vocab_size, device)
     for trial in trials:
         if trial.plain_s is not None and trial.fused_s is not None:
             times = f"{shown_time(trial.fused_s)}, by the model's code {shown_time(trial.plain_s)}"
             screen.detail(f"  {trial.name}: {times}")
     against = [f"{trial.name}: {trial.reason}" for trial in trials if trial.reason is not None]
-    if not trials:
-        against = ["none of this model is known to be the same"]
     if against:
-        screen.note(f"Norms, rotations and gates: the model's own code ({'; '.join(against)})")
+        screen.note(
+            f"Norms, rotations, gates and loss: the model's own code ({'; '.join(against)})"
+        )
     return not against
 
 
@@ -85,4 +87,6 @@ def shown_fused(by_layer: Sequence[Counter[str]]) -> tuple[str, ...]:
     parts = [f"{total[kind]:,} {word}" for kind, word in WORDS.items() if total[kind]]
     left = [word for kind, word in WORDS.items() if not total[kind]]
     rest = f"; {' and '.join(left)} by the model's own code" if left else ""
-    return (f"Fused in {len(by_layer)} layers: {', '.join(parts) or 'nothing'}{rest}",)
+    return (
+        f"Fused: the loss, and in {len(by_layer)} layers {', '.join(parts) or 'nothing'}{rest}",
+    )

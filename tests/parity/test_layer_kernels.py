@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from offload.engine.bound import EngineOptions
 from offload.engine.engine import Engine
@@ -137,6 +138,39 @@ def test_move_all_together_no_bit_differs(codec: CodecName) -> None:
     )
     resident = replace(tiles, num_slots=SHAPE["num_hidden_layers"])
     require_same(step(model, together), step(model, resident))
+
+
+def test_a_fused_loss_is_one_operator_and_no_other_reads_the_logits_but_the_head() -> None:
+    num_tokens, vocab = 32, 32768
+    config = AutoConfig.for_model("qwen3", **{**SHAPE, "vocab_size": vocab})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.requires_grad_(requires_grad=False)
+    hidden_ND = torch.randn(num_tokens, SHAPE["hidden_size"], dtype=torch.bfloat16)
+    labels_N = torch.arange(num_tokens)
+    losses, gradients, moved, num_fused = [], [], [], []
+    for is_fused in (False, True):
+        layered = LayeredModel(model)
+        if is_fused:
+            layered.fuse()
+        gradient_ND = torch.zeros_like(hidden_ND)
+        with Counted() as counted:
+            loss = layered.tail_loss(
+                hidden_ND,
+                positions_N=labels_N,
+                next_N=labels_N,
+                num_items=torch.tensor(float(num_tokens)),
+                gradient_ND=gradient_ND,
+            )
+        losses.append(loss)
+        gradients.append(gradient_ND.double())
+        products = sum(counted.num_bytes[name] for name in ("mm", "embedding"))
+        moved.append((counted.total_bytes - products) / (num_tokens * vocab * 2))
+        num_fused.append(counted.num_ops["cross_entropy"])
+    assert num_fused == [0, 1]
+    assert 2.0 < moved[1] < 2.3  # logits in, their gradient out
+    assert moved[0] > 18
+    assert losses[1] == pytest.approx(float(losses[0]), rel=1e-5)
+    assert rel_error({"": gradients[1]}, {"": gradients[0]}) < 0.01
 
 
 def test_recomputes_of_fused_layers_leave_out_what_those_of_plain_ones_do() -> None:

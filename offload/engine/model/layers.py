@@ -53,6 +53,8 @@ from offload.engine.model.recorders import (
 )
 from offload.engine.model.router import RouterLoss
 from offload.engine.pointwise.layers import FusedLayers
+from offload.engine.pointwise.ops import cross_entropy
+from offload.engine.pointwise.recognise import DTYPES
 from offload.errors import UnsupportedModelError
 from offload.plan.facts.families import RESIDENT_HINT
 
@@ -222,12 +224,22 @@ class LayeredModel:
         Returns:
             The loss, a scalar without a graph.
         """
+        is_trained = gradient_ND is not None
         chunk_1ND = hidden_ND[positions_N].unsqueeze(0)
-        chunk_1ND.requires_grad_(gradient_ND is not None)
-        logits_1NV = self.tail_logits(chunk_1ND)
-        loss = cross_entropy_sum(logits_1NV, next_N.unsqueeze(0)) / num_items
+        chunk_1ND.requires_grad_(is_trained)
+        if self.fused is not None and chunk_1ND.dtype in DTYPES:
+            logits_NV = self.tail_logits(chunk_1ND).flatten(0, 1)
+            losses_N, of_logits_NV = cross_entropy(
+                logits_NV.detach(), next_N, num_items=num_items, has_gradient=is_trained
+            )
+            loss = losses_N.sum() / num_items
+            if is_trained:
+                logits_NV.backward(of_logits_NV)
+        else:  # no name holds the logits, so they are gone in the backward
+            loss = cross_entropy_sum(self.tail_logits(chunk_1ND), next_N.unsqueeze(0)) / num_items
+            if is_trained:
+                loss.backward()
         if gradient_ND is not None:
-            loss.backward()
             assert chunk_1ND.grad is not None
             gradient_ND[positions_N] = chunk_1ND.grad[0]
         return loss.detach()

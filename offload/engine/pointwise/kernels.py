@@ -1,19 +1,22 @@
-"""RMSNorm, rotary embedding and gated activations as Triton programs.
+"""RMSNorm, rotary embedding, gated activations and cross-entropy as Triton programs.
 
 Each reads its operands once, computes in fp32 and writes its result once. The models' own code is
 several operators, each of which reads and writes all of it, much of it in fp32.
 
 Layout. A norm's program holds whole rows: one long row or several short ones. A rotation's program
 holds one token, whose angles it reads once for all heads of queries and keys. A gate's program
-holds a part of a row.
+holds a part of a row. A cross-entropy's program reads one token's logits in parts, twice: for the
+sum of their exponentials, scaled anew where a higher logit is found, and for the gradient.
 
-Letters: M rows, N features, H heads, D features of a head.
+Letters: M rows, N features, H heads, D features of a head, V tokens of the vocabulary.
 """
 
 import triton
 import triton.language as tl
 
 from offload.engine.experts.kernels import gate_parts, rounded
+
+LOWEST = tl.constexpr(-3.4e38)  # finite, since the difference of two infinities is none
 
 
 @triton.jit
@@ -229,3 +232,42 @@ def gate_up_backward(
     _, by_gate, by_up = gate_parts(g, u, 1.0, 0.0, GATE)
     tl.store(of_gate + row * num_n + n, rounded(given * by_gate, of_gate), is_there)
     tl.store(of_up + row * num_n + n, rounded(given * by_up, of_up), is_there)
+
+
+@triton.jit
+def cross_entropy(
+    logits,  # (M, V)
+    labels,  # (M,)
+    num_items,  # ()
+    losses,  # (M,) fp32
+    gradient,  # (M, V), contiguous
+    num_v,
+    stride_x,
+    HAS_GRADIENT: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Write a token's cross-entropy, and the gradient of the sum over `num_items` by its logits."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, BLOCK_V)
+    own = logits + row * stride_x
+    most = tl.full((BLOCK_V,), LOWEST, tl.float32)
+    sums = tl.zeros((BLOCK_V,), tl.float32)
+    for first in range(0, num_v, BLOCK_V):
+        is_there = first + part < num_v
+        x = tl.load(own + first + part, is_there, other=-float("inf")).to(tl.float32)
+        more = tl.maximum(most, x)
+        sums = sums * tl.exp(most - more) + tl.exp(x - more)
+        most = more
+    highest = tl.max(most, 0)
+    total = tl.sum(sums * tl.exp(most - highest), 0)
+    label = tl.load(labels + row)
+    of_label = tl.load(own + label).to(tl.float32)
+    tl.store(losses + row, tl.log(total) - (of_label - highest))
+    if HAS_GRADIENT:
+        scale = 1.0 / tl.load(num_items).to(tl.float32)
+        for first in range(0, num_v, BLOCK_V):
+            v = first + part
+            x = tl.load(own + v, v < num_v, other=-float("inf")).to(tl.float32)
+            probability = tl.exp(x - highest) / total
+            result = tl.where(v == label, probability - 1.0, probability) * scale
+            tl.store(gradient + row * num_v + v, rounded(result, gradient), v < num_v)

@@ -15,6 +15,7 @@ GATE_NUMBERS: dict[Curve, int] = {"silu": 0, "gelu_tanh": 2, "gelu": 3}
 NORM_BLOCK, ROTARY_BLOCK, GATE_BLOCK = 4096, 2048, 2048  # elements of a program
 WARP_ELEMENTS, MAX_WARPS = 1024, 16
 NUM_WARPS = 4
+VOCABULARY_BLOCK, VOCABULARY_WARPS = 4096, 8
 
 
 def norm(
@@ -164,6 +165,32 @@ def gated_backward(
             **blocks,
         )
     return of_gate, of_up
+
+
+def cross_entropy(
+    logits_NV: torch.Tensor,
+    labels_N: torch.Tensor,
+    num_items: torch.Tensor,
+    has_gradient: bool,  # noqa: FBT001  # torch passes an operator's arguments by position
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each token's cross-entropy, and the gradient by the logits."""
+    rows_NV = _with_dense_rows(logits_NV)
+    losses_N = rows_NV.new_empty(len(rows_NV), dtype=torch.float32)
+    gradient = rows_NV.new_empty(rows_NV.shape if has_gradient else (0,))
+    if rows_NV.numel():
+        _kernels().cross_entropy[(len(rows_NV),)](
+            logits=rows_NV,
+            labels=labels_N.contiguous(),
+            num_items=num_items,
+            losses=losses_N,
+            gradient=gradient,
+            num_v=rows_NV.shape[1],
+            stride_x=rows_NV.stride(0),
+            HAS_GRADIENT=has_gradient,
+            BLOCK_V=min(VOCABULARY_BLOCK, _power_of_2(rows_NV.shape[1])),
+            num_warps=VOCABULARY_WARPS,
+        )
+    return losses_N, gradient
 
 
 def _kernels() -> Any:

@@ -3,7 +3,7 @@
 A trace without values, a mode that counts operations and torch's own tools see one operator with
 its operands. On CUDA its kernel is Triton's, on a CPU plain torch (for tests: runs on a CPU use the
 models' own code). Nothing is written over; a graph keeps of a norm its input and one number per
-row, of a rotation the angles, of a gate its two inputs.
+row, of a rotation the angles, of a gate its two inputs. A cross-entropy gives its gradient at once.
 """
 
 from typing import Any
@@ -22,6 +22,8 @@ _SCHEMAS = (
     "rotate(Tensor q, Tensor k, Tensor cos, Tensor sin, bool is_back) -> (Tensor, Tensor)",
     "gated(Tensor gate, Tensor up, str curve) -> Tensor",
     "gated_backward(Tensor gradient, Tensor gate, Tensor up, str curve) -> (Tensor, Tensor)",
+    "cross_entropy(Tensor logits, Tensor labels, Tensor num_items, bool has_gradient)"
+    " -> (Tensor, Tensor)",
 )
 
 
@@ -50,12 +52,24 @@ def _gated_backward_shapes(
     return gate.new_empty(gate.shape), up.new_empty(up.shape)
 
 
+def _cross_entropy_shapes(
+    logits_NV: torch.Tensor,
+    _: torch.Tensor,
+    __: torch.Tensor,
+    has_gradient: bool,  # noqa: FBT001  # torch passes an operator's arguments by position
+) -> tuple[torch.Tensor, torch.Tensor]:
+    dtype = torch.float64 if logits_NV.dtype == torch.float64 else torch.float32
+    gradient_shape = logits_NV.shape if has_gradient else (0,)
+    return logits_NV.new_empty(len(logits_NV), dtype=dtype), logits_NV.new_empty(gradient_shape)
+
+
 _SHAPES: tuple[Any, ...] = (
     _norm_shapes,
     _norm_backward_shapes,
     _rotate_shapes,
     _gated_shapes,
     _gated_backward_shapes,
+    _cross_entropy_shapes,
 )
 _library = torch.library.Library("sluice", "DEF")
 for _schema, _shapes in zip(_SCHEMAS, _SHAPES, strict=True):
@@ -90,6 +104,20 @@ def gated(gate: torch.Tensor, up: torch.Tensor, curve: Curve) -> torch.Tensor:
     """Return the activation of a gate, times up; see `reference.gated`."""
     y: torch.Tensor = _Gated.apply(gate, up, curve)  # type: ignore[no-untyped-call]  # torch's
     return y
+
+
+def cross_entropy(
+    logits_NV: torch.Tensor,
+    labels_N: torch.Tensor,
+    *,
+    num_items: torch.Tensor,
+    has_gradient: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each token's cross-entropy, and the gradient; see `reference.cross_entropy`."""
+    both: tuple[torch.Tensor, torch.Tensor] = torch.ops.sluice.cross_entropy(
+        logits_NV, labels_N, num_items, has_gradient
+    )
+    return both
 
 
 def _in_memory_order(x: torch.Tensor) -> tuple[list[int], list[int]]:

@@ -109,6 +109,29 @@ def gated_backward(
     return slope.to(gate.dtype).contiguous(), of_up.to(up.dtype).contiguous()
 
 
+def cross_entropy(
+    logits_NV: torch.Tensor,
+    labels_N: torch.Tensor,
+    num_items: torch.Tensor,
+    has_gradient: bool,  # noqa: FBT001  # torch passes an operator's arguments by position
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each token's cross-entropy, and the gradient of their sum over `num_items` by logits.
+
+    Args:
+        logits_NV: Logits of N tokens.
+        labels_N: A token of the vocabulary each.
+        num_items: What the sum is divided by, a scalar.
+        has_gradient: Whether the gradient is wanted, in the logits' dtype; it has no elements else.
+    """
+    log_probs_NV = F.log_softmax(_wide(logits_NV), dim=-1)
+    losses_N = -log_probs_NV.gather(1, labels_N[:, None]).squeeze(1)
+    if not has_gradient:
+        return losses_N, logits_NV.new_empty(0)
+    gradient_NV = log_probs_NV.exp()
+    gradient_NV[torch.arange(len(labels_N), device=labels_N.device), labels_N] -= 1
+    return losses_N, (gradient_NV / num_items).to(logits_NV.dtype)
+
+
 def _curve(gate: torch.Tensor, curve: Curve) -> torch.Tensor:
     if curve == "silu":
         return F.silu(gate)

@@ -1,7 +1,8 @@
 """Tries the fused operators on a device, against the model's own code, before a run uses them.
 
-Each kind of norm, rotation and gate of the layers is computed once by both, forward and backward,
-on the same random values; then both are timed in turns, since a card's clock changes with its load.
+Each kind of norm, rotation and gate of the layers, and the loss of a few tokens, is computed once
+by both, forward and backward, on the same random values; then both are timed in turns, since a
+card's clock changes with its load.
 The first run of each, in which Triton compiles, is not timed.
 """
 
@@ -15,6 +16,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from offload.engine.pointwise import ops
 from offload.engine.pointwise.layers import FusedLayers, Part
@@ -22,6 +24,7 @@ from offload.engine.pointwise.recognise import GatedMlp, Norm, Rotary, drawn_mlp
 from offload.engine.streams import release_cached
 
 NUM_TOKENS, NUM_ROUNDS, NUM_HEADS, NUM_KEY_HEADS, HEAD_DIM = 2048, 5, 16, 4, 128
+NUM_LABELS = 256
 GRADIENT_ERRORS = 4  # a gradient's rounding error is at most that many of a value's
 Compute = Callable[..., Sequence[torch.Tensor]]
 
@@ -44,24 +47,35 @@ class Trial:
     reason: str | None = None
 
 
-def try_fused(layers: Sequence[nn.Module], device: torch.device) -> tuple[Trial, ...]:
-    """Try each kind of part that is fused; none if nothing is.
+def try_fused(
+    layers: Sequence[nn.Module], vocab_size: int, device: torch.device
+) -> tuple[Trial, ...]:
+    """Try each kind of part that is fused, and the loss.
 
     Args:
         layers: Of a model in its compute dtype; no weight is read, so they may be on meta.
+        vocab_size: How many tokens the model predicts.
         device: Where to compute.
     """
-    trials = []
     dtype = next(p.dtype for layer in layers for p in layer.parameters())
-    for module, part in _kinds(FusedLayers(layers)):
-        name = f"{type(part).__name__} of {type(module).__name__}"
-        try:
-            trials.append(_tried(name, module, part, dtype, device))
-        except Exception as error:  # noqa: BLE001  # the model's own code remains, and it is shown
-            first = (str(error).strip().splitlines() or [""])[0]
-            trials.append(Trial(name=name, reason=f"{type(error).__name__}: {first}"))
+    trials = [
+        _attempted(
+            f"{type(part).__name__} of {type(module).__name__}",
+            partial(_tried, module, part, dtype, device),
+        )
+        for module, part in _kinds(FusedLayers(layers))
+    ]
+    trials.append(_attempted("cross-entropy", partial(_tried_loss, vocab_size, dtype, device)))
     release_cached(device)
     return tuple(trials)
+
+
+def _attempted(name: str, attempt: Callable[[str], Trial]) -> Trial:
+    try:
+        return attempt(name)
+    except Exception as error:  # noqa: BLE001  # the model's own code remains, and it is shown
+        first = (str(error).strip().splitlines() or [""])[0]
+        return Trial(name=name, reason=f"{type(error).__name__}: {first}")
 
 
 def _kinds(fused: FusedLayers) -> Iterator[tuple[nn.Module, Part]]:
@@ -74,7 +88,7 @@ def _kinds(fused: FusedLayers) -> Iterator[tuple[nn.Module, Part]]:
 
 
 def _tried(
-    name: str, module: nn.Module, part: Part, dtype: torch.dtype, device: torch.device
+    module: nn.Module, part: Part, dtype: torch.dtype, device: torch.device, name: str
 ) -> Trial:
     plain, fused, inputs = _both(module, part, dtype, device)
     forked = [device] if device.type == "cuda" else []
@@ -93,12 +107,46 @@ def _tried(
             *zip(fused(*leaves), expected, [1] * len(expected), strict=True),
             *zip(step(fused), step(plain), [GRADIENT_ERRORS] * len(leaves), strict=True),
         ]
-        if not all(is_close(found, wanted, errors) for found, wanted, errors in pairs):
-            return Trial(name=name, reason="its results are not those of the model's code")
-        times_s: dict[bool, list[float]] = {True: [], False: []}
-        for _ in range(NUM_ROUNDS):
-            for is_fused, compute in ((False, plain), (True, fused)):
-                times_s[is_fused].append(_seconds(partial(step, compute), device))
+        return _compared(name, pairs, partial(step, plain), partial(step, fused), device)
+
+
+def _tried_loss(vocab_size: int, dtype: torch.dtype, device: torch.device, name: str) -> Trial:
+    forked = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=forked):
+        torch.manual_seed(0)
+        logits_NV = 4 * torch.randn(NUM_LABELS, vocab_size, device=device, dtype=dtype)
+        labels_N = torch.randint(vocab_size, (NUM_LABELS,), device=device)
+    num_items = torch.tensor(float(NUM_LABELS), device=device)
+
+    def plain() -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.enable_grad():
+            leaf_NV = logits_NV.detach().requires_grad_()
+            losses_N = F.cross_entropy(leaf_NV.float(), labels_N, reduction="none")
+            (losses_N.sum() / num_items).backward()
+        assert leaf_NV.grad is not None
+        return losses_N.detach(), leaf_NV.grad
+
+    def fused() -> tuple[torch.Tensor, torch.Tensor]:
+        return ops.cross_entropy(logits_NV, labels_N, num_items=num_items, has_gradient=True)
+
+    pairs = list(zip(fused(), plain(), [1, GRADIENT_ERRORS], strict=True))
+    return _compared(name, pairs, plain, fused, device)
+
+
+def _compared(
+    name: str,
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor, int]],
+    plain: Callable[[], object],
+    fused: Callable[[], object],
+    device: torch.device,
+) -> Trial:
+    """Return what comes of results and times; each pair may be off by so many rounding errors."""
+    if not all(is_close(found, wanted, errors) for found, wanted, errors in pairs):
+        return Trial(name=name, reason="its results are not those of the model's code")
+    times_s: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(NUM_ROUNDS):
+        for is_fused, compute in ((False, plain), (True, fused)):
+            times_s[is_fused].append(_seconds(compute, device))
     plain_s, fused_s = statistics.median(times_s[False]), statistics.median(times_s[True])
     reason = "it is slower" if fused_s > plain_s else None
     return Trial(name=name, plain_s=plain_s, fused_s=fused_s, reason=reason)

@@ -53,6 +53,9 @@ VISIT, HEAD_CHUNK, RECORDED = "one visit", "head chunk", "recorded arguments"
 
 # In fp32, after the loss: the log-softmax, and the gradients of it and of the logits.
 LOGIT_COPIES = 3
+# If one operator computes the loss, the widest instant is the norm's backward, with so many of its
+# tensors in fp32; logits and their gradient are still there, in the compute dtype.
+NORM_COPIES = 5
 # While the router loss of a micro-batch is computed: the softmax, and the gradient of the logits.
 ROUTER_LOSS_COPIES = 2
 CUBLAS_BYTES = 2 * 32 * MIB
@@ -263,7 +266,7 @@ def device_needs(
     outputs = {x: workload.output_bytes(x, is_cuda=is_cuda) for x in kinds}
     beside = replace(widest, saved=0, scores=0, adapter_inputs=0, factors=0)
     cublas = MemoryTerm(name=CUBLAS, num_bytes=CUBLAS_BYTES if is_cuda else 0)
-    chunk_bytes = traced.head_chunk if traced else head_chunk_bytes(facts, workload)
+    chunk_bytes = traced.head_chunk if traced else head_chunk_bytes(facts, machine, workload)
     visit = max((_visit_terms(visit) for visit in visits.values()), key=total_bytes)
     if traced:
         visit = (MemoryTerm(name=VISIT, num_bytes=max(traced.visits)),)
@@ -396,16 +399,18 @@ def recorded_bytes(facts: ModelFacts, workload: Workload, *, is_padded: bool) ->
     return per_token * workload.num_tokens
 
 
-def head_chunk_bytes(facts: ModelFacts, workload: Workload) -> int:
-    """Return the bytes of a head chunk: the loss's copies of its logits, and the norm's input.
+def head_chunk_bytes(facts: ModelFacts, machine: Machine, workload: Workload) -> int:
+    """Return the bytes of a head chunk: the copies of its logits, and the norm's input.
 
-    This is within 1 % of a trace for qwen3, llama and mixtral, and for qwen3 models with experts.
+    This is within 1 % of a trace for qwen3 and llama.
     """
     tokens, b = min(workload.head_chunk_tokens, workload.label_tokens), workload.dtype_bytes
+    is_fused = workload.code_on(machine.device) == "fused"
+    logit_bytes = 2 * b if is_fused else LOGIT_COPIES * FP32_BYTES
     hidden_bytes = FP32_BYTES if b == FP32_BYTES else FP32_BYTES + b
-    return tokens * (
-        LOGIT_COPIES * FP32_BYTES * facts.vocab_size + hidden_bytes * facts.hidden_size
-    )
+    if is_fused:
+        hidden_bytes += NORM_COPIES * FP32_BYTES
+    return tokens * (logit_bytes * facts.vocab_size + hidden_bytes * facts.hidden_size)
 
 
 def _visit_terms(one: VisitBytes) -> tuple[MemoryTerm, ...]:

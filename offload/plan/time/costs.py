@@ -37,6 +37,8 @@ Grade = Literal["spec", "probed", "calibrated"]
 
 FLASH_BACKWARD_FORWARDS = 2.5
 FRONT_OPS, TAIL_OPS, TAIL_LOGIT_PASSES = 60, 40, 9
+# One operator reads the logits twice and writes their gradient, in place of TAIL_LOSS_OPS others.
+FUSED_LOGIT_PASSES, TAIL_LOSS_OPS = 3, 8
 H2D_LATENCY_S = 2e-5
 PACKED_OPS = 2  # copies of an attention output and its log-sum-exp to the buffer they leave from
 
@@ -221,22 +223,27 @@ def _layer_cost(layer: LayerFacts, at: Pricer) -> LayerCost:
     )
 
 
+def _loss(at: Pricer, *, num_chunks: int) -> Work:
+    """The passes over logits, and the operators of all chunks that are no product."""
+    tokens, vocab = at.workload.label_tokens, at.facts.vocab_size
+    if at.workload.code_on(at.machine.device) == "fused":
+        num_bytes = FUSED_LOGIT_PASSES * at.workload.dtype_bytes * tokens * vocab
+        num_ops = (TAIL_OPS - TAIL_LOSS_OPS) * num_chunks
+        return at.traffic(num_bytes, num_ops=num_ops, is_fused=True)
+    return at.new_memory(
+        TAIL_LOGIT_PASSES * FP32_BYTES * tokens * vocab,
+        num_ops=TAIL_OPS * num_chunks,
+        tensor_bytes=FP32_BYTES * min(tokens, at.workload.head_chunk_tokens) * vocab,
+    )
+
+
 def _tail(at: Pricer) -> Work:
     tokens, hidden, vocab = at.workload.label_tokens, at.facts.hidden_size, at.facts.vocab_size
     num_chunks = math.ceil(tokens / at.workload.head_chunk_tokens)
     head = at.gemm(tokens, hidden, vocab) + at.gemm(tokens, vocab, hidden)
     norm_passes = NORM.forward + NORM.backward + NORM_WEIGHT.forward + NORM_WEIGHT.backward
     norm = at.traffic(norm_passes * FP32_BYTES * tokens * hidden, num_ops=0)
-    logit_bytes = TAIL_LOGIT_PASSES * FP32_BYTES * tokens * vocab
-    tail = (
-        head
-        + norm
-        + at.new_memory(
-            logit_bytes,
-            num_ops=TAIL_OPS * num_chunks,
-            tensor_bytes=FP32_BYTES * min(tokens, at.workload.head_chunk_tokens) * vocab,
-        )
-    )
+    tail = head + norm + _loss(at, num_chunks=num_chunks)
     trained = outer_module_sizes(at.facts, at.workload.adapter)
     if HEAD in trained or (EMBEDDING in trained and at.facts.tie_word_embeddings):
         sums = at.added_up(at.facts.embedding_parameters, num_tensors=1)

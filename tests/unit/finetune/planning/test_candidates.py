@@ -172,7 +172,9 @@ def small_card(gib: float) -> Machine:
 
 
 def chosen_chunk(gib: float, *overrides: str) -> int:
-    asked = model_subject("qwen3-4b", ["train.tokens_per_step=2048", *overrides])
+    asked = model_subject(
+        "qwen3-4b", ["train.tokens_per_step=2048", "model.layer_kernels=plain", *overrides]
+    )
     ways = full_requests(asked.recipe, asked.facts, num_ranks=1)
     return choose(asked.facts, small_card(gib), ways).plan.request.largest.head_chunk_tokens
 

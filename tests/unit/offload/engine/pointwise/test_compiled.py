@@ -17,6 +17,8 @@ if importlib.util.find_spec("triton") is None:  # not imported: others may want 
     pytest.skip("Triton is not installed", allow_module_level=True)
 MODULE = "offload.engine.pointwise.kernels"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+VOCABULARY = 151936
+ROWS = ("stride_", "row *", "own + first")
 LOADED_BYTES = 16  # by one instruction of a thread, where rows are whole lines of memory
 
 
@@ -42,6 +44,10 @@ def launches(dtype: torch.dtype, *, hidden: int, head: int, width: int) -> list[
         for curve in launcher.GATE_NUMBERS:
             launcher.gated(gate, gate, curve)
             launcher.gated_backward(gate, gate, gate, curve)
+        logits, labels = empty(64, VOCABULARY), torch.empty(64, dtype=torch.long, device="meta")
+        for has_gradient in (True, False):
+            one = torch.empty((), device="meta")
+            launcher.cross_entropy(logits, labels, one, has_gradient)
     return recorder.launches
 
 
@@ -49,11 +55,13 @@ def check(capability: int, dtype: torch.dtype, **sizes: Any) -> None:
     """Check that nothing spills, that all fits, and that 16-bit rows are read in wide words."""
     found = compile_for(capability, launches(dtype, **sizes), module=MODULE)
     names = {each.launch.kernel for each in found}
-    assert names == {"norm", "norm_backward", "rotate", "gate_up", "gate_up_backward"}
+    assert names == {
+        *("norm", "norm_backward", "rotate", "gate_up", "gate_up_backward", "cross_entropy")
+    }
     for each in found:
         assert each.spilled_bytes == 0, each
         assert each.shared_bytes <= each.max_shared_bytes, each
-        rows = [x for x in each.accesses if "stride_" in x.source or "row *" in x.source]
+        rows = [x for x in each.accesses if any(one in x.source for one in ROWS)]
         assert rows or each.launch.kernel == "rotate"
         if dtype.itemsize == 2:
             assert all(access.num_bytes == LOADED_BYTES for access in rows), each

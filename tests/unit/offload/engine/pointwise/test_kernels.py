@@ -17,6 +17,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
     # of tails of the exponential, which are zero
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
 ]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FORMS = [launcher, reference]
@@ -139,6 +140,48 @@ def test_reorder_a_gate_is_as_exact_as_plain_code(
     slack = 4 * torch.finfo(torch.float32).eps * size**2
     for each in zip(found, truth, own, strict=True):
         assert error(each[:1], each[1:2]) <= 1.05 * error(each[2:], each[1:2]) + slack
+
+
+@pytest.mark.parametrize("ours", FORMS, ids=["kernel", "reference"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_v", [7, 5001])
+def test_reorder_a_cross_entropy_is_as_exact_as_plain_code(
+    num_v: int, dtype: torch.dtype, ours: Any
+) -> None:
+    torch.manual_seed(0)
+    logits = (torch.randn(6, 2 * num_v) * torch.logspace(-1, 2, 6).unsqueeze(1)).to(dtype)
+    logits = logits[:, :num_v]  # rows that do not touch
+    logits[3, 2:5] = -float("inf")  # tokens that a model never predicts
+    labels = torch.tensor([0, 1, 6, 6, num_v - 1, 3])
+
+    def losses(logits: torch.Tensor) -> torch.Tensor:
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        return F.cross_entropy(wide, labels, reduction="none")
+
+    def plain(dtype: torch.dtype) -> Result:
+        leaf = logits.to(dtype).requires_grad_()
+        (losses(leaf).sum() / 13).backward()
+        assert leaf.grad is not None
+        return losses(leaf).detach(), leaf.grad
+
+    found = ours.cross_entropy(logits, labels, torch.tensor(13.0), True)
+    slack = 2 * torch.finfo(torch.float32).eps * float(logits.double().clamp(-1e3).abs().max())
+    for mine, expected, own in zip(found, plain(torch.float64), plain(dtype), strict=True):
+        assert error((mine,), (expected,)) <= 1.05 * error((own,), (expected,)) + slack
+    assert found[1].dtype == dtype
+    only_losses, nothing = ours.cross_entropy(logits, labels, torch.tensor(13.0), False)
+    assert torch.equal(only_losses, found[0])
+    assert not nothing.numel()
+
+
+@pytest.mark.parametrize("ours", FORMS, ids=["kernel", "reference"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_give_a_loss_that_is_not(bad: float, ours: Any) -> None:
+    logits = torch.zeros(2, 5000)
+    logits[0, 4500] = bad
+    losses, _ = ours.cross_entropy(logits, torch.tensor([1, 1]), torch.tensor(1.0), True)
+    assert not torch.isfinite(losses[0])
+    assert torch.isfinite(losses[1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

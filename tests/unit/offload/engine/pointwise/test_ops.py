@@ -26,6 +26,15 @@ def gated(x: torch.Tensor) -> torch.Tensor:
     return ops.gated(gate, up, "silu")
 
 
+def test_a_cross_entropy_passes_torchs_own_checks() -> None:
+    arguments = (torch.randn(3, 32), torch.tensor([0, 5, 31]), torch.tensor(2.0))
+    operator = torch.ops.sluice.cross_entropy
+    for has_gradient in (True, False):
+        torch.library.opcheck(
+            operator, (*arguments, has_gradient), test_utils=("test_schema", "test_faketensor")
+        )
+
+
 FUNCTIONS: dict[str, Any] = {"norm": norm, "rotate": rotate, "gated": gated}
 
 

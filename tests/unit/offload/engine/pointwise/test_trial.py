@@ -10,7 +10,7 @@ from offload.engine.pointwise import ops, trial
 from offload.engine.pointwise.trial import try_fused
 from tests.parity.steps import MODELS
 
-CPU = torch.device("cpu")
+CPU, VOCABULARY = torch.device("cpu"), 500
 
 
 @pytest.fixture(autouse=True)
@@ -27,20 +27,20 @@ def layers(name: str = "qwen3", dtype: torch.dtype = torch.bfloat16) -> list[nn.
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3_text"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_each_kind_of_part_is_right_and_timed(name: str, dtype: torch.dtype) -> None:
-    trials = try_fused(layers(name, dtype), CPU)
+    trials = try_fused(layers(name, dtype), VOCABULARY, CPU)
     kinds = {one.name.split()[0] for one in trials}
-    assert kinds == {"Norm", "Rotary", "GatedMlp"}
+    assert kinds == {"Norm", "Rotary", "GatedMlp", "cross-entropy"}
     assert all(one.reason in (None, "it is slower") for one in trials), trials
     assert all(one.plain_s and one.fused_s for one in trials)
 
 
 def test_norms_of_two_widths_are_tried_apart_and_equal_ones_once() -> None:
-    names = [one.name for one in try_fused(layers("qwen3"), CPU)]
+    names = [one.name for one in try_fused(layers("qwen3"), VOCABULARY, CPU)]
     assert names.count("Norm of Qwen3RMSNorm") == 2
-    assert len(names) == 4
+    assert len(names) == 5
 
 
-@pytest.mark.parametrize("name", ["norm", "rotate", "gated"])
+@pytest.mark.parametrize("name", ["norm", "rotate", "gated", "cross_entropy"])
 def test_an_operator_that_is_wrong_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     own = getattr(ops, name)
 
@@ -49,8 +49,9 @@ def test_an_operator_that_is_wrong_is_found(name: str, monkeypatch: pytest.Monke
         return tuple(1.05 * x for x in found) if isinstance(found, tuple) else 1.05 * found
 
     monkeypatch.setattr(ops, name, wrong)
-    reasons = {one.name.split()[0]: one.reason for one in try_fused(layers(), CPU)}
-    kind = {"norm": "Norm", "rotate": "Rotary", "gated": "GatedMlp"}[name]
+    reasons = {one.name.split()[0]: one.reason for one in try_fused(layers(), VOCABULARY, CPU)}
+    kinds = {"norm": "Norm", "rotate": "Rotary", "gated": "GatedMlp"}
+    kind = kinds.get(name, "cross-entropy")
     assert reasons.pop(kind) == "its results are not those of the model's code"
     assert set(reasons.values()) <= {None, "it is slower"}
 
@@ -63,7 +64,7 @@ def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         return y.detach() + 1.1 * (y - y.detach())
 
     monkeypatch.setattr(ops, "gated", wrong)
-    (found,) = (one for one in try_fused(layers(), CPU) if one.name.startswith("Gated"))
+    (found,) = (one for one in try_fused(layers(), VOCABULARY, CPU) if one.name.startswith("Gated"))
     assert found.reason == "its results are not those of the model's code"
 
 
@@ -74,10 +75,11 @@ def test_an_operator_that_fails_or_is_slower_is_not_used(monkeypatch: pytest.Mon
     monkeypatch.setattr(ops, "norm", fails)
     times_s = iter([1.0, 2.0] * 100)
     monkeypatch.setattr(trial, "_seconds", lambda *_: next(times_s))
-    for one in try_fused(layers(), CPU):
+    for one in try_fused(layers(), VOCABULARY, CPU):
         wanted = "RuntimeError: no compiler" if one.name.startswith("Norm") else "it is slower"
         assert one.reason == wanted
 
 
-def test_a_model_without_any_has_no_trial() -> None:
-    assert try_fused([nn.Linear(4, 4)], CPU) == ()
+def test_of_layers_without_any_part_the_loss_alone_is_tried() -> None:
+    (found,) = try_fused([nn.Linear(4, 4)], VOCABULARY, CPU)
+    assert found.name == "cross-entropy"

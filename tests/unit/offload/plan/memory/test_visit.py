@@ -12,6 +12,7 @@ from finetune.adapter.targets import chosen_targets
 from offload.engine.tracing.visits import trace_visits
 from offload.plan.facts.facts import AdapterSpec, linear_names, model_facts
 from offload.plan.machine.machine import named_machine
+from offload.plan.memory.memory import head_chunk_bytes
 from offload.plan.memory.visit import visit_bytes
 from tests.builders import adapter, workload
 
@@ -67,3 +68,29 @@ def test_a_visit_with_fused_parts_takes_what_is_traced_within_a_tenth(
     said_fused, found_fused = sizes["fused"]
     assert said_fused == pytest.approx(found_fused, rel=0.1), sizes
     assert sizes["plain"][1] > found_fused
+
+
+@pytest.mark.parametrize("code", ["plain", "fused"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["qwen3", "llama"])
+def test_a_head_chunk_takes_what_is_traced_within_a_hundredth(
+    name: str, dtype: torch.dtype, code: Literal["plain", "fused"]
+) -> None:
+    config = {**SIZES, "model_type": name, "vocab_size": 8192}
+    facts = model_facts(config)
+    base: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype)
+    model = add_lora(base, adapter(rank=2, targets="attention"), seed=0).train()
+    spec = AdapterSpec(rank=2, targets=("q_proj",), experts=False)
+    load = workload(seq_len=T, adapter=spec, dtype_bytes=dtype.itemsize, head_chunk_tokens=128)
+    machine = replace(named_machine("rtx3090"), device="cpu")
+    found = trace_visits(
+        model,
+        batch_size=1,
+        seq_len=T,
+        is_padded=False,
+        head_chunk_tokens=128,
+        capability=None,
+        is_fused=code == "fused",
+    ).head_chunk
+    said = head_chunk_bytes(facts, machine, replace(load, layer_code=code))
+    assert said == pytest.approx(found, rel=0.01)
