@@ -73,7 +73,7 @@ def require_same(a: Step, b: Step) -> None:
     assert all(torch.equal(a[1][name], b[1][name]) for name in a[1])
 
 
-@pytest.mark.parametrize("name", FOUND)
+@pytest.mark.parametrize("name", mostly_slow(list(FOUND), "qwen3", "gpt_oss"))
 def test_what_is_fused_is_found_by_what_it_computes(name: str) -> None:
     layered = LayeredModel(tiny(name))
     layered.fuse()
@@ -82,7 +82,7 @@ def test_what_is_fused_is_found_by_what_it_computes(name: str) -> None:
     assert (counts["Norm"], counts["Rotary"], counts["GatedMlp"]) == FOUND[name]
 
 
-@pytest.mark.parametrize("name", mostly_slow(list(FOUND), "qwen3", "gpt_oss"))
+@pytest.mark.parametrize("name", mostly_slow(list(FOUND), "qwen3"))
 @pytest.mark.parametrize(
     "dtype", mostly_slow([torch.float32, torch.bfloat16], torch.bfloat16), ids=str
 )
@@ -112,14 +112,16 @@ def test_move_a_streamed_step_with_fused_layers_is_the_resident_one(
 
 @pytest.mark.parametrize(
     ("options", "reference"),
-    [
-        (replace(FUSED, num_kept_graphs=3), RESIDENT),
-        (replace(FUSED, stash="host"), RESIDENT),
-        (replace(FUSED, leaves_out=False), RESIDENT),
-        (replace(FUSED, codec="int8"), replace(RESIDENT, codec="int8")),
-        (replace(FUSED, codec="bf16_packed"), RESIDENT),
-    ],
-    ids=["kept graphs", "stash", "all products", "int8", "packed"],
+    mostly_slow(
+        {
+            "kept graphs": (replace(FUSED, num_kept_graphs=3), RESIDENT),
+            "stash": (replace(FUSED, stash="host"), RESIDENT),
+            "all products": (replace(FUSED, leaves_out=False), RESIDENT),
+            "int8": (replace(FUSED, codec="int8"), replace(RESIDENT, codec="int8")),
+            "packed": (replace(FUSED, codec="bf16_packed"), RESIDENT),
+        },
+        *("kept graphs", "packed"),
+    ),
 )
 def test_move_however_fused_layers_are_run_no_bit_differs(
     options: EngineOptions, reference: EngineOptions
@@ -128,7 +130,7 @@ def test_move_however_fused_layers_are_run_no_bit_differs(
     require_same(step(model, options), step(model, reference))
 
 
-@pytest.mark.parametrize("codec", ["native", "int8"])
+@pytest.mark.parametrize("codec", mostly_slow(["native", "int8"], "int8"))
 def test_move_all_together_no_bit_differs(codec: CodecName) -> None:
     """Fused parts, MLPs in tiles, attention outputs kept and sent, graphs kept, inputs stashed."""
     model = in_dtype("qwen3", torch.bfloat16, dropout=0.0)

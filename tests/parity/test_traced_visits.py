@@ -27,7 +27,7 @@ from offload.engine.tracing.visits import trace_visits
 from offload.plan.memory.traced import TracedBytes
 from offload.plan.schedule.op import Kind, Lane
 from tests.doubles import HookedDevice
-from tests.tiers import mostly_slow
+from tests.tiers import diagonal, mostly_slow
 
 NUM_LAYERS, VOCABULARY, HIDDEN = 2, 512, 64
 DENSE: Mapping[str, Any] = {
@@ -280,8 +280,9 @@ def test_a_card_s_attention_is_priced_by_the_kernel_that_it_takes() -> None:
     assert visit_bytes(1024) - visit_bytes(512) > 2 * 4 * 4 * (1024**2 - 512**2)
 
 
-@pytest.mark.parametrize("name", ["dense", "windows"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("name", "dtype"), diagonal(["dense", "windows"], [torch.float32, torch.bfloat16])
+)
 def test_traced_bytes_are_those_of_a_step_with_fused_layers(name: str, dtype: torch.dtype) -> None:
     model = built(name, dtype)
     sizes: dict[str, Any] = {"rows": 2, "width": 24, "is_padded": False, "chunk": 64}

@@ -192,8 +192,8 @@ def test_a_plan_shows_what_it_chose_and_turned_down(capsys) -> None:
     "words",
     [
         ("qwen30b_lora_5090", "rtx5090"),
-        ("qwen3-8b", "rtx3060"),
-        ("gpt-oss-120b", "rtx5090", "offload.tier=disk"),
+        pytest.param(("qwen3-8b", "rtx3060"), marks=pytest.mark.slow),
+        pytest.param(("gpt-oss-120b", "rtx5090", "offload.tier=disk"), marks=pytest.mark.slow),
     ],
 )
 def test_a_plan_is_one_screen_and_verbose_shows_every_table(

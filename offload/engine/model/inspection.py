@@ -53,7 +53,7 @@ from offload.engine.model.layers import (
     unchanged,
     uncompiled,
 )
-from offload.engine.model.readers import candidates, tiled_mlps, unread_products
+from offload.engine.model.readers import TiledMlps, candidates, unread_products
 from offload.engine.model.recorded_args import Call
 from offload.engine.model.recorders import (
     Closed,
@@ -99,7 +99,7 @@ class Inspection:
             UnsupportedModelError: A layer's arguments differ between two calls.
         """
         self._model, self._has_labels = model, has_labels
-        self._mlp_chunk_tokens = mlp_chunk_tokens
+        self._tiled = mlp_chunk_tokens and TiledMlps(chunk_tokens=mlp_chunk_tokens)
         self._batch = {name: batch[name] for name in FRONT_INPUTS if name in batch}
         self._randomness = VisitRandomness(batch["input_ids"].device)
         self._watch = Watch(homes_of(model.layers, model.around))
@@ -232,14 +232,11 @@ class Inspection:
         }
 
     def _mlps(self, layer: int, call: Call) -> dict[str, TiledMlp]:
-        if self._mlp_chunk_tokens is None:
+        if not self._tiled:
             return {}
+        run = partial(self._call, layer, self._hidden_BTD, call)
         try:
-            return tiled_mlps(
-                self._model.layers[layer],
-                lambda: self._call(layer, self._hidden_BTD, call),
-                chunk_tokens=self._mlp_chunk_tokens,
-            )
+            return self._tiled.of(self._model.layers[layer], run)
         except ValueError as error:
             self._refuse_layer(layer, f"cannot be computed in tiles: {error}")
 

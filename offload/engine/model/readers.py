@@ -29,7 +29,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from offload.engine.decisions import takes_decisions
+from offload.engine.decisions import Proven, takes_decisions
 from offload.engine.model.visit import Graph, attempt
 from offload.engine.tiled import TiledMlp, compute, find_mlps, problem_of
 from offload.engine.unread import Path, Unread, WithoutValue, can_leave_out, left_out
@@ -277,35 +277,41 @@ def _are_close(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     return torch.allclose(one, other, rtol=0, atol=slack)
 
 
-def tiled_mlps(
-    layer: nn.Module, run: Callable[[], object], *, chunk_tokens: int
-) -> dict[str, TiledMlp]:
-    """Return the parts of a layer that can be computed some tokens at a time, by name.
+class TiledMlps:
+    """Finds the parts of layers that can be computed some tokens at a time."""
 
-    Args:
-        layer: A decoder layer, its weights in place.
-        run: Computes it on a few tokens, without a graph.
-        chunk_tokens: How many at a time.
+    def __init__(self, *, chunk_tokens: int) -> None:
+        """Take how many at a time."""
+        self._chunk_tokens = chunk_tokens
+        self._decides = Proven[bool]({})
 
-    Raises:
-        ValueError: The values of one show that it does not compute each token by itself.
-    """
-    if is_hooked(layer):
-        return {}
-    mlps = {}
-    for name, found in find_mlps(layer, run).items():
-        module = layer.get_submodule(name)
-        make = partial(TiledMlp, module, num_features=found.num_features)
-        problem = problem_of(make(chunk_tokens=_FEW), found.x)
-        if problem is None and takes_decisions(partial(_computed, module, found.x)):
-            problem = "may compute something else for more tokens, or for other values"
-        if problem:
-            raise ValueError(f"`{name}` {problem}")
-        trained = [p for p in module.parameters() if p.requires_grad]
-        paths = unread_products(module, partial(_mlp_graph, module, found.x), trained)
-        unread = [Unread(module=module.get_submodule(n), path=path) for n, path in paths.items()]
-        mlps[name] = make(chunk_tokens=chunk_tokens, unread=unread)
-    return mlps
+    def of(self, layer: nn.Module, run: Callable[[], object]) -> dict[str, TiledMlp]:
+        """Return a layer's, by name.
+
+        Args:
+            layer: A decoder layer, its weights in place.
+            run: Computes it on a few tokens, without a graph.
+
+        Raises:
+            ValueError: One of them does not compute each token by itself, or may not.
+        """
+        if is_hooked(layer):
+            return {}
+        mlps = {}
+        for name, found in find_mlps(layer, run).items():
+            module, x = layer.get_submodule(name), found.x
+            make = partial(TiledMlp, module, num_features=found.num_features)
+            asked = partial(takes_decisions, partial(_computed, module, x))
+            problem = problem_of(make(chunk_tokens=_FEW), x)
+            if problem is None and self._decides.of(module, asked, given=x.dtype):
+                problem = "may compute something else for more tokens, or for other values"
+            if problem:
+                raise ValueError(f"`{name}` {problem}")
+            trained = [p for p in module.parameters() if p.requires_grad]
+            paths = unread_products(module, partial(_mlp_graph, module, x), trained)
+            unread = [Unread(module=module.get_submodule(n), path=at) for n, at in paths.items()]
+            mlps[name] = make(chunk_tokens=self._chunk_tokens, unread=unread)
+        return mlps
 
 
 def _computed(module: nn.Module, like: torch.Tensor, *rows: int) -> None:

@@ -7,7 +7,7 @@ forward, not in its library's file.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from offload.engine.decisions import Proven
 from offload.engine.pointwise import ops
 from offload.engine.pointwise.recognise import (
     DTYPES,
@@ -29,7 +30,6 @@ from offload.engine.pointwise.recognise import (
 )
 
 Part = Norm | Rotary | GatedMlp
-_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -54,8 +54,8 @@ class FusedLayers:
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         """Find it; layers of the same code and sizes are proven once."""
-        known: dict[object, Part | None] = {}
-        self._parts = [tuple(_parts_of(layer, known)) for layer in layers]
+        proven = Proven[Part | None](_known)
+        self._parts = [tuple(_parts_of(layer, proven)) for layer in layers]
 
     @contextmanager
     def visited(self, layer: int) -> Iterator[None]:
@@ -80,46 +80,18 @@ class FusedLayers:
 
 
 _known: dict[object, Part | None] = {}
-"""What was proven of modules in this process, where all that it depends on is plain values."""
+"""What was proven of modules in this process; see `Proven`."""
 
 
-def _parts_of(layer: nn.Module, known: dict[object, Part | None]) -> Iterator[_Fused]:
+def _parts_of(layer: nn.Module, proven: Proven[Part | None]) -> Iterator[_Fused]:
     for module in layer.modules():
-        objects: list[object] = []
-        key = _key_of(module, objects)
-        proven = known if objects else _known
-        if key not in proven:
-            proven[key] = find_norm(module) or find_gated_mlp(module) or find_rotary(module)
-        part = proven[key]
+        part = proven.of(module, partial(_part_of, module))
         if part is not None:
             yield _Fused(module=module, part=part)
 
 
-def _key_of(module: nn.Module, objects: list[object]) -> object:
-    """Return what a proof depends on: code, and all attributes down to the shapes of parameters.
-
-    What is no plain value counts by identity, and is added to `objects`: two functions may differ
-    in anything.
-    """
-    own = vars(module).items()
-    return type(module), tuple((name, _attribute(x, objects)) for name, x in own)
-
-
-def _attribute(x: object, objects: list[object]) -> object:
-    if isinstance(x, nn.Module):
-        return _key_of(x, objects)
-    if isinstance(x, nn.Parameter):
-        return x.shape, x.dtype, x.requires_grad
-    if isinstance(x, Mapping):
-        return type(x), tuple((name, _attribute(value, objects)) for name, value in x.items())
-    if isinstance(x, list | tuple):
-        return type(x), tuple(_attribute(value, objects) for value in x)
-    if isinstance(x, set | frozenset):
-        return type(x), frozenset(_attribute(value, objects) for value in x)
-    if isinstance(x, _PLAIN):
-        return type(x), repr(x)
-    objects.append(x)
-    return id(x)
+def _part_of(module: nn.Module) -> Part | None:
+    return find_norm(module) or find_gated_mlp(module) or find_rotary(module)
 
 
 def _norm(module: nn.Module, form: Norm, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Fused operators are used only where they are right on this device, and no slower."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 from offload.engine.pointwise import ops, trial
 from offload.engine.pointwise.trial import try_fused
 from tests.parity.steps import MODELS
+from tests.tiers import mostly_slow
 
 CPU, VOCABULARY = torch.device("cpu"), 500
 
@@ -24,8 +26,13 @@ def layers(name: str = "qwen3", dtype: torch.dtype = torch.bfloat16) -> list[nn.
     return list(model.to(dtype).requires_grad_(requires_grad=False).model.layers)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3_text"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    mostly_slow(
+        itertools.product([torch.float32, torch.bfloat16], ["llama", "qwen3", "gemma3_text"]),
+        (torch.bfloat16, "gemma3_text"),
+    ),
+)
 def test_each_kind_of_part_is_right_and_timed(name: str, dtype: torch.dtype) -> None:
     trials = try_fused(layers(name, dtype), VOCABULARY, CPU)
     kinds = {one.name.split()[0] for one in trials}

@@ -14,6 +14,7 @@ from offload.plan.facts.facts import model_facts
 from offload.plan.facts.families import FAMILIES
 from offload.plan.facts.fused import NOTHING, fused_parts
 from tests.builders import lora
+from tests.tiers import mostly_slow
 
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4}
 SIZES: dict[str, Any] = {
@@ -54,7 +55,7 @@ def quiet() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", BUILT)
+@pytest.mark.parametrize("name", mostly_slow(BUILT, "gemma3_text", "gpt_oss", "glm4_moe"))
 def test_facts_say_what_is_proven(name: str) -> None:
     sizes = SIZES | ({"num_key_value_heads": 4} if name in LATENT else {})
     config = AutoConfig.for_model(name, **sizes)

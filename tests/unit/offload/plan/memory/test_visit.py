@@ -15,6 +15,7 @@ from offload.plan.machine.machine import named_machine
 from offload.plan.memory.memory import head_chunk_bytes
 from offload.plan.memory.visit import visit_bytes
 from tests.builders import adapter, workload
+from tests.tiers import diagonal
 
 T = 512
 SIZES: dict[str, Any] = {
@@ -36,9 +37,10 @@ TYPES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("targets", ["all-linear", "attention"])
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize(
+    ("name", "targets", "dtype"),
+    diagonal(list(TYPES), ["all-linear", "attention"], [torch.float32, torch.bfloat16]),
+)
 def test_a_visit_with_fused_parts_takes_what_is_traced_within_a_tenth(
     name: str, targets: Literal["all-linear", "attention"], dtype: torch.dtype
 ) -> None:
