@@ -1,13 +1,15 @@
 """Adapters on linear layers: held, saved and loaded by peft, computed at the base's precision."""
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 from peft.tuners.lora import layer
 from torch import nn
 
-from offload.engine.low_rank import AdaptedLinear, LowRank, apply_linears
+from offload.engine.low_rank import VISIT_CACHE, AdaptedLinear, LowRank, apply_linears
+
+T = TypeVar("T")
 
 # Linears of one module that read the same tensor in most models. Whether they do is checked at each
 # call; where they do not, each computes by itself.
@@ -85,20 +87,30 @@ class Linear(layer.Linear):
 
     def is_plain(self, x: torch.Tensor) -> bool:
         """Return whether this is plain LoRA on a frozen linear layer of the dtype of `x`."""
+        return (
+            x.dim() > 1
+            and self._once("plain", self._plain_dtype) == x.dtype
+            and not torch.is_autocast_enabled(x.device.type)
+        )
+
+    def _once(self, what: str, make: Callable[[], T]) -> T:
+        """Return what does not change within a visit; for a small layer it takes longer to find."""
+        return VISIT_CACHE.once((what, id(self)), make)
+
+    def _plain_dtype(self) -> torch.dtype | None:
+        """Return the dtype in which this is plain LoRA on a frozen linear; None if in none."""
         base: Any = self.get_base_layer()
         active = self._active()
         is_frozen = not any(parameter.requires_grad for parameter in base.parameters())
-        return (
-            x.dim() > 1
-            and all(_is_bare(one) for one in (base, *self._factors()))
+        is_plain = (
+            all(_is_bare(one) for one in (base, *self._factors()))
             and is_frozen
-            and base.weight.dtype == x.dtype
             and not (self.disable_adapters or self.merged)
             and bool(active)
             and not any(name in self.lora_variant or self.lora_bias[name] for name in active)
             and not (len(active) > 1 and self.drops())
-            and not torch.is_autocast_enabled(x.device.type)
         )
+        return base.weight.dtype if is_plain else None
 
     def _factors(self) -> list[nn.Module]:
         """Return the modules that hold A and B; what they do beyond a product would be skipped."""
@@ -106,6 +118,9 @@ class Linear(layer.Linear):
 
     def drops(self) -> bool:
         """Return whether the branches read the input after a dropout, which each layer draws."""
+        return self._once("drops", self._drops)
+
+    def _drops(self) -> bool:
         dropouts = [self.lora_dropout[name] for name in self._active()]
         return self.training and not all(isinstance(one, nn.Identity) for one in dropouts)
 
@@ -119,6 +134,9 @@ class Linear(layer.Linear):
 
     def adapted(self) -> AdaptedLinear:
         """Return the layer as it is computed."""
+        return self._once("adapted", self._adapted)
+
+    def _adapted(self) -> AdaptedLinear:
         base: Any = self.get_base_layer()
         a: Any = self.lora_A
         b: Any = self.lora_B

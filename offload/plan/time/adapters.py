@@ -129,10 +129,11 @@ def _grouped(at: Pricer, group: Sequence[Linear], left_out: Sequence[Linear]) ->
         num_ops=2 + (num > 1) + is_cast + num * (6 + is_cast),
     )
     backward = sum((work.times(2) for work in (inputs, *outputs)), start=backward)
+    call = Work(num_calls=1)
     return Passes(
-        forward=sum(added, start=shared),
-        recompute=sum(computed, start=shared),
-        backward=backward,
+        forward=sum(added, start=shared) + call,
+        recompute=sum(computed, start=shared) + call,
+        backward=backward + call,
     )
 
 

@@ -2,8 +2,8 @@
 
 Every operation of a layer is put on the roofline: matrix products at the rate of their size class,
 everything else by the bytes that it reads and writes. A GPU computes while the host issues, so a
-visit takes the longer of its work and its launches; on a CPU the two add up. Passes and launches
-are counted in the unfused transformers and peft code that runs.
+visit takes the longer of its work and what the host needs to issue it; on a CPU the two add up.
+Passes and operators are counted in the code that runs.
 """
 
 import math
@@ -229,7 +229,8 @@ def _loss(at: Pricer, *, num_chunks: int) -> Work:
     if at.workload.code_on(at.machine.device) == "fused":
         num_bytes = FUSED_LOGIT_PASSES * at.workload.dtype_bytes * tokens * vocab
         num_ops = (TAIL_OPS - TAIL_LOSS_OPS) * num_chunks
-        return at.traffic(num_bytes, num_ops=num_ops, is_fused=True)
+        calls = Work(num_calls=num_chunks)
+        return at.traffic(num_bytes, num_ops=num_ops, is_fused=True) + calls
     return at.new_memory(
         TAIL_LOGIT_PASSES * FP32_BYTES * tokens * vocab,
         num_ops=TAIL_OPS * num_chunks,

@@ -72,7 +72,14 @@ def pointwise_work(at: Pricer, layer: LayerFacts) -> PointwiseWork:
     """Price norms, rotary embedding, residuals, and activations except those of routed experts."""
     fused = at.workload.fused(at.facts, layer, at.machine.device)
     forward, backward = Work(), _summed_gradients(at, layer)
-    for parts, is_fused in ((_plain(at, layer, fused), False), (_fused(at, layer, fused), True)):
+    is_compiled = at.workload.code_on(at.machine.device) == "compiled"
+    for parts, is_fused in (
+        (list(_plain(at, layer, fused)), False),
+        (list(_fused(at, layer, fused)), True),
+    ):
+        are_ours = is_fused and not is_compiled
+        calls = Work(num_calls=sum(times for _, times, _ in parts) if are_ours else 0)
+        forward, backward = forward + calls, backward + calls
         for num_bytes, times, counts in parts:
             all_bytes = at.workload.num_tokens * num_bytes
             forward = forward + at.traffic(

@@ -18,7 +18,7 @@ from offload.plan.time.bounds import r3_bound_s, usual_order_bound_s
 from offload.plan.time.costs import Costs, LayerCost, price
 from offload.plan.time.pricer import Pricer
 from offload.plan.time.roofline import attention_flops
-from offload.plan.time.work import Work
+from offload.plan.time.work import OPS_PER_CALL, Work
 from tests import builders
 from tests.builders import llama_7b, lora, qwen3_30b
 
@@ -278,3 +278,13 @@ def test_a_loop_over_experts_multiplies_slower_until_it_is_measured() -> None:
     assert compute_s(loop) == pytest.approx(4 * compute_s(card))
     assert compute_s(replace(loop, expert_gemm_flops_per_s=rate)) == compute_s(card)
     assert compute_s(replace(loop, device="cpu")) == compute_s(card)
+
+
+def test_what_the_host_must_issue_bounds_small_steps_and_costs_large_ones_nothing() -> None:
+    """A kernel of our own is one operator, and as long for the host as several of torch's."""
+    card = named_machine("rtx4090")
+    small, large = Work(memory_s=1e-9, num_ops=1, num_calls=1), Work(memory_s=1.0, num_calls=100)
+    assert small.seconds(card) == (1 + OPS_PER_CALL) * card.launch_s.value
+    assert small.bound(card) == "launch"
+    assert large.seconds(card) == 1.0
+    assert (small + small).times(2).num_calls == 4
