@@ -190,7 +190,7 @@ def kept_line(plan: Plan) -> str:
 
 def outputs_line(plan: Plan) -> str:
     """Return how many layers' attention is not computed again, and the time that it saves."""
-    outputs, layers = plan.outputs, plan.costs.layers
+    outputs, layers = plan.saved, plan.costs.layers
     saved_s = sum(layers[i].attention_s for i in outputs.kept | outputs.sent)
     saved_s -= sum(layers[i].pack_s for i in outputs.sent)
     words = f"{len(outputs.kept)} of {len(layers)} layers keep the output of their attention"

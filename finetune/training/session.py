@@ -105,7 +105,7 @@ class Session:
             record.timeline,
             optimizer_s=record.optimizer_s,
             num_kept_graphs=plan.num_kept_graphs,
-            outputs=plan.outputs,
+            saved=plan.saved,
         )
         return with_costs(plan, costs)
 

@@ -34,7 +34,7 @@ def bound_of(needs: MemoryNeeds, costs: Costs, residency: Residency) -> float:
         num_micro_batches=num_micro_batches,
         stashed_bytes=input_bytes(needs.facts, request.typical) if request.is_stashed else 0,
         num_kept_graphs=residency.num_kept_graphs,
-        outputs=costs.outputs(residency, num_micro_batches=num_micro_batches),
+        saved=costs.saved(residency, num_micro_batches=num_micro_batches),
         is_staged=needs.is_staged,
     )
     return bound_s + costs.optimizer_s

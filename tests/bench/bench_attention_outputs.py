@@ -149,7 +149,7 @@ def predicted_s(costs: Costs, residency: Residency) -> float:
         order=Order.LAYER_MAJOR,
         trains_front=False,
         input_bytes=(),
-        outputs=costs.outputs(residency, num_micro_batches=NUM_MICRO_BATCHES),
+        saved=costs.saved(residency, num_micro_batches=NUM_MICRO_BATCHES),
     )
     return simulate(schedule, duration_of(costs)).step_s
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from offload.errors import DoesNotFitError
 from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.machine import GIB, Machine, Rate, named_machine
-from offload.plan.memory.memory import SENT_OUTPUTS, STASH
+from offload.plan.memory.memory import SENT, STASH
 from offload.plan.plan import plan
 from offload.plan.request import PlanRequest, with_codec
 from offload.plan.schedule.op import Kind
@@ -290,9 +290,9 @@ def test_attention_is_kept_or_sent_only_where_a_step_is_then_faster(
     assert chosen.host_bytes <= machine.ram_bytes
     assert chosen.schedule.is_staged == without.schedule.is_staged
     host = {term.name: term.num_bytes for term in chosen.host_memory}
-    if SENT_OUTPUTS in host:
+    if SENT in host:
         loaded = "staging" if "staging" in host else "slab"
-        locked = sum(host.get(name, 0) for name in (SENT_OUTPUTS, STASH, loaded))
+        locked = sum(host.get(name, 0) for name in (SENT, STASH, loaded))
         assert locked <= machine.pinned_bytes
 
 
