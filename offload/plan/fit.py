@@ -312,6 +312,13 @@ class MemoryNeeds:
             numbers, lambda n: bool(self.shortages(replace(residency, num_sent_graphs=n)))
         )
 
+    def within_layers(self, residency: Residency) -> Residency:
+        """Return the same with no more kept and sent outputs than other layers are left."""
+        most = self._most_outputs(residency)
+        num_kept = min(residency.num_kept_outputs, most)
+        num_sent = min(residency.num_sent_outputs, most - num_kept)
+        return replace(residency, num_kept_outputs=num_kept, num_sent_outputs=num_sent)
+
     def _most_outputs(self, residency: Residency) -> int:
         num_layers = self.facts.num_layers
         others = set(range(num_layers - residency.num_kept_graphs))
