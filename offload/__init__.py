@@ -57,6 +57,7 @@ def attach(  # noqa: PLR0913 - the door to all of it
     kept_graphs: int = 0,
     kept_outputs: int = 0,
     sent_outputs: int = 0,
+    sent_graphs: int = 0,
     mlp_chunk_tokens: int | None = None,
     layer_kernels: Literal["plain", "fused"] = "plain",
     backing: "Backing | None" = None,
@@ -87,6 +88,8 @@ def attach(  # noqa: PLR0913 - the door to all of it
         kept_outputs: Number of layers, the last checkpointed ones, whose attention is not computed
             again: its output and log-sum-exp stay on the device. Only fused attention is recorded.
         sent_outputs: Number of the layers below whose outputs go to host memory and come back.
+        sent_graphs: Number of the layers below those with kept graphs that are not checkpointed
+            either: what autograd saves of them goes to host memory and comes back.
         mlp_chunk_tokens: Tokens of a micro-batch that an MLP computes at a time, so that long
             sequences fit; None computes all at once. The gradients differ by rounding.
         layer_kernels: "fused" computes RMSNorms, rotary embedding and gated activations by fused
@@ -119,6 +122,7 @@ def attach(  # noqa: PLR0913 - the door to all of it
         num_kept_graphs=kept_graphs,
         num_kept_outputs=kept_outputs,
         num_sent_outputs=sent_outputs,
+        num_sent_graphs=sent_graphs,
         mlp_chunk_tokens=mlp_chunk_tokens,
         layer_kernels=layer_kernels,
     )

@@ -235,6 +235,7 @@ def _request(
         may_be_on_disk=recipe.model.init == "pretrained",
         # compiled layers are computed whole
         has_outputs=recipe.offload.attention_outputs == "auto" and not recipe.train.compile,
+        has_sent_graphs=recipe.offload.sent_graphs == "auto" and not recipe.train.compile,
     )
 
 

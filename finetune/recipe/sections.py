@@ -373,6 +373,11 @@ class OffloadSection(Section):
         description="Layers, from the last, that the backward does not compute again because what"
         " autograd saved of them stays on the device; `auto` takes as many as fit and pay.",
     )
+    sent_graphs: Literal["auto", "none"] = Field(
+        default="auto",
+        description="Whether other layers are not computed again either, because what autograd"
+        " saved of them waits in page-locked memory; `auto` sends as many as fit and pay.",
+    )
     attention_outputs: Literal["auto", "none"] = Field(
         default="auto",
         description="Whether outputs of fused attention wait for the backward, which then does not"

@@ -10,6 +10,7 @@ from finetune.report.format import (
     shown_gib,
     shown_graphs,
     shown_outputs,
+    shown_sent_graphs,
     shown_time,
     table_of,
 )
@@ -90,6 +91,7 @@ def _words(one: Candidate) -> dict[str, str]:
         "codec": request.typical.codec,
         "slots": f"{one.residency.num_slots} slots",
         "graphs": shown_graphs(one.residency.num_kept_graphs),
+        "sent graphs": shown_sent_graphs(one.residency),
         "outputs": shown_outputs(one.residency),
         "inputs": f"inputs {'in RAM' if request.is_stashed else 'on the device'}",
         "sequences": (
@@ -105,6 +107,8 @@ def _settings_line(one: Candidate) -> str:
     words = _words(one)
     if not one.residency.num_kept_graphs:
         del words["graphs"]
+    if not one.residency.num_sent_graphs:
+        del words["sent graphs"]
     if not one.residency.has_outputs:
         del words["outputs"]
     if one.request.typical.head_chunk_tokens >= HEAD_CHUNK_TOKENS:

@@ -84,6 +84,12 @@ def shown_outputs(residency: Residency) -> str:
     return f"{residency.num_kept_outputs} kept and {residency.num_sent_outputs} sent outputs"
 
 
+def shown_sent_graphs(residency: Residency) -> str:
+    """Return how many layers send their graphs, in words."""
+    num = residency.num_sent_graphs
+    return f"{num} sent graph{'' if num == 1 else 's'}"
+
+
 def shown_graphs(num_kept_graphs: int) -> str:
     """Return how many layers keep their graphs, in words."""
     return f"{num_kept_graphs} kept graph{'' if num_kept_graphs == 1 else 's'}"

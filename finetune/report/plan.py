@@ -180,17 +180,20 @@ def adapter_line(plan: Plan) -> str:
 def kept_line(plan: Plan) -> str:
     """Return how many layers are not checkpointed, and the time that it saves."""
     first, num_layers = plan.facts.num_layers - plan.num_kept_graphs, plan.facts.num_layers
-    saved_s = sum(cost.recompute_s for cost in plan.costs.layers[first:])
-    saved_s *= plan.request.rank_micro_batches
-    return (
-        f"{plan.num_kept_graphs} of {num_layers} layers keep their graph, the last ones:"
-        f" {shown_time(saved_s)} of recompute saved"
-    )
+    layers, sent = plan.costs.layers, plan.saved.graphs
+    saved_s = sum(layers[i].recompute_s for i in {*range(first, num_layers), *sent})
+    saved_s -= sum(layers[i].graph_pack_s for i in sent)
+    words = f"{plan.num_kept_graphs} of {num_layers} layers keep their graph, the last ones"
+    if sent:
+        num_micro_batches = plan.request.rank_micro_batches
+        num_bytes = num_micro_batches * sum(layers[i].graph_bytes for i in sent)
+        words += f", {len(sent)} send it to RAM and back ({shown_gib(num_bytes)})"
+    return f"{words}: {shown_time(saved_s * plan.request.rank_micro_batches)} of recompute saved"
 
 
 def outputs_line(plan: Plan) -> str:
     """Return how many layers' attention is not computed again, and the time that it saves."""
-    outputs, layers = plan.outputs, plan.costs.layers
+    outputs, layers = plan.saved, plan.costs.layers
     saved_s = sum(layers[i].attention_s for i in outputs.kept | outputs.sent)
     saved_s -= sum(layers[i].pack_s for i in outputs.sent)
     words = f"{len(outputs.kept)} of {len(layers)} layers keep the output of their attention"
@@ -200,10 +203,12 @@ def outputs_line(plan: Plan) -> str:
 
 
 def outputs_json(residency: Residency) -> dict[str, int]:
-    """Return how many layers keep or send the output of their attention, if any does."""
+    """Return how many layers send their graph, and keep or send the output of their attention."""
+    graphs = {"sent_graphs": residency.num_sent_graphs} if residency.num_sent_graphs else {}
     if not residency.has_outputs:
-        return {}
+        return graphs
     return {
+        **graphs,
         "kept_outputs": residency.num_kept_outputs,
         "sent_outputs": residency.num_sent_outputs,
     }

@@ -92,7 +92,7 @@ def _plan_rows(choice: Choice) -> Iterator[tuple[str, Sequence[str]]]:
     yield "layers", [_layers_line(plan)]
     yield "layer inputs", [STASHED] if plan.request.is_stashed else []
     yield "tokens", [_tokens_line(plan)]
-    graphs = [kept_line(plan)] if plan.num_kept_graphs else []
+    graphs = [kept_line(plan)] if plan.num_kept_graphs or plan.saved.graphs else []
     yield "backward", [*graphs, *([outputs_line(plan)] if plan.residency.has_outputs else [])]
     yield "expert kernels", [f"{kernel.value} ({kernel.source})"] if facts.has_experts else []
     yield "layer kernels", _layer_kernels(plan)

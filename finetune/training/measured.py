@@ -55,7 +55,7 @@ def write_measured(
         record.timeline,
         optimizer_s=record.optimizer_s,
         num_kept_graphs=plan.num_kept_graphs,
-        outputs=plan.outputs,
+        saved=plan.saved,
     )
     content = {
         "step": step,

@@ -105,7 +105,7 @@ class Session:
             record.timeline,
             optimizer_s=record.optimizer_s,
             num_kept_graphs=plan.num_kept_graphs,
-            outputs=plan.outputs,
+            saved=plan.saved,
         )
         return with_costs(plan, costs)
 
@@ -237,6 +237,8 @@ def too_large(plan: Plan, error: torch.OutOfMemoryError) -> DoesNotFitError:
     fix = f"offload.num_slots: {num_slots - 1}" if num_slots > MIN_SLOTS else "train.seq_len"
     if plan.residency.has_outputs:
         fix = "offload.attention_outputs: none"
+    if plan.residency.num_sent_graphs:
+        fix = "offload.sent_graphs: none"
     if num_graphs:
         fix = "offload.kept_graphs: 0"
     return DoesNotFitError(

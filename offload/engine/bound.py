@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from offload.engine.executor import Executor
+from offload.engine.executor import Computing, Executor, Places
 from offload.engine.host.mapping import aligned_empty
 from offload.engine.host.weights import HostWeights, Tier
 from offload.engine.host_gradients import HostGradients
@@ -21,8 +21,9 @@ from offload.engine.stash import Stash
 from offload.engine.streams import Device
 from offload.errors import OffloadError
 from offload.plan.facts.codec import CodecName
-from offload.plan.memory.memory import SENT_OUTPUTS, STASH
+from offload.plan.memory.memory import SENT, STASH
 from offload.plan.plan import Plan
+from offload.plan.schedule.residency import Residency
 from offload.plan.schedule.schedule import MIN_SLOTS, TransferSizes
 
 LayerKernels = Literal["plain", "fused"]
@@ -49,6 +50,7 @@ class EngineOptions:
     leaves_out: bool = True
     num_kept_outputs: int = 0
     num_sent_outputs: int = 0
+    num_sent_graphs: int = 0
     mlp_chunk_tokens: int | None = None
     layer_kernels: LayerKernels = "plain"
 
@@ -56,6 +58,18 @@ class EngineOptions:
     def records_attention(self) -> bool:
         """Whether any attention is recorded; compiled layers are computed whole."""
         return self.leaves_out and bool(self.num_kept_outputs + self.num_sent_outputs)
+
+    @property
+    def residency(self) -> Residency:
+        """What of the layers stays on the device; compiled layers' attention is computed whole."""
+        records = self.records_attention
+        return Residency(
+            num_slots=self.num_slots,
+            num_kept_graphs=self.num_kept_graphs,
+            num_sent_graphs=self.num_sent_graphs,
+            num_kept_outputs=self.num_kept_outputs if records else 0,
+            num_sent_outputs=self.num_sent_outputs if records else 0,
+        )
 
     @classmethod
     def planned(cls, plan: Plan) -> "EngineOptions":
@@ -74,6 +88,7 @@ class EngineOptions:
             leaves_out=asked.typical.leaves_out,
             num_kept_outputs=plan.residency.num_kept_outputs,
             num_sent_outputs=plan.residency.num_sent_outputs,
+            num_sent_graphs=plan.residency.num_sent_graphs,
             layer_kernels="fused" if code == "fused" else "plain",
             mlp_chunk_tokens=asked.typical.mlp_chunk_tokens,
         )
@@ -96,7 +111,7 @@ class EngineOptions:
                 limit=f"it counts layers from the last, of which there are {num_layers}",
                 hint=f"`kept_graphs={min(max(0, self.num_kept_graphs), num_layers)}`",
             )
-        for name in ("kept_outputs", "sent_outputs"):
+        for name in ("kept_outputs", "sent_outputs", "sent_graphs"):
             num = getattr(self, f"num_{name}")
             if not 0 <= num <= num_layers:
                 raise OffloadError(
@@ -115,7 +130,7 @@ class Bound:
         executor: Runs the passes.
         host_gradients: Host gradients of the layers' trained weights.
         stash: Holds layer inputs on the host.
-        sent: Holds attention outputs on the host.
+        sent: Holds graphs and attention outputs on the host.
         slot_bytes: Device memory of all slots.
         slot_arenas: The same memory by block.
         sizes: Sizes of the transfers, in bytes.
@@ -166,7 +181,7 @@ def bind(
             free_host=_freeing(host, device),
             torch_device=torch_device,
         )
-        for name in (STASH, SENT_OUTPUTS)
+        for name in (STASH, SENT)
     )
     placement.move_the_rest(layered, records, torch_device)
     slots = Slots(
@@ -177,16 +192,20 @@ def bind(
     )
     executor = Executor(
         model=layered,
-        source=host.source,
-        slots=slots,
-        stash=stash,
-        sent=sent,
-        host_gradients=host_gradients,
+        places=Places(
+            source=host.source,
+            slots=slots,
+            stash=stash,
+            sent=sent,
+            host_gradients=host_gradients,
+        ),
         device=device,
-        head_chunk_tokens=min(options.head_chunk_tokens, layered.max_positions),
-        leaves_out=options.leaves_out,
-        records_attention=options.records_attention,
-        mlp_chunk_tokens=options.mlp_chunk_tokens,
+        computing=Computing(
+            head_chunk_tokens=min(options.head_chunk_tokens, layered.max_positions),
+            leaves_out=options.leaves_out,
+            records_attention=options.records_attention,
+            mlp_chunk_tokens=options.mlp_chunk_tokens,
+        ),
     )
     sizes = TransferSizes(
         layer_bytes=tuple(record.num_bytes for record in records),

@@ -23,7 +23,6 @@ from offload.engine.batch import (
     with_labels,
 )
 from offload.engine.bound import EngineOptions, bind
-from offload.engine.executor import PassState
 from offload.engine.host.store import Backing
 from offload.engine.host.weights import HostWeights
 from offload.engine.memory_meter import Arena
@@ -37,7 +36,7 @@ from offload.engine.model.inventory import inventory_of
 from offload.engine.model.layers import LayeredModel, unchanged
 from offload.engine.model.seal import Seal, seal_of
 from offload.engine.model.vocabulary import vocabulary_of
-from offload.engine.results import ForwardResult, StepResult
+from offload.engine.results import ForwardResult, PassState, StepResult
 from offload.engine.seeding import NEWEST, Seeding
 from offload.engine.stash import by_place
 from offload.engine.streams import Device, open_device
@@ -45,7 +44,8 @@ from offload.engine.tiled import TiledMlp
 from offload.engine.unread import Unread
 from offload.errors import OffloadError, UnsupportedModelError
 from offload.plan.facts.weights import WeightInventory
-from offload.plan.schedule.residency import NO_OUTPUTS, AttentionOutputs, Residency
+from offload.plan.schedule.op import Kind
+from offload.plan.schedule.residency import NOTHING_SAVED, Saved
 from offload.plan.schedule.schedule import (
     Order,
     Ring,
@@ -250,6 +250,7 @@ class Engine:
             dropout_seed = int(torch.randint(2**31, ()).item())
         for inputs in {frozenset(b.inputs): b.inputs for b in labelled}.values():
             self._inspect(inputs, has_labels=True)
+        self._measure(labelled)
         schedule = self._schedule(labelled, order)
         with self._consistent(schedule.ring_after), self._host.nearby():
             state, events = self._bound.executor.train(
@@ -434,7 +435,7 @@ class Engine:
         self._reload_what_was_written()
         num_kept_graphs = self._options.num_kept_graphs
         input_bytes = self._input_bytes(batches) if self._options.stash == "host" else ()
-        outputs = self._outputs(batches)
+        saved = self._saved(batches)
         schedule = training_schedule(
             self._bound.sizes,
             ring=self._ring,
@@ -443,38 +444,49 @@ class Engine:
             trains_front=self._trains_front,
             input_bytes=input_bytes,
             num_kept_graphs=num_kept_graphs,
-            outputs=outputs,
+            saved=saved,
         )
-        if outputs.sent:
+        if saved.leaving:
             self._bound.sent.prepare(
-                by_place(sorted(outputs.sent), outputs.num_bytes.__getitem__),
+                by_place(sorted(saved.leaving), saved.sent_bytes),
                 num_buffers=schedule.num_carriers,
             )
         if schedule.num_fetch_buffers:
-            stashed = range(len(self.layer_bytes) - max(1, num_kept_graphs))
+            stashed = {op.layer_index for op in schedule.ops if op.kind is Kind.STASH}
             self._bound.stash.prepare(
-                by_place(stashed, lambda _: input_bytes), num_buffers=schedule.num_fetch_buffers
+                by_place(sorted(stashed), lambda _: input_bytes),
+                num_buffers=schedule.num_fetch_buffers,
             )
         return schedule
 
-    def _outputs(self, batches: Sequence[LabelledBatch]) -> AttentionOutputs:
-        """Return the layers whose attention is not computed again; none if they are compiled."""
-        options, found = self._options, self._bound.executor.attention
-        if not options.records_attention:
-            return NO_OUTPUTS
-        residency = Residency(
-            num_slots=options.num_slots,
-            num_kept_graphs=options.num_kept_graphs,
-            num_kept_outputs=options.num_kept_outputs,
-            num_sent_outputs=options.num_sent_outputs,
-        )
-        shapes = [batch.inputs["input_ids"].shape for batch in batches]
-        return residency.outputs(
+    def _saved(self, batches: Sequence[LabelledBatch]) -> Saved:
+        """Return the layers that send their graphs, and those that keep or send their attention."""
+        residency, found = self._options.residency, self._bound.executor.attention
+        if not (residency.sends or residency.has_outputs):
+            return NOTHING_SAVED
+        shapes = [tuple(batch.inputs["input_ids"].shape) for batch in batches]
+        layers = range(len(self.layer_bytes))
+        graph_sizes = self._bound.executor.graph_sizes
+        return residency.saved(
             [
                 [sum(size.num_bytes(*shape) for size in sizes) for shape in shapes] if sizes else []
-                for sizes in (found.get(layer, ()) for layer in range(len(self.layer_bytes)))
-            ]
+                for sizes in (found.get(layer, ()) for layer in layers)
+            ],
+            [[graph_sizes.of(layer, shape) or 0 for shape in shapes] for layer in layers],
         )
+
+    def _measure(self, batches: Sequence[LabelledBatch]) -> None:
+        """Find the size of graphs that are to be sent, for micro-batches larger than any before."""
+        executor = self._bound.executor
+        layers = self._options.residency.sent_graphs(len(self.layer_bytes))
+        for batch in sorted(batches, key=lambda batch: -batch.inputs["input_ids"].numel()):
+            shape = tuple(batch.inputs["input_ids"].shape)
+            if all(executor.graph_sizes.of(layer, shape) is not None for layer in layers):
+                continue
+            schedule = forward_schedule(self._bound.sizes, ring=self._ring, num_micro_batches=1)
+            with self._consistent(schedule.ring_after), self._host.nearby():
+                executor.measure(schedule, batch.inputs, layers)
+                self._device.finish()
 
     def _input_bytes(self, batches: Sequence[LabelledBatch]) -> tuple[int, ...]:
         """Return the size of a layer's input for each micro-batch."""

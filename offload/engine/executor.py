@@ -12,11 +12,11 @@ for that transfer. The allocator may then reuse the memory for whatever is compu
 `record_stream` is needed.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from warnings import warn
 
 import torch
 
@@ -24,97 +24,93 @@ from offload.engine.attention_outputs import (
     NOTHING,
     OutputSize,
     Recorded,
-    Recorder,
 )
 from offload.engine.batch import Batch, LabelledBatch
 from offload.engine.host.source import LayerSource
 from offload.engine.host_gradients import HostGradients
 from offload.engine.low_rank import VISIT_CACHE
 from offload.engine.model.inspection import Inspection
-from offload.engine.model.layers import Front, LayeredModel
+from offload.engine.model.layers import LayeredModel
 from offload.engine.model.recorded_args import Call
-from offload.engine.model.visit import Graph, attempt, visit_with_graph
+from offload.engine.model.visit import (
+    Graph,
+    Visited,
+    attempt,
+    visit_to_keep,
+    visit_to_send,
+    visit_with_graph,
+    visit_without_graph,
+)
 from offload.engine.randomness import FRONT_LAYER, VisitRandomness, require_same_draws
+from offload.engine.results import PassState
 from offload.engine.seeding import NEWEST, Seeding
+from offload.engine.sent_graphs import GraphSizes
 from offload.engine.slots import Slots
 from offload.engine.stash import Stash
 from offload.engine.streams import Device, Event, copy_on_host
-from offload.engine.tiled import TiledMlp, tiled
+from offload.engine.tiled import TiledMlp
 from offload.engine.unread import Unread
 from offload.errors import UnsupportedModelError
 from offload.plan.schedule.op import Kind, Op
 from offload.plan.schedule.schedule import NUM_KEPT, Schedule
 from offload.plan.schedule.timeline import Span, Timeline
 
-
-@dataclass(kw_only=True)
-class PassState:
-    """What the ops of one pass exchange; lists are indexed by micro-batch.
-
-    Attributes:
-        fronts: What the model passes to its layers.
-        inputs: Layer inputs (B, T, D) on the device, by layer and micro-batch; the entry of
-            layer L is the input of the tail.
-        fetched: Inputs that came back from the stash.
-        graphs: Graphs that forward visits kept for backward visits, by layer and micro-batch.
-        attention: What forward visits recorded of it, by layer and micro-batch; of a sent one the
-            tensors are in a buffer that others use in between.
-        draws: The generator states after forward visits; see `VisitRandomness.visit`.
-        gradient: Gradient of the loss by the current hidden state in the backward; None below a
-            layer that passes none on, as in plain autograd.
-        losses: Sum over labelled tokens / num_label_tokens, one scalar tensor per chunk; and the
-            router loss of each micro-batch.
-        routing: Router logits of the forward, then the loss's gradient by them; by micro-batch
-            and layer.
-        outputs: Outputs of a pass without labels.
-    """
-
-    fronts: dict[int, Front] = field(default_factory=dict)
-    inputs: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-    fetched: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-    graphs: dict[tuple[int, int], Graph] = field(default_factory=dict)
-    attention: dict[tuple[int, int], Recorded] = field(default_factory=dict)
-    draws: dict[tuple[int, int], bytes | None] = field(default_factory=dict)
-    gradient: dict[int, torch.Tensor | None] = field(default_factory=dict)
-    losses: list[torch.Tensor] = field(default_factory=list)
-    routing: dict[int, dict[int, list[torch.Tensor]]] = field(default_factory=dict)
-    outputs: dict[int, Any] = field(default_factory=dict)
-
-
 _Table = dict[Kind, Callable[[Op], None]]
 """The function that runs each kind of op in a pass."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Places:
+    """Where the ops of a pass move things from and to.
+
+    Attributes:
+        source: The layers' weights.
+        slots: Where they compute.
+        stash: Layer inputs on the host.
+        sent: Graphs and attention outputs on the host.
+        host_gradients: Of weights that train on the host.
+    """
+
+    source: LayerSource
+    slots: Slots
+    stash: Stash
+    sent: Stash
+    host_gradients: HostGradients
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Computing:
+    """How visits are computed.
+
+    Attributes:
+        head_chunk_tokens: Tokens whose logits exist at a time.
+        leaves_out: Whether recomputes leave out products that nothing reads.
+        records_attention: Whether they may be given outputs of attention.
+        mlp_chunk_tokens: Tokens that an MLP computes at a time; None for all.
+    """
+
+    head_chunk_tokens: int
+    leaves_out: bool
+    records_attention: bool
+    mlp_chunk_tokens: int | None
 
 
 class Executor:
     """Runs a model's ops, with its weights and slots, on a device's lanes."""
 
-    def __init__(  # noqa: PLR0913 - everything that runs a pass
-        self,
-        *,
-        model: LayeredModel,
-        source: LayerSource,
-        slots: Slots,
-        stash: Stash,
-        sent: Stash,
-        host_gradients: HostGradients,
-        device: Device,
-        head_chunk_tokens: int,
-        leaves_out: bool,
-        records_attention: bool,
-        mlp_chunk_tokens: int | None,
+    def __init__(
+        self, *, model: LayeredModel, places: Places, device: Device, computing: Computing
     ) -> None:
         """Keep the parts; nothing is moved."""
         self._model = model
-        self._source = source
-        self._slots = slots
-        self._stash, self._sent = stash, sent
-        self._host_gradients = host_gradients
+        self._source, self._slots = places.source, places.slots
+        self._stash, self._sent = places.stash, places.sent
+        self._host_gradients = places.host_gradients
         self._device = device
-        self._head_chunk_tokens = head_chunk_tokens
+        self._computing = computing
         self._randomness = VisitRandomness(device.torch_device)
         self._last_layer = len(model.layers) - 1
-        self._leaves_out, self._records_attention = leaves_out, records_attention
-        self._mlp_chunk_tokens = mlp_chunk_tokens
+        self._graph_sizes: dict[bool, GraphSizes] = {}
         self._mlps: dict[bool, dict[int, tuple[TiledMlp, ...]]] = {}
         self._unread: dict[bool, dict[int, tuple[Unread, ...]]] = {}
         self._attention: dict[bool, dict[int, tuple[OutputSize, ...]]] = {}
@@ -204,6 +200,11 @@ class Executor:
         return self._attention.setdefault(self._model.model.training, {})
 
     @property
+    def graph_sizes(self) -> GraphSizes:
+        """What autograd saves of layers whose graphs are sent, in the current mode."""
+        return self._graph_sizes.setdefault(self._model.model.training, GraphSizes())
+
+    @property
     def mlps(self) -> dict[int, tuple[TiledMlp, ...]]:
         """By layer, the MLPs that are computed in tiles in the model's current mode."""
         return self._mlps.setdefault(self._model.model.training, {})
@@ -231,17 +232,17 @@ class Executor:
                     self._model,
                     inputs,
                     has_labels=has_labels,
-                    mlp_chunk_tokens=self._mlp_chunk_tokens,
+                    mlp_chunk_tokens=self._computing.mlp_chunk_tokens,
                 )
             )
 
         def inspect_layer(op: Op) -> None:
             inspection, layer = inspections[0], op.layer_index
-            if has_labels and self._records_attention:
+            if has_labels and self._computing.records_attention:
                 self.attention[layer] = inspection.attention(layer)
             found, self.mlps[layer] = inspection.visit(layer)
             if has_labels:
-                self.unread[layer] = found if self._leaves_out else ()
+                self.unread[layer] = found if self._computing.leaves_out else ()
 
         visits: _Table = {
             Kind.FRONT: front,
@@ -251,6 +252,38 @@ class Executor:
         with torch.inference_mode(mode=False), torch.no_grad():  # as for `evaluate`
             self._issue(schedule, PassState(), visits)
         return are_inspected[0]
+
+    def measure(self, schedule: Schedule, inputs: Batch, layers: Collection[int]) -> None:
+        """Find the size of graphs that are to be sent.
+
+        Args:
+            schedule: From `forward_schedule`, for one micro-batch.
+            inputs: The micro-batch.
+            layers: The layers to measure.
+        """
+        state = PassState()
+        step = _Step(seed=0, seeding=NEWEST, ids=(0,), is_kept=False, is_stashed=False)
+
+        def forward(op: Op) -> None:
+            layer = op.layer_index
+            if layer not in layers:
+                self._forward(state, op, step)
+                return
+            input_BTD, call = state.inputs.pop((layer, 0)), state.fronts[0].calls[layer]
+            visit = partial(self._visited, visit_to_send, layer, input_BTD, call)
+            visited, _ = self._randomness.visit(layer, _visit_seed(step, layer, 0), visit)
+            if visited.saved is not None:
+                shape = tuple(input_BTD.shape[:2])
+                self.graph_sizes.add(layer, shape, visited.saved.num_bytes)
+            state.inputs[layer + 1, 0] = visited.output_BTD.contiguous()
+
+        visits: _Table = {
+            Kind.FRONT: lambda op: self._front(state, op, [inputs], step),
+            Kind.FORWARD: forward,
+            Kind.TAIL: lambda _op: None,
+        }
+        with torch.inference_mode(mode=False), torch.no_grad():  # as for `evaluate`
+            self._issue(schedule, state, visits)
 
     def timeline(self, schedule: Schedule, events: Sequence[Event]) -> Timeline:
         """Return the measured times of a pass that has finished."""
@@ -323,19 +356,23 @@ class Executor:
         state.fetched[layer, m] = target.view(like_BTD.dtype).view(like_BTD.shape)
 
     def _send(self, state: PassState, op: Op) -> None:
-        place, buffer, _ = self._sent_output(state, op)
+        place, buffer = self._sent_places(state, op)
         self._device.copy(place, buffer)
 
     def _return(self, state: PassState, op: Op) -> None:
-        place, buffer, recorded = self._sent_output(state, op)
+        place, buffer = self._sent_places(state, op)
         self._device.copy(buffer, place)
-        state.attention[op.layer_index, op.micro_batch_index] = recorded.at(buffer)
+        at = op.layer_index, op.micro_batch_index
+        if at in state.sent:
+            state.sent[at].is_in(buffer)
+        else:
+            state.attention[at] = state.attention.get(at, NOTHING).at(buffer)
 
-    def _sent_output(self, state: PassState, op: Op) -> tuple[torch.Tensor, torch.Tensor, Recorded]:
-        layer, m = op.layer_index, op.micro_batch_index
-        recorded = state.attention[layer, m]
-        place = self._sent.place(layer, m)[: recorded.num_bytes]
-        return place, self._sent.buffer(op.carrier_index, recorded.num_bytes), recorded
+    def _sent_places(self, state: PassState, op: Op) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return host and device memory of what was sent; none if it could not be."""
+        at = op.layer_index, op.micro_batch_index
+        num_bytes = (state.sent.get(at) or state.attention.get(at, NOTHING)).num_bytes
+        return self._sent.place(*at)[:num_bytes], self._sent.buffer(op.carrier_index, num_bytes)
 
     def _gradient(self, op: Op) -> None:
         sink, gradient = self._host_gradients.leaving(
@@ -359,53 +396,57 @@ class Executor:
             state.inputs.pop((layer + 1 - NUM_KEPT, m), None)
         call = state.fronts[m].calls[layer]
         VISIT_CACHE.enter((op.kind, layer))
-        compute = partial(
-            self._visit_forward,
-            layer,
-            input_BTD,
-            call,
-            has_graph=op.has_graph,
-            has_output=op.has_output,
+        visited, draws = self._randomness.visit(
+            layer, _visit_seed(step, layer, m), lambda: self._visit_forward(op, input_BTD, call)
         )
-        (output_BTD, router_logits, graph, recorded), draws = self._randomness.visit(
-            layer, _visit_seed(step, layer, m), compute
-        )
+        graph = self._carried_graph(state, visited, op)
         if graph is not None:
             state.graphs[layer, m] = graph
         else:
             state.draws[layer, m] = draws
+        if op.has_graph and graph is None:
+            state.held[layer, m] = input_BTD
         if op.has_output:
-            state.attention[layer, m] = self._carried(recorded, op)
-        if router_logits and step.is_kept:
-            state.routing.setdefault(m, {})[layer] = router_logits
-        state.inputs[layer + 1, m] = output_BTD.contiguous()
+            state.attention[layer, m] = self._carried(visited.recorded, op)
+        if visited.router_logits and step.is_kept:
+            state.routing.setdefault(m, {})[layer] = visited.router_logits
+        state.inputs[layer + 1, m] = visited.output_BTD.contiguous()
         if op.has_graph or not step.is_kept:
             del state.inputs[layer, m]
 
-    def _visit_forward(
-        self,
-        layer: int,
-        input_BTD: torch.Tensor,
-        call: Call,
-        *,
-        has_graph: bool,
-        has_output: bool,
-    ) -> tuple[torch.Tensor, list[torch.Tensor], Graph | None, Recorded]:
-        """Return a layer's output, its router logits, and graph or attention if they are kept."""
+    def _visit_forward(self, op: Op, input_BTD: torch.Tensor, call: Call) -> Visited:
+        """Visit a layer upwards."""
+        visit: Callable[..., Visited] = partial(visit_without_graph, has_output=op.has_output)
+        if op.has_graph:
+            visit = visit_to_keep if op.carrier is None else visit_to_send
+        return self._visited(visit, op.layer_index, input_BTD, call)
+
+    def _visited(
+        self, visit: Callable[..., Visited], layer: int, input_BTD: torch.Tensor, call: Call
+    ) -> Visited:
         mlps = self.mlps.get(layer, ())
-        if has_graph:
-            graph = visit_with_graph(self._model, layer, input_BTD=input_BTD, call=call, mlps=mlps)
-            return graph.output, graph.router_logits, graph, NOTHING
-        recorder = Recorder() if has_output else None
-        with (
-            torch.no_grad(),
-            self._model.listening(layer) as router_logits,
-            tiled(mlps),
-            recorder or nullcontext(),
-        ):
-            output_BTD = self._model.layer_forward(layer, input_BTD, call)
-        recorded = recorder.recorded() if recorder else NOTHING
-        return output_BTD, router_logits, None, recorded
+        return visit(self._model, layer, input_BTD=input_BTD, call=call, mlps=mlps)
+
+    def _carried_graph(self, state: PassState, visited: Visited, op: Op) -> Graph | None:
+        """Return the graph, moved to its buffer if it is sent; None if it cannot be sent."""
+        graph, saved = visited.graph, visited.saved
+        if graph is None or saved is None:
+            return graph
+        place = self._sent.place(op.layer_index, op.micro_batch_index)
+        if saved.num_bytes > place.nbytes:
+            shape = tuple(visited.output_BTD.shape[:2])
+            self.graph_sizes.add(op.layer_index, shape, saved.num_bytes)
+            warn(
+                f"the graph of layer {op.layer_index} takes {saved.num_bytes} bytes and not"
+                f" {place.nbytes}, as counted on: the layer is computed again in this step",
+                stacklevel=2,
+            )
+        if saved.num_bytes > place.nbytes or not saved.is_unwritten:
+            return None
+        saved.move_to(self._sent.buffer(op.carrier_index, saved.num_bytes))
+        graph.let_go()
+        state.sent[op.layer_index, op.micro_batch_index] = saved
+        return graph
 
     def _carried(self, recorded: Recorded, op: Op) -> Recorded:
         """Return what a forward visit recorded, in its buffer if it is sent; if it has room."""
@@ -443,8 +484,8 @@ class Executor:
         """Add the loss of the labelled tokens by chunks, and write its gradient if requested."""
         flat_ND = hidden_BTD.flatten(0, 1)
         chunks = zip(
-            batch.positions.split(self._head_chunk_tokens),
-            batch.next_tokens.split(self._head_chunk_tokens),
+            batch.positions.split(self._computing.head_chunk_tokens),
+            batch.next_tokens.split(self._computing.head_chunk_tokens),
             strict=True,
         )
         for positions_N, next_N in chunks:
@@ -477,11 +518,13 @@ class Executor:
         router_gradients = state.routing.get(m, {}).pop(layer, [])
         self._host_gradients.gather(layer)
         VISIT_CACHE.enter((op.kind, layer))
-        if op.has_graph:
-            graph = state.graphs.pop((layer, m))
-            self._pass_on(state, layer, m, graph.backward(state.gradient[m], router_gradients))
+        kept = state.graphs.pop((layer, m), None)
+        if kept is not None:
+            self._pass_on(state, layer, m, kept.backward(state.gradient[m], router_gradients))
+            state.sent.pop((layer, m), None)
             return
-        kept_BTD = (state.inputs if op.buffer is None else state.fetched).pop((layer, m))
+        inputs = state.inputs if op.buffer is None else state.fetched
+        kept_BTD = (state.held if op.has_graph else inputs).pop((layer, m))
         drawn = state.draws.pop((layer, m))
         recorded = state.attention.pop((layer, m), NOTHING)
         if state.gradient[m] is None and not router_gradients:

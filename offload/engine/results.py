@@ -1,14 +1,59 @@
-"""Results of passes."""
+"""What the ops of a pass exchange, and results of passes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offload.engine.executor import Executor, PassState
+from offload.engine.attention_outputs import Recorded
+from offload.engine.model.layers import Front
+from offload.engine.model.visit import Graph
+from offload.engine.sent_graphs import SavedTensors
 from offload.engine.streams import Device, Event
 from offload.plan.schedule.schedule import Schedule
 from offload.plan.schedule.timeline import Timeline
+
+if TYPE_CHECKING:
+    from offload.engine.executor import Executor
+
+
+@dataclass(kw_only=True)
+class PassState:
+    """What the ops of one pass exchange; lists are indexed by micro-batch.
+
+    Attributes:
+        fronts: What the model passes to its layers.
+        inputs: Layer inputs (B, T, D) on the device, by layer and micro-batch; the entry of
+            layer L is the input of the tail.
+        fetched: Inputs that came back from the stash.
+        graphs: Graphs that forward visits kept for backward visits, by layer and micro-batch.
+        sent: What autograd saved for those of them that are sent away in between.
+        held: Inputs of layers whose graphs could not be sent: they are computed again.
+        attention: What forward visits recorded of it, by layer and micro-batch; of a sent one the
+            tensors are in a buffer that others use in between.
+        draws: The generator states after forward visits; see `VisitRandomness.visit`.
+        gradient: Gradient of the loss by the current hidden state in the backward; None below a
+            layer that passes none on, as in plain autograd.
+        losses: Sum over labelled tokens / num_label_tokens, one scalar tensor per chunk; and the
+            router loss of each micro-batch.
+        routing: Router logits of the forward, then the loss's gradient by them; by micro-batch
+            and layer.
+        outputs: Outputs of a pass without labels.
+    """
+
+    fronts: dict[int, Front] = field(default_factory=dict)
+    inputs: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    fetched: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    graphs: dict[tuple[int, int], Graph] = field(default_factory=dict)
+    sent: dict[tuple[int, int], SavedTensors] = field(default_factory=dict)
+    held: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    attention: dict[tuple[int, int], Recorded] = field(default_factory=dict)
+    draws: dict[tuple[int, int], bytes | None] = field(default_factory=dict)
+    gradient: dict[int, torch.Tensor | None] = field(default_factory=dict)
+    losses: list[torch.Tensor] = field(default_factory=list)
+    routing: dict[int, dict[int, list[torch.Tensor]]] = field(default_factory=dict)
+    outputs: dict[int, Any] = field(default_factory=dict)
 
 
 class StepResult:
@@ -24,7 +69,7 @@ class StepResult:
     def __init__(
         self,
         *,
-        executor: Executor,
+        executor: "Executor",
         device: Device,
         schedule: Schedule,
         state: PassState,

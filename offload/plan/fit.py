@@ -11,7 +11,7 @@ from offload.plan.facts.facts import ModelFacts
 from offload.plan.machine.machine import Machine
 from offload.plan.memory.memory import (
     OTHER_RANKS,
-    SENT_OUTPUTS,
+    SENT,
     SLAB,
     STAGING,
     STASH,
@@ -97,7 +97,7 @@ class MemoryNeeds:
         return self.on_device.terms(residency)
 
     def host(self, residency: Residency) -> tuple[MemoryTerm, ...]:
-        """Return the terms of the host's peak; inputs of kept graphs are not stashed there."""
+        """Return the terms of the host's peak; inputs of graphs are not stashed there."""
         request = self.request
         terms = self.fixed_host or host_terms(
             self.facts,
@@ -109,22 +109,28 @@ class MemoryNeeds:
             num_slabs=request.num_slabs,
             rank_device_bytes=total_bytes(self.device(residency)),
         )
-        if residency.num_sent_outputs:
+        if residency.sends:
             terms = self._with_sent(terms, residency)
-        if residency.num_kept_graphs < 2 or not request.is_stashed:
+        num_graphs = max(0, residency.num_kept_graphs - 1) + self._num_sent_below(residency)
+        if not (num_graphs and request.is_stashed):
             return terms
-        num_inputs = (residency.num_kept_graphs - 1) * request.num_stashed
+        num_inputs = num_graphs * request.num_stashed
         spared = num_inputs * input_bytes(self.facts, request.largest)
         spared_of = {STASH: spared, OTHER_RANKS: (request.num_ranks - 1) * spared}
         return tuple(
             replace(term, num_bytes=term.num_bytes - spared_of.get(term.name, 0)) for term in terms
         )
 
+    def _num_sent_below(self, residency: Residency) -> int:
+        """Return how many layers send their graphs, but for the last, whose input never leaves."""
+        last = self.facts.num_layers - 1
+        return len(residency.sent_graphs(self.facts.num_layers) - {last})
+
     def _with_sent(
         self, terms: tuple[MemoryTerm, ...], residency: Residency
     ) -> tuple[MemoryTerm, ...]:
-        """Add each rank's sent outputs of attention."""
-        sent = MemoryTerm(name=SENT_OUTPUTS, num_bytes=self.on_device.sent_bytes(residency))
+        """Add each rank's sent graphs and outputs of attention."""
+        sent = MemoryTerm(name=SENT, num_bytes=self.on_device.sent_bytes(residency))
         others_bytes = (self.request.num_ranks - 1) * sent.num_bytes
         return (
             *(
@@ -146,8 +152,8 @@ class MemoryNeeds:
     def shortages(self, residency: Residency) -> tuple[Shortage, ...]:
         """Return each memory that is too small; on a CPU there is only one memory.
 
-        Graphs that the request does not set are counted with a reserve: a step that ran out of
-        memory because of them would have to be planned again.
+        Graphs that the request does not set are counted with a reserve, and so are those that are
+        sent: a step that ran out of memory because of them would have to be planned again.
         """
         machine, budget_bytes = self.machine, self.request.vram_budget_bytes
         is_cuda = machine.device == "cuda"
@@ -168,7 +174,9 @@ class MemoryNeeds:
         self, residency: Residency, *, computing_bytes: int = 0
     ) -> tuple[Shortage, ...]:
         host = self.host(residency)
-        is_locked, is_sent = self.machine.device == "cuda", residency.num_sent_outputs > 0
+        is_locked = self.machine.device == "cuda"
+        reserve_bytes = int(GRAPH_RESERVE_FRAC * self.on_device.sent_graphs_bytes(residency))
+        reserve_bytes *= self.request.num_ranks
         asked = (
             Shortage(
                 what="of page-locked memory for layer inputs",
@@ -177,14 +185,16 @@ class MemoryNeeds:
                 limit="may be page-locked",
             ),
             Shortage(
-                what="of page-locked memory for attention outputs",
-                needed_bytes=self._locked_bytes(host) if is_locked and is_sent else 0,
+                what="of page-locked memory for sent activations",
+                needed_bytes=self._locked_bytes(host) + reserve_bytes
+                if is_locked and residency.sends
+                else 0,
                 limit_bytes=self.machine.pinned_bytes,
                 limit="may be page-locked",
             ),
             Shortage(
                 what=RAM,
-                needed_bytes=total_bytes(host) + computing_bytes,
+                needed_bytes=total_bytes(host) + reserve_bytes + computing_bytes,
                 limit_bytes=self.machine.ram_bytes,
                 limit="of RAM is there",
             ),
@@ -193,7 +203,7 @@ class MemoryNeeds:
 
     def _locked_bytes(self, host: tuple[MemoryTerm, ...]) -> int:
         """Return the page-locked memory of all ranks: what is sent locks no slab out."""
-        each = _size(host, STASH) + _size(host, SENT_OUTPUTS) + _size(host, STAGING)
+        each = _size(host, STASH) + _size(host, SENT) + _size(host, STAGING)
         slabs = 0 if _size(host, STAGING) else self.request.num_slabs * _size(host, SLAB)
         return slabs + self.request.num_ranks * each
 
@@ -236,6 +246,12 @@ class MemoryNeeds:
         return self.request.has_outputs and self.facts.grade == "config"
 
     @property
+    def chooses_sent_graphs(self) -> bool:
+        """Whether graphs may be sent, and their size is known; not on a CPU."""
+        is_known = self.facts.grade == "config" and self.machine.device == "cuda"
+        return self.request.has_sent_graphs and is_known
+
+    @property
     def chooses_graphs(self) -> bool:
         """Whether the number of kept graphs is open, and the size of a graph is known.
 
@@ -245,12 +261,15 @@ class MemoryNeeds:
         is_known = self.facts.grade == "config" or self.request.traced is not None
         return is_known and self.request.num_kept_graphs is None
 
-    def with_graphs(self, num_slots: int, *, num_sent_outputs: int = 0) -> Residency:
+    def with_graphs(
+        self, num_slots: int, *, num_sent_outputs: int = 0, num_sent_graphs: int = 0
+    ) -> Residency:
         """Return these slots with the requested number of kept graphs, or the largest that fits."""
         fewest = Residency(
             num_slots=num_slots,
             num_kept_graphs=self._fewest_graphs,
             num_sent_outputs=num_sent_outputs,
+            num_sent_graphs=num_sent_graphs,
         )
         if not self.chooses_graphs:
             return fewest
@@ -286,9 +305,25 @@ class MemoryNeeds:
             numbers, lambda n: bool(self.shortages(replace(residency, num_sent_outputs=n)))
         )
 
+    def most_sent_graphs(self, residency: Residency) -> int:
+        """Return how many of the layers that do not keep their graphs could send them."""
+        numbers = range(1, self.facts.num_layers - residency.num_kept_graphs + 1)
+        return _num_false(
+            numbers, lambda n: bool(self.shortages(replace(residency, num_sent_graphs=n)))
+        )
+
+    def within_layers(self, residency: Residency) -> Residency:
+        """Return the same with no more kept and sent outputs than other layers are left."""
+        most = self._most_outputs(residency)
+        num_kept = min(residency.num_kept_outputs, most)
+        num_sent = min(residency.num_sent_outputs, most - num_kept)
+        return replace(residency, num_kept_outputs=num_kept, num_sent_outputs=num_sent)
+
     def _most_outputs(self, residency: Residency) -> int:
-        first_graph = self.facts.num_layers - residency.num_kept_graphs
-        return sum(size > 0 for size in self.on_device.output_bytes[:first_graph])
+        num_layers = self.facts.num_layers
+        others = set(range(num_layers - residency.num_kept_graphs))
+        others -= residency.sent_graphs(num_layers)
+        return sum(self.on_device.output_bytes[layer] > 0 for layer in others)
 
     @property
     def most_slots(self) -> int | None:

@@ -12,10 +12,11 @@ from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.machine import ExpertsImplementation, Machine
 from offload.plan.memory.memory import MemoryTerm, input_bytes, total_bytes
 from offload.plan.memory.traced import MemoryGrade
+from offload.plan.memory.visit import visit_bytes
 from offload.plan.refusal import refusal
 from offload.plan.request import PlanRequest
 from offload.plan.schedule.op import Kind
-from offload.plan.schedule.residency import NO_OUTPUTS, AttentionOutputs, Residency
+from offload.plan.schedule.residency import NOTHING_SAVED, Residency, Saved
 from offload.plan.schedule.schedule import Schedule
 from offload.plan.schedule.simulate import simulate
 from offload.plan.schedule.timeline import Timeline
@@ -60,10 +61,10 @@ class Plan:
         return self.residency.num_kept_graphs
 
     @property
-    def outputs(self) -> AttentionOutputs:
-        """The layers whose attention is not computed again, with sizes of a typical step."""
+    def saved(self) -> Saved:
+        """What checkpointed layers keep and send, with sizes of a typical step."""
         num = self.request.rank_micro_batches
-        return self.costs.outputs(self.residency, num_micro_batches=num)
+        return self.costs.saved(self.residency, num_micro_batches=num)
 
     @property
     def memory_grade(self) -> MemoryGrade:
@@ -112,7 +113,7 @@ class Plan:
             else 0,
             is_staged=self.schedule.is_staged,
             num_kept_graphs=self.num_kept_graphs,
-            outputs=self.outputs,
+            saved=self.saved,
         )
         return bound_s + self.costs.optimizer_s
 
@@ -145,12 +146,16 @@ def plan(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Plan:
 
 def costs_of(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Costs:
     """Price the ops of a request."""
+    typical, is_masked = request.typical, request.is_masked
+    kinds = set(facts.layers) if request.has_sent_graphs else ()
+    visits = {x: visit_bytes(facts, machine, x, typical, is_padded=is_masked) for x in kinds}
     return price(
         facts,
         machine,
         request.typical,
         is_duplex=request.is_stashed,
         num_disk_readers=request.num_disk_readers,
+        graph_bytes={x: one.sent_graph for x, one in visits.items()},
     )
 
 
@@ -184,7 +189,7 @@ def calibrate(
     *,
     optimizer_s: float,
     num_kept_graphs: int,
-    outputs: AttentionOutputs = NO_OUTPUTS,
+    saved: Saved = NOTHING_SAVED,
 ) -> Costs:
     """Replace the priced durations by those of a step measured on this machine.
 
@@ -195,12 +200,12 @@ def calibrate(
         measured: A step of the typical micro-batches.
         optimizer_s: The measured time of the update alone.
         num_kept_graphs: Layers of the measured step that were not checkpointed.
-        outputs: Other layers of it whose attention was not computed again.
+        saved: What other layers of it kept or sent.
     """
     first_graph = len(costs.layers) - num_kept_graphs
     load_s = measured.busy_s(Kind.LOAD)
     layers = tuple(
-        _measured(layer, measured, number, outputs, has_graph=number >= first_graph)
+        _measured(layer, measured, number, saved, is_kept=number >= first_graph)
         for number, layer in enumerate(costs.layers)
     )
     return replace(
@@ -226,17 +231,20 @@ def _measured(
     layer: LayerCost,
     measured: Timeline,
     number: int,
-    outputs: AttentionOutputs,
+    saved: Saved,
     *,
-    has_graph: bool,
+    is_kept: bool,
 ) -> LayerCost:
     forward_s, back_s = (_mean_s(measured, k, number) for k in (Kind.FORWARD, Kind.BACKWARD))
-    slowdown = forward_s / layer.forth_s(is_sent=number in outputs.sent)
-    pack_s = layer.pack_s * slowdown
-    forward_s -= pack_s if number in outputs.sent else 0.0
+    has_graph = is_kept or number in saved.graphs
+    is_sent = number in saved.leaving
+    slowdown = forward_s / layer.forth_s(is_sent=is_sent, has_graph=has_graph)
+    pack_s, graph_pack_s = layer.pack_s * slowdown, layer.graph_pack_s * slowdown
+    if is_sent:
+        forward_s -= graph_pack_s if has_graph else pack_s
     again_s = forward_s * layer.recompute_frac
     attention_s = min(layer.attention_s * slowdown, again_s)
-    if number in outputs.kept or number in outputs.sent:
+    if saved.has_output(number):
         back_s += attention_s
     return replace(
         layer,
@@ -245,6 +253,7 @@ def _measured(
         recompute_s=again_s if has_graph else min(again_s, back_s),
         attention_s=attention_s if has_graph else min(attention_s, again_s, back_s),
         pack_s=pack_s,
+        graph_pack_s=graph_pack_s,
         decode_s=_mean_s(measured, Kind.DECODE, number) if layer.decode_s else 0.0,
     )
 

@@ -33,6 +33,7 @@ class PlanRequest:
         may_be_on_disk: Whether the layers could be stored in a file; random weights cannot.
         has_outputs: Whether outputs of attention are kept or sent where that pays, so that it is
             not computed again.
+        has_sent_graphs: Whether graphs of layers are sent to host memory where that pays.
     """
 
     typical: Workload
@@ -50,6 +51,7 @@ class PlanRequest:
     is_masked: bool = False
     may_be_on_disk: bool = False
     has_outputs: bool = False
+    has_sent_graphs: bool = False
 
     def within(self, num_layers: int) -> "PlanRequest":
         """Return the same request with at most as many slots as the model has layers."""

@@ -1,4 +1,4 @@
-"""How device memory is divided between slots, kept graphs and kept outputs of attention.
+"""How device memory is divided, and what leaves it: slots, graphs and outputs of attention.
 
 One more slot saves two loads in every step; one more kept graph saves the recompute of its layer,
 and one more output its attention's. Slots pay while loads bound the step, the others while compute
@@ -8,10 +8,14 @@ thousandth of the simulated time where nothing is sent.
 An output is small, and the longer the sequences, the more it saves per byte. Two ways are compared:
 graphs first and outputs with the rest, and outputs first and graphs with the rest. Outputs that the
 device has no room for may be sent, as many as the host's memory and the link hold.
+
+Whole graphs may be sent too. They are tried before outputs and after them: what saves more per byte
+depends on the length of sequences, and either the host's memory or the link ends it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 
 from offload.plan.fit import MemoryNeeds
 from offload.plan.memory.memory import input_bytes
@@ -19,6 +23,8 @@ from offload.plan.schedule.residency import Residency
 from offload.plan.step import Draft
 from offload.plan.time.bounds import r3_bound_s
 from offload.plan.time.costs import Costs
+
+_Bound = Callable[[Residency], float]
 
 SAME_FRAC = 1e-6  # times that differ by less are the same
 WORTH_FRAC = 0.01  # of the step: smaller gains are not worth a slot, in case the link is slower
@@ -34,7 +40,7 @@ def bound_of(needs: MemoryNeeds, costs: Costs, residency: Residency) -> float:
         num_micro_batches=num_micro_batches,
         stashed_bytes=input_bytes(needs.facts, request.typical) if request.is_stashed else 0,
         num_kept_graphs=residency.num_kept_graphs,
-        outputs=costs.outputs(residency, num_micro_batches=num_micro_batches),
+        saved=costs.saved(residency, num_micro_batches=num_micro_batches),
         is_staged=needs.is_staged,
     )
     return bound_s + costs.optimizer_s
@@ -43,15 +49,13 @@ def bound_of(needs: MemoryNeeds, costs: Costs, residency: Residency) -> float:
 def fastest_residency(needs: MemoryNeeds, costs: Costs) -> Residency | None:
     """Return the residency with which a request's step is fastest.
 
-    Outputs of attention are kept or sent only where the step is then faster.
+    Outputs of attention are kept or sent, and graphs sent, only where the step is then faster.
 
     Returns:
         The residency, or None if the request does not fit at all.
     """
     plain = _fastest(needs, costs, needs.with_graphs)
-    if plain is None or not needs.chooses_outputs:
-        return plain
-    return _with_outputs(needs, costs, plain)
+    return None if plain is None else _with_saved(needs, costs, plain)
 
 
 def _fastest(
@@ -72,6 +76,7 @@ def _fastest(
     if needs.machine.device == "cpu" or most.num_kept_graphs == needs.facts.num_layers:
         return most
 
+    spend = cache(spend)
     rate = min(costs.h2d_bytes_per_s, costs.read_bytes_per_s)  # staged bytes are read first
     at = replace(costs, h2d_bytes_per_s=rate) if needs.is_staged else costs
 
@@ -97,59 +102,110 @@ def _is_same_rest(one: Residency, other: Residency) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------
-# Outputs of attention
+# Graphs that are sent, and outputs of attention
 
 
-def _with_outputs(needs: MemoryNeeds, costs: Costs, plain: Residency) -> Residency:
-    """Return the fastest residency that keeps or sends outputs, or the plain one if none is faster.
+def _with_saved(needs: MemoryNeeds, costs: Costs, plain: Residency) -> Residency:
+    """Return the fastest residency that keeps or sends more, or the plain one if none is faster.
 
-    The bound chooses; a simulation confirms that the step is faster.
+    The bound chooses; a simulation confirms that the step is faster. Graphs are sent only if that
+    gains `WORTH_FRAC`: they take much of the host's memory.
     """
 
-    def keeping(num_slots: int) -> Residency:
-        return min(_kept(needs, num_slots), key=lambda one: bound_of(needs, costs, one))
+    @cache
+    def bound_s(residency: Residency) -> float:
+        return bound_of(needs, costs, residency)
 
-    def sending(num_slots: int) -> Residency:
-        reserved = _kept(needs, num_slots, num_sent_outputs=1)  # with room for the buffers
-        ways = (_sent(needs, costs, one) for one in reserved)
-        return min(ways, key=lambda one: bound_of(needs, costs, one))
-
-    ways = [keeping] if needs.machine.device == "cpu" else [keeping, sending]
-    best, best_s = plain, bound_of(needs, costs, plain)
-    for spend in ways:
+    best = plain
+    for spend, least_gain in _ways(needs, bound_s):
         found = _fastest(needs, costs, spend)
         if found is None or needs.shortages(found):
             continue
-        found_s = bound_of(needs, costs, found)
-        if found_s < best_s * (1 - SAME_FRAC) and _is_faster(needs, costs, found, best):
-            best, best_s = found, found_s
+        is_faster = bound_s(found) < bound_s(best) * (1 - least_gain)
+        if is_faster and _is_faster(needs, costs, found, best):
+            best = found
     return best
 
 
-def _kept(needs: MemoryNeeds, num_slots: int, *, num_sent_outputs: int = 0) -> Iterator[Residency]:
+def _ways(
+    needs: MemoryNeeds, bound_s: _Bound
+) -> Iterator[tuple[Callable[[int], Residency], float]]:
+    """Yield ways to spend what slots leave, and what each must gain to be taken."""
+
+    def least(ways: Iterable[Residency]) -> Residency:
+        return min(ways, key=bound_s)
+
+    def keeping(num_slots: int) -> Residency:
+        return least(_kept(needs, num_slots))
+
+    def sending(num_slots: int) -> Residency:
+        reserved = _kept(needs, num_slots, num_sent_outputs=1)  # with room for the buffers
+        return least(_with_sent_outputs(needs, bound_s, one) for one in reserved)
+
+    def sending_graphs(num_slots: int) -> Residency:
+        reserved = _kept(needs, num_slots, num_sent_graphs=1)
+        return least(way for one in reserved for way in _sent_both(needs, bound_s, one))
+
+    if needs.chooses_outputs:
+        yield keeping, SAME_FRAC
+        if needs.machine.device != "cpu":
+            yield sending, SAME_FRAC
+    if needs.chooses_sent_graphs:
+        yield sending_graphs, WORTH_FRAC
+
+
+def _kept(
+    needs: MemoryNeeds, num_slots: int, *, num_sent_outputs: int = 0, num_sent_graphs: int = 0
+) -> Iterator[Residency]:
     """Yield both ways to divide what the slots leave between graphs and outputs."""
-    graphs = needs.with_graphs(num_slots, num_sent_outputs=num_sent_outputs)
+    graphs = needs.with_graphs(
+        num_slots, num_sent_outputs=num_sent_outputs, num_sent_graphs=num_sent_graphs
+    )
+    if not needs.chooses_outputs:
+        yield graphs
+        return
     yield needs.with_outputs(graphs)
     if needs.chooses_graphs:
         yield needs.with_outputs_first(graphs)
 
 
-def _sent(needs: MemoryNeeds, costs: Costs, kept: Residency) -> Residency:
+def _sent_both(needs: MemoryNeeds, bound_s: _Bound, kept: Residency) -> Iterator[Residency]:
+    """Yield the same with as many sent graphs, and sent outputs, as pay: in either order."""
+    graphs = _with_sent_graphs(needs, bound_s, kept)
+    if not needs.chooses_outputs:
+        yield graphs
+        return
+    yield _with_sent_outputs(needs, bound_s, graphs)
+    outputs = _with_sent_outputs(needs, bound_s, kept)
+    yield needs.within_layers(_with_sent_graphs(needs, bound_s, outputs))
+
+
+def _with_sent_outputs(needs: MemoryNeeds, bound_s: _Bound, kept: Residency) -> Residency:
     """Return the same with the number of sent outputs at which the link delays the step."""
-    low, high = 1, needs.most_sent(kept)
-    if not high:
-        return replace(kept, num_sent_outputs=0)
+    ways = [
+        replace(kept, num_sent_outputs=num)
+        for num in range(needs.most_sent(replace(kept, num_sent_outputs=0)) + 1)
+    ]
+    return _last_faster(ways, bound_s)
 
-    def bound_s(num: int) -> float:
-        return bound_of(needs, costs, replace(kept, num_sent_outputs=num))
 
+def _with_sent_graphs(needs: MemoryNeeds, bound_s: _Bound, kept: Residency) -> Residency:
+    """Return the same with the number of sent graphs at which the link delays the step."""
+    most = needs.most_sent_graphs(kept)
+    ways = [replace(kept, num_sent_graphs=num) for num in range(most + 1)]
+    return _last_faster(ways, bound_s)
+
+
+def _last_faster(ways: Sequence[Residency], bound_s: _Bound) -> Residency:
+    """Return the last of some ways that is faster than the one before it."""
+    low, high = min(1, len(ways) - 1), len(ways) - 1
     while low < high:
         middle = (low + high) // 2
-        if bound_s(middle + 1) < bound_s(middle) * (1 - SAME_FRAC):
+        if bound_s(ways[middle + 1]) < bound_s(ways[middle]) * (1 - SAME_FRAC):
             low = middle + 1
         else:
             high = middle
-    return replace(kept, num_sent_outputs=low)
+    return ways[low]
 
 
 def _is_faster(needs: MemoryNeeds, costs: Costs, one: Residency, other: Residency) -> bool:

@@ -66,7 +66,7 @@ def schedule_of(
         trains_front=bool(outer_module_sizes(facts, typical.adapter)),
         input_bytes=(input_bytes(facts, typical),) * num_stashed,
         num_kept_graphs=residency.num_kept_graphs,
-        outputs=costs.outputs(residency, num_micro_batches=num_micro_batches),
+        saved=costs.saved(residency, num_micro_batches=num_micro_batches),
     )
 
 
@@ -97,7 +97,7 @@ def _of_layer_s(layer: LayerCost, op: Op) -> float:
     if op.kind is Kind.DECODE:
         return layer.decode_s
     if op.kind is Kind.FORWARD:
-        return layer.forth_s(is_sent=op.carrier is not None)
+        return layer.forth_s(is_sent=op.carrier is not None, has_graph=op.has_graph)
     return layer.back_s(has_graph=op.has_graph, has_output=op.has_output)
 
 

@@ -1,10 +1,11 @@
-"""Attention computed again, kept and sent, on a CPU whose link is slowed down to three rates.
+"""Layers computed again, attention or whole graphs kept and sent, on links of three rates.
 
     python -m tests.bench.bench_attention_outputs [--rounds 5]
 
-In each round every arm runs with a link that costs nothing and with the slow one, in turn, so that
-a machine that changes its speed changes it for all. What visits take is known from the former; the
-step of each arm is predicted from that by simulating its ops, and measured in the latter.
+On a CPU, whose link is slowed down. In each round every arm runs with a link that costs nothing and
+with the slow one, in turn, so that a machine that changes its speed changes it for all. What visits
+take is known from the former; the step of each arm is predicted from that by simulating its ops,
+and measured in the latter.
 """
 
 import argparse
@@ -39,6 +40,9 @@ ARMS = {
     "all kept": Residency(num_slots=NUM_SLOTS, num_kept_outputs=NUM_LAYERS),
     "half sent": Residency(num_slots=NUM_SLOTS, num_sent_outputs=NUM_LAYERS // 2),
     "all sent": Residency(num_slots=NUM_SLOTS, num_sent_outputs=NUM_LAYERS),
+    "graphs kept": Residency(num_slots=NUM_SLOTS, num_kept_graphs=NUM_LAYERS),
+    "half of graphs sent": Residency(num_slots=NUM_SLOTS, num_sent_graphs=NUM_LAYERS // 2),
+    "graphs sent": Residency(num_slots=NUM_SLOTS, num_sent_graphs=NUM_LAYERS),
 }
 
 
@@ -72,12 +76,19 @@ class Bench:
             stash="device",
             trained_weights="device",
             head_chunk_tokens=1024,
-            num_kept_graphs=0,
+            num_kept_graphs=residency.num_kept_graphs,
+            num_sent_graphs=residency.num_sent_graphs,
             num_kept_outputs=residency.num_kept_outputs,
             num_sent_outputs=residency.num_sent_outputs,
         )
         model = get_peft_model(LlamaForCausalLM(config), adapter)
         return Engine(model, device=_shared(self.link), options=options)
+
+    @property
+    def graph_bytes(self) -> int:
+        """What the graph of a layer takes."""
+        sizes = self._engines["graphs sent"]._bound.executor.graph_sizes
+        return sizes.of(0, (1, SEQ_LEN)) or 0
 
     def step(self, arm: str) -> tuple[float, Timeline]:
         """Run one step of an arm; return its wall time and its timeline."""
@@ -98,7 +109,7 @@ def _shared(link: SlowLink) -> SlowLink:
     return Same()
 
 
-def costs_of(timelines: dict[str, list[Timeline]], layer_bytes: int) -> Costs:
+def costs_of(timelines: dict[str, list[Timeline]], layer_bytes: int, graph_bytes: int) -> Costs:
     """Return what visits take where the link costs nothing."""
 
     def mean_s(arm: str, kind: Kind) -> float:
@@ -110,7 +121,7 @@ def costs_of(timelines: dict[str, list[Timeline]], layer_bytes: int) -> Costs:
     layer = LayerCost(
         forward_s=forward_s,
         backward_s=backward_s,
-        recompute_s=forward_s,
+        recompute_s=backward_s - mean_s("graphs kept", Kind.BACKWARD),
         decode_s=0.0,
         weight_bytes=layer_bytes,
         forward_flops=0.0,
@@ -124,6 +135,10 @@ def costs_of(timelines: dict[str, list[Timeline]], layer_bytes: int) -> Costs:
             element_bytes=4,
             num_rows=1,
             seq_len=SEQ_LEN,
+        ),
+        graph_bytes=graph_bytes,
+        graph_pack_s=max(
+            0.0, mean_s("graphs sent", Kind.FORWARD) - mean_s("graphs kept", Kind.FORWARD)
         ),
     )
     return Costs(
@@ -149,7 +164,8 @@ def predicted_s(costs: Costs, residency: Residency) -> float:
         order=Order.LAYER_MAJOR,
         trains_front=False,
         input_bytes=(),
-        outputs=costs.outputs(residency, num_micro_batches=NUM_MICRO_BATCHES),
+        num_kept_graphs=residency.num_kept_graphs,
+        saved=costs.saved(residency, num_micro_batches=NUM_MICRO_BATCHES),
     )
     return simulate(schedule, duration_of(costs)).step_s
 
@@ -163,10 +179,9 @@ def main() -> None:
     for arm in ARMS:
         bench.step(arm)  # inspects, and fills the slots
     first = {arm: [bench.step(arm)[1]] for arm in ARMS}
-    forward_s = costs_of(first, bench.layer_bytes[0]).layers[0].forward_s
-    table = Table(
-        "link", "forward, attention again", *(f"{arm}: predicted, measured" for arm in ARMS)
-    )
+    sizes = bench.layer_bytes[0], bench.graph_bytes
+    forward_s = costs_of(first, *sizes).layers[0].forward_s
+    table = Table("link", "arm", "predicted", "measured", "of recompute")
     for frac in LOADS_FRACS:
         rate = bench.layer_bytes[0] / (frac * NUM_MICRO_BATCHES * forward_s)
         free = {arm: list[Timeline]() for arm in ARMS}
@@ -177,15 +192,23 @@ def main() -> None:
                 free[arm].append(bench.step(arm)[1])
                 bench.link.bytes_per_s = rate
                 measured[arm].append(bench.step(arm)[0])
-        costs = costs_of(free, bench.layer_bytes[0])
+        costs = costs_of(free, *sizes)
         at = replace(costs, h2d_bytes_per_s=rate, d2h_bytes_per_s=rate, fetch_bytes_per_s=rate)
-        cells = (
-            f"{predicted_s(at, ARMS[arm]):.3f}, {median(seconds):.3f} s"
-            for arm, seconds in measured.items()
-        )
         layer = costs.layers[0]
-        visits = f"{layer.forward_s * 1e3:.0f}, {layer.attention_s * 1e3:.0f} ms"
-        table.add_row(f"{rate / 1e6:.0f} MB/s", visits, *cells)
+        for arm, seconds in measured.items():
+            table.add_row(
+                f"{rate / 1e6:.0f} MB/s",
+                arm,
+                f"{predicted_s(at, ARMS[arm]):.3f} s",
+                f"{median(seconds):.3f} s",
+                f"{median(seconds) / median(measured['computed again']):.2f}",
+            )
+        table.caption = (
+            f"forward {layer.forward_s * 1e3:.0f} ms, recompute {layer.recompute_s * 1e3:.0f},"
+            f" attention {layer.attention_s * 1e3:.0f}, packing a graph"
+            f" {layer.graph_pack_s * 1e3:.1f}; graph {layer.graph_bytes / 1e6:.1f} MB,"
+            f" output {layer.output_bytes / 1e6:.1f}, layer {layer.weight_bytes / 1e6:.1f}"
+        )
     Console(width=150).print(table)
 
 

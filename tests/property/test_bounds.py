@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.plan.schedule.residency import AttentionOutputs, Residency
+from offload.plan.schedule.residency import Residency, Saved
 from offload.plan.schedule.schedule import (
     NUM_STAGING,
     PIECE_BYTES,
@@ -38,18 +38,20 @@ class Step:
     is_encoded: bool
     is_staged: bool
     num_kept_graphs: int
+    num_sent_graphs: int
     num_kept_outputs: int
     num_sent_outputs: int
 
     @property
-    def outputs(self) -> AttentionOutputs:
+    def saved(self) -> Saved:
         residency = Residency(
             num_slots=self.num_slots,
             num_kept_graphs=self.num_kept_graphs,
+            num_sent_graphs=self.num_sent_graphs,
             num_kept_outputs=self.num_kept_outputs,
             num_sent_outputs=self.num_sent_outputs,
         )
-        return self.costs.outputs(residency, num_micro_batches=self.num_micro_batches)
+        return self.costs.saved(residency, num_micro_batches=self.num_micro_batches)
 
     @property
     def sizes(self) -> TransferSizes:
@@ -69,7 +71,7 @@ class Step:
             trains_front=self.costs.front_backward_s > 0,
             input_bytes=(INPUT_BYTES,) * self.num_micro_batches if self.is_stashed else (),
             num_kept_graphs=self.num_kept_graphs,
-            outputs=self.outputs,
+            saved=self.saved,
         )
         return simulate(schedule, duration_of(self.costs)).step_s
 
@@ -80,7 +82,7 @@ class Step:
             num_micro_batches=self.num_micro_batches,
             stashed_bytes=INPUT_BYTES if self.is_stashed else 0,
             num_kept_graphs=self.num_kept_graphs,
-            outputs=self.outputs,
+            saved=self.saved,
             ring=ring,
             is_staged=self.is_staged,
         )
@@ -101,6 +103,8 @@ def layer_costs(draw: st.DrawFn, *, is_encoded: bool) -> LayerCost:
         attention_s=recompute_s * draw(st.sampled_from([0.1, 1.0])) if output_bytes else 0.0,
         pack_s=draw(st.sampled_from([0.0, 0.05])),
         output_bytes=output_bytes,
+        graph_bytes=draw(st.sampled_from([1, 60])),
+        graph_pack_s=draw(st.sampled_from([0.0, 0.1])),
         decode_s=draw(seconds) if is_encoded else 0.0,
         weight_bytes=draw(st.sampled_from([1, 10, 40, PIECE_BYTES + 1, 3 * PIECE_BYTES])),
         forward_flops=1.0,
@@ -143,6 +147,7 @@ def steps(
         is_encoded=is_encoded,
         is_staged=draw(st.booleans()) if is_staged is None else is_staged,
         num_kept_graphs=draw(st.integers(0, num_layers)),
+        num_sent_graphs=draw(st.integers(0, num_layers)) if may_send else 0,
         num_kept_outputs=draw(st.integers(0, num_layers)),
         num_sent_outputs=draw(st.integers(0, num_layers)) if may_send else 0,
     )

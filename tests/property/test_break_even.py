@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.plan.facts.facts import ModelFacts
+from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.machine import GIB, Machine, Rate, named_machine
-from offload.plan.plan import Plan, plan
+from offload.plan.plan import Plan, costs_of, laid_out, plan
 from offload.plan.request import PlanRequest
 from offload.plan.schedule.op import Kind, Op
 from offload.plan.schedule.simulate import simulate
@@ -28,9 +29,12 @@ class Case:
     request: PlanRequest
 
     def plan_of(self, num_micro_batches: int) -> Plan:
-        """Return the plan with this many micro-batches for each rank."""
-        num = num_micro_batches * self.request.num_ranks
-        return plan(self.facts, self.machine, replace(self.request, num_micro_batches=num))
+        """Return the plan of one micro-batch for each rank, with this many of them."""
+        num_ranks = self.request.num_ranks
+        one = plan(self.facts, self.machine, replace(self.request, num_micro_batches=num_ranks))
+        request = replace(self.request, num_micro_batches=num_micro_batches * num_ranks)
+        needs = MemoryNeeds.of(self.facts, self.machine, request)
+        return laid_out(needs, costs_of(self.facts, self.machine, request), one.residency)
 
     def is_free(self, num_micro_batches: int) -> bool:
         """Return whether the whole schedule is within 1 % of itself with loads of no time."""
@@ -78,6 +82,7 @@ def cases(draw: st.DrawFn) -> Case:
             num_ranks=draw(st.sampled_from([1, 1, 2])),
             is_slab_shared=True,
             has_outputs=draw(st.booleans()),
+            has_sent_graphs=draw(st.booleans()),
         ),
     )
 

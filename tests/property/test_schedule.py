@@ -1,3 +1,4 @@
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -48,6 +49,7 @@ def steps(draw: st.DrawFn) -> Schedule:
     residency = Residency(
         num_slots=num_slots,
         num_kept_graphs=num_kept_graphs,
+        num_sent_graphs=draw(st.integers(0, num_layers)),
         num_kept_outputs=draw(st.integers(0, num_layers)),
         num_sent_outputs=draw(st.integers(0, num_layers)),
     )
@@ -61,7 +63,7 @@ def steps(draw: st.DrawFn) -> Schedule:
         trains_front=draw(st.booleans()),
         input_bytes=draw(st.sampled_from([(), (5,) * num_micro_batches])),
         num_kept_graphs=num_kept_graphs,
-        outputs=residency.outputs(num_bytes),
+        saved=residency.saved(num_bytes, [(8,) * num_micro_batches] * num_layers),
     )
 
 
@@ -278,13 +280,38 @@ def test_a_warm_step_loads_each_streamed_layer_twice_whatever_the_micro_batches(
 @given(steps())
 def test_the_last_layers_keep_their_graphs_and_then_none_of_their_inputs_moves(schedule) -> None:
     num_micro_batches = sum(op.kind is Kind.TAIL for op in schedule.ops)
-    kept = {op.layer for op in schedule.ops if op.has_graph}
+    kept = {op.layer for op in schedule.ops if op.has_graph and op.carrier is None}
     last_layer = max(op.layer for op in schedule.ops if op.layer is not None)
     assert kept == set(range(last_layer + 1 - len(kept), last_layer + 1))
     for kind, sign in ((Kind.FORWARD, 1), (Kind.BACKWARD, 1), (Kind.STASH, 0), (Kind.FETCH, 0)):
         ops = [op for op in schedule.ops if op.kind is kind and op.layer in kept]
         assert len(ops) == sign * len(kept) * num_micro_batches
         assert all(op.has_graph for op in ops)
+
+
+@given(steps())
+def test_a_graph_leaves_once_and_comes_back_once_and_its_layer_stashes_no_input(schedule) -> None:
+    sent = {op.layer for op in schedule.ops if op.has_graph and op.carrier is not None}
+    num_micro_batches = sum(op.kind is Kind.TAIL for op in schedule.ops)
+    for layer in sent:
+        ops = [op for op in schedule.ops if op.layer == layer]
+        for kind in (Kind.SEND, Kind.RETURN):
+            assert [op.num_bytes for op in ops if op.kind is kind] == [8] * num_micro_batches
+        visits = [op for op in ops if op.kind in (Kind.FORWARD, Kind.BACKWARD)]
+        assert all(op.has_graph and not op.has_output for op in visits)
+        assert not {Kind.STASH, Kind.FETCH} & {op.kind for op in ops}
+
+
+@given(st.integers(1, 30), st.integers(0, 30), st.integers(0, 30))
+def test_layers_that_send_are_evenly_apart_from_the_first_on(num_layers, kept, sent) -> None:
+    residency = Residency(num_slots=2, num_kept_graphs=min(kept, num_layers), num_sent_graphs=sent)
+    found = sorted(residency.sent_graphs(num_layers))
+    below = num_layers - residency.num_kept_graphs
+    assert len(found) == min(sent, below)
+    if found:
+        assert found[0] == 0
+        steps = [b - a for a, b in itertools.pairwise([*found, below])]
+        assert max(steps) - min(steps) <= 1
 
 
 @given(sizes, st.integers(0, 12))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from offload.errors import DoesNotFitError
 from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.machine import GIB, Machine, Rate, named_machine
-from offload.plan.memory.memory import SENT_OUTPUTS, STASH
+from offload.plan.memory.memory import SENT, STASH
 from offload.plan.plan import plan
 from offload.plan.request import PlanRequest, with_codec
 from offload.plan.schedule.op import Kind
@@ -262,13 +262,15 @@ def test_memory_is_shared_out_between_slots_and_graphs_as_is_fastest(
     num_micro_batches=st.sampled_from([1, 4]),
     seq_len=st.sampled_from([512, 4096]),
     num_kept_graphs=st.sampled_from([0, 1, None]),
+    has_sent_graphs=st.booleans(),
 )
-def test_attention_is_kept_or_sent_only_where_a_step_is_then_faster(
+def test_attention_is_kept_and_more_is_sent_only_where_a_step_is_then_faster(
     machine: Machine,
     is_stashed: bool,
     num_micro_batches: int,
     seq_len: int,
     num_kept_graphs: int | None,
+    has_sent_graphs: bool,
 ) -> None:
     one = builders.request(
         builders.workload(micro_batch_size=1, seq_len=seq_len),
@@ -280,9 +282,14 @@ def test_attention_is_kept_or_sent_only_where_a_step_is_then_faster(
         without = plan(FACTS, machine, one)
     except DoesNotFitError:
         return
-    chosen = plan(FACTS, machine, replace(one, has_outputs=True))
-    if not chosen.residency.has_outputs:
-        assert chosen == replace(without, request=chosen.request)
+    chosen = plan(FACTS, machine, replace(one, has_outputs=True, has_sent_graphs=has_sent_graphs))
+    if chosen.residency.num_sent_graphs:
+        assert has_sent_graphs
+        outputs = plan(FACTS, machine, replace(one, has_outputs=True))
+        assert chosen.step_s < outputs.step_s * (1 - SAME_FRAC)
+    if not (chosen.residency.has_outputs or chosen.residency.sends):
+        assert chosen.residency == without.residency
+        assert chosen.schedule == without.schedule
         return
     assert chosen.step_s < without.step_s * (1 - SAME_FRAC)
     assert chosen.bound_s <= chosen.step_s * (1 + 1e-9)
@@ -290,9 +297,9 @@ def test_attention_is_kept_or_sent_only_where_a_step_is_then_faster(
     assert chosen.host_bytes <= machine.ram_bytes
     assert chosen.schedule.is_staged == without.schedule.is_staged
     host = {term.name: term.num_bytes for term in chosen.host_memory}
-    if SENT_OUTPUTS in host:
+    if SENT in host:
         loaded = "staging" if "staging" in host else "slab"
-        locked = sum(host.get(name, 0) for name in (SENT_OUTPUTS, STASH, loaded))
+        locked = sum(host.get(name, 0) for name in (SENT, STASH, loaded))
         assert locked <= machine.pinned_bytes
 
 

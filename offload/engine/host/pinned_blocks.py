@@ -40,7 +40,7 @@ class HostBlocks:
                     f"page-locking {num_bytes / GIB:.2f} GiB of host memory failed: {refusal}",
                     limit="what the device copies to must be page-locked",
                     hint="raise the limit (`ulimit -l unlimited`; on WSL2 Windows sets it), or keep"
-                    ' layer inputs on the device: `stash="device"`',
+                    ' what it copies there: `stash="device"`, `sent_graphs=0`, `sent_outputs=0`',
                 )
             self._locked.add(block.data_ptr())
         return block

@@ -1,13 +1,15 @@
 """A layer's visit that keeps its graph, as the executor and the tracer run it."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 
-from offload.engine.attention_outputs import NOTHING, Recorded, given
+from offload.engine.attention_outputs import NOTHING, Recorded, Recorder, given
 from offload.engine.model.layers import FORWARD_ERRORS, LayeredModel
 from offload.engine.model.recorded_args import Call
+from offload.engine.sent_graphs import SavedTensors
 from offload.engine.tiled import TiledMlp, tiled
 from offload.engine.unread import Unread, left_out
 
@@ -39,6 +41,11 @@ class Graph:
         """The layer's router logits, without the graph."""
         return [logits.detach() for logits in self.said[1:]]
 
+    def let_go(self) -> None:
+        """Let go of the memory of input and output: a backward needs their shapes alone."""
+        for x in (self.input_BTD, self.said[0]):
+            x.data = x.new_empty(()).expand(x.shape)
+
     def with_input(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the layer's output with its graph, and the leaf that is its input."""
         return self.said[0], self.input_BTD
@@ -61,6 +68,89 @@ class Graph:
         if known:
             torch.autograd.backward([x for x, _ in known], [g for _, g in known])
         return self.input_BTD.grad
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Visited:
+    """What a visit upwards gave.
+
+    Attributes:
+        output_BTD: The layer's output, without a graph.
+        router_logits: Its router logits, if they have a loss.
+        graph: If it is kept or sent.
+        saved: What autograd saved, if it is sent.
+        recorded: Its attention, if that is kept or sent.
+    """
+
+    output_BTD: torch.Tensor
+    router_logits: list[torch.Tensor]
+    graph: Graph | None = None
+    saved: SavedTensors | None = None
+    recorded: Recorded = NOTHING
+
+    @classmethod
+    def keeping(cls, graph: Graph, saved: SavedTensors | None = None) -> "Visited":
+        """Return a visit that keeps its graph."""
+        return cls(
+            output_BTD=graph.output, router_logits=graph.router_logits, graph=graph, saved=saved
+        )
+
+
+def visit_without_graph(
+    model: LayeredModel,
+    layer: int,
+    *,
+    input_BTD: torch.Tensor,
+    call: Call,
+    mlps: Sequence[TiledMlp],
+    has_output: bool,
+) -> Visited:
+    """Compute a layer without its graph, and record its attention if `has_output`."""
+    recorder = Recorder() if has_output else None
+    with (
+        torch.no_grad(),
+        model.listening(layer) as router_logits,
+        tiled(mlps),
+        recorder or nullcontext(),
+    ):
+        output_BTD = model.layer_forward(layer, input_BTD, call)
+    recorded = recorder.recorded() if recorder else NOTHING
+    return Visited(output_BTD=output_BTD, router_logits=router_logits, recorded=recorded)
+
+
+def visit_to_keep(
+    model: LayeredModel,
+    layer: int,
+    *,
+    input_BTD: torch.Tensor,
+    call: Call,
+    mlps: Sequence[TiledMlp],
+) -> Visited:
+    """Compute a layer with its graph, which stays on the device."""
+    graph = visit_with_graph(model, layer, input_BTD=input_BTD, call=call, mlps=mlps)
+    return Visited.keeping(graph)
+
+
+def visit_to_send(
+    model: LayeredModel,
+    layer: int,
+    *,
+    input_BTD: torch.Tensor,
+    call: Call,
+    mlps: Sequence[TiledMlp],
+) -> Visited:
+    """Compute a layer with its graph, and hold what autograd saves of it.
+
+    Its weights and buffers stay where they are, and so do its other arguments.
+    """
+    module = model.layers[layer]
+    staying = (*module.parameters(), *module.buffers(), *call.tensors())
+    saved = SavedTensors(
+        staying={x.untyped_storage().data_ptr() for x in staying}, torch_device=input_BTD.device
+    )
+    with saved.hooked():
+        graph = visit_with_graph(model, layer, input_BTD=input_BTD, call=call, mlps=mlps)
+    return Visited.keeping(graph, saved)
 
 
 def visit_with_graph(

@@ -28,7 +28,7 @@ from offload.plan.facts.workload import Workload
 from offload.plan.machine.machine import Machine
 from offload.plan.memory.traced import TracedBytes
 from offload.plan.memory.visit import VisitBytes, is_masked, visit_bytes
-from offload.plan.schedule.residency import AttentionOutputs, Residency
+from offload.plan.schedule.residency import Residency, Saved
 from offload.plan.schedule.schedule import (
     NUM_CARRIED,
     NUM_FETCHED,
@@ -42,8 +42,8 @@ MIB = 2**20
 # Terms that are looked up by name.
 SLAB, STASH, STAGING = "slab", "stashed layer inputs", "staging"
 DATA_WORKERS = "data workers"
-SENT_OUTPUTS, KEPT_OUTPUTS = "sent attention outputs", "kept attention outputs"
-CARRIERS = "buffers of sent attention outputs"
+SENT, KEPT_OUTPUTS = "sent activations", "kept attention outputs"
+CARRIERS = "buffers of sent activations"
 PAGED_STATES = "paged optimizer states"
 CONTEXT, FRAGMENTATION, OTHER_RANKS = "context", "fragmentation", "other ranks"
 SLOTS, CUBLAS, KEPT_GRAPHS = "slots", "cuBLAS workspaces", "kept graphs"
@@ -75,6 +75,7 @@ ON_DISK, INPUTS_IN_RAM = "`offload.tier: disk`", "`offload.stash: host`"
 SMALLER_CHUNK = "a smaller `offload.head_chunk`"
 SMALLER_TILES = "a smaller `offload.mlp_chunk`"
 NO_OUTPUTS = "`offload.attention_outputs: none`"
+NO_SENT_GRAPHS = "`offload.sent_graphs: none`"
 SHRINKS: Mapping[str, tuple[str, ...]] = {
     SLOTS: (FEWER_SLOTS, ROUNDED_LAYERS),
     "adapters": (RANK, "fewer `adapter.targets`"),
@@ -87,7 +88,7 @@ SHRINKS: Mapping[str, tuple[str, ...]] = {
     RECORDED: (SEQ_LEN, TOKENS),
     KEPT_GRAPHS: ("fewer `offload.kept_graphs`",),
     KEPT_OUTPUTS: (NO_OUTPUTS,),
-    CARRIERS: (NO_OUTPUTS,),
+    CARRIERS: (NO_SENT_GRAPHS, NO_OUTPUTS),
     HEAD_CHUNK: (SMALLER_CHUNK,),
     VISIT: (SEQ_LEN, MICRO_BATCH),
     "one visit: saved activations": (SEQ_LEN, MICRO_BATCH),
@@ -99,7 +100,7 @@ SHRINKS: Mapping[str, tuple[str, ...]] = {
     "one visit: adapter factors": (RANK,),
     SLAB: (ON_DISK, ROUNDED_LAYERS),
     STASH: (TOKENS, "`offload.stash: device`"),
-    SENT_OUTPUTS: (NO_OUTPUTS, TOKENS),
+    SENT: (NO_SENT_GRAPHS, NO_OUTPUTS, TOKENS),
     DATA_WORKERS: ("fewer `data.num_workers`",),
     OTHER_RANKS: ("fewer `--num_processes`",),
 }
@@ -143,6 +144,7 @@ class DeviceNeeds:
         fixed: Independent of all settings.
         output_bytes: Of the output and log-sum-exp of each layer's attention for one micro-batch;
             0 where it is computed again.
+        sent_graph_bytes: Of all that autograd saves of each layer for one micro-batch.
         num_micro_batches: Of a rank's step.
     """
 
@@ -154,6 +156,7 @@ class DeviceNeeds:
     update: MemoryTerm
     fixed: tuple[MemoryTerm, ...]
     output_bytes: tuple[int, ...]
+    sent_graph_bytes: tuple[int, ...]
     num_micro_batches: int
 
     @property
@@ -162,20 +165,31 @@ class DeviceNeeds:
         return sum(size > 0 for size in self.output_bytes)
 
     def sent_bytes(self, residency: Residency) -> int:
-        """Return what the sent outputs take in the host's memory."""
-        sent = self._outputs(residency).sent
-        return self.num_micro_batches * sum(self.output_bytes[layer] for layer in sent)
+        """Return what the sent graphs and outputs take in the host's memory."""
+        saved = self._saved(residency)
+        return self.num_micro_batches * sum(sum(saved.sent_bytes(i)) for i in saved.leaving)
 
-    def _outputs(self, residency: Residency) -> AttentionOutputs:
-        return residency.outputs([[size] if size else [] for size in self.output_bytes])
+    def sent_graphs_bytes(self, residency: Residency) -> int:
+        """Return what of it is of whole graphs."""
+        graphs = residency.sent_graphs(len(self.sent_graph_bytes))
+        return self.num_micro_batches * sum(self.sent_graph_bytes[i] for i in graphs)
 
-    def _output_terms(self, residency: Residency) -> tuple[MemoryTerm, ...]:
-        """List outputs that are live from the forward to the backward, and buffers of others."""
-        if not residency.has_outputs:
+    def _saved(self, residency: Residency) -> Saved:
+        return residency.saved(
+            [[size] if size else [] for size in self.output_bytes],
+            [[size] for size in self.sent_graph_bytes],
+        )
+
+    def _saved_terms(self, residency: Residency) -> tuple[MemoryTerm, ...]:
+        """List outputs that are live from the forward to the backward, and buffers of what leaves.
+
+        What a graph that is being sent takes besides is less than a recompute's visit.
+        """
+        if not (residency.has_outputs or residency.sends):
             return ()
-        outputs, num = self._outputs(residency), self.num_micro_batches
-        kept = sum(self.output_bytes[layer] for layer in outputs.kept)
-        largest = max((self.output_bytes[layer] for layer in outputs.sent), default=0)
+        saved, num = self._saved(residency), self.num_micro_batches
+        kept = sum(self.output_bytes[layer] for layer in saved.kept)
+        largest = max((sum(saved.sent_bytes(layer)) for layer in saved.leaving), default=0)
         return (
             MemoryTerm(name=KEPT_OUTPUTS, num_bytes=num * kept),
             MemoryTerm(name=CARRIERS, num_bytes=NUM_CARRIED * num * largest),
@@ -190,7 +204,7 @@ class DeviceNeeds:
             for term in self.always
         )
         graphs = MemoryTerm(name=KEPT_GRAPHS, num_bytes=self.graph_bytes[residency.num_kept_graphs])
-        kept = (*self.kept, *self._output_terms(residency))
+        kept = (*self.kept, *self._saved_terms(residency))
         with_graphs = [(*kept, graphs, *instant) for instant in self.instants]
         worst = max(((*kept, *self.visit), *with_graphs, (self.update,)), key=total_bytes)
         used = total_bytes(always) + total_bytes(worst)
@@ -298,6 +312,7 @@ def device_needs(
         ),
         fixed=(cublas, MemoryTerm(name=CONTEXT, num_bytes=machine.context_bytes)),
         output_bytes=tuple(outputs[layer] for layer in facts.layers),
+        sent_graph_bytes=tuple(visits[layer].sent_graph for layer in facts.layers),
         num_micro_batches=num_micro_batches,
     )
 

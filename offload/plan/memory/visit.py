@@ -45,6 +45,8 @@ class VisitBytes:
         gradients: The widest gradients that are live together with all of these.
         dora: What is live while a merged weight's norm is computed.
         tile: All that one tile of an MLP in tiles takes, if that is when most is live.
+        own_input: The layer's input, if autograd saves it without a copy: `saved` leaves it out, as
+            it is counted with the kept layer inputs.
     """
 
     saved: int
@@ -54,11 +56,17 @@ class VisitBytes:
     gradients: int
     dora: int
     tile: int = 0
+    own_input: int = 0
 
     @property
     def graph(self) -> int:
         """What is live for as long as the graph is kept."""
         return self.saved + self.scores + self.adapter_inputs + self.factors
+
+    @property
+    def sent_graph(self) -> int:
+        """What leaves the device if the graph is sent."""
+        return self.graph + self.own_input
 
 
 def visit_bytes(
@@ -167,6 +175,7 @@ def _visit_bytes(
         + cast_bytes(linears, spec=spec, dtype_bytes=b),
         gradients=tokens * gradients,
         dora=dora_bytes(adapted, spec=spec, dtype_bytes=b),
+        own_input=tokens * _own_input_bytes(facts, fused, b),
     )
 
 
@@ -194,10 +203,9 @@ def saved_bytes_per_token(
     """
     fused_features = sum(norm.num_features for norm in fused.norms)
     num_rows = sum(norm.num_features // norm.num_weights for norm in fused.norms)
-    is_input_kept = bool(fused.norms) or dtype_bytes == FP32_BYTES
     normed_bytes = (layer.normed_features - fused_features) * FP32_BYTES
     normed_bytes += fused_features * dtype_bytes + num_rows * FP32_BYTES
-    normed_bytes -= facts.hidden_size * dtype_bytes if is_input_kept else 0
+    normed_bytes -= _own_input_bytes(facts, fused, dtype_bytes)
     features = 0
     for linear in layer.linears:
         if linear.is_down and linear.group == "experts":
@@ -214,6 +222,12 @@ def saved_bytes_per_token(
     )
     routing = 3 * layer.num_experts * FP32_BYTES
     return normed_bytes + features * dtype_bytes + attention + routing
+
+
+def _own_input_bytes(facts: ModelFacts, fused: FusedParts, dtype_bytes: int) -> int:
+    """Return the bytes per token of a layer's input, if its first norm saves it as it is."""
+    is_saved = bool(fused.norms) or dtype_bytes == FP32_BYTES
+    return facts.hidden_size * dtype_bytes if is_saved else 0
 
 
 def _attention_bytes(

@@ -22,11 +22,11 @@ class Kind(StrEnum):
     DECODE: decode a layer from its slot into the buffer that it computes from, once per visit.
     FORWARD: run a layer, without a graph unless the layer is not checkpointed.
     STASH: copy a layer's input to host memory (d2h).
-    SEND: copy the output of a layer's attention to host memory (d2h).
+    SEND: copy a layer's graph, or the output of its attention, to host memory (d2h).
     TAIL: run norm, head and loss, and compute the gradient of their input.
     FETCH: copy a layer's input back to the device (h2d).
-    RETURN: copy the output of a layer's attention back to the device (h2d).
-    BACKWARD: compute a layer's gradients, after a recompute unless its graph was kept.
+    RETURN: copy a layer's graph, or the output of its attention, back to the device (h2d).
+    BACKWARD: compute a layer's gradients, after a recompute unless its graph was kept or sent.
     GRADIENT: copy a piece of the gradients of a layer's own weights to host memory (d2h).
     FRONT_BACKWARD: compute the gradients of the modules before the layers.
     OPTIMIZER: the update after the pass. Appears in timelines, never in a schedule.
@@ -61,10 +61,11 @@ class Op(NamedTuple):
             fetched layer input, for GRADIENT the buffer that is copied to the host.
         offset: First byte of a piece within its layer.
         num_bytes: Bytes that are moved; for DECODE, bytes that are written.
-        has_graph: For FORWARD, whether the graph is kept; for BACKWARD, whether one was.
+        has_graph: For FORWARD, whether the graph is kept, or sent if there is a carrier; for
+            BACKWARD, whether one was.
         has_output: For FORWARD, whether the attention's output is recorded for the backward; for
             BACKWARD, whether the recompute is given it.
-        carrier: The device buffer that a sent output leaves from and comes back to.
+        carrier: The device buffer that a sent graph or output leaves from and comes back to.
         waits: Positions in the op list, always smaller than the op's own.
     """
 
@@ -107,6 +108,6 @@ class Op(NamedTuple):
 
     @property
     def carrier_index(self) -> int:
-        """The buffer of an op that moves an attention output."""
+        """The buffer of an op that moves a graph or an attention output."""
         assert self.carrier is not None
         return self.carrier

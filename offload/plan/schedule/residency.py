@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -11,13 +12,16 @@ class Residency:
     Attributes:
         num_slots: Layers whose weights are on the device at a time.
         num_kept_graphs: How many layers, the last ones, are not checkpointed.
-        num_kept_outputs: How many layers, the last checkpointed ones, keep the output of their
+        num_sent_graphs: How many of the layers below are not checkpointed either: what autograd
+            saved of them goes to host memory and comes back.
+        num_kept_outputs: How many layers, the last of all others, keep the output of their
             attention on the device, so that it is not computed again.
-        num_sent_outputs: How many of the layers below send theirs to host memory and get it back.
+        num_sent_outputs: How many of the rest send theirs to host memory and get it back.
     """
 
     num_slots: int
     num_kept_graphs: int = 0
+    num_sent_graphs: int = 0
     num_kept_outputs: int = 0
     num_sent_outputs: int = 0
 
@@ -26,42 +30,90 @@ class Residency:
         """Whether any attention is kept or sent."""
         return bool(self.num_kept_outputs or self.num_sent_outputs)
 
-    def outputs(self, num_bytes: Sequence[Sequence[int]]) -> "AttentionOutputs":
-        """Return which layers keep and which send the output of their attention.
+    @property
+    def sends(self) -> bool:
+        """Whether any layer's graph or output of attention leaves the device."""
+        return bool(self.num_sent_graphs or self.num_sent_outputs)
+
+    def sent_graphs(self, num_layers: int) -> frozenset[int]:
+        """Return the layers that send their graphs, spread evenly below those that keep theirs."""
+        return _spread(range(num_layers - self.num_kept_graphs), self.num_sent_graphs)
+
+    def saved(
+        self, output_bytes: Sequence[Sequence[int]], graph_bytes: Sequence[Sequence[int]]
+    ) -> "Saved":
+        """Return which layers keep and which send the output of their attention, or their graph.
 
         Layers that send are spread evenly, so that each copy has the time of several visits.
 
         Args:
-            num_bytes: By layer and micro-batch; none for a layer whose attention is not fused.
+            output_bytes: By layer and micro-batch; none for a layer whose attention is not fused.
+            graph_bytes: The same of what autograd saves of a layer; none where no graph is sent.
         """
-        first_graph = len(num_bytes) - self.num_kept_graphs
-        able = [layer for layer in range(first_graph) if num_bytes[layer]]
+        num_layers = len(output_bytes)
+        graphs = self.sent_graphs(num_layers)
+        able = [
+            layer
+            for layer in range(num_layers - self.num_kept_graphs)
+            if output_bytes[layer] and layer not in graphs
+        ]
         num_below = max(0, len(able) - self.num_kept_outputs)
-        num_sent = min(self.num_sent_outputs, num_below)
-        return AttentionOutputs(
+        return Saved(
             kept=frozenset(able[num_below:]),
-            sent=frozenset(
-                layer
-                for place, layer in enumerate(able[:num_below])
-                if (place + 1) * num_sent // num_below > place * num_sent // num_below
-            ),
-            num_bytes=tuple(map(tuple, num_bytes)),
+            sent=_spread(tuple(able[:num_below]), self.num_sent_outputs),
+            graphs=graphs,
+            output_bytes=tuple(map(tuple, output_bytes)),
+            graph_bytes=tuple(map(tuple, graph_bytes)),
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionOutputs:
-    """The layers whose attention is not computed again in a step.
+class Saved:
+    """What checkpointed layers save on the way up, so that less is computed again.
 
     Attributes:
-        kept: Layers whose outputs stay on the device.
-        sent: Layers whose outputs leave for host memory and come back.
-        num_bytes: Of output and log-sum-exp, by layer and micro-batch.
+        kept: Layers whose outputs of attention stay on the device.
+        sent: Layers whose outputs of attention leave for host memory and come back.
+        graphs: Layers of which all that autograd saved leaves and comes back; they are not
+            computed again.
+        output_bytes: Of an attention's output and log-sum-exp, by layer and micro-batch.
+        graph_bytes: Of what autograd saves, by layer and micro-batch.
     """
 
     kept: frozenset[int] = frozenset()
     sent: frozenset[int] = frozenset()
-    num_bytes: tuple[tuple[int, ...], ...] = ()
+    graphs: frozenset[int] = frozenset()
+    output_bytes: tuple[tuple[int, ...], ...] = ()
+    graph_bytes: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def leaving(self) -> frozenset[int]:
+        """The layers that send anything."""
+        return self.sent | self.graphs
+
+    def has_output(self, layer: int) -> bool:
+        """Return whether a layer's attention is not computed again in its recompute."""
+        return layer in self.kept or layer in self.sent
+
+    def sent_bytes(self, layer: int) -> tuple[int, ...]:
+        """Return what a layer sends, by micro-batch."""
+        if layer in self.graphs:
+            return self.graph_bytes[layer]
+        return self.output_bytes[layer] if layer in self.sent else ()
 
 
-NO_OUTPUTS = AttentionOutputs()
+NOTHING_SAVED = Saved()
+
+
+@lru_cache(maxsize=2**14)
+def _spread(layers: tuple[int, ...] | range, num: int) -> frozenset[int]:
+    """Choose so many of some layers, at equal distances; all if there are fewer.
+
+    The first is chosen before the last: what it sends comes back last.
+    """
+    num = min(num, len(layers))
+    return frozenset(
+        layer
+        for place, layer in enumerate(reversed(layers))
+        if (place + 1) * num // len(layers) > place * num // len(layers)
+    )

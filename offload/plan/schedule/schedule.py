@@ -26,9 +26,12 @@ if layers are decoded). This is safe because a layer has the same address and th
 whole step, and its backward visit is a line that reads that address: it waits for the op that
 restores the weights. The last layers are chosen so that no kept graph is alive during a recompute.
 
+Sent graphs. Other layers are not checkpointed either: what autograd saved in their forward visit
+leaves from a buffer for host memory, and comes back to one before their backward visit. The same
+few buffers, two visits' worth, serve both ways.
+
 Attention outputs. A recompute need not compute attention again if it is given the output of the
-forward visit. That stays on the device, or it leaves from a buffer for host memory and comes back
-to one before the backward visit. The same few buffers, two visits' worth, serve both ways.
+forward visit. That stays on the device, or it leaves and comes back through the same buffers.
 
 Rejected. A dynamic cache: it needs the same number of loads, but slot addresses change, so
 parameters would have to be bound again at each visit. The micro-batch-major order is kept as the
@@ -41,14 +44,14 @@ from enum import StrEnum
 
 from offload.plan.schedule.hazards import Line, Resource, parallel
 from offload.plan.schedule.op import Kind, Lane, Op
-from offload.plan.schedule.residency import NO_OUTPUTS, AttentionOutputs
+from offload.plan.schedule.residency import NOTHING_SAVED, Saved
 
 PIECE_BYTES = 64 * 2**20  # a longer copy would delay others on the same copy engine
 NUM_STAGING = 4  # page-locked staging buffers, if not all layers can be page-locked
 MIN_SLOTS = 2  # one layer computes while the next is loaded
 NUM_KEPT = 2  # inputs of a micro-batch on the device, if others are stashed: read and written
 NUM_FETCHED = 2  # visits whose stashed inputs are on the device: one is read, one arrives
-NUM_CARRIED = 2  # visits whose sent attention outputs are on the device
+NUM_CARRIED = 2  # visits whose sent graphs or attention outputs are on the device
 NUM_GRADIENT_BUFFERS = 2  # layers whose gradients are on the device: one fills, one leaves
 
 
@@ -126,7 +129,7 @@ class Schedule:
 
     @property
     def num_carriers(self) -> int:
-        """Device buffers that attention outputs leave from and come back to."""
+        """Device buffers that graphs and attention outputs leave from and come back to."""
         return max((op.carrier + 1 for op in self.ops if op.carrier is not None), default=0)
 
     @property
@@ -159,7 +162,7 @@ def training_schedule(
     trains_front: bool,
     input_bytes: tuple[int, ...],
     num_kept_graphs: int = 0,
-    outputs: AttentionOutputs = NO_OUTPUTS,
+    saved: Saved = NOTHING_SAVED,
 ) -> Schedule:
     """List the ops of one optimizer step, without the optimizer.
 
@@ -172,7 +175,7 @@ def training_schedule(
         input_bytes: Size of a layer's input by micro-batch, if inputs are stashed in host memory
             for their backward visit; empty if they stay on the device.
         num_kept_graphs: How many layers, the last ones, are not checkpointed.
-        outputs: The other layers whose attention is not computed again.
+        saved: What the other layers keep or send, so that less is computed again.
 
     Returns:
         The schedule; from a warm ring in layer-major order it has 2 * (L - C) loads.
@@ -188,7 +191,7 @@ def training_schedule(
         ring=list(ring),
         input_bytes=input_bytes,
         first_graph=num_layers - num_kept_graphs,
-        outputs=outputs,
+        saved=saved,
     )
     for group in groups:
         program.outside(Kind.FRONT, group)
@@ -230,7 +233,7 @@ class _Program:
     ring: list[int | None]
     input_bytes: tuple[int, ...]
     first_graph: int
-    outputs: AttentionOutputs = NO_OUTPUTS
+    saved: Saved = NOTHING_SAVED
     lines: list[Line] = field(default_factory=list)
     decoded: int | None = None
     num_pieces: int = 0
@@ -272,7 +275,7 @@ class _Program:
                 micro_batch=m,
                 slot=slot,
                 has_graph=has_graph,
-                has_output=is_kept and self._has_output(layer),
+                has_output=is_kept and self.saved.has_output(layer),
                 carrier=carrier,
             )
             reads, writes = (weights, *self._kept(layer, m)), self._kept(layer + 1, m)
@@ -288,7 +291,7 @@ class _Program:
         gradient = ("gradient", layer % NUM_GRADIENT_BUFFERS, 0)
         num_bytes, has_graph = self.sizes.gradient_bytes[layer], self._has_graph(layer)
         for m in group:
-            # A kept graph holds its own input, which no other op overwrites.
+            # A graph holds its own input, which no other op overwrites.
             buffer, source = None, () if has_graph else self._kept(layer, m)
             if self._is_stashed(layer):
                 buffer = self.num_fetches % (NUM_FETCHED * len(group))
@@ -306,7 +309,7 @@ class _Program:
                 slot=slot,
                 buffer=buffer,
                 has_graph=has_graph,
-                has_output=self._has_output(layer),
+                has_output=self.saved.has_output(layer),
                 carrier=carrier,
             )
             writes = (gradient,) if num_bytes else ()
@@ -386,15 +389,15 @@ class _Program:
         return Line(ops=(op,), reads=(("stash", layer, m),), writes=(("fetched", buffer, 0),))
 
     def _carrier(self, layer: int, group: Sequence[int]) -> tuple[int | None, tuple[Resource, ...]]:
-        """Take the next buffer for an attention output, if the layer's is sent."""
-        if layer not in self.outputs.sent:
+        """Take the next buffer for what a layer sends, if it sends anything."""
+        if layer not in self.saved.leaving:
             return None, ()
         carrier = self.num_carried % (NUM_CARRIED * len(group))
         self.num_carried += 1
         return carrier, (("carried", carrier, 0),)
 
     def _moved(self, kind: Kind, layer: int, m: int, carrier: int) -> Line:
-        """Write the copy of an attention output to host memory, or back."""
+        """Write the copy of a graph or an attention output to host memory, or back."""
         is_sent = kind is Kind.SEND
         op = Op(
             lane=Lane.D2H if is_sent else Lane.H2D,
@@ -402,25 +405,22 @@ class _Program:
             layer=layer,
             micro_batch=m,
             carrier=carrier,
-            num_bytes=self.outputs.num_bytes[layer][m],
+            num_bytes=self.saved.sent_bytes(layer)[m],
         )
         device, host = ("carried", carrier, 0), ("sent", layer, m)
         source, target = (device, host) if is_sent else (host, device)
         return Line(ops=(op,), reads=(source,), writes=(target,))
 
-    def _has_output(self, layer: int) -> bool:
-        return layer in self.outputs.kept or layer in self.outputs.sent
-
     def _is_stashed(self, layer: int) -> bool:
         """Return whether a layer's inputs leave the device.
 
-        The last layer needs its inputs again at once, and a kept graph holds its own.
+        The last layer needs its inputs again at once, and a graph holds its own.
         """
         is_last = layer == len(self.sizes.layer_bytes) - 1
         return bool(self.input_bytes) and not is_last and not self._has_graph(layer)
 
     def _has_graph(self, layer: int) -> bool:
-        return layer >= self.first_graph
+        return layer >= self.first_graph or layer in self.saved.graphs
 
     def _kept(self, layer: int, m: int) -> tuple[Resource, ...]:
         """Return the device buffer of a layer's input, if there are only a few."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from offload.plan.schedule.residency import NO_OUTPUTS, AttentionOutputs
+from offload.plan.schedule.residency import NOTHING_SAVED, Saved
 from offload.plan.schedule.schedule import (
     NUM_CARRIED,
     NUM_FETCHED,
@@ -24,7 +24,7 @@ def r3_bound_s(
     num_micro_batches: int,
     stashed_bytes: int = 0,
     num_kept_graphs: int = 0,
-    outputs: AttentionOutputs = NO_OUTPUTS,
+    saved: Saved = NOTHING_SAVED,
     ring: Ring | None = None,
     is_staged: bool = False,
 ) -> float:
@@ -39,8 +39,9 @@ def r3_bound_s(
     exactly this long, whatever the rates.
 
     Stashed inputs leave one after the other. They come back between the loads, each as soon as the
-    visit two before its own has released the buffer. So do attention outputs; the first to come
-    back is the last that left.
+    visit two before its own has released the buffer. So do sent graphs and attention outputs; the
+    first to come back is the last that left, and a visit upwards packs its own into the buffer that
+    the one two before it has left.
 
     Args:
         costs: Of the ops.
@@ -48,7 +49,7 @@ def r3_bound_s(
         num_micro_batches: Micro-batches of the step.
         stashed_bytes: Of one micro-batch's layer input, if inputs are stashed in host memory.
         num_kept_graphs: How many layers, the last ones, are not checkpointed.
-        outputs: Layers whose attention is not computed again.
+        saved: What the other layers keep or send.
         ring: What the slots hold at the start; None is the ring after a training step.
         is_staged: Whether loads pass through staging buffers, filled from memory or from disk.
     """
@@ -58,7 +59,7 @@ def r3_bound_s(
         stashed_bytes=stashed_bytes,
         is_staged=is_staged,
         first_graph=len(costs.layers) - num_kept_graphs,
-        outputs=outputs,
+        saved=saved,
     )
     up_s = sweeps.up_s(warm_ring(num_slots) if ring is None else ring)
     return sweeps.end_s(up_s, num_slots) + num_micro_batches * costs.front_backward_s
@@ -73,12 +74,13 @@ class _Sweeps:
     stashed_bytes: int
     is_staged: bool
     first_graph: int
-    outputs: AttentionOutputs
+    saved: Saved
 
     @property
-    def num_stashed(self) -> int:
-        """Layers, the first ones, whose inputs leave the device."""
-        return min(self.first_graph, len(self.costs.layers) - 1)
+    def stashed(self) -> list[int]:
+        """The layers whose inputs leave the device."""
+        layers = range(min(self.first_graph, len(self.costs.layers) - 1))
+        return [i for i in layers if i not in self.saved.graphs] if self.stashed_bytes else []
 
     def visit_s(self, layer: int) -> float:
         """Time of all micro-batches at a layer on the way up, with its decoding."""
@@ -87,12 +89,14 @@ class _Sweeps:
 
     def forth_s(self, layer: int) -> float:
         """Time of one micro-batch at a layer on the way up."""
-        return self.costs.layers[layer].forth_s(is_sent=layer in self.outputs.sent)
+        return self.costs.layers[layer].forth_s(
+            is_sent=layer in self.saved.leaving, has_graph=layer in self.saved.graphs
+        )
 
     def back_s(self, layer: int) -> float:
         """Time of one micro-batch at a layer on the way down."""
-        has_output = layer in self.outputs.kept or layer in self.outputs.sent
-        has_graph = layer >= self.first_graph
+        has_output = self.saved.has_output(layer)
+        has_graph = layer >= self.first_graph or layer in self.saved.graphs
         return self.costs.layers[layer].back_s(has_graph=has_graph, has_output=has_output)
 
     def up_s(self, ring: Ring) -> float:
@@ -116,31 +120,52 @@ class _Sweeps:
             ends_s.append(_load_s(costs, 0) + sum(visits_s))
         return max(ends_s)
 
-    def stash_s(self) -> float:
-        """Return when the last layer's forward visit ends if only stashing delays it."""
-        costs, first = self.costs, self.num_stashed
-        one_s = costs.h2d_latency_s + self.stashed_bytes / costs.d2h_bytes_per_s
-        left_s = costs.front_s + first * self.num_micro_batches * one_s
-        above = range(first + 1, len(costs.layers))
-        above_s = sum(self.visit_s(layer) for layer in above)
-        return left_s + self.forth_s(first) + above_s
+    def leaving_s(self) -> float:
+        """Return when the last layer's forward visit ends if only copies to the host delay it.
+
+        The visit after the last one that is stashed overwrites its input; the last visit that sends
+        needs the buffer of the one two before it.
+        """
+        ends_s = [0.0]
+        if self.stashed:
+            last = self.stashed[-1]
+            after_s = self._send_s(last) if last in self.saved.leaving else 0.0
+            ends_s.append(self._left_s(last, is_all=True) - after_s + self._above_s(last + 1))
+        leaving = sorted(self.saved.leaving)
+        if len(leaving) > NUM_CARRIED:
+            before, last = leaving[-1 - NUM_CARRIED], leaving[-1]
+            ends_s.append(self._left_s(before, is_all=True) + self._above_s(last))
+        return max(ends_s)
 
     def sent_s(self) -> list[float]:
-        """Return when the last layer that sends has sent each micro-batch, if nothing else does."""
-        costs, sent = self.costs, self.outputs.sent
-        below = sum(self._send_s(layer) for layer in sent if layer != max(sent))
-        left_s = costs.front_s + self.num_micro_batches * below
-        return [left_s + (m + 1) * self._send_s(max(sent)) for m in range(self.num_micro_batches)]
+        """Return when the last layer that sends has sent each micro-batch, if only copies delay."""
+        last = max(self.saved.leaving)
+        left_s = self._left_s(last, is_all=False)
+        return [left_s + (m + 1) * self._send_s(last) for m in range(self.num_micro_batches)]
+
+    def _left_s(self, layer: int, *, is_all: bool) -> float:
+        """Return when all below a layer has left the device, and with `is_all` the layer's too."""
+        costs = self.costs
+        stash_s = costs.h2d_latency_s + self.stashed_bytes / costs.d2h_bytes_per_s
+        sends_s = sum(self._send_s(i) for i in self.saved.leaving if i < layer + is_all)
+        num_stashed = sum(i < layer + is_all for i in self.stashed)
+        return costs.front_s + self.num_micro_batches * (num_stashed * stash_s + sends_s)
+
+    def _above_s(self, layer: int) -> float:
+        """Return the time from the last micro-batch's visit of a layer to the end of all visits."""
+        above = range(layer + 1, len(self.costs.layers))
+        return self.forth_s(layer) + sum(map(self.visit_s, above))
 
     def end_s(self, up_s: float, num_slots: int) -> float:
         """Return the earliest end of the first layer's backward visit."""
         costs, num_layers = self.costs, len(self.costs.layers)
-        num_stashed = self.num_stashed if self.stashed_bytes else 0
-        top_s = max(up_s, self.stash_s()) if num_stashed else up_s
+        stashed, leaving = frozenset(self.stashed), self.saved.leaving
+        top_s = max(up_s, self.leaving_s())
         fetch_s = costs.h2d_latency_s + self.stashed_bytes / costs.fetch_bytes_per_s
         now_s, link_s = top_s + self.num_micro_batches * costs.tail_s, 0.0
-        free_s, done_s = [0.0] * num_layers, [[0.0] * self.num_micro_batches] * NUM_FETCHED
-        carried_s = [self.sent_s() if self.outputs.sent else []] * NUM_CARRIED
+        free_s, at_once = [0.0] * num_layers, [0.0] * self.num_micro_batches
+        done_s = [at_once] * NUM_FETCHED
+        carried_s = [self.sent_s() if leaving else at_once] * NUM_CARRIED
         for layer in reversed(range(num_layers)):
             cost = costs.layers[layer]
             if layer + num_slots < num_layers:
@@ -152,15 +177,17 @@ class _Sweeps:
                 now_s -= cost.decode_s
                 free_s[layer] = up_s - self.num_micro_batches * self.forth_s(layer)
             one_s = self.back_s(layer)
-            is_stashed, is_sent = layer < num_stashed, layer in self.outputs.sent
+            is_stashed, is_sent = layer in stashed, layer in leaving
             if is_stashed or is_sent:
                 ends_s = []
-                for m in range(self.num_micro_batches):
+                return_s = self._return_s(layer) if is_sent else 0.0
+                # a plan asks for thousands of bounds: comparisons take half as long as `max`
+                for was_done_s, was_carried_s in zip(done_s[0], carried_s[0], strict=True):
                     if is_stashed:  # to a buffer, once it is free
-                        link_s = max(link_s, done_s[0][m]) + fetch_s
+                        link_s = (link_s if link_s > was_done_s else was_done_s) + fetch_s
                     if is_sent:
-                        link_s = max(link_s, carried_s[0][m]) + self._return_s(layer)
-                    now_s = max(now_s, link_s) + one_s
+                        link_s = (link_s if link_s > was_carried_s else was_carried_s) + return_s
+                    now_s = (now_s if now_s > link_s else link_s) + one_s
                     ends_s.append(now_s)
                 done_s = [*done_s[1:], ends_s] if is_stashed else done_s
                 carried_s = [*carried_s[1:], ends_s] if is_sent else carried_s
@@ -189,11 +216,11 @@ class _Sweeps:
         return max(0, sum(sizes) - ahead) / self.costs.read_bytes_per_s
 
     def _send_s(self, layer: int) -> float:
-        num_bytes, costs = self.outputs.num_bytes[layer][0], self.costs
+        num_bytes, costs = self.saved.sent_bytes(layer)[0], self.costs
         return costs.h2d_latency_s + num_bytes / costs.d2h_bytes_per_s
 
     def _return_s(self, layer: int) -> float:
-        num_bytes, costs = self.outputs.num_bytes[layer][0], self.costs
+        num_bytes, costs = self.saved.sent_bytes(layer)[0], self.costs
         return costs.h2d_latency_s + num_bytes / costs.fetch_bytes_per_s
 
     def _hold_s(self, layer: int) -> float:

@@ -7,7 +7,10 @@ Passes and operators are counted in the code that runs.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from types import MappingProxyType
 from typing import Literal
 
 from offload.plan.facts.facts import LayerFacts, ModelFacts, adapted_linears
@@ -24,7 +27,7 @@ from offload.plan.facts.trainable import (
 )
 from offload.plan.facts.workload import Workload
 from offload.plan.machine.machine import MEASURED, Machine
-from offload.plan.schedule.residency import NO_OUTPUTS, AttentionOutputs, Residency
+from offload.plan.schedule.residency import NOTHING_SAVED, Residency, Saved
 from offload.plan.time.adapters import branches, dora_norm
 from offload.plan.time.attention import ATTENTION_OPS, attention_work
 from offload.plan.time.optimizer import update_work
@@ -41,6 +44,7 @@ FRONT_OPS, TAIL_OPS, TAIL_LOGIT_PASSES = 60, 40, 9
 FUSED_LOGIT_PASSES, TAIL_LOSS_OPS = 3, 8
 H2D_LATENCY_S = 2e-5
 PACKED_OPS = 2  # copies of an attention output and its log-sum-exp to the buffer they leave from
+GRAPH_OPS = 30  # copies of a whole graph: 20 to 44 in layers of Llama, Qwen3, OLMo 2 and Gemma 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +60,8 @@ class LayerCost:
             its attention; 0 where no fused kernel computes it.
         pack_s: Copying that output to the buffer that it is sent from.
         output_bytes: Of that output and its log-sum-exp.
+        graph_bytes: Of all that autograd saves of a visit; 0 if no graph is to be sent.
+        graph_pack_s: Copying that to the buffer that it is sent from.
         decode_s: Decoding: once per visit, whatever the number of micro-batches.
         weight_bytes: What one load moves.
         forward_flops: Of the forward.
@@ -75,10 +81,13 @@ class LayerCost:
     attention_s: float = 0.0
     pack_s: float = 0.0
     output_bytes: int = 0
+    graph_bytes: int = 0
+    graph_pack_s: float = 0.0
 
-    def forth_s(self, *, is_sent: bool) -> float:
-        """Return the seconds of a forward visit, with a copy if its attention's output is sent."""
-        return self.forward_s + self.pack_s if is_sent else self.forward_s
+    def forth_s(self, *, is_sent: bool, has_graph: bool = False) -> float:
+        """Return the seconds of a forward visit, with a copy of what is sent."""
+        pack_s = self.graph_pack_s if has_graph else self.pack_s
+        return self.forward_s + pack_s if is_sent else self.forward_s
 
     def back_s(self, *, has_graph: bool, has_output: bool = False) -> float:
         """Return the seconds of a backward visit, without the parts that were kept or sent."""
@@ -122,7 +131,7 @@ class Costs:
 
     def given(self, residency: Residency) -> "Costs":
         """Return the costs with this residency; what is sent slows the link's other direction."""
-        if not residency.num_sent_outputs or self.duplex_frac == 1:
+        if not residency.sends or self.duplex_frac == 1:
             return self
         return replace(
             self,
@@ -131,16 +140,24 @@ class Costs:
             duplex_frac=1.0,
         )
 
-    def outputs(self, residency: Residency, *, num_micro_batches: int) -> AttentionOutputs:
-        """Return the layers whose attention is not computed again."""
-        if not residency.has_outputs:
-            return NO_OUTPUTS
-        sizes = (layer.output_bytes for layer in self.layers)
-        return residency.outputs([[size] * num_micro_batches if size else [] for size in sizes])
+    def saved(self, residency: Residency, *, num_micro_batches: int) -> Saved:
+        """Return what checkpointed layers keep or send."""
+        if not (residency.has_outputs or residency.sends):
+            return NOTHING_SAVED
+        return residency.saved(
+            _by_micro_batch(tuple(one.output_bytes for one in self.layers), num_micro_batches),
+            _by_micro_batch(tuple(one.graph_bytes for one in self.layers), num_micro_batches),
+        )
 
     def load_s(self, layer: int) -> float:
         """Seconds of one load of a layer."""
         return self.h2d_latency_s + self.layers[layer].weight_bytes / self.h2d_bytes_per_s
+
+
+@lru_cache(maxsize=64)
+def _by_micro_batch(sizes: tuple[int, ...], num_micro_batches: int) -> tuple[tuple[int, ...], ...]:
+    """Return sizes by layer and micro-batch; none for a layer that has nothing."""
+    return tuple((size,) * num_micro_batches if size else () for size in sizes)
 
 
 def _module_gradients(at: Pricer, layer: LayerFacts) -> Work:
@@ -185,7 +202,7 @@ def recomputed_products(layer: LayerFacts, at: Pricer) -> Work:
     return _sum([*products, at.traffic(-num_bytes, num_ops=-len(left_out))])
 
 
-def _layer_cost(layer: LayerFacts, at: Pricer) -> LayerCost:
+def _layer_cost(layer: LayerFacts, at: Pricer, graph_bytes: int) -> LayerCost:
     adapted, left_out = adapted_linears(layer, at.workload.adapter), at.workload.left_out(layer)
     products = _sum([at.matmul(linear) for linear in layer.linears])
     attention = _attention(at, layer)
@@ -220,6 +237,8 @@ def _layer_cost(layer: LayerFacts, at: Pricer) -> LayerCost:
         attention_s=max(0.0, backward_s - given_s) if output_bytes else 0.0,
         pack_s=at.traffic(2 * output_bytes, num_ops=PACKED_OPS).seconds(at.machine),
         output_bytes=output_bytes,
+        graph_bytes=graph_bytes,
+        graph_pack_s=at.traffic(2 * graph_bytes, num_ops=GRAPH_OPS).seconds(at.machine),
     )
 
 
@@ -274,6 +293,7 @@ def price(
     *,
     is_duplex: bool = False,
     num_disk_readers: int = 0,
+    graph_bytes: Mapping[LayerFacts, int] = MappingProxyType({}),
 ) -> Costs:
     """Price one micro-batch of this model on this machine.
 
@@ -286,9 +306,10 @@ def price(
         workload: One micro-batch.
         is_duplex: Whether the link is busy in both directions at once.
         num_disk_readers: Processes that read the layers from disk at once; 0 if they are in memory.
+        graph_bytes: What autograd saves of each kind of layer, if its graph may be sent.
     """
     at = Pricer(machine=machine, facts=facts, workload=workload)
-    shapes = {layer: _layer_cost(layer, at) for layer in set(facts.layers)}
+    shapes = {x: _layer_cost(x, at, graph_bytes.get(x, 0)) for x in set(facts.layers)}
     embedded_bytes = 2 * workload.num_tokens * facts.hidden_size * workload.dtype_bytes
     is_cuda = machine.device == "cuda"
     is_alone = is_cuda and not is_duplex

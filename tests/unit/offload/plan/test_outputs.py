@@ -8,7 +8,7 @@ from offload.engine.bound import EngineOptions
 from offload.plan.facts.attention import SoftmaxAttention
 from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.machine import GIB, named_machine
-from offload.plan.memory.memory import CARRIERS, KEPT_OUTPUTS, SENT_OUTPUTS
+from offload.plan.memory.memory import CARRIERS, KEPT_OUTPUTS, SENT
 from offload.plan.plan import calibrate, costs_of, plan
 from offload.plan.schedule.op import Kind
 from offload.plan.schedule.residency import Residency
@@ -60,7 +60,7 @@ def test_kept_outputs_take_device_memory_and_sent_ones_buffers_and_ram() -> None
     host = {term.name: term.num_bytes for term in needs.host(some)}
     assert device[KEPT_OUTPUTS] == 3 * 4 * OUTPUT_BYTES
     assert device[CARRIERS] == 2 * 4 * OUTPUT_BYTES  # of two visits
-    assert host.pop(SENT_OUTPUTS) == 5 * 4 * OUTPUT_BYTES
+    assert host.pop(SENT) == 5 * 4 * OUTPUT_BYTES
     assert host == {term.name: term.num_bytes for term in needs.host(without)}
 
 
@@ -71,7 +71,7 @@ def test_what_cannot_be_page_locked_is_not_sent() -> None:
     assert MemoryNeeds.of(FACTS, locked, REQUEST).most_sent(needs.least) == 7
     short = replace(needs.least, num_sent_outputs=8)
     (shortage,) = MemoryNeeds.of(FACTS, locked, REQUEST).shortages(short)
-    assert shortage.what == "of page-locked memory for attention outputs"
+    assert shortage.what == "of page-locked memory for sent activations"
     assert shortage.short_bytes == 4 * OUTPUT_BYTES
 
 
@@ -121,7 +121,7 @@ def test_a_plan_that_keeps_and_sends_predicts_the_step_it_was_calibrated_on() ->
             layer = costs.layers[op.layer_index]
             is_up = op.kind is Kind.FORWARD
             one_s = (
-                layer.forth_s(is_sent=op.carrier is not None)
+                layer.forth_s(is_sent=op.carrier is not None, has_graph=op.has_graph)
                 if is_up
                 else layer.back_s(has_graph=op.has_graph, has_output=op.has_output)
             )
@@ -134,7 +134,7 @@ def test_a_plan_that_keeps_and_sends_predicts_the_step_it_was_calibrated_on() ->
         measured,
         optimizer_s=0.5,
         num_kept_graphs=priced.num_kept_graphs,
-        outputs=priced.outputs,
+        saved=priced.saved,
     )
     for old, new in zip(costs.layers, found.layers, strict=True):
         assert new.forward_s == pytest.approx(2 * old.forward_s)

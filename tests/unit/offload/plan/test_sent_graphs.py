@@ -1,0 +1,169 @@
+"""Graphs that a plan sends to host memory: times, bytes, and where there are none."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from offload.engine.bound import EngineOptions
+from offload.plan.fit import GRAPH_RESERVE_FRAC, MemoryNeeds
+from offload.plan.machine.machine import GIB, Machine, named_machine
+from offload.plan.memory.memory import CARRIERS, SENT, STASH
+from offload.plan.memory.visit import visit_bytes
+from offload.plan.plan import Plan, calibrate, costs_of, plan
+from offload.plan.schedule.op import Kind, Op
+from offload.plan.schedule.residency import Residency
+from offload.plan.schedule.simulate import simulate
+from offload.plan.split import WORTH_FRAC
+from offload.plan.step import duration_of, schedule_of
+from tests import builders
+from tests.builders import qwen3_8b
+
+FACTS = qwen3_8b()
+LAYER = FACTS.layers[0]
+SHORT = builders.workload(micro_batch_size=2, seq_len=2048, codec="nf4")
+REQUEST = builders.request(
+    SHORT, num_micro_batches=4, num_kept_graphs=None, has_outputs=True, has_sent_graphs=True
+)
+CARD = named_machine("rtx4090", ram_bytes=128 * GIB)
+ONE_BYTES = visit_bytes(FACTS, CARD, LAYER, SHORT, is_padded=False).sent_graph
+
+
+@cache
+def found(ram_gib: int = 128) -> Plan:
+    return plan(FACTS, replace(CARD, ram_bytes=ram_gib * GIB), REQUEST)
+
+
+def test_a_graph_that_is_sent_is_not_computed_again_and_is_copied_once_on_the_device() -> None:
+    cost = costs_of(FACTS, CARD, REQUEST).layers[0]
+    assert cost.graph_bytes == ONE_BYTES
+    assert cost.forth_s(is_sent=True, has_graph=True) == cost.forward_s + cost.graph_pack_s
+    bandwidth = CARD.memory_bytes_per_s.value
+    assert cost.graph_pack_s == pytest.approx(2 * ONE_BYTES / bandwidth, rel=0.01)
+    assert cost.back_s(has_graph=True) == cost.backward_s - cost.recompute_s
+
+
+def test_sent_graphs_take_buffers_and_ram_and_their_inputs_are_not_stashed() -> None:
+    request = replace(REQUEST, is_stashed=True)
+    needs = MemoryNeeds.of(FACTS, CARD, request)
+    without = Residency(num_slots=2)
+    some = replace(without, num_sent_graphs=5)
+    device = {term.name: term.num_bytes for term in needs.device(some)}
+    assert device[CARRIERS] == 2 * 4 * ONE_BYTES  # of two visits
+    host = {term.name: term.num_bytes for term in needs.host(some)}
+    before = {term.name: term.num_bytes for term in needs.host(without)}
+    assert host.pop(SENT) == 5 * 4 * ONE_BYTES
+    input_bytes = 2 * 2048 * 4096 * 2
+    assert before.pop(STASH) - host.pop(STASH) == 5 * 4 * input_bytes
+    assert host == before
+
+
+def test_a_graph_is_sent_with_its_input_if_the_norm_saves_it_as_it_is() -> None:
+    plain = visit_bytes(FACTS, CARD, LAYER, SHORT, is_padded=False)
+    fused = visit_bytes(FACTS, CARD, LAYER, replace(SHORT, layer_code="fused"), is_padded=False)
+    assert (plain.own_input, fused.own_input) == (0, 2 * 2048 * 4096 * 2)
+    assert fused.sent_graph == fused.graph + fused.own_input
+
+
+def test_what_cannot_be_page_locked_is_not_sent_and_a_reserve_is_kept() -> None:
+    needs = MemoryNeeds.of(FACTS, CARD, REQUEST)
+    slab = next(term.num_bytes for term in needs.host(needs.least) if term.name == "slab")
+    room = int(7 * 4 * ONE_BYTES * (1 + GRAPH_RESERVE_FRAC)) + 1
+    locked = MemoryNeeds.of(FACTS, replace(CARD, pinned_bytes=slab + room), REQUEST)
+    assert locked.most_sent_graphs(needs.least) == 7
+    (shortage,) = locked.shortages(replace(needs.least, num_sent_graphs=8))
+    assert shortage.what == "of page-locked memory for sent activations"
+    assert shortage.short_bytes == pytest.approx(4 * ONE_BYTES * 1.1, rel=1e-3)
+
+
+def test_a_plan_sends_graphs_where_that_pays_and_the_engine_is_told() -> None:
+    without = plan(FACTS, CARD, replace(REQUEST, has_sent_graphs=False))
+    assert found().residency.num_sent_graphs > 0
+    assert found().step_s < without.step_s * (1 - WORTH_FRAC)
+    saved = found().saved
+    sends = [op for op in found().schedule.ops if op.kind is Kind.SEND]
+    graphs = [op for op in sends if op.layer in saved.graphs]
+    assert len(graphs) == 4 * found().residency.num_sent_graphs
+    assert {op.num_bytes for op in graphs} == {ONE_BYTES}
+    options = EngineOptions.planned(found())
+    assert options.num_sent_graphs == found().residency.num_sent_graphs
+    assert options.residency == found().residency
+
+
+def test_less_ram_sends_fewer_graphs_and_takes_longer() -> None:
+    counts = [found(ram).residency.num_sent_graphs for ram in (16, 32, 64, 128)]
+    times_s = [found(ram).step_s for ram in (16, 32, 64, 128)]
+    assert counts[0] < counts[1] < counts[2]
+    assert counts == sorted(counts)
+    assert times_s == sorted(times_s, reverse=True)
+    for ram in (16, 32, 64, 128):
+        assert found(ram).host_bytes <= ram * GIB
+
+
+def _times_s(made: Plan, numbers: list[int]) -> list[float]:
+    """Simulate whole steps that send other numbers of graphs."""
+    needs = MemoryNeeds.of(FACTS, made.machine, made.request)
+    plans = [replace(made.residency, num_sent_graphs=number) for number in numbers]
+    assert not any(needs.shortages(one) for one in plans)
+    return [
+        replace(
+            made,
+            residency=one,
+            schedule=_schedule(made, one),
+        ).step_s
+        for one in plans
+    ]
+
+
+def _schedule(made: Plan, residency: Residency):
+    return schedule_of(FACTS, made.request, made.costs, residency, is_staged=False)
+
+
+def test_one_graph_more_or_fewer_than_chosen_is_no_faster() -> None:
+    fast = replace(CARD, h2d_bytes_per_s=replace(CARD.h2d_bytes_per_s, value=12e9))
+    fast = replace(
+        fast,
+        d2h_bytes_per_s=replace(CARD.d2h_bytes_per_s, value=12e9),
+        h2d_duplex_bytes_per_s=replace(CARD.h2d_duplex_bytes_per_s, value=11e9),
+    )
+    made = plan(FACTS, fast, replace(REQUEST, has_outputs=False))
+    number = made.residency.num_sent_graphs
+    assert 1 < number < FACTS.num_layers - 1
+    fewer_s, chosen_s, more_s = _times_s(made, [number - 1, number, number + 1])
+    assert chosen_s == pytest.approx(made.step_s)
+    assert chosen_s < fewer_s
+    assert chosen_s <= more_s * 1.001
+
+
+@pytest.mark.parametrize(
+    ("machine", "facts"),
+    [
+        (replace(CARD, device="cpu", vram_bytes=60 * GIB, ram_bytes=60 * GIB), FACTS),
+        (CARD, replace(FACTS, grade="built")),
+    ],
+    ids=["on a CPU", "of a model whose graphs' size is unknown"],
+)
+def test_no_graph_is_sent(machine: Machine, facts) -> None:
+    assert plan(facts, machine, REQUEST).residency.num_sent_graphs == 0
+
+
+def test_a_plan_that_sends_graphs_predicts_the_step_it_was_calibrated_on() -> None:
+    priced = found()
+    one_s = duration_of(priced.costs)
+
+    def twice_s(op: Op) -> float:
+        return 2 * one_s(op) if op.kind in (Kind.FORWARD, Kind.BACKWARD) else 0.01
+
+    measured = simulate(priced.schedule, twice_s)
+    costs = calibrate(
+        priced.costs,
+        measured,
+        optimizer_s=0.5,
+        num_kept_graphs=priced.num_kept_graphs,
+        saved=priced.saved,
+    )
+    for number in priced.saved.graphs:
+        old, new = priced.costs.layers[number], costs.layers[number]
+        assert new.forward_s == pytest.approx(2 * old.forward_s)
+        assert new.graph_pack_s == pytest.approx(2 * old.graph_pack_s)
+        assert new.back_s(has_graph=True) == pytest.approx(2 * old.back_s(has_graph=True))
