@@ -2,9 +2,10 @@
 
     python -m tests.bench.bench_attention_outputs [--rounds 5]
 
-On a CPU, whose link is slowed down. In each round every arm runs with a link that costs nothing and with the slow one, in turn, so that
-a machine that changes its speed changes it for all. What visits take is known from the former; the
-step of each arm is predicted from that by simulating its ops, and measured in the latter.
+On a CPU, whose link is slowed down. In each round every arm runs with a link that costs nothing and
+with the slow one, in turn, so that a machine that changes its speed changes it for all. What visits
+take is known from the former; the step of each arm is predicted from that by simulating its ops,
+and measured in the latter.
 """
 
 import argparse
