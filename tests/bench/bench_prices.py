@@ -5,10 +5,11 @@
 The prices before are those of commit afa2df0: a card has the memory that it is sold with, 0.8 of
 each datasheet rate is reached unless an owner measured more, kernels that fuse their passes are no
 faster than eager ones, and a loop over experts multiplies at the rate of grouped products. At
-either prices a step is planned with norms, rotations and gates by the models' own code, and fused.
+either prices a step is planned with norms, rotations and gates by the models' own code, and fused;
+then at the prices of now in less RAM, and without sent graphs, without anything kept or sent.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from unittest.mock import patch
@@ -19,7 +20,7 @@ from rich.table import Table
 from finetune.planning.candidates import chosen_plan, full_requests
 from finetune.planning.request import with_configured_backend
 from finetune.planning.subject import model_subject
-from finetune.report.format import shown_break_even, shown_gib, shown_time
+from finetune.report.format import shown_break_even, shown_gib, shown_outputs, shown_time
 from offload.errors import DoesNotFitError
 from offload.plan.machine import machine as prices
 from offload.plan.machine.cards import CARDS
@@ -83,6 +84,14 @@ CASES = (
 )
 
 
+NO_GRAPHS, NO_OUTPUTS = "offload.sent_graphs=none", "offload.attention_outputs=none"
+LESS: dict[str, tuple[str, ...]] = {
+    "nothing kept or sent": (NO_GRAPHS, NO_OUTPUTS, "offload.kept_graphs=0"),
+    "no graphs sent": (NO_GRAPHS,),
+    "all": (),
+}
+
+
 @contextmanager
 def before() -> Iterator[None]:
     """Price as the commit before did."""
@@ -106,11 +115,18 @@ def as_sold(machine: Machine) -> Machine:
     return replace(machine, vram_bytes=int(card.memory_gib * GIB), memory_bytes_per_s=memory)
 
 
-def planned(case: Case, *, is_before: bool, kernels: str = "plain") -> Plan | None:
+def planned(
+    case: Case,
+    *,
+    is_before: bool,
+    kernels: str = "plain",
+    more: Sequence[str] = (),
+    ram_gib: int = 128,
+) -> Plan | None:
     """Plan a step; None if it does not fit."""
-    settings = [*case.settings, f"model.layer_kernels={kernels}"]
+    settings = [*case.settings, f"model.layer_kernels={kernels}", *more]
     subject = model_subject(case.model, settings)
-    machine = named_machine(case.card, ram_bytes=128 * GIB)
+    machine = named_machine(case.card, ram_bytes=ram_gib * GIB)
     if is_before:
         machine = as_sold(machine)
     here = with_configured_backend(subject.recipe.model, subject.facts, machine)
@@ -129,7 +145,9 @@ def figures(plan: Plan | None) -> list[str]:
     rate = plan.tokens_per_step / plan.step_s
     return [
         f"{shown_time(plan.step_s)}, {rate:,.0f} tokens/s",
-        f"{plan.num_slots} slots, {plan.num_kept_graphs} kept graphs",
+        f"{plan.num_slots} slots, {plan.num_kept_graphs} kept and"
+        f" {plan.residency.num_sent_graphs} sent graphs",
+        shown_outputs(plan.residency),
         f"{shown_gib(plan.peak_bytes)} of {shown_gib(plan.machine.vram_bytes)}",
         f"N* {shown_break_even(plan.break_even_tokens)}",
     ]
@@ -144,6 +162,16 @@ def main() -> None:
                 old = figures(planned(case, is_before=True, kernels=kernels))
             new = figures(planned(case, is_before=False, kernels=kernels))
             table.add_row(f"{case.name}, {kernels} layers", "\n".join(old), "\n".join(new))
+    Console(width=150).print(table)
+    table = Table("step, fused layers, prices now", *LESS)
+    for case in CASES:
+        for ram_gib in (64, 128):
+            plans = (
+                planned(case, is_before=False, kernels="fused", more=more, ram_gib=ram_gib)
+                for more in LESS.values()
+            )
+            cells = ("\n".join(figures(plan)[:3]) for plan in plans)
+            table.add_row(f"{case.name}, {ram_gib} GiB", *cells)
     Console(width=150).print(table)
 
 

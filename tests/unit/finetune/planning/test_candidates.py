@@ -68,6 +68,15 @@ def test_attention_is_kept_unless_the_recipe_says_none_or_layers_are_compiled() 
         assert {one.has_outputs for one in requests(asked)} == {has_outputs}
 
 
+def test_graphs_may_be_sent_unless_the_recipe_says_none_or_layers_are_compiled() -> None:
+    for asked, has_sent_graphs in (
+        (recipe(), True),
+        (recipe(offload__sent_graphs="none"), False),
+        (recipe(train__compile=True), False),
+    ):
+        assert {one.has_sent_graphs for one in requests(asked)} == {has_sent_graphs}
+
+
 def test_each_rank_has_a_micro_batch() -> None:
     assert [one.train.num_micro_batches for one in with_each_size(open_recipe(), num_ranks=4)] == [
         12,

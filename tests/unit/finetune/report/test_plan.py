@@ -7,10 +7,10 @@ from rich.console import Console
 from finetune.errors import ConfigError
 from finetune.planning.request import facts_of, full_request
 from finetune.planning.subject import model_subject
-from finetune.report.format import shown_time
+from finetune.report.format import shown_gib, shown_time
 from finetune.report.plan import kept_line, machine_table, plan_json
 from finetune.training.session import too_large
-from offload.plan.machine.machine import named_machine
+from offload.plan.machine.machine import GIB, named_machine
 from offload.plan.plan import plan
 
 
@@ -35,6 +35,18 @@ def test_layers_that_keep_their_graph_are_shown_with_what_they_save() -> None:
     assert f"2 of {len(layers)} layers" in line
     assert f"{shown_time(saved_s)} of recompute saved" in line
     assert plan_json(made)["schedule"]["kept_graphs"] == 2
+
+
+def test_graphs_that_are_sent_are_shown_with_the_ram_that_they_take() -> None:
+    recipe = model_subject("llama-3.1-8b", ["offload.codec=nf4", "train.seq_len=2048"]).recipe
+    facts = facts_of(recipe.model)
+    machine = named_machine("rtx4090", ram_bytes=64 * GIB)
+    made = plan(facts, machine, full_request(recipe, facts, num_ranks=1))
+    num_sent = made.residency.num_sent_graphs
+    assert num_sent > 0
+    num_bytes = made.request.num_micro_batches * num_sent * made.costs.layers[0].graph_bytes
+    assert f", {num_sent} send it to RAM and back ({shown_gib(num_bytes)}): " in kept_line(made)
+    assert plan_json(made)["schedule"]["sent_graphs"] == num_sent
 
 
 def test_more_graphs_than_layers_are_refused_with_the_setting_for_all() -> None:
