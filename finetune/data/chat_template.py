@@ -10,14 +10,14 @@ where rows are tokenised, here and in worker processes.
 
 import resource
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from finetune.data.rows import Message
+from finetune.data.turns import Message
 from finetune.errors import DataError
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ def render(
     tokenizer: "PreTrainedTokenizerBase",
     *,
     source: str,
+    tools: Sequence[Mapping[str, Any]] = (),
     is_prompt: bool = False,
     is_thinking: bool = True,
     limits: Limits = LIMITS,
@@ -61,6 +62,7 @@ def render(
         messages: At least one.
         tokenizer: With a template.
         source: Of the row, for errors.
+        tools: Definitions of tools.
         is_prompt: Whether the text includes the generation prompt.
         is_thinking: Whether that answer may begin with reasoning.
         limits: Its limits.
@@ -68,11 +70,15 @@ def render(
     Raises:
         DataError: The template fails or exceeds a limit.
     """
-    turns = [{"role": message.role, "content": message.content} for message in messages]
+    turns = [message.to_json() for message in messages]
     try:
         with _limited(limits):
             text = tokenizer.apply_chat_template(
-                turns, tokenize=False, add_generation_prompt=is_prompt, enable_thinking=is_thinking
+                turns,
+                tools=[dict(tool) for tool in tools] or None,
+                tokenize=False,
+                add_generation_prompt=is_prompt,
+                enable_thinking=is_thinking,
             )
     except _OutOfTimeError as error:
         raise _endless(f"computes for more than {limits.cpu_s:g} s", limits, source) from error

@@ -204,7 +204,7 @@ def test_a_missing_setting_names_the_line_of_its_section(folder: Path) -> None:
 
 def test_a_missing_section_is_asked_for_by_its_settings(folder: Path) -> None:
     error = refusal(replaced("data:\n  path: openai/gsm8k\n", ""))
-    assert error.what == "r.yaml:1: data.path is not set"
+    assert error.what == "r.yaml:1: neither data.path nor data.mix is set"
 
 
 def test_a_section_that_is_no_mapping_is_refused(folder: Path) -> None:
