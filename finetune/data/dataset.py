@@ -74,6 +74,13 @@ class Chosen:
         offsets = self.tokens.store.offsets
         return np.asarray(offsets[self.examples + 1] - offsets[self.examples])
 
+    @property
+    def num_apart(self) -> int:
+        """Count the rows with several examples that are not parts of a long one."""
+        store = self.tokens.store
+        rows, counts = np.unique(store.rows[self.examples], return_counts=True)
+        return int(np.count_nonzero((counts > 1) & (store.fates[rows] != Fate.SPLIT)))
+
     def blocks(self, name: str) -> "Iterator[NDArray[np.int32]]":
         """Give the tokens or the labels of the examples, end to end, some at a time."""
         store = self.tokens.store
@@ -547,6 +554,12 @@ def choice_notes(parts: Sequence[Chosen], encoder: Encoder) -> list[str]:
         num, named = found[fate]
         if num:
             notes.append(f"{num} of {num_rows} rows {why} ({named})")
+    num_apart = sum(part.num_apart for part in parts)
+    if num_apart:
+        notes.append(
+            f"{num_apart} of {num_rows} rows are learned in several texts: the template writes"
+            " earlier turns otherwise once later ones follow"
+        )
     if not any(len(part.examples) for part in parts):
         if found[Fate.NOT_TRAINED][0] == num_rows:
             raise DataError(

@@ -32,7 +32,7 @@ def rows_per_source(
     """
     exact = [Fraction(str(weight)) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]
-    num_rows = max(math.ceil(size / share) for size, share in zip(sizes, shares, strict=True))
+    num_rows = max(math.floor(size / share) for size, share in zip(sizes, shares, strict=True))
     while any(n < size for n, size in zip(_rounded(shares, num_rows), sizes, strict=True)):
         num_rows += 1
     return _rounded(shares, num_rows if max_rows is None else min(num_rows, max_rows))

@@ -123,14 +123,18 @@ def _apart(
         chat = _Chat(conversation, num_turns if left is None else left[-1] + 1, tokenizer)
         marked = chat.marked_answers()
         wanted = list(marked) if left is None else left
-        chat.put_behind_prompt()
         spans, left = [], []
-        for number in wanted:
+        for number in wanted[::-1]:  # the last one first: it may need another text
             try:
                 spans.append(chat.span(number, marked[number]))
             except _RewrittenError:
-                left.append(number)
-        renderings.insert(0, chat.rendering(spans))
+                if not spans:
+                    chat.put_behind_prompt()
+                    spans.append(chat.span(number, marked[number]))
+                else:
+                    left.append(number)
+        left.reverse()
+        renderings.insert(0, chat.rendering(spans[::-1]))
     return tuple(renderings)
 
 
@@ -227,7 +231,8 @@ class _Chat:
             end, num_closing = shown.find(mark) + len(mark), 1
             if turn.calls:
                 self._require_calls(number, shown)
-                end = shown.index(self._last_call_mark(number)) + len(self._last_call_mark(number))
+                mark = self._mark(f"{number}d{len(turn.calls) - 1}")
+                end = shown.index(mark) + len(mark)
                 num_closing = self._num_closing(turns[: number + 1])
             closing = shown[end : self._end_token(shown, end, num_closing).end()]
             if self._left in closing or self._right in closing:
@@ -252,26 +257,18 @@ class _Chat:
             replace(
                 call,
                 name=self._mark(f"{number}c{index}"),
-                arguments={"a": self._mark(f"{number}d{index}")} if call.arguments else {},
+                arguments={"a": self._mark(f"{number}d{index}")},
             )
             for index, call in enumerate(turn.calls)
         )
         return replace(turn, calls=calls)
 
-    def _last_call_mark(self, number: int) -> str:
-        calls = self._turns[number].calls
-        kind = "d" if calls[-1].arguments else "c"
-        return self._mark(f"{number}{kind}{len(calls) - 1}")
-
     def _require_calls(self, number: int, shown: str) -> None:
-        """Check that each call of an answer is written once, with its arguments."""
+        """Check that each call of an answer is written, with its arguments, once."""
         for index, call in enumerate(self._turns[number].calls):
-            kinds = "cd" if call.arguments else "c"
-            counts = [shown.count(self._mark(f"{number}{kind}{index}")) for kind in kinds]
-            if set(counts) != {1}:
-                raise self.refused(
-                    f"does not write the tool call {call.name} of turn {number + 1} once"
-                )
+            count = shown.count(self._mark(f"{number}d{index}"))
+            if self._mark(f"{number}c{index}") not in shown or count != 1:
+                raise self.refused(f"does not write the tool call {call.name} of turn {number + 1}")
 
     def _marked_tools(self) -> list[Mapping[str, Any]]:
         return [
@@ -300,7 +297,10 @@ class _Chat:
         """
         turn, is_last = self._turns[number], number == len(self._turns) - 1
         is_silent = bool(turn.calls) and not turn.content.strip()
-        answer_start, answer_end = self._place(number, is_silent=is_silent)
+        if is_silent:
+            answer_start = answer_end = self._calls_start(number)
+        else:
+            answer_start, answer_end = self._place(number)
         shown = self.text[answer_start:answer_end]
         answer = turn.content.rpartition(THINK_END)[2].strip()
         if not is_silent and shown.strip() != answer:
@@ -312,9 +312,11 @@ class _Chat:
             self._require_thoughts(number, self.text[:answer_start], marked)
         elif turn.thought is not None:
             self._require_thought(number, self.text[start:answer_start], marked)
-        end = self._place(number, is_silent=True)[1] if turn.calls else answer_end
-        end_token = self._end_token(self.text, end, marked.num_closing)
-        closing = self.text[end : end_token.end()]
+        if turn.calls:
+            end_token = self._end_token(self.text, self._calls_end(number), marked.num_closing)
+            return Span(turn=number, start=start, end=end_token.end(), end_token=end_token.group())
+        end_token = self._end_token(self.text, answer_end, 1)
+        closing = self.text[answer_end : end_token.end()]
         if closing != marked.closing:
             raise self.refused(
                 f"ends the answer {answer[:40]!r} with {closing!r}, another with {marked.closing!r}"
@@ -344,25 +346,41 @@ class _Chat:
             how = "does not show" if marked.has_thoughts else "leaves out"
             raise self.refused(f"{how} the reasoning {thought[:40]!r} as it is")
 
-    def _place(self, number: int, *, is_silent: bool) -> tuple[int, int]:
-        """Return the start and end of the text after the reasoning of a turn, or of its calls.
-
-        Args:
-            number: Of the turn.
-            is_silent: Whether its calls are meant.
-        """
+    def _place(self, number: int) -> tuple[int, int]:
+        """Return the start and end of the text after the reasoning of a turn."""
         turns = list(self._turns)
-        if is_silent:
-            turns[number] = self._with_calls_marked(turns[number], number)
-        else:
-            turns[number] = _with(turns[number], self._left, None)
-        shown = self._written(turns) or ""
-        before = shown.partition(self._left)[0]
-        after = shown.rpartition(self._right if is_silent else self._left)[2]
+        turns[number] = _with(turns[number], self._left, None)
+        before, _, after = (self._written(turns) or "").partition(self._left)
         end = len(self.text) - len(after)
         if end < len(before) or not self.text.startswith(before) or not self.text.endswith(after):
             raise self.refused(f"writes other text around turn {number + 1} for another answer")
         return len(before), end
+
+    def _calls_start(self, number: int) -> int:
+        """Return where a turn's first call names its tool."""
+        turns = list(self._turns)
+        turns[number] = self._with_calls_marked(turns[number], number)
+        before = (self._written(turns) or "").partition(self._left)[0]
+        if not self.text.startswith(before):
+            raise self.refused(f"writes other text around turn {number + 1} for another call")
+        return len(before)
+
+    def _calls_end(self, number: int) -> int:
+        """Return where the text begins that does not depend on the arguments of the last call.
+
+        Quotes and brackets that close the arguments may be part of it.
+        """
+        turns = list(self._turns)
+        *calls, last = turns[number].calls
+        last = replace(last, arguments={"a": self._left})
+        turns[number] = replace(turns[number], calls=(*calls, last))
+        shown = self._written(turns) or ""
+        both = zip(reversed(self.text), reversed(shown), strict=False)
+        num_same = next((n for n, (one, other) in enumerate(both) if one != other), 0)
+        first = self._specials.search(shown, shown.index(self._left)) if self._specials else None
+        if first is None or num_same < len(shown) - first.start():
+            raise self.refused(f"writes other text around turn {number + 1} for another call")
+        return len(self.text) - num_same
 
     def _start(self, number: int, *, must_not_think: bool) -> int:
         """Return the length of the generation prompt that the text starts with."""

@@ -185,8 +185,8 @@ def test_columns_of_other_names_are_read_and_a_missing_one_is_named(tmp_path: Pa
     assert ours.notes == ()
     with pytest.raises(DataError, match=r"fit no format; .*alpaca \(question, a\)"):
         load(tmp_path, path=str(file), columns={"instruction": "question", "output": "a"})
+    columns = {"instruction": "question", "output": "a"}
     with pytest.raises(DataError, match=r":1: no key 'question'; it has 'q', 'a', 'sys'"):
-        columns = {"instruction": "question", "output": "a"}
         load(tmp_path, path=str(file), format="alpaca", columns=columns)
 
 
