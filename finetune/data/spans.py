@@ -32,11 +32,11 @@ unlike their prompts are learned in a text of their own, the row up to there.
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from finetune.data.chat_template import refused, render
+from finetune.data.chat_template import limited, refused, render
 from finetune.data.rows import Conversation, Message
 from finetune.errors import DataError
 
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 THINK_END = "</think>"
 _PRIVATE_USE = range(0xE000, 0xF900)
+_MOST_SHAPES = 1_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,13 +88,40 @@ class _Marked:
     has_thoughts: bool
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Shape:
+    """A row's rendering with marks; it is the same for all rows with turns of the same kinds.
+
+    Attributes:
+        shown: The rendering.
+        answers: Turn -> how its answer is written.
+    """
+
+    shown: str
+    answers: Mapping[int, _Marked]
+
+
+@dataclass(kw_only=True, slots=True)
+class Shapes:
+    """What is known of a tokenizer's template, to render the marks of many like rows once.
+
+    Attributes:
+        tokenizer: With a template that does not change.
+    """
+
+    tokenizer: "PreTrainedTokenizerBase"
+    specials: re.Pattern[str] | None = field(init=False)
+    known: dict[object, _Shape] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.specials = _specials(self.tokenizer)
+
+
 class _RewrittenError(Exception):
     """The text does not begin with an answer's prompt: turns before it are written otherwise."""
 
 
-def render_answers(
-    conversation: Conversation, tokenizer: "PreTrainedTokenizerBase"
-) -> tuple[Rendering, ...]:
+def render_answers(conversation: Conversation, shapes: Shapes) -> tuple[Rendering, ...]:
     """Return the texts in which a row's answers are learned, each answer once.
 
     One text, up to the end of the last answer, unless the template writes earlier turns otherwise
@@ -103,24 +131,28 @@ def render_answers(
         DataError: The template fails, changes an answer, leaves out a turn, or does not say where
             an answer begins and ends.
     """
+    with limited(conversation.source):
+        return _renderings(conversation, shapes)
+
+
+def _renderings(conversation: Conversation, shapes: Shapes) -> tuple[Rendering, ...]:
+    """Return one text if it begins with every answer's prompt, else several."""
     roles = [message.role for message in conversation.messages]
     num_turns = len(roles) - roles[::-1].index("assistant")
-    chat = _Chat(conversation, num_turns, tokenizer)
+    chat = _Chat(conversation, num_turns, shapes)
     marked = chat.marked_answers()
     try:
         return (chat.rendering([chat.span(number, one) for number, one in marked.items()]),)
     except _RewrittenError:
-        return _apart(conversation, num_turns, tokenizer)
+        return _apart(conversation, num_turns, shapes)
 
 
-def _apart(
-    conversation: Conversation, num_turns: int, tokenizer: "PreTrainedTokenizerBase"
-) -> tuple[Rendering, ...]:
+def _apart(conversation: Conversation, num_turns: int, shapes: Shapes) -> tuple[Rendering, ...]:
     """Return texts that each begin with the prompts of the answers that are learned in them."""
     renderings: list[Rendering] = []
     left: list[int] | None = None
     while left is None or left:
-        chat = _Chat(conversation, num_turns if left is None else left[-1] + 1, tokenizer)
+        chat = _Chat(conversation, num_turns if left is None else left[-1] + 1, shapes)
         marked = chat.marked_answers()
         wanted = list(marked) if left is None else left
         spans, left = [], []
@@ -141,17 +173,16 @@ def _apart(
 class _Chat:
     """The turns of a row up to one of its answers, and their rendering."""
 
-    def __init__(
-        self, conversation: Conversation, num_turns: int, tokenizer: "PreTrainedTokenizerBase"
-    ) -> None:
+    def __init__(self, conversation: Conversation, num_turns: int, shapes: Shapes) -> None:
         self._turns = conversation.messages[:num_turns]
         self._tools, self._source = conversation.tools, conversation.source
-        self._tokenizer = tokenizer
+        self._shapes, self._tokenizer = shapes, shapes.tokenizer
+        self._places: dict[int, tuple[int, int]] = {}
         last = self._turns[-1]
         self._is_thinking = THINK_END in last.content or last.thought is not None
         self._header, self._is_prompt_thinking = "", True
         self.text = self._render(self._turns)
-        self._specials = _specials(tokenizer)
+        self._specials = shapes.specials
         self._left, self._right, self._first = self._unused_characters()
 
     def refused(self, what: str) -> DataError:
@@ -182,7 +213,7 @@ class _Chat:
             self._is_prompt_thinking = is_thinking
             written = self._written(self._turns)
             if self._header and self._header != prompt and written is not None:
-                self.text = written
+                self.text, self._places = written, {}
                 return
         raise self.refused(f"rewrites the turns before turn {len(self._turns)} in its prompt")
 
@@ -209,13 +240,47 @@ class _Chat:
             return replace(turn, calls=(call, *turn.calls[1:]))
         return _with(turn, self._first, None)
 
-    def marked_answers(self) -> dict[int, _Marked]:
+    def marked_answers(self) -> Mapping[int, _Marked]:
         """Return how each answer is written where every text is a mark.
+
+        If the row is written as the marks are, with its texts in their place, that tells where its
+        answers are.
 
         Raises:
             DataError: A turn or a tool is not written, or an answer not once.
         """
         turns = [self._all_marked(number, turn) for number, turn in enumerate(self._turns)]
+        has_more = self._tools or any(turn.calls for turn in turns)
+        has_text = tuple(bool(turn.content.strip()) for turn in self._turns)
+        key = None if has_more else (tuple(turns), has_text, self._is_thinking)
+        shape = self._shapes.known.get(key)
+        if shape is None:
+            shape = self._shape(turns)
+        if key is not None:
+            self._find_places(shape.shown)
+            if len(self._shapes.known) < _MOST_SHAPES:
+                self._shapes.known[key] = shape
+        return shape.answers
+
+    def _find_places(self, shown: str) -> None:
+        """Find the answers by the places of their marks, if the row is written as the marks are."""
+        is_plain = all(t.thought is None and THINK_END not in t.content for t in self._turns)
+        pieces = re.split(f"{self._left}([0-9]+){self._right}", shown) if is_plain else [shown]
+        written, end, places = pieces[:1], len(pieces[0]), {}
+        for number, after in zip(map(int, pieces[1::2]), pieces[2::2], strict=True):
+            content = self._turns[number].content
+            written += [content, after]
+            places[number] = (end, end + len(content))
+            end += len(content) + len(after)
+        if "".join(written) == self.text:
+            self._places = places
+
+    def _shape(self, turns: Sequence[Message]) -> _Shape:
+        """Render marks, and find how each answer is written.
+
+        Raises:
+            DataError: As `marked_answers`.
+        """
         shown = self._render(turns, tools=self._marked_tools())
         self._require_tools(shown)
         answers = {}
@@ -241,7 +306,7 @@ class _Chat:
             answers[number] = _Marked(
                 closing=closing, num_closing=num_closing, has_thoughts=has_thoughts
             )
-        return answers
+        return _Shape(shown=shown, answers=answers)
 
     def _all_marked(self, number: int, turn: Message) -> Message:
         """Return a turn with marks for its text, its reasoning and its calls."""
@@ -348,6 +413,8 @@ class _Chat:
 
     def _place(self, number: int) -> tuple[int, int]:
         """Return the start and end of the text after the reasoning of a turn."""
+        if number in self._places:
+            return self._places[number]
         turns = list(self._turns)
         turns[number] = _with(turns[number], self._left, None)
         before, _, after = (self._written(turns) or "").partition(self._left)
@@ -441,7 +508,12 @@ class _Chat:
     def _unused_characters(self) -> tuple[str, str, str]:
         """Return three characters that are not in the row."""
         used = {*self.text}.union(
-            *(json.dumps(turn.to_json(), ensure_ascii=False) for turn in self._turns)
+            *(turn.content for turn in self._turns),
+            *(
+                json.dumps(t.to_json(), ensure_ascii=False)
+                for t in self._turns
+                if t.thought or t.calls
+            ),
         )
         unused = (char for char in map(chr, _PRIVATE_USE) if char not in used)
         try:

@@ -26,7 +26,7 @@ prompt + answer + end of text, with nothing in between.
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Literal
 
@@ -34,7 +34,7 @@ import numpy as np
 
 from finetune.data.chat_template import refused, render
 from finetune.data.rows import Conversation, Document, LossOn, Message
-from finetune.data.spans import Rendering, Span, render_answers
+from finetune.data.spans import Rendering, Shapes, Span, render_answers
 from finetune.errors import DataError
 
 if TYPE_CHECKING:
@@ -100,6 +100,10 @@ class Encoder:
     seq_len: int
     loss_on: LossOn
     too_long: TooLong
+    _shapes: Shapes = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_shapes", Shapes(tokenizer=self.tokenizer))
 
     def encode(self, row: Conversation) -> tuple[Fate, list[Example]]:
         """Tokenise a row, and mark what is learned; several examples if it was split.
@@ -109,7 +113,7 @@ class Encoder:
                 be found in the rendering.
         """
         learned = _learned_turns(row, self.loss_on)
-        renderings = _render(row, self.tokenizer)  # checks all answers, learned or not
+        renderings = _render(row, self._shapes)  # checks all answers, learned or not
         if self.loss_on == "all":
             renderings = renderings[-1:]
         else:
@@ -150,7 +154,7 @@ class Encoder:
         Raises:
             DataError: As `encode`.
         """
-        rendering = _render(row, self.tokenizer)[-1]
+        rendering = _render(row, self._shapes)[-1]
         return next(self._parts(self._whole(rendering, _learned_turns(row, self.loss_on), row)))
 
     def _whole(self, rendering: Rendering, learned: set[int], row: Conversation) -> "_Whole":
@@ -222,7 +226,7 @@ def render_prompt(
     conversation: Conversation, tokenizer: "PreTrainedTokenizerBase"
 ) -> tuple[tuple[int, ...], str]:
     """Return the tokens before the last answer, and that answer, to generate and compare."""
-    last = _render(conversation, tokenizer)[-1]
+    last = _render(conversation, Shapes(tokenizer=tokenizer))[-1]
     answers = [message.content for message in conversation.messages if message.role == "assistant"]
     return tuple(_ids(last.text[: last.spans[-1].start], tokenizer)), answers[-1]
 
@@ -245,12 +249,11 @@ def _learned_turns(row: Conversation, loss_on: LossOn) -> set[int]:
     return {n for n in answers if chosen[n] or (chosen[n] is None and n in usual)}
 
 
-def _render(
-    conversation: Conversation, tokenizer: "PreTrainedTokenizerBase"
-) -> tuple[Rendering, ...]:
+def _render(conversation: Conversation, shapes: Shapes) -> tuple[Rendering, ...]:
     """Return texts that end with an answer, and the span of each answer that is learned."""
+    tokenizer = shapes.tokenizer
     if tokenizer.chat_template is not None:
-        return render_answers(conversation, tokenizer)
+        return render_answers(conversation, shapes)
     source, messages = conversation.source, conversation.messages
     last = max(i for i, message in enumerate(messages) if message.role == "assistant")
     prompt = _plain_prompt(messages[:last], tokenizer, source=source)

@@ -114,7 +114,7 @@ def test_rows_that_say_the_same_are_dropped_on_request_and_counted(tmp_path: Pat
     rows = load(tmp_path, drop_duplicates=True)
     assert rows.train.sources == (f"{file}:1", f"{file}:2", f"{file}:4")
     assert f"2 rows of {file} were dropped as duplicates" in rows.notes
-    write(tmp_path, {"messages": same}, {"messages": same[:1] + [same[1] | {"train": True}]})
+    write(tmp_path, {"messages": same}, {"messages": [*same[:1], same[1] | {"train": True}]})
     assert len(load(tmp_path, drop_duplicates=True).train) == 1
 
 
