@@ -40,6 +40,7 @@ class Limits:
 
 
 LIMITS = Limits()
+_STATM, _PAGE_BYTES = Path("/proc/self/statm"), resource.getpagesize()
 
 
 class _OutOfTimeError(BaseException):
@@ -153,5 +154,5 @@ def _out_of_time(_number: int, _frame: FrameType | None) -> None:
 
 
 def _address_space_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_bytes().split()[0])
-    return pages * resource.getpagesize()
+    with _STATM.open("rb", buffering=0) as file:  # for each row: half the time of read_bytes
+        return int(file.read(32).split()[0]) * _PAGE_BYTES

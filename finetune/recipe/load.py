@@ -369,7 +369,7 @@ def _note_wrong_source(
     )
     if "data.mix" not in mended:
         mended.add("data.mix")
-    draft.values["data"]["mix"] = example("data.mix")
+    draft.values["data"]["mix"] = field_schema("data.mix")["examples"][0]
 
 
 def _note_unknown(draft: Draft, section_name: str, key: str) -> None:
