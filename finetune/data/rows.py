@@ -11,6 +11,7 @@ on 97 % of its rows has a bug that nobody finds.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from finetune.data.sources import Raw, RowError, decoded, open_source
@@ -173,7 +174,7 @@ class RowForm:
                 find_unread_in_turns(
                     turns,
                     read=keys,
-                    also_read=keys_read,
+                    also_read=partial(keys_read, is_chosen=self.loss_on != "all"),
                     ignored=ignored,
                     unlearned_roles=asks if self.loss_on != "all" else (),
                 )

@@ -171,7 +171,8 @@ def _update(digest: Any, file: Path) -> None:
 def decoded(raw: Raw) -> object:
     """Return a row as an object; one that cannot be decoded is returned as its error."""
     if not isinstance(raw, bytes):
-        return raw
+        num_chars = _num_chars(raw)
+        return raw if num_chars <= MAX_ROW_BYTES else too_large(num_chars)
     try:
         return json.loads(raw.decode("utf-8-sig"), object_pairs_hook=_object)
     except json.JSONDecodeError as error:
@@ -180,6 +181,15 @@ def decoded(raw: Raw) -> object:
         return RowError(f"not UTF-8: byte 0x{raw[error.start]:02x} at {error.start}")
     except (ValueError, RecursionError) as error:
         return RowError(f"JSON beyond what can be read: {str(error).partition(';')[0]}")
+
+
+def _num_chars(value: object) -> int:
+    """Count the characters of all texts in a row."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_num_chars, value.values()))
+    return sum(map(_num_chars, value)) if isinstance(value, list) else 0
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -255,6 +255,12 @@ def _render(conversation: Conversation, shapes: Shapes) -> tuple[Rendering, ...]
     if tokenizer.chat_template is not None:
         return render_answers(conversation, shapes)
     source, messages = conversation.source, conversation.messages
+    if conversation.tools or any(turn.calls or turn.thought for turn in messages):
+        raise DataError(
+            f"{source} has tools or reasoning, and the tokenizer has no chat template",
+            limit="a template says how they are written",
+            hint="set `model.tokenizer` to the instruct model's tokenizer, which has a template",
+        )
     last = max(i for i, message in enumerate(messages) if message.role == "assistant")
     prompt = _plain_prompt(messages[:last], tokenizer, source=source)
     text = prompt + messages[last].content + str(tokenizer.eos_token)

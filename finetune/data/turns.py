@@ -83,11 +83,17 @@ class Message:
         return fields
 
 
-def keys_read(role: object, turn: Mapping[str, object]) -> tuple[str, ...]:
-    """Return the keys that are read in a turn, in addition to those of role and text."""
+def keys_read(role: object, turn: Mapping[str, object], *, is_chosen: bool) -> tuple[str, ...]:
+    """Return the keys that are read in a turn, in addition to those of role and text.
+
+    Args:
+        role: As it is written.
+        turn: With its values, of which some can be read and others cannot.
+        is_chosen: Whether a turn may say if it is trained; no turn may where all tokens are.
+    """
     known = SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else ""
     keys = _KEYS_OF_ROLE.get(str(known), ())
-    if known == "assistant":
+    if known == "assistant" and is_chosen:
         keys += tuple(key for key in _TRAIN_KEYS if turn.get(key) in (0, 1))
     return keys
 
@@ -112,7 +118,7 @@ def read_turn(
     role = roles[named]
     fields = {key: value for key, value in turn.items() if key not in ignored}
     if named == "function_call":
-        return Message(role=role, content="", calls=_calls(_parsed(text(turn, keys[1]))))
+        fields = {**fields, "tool_calls": _parsed(text(turn, keys[1])), keys[1]: ""}
     if role == "assistant":
         return _answer(fields, keys[1])
     return Message(

@@ -122,11 +122,6 @@ def test_the_data_hash_covers_weights_seed_and_order(
     assert len({rows.data_hash for rows in [first, *others]}) == 4
 
 
-def test_the_rows_do_not_depend_on_workers(tmp_path: Path, mix: list[dict[str, Any]]) -> None:
-    hashes = {load(tmp_path / str(num), mix=mix, num_workers=num).data_hash for num in (0, 1, 5)}
-    assert len(hashes) == 1
-
-
 def test_the_arrays_of_a_mix_are_those_of_its_examples(
     tmp_path: Path, mix: list[dict[str, Any]]
 ) -> None:

@@ -117,6 +117,19 @@ def test_chats_in_a_csv_are_json_texts(tmp_path: Path) -> None:
     assert ours == theirs
 
 
+def test_a_row_that_is_too_large_is_named_and_the_rows_after_it_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("finetune.data.sources.MAX_ROW_BYTES", 2**20)
+    monkeypatch.setattr("finetune.data.sources._BLOCK_BYTES", 2**10)
+    rows = [ROWS[0], {"instruction": "a" * 3 * 2**20, "output": "b"}, ROWS[1]]
+    file = write_jsonl(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(DataError, match=r"1 of 3 rows(.|\n)*:2: the row has 3 MiB; at most 1"):
+        load(tmp_path, path=str(file))
+    assert load(tmp_path, path=str(file), skip_bad=1).train.sources[1] == f"{file}:3"
+
+
+@pytest.mark.slow
 def test_a_row_of_100_mb_is_named_and_the_rows_after_it_are_read(tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "rows.jsonl", ROWS[:2])
     with file.open("a") as out:
@@ -125,6 +138,19 @@ def test_a_row_of_100_mb_is_named_and_the_rows_after_it_are_read(tmp_path: Path)
     with pytest.raises(DataError, match=r"1 of 4 rows(.|\n)*:3: the row has 95 MiB; at most 64"):
         load(tmp_path, path=str(file))
     assert len(load(tmp_path, path=str(file), skip_bad=1).train) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["json", "parquet"])
+def test_a_row_of_100_mb_is_named_in_other_files_too(tmp_path: Path, kind: str) -> None:
+    chat = [{"role": "user", "content": "a" * 10**8}, {"role": "assistant", "content": "b"}]
+    file = tmp_path / f"rows.{kind}"
+    if kind == "json":
+        file.write_text(json.dumps([{"messages": chat}]))
+    else:
+        datasets.Dataset.from_list([{"messages": chat}]).to_parquet(str(file))
+    with pytest.raises(DataError, match=r"\[0\]: the row has 95 MiB; at most 64"):
+        load(tmp_path, path=str(file), format="messages")
 
 
 def test_a_text_file_larger_than_a_row_may_be_is_refused(tmp_path: Path) -> None:

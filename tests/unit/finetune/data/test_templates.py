@@ -359,3 +359,39 @@ def test_sharegpt_calls_are_the_same_as_those_of_messages(tmp_path: Path) -> Non
         tmp_path, "qwen3", {"conversations": chat, "tools": json.dumps([TOOL["function"]])}
     )
     assert [shown(example, tokenizer_of("qwen3"))] == LEARNED["qwen3", "tool"]
+
+
+def test_a_call_in_sharegpt_may_be_left_out_of_the_loss(tmp_path: Path) -> None:
+    call = json.dumps({"name": "add", "arguments": {"a": 1, "b": "two"}})
+    chat = [
+        {"from": "human", "value": "Q"},
+        {"from": "function_call", "value": call, "train": False},
+        {"from": "observation", "value": "3"},
+        {"from": "gpt", "value": "A"},
+    ]
+    (example,) = examples(tmp_path, "qwen3", {"conversations": chat})
+    assert shown(example, tokenizer_of("qwen3")).count("«") == 1
+
+
+@pytest.mark.parametrize("off", [{"train": False}, {"weight": 0}])
+def test_a_turn_left_out_is_refused_where_the_loss_is_on_all(
+    tmp_path: Path, off: dict[str, Any]
+) -> None:
+    row = {"messages": [user("Q"), says("A", **off)]}
+    with pytest.raises(DataError, match=rf"'{next(iter(off))}' of turn 2 would be dropped"):
+        examples(tmp_path, "chatml", row, loss_on="all")
+
+
+@pytest.mark.parametrize("kind", ["tool", "thought"])
+def test_tools_and_reasoning_are_refused_without_a_template(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / "rows.jsonl"
+    row = {"messages": KINDS[kind][:2], **({"tools": [TOOL]} if kind == "tool" else {})}
+    file.write_text(json.dumps(row) + "\n")
+    with pytest.raises(DataError, match=r"rows\.jsonl:1 has tools or reasoning, and the tokenizer"):
+        load_rows(
+            DataSection(path=str(file)),
+            tiny_tokenizer(chat_template=None),
+            seq_len=200,
+            seed=0,
+            cache_dir=tmp_path / "cache",
+        )
