@@ -232,6 +232,36 @@ def validate(recipe: Source, overrides: Overrides = None) -> None:
         _print(resolved_yaml(load_recipe(recipe, overrides or [])).rstrip())
 
 
+@app.command()
+def data(
+    recipe: Source,
+    overrides: Overrides = None,
+    *,
+    rows: Annotated[int, typer.Option(min=0, help="Rows of each source to show.")] = 3,
+    as_json: AsJson = False,
+    html: Annotated[Path | None, typer.Option(help="Write it as a page to this file.")] = None,
+) -> None:
+    """Show what the model will see: rows with their loss, lengths, and what is left out and why."""
+    with _explained(recipe):
+        from finetune.commands.data import data_view
+        from finetune.report.data_html import data_html
+        from finetune.report.data_view import data_json, data_tables
+
+        if as_json and html is not None:
+            raise ConfigError("both --json and --html", hint="`--json` alone, or `--html` alone")
+        view = data_view(recipe, overrides or [], num_rows=rows, note=_warn)
+        if html is not None:
+            html.write_text(data_html(view), encoding="utf-8")
+            _print(f"Written: {html}")
+            return
+        if as_json:
+            _print(data_json(view))
+            return
+        console = _console()
+        has_colour = console.is_terminal and not console.no_color
+        console.print(data_tables(view, has_colour=has_colour))
+
+
 @app.command("explain")
 def explain_run(
     run_dir: Annotated[Path, typer.Argument(help="A run's directory, finished or not.")],

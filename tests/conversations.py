@@ -1,9 +1,17 @@
 """Conversations, and their tokens."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from finetune.data.dataset import ExampleSet, load_examples
-from finetune.data.rows import Conversation, Message
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from finetune.data.dataset import Chosen, ExampleSet, Tokens, choice_notes, examples_of
+from finetune.data.encode_source import SourceRows, stored_tokens
+from finetune.data.rows import Conversation, LossOn, Message, RowForm
+from finetune.data.sources import Place, Raw
+from finetune.data.tokenize import Encoder
 from tests.doubles import tiny_tokenizer
 
 
@@ -21,12 +29,65 @@ def count_rows(num_rows: int) -> list[Conversation]:
     ]
 
 
-def tokenised(rows: list[Conversation], cache_dir: Path, *, seq_len: int = 512) -> ExampleSet:
-    return load_examples(
-        rows,
-        tiny_tokenizer(),
-        seq_len=seq_len,
-        loss_on="assistant",
-        num_workers=0,
-        cache_dir=cache_dir,
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ListSource:
+    """Conversations in memory, as a source."""
+
+    conversations: tuple[Conversation, ...]
+    path: str = "rows"
+    notes: tuple[str, ...] = ()
+
+    def digest(self) -> str:
+        return repr([row.messages for row in self.conversations])
+
+    def name(self, place: Place) -> str:
+        return self.conversations[place[1]].source
+
+    def rows(self) -> Iterator[tuple[Place, Raw]]:
+        for index, row in enumerate(self.conversations):
+            yield (0, index), {"messages": [message.to_json() for message in row.messages]}
+
+
+def source_of(rows: list[Conversation], *, loss_on: LossOn = "assistant") -> SourceRows:
+    form = RowForm(
+        path="rows", data_format="messages", columns={}, system=None, ignored=(), loss_on=loss_on
     )
+    return SourceRows(
+        source=ListSource(conversations=tuple(rows)),
+        form=form,
+        max_rows=None,
+        drop_duplicates=False,
+        skip_bad=0,
+    )
+
+
+def encoder_of(
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    seq_len: int = 512,
+    loss_on: LossOn = "assistant",
+) -> Encoder:
+    return Encoder(
+        tokenizer=tokenizer or tiny_tokenizer(),
+        seq_len=seq_len,
+        loss_on=loss_on,
+        too_long="truncate",
+    )
+
+
+def tokenised(
+    rows: list[Conversation],
+    cache_dir: Path,
+    *,
+    seq_len: int = 512,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> ExampleSet:
+    encoder = encoder_of(tokenizer, seq_len=seq_len)
+    source = source_of(rows)
+    notes: list[str] = []
+    store, is_from_cache = stored_tokens(
+        source, encoder, num_workers=0, cache_dir=cache_dir, notes=notes, note=notes.append
+    )
+    tokens = Tokens(rows=source, store=store, is_from_cache=is_from_cache)
+    part: Chosen = examples_of(tokens, np.arange(len(rows)))
+    return ExampleSet(parts=(part,), notes=(*notes, *choice_notes([part], encoder)))

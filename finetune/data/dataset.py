@@ -1,64 +1,202 @@
-"""The rows of a run as tokens: read, held out, and tokenised once, in workers if they are many."""
+"""The rows of a run as tokens: each source tokenised once, some rows held out, sources mixed.
+
+The tokens of a source are in a store on disk (`finetune.data.token_cache`). What a run trains on is
+a choice of its examples: those not held out, or of a mix, as many of each source as its weight
+says. `Rows.data_hash` is a digest of the chosen tokens in their order, so it covers the choice.
+"""
 
 import hashlib
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from finetune.data.rows import Conversation, LossOn, read_conversations
-from finetune.data.token_cache import cache_key, read_cache, write_cache
-from finetune.data.tokenize import Example, encode
-from finetune.data.workers import prepare_worker, process_context, worker_died
+from finetune.data.encode_source import Note, SourceRows, stored_tokens
+from finetune.data.mix import drawn, rows_per_source
+from finetune.data.rows import Conversation, RowForm, columns_named
+from finetune.data.sources import open_source
+from finetune.data.token_cache import TokenStore
+from finetune.data.tokenize import IGNORE_INDEX, Encoder, Example, Fate
 from finetune.errors import DataError
-from finetune.recipe.sections import DataSection
+from finetune.recipe.sections import DataSection, MixSource
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase
 
-# A worker process must first import its libraries; this pays off from some ten thousand rows on.
-_MIN_ROWS_PER_WORKER = 20_000
+_BLOCK = 2**16
+_NUM_NAMED = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Tokens:
+    """The tokens of a source."""
+
+    rows: SourceRows
+    store: TokenStore
+    is_from_cache: bool
+
+    def name(self, row: int) -> str:
+        """Return where a row is, in words."""
+        file, number = self.store.places[row].tolist()
+        return self.rows.source.name((file, number))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Chosen:
+    """Some examples of a source.
+
+    Attributes:
+        tokens: Of the source.
+        examples: Their numbers in the store, in order; one may be there several times.
+        row_ids: The rows that they were chosen of, used or dropped.
+    """
+
+    tokens: Tokens
+    examples: "NDArray[np.int64]"
+    row_ids: "NDArray[np.int64]"
+
+    @property
+    def is_whole_store(self) -> bool:
+        """Whether it is every example once, so that arrays need no copy."""
+        num = len(self.tokens.store)
+        return len(self.examples) == num and bool((self.examples == np.arange(num)).all())
+
+    @property
+    def lengths(self) -> "NDArray[np.int64]":
+        """Tokens of each example."""
+        offsets = self.tokens.store.offsets
+        return np.asarray(offsets[self.examples + 1] - offsets[self.examples])
+
+    @property
+    def num_apart(self) -> int:
+        """Count the rows with several examples that are not parts of a long one."""
+        store = self.tokens.store
+        rows, counts = np.unique(store.rows[self.examples], return_counts=True)
+        return int(np.count_nonzero((counts > 1) & (store.fates[rows] != Fate.SPLIT)))
+
+    def blocks(self, name: str) -> "Iterator[NDArray[np.int32]]":
+        """Give the tokens or the labels of the examples, end to end, some at a time."""
+        store = self.tokens.store
+        array = {"input_ids": store.input_ids, "labels": store.labels}[name]
+        if self.is_whole_store:
+            yield array
+            return
+        for at in range(0, len(self.examples), _BLOCK):
+            examples = self.examples[at : at + _BLOCK]
+            yield _gathered(array, store.offsets, examples)
+
+    def with_fate(self, fate: Fate) -> "NDArray[np.int64]":
+        """Return the rows with a fate."""
+        return np.asarray(self.row_ids[self.tokens.store.fates[self.row_ids] == fate])
+
+
+def _gathered(
+    array: "NDArray[Any]", offsets: "NDArray[np.int64]", examples: "NDArray[np.int64]"
+) -> "NDArray[Any]":
+    """Return the parts of an array that examples have, end to end."""
+    starts = offsets[examples]
+    lengths = offsets[examples + 1] - starts
+    ends = np.cumsum(lengths)
+    if len(ends) == 0:
+        return array[:0]
+    places = np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1])
+    return np.asarray(array[places])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ExampleSet(Sequence[Example]):
-    """The tokens of all rows in flat arrays: row i is `offsets[i]` to `offsets[i + 1]`.
+    """Examples of one or several sources, in the order of the sources.
 
-    Tokens that end a row's answers are at `end_offsets[i]` to `end_offsets[i + 1]` of `end_ids`.
+    Attributes:
+        parts: Of each source.
+        notes: What a user should know about them.
     """
 
-    input_ids: "NDArray[np.int32]"
-    labels: "NDArray[np.int32]"
-    offsets: "NDArray[np.int64]"
-    sources: tuple[str, ...]
-    is_truncated: "NDArray[np.bool_]"
-    end_ids: "NDArray[np.int32]"
-    end_offsets: "NDArray[np.int64]"
-    dropped: tuple[str, ...]
-    is_from_cache: bool
-    notes: tuple[str, ...]
+    parts: tuple[Chosen, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def input_ids(self) -> "NDArray[np.int32]":
+        """The tokens of all examples, end to end."""
+        return self._flat("input_ids")
+
+    @property
+    def labels(self) -> "NDArray[np.int32]":
+        """The same tokens, or -100 for no loss."""
+        return self._flat("labels")
+
+    @property
+    def offsets(self) -> "NDArray[np.int64]":
+        """Where each example starts in them, and the last one ends."""
+        return np.concatenate([[0], np.cumsum(self._lengths())])
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Return the number of tokens of each example."""
+        return tuple(self._lengths().tolist())
+
+    @property
+    def loss_tokens(self) -> "NDArray[np.int64]":
+        """Return the number of tokens of each example that have a loss."""
+        counts = [np.empty(0, np.int64)]
+        for part in self.parts:
+            at = 0
+            for labels in part.blocks("labels"):
+                lengths = part.lengths if part.is_whole_store else part.lengths[at : at + _BLOCK]
+                starts = np.cumsum(lengths) - lengths
+                has_loss = labels != IGNORE_INDEX
+                has_loss[starts] = False  # the first token is never predicted
+                counts.append(np.add.reduceat(has_loss, starts, dtype=np.int64))
+                at += _BLOCK
+        return np.concatenate(counts)
+
+    @property
+    def is_truncated(self) -> "NDArray[np.bool_]":
+        """Whether each example was cut at its right."""
+        return np.concatenate(
+            [part.tokens.store.is_truncated[part.examples] for part in self.parts]
+        )
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Where the row of each example is, in words."""
+        return tuple(
+            part.tokens.name(row)
+            for part in self.parts
+            for row in part.tokens.store.rows[part.examples].tolist()
+        )
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """The rows without an example, in words."""
+        fates = (Fate.NOTHING_LEFT, Fate.TOO_LONG, Fate.NOT_TRAINED)
+        return tuple(
+            part.tokens.name(row)
+            for part in self.parts
+            for row in part.row_ids[np.isin(part.tokens.store.fates[part.row_ids], fates)].tolist()
+        )
+
+    @property
+    def is_from_cache(self) -> bool:
+        """Whether nothing had to be tokenised."""
+        return all(part.tokens.is_from_cache for part in self.parts)
 
     @property
     def num_truncated(self) -> int:
-        """Count the rows that were cut and still have something to learn."""
+        """Count the examples that were cut and still have something to learn."""
         return int(self.is_truncated.sum())
 
     @property
     def num_dropped(self) -> int:
-        """Count the rows that have no loss within seq_len."""
+        """Count the rows of which nothing is learned."""
         return len(self.dropped)
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Return the number of tokens of each row."""
-        return tuple(np.diff(self.offsets).tolist())
 
     @property
     def answer_ends(self) -> tuple[int, ...]:
@@ -66,25 +204,104 @@ class ExampleSet(Sequence[Example]):
 
         A template may end a row's last answer with a different token than earlier answers.
         """
-        num_ends = np.diff(self.end_offsets)
-        is_whole = ~self.is_truncated & (num_ends > 0)
-        last = self.end_ids[self.end_offsets[1:][is_whole] - 1]
-        counts = [Counter(last.tolist()), Counter(self.end_ids.tolist())]
-        return tuple(dict.fromkeys(token for part in counts for token, _ in part.most_common()))
+        counts: list[Counter[int]] = [Counter(), Counter()]
+        for part in self.parts:
+            store = part.tokens.store
+            num_ends = store.end_offsets[part.examples + 1] - store.end_offsets[part.examples]
+            is_whole = ~store.is_truncated[part.examples] & (num_ends > 0)
+            last = store.end_ids[store.end_offsets[part.examples[is_whole] + 1] - 1]
+            ends = _gathered(store.end_ids, store.end_offsets, part.examples)
+            for count, found in zip(counts, (last, ends), strict=True):
+                count.update(dict(zip(*map(np.ndarray.tolist, _first_counts(found)), strict=True)))
+        return tuple(dict.fromkeys(token for count in counts for token, _ in count.most_common()))
+
+    def digest(self) -> str:
+        """Digest the tokens, their labels and where each example starts."""
+        digest = hashlib.sha256()
+        for name in ("input_ids", "labels"):
+            for part in self.parts:
+                for block in part.blocks(name):
+                    digest.update(np.ascontiguousarray(block).data)
+        digest.update(self.offsets.tobytes())
+        return digest.hexdigest()
 
     def __len__(self) -> int:
-        return len(self.sources)
+        return sum(len(part.examples) for part in self.parts)
 
-    def __getitem__(self, index: int) -> Example:  # type: ignore[override]  # no slices
-        row = range(len(self))[index]
-        part = slice(self.offsets[row], self.offsets[row + 1])
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Example]: ...
+
+    def __getitem__(self, index: int | slice) -> Example | list[Example]:
+        if isinstance(index, slice):
+            return [self[one] for one in range(len(self))[index]]
+        number = range(len(self))[index]
+        ends = list(accumulate(len(part.examples) for part in self.parts))
+        which = bisect_right(ends, number)
+        part = self.parts[which]
+        store = part.tokens.store
+        example = int(part.examples[number - (ends[which - 1] if which else 0)])
+        tokens = slice(int(store.offsets[example]), int(store.offsets[example + 1]))
+        end_ids = store.end_ids[store.end_offsets[example] : store.end_offsets[example + 1]]
         return Example(
-            input_ids=self.input_ids[part],
-            labels=self.labels[part],
-            source=self.sources[row],
-            is_truncated=bool(self.is_truncated[row]),
-            end_ids=tuple(self.end_ids[self.end_offsets[row] : self.end_offsets[row + 1]].tolist()),
+            input_ids=np.asarray(store.input_ids[tokens]),
+            labels=np.asarray(store.labels[tokens]),
+            source=part.tokens.name(int(store.rows[example])),
+            is_truncated=bool(store.is_truncated[example]),
+            end_ids=tuple(end_ids.tolist()),
         )
+
+    def _lengths(self) -> "NDArray[np.int64]":
+        return np.concatenate([np.empty(0, np.int64), *(part.lengths for part in self.parts)])
+
+    def _flat(self, name: str) -> "NDArray[np.int32]":
+        blocks = [block for part in self.parts for block in part.blocks(name)]
+        return np.concatenate([np.empty(0, np.int32), *blocks])
+
+
+def _first_counts(tokens: "NDArray[np.int32]") -> "tuple[NDArray[Any], NDArray[Any]]":
+    """Return tokens in the order of their first place, and how often each is there."""
+    found, first, counts = np.unique(tokens, return_index=True, return_counts=True)
+    order = np.argsort(first)
+    return found[order], counts[order]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldOutRows(Sequence[Conversation]):
+    """The held-out rows as conversations, read again when they are asked for.
+
+    Attributes:
+        parts: Of each source, its rows and the places of those that are held out.
+    """
+
+    parts: tuple[tuple[SourceRows, frozenset[tuple[int, int]]], ...] = ()
+
+    def __len__(self) -> int:
+        return sum(len(places) for _, places in self.parts)
+
+    @overload
+    def __getitem__(self, index: int) -> Conversation: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Conversation, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Conversation | tuple[Conversation, ...]:
+        numbers = range(len(self))[index if isinstance(index, slice) else slice(index, None)]
+        wanted = numbers if isinstance(index, slice) else numbers[:1]
+        found = dict(zip(range(max(wanted, default=-1) + 1), self._read(), strict=False))
+        rows = tuple(found[number] for number in wanted)
+        return rows if isinstance(index, slice) else rows[0]
+
+    def _read(self) -> Iterator[Conversation]:
+        for rows, places in self.parts:
+            form, named = rows.opened()
+            for place, name, raw in named:
+                if place in places:
+                    row = form.read(name, raw)
+                    assert isinstance(row, Conversation)
+                    yield row
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,27 +313,23 @@ class Rows:
         held_out: Tokens of the held-out rows, None if there are none.
         held_out_rows: The same as conversations, for samples.
         unused_columns: Columns that are read from no row, except those that the recipe ignores.
+        notes: What a user should know about the rows: unused columns, cut, dropped, cached.
     """
 
     train: ExampleSet
     held_out: ExampleSet | None
-    held_out_rows: tuple[Conversation, ...]
+    held_out_rows: Sequence[Conversation]
     unused_columns: tuple[str, ...]
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What a user should know about the rows: unused columns, cut, dropped, cached."""
-        unused = (f"Columns that are not used: {', '.join(self.unused_columns)}",)
-        cut = self.train.notes + (self.held_out.notes if self.held_out else ())
-        return (unused if self.unused_columns else ()) + cut
+    notes: tuple[str, ...]
 
     @property
     def data_hash(self) -> str:
         """Digest of the training tokens, which must be the same when a run is resumed."""
-        digest = hashlib.sha256(self.train.input_ids.tobytes())
-        digest.update(self.train.labels.tobytes())
-        digest.update(self.train.offsets.tobytes())
-        return digest.hexdigest()
+        return self.train.digest()
+
+
+def _quiet(_: str) -> None:
+    """Report no progress."""
 
 
 def load_rows(
@@ -126,43 +339,106 @@ def load_rows(
     seq_len: int,
     seed: int,
     cache_dir: Path,
+    note: Note = _quiet,
 ) -> Rows:
     """Read and tokenise what the recipe names.
+
+    Args:
+        data: The recipe's section.
+        tokenizer: Of the model.
+        seq_len: Most tokens of a row.
+        seed: Of what is held out, and of a mix.
+        cache_dir: Where tokens are kept.
+        note: Reports progress.
 
     Raises:
         DataError: A file is missing or empty, or rows are bad; each is named by file and line.
     """
-    rows = _read(data, data.path)
-    held_out = _read(data, data.eval_path) if data.eval_path is not None else []
-    unused = _unused_columns(rows + held_out, data)
-    if data.eval_frac is not None:
-        rows, held_out = split_held_out(rows, eval_frac=data.eval_frac, seed=seed)
+    encoder = Encoder(
+        tokenizer=tokenizer, seq_len=seq_len, loss_on=data.loss_on, too_long=data.too_long
+    )
+    notes: list[str] = []
 
-    def tokens(conversations: list[Conversation]) -> ExampleSet:
-        return load_examples(
-            conversations,
-            tokenizer,
-            seq_len=seq_len,
-            loss_on=data.loss_on,
-            num_workers=data.num_workers,
-            cache_dir=cache_dir,
+    def tokens(source: MixSource) -> Tokens:
+        rows = source_rows(data, source)
+        num_workers = 0 if data.num_workers == 0 else None
+        store, is_from_cache = stored_tokens(
+            rows, encoder, num_workers=num_workers, cache_dir=cache_dir, notes=notes, note=note
         )
+        notes.extend(_source_notes(rows, store))
+        return Tokens(rows=rows, store=store, is_from_cache=is_from_cache)
 
+    sources = [tokens(source) for source in data.sources]
+    every = [np.arange(len(one.store.fates)) for one in sources]
+    held_out = list[Chosen]()
+    if data.eval_path is not None:
+        others = tokens(MixSource(path=data.eval_path))
+        held_out = [examples_of(others, np.arange(len(others.store.fates)))]
+    unused = _unused_columns([*sources, *(part.tokens for part in held_out)], data)
+    if data.eval_frac is not None:
+        num_rows = sum(map(len, every))
+        is_held_out = held_out_mask(num_rows, eval_frac=data.eval_frac, seed=seed)
+        masks = np.split(is_held_out, np.cumsum([len(rows) for rows in every])[:-1])
+        held_out = [
+            examples_of(one, np.flatnonzero(m)) for one, m in zip(sources, masks, strict=True)
+        ]
+        every = [np.flatnonzero(~mask) for mask in masks]
+    chosen = [examples_of(one, rows) for one, rows in zip(sources, every, strict=True)]
+    notes += choice_notes(chosen, encoder)
+    if data.mix:
+        chosen, mix_notes = _mixed(chosen, data, seed=seed)
+        notes += mix_notes
+    held_out_notes = choice_notes(held_out, encoder) if held_out else []
+    first = [f"Columns that are not used: {', '.join(unused)}"] if unused else []
     return Rows(
-        train=tokens(rows),
-        held_out=tokens(held_out) if held_out else None,
-        held_out_rows=tuple(held_out),
+        train=ExampleSet(parts=tuple(chosen)),
+        held_out=ExampleSet(parts=tuple(held_out)) if held_out else None,
+        held_out_rows=HeldOutRows(parts=tuple(_places(part) for part in held_out)),
         unused_columns=unused,
+        notes=(*first, *notes, *held_out_notes),
     )
 
 
-def _unused_columns(rows: Sequence[Conversation], data: DataSection) -> tuple[str, ...]:
+def source_rows(data: DataSection, source: MixSource) -> SourceRows:
+    """Return the rows of a source of the recipe; what it leaves out is as in `data`.
+
+    Raises:
+        DataError: There is no such source.
+    """
+    max_rows = source.max_rows
+    if max_rows is None and not data.mix and source.path != data.eval_path:
+        max_rows = data.max_rows
+    has_own = source.columns is not None
+    columns = columns_named(
+        data.columns if source.columns is None else source.columns,
+        prompt=None if has_own else data.prompt_column,
+        completion=None if has_own else data.completion_column,
+        messages=None if has_own else data.messages_column,
+    )
+    form = RowForm(
+        path=source.path,
+        data_format=source.format or data.format,
+        columns=columns,
+        system=source.system or data.system,
+        ignored=data.ignored_columns,
+        loss_on=data.loss_on,
+    )
+    return SourceRows(
+        source=open_source(source.path),
+        form=form,
+        max_rows=max_rows,
+        drop_duplicates=data.drop_duplicates,
+        skip_bad=data.skip_bad,
+    )
+
+
+def _unused_columns(tokens: Sequence[Tokens], data: DataSection) -> tuple[str, ...]:
     """Return the unused columns, in the order of the rows.
 
     Raises:
         DataError: The recipe ignores a column that no row has, or that is used.
     """
-    unused = dict.fromkeys(key for row in rows for key in row.unused)
+    unused = dict.fromkeys(key for one in tokens for key in one.store.report.unused)
     for name in data.ignored_columns:
         if name not in unused:
             raise DataError(
@@ -173,78 +449,12 @@ def _unused_columns(rows: Sequence[Conversation], data: DataSection) -> tuple[st
     return tuple(name for name in unused if name not in data.ignored_columns)
 
 
-def _read(data: DataSection, path: str) -> list[Conversation]:
-    return read_conversations(
-        path=path,
-        data_format=data.format,
-        prompt_column=data.prompt_column,
-        completion_column=data.completion_column,
-        messages_column=data.messages_column,
-        system=data.system,
-        ignored=data.ignored_columns,
-        loss_on=data.loss_on,
-    )
-
-
-def load_examples(
-    conversations: Sequence[Conversation],
-    tokenizer: "PreTrainedTokenizerBase",
-    *,
-    seq_len: int,
-    loss_on: LossOn,
-    num_workers: int,
-    cache_dir: Path,
-) -> ExampleSet:
-    """Tokenise all rows, or take them from the cache; large data sets use worker processes.
-
-    The cache file is named by a digest of the rows, the tokenizer and the settings, and written
-    whole or not at all. Rows with no loss within `seq_len` are left out, and named in the notes.
-
-    Raises:
-        DataError: The template does not fit, or no row is left.
-    """
-    key = cache_key(conversations, tokenizer, seq_len=seq_len, loss_on=loss_on)
-    file = cache_dir / f"tokens-{key}.npz"
-    notes: list[str] = []
-    arrays = read_cache(file, notes=notes)
-    is_from_cache = arrays is not None
-    if arrays is None:
-        examples = encode_all(
-            conversations,
-            tokenizer,
-            seq_len=seq_len,
-            loss_on=loss_on,
-            num_workers=min(num_workers, len(conversations) // _MIN_ROWS_PER_WORKER),
-        )
-        arrays = _flatten(examples)
-        write_cache(file, arrays, notes=notes)
-    sources = [conversation.source for conversation in conversations]
-    kept: list[int] = arrays["kept"].tolist()
-    dropped = tuple(sources[row] for row in sorted(set(range(len(sources))) - set(kept)))
-    notes += _summary(arrays, dropped, num_rows=len(sources), seq_len=seq_len)
-    return ExampleSet(
-        input_ids=arrays["input_ids"],
-        labels=arrays["labels"],
-        offsets=arrays["offsets"],
-        sources=tuple(sources[row] for row in kept),
-        is_truncated=arrays["is_truncated"],
-        end_ids=arrays["end_ids"],
-        end_offsets=arrays["end_offsets"],
-        dropped=dropped,
-        is_from_cache=is_from_cache,
-        notes=tuple(notes),
-    )
-
-
-def split_held_out(
-    conversations: Sequence[Conversation], *, eval_frac: float, seed: int
-) -> tuple[list[Conversation], list[Conversation]]:
-    """Split rows into those to train on and those held out, both in their old order.
+def held_out_mask(num_rows: int, *, eval_frac: float, seed: int) -> "NDArray[np.bool_]":
+    """Return which of the rows are held out.
 
     Raises:
         DataError: There are too few rows to leave one on either side.
     """
-    num_rows = len(conversations)
     num_held_out = max(1, round(num_rows * eval_frac))
     if num_held_out >= num_rows:
         raise DataError(
@@ -252,25 +462,111 @@ def split_held_out(
             limit="at least one row must remain to train on",
             hint="lower `data.eval_frac`, or name a file by `data.eval_path`",
         )
-    held_out = set(shuffled(num_rows, seed=seed, epoch=0)[:num_held_out].tolist())
-    train = [row for index, row in enumerate(conversations) if index not in held_out]
-    return train, [conversations[index] for index in sorted(held_out)]
+    mask = np.zeros(num_rows, dtype=np.bool_)
+    mask[shuffled(num_rows, seed=seed, epoch=0)[:num_held_out]] = True
+    return mask
 
 
-def _summary(
-    arrays: "dict[str, NDArray[Any]]", dropped: Sequence[str], *, num_rows: int, seq_len: int
-) -> list[str]:
-    """Report what was cut and dropped, and raise if nothing is left."""
-    notes = []
-    if num_truncated := int(arrays["is_truncated"].sum()):
-        notes.append(f"{num_truncated} of {num_rows} rows were cut to {seq_len} tokens")
-    if dropped:
-        named = ", ".join(dropped[:3]) + (", ..." if len(dropped) > 3 else "")
+def examples_of(tokens: Tokens, row_ids: "NDArray[np.int64]") -> Chosen:
+    """Return the examples of some rows."""
+    is_taken = np.zeros(len(tokens.store.fates), dtype=np.bool_)
+    is_taken[row_ids] = True
+    examples = np.flatnonzero(is_taken[tokens.store.rows])
+    return Chosen(tokens=tokens, examples=examples, row_ids=row_ids)
+
+
+def _places(part: Chosen) -> tuple[SourceRows, frozenset[tuple[int, int]]]:
+    store = part.tokens.store
+    if store.report.num_documents:
+        return part.tokens.rows, frozenset()
+    return part.tokens.rows, frozenset(map(tuple, store.places[part.row_ids].tolist()))
+
+
+def _mixed(
+    parts: Sequence[Chosen], data: DataSection, *, seed: int
+) -> tuple[list[Chosen], list[str]]:
+    """Return as many examples of each source as its weight says, and say how many."""
+    sizes = [len(part.examples) for part in parts]
+    for part, size in zip(parts, sizes, strict=True):
+        if size == 0:
+            raise DataError(
+                f"{part.tokens.rows.source.path} has no rows left to train on",
+                limit="each source of `data.mix` must give some rows",
+                hint="leave it out of `data.mix`, or hold out fewer rows",
+            )
+    counts = rows_per_source(sizes, [one.weight for one in data.mix], max_rows=data.max_rows)
+    mixed, notes = [], list[str]()
+    for number, (part, size, count) in enumerate(zip(parts, sizes, counts, strict=True)):
+        examples = part.examples[drawn(count, size, seed=seed, source=number)]
+        mixed.append(Chosen(tokens=part.tokens, examples=examples, row_ids=part.row_ids))
+        share = 100 * count / sum(counts)
         notes.append(
-            f"{len(dropped)} of {num_rows} rows were dropped: their answers start beyond"
-            f" {seq_len} tokens ({named})"
+            f"{part.tokens.rows.source.path}: {count:,} of an epoch's {sum(counts):,} rows"
+            f" ({share:.1f} %), {count / size:.2f} times its {size:,}"
         )
-    if len(dropped) == num_rows:
+    return mixed, notes
+
+
+# --------------------------------------------------------------------------------------------------
+# What a user should know
+# --------------------------------------------------------------------------------------------------
+
+
+def _source_notes(rows: SourceRows, store: TokenStore) -> list[str]:
+    """Say what of a source is not among its rows."""
+    path, report = rows.source.path, store.report
+    notes = [*rows.source.notes]
+    if report.num_documents:
+        notes.append(f"{path}: {report.num_documents:,} documents, joined")
+    if report.num_duplicates:
+        notes.append(f"{report.num_duplicates:,} rows of {path} were dropped as duplicates")
+    if report.skipped:
+        bad = [f"{rows.source.name((file, line))}: {what}" for file, line, what in report.skipped]
+        notes.append(f"{len(bad)} bad rows of {path} were skipped:\n  " + "\n  ".join(bad[:10]))
+    return notes
+
+
+def choice_notes(parts: Sequence[Chosen], encoder: Encoder) -> list[str]:
+    """Report what was cut, split and dropped.
+
+    Raises:
+        DataError: Nothing is left, or a row is too long and the recipe asks for an error.
+    """
+    seq_len = encoder.seq_len
+    num_rows = sum(len(part.row_ids) for part in parts)
+    found = {fate: _with_fate(parts, fate) for fate in Fate}
+    if encoder.too_long == "error" and found[Fate.TOO_LONG][0]:
+        num, named = found[Fate.TOO_LONG]
+        raise DataError(
+            f"{num} of {num_rows} rows have more than {seq_len} tokens: {named}",
+            limit="`data.too_long` is error",
+            hint="raise `train.seq_len`, or `data.too_long: truncate`, `drop` or `split`",
+        )
+    num_cut = sum(int(p.tokens.store.is_truncated[p.examples].sum()) for p in parts)
+    notes = [f"{num_cut} of {num_rows} rows were cut to {seq_len} tokens"] if num_cut else []
+    whys = {
+        Fate.SPLIT: f"were split into parts of at most {seq_len} tokens",
+        Fate.NOTHING_LEFT: f"were dropped: their answers start beyond {seq_len} tokens",
+        Fate.TOO_LONG: f"were dropped: they have more than {seq_len} tokens",
+        Fate.NOT_TRAINED: "were dropped: none of their turns is trained",
+    }
+    for fate, why in whys.items():
+        num, named = found[fate]
+        if num:
+            notes.append(f"{num} of {num_rows} rows {why} ({named})")
+    num_apart = sum(part.num_apart for part in parts)
+    if num_apart:
+        notes.append(
+            f"{num_apart} of {num_rows} rows are learned in several texts: the template writes"
+            " earlier turns otherwise once later ones follow"
+        )
+    if not any(len(part.examples) for part in parts):
+        if found[Fate.NOT_TRAINED][0] == num_rows:
+            raise DataError(
+                f"none of the {num_rows} rows has a turn that is trained",
+                limit="at least one row must have something to learn",
+                hint="leave out `train: false` in the turns to learn",
+            )
         raise DataError(
             f"none of the {num_rows} rows has an answer within {seq_len} tokens",
             limit="at least one row must have something to learn",
@@ -279,81 +575,12 @@ def _summary(
     return notes
 
 
-def encode_all(
-    conversations: Sequence[Conversation],
-    tokenizer: "PreTrainedTokenizerBase",
-    *,
-    seq_len: int,
-    loss_on: LossOn,
-    num_workers: int,
-) -> list[Example]:
-    """Encode rows in worker processes; 0 is this process.
-
-    Raises:
-        DataError: A row cannot be encoded, or a worker died.
-    """
-    if num_workers == 0:
-        return [encode(row, tokenizer, seq_len=seq_len, loss_on=loss_on) for row in conversations]
-    share = -(-len(conversations) // num_workers)
-    parts = [conversations[at : at + share] for at in range(0, len(conversations), share)]
-    examples: list[Example] = []
-    with ProcessPoolExecutor(
-        num_workers, mp_context=process_context(), initializer=prepare_worker
-    ) as pool:
-        jobs = [pool.submit(_encode_part, part, tokenizer, seq_len, loss_on) for part in parts]
-        for job in jobs:
-            encoded = _result(job)
-            if isinstance(encoded, _Refusal):
-                pool.shutdown(cancel_futures=True)
-                raise DataError(encoded.what, limit=encoded.limit, hint=encoded.hint)
-            examples += encoded
-    return examples
-
-
-def _result(job: Future["list[Example] | _Refusal"]) -> "list[Example] | _Refusal":
-    """Wait for a worker; one that was killed is an error, not a hang."""
-    try:
-        return job.result()
-    except BrokenProcessPool as error:
-        raise worker_died("tokenising", error) from error
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Refusal:
-    """A DataError in transit between processes: exceptions with keywords cannot be pickled."""
-
-    what: str
-    limit: str
-    hint: str
-
-
-def _encode_part(
-    rows: Sequence[Conversation],
-    tokenizer: "PreTrainedTokenizerBase",
-    seq_len: int,
-    loss_on: LossOn,
-) -> list[Example] | _Refusal:
-    """Encode a worker's share."""
-    try:
-        return [encode(row, tokenizer, seq_len=seq_len, loss_on=loss_on) for row in rows]
-    except DataError as error:
-        return _Refusal(what=error.what, limit=error.limit, hint=error.hint)
-
-
-def _flatten(examples: Sequence[Example]) -> "dict[str, NDArray[Any]]":
-    """Lay the rows that have a loss end to end."""
-    kept = [index for index, example in enumerate(examples) if example.num_loss_tokens]
-    rows = [examples[index] for index in kept]
-    none = np.empty(0, dtype=np.int32)
-    return {
-        "kept": np.array(kept, dtype=np.int64),
-        "input_ids": np.concatenate([none, *(row.input_ids for row in rows)]),
-        "labels": np.concatenate([none, *(row.labels for row in rows)]),
-        "offsets": np.cumsum([0, *(len(row.input_ids) for row in rows)], dtype=np.int64),
-        "is_truncated": np.array([row.is_truncated for row in rows], dtype=np.bool_),
-        "end_ids": np.array([token for row in rows for token in row.end_ids], dtype=np.int32),
-        "end_offsets": np.cumsum([0, *(len(row.end_ids) for row in rows)], dtype=np.int64),
-    }
+def _with_fate(parts: Sequence[Chosen], fate: Fate) -> tuple[int, str]:
+    """Count the rows with a fate, and name the first ones."""
+    found = [(part, part.with_fate(fate)) for part in parts]
+    num = sum(len(rows) for _, rows in found)
+    first = [part.tokens.name(row) for part, rows in found for row in rows[:_NUM_NAMED].tolist()]
+    return num, ", ".join(first[:_NUM_NAMED]) + (", ..." if num > _NUM_NAMED else "")
 
 
 @lru_cache(maxsize=4)

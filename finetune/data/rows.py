@@ -1,55 +1,40 @@
 """Read the rows of a data set into one form: conversations that know where they came from.
 
 A row may be a chat (`messages` with role and content, or ShareGPT's `conversations` with from and
-value), an Alpaca instruction, or a prompt with its completion. All become a `Conversation`:
-messages with the roles system, user and assistant, and a source such as `train.jsonl:17`.
+value), an Alpaca instruction, a prompt with its completion, or a document. A document stays text;
+all others become a `Conversation`: messages, and a source such as `train.jsonl:17`.
 
-A row that cannot be used is never skipped: the reader goes through the whole file and then raises
-one error that names the bad rows. A run that silently trains on 97 % of its rows has a bug that
-nobody finds.
+A row that cannot be used is not skipped unless the recipe says how many may be: the reader goes
+through the whole file and then raises one error that names the bad rows. A run that silently trains
+on 97 % of its rows has a bug that nobody finds.
 """
 
-import difflib
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from finetune.data.sources import Raw, RowError, decoded, open_source
+from finetune.data.turns import Message as Message
+from finetune.data.turns import keys_read, mapping, read_tools, read_turn, text
 from finetune.data.unread import MEANINGS, find_unread, find_unread_in_turns
 from finetune.errors import DataError
+from finetune.recipe.sections import FORMAT_COLUMNS, ColumnName
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
-LossOn = Literal["assistant", "all"]
+LossOn = Literal["assistant", "last", "all"]
 
-FORMATS = ("messages", "sharegpt", "alpaca", "prompt_completion")
+FORMATS = tuple(FORMAT_COLUMNS)
 
 _MAX_SHOWN = 10
-_ROLES = ("system", "user", "assistant")
-_SHAREGPT_ROLES = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-}
-
-
 _TURN_KEYS = {
-    "messages": (("role", "content"), ("system", "user")),
-    "sharegpt": (("from", "value"), ("system", "human", "user")),
+    "messages": (("role", "content"), ("system", "developer", "user", "tool")),
+    "sharegpt": (("from", "value"), ("system", "human", "user", "observation", "tool")),
 }
-"""Format -> the keys of a turn's role and text, and the roles that ask."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Message:
-    """One turn: who speaks (system, user or assistant) and what is said."""
-
-    role: str
-    content: str
+"""Format -> the keys of a turn's role and text, and the roles that are not learned."""
+_COLUMNS = {name: columns for name, (columns, _) in FORMAT_COLUMNS.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,54 +45,176 @@ class Conversation:
         messages: Its turns.
         source: Where it is: `path:line` or `path[index]`.
         unused: Keys of the row and of its turns that hold something that is not read.
+        tools: Definitions of the tools that its answers may call.
     """
 
     messages: tuple[Message, ...]
     source: str
     unused: tuple[str, ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Columns:
-    """The column names that the recipe gives; None means the format's usual name."""
+class Document:
+    """A text to continue pretraining on, all of it learned."""
 
-    prompt: str | None
-    completion: str | None
-    messages: str | None
-
-    def of(self, data_format: str) -> tuple[str, ...]:
-        """Return the columns without which a row is not of the format."""
-        return {
-            "messages": (self.messages or "messages",),
-            "sharegpt": (self.messages or "conversations",),
-            "alpaca": ("instruction", "output"),
-            "prompt_completion": (self.prompt or "prompt", self.completion or "completion"),
-        }[data_format]
-
-    def optional(self, data_format: str) -> tuple[str, ...]:
-        """Return the columns that are read where a row has them."""
-        return ("input",) if data_format == "alpaca" else ()
+    text: str
+    source: str
+    unused: tuple[str, ...] = ()
 
 
-class _RowError(Exception):
-    """What is wrong with one row; collected, never seen by a caller.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowForm:
+    """How a source's rows are read.
 
     Attributes:
-        lost: Keys that mean something and would not be read.
+        path: Of the source, for errors.
+        data_format: One of `FORMATS`, or `auto` to detect it from the keys of the first row.
+        columns: A format's column name -> the name in the file, where that is another.
+        system: System prompt for conversations that have none of their own.
+        ignored: Columns, and keys of turns, that are left out on purpose.
+        loss_on: What is learned; a turn without a loss may have a weight of 0.
     """
 
-    def __init__(self, problem: str, *, lost: Sequence[str] = ()) -> None:
-        super().__init__(problem)
-        self.lost = tuple(lost)
+    path: str
+    data_format: str
+    columns: Mapping[str, str]
+    system: str | None
+    ignored: tuple[str, ...]
+    loss_on: LossOn
+
+    def detected(self, rows: "Iterable[tuple[str, Raw]]") -> "RowForm":
+        """Return the form with the format of the first readable row.
+
+        Raises:
+            DataError: No row can be read, or its format is not clear.
+        """
+        if self.data_format != "auto":
+            return self
+        problems = []
+        for source, raw in rows:
+            row = decoded(raw)
+            if isinstance(row, Mapping):
+                return replace(self, data_format=self._detect(source, row))
+            problems.append(f"{source}: {row if isinstance(row, RowError) else 'not an object'}")
+        raise bad_rows(problems, len(problems), form=self)
+
+    def read(self, source: str, raw: Raw) -> Conversation | Document:
+        """Read one row.
+
+        Raises:
+            RowError: It cannot be used.
+        """
+        row = mapping(decoded(raw))
+        try:
+            unused = self._unused(row)
+            if self.data_format == "text":
+                return _document(text(row, self.column("text")), source, unused)
+            messages = _PARSERS[self.data_format](row, self)
+            tools_column = self.column("tools")
+            tools = row.get(tools_column) if tools_column in self._optional() else None
+            return Conversation(
+                messages=self._with_system(_checked(messages), row),
+                source=source,
+                unused=unused,
+                tools=read_tools(tools) if tools else (),
+            )
+        except RowError as error:
+            others = [name for name in FORMATS if self._fits(row, name)]
+            if others and self.data_format not in others:
+                problem = f"{error}; it is a row of the format {others[0]}"
+                raise RowError(problem, error.lost) from None
+            raise
+
+    def column(self, name: str) -> str:
+        """Return the file's name of a column."""
+        return self.columns.get(name, name)
+
+    def _detect(self, source: str, row: Mapping[str, object]) -> str:
+        """Return the one format whose columns a row has."""
+        found = [name for name in FORMATS if self._fits(row, name)]
+        if len(found) > 1 and "text" in found:
+            found.remove("text")
+        if len(found) == 1:
+            return found[0]
+        wanted = "; ".join(f"{name} ({', '.join(self._shown(name))})" for name in FORMATS)
+        reason = f"fit several formats: {', '.join(found)}" if found else "fit no format"
+        raise DataError(
+            f"{source} has the keys {', '.join(map(str, row))}, which {reason}",
+            limit=f"the formats and their columns are: {wanted}",
+            hint=f"`data.format: {found[0]}`" if found else _hint_for_columns(row),
+        )
+
+    def _shown(self, data_format: str) -> tuple[str, ...]:
+        return tuple(self.column(name) for name in _COLUMNS[data_format])
+
+    def _fits(self, row: Mapping[str, object], data_format: str) -> bool:
+        """Return whether a row has a format's columns.
+
+        Two chat formats that share a column differ in their turns.
+        """
+        keys = self._shown(data_format)
+        if not all(key in row for key in keys):
+            return False
+        turns = row[keys[0]]
+        first = turns[0] if isinstance(turns, list) and turns else None
+        foreign = {"messages": "from", "sharegpt": "role"}.get(data_format)
+        return not (isinstance(first, Mapping) and foreign in first)
+
+    def _unused(self, row: Mapping[str, object]) -> tuple[str, ...]:
+        """Return the keys of a row and its turns that are not read, if that loses nothing."""
+        ignored = self.ignored
+        columns = self._shown(self.data_format)
+        read = columns + self._optional()
+        found = [find_unread(row, read=read, ignored=ignored)]
+        turns = row.get(columns[0])
+        if self.data_format in _TURN_KEYS and isinstance(turns, list):
+            keys, asks = _TURN_KEYS[self.data_format]
+            found.append(
+                find_unread_in_turns(
+                    turns,
+                    read=keys,
+                    also_read=partial(keys_read, is_chosen=self.loss_on != "all"),
+                    ignored=ignored,
+                    unlearned_roles=asks if self.loss_on != "all" else (),
+                )
+            )
+        lost = {key: problem for part in found for key, problem in part.lost.items()}
+        if lost:
+            raise RowError("; ".join(lost.values()), lost=list(lost))
+        return tuple(dict.fromkeys(key for part in found for key in part.unused))
+
+    def _optional(self) -> tuple[str, ...]:
+        """Return the columns that are read where a row has them."""
+        known: tuple[str, ...] = FORMAT_COLUMNS[self.data_format][1]
+        names = [name for name in known if name != "system" or "system" in self.columns]
+        return tuple(name for name in map(self.column, names) if name not in self.ignored)
+
+    def _with_system(
+        self, messages: list[Message], row: Mapping[str, object]
+    ) -> tuple[Message, ...]:
+        """Put the row's own or the recipe's system prompt first, unless a turn is one."""
+        system = self.system
+        if "system" in self.columns and row.get(self.column("system")):
+            system = text(row, self.column("system"))
+        if system and not any(message.role == "system" for message in messages):
+            return (Message(role="system", content=system), *messages)
+        return tuple(messages)
 
 
-class _Repeated(dict[str, object]):
-    """A JSON object that has a key twice; Python would keep the last value."""
-
-    def __init__(self, pairs: Sequence[tuple[str, object]]) -> None:
-        super().__init__(pairs)
-        keys = [key for key, _ in pairs]
-        self.key = next(key for key in keys if keys.count(key) > 1)
+def columns_named(
+    columns: "Mapping[ColumnName, str]",
+    *,
+    prompt: str | None,
+    completion: str | None,
+    messages: str | None,
+) -> dict[str, str]:
+    """Return `data.columns` with those that older recipes name one by one."""
+    single = {"prompt": prompt, "completion": completion}
+    named = {name: column for name, column in single.items() if column is not None}
+    if messages is not None:
+        named |= {"messages": messages, "conversations": messages}
+    return named | {str(name): column for name, column in columns.items()}
 
 
 def read_conversations(
@@ -121,12 +228,11 @@ def read_conversations(
     ignored: Sequence[str] = (),
     loss_on: LossOn = "assistant",
 ) -> list[Conversation]:
-    """Read every row of a data set as a conversation.
+    """Read every row of a data set as a conversation, into memory.
 
     Args:
-        path: A .jsonl, .json (one array) or .parquet file, a directory or a Hub id; the last two
-            with an optional `:split`.
-        data_format: One of `FORMATS`, or `auto` to detect it from the keys of the first row.
+        path: What `open_source` takes.
+        data_format: One of `FORMATS` but `text`, or `auto` to detect it from the first row.
         prompt_column: Column of the prompt in the format prompt_completion; None is `prompt`.
         completion_column: Column of the completion in that format; None is `completion`.
         messages_column: Column of the turns; None is `messages`, or `conversations` in sharegpt.
@@ -141,215 +247,76 @@ def read_conversations(
         DataError: The data is missing or empty, its format cannot be detected, or rows are bad;
             the first bad rows are named, all are counted.
     """
-    columns = _Columns(prompt=prompt_column, completion=completion_column, messages=messages_column)
-    rows = list(_read_rows(path))
+    columns = columns_named(
+        {}, prompt=prompt_column, completion=completion_column, messages=messages_column
+    )
+    source = open_source(path)
+    rows = [(source.name(place), raw) for place, raw in source.rows()]
+    form = RowForm(
+        path=path,
+        data_format=data_format,
+        columns=columns,
+        system=system,
+        ignored=tuple(ignored),
+        loss_on=loss_on,
+    )
     if not rows:
-        raise DataError(
-            f"{path} holds no rows",
-            limit="training needs at least one row",
-            hint="set `data.path` to a file with rows",
-        )
-    if data_format == "auto":
-        data_format = _detect_format(rows, columns, path)
-    parse = _PARSERS[data_format]
-    conversations, problems = [], []
-    lost: dict[str, None] = {}
-    for source, row in rows:
+        raise no_rows(path)
+    form = form.detected(rows)
+    conversations, problems, lost = [], [], dict[str, None]()
+    for name, raw in rows:
         try:
-            fields = _mapping(row)
-            unused = _unused(fields, data_format, columns, ignored=ignored, loss_on=loss_on)
-            messages = _with_system(_checked(parse(fields, columns)), system)
-            conversations.append(Conversation(messages=messages, source=source, unused=unused))
-        except _RowError as error:
-            problems.append(f"{source}: {error}")
+            row = form.read(name, raw)
+            assert isinstance(row, Conversation)
+            conversations.append(row)
+        except RowError as error:
+            problems.append(f"{name}: {error}")
             lost |= dict.fromkeys(error.lost)
     if problems:
-        names = [*ignored, *lost] if lost else []
-        raise _bad_rows(problems, len(rows), path=path, data_format=data_format, to_ignore=names)
+        raise bad_rows(problems, len(rows), form=form, lost=tuple(lost))
     return conversations
 
 
-def _bad_rows(
+def no_rows(path: str) -> DataError:
+    """Return the error for a source without rows."""
+    return DataError(
+        f"{path} holds no rows",
+        limit="training needs at least one row",
+        hint="set `data.path` to a file with rows",
+    )
+
+
+def bad_rows(
     problems: Sequence[str],
     num_rows: int,
     *,
-    path: str,
-    data_format: str,
-    to_ignore: Sequence[str] = (),
+    form: RowForm,
+    lost: Sequence[str] = (),
+    num_allowed: int = 0,
 ) -> DataError:
-    """Return the one error that names the bad rows, and columns that could be ignored."""
+    """Return the one error that names the bad rows, and columns that could be ignored.
+
+    Args:
+        problems: `source: problem` of each, or of the first ones with what is left of them.
+        num_rows: Rows that were read.
+        form: How.
+        lost: Columns whose meaning would be lost.
+        num_allowed: How many may be skipped.
+    """
     hint = "fix or remove these rows, or set `data.format` and its columns to what they hold"
-    if to_ignore:
-        hint = f"`data.ignored_columns: [{', '.join(to_ignore)}]` leaves them out on purpose"
+    if any("it is a row of the format" in problem for problem in problems):
+        hint = "one format in a file: split it, and name the parts in `data.mix`"
+    if lost:
+        names = ", ".join([*form.ignored, *lost])
+        hint = f"`data.ignored_columns: [{names}]` leaves them out on purpose"
     shown = "\n  ".join(problems[:_MAX_SHOWN])
     more = len(problems) - _MAX_SHOWN
     rest = f"\n  and {more} more" if more > 0 else ""
+    allowed = f", and `data.skip_bad` allows {num_allowed}" if num_allowed else ""
     return DataError(
-        f"{len(problems)} of {num_rows} rows in {path} cannot be used:\n  {shown}{rest}\n",
-        limit=f"every row must be a complete row of the format {data_format}",
+        f"{len(problems)} of {num_rows} rows in {form.path} cannot be used:\n  {shown}{rest}\n",
+        limit=f"every row must be a complete row of the format {form.data_format}{allowed}",
         hint=hint,
-    )
-
-
-# --------------------------------------------------------------------------------------------------
-# Where rows come from. A row that could not be read is passed on as an error value, to be counted
-# with the others.
-# --------------------------------------------------------------------------------------------------
-
-
-def _read_rows(path: str) -> Iterator[tuple[str, object]]:
-    """Yield (source, row) for each row of a file, a directory or a Hub data set."""
-    file = Path(path)
-    readers = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}
-    if file.suffix not in readers:
-        return _read_datasets(path)
-    if not file.is_file():
-        raise _missing(file)
-    return readers[file.suffix](file)
-
-
-def _missing(file: Path) -> DataError:
-    """Return the error for a file that does not exist, with the nearest name that does."""
-    folder = file.parent
-    if not folder.is_dir():
-        return DataError(
-            f"data file {file} does not exist, nor does its folder {folder}",
-            limit="`data.path` must name a file that can be read",
-            hint="set `data.path`; a relative path starts at the current directory",
-        )
-    names = sorted(entry.name for entry in folder.iterdir())
-    near = difflib.get_close_matches(file.name, names, n=1, cutoff=0.5)
-    return DataError(
-        f"data file {file} does not exist",
-        limit=f"{folder} holds {', '.join(names[:_MAX_SHOWN]) or 'no files'}",
-        hint=f"`data.path: {folder / near[0]}`"
-        if near
-        else "set `data.path` to a file that exists",
-    )
-
-
-def _read_jsonl(file: Path) -> Iterator[tuple[str, object]]:
-    """Yield one row per line that is not blank; a bad encoding is named by its line too."""
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            row: object
-            try:
-                row = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_object)
-            except json.JSONDecodeError as error:
-                row = _RowError(f"broken JSON: {error.msg} at column {error.colno}")
-            except UnicodeDecodeError as error:
-                row = _RowError(f"not UTF-8: byte 0x{line[error.start]:02x} at {error.start}")
-            except (ValueError, RecursionError) as error:
-                row = _RowError(f"JSON beyond what can be read: {str(error).partition(';')[0]}")
-            yield f"{file}:{number}", row
-
-
-def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Return an object of a JSON text, marked if a key is there twice."""
-    fields = dict(pairs)
-    return fields if len(fields) == len(pairs) else _Repeated(pairs)
-
-
-def _read_json(file: Path) -> Iterator[tuple[str, object]]:
-    """Yield the elements of a JSON array."""
-    try:
-        rows = json.loads(file.read_text(encoding="utf-8-sig"), object_pairs_hook=_object)
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f"{file}:{error.lineno}: broken JSON: {error.msg} at column {error.colno}",
-            limit="a .json file must hold one array of rows",
-            hint="if it holds one row per line, give it the ending .jsonl",
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{file} cannot be read as JSON: {str(error).partition(';')[0]}",
-            limit="a .json file must hold one array of rows in UTF-8",
-            hint=f"`iconv -t UTF-8 {file}`, or .jsonl with a row per line, which names the bad one",
-        ) from error
-    if not isinstance(rows, list):
-        raise DataError(
-            f"{file} holds one {type(rows).__name__}",
-            limit="a .json file must hold one array of rows",
-            hint="wrap the rows in [ ], or use .jsonl with one row per line",
-        )
-    for index, row in enumerate(rows):
-        yield f"{file}[{index}]", row
-
-
-def _read_parquet(file: Path) -> Iterator[tuple[str, object]]:
-    """Yield the rows of a parquet file."""
-    return _rows_of(
-        _load("parquet", split="train", data_files=str(file), path=str(file)), str(file)
-    )
-
-
-def _read_datasets(path: str) -> Iterator[tuple[str, object]]:
-    """Yield the rows of a directory or a Hub data set, named as `name#config:split`."""
-    source, _, split = path.partition(":")
-    name, _, config = source.partition("#")
-    if not Path(name).is_dir() and (Path(name).is_absolute() or name.startswith(".")):
-        raise _missing(Path(name))
-    return _rows_of(_load(name, config=config or None, split=split or "train", path=path), path)
-
-
-def _load(
-    name: str, *, split: str, path: str, config: str | None = None, data_files: str | None = None
-) -> Any:
-    """Load a data set through `datasets`, its failures turned into one error."""
-    import datasets
-
-    datasets.disable_progress_bars()
-    saved = Path(name, "state.json").is_file() or Path(name, "dataset_dict.json").is_file()
-    try:
-        if saved:
-            loaded = datasets.load_from_disk(name)
-            return loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
-        return datasets.load_dataset(name, config, split=split, data_files=data_files)
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        RuntimeError,
-        datasets.exceptions.DatasetsError,
-    ) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise DataError(
-            f"{path} cannot be loaded as a data set: {reason}",
-            limit="`data.path` must be a file, a directory of data files or a Hub id in reach",
-            hint="without a network set `data.path` to a local .jsonl, .json or .parquet file",
-        ) from error
-
-
-def _rows_of(data_set: Any, path: str) -> Iterator[tuple[str, object]]:
-    """Yield the rows of a loaded data set."""
-    for index, row in enumerate(data_set):
-        yield f"{path}[{index}]", row
-
-
-# --------------------------------------------------------------------------------------------------
-# What a row means.
-# --------------------------------------------------------------------------------------------------
-
-
-def _detect_format(rows: Sequence[tuple[str, object]], columns: _Columns, path: str) -> str:
-    """Return the one format whose columns the first readable row has."""
-    first = next(((source, row) for source, row in rows if isinstance(row, Mapping)), None)
-    if first is None:
-        problems = [f"{s}: {r if isinstance(r, _RowError) else 'not an object'}" for s, r in rows]
-        raise _bad_rows(problems, len(rows), path=path, data_format="auto")
-    source, row = first
-    assert isinstance(row, Mapping)
-    found = [name for name in FORMATS if _fits(row, name, columns)]
-    if len(found) == 1:
-        return found[0]
-    wanted = "; ".join(f"{name} ({', '.join(columns.of(name))})" for name in FORMATS)
-    reason = f"fit several formats: {', '.join(found)}" if found else "fit no format"
-    raise DataError(
-        f"{source} has the keys {', '.join(map(str, row))}, which {reason}",
-        limit=f"the formats and their columns are: {wanted}",
-        hint=f"`data.format: {found[0]}`" if found else _hint_for_columns(row),
     )
 
 
@@ -360,122 +327,54 @@ def _hint_for_columns(row: Mapping[str, object]) -> str:
     return named if known is None else f"{named}; {known!r}: {MEANINGS[known]}"
 
 
-def _fits(row: Mapping[str, object], data_format: str, columns: _Columns) -> bool:
-    """Return whether a row has a format's columns.
-
-    Two chat formats that share a column differ in their turns.
-    """
-    keys = columns.of(data_format)
-    if not all(key in row for key in keys):
-        return False
-    turns = row[keys[0]]
-    first = turns[0] if isinstance(turns, list) and turns else None
-    foreign = {"messages": "from", "sharegpt": "role"}.get(data_format)
-    return not (isinstance(first, Mapping) and foreign in first)
+def _document(content: str, source: str, unused: tuple[str, ...]) -> Document:
+    if not content.strip():
+        raise RowError("empty text")
+    return Document(text=content, source=source, unused=unused)
 
 
-def _mapping(row: object) -> Mapping[str, object]:
-    """Return the row if it is an object with keys."""
-    if isinstance(row, _RowError):
-        raise row
-    if not isinstance(row, Mapping):
-        raise _RowError(f"a row must be an object, this is a {type(row).__name__}")
-    if isinstance(row, _Repeated):
-        raise _RowError(f"the key {row.key!r} is there twice")
-    return row
-
-
-def _unused(
-    row: Mapping[str, object],
-    data_format: str,
-    columns: _Columns,
-    *,
-    ignored: Sequence[str],
-    loss_on: LossOn,
-) -> tuple[str, ...]:
-    """Return the keys of a row and its turns that are not read, if that loses nothing."""
-    read = columns.of(data_format)
-    found = [find_unread(row, read=read + columns.optional(data_format), ignored=ignored)]
-    turns = row.get(read[0])
-    if data_format in _TURN_KEYS and isinstance(turns, list):
-        keys, asks = _TURN_KEYS[data_format]
-        found.append(
-            find_unread_in_turns(
-                turns,
-                read=keys,
-                ignored=ignored,
-                unlearned_roles=asks if loss_on == "assistant" else (),
-            )
-        )
-    lost = {key: problem for part in found for key, problem in part.lost.items()}
-    if lost:
-        raise _RowError("; ".join(lost.values()), lost=list(lost))
-    return tuple(dict.fromkeys(key for part in found for key in part.unused))
-
-
-def _text(row: Mapping[str, object], key: str) -> str:
-    """Return a text field of a row."""
-    if key not in row:
-        raise _RowError(f"no key {key!r}; it has {', '.join(map(repr, row)) or 'none'}")
-    value = row[key]
-    if not isinstance(value, str):
-        raise _RowError(f"{key!r} must be text, this is a {type(value).__name__}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise _RowError(f"{key!r} holds half a character: {value[error.start]!a}") from None
-    return value
-
-
-def _turns(row: Mapping[str, object], key: str) -> list[Mapping[str, object]]:
-    """Return the turns of a chat."""
+def _turns(row: Mapping[str, object], key: str, form: RowForm) -> list[Message]:
+    """Read the turns of a chat."""
+    key = form.column(key)
     turns = row.get(key)
     if key not in row:
-        _text(row, key)
+        text(row, key)
+    if isinstance(turns, str) and turns.lstrip().startswith("["):
+        turns = decoded(turns.encode(errors="surrogatepass"))
+        if isinstance(turns, RowError):
+            raise RowError(f"{key!r}: {turns}")
     if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
-        raise _RowError(f"{key!r} must be a list of objects, this is {type(turns).__name__}")
-    for turn in turns:
-        _mapping(turn)
-    return turns
+        raise RowError(f"{key!r} must be a list of objects, this is {type(turns).__name__}")
+    keys = _TURN_KEYS[form.data_format][0]
+    return [read_turn(mapping(turn), keys=keys, ignored=form.ignored) for turn in turns]
 
 
-def _parse_messages(row: Mapping[str, object], columns: _Columns) -> list[Message]:
+def _parse_messages(row: Mapping[str, object], form: RowForm) -> list[Message]:
     """Read the format messages."""
-    messages = []
-    for turn in _turns(row, columns.of("messages")[0]):
-        role = _text(turn, "role")
-        if role not in _ROLES:
-            raise _RowError(f"unknown role {role!r}; known are {', '.join(_ROLES)}")
-        messages.append(Message(role=role, content=_text(turn, "content")))
-    return messages
+    return _turns(row, "messages", form)
 
 
-def _parse_sharegpt(row: Mapping[str, object], columns: _Columns) -> list[Message]:
+def _parse_sharegpt(row: Mapping[str, object], form: RowForm) -> list[Message]:
     """Read the format sharegpt."""
-    messages = []
-    for turn in _turns(row, columns.of("sharegpt")[0]):
-        role = _text(turn, "from")
-        if role not in _SHAREGPT_ROLES:
-            raise _RowError(f"unknown role {role!r}; known are {', '.join(_SHAREGPT_ROLES)}")
-        messages.append(Message(role=_SHAREGPT_ROLES[role], content=_text(turn, "value")))
-    return messages
+    return _turns(row, "conversations", form)
 
 
-def _parse_alpaca(row: Mapping[str, object], columns: _Columns) -> list[Message]:
+def _parse_alpaca(row: Mapping[str, object], form: RowForm) -> list[Message]:
     """Read the format alpaca: an input follows the instruction after a blank line."""
-    instruction, output = (_text(row, key) for key in columns.of("alpaca"))
-    extra = _text(row, "input") if row.get("input") is not None else ""
+    instruction, output = (text(row, form.column(name)) for name in _COLUMNS["alpaca"])
+    extra_column = form.column("input")
+    extra = text(row, extra_column) if row.get(extra_column) is not None else ""
     prompt = f"{instruction}\n\n{extra}" if extra else instruction
     return [Message(role="user", content=prompt), Message(role="assistant", content=output)]
 
 
-def _parse_prompt_completion(row: Mapping[str, object], columns: _Columns) -> list[Message]:
+def _parse_prompt_completion(row: Mapping[str, object], form: RowForm) -> list[Message]:
     """Read the format prompt_completion."""
-    prompt, completion = (_text(row, key) for key in columns.of("prompt_completion"))
+    prompt, completion = (text(row, form.column(name)) for name in _COLUMNS["prompt_completion"])
     return [Message(role="user", content=prompt), Message(role="assistant", content=completion)]
 
 
-_PARSERS: dict[str, "Callable[[Mapping[str, object], _Columns], list[Message]]"] = {
+_PARSERS: dict[str, "Callable[[Mapping[str, object], RowForm], list[Message]]"] = {
     "messages": _parse_messages,
     "sharegpt": _parse_sharegpt,
     "alpaca": _parse_alpaca,
@@ -486,18 +385,11 @@ _PARSERS: dict[str, "Callable[[Mapping[str, object], _Columns], list[Message]]"]
 def _checked(messages: list[Message]) -> list[Message]:
     """Return the messages if there is something to learn from each answer."""
     roles = [message.role for message in messages]
-    answers = [message.content for message in messages if message.role == "assistant"]
+    answers = [message for message in messages if message.role == "assistant"]
     if not answers:
-        raise _RowError("no assistant turn")
+        raise RowError("no assistant turn")
     if "user" not in roles[: roles.index("assistant")]:
-        raise _RowError("it begins with an answer, before any user turn")
-    if not all(answer.strip() for answer in answers):
-        raise _RowError("empty answer")
+        raise RowError("it begins with an answer, before any user turn")
+    if not all(answer.content.strip() or answer.calls for answer in answers):
+        raise RowError("empty answer")
     return messages
-
-
-def _with_system(messages: list[Message], system: str | None) -> tuple[Message, ...]:
-    """Put the recipe's system prompt first, unless the row has its own."""
-    if system and not any(message.role == "system" for message in messages):
-        return (Message(role="system", content=system), *messages)
-    return tuple(messages)

@@ -1,80 +1,283 @@
-"""A data set's tokens in a cache file: named by a digest of all that they depend on."""
+"""A source's tokens on disk: written as rows are tokenised, then memory-mapped.
+
+A folder per source, named by a digest of all that its tokens depend on: the bytes of the source,
+how its rows are read, the tokenizer, and how they are encoded. It holds one file per array and a
+list of them with their checksums. It is written under another name and renamed when it is whole.
+Opening it reads every byte once, to check the sums; pages are dropped again when memory is short.
+"""
 
 import hashlib
 import json
 import os
-import zipfile
+import shutil
 import zlib
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, BinaryIO, Self
 
 import numpy as np
 
-from finetune.data.rows import Conversation, LossOn
-from finetune.data.tokenize import check_is_fast
+from finetune.data.rows import RowForm
+from finetune.data.tokenize import Encoder, Fate, check_is_fast
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-    from transformers import PreTrainedTokenizerBase
 
-_CACHE_VERSION = 2
-_CACHED = (
-    *("kept", "input_ids", "labels", "offsets"),
-    *("is_truncated", "end_ids", "end_offsets"),
-)
+_CACHE_VERSION = 3
+_LIST = "arrays.json"
+_ARRAYS = {
+    "input_ids": np.int32,
+    "labels": np.int32,
+    "offsets": np.int64,
+    "end_ids": np.int32,
+    "end_offsets": np.int64,
+    "rows": np.int64,
+    "is_truncated": np.bool_,
+    "fates": np.int8,
+    "places": np.int64,
+}
+"""Of each array, the type; see `TokenStore`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TokenStore:
+    """The tokens of a source's rows; example i is `offsets[i]` to `offsets[i + 1]`.
+
+    Attributes:
+        folder: Where it is.
+        input_ids: Tokens of all examples, end to end.
+        labels: The same tokens, or -100 for no loss.
+        offsets: (examples + 1).
+        end_ids: Tokens that end answers; those of example i are at `end_offsets[i]` on.
+        end_offsets: (examples + 1).
+        rows: (examples): the row that each is of; a row may be in several examples, or in none.
+        is_truncated: (examples): whether it was cut at its right.
+        fates: (rows): what became of each, a `Fate`.
+        places: (rows, 2): where it is in the source: file, and line or index.
+        report: What the source had besides rows that are used.
+    """
+
+    folder: Path
+    input_ids: "NDArray[np.int32]"
+    labels: "NDArray[np.int32]"
+    offsets: "NDArray[np.int64]"
+    end_ids: "NDArray[np.int32]"
+    end_offsets: "NDArray[np.int64]"
+    rows: "NDArray[np.int64]"
+    is_truncated: "NDArray[np.bool_]"
+    fates: "NDArray[np.int8]"
+    places: "NDArray[np.int64]"
+    report: "StoreReport"
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __reduce__(self) -> tuple[Any, tuple[Path]]:
+        """Let another process map the files again, in place of a copy of them."""
+        return _reopened, (self.folder,)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoreReport:
+    """What a source had besides rows that are used.
+
+    Attributes:
+        skipped: `place: problem` of bad rows that the recipe allows.
+        num_duplicates: Rows that were in the source before.
+        unused: Columns that are read from no row -> 0, kept in the order of the rows.
+        num_documents: Documents that were joined; 0 for rows.
+    """
+
+    skipped: tuple[tuple[int, int, str], ...] = ()
+    num_duplicates: int = 0
+    unused: tuple[str, ...] = ()
+    num_documents: int = 0
 
 
 def cache_key(
-    conversations: Sequence[Conversation],
-    tokenizer: "PreTrainedTokenizerBase",
-    *,
-    seq_len: int,
-    loss_on: LossOn,
+    source_digest: str, form: RowForm, encoder: Encoder, settings: Mapping[str, object]
 ) -> str:
     """Digest all that the tokens depend on."""
+    tokenizer = encoder.tokenizer
     check_is_fast(tokenizer)
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    settings = [_CACHE_VERSION, seq_len, loss_on, tokenizer.chat_template, special]
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+    facts = {
+        "version": _CACHE_VERSION,
+        "source": source_digest,
+        "format": form.data_format,
+        "columns": dict(form.columns),
+        "system": form.system,
+        "ignored": form.ignored,
+        "seq_len": encoder.seq_len,
+        "loss_on": encoder.loss_on,
+        "too_long": encoder.too_long,
+        "template": tokenizer.chat_template,
+        "special": special,
+        **settings,
+    }
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     digest.update(tokenizer.backend_tokenizer.to_str().encode())
-    for row in conversations:
-        turns = [(message.role, message.content) for message in row.messages]
-        digest.update(json.dumps(turns).encode() + b"\n")
     return digest.hexdigest()[:32]
 
 
-def read_cache(file: Path, *, notes: list[str]) -> "dict[str, NDArray[Any]] | None":
-    """Return the arrays of a cache file, or None with a note if it is torn."""
+def open_store(folder: Path, *, notes: list[str]) -> TokenStore | None:
+    """Return a store whose files are whole; None if there is none, with a note if it is torn."""
     try:
-        with file.open("rb") as stream, np.load(stream, allow_pickle=False) as stored:
-            return {name: stored[name] for name in _CACHED}
+        return _opened(folder, is_checked=True)
     except (FileNotFoundError, NotADirectoryError, PermissionError):
+        if folder.is_dir():
+            notes.append(f"the token cache {folder} was torn (a file is missing); it was rebuilt")
         return None
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        notes.append(f"the token cache {file} was torn ({type(error).__name__}); it was rebuilt")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        notes.append(f"the token cache {folder} was torn ({error}); it was rebuilt")
         return None
 
 
-def write_cache(file: Path, arrays: "dict[str, NDArray[Any]]", *, notes: list[str]) -> None:
-    """Write a cache file under another name and move it into place once it is on the disk.
+def _reopened(folder: Path) -> TokenStore:
+    return _opened(folder, is_checked=False)
 
-    The other name is unique to the process, because two runs may start on the same rows at once.
-    A cache only saves time, so failing to write it is a note, not an error.
+
+def _opened(folder: Path, *, is_checked: bool) -> TokenStore:
+    listed = json.loads((folder / _LIST).read_text())
+    arrays: dict[str, NDArray[Any]] = {}
+    for name, dtype in _ARRAYS.items():
+        num_bytes, checksum = listed["arrays"][name]
+        file = folder / f"{name}.bin"
+        if file.stat().st_size != num_bytes:
+            raise ValueError(f"{file.name} has {file.stat().st_size} bytes")
+        arrays[name] = np.memmap(file, dtype, "r") if num_bytes else np.empty(0, dtype)
+        if is_checked and zlib.crc32(arrays[name].data) != checksum:
+            raise ValueError(f"{file.name} has another checksum")
+    arrays["places"] = arrays["places"].reshape(-1, 2)
+    report = listed["report"]
+    return TokenStore(
+        folder=folder,
+        report=StoreReport(
+            skipped=tuple((file, line, what) for file, line, what in report["skipped"]),
+            num_duplicates=report["num_duplicates"],
+            unused=tuple(report["unused"]),
+            num_documents=report["num_documents"],
+        ),
+        **arrays,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Part:
+    """The tokens of some rows, as `TokenStore` holds them; offsets and rows start at 0."""
+
+    input_ids: "NDArray[np.int32]"
+    labels: "NDArray[np.int32]"
+    lengths: Sequence[int]
+    end_ids: Sequence[int]
+    num_ends: Sequence[int]
+    rows: Sequence[int]
+    is_truncated: Sequence[bool]
+    fates: Sequence[Fate]
+    places: Sequence[tuple[int, int]]
+
+
+@dataclass(kw_only=True, slots=True)
+class StoreWriter:
+    """Writes a store part by part; memory does not grow with it.
+
+    Attributes:
+        folder: Where the store will be.
     """
-    draft = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with draft.open("wb") as out:
-            np.savez(out, allow_pickle=False, **arrays)
-            out.flush()
-            os.fsync(out.fileno())
-        draft.replace(file)
-    except OSError as error:
+
+    folder: Path
+    _draft: Path = field(init=False)
+    _files: dict[str, BinaryIO] = field(init=False)
+    _sums: dict[str, int] = field(init=False)
+    _at: dict[str, int] = field(init=False)
+    _stack: ExitStack = field(init=False, default_factory=ExitStack)
+
+    def __enter__(self) -> Self:
+        """Start to write, under another name that is unique to the process.
+
+        Raises:
+            OSError: The folder cannot be written.
+        """
+        self._draft = self.folder.with_name(f".{self.folder.name}.{os.getpid()}.tmp")
+        shutil.rmtree(self._draft, ignore_errors=True)
+        self._draft.mkdir(parents=True)
+        self._files = {
+            name: self._stack.enter_context((self._draft / f"{name}.bin").open("wb"))
+            for name in _ARRAYS
+        }
+        self._sums = dict.fromkeys(_ARRAYS, 0)
+        self._at = {"offsets": 0, "end_offsets": 0, "rows": 0}
+        self._write("offsets", [0])
+        self._write("end_offsets", [0])
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
         with suppress(OSError):
-            draft.unlink(missing_ok=True)
-        notes.append(
-            f"the token cache {file} cannot be written: {error.strerror};"
-            " the next run will make the tokens again"
-        )
+            shutil.rmtree(self._draft, ignore_errors=True)
+
+    def add(self, part: Part) -> None:
+        """Append the rows of a part."""
+        self._write("input_ids", part.input_ids)
+        self._write("labels", part.labels)
+        self._write("offsets", self._ends("offsets", part.lengths))
+        self._write("end_ids", part.end_ids)
+        self._write("end_offsets", self._ends("end_offsets", part.num_ends))
+        self._write("rows", np.asarray(part.rows, dtype=np.int64) + self._at["rows"])
+        self._at["rows"] += len(part.fates)
+        self._write("is_truncated", part.is_truncated)
+        self._write("fates", part.fates)
+        self._write("places", np.asarray(part.places, dtype=np.int64).ravel())
+
+    def close(self, report: StoreReport) -> TokenStore:
+        """Finish the files and move the store into place.
+
+        If another process has written the same one meanwhile, that is taken.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        listed = {}
+        for name, file in self._files.items():
+            file.flush()
+            os.fsync(file.fileno())
+            listed[name] = (file.tell(), self._sums[name])
+        self._stack.close()
+        content = {
+            "arrays": listed,
+            "report": {
+                "skipped": report.skipped,
+                "num_duplicates": report.num_duplicates,
+                "unused": report.unused,
+                "num_documents": report.num_documents,
+            },
+        }
+        (self._draft / _LIST).write_text(json.dumps(content))
+        try:
+            self._draft.rename(self.folder)
+        except OSError:
+            notes: list[str] = []
+            found = open_store(self.folder, notes=notes)
+            if found is not None:
+                return found
+            shutil.rmtree(self.folder)
+            self._draft.rename(self.folder)
+        return _reopened(self.folder)
+
+    def _ends(self, name: str, lengths: Sequence[int]) -> "NDArray[np.int64]":
+        ends = np.cumsum(lengths, dtype=np.int64) + self._at[name]
+        self._at[name] = int(ends[-1]) if len(ends) else self._at[name]
+        return ends
+
+    def _write(self, name: str, values: "Sequence[Any] | NDArray[Any]") -> None:
+        content = np.ascontiguousarray(values, dtype=_ARRAYS[name]).tobytes()
+        self._sums[name] = zlib.crc32(content, self._sums[name])
+        self._files[name].write(content)

@@ -17,20 +17,24 @@ Which tokens. A rendering is tokenised once. If a token spans the start of the l
 sides are tokenised separately, so that the tokens before that answer are exactly those that the
 model generates from. A token that spans the start of an earlier answer has no loss.
 
+Rows that are too long are cut at `seq_len`, left out, or split into consecutive parts of `seq_len`
+tokens; the first token of a part is not predicted.
+
 Without a template (a base tokenizer) a row of one prompt and one answer is joined as is:
 prompt + answer + end of text, with nothing in between.
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from finetune.data.chat_template import refused, render
-from finetune.data.rows import Conversation, LossOn, Message
-from finetune.data.spans import Span, find_spans
+from finetune.data.rows import Conversation, Document, LossOn, Message
+from finetune.data.spans import Rendering, Shapes, Span, render_answers
 from finetune.errors import DataError
 
 if TYPE_CHECKING:
@@ -64,6 +68,141 @@ class Example:
         return int(np.count_nonzero(self.labels[1:] != IGNORE_INDEX))
 
 
+TooLong = Literal["drop", "truncate", "split", "error"]
+
+
+class Fate(IntEnum):
+    """What became of a row."""
+
+    WHOLE = 0
+    CUT = 1
+    NOTHING_LEFT = 2
+    """It was cut, and its answers start beyond `seq_len`."""
+    TOO_LONG = 3
+    """It is longer than `seq_len`, and left out or refused."""
+    NOT_TRAINED = 4
+    """None of its turns is to be learned."""
+    SPLIT = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Encoder:
+    """How rows become tokens.
+
+    Attributes:
+        tokenizer: Fast, with a template unless rows are documents, or one prompt and one answer.
+        seq_len: Most tokens of an example.
+        loss_on: What is learned.
+        too_long: What is done with rows of more tokens.
+    """
+
+    tokenizer: "PreTrainedTokenizerBase"
+    seq_len: int
+    loss_on: LossOn
+    too_long: TooLong
+    _shapes: Shapes = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_shapes", Shapes(tokenizer=self.tokenizer))
+
+    def encode(self, row: Conversation) -> tuple[Fate, list[Example]]:
+        """Tokenise a row, and mark what is learned; several examples if it was split.
+
+        Raises:
+            DataError: The template cannot render the row, or the start or end of an answer cannot
+                be found in the rendering.
+        """
+        learned = _learned_turns(row, self.loss_on)
+        renderings = _render(row, self._shapes)  # checks all answers, learned or not
+        if self.loss_on == "all":
+            renderings = renderings[-1:]
+        else:
+            renderings = tuple(r for r in renderings if any(s.turn in learned for s in r.spans))
+        wholes = [self._whole(rendering, learned, row) for rendering in renderings]
+        if not any(whole.num_loss_tokens for whole in wholes):
+            return Fate.NOT_TRAINED, []
+        is_long = any(len(whole.input_ids) > self.seq_len for whole in wholes)
+        if is_long and self.too_long in ("drop", "error"):
+            return Fate.TOO_LONG, []
+        if is_long and self.too_long == "split":
+            return Fate.SPLIT, [p for w in wholes for p in self._parts(w) if p.num_loss_tokens]
+        cut = [next(self._parts(whole)) for whole in wholes]
+        kept = [example for example in cut if example.num_loss_tokens]
+        if not kept:
+            return Fate.NOTHING_LEFT, []
+        return Fate.CUT if is_long else Fate.WHOLE, kept
+
+    def document_ids(self, document: Document) -> "NDArray[np.int32]":
+        """Return a document's tokens: its beginning where the tokenizer adds one, text, its end.
+
+        Raises:
+            DataError: The tokenizer has no end-of-text token.
+        """
+        if self.tokenizer.eos_token is None:
+            raise DataError(
+                f"the tokenizer has no end-of-text token to end {document.source} with",
+                limit="documents are joined with that token between them",
+                hint="set `model.tokenizer` to one that has it",
+            )
+        text = _bos(self.tokenizer) + document.text
+        ids = [*_ids(text, self.tokenizer), self.tokenizer.eos_token_id]
+        return np.array(ids, dtype=np.int32)
+
+    def last(self, row: Conversation) -> Example:
+        """Tokenise the text that ends with a row's last answer, cut at `seq_len`.
+
+        Raises:
+            DataError: As `encode`.
+        """
+        rendering = _render(row, self._shapes)[-1]
+        return next(self._parts(self._whole(rendering, _learned_turns(row, self.loss_on), row)))
+
+    def _whole(self, rendering: Rendering, learned: set[int], row: Conversation) -> "_Whole":
+        """Tokenise a rendering; its ends are those of all answers, learned or not."""
+        spans = rendering.spans
+        ids, answers = _tokenise(rendering.text, spans, self.tokenizer, source=row.source)
+        input_ids = np.array(ids, dtype=np.int32)
+        labels = np.full_like(input_ids, IGNORE_INDEX)
+        taken = [part for part, span in zip(answers, spans, strict=True) if span.turn in learned]
+        for tokens in [range(len(ids))] if self.loss_on == "all" else taken:
+            labels[tokens.start : tokens.stop] = input_ids[tokens.start : tokens.stop]
+        return _Whole(
+            input_ids=input_ids,
+            labels=labels,
+            source=row.source,
+            ends=tuple(tokens[-1] for tokens in answers),
+        )
+
+    def _parts(self, whole: "_Whole") -> Iterator[Example]:
+        """Give the parts of an example that are of at most `seq_len` tokens."""
+        length = len(whole.input_ids)
+        for start in range(0, length, self.seq_len):
+            part = slice(start, start + self.seq_len)
+            yield Example(
+                input_ids=whole.input_ids[part],
+                labels=whole.labels[part],
+                source=whole.source,
+                is_truncated=length > self.seq_len and self.too_long == "truncate",
+                end_ids=tuple(
+                    int(whole.input_ids[e]) for e in whole.ends if start <= e < part.stop
+                ),
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Whole:
+    """The tokens of a text, before they are cut; `ends` are the places of its answers' ends."""
+
+    input_ids: "NDArray[np.int32]"
+    labels: "NDArray[np.int32]"
+    source: str
+    ends: tuple[int, ...]
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return int(np.count_nonzero(self.labels[1:] != IGNORE_INDEX))
+
+
 def encode(
     conversation: Conversation,
     tokenizer: "PreTrainedTokenizerBase",
@@ -73,32 +212,23 @@ def encode(
 ) -> Example:
     """Tokenise a conversation and mark what is learned; truncate to `seq_len` on the right.
 
+    Only the text that ends with the last answer, if the template takes several.
+
     Raises:
         DataError: The template cannot render the row, or the start or end of an answer cannot be
             found in the rendering.
     """
-    text, spans = _render(conversation, tokenizer)
-    ids, answers = _tokenise(text, spans, tokenizer, source=conversation.source)
-    input_ids = np.array(ids, dtype=np.int32)
-    labels = np.full_like(input_ids, IGNORE_INDEX)
-    for tokens in [range(len(ids))] if loss_on == "all" else answers:
-        labels[tokens.start : tokens.stop] = input_ids[tokens.start : tokens.stop]
-    return Example(
-        input_ids=input_ids[:seq_len],
-        labels=labels[:seq_len],
-        source=conversation.source,
-        is_truncated=len(ids) > seq_len,
-        end_ids=tuple(ids[tokens[-1]] for tokens in answers if tokens[-1] < seq_len),
-    )
+    encoder = Encoder(tokenizer=tokenizer, seq_len=seq_len, loss_on=loss_on, too_long="truncate")
+    return encoder.last(conversation)
 
 
 def render_prompt(
     conversation: Conversation, tokenizer: "PreTrainedTokenizerBase"
 ) -> tuple[tuple[int, ...], str]:
     """Return the tokens before the last answer, and that answer, to generate and compare."""
-    text, spans = _render(conversation, tokenizer)
+    last = _render(conversation, Shapes(tokenizer=tokenizer))[-1]
     answers = [message.content for message in conversation.messages if message.role == "assistant"]
-    return tuple(_ids(text[: spans[-1].start], tokenizer)), answers[-1]
+    return tuple(_ids(last.text[: last.spans[-1].start], tokenizer)), answers[-1]
 
 
 def prompt_ids(
@@ -111,17 +241,31 @@ def prompt_ids(
     return tuple(_ids(text, tokenizer))
 
 
-def _render(
-    conversation: Conversation, tokenizer: "PreTrainedTokenizerBase"
-) -> tuple[str, list[Span]]:
-    """Return the text up to the last end of turn, and the span of each answer."""
+def _learned_turns(row: Conversation, loss_on: LossOn) -> set[int]:
+    """Return the numbers of the answers that are learned."""
+    answers = [n for n, message in enumerate(row.messages) if message.role == "assistant"]
+    usual = {answers[-1]} if loss_on == "last" else set(answers)
+    chosen = {n: row.messages[n].is_trained for n in answers}
+    return {n for n in answers if chosen[n] or (chosen[n] is None and n in usual)}
+
+
+def _render(conversation: Conversation, shapes: Shapes) -> tuple[Rendering, ...]:
+    """Return texts that end with an answer, and the span of each answer that is learned."""
+    tokenizer = shapes.tokenizer
     if tokenizer.chat_template is not None:
-        return find_spans(conversation, tokenizer)
+        return render_answers(conversation, shapes)
     source, messages = conversation.source, conversation.messages
+    if conversation.tools or any(turn.calls or turn.thought for turn in messages):
+        raise DataError(
+            f"{source} has tools or reasoning, and the tokenizer has no chat template",
+            limit="a template says how they are written",
+            hint="set `model.tokenizer` to the instruct model's tokenizer, which has a template",
+        )
     last = max(i for i, message in enumerate(messages) if message.role == "assistant")
     prompt = _plain_prompt(messages[:last], tokenizer, source=source)
     text = prompt + messages[last].content + str(tokenizer.eos_token)
-    return text, [Span(start=len(prompt), end=len(text), end_token=str(tokenizer.eos_token))]
+    span = Span(turn=last, start=len(prompt), end=len(text), end_token=str(tokenizer.eos_token))
+    return (Rendering(text=text, spans=(span,)),)
 
 
 def _plain_prompt(
@@ -137,9 +281,13 @@ def _plain_prompt(
             limit="without a template a row is one prompt, one answer and the end-of-text token",
             hint="set `model.tokenizer` to the instruct model's tokenizer, which has a template",
         )
+    return _bos(tokenizer) + "".join(system) + users[0]
+
+
+def _bos(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Return the beginning-of-text token if the tokenizer puts it before a text by itself."""
     first = tokenizer("")["input_ids"]
-    bos = str(tokenizer.bos_token) if first and first[0] == tokenizer.bos_token_id else ""
-    return bos + "".join(system) + users[0]
+    return str(tokenizer.bos_token) if first and first[0] == tokenizer.bos_token_id else ""
 
 
 def _ids(text: str, tokenizer: "PreTrainedTokenizerBase") -> list[int]:

@@ -5,10 +5,10 @@ something else. Other columns (ids, sources, languages) change nothing and are l
 `data.ignored_columns` names what is left out on purpose.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-_TOOLS = "tools and their calls are not supported"
+_TOOLS = "tools and their calls are read in chats only (`messages`, `sharegpt`)"
 _REASONING = "write it into the answer, between <think> and </think>"
 _PAIRS = "pairs of answers are not supported"
 _SYSTEM = "make it the first turn of `messages`, or set `data.system` for all rows"
@@ -79,6 +79,7 @@ def find_unread_in_turns(
     turns: Sequence[object],
     *,
     read: Sequence[str],
+    also_read: Callable[[object, Mapping[str, object]], Collection[str]],
     ignored: Collection[str],
     unlearned_roles: Collection[str],
 ) -> Unread:
@@ -87,6 +88,7 @@ def find_unread_in_turns(
     Args:
         turns: The turns; values that are not objects are skipped.
         read: The keys of role and text.
+        also_read: Gives the other keys that are read in a turn of this role.
         ignored: Keys that are left out on purpose.
         unlearned_roles: Roles whose turns have no loss, so that a weight of 0 changes nothing.
     """
@@ -96,8 +98,9 @@ def find_unread_in_turns(
         if not isinstance(turn, Mapping):
             continue
         is_learned = turn.get(read[0]) not in unlearned_roles
+        known = {*read, *(key for key in also_read(turn.get(read[0]), turn) if key not in ignored)}
         for key, value in turn.items():
-            if key in read or _is_absent(value):
+            if key in known or _is_absent(value):
                 continue
             unused[str(key)] = None
             is_harmless = _is_same_as_none(key, value) or (

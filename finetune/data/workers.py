@@ -31,6 +31,11 @@ def process_context() -> "SpawnContext":
     return multiprocessing.get_context("spawn")
 
 
+def num_cores() -> int:
+    """Return how many processors this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
 def prepare_worker() -> None:
     """Leave signals that end a run to the run, and exit with it even if it was killed."""
     for number in SIGNALS:

@@ -80,11 +80,18 @@ def describe(schema: dict[str, Any]) -> str:
         return " or ".join(schema["enum"])
     if "const" in schema:
         return str(schema["const"])
+    if "$ref" in schema:
+        part = _schema()["$defs"][schema["$ref"].rpartition("/")[2]]
+        return f"sources, each with {', '.join(part['required'])} and, if need be," + (
+            f" {', '.join(name for name in part['properties'] if name not in part['required'])}"
+        )
     kind: str = schema["type"]
     if kind == "array":
         return f"a list of {describe(schema['items'])}"
     if kind == "object":
-        return f"names, each with {describe(schema['additionalProperties'])}"
+        names = schema.get("propertyNames", {}).get("enum", ())
+        known = f" ({', '.join(names)})" if names else ""
+        return f"names{known}, each with {describe(schema['additionalProperties'])}"
     if kind == "string":
         return f"text that matches {schema['pattern']}" if "pattern" in schema else "text"
     words = {"integer": "a whole number", "number": "a number", "boolean": "true or false"}

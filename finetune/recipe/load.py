@@ -39,12 +39,24 @@ from finetune.recipe.describe import (
 from finetune.recipe.foreign_words import RENAMED, REPLACED, UNSUPPORTED
 from finetune.recipe.recipe import Recipe, shipped_recipes
 from finetune.recipe.rules import RIVALS, Breach
+from finetune.recipe.sections import MixSource
 from finetune.recipe.shipped import find_shape, shipped_shapes
 from finetune.recipe.yaml_source import Draft, Place, apply_overrides, joint_error, read_draft
 
 PATH_FIELDS = ("model.path", "model.tokenizer", "data.path", "data.eval_path")
 MAX_RECIPE_BYTES = 100_000  # thirty times the longest shipped one
-FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".yaml", ".zst", ".gz", ".arrow")
+FILE_SUFFIXES = (
+    ".jsonl",
+    ".json",
+    ".parquet",
+    ".csv",
+    ".txt",
+    ".md",
+    ".yaml",
+    ".zst",
+    ".gz",
+    ".arrow",
+)
 
 
 def load_recipe(source: str, overrides: Sequence[str], *, check_files: bool = True) -> Recipe:
@@ -152,7 +164,30 @@ def _resolve_paths(draft: Draft, recipe_dir: Path, *, check_files: bool) -> None
                 limit=f"it has to exist in {' or '.join(dict.fromkeys(map(str, bases)))}",
                 hint=f"`{field}: {near[0] if near else Path('FOLDER') / Path(value).name}`",
             )
+    _resolve_mix(draft, recipe_dir, check_files=check_files)
     _resolve_config(draft, recipe_dir)
+
+
+def _resolve_mix(draft: Draft, recipe_dir: Path, *, check_files: bool) -> None:
+    """Make the paths of a mix absolute if they exist."""
+    section = draft.values.get("data")
+    entries = section.get("mix") if isinstance(section, dict) else None
+    for number, entry in enumerate(entries if isinstance(entries, list) else ()):
+        value = entry.get("path") if isinstance(entry, dict) else None
+        if not isinstance(value, str) or not value:
+            continue
+        bases = _bases(draft, "data.mix", recipe_dir)
+        found = _find_path(value, bases)
+        if found is not None:
+            entry["path"] = found
+        elif check_files and _is_local(value):
+            near = _near_files(bases[-1] / expanded(value), suffix="")
+            draft.add_problem(
+                draft.place("data.mix"),
+                f"data.mix[{number}].path is {shown(value)}, and there is no such file",
+                limit=f"it has to exist in {' or '.join(dict.fromkeys(map(str, bases)))}",
+                hint=f"`path: {near[0] if near else Path('FOLDER') / Path(value).name}`",
+            )
 
 
 def _resolve_config(draft: Draft, recipe_dir: Path) -> None:
@@ -247,6 +282,9 @@ def _check(draft: Draft) -> Recipe | None:
             _note_breaches(draft, details[0]["ctx"]["breaches"], mended)
             return None
         for detail in details:
+            if detail["loc"][:2] == ("data", "mix") and len(detail["loc"]) > 2:
+                _note_wrong_source(draft, detail["loc"][2:], detail["input"], mended)
+                continue
             section_name, key = ["", *map(str, detail["loc"][:2])][-2:]
             path = f"{section_name}.{key}" if section_name else key
             if detail["type"] == "extra_forbidden":
@@ -291,6 +329,47 @@ def _note_wrong(draft: Draft, path: str) -> None:
         hint=_setting(draft.place(path), path, near or value),
     )
     section[key] = value
+
+
+def _note_wrong_source(
+    draft: Draft, place: Sequence[int | str], value: Any, mended: set[str]
+) -> None:
+    """Note what is wrong in an entry of `data.mix`, and fix the whole list to find more.
+
+    Args:
+        draft: The recipe.
+        place: The entry's number, and the setting in it if it is one that is wrong.
+        value: What is there.
+        mended: Settings that were fixed; gets `data.mix`.
+    """
+    number, *keys = place
+    path = f"data.mix[{number}]" + (f".{keys[0]}" if keys else "")
+    names, entry = list(MixSource.model_fields), draft.values["data"].get("mix") or [{}]
+    known = not keys or keys[0] in names
+    given = entry[number] if isinstance(number, int) and number < len(entry) else None
+    is_missing = bool(keys) and isinstance(given, dict) and keys[0] not in given
+    limits = {
+        "weight": "it must be a number above 0",
+        "path": "it must be a file, a directory or a hub id",
+        "max_rows": "it must be a whole number of at least 1",
+    }
+    limit = limits.get(str(keys[0]) if keys else "", f"an entry has {', '.join(names)}")
+    hint = "`- {path: data/train.jsonl, weight: 1}`"
+    if keys and keys[0] == "weight":
+        hint = "leave the entry out, or `weight: 1`"
+    elif not known:
+        near = difflib.get_close_matches(str(keys[0]), names, n=1)
+        hint = f"use `{near[0]}`" if near else f"remove `{keys[0]}`"
+    seen = "is not set" if is_missing else f"is {shown(value)}"
+    draft.add_problem(
+        draft.place("data.mix"),
+        f"{path} {seen}" if known else f"{path} is not a setting",
+        limit=limit,
+        hint=hint,
+    )
+    if "data.mix" not in mended:
+        mended.add("data.mix")
+    draft.values["data"]["mix"] = field_schema("data.mix")["examples"][0]
 
 
 def _note_unknown(draft: Draft, section_name: str, key: str) -> None:

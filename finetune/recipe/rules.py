@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from finetune.recipe.sections import (
+    FORMAT_COLUMNS,
     MAX_MICRO_BATCHES,
     DataSection,
     ModelSection,
@@ -21,6 +22,7 @@ from finetune.recipe.sections import (
 RIVALS = (
     ("train.grad_accum_steps", "train.tokens_per_step"),
     ("train.steps", "train.epochs"),
+    ("data.path", "data.mix"),
     ("data.eval_path", "data.eval_frac"),
     ("train.warmup_steps", "train.warmup_ratio"),
 )
@@ -52,6 +54,7 @@ def broken_rules(recipe: Settings) -> Iterator[Breach]:
     """Yield every rule between fields that the recipe breaks."""
     yield from _broken_model_rules(recipe.model)
     yield from _broken_adapter_rules(recipe)
+    yield from _broken_source_rules(recipe.data)
     yield from _broken_data_rules(recipe.data)
     yield from _broken_train_rules(recipe.train)
     yield from _broken_schedule_rules(recipe.train)
@@ -153,6 +156,46 @@ def _broken_codec_rules(recipe: Settings) -> Iterator[Breach]:
         )
 
 
+def _broken_source_rules(data: DataSection) -> Iterator[Breach]:
+    """One path or a mix, columns that the format has, and settings that documents have."""
+    if (data.path is None) == (not data.mix):
+        is_both = data.path is not None
+        yield Breach(
+            field="data.mix" if is_both else "data",
+            what=f"data.path is {data.path} and data.mix is set too"
+            if is_both
+            else "neither data.path nor data.mix is set",
+            limit="exactly one of them must be",
+            hint="make the path an entry of `data.mix`"
+            if is_both
+            else "`data.path: data/train.jsonl`, a hub id, or `data.mix` with a list of them",
+            reads=("data.path",),
+        )
+    known = {name for columns in FORMAT_COLUMNS.get(data.format, ()) for name in columns}
+    for column in data.columns:
+        if data.format != "auto" and column not in known:
+            yield Breach(
+                field="data.columns",
+                what=f"data.columns names {column} and data.format is {data.format}",
+                limit=f"the columns of {data.format} are {', '.join(sorted(known))}",
+                hint=f"leave {column} out of `data.columns`, or `data.format: auto`",
+                reads=("data.format",),
+            )
+    unread = {
+        "loss_on": data.loss_on != "assistant",
+        "system": data.system is not None,
+        "too_long": data.too_long != "truncate",
+    }
+    for name in (name for name, is_set in unread.items() if is_set and data.format == "text"):
+        yield Breach(
+            field=f"data.{name}",
+            what=f"data.{name} is {getattr(data, name)} and data.format is text",
+            limit="documents have no turns, are joined and cut, and all of them is learned",
+            hint=f"leave out `data.{name}`",
+            reads=("data.format",),
+        )
+
+
 def _broken_data_rules(data: DataSection) -> Iterator[Breach]:
     """One held-out part, and columns that the format reads."""
     if data.eval_path is not None and data.eval_frac is not None:
@@ -177,6 +220,16 @@ def _broken_data_rules(data: DataSection) -> Iterator[Breach]:
                 limit=f"the setting has an effect with {_either(formats)} only",
                 hint=f"`data.format: {formats[-1]}`, or `data.{name}: null`",
                 reads=("data.format",),
+            )
+    for name in columns:
+        ours = "messages" if name == "messages_column" else name.removesuffix("_column")
+        if getattr(data, name) is not None and ours in data.columns:
+            yield Breach(
+                field=f"data.{name}",
+                what=f"data.{name} is {getattr(data, name)} and data.columns names {ours}",
+                limit="a column has one name",
+                hint=f"leave out `data.{name}`",
+                reads=("data.columns",),
             )
     if (data.prompt_column is None) != (data.completion_column is None):
         given, missing = "prompt_column", "completion_column"

@@ -50,6 +50,7 @@ def model_card(recipe: Recipe, run_dir: Path, config: "PretrainedConfig", *, dat
     }
     if is_on_hub:
         header = {"base_model": base, **header}
+    sources = ", ".join(source.path for source in public.data.sources)
     rows = "\n".join(f"| {name} | {value} |" for name, value in _figures(run_dir).items())
     return f"""---
 {yaml.safe_dump(header, sort_keys=False).strip()}
@@ -69,7 +70,7 @@ A LoRA adapter of {base} ({config.model_type}), in peft's format, trained with S
 
 ## Trained on
 
-{public.data.path}, SHA-256 of its tokens and labels `{data_hash}`.
+{sources}, SHA-256 of its tokens and labels `{data_hash}`.
 
 ## Recipe
 
@@ -89,12 +90,18 @@ _UNPUBLISHED = """
 
 def without_paths(recipe: Recipe) -> Recipe:
     """Return the recipe with files and directories named by their last name alone."""
-    changed: dict[str, dict[str, str]] = {}
+    changed: dict[str, dict[str, Any]] = {}
     for section, field in _PATHS:
         value = getattr(getattr(recipe, section), field)
         is_local = value is not None and (Path(value).is_absolute() or field == "dir")
         if is_local:
             changed.setdefault(section, {})[field] = Path(value).name
+    changed.setdefault("data", {})["mix"] = tuple(
+        one.model_copy(update={"path": Path(one.path).name})
+        if Path(one.path).is_absolute()
+        else one
+        for one in recipe.data.mix
+    )
     sections = {
         name: getattr(recipe, name).model_copy(update=fields) for name, fields in changed.items()
     }

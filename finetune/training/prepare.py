@@ -111,6 +111,7 @@ def load_data(run: Run) -> Data:
             seq_len=recipe.train.seq_len,
             seed=recipe.train.seed,
             cache_dir=cache_dir(),
+            note=run.screen.note,
         )
     ranks.require_same("the training rows", lambda: rows.data_hash)
     for note in rows.notes:

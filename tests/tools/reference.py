@@ -91,6 +91,8 @@ def _limits(field: Json) -> str:
         return f"`{field['const']}`"
     if "enum" in field:
         return ", ".join(f"`{value}`" for value in field["enum"])
+    if "$ref" in field:
+        return "sources"
     kind = field["type"]
     if kind == "array":
         return f"list of {_limits(field['items'])}"

@@ -31,6 +31,7 @@ FLAGS = {
     "probe": {"--dtype", "--json", "--save"},
     "doctor": {"--json"},
     "validate": set(),
+    "data": {"--rows", "--json", "--html"},
     "explain": {"--json"},
     "generate": {"--prompt", "--max-new-tokens"},
     "adapter": {"--format", "--out"},

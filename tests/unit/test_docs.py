@@ -38,6 +38,7 @@ AROUND: dict[str, dict[str, Any]] = {
     "output": {"name": "a-run", "eval_every": 10},
 }
 INSTEAD = (
+    ("data", "mix", "path"),
     ("data", "eval_path", "eval_frac"),
     ("train", "grad_accum_steps", "tokens_per_step"),
     ("train", "epochs", "steps"),
@@ -234,7 +235,8 @@ def test_every_row_that_is_shown_is_read(block: Block, tmp_path: Path) -> None:
         messages_column=None,
         system=None,
     )
-    assert [message.role for message in rows[0].messages] == ["user", "assistant"]
+    roles = [message.role for message in rows[0].messages]
+    assert roles == ["user", "assistant", *(["tool", "assistant"] if rows[0].tools else [])]
 
 
 @pytest.mark.parametrize("block", blocks("json"))

@@ -63,7 +63,7 @@ def test_the_quickstart_finds_its_model_and_rows_beside_it_from_anywhere(
     monkeypatch.chdir(tmp_path)
     recipe = load_recipe("quickstart", [])
     assert Path(str(recipe.model.path)) == recipes_dir() / "quickstart" / "model"
-    assert Path(recipe.data.path) == recipes_dir() / "quickstart" / "train.jsonl"
+    assert Path(recipe.data.path or "") == recipes_dir() / "quickstart" / "train.jsonl"
 
 
 def test_the_30b_recipe_fills_a_step_of_48k_tokens_with_sequences_of_8k() -> None:

@@ -2,25 +2,18 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import pytest
-from transformers import PreTrainedTokenizerBase
 
-from finetune.data.dataset import (
-    ExampleSet,
-    Rows,
-    encode_all,
-    load_examples,
-    load_rows,
-    split_held_out,
-)
-from finetune.data.rows import Conversation, Message
+from finetune.data.dataset import ExampleSet, Rows, held_out_mask, load_rows
+from finetune.data.encode_source import stored_tokens
+from finetune.data.rows import Conversation
+from finetune.data.token_cache import TokenStore
 from finetune.data.tokenize import encode
 from finetune.errors import DataError
 from finetune.recipe.sections import DataSection
-from tests.conversations import count_rows, talk, tokenised
+from tests.conversations import count_rows, encoder_of, source_of, talk, tokenised
 from tests.doubles import tiny_tokenizer
 
 
@@ -69,7 +62,7 @@ def test_the_second_load_comes_from_the_cache_and_is_the_same(tmp_path: Path) ->
     assert (first.is_from_cache, second.is_from_cache) == (False, True)
     assert same(first, second)
     assert first.notes == second.notes
-    assert [path.suffix for path in tmp_path.iterdir()] == [".npz"]
+    assert [path.name[:7] for path in tmp_path.iterdir()] == ["tokens-"]
 
 
 def test_other_rows_settings_or_tokenizers_do_not_share_a_cache(tmp_path: Path) -> None:
@@ -77,34 +70,30 @@ def test_other_rows_settings_or_tokenizers_do_not_share_a_cache(tmp_path: Path) 
     assert not tokenised(count_rows(6), tmp_path).is_from_cache
     assert not tokenised(count_rows(5), tmp_path, seq_len=511).is_from_cache
     for tokenizer in (tiny_tokenizer(chat_template=None), tiny_tokenizer(merges=(("s", "a"),))):
-        other = load_examples(
-            count_rows(5),
-            tokenizer,
-            seq_len=512,
-            loss_on="assistant",
-            num_workers=0,
-            cache_dir=tmp_path,
-        )
-        assert not other.is_from_cache
+        assert not tokenised(count_rows(5), tmp_path, tokenizer=tokenizer).is_from_cache
     assert tokenised(count_rows(5), tmp_path).is_from_cache
 
 
-@pytest.mark.parametrize("damage", ["cut", "flip", "empty"])
+@pytest.mark.parametrize("damage", ["cut", "flip", "empty", "gone", "no list"])
 def test_a_torn_cache_is_rebuilt_with_a_note(tmp_path: Path, damage: str) -> None:
     rows = count_rows(5)
     first = tokenised(rows, tmp_path)
-    (file,) = tmp_path.iterdir()
+    (folder,) = tmp_path.iterdir()
+    file = folder / ("arrays.json" if damage == "no list" else "labels.bin")
     content = bytearray(file.read_bytes())
-    if damage == "flip":
-        at = content.index(np.asarray(first.input_ids[:8]).tobytes())
-        content[at] ^= 0xFF
-    file.write_bytes({"cut": bytes(content[:-40]), "flip": bytes(content), "empty": b""}[damage])
+    content[8] ^= 0xFF
+    damaged = {"cut": bytes(content[:-4]), "flip": bytes(content), "empty": b""}
+    if damage in damaged:
+        file.write_bytes(damaged[damage])
+    else:
+        file.unlink()
     second = tokenised(rows, tmp_path)
     assert not second.is_from_cache
-    assert same(first, second)
+    assert second.labels.tolist() == tokenised(rows, tmp_path / "other").labels.tolist()
     assert len(second.notes) == 1
-    assert f"the token cache {file} was torn" in second.notes[0]
+    assert f"the token cache {folder} was torn" in second.notes[0]
     assert tokenised(rows, tmp_path).is_from_cache
+    assert len(first) == len(second)
 
 
 def test_a_cache_that_cannot_be_written_is_a_note(tmp_path: Path) -> None:
@@ -125,63 +114,69 @@ def test_two_runs_write_the_same_cache_at_once(
         monkeypatch.setattr(os, "getpid", lambda: 1)
         others.append(tokenised(count_rows(2), tmp_path))
 
-    monkeypatch.setattr(os, "fsync", another_run_meanwhile)
+    monkeypatch.setattr(os, "fsync", another_run_meanwhile)  # just before the store is renamed
     ours = tokenised(count_rows(2), tmp_path)
     assert (ours.notes, others[0].notes) == ((), ())
     assert same(ours, tokenised(count_rows(2), tmp_path))
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_workers_encode_to_the_same_examples_in_order() -> None:
-    rows, tokenizer = count_rows(21), tiny_tokenizer()
-    ours, theirs = (
-        encode_all(rows, tokenizer, seq_len=64, loss_on="assistant", num_workers=num_workers)
-        for num_workers in (2, 0)
+def stored(
+    rows: list[Conversation], cache_dir: Path, tokenizer: Any = None, *, num_workers: int
+) -> TokenStore:
+    encoder = encoder_of(tokenizer, seq_len=64)
+    store, _ = stored_tokens(
+        source_of(rows), encoder, num_workers=num_workers, cache_dir=cache_dir, notes=[], note=print
     )
-    assert [example.source for example in ours] == [row.source for row in rows]
-    for one, other in zip(ours, theirs, strict=True):
-        assert one.input_ids.tolist() == other.input_ids.tolist()
-        assert one.labels.tolist() == other.labels.tolist()
+    return store
+
+
+def test_workers_encode_to_the_same_tokens_in_order(tmp_path: Path) -> None:
+    rows = count_rows(521)  # three chunks
+    ours, theirs = (
+        stored(rows, tmp_path / f"{num_workers}", num_workers=num_workers) for num_workers in (2, 0)
+    )
+    for file in sorted(theirs.folder.iterdir()):
+        assert (ours.folder / file.name).read_bytes() == file.read_bytes(), file.name
+    assert theirs.places[:, 1].tolist() == list(range(521))
 
 
 @pytest.mark.slow
-def test_a_bad_row_in_a_worker_is_named() -> None:
-    bad = Conversation(messages=(Message(role="assistant", content="hi"),), source="rows.jsonl:9")
-    with pytest.raises(DataError, match=r"cannot render the row: .*\(rows\.jsonl:9\)"):
-        encode_all(
-            [*count_rows(4), bad],
-            tiny_tokenizer(),
-            seq_len=64,
-            loss_on="assistant",
-            num_workers=2,
-        )
+def test_a_bad_row_in_a_worker_is_named(tmp_path: Path) -> None:
+    bad = talk("hi", "<|im_end|>", source="rows.jsonl:9")
+    with pytest.raises(DataError, match=r"the chat template .*\(rows\.jsonl:9\)"):
+        stored([*count_rows(4), bad], tmp_path, num_workers=2)
 
 
 class Deadly:
     """Ends the process that unpickles it."""
 
+    def __init__(self) -> None:
+        self.tokenizer = tiny_tokenizer()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["tokenizer"], name)
+
     def __reduce__(self) -> tuple[Callable[[int], object], tuple[int]]:
         return os._exit, (9,)
 
 
-def test_a_killed_tokenising_worker_is_an_error_and_not_a_hang() -> None:
-    tokenizer = cast("PreTrainedTokenizerBase", Deadly())
+def test_a_killed_tokenising_worker_is_an_error_and_not_a_hang(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"worker died while tokenising(.|\n)*num_workers: 0"):
-        encode_all(count_rows(4), tokenizer, seq_len=64, loss_on="assistant", num_workers=2)
+        stored(count_rows(4), tmp_path, Deadly(), num_workers=2)
+    assert not list(tmp_path.iterdir())
 
 
-def test_held_out_rows_are_the_same_each_time_and_never_trained_on() -> None:
-    rows = count_rows(50)
-    train, held_out = split_held_out(rows, eval_frac=0.1, seed=3)
-    assert (train, held_out) == split_held_out(rows, eval_frac=0.1, seed=3)
-    assert (train, held_out) != split_held_out(rows, eval_frac=0.1, seed=4)
-    assert (len(train), len(held_out)) == (45, 5)
-    assert sorted(row.source for row in train + held_out) == sorted(row.source for row in rows)
+def test_held_out_rows_are_the_same_each_time() -> None:
+    mask = held_out_mask(50, eval_frac=0.1, seed=3)
+    assert mask.sum() == 5
+    assert mask.tolist() == held_out_mask(50, eval_frac=0.1, seed=3).tolist()
+    assert mask.tolist() != held_out_mask(50, eval_frac=0.1, seed=4).tolist()
 
 
 def test_holding_out_all_rows_is_refused() -> None:
     with pytest.raises(DataError, match=r"data\.eval_frac 0\.9 holds out 2 of 2 rows"):
-        split_held_out(count_rows(2), eval_frac=0.9, seed=0)
+        held_out_mask(2, eval_frac=0.9, seed=0)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -323,8 +323,7 @@ def with_answer(**keys: object) -> dict[str, Any]:
 
 
 LOST: list[tuple[str, dict[str, Any]]] = [
-    ("tools", GOOD_ROWS["messages"] | {"tools": [{"name": "add"}]}),
-    ("tools", GOOD_ROWS["sharegpt"] | {"tools": "[{}]"}),
+    ("tools", GOOD_ROWS["alpaca"] | {"tools": [{"name": "add"}]}),
     ("images", GOOD_ROWS["sharegpt"] | {"images": ["a.png"]}),
     ("system", GOOD_ROWS["sharegpt"] | {"system": "Be brief."}),
     ("system", GOOD_ROWS["alpaca"] | {"system": "Be brief."}),
@@ -338,14 +337,11 @@ LOST: list[tuple[str, dict[str, Any]]] = [
     ("weight", GOOD_ROWS["alpaca"] | {"weight": float("nan")}),
     ("weight", GOOD_ROWS["alpaca"] | {"weight": "1"}),
     ("train", GOOD_ROWS["alpaca"] | {"train": False}),
-    ("tool_calls", with_answer(tool_calls=[{"id": "1"}])),
-    ("tool_calls", with_answer(content=None, tool_calls=[{"id": "1"}])),
-    ("function_call", with_answer(function_call={"name": "add"})),
-    ("reasoning_content", with_answer(reasoning_content="1 and 1")),
-    ("weight", with_answer(weight=0)),
-    ("train", with_answer(train=False)),
+    ("weight", with_answer(weight=0.5)),
+    ("train", with_answer(train="no")),
+    ("tool_calls", {"messages": [TURNS[0] | {"tool_calls": [{"name": "add"}]}, TURNS[1]]}),
+    ("name", {"messages": [TURNS[0] | {"name": "Ada"}, TURNS[1]]}),
     ("anything", with_answer(anything="x")),
-    ("weight", {"conversations": [CHAT[0], CHAT[1] | {"weight": 0.0}]}),
     ("weight", {"conversations": [CHAT[0] | {"weight": 0.5}, CHAT[1]]}),
 ]
 
@@ -364,14 +360,27 @@ def test_a_row_whose_meaning_would_be_lost_is_refused_by_name(
         read(file)
 
 
+READ: list[tuple[str, dict[str, Any]]] = [
+    ("tools", GOOD_ROWS["messages"] | {"tools": [{"name": "add"}]}),
+    ("tools", GOOD_ROWS["sharegpt"] | {"tools": "[{}]"}),
+    ("tool_calls", with_answer(tool_calls=[{"id": "1"}])),
+    ("function_call", with_answer(function_call={"name": "add"})),
+    ("reasoning_content", with_answer(reasoning_content="1 and 1")),
+    ("weight", with_answer(weight=0)),
+    ("train", with_answer(train=False)),
+    ("weight", {"conversations": [CHAT[0], CHAT[1] | {"weight": 0.0}]}),
+]
+
+
 def test_what_is_ignored_on_purpose_is_left_out_and_known(tmp_path: Path) -> None:
-    for key, row in LOST:
-        if row.get("messages", TURNS)[1]["content"] is None:
-            continue
+    for key, row in LOST + READ:
         file = write_jsonl(tmp_path / "rows.jsonl", [row])
         (conversation,) = read(file, ignored=[key])
-        assert turns(conversation) == QA
-        assert conversation.unused == (key,)
+        assert conversation.messages == (
+            Message(role="user", content="1+1?"),
+            Message(role="assistant", content="2"),
+        )
+        assert (conversation.unused, conversation.tools) == ((key,), ())
 
 
 HARMLESS: list[dict[str, Any]] = [

@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from finetune.data.dataset import ExampleSet, load_examples
+from finetune.data.dataset import ExampleSet
 from finetune.data.rows import Conversation, Message
 from finetune.data.stops import Stops, eos_ids, merge_generation_config, read_generation_config
 from finetune.errors import ModelError
+from tests.conversations import tokenised
 from tests.doubles import tiny_tokenizer
 
 RENAMES_THE_LAST_END = (
@@ -45,14 +46,7 @@ def load(
     *talks: tuple[str, ...],
     seq_len: int = 512,
 ) -> ExampleSet:
-    return load_examples(
-        rows(*talks),
-        tokenizer,
-        seq_len=seq_len,
-        loss_on="assistant",
-        num_workers=0,
-        cache_dir=tmp_path,
-    )
+    return tokenised(rows(*talks), tmp_path, seq_len=seq_len, tokenizer=tokenizer)
 
 
 def ends(examples: ExampleSet, tokenizer: PreTrainedTokenizerBase) -> list[str]:

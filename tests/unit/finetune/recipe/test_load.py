@@ -204,7 +204,7 @@ def test_a_missing_setting_names_the_line_of_its_section(folder: Path) -> None:
 
 def test_a_missing_section_is_asked_for_by_its_settings(folder: Path) -> None:
     error = refusal(replaced("data:\n  path: openai/gsm8k\n", ""))
-    assert error.what == "r.yaml:1: data.path is not set"
+    assert error.what == "r.yaml:1: neither data.path nor data.mix is set"
 
 
 def test_a_section_that_is_no_mapping_is_refused(folder: Path) -> None:
@@ -388,3 +388,68 @@ def test_the_resolved_recipe_of_a_run_loads_as_the_same_recipe(folder: Path) -> 
     recipe = load_recipe(replaced("openai/gsm8k", "rows.jsonl"), ["train.lr=1e-5"])
     saved = write(resolved_yaml(recipe), "runs/small/recipe.yaml")
     assert load_recipe(saved, []) == recipe
+
+
+# --------------------------------------------------------------------------------------------------
+# Several sources
+# --------------------------------------------------------------------------------------------------
+
+PATH = "  path: openai/gsm8k\n"
+
+
+def mixed(*entries: str) -> str:
+    return replaced(PATH, "  mix:\n" + "".join(f"    - {entry}\n" for entry in entries))
+
+
+def test_a_mix_is_read_and_its_paths_are_found(folder: Path) -> None:
+    (folder / "here.jsonl").touch()
+    recipe = load_recipe(mixed("{path: here.jsonl, weight: 3}", "{path: openai/gsm8k}"), [])
+    assert [(one.path, one.weight) for one in recipe.data.sources] == [
+        (str(folder / "here.jsonl"), 3.0),
+        ("openai/gsm8k", 1.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("entry", "what", "hint"),
+    [
+        ("{path: a/b, weight: 0}", "data.mix[1].weight is 0", "leave the entry out"),
+        ("{path: a/b, weight: -1}", "data.mix[1].weight is -1", "leave the entry out"),
+        ("{weight: 1}", "data.mix[1].path is not set", "path: data/train.jsonl"),
+        ("{path: a/b, wieght: 2}", "data.mix[1].wieght is not a setting", "use `weight`"),
+        ("a/b", 'data.mix[1] is "a/b"', "path: data/train.jsonl"),
+        ("{path: rows.jsonl}", 'data.mix[1].path is "rows.jsonl", and there is no', "FOLDER"),
+        ("{path: a/b, format: jsonl}", 'data.mix[1].format is "jsonl"', "path:"),
+    ],
+)
+def test_a_wrong_entry_of_a_mix_is_named_by_number_and_line(
+    folder: Path, entry: str, what: str, hint: str
+) -> None:
+    error = refusal(mixed("{path: openai/gsm8k}", entry))
+    assert error.what.startswith(f"r.yaml:6: {what}")
+    assert hint in error.hint
+
+
+def test_a_path_on_the_command_line_replaces_the_mix_of_a_file(folder: Path) -> None:
+    recipe = load_recipe(mixed("{path: a/b}"), ["data.path=c/d"])
+    assert (recipe.data.path, recipe.data.mix) == ("c/d", ())
+
+
+@pytest.mark.parametrize(
+    ("lines", "what"),
+    [
+        ("  mix: [{path: a/b}]\n", "data.path is openai/gsm8k and data.mix is set too"),
+        (
+            "  format: alpaca\n  columns: {prompt: q}\n",
+            "data.columns names prompt and data.format is alpaca",
+        ),
+        ("  format: text\n  loss_on: last\n", "data.loss_on is last and data.format is text"),
+        ("  format: text\n  too_long: drop\n", "data.too_long is drop and data.format is text"),
+        (
+            "  prompt_column: q\n  completion_column: a\n  columns: {prompt: x}\n",
+            "data.prompt_column is q and data.columns names prompt",
+        ),
+    ],
+)
+def test_data_settings_that_contradict_are_refused(folder: Path, lines: str, what: str) -> None:
+    assert what in refusal(replaced(PATH, PATH + lines)).what

@@ -1,0 +1,89 @@
+"""What `data` shows: the rows of a recipe as the model will see them, before it is loaded."""
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from finetune.data.dataset import Chosen, ExampleSet, load_rows
+from finetune.data.tokenize import IGNORE_INDEX, Example
+from finetune.env import cache_dir
+from finetune.model.tokenizer import load_tokenizer
+from finetune.recipe.load import load_recipe
+from finetune.report.data_view import DataView, Piece, SeenRow, SeenSource, histogram
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def data_view(
+    recipe: str, overrides: Sequence[str], *, num_rows: int, note: Callable[[str], None]
+) -> DataView:
+    """Read and tokenise what a recipe names, and return what the model will see of it.
+
+    The tokens are those that the run takes, from the same cache.
+
+    Args:
+        recipe: A recipe's path, or a shipped name.
+        overrides: Settings over the recipe's.
+        num_rows: Rows of each source to show.
+        note: Reports progress.
+
+    Raises:
+        ConfigError: The recipe is wrong.
+        DataError: A file is missing or empty, or rows are bad; each is named by file and line.
+        ModelError: There is no tokenizer.
+    """
+    settings = load_recipe(recipe, overrides)
+    tokenizer = load_tokenizer(settings.model.tokenizer_source)
+    seq_len = settings.train.seq_len
+    rows = load_rows(
+        settings.data,
+        tokenizer,
+        seq_len=seq_len,
+        seed=settings.train.seed,
+        cache_dir=cache_dir(),
+        note=note,
+    )
+    lengths = rows.train.lengths
+    return DataView(
+        recipe=recipe,
+        seq_len=seq_len,
+        sources=tuple(_source(part, tokenizer, num_rows) for part in rows.train.parts),
+        held_out_rows=len(rows.held_out) if rows.held_out else 0,
+        lengths=histogram(lengths),
+        longest=max(lengths),
+        notes=rows.notes,
+        data_hash=rows.data_hash,
+    )
+
+
+def _source(part: Chosen, tokenizer: "PreTrainedTokenizerBase", num_rows: int) -> SeenSource:
+    examples = ExampleSet(parts=(part,))
+    _, first = np.unique(part.examples, return_index=True)
+    return SeenSource(
+        path=part.tokens.rows.source.path,
+        num_rows=len(part.tokens.store.fates),
+        num_used=len(first),
+        epoch_rows=len(part.examples),
+        epoch_tokens=int(part.lengths.sum()),
+        epoch_loss_tokens=int(examples.loss_tokens.sum()),
+        rows=tuple(_seen(examples[int(at)], tokenizer) for at in first[:num_rows]),
+    )
+
+
+def _seen(example: Example, tokenizer: "PreTrainedTokenizerBase") -> SeenRow:
+    """Return a row as text, cut where the loss begins or ends.
+
+    Characters whose tokens are on both sides of a cut are shown as replacement characters.
+    """
+    has_loss = example.labels != IGNORE_INDEX
+    has_loss[0] = False  # the first token is never predicted
+    tokens = zip(example.input_ids.tolist(), has_loss.tolist(), strict=True)
+    pieces = []
+    for is_learned, group in groupby(tokens, key=lambda one: one[1]):
+        ids = [token for token, _ in group]
+        text = str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+        pieces.append(Piece(text=text, has_loss=bool(is_learned), num_tokens=len(ids)))
+    return SeenRow(source=example.source, pieces=tuple(pieces))

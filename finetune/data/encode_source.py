@@ -1,0 +1,512 @@
+"""Turn a source into tokens on disk: rows in order, encoded in one process per core, once.
+
+Rows are handed to the workers in chunks as they were read, and their tokens come back in order, so
+that memory holds a few chunks however many rows there are. Nothing depends on the number of
+workers. Small sources are encoded in this process, which is faster than to start another.
+"""
+
+import atexit
+import hashlib
+import itertools
+import json
+import shutil
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from finetune.data.rows import Conversation, Document, RowForm, bad_rows, no_rows
+from finetune.data.sources import Place, Raw, RowError, Source
+from finetune.data.token_cache import (
+    Part,
+    StoreReport,
+    StoreWriter,
+    TokenStore,
+    cache_key,
+    open_store,
+)
+from finetune.data.tokenize import Encoder, Example, Fate
+from finetune.data.workers import num_cores, prepare_worker, process_context, worker_died
+from finetune.errors import DataError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+# A worker process must first import its libraries, which takes as long as some thousand rows.
+MIN_ROWS_FOR_WORKERS = 4_000
+_CHUNK_ROWS, _CHUNK_BYTES = 250, 2**22
+_CHUNKS_PER_WORKER = 3
+_NOTE_EVERY_S = 10.0
+
+Note = Callable[[str], None]
+_Named = tuple[Place, str, Raw]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceRows:
+    """The rows of a source that are used.
+
+    Attributes:
+        source: Where they are.
+        form: How they are read.
+        max_rows: The first ones, at most; None: all.
+        drop_duplicates: Whether rows are left out that were there before.
+        skip_bad: Bad rows that may be skipped.
+    """
+
+    source: Source
+    form: RowForm
+    max_rows: int | None
+    drop_duplicates: bool
+    skip_bad: int
+
+    def named(self) -> Iterator[_Named]:
+        """Give the rows with their places, in numbers and in words."""
+        rows = self.source.rows()
+        for place, raw in itertools.islice(rows, self.max_rows):
+            yield place, self.source.name(place), raw
+
+    def opened(self) -> tuple[RowForm, Iterator[_Named]]:
+        """Return how rows are read, with the format known, and the rows.
+
+        Raises:
+            DataError: There are none, or the format cannot be detected.
+        """
+        rows, seen = self.named(), list[_Named]()
+
+        def until_detected() -> Iterator[tuple[str, Raw]]:
+            for row in rows:
+                seen.append(row)
+                yield row[1:]
+
+        first = next(rows, None)
+        if first is None:
+            raise no_rows(self.source.path)
+        rows = itertools.chain([first], rows)
+        form = self.form.detected(until_detected())
+        return form, itertools.chain(seen, rows)
+
+
+def stored_tokens(
+    rows: SourceRows,
+    encoder: Encoder,
+    *,
+    num_workers: int | None,
+    cache_dir: Path,
+    notes: list[str],
+    note: Note,
+) -> tuple[TokenStore, bool]:
+    """Return the tokens of a source, and whether they were in the cache.
+
+    Args:
+        rows: Of the source.
+        encoder: Makes them tokens.
+        num_workers: Processes; 0 is this one, None one per core if there are many rows.
+        cache_dir: Where tokens are kept.
+        notes: Gets what a user should know.
+        note: Reports progress.
+
+    Raises:
+        DataError: Rows are bad, or none; or a worker died.
+    """
+    settings = {"max_rows": rows.max_rows, "drop_duplicates": rows.drop_duplicates}
+    key = cache_key(rows.source.digest(), rows.form, encoder, settings)
+    folder = cache_dir / f"tokens-{key}"
+    store = open_store(folder, notes=notes)
+    is_cached = store is not None
+    if store is None:
+        try:
+            store = _written(rows, encoder, folder, num_workers=num_workers, note=note)
+        except OSError as error:
+            notes.append(
+                f"the token cache {folder} cannot be written: {error.strerror};"
+                " the next run will make the tokens again"
+            )
+            scratch = Path(tempfile.mkdtemp(prefix="sluice-tokens-"))
+            atexit.register(shutil.rmtree, scratch, ignore_errors=True)
+            store = _written(rows, encoder, scratch / key, num_workers=num_workers, note=note)
+    problems = store.report.skipped
+    if len(problems) > rows.skip_bad:
+        named = [f"{rows.source.name((file, line))}: {what}" for file, line, what in problems]
+        num_rows = len(store.fates) + len(problems)
+        raise bad_rows(named, num_rows, form=rows.form, num_allowed=rows.skip_bad)
+    return store, is_cached
+
+
+def _written(
+    rows: SourceRows, encoder: Encoder, folder: Path, *, num_workers: int | None, note: Note
+) -> TokenStore:
+    """Encode a source and write its tokens."""
+    form, named = rows.opened()
+    task = _Task(form=form, encoder=encoder, has_digests=rows.drop_duplicates)
+    count = _Count(rows=rows, form=form, note=note)
+    with StoreWriter(folder=folder) as writer:
+        joined = _Joined(seq_len=encoder.seq_len)
+        for chunk in _encoded(named, task, num_workers=num_workers, count=count):
+            fresh = count.without_duplicates(chunk)
+            if form.data_format != "text":
+                writer.add(fresh.part)
+                continue
+            for part in joined.parts(fresh):
+                writer.add(part)
+        for part in joined.rest():
+            writer.add(part)
+        count.require_good()
+        return writer.close(count.report(num_documents=joined.num_documents))
+
+
+# --------------------------------------------------------------------------------------------------
+# A chunk, in a worker
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Problem:
+    """A row that cannot be used.
+
+    Attributes:
+        place: Of the row.
+        what: Its place in words, and what is wrong.
+        lost: Columns whose meaning would be lost.
+        refusal: What, limit and hint of a template's refusal.
+    """
+
+    place: Place
+    what: str
+    lost: tuple[str, ...] = ()
+    refusal: tuple[str, str, str] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Chunk:
+    """What became of some rows.
+
+    Attributes:
+        num_rows: Rows that were read.
+        part: The tokens of good ones; of documents, one example each, of any length.
+        digests: Of each good row.
+        problems: Of the others.
+        unused: Columns that are not read.
+    """
+
+    num_rows: int
+    part: Part
+    digests: tuple[bytes, ...]
+    problems: tuple[_Problem, ...]
+    unused: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Task:
+    """How a chunk is encoded."""
+
+    form: RowForm
+    encoder: Encoder
+    has_digests: bool
+
+    def run(self, rows: Sequence[_Named], *, is_only_read: bool) -> _Chunk:
+        """Read and encode rows; after too many bad ones the others are only read."""
+        good: list[tuple[Place, Fate, list[Example]]] = []
+        digests, problems, unused = list[bytes](), list[_Problem](), dict[str, None]()
+        for place, name, raw in rows:
+            try:
+                row = self.form.read(name, raw)
+                unused |= dict.fromkeys(row.unused)
+                if is_only_read:
+                    continue
+                good.append((place, *self._encode(row)))
+                if self.has_digests:
+                    digests.append(_digest(row))
+            except RowError as error:
+                problems.append(_Problem(place=place, what=f"{name}: {error}", lost=error.lost))
+            except DataError as error:
+                refusal = (error.what, error.limit or "", error.hint)
+                problems.append(_Problem(place=place, what=error.what, refusal=refusal))
+        return _Chunk(
+            num_rows=len(rows),
+            part=_part(good),
+            digests=tuple(digests),
+            problems=tuple(problems),
+            unused=tuple(unused),
+        )
+
+    def _encode(self, row: Conversation | Document) -> tuple[Fate, list[Example]]:
+        if isinstance(row, Conversation):
+            return self.encoder.encode(row)
+        ids = self.encoder.document_ids(row)
+        return Fate.WHOLE, [
+            Example(input_ids=ids, labels=ids, source=row.source, is_truncated=False)
+        ]
+
+
+def _part(good: Sequence[tuple[Place, Fate, list[Example]]]) -> Part:
+    """Lay the examples of rows end to end."""
+    examples = [(row, one) for row, (_, _, ones) in enumerate(good) for one in ones]
+    none = np.empty(0, dtype=np.int32)
+    return Part(
+        input_ids=np.concatenate([none, *(one.input_ids for _, one in examples)]),
+        labels=np.concatenate([none, *(one.labels for _, one in examples)]),
+        lengths=[len(one.input_ids) for _, one in examples],
+        end_ids=[token for _, one in examples for token in one.end_ids],
+        num_ends=[len(one.end_ids) for _, one in examples],
+        rows=[row for row, _ in examples],
+        is_truncated=[one.is_truncated for _, one in examples],
+        fates=[fate for _, fate, _ in good],
+        places=[place for place, _, _ in good],
+    )
+
+
+def _digest(row: Conversation | Document) -> bytes:
+    """Digest what a row says, wherever it is and whatever its columns are called."""
+    if isinstance(row, Document):
+        content: object = row.text
+    else:
+        content = [[message.to_json() for message in row.messages], [*row.tools]]
+    return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).digest()
+
+
+# --------------------------------------------------------------------------------------------------
+# All chunks, in order
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True, slots=True)
+class _Count:
+    """What the rows so far had to say."""
+
+    rows: SourceRows
+    form: RowForm
+    note: Note
+    num_rows: int = 0
+    num_duplicates: int = 0
+    problems: list[_Problem] = field(default_factory=list)
+    unused: dict[str, None] = field(default_factory=dict)
+    seen: set[bytes] = field(default_factory=set)
+    start_s: float = field(default_factory=time.perf_counter)
+    noted_s: float = field(default_factory=time.perf_counter)
+
+    @property
+    def is_failed(self) -> bool:
+        """Whether there are more bad rows than may be skipped."""
+        return len(self.problems) > self.rows.skip_bad
+
+    def add(self, chunk: _Chunk) -> None:
+        """Count a chunk's rows.
+
+        Raises:
+            DataError: The template refuses a row, which many rows may share: the first is enough.
+        """
+        self.num_rows += chunk.num_rows
+        self.unused |= dict.fromkeys(chunk.unused)
+        for problem in chunk.problems:
+            self.problems.append(problem)
+            if problem.refusal is not None and self.is_failed and self._are_all_refusals():
+                what, limit, hint = problem.refusal
+                raise DataError(what, limit=limit, hint=hint)
+        now_s = time.perf_counter()
+        if now_s - self.noted_s >= _NOTE_EVERY_S:
+            self.noted_s = now_s
+            rate = self.num_rows / (now_s - self.start_s)
+            self.note(
+                f"Tokenised {self.num_rows:,} rows of {self.rows.source.path} ({rate:,.0f} rows/s)"
+            )
+
+    def _are_all_refusals(self) -> bool:
+        return all(problem.refusal is not None for problem in self.problems)
+
+    def without_duplicates(self, chunk: _Chunk) -> _Chunk:
+        """Return a chunk without the rows that were there before."""
+        if not chunk.digests:
+            return chunk
+        is_new = []
+        for digest in chunk.digests:
+            is_new.append(digest not in self.seen)
+            self.seen.add(digest)
+        self.num_duplicates += is_new.count(False)
+        return chunk if all(is_new) else _with_rows(chunk, np.array(is_new))
+
+    def require_good(self) -> None:
+        """Raise if there are too many bad rows.
+
+        Raises:
+            DataError: It names the first ones, and counts all.
+        """
+        if self.is_failed:
+            lost = dict.fromkeys(name for problem in self.problems for name in problem.lost)
+            raise bad_rows(
+                [problem.what for problem in self.problems],
+                self.num_rows,
+                form=self.form,
+                lost=tuple(lost),
+                num_allowed=self.rows.skip_bad,
+            )
+
+    def report(self, *, num_documents: int) -> StoreReport:
+        """Return what the source had besides rows that are used."""
+        skipped = []
+        for problem in self.problems:
+            name = self.rows.source.name(problem.place)
+            skipped.append((*problem.place, problem.what.removeprefix(f"{name}: ")))
+        return StoreReport(
+            skipped=tuple(skipped),
+            num_duplicates=self.num_duplicates,
+            unused=tuple(self.unused),
+            num_documents=num_documents,
+        )
+
+
+def _with_rows(chunk: _Chunk, is_kept: "NDArray[np.bool_]") -> _Chunk:
+    """Return a chunk with some of its rows."""
+    part = chunk.part
+    number = np.cumsum(is_kept) - 1
+    has = is_kept[np.asarray(part.rows, dtype=np.int64)]
+    tokens = np.repeat(has, part.lengths)
+    ends = np.repeat(has, part.num_ends)
+
+    def examples(values: Sequence[int]) -> list[int]:
+        return [value for value, is_taken in zip(values, has, strict=True) if is_taken]
+
+    return _Chunk(
+        num_rows=chunk.num_rows,
+        part=Part(
+            input_ids=part.input_ids[tokens],
+            labels=part.labels[tokens],
+            lengths=examples(part.lengths),
+            end_ids=np.asarray(part.end_ids, dtype=np.int32)[ends].tolist(),
+            num_ends=examples(part.num_ends),
+            rows=[int(number[row]) for row in examples(part.rows)],
+            is_truncated=[bool(value) for value in examples(part.is_truncated)],
+            fates=[fate for fate, kept in zip(part.fates, is_kept, strict=True) if kept],
+            places=[place for place, kept in zip(part.places, is_kept, strict=True) if kept],
+        ),
+        digests=chunk.digests,
+        problems=chunk.problems,
+        unused=chunk.unused,
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class _Joined:
+    """Joins documents and cuts them into rows of seq_len tokens; the last row may be shorter."""
+
+    seq_len: int
+    num_documents: int = 0
+    _held: list["NDArray[np.int32]"] = field(default_factory=list)
+    _num_held: int = 0
+    _place: Place = (0, 0)
+
+    def parts(self, chunk: _Chunk) -> Iterator[Part]:
+        """Give the rows that a chunk's documents fill."""
+        at = 0
+        for length, place in zip(chunk.part.lengths, chunk.part.places, strict=True):
+            if self._num_held == 0:
+                self._place = place
+            self._held.append(chunk.part.input_ids[at : at + length])
+            self._num_held += length
+            self.num_documents += 1
+            at += length
+            if self._num_held >= self.seq_len:
+                yield self._filled(place)
+
+    def rest(self) -> Iterator[Part]:
+        """Give the last row, unless it is a single token, of which nothing is learned."""
+        if self._num_held > 1:
+            yield self._rows(np.concatenate(self._held), [self._place])
+
+    def _filled(self, place: Place) -> Part:
+        """Return the full rows held, and hold the rest, which is of the last document."""
+        ids = np.concatenate(self._held)
+        num_full = len(ids) // self.seq_len
+        cut = num_full * self.seq_len
+        places = [self._place] + [place] * (num_full - 1)
+        self._held, self._num_held, self._place = [ids[cut:]], len(ids) - cut, place
+        return self._rows(ids[:cut], places)
+
+    def _rows(self, ids: "NDArray[np.int32]", places: list[Place]) -> Part:
+        lengths = [min(self.seq_len, len(ids) - at) for at in range(0, len(ids), self.seq_len)]
+        return Part(
+            input_ids=ids,
+            labels=ids,
+            lengths=lengths,
+            end_ids=[],
+            num_ends=[0] * len(lengths),
+            rows=range(len(lengths)),
+            is_truncated=[False] * len(lengths),
+            fates=[Fate.WHOLE] * len(lengths),
+            places=places,
+        )
+
+
+def _chunks(rows: Iterator[_Named]) -> Iterator[list[_Named]]:
+    """Group rows, fewer of them if they are large."""
+    chunk, num_bytes = list[_Named](), 0
+    for row in rows:
+        chunk.append(row)
+        num_bytes += _size(row[2])
+        if len(chunk) == _CHUNK_ROWS or num_bytes >= _CHUNK_BYTES:
+            yield chunk
+            chunk, num_bytes = [], 0
+    if chunk:
+        yield chunk
+
+
+def _size(raw: Raw) -> int:
+    """Return about how many bytes a row has."""
+    if isinstance(raw, bytes):
+        return len(raw)
+    values = raw.values() if isinstance(raw, dict) else ()
+    return sum(len(value) for value in values if isinstance(value, str))
+
+
+def _encoded(
+    rows: Iterator[_Named], task: _Task, *, num_workers: int | None, count: _Count
+) -> Iterator[_Chunk]:
+    """Give the chunks in order, counted; encoded here or by workers."""
+    first = list(itertools.islice(rows, MIN_ROWS_FOR_WORKERS))
+    if num_workers is None:
+        num_workers = num_cores() if len(first) == MIN_ROWS_FOR_WORKERS else 0
+    chunks = _chunks(itertools.chain(first, rows))
+    del first
+    if num_workers == 0:
+        for chunk in chunks:
+            done = task.run(chunk, is_only_read=count.is_failed)
+            count.add(done)
+            yield done
+        return
+    pool = ProcessPoolExecutor(
+        num_workers, mp_context=process_context(), initializer=_prepare, initargs=(task,)
+    )
+    try:
+        waiting: deque[Future[_Chunk]] = deque()
+        for chunk in chunks:
+            waiting.append(pool.submit(_run, chunk, count.is_failed))
+            if len(waiting) >= _CHUNKS_PER_WORKER * num_workers:
+                count.add(done := waiting.popleft().result())
+                yield done
+        while waiting:
+            count.add(done := waiting.popleft().result())
+            yield done
+    except BrokenProcessPool as error:
+        raise worker_died("tokenising", error) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_tasks: list[_Task] = []
+"""The task of this process, if it is a worker."""
+
+
+def _prepare(task: _Task) -> None:
+    prepare_worker()
+    _tasks[:] = [task]
+
+
+def _run(rows: Sequence[_Named], is_only_read: bool) -> _Chunk:  # noqa: FBT001  # a pool's call
+    return _tasks[0].run(rows, is_only_read=is_only_read)

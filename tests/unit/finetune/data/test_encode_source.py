@@ -1,0 +1,142 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.data.dataset import Rows, load_rows
+from finetune.errors import DataError
+from finetune.recipe.sections import DataSection
+from tests.doubles import tiny_tokenizer
+
+HEAD = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+PROMPT_TOKENS = len(HEAD) - len("<|im_start|><|im_end|><|im_start|>") + 3
+
+
+def write(tmp_path: Path, *rows: object) -> Path:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def qa(answer: str) -> dict[str, str]:
+    return {"instruction": "q", "output": answer}
+
+
+def load(tmp_path: Path, *, seq_len: int = 100, **settings: Any) -> Rows:
+    return load_rows(
+        DataSection(path=str(tmp_path / "rows.jsonl"), **settings),
+        tiny_tokenizer(),
+        seq_len=seq_len,
+        seed=0,
+        cache_dir=tmp_path / "cache",
+    )
+
+
+LONG = "abcdefghij" * 20
+
+
+def test_long_rows_are_cut_dropped_split_or_refused_and_counted(tmp_path: Path) -> None:
+    file = write(tmp_path, qa("a"), qa(LONG))
+    whole = load(tmp_path, seq_len=1000).train[1]
+    cut = load(tmp_path)
+    assert cut.train[1].labels.tolist() == whole.labels[:100].tolist()
+    assert cut.notes == ("1 of 2 rows were cut to 100 tokens",)
+    dropped = load(tmp_path, too_long="drop")
+    assert dropped.train.sources == (f"{file}:1",)
+    assert dropped.notes == (
+        f"1 of 2 rows were dropped: they have more than 100 tokens ({file}:2)",
+    )
+    split = load(tmp_path, too_long="split")
+    assert split.train.lengths == (PROMPT_TOKENS + 2, 100, 100, PROMPT_TOKENS + 1)
+    parts = list(split.train)[1:]
+    assert [t for part in parts for t in part.input_ids.tolist()] == whole.input_ids.tolist()
+    assert [t for part in parts for t in part.labels.tolist()] == whole.labels.tolist()
+    assert split.train.sources[1:] == (f"{file}:2",) * 3
+    assert split.notes == (f"1 of 2 rows were split into parts of at most 100 tokens ({file}:2)",)
+    for _ in range(2):  # also from the cache
+        with pytest.raises(DataError, match=rf"1 of 2 rows have more than 100 tokens: {file}:2;"):
+            load(tmp_path, too_long="error")
+
+
+def test_parts_of_a_prompt_are_no_examples(tmp_path: Path) -> None:
+    write(tmp_path, {"instruction": "q" * 250, "output": "a"})
+    assert load(tmp_path, too_long="split").train.lengths == (PROMPT_TOKENS + 251 - 200,)
+    with pytest.raises(DataError, match=r"none of the 1 rows has an answer within 100 tokens"):
+        load(tmp_path)
+
+
+def test_as_many_bad_rows_are_skipped_as_the_recipe_allows_each_named(tmp_path: Path) -> None:
+    file = write(tmp_path, qa("a"), qa(" "), {"instruction": "q"}, qa("b"))
+    with pytest.raises(DataError, match=r"2 of 4 rows(.|\n)*:2: empty answer\n(.|\n)*:3: no key"):
+        load(tmp_path)
+    rows = load(tmp_path, skip_bad=2)
+    assert rows.train.sources == (f"{file}:1", f"{file}:4")
+    assert rows.notes == (
+        f"2 bad rows of {file} were skipped:\n  {file}:2: empty answer\n"
+        f"  {file}:3: no key 'output'; it has 'instruction'",
+    )
+    assert load(tmp_path, skip_bad=3).notes == rows.notes
+    with pytest.raises(DataError, match=r"2 of 4 rows(.|\n)*and `data\.skip_bad` allows 1"):
+        load(tmp_path, skip_bad=1)  # the tokens are cached
+
+
+def test_a_row_that_the_template_refuses_may_be_skipped_too(tmp_path: Path) -> None:
+    refused = {"messages": [{"role": "user", "content": "q"}] * 2}
+    refused["messages"] = [*refused["messages"], {"role": "assistant", "content": "a"}]
+    raising = tiny_tokenizer()
+    raising.chat_template = (
+        "{% for m in messages %}{% if m.content == 'x' %}{{ raise_exception('no x') }}{% endif %}"
+        "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    file = write(tmp_path, qa("a"), {"instruction": "x", "output": "b"})
+
+    def loaded(skip_bad: int) -> Rows:
+        return load_rows(
+            DataSection(path=str(file), skip_bad=skip_bad),
+            raising,
+            seq_len=100,
+            seed=0,
+            cache_dir=tmp_path / "cache",
+        )
+
+    with pytest.raises(DataError, match=r"cannot render the row: no x \(.*rows\.jsonl:2\)"):
+        loaded(0)
+    assert loaded(1).train.sources == (f"{file}:1",)
+    assert f"1 bad rows of {file} were skipped" in loaded(1).notes[0]
+
+
+def test_rows_that_say_the_same_are_dropped_on_request_and_counted(tmp_path: Path) -> None:
+    same = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    file = write(tmp_path, qa("a"), qa("b"), qa("a") | {"id": 1}, qa("a") | {"input": "r"}, qa("b"))
+    assert len(load(tmp_path).train) == 5
+    rows = load(tmp_path, drop_duplicates=True)
+    assert rows.train.sources == (f"{file}:1", f"{file}:2", f"{file}:4")
+    assert f"2 rows of {file} were dropped as duplicates" in rows.notes
+    write(tmp_path, {"messages": same}, {"messages": [*same[:1], same[1] | {"train": True}]})
+    assert len(load(tmp_path, drop_duplicates=True).train) == 1
+
+
+def test_documents_that_say_the_same_are_dropped_before_they_are_joined(tmp_path: Path) -> None:
+    write(tmp_path, {"text": "abc"}, {"text": "abc"}, {"text": "d"})
+    rows = load(tmp_path, drop_duplicates=True)
+    ends = "<|endoftext|>"
+    assert tiny_tokenizer().decode(rows.train.input_ids) == f"abc{ends}d{ends}"
+
+
+def test_progress_is_reported_with_a_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(tmp_path, *[qa(str(n)) for n in range(600)])
+    monkeypatch.setattr("finetune.data.encode_source._NOTE_EVERY_S", 0.0)
+    notes: list[str] = []
+    load_rows(
+        DataSection(path=str(file)),
+        tiny_tokenizer(),
+        seq_len=100,
+        seed=0,
+        cache_dir=tmp_path / "cache",
+        note=notes.append,
+    )
+    assert [note.split(" (")[0] for note in notes] == [
+        f"Tokenised {num} rows of {file}" for num in (250, 500, 600)
+    ]
