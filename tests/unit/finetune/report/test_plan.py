@@ -26,7 +26,9 @@ def test_a_machine_is_shown_with_how_it_multiplies_experts_and_why() -> None:
 
 
 def test_layers_that_keep_their_graph_are_shown_with_what_they_save() -> None:
-    recipe = model_subject("tiny-qwen3", ["offload.kept_graphs=2", "train.seq_len=64"]).recipe
+    recipe = model_subject(
+        "tiny-qwen3", ["offload.kept_graphs=2", "offload.sent_graphs=none", "train.seq_len=64"]
+    ).recipe
     facts = facts_of(recipe.model)
     made = plan(facts, named_machine("rtx3060"), full_request(recipe, facts, num_ranks=1))
     line = kept_line(made)
