@@ -194,6 +194,14 @@ class Engine:
         )
 
     @property
+    def rows_together(self) -> frozenset[int]:
+        """Layers that compute packed rows together; the others compute each row by itself.
+
+        They are found before the first step with packed rows.
+        """
+        return frozenset(self._layered.together)
+
+    @property
     def weights(self) -> WeightInventory:
         """The model's weights by class, and the form in which each is stored."""
         return inventory_of(self._layered, self._host.records)
@@ -220,7 +228,9 @@ class Engine:
 
         Args:
             micro_batches: Each with input_ids (B, T) and labels (B, T; -100 for none), optionally
-                attention_mask and position_ids; best on the host.
+                attention_mask and position_ids; best on the host. Or several rows packed into one
+                sequence: input_ids and labels (1, T), and row_lens, the tokens of each row. No
+                row sees another, each starts at position 0, and its first token has no loss.
             dropout_seed: Seeds dropout; None draws one from torch's generator.
             seeding: How seed, layer and micro-batch become a generator's seed.
             num_label_tokens: Divisor of the sum of the losses; None counts the label tokens of
@@ -468,10 +478,12 @@ class Engine:
             num_kept_outputs=options.num_kept_outputs,
             num_sent_outputs=options.num_sent_outputs,
         )
-        shapes = [batch.inputs["input_ids"].shape for batch in batches]
+        rows = [batch.rows for batch in batches]
         return residency.outputs(
             [
-                [sum(size.num_bytes(*shape) for size in sizes) for shape in shapes] if sizes else []
+                [sum(size.num_bytes(*row) for size in sizes for row in one) for one in rows]
+                if sizes
+                else []
                 for sizes in (found.get(layer, ()) for layer in range(len(self.layer_bytes)))
             ]
         )

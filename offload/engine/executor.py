@@ -26,14 +26,15 @@ from offload.engine.attention_outputs import (
     Recorded,
     Recorder,
 )
-from offload.engine.batch import Batch, LabelledBatch
+from offload.engine.batch import ROW_LENS, Batch, LabelledBatch
 from offload.engine.host.source import LayerSource
 from offload.engine.host_gradients import HostGradients
 from offload.engine.low_rank import VISIT_CACHE
 from offload.engine.model.inspection import Inspection
-from offload.engine.model.layers import Front, LayeredModel
-from offload.engine.model.recorded_args import Call
+from offload.engine.model.layers import Front, LayerCall, LayeredModel
 from offload.engine.model.visit import Graph, attempt, visit_with_graph
+from offload.engine.packing.calls import PackedCall
+from offload.engine.packing.check import PackedTrial
 from offload.engine.randomness import FRONT_LAYER, VisitRandomness, require_same_draws
 from offload.engine.seeding import NEWEST, Seeding
 from offload.engine.slots import Slots
@@ -224,6 +225,7 @@ class Executor:
         """
         inspections: list[Inspection] = []
         are_inspected: list[bool] = []
+        packed: list[PackedTrial] = []
 
         def front(_op: Op) -> None:
             inspections.append(
@@ -234,6 +236,8 @@ class Executor:
                     mlp_chunk_tokens=self._mlp_chunk_tokens,
                 )
             )
+            if ROW_LENS in inputs:
+                packed.append(PackedTrial(self._model, inputs["input_ids"]))
 
         def inspect_layer(op: Op) -> None:
             inspection, layer = inspections[0], op.layer_index
@@ -242,6 +246,9 @@ class Executor:
             found, self.mlps[layer] = inspection.visit(layer)
             if has_labels:
                 self.unread[layer] = found if self._leaves_out else ()
+            for trial in packed:
+                if trial.visit(layer):
+                    self._model.together.add(layer)
 
         visits: _Table = {
             Kind.FRONT: front,
@@ -386,7 +393,7 @@ class Executor:
         self,
         layer: int,
         input_BTD: torch.Tensor,
-        call: Call,
+        call: LayerCall,
         *,
         has_graph: bool,
         has_output: bool,
@@ -486,15 +493,16 @@ class Executor:
         recorded = state.attention.pop((layer, m), NOTHING)
         if state.gradient[m] is None and not router_gradients:
             return
+        call = state.fronts[m].calls[layer]
         compute = partial(
             visit_with_graph,
             self._model,
             layer,
             input_BTD=kept_BTD,
-            call=state.fronts[m].calls[layer],
+            call=call,
             mlps=self.mlps.get(layer, ()),
         )
-        seed, unread = _visit_seed(step, layer, m), self.unread.get(layer, ())
+        seed, unread = _visit_seed(step, layer, m), self._left_out(layer, call)
         recomputed, draws = self._randomness.visit(
             layer, seed, lambda: attempt(partial(compute, unread=unread, recorded=recorded))
         )
@@ -509,6 +517,11 @@ class Executor:
             graph = recomputed
         require_same_draws(layer, drawn, draws)
         self._pass_on(state, layer, m, graph.backward(state.gradient[m], router_gradients))
+
+    def _left_out(self, layer: int, call: LayerCall) -> tuple[Unread, ...]:
+        """Return the products that a recompute leaves out; none if it is one of row after row."""
+        is_by_row = isinstance(call, PackedCall) and layer not in self._model.together
+        return () if is_by_row else self.unread.get(layer, ())
 
     def _pass_on(
         self, state: PassState, layer: int, m: int, gradient_BTD: torch.Tensor | None

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from offload.engine.attention_outputs import NOTHING, Recorded, given
-from offload.engine.model.layers import FORWARD_ERRORS, LayeredModel
-from offload.engine.model.recorded_args import Call
+from offload.engine.model.layers import FORWARD_ERRORS, LayerCall, LayeredModel
 from offload.engine.tiled import TiledMlp, tiled
 from offload.engine.unread import Unread, left_out
 
@@ -68,7 +67,7 @@ def visit_with_graph(
     layer: int,
     *,
     input_BTD: torch.Tensor,
-    call: Call,
+    call: LayerCall,
     unread: Sequence[Unread] = (),
     recorded: Recorded = NOTHING,
     mlps: Sequence[TiledMlp] = (),
