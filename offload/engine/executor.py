@@ -33,7 +33,6 @@ from offload.engine.low_rank import VISIT_CACHE
 from offload.engine.model.inspection import Inspection
 from offload.engine.model.layers import Front, LayerCall, LayeredModel
 from offload.engine.model.visit import Graph, attempt, visit_with_graph
-from offload.engine.packing.calls import PackedCall
 from offload.engine.packing.check import PackedTrial
 from offload.engine.randomness import FRONT_LAYER, VisitRandomness, require_same_draws
 from offload.engine.seeding import NEWEST, Seeding
@@ -364,7 +363,7 @@ class Executor:
         input_BTD = state.inputs[layer, m]
         if step.is_stashed:  # the output takes its place; see Note [Letting go]
             state.inputs.pop((layer + 1 - NUM_KEPT, m), None)
-        call = state.fronts[m].calls[layer]
+        call = state.fronts[m].layer_calls[layer]
         VISIT_CACHE.enter((op.kind, layer))
         compute = partial(
             self._visit_forward,
@@ -493,7 +492,7 @@ class Executor:
         recorded = state.attention.pop((layer, m), NOTHING)
         if state.gradient[m] is None and not router_gradients:
             return
-        call = state.fronts[m].calls[layer]
+        call = state.fronts[m].layer_calls[layer]
         compute = partial(
             visit_with_graph,
             self._model,
@@ -520,8 +519,7 @@ class Executor:
 
     def _left_out(self, layer: int, call: LayerCall) -> tuple[Unread, ...]:
         """Return the products that a recompute leaves out; none if it is one of row after row."""
-        is_by_row = isinstance(call, PackedCall) and layer not in self._model.together
-        return () if is_by_row else self.unread.get(layer, ())
+        return self.unread.get(layer, ()) if self._model.is_together(layer, call) else ()
 
     def _pass_on(
         self, state: PassState, layer: int, m: int, gradient_BTD: torch.Tensor | None

@@ -354,8 +354,8 @@ def _verdict_in_child(model_type: str) -> Verdict | None:
         signal.alarm(LIMIT_S)
         try:
             verdict = verdict_of(model_type)
-            answer = (str(int(verdict.is_exact)), verdict.packs, verdict.reason)
-            os.write(writer, "\n".join(answer).encode())
+            words = (str(int(verdict.is_exact)), verdict.packs, verdict.reason)
+            os.write(writer, "\n".join(words).encode())
         except BaseException:  # noqa: BLE001 - the child's last words, whatever they are
             traceback.print_exc()
         finally:

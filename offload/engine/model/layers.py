@@ -70,11 +70,20 @@ COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Front:
-    """The layers' inputs: hidden states (B, T, ...), and each layer's other arguments."""
+    """The layers' inputs: hidden states (B, T, ...), and each layer's other arguments.
+
+    Those of packed rows are in `packed`, and `calls` is empty.
+    """
 
     hidden_BTD: torch.Tensor
-    calls: tuple[LayerCall, ...]
+    calls: tuple[Call, ...]
     leaves: Leaves
+    packed: tuple[PackedCall, ...] = ()
+
+    @property
+    def layer_calls(self) -> tuple[LayerCall, ...]:
+        """Each layer's other arguments, whether rows are packed or not."""
+        return self.packed or self.calls
 
     def backward(self, gradient_BTD: torch.Tensor | None) -> None:
         """Run the front's backward from the gradients of all layer inputs."""
@@ -158,8 +167,8 @@ class LayeredModel:
         by_row = [self._notes({"input_ids": row}) for row in rows]
         hidden_BTD = torch.cat([notes[0].hidden for notes in by_row[: len(lens)]], dim=1)
         packed = packed_calls([[note.call for note in notes] for notes in by_row], lens)
-        calls = tuple(call.cut(leaves) for call in packed)
-        return Front(hidden_BTD=hidden_BTD, calls=calls, leaves=leaves)
+        cut = tuple(call.cut(leaves) for call in packed)
+        return Front(hidden_BTD=hidden_BTD, calls=(), leaves=leaves, packed=cut)
 
     def _notes(self, batch: Batch) -> list[Note]:
         """Record the arguments of all layers, which may be kept."""
@@ -189,8 +198,14 @@ class LayeredModel:
         """
         if not isinstance(call, PackedCall):
             return self.row_forward(layer, hidden_BTD, call)
-        compute = self.rows_together if layer in self.together else self.rows_alone
+        compute = self.rows_together if self.is_together(layer, call) else self.rows_alone
         return compute(layer, hidden_BTD, call)
+
+    def is_together(self, layer: int, call: LayerCall) -> bool:
+        """Return whether a layer computes all rows of a call at once."""
+        return not isinstance(call, PackedCall) or (
+            layer in self.together and call.together is not None
+        )
 
     def rows_together(self, layer: int, hidden_BTD: torch.Tensor, call: PackedCall) -> torch.Tensor:
         """Run one layer on all tokens of packed rows, its attention row by row."""

@@ -49,7 +49,8 @@ def rows_apart(
         masks: Each row's mask as it is alone; None for none.
     """
     _register()
-    configs = {id(c): c for m in layer.modules() if hasattr(c := getattr(m, "config", None), _FIELD)}
+    found = (getattr(module, "config", None) for module in layer.modules())
+    configs = {id(config): config for config in found if hasattr(config, _FIELD)}
     names = {key: getattr(config, _FIELD) for key, config in configs.items()}
     before, _current.rows = _current.rows, _Rows(lens=lens, masks=masks, names=names)
     try:

@@ -58,12 +58,10 @@ class PackedCall:
 
     def split(self, hidden_BTD: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the tokens of each row."""
-        return hidden_BTD.split(self.lens, dim=1)
+        return torch.split(hidden_BTD, list(self.lens), dim=1)
 
 
-def packed_calls(
-    rows: "Sequence[Sequence[Call]]", lens: Sequence[int]
-) -> tuple[PackedCall, ...]:
+def packed_calls(rows: "Sequence[Sequence[Call]]", lens: Sequence[int]) -> tuple[PackedCall, ...]:
     """Return each layer's call for packed rows.
 
     Args:

@@ -155,7 +155,8 @@ def _attention(at: Pricer, layer: LayerFacts) -> Work:
     """Token mixing."""
     load, kind = at.workload, layer.attention
     num, seq_len, b = load.num_tokens, load.seq_len, load.dtype_bytes
-    return attention_work(kind, at.machine, num_tokens=num, seq_len=seq_len, dtype_bytes=b)
+    work = attention_work(kind, at.machine, num_tokens=num, seq_len=seq_len, dtype_bytes=b)
+    return replace(work, num_ops=work.num_ops * load.num_attention_calls)
 
 
 def routing_work(at: Pricer, layer: LayerFacts) -> Work:

@@ -67,8 +67,8 @@ def test_a_section_has_at_most_12_fields(section: type[Section]) -> None:
     assert len(section.model_fields) <= 12
 
 
-def test_a_recipe_has_at_most_70_fields() -> None:
-    assert sum(len(section.model_fields) for section in SECTIONS if section) <= 70
+def test_a_recipe_has_at_most_71_fields() -> None:
+    assert sum(len(section.model_fields) for section in SECTIONS if section) <= 71
 
 
 @pytest.mark.parametrize("section", SECTIONS)
