@@ -194,15 +194,25 @@ def packs_of(model_type: str) -> tuple[str, float]:
             found, num_together = gradients(copied), len(engine.rows_together)
         finally:
             engine.detach()
-    error = rel_error(found, expected)
-    if not (error <= PACKED and math.isclose(loss, expected_loss, rel_tol=PACKED)):
+    error, suffix = rel_error(found, expected), ""
+    if error > PACKED:
+        true = truth(model, alone)
+        suffix = ROUNDED if true and _is_as_true(found, expected, true) else ""
+    if not (error <= PACKED or suffix) or not math.isclose(loss, expected_loss, rel_tol=PACKED):
         raise InexactError(f"{model_type}: packed {loss}, alone {expected_loss}, error {error}")
     if not num_together:
-        return BY_ROW, error
-    return TOGETHER if num_together == len(layers) else PARTLY, error
+        return BY_ROW + suffix, error
+    return (TOGETHER if num_together == len(layers) else PARTLY) + suffix, error
 
 
 TOGETHER, PARTLY, BY_ROW = "together", "partly together", "row by row"
+ROUNDED = ", within rounding"
+
+
+def _is_as_true(found: Gradients, expected: Gradients, true: Gradients) -> bool:
+    """Return whether packed gradients are as near to the truth as the plain library's."""
+    limit = SLACK * rel_error(expected, true)
+    return rel_error(found, true) <= limit and rel_error(found, expected) <= 0.1 * limit
 
 
 def rows_alone_and_packed() -> tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]]:
@@ -284,7 +294,9 @@ class Table:
 def write_table(verdicts: Sequence[Verdict]) -> str:
     """Return the table as Markdown."""
     num_exact = sum(verdict.is_exact for verdict in verdicts)
-    num_packed = {way: sum(v.packs == way for v in verdicts) for way in (TOGETHER, PARTLY, BY_ROW)}
+    num_packed = {
+        way: sum(v.packs.startswith(way) for v in verdicts) for way in (TOGETHER, PARTLY, BY_ROW)
+    }
     lines = [
         "# Architectures",
         "",
@@ -301,7 +313,9 @@ def write_table(verdicts: Sequence[Verdict]) -> str:
         " before the first step's gradients.",
         "",
         "*Packs*: rows of several lengths packed into one sequence have the loss and gradients of"
-        f" each row alone in plain transformers, within {PACKED:g} relative in float32. *Together*:"
+        f" each row alone in plain transformers, within {PACKED:g} relative in float32; *within"
+        " rounding*, they are a little further apart, by less than a tenth of what plain"
+        " transformers itself is from a float64 truth, and no further from that. *Together*:"
         f" all layers compute all rows at once, but for attention ({num_packed[TOGETHER]} types);"
         f" *partly together*: some of its layers do, the others take one row after the other"
         f" ({num_packed[PARTLY]}); *row by row*: none does ({num_packed[BY_ROW]}). No exact type is"

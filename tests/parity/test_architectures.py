@@ -18,7 +18,7 @@ from tests.tiers import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TABLE = read_table(Path(__file__).parents[2] / "docs" / "architectures.md")
-NUM_EXACT, NUM_TOGETHER = 158, 1  # ratchets
+NUM_EXACT, NUM_TOGETHER = 158, 111  # ratchets
 SAMPLE = (
     "bamba",  # mamba and attention
     "bart",  # a loss that is not shifted
@@ -77,7 +77,7 @@ def test_the_table_never_has_fewer_exact_types() -> None:
 
 def test_every_exact_type_packs_and_never_fewer_compute_their_rows_together() -> None:
     assert all(bool(verdict.packs) == verdict.is_exact for verdict in TABLE.verdicts.values())
-    together = [v for v in TABLE.verdicts.values() if v.packs == TOGETHER]
+    together = [v for v in TABLE.verdicts.values() if v.packs.startswith(TOGETHER)]
     assert len(together) >= NUM_TOGETHER
 
 

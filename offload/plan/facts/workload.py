@@ -60,6 +60,13 @@ class Workload:
         return self.micro_batch_size * self.seq_len
 
     @property
+    def size(self) -> str:
+        """How large a micro-batch is, in words."""
+        if self.packed_tokens is not None:
+            return f"{self.packed_tokens:,} packed tokens"
+        return f"{self.micro_batch_size} x {self.seq_len}"
+
+    @property
     def num_attention_calls(self) -> int:
         """Calls of attention in a layer: one, or one for each packed row."""
         return 1 if self.packed_tokens is None else -(-self.packed_tokens // self.seq_len)

@@ -161,9 +161,9 @@ def test_the_loader_gives_packed_rows_from_any_step_on(
                 theirs = collate_packed([examples[row] for row in rows])
                 assert ours.keys() == theirs.keys()
                 assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-            rows = [examples[row] for row in chain(*bins)]
-            assert batch.share.num_tokens == sum(len(row.input_ids) for row in rows)
-            assert batch.share.num_label_tokens == sum(row.num_loss_tokens for row in rows)
+            seen = [examples[row] for row in chain(*bins)]
+            assert batch.share.num_tokens == sum(len(row.input_ids) for row in seen)
+            assert batch.share.num_label_tokens == sum(row.num_loss_tokens for row in seen)
     assert batch.step == 5
 
 
