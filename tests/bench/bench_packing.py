@@ -257,7 +257,7 @@ def _step(engine: Engine, steps: Steps, step: int) -> float:
 def speed(console: Console, data: Path | None, num_rounds: int) -> None:
     """Print real tokens per second of each arm, and the seconds that its plan predicts."""
     torch.set_num_threads(1)
-    rows, num_rows = rows_of("alpaca", data), 64
+    rows, num_rows = rows_of("alpaca", data), 16
     machine = probe(device="cpu", seconds=0.5, dtype="float32")
     arms: dict[str, tuple[Engine, Steps, float]] = {}
     with tempfile.TemporaryDirectory() as folder:

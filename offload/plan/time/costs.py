@@ -282,6 +282,7 @@ def price(
     """
     at = Pricer(machine=machine, facts=facts, workload=workload)
     shapes = {layer: _layer_cost(layer, at) for layer in set(facts.layers)}
+    front_ops = FRONT_OPS * workload.num_attention_calls  # it runs on each packed row alone
     embedded_bytes = 2 * workload.num_tokens * facts.hidden_size * workload.dtype_bytes
     is_cuda = machine.device == "cuda"
     is_alone = is_cuda and not is_duplex
@@ -298,7 +299,7 @@ def price(
     return Costs(
         grade="probed" if is_measured else "spec",
         layers=tuple(shapes[layer] for layer in facts.layers),
-        front_s=at.traffic(embedded_bytes, num_ops=FRONT_OPS).seconds(machine),
+        front_s=at.traffic(embedded_bytes, num_ops=front_ops).seconds(machine),
         front_backward_s=_front_backward(at).seconds(machine),
         tail_s=_tail(at).seconds(machine),
         optimizer_s=_optimizer(at).seconds(machine),
