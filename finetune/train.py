@@ -17,7 +17,7 @@ from finetune.errors import CheckpointError
 from finetune.files.atomic import write_atomically
 from finetune.files.seal import sealed_json
 from finetune.planning.request import facts_of
-from finetune.recipe.recipe import Recipe, is_longer, with_layer_kernels
+from finetune.recipe.recipe import Recipe, is_longer, with_layer_kernels, with_packing
 from finetune.report.choice import choice_json, choice_tables
 from finetune.report.explain_tables import explanation_tables
 from finetune.report.model_card import MODEL_CARD, model_card
@@ -35,6 +35,7 @@ from finetune.training.loop import gc_frozen
 from finetune.training.measured import write_measured
 from finetune.training.metrics_writer import MetricsWriter, profiled
 from finetune.training.optimizer import rates_since
+from finetune.training.packing import settled_packing
 from finetune.training.prepare import load_data, measure, plan_steps
 from finetune.training.ranks import Ranks
 from finetune.training.run import Run
@@ -178,7 +179,8 @@ def _opened(
 def _with_settled_kernels(run: Run) -> Run:
     """Return the run with the layers' kernels that the main rank chose."""
     kernels = run.ranks.from_main(lambda: settled_layer_kernels(run.recipe, run.device, run.screen))
-    return replace(run, recipe=with_layer_kernels(run.recipe, kernels))
+    recipe = with_layer_kernels(run.recipe, kernels)
+    return replace(run, recipe=with_packing(recipe, settled_packing(recipe, run.screen)))
 
 
 @contextmanager

@@ -8,8 +8,8 @@ import math
 import signal
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from multiprocessing import resource_tracker
 from types import TracebackType
 from typing import Self
@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from finetune.data.dataset import ExampleSet, shuffled
+from finetune.data.packing import PackedOrder
 from finetune.data.tokenize import IGNORE_INDEX, Example
 from finetune.data.workers import prepare_worker, process_context, worker_died
 from finetune.interrupts import SIGNALS
@@ -29,6 +30,7 @@ PAD_TO_MULTIPLE_OF = 8
 NUM_STEPS_LOOKED_AT, NUM_TYPICAL = 50, 12
 _PREFETCH_STEPS = 2
 _FIELDS = ("input_ids", "labels", "attention_mask")
+_PACKED_FIELDS = ("input_ids", "labels")
 MicroBatch = dict[str, torch.Tensor]
 
 
@@ -117,6 +119,8 @@ class StepSizes:
         label_tokens: Mean number of its tokens with a loss, per micro-batch.
         largest_width: Width of the widest micro-batch of the run.
         most_label_tokens: Most tokens with a loss that a micro-batch can have.
+        num_micro_batches: Of the first of the typical steps.
+        packing: How rows share a sequence; None where they do not.
     """
 
     typical_steps: tuple[int, ...]
@@ -124,10 +128,20 @@ class StepSizes:
     label_tokens: int
     largest_width: int
     most_label_tokens: int
+    num_micro_batches: int
+    packing: "Packing | None" = None
 
     @classmethod
-    def of(cls, order: BatchOrder, examples: ExampleSet) -> "StepSizes":
+    def of(cls, order: "BatchOrder | PackedOrder", examples: ExampleSet) -> "StepSizes":
         """Measure the first steps of an order."""
+        return (
+            cls._packed(order, examples)
+            if isinstance(order, PackedOrder)
+            else cls._padded(order, examples)
+        )
+
+    @classmethod
+    def _padded(cls, order: BatchOrder, examples: ExampleSet) -> "StepSizes":
         looked_at = range(min(order.num_steps, NUM_STEPS_LOOKED_AT))
         widths = {step: _widths(order, order.step(step)) for step in looked_at}
         by_size = sorted(looked_at, key=lambda step: sum(widths[step]))
@@ -141,7 +155,57 @@ class StepSizes:
             label_tokens=round(sum(labels) / order.num_micro_batches),
             largest_width=max(_widths(order, order.longest_step())),
             most_label_tokens=sum(sorted(labels_of_rows, reverse=True)[: order.micro_batch_size]),
+            num_micro_batches=order.num_micro_batches,
         )
+
+    @classmethod
+    def _packed(cls, order: PackedOrder, examples: ExampleSet) -> "StepSizes":
+        looked_at = range(min(order.num_steps, NUM_STEPS_LOOKED_AT))
+        steps = {step: order.step(step) for step in looked_at}
+        tokens = {
+            step: int(order.lengths[[i for part in steps[step] for i in part]].sum())
+            for step in looked_at
+        }
+        by_size = sorted(looked_at, key=tokens.__getitem__)
+        middle = (len(by_size) - 1) // 2
+        typical = by_size[middle]
+        bins = steps[typical]
+        lengths = order.lengths[[i for part in bins for i in part]]
+        labels = [examples[i].num_loss_tokens for part in bins for i in part]
+        num_sequences = sum(map(len, steps.values()))
+        widest = max(sum(num for _, num in part) for part in order.longest_step())
+        return cls(
+            typical_steps=_outwards(by_size, middle)[:NUM_TYPICAL],
+            typical_width=round(tokens[typical] / len(bins)),
+            label_tokens=round(sum(labels) / len(bins)),
+            largest_width=widest,
+            most_label_tokens=widest,
+            num_micro_batches=len(bins),
+            packing=Packing(
+                row_tokens=round(float((lengths**2).sum() / lengths.sum())),
+                longest_row=int(order.lengths.max()),
+                rows_per_step=len(lengths),
+                fill=sum(tokens.values()) / (num_sequences * order.capacity),
+            ),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Packing:
+    """How the rows of a run share sequences.
+
+    Attributes:
+        row_tokens: Tokens of a row, averaged over the tokens of a typical step: attention's work is
+            that of rows of this length.
+        longest_row: Tokens of the longest.
+        rows_per_step: Rows of the typical step.
+        fill: Tokens of the steps looked at, of all that their sequences have room for.
+    """
+
+    row_tokens: int
+    longest_row: int
+    rows_per_step: int
+    fill: float
 
 
 def _outwards(ordered: Sequence[int], middle: int) -> tuple[int, ...]:
@@ -175,6 +239,22 @@ def collate(
         attention_mask[row, :length] = 1
     arrays = {"input_ids": input_ids, "labels": labels, "attention_mask": attention_mask}
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def collate_packed(examples: Sequence[Example]) -> dict[str, torch.Tensor]:
+    """Put rows one after the other: input_ids and labels (1, T), row_lens (rows,), each int64.
+
+    The first token of a row has no label, as in a row alone, where none comes before it.
+    """
+    input_ids = np.concatenate([example.input_ids for example in examples], dtype=np.int64)
+    labels = np.concatenate([example.labels for example in examples], dtype=np.int64)
+    row_lens = np.array([len(example.input_ids) for example in examples], dtype=np.int64)
+    labels[row_lens.cumsum() - row_lens] = IGNORE_INDEX
+    return {
+        "input_ids": torch.from_numpy(input_ids[None]),
+        "labels": torch.from_numpy(labels[None]),
+        "row_lens": torch.from_numpy(row_lens),
+    }
 
 
 def padded(length: int, multiple: int = PAD_TO_MULTIPLE_OF) -> int:
@@ -216,34 +296,28 @@ class Steps:
         rows: What is trained on.
         order: Which rows each step trains on.
         sizes: How large micro-batches are.
-        micro_batch_ids: Which micro-batches of a step are this rank's.
+        own: Which of so many micro-batches of a step are this rank's.
         pad_token_id: Token that pads rows.
     """
 
     rows: ExampleSet
-    order: BatchOrder
+    order: BatchOrder | PackedOrder
     sizes: StepSizes
-    micro_batch_ids: tuple[int, ...]
+    own: Callable[[int], tuple[int, ...]]
     pad_token_id: int
 
     @classmethod
     def of(
         cls,
-        train: TrainSection,
+        order: BatchOrder | PackedOrder,
         rows: ExampleSet,
         *,
-        micro_batch_ids: tuple[int, ...],
+        own: Callable[[int], tuple[int, ...]],
         pad_token_id: int,
     ) -> Self:
-        """Return the steps that these settings make of the rows."""
-        order = BatchOrder.of(train, rows)
-        return cls(
-            rows=rows,
-            order=order,
-            sizes=StepSizes.of(order, rows),
-            micro_batch_ids=micro_batch_ids,
-            pad_token_id=pad_token_id,
-        )
+        """Return the steps of an order of the rows."""
+        sizes = StepSizes.of(order, rows)
+        return cls(rows=rows, order=order, sizes=sizes, own=own, pad_token_id=pad_token_id)
 
     @property
     def num(self) -> int:
@@ -253,56 +327,86 @@ class Steps:
     @property
     def largest_tokens(self) -> int:
         """Tokens of the largest micro-batch, padding included."""
+        if isinstance(self.order, PackedOrder):
+            return self.sizes.largest_width
         return self.order.micro_batch_size * self.sizes.largest_width
 
     def longest(self) -> StepShare:
         """Return this rank's share of a step with all the widest micro-batches."""
-        return self._share(self.order.longest_step())
+        if not isinstance(self.order, PackedOrder):
+            return self._share(self.order.longest_step())
+        bins = [
+            [_cut(self.rows[row], num_tokens) for row, num_tokens in part]
+            for part in self.order.longest_step()
+        ]
+        examples = [example for part in bins for example in part]
+        ids = self.own(len(bins))
+        return _share_of(examples, [collate_packed(bins[i]) for i in ids], ids)
 
     def typical(self) -> list[StepShare]:
         """Return this rank's shares of steps of the median size, and those nearest to it."""
         return [self._share(self.order.step(step)) for step in self.sizes.typical_steps]
 
-    def packed(self, step: int) -> npt.NDArray[np.int64]:
-        """Return the batches of this rank's share as one array, (3, tokens of the share)."""
+    def as_array(self, step: int) -> npt.NDArray[np.int64]:
+        """Return the batches of this rank's share as one array, (fields, tokens of the share)."""
         batches = self._batches(self.order.step(step))
-        fields = [torch.cat([batch[name].flatten() for batch in batches]) for name in _FIELDS]
+        fields = [torch.cat([batch[name].flatten() for batch in batches]) for name in self._fields]
         return torch.stack(fields).numpy()
 
-    def unpacked(self, step: int, packed: npt.NDArray[np.int64]) -> StepShare:
+    def from_array(self, step: int, array: npt.NDArray[np.int64]) -> StepShare:
         """Cut the array of a step into micro-batches, without a copy."""
-        rows, whole = self.order.step(step), torch.from_numpy(packed)
+        rows, whole = self.order.step(step), torch.from_numpy(array)
         batches, at = [], 0
         for own in self._own(rows):
-            shape = (len(_FIELDS), len(own), padded(self.order.lengths[own[0]]))
-            part = whole[:, at : at + shape[1] * shape[2]].view(shape)
-            batches.append(dict(zip(_FIELDS, part, strict=True)))
-            at += shape[1] * shape[2]
+            lens = torch.tensor([int(self.order.lengths[row]) for row in own])
+            is_packed = isinstance(self.order, PackedOrder)
+            shape = (1, int(lens.sum())) if is_packed else (len(own), padded(int(lens[0])))
+            part = whole[:, at : at + math.prod(shape)].view(len(self._fields), *shape)
+            batch = dict(zip(self._fields, part, strict=True))
+            batches.append(batch | {"row_lens": lens} if is_packed else batch)
+            at += math.prod(shape)
         return self._share(rows, batches)
 
+    @property
+    def _fields(self) -> tuple[str, ...]:
+        return _PACKED_FIELDS if isinstance(self.order, PackedOrder) else _FIELDS
+
     def _own(self, step: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-        return [step[i] for i in self.micro_batch_ids]
+        return [step[i] for i in self.own(len(step))]
 
     def _batches(self, step: Sequence[Sequence[int]]) -> list[MicroBatch]:
-        return [
-            collate([self.rows[row] for row in own], pad_token_id=self.pad_token_id)
-            for own in self._own(step)
-        ]
+        parts = [[self.rows[row] for row in own] for own in self._own(step)]
+        if isinstance(self.order, PackedOrder):
+            return [collate_packed(part) for part in parts]
+        return [collate(part, pad_token_id=self.pad_token_id) for part in parts]
 
     def _share(
         self, step: Sequence[Sequence[int]], batches: Sequence[MicroBatch] | None = None
     ) -> StepShare:
-        rows = [self.rows[row] for micro_batch in step for row in micro_batch]
-        return StepShare(
-            micro_batches=tuple(self._batches(step) if batches is None else batches),
-            micro_batch_ids=self.micro_batch_ids,
-            num_tokens=sum(len(row.input_ids) for row in rows),
-            num_label_tokens=sum(row.num_loss_tokens for row in rows),
-        )
+        examples = [self.rows[row] for micro_batch in step for row in micro_batch]
+        batches = self._batches(step) if batches is None else batches
+        return _share_of(examples, batches, self.own(len(step)))
+
+
+def _share_of(
+    examples: Sequence[Example], batches: Sequence[MicroBatch], ids: tuple[int, ...]
+) -> StepShare:
+    return StepShare(
+        micro_batches=tuple(batches),
+        micro_batch_ids=ids,
+        num_tokens=sum(len(row.input_ids) for row in examples),
+        num_label_tokens=sum(row.num_loss_tokens for row in examples),
+    )
+
+
+def _cut(example: Example, num_tokens: int) -> Example:
+    return replace(
+        example, input_ids=example.input_ids[:num_tokens], labels=example.labels[:num_tokens]
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _PackedSteps(Dataset[npt.NDArray[np.int64]]):
+class _StepArrays(Dataset[npt.NDArray[np.int64]]):
     """The steps as a map-style data set of arrays.
 
     Arrays, because a worker sends their bytes through a pipe. A tensor's memory would be shared
@@ -313,7 +417,7 @@ class _PackedSteps(Dataset[npt.NDArray[np.int64]]):
     steps: Steps
 
     def __getitem__(self, step: int) -> npt.NDArray[np.int64]:
-        return self.steps.packed(step)
+        return self.steps.as_array(step)
 
 
 class StepLoader:
@@ -333,7 +437,7 @@ class StepLoader:
         """
         self._steps, self._numbers = steps, range(first_step, steps.num)
         self._loader = DataLoader(
-            _PackedSteps(steps=steps),
+            _StepArrays(steps=steps),
             batch_size=None,
             collate_fn=_unchanged,
             sampler=self._numbers,
@@ -343,7 +447,7 @@ class StepLoader:
             worker_init_fn=_prepare_loader_worker,
             generator=torch.Generator(),
         )
-        self._packed: Iterator[npt.NDArray[np.int64]] | None = None
+        self._arrays: Iterator[npt.NDArray[np.int64]] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -358,7 +462,7 @@ class StepLoader:
 
     def close(self) -> None:
         """Stop the workers; the iterator ends them when it is deleted."""
-        self._packed = None
+        self._arrays = None
 
     def __iter__(self) -> Iterator[StepBatch]:
         # Ctrl-C and similar signals reach workers too, and would kill one that is still starting:
@@ -366,21 +470,21 @@ class StepLoader:
         resource_tracker.ensure_running()  # it would unblock signals when it starts
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
-            self._packed = iter(self._loader)
+            self._arrays = iter(self._loader)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for step in self._numbers:
             start_s = time.perf_counter()
-            packed = self._next()
+            array = self._next()
             wait_s = time.perf_counter() - start_s
-            yield StepBatch(step=step, share=self._steps.unpacked(step, packed), wait_s=wait_s)
+            yield StepBatch(step=step, share=self._steps.from_array(step, array), wait_s=wait_s)
         self.close()
 
     def _next(self) -> npt.NDArray[np.int64]:
         """Wait for the next step; torch checks on its workers every few seconds."""
-        assert self._packed is not None, "the loader is closed"
+        assert self._arrays is not None, "the loader is closed"
         try:
-            return next(self._packed)
+            return next(self._arrays)
         except RuntimeError as error:
             if "DataLoader worker (pid" not in str(error):
                 raise

@@ -169,13 +169,21 @@ def request_for(
 
     Open settings get their simplest value; `finetune.planning.candidates` has the alternatives.
     """
-    return _request(
+    width, largest_width, packing = sizes.typical_width, sizes.largest_width, sizes.packing
+    if packing is not None:
+        width = packing.row_tokens
+        largest_width = max(-(-largest_width // recipe.train.sequences), packing.longest_row)
+    typical = _workload(recipe, facts, width, label_tokens=sizes.label_tokens)
+    if packing is not None:
+        typical = replace(typical, packed_tokens=sizes.typical_width)
+    request = _request(
         recipe,
         facts,
-        typical=_workload(recipe, facts, sizes.typical_width, label_tokens=sizes.label_tokens),
-        largest=_workload(recipe, facts, sizes.largest_width, label_tokens=sizes.most_label_tokens),
+        typical=typical,
+        largest=_workload(recipe, facts, largest_width, label_tokens=sizes.most_label_tokens),
         num_ranks=num_ranks,
     )
+    return replace(request, num_micro_batches=sizes.num_micro_batches)
 
 
 def full_request(recipe: Recipe, facts: ModelFacts, *, num_ranks: int) -> PlanRequest:

@@ -139,6 +139,8 @@ REPLACED: Mapping[str, tuple[str, str]] = {
     "lora_target_parameters": ("adapter.experts", "true"),
     "train_norms": ("adapter.modules_to_save", "[norms]"),
     "train_router": ("adapter.modules_to_save", "[router]"),
+    **dict.fromkeys(("packed", "sample_packing", "neat_packing"), ("data.packing", "on")),
+    "padding_free": ("data.packing", "on"),
     "train_on_inputs": ("data.loss_on", "all"),
     "train_on_input": ("data.loss_on", "all"),
     "train_on_responses_only": ("data.loss_on", "assistant"),
@@ -193,8 +195,7 @@ _PREFERENCE = "a recipe is supervised fine-tuning"
 
 # Word -> why nothing here does it, or what does it without a setting.
 UNSUPPORTED: Mapping[str, str] = {
-    **dict.fromkeys(("packing", "packed", "sample_packing", "neat_packing"), _PACK),
-    **dict.fromkeys(("eval_packing", "eval_sample_packing", "padding_free"), _PACK),
+    **dict.fromkeys(("eval_packing", "eval_sample_packing"), _PACK),
     **dict.fromkeys(("pad_to_sequence_len", "group_by_length", "pad_to_multiple_of"), _PACK),
     **dict.fromkeys(("flash_attention", "flash_attn", "xformers_attention"), _ATTENTION),
     **dict.fromkeys(("sdp_attention", "attn_implementation", "use_flash_attention_2"), _ATTENTION),

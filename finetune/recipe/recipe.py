@@ -118,6 +118,12 @@ def with_layer_kernels(recipe: Recipe, kernels: Literal["plain", "fused"]) -> Re
     return recipe.model_copy(update={"model": model})
 
 
+def with_packing(recipe: Recipe, packing: Literal["on", "off"]) -> Recipe:
+    """Return the recipe with rows packed or not."""
+    data = recipe.data.model_copy(update={"packing": packing})
+    return recipe.model_copy(update={"data": data})
+
+
 def with_seq_len(recipe: Recipe, seq_len: int) -> Recipe:
     """Return the recipe with another sequence length, its step cut to whole micro-batches."""
     asked, size = recipe.train, recipe.train.micro_batch_size

@@ -62,6 +62,7 @@ def broken_rules(recipe: Settings) -> Iterator[Breach]:
     yield from _broken_best_rules(recipe)
     if recipe.train.steps is not None:
         yield from broken_length_rules(recipe, num_steps=recipe.train.steps)
+    yield from _broken_packing_rules(recipe)
     yield from _broken_device_rules(recipe)
     if recipe.train.compile and isinstance(recipe.offload.mlp_chunk, int):
         yield Breach(
@@ -491,6 +492,18 @@ def _broken_fused_rules(recipe: Settings) -> Iterator[Breach]:
             what="model.layer_kernels is fused and train.compile is true",
             limit="compiled layers have their norms, rotations and gates fused by torch",
             hint="`model.layer_kernels: auto`, or `train.compile: false`",
+            reads=("train.compile",),
+        )
+
+
+def _broken_packing_rules(recipe: Settings) -> Iterator[Breach]:
+    """Packed rows are told apart while a layer computes, which compiled code does not see."""
+    if recipe.data.packing == "on" and recipe.train.compile:
+        yield Breach(
+            field="data.packing",
+            what="data.packing is on and train.compile is true",
+            limit="a compiled layer cannot compute the attention of packed rows one by one",
+            hint="`data.packing: auto`, or `train.compile: false`",
             reads=("train.compile",),
         )
 

@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from offload.plan.facts.codec import CodecName
 from offload.plan.facts.optimizer import Optimizer
@@ -277,6 +277,11 @@ class DataSection(Section):
         description="Tokens that the loss is taken on: of every answer, of the last one, or all."
         " `train: false` in a turn leaves its answer out.",
     )
+    packing: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="Whether short rows share a sequence, none seeing another. A step then has"
+        " `train.tokens_per_step` real tokens. `auto` is `on`, except with `train.compile`.",
+    )
     num_workers: int = Field(
         default=1,
         ge=0,
@@ -284,6 +289,12 @@ class DataSection(Section):
         description="Processes that prepare batches ahead of the step; 0 prepares in the step, and"
         " tokenises in the main process in place of one process per core.",
     )
+
+    @field_validator("packing", mode="before")
+    @classmethod
+    def _switch(cls, value: object) -> object:
+        """Take `on` and `off` as YAML reads them, which are booleans there."""
+        return ("on" if value else "off") if isinstance(value, bool) else value
 
     @property
     def sources(self) -> tuple[MixSource, ...]:
@@ -314,7 +325,8 @@ class TrainSection(Section):
     tokens_per_step: int | None = Field(
         default=None,
         ge=1,
-        description="Tokens per optimizer step: a multiple of micro_batch_size x seq_len.",
+        description="Tokens per optimizer step, a multiple of micro_batch_size x seq_len: real ones"
+        " where rows are packed, else those of full sequences.",
         examples=[49152],
     )
     steps: int | None = Field(

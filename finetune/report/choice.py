@@ -159,7 +159,7 @@ def _choice_table(choice: Choice) -> Table:
         typical = plan.request.typical
         table.caption = (
             f"Streaming {free_streaming(plan.break_even_tokens)} tokens per step, in"
-            f" micro-batches of {typical.micro_batch_size} x {typical.seq_len};"
+            f" micro-batches of {typical.size};"
             f" this one has {plan.tokens_per_step:,}."
         )
     return table

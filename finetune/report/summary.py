@@ -196,7 +196,7 @@ def _tokens_line(plan: Plan) -> str:
     )
     return (
         f"{plan.tokens_per_step:,} in {request.num_micro_batches} micro-batches"
-        f" of {request.typical.micro_batch_size} x {request.typical.seq_len}{ranks}{free}"
+        f" of {request.typical.size}{ranks}{free}"
     )
 
 

@@ -24,6 +24,7 @@ from finetune.recipe.recipe import (
     with_layer_kernels,
     with_micro_batch_size,
     with_offload,
+    with_packing,
 )
 from finetune.recipe.sections import TrainSection
 from finetune.run.checkpoint import Checkpoints
@@ -208,8 +209,8 @@ class RunDir:
         """Return the recipe with what was open when the run began as it was chosen then.
 
         Another machine, or this one measured again, might choose other sizes of micro-batch, head
-        chunk and tile of an MLP, or other layer kernels, and a later version another precision of
-        adapters.
+        chunk and tile of an MLP, or other layer kernels; a later version might pack rows, or choose
+        another precision of adapters.
         """
         if not self.recipe_file.exists():
             return recipe
@@ -222,6 +223,8 @@ class RunDir:
             recipe = with_offload(recipe, mlp_chunk=begun.offload.mlp_chunk)
         if recipe.adapter.compute_dtype == "auto":
             recipe = with_compute_dtype(recipe, begun.adapter.compute_dtype)
+        if recipe.data.packing == "auto" and begun.data.packing != "auto":
+            recipe = with_packing(recipe, begun.data.packing)
         if recipe.model.layer_kernels == "auto" and begun.model.layer_kernels != "auto":
             recipe = with_layer_kernels(recipe, begun.model.layer_kernels)
         return recipe
@@ -275,6 +278,8 @@ class RunDir:
             recipe = with_compute_dtype(recipe, "float32")
         if re.search(r"^  layer_kernels: ", text, re.MULTILINE) is None:
             recipe = with_layer_kernels(recipe, "plain")
+        if re.search(r"^  packing: ", text, re.MULTILINE) is None:
+            recipe = with_packing(recipe, "off")
         if re.search(r"^  mlp_chunk: ", text, re.MULTILINE) is None:
             recipe = with_offload(recipe, mlp_chunk="whole")
         return recipe

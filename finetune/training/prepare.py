@@ -1,11 +1,13 @@
 """What is known before the model is loaded: the machine, the rows, and the plan of a step."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.data.dataset import Rows, load_rows
-from finetune.data.steps import Steps
+from finetune.data.packing import PackedOrder, RowCost
+from finetune.data.steps import BatchOrder, Steps
 from finetune.env import cache_dir, stores_dir
 from finetune.model.tokenizer import load_tokenizer
 from finetune.planning.candidates import choose, requests_for, with_each_size
@@ -13,6 +15,7 @@ from finetune.planning.request import find_machine
 from finetune.recipe.recipe import Recipe, with_micro_batch_size, with_offload
 from finetune.training import preflight
 from finetune.training.expert_backend import fastest_expert_backend, resolve_expert_backend
+from finetune.training.packing import shown_packing
 from finetune.training.ranks import own_micro_batches
 from finetune.training.run import Run
 from finetune.training.samples import pad_id
@@ -133,10 +136,12 @@ def plan_steps(
     recipe, ranks = run.recipe, run.ranks
 
     def steps_of(recipe: Recipe) -> Steps:
-        train = recipe.train
-        own = own_micro_batches(train.num_micro_batches, index=ranks.index, num=ranks.num)
-        pad_token_id = pad_id(data.tokenizer)
-        return Steps.of(train, data.rows.train, micro_batch_ids=own, pad_token_id=pad_token_id)
+        train, rows = recipe.train, data.rows.train
+        order: BatchOrder | PackedOrder = BatchOrder.of(train, rows)
+        if recipe.data.packing == "on":
+            order = PackedOrder.of(train, rows, num_ranks=ranks.num, cost=RowCost.of(facts))
+        own = partial(own_micro_batches, index=ranks.index, num=ranks.num)
+        return Steps.of(order, rows, own=own, pad_token_id=pad_id(data.tokenizer))
 
     sized = [(one, steps_of(one).sizes) for one in with_each_size(recipe, num_ranks=ranks.num)]
     requests = requests_for(recipe, facts, sized, num_ranks=ranks.num)
@@ -152,6 +157,8 @@ def plan_steps(
             lambda: fastest_expert_backend(recipe, facts, machine, run.device, load, run.screen)
         )
         choice = choose(facts, timed, of_size)
+    for note in shown_packing(steps.sizes):
+        run.screen.note(note)
     chosen = choice.plan.request.typical
     return Planned(
         recipe=with_offload(

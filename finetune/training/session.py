@@ -17,6 +17,7 @@ from finetune.recipe.recipe import Recipe
 from finetune.report.format import shown_graphs
 from finetune.training.compile import FAILURES, compile_layers, refusal
 from finetune.training.loop import Loop
+from finetune.training.packing import shown_layers
 from finetune.training.prepare import Data
 from finetune.training.ranks import Ranks
 from finetune.training.run import Run
@@ -97,6 +98,10 @@ class Session:
             raise too_large(plan, error) from error
         except FAILURES as error:
             raise refusal(error) from error
+        if self.steps.sizes.packing is not None:
+            num_together = len(self.engine.rows_together)
+            num_layers = len(self.engine.layer_bytes)
+            self.run.screen.note(shown_layers(num_together=num_together, num_layers=num_layers))
         plan, note = with_unread(plan, self.engine.unread)
         if note:
             self.run.screen.note(note)

@@ -9,6 +9,8 @@ import torch
 from offload.errors import OffloadError
 
 IGNORED = -100
+ROW_LENS = "row_lens"
+"""Key of a micro-batch of packed rows: how many tokens each has, in order."""
 Batch = Mapping[str, torch.Tensor]
 
 
@@ -17,7 +19,8 @@ class LabelledBatch:
     """A micro-batch with the labels that the tail needs, on the compute device.
 
     Attributes:
-        inputs: input_ids (B, T) and optionally attention_mask, position_ids.
+        inputs: input_ids (B, T) and optionally attention_mask, position_ids; or input_ids (1, T)
+            of several rows and row_lens, which stays on the host.
         positions: Indices into the flattened (B * T) tokens that predict a next token, (N,).
         next_tokens: Those next tokens, (N,).
     """
@@ -30,6 +33,20 @@ class LabelledBatch:
     def num_label_tokens(self) -> int:
         """Tokens with a loss."""
         return self.positions.numel()
+
+    @property
+    def rows(self) -> tuple[tuple[int, int], ...]:
+        """How many rows of how many tokens attention sees."""
+        if ROW_LENS in self.inputs:
+            return tuple((1, length) for length in self.inputs[ROW_LENS].tolist())
+        num_rows, num_tokens = self.inputs["input_ids"].shape
+        return ((num_rows, num_tokens),)
+
+
+def shape_of(inputs: Batch) -> tuple[int, int, int]:
+    """Return sequences, their tokens, and how many rows are packed into each."""
+    num_rows, num_tokens = inputs["input_ids"].shape
+    return num_rows, num_tokens, len(inputs[ROW_LENS]) if ROW_LENS in inputs else 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,6 +146,7 @@ def _require_shapes(given: Batch, name: str) -> None:
             "it has one place per token",
             "1 for a token and 0 for padding; leave it away where nothing is padded",
         )
+    _require_rows(given, name)
     positions = given.get("position_ids")
     if positions is not None and not _is_position_per_token(positions.shape, shape):
         _refuse(
@@ -136,6 +154,33 @@ def _require_shapes(given: Batch, name: str) -> None:
             "it ends in (rows, tokens), or in (1, tokens) for all rows alike",
             "`position_ids.unsqueeze(0)` for a single row; leave it away for 0, 1, 2, ...",
         )
+
+
+def _require_rows(given: Batch, name: str) -> None:
+    """Check that packed rows are of one sequence, fill it, and bring nothing that they replace."""
+    row_lens, shape = given.get(ROW_LENS), given["input_ids"].shape
+    if row_lens is None:
+        return
+    if row_lens.ndim != 1 or row_lens.dtype not in (torch.int64, torch.int32):
+        _refuse(
+            f"`row_lens` of {name} is {tuple(row_lens.shape)} of {row_lens.dtype}",
+            "it holds the tokens of each packed row, one number for each",
+            "`torch.tensor([len(row) for row in rows])`",
+        )
+    lens = row_lens.tolist()
+    if shape[0] != 1 or min(lens, default=0) < 1 or sum(lens) != shape[1]:
+        _refuse(
+            f"`row_lens` of {name} is {lens}, `input_ids` {tuple(shape)}",
+            "packed rows are one sequence, (1, tokens), and fill it: each has a token or more",
+            "`torch.cat(rows).unsqueeze(0)` for the tokens, without padding",
+        )
+    for key in ("attention_mask", "position_ids"):
+        if key in given:
+            _refuse(
+                f"{name} has `row_lens` and `{key}`",
+                "each packed row has the positions and the mask that it has alone",
+                f"leave `{key}` away",
+            )
 
 
 def _is_position_per_token(positions: torch.Size, tokens: torch.Size) -> bool:
@@ -177,7 +222,7 @@ def _first_outside(tokens: torch.Tensor, num_tokens: int | None) -> int | None:
 
 _DICT = (
     "a micro-batch is a dict of tensors: `input_ids` and `labels`, and where they are needed"
-    " `attention_mask` and `position_ids`",
+    " `attention_mask` and `position_ids`, or `row_lens`",
     '`{"input_ids": ids, "labels": labels}`, each a torch tensor of (rows, tokens)',
 )
 
@@ -192,6 +237,8 @@ def with_labels(batch: Batch, torch_device: torch.device) -> LabelledBatch:
     `batch` should be on the host, where finding the labelled tokens costs no synchronisation.
     """
     next_BT = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED).flatten()
+    if ROW_LENS in batch:  # the last token of a row does not predict the first of the next
+        next_BT[batch[ROW_LENS].long().cumsum(0) - 1] = IGNORED
     positions = (next_BT != IGNORED).nonzero().flatten()
     return LabelledBatch(
         inputs=to_device({k: v for k, v in batch.items() if k != "labels"}, torch_device),
@@ -201,8 +248,11 @@ def with_labels(batch: Batch, torch_device: torch.device) -> LabelledBatch:
 
 
 def to_device(batch: Batch, torch_device: torch.device) -> dict[str, torch.Tensor]:
-    """Move a batch's tensors to the device."""
-    return {name: tensor.to(torch_device, non_blocking=True) for name, tensor in batch.items()}
+    """Move a batch's tensors to the device, but for the lengths of packed rows."""
+    return {
+        name: tensor if name == ROW_LENS else tensor.to(torch_device, non_blocking=True)
+        for name, tensor in batch.items()
+    }
 
 
 def require_labels(num_label_tokens: int, num_micro_batches: int) -> None:

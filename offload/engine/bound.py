@@ -9,13 +9,14 @@ from typing import Literal
 import torch
 from torch import nn
 
-from offload.engine.executor import Computing, Executor, Places
+from offload.engine.executor import Executor
 from offload.engine.host.mapping import aligned_empty
 from offload.engine.host.weights import HostWeights, Tier
 from offload.engine.host_gradients import HostGradients
 from offload.engine.memory_meter import Arena
 from offload.engine.model import placement
 from offload.engine.model.layers import LayeredModel
+from offload.engine.results import Computing, Places
 from offload.engine.slots import Slots
 from offload.engine.stash import Stash
 from offload.engine.streams import Device

@@ -19,6 +19,7 @@ from offload.engine.batch import (
     require_an_id_each,
     require_divisor,
     require_labels,
+    shape_of,
     to_device,
     with_labels,
 )
@@ -194,6 +195,14 @@ class Engine:
         )
 
     @property
+    def rows_together(self) -> frozenset[int]:
+        """Layers that compute packed rows together; the others compute each row by itself.
+
+        They are found before the first step with packed rows.
+        """
+        return frozenset(self._layered.together)
+
+    @property
     def weights(self) -> WeightInventory:
         """The model's weights by class, and the form in which each is stored."""
         return inventory_of(self._layered, self._host.records)
@@ -220,7 +229,9 @@ class Engine:
 
         Args:
             micro_batches: Each with input_ids (B, T) and labels (B, T; -100 for none), optionally
-                attention_mask and position_ids; best on the host.
+                attention_mask and position_ids; best on the host. Or several rows packed into one
+                sequence: input_ids and labels (1, T), and row_lens, the tokens of each row. No
+                row sees another, each starts at position 0, and its first token has no loss.
             dropout_seed: Seeds dropout; None draws one from torch's generator.
             seeding: How seed, layer and micro-batch become a generator's seed.
             num_label_tokens: Divisor of the sum of the losses; None counts the label tokens of
@@ -464,15 +475,16 @@ class Engine:
         residency, found = self._options.residency, self._bound.executor.attention
         if not (residency.sends or residency.has_outputs):
             return NOTHING_SAVED
-        shapes = [tuple(batch.inputs["input_ids"].shape) for batch in batches]
         layers = range(len(self.layer_bytes))
-        graph_sizes = self._bound.executor.graph_sizes
+        graphs = self._bound.executor.graph_sizes
         return residency.saved(
             [
-                [sum(size.num_bytes(*shape) for size in sizes) for shape in shapes] if sizes else []
+                [sum(s.num_bytes(*row) for s in sizes for row in batch.rows) for batch in batches]
+                if sizes
+                else []
                 for sizes in (found.get(layer, ()) for layer in layers)
             ],
-            [[graph_sizes.of(layer, shape) or 0 for shape in shapes] for layer in layers],
+            [[graphs.of(layer, shape_of(b.inputs)) or 0 for b in batches] for layer in layers],
         )
 
     def _measure(self, batches: Sequence[LabelledBatch]) -> None:
@@ -480,7 +492,7 @@ class Engine:
         executor = self._bound.executor
         layers = self._options.residency.sent_graphs(len(self.layer_bytes))
         for batch in sorted(batches, key=lambda batch: -batch.inputs["input_ids"].numel()):
-            shape = tuple(batch.inputs["input_ids"].shape)
+            shape = shape_of(batch.inputs)
             if all(executor.graph_sizes.of(layer, shape) is not None for layer in layers):
                 continue
             schedule = forward_schedule(self._bound.sizes, ring=self._ring, num_micro_batches=1)

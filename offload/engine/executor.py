@@ -25,13 +25,10 @@ from offload.engine.attention_outputs import (
     OutputSize,
     Recorded,
 )
-from offload.engine.batch import Batch, LabelledBatch
-from offload.engine.host.source import LayerSource
-from offload.engine.host_gradients import HostGradients
+from offload.engine.batch import ROW_LENS, Batch, LabelledBatch, shape_of
 from offload.engine.low_rank import VISIT_CACHE
 from offload.engine.model.inspection import Inspection
-from offload.engine.model.layers import LayeredModel
-from offload.engine.model.recorded_args import Call
+from offload.engine.model.layers import LayerCall, LayeredModel
 from offload.engine.model.visit import (
     Graph,
     Visited,
@@ -41,12 +38,11 @@ from offload.engine.model.visit import (
     visit_with_graph,
     visit_without_graph,
 )
+from offload.engine.packing.check import PackedTrial
 from offload.engine.randomness import FRONT_LAYER, VisitRandomness, require_same_draws
-from offload.engine.results import PassState
+from offload.engine.results import Computing, PassState, Places
 from offload.engine.seeding import NEWEST, Seeding
 from offload.engine.sent_graphs import GraphSizes
-from offload.engine.slots import Slots
-from offload.engine.stash import Stash
 from offload.engine.streams import Device, Event, copy_on_host
 from offload.engine.tiled import TiledMlp
 from offload.engine.unread import Unread
@@ -57,42 +53,6 @@ from offload.plan.schedule.timeline import Span, Timeline
 
 _Table = dict[Kind, Callable[[Op], None]]
 """The function that runs each kind of op in a pass."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Places:
-    """Where the ops of a pass move things from and to.
-
-    Attributes:
-        source: The layers' weights.
-        slots: Where they compute.
-        stash: Layer inputs on the host.
-        sent: Graphs and attention outputs on the host.
-        host_gradients: Of weights that train on the host.
-    """
-
-    source: LayerSource
-    slots: Slots
-    stash: Stash
-    sent: Stash
-    host_gradients: HostGradients
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Computing:
-    """How visits are computed.
-
-    Attributes:
-        head_chunk_tokens: Tokens whose logits exist at a time.
-        leaves_out: Whether recomputes leave out products that nothing reads.
-        records_attention: Whether they may be given outputs of attention.
-        mlp_chunk_tokens: Tokens that an MLP computes at a time; None for all.
-    """
-
-    head_chunk_tokens: int
-    leaves_out: bool
-    records_attention: bool
-    mlp_chunk_tokens: int | None
 
 
 class Executor:
@@ -225,6 +185,7 @@ class Executor:
         """
         inspections: list[Inspection] = []
         are_inspected: list[bool] = []
+        packed: list[PackedTrial] = []
 
         def front(_op: Op) -> None:
             inspections.append(
@@ -235,6 +196,8 @@ class Executor:
                     mlp_chunk_tokens=self._computing.mlp_chunk_tokens,
                 )
             )
+            if ROW_LENS in inputs:
+                packed.append(PackedTrial(self._model, inputs["input_ids"]))
 
         def inspect_layer(op: Op) -> None:
             inspection, layer = inspections[0], op.layer_index
@@ -243,6 +206,9 @@ class Executor:
             found, self.mlps[layer] = inspection.visit(layer)
             if has_labels:
                 self.unread[layer] = found if self._computing.leaves_out else ()
+            for trial in packed:
+                if trial.visit(layer):
+                    self._model.together.add(layer)
 
         visits: _Table = {
             Kind.FRONT: front,
@@ -269,12 +235,11 @@ class Executor:
             if layer not in layers:
                 self._forward(state, op, step)
                 return
-            input_BTD, call = state.inputs.pop((layer, 0)), state.fronts[0].calls[layer]
+            input_BTD, call = state.inputs.pop((layer, 0)), state.fronts[0].layer_calls[layer]
             visit = partial(self._visited, visit_to_send, layer, input_BTD, call)
             visited, _ = self._randomness.visit(layer, _visit_seed(step, layer, 0), visit)
             if visited.saved is not None:
-                shape = tuple(input_BTD.shape[:2])
-                self.graph_sizes.add(layer, shape, visited.saved.num_bytes)
+                self.graph_sizes.add(layer, shape_of(inputs), visited.saved.num_bytes)
             state.inputs[layer + 1, 0] = visited.output_BTD.contiguous()
 
         visits: _Table = {
@@ -394,7 +359,7 @@ class Executor:
         input_BTD = state.inputs[layer, m]
         if step.is_stashed:  # the output takes its place; see Note [Letting go]
             state.inputs.pop((layer + 1 - NUM_KEPT, m), None)
-        call = state.fronts[m].calls[layer]
+        call = state.fronts[m].layer_calls[layer]
         VISIT_CACHE.enter((op.kind, layer))
         visited, draws = self._randomness.visit(
             layer, _visit_seed(step, layer, m), lambda: self._visit_forward(op, input_BTD, call)
@@ -414,7 +379,7 @@ class Executor:
         if op.has_graph or not step.is_kept:
             del state.inputs[layer, m]
 
-    def _visit_forward(self, op: Op, input_BTD: torch.Tensor, call: Call) -> Visited:
+    def _visit_forward(self, op: Op, input_BTD: torch.Tensor, call: LayerCall) -> Visited:
         """Visit a layer upwards."""
         visit: Callable[..., Visited] = partial(visit_without_graph, has_output=op.has_output)
         if op.has_graph:
@@ -422,7 +387,7 @@ class Executor:
         return self._visited(visit, op.layer_index, input_BTD, call)
 
     def _visited(
-        self, visit: Callable[..., Visited], layer: int, input_BTD: torch.Tensor, call: Call
+        self, visit: Callable[..., Visited], layer: int, input_BTD: torch.Tensor, call: LayerCall
     ) -> Visited:
         mlps = self.mlps.get(layer, ())
         return visit(self._model, layer, input_BTD=input_BTD, call=call, mlps=mlps)
@@ -434,7 +399,7 @@ class Executor:
             return graph
         place = self._sent.place(op.layer_index, op.micro_batch_index)
         if saved.num_bytes > place.nbytes:
-            shape = tuple(visited.output_BTD.shape[:2])
+            shape = state.fronts[op.micro_batch_index].shape
             self.graph_sizes.add(op.layer_index, shape, saved.num_bytes)
             warn(
                 f"the graph of layer {op.layer_index} takes {saved.num_bytes} bytes and not"
@@ -529,15 +494,16 @@ class Executor:
         recorded = state.attention.pop((layer, m), NOTHING)
         if state.gradient[m] is None and not router_gradients:
             return
+        call = state.fronts[m].layer_calls[layer]
         compute = partial(
             visit_with_graph,
             self._model,
             layer,
             input_BTD=kept_BTD,
-            call=state.fronts[m].calls[layer],
+            call=call,
             mlps=self.mlps.get(layer, ()),
         )
-        seed, unread = _visit_seed(step, layer, m), self.unread.get(layer, ())
+        seed, unread = _visit_seed(step, layer, m), self._left_out(layer, call)
         recomputed, draws = self._randomness.visit(
             layer, seed, lambda: attempt(partial(compute, unread=unread, recorded=recorded))
         )
@@ -552,6 +518,10 @@ class Executor:
             graph = recomputed
         require_same_draws(layer, drawn, draws)
         self._pass_on(state, layer, m, graph.backward(state.gradient[m], router_gradients))
+
+    def _left_out(self, layer: int, call: LayerCall) -> tuple[Unread, ...]:
+        """Return the products that a recompute leaves out; none if it is one of row after row."""
+        return self.unread.get(layer, ()) if self._model.is_together(layer, call) else ()
 
     def _pass_on(
         self, state: PassState, layer: int, m: int, gradient_BTD: torch.Tensor | None

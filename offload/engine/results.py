@@ -1,4 +1,4 @@
-"""What the ops of a pass exchange, and results of passes."""
+"""What passes work with, what their ops exchange, and their results."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,15 +7,55 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offload.engine.attention_outputs import Recorded
+from offload.engine.host.source import LayerSource
+from offload.engine.host_gradients import HostGradients
 from offload.engine.model.layers import Front
 from offload.engine.model.visit import Graph
 from offload.engine.sent_graphs import SavedTensors
+from offload.engine.slots import Slots
+from offload.engine.stash import Stash
 from offload.engine.streams import Device, Event
 from offload.plan.schedule.schedule import Schedule
 from offload.plan.schedule.timeline import Timeline
 
 if TYPE_CHECKING:
     from offload.engine.executor import Executor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Places:
+    """Where the ops of a pass move things from and to.
+
+    Attributes:
+        source: The layers' weights.
+        slots: Where they compute.
+        stash: Layer inputs on the host.
+        sent: Graphs and attention outputs on the host.
+        host_gradients: Of weights that train on the host.
+    """
+
+    source: LayerSource
+    slots: Slots
+    stash: Stash
+    sent: Stash
+    host_gradients: HostGradients
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Computing:
+    """How visits are computed.
+
+    Attributes:
+        head_chunk_tokens: Tokens whose logits exist at a time.
+        leaves_out: Whether recomputes leave out products that nothing reads.
+        records_attention: Whether they may be given outputs of attention.
+        mlp_chunk_tokens: Tokens that an MLP computes at a time; None for all.
+    """
+
+    head_chunk_tokens: int
+    leaves_out: bool
+    records_attention: bool
+    mlp_chunk_tokens: int | None
 
 
 @dataclass(kw_only=True)

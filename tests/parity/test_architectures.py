@@ -7,6 +7,7 @@ import transformers
 
 from tests.parity.architectures import (
     LIMIT_S,
+    TOGETHER,
     Verdict,
     causal_types,
     read_table,
@@ -17,7 +18,7 @@ from tests.tiers import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TABLE = read_table(Path(__file__).parents[2] / "docs" / "architectures.md")
-NUM_EXACT = 158  # a ratchet
+NUM_EXACT, NUM_TOGETHER = 158, 111  # ratchets
 SAMPLE = (
     "bamba",  # mamba and attention
     "bart",  # a loss that is not shifted
@@ -74,9 +75,15 @@ def test_the_table_never_has_fewer_exact_types() -> None:
     assert sum(verdict.is_exact for verdict in TABLE.verdicts.values()) >= NUM_EXACT
 
 
+def test_every_exact_type_packs_and_never_fewer_compute_their_rows_together() -> None:
+    assert all(bool(verdict.packs) == verdict.is_exact for verdict in TABLE.verdicts.values())
+    together = [v for v in TABLE.verdicts.values() if v.packs.startswith(TOGETHER)]
+    assert len(together) >= NUM_TOGETHER
+
+
 def test_a_table_that_was_written_can_be_read(tmp_path: Path) -> None:
     verdicts = [
-        Verdict(model_type="a-b", is_exact=True),
+        Verdict(model_type="a-b", is_exact=True, packs="row by row"),
         Verdict(model_type="c_d", is_exact=False, reason="x | y; z"),
     ]
     path = tmp_path / "table.md"

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import torch
 from torch import nn
 
-from offload.engine.batch import Batch
+from offload.engine.batch import ROW_LENS, Batch
 from offload.engine.model.find_layers import (
     find_layers,
     find_towers,
@@ -52,6 +52,8 @@ from offload.engine.model.recorders import (
     modes_of_torch,
 )
 from offload.engine.model.router import RouterLoss
+from offload.engine.packing.attention import rows_apart
+from offload.engine.packing.calls import PackedCall, packed_calls
 from offload.engine.pointwise.layers import FusedLayers
 from offload.engine.pointwise.ops import cross_entropy
 from offload.engine.pointwise.recognise import DTYPES
@@ -63,17 +65,33 @@ if TYPE_CHECKING:
 
 Forms = tuple[Form, ...]
 FRONT_INPUTS = ("input_ids", "attention_mask", "position_ids")
+LayerCall = Call | PackedCall
 COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
 """Config options that make a model collect outputs of its layers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Front:
-    """The layers' inputs: hidden states (B, T, ...), and each layer's other arguments."""
+    """The layers' inputs: hidden states (B, T, ...), and each layer's other arguments.
+
+    Those of packed rows are in `packed`, and `calls` is empty.
+    """
 
     hidden_BTD: torch.Tensor
     calls: tuple[Call, ...]
     leaves: Leaves
+    packed: tuple[PackedCall, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Sequences, their tokens, and how many rows are packed into each."""
+        num_rows, num_tokens = self.hidden_BTD.shape[:2]
+        return num_rows, num_tokens, len(self.packed[0].lens) if self.packed else 1
+
+    @property
+    def layer_calls(self) -> tuple[LayerCall, ...]:
+        """Each layer's other arguments, whether rows are packed or not."""
+        return self.packed or self.calls
 
     def backward(self, gradient_BTD: torch.Tensor | None) -> None:
         """Run the front's backward from the gradients of all layer inputs."""
@@ -121,6 +139,8 @@ class LayeredModel:
         self._buffered = [[m for m in layer.modules() if m._buffers] for layer in self.layers]
         self._unread = find_unread_stores(list(self.layers))
         self.fused: FusedLayers | None = None
+        self.together: set[int] = set()
+        """Layers that compute packed rows together; all others compute one row after the other."""
 
     def fuse(self) -> None:
         """Compute the layers' norms, rotations and gated activations by fused operators."""
@@ -131,18 +151,35 @@ class LayeredModel:
 
         Args:
             batch: input_ids (B, T) and optionally attention_mask, position_ids, on the compute
-                device.
+                device; or input_ids (1, T) of several rows, and row_lens, the tokens of each.
 
         Raises:
             UnsupportedModelError: The model does something between its layers, does not visit each
                 once and in order, or passes an argument through which they could share state.
         """
-        unknown = sorted(set(batch) - set(FRONT_INPUTS))
+        unknown = sorted(set(batch) - {*FRONT_INPUTS, ROW_LENS})
         if unknown:
             self.refuse(
                 f"would be given `{unknown[0]}`",
-                limit=f"a micro-batch holds labels and {', '.join(FRONT_INPUTS)}",
+                limit=f"a micro-batch holds labels and {', '.join((*FRONT_INPUTS, ROW_LENS))}",
             )
+        lens = batch[ROW_LENS].tolist() if ROW_LENS in batch else []
+        leaves = Leaves()
+        if len(lens) < 2:
+            notes = self._notes(batch)
+            calls = tuple(leaves.cut(note.call) for note in notes)
+            return Front(hidden_BTD=notes[0].hidden, calls=calls, leaves=leaves)
+        rows = list(batch["input_ids"].split(lens, dim=1))
+        if len(set(lens)) == 1:  # only a row of another length shows which dimensions count tokens
+            rows.append(rows[0].repeat(1, 2))
+        by_row = [self._notes({"input_ids": row}) for row in rows]
+        hidden_BTD = torch.cat([notes[0].hidden for notes in by_row[: len(lens)]], dim=1)
+        packed = packed_calls([[note.call for note in notes] for notes in by_row], lens)
+        cut = tuple(call.cut(leaves) for call in packed)
+        return Front(hidden_BTD=hidden_BTD, calls=(), leaves=leaves, packed=cut)
+
+    def _notes(self, batch: Batch) -> list[Note]:
+        """Record the arguments of all layers, which may be kept."""
         try:
             if self._forms is None:
                 self._few = {name: batch[name][:1, :3] for name in FRONT_INPUTS if name in batch}
@@ -157,15 +194,40 @@ class LayeredModel:
                     f"passes `{name}` to layer {note.layer}, {problem}",
                     limit="a layer may be passed constants, tensors and containers of them",
                 )
-        leaves = Leaves()
-        return Front(
-            hidden_BTD=notes[0].hidden,
-            calls=tuple(leaves.cut(note.call) for note in notes),
-            leaves=leaves,
+        return notes
+
+    def layer_forward(self, layer: int, hidden_BTD: torch.Tensor, call: LayerCall) -> torch.Tensor:
+        """Run one layer; its weights must be in place.
+
+        Packed rows are computed together where the layer is known to keep them apart.
+
+        Raises:
+            UnsupportedModelError: As for `row_forward`.
+        """
+        if not isinstance(call, PackedCall):
+            return self.row_forward(layer, hidden_BTD, call)
+        compute = self.rows_together if self.is_together(layer, call) else self.rows_alone
+        return compute(layer, hidden_BTD, call)
+
+    def is_together(self, layer: int, call: LayerCall) -> bool:
+        """Return whether a layer computes all rows of a call at once."""
+        return not isinstance(call, PackedCall) or (
+            layer in self.together and call.together is not None
         )
 
-    def layer_forward(self, layer: int, hidden_BTD: torch.Tensor, call: Call) -> torch.Tensor:
-        """Run one layer; its weights must be in place.
+    def rows_together(self, layer: int, hidden_BTD: torch.Tensor, call: PackedCall) -> torch.Tensor:
+        """Run one layer on all tokens of packed rows, its attention row by row."""
+        assert call.together is not None
+        with rows_apart(self.layers[layer], lens=call.lens, masks=call.masks):
+            return self.row_forward(layer, hidden_BTD, call.together)
+
+    def rows_alone(self, layer: int, hidden_BTD: torch.Tensor, call: PackedCall) -> torch.Tensor:
+        """Run one layer on each of some packed rows."""
+        rows = zip(call.split(hidden_BTD), call.rows, strict=True)
+        return torch.cat([self.row_forward(layer, *row) for row in rows], dim=1)
+
+    def row_forward(self, layer: int, hidden_BTD: torch.Tensor, call: Call) -> torch.Tensor:
+        """Run one layer on rows that are not packed, or on packed ones as if they were one.
 
         Raises:
             UnsupportedModelError: The layer changed a read-only argument, so that another layer,
@@ -490,12 +552,13 @@ def cross_entropy_sum(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> torc
     )
 
 
-def kind_of(layer: nn.Module, call: Call) -> object:
+def kind_of(layer: nn.Module, call: LayerCall) -> object:
     """Return what two layers have in common that are of the same code and the same sizes."""
     parameters = tuple(
         (name, p.shape, p.dtype, p.requires_grad) for name, p in layer.named_parameters()
     )
-    parts = (p.shape if isinstance(p, torch.Tensor) else type(p) for p in call.parts())
+    given = call.parts() if isinstance(call, Call) else (call.lens,)
+    parts = (p.shape if isinstance(p, torch.Tensor) else type(p) for p in given)
     return repr(layer), parameters, tuple(parts)
 
 

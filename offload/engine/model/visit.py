@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from offload.engine.attention_outputs import NOTHING, Recorded, Recorder, given
-from offload.engine.model.layers import FORWARD_ERRORS, LayeredModel
-from offload.engine.model.recorded_args import Call
+from offload.engine.model.layers import FORWARD_ERRORS, LayerCall, LayeredModel
 from offload.engine.sent_graphs import SavedTensors
 from offload.engine.tiled import TiledMlp, tiled
 from offload.engine.unread import Unread, left_out
@@ -101,7 +100,7 @@ def visit_without_graph(
     layer: int,
     *,
     input_BTD: torch.Tensor,
-    call: Call,
+    call: LayerCall,
     mlps: Sequence[TiledMlp],
     has_output: bool,
 ) -> Visited:
@@ -123,7 +122,7 @@ def visit_to_keep(
     layer: int,
     *,
     input_BTD: torch.Tensor,
-    call: Call,
+    call: LayerCall,
     mlps: Sequence[TiledMlp],
 ) -> Visited:
     """Compute a layer with its graph, which stays on the device."""
@@ -136,7 +135,7 @@ def visit_to_send(
     layer: int,
     *,
     input_BTD: torch.Tensor,
-    call: Call,
+    call: LayerCall,
     mlps: Sequence[TiledMlp],
 ) -> Visited:
     """Compute a layer with its graph, and hold what autograd saves of it.
@@ -158,7 +157,7 @@ def visit_with_graph(
     layer: int,
     *,
     input_BTD: torch.Tensor,
-    call: Call,
+    call: LayerCall,
     unread: Sequence[Unread] = (),
     recorded: Recorded = NOTHING,
     mlps: Sequence[TiledMlp] = (),

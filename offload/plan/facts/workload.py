@@ -24,7 +24,7 @@ class Workload:
 
     Attributes:
         micro_batch_size: Sequences.
-        seq_len: Tokens of each.
+        seq_len: Tokens of each; of packed rows, those of a row.
         label_tokens: Tokens of the micro-batch that have a loss; only these reach the head.
         head_chunk_tokens: Tokens whose logits exist at once.
         adapter: What is trained, in fp32 as in peft.
@@ -35,6 +35,7 @@ class Workload:
         leaves_out: Whether recomputes leave out products whose values nothing reads.
         layer_code: What computes norms, rotary embedding and gated activations.
         mlp_chunk_tokens: Tokens that an MLP computes at a time; None for the whole micro-batch.
+        packed_tokens: Tokens of a micro-batch whose rows are packed; None where they are not.
     """
 
     micro_batch_size: int
@@ -49,11 +50,26 @@ class Workload:
     leaves_out: bool = True
     layer_code: LayerCode = "plain"
     mlp_chunk_tokens: int | None = None
+    packed_tokens: int | None = None
 
     @property
     def num_tokens(self) -> int:
         """Tokens of the micro-batch."""
+        if self.packed_tokens is not None:
+            return self.packed_tokens
         return self.micro_batch_size * self.seq_len
+
+    @property
+    def size(self) -> str:
+        """How large a micro-batch is, in words."""
+        if self.packed_tokens is not None:
+            return f"{self.packed_tokens:,} packed tokens"
+        return f"{self.micro_batch_size} x {self.seq_len}"
+
+    @property
+    def num_attention_calls(self) -> int:
+        """Calls of attention in a layer: one, or one for each packed row."""
+        return 1 if self.packed_tokens is None else -(-self.packed_tokens // self.seq_len)
 
     @property
     def is_encoded(self) -> bool:
@@ -116,11 +132,14 @@ class Workload:
         kind = layer.attention
         if not (isinstance(kind, SoftmaxAttention) and has_fused_kernel(kind, is_cuda=is_cuda)):
             return 0
+        num_rows = self.micro_batch_size
+        if self.packed_tokens is not None:
+            num_rows = self.num_attention_calls
         return output_bytes(
             num_heads=kind.num_heads,
             head_features=kind.v_dim,
             element_bytes=self.dtype_bytes,
-            num_rows=self.micro_batch_size,
+            num_rows=num_rows,
             seq_len=self.seq_len,
         )
 

@@ -174,7 +174,8 @@ def _attention(at: Pricer, layer: LayerFacts) -> Work:
     """Token mixing."""
     load, kind = at.workload, layer.attention
     num, seq_len, b = load.num_tokens, load.seq_len, load.dtype_bytes
-    return attention_work(kind, at.machine, num_tokens=num, seq_len=seq_len, dtype_bytes=b)
+    work = attention_work(kind, at.machine, num_tokens=num, seq_len=seq_len, dtype_bytes=b)
+    return replace(work, num_ops=work.num_ops * load.num_attention_calls)
 
 
 def routing_work(at: Pricer, layer: LayerFacts) -> Work:
@@ -310,6 +311,7 @@ def price(
     """
     at = Pricer(machine=machine, facts=facts, workload=workload)
     shapes = {x: _layer_cost(x, at, graph_bytes.get(x, 0)) for x in set(facts.layers)}
+    front_ops = FRONT_OPS * workload.num_attention_calls  # it runs on each packed row alone
     embedded_bytes = 2 * workload.num_tokens * facts.hidden_size * workload.dtype_bytes
     is_cuda = machine.device == "cuda"
     is_alone = is_cuda and not is_duplex
@@ -326,7 +328,7 @@ def price(
     return Costs(
         grade="probed" if is_measured else "spec",
         layers=tuple(shapes[layer] for layer in facts.layers),
-        front_s=at.traffic(embedded_bytes, num_ops=FRONT_OPS).seconds(machine),
+        front_s=at.traffic(embedded_bytes, num_ops=front_ops).seconds(machine),
         front_backward_s=_front_backward(at).seconds(machine),
         tail_s=_tail(at).seconds(machine),
         optimizer_s=_optimizer(at).seconds(machine),

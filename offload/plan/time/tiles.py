@@ -46,7 +46,7 @@ def tiling(at: Pricer, layer: LayerFacts) -> Tiling:
     if not mlp:
         return Tiling(forward=Work(), recompute=Work(), again=Work(), backward=Work())
     adapted = [x for x in adapted_linears(layer, at.workload.adapter) if x in mlp]
-    empty = replace(at, workload=replace(at.workload, micro_batch_size=0))
+    empty = replace(at, workload=replace(at.workload, micro_batch_size=0, packed_tokens=None))
     more = at.workload.num_tiles - 1
     downs = [x for x in mlp if x.is_down]
     hidden_bytes = at.workload.num_tokens * at.facts.hidden_size * at.workload.dtype_bytes

@@ -3,6 +3,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -144,9 +145,13 @@ def steps_of(
         rows=examples,
         order=order,
         sizes=StepSizes.of(order, examples),
-        micro_batch_ids=micro_batch_ids,
+        own=partial(ids_of_all_steps, micro_batch_ids),
         pad_token_id=0,
     )
+
+
+def ids_of_all_steps(ids: tuple[int, ...], _num_micro_batches: int) -> tuple[int, ...]:
+    return ids
 
 
 def loader(

@@ -64,13 +64,14 @@ def test_a_misspelt_key_or_one_of_another_section_names_where_it_belongs(
         ("gradient_clipping: 0.5", "here it is train.max_grad_norm", None),
         ("neftune_noise_alpha: 5", "here it is train.neftune_alpha", None),
         ("load_in_4bit: true", "here it is offload.codec", "use `offload.codec: nf4`"),
+        ("sample_packing: true", "here it is data.packing", "use `data.packing: on`"),
         ("bf16: true", "here it is model.dtype", "use `model.dtype: bfloat16`"),
         ("wandb_project: mine", "here it is report.log_to", "use `report.log_to: [wandb]`"),
         (
-            "packing: true",
+            "eval_packing: true",
             "not supported: each row is a sequence of its own; rows of like length share a"
             " micro-batch",
-            "remove `packing`",
+            "remove `eval_packing`",
         ),
         (
             "flash_attention: true",

@@ -10,7 +10,7 @@ from finetune.errors import CheckpointError, ConfigError
 from finetune.files.manifest import whole_folder
 from finetune.files.seal import sealed_yaml
 from finetune.recipe.load import load_recipe
-from finetune.recipe.recipe import Recipe, with_layer_kernels
+from finetune.recipe.recipe import Recipe, with_layer_kernels, with_packing
 from finetune.run.run_dir import RunDir
 from finetune.run.run_files import PHASES
 from finetune.run.run_lock import locked
@@ -140,6 +140,19 @@ def test_a_run_goes_on_with_the_layer_kernels_that_it_began_with(tmp_path, recip
     before = "".join(line for line in lines if not line.startswith("  layer_kernels: "))
     run.recipe_file.write_text(sealed_yaml(before))  # of a run before there was the setting
     assert run.as_begun(recipe).model.layer_kernels == "plain"
+    run.require_same_recipe(run.as_begun(recipe))
+
+
+def test_a_run_goes_on_packed_or_unpacked_as_it_began(tmp_path, recipe) -> None:
+    run = RunDir(tmp_path)
+    assert recipe.data.packing == "auto"
+    run.start(with_packing(recipe, "on"), experts_implementation=None)
+    assert run.as_begun(recipe).data.packing == "on"
+    assert run.as_begun(with_packing(recipe, "off")).data.packing == "off"
+    lines = run.recipe_file.read_text().splitlines(keepends=True)[1:-1]
+    before = "".join(line for line in lines if not line.startswith("  packing: "))
+    run.recipe_file.write_text(sealed_yaml(before))  # of a run before there was the setting
+    assert run.as_begun(recipe).data.packing == "off"
     run.require_same_recipe(run.as_begun(recipe))
 
 

@@ -1,0 +1,239 @@
+"""Which rows share a packed sequence: best fit, then sequences that take equally long.
+
+Rows of a step are packed longest first, each to the sequence with the least room that it fits into
+(best-fit decreasing), which gives how many sequences are needed. Attention grows with the square of
+a row, so full sequences do not take equally long. The same rows are then dealt out again, the
+costliest first, each to the sequence that has least to do so far and has room. Where some row finds
+no room so, the best fit stays.
+
+The cost of a row is arithmetic of the model, not time on a machine: each machine packs alike.
+"""
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from finetune.data.dataset import ExampleSet, shuffled
+from finetune.recipe.sections import TrainSection
+from offload.plan.facts.attention import Attention
+from offload.plan.facts.facts import ModelFacts
+
+Bins = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowCost:
+    """The arithmetic of a row's forward.
+
+    Attributes:
+        flops_per_token: Products of all layers, for one token.
+        mixing: How each layer mixes tokens, and how many layers do so.
+    """
+
+    flops_per_token: float
+    mixing: tuple[tuple[Attention, int], ...] = ()
+
+    @classmethod
+    def of(cls, facts: ModelFacts) -> Self:
+        """Return the cost of rows of a model."""
+        products = sum(2.0 * x.active * x.d_in * x.d_out for y in facts.layers for x in y.linears)
+        kinds = [layer.attention for layer in facts.layers]
+        mixing = tuple((kind, kinds.count(kind)) for kind in dict.fromkeys(kinds))
+        return cls(flops_per_token=products, mixing=mixing)
+
+    def __call__(self, num_tokens: int) -> float:
+        """Return the flops of a row of so many tokens."""
+        mixed = sum(num * kind.flops_per_token(num_tokens) for kind, num in self.mixing)
+        return num_tokens * (self.flops_per_token + mixed)
+
+
+def packed(
+    lengths: Sequence[int], *, capacity: int, cost: Callable[[int], float], min_bins: int = 1
+) -> Bins:
+    """Return the numbers of the rows of each sequence, the costliest sequence first.
+
+    Args:
+        lengths: Tokens of each row, at most `capacity`.
+        capacity: Tokens of a sequence.
+        cost: Of a row of so many tokens.
+        min_bins: Sequences to make at least, where there are as many rows.
+    """
+    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    costs = {length: cost(length) for length in set(lengths)}
+    bins = _best_fit(lengths, order, capacity)
+    num = min(max(len(bins), min_bins), len(lengths))
+    balanced = _balanced(lengths, order, costs, capacity=capacity, num=num)
+    if balanced is None:
+        balanced = bins
+        while len(balanced) < num:
+            fullest = max(balanced, key=len)
+            balanced.append([fullest.pop() for _ in range(len(fullest) // 2)])
+    by_cost = sorted(balanced, key=lambda rows: -sum(costs[lengths[row]] for row in rows))
+    return tuple(map(tuple, by_cost))
+
+
+def _best_fit(lengths: Sequence[int], order: Sequence[int], capacity: int) -> list[list[int]]:
+    """Put each row where least room is left; found by bisection of the rooms."""
+    bins: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # (tokens left, its bin), sorted
+    for row in order:
+        at = bisect_left(rooms, (lengths[row], 0))
+        if at < len(rooms):
+            room, index = rooms.pop(at)
+        else:
+            room, index = capacity, len(bins)
+            bins.append([])
+        bins[index].append(row)
+        if room > lengths[row]:
+            insort(rooms, (room - lengths[row], index))
+    return bins
+
+
+def _balanced(
+    lengths: Sequence[int],
+    order: Sequence[int],
+    costs: dict[int, float],
+    *,
+    capacity: int,
+    num: int,
+) -> list[list[int]] | None:
+    """Put each row where there is least to do; None if one finds no room."""
+    bins: list[list[int]] = [[] for _ in range(num)]
+    rooms = [capacity] * num
+    heap = [(0.0, index) for index in range(num)]
+    for row in order:
+        full = []
+        while heap and rooms[heap[0][1]] < lengths[row]:
+            full.append(heapq.heappop(heap))
+        if not heap:
+            return None
+        done, index = heapq.heappop(heap)
+        bins[index].append(row)
+        rooms[index] -= lengths[row]
+        for one in [(done + costs[lengths[row]], index), *full]:
+            if rooms[one[1]]:
+                heapq.heappush(heap, one)
+    return bins
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PackedOrder:
+    """Which rows each step trains on, and which of them share a sequence.
+
+    Rows come in the order that they have unpacked: each epoch visits each row once, in an order
+    drawn from (seed, epoch). A step that is given in rows has as many as it would have unpacked. Of
+    one that is given in tokens, step k has the rows whose first token is one of its
+    `tokens_per_step`, of all epochs' tokens in this order. So steps have as many tokens on average,
+    and each differs by less than a row. A step depends on its number alone.
+
+    Attributes:
+        lengths: Tokens of each row.
+        capacity: Tokens of a sequence.
+        rows_per_step: Rows of a step; None where it is given in tokens.
+        tokens_per_step: Tokens of a step; None where it is given in rows.
+        num_steps: Steps of the run.
+        seed: Of the orders.
+        min_bins: Sequences of a step, at least: one for each rank.
+        cost: Of a row.
+    """
+
+    lengths: npt.NDArray[np.int64]
+    capacity: int
+    rows_per_step: int | None
+    tokens_per_step: int | None
+    num_steps: int
+    seed: int
+    min_bins: int
+    cost: RowCost
+
+    @classmethod
+    def of(cls, train: TrainSection, rows: ExampleSet, *, num_ranks: int, cost: RowCost) -> Self:
+        """Return the order that these settings make of the rows."""
+        lengths = np.asarray(rows.lengths, dtype=np.int64)
+        in_tokens = train.tokens_per_step
+        num_steps = train.steps
+        if num_steps is None:
+            assert train.epochs is not None
+            num, per_step = len(lengths), train.global_batch_size
+            if in_tokens is not None:
+                num, per_step = int(lengths.sum()), in_tokens
+            num_steps = -int(-train.epochs * num // per_step)
+        return cls(
+            lengths=lengths,
+            capacity=train.sequences * train.seq_len,
+            rows_per_step=train.global_batch_size if in_tokens is None else None,
+            tokens_per_step=in_tokens,
+            num_steps=num_steps,
+            seed=train.seed,
+            min_bins=num_ranks,
+            cost=cost,
+        )
+
+    def rows(self, index: int) -> tuple[int, ...]:
+        """Return the rows of step `index`, counted from 0, in the order of their epochs."""
+        assert 0 <= index < self.num_steps
+        in_tokens = self.tokens_per_step is not None
+        unit = self.tokens_per_step or self.rows_per_step
+        assert unit is not None
+        sizes = self.lengths if in_tokens else np.ones_like(self.lengths)
+        size = int(sizes.sum())
+        rows: list[int] = []
+        first, last = index * unit, (index + 1) * unit
+        for epoch in range(first // size, (last - 1) // size + 1):
+            order = shuffled(len(sizes), seed=self.seed, epoch=epoch)
+            starts = sizes[order].cumsum() - sizes[order] + epoch * size
+            begin, end = np.searchsorted(starts, [first, last])
+            rows += order[begin:end].tolist()
+        return tuple(rows)
+
+    def step(self, index: int) -> Bins:
+        """Return the rows of each sequence of step `index`, the costliest sequence first."""
+        rows = self.rows(index)
+        bins = packed(
+            [int(self.lengths[row]) for row in rows],
+            capacity=self.capacity,
+            cost=self.cost,
+            min_bins=self.min_bins,
+        )
+        return tuple(tuple(rows[i] for i in part) for part in bins)
+
+    @property
+    def most_tokens(self) -> int:
+        """Return how many tokens no step exceeds."""
+        if self.tokens_per_step is not None:
+            return self.tokens_per_step - 1 + int(self.lengths.max())
+        assert self.rows_per_step is not None
+        longest = np.sort(self.lengths)[::-1]
+        return int(np.resize(longest.repeat(self._copies), self.rows_per_step).sum())
+
+    @property
+    def _copies(self) -> int:
+        """Return how often a row can be in one step."""
+        assert self.rows_per_step is not None
+        num_rows = len(self.lengths)
+        return -(-self.rows_per_step // num_rows) + bool(num_rows % self.rows_per_step)
+
+    def longest_step(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Return a step at least as large as any other: of each sequence, rows and their tokens.
+
+        All of its sequences but the last are as wide as one can be, of the longest rows, which are
+        cut where a sequence ends.
+        """
+        order = [int(row) for row in np.argsort(-self.lengths, kind="stable")]
+        bins: list[list[tuple[int, int]]] = [[]]
+        left, room, at = self.most_tokens, self.capacity, 0
+        while left:
+            row = order[at % len(order)]
+            if not room:
+                bins.append([])
+                room = self.capacity
+            num = min(int(self.lengths[row]), room, left)
+            bins[-1].append((row, num))
+            left, room, at = left - num, room - num, at + 1
+        bins += [[(order[0], int(self.lengths[order[0]]))]] * (self.min_bins - len(bins))
+        return tuple(map(tuple, bins))

@@ -1,0 +1,48 @@
+"""Whether a run packs rows: settled once, before it is planned, and written into its recipe.
+
+Packed rows are what each is alone, but in their last bits, and a step that is given in tokens has
+other rows. So a run keeps what it began with.
+"""
+
+from typing import Literal
+
+from finetune.data.steps import StepSizes
+from finetune.recipe.recipe import Recipe
+from finetune.report.screen import Screen
+
+
+def settled_packing(recipe: Recipe, screen: Screen) -> Literal["on", "off"]:
+    """Return whether a run packs rows, and show why it does not where that was left open.
+
+    No model is asked: the engine finds which of its layers keep packed rows apart, and gives the
+    others one row after the other.
+    """
+    if recipe.data.packing != "auto":
+        return recipe.data.packing
+    if recipe.train.compile:
+        screen.note("Packing: off, as compiled layers do not keep packed rows apart")
+        return "off"
+    return "on"
+
+
+def shown_packing(sizes: StepSizes) -> tuple[str, ...]:
+    """Return a line of how full sequences are and how many rows a step has; none if unpacked."""
+    found = sizes.packing
+    if found is None:
+        return ()
+    return (
+        f"Packing: sequences are {found.fill:.1%} full; a typical step has {found.rows_per_step:,}"
+        f" rows in {sizes.num_micro_batches} micro-batches of {sizes.typical_width:,} tokens",
+    )
+
+
+def shown_layers(*, num_together: int, num_layers: int) -> str:
+    """Return how packed rows are computed, once the engine has found it out."""
+    if num_together == num_layers:
+        return "Packed rows: computed together in all layers, attention row by row"
+    if not num_together:
+        return "Packed rows: this model's layers do not keep them apart, and take one by one"
+    return (
+        f"Packed rows: computed together in {num_together} of {num_layers} layers, attention row by"
+        " row; the others do not keep them apart, and take one by one"
+    )

@@ -1,0 +1,1 @@
+"""Several rows in one sequence, none of which sees another."""

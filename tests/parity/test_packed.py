@@ -1,0 +1,253 @@
+"""Packed rows: each is what it is alone in plain transformers, and none sees another."""
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+import offload
+from finetune.adapter.linear_lora import compute_in_base_dtype
+from offload.engine.bound import EngineOptions
+from offload.engine.engine import Engine
+from offload.engine.model.layers import LayeredModel
+from offload.errors import OffloadError
+from tests.parity.architectures import PACKED, rel_error
+from tests.parity.steps import OPTIONS, assert_equal, gradients, tiny
+from tests.parity.tiny_models import tiny_model, with_adapters
+from tests.tiers import mostly_slow
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LENS = ((12, 5, 17), (3, 12, 12))
+NAMES = ("qwen3", "llama", "qwen3_moe", "gemma3_text", "gpt_oss")
+
+
+def rows_of(*lens: int, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 64, (1, n), generator=generator) for n in lens]
+
+
+def packed(*rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    ids, lens = torch.cat(rows, dim=1), torch.tensor([row.shape[1] for row in rows])
+    return {"input_ids": ids, "labels": ids.clone(), "row_lens": lens}
+
+
+def batches() -> list[dict[str, torch.Tensor]]:
+    return [packed(*rows_of(*lens, seed=m)) for m, lens in enumerate(LENS)]
+
+
+def plain_alone(model: PeftModel) -> tuple[float, dict[str, torch.Tensor]]:
+    """Compute each row by itself, by transformers, and its loss as its text defines it."""
+    model, loss = copy.deepcopy(model), 0.0
+    rows = [row for m, lens in enumerate(LENS) for row in rows_of(*lens, seed=m)]
+    num = sum(row.shape[1] - 1 for row in rows)
+    for row in rows:
+        logits_BTV = model(input_ids=row, use_cache=False).logits.float()
+        log_BTV = logits_BTV[:, :-1].log_softmax(-1)
+        part = -log_BTV.gather(-1, row[:, 1:, None]).sum() / num
+        part.backward()
+        loss += part.item()
+    return loss, gradients(model)
+
+
+def step(
+    model: nn.Module, options: EngineOptions = OPTIONS, **arguments: Any
+) -> tuple[float, dict[str, torch.Tensor]]:
+    model = copy.deepcopy(model)
+    engine = Engine(model, device=torch.device("cpu"), options=options)
+    try:
+        loss = engine.forward_backward(batches(), dropout_seed=0, **arguments).loss
+        return loss, gradients(model)  # type: ignore[arg-type]
+    finally:
+        engine.detach()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    mostly_slow(
+        {
+            **{name: (name, OPTIONS) for name in NAMES},
+            "qwen3 in tiles": ("qwen3", replace(OPTIONS, mlp_chunk_tokens=5)),
+        },
+        "qwen3",
+        "gpt_oss",
+    ),
+)
+def test_reorder_packed_rows_have_the_gradients_of_rows_alone_in_plain_transformers(
+    name: str, options: EngineOptions
+) -> None:
+    model = tiny(name)
+    loss, ours = step(model, options)
+    plain_loss, reference = plain_alone(model)
+    assert rel_error(ours, reference) <= PACKED
+    assert math.isclose(loss, plain_loss, rel_tol=PACKED)
+
+
+WAYS = {
+    "graphs": replace(OPTIONS, num_kept_graphs=3),
+    "kept outputs": replace(OPTIONS, num_kept_outputs=6),
+    "sent outputs": replace(OPTIONS, num_sent_outputs=6),
+    "host stash": replace(OPTIONS, stash="host"),
+    "resident": replace(OPTIONS, num_slots=6),
+    "all computed": replace(OPTIONS, leaves_out=False),
+    "both outputs": replace(OPTIONS, num_kept_outputs=2, num_sent_outputs=3),
+}
+
+
+@pytest.mark.parametrize("options", mostly_slow(WAYS, "graphs", "sent outputs"))
+def test_move_no_bit_of_a_packed_step_depends_on_what_is_kept(options: EngineOptions) -> None:
+    model = tiny("qwen3")
+    assert_equal(step(model, options), step(model))
+
+
+def test_move_packed_rows_with_dropout_do_not_depend_on_what_is_kept() -> None:
+    model = tiny("qwen3", dropout=0.2)
+    assert_equal(step(model, WAYS["graphs"]), step(model))
+
+
+@pytest.mark.parametrize("name", mostly_slow(("qwen3", "gemma3_text", "gpt_oss"), "gpt_oss"))
+def test_other_tokens_in_other_rows_change_a_row_by_rounding_only(name: str) -> None:
+    engine = offload.attach(tiny(name).eval(), num_slots=2, device="cpu")
+    first, second, third = rows_of(12, 5, 17)
+    one = _logits(engine, packed(first, second, third))
+    other = _logits(engine, packed(*rows_of(12, seed=7), second, *rows_of(17, seed=8)))
+    alone = _logits(engine, {"input_ids": second})
+    engine.detach()
+    scale = float(alone.abs().max())
+    assert float((one[:, 12:17] - other[:, 12:17]).abs().max()) <= 1e-6 * scale
+    assert float((one[:, 12:17] - alone).abs().max()) <= 1e-6 * scale
+    assert float((one[:, :12] - other[:, :12]).abs().max()) > 1e-3 * scale
+
+
+def _logits(engine: Engine, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    logits = engine.forward({n: t for n, t in batch.items() if n != "labels"}).logits
+    assert logits is not None
+    return logits
+
+
+def test_the_first_token_of_a_packed_row_has_no_loss() -> None:
+    engine = offload.attach(tiny("qwen3").eval(), num_slots=2, device="cpu")
+    batch = packed(*rows_of(12, 5, 17))
+    result = engine.forward(batch)
+    batch["labels"][0, [0, 12, 17]] = -100
+    without = engine.forward(batch)
+    engine.detach()
+    assert result.num_label_tokens == without.num_label_tokens == 11 + 4 + 16
+    assert result.loss_sum == without.loss_sum
+
+
+class Seen(TorchFunctionMode):
+    """The queries' lengths in calls of attention, and the elements of its masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lens: list[int] = []
+        self.mask_sizes: list[int] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            self.lens.append(args[0].shape[2])
+            mask = kwargs.get("attn_mask")
+            self.mask_sizes.append(0 if mask is None else mask.numel())
+        return func(*args, **kwargs)
+
+
+def test_attention_never_sees_more_than_a_row_and_has_no_mask() -> None:
+    engine = offload.attach(tiny("qwen3").eval(), num_slots=2, device="cpu")
+    batch = packed(*rows_of(12, 5, 17))
+    engine.forward(batch)  # the model is inspected
+    with Seen() as seen:
+        engine.forward(batch)
+    assert len(engine.rows_together) == 6
+    engine.detach()
+    assert seen.lens == [12, 5, 17] * 6
+    assert not any(seen.mask_sizes)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "together"),
+    mostly_slow(
+        {
+            "lfm2": ("lfm2", {1, 3}),
+            "qwen3_next": ("qwen3_next", {3}),
+            "bamba": ("bamba", {1, 3}),
+            "mamba2": ("mamba2", set()),
+            "gpt_oss": ("gpt_oss", {0, 1, 2, 3}),
+        },
+        "lfm2",
+    ),
+)
+def test_only_layers_that_keep_rows_apart_compute_them_together(
+    model_type: str, together: set[int]
+) -> None:
+    base = tiny_model(model_type)
+    model = with_adapters(base, LayeredModel(base).layers)
+    engine = offload.attach(model, num_slots=2, device="cpu")
+    engine.forward(packed(*rows_of(9, 4)))
+    assert engine.rows_together == together
+    engine.detach()
+
+
+class Leaking(nn.Module):
+    """An MLP that adds a little of the token before to each token."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        before_BTD = nn.functional.pad(x_BTD[:, :-1], (0, 0, 1, 0))
+        return self.mlp(x_BTD) + 1e-12 * before_BTD
+
+
+def test_a_leak_below_rounding_is_seen_and_its_layer_takes_row_after_row() -> None:
+    model = tiny("qwen3").eval()
+    layers = model.get_base_model().model.layers  # type: ignore[union-attr]
+    layers[2].mlp = Leaking(layers[2].mlp)  # type: ignore[union-attr, index]
+    engine = offload.attach(model, num_slots=2, device="cpu")
+    engine.forward(packed(*rows_of(9, 4)))
+    assert engine.rows_together == {0, 1, 3, 4, 5}
+    engine.detach()
+
+
+def test_rounding_packed_rows_in_bfloat16_are_as_near_as_rows_alone() -> None:
+    model = tiny("qwen3")
+    truth = plain_alone(model)[1]
+    half = copy.deepcopy(model).bfloat16()
+    compute_in_base_dtype(half)
+    ours, alone = step(half)[1], plain_alone(half)[1]
+    assert rel_error(ours, truth) <= 1.3 * rel_error(alone, truth)  # of two roundings of one model
+
+
+REFUSED: dict[str, tuple[Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], str]] = {
+    "too few": (
+        lambda b: b | {"row_lens": torch.tensor([3, 4])},
+        r"\[3, 4\], `input_ids` \(1, 9\)",
+    ),
+    "an empty row": (lambda b: b | {"row_lens": torch.tensor([9, 0])}, r"is \[9, 0\]"),
+    "no row": (lambda b: b | {"row_lens": torch.tensor([], dtype=torch.long)}, r"is \[\]"),
+    "floats": (lambda b: b | {"row_lens": torch.tensor([4.0, 5.0])}, "of torch.float32"),
+    "a table": (lambda b: b | {"row_lens": torch.tensor([[4, 5]])}, r"is \(1, 2\)"),
+    "a mask": (lambda b: b | {"attention_mask": torch.ones(1, 9)}, "`attention_mask`"),
+    "positions": (lambda b: b | {"position_ids": torch.arange(9)[None]}, "`position_ids`"),
+    "two sequences": (
+        lambda b: {n: t.repeat(2, 1) if t.ndim > 1 else t for n, t in b.items()},
+        r"`input_ids` \(2, 9\)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "what"), REFUSED.values(), ids=REFUSED)
+def test_row_lens_that_do_not_fit_are_refused(change: Any, what: str) -> None:
+    engine = offload.attach(tiny("qwen3"), num_slots=2, device="cpu")
+    with pytest.raises(OffloadError, match=what):
+        engine.forward_backward([change(packed(*rows_of(4, 5)))])
+    engine.detach()

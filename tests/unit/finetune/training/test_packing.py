@@ -1,0 +1,123 @@
+"""Whether a run packs rows is settled once, and shown."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from finetune.data.packing import PackedOrder, RowCost
+from finetune.data.steps import Packing, StepSizes
+from finetune.planning.request import facts_of, request_for
+from finetune.recipe.recipe import Recipe, with_packing
+from finetune.report.screen import Screen
+from finetune.training.packing import settled_packing, shown_layers, shown_packing
+from offload.plan.machine.machine import named_machine
+from offload.plan.plan import plan
+
+
+def recipe_for(packing: Any = "auto", **train: Any) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "model": {"config": "tiny-qwen3", "init": "random"},
+            "data": {"path": "rows.jsonl", "packing": packing},
+            "train": {"seq_len": 64, "tokens_per_step": 256, "steps": 1, **train},
+            "output": {"name": "run"},
+        }
+    )
+
+
+def settled(recipe: Recipe) -> tuple[str, str]:
+    console = Console(record=True, width=200)
+    found = settled_packing(recipe, Screen(console, is_verbose=True))
+    return found, console.export_text()
+
+
+def test_auto_packs() -> None:
+    assert settled(recipe_for()) == ("on", "")
+
+
+def test_auto_does_not_pack_compiled_layers_and_says_so() -> None:
+    found, shown = settled(recipe_for(compile=True))
+    assert found == "off"
+    assert "Packing: off, as compiled layers do not keep packed rows apart" in shown
+
+
+@pytest.mark.parametrize("wanted", ["on", "off"])
+def test_what_is_asked_for_is_taken(wanted: str) -> None:
+    assert settled(recipe_for(wanted))[0] == wanted
+
+
+@pytest.mark.parametrize(("switch", "meant"), [(True, "on"), (False, "off")])
+def test_on_and_off_are_taken_as_yaml_reads_them(switch: object, meant: str) -> None:
+    assert recipe_for(switch).data.packing == meant
+
+
+def test_packing_compiled_layers_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"data\.packing is on and train\.compile is true"):
+        recipe_for("on", compile=True)
+
+
+SIZES = StepSizes(
+    typical_steps=(0,),
+    typical_width=60,
+    label_tokens=30,
+    largest_width=64,
+    most_label_tokens=64,
+    num_micro_batches=5,
+    packing=Packing(row_tokens=15, longest_row=50, rows_per_step=21, fill=0.9375),
+)
+
+
+def test_how_full_sequences_are_is_shown() -> None:
+    assert shown_packing(SIZES) == (
+        "Packing: sequences are 93.8% full; a typical step has 21 rows in 5 micro-batches of 60"
+        " tokens",
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_together", "words"),
+    [(4, "in all layers"), (1, "in 1 of 4 layers"), (0, "take one by one")],
+)
+def test_how_layers_compute_packed_rows_is_shown(num_together: int, words: str) -> None:
+    assert words in shown_layers(num_together=num_together, num_layers=4)
+
+
+def test_a_plan_counts_the_tokens_of_packed_rows_and_attention_within_them() -> None:
+    recipe = with_packing(recipe_for(), "on")
+    facts = facts_of(recipe.model)
+    request = request_for(recipe, facts, SIZES, num_ranks=1)
+    machine = named_machine("rtx4090", dtype="bfloat16")
+    assert request.num_micro_batches == 5
+    assert plan(facts, machine, request).tokens_per_step == 300
+    assert request.largest.num_tokens == 64
+    assert request.typical.num_attention_calls == 4
+    layer = facts.layers[0]
+    alone = request.typical.output_bytes(layer, is_cuda=True)
+    kind: Any = layer.attention
+    assert alone == 4 * kind.num_heads * (15 * kind.v_dim * 2 + 4 * 32)
+
+
+def test_the_cost_of_rows_is_that_of_the_models_products() -> None:
+    facts = facts_of(recipe_for().model)
+    cost = RowCost.of(facts)
+    products = sum(2.0 * x.active * x.num_weights for y in facts.layers for x in y.linears)
+    assert cost.flops_per_token == products
+    assert cost(20) > 2 * cost(10)
+
+
+def test_epochs_of_packed_rows_are_counted_in_tokens() -> None:
+    class Rows:
+        lengths = (10, 20, 30, 40)
+
+        def __len__(self) -> int:
+            return 4
+
+    recipe = recipe_for("on", steps=None, epochs=6)
+    cost = RowCost(flops_per_token=1.0)
+    rows: Any = Rows()
+    order = PackedOrder.of(recipe.train, rows, num_ranks=1, cost=cost)
+    assert order.num_steps == 3  # 600 tokens in steps of 256
+    visits = np.bincount([row for step in range(3) for row in order.rows(step)])
+    assert visits.min() >= 6
