@@ -33,7 +33,7 @@ from tests.bench.bench_engine import SlowLink
 
 NUM_LAYERS, NUM_SLOTS, NUM_MICRO_BATCHES = 4, 2, 1
 HIDDEN, HEADS, SEQ_LEN = 256, 4, 1024
-LOADS_FRACS = (0.25, 1.0, 2.0)  # what a load takes of a layer's forward visit
+LOADS_FRACS = (0.06, 0.25, 1.0)  # what a load takes of a layer's forward visit
 NO_LINK = float("inf")
 ARMS = {
     "computed again": Residency(num_slots=NUM_SLOTS),

@@ -26,9 +26,8 @@ def test_a_machine_is_shown_with_how_it_multiplies_experts_and_why() -> None:
 
 
 def test_layers_that_keep_their_graph_are_shown_with_what_they_save() -> None:
-    recipe = model_subject(
-        "tiny-qwen3", ["offload.kept_graphs=2", "offload.sent_graphs=none", "train.seq_len=64"]
-    ).recipe
+    settings = ["offload.kept_graphs=2", "offload.sent_graphs=none", "train.seq_len=64"]
+    recipe = model_subject("tiny-qwen3", settings).recipe
     facts = facts_of(recipe.model)
     made = plan(facts, named_machine("rtx3060"), full_request(recipe, facts, num_ranks=1))
     line = kept_line(made)
@@ -60,7 +59,8 @@ def test_more_graphs_than_layers_are_refused_with_the_setting_for_all() -> None:
 
 
 def test_a_step_too_large_with_kept_graphs_names_them_first() -> None:
-    recipe = model_subject("tiny-qwen3", ["offload.kept_graphs=2", "train.seq_len=64"]).recipe
+    settings = ["offload.kept_graphs=2", "offload.sent_graphs=none", "train.seq_len=64"]
+    recipe = model_subject("tiny-qwen3", settings).recipe
     facts = facts_of(recipe.model)
     made = plan(facts, named_machine("rtx3060"), full_request(recipe, facts, num_ranks=1))
     error = too_large(made, torch.OutOfMemoryError("CUDA out of memory"))
