@@ -78,19 +78,21 @@ class Chosen:
     def num_apart(self) -> int:
         """Count the rows with several examples that are not parts of a long one."""
         store = self.tokens.store
-        rows, counts = np.unique(store.rows[self.examples], return_counts=True)
-        return int(np.count_nonzero((counts > 1) & (store.fates[rows] != Fate.SPLIT)))
+        rows = store.rows[self.examples]
+        several = np.unique(rows[1:][rows[1:] == rows[:-1]])
+        return int(np.count_nonzero(store.fates[several] != Fate.SPLIT))
 
     def blocks(self, name: str) -> "Iterator[NDArray[np.int32]]":
-        """Give the tokens or the labels of the examples, end to end, some at a time."""
+        """Give the tokens or the labels of the examples, end to end, `_BLOCK` of them at a time."""
         store = self.tokens.store
         array = {"input_ids": store.input_ids, "labels": store.labels}[name]
-        if self.is_whole_store:
-            yield array
-            return
+        is_whole = self.is_whole_store
         for at in range(0, len(self.examples), _BLOCK):
             examples = self.examples[at : at + _BLOCK]
-            yield _gathered(array, store.offsets, examples)
+            if is_whole:
+                yield array[store.offsets[examples[0]] : store.offsets[examples[-1] + 1]]
+            else:
+                yield _gathered(array, store.offsets, examples)
 
     def with_fate(self, fate: Fate) -> "NDArray[np.int64]":
         """Return the rows with a fate."""
@@ -147,14 +149,12 @@ class ExampleSet(Sequence[Example]):
         """Return the number of tokens of each example that have a loss."""
         counts = [np.empty(0, np.int64)]
         for part in self.parts:
-            at = 0
-            for labels in part.blocks("labels"):
-                lengths = part.lengths if part.is_whole_store else part.lengths[at : at + _BLOCK]
-                starts = np.cumsum(lengths) - lengths
+            every = part.lengths
+            for number, labels in enumerate(part.blocks("labels")):
+                ends = np.cumsum(every[number * _BLOCK : (number + 1) * _BLOCK])
                 has_loss = labels != IGNORE_INDEX
-                has_loss[starts] = False  # the first token is never predicted
-                counts.append(np.add.reduceat(has_loss, starts, dtype=np.int64))
-                at += _BLOCK
+                has_loss[[0, *ends[:-1]]] = False  # the first token is never predicted
+                counts.append(np.diff(np.cumsum(has_loss, dtype=np.int64)[ends - 1], prepend=0))
         return np.concatenate(counts)
 
     @property

@@ -29,6 +29,7 @@ LossOn = Literal["assistant", "last", "all"]
 FORMATS = tuple(FORMAT_COLUMNS)
 
 _MAX_SHOWN = 10
+_OF_FORMAT = "; it is a row of the format "
 _TURN_KEYS = {
     "messages": (("role", "content"), ("system", "developer", "user", "tool")),
     "sharegpt": (("from", "value"), ("system", "human", "user", "observation", "tool")),
@@ -122,7 +123,7 @@ class RowForm:
         except RowError as error:
             others = [name for name in FORMATS if self._fits(row, name)]
             if others and self.data_format not in others:
-                problem = f"{error}; it is a row of the format {others[0]}"
+                problem = f"{error}{_OF_FORMAT}{others[0]}"
                 raise RowError(problem, error.lost) from None
             raise
 
@@ -304,7 +305,10 @@ def bad_rows(
         num_allowed: How many may be skipped.
     """
     hint = "fix or remove these rows, or set `data.format` and its columns to what they hold"
-    if any("it is a row of the format" in problem for problem in problems):
+    others = [problem.partition(_OF_FORMAT)[2] for problem in problems]
+    if len(problems) == num_rows and others[0] and len(set(others)) == 1:
+        hint = f"`data.format: {others[0]}`, or leave `data.format` and the columns out"
+    elif any(others):
         hint = "one format in a file: split it, and name the parts in `data.mix`"
     if lost:
         names = ", ".join([*form.ignored, *lost])

@@ -1,4 +1,5 @@
 import json
+import pickle
 from collections import Counter
 from fractions import Fraction
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from finetune.data.dataset import Rows, load_rows
+from finetune.data.dataset import ExampleSet, Rows, load_rows
 from finetune.data.mix import drawn, rows_per_source
 from finetune.errors import DataError
 from finetune.recipe.sections import DataSection
@@ -131,8 +132,20 @@ def test_the_arrays_of_a_mix_are_those_of_its_examples(
     assert train.lengths == tuple(len(example.input_ids) for example in train)
     assert train.loss_tokens.tolist() == [example.num_loss_tokens for example in train]
     assert train.offsets.tolist() == [0, *np.cumsum(train.lengths).tolist()]
-    whole = load(tmp_path, path=mix[0]["path"]).train
-    assert whole.loss_tokens.tolist() == [example.num_loss_tokens for example in whole]
+    for loss_on in ("assistant", "all"):
+        whole = load(tmp_path, path=mix[0]["path"], loss_on=loss_on).train
+        assert whole.loss_tokens.tolist() == [example.num_loss_tokens for example in whole]
+
+
+def test_tokens_go_to_another_process_as_the_name_of_their_store(
+    tmp_path: Path, mix: list[dict[str, Any]]
+) -> None:
+    train = load(tmp_path, mix=[*mix, {"path": write(tmp_path / "d.jsonl", "d", 900)}]).train
+    sent = pickle.dumps(train)
+    assert len(sent) < train.input_ids.nbytes / 10
+    received: ExampleSet = pickle.loads(sent)
+    assert received.digest() == train.digest()
+    assert received[-1].source == train[-1].source
 
 
 def test_held_out_rows_of_a_mix_are_of_all_its_sources_and_not_trained_on(

@@ -200,6 +200,12 @@ def test_two_formats_in_one_file_are_named_by_line(tmp_path: Path) -> None:
         load(tmp_path, path=str(file))
 
 
+def test_a_file_of_another_format_is_told_its_format(tmp_path: Path) -> None:
+    file = write_jsonl(tmp_path / "rows.jsonl")
+    with pytest.raises(DataError, match=r"6 of 6 rows(.|\n)*hint: `data\.format: alpaca`"):
+        load(tmp_path, path=str(file), format="messages")
+
+
 def test_columns_of_other_names_are_read_and_a_missing_one_is_named(tmp_path: Path) -> None:
     rows = [{"q": "1+1?", "a": "2", "sys": "Be brief."}]
     file = write_jsonl(tmp_path / "rows.jsonl", rows)
