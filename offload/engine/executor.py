@@ -28,7 +28,7 @@ from offload.engine.attention_outputs import (
 )
 from offload.engine.batch import Batch, LabelledBatch
 from offload.engine.host.source import LayerSource
-from offload.engine.host_gradients import HostGradients
+from offload.engine.host_gradients import HostGradients, LateUpdates
 from offload.engine.low_rank import VISIT_CACHE
 from offload.engine.model.inspection import Inspection
 from offload.engine.model.layers import Front, LayeredModel
@@ -97,6 +97,7 @@ class Executor:
         stash: Stash,
         sent: Stash,
         host_gradients: HostGradients,
+        updates: LateUpdates,
         device: Device,
         head_chunk_tokens: int,
         leaves_out: bool,
@@ -109,6 +110,7 @@ class Executor:
         self._slots = slots
         self._stash, self._sent = stash, sent
         self._host_gradients = host_gradients
+        self._updates = updates
         self._device = device
         self._head_chunk_tokens = head_chunk_tokens
         self._randomness = VisitRandomness(device.torch_device)
@@ -274,6 +276,7 @@ class Executor:
             Kind.SEND: partial(self._send, state),
             Kind.RETURN: partial(self._return, state),
             Kind.GRADIENT: self._gradient,
+            Kind.UPDATE: self._update,
         }
         events: list[Event] = []
         with torch.random.fork_rng(devices=self._rng_devices()):
@@ -337,7 +340,12 @@ class Executor:
         place = self._sent.place(layer, m)[: recorded.num_bytes]
         return place, self._sent.buffer(op.carrier_index, recorded.num_bytes), recorded
 
+    def _update(self, op: Op) -> None:
+        self._updates.run(op.layer_index)
+
     def _gradient(self, op: Op) -> None:
+        if not op.offset:
+            self._host_gradients.measure(op.layer_index, op.buffer_index)
         sink, gradient = self._host_gradients.leaving(
             op.layer_index, op.buffer_index, op.offset, op.num_bytes
         )

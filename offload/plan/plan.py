@@ -149,7 +149,7 @@ def costs_of(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Costs
         facts,
         machine,
         request.typical,
-        is_duplex=request.is_stashed,
+        is_duplex=request.is_stashed or request.typical.adapter.whole is not None,
         num_disk_readers=request.num_disk_readers,
     )
 
@@ -246,6 +246,7 @@ def _measured(
         attention_s=attention_s if has_graph else min(attention_s, again_s, back_s),
         pack_s=pack_s,
         decode_s=_mean_s(measured, Kind.DECODE, number) if layer.decode_s else 0.0,
+        update_s=_mean_s(measured, Kind.UPDATE, number) if layer.update_s else 0.0,
     )
 
 
