@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from finetune.errors import CheckpointError
 from finetune.files.atomic import PARTIAL, naming, remove
@@ -36,6 +35,16 @@ _NAME = re.compile(_PREFIX + r"[0-9]{7,}")
 
 StateForm = Mapping[str, tuple[torch.Size, torch.dtype]]
 """Tensors of an optimizer's states: where in its `state_dict` each is -> its shape and type."""
+
+
+class Resumable(Protocol):
+    """What a resume needs of an optimizer in addition to what it updates."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return its states and settings."""
+
+    def load_state_dict(self, content: dict[str, Any], /) -> None:
+        """Take what `state_dict` returned."""
 
 
 class _DamagedError(Exception):
@@ -86,8 +95,8 @@ class Checkpoints:
     def save(
         self,
         step: int,
-        parameters: Mapping[str, nn.Parameter],
-        optimizer: torch.optim.Optimizer,
+        parameters: Mapping[str, torch.Tensor],
+        optimizer: Resumable,
         *,
         data_hash: str,
         seeding: Seeding,
@@ -138,8 +147,8 @@ class Checkpoints:
     def load(
         self,
         step: int,
-        parameters: Mapping[str, nn.Parameter],
-        optimizer: torch.optim.Optimizer,
+        parameters: Mapping[str, torch.Tensor],
+        optimizer: Resumable,
         *,
         form: StateForm,
         data_hash: str,
@@ -228,7 +237,7 @@ class Checkpoints:
 # ----------------------------------------------------------------------------------------- writing
 
 
-def _save_optimizer(optimizer: torch.optim.Optimizer, file: Path) -> None:
+def _save_optimizer(optimizer: Resumable, file: Path) -> None:
     """Write an optimizer's states.
 
     Raises:
@@ -284,7 +293,7 @@ def _seeding_of(state: Mapping[str, Any]) -> Seeding:
 
 
 def _check_tensors(
-    tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, nn.Parameter]
+    tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]
 ) -> None:
     """Check that these are the run's tensors, and finite."""
     odd = sorted(set(tensors) ^ set(parameters))
@@ -298,7 +307,7 @@ def _check_tensors(
 
 def _check_optimizer(
     content: Any,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Resumable,
     form: StateForm,
     *,
     step: int,
@@ -371,7 +380,7 @@ def _num_updates(state: Any) -> int:
         raise _DamagedError(f"{_OPTIMIZER} has a state without a number of updates") from error
 
 
-def state_form(optimizer: torch.optim.Optimizer) -> StateForm:
+def state_form(optimizer: Resumable) -> StateForm:
     """Return the form of the states that an optimizer has."""
     states = optimizer.state_dict()["state"]
     return {path: (tensor.shape, tensor.dtype) for path, tensor in _tensors_in(states)}

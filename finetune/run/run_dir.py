@@ -35,10 +35,10 @@ from offload.plan.machine.machine import ExpertsImplementation
 _RECIPE, _EXPERTS, _CHECKPOINTS = "recipe.yaml", "experts.json", "checkpoints"
 # Temporary names, which a kill may leave.
 _REPLACED = (
-    *("adapter", "metrics.jsonl", "measured.json", "predicted", "report.json", "samples_"),
+    *("adapter", "model", "metrics.jsonl", "measured.json", "predicted", "report.json", "samples_"),
     *(_RECIPE, _EXPERTS, "trace.json", "gantt.svg"),
 )
-_MARKS = (_CHECKPOINTS, "metrics.jsonl", "predicted.json", "adapter")
+_MARKS = (_CHECKPOINTS, "metrics.jsonl", "predicted.json", "adapter", "model")
 # What a run writes in addition to its recipe; checkpoints first, so that remains are never resumed.
 _WRITTEN = (
     *(
@@ -53,6 +53,11 @@ _WRITTEN = (
         for name in (CONFIG_FILE, WEIGHTS_FILE, "README.md", "generation_config.json")
     ),
     *(f"{folder}/*{MANIFEST}" for folder in ("adapter", "partial-adapter-*")),
+    *(
+        f"{folder}/{name}"
+        for folder in ("model", "partial-model-*")
+        for name in ("*.safetensors", "*.json", "README.md", "*.jinja", "merges.txt")
+    ),
     *("profile/trace.json", "profile/memory.pickle"),
     "tensorboard/events.out.tfevents.*",
     *("wandb/run-*", "wandb/offline-run-*", "wandb/latest-run", "wandb/debug*.log"),
@@ -69,6 +74,7 @@ class RunDir:
         self.experts_file = path / _EXPERTS
         self.metrics_file = path / "metrics.jsonl"
         self.adapter = path / "adapter"
+        self.model = path / "model"
         self.checkpoints = Checkpoints(path / _CHECKPOINTS)
 
     def require_startable(self, *, may_overwrite: bool) -> None:
@@ -238,9 +244,17 @@ class RunDir:
             What the user should know: that the adapter cannot be verified, or is being replaced.
 
         Raises:
-            CheckpointError: There is no run, no adapter yet, or a damaged one.
+            CheckpointError: There is no run, no adapter yet, or a damaged one; or the run has
+                trained the model's own weights.
             ModelError: The adapter's weights are damaged.
         """
+        if self.recipe_file.exists() and self.recipe().train.is_full:
+            raise CheckpointError(
+                f"{self.path} trained the model's own weights: there is no adapter",
+                limit=f"{self.model} is the trained model, in plain weights: merge is not needed",
+                hint=f"load {self.model} with transformers, or `sluice export {self.model} --gguf"
+                " FILE`",
+            )
         if not self.recipe_file.exists() or not self.adapter.exists():
             raise CheckpointError(
                 f"{self.path} holds no finished run",
