@@ -269,6 +269,21 @@ class RunDir:
             notes += (f"{self.path} is in use by {writer}: its adapter is of before",)
         return notes
 
+    def require_model(self) -> None:
+        """Check that the trained model of a finished run is unchanged since it was written.
+
+        Raises:
+            CheckpointError: It is not there yet, or damaged.
+        """
+        found = damage(self.model, needs=("config.json",)) if self.model.exists() else "missing"
+        if found is not None:
+            raise CheckpointError(
+                f"{self.model} is damaged or not there: {found}",
+                limit="the trained model is written at the end of a run, whole",
+                hint=f"`sluice finetune {self.recipe_file} --resume` writes it from the last"
+                " checkpoint",
+            )
+
     def recipe(self) -> Recipe:
         """Return the recipe that the run was started with.
 

@@ -238,6 +238,8 @@ def _measured(
     attention_s = min(layer.attention_s * slowdown, again_s)
     if number in outputs.kept or number in outputs.sent:
         back_s += attention_s
+    # not in the step after an evaluation, which has made the update
+    is_updated = any(s.kind is Kind.UPDATE and s.layer == number for s in measured.spans)
     return replace(
         layer,
         forward_s=forward_s,
@@ -246,7 +248,7 @@ def _measured(
         attention_s=attention_s if has_graph else min(attention_s, again_s, back_s),
         pack_s=pack_s,
         decode_s=_mean_s(measured, Kind.DECODE, number) if layer.decode_s else 0.0,
-        update_s=_mean_s(measured, Kind.UPDATE, number) if layer.update_s else 0.0,
+        update_s=_mean_s(measured, Kind.UPDATE, number) if is_updated else layer.update_s,
     )
 
 
