@@ -127,20 +127,12 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "tokens_per_s": plan.tokens_per_step / phases["step"],
             "bound_s": plan.bound_s,
             "phases_s": phases,
-            **_updates_json(plan),
             "peak_vram_bytes": plan.peak_bytes,
             "host_bytes": plan.host_bytes,
             "device_memory": {term.name: term.num_bytes for term in plan.device_memory},
             "host_memory": {term.name: term.num_bytes for term in plan.host_memory},
         },
     }
-
-
-def _updates_json(plan: Plan) -> dict[str, float]:
-    timeline = plan.predict()
-    if not timeline.busy_s(Kind.UPDATE):
-        return {}
-    return {"exposed_update_s": timeline.exposed_update_s}
 
 
 def plan_tables(plan: Plan) -> RenderableType:

@@ -19,8 +19,8 @@ from pickle import UnpicklingError
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from finetune.errors import CheckpointError
 from finetune.files.atomic import PARTIAL, naming, remove
@@ -255,11 +255,29 @@ def _save_optimizer(optimizer: Resumable, file: Path) -> None:
 # ----------------------------------------------------------------------------------------- reading
 
 
+class _Stored(Mapping[str, torch.Tensor]):
+    """The tensors of a file, each read when it is asked for: all may take most of the RAM."""
+
+    def __init__(self, file: Path) -> None:
+        self._file: Any = safe_open(file, framework="pt")
+        self._names = dict.fromkeys(self._file.keys())
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._file.get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 def _read(folder: Path) -> _Content:
     try:
         return _Content(
             state=_read_state(folder / _STATE),
-            tensors=load_file(folder / _TRAINED),
+            tensors=_Stored(folder / _TRAINED),
             optimizer=torch.load(folder / _OPTIMIZER, weights_only=True, map_location="cpu"),
         )
     except (

@@ -184,6 +184,7 @@ class Engine:
         return (
             *self._host.arenas,
             *self._bound.slot_arenas,
+            *self._bound.host_gradients.arenas,
             self._bound.stash.arena,
             self._bound.sent.arena,
         )

@@ -14,8 +14,11 @@ import torch
 from torch import nn
 
 from offload.engine.host.layer_layout import Record, lay_out
+from offload.engine.memory_meter import Arena
 from offload.engine.stash import Allocate
 from offload.errors import OffloadError
+from offload.plan.facts.optimizer import HOST_GRADIENTS
+from offload.plan.memory.memory import LAYER_GRADIENTS
 from offload.plan.schedule.schedule import NUM_GRADIENT_BUFFERS
 
 
@@ -53,10 +56,15 @@ class HostGradients:
             for record in records
         ]
         self.gradient_bytes = tuple(record.num_bytes for record in self._gradients)
-        self._sinks = allocate_host(sum(self.gradient_bytes)).split(list(self.gradient_bytes))
+        on_host = allocate_host(sum(self.gradient_bytes))
+        self._sinks = on_host.split(list(self.gradient_bytes))
         self._buffers = [
             allocate_device(max(self.gradient_bytes)) for _ in range(NUM_GRADIENT_BUFFERS)
         ]
+        self.arenas = (
+            Arena(name=HOST_GRADIENTS, blocks=[on_host]),
+            Arena(name=LAYER_GRADIENTS, blocks=self._buffers),
+        )
 
     def gather(self, layer: int) -> None:
         """Accumulate a layer's gradients in its buffer, from zero at the start of the visit."""

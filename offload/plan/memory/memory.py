@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from offload.plan.facts.attention import SoftmaxAttention
 from offload.plan.facts.codec import decode_workspace_bytes
-from offload.plan.facts.facts import ModelFacts, WholeWeights
+from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.layer_layout import record_bytes
 from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.optimizer import (
@@ -55,6 +55,7 @@ DATA_WORKERS = "data workers"
 SENT_OUTPUTS, KEPT_OUTPUTS = "sent attention outputs", "kept attention outputs"
 CARRIERS = "buffers of sent attention outputs"
 PAGED_STATES = "paged optimizer states"
+LAYER_GRADIENTS = "buffers of layers' gradients"
 CONTEXT, FRAGMENTATION, OTHER_RANKS = "context", "fragmentation", "other ranks"
 SLOTS, CUBLAS, KEPT_GRAPHS = "slots", "cuBLAS workspaces", "kept graphs"
 SCORES = "one visit: attention scores"
@@ -330,8 +331,10 @@ def _standing_terms(
     modules = module_tensor_sizes(facts, workload.adapter)
     # traced visits and head chunks include those of their own modules; the front is not traced
     outside = outer_module_sizes(facts, workload.adapter)
+    layer_gradients = 0
     if workload.adapter.whole is not None:
-        gradients, modules = _whole_gradient_bytes(workload, workload.adapter.whole), ()
+        gradients, modules = FP32_BYTES * workload.adapter.whole.num_outer, ()
+        layer_gradients = NUM_GRADIENT_BUFFERS * b * max(workload.adapter.whole.layers)
     new_gradient = outside.get(EMBEDDING, 0) if is_traced else max(modules, default=0)
     copy_bytes = b if b == FP32_BYTES else b + FP32_BYTES
     shapes = trained_tensor_shapes(facts, workload.adapter)
@@ -349,18 +352,9 @@ def _standing_terms(
         MemoryTerm(name="trained modules", num_bytes=copy_bytes * sum(modules)),
         MemoryTerm(name="a module's new gradient", num_bytes=b * new_gradient),
         MemoryTerm(name="gradients", num_bytes=gradients),
+        MemoryTerm(name=LAYER_GRADIENTS, num_bytes=layer_gradients),
         MemoryTerm(name="optimizer states", num_bytes=states),
     )
-
-
-def _whole_gradient_bytes(workload: Workload, whole: WholeWeights) -> int:
-    """Return the gradients on the device where the model's own weights train.
-
-    Those of a layer are added up in one of a few buffers and leave from there; those around the
-    layers stay for the step, in fp32.
-    """
-    b, largest = workload.dtype_bytes, max(whole.layers)
-    return NUM_GRADIENT_BUFFERS * b * largest + FP32_BYTES * whole.num_outer
 
 
 def _kept_terms(

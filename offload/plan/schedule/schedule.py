@@ -191,6 +191,7 @@ def training_schedule(
     assert not input_bytes or len(input_bytes) == num_micro_batches
     assert 0 <= num_kept_graphs <= len(sizes.layer_bytes)
     assert order is Order.LAYER_MAJOR or not any(sizes.gradient_bytes)
+    assert sizes.updated.isdisjoint(ring), "a slot would hold weights of before the update"
     everything = tuple(range(num_micro_batches))
     groups = [everything] if order is Order.LAYER_MAJOR else [(m,) for m in everything]
     num_layers = len(sizes.layer_bytes)

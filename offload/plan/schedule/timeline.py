@@ -105,7 +105,7 @@ class Timeline:
         """Seconds by phase, with the names of the report.
 
         Compute phases and `stall` add up to `step`; `h2d`, `d2h`, `reads` and `updates` overlap
-        with them.
+        with them. `exposed updates` are the part of `updates` in which nothing is computed.
         """
         return {
             "step": self.step_s,
@@ -117,6 +117,7 @@ class Timeline:
             "d2h": self.busy_s(Kind.STASH, Kind.SEND, Kind.GRADIENT),
             "reads": self.busy_s(Kind.READ),
             "updates": self.busy_s(Kind.UPDATE),
+            "exposed updates": self.exposed_update_s,
             "stall": self.stall_s,
         }
 
