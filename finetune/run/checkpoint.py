@@ -259,7 +259,8 @@ class _Stored(Mapping[str, torch.Tensor]):
     """The tensors of a file, each read when it is asked for: all may take most of the RAM."""
 
     def __init__(self, file: Path) -> None:
-        self._file: Any = safe_open(file, framework="pt")
+        stored: Any = safe_open(file, framework="pt")
+        self._file = stored
         self._names = dict.fromkeys(self._file.keys())
 
     def __getitem__(self, name: str) -> torch.Tensor:
