@@ -114,6 +114,20 @@ def has_router_loss(recipe: Recipe) -> bool:
     return any(part.get("output_router_logits") for part in parts)
 
 
+def with_backend(recipe: Recipe, facts: ModelFacts, machine: Machine) -> Machine:
+    """Return the machine with the expert backend that a recipe sets or needs.
+
+    Raises:
+        ConfigError: See `with_configured_backend`.
+    """
+    configured = with_configured_backend(recipe.model, facts, machine)
+    is_open = configured is machine and machine.experts_implementation.value == "triton"
+    if not (is_open and facts.has_experts and recipe.train.is_full):
+        return configured
+    way = Implementation(value="grouped_mm", source="Triton's kernels are for frozen experts")
+    return replace(machine, experts_implementation=way)
+
+
 def with_configured_backend(model: ModelSection, facts: ModelFacts, machine: Machine) -> Machine:
     """Return the machine with the recipe's expert backend; unchanged if that is auto.
 
