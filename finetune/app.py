@@ -111,7 +111,8 @@ def finetune(
                 markup=False,
             )
             raise typer.Exit(exit_code(outcome.signal))
-        console.print(f"Adapter: {outcome.run_dir / 'adapter'}", markup=False)
+        kind, folder = ("Model", "model") if settings.train.is_full else ("Adapter", "adapter")
+        console.print(f"{kind}: {outcome.run_dir / folder}", markup=False)
         console.print(f"Report:  {outcome.run_dir / 'report.json'}", markup=False)
         if not is_verbose:
             console.print(f"Details: `sluice explain {outcome.run_dir}`", markup=False)

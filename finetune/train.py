@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from finetune import interrupts
 from finetune.data.steps import StepLoader
@@ -43,6 +43,9 @@ from finetune.training.samples import answer, answerable
 from offload.plan.plan import Plan
 
 if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
     from finetune.training.session import Session
 
 
@@ -160,6 +163,7 @@ def _opened(
     """Return the run, after all checks that need nothing measured or loaded."""
     recipe = run_dir.as_begun(recipe) if is_resume else recipe
     preflight.require_micro_batch_per_rank(recipe.train, num_ranks=ranks.num)
+    preflight.require_one_rank(recipe.train, num_ranks=ranks.num)
     preflight.require_loggers(recipe.report.log_to)
     if ranks.is_main and is_resume:
         _require_resumable(run_dir, recipe, screen)
@@ -321,9 +325,7 @@ def _save(session: "Session", *, step: int, best: int | None) -> None:
 
 
 def _finish(session: "Session") -> None:
-    """Write the adapter, its answers and the report."""
-    from finetune.adapter.lora import save_adapter
-
+    """Write the adapter or the model, its answers and the report."""
     run, recipe, stops = session.run, session.run.recipe, session.stops
     evaluations = run.dir.evaluations(recipe.train)
     if evaluations.are_enough:
@@ -335,16 +337,30 @@ def _finish(session: "Session") -> None:
     if recipe.output.best_checkpoint == "use":
         step = evaluations.best_step
         _take_best(session, evaluations)
-    save_adapter(session.model, run.dir.adapter, stops=stops)
+    folder = _save_trained(session)
     _sample(session, when="after")
     explanation = report.write_report(
         run.dir.path, recipe, run.dir.read_metrics(), adapter_step=step, stops=stops
     )
     data_hash = session.rows.data_hash
     card = model_card(recipe, run.dir.path, session.model.config, data_hash=data_hash)
-    write_atomically(run.dir.adapter / MODEL_CARD, card)
+    write_atomically(folder / MODEL_CARD, card)
     is_verbose = run.screen.is_verbose
     run.screen.show(explanation_tables(explanation) if is_verbose else run_summary(explanation))
+
+
+def _save_trained(session: "Session") -> Path:
+    """Write the adapter, or the model if its own weights have trained; return the folder."""
+    from finetune.adapter.lora import save_adapter
+    from finetune.full.save import save_model
+
+    directory, stops = session.run.dir, session.stops
+    if not session.run.recipe.train.is_full:
+        save_adapter(cast("PeftModel", session.model), directory.adapter, stops=stops)
+        return directory.adapter
+    model, weights = cast("PreTrainedModel", session.model), session.loop.weights
+    save_model(model, weights, session.tokenizer, directory.model, stops=stops)
+    return directory.model
 
 
 def _take_best(session: "Session", evaluations: Evaluations) -> None:
@@ -353,12 +369,12 @@ def _take_best(session: "Session", evaluations: Evaluations) -> None:
     if not step:
         raise CheckpointError(
             f"{session.run.dir.checkpoints.path} holds no checkpoint with a loss on held-out rows",
-            limit="output.best_checkpoint is use, so the adapter is that of such a checkpoint",
+            limit="output.best_checkpoint is use, so the result is that of such a checkpoint",
             hint="restore the checkpoint from a copy, or start a new run with `output.name=...`",
         )
     _restore(session, step=step)
     session.run.screen.note(
-        f"The adapter is that of step {step}: its loss on held-out rows,"
+        f"What was trained is that of step {step}: its loss on held-out rows,"
         f" {evaluations.best_loss:.4f}, is the lowest"
     )
 

@@ -255,8 +255,8 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def base_eos(model: PeftModel) -> tuple[int, ...]:
-    """Return the tokens at which the base model stops."""
+def base_eos(model: PeftModel | PreTrainedModel) -> tuple[int, ...]:
+    """Return the tokens at which the base model stops, before it is trained."""
     return eos_ids(_generation_fields(model), source="the base's generation config")
 
 
@@ -277,8 +277,8 @@ def save_adapter(model: PeftModel, folder: Path, *, stops: Stops | None = None) 
             write_generation_config(partial, _generation_fields(model), stops.ids)
 
 
-def _generation_fields(model: PeftModel) -> dict[str, Any]:
-    base: Any = model.get_base_model()
+def _generation_fields(model: PeftModel | PreTrainedModel) -> dict[str, Any]:
+    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     fields: dict[str, Any] = base.generation_config.to_diff_dict()
     return fields
 

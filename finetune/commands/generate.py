@@ -14,6 +14,7 @@ from finetune.data.tokenize import encode, prompt_ids
 from finetune.model.load import load_model
 from finetune.model.tokenizer import load_tokenizer
 from finetune.planning.request import facts_of, full_request
+from finetune.recipe.recipe import Recipe
 from finetune.run.run_dir import RunDir
 from finetune.training import preflight
 from finetune.training.greedy import generate
@@ -23,7 +24,7 @@ from offload.probe.machine import probe
 
 if TYPE_CHECKING:
     from peft import PeftModel
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 def answer_prompt(
@@ -42,9 +43,13 @@ def answer_prompt(
         ModelError: The run has no adapter yet.
     """
     run = RunDir(run_dir)
-    for word in run.require_adapter():
-        note(word)
-    recipe = run.recipe()
+    recipe = run.recipe() if run.recipe_file.exists() else None
+    if recipe is not None and recipe.train.is_full:
+        recipe = _of_trained(run, recipe)
+    else:
+        for word in run.require_adapter():
+            note(word)
+        recipe = run.recipe()
     device = preflight.torch_device_name(recipe.offload)
     facts = facts_of(recipe.model)
     machine = probe(device=device, seconds=1.0, dtype=recipe.model.dtype)
@@ -58,10 +63,13 @@ def answer_prompt(
         tier=recipe.offload.load_tier,
         experts_implementation="eager",  # it works on any device, and a token has few rows
     )
-    model = load_adapter(loaded.model, run.adapter)
-    if recipe.adapter.compute_dtype == "auto":
-        compute_in_base_dtype(model)
-    model.eval()
+    model: PeftModel | PreTrainedModel = loaded.model
+    trained = run.model if recipe.train.is_full else run.adapter
+    if not recipe.train.is_full:
+        adapted = model = load_adapter(loaded.model, run.adapter)
+        if recipe.adapter.compute_dtype == "auto":
+            compute_in_base_dtype(adapted)
+    model.requires_grad_(requires_grad=False).eval()
     engine = offload.attach(
         model,
         num_slots=num_slots,
@@ -78,7 +86,7 @@ def answer_prompt(
             engine,
             [prompt_ids(messages, tokenizer, source="--prompt")],
             max_new_tokens=max_new_tokens,
-            stop_ids=frozenset(_stops(run.adapter, model, tokenizer).ids),
+            stop_ids=frozenset(_stops(trained, model, tokenizer).ids),
             pad_id=pad_id(tokenizer),
             batch_size=1,
         )
@@ -87,14 +95,27 @@ def answer_prompt(
     return str(tokenizer.decode(ids[0], skip_special_tokens=True))
 
 
-def _stops(adapter: Path, model: "PeftModel", tokenizer: "PreTrainedTokenizerBase") -> Stops:
+def _of_trained(run: RunDir, recipe: Recipe) -> Recipe:
+    """Return the recipe with the model that its run has trained in place of the published one.
+
+    Raises:
+        CheckpointError: It is not there yet, or damaged.
+    """
+    run.require_model()
+    update = {"path": str(run.model), "config": None, "init": "pretrained", "tokenizer": None}
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update=update)})
+
+
+def _stops(
+    trained: Path, model: "PeftModel | PreTrainedModel", tokenizer: "PreTrainedTokenizerBase"
+) -> Stops:
     """Return where generation stops, as the run has recorded it.
 
     Older runs recorded nothing: their answers end as the template ends any answer.
     """
-    fields = read_generation_config(adapter)
+    fields = read_generation_config(trained)
     if fields is not None:
-        return Stops(trained=eos_ids(fields, source=adapter / GENERATION_CONFIG), base=())
+        return Stops(trained=eos_ids(fields, source=trained / GENERATION_CONFIG), base=())
     turns = Message(role="user", content="?"), Message(role="assistant", content="!")
     example = encode(
         Conversation(messages=turns, source="the template's own"),

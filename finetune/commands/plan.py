@@ -30,7 +30,7 @@ from finetune.planning.compare import (
     slowest_card,
     trained_models,
 )
-from finetune.planning.request import find_machine, with_configured_backend
+from finetune.planning.request import find_machine, with_backend
 from finetune.planning.subject import Subject, subject_of
 from finetune.report import choice as choice_report
 from finetune.report.format import shown_gib
@@ -172,7 +172,7 @@ def _one_plan(
 ) -> RenderableType:
     recipe, facts = subject.recipe, subject.facts
     notes = [*subject.notes, *machine_notes(machine, dtype=recipe.model.dtype)]
-    here = with_configured_backend(recipe.model, facts, machine)
+    here = with_backend(recipe, facts, machine)
     choice = choose(facts, here, full_requests(recipe, facts, num_ranks=1))
     made = choice.plan
     ways = what_if(made, num_cards=NUM_CARDS) if wants_ways else None

@@ -105,7 +105,8 @@ def choose(facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest])
         DoesNotFitError: None fits.
     """
     adapter = requests[0].typical.adapter
-    may_round = machine.device == "cuda" and set(adapter.modules) <= set(NEVER_ENCODED)
+    may_round = machine.device == "cuda" and adapter.whole is None
+    may_round &= set(adapter.modules) <= set(NEVER_ENCODED)
     rounding = SUGGESTED_ROUNDING if may_round else ()
     return search(facts, machine, _resort(facts, machine, requests), rounding=rounding)
 
@@ -176,6 +177,7 @@ def _may_tile(recipe: Recipe, facts: ModelFacts) -> bool:
     """
     is_plain = facts.grade == "config" and not facts.has_experts
     is_plain &= not recipe.train.compile and recipe.adapter.dropout == 0
+    is_plain &= not recipe.train.is_full
     return is_plain and all(
         linear.is_unread for layer in facts.layers for linear in layer.linears if linear.is_down
     )
@@ -198,6 +200,6 @@ def _codecs(recipe: Recipe) -> tuple[CodecName, ...]:
     """Return the forms that layers may wait in; the forms of `auto` are lossless."""
     if recipe.offload.codec != "auto":
         return (recipe.offload.codec,)
-    is_packable = recipe.model.dtype == "bfloat16"
+    is_packable = recipe.model.dtype == "bfloat16" and not recipe.train.is_full
     is_packable &= set(recipe.adapter.modules_to_save) <= set(NEVER_ENCODED)
     return ("native", "bf16_packed") if is_packable else ("native",)

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from finetune.errors import ConfigError
 from finetune.planning.candidates import chosen_plan, fits, full_requests, nearest_request
-from finetune.planning.request import with_configured_backend
+from finetune.planning.request import with_backend
 from finetune.planning.subject import Subject, model_subject
 from finetune.recipe.recipe import Recipe, with_offload, with_seq_len
 from finetune.recipe.rules import broken_rules
@@ -164,7 +164,7 @@ def _with_longest(
     if compared.short:
         return compared
     facts = subject.facts
-    here = with_configured_backend(recipe.model, facts, machine)
+    here = with_backend(recipe, facts, machine)
     placed = with_offload(recipe, tier=compared.tier)
 
     def requests(seq_len: int) -> list[PlanRequest]:
@@ -195,7 +195,7 @@ def _with_longest(
 def _comparison(subject: Subject, machine: Machine, recipe: Recipe) -> Comparison:
     facts = subject.facts
     short: tuple[str, ...] = ()
-    here = with_configured_backend(recipe.model, facts, machine)
+    here = with_backend(recipe, facts, machine)
     requests = full_requests(recipe, facts, num_ranks=1)
     made = chosen_plan(facts, here, requests)
     if made is None:

@@ -11,7 +11,8 @@ from finetune.recipe.recipe import Recipe
 from finetune.recipe.sections import AdapterSection, ModelSection
 from offload.errors import MachineError
 from offload.plan.facts.facts import AdapterSpec, ModelFacts, is_known, linear_names, model_facts
-from offload.plan.facts.workload import Workload
+from offload.plan.facts.trainable import all_weights
+from offload.plan.facts.workload import LayerCode, Workload
 from offload.plan.machine.machine import (
     Dtype,
     Implementation,
@@ -113,6 +114,20 @@ def has_router_loss(recipe: Recipe) -> bool:
     return any(part.get("output_router_logits") for part in parts)
 
 
+def with_backend(recipe: Recipe, facts: ModelFacts, machine: Machine) -> Machine:
+    """Return the machine with the expert backend that a recipe sets or needs.
+
+    Raises:
+        ConfigError: See `with_configured_backend`.
+    """
+    configured = with_configured_backend(recipe.model, facts, machine)
+    is_open = configured is machine and machine.experts_implementation.value == "triton"
+    if not (is_open and facts.has_experts and recipe.train.is_full):
+        return configured
+    way = Implementation(value="grouped_mm", source="Triton's kernels are for frozen experts")
+    return replace(machine, experts_implementation=way)
+
+
 def with_configured_backend(model: ModelSection, facts: ModelFacts, machine: Machine) -> Machine:
     """Return the machine with the recipe's expert backend; unchanged if that is auto.
 
@@ -162,6 +177,24 @@ def adapter_spec(adapter: AdapterSection, facts: ModelFacts) -> AdapterSpec:
     )
 
 
+def trained_spec(recipe: Recipe, facts: ModelFacts) -> AdapterSpec:
+    """Return what trains: an adapter, or weights of the model, counted by their names."""
+    what = recipe.train.what
+    if what == "adapter":
+        return adapter_spec(recipe.adapter, facts)
+    if what == "all":
+        return AdapterSpec.none(all_weights(facts))
+    from finetune.full.chosen_weights import counted
+
+    return AdapterSpec.none(counted(recipe.model, what))
+
+
+def _layer_code(recipe: Recipe) -> LayerCode:
+    if recipe.train.is_full:
+        return "plain"  # fused norms have no gradients by their weights
+    return "compiled" if recipe.train.compile else recipe.model.layer_kernels
+
+
 def request_for(
     recipe: Recipe, facts: ModelFacts, sizes: "StepSizes", *, num_ranks: int
 ) -> PlanRequest:
@@ -200,13 +233,13 @@ def _workload(recipe: Recipe, facts: ModelFacts, seq_len: int, *, label_tokens: 
         seq_len=seq_len,
         label_tokens=label_tokens,
         head_chunk_tokens=HEAD_CHUNK_TOKENS if chunk == "auto" else chunk,
-        adapter=adapter_spec(recipe.adapter, facts),
+        adapter=trained_spec(recipe, facts),
         optimizer=recipe.train.optimizer,
         dtype_bytes=DTYPE_BYTES[recipe.model.dtype],
         codec=recipe.offload.layer_codec,
         has_router_loss=has_router_loss(recipe),
         leaves_out=not recipe.train.compile,  # compiled layers are computed whole
-        layer_code="compiled" if recipe.train.compile else recipe.model.layer_kernels,
+        layer_code=_layer_code(recipe),
         mlp_chunk_tokens=tile if isinstance(tile, int) else None,
     )
 

@@ -6,8 +6,9 @@ them are reported at once.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
+from finetune.recipe.breach import Breach
+from finetune.recipe.full_rules import broken_full_rules
 from finetune.recipe.sections import (
     FORMAT_COLUMNS,
     MAX_MICRO_BATCHES,
@@ -31,25 +32,6 @@ RIVALS = (
 NEVER_ENCODED = ("norms", "router", "embed_tokens", "lm_head")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Breach:
-    """A rule between fields that a recipe breaks, in the three parts of an error.
-
-    Args:
-        field: Dotted path of the field to point at.
-        what: What is wrong, with the values seen.
-        limit: What the rule asks.
-        hint: The exact setting that fixes it.
-        reads: The other fields that the rule read.
-    """
-
-    field: str
-    what: str
-    limit: str
-    hint: str
-    reads: tuple[str, ...] = ()
-
-
 def broken_rules(recipe: Settings) -> Iterator[Breach]:
     """Yield every rule between fields that the recipe breaks."""
     yield from _broken_model_rules(recipe.model)
@@ -64,6 +46,8 @@ def broken_rules(recipe: Settings) -> Iterator[Breach]:
         yield from broken_length_rules(recipe, num_steps=recipe.train.steps)
     yield from _broken_packing_rules(recipe)
     yield from _broken_device_rules(recipe)
+    if recipe.train.is_full:
+        yield from broken_full_rules(recipe)
     if recipe.train.compile and isinstance(recipe.offload.mlp_chunk, int):
         yield Breach(
             field="offload.mlp_chunk",

@@ -310,6 +310,13 @@ class DataSection(Section):
 class TrainSection(Section):
     """The optimizer step: how many tokens, how many steps, and the update."""
 
+    what: Literal["adapter", "all"] | Names = Field(
+        default="adapter",
+        description="What trains: an `adapter` beside the frozen model, `all` weights of the model,"
+        " or those whose names match a pattern; weights that train are updated in RAM.",
+        examples=[["model.layers.2[0-9].*", "lm_head.*"]],
+    )
+
     seq_len: int = Field(default=2048, ge=8, le=2**24, description="Longest sequence, in tokens.")
     micro_batch_size: Literal["auto"] | Annotated[int, Field(ge=1, le=2**16)] = Field(
         default=1,
@@ -423,6 +430,11 @@ class TrainSection(Section):
         default=True,
         description="Only true: a visit recomputes its layer, so the visit is the checkpoint.",
     )
+
+    @property
+    def is_full(self) -> bool:
+        """Whether weights of the model itself train, and no adapter."""
+        return self.what != "adapter"
 
     def num_warmup_steps(self, num_steps: int) -> int:
         """Steps over which the learning rate rises, in a run of so many."""

@@ -37,9 +37,9 @@ LANES = {
     "compute": ("forward", "decode", "head and loss", "backward", "stall", "optimizer"),
     "h2d": ("h2d",),
     "d2h": ("d2h",),
-    "host": ("reads", "data wait"),
+    "host": ("reads", "updates", "exposed updates", "data wait"),
 }
-OPTIONAL = ("decode", "d2h", "reads")
+OPTIONAL = ("decode", "d2h", "reads", "updates", "exposed updates")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -255,7 +255,7 @@ def _section(predicted: Prediction, rows: Sequence[Mapping[str, Any]]) -> Sectio
         comparison += [
             _comparison(lane, name, phases, rows, middle)
             for name in names
-            if name not in OPTIONAL or phases[name]
+            if name not in OPTIONAL or phases.get(name)
         ]
     expected = predicted_parts(predicted)
     found = breakdown.mean_parts([breakdown.parts_from_json(row["parts_s"]) for row in middle])

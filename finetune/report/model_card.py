@@ -1,6 +1,6 @@
-"""The model card of an adapter: what it was trained from, on what, how, and what was measured.
+"""The model card of what was trained: from what, on what, how, and what was measured.
 
-A card is copied with the adapter to other machines and to the hub, so it names no path of this
+A card is copied with the weights to other machines and to the hub, so it names no path of this
 machine: a file or directory of the recipe is written by its last name alone. peft would leave a
 form to be filled in.
 """
@@ -44,10 +44,11 @@ def model_card(recipe: Recipe, run_dir: Path, config: "PretrainedConfig", *, dat
     base = public.model.path or public.model.config
     is_on_hub = recipe.model.path is not None and recipe.model.path == public.model.path
     header: dict[str, Any] = {
-        "library_name": "peft",
+        "library_name": "transformers" if recipe.train.is_full else "peft",
         "pipeline_tag": "text-generation",
-        "tags": ["lora", "sluice"],
+        "tags": ["sluice"] if recipe.train.is_full else ["lora", "sluice"],
     }
+    unpublished = _UNLINKED if recipe.train.is_full else _UNPUBLISHED
     if is_on_hub:
         header = {"base_model": base, **header}
     sources = ", ".join(source.path for source in public.data.sources)
@@ -58,8 +59,8 @@ def model_card(recipe: Recipe, run_dir: Path, config: "PretrainedConfig", *, dat
 
 # {recipe.output.name}
 
-A LoRA adapter of {base} ({config.model_type}), in peft's format, trained with Sluice.
-{"" if is_on_hub else _UNPUBLISHED.format(base=base)}
+{_what(recipe).format(base=f"{base} ({config.model_type})")}
+{"" if is_on_hub else unpublished.format(base=base)}
 ## Measured
 
 | | |
@@ -81,6 +82,18 @@ SHA-256 `{recipe_hash(recipe)}`, every setting with its value:
 ```
 """
 
+
+def _what(recipe: Recipe) -> str:
+    """Return what was trained, in a sentence."""
+    if recipe.train.what == "adapter":
+        return "A LoRA adapter of {base}, in peft's format, trained with Sluice."
+    which = "all weights" if recipe.train.what == "all" else "some of its weights"
+    return f"{{base}} with {which} trained by Sluice: plain weights, without an adapter."
+
+
+_UNLINKED = """
+{base} was a directory on the machine that trained it, so this card cannot link it.
+"""
 
 _UNPUBLISHED = """
 {base} was a directory on the machine that trained it, so this card cannot link it:
@@ -114,7 +127,7 @@ def _figures(run_dir: Path) -> Mapping[str, str]:
     report = json.loads((run_dir / REPORT).read_text())
     step, done = report["adapter_step"], max(rows)
     found = {
-        "steps": f"{done:,}" if step == done else f"{done:,}; the adapter is that of step {step:,}",
+        "steps": f"{done:,}" if step == done else f"{done:,}; the result is that of step {step:,}",
         "tokens trained on": f"{sum(rows[i]['num_tokens'] for i in rows if i <= step):,}",
         "training loss, first step": f"{rows[min(rows)]['loss']:.4f}",
         f"training loss, step {step:,}": f"{rows[step]['loss']:.4f}",

@@ -7,10 +7,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from finetune.report.format import shown_count, shown_gib, shown_mib, shown_time, table_of
+from offload.plan.facts.facts import WholeWeights
 from offload.plan.facts.linears import FP32_BYTES
-from offload.plan.facts.trainable import adapter_parameters, module_parameters, trained_parameters
+from offload.plan.facts.optimizer import host_update_bytes
+from offload.plan.facts.trainable import adapter_parameters, trained_parameters
 from offload.plan.machine.machine import Implementation, Machine, Rate
 from offload.plan.plan import Plan
+from offload.plan.schedule.op import Kind
 from offload.plan.schedule.residency import Residency
 from offload.plan.time.roofline import Count, layer_flops
 
@@ -89,7 +92,8 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "num_parameters": facts.num_parameters,
             "num_active_parameters": facts.num_active_parameters,
             "num_adapter_parameters": adapter_parameters(facts, typical.adapter),
-            "num_module_parameters": module_parameters(facts, typical.adapter),
+            "num_module_parameters": trained_parameters(facts, typical.adapter)
+            - adapter_parameters(facts, typical.adapter),
         },
         "per_layer": {
             "weight_bytes": sum(classes[name] for name in MATRIX_CLASSES),
@@ -163,6 +167,8 @@ def place_of_layers(plan: Plan) -> str:
 def adapter_line(plan: Plan) -> str:
     """Return what is trained, in words."""
     spec = plan.request.typical.adapter
+    if spec.whole is not None:
+        return _whole_line(plan, spec.whole)
     places = [*spec.targets, *(["the experts"] if spec.experts else [])]
     ranks = ", ".join(f"{name} {rank}" for name, rank in spec.rank_pattern)
     dtype_bytes = plan.request.typical.dtype_bytes
@@ -174,6 +180,21 @@ def adapter_line(plan: Plan) -> str:
         + (f", with {', '.join(spec.modules)} whole" if spec.modules else "")
         + f": {shown_count(trained_parameters(plan.facts, spec))} trained"
         + (", computed in float32" if is_wider else "")
+    )
+
+
+def _whole_line(plan: Plan, whole: WholeWeights) -> str:
+    """Return how many weights train, what each takes in RAM, and how long their update does."""
+    sizes = host_update_bytes(plan.request.typical.dtype_bytes)
+    parts = ", ".join(f"{size} {name}" for name, size in sizes.items() if size)
+    timeline = plan.predict()
+    update_s = timeline.busy_s(Kind.UPDATE)
+    exposed = f"{shown_time(timeline.exposed_update_s)} of it exposed"
+    return (
+        f"no adapter: {shown_count(whole.num_parameters)} of"
+        f" {shown_count(plan.facts.num_parameters)} weights trained,"
+        f" {sum(sizes.values())} bytes each in RAM ({parts}); updated there by AdamW, each layer"
+        f" before its next load: {shown_time(update_s)}, {exposed}"
     )
 
 
@@ -236,10 +257,11 @@ def _time_table(plan: Plan) -> Table:
         ("stall", "compute: waits for weights"),
         ("optimizer", "compute: optimizer"),
         ("h2d", "h2d: loads, during compute"),
-        ("d2h", "d2h: layer inputs, during compute"),
+        ("d2h", "d2h: layer inputs and gradients, during compute"),
         ("reads", "host: reads into page-locked buffers, during compute"),
+        ("updates", "host: updates of weights, during compute"),
     ):
-        if name in ("decode", "d2h", "reads") and not phases[name]:
+        if name in ("decode", "d2h", "reads", "updates") and not phases[name]:
             continue
         table.add_row(lane, shown_time(phases[name]), f"{phases[name] / phases['step']:.0%}")
     table.add_row("step", shown_time(phases["step"]), "")

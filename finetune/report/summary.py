@@ -88,7 +88,8 @@ def _plan_rows(choice: Choice) -> Iterator[tuple[str, Sequence[str]]]:
     model = f"{facts.model_type}, {facts.num_layers} layers, {shown_count(facts.num_parameters)}"
     active = shown_count(facts.num_active_parameters)
     yield "model", [f"{model} parameters, {active} active per token"]
-    yield "adapter", [adapter_line(plan)]
+    is_full = plan.request.typical.adapter.whole is not None
+    yield "weights" if is_full else "adapter", [adapter_line(plan)]
     yield "layers", [_layers_line(plan)]
     yield "layer inputs", [STASHED] if plan.request.is_stashed else []
     yield "tokens", [_tokens_line(plan)]

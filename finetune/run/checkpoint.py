@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import nn
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from finetune.errors import CheckpointError
 from finetune.files.atomic import PARTIAL, naming, remove
@@ -36,6 +35,16 @@ _NAME = re.compile(_PREFIX + r"[0-9]{7,}")
 
 StateForm = Mapping[str, tuple[torch.Size, torch.dtype]]
 """Tensors of an optimizer's states: where in its `state_dict` each is -> its shape and type."""
+
+
+class Resumable(Protocol):
+    """What a resume needs of an optimizer in addition to what it updates."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return its states and settings."""
+
+    def load_state_dict(self, content: dict[str, Any], /) -> None:
+        """Take what `state_dict` returned."""
 
 
 class _DamagedError(Exception):
@@ -86,8 +95,8 @@ class Checkpoints:
     def save(
         self,
         step: int,
-        parameters: Mapping[str, nn.Parameter],
-        optimizer: torch.optim.Optimizer,
+        parameters: Mapping[str, torch.Tensor],
+        optimizer: Resumable,
         *,
         data_hash: str,
         seeding: Seeding,
@@ -138,8 +147,8 @@ class Checkpoints:
     def load(
         self,
         step: int,
-        parameters: Mapping[str, nn.Parameter],
-        optimizer: torch.optim.Optimizer,
+        parameters: Mapping[str, torch.Tensor],
+        optimizer: Resumable,
         *,
         form: StateForm,
         data_hash: str,
@@ -228,7 +237,7 @@ class Checkpoints:
 # ----------------------------------------------------------------------------------------- writing
 
 
-def _save_optimizer(optimizer: torch.optim.Optimizer, file: Path) -> None:
+def _save_optimizer(optimizer: Resumable, file: Path) -> None:
     """Write an optimizer's states.
 
     Raises:
@@ -246,11 +255,30 @@ def _save_optimizer(optimizer: torch.optim.Optimizer, file: Path) -> None:
 # ----------------------------------------------------------------------------------------- reading
 
 
+class _Stored(Mapping[str, torch.Tensor]):
+    """The tensors of a file, each read when it is asked for: all may take most of the RAM."""
+
+    def __init__(self, file: Path) -> None:
+        stored: Any = safe_open(file, framework="pt")
+        self._file = stored
+        self._names = dict.fromkeys(self._file.keys())
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._file.get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 def _read(folder: Path) -> _Content:
     try:
         return _Content(
             state=_read_state(folder / _STATE),
-            tensors=load_file(folder / _TRAINED),
+            tensors=_Stored(folder / _TRAINED),
             optimizer=torch.load(folder / _OPTIMIZER, weights_only=True, map_location="cpu"),
         )
     except (
@@ -284,7 +312,7 @@ def _seeding_of(state: Mapping[str, Any]) -> Seeding:
 
 
 def _check_tensors(
-    tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, nn.Parameter]
+    tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]
 ) -> None:
     """Check that these are the run's tensors, and finite."""
     odd = sorted(set(tensors) ^ set(parameters))
@@ -298,7 +326,7 @@ def _check_tensors(
 
 def _check_optimizer(
     content: Any,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Resumable,
     form: StateForm,
     *,
     step: int,
@@ -371,7 +399,7 @@ def _num_updates(state: Any) -> int:
         raise _DamagedError(f"{_OPTIMIZER} has a state without a number of updates") from error
 
 
-def state_form(optimizer: torch.optim.Optimizer) -> StateForm:
+def state_form(optimizer: Resumable) -> StateForm:
     """Return the form of the states that an optimizer has."""
     states = optimizer.state_dict()["state"]
     return {path: (tensor.shape, tensor.dtype) for path, tensor in _tensors_in(states)}

@@ -36,10 +36,10 @@ from offload.plan.machine.machine import ExpertsImplementation
 _RECIPE, _EXPERTS, _CHECKPOINTS = "recipe.yaml", "experts.json", "checkpoints"
 # Temporary names, which a kill may leave.
 _REPLACED = (
-    *("adapter", "metrics.jsonl", "measured.json", "predicted", "report.json", "samples_"),
+    *("adapter", "model", "metrics.jsonl", "measured.json", "predicted", "report.json", "samples_"),
     *(_RECIPE, _EXPERTS, "trace.json", "gantt.svg"),
 )
-_MARKS = (_CHECKPOINTS, "metrics.jsonl", "predicted.json", "adapter")
+_MARKS = (_CHECKPOINTS, "metrics.jsonl", "predicted.json", "adapter", "model")
 # What a run writes in addition to its recipe; checkpoints first, so that remains are never resumed.
 _WRITTEN = (
     *(
@@ -54,6 +54,11 @@ _WRITTEN = (
         for name in (CONFIG_FILE, WEIGHTS_FILE, "README.md", "generation_config.json")
     ),
     *(f"{folder}/*{MANIFEST}" for folder in ("adapter", "partial-adapter-*")),
+    *(
+        f"{folder}/{name}"
+        for folder in ("model", "partial-model-*")
+        for name in ("*.safetensors", "*.json", "README.md", "*.jinja", "merges.txt")
+    ),
     *("profile/trace.json", "profile/memory.pickle"),
     "tensorboard/events.out.tfevents.*",
     *("wandb/run-*", "wandb/offline-run-*", "wandb/latest-run", "wandb/debug*.log"),
@@ -70,6 +75,7 @@ class RunDir:
         self.experts_file = path / _EXPERTS
         self.metrics_file = path / "metrics.jsonl"
         self.adapter = path / "adapter"
+        self.model = path / "model"
         self.checkpoints = Checkpoints(path / _CHECKPOINTS)
 
     def require_startable(self, *, may_overwrite: bool) -> None:
@@ -241,9 +247,17 @@ class RunDir:
             What the user should know: that the adapter cannot be verified, or is being replaced.
 
         Raises:
-            CheckpointError: There is no run, no adapter yet, or a damaged one.
+            CheckpointError: There is no run, no adapter yet, or a damaged one; or the run has
+                trained the model's own weights.
             ModelError: The adapter's weights are damaged.
         """
+        if self.recipe_file.exists() and self.recipe().train.is_full:
+            raise CheckpointError(
+                f"{self.path} trained the model's own weights: there is no adapter",
+                limit=f"{self.model} is the trained model, in plain weights: merge is not needed",
+                hint=f"load {self.model} with transformers, or `sluice export {self.model} --gguf"
+                " FILE`",
+            )
         if not self.recipe_file.exists() or not self.adapter.exists():
             raise CheckpointError(
                 f"{self.path} holds no finished run",
@@ -257,6 +271,21 @@ class RunDir:
         if writer is not None:
             notes += (f"{self.path} is in use by {writer}: its adapter is of before",)
         return notes
+
+    def require_model(self) -> None:
+        """Check that the trained model of a finished run is unchanged since it was written.
+
+        Raises:
+            CheckpointError: It is not there yet, or damaged.
+        """
+        found = damage(self.model, needs=("config.json",)) if self.model.exists() else "missing"
+        if found is not None:
+            raise CheckpointError(
+                f"{self.model} is damaged or not there: {found}",
+                limit="the trained model is written at the end of a run, whole",
+                hint=f"`sluice finetune {self.recipe_file} --resume` writes it from the last"
+                " checkpoint",
+            )
 
     def recipe(self) -> Recipe:
         """Return the recipe that the run was started with.

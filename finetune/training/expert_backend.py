@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from finetune.errors import CheckpointError, ConfigError, FinetuneError
-from finetune.planning.request import with_configured_backend
+from finetune.planning.request import with_backend, with_configured_backend
 from finetune.recipe.recipe import Recipe
 from finetune.report.format import shown_time
 from finetune.report.screen import Screen
@@ -63,8 +63,8 @@ def resolve_expert_backend(
         way = configured.experts_implementation
     elif is_from_file:
         way = replace(machine.experts_implementation, source="as --machine says")
-    elif device.type == "cpu":
-        way = machine.experts_implementation
+    elif device.type == "cpu" or recipe.train.is_full:
+        way = with_backend(recipe, facts, machine).experts_implementation
     elif resumed is not None:
         raise CheckpointError(
             f"{resumed.path} does not record its expert kernels",

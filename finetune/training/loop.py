@@ -14,8 +14,8 @@ from finetune.data.dataset import ExampleSet
 from finetune.data.steps import StepShare, collate
 from finetune.errors import FinetuneError
 from finetune.recipe.sections import TrainSection
-from finetune.run.checkpoint import StateForm, state_form
-from finetune.training.optimizer import MasterWeights, clip, learning_rate, make_optimizer, update
+from finetune.run.checkpoint import Resumable, StateForm, state_form
+from finetune.training.optimizer import Update, learning_rate
 from finetune.training.ranks import Ranks
 from offload.engine.engine import Engine
 from offload.engine.seeding import NEWEST
@@ -66,55 +66,55 @@ class StepRecord:
 
 
 class Loop:
-    """A model, its engine and its optimizer; all ranks call it alike."""
+    """A model, its engine and its update; all ranks call it alike."""
 
     def __init__(
         self,
         *,
         model: nn.Module,
         engine: Engine,
-        trained: Mapping[str, nn.Parameter],
+        update: Update,
         train: TrainSection,
-        loraplus_ratio: float | None,
         is_masked: bool,
         num_steps: int,
         ranks: Ranks,
     ) -> None:
-        """Take the parts and make a fresh optimizer.
+        """Take the parts.
 
         The form of the optimizer's states is known once a step is rehearsed.
 
         Args:
             model: On its engine, with its trainable tensors.
             engine: Of the model.
-            trained: Name -> trainable tensor of the model.
+            update: Of what trains, with a fresh optimizer.
             train: Settings of training.
-            loraplus_ratio: Learning rate of B matrices, as a multiple of the usual; None for 1.
             is_masked: Whether the model gets an attention mask for padding.
             num_steps: Of the run.
             ranks: The processes that share each step.
         """
         self._model = model
         self._engine = engine
-        self._masters = MasterWeights(trained)
-        self._parameters = list(self._masters.weights.values())
-        self._loraplus_ratio = loraplus_ratio
+        self._update = update
         self._is_masked = is_masked
         self._train = train
         self._num_steps = num_steps
         self._ranks = ranks
-        self.optimizer = self._make_optimizer()
         self.state_form: StateForm = {}
         self.seeding = NEWEST  # a resumed run has that of its checkpoint
 
     @property
-    def weights(self) -> Mapping[str, nn.Parameter]:
-        """What the optimizer updates, by name: with its states, all that a resume needs."""
-        return self._masters.weights
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """What is updated, by name: with the optimizer's states, all that a resume needs."""
+        return self._update.weights
+
+    @property
+    def optimizer(self) -> Resumable:
+        """The optimizer."""
+        return self._update.optimizer
 
     def publish(self) -> None:
         """Let the model compute with weights that were changed from outside."""
-        self._masters.publish()
+        self._update.publish()
 
     def step(self, number: int, share: StepShare) -> StepRecord:
         """Run optimizer step `number`, counted from 0, of which this rank does a share."""
@@ -139,19 +139,15 @@ class Loop:
             Of the later half of the timed steps the one with the median time, for calibration: the
             first steps of a mixture are slower, as kernels are compiled for each number of rows.
         """
-        before = [parameter.detach().cpu().clone() for parameter in self._parameters]
+        undo = self._update.rehearsal()
         self._rehearsed(typical[0])  # from here on the optimizer has its states
         self._rehearsed(longest)
         first, *others = typical[1:] or typical
         records = [self._rehearsed(first)]
         num_more = int(TIMED_S / max(self._ranks.exchange(records[0].step_s)))
         records += map(self._rehearsed, others[:num_more])
-        with torch.no_grad():
-            for parameter, value in zip(self._parameters, before, strict=True):
-                parameter.copy_(value)
-        self.publish()
         self.state_form = state_form(self.optimizer)
-        self.optimizer = self._make_optimizer()
+        undo()
         later = sorted(records[len(records) // 2 :], key=lambda record: record.step_s)
         return later[len(later) // 2]
 
@@ -194,11 +190,9 @@ class Loop:
         )
         timeline = result.timeline  # waits for the device
         update_start_s = time.perf_counter()
-        loss = self._ranks.sum_gradients(self._parameters, loss=result.loss)
-        grad_norm = float(clip(self._parameters, self._train.max_grad_norm))
+        loss, grad_norm = self._update.gather(result.loss)
         self._require_finite(name, loss, grad_norm)
-        update(self.optimizer, self._parameters, lr=lr, loraplus_ratio=self._loraplus_ratio)
-        self.publish()
+        self._update.apply(lr=lr)
         self._engine.wait()
         end_s = time.perf_counter()
         return StepRecord(
@@ -232,12 +226,3 @@ class Loop:
 
     def _lower_rate(self) -> str:
         return f"start again with a lower rate: `train.lr: {self._train.lr / 4:.1e}`"
-
-    def _make_optimizer(self) -> torch.optim.Optimizer:
-        return make_optimizer(
-            self._masters.weights,
-            name=self._train.optimizer,
-            lr=self._train.lr,
-            weight_decay=self._train.weight_decay,
-            loraplus_ratio=self._loraplus_ratio,
-        )

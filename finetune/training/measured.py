@@ -1,6 +1,6 @@
 """What was measured, written at each checkpoint: one step's ops, and the memory by term."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -8,9 +8,11 @@ import torch
 
 from finetune.files.atomic import write_atomically
 from finetune.files.seal import sealed_json
+from finetune.full.host_adamw import LOW, MEAN, SQUARE
 from finetune.report.prediction import SEAL, with_timeline
 from finetune.training.loop import StepRecord
 from offload.engine.memory_meter import Arena, peak_bytes, peak_host_bytes, peak_reserved_bytes
+from offload.plan.facts.optimizer import HOST_MOMENTS, LOW_HALVES
 from offload.plan.memory.memory import PAGED_STATES
 from offload.plan.plan import Plan, calibrate, with_costs
 
@@ -87,9 +89,11 @@ def memory_terms(session: "Session") -> list[MeasuredTerm]:
     ]
     trained = [*session.loop.weights.items()]
     trained += [(name, p) for name, p in named.items() if p.requires_grad]
+    if session.run.recipe.train.is_full:
+        return [*terms, *_full_terms(session.loop.weights, named.values())]
     states = [
         value
-        for state in session.loop.optimizer.state.values()
+        for state in session.loop.optimizer.state_dict()["state"].values()
         for value in state.values()
         if isinstance(value, torch.Tensor)
     ]
@@ -112,6 +116,29 @@ def memory_terms(session: "Session") -> list[MeasuredTerm]:
                 )
             )
     return terms
+
+
+def _full_terms(
+    weights: Mapping[str, torch.Tensor], resident: Iterable[torch.Tensor]
+) -> Iterator[MeasuredTerm]:
+    """Yield memory of the model's own weights that train, and of those around the layers."""
+    by_kind: dict[str, list[torch.Tensor]] = {}
+    for name, tensor in weights.items():
+        by_kind.setdefault(name.partition(":")[2], []).append(tensor)
+    for name, kinds, is_on_host in (
+        (LOW_HALVES, (LOW,), True),
+        (HOST_MOMENTS, (MEAN, SQUARE), True),
+    ):
+        tensors = [tensor for kind in kinds for tensor in by_kind.get(kind, ())]
+        if tensors:
+            num_bytes = _tensor_bytes(tensors)
+            yield MeasuredTerm(name=name, num_bytes=num_bytes, how="tensors", is_on_host=is_on_host)
+    yield MeasuredTerm(
+        name="embeddings, norm and head",
+        num_bytes=_tensor_bytes(resident),
+        how="tensors",
+        is_on_host=False,
+    )
 
 
 def _arena_term(arena: Arena) -> MeasuredTerm:

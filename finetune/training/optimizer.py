@@ -1,13 +1,15 @@
 """The update of a step: learning rate, optimizer, clipping."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from finetune.recipe.sections import TrainSection
+from finetune.run.checkpoint import Resumable
+from finetune.training.ranks import Ranks
 from offload.plan.facts.optimizer import Optimizer
 
 
@@ -55,6 +57,101 @@ def rates_since(before: TrainSection, after: TrainSection, *, first_step: int) -
     if differs <= first_step:
         said += f": steps {differs} to {first_step} were run at that of {old} steps"
     return said
+
+
+class Update(Protocol):
+    """How a step changes what trains: of an adapter, or of the model itself."""
+
+    @property
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """What is updated, as of the newest step, by name: with `optimizer` a resume needs it."""
+
+    @property
+    def optimizer(self) -> Resumable:
+        """The optimizer, or what else a resume needs."""
+
+    def gather(self, loss: float) -> tuple[float, float]:
+        """Return the loss and the norm of the gradients, over all ranks, before clipping."""
+
+    def apply(self, *, lr: float) -> None:
+        """Clip the gradients, update the weights with them, and let go of them."""
+
+    def publish(self) -> None:
+        """Let the model compute with weights that were changed from outside."""
+
+    def rehearsal(self) -> Callable[[], None]:
+        """Return a function that undoes all steps, at a learning rate of 0, from here on."""
+
+
+class AdapterUpdate:
+    """The update of tensors that are on the device that computes: an adapter's."""
+
+    def __init__(
+        self,
+        trained: Mapping[str, nn.Parameter],
+        *,
+        train: TrainSection,
+        loraplus_ratio: float | None,
+        ranks: Ranks,
+    ) -> None:
+        """Make a fresh optimizer.
+
+        Args:
+            trained: Name -> trainable tensor of the model.
+            train: Settings of training.
+            loraplus_ratio: Learning rate of B matrices, as a multiple of the usual; None for 1.
+            ranks: The processes that share each step.
+        """
+        self._masters = MasterWeights(trained)
+        self._parameters = list(self._masters.weights.values())
+        self._train, self._loraplus_ratio, self._ranks = train, loraplus_ratio, ranks
+        self._optimizer = self._make_optimizer()
+
+    @property
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """The masters, by name."""
+        return self._masters.weights
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer."""
+        return self._optimizer
+
+    def gather(self, loss: float) -> tuple[float, float]:
+        """Add up the ranks' gradients, and scale them to the largest norm that is allowed."""
+        loss = self._ranks.sum_gradients(self._parameters, loss=loss)
+        return loss, float(clip(self._parameters, self._train.max_grad_norm))
+
+    def apply(self, *, lr: float) -> None:
+        """Update the masters, and round them into what computes."""
+        update(self._optimizer, self._parameters, lr=lr, loraplus_ratio=self._loraplus_ratio)
+        self.publish()
+
+    def publish(self) -> None:
+        """Round the masters into what computes."""
+        self._masters.publish()
+
+    def rehearsal(self) -> Callable[[], None]:
+        """Keep the masters; undoing makes a fresh optimizer."""
+        before = [parameter.detach().cpu().clone() for parameter in self._parameters]
+
+        def undo() -> None:
+            with torch.no_grad():
+                for parameter, value in zip(self._parameters, before, strict=True):
+                    parameter.copy_(value)
+            self.publish()
+            self._optimizer = self._make_optimizer()
+
+        return undo
+
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        return make_optimizer(
+            self._masters.weights,
+            name=self._train.optimizer,
+            lr=self._train.lr,
+            weight_decay=self._train.weight_decay,
+            loraplus_ratio=self._loraplus_ratio,
+        )
 
 
 class MasterWeights:

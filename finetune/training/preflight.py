@@ -19,7 +19,7 @@ from finetune.training.ranks import Ranks
 from offload.errors import DoesNotFitError
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.linears import FP32_BYTES
-from offload.plan.facts.optimizer import state_bytes
+from offload.plan.facts.optimizer import HOST_GRADIENTS, host_update_bytes, state_bytes
 from offload.plan.facts.trainable import trained_parameters, trained_tensor_shapes
 from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.machine import Machine
@@ -130,6 +130,20 @@ def require_within_run(recipe: Recipe, *, num_steps: int) -> None:
         raise ConfigError(breach.what, limit=breach.limit, hint=breach.hint)
 
 
+def require_one_rank(train: TrainSection, *, num_ranks: int) -> None:
+    """Refuse several processes that would train the model's own weights.
+
+    Raises:
+        ConfigError: There are several.
+    """
+    if train.is_full and num_ranks > 1:
+        raise ConfigError(
+            f"train.what: {train.what}, with {num_ranks} processes",
+            limit="weights of the model are updated by one process, in its memory",
+            hint="`sluice finetune` without `accelerate launch`, or `train.what: adapter`",
+        )
+
+
 def require_room(folder: Path, plan: Plan) -> None:
     """Check that a checkpoint and an adapter can be written, before the model is loaded.
 
@@ -141,10 +155,15 @@ def require_room(folder: Path, plan: Plan) -> None:
     shapes = trained_tensor_shapes(facts, spec)
     state_file_bytes = state_bytes(shapes, plan.request.typical.optimizer)
     needed_bytes = 2 * weight_bytes + state_file_bytes
+    if spec.whole is not None:  # masters and moments in one file, and the model
+        dtype_bytes, num = plan.request.typical.dtype_bytes, spec.whole.num_parameters
+        each = host_update_bytes(dtype_bytes)
+        weight_bytes = num * (sum(each.values()) - each[HOST_GRADIENTS])
+        needed_bytes = weight_bytes + facts.num_parameters * dtype_bytes
     free_bytes = shutil.disk_usage(folder).free
     if needed_bytes > free_bytes:
         raise CheckpointError(
-            f"{folder} needs {shown_gib(needed_bytes)} for a checkpoint and the adapter, and"
+            f"{folder} needs {shown_gib(needed_bytes)} for a checkpoint and the result, and"
             f" {shown_gib(free_bytes)} is free",
             limit="a run keeps its newest checkpoint until the next one is whole",
             hint=f"free space (`df -h {folder}`), or `output.dir=...` on a larger disk",

@@ -135,7 +135,7 @@ class ProcessGroup(Ranks):
                 " `--resume` continues from the newest checkpoint",
             )
 
-    def require_same_weights(self, parameters: Mapping[str, nn.Parameter], *, step: int) -> None:
+    def require_same_weights(self, parameters: Mapping[str, torch.Tensor], *, step: int) -> None:
         """Check that what trains has stayed the same on all ranks, to the bit."""
         self.require_same(f"the trained weights after step {step}", lambda: _digest(parameters))
 
@@ -210,7 +210,7 @@ def _parts(gradients: Sequence[torch.Tensor], *, max_elements: int) -> Iterator[
     yield part
 
 
-def _digest(parameters: Mapping[str, nn.Parameter]) -> str:
+def _digest(parameters: Mapping[str, torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for parameter in parameters.values():
         digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 T = TypeVar("T")
@@ -80,7 +81,7 @@ class Ranks:
             FinetuneError: They have not.
         """
 
-    def require_same_weights(self, parameters: "Mapping[str, nn.Parameter]", *, step: int) -> None:
+    def require_same_weights(self, parameters: "Mapping[str, torch.Tensor]", *, step: int) -> None:
         """Check that what trains is the same on all ranks, to the bit.
 
         Raises:

@@ -12,11 +12,14 @@ from finetune.adapter.neftune import add_noise
 from finetune.data.dataset import Rows
 from finetune.data.steps import Steps
 from finetune.data.stops import Stops
+from finetune.full.chosen_weights import choose_weights
+from finetune.full.update import FullUpdate
 from finetune.model.load import load_model, set_router_loss
 from finetune.recipe.recipe import Recipe
 from finetune.report.format import shown_graphs
 from finetune.training.compile import FAILURES, compile_layers, refusal
 from finetune.training.loop import Loop
+from finetune.training.optimizer import AdapterUpdate, Update
 from finetune.training.packing import shown_layers
 from finetune.training.prepare import Data
 from finetune.training.ranks import Ranks
@@ -37,7 +40,7 @@ from offload.plan.schedule.schedule import MIN_SLOTS
 
 if TYPE_CHECKING:
     from peft import PeftModel
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 BASE = ".base_layer"  # of the linear layer in peft's, where peft computes it
@@ -45,7 +48,7 @@ BASE = ".base_layer"  # of the linear layer in peft's, where peft computes it
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adapted:
-    """A model with its adapter, on the host.
+    """A model on the host: with its adapter, or with its own weights to be trained.
 
     Attributes:
         model: The model.
@@ -53,7 +56,7 @@ class Adapted:
         notes: What the user should know about it.
     """
 
-    model: "PeftModel"
+    model: "PeftModel | PreTrainedModel"
     backing: Backing | None
     notes: tuple[str, ...]
 
@@ -67,7 +70,7 @@ class Session:
         tokenizer: The model's.
         rows: What is trained on and held out.
         steps: Of the run.
-        model: With its adapter.
+        model: With its adapter, if it has one.
         engine: Runs it.
         loop: Its optimizer steps.
         stops: Tokens that end an answer.
@@ -77,7 +80,7 @@ class Session:
     tokenizer: "PreTrainedTokenizerBase"
     rows: Rows
     steps: Steps
-    model: "PeftModel"
+    model: "PeftModel | PreTrainedModel"
     engine: Engine
     loop: Loop
     stops: Stops
@@ -147,7 +150,7 @@ def with_unread(plan: Plan, found: Sequence[Collection[str]]) -> tuple[Plan, str
 
 
 def load_adapted(run: Run, plan: Plan) -> Adapted:
-    """Load the model to where its weights wait, and add the adapter."""
+    """Load the model to where its weights wait, and add the adapter, or let its weights train."""
     recipe = run.recipe
     place = place_near(run.device)
     # memory that cannot be bound to a NUMA node is allocated near the thread that fills it
@@ -164,7 +167,12 @@ def load_adapted(run: Run, plan: Plan) -> Adapted:
         )
     set_router_loss(loaded.model, recipe.train.router_loss_coef)
     run.ranks.exchange(None)  # from here on the slab is filled
-    model = add_lora(loaded.model, recipe.adapter, seed=recipe.train.seed, backing=loaded.backing)
+    model: PeftModel | PreTrainedModel = loaded.model
+    if recipe.train.what == "adapter":
+        seed = recipe.train.seed
+        model = add_lora(loaded.model, recipe.adapter, seed=seed, backing=loaded.backing)
+    else:
+        choose_weights(loaded.model, recipe.train.what)
     if recipe.train.neftune_alpha is not None:
         add_noise(loaded.model, alpha=recipe.train.neftune_alpha)
     model.train()
@@ -172,8 +180,10 @@ def load_adapted(run: Run, plan: Plan) -> Adapted:
     return Adapted(model=model, backing=loaded.backing, notes=notes)
 
 
-def _precision_notes(model: "PeftModel", recipe: Recipe) -> list[str]:
+def _precision_notes(model: "PeftModel | PreTrainedModel", recipe: Recipe) -> list[str]:
     """Name the kinds of layers whose adapters are computed in another precision than planned."""
+    if recipe.train.is_full:
+        return []
     if recipe.adapter.compute_dtype == "float32" or recipe.adapter.dora:
         return []
     kinds = computed_by_peft(model) if recipe.model.dtype != "float32" else ()
@@ -194,9 +204,8 @@ def attached(run: Run, plan: Plan, adapted: Adapted, data: Data, steps: Steps) -
     loop = Loop(
         model=model,
         engine=engine,
-        trained=trained(model),
+        update=_update(recipe, model, engine, run.ranks),
         train=recipe.train,
-        loraplus_ratio=recipe.adapter.loraplus_ratio,
         is_masked=plan.request.is_masked,
         num_steps=steps.num,
         ranks=run.ranks,
@@ -210,6 +219,20 @@ def attached(run: Run, plan: Plan, adapted: Adapted, data: Data, steps: Steps) -
         engine=engine,
         loop=loop,
         stops=Stops(trained=data.rows.train.answer_ends, base=base_eos(model)),
+    )
+
+
+def _update(
+    recipe: Recipe, model: "PeftModel | PreTrainedModel", engine: Engine, ranks: Ranks
+) -> Update:
+    """Return the update of what trains, with a fresh optimizer."""
+    if recipe.train.is_full:
+        return FullUpdate(engine, train=recipe.train)
+    return AdapterUpdate(
+        trained(model),
+        train=recipe.train,
+        loraplus_ratio=recipe.adapter.loraplus_ratio,
+        ranks=ranks,
     )
 
 

@@ -22,10 +22,11 @@ from offload.plan.request import PlanRequest
 
 if TYPE_CHECKING:
     from peft import PeftModel
+    from transformers import PreTrainedModel
 
 
 def trace_memory(
-    model: "PeftModel",
+    model: "PeftModel | PreTrainedModel",
     plan: Plan,
     *,
     open_requests: Sequence[PlanRequest],
@@ -35,7 +36,7 @@ def trace_memory(
     """Return the plan with its memory traced, the same on all ranks, and a note about it.
 
     Args:
-        model: With its adapter, as it is to be attached.
+        model: With what trains, as it is to be attached.
         plan: As it was made by formulas.
         open_requests: What may still be chosen, the plan's own request among it.
         device: Where this rank computes.
@@ -55,7 +56,9 @@ def trace_memory(
     return traced, note
 
 
-def _trace(model: "PeftModel", request: PlanRequest, device: torch.device) -> TracedBytes | str:
+def _trace(
+    model: "PeftModel | PreTrainedModel", request: PlanRequest, device: torch.device
+) -> TracedBytes | str:
     """Trace the largest micro-batch; return the reason if torch or the model cannot be traced."""
     largest, is_cuda = request.largest, device.type == "cuda"
     try:

@@ -12,7 +12,7 @@ from torch import nn
 from offload.engine.executor import Executor
 from offload.engine.host.mapping import aligned_empty
 from offload.engine.host.weights import HostWeights, Tier
-from offload.engine.host_gradients import HostGradients
+from offload.engine.host_gradients import HostGradients, LateUpdates
 from offload.engine.memory_meter import Arena
 from offload.engine.model import placement
 from offload.engine.model.layers import LayeredModel
@@ -83,7 +83,7 @@ class EngineOptions:
             tier="disk" if asked.is_on_disk else "ram",
             store_dir=None,
             stash="host" if asked.is_stashed else "device",
-            trained_weights="device",
+            trained_weights="device" if asked.typical.adapter.whole is None else "host",
             head_chunk_tokens=asked.typical.head_chunk_tokens,
             num_kept_graphs=plan.residency.num_kept_graphs,
             leaves_out=asked.typical.leaves_out,
@@ -130,6 +130,7 @@ class Bound:
     Attributes:
         executor: Runs the passes.
         host_gradients: Host gradients of the layers' trained weights.
+        updates: Updates of these weights that are still to be made.
         stash: Holds layer inputs on the host.
         sent: Holds graphs and attention outputs on the host.
         slot_bytes: Device memory of all slots.
@@ -139,6 +140,7 @@ class Bound:
 
     executor: Executor
     host_gradients: HostGradients
+    updates: LateUpdates
     stash: Stash
     sent: Stash
     slot_bytes: int
@@ -175,6 +177,7 @@ def bind(
         allocate_host=host.blocks.allocate,
         allocate_device=allocate_device,
     )
+    updates = LateUpdates(host_gradients)
     stash, sent = (
         Stash(
             name,
@@ -199,6 +202,7 @@ def bind(
             stash=stash,
             sent=sent,
             host_gradients=host_gradients,
+            updates=updates,
         ),
         device=device,
         computing=Computing(
@@ -218,6 +222,7 @@ def bind(
     return Bound(
         executor=executor,
         host_gradients=host_gradients,
+        updates=updates,
         stash=stash,
         sent=sent,
         slot_bytes=slots.num_bytes,

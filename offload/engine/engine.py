@@ -3,13 +3,13 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from enum import Enum, auto
 from typing import Any
 from warnings import warn
 
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
 
 from offload.engine.batch import (
     Batch,
@@ -24,8 +24,10 @@ from offload.engine.batch import (
     with_labels,
 )
 from offload.engine.bound import EngineOptions, bind
+from offload.engine.host.layer_layout import Field
 from offload.engine.host.store import Backing
 from offload.engine.host.weights import HostWeights
+from offload.engine.host_gradients import LateUpdates
 from offload.engine.memory_meter import Arena
 from offload.engine.model import placement
 from offload.engine.model.composition import Composition
@@ -37,6 +39,11 @@ from offload.engine.model.inventory import inventory_of
 from offload.engine.model.layers import LayeredModel, unchanged
 from offload.engine.model.seal import Seal, seal_of
 from offload.engine.model.vocabulary import vocabulary_of
+from offload.engine.modes import (
+    require_gradients,
+    require_no_inference_mode,
+    require_uncached,
+)
 from offload.engine.results import ForwardResult, PassState, StepResult
 from offload.engine.seeding import NEWEST, Seeding
 from offload.engine.stash import by_place
@@ -88,7 +95,7 @@ class Engine:
         self._model = model
         self._layered = LayeredModel(model)
         _require_unattached(self._layered)
-        _require_no_inference_mode()
+        require_no_inference_mode()
         self._options = options = options.within(len(self._layered.layers))
         self._home = placement.only_device(self._layered)
         self._trains_front = placement.trains_front(self._layered)
@@ -108,7 +115,7 @@ class Engine:
         if isinstance(device, torch.device):
             device = open_device(
                 device,
-                is_staged=self._host.is_staged,
+                is_staged=self._host.is_staged or options.trained_weights == "host",
                 prepare_thread=self._host.prepare_thread,
             )
         self._device = device
@@ -135,7 +142,7 @@ class Engine:
         self._seal = Seal(
             self._host.records,
             names={id(parameter): name for name, parameter in model.named_parameters()},
-            show=self._host.shown,
+            show=self._shown,
             release=self.detach,
         )
         self._guard = Guard(model, self._layered, seal=self._seal, answer=self._answer)
@@ -149,11 +156,21 @@ class Engine:
         """
         if self._state is _State.ATTACHED:
             self._composition.require_unchanged()
+            self.updates.flush()
         return {
             name: self._bound.host_gradients.parameters.get(name, parameter)
             for name, parameter in self._model.named_parameters()
             if parameter.requires_grad
         }
+
+    @property
+    def updates(self) -> LateUpdates:
+        """Updates of weights on the host that are made in the next step, while others compute.
+
+        They are made before someone reads weights: by `forward`, `trained_parameters`,
+        `state_dict`, `detach`, `close`.
+        """
+        return self._bound.updates
 
     @property
     def resident_parameters(self) -> dict[str, nn.Parameter]:
@@ -168,6 +185,7 @@ class Engine:
         return (
             *self._host.arenas,
             *self._bound.slot_arenas,
+            *self._bound.host_gradients.arenas,
             self._bound.stash.arena,
             self._bound.sent.arena,
         )
@@ -321,6 +339,7 @@ class Engine:
         afterwards: reading one is an error until `detach` gives them back or the model is reloaded.
         """
         if self._state is _State.ATTACHED:
+            self.updates.flush()
             self._state = _State.CLOSED
             self._guard.lift()
             self._seal.close()
@@ -344,6 +363,7 @@ class Engine:
                 limit="they are read by an engine that is open",
                 hint="load the model again; next time `engine.detach()`, not `engine.close()`",
             )
+        self.updates.flush()
         self._guard.lift()
         self._device.close()
         with self._seal.opened():
@@ -352,6 +372,11 @@ class Engine:
             self._host.close()
         self._seal.lift()
         self._state = _State.DETACHED
+
+    def _shown(self, layer: int, field: Field) -> torch.Tensor | None:
+        """Return a field's values as of the newest step, if they can be shown."""
+        self.updates.flush()
+        return self._host.shown(layer, field)
 
     def _give_back(self) -> None:
         """Undo the changes that attaching made to the model."""
@@ -368,11 +393,12 @@ class Engine:
     ) -> tuple[PassState, Schedule]:
         """Run a pass without gradients."""
         self._require_attached()
-        _require_uncached()
+        require_uncached()
         self._seal.require_whole()
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         inputs = to_device(inputs, self._device.torch_device)
         self._inspect(inputs, has_labels=bool(labels))
+        self.updates.flush()
         self._reload_what_was_written()
         schedule = forward_schedule(self._bound.sizes, ring=self._ring, num_micro_batches=1)
         with self._consistent(schedule.ring_after), self._host.nearby():
@@ -410,6 +436,7 @@ class Engine:
         mode, names = self._layered.model.training, frozenset(inputs)
         if self._inspected & {(mode, True, names), (mode, has_labels, names)}:
             return
+        self.updates.flush()
         self._reload_what_was_written()
         schedule = forward_schedule(self._bound.sizes, ring=self._ring, num_micro_batches=1)
         with (
@@ -448,7 +475,7 @@ class Engine:
         input_bytes = self._input_bytes(batches) if self._options.stash == "host" else ()
         saved = self._saved(batches)
         schedule = training_schedule(
-            self._bound.sizes,
+            replace(self._bound.sizes, updated=self._bound.updates.layers),
             ring=self._ring,
             num_micro_batches=len(batches),
             order=order,
@@ -529,8 +556,8 @@ class Engine:
     def _require_ready(self) -> None:
         """Check that a step would give all gradients of the model as attached."""
         self._require_attached()
-        _require_gradients()
-        _require_uncached()
+        require_gradients()
+        require_uncached()
         self._composition.require_unchanged()
         self._hooks.require_exact()
         self._seal.require_whole()
@@ -579,34 +606,4 @@ def _require_unattached(layered: LayeredModel) -> None:
             f"{layered.name} is held by {seal.holder}",
             limit="a model is attached to one engine at a time",
             hint=seal.hint if seal.release is None else hint,
-        )
-
-
-def _require_gradients() -> None:
-    if not torch.is_grad_enabled():
-        block = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
-        raise OffloadError(
-            f"forward_backward is called in `torch.{block}()`",
-            limit="a step records gradients",
-            hint="leave the block, or `engine.forward(batch)` for the loss alone",
-        )
-
-
-def _require_uncached() -> None:
-    """Check that torch does not cache parametrized weights from one visit to the next."""
-    if parametrize._cache_enabled:
-        raise OffloadError(
-            "a pass is run in `torch.nn.utils.parametrize.cached()`",
-            limit="a layer is visited several times, with and without gradients: a weight that is"
-            " computed once has none",
-            hint="leave the block",
-        )
-
-
-def _require_no_inference_mode() -> None:
-    if torch.is_inference_mode_enabled():
-        raise OffloadError(
-            "attach is called in `torch.inference_mode()`",
-            limit="what it allocates takes part in training later",
-            hint="leave the block before `offload.attach`",
         )

@@ -66,6 +66,7 @@ class Executor:
         self._source, self._slots = places.source, places.slots
         self._stash, self._sent = places.stash, places.sent
         self._host_gradients = places.host_gradients
+        self._updates = places.updates
         self._device = device
         self._computing = computing
         self._randomness = VisitRandomness(device.torch_device)
@@ -272,6 +273,7 @@ class Executor:
             Kind.SEND: partial(self._send, state),
             Kind.RETURN: partial(self._return, state),
             Kind.GRADIENT: self._gradient,
+            Kind.UPDATE: self._update,
         }
         events: list[Event] = []
         with torch.random.fork_rng(devices=self._rng_devices()):
@@ -339,7 +341,12 @@ class Executor:
         num_bytes = (state.sent.get(at) or state.attention.get(at, NOTHING)).num_bytes
         return self._sent.place(*at)[:num_bytes], self._sent.buffer(op.carrier_index, num_bytes)
 
+    def _update(self, op: Op) -> None:
+        self._updates.run(op.layer_index)
+
     def _gradient(self, op: Op) -> None:
+        if not op.offset:
+            self._host_gradients.measure(op.layer_index, op.buffer_index)
         sink, gradient = self._host_gradients.leaving(
             op.layer_index, op.buffer_index, op.offset, op.num_bytes
         )

@@ -5,17 +5,20 @@ there. Each trained parameter has a *master*, a parameter over the layer's recor
 The optimizer gets the master, and a step fills the master's `.grad`.
 
 On the device, one of a few buffers accumulates a layer's gradients over the micro-batches; it is
-copied to the host when the visit is over.
+copied to the host when the visit is over, and measured on the way, for clipping.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from offload.engine.host.layer_layout import Record, lay_out
+from offload.engine.memory_meter import Arena
 from offload.engine.stash import Allocate
 from offload.errors import OffloadError
+from offload.plan.facts.optimizer import HOST_GRADIENTS
+from offload.plan.memory.memory import LAYER_GRADIENTS
 from offload.plan.schedule.schedule import NUM_GRADIENT_BUFFERS
 
 
@@ -41,6 +44,7 @@ class HostGradients:
             allocate_device: Returns uint8 memory on the compute device.
         """
         self.parameters: dict[str, nn.Parameter] = {}
+        self.norms: dict[str, torch.Tensor] = {}
         for record, layer in zip(records, layers, strict=False):
             for field in record.fields:
                 if field.parameter.requires_grad:
@@ -52,10 +56,15 @@ class HostGradients:
             for record in records
         ]
         self.gradient_bytes = tuple(record.num_bytes for record in self._gradients)
-        self._sinks = allocate_host(sum(self.gradient_bytes)).split(list(self.gradient_bytes))
+        on_host = allocate_host(sum(self.gradient_bytes))
+        self._sinks = on_host.split(list(self.gradient_bytes))
         self._buffers = [
             allocate_device(max(self.gradient_bytes)) for _ in range(NUM_GRADIENT_BUFFERS)
         ]
+        self.arenas = (
+            Arena(name=HOST_GRADIENTS, blocks=[on_host]),
+            Arena(name=LAYER_GRADIENTS, blocks=self._buffers),
+        )
 
     def gather(self, layer: int) -> None:
         """Accumulate a layer's gradients in its buffer, from zero at the start of the visit."""
@@ -70,6 +79,21 @@ class HostGradients:
         """Return the host memory and the device memory of a piece of a layer's gradients."""
         end = offset + num_bytes
         return self._sinks[layer][offset:end], self._buffers[buffer][offset:end]
+
+    def measure(self, layer: int, buffer: int) -> None:
+        """Compute the norm of each of a layer's gradients, in fp32, where they are."""
+        for field in self._gradients[layer].fields:
+            gradient = field.view(self._buffers[buffer])
+            norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+            self.norms[self._names[id(field.parameter)]] = norm
+
+    def layer_of(self) -> dict[str, int]:
+        """Return the layer of each master, by its name."""
+        return {
+            self._names[id(field.parameter)]: layer
+            for layer, record in enumerate(self._gradients)
+            for field in record.fields
+        }
 
     def require_clear(self) -> None:
         """Check that no gradient of an earlier step is left.
@@ -102,3 +126,51 @@ class HostGradients:
         for record, sink in zip(self._gradients, self._sinks, strict=True):
             for field in record.fields:
                 self.parameters[self._names[id(field.parameter)]].grad = field.view(sink)
+
+
+class LateUpdates:
+    """Updates of the masters that are made in the next step, each before its layer is loaded.
+
+    Clipping needs the norm of all gradients, which is known once a step's backward has ended. Then
+    an update of all weights would take its time with the device idle. The first layers of the next
+    forward need few of them, so each layer's update waits until its own load: a line of the
+    schedule. Whoever reads weights before that calls `flush`.
+
+    Attributes:
+        layer_of: The layer of each master, by its name.
+        norms: Of the newest step's gradients, fp32 scalars by name.
+    """
+
+    def __init__(self, gradients: HostGradients) -> None:
+        """Nothing is to be made."""
+        self.layer_of, self.norms = gradients.layer_of(), gradients.norms
+        self._update: Callable[[int], None] | None = None
+        self._layers: set[int] = set()
+
+    @property
+    def layers(self) -> frozenset[int]:
+        """The layers that are still to be updated."""
+        return frozenset(self._layers)
+
+    def defer(self, update: Callable[[int], None]) -> None:
+        """Let the layers be updated late; those of the step before are updated now.
+
+        Gradients stay where the step has put them until then; `.grad` may be let go of.
+
+        Args:
+            update: Updates the masters of the layer whose number it is given. It is called once
+                per layer, on another thread, and depends on nothing that changes later.
+        """
+        self.flush()
+        self._update, self._layers = update, set(self.layer_of.values())
+
+    def run(self, layer: int) -> None:
+        """Update a layer."""
+        assert self._update is not None
+        self._update(layer)
+        self._layers.remove(layer)
+
+    def flush(self) -> None:
+        """Update all layers that are left, in order, on this thread."""
+        for layer in sorted(self._layers):
+            self.run(layer)

@@ -8,7 +8,7 @@ import torch
 
 from offload.engine.attention_outputs import Recorded
 from offload.engine.host.source import LayerSource
-from offload.engine.host_gradients import HostGradients
+from offload.engine.host_gradients import HostGradients, LateUpdates
 from offload.engine.model.layers import Front
 from offload.engine.model.visit import Graph
 from offload.engine.sent_graphs import SavedTensors
@@ -32,6 +32,7 @@ class Places:
         stash: Layer inputs on the host.
         sent: Graphs and attention outputs on the host.
         host_gradients: Of weights that train on the host.
+        updates: Of those weights, each layer's before its load.
     """
 
     source: LayerSource
@@ -39,6 +40,7 @@ class Places:
     stash: Stash
     sent: Stash
     host_gradients: HostGradients
+    updates: LateUpdates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -177,8 +177,8 @@ class CudaDevice:
 
         Args:
             torch_device: The GPU.
-            is_staged: Whether a thread issues the loads: they pass a staging ring, or the driver
-                makes it wait for each.
+            is_staged: Whether a thread issues the loads: they pass a staging ring or wait for
+                updates on the host, or the driver makes it wait for each.
             prepare_thread: Called first on each thread that reads or issues.
         """
         self.torch_device = torch_device
@@ -246,7 +246,7 @@ class CudaDevice:
             stream.synchronize()
 
     def _submit_to_host(self, waits: Sequence[Event], body: Callable[[], None]) -> Event:
-        """Queue a read, which starts when the copies out of its buffer have ended."""
+        """Queue a read, or an update, which starts when the copies it waits for have ended."""
         copies = [_cuda(other) for other in waits]
 
         def read() -> None:

@@ -153,7 +153,7 @@ def costs_of(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Costs
         facts,
         machine,
         request.typical,
-        is_duplex=request.is_stashed,
+        is_duplex=request.is_stashed or request.typical.adapter.whole is not None,
         num_disk_readers=request.num_disk_readers,
         graph_bytes={x: one.sent_graph for x, one in visits.items()},
     )
@@ -246,6 +246,8 @@ def _measured(
     attention_s = min(layer.attention_s * slowdown, again_s)
     if saved.has_output(number):
         back_s += attention_s
+    # not in the step after an evaluation, which has made the update
+    is_updated = any(s.kind is Kind.UPDATE and s.layer == number for s in measured.spans)
     return replace(
         layer,
         forward_s=forward_s,
@@ -255,6 +257,7 @@ def _measured(
         pack_s=pack_s,
         graph_pack_s=graph_pack_s,
         decode_s=_mean_s(measured, Kind.DECODE, number) if layer.decode_s else 0.0,
+        update_s=_mean_s(measured, Kind.UPDATE, number) if is_updated else layer.update_s,
     )
 
 

@@ -10,9 +10,11 @@ from offload.plan.fit import DEVICE, RAM, MemoryNeeds, Shortage
 from offload.plan.machine.machine import GIB
 from offload.plan.memory.memory import (
     FEWER_SLOTS,
+    FEWER_TARGETS,
     INPUTS_IN_RAM,
     MICRO_BATCH,
     ON_DISK,
+    RANK,
     ROUNDED_LAYERS,
     SHRINKS,
     SMALLER_CHUNK,
@@ -70,8 +72,10 @@ def _effective(term: MemoryTerm, request: PlanRequest) -> list[str]:
     has_no_effect = {
         MICRO_BATCH: largest.micro_batch_size == 1,
         FEWER_SLOTS: request.num_slots in (None, MIN_SLOTS),
-        ROUNDED_LAYERS: largest.codec not in EXACT_CODECS,
-        ON_DISK: not request.may_be_on_disk,
+        ROUNDED_LAYERS: largest.codec not in EXACT_CODECS or not _is_frozen(request),
+        ON_DISK: not request.may_be_on_disk or not _is_frozen(request),
+        RANK: not _is_frozen(request),
+        FEWER_TARGETS: not _is_frozen(request),
         INPUTS_IN_RAM: request.is_stashed,
         SMALLER_TILES: (largest.mlp_chunk_tokens or 0) <= MLP_CHUNKS[-1],
         SMALLER_CHUNK: largest.head_chunk_tokens <= FEWEST_CHUNK_TOKENS,
@@ -132,6 +136,7 @@ def _coded(request: PlanRequest, codec: CodecName) -> list[tuple[str, PlanReques
     """Return the request with another codec, if this run can use it and has no similar one."""
     largest = request.largest
     is_encodable = set(largest.adapter.modules) <= {NORMS, ROUTER, EMBEDDING, HEAD}
+    is_encodable &= largest.adapter.whole is None
     is_packed_twice = codec == PACKED and (largest.codec, largest.dtype_bytes) != ("native", 2)
     if not is_encodable or largest.codec not in EXACT_CODECS or is_packed_twice:
         return []
@@ -148,8 +153,13 @@ def _on_disk(
     return [
         (_joined(words, "`offload.tier: disk`"), replace(request, is_on_disk=True))
         for words, request in requests
-        if request.may_be_on_disk and not request.is_on_disk
+        if request.may_be_on_disk and not request.is_on_disk and _is_frozen(request)
     ]
+
+
+def _is_frozen(request: PlanRequest) -> bool:
+    """Return whether the layers' own weights do not train."""
+    return request.largest.adapter.whole is None
 
 
 def _all_cut(

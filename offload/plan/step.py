@@ -18,6 +18,7 @@ from offload.plan.schedule.schedule import (
     TransferSizes,
     training_schedule,
     warm_ring,
+    without_trained,
 )
 from offload.plan.schedule.simulate import Pieces, merged_s
 from offload.plan.time.costs import Costs, LayerCost
@@ -54,13 +55,20 @@ def schedule_of(
         decoded_bytes=layer_weight_bytes(facts, dtype_bytes=dtype_bytes) if is_encoded else None,
         num_staging=NUM_STAGING if is_staged and not is_draft else 0,
     )
+    if typical.adapter.whole is not None:
+        trained = typical.adapter.whole.layers
+        sizes = replace(
+            sizes,
+            gradient_bytes=tuple(dtype_bytes * number for number in trained),
+            updated=frozenset(layer for layer, number in enumerate(trained) if number),
+        )
     if is_draft:
         sizes = replace(sizes, piece_bytes=max(sizes.layer_bytes))
     num_micro_batches = 1 if is_draft else request.rank_micro_batches
     num_stashed = num_micro_batches if request.is_stashed else 0
     return training_schedule(
         sizes,
-        ring=warm_ring(residency.num_slots),
+        ring=without_trained(warm_ring(residency.num_slots), sizes),
         num_micro_batches=num_micro_batches,
         order=Order.LAYER_MAJOR,
         trains_front=bool(outer_module_sizes(facts, typical.adapter)),
@@ -78,6 +86,8 @@ def duration_of(costs: Costs) -> Callable[[Op], float]:
             return costs.h2d_latency_s + op.num_bytes / costs.fetch_bytes_per_s
         if op.lane is Lane.H2D:
             return costs.h2d_latency_s + op.num_bytes / costs.h2d_bytes_per_s
+        if op.kind is Kind.UPDATE:
+            return costs.layers[op.layer_index].update_s
         if op.lane is Lane.HOST:
             return op.num_bytes / costs.read_bytes_per_s
         if op.lane is Lane.D2H:

@@ -18,6 +18,7 @@ from finetune.adapter import lora as adapters
 from finetune.data.steps import StepShare
 from finetune.recipe.sections import AdapterSection, TrainSection
 from finetune.training.loop import Loop
+from finetune.training.optimizer import AdapterUpdate
 from finetune.training.ranks import Ranks
 from tests.parity.architectures import SLACK
 
@@ -108,9 +109,10 @@ def ours(model: nn.Module, steps: Sequence[Sequence[Batch]]) -> Run:
     loop = Loop(
         model=model,
         engine=engine,
-        trained=adapters.trained(model),
+        update=AdapterUpdate(
+            adapters.trained(model), train=train, loraplus_ratio=None, ranks=Ranks()
+        ),
         train=train,
-        loraplus_ratio=None,
         is_masked=False,
         num_steps=NUM_STEPS,
         ranks=Ranks(),

@@ -16,6 +16,7 @@ from offload.plan.schedule.schedule import (
     forward_schedule,
     training_schedule,
     warm_ring,
+    without_trained,
 )
 from offload.plan.schedule.simulate import simulate
 
@@ -45,6 +46,9 @@ def steps(draw: st.DrawFn) -> Schedule:
     ring = draw(st.sampled_from([warm_ring(num_slots), cold_ring(num_slots)]))
     if draw(st.booleans()):
         ring = forward_schedule(sizes, ring=ring, num_micro_batches=1).ring_after
+    if draw(st.booleans()):
+        updated = frozenset(i for i in range(num_layers) if is_trained[i] and draw(st.booleans()))
+        sizes, ring = replace(sizes, updated=updated), without_trained(ring, sizes)
     num_kept_graphs = draw(st.integers(0, num_layers))
     residency = Residency(
         num_slots=num_slots,
@@ -108,6 +112,10 @@ class Accesses:
         self._is_stashed = any(op.kind is Kind.STASH for op in schedule.ops)
         self._encoded = {op.layer for op in schedule.ops if op.kind is Kind.DECODE}
         self._trained = {op.layer for op in schedule.ops if op.kind is Kind.GRADIENT}
+        self._updated = {op.layer for op in schedule.ops if op.kind is Kind.UPDATE}
+
+    def _weights(self, layer: int) -> list[Access]:
+        return [("read", ("weights", layer), "updated")] if layer in self._updated else []
 
     def of(self, op: Op) -> list[Access]:
         layer = -1 if op.layer is None else op.layer
@@ -122,12 +130,15 @@ class Accesses:
         return [] if op.carrier is None else [(mode, place, (op.layer, op.micro_batch))]
 
     def _moved(self, op: Op, layer: int, m: int | None) -> list[Access]:
+        if op.kind is Kind.UPDATE:
+            return [("read", ("sink", layer), None), ("write", ("weights", layer), "updated")]
         if op.kind is Kind.READ:
-            return [("write", ("staging", op.buffer), (layer, op.offset))]
+            staged = ("write", ("staging", op.buffer), (layer, op.offset))
+            return [*self._weights(layer), staged]
         if op.kind is Kind.LOAD:
             staged = ("read", ("staging", op.buffer), (layer, op.offset))
             filled = ("add", ("slot", op.slot), layer)
-            return [filled] if op.buffer is None else [staged, filled]
+            return [*self._weights(layer), filled] if op.buffer is None else [staged, filled]
         if op.kind is Kind.STASH:
             return [self._kept("read", layer, m), ("write", ("stash", layer, m), None)]
         if op.kind is Kind.FETCH:
@@ -140,7 +151,8 @@ class Accesses:
             carried = ("write", ("carried", op.carrier), (layer, m))
             return [("read", ("sent", layer, m), None), carried]
         assert op.kind is Kind.GRADIENT
-        return [("read", ("gradient", op.buffer), layer)]
+        sunk: Access = ("write" if not op.offset else "add", ("sink", layer), "new")
+        return [("read", ("gradient", op.buffer), layer), sunk]
 
     def _visited(self, op: Op, layer: int, m: int | None) -> list[Access]:
         written = ("read", ("slot", op.slot), layer)

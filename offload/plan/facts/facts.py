@@ -176,8 +176,37 @@ class ModelFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class WholeWeights:
+    """How many of the model's own weights train, where no adapter does.
+
+    Attributes:
+        layers: In each layer, in forward order.
+        outer: Before and after the layers, by name.
+    """
+
+    layers: tuple[int, ...]
+    outer: tuple[tuple[str, int], ...]
+
+    @property
+    def num_outer(self) -> int:
+        """Weights before and after the layers."""
+        return sum(number for _, number in self.outer)
+
+    @property
+    def num_parameters(self) -> int:
+        """All that trains."""
+        return sum(self.layers) + self.num_outer
+
+    def frac_of(self, facts: ModelFacts) -> float:
+        """Return which part of the layers' weights trains."""
+        return sum(self.layers) / sum(layer.num_parameters for layer in facts.layers)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterSpec:
     """A LoRA adapter with its targets resolved to module names, and the modules trained in full.
+
+    Or the model's own weights, without any adapter.
 
     Attributes:
         rank: LoRA rank.
@@ -191,6 +220,7 @@ class AdapterSpec:
             weights, one function per input; otherwise each in fp32, as peft does.
         has_dropout: Whether branches of linear layers read their input after a dropout, each with
             a mask of its own.
+        whole: The model's own weights that train in place of an adapter; None if it is frozen.
     """
 
     rank: int
@@ -202,6 +232,12 @@ class AdapterSpec:
     modules: tuple[str, ...] = ()
     is_in_base_dtype: bool = False
     has_dropout: bool = False
+    whole: WholeWeights | None = None
+
+    @classmethod
+    def none(cls, whole: WholeWeights) -> "AdapterSpec":
+        """Return that there is no adapter, and these weights train."""
+        return cls(rank=1, targets=(), experts=False, whole=whole)
 
     @property
     def are_branches_grouped(self) -> bool:

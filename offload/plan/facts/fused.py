@@ -49,7 +49,7 @@ def fused_parts(facts: ModelFacts, layer: LayerFacts, spec: AdapterSpec) -> Fuse
     if isinstance(layer.attention, DeltaAttention):  # its norm is multiplied by a gate
         norms = norms[:-1]
     return FusedParts(
-        norms=tuple(norm for norm in norms if NORMS not in spec.modules and _is_rms(norm)),
+        norms=tuple(norm for norm in norms if _is_frozen(spec) and _is_rms(norm)),
         has_rotary=isinstance(layer.attention, SoftmaxAttention)
         and facts.model_type in ROTATES_HALVES,
         downs=tuple(linear for linear in layer.linears if _is_gated_mlp(layer, linear, spec)),
@@ -63,6 +63,11 @@ def compiled_parts(layer: LayerFacts) -> FusedParts:
         has_rotary=isinstance(layer.attention, SoftmaxAttention),
         downs=tuple(x for x in layer.linears if x.reads == "gated" and x.group != "experts"),
     )
+
+
+def _is_frozen(spec: AdapterSpec) -> bool:
+    """Return whether the layers' norms are frozen: fused ones have no gradient by their weights."""
+    return spec.whole is None and NORMS not in spec.modules
 
 
 def _is_rms(norm: Norm) -> bool:

@@ -13,6 +13,10 @@ MIN_8BIT_ELEMENTS = 4096
 MIN_PAGED_ELEMENTS = 100_000
 BLOCK_8BIT = 256
 
+# What a weight that trains in RAM takes there.
+WEIGHTS, LOW_HALVES = "weights", "low halves of fp32 masters"
+HOST_GRADIENTS, HOST_MOMENTS = "gradients in RAM", "AdamW's moments in RAM"
+
 
 def state_bytes(shapes: Sequence[Shape], optimizer: Optimizer) -> int:
     """Return the optimizer's state on the device for trained tensors of these shapes.
@@ -50,3 +54,17 @@ def temporary_bytes(shapes: Sequence[Shape], optimizer: Optimizer) -> int:
     """Return the temporary memory of an update: Adafactor updates one tensor at a time."""
     sizes = [FP32_BYTES * math.prod(shape) for shape in shapes]
     return max(sizes, default=0) if optimizer == "adafactor" else sum(sizes)
+
+
+def host_update_bytes(dtype_bytes: int) -> dict[str, int]:
+    """Return the bytes in RAM of one weight that trains there with AdamW, by what they hold.
+
+    Below fp32 the weight is one half of its fp32 master. Its gradient has the weight's type.
+    """
+    is_split = dtype_bytes < FP32_BYTES
+    return {
+        WEIGHTS: dtype_bytes,
+        LOW_HALVES: FP32_BYTES - dtype_bytes if is_split else 0,
+        HOST_GRADIENTS: dtype_bytes,
+        HOST_MOMENTS: 2 * FP32_BYTES,
+    }

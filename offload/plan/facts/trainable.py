@@ -13,6 +13,7 @@ from offload.plan.facts.facts import (
     AdapterSpec,
     LayerFacts,
     ModelFacts,
+    WholeWeights,
     adapted_linears,
     linear_names,
     nearest,
@@ -21,6 +22,7 @@ from offload.plan.facts.linears import Linear
 from offload.plan.facts.optimizer import Shape
 
 NORMS, ROUTER, EMBEDDING, HEAD = "norms", "router", "embed_tokens", "lm_head"
+OTHERS = "others"
 
 
 def trained_parameters(facts: ModelFacts, spec: AdapterSpec) -> int:
@@ -29,11 +31,29 @@ def trained_parameters(facts: ModelFacts, spec: AdapterSpec) -> int:
     Raises:
         UnsupportedModelError: Something that should train is not in this model.
     """
+    if spec.whole is not None:
+        return spec.whole.num_parameters
     return adapter_parameters(facts, spec) + module_parameters(facts, spec)
 
 
+def all_weights(facts: ModelFacts) -> WholeWeights:
+    """Return that all weights of a model train."""
+    outer = {
+        NORMS: facts.final_norm_parameters,
+        EMBEDDING: facts.embedding_parameters,
+        HEAD: facts.head_parameters,
+        OTHERS: facts.num_others,
+    }
+    return WholeWeights(
+        layers=tuple(layer.num_parameters for layer in facts.layers),
+        outer=tuple((name, number) for name, number in outer.items() if number),
+    )
+
+
 def trained_tensor_shapes(facts: ModelFacts, spec: AdapterSpec) -> tuple[Shape, ...]:
-    """Return the shape of every tensor that trains."""
+    """Return the shape of every tensor that is updated on the device."""
+    if spec.whole is not None:
+        return ()
     modules = [shape for layer in facts.layers for shape in _layer_module_shapes(layer, spec)]
     for name, size in outer_module_sizes(facts, spec).items():
         modules.append((size,) if name == NORMS else (facts.vocab_size, facts.hidden_size))
@@ -63,6 +83,8 @@ def adapter_parameters(facts: ModelFacts, spec: AdapterSpec) -> int:
         UnsupportedModelError: A target's name occurs in no layer, there are no experts to adapt, or
             a pattern matches no projection with an adapter.
     """
+    if spec.whole is not None:
+        return 0
     known = linear_names(facts)
     if not known and (spec.targets or not spec.experts):
         raise _unadaptable(facts)
@@ -170,7 +192,8 @@ def whole_linears(layer: LayerFacts, spec: AdapterSpec) -> tuple[Linear, ...]:
 def unread_linears(layer: LayerFacts, spec: AdapterSpec) -> tuple[Linear, ...]:
     """Return the matrices of a layer whose products a recompute can leave out.
 
-    Not those that train in full; nor adapted ones with DoRA, whose magnitude reads their values.
+    Not modules that are trained in full; nor adapted ones with DoRA, whose magnitude reads their
+    values.
     """
     read = whole_linears(layer, spec) + (adapted_linears(layer, spec) if spec.is_dora else ())
     return tuple(linear for linear in layer.linears if linear.is_unread and linear not in read)
@@ -178,6 +201,8 @@ def unread_linears(layer: LayerFacts, spec: AdapterSpec) -> tuple[Linear, ...]:
 
 def outer_module_sizes(facts: ModelFacts, spec: AdapterSpec) -> Mapping[str, int]:
     """Return the elements of the modules before and after the layers trained in full, by name."""
+    if spec.whole is not None:
+        return dict(spec.whole.outer)
     sizes = {
         NORMS: facts.final_norm_parameters,
         EMBEDDING: facts.embedding_parameters,

@@ -15,7 +15,16 @@ from offload.plan.facts.codec import decode_workspace_bytes
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.layer_layout import record_bytes
 from offload.plan.facts.linears import FP32_BYTES
-from offload.plan.facts.optimizer import paged_bytes, state_bytes, temporary_bytes
+from offload.plan.facts.optimizer import (
+    HOST_GRADIENTS,
+    HOST_MOMENTS,
+    LOW_HALVES,
+    WEIGHTS,
+    host_update_bytes,
+    paged_bytes,
+    state_bytes,
+    temporary_bytes,
+)
 from offload.plan.facts.trainable import (
     EMBEDDING,
     adapter_parameters,
@@ -32,6 +41,7 @@ from offload.plan.schedule.residency import Residency, Saved
 from offload.plan.schedule.schedule import (
     NUM_CARRIED,
     NUM_FETCHED,
+    NUM_GRADIENT_BUFFERS,
     NUM_KEPT,
     NUM_STAGING,
     PIECE_BYTES,
@@ -45,6 +55,7 @@ DATA_WORKERS = "data workers"
 SENT, KEPT_OUTPUTS = "sent activations", "kept attention outputs"
 CARRIERS = "buffers of sent activations"
 PAGED_STATES = "paged optimizer states"
+LAYER_GRADIENTS = "buffers of layers' gradients"
 CONTEXT, FRAGMENTATION, OTHER_RANKS = "context", "fragmentation", "other ranks"
 SLOTS, CUBLAS, KEPT_GRAPHS = "slots", "cuBLAS workspaces", "kept graphs"
 SCORES = "one visit: attention scores"
@@ -70,6 +81,8 @@ CUDA_PROCESS_BYTES = 1536 * MIB
 # Settings that make a term smaller; terms that no setting changes are not listed.
 SEQ_LEN, MICRO_BATCH = "a shorter `train.seq_len`", "a smaller `train.micro_batch_size`"
 TOKENS, RANK = "fewer `train.tokens_per_step`", "a smaller `adapter.rank`"
+FEWER_TARGETS = "fewer `adapter.targets`"
+FEWER_WEIGHTS = "fewer weights in `train.what`"
 FEWER_SLOTS, ROUNDED_LAYERS = "fewer `offload.num_slots`", "`offload.codec: nf4`"
 ON_DISK, INPUTS_IN_RAM = "`offload.tier: disk`", "`offload.stash: host`"
 SMALLER_CHUNK = "a smaller `offload.head_chunk`"
@@ -78,8 +91,8 @@ NO_OUTPUTS = "`offload.attention_outputs: none`"
 NO_SENT_GRAPHS = "`offload.sent_graphs: none`"
 SHRINKS: Mapping[str, tuple[str, ...]] = {
     SLOTS: (FEWER_SLOTS, ROUNDED_LAYERS),
-    "adapters": (RANK, "fewer `adapter.targets`"),
-    "gradients": (RANK, "fewer `adapter.targets`"),
+    "adapters": (RANK, FEWER_TARGETS),
+    "gradients": (RANK, FEWER_TARGETS),
     "optimizer states": ("`train.optimizer: adamw_8bit`", RANK),
     "optimizer temporaries": (RANK,),
     "trained modules": ("fewer `adapter.modules_to_save`",),
@@ -93,12 +106,15 @@ SHRINKS: Mapping[str, tuple[str, ...]] = {
     VISIT: (SEQ_LEN, MICRO_BATCH),
     "one visit: saved activations": (SEQ_LEN, MICRO_BATCH),
     SCORES: (f"{SEQ_LEN}, by its square", MICRO_BATCH),
-    "one visit: adapter inputs": (SEQ_LEN, MICRO_BATCH, "fewer `adapter.targets`"),
+    "one visit: adapter inputs": (SEQ_LEN, MICRO_BATCH, FEWER_TARGETS),
     "one visit: gradients": (SEQ_LEN, MICRO_BATCH),
     "one visit: a tile of the MLP": (SMALLER_TILES,),
     "one visit: DoRA's norm": ("`adapter.dora: false`",),
     "one visit: adapter factors": (RANK,),
     SLAB: (ON_DISK, ROUNDED_LAYERS),
+    LOW_HALVES: (FEWER_WEIGHTS,),
+    HOST_GRADIENTS: (FEWER_WEIGHTS,),
+    HOST_MOMENTS: (FEWER_WEIGHTS,),
     STASH: (TOKENS, "`offload.stash: device`"),
     SENT: (NO_SENT_GRAPHS, NO_OUTPUTS, TOKENS),
     DATA_WORKERS: ("fewer `data.num_workers`",),
@@ -333,6 +349,10 @@ def _standing_terms(
     modules = module_tensor_sizes(facts, workload.adapter)
     # traced visits and head chunks include those of their own modules; the front is not traced
     outside = outer_module_sizes(facts, workload.adapter)
+    layer_gradients = 0
+    if workload.adapter.whole is not None:
+        gradients, modules = FP32_BYTES * workload.adapter.whole.num_outer, ()
+        layer_gradients = NUM_GRADIENT_BUFFERS * b * max(workload.adapter.whole.layers)
     new_gradient = outside.get(EMBEDDING, 0) if is_traced else max(modules, default=0)
     copy_bytes = b if b == FP32_BYTES else b + FP32_BYTES
     shapes = trained_tensor_shapes(facts, workload.adapter)
@@ -350,6 +370,7 @@ def _standing_terms(
         MemoryTerm(name="trained modules", num_bytes=copy_bytes * sum(modules)),
         MemoryTerm(name="a module's new gradient", num_bytes=b * new_gradient),
         MemoryTerm(name="gradients", num_bytes=gradients),
+        MemoryTerm(name=LAYER_GRADIENTS, num_bytes=layer_gradients),
         MemoryTerm(name="optimizer states", num_bytes=states),
     )
 
@@ -481,6 +502,7 @@ def host_terms(
         staging = NUM_STAGING * min(max(map(workload.cargo_bytes, kinds)), PIECE_BYTES)
     terms = (
         MemoryTerm(name=SLAB, num_bytes=slab),
+        *_whole_host_terms(workload, is_cuda=is_cuda),
         MemoryTerm(name=STASH, num_bytes=stash),
         MemoryTerm(name=STAGING, num_bytes=staging),
         MemoryTerm(name="loading", num_bytes=LOADING_LAYERS * largest * workload.dtype_bytes),
@@ -497,3 +519,23 @@ def host_terms(
     others_bytes = (num_ranks - 1) * rank_bytes - (num_ranks - num_slabs) * slab
     others = MemoryTerm(name=OTHER_RANKS, num_bytes=others_bytes)
     return tuple(term for term in (*terms, others) if term.num_bytes)
+
+
+def _whole_host_terms(workload: Workload, *, is_cuda: bool) -> tuple[MemoryTerm, ...]:
+    """List what weights that train take in RAM in addition to themselves.
+
+    Gradients around the layers are there too, in fp32, if they come from a device.
+    """
+    whole = workload.adapter.whole
+    if whole is None:
+        return ()
+    each = host_update_bytes(workload.dtype_bytes)
+    gradients = each[HOST_GRADIENTS] * sum(whole.layers)
+    gradients += FP32_BYTES * whole.num_outer if is_cuda else 0
+    copies = each[WEIGHTS] * whole.num_outer if is_cuda else 0
+    return (
+        MemoryTerm(name=LOW_HALVES, num_bytes=each[LOW_HALVES] * whole.num_parameters),
+        MemoryTerm(name=HOST_GRADIENTS, num_bytes=gradients),
+        MemoryTerm(name=HOST_MOMENTS, num_bytes=each[HOST_MOMENTS] * whole.num_parameters),
+        MemoryTerm(name="weights around the layers, in RAM", num_bytes=copies),
+    )

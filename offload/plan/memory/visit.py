@@ -169,7 +169,8 @@ def _visit_bytes(
     return VisitBytes(
         saved=tokens * (saved - scores),
         scores=tokens * scores,
-        adapter_inputs=tokens
+        adapter_inputs=tokens * whole_input_bytes(layer, spec=spec, dtype_bytes=b)
+        + tokens
         * adapter_input_bytes(adapted, spec=spec, dtype_bytes=b, is_cpu=machine.device == "cpu"),
         factors=factor_bytes(experts, spec=spec, dtype_bytes=b, form=form)
         + cast_bytes(linears, spec=spec, dtype_bytes=b),
@@ -325,6 +326,20 @@ def adapter_input_bytes(
             inputs[linear.group, f"{linear.name}: low"] = spec.rank_of(linear) * dtype_bytes
     outputs = sum(linear.d_out for linear in adapted) if spec.is_dora else 0
     return sum(inputs.values()) + (dtype_bytes + FP32_BYTES) * outputs
+
+
+def whole_input_bytes(layer: LayerFacts, *, spec: AdapterSpec, dtype_bytes: int) -> int:
+    """Return what gradients of a layer's own weights read per token, if these train.
+
+    That is each linear's input, once for those that read the same, and what norms scale.
+    """
+    if spec.whole is None:
+        return 0
+    inputs = {
+        (x.group, "input" if x.reads == "input" else x.name): x.active * x.d_in
+        for x in layer.linears
+    }
+    return dtype_bytes * (sum(inputs.values()) + layer.normed_features)
 
 
 def cast_bytes(linears: Sequence[Linear], *, spec: AdapterSpec, dtype_bytes: int) -> int:

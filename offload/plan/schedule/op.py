@@ -17,6 +17,7 @@ class Kind(StrEnum):
     """What an op does.
 
     FRONT: run the modules before the layers, for one micro-batch.
+    UPDATE: update a layer's trained weights by the gradients of the step before (host).
     READ: read a piece of a layer from disk or pageable memory into a staging buffer (host).
     LOAD: copy a piece of a layer into its slot (h2d).
     DECODE: decode a layer from its slot into the buffer that it computes from, once per visit.
@@ -33,6 +34,7 @@ class Kind(StrEnum):
     """
 
     FRONT = "front"
+    UPDATE = "update"
     READ = "read"
     LOAD = "load"
     DECODE = "decode"

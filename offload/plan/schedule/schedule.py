@@ -20,6 +20,10 @@ Each line names the memory that it reads and writes; `offload.plan.schedule.haza
 and waits from it. Other transfers are lines too: layer inputs that are kept in host memory (the
 *stash*), gradients of the layers' own weights, reads from disk.
 
+Weights that train on the host. Clipping needs the norm of all gradients, so a layer's update cannot
+start before the backward has ended. It need not end before the next forward either, but only before
+the layer's next load: the update is a line ahead of that load, on the lane of the host.
+
 Kept graphs. The last K layers are not checkpointed: they keep the graph of their forward visit. The
 saved graph aliases the slot, which other layers overwrite in between if K > C (the decoding buffer,
 if layers are decoded). This is safe because a layer has the same address and the same bytes for the
@@ -77,6 +81,7 @@ class TransferSizes:
         piece_bytes: The largest copy; larger ones are split.
         num_staging: Staging buffers of `piece_bytes` that loads pass through; 0 if the layers are
             in page-locked memory.
+        updated: Layers that are updated on the host before they are loaded.
     """
 
     layer_bytes: tuple[int, ...]
@@ -84,6 +89,7 @@ class TransferSizes:
     decoded_bytes: tuple[int, ...]
     piece_bytes: int
     num_staging: int
+    updated: frozenset[int] = frozenset()
 
     @classmethod
     def frozen(
@@ -153,6 +159,11 @@ def warm_ring(num_slots: int) -> Ring:
     return tuple(range(num_slots))
 
 
+def without_trained(ring: Ring, sizes: TransferSizes) -> Ring:
+    """Return the ring without the layers whose weights train: in a slot they would be stale."""
+    return tuple(None if i is None or sizes.gradient_bytes[i] else i for i in ring)
+
+
 def training_schedule(
     sizes: TransferSizes,
     *,
@@ -183,6 +194,7 @@ def training_schedule(
     assert not input_bytes or len(input_bytes) == num_micro_batches
     assert 0 <= num_kept_graphs <= len(sizes.layer_bytes)
     assert order is Order.LAYER_MAJOR or not any(sizes.gradient_bytes)
+    assert sizes.updated.isdisjoint(ring), "a slot would hold weights of before the update"
     everything = tuple(range(num_micro_batches))
     groups = [everything] if order is Order.LAYER_MAJOR else [(m,) for m in everything]
     num_layers = len(sizes.layer_bytes)
@@ -236,6 +248,7 @@ class _Program:
     saved: Saved = NOTHING_SAVED
     lines: list[Line] = field(default_factory=list)
     decoded: int | None = None
+    are_updated: set[int] = field(default_factory=set)
     num_pieces: int = 0
     num_fetches: int = 0
     num_carried: int = 0
@@ -246,8 +259,7 @@ class _Program:
         Layers whose weights train may change after any pass, so the ring after it does not hold
         them.
         """
-        trains = [num_bytes > 0 for num_bytes in self.sizes.gradient_bytes]
-        left = tuple(None if i is None or trains[i] else i for i in self.ring)
+        left = without_trained(tuple(self.ring), self.sizes)
         return Schedule(ops=parallel(self.lines), ring_before=ring_before, ring_after=left)
 
     def outside(self, kind: Kind, group: Sequence[int]) -> None:
@@ -316,7 +328,8 @@ class _Program:
             self.lines.append(Line(ops=(op,), reads=(weights, *source, *carried), writes=writes))
         leaving = Op(lane=Lane.D2H, kind=Kind.GRADIENT, layer=layer, buffer=gradient[1])
         if num_bytes:
-            self.lines.append(Line(ops=self._pieces(leaving, num_bytes), reads=(gradient,)))
+            pieces = self._pieces(leaving, num_bytes)
+            self.lines.append(Line(ops=pieces, reads=(gradient,), writes=(_sink(layer),)))
 
     def _load(self, layer: int) -> tuple[int, Resource]:
         """Write the load and decoding of a layer, unless its weights are already in place.
@@ -329,6 +342,9 @@ class _Program:
             return slot, _DECODED
         if self.ring[slot] != layer:
             self.ring[slot] = layer
+            if layer in self.sizes.updated and layer not in self.are_updated:
+                self.are_updated.add(layer)
+                self.lines.append(self._update(layer))
             self.lines += self._copies(layer, slot)
         if not self.sizes.decoded_bytes[layer]:
             return slot, _slot(slot)
@@ -347,17 +363,27 @@ class _Program:
         """Write the copies that fill a slot: one line, or two for each piece that is staged."""
         load = Op(lane=Lane.H2D, kind=Kind.LOAD, layer=layer, slot=slot)
         loads = self._pieces(load, self.sizes.layer_bytes[layer])
+        weights = (_weights(layer),) if layer in self.sizes.updated else ()
         if not self.sizes.num_staging:
-            yield Line(ops=loads, writes=(_slot(slot),))
+            yield Line(ops=loads, reads=weights, writes=(_slot(slot),))
             return
         for piece in loads:
             buffer = self.num_pieces % self.sizes.num_staging
             staged: tuple[Resource, ...] = (("staging", buffer, 0),)
             self.num_pieces += 1
             read = piece._replace(lane=Lane.HOST, kind=Kind.READ, slot=None, buffer=buffer)
-            yield Line(ops=(read,), writes=staged)
+            yield Line(ops=(read,), reads=weights, writes=staged)
             load = piece._replace(buffer=buffer)
             yield Line(ops=(load,), reads=staged, writes=(_slot(slot),))
+
+    def _update(self, layer: int) -> Line:
+        op = Op(
+            lane=Lane.HOST,
+            kind=Kind.UPDATE,
+            layer=layer,
+            num_bytes=self.sizes.gradient_bytes[layer],
+        )
+        return Line(ops=(op,), reads=(_sink(layer),), writes=(_weights(layer),))
 
     def _pieces(self, whole: Op, total: int) -> tuple[Op, ...]:
         """Split a copy into pieces; an empty copy is one piece."""
@@ -432,3 +458,11 @@ _DECODED: Resource = ("decoded", 0, 0)
 
 def _slot(slot: int) -> Resource:
     return ("slot", slot, 0)
+
+
+def _weights(layer: int) -> Resource:
+    return ("weights", layer, 0)
+
+
+def _sink(layer: int) -> Resource:
+    return ("gradients on the host", layer, 0)

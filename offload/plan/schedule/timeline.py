@@ -64,6 +64,20 @@ class Timeline:
         compute_s = sum(s.duration_s for s in self.spans if s.lane is Lane.COMPUTE)
         return max(0.0, self.step_s - compute_s)
 
+    @property
+    def exposed_update_s(self) -> float:
+        """Time in which weights are updated on the host and nothing is computed."""
+        computing = sorted((s.start_s, s.end_s) for s in self.spans if s.lane is Lane.COMPUTE)
+        exposed_s = 0.0
+        for span in (s for s in self.spans if s.kind is Kind.UPDATE):
+            now_s = span.start_s
+            for start_s, end_s in computing:
+                if end_s > now_s and start_s < span.end_s:
+                    exposed_s += max(0.0, start_s - now_s)
+                    now_s = max(now_s, end_s)
+            exposed_s += max(0.0, span.end_s - now_s)
+        return exposed_s
+
     def crossings(self) -> Iterator[tuple[int, int]]:
         """List the waits across lanes: positions of the op waited for, and of the waiting op."""
         for number, span in enumerate(self.spans):
@@ -90,7 +104,8 @@ class Timeline:
     def phases(self) -> dict[str, float]:
         """Seconds by phase, with the names of the report.
 
-        Compute phases and `stall` add up to `step`; `h2d`, `d2h` and `reads` overlap with them.
+        Compute phases and `stall` add up to `step`; `h2d`, `d2h`, `reads` and `updates` overlap
+        with them. `exposed updates` are the part of `updates` in which nothing is computed.
         """
         return {
             "step": self.step_s,
@@ -101,6 +116,8 @@ class Timeline:
             "h2d": self.busy_s(Kind.LOAD, Kind.FETCH, Kind.RETURN),
             "d2h": self.busy_s(Kind.STASH, Kind.SEND, Kind.GRADIENT),
             "reads": self.busy_s(Kind.READ),
+            "updates": self.busy_s(Kind.UPDATE),
+            "exposed updates": self.exposed_update_s,
             "stall": self.stall_s,
         }
 

@@ -61,7 +61,7 @@ def r3_bound_s(
         first_graph=len(costs.layers) - num_kept_graphs,
         saved=saved,
     )
-    up_s = sweeps.up_s(warm_ring(num_slots) if ring is None else ring)
+    up_s = sweeps.up_s(_ring_between_steps(costs, num_slots) if ring is None else ring)
     return sweeps.end_s(up_s, num_slots) + num_micro_batches * costs.front_backward_s
 
 
@@ -118,6 +118,10 @@ class _Sweeps:
             ends_s.append(hold_s + way_s + last_s)
         if missing[0] == 0:
             ends_s.append(_load_s(costs, 0) + sum(visits_s))
+        updated_s = 0.0
+        for layer in missing:  # updates follow one another, each ahead of its load
+            updated_s += costs.layers[layer].update_s
+            ends_s.append(updated_s + _load_s(costs, layer) + sum(visits_s[layer:]))
         return max(ends_s)
 
     def leaving_s(self) -> float:
@@ -226,6 +230,12 @@ class _Sweeps:
     def _hold_s(self, layer: int) -> float:
         """How long a layer holds its slot: until it is decoded, or else for its visit upwards."""
         return self.costs.layers[layer].decode_s or self.visit_s(layer)
+
+
+def _ring_between_steps(costs: Costs, num_slots: int) -> Ring:
+    """Return what the slots hold after a step: no layer that is updated on the host."""
+    updated = {number for number, layer in enumerate(costs.layers) if layer.update_s}
+    return tuple(None if layer in updated else layer for layer in warm_ring(num_slots))
 
 
 def _missing(ring: Ring, num_layers: int) -> list[int]:

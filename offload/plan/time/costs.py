@@ -7,7 +7,7 @@ Passes and operators are counted in the code that runs.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -30,7 +30,7 @@ from offload.plan.machine.machine import MEASURED, Machine
 from offload.plan.schedule.residency import NOTHING_SAVED, Residency, Saved
 from offload.plan.time.adapters import branches, dora_norm
 from offload.plan.time.attention import ATTENTION_OPS, attention_work
-from offload.plan.time.optimizer import update_work
+from offload.plan.time.optimizer import host_update_s, outer_update_s, update_work
 from offload.plan.time.pointwise import NORM, NORM_WEIGHT, pointwise_work
 from offload.plan.time.pricer import Pricer
 from offload.plan.time.tiles import tiling
@@ -39,6 +39,7 @@ from offload.plan.time.work import Bound, Work
 Grade = Literal["spec", "probed", "calibrated"]
 
 FLASH_BACKWARD_FORWARDS = 2.5
+GRADIENT_PASSES = 4  # a new gradient is written and read, the sum so far read and written
 FRONT_OPS, TAIL_OPS, TAIL_LOGIT_PASSES = 60, 40, 9
 # One operator reads the logits twice and writes their gradient, in place of TAIL_LOSS_OPS others.
 FUSED_LOGIT_PASSES, TAIL_LOSS_OPS = 3, 8
@@ -62,6 +63,7 @@ class LayerCost:
         output_bytes: Of that output and its log-sum-exp.
         graph_bytes: Of all that autograd saves of a visit; 0 if no graph is to be sent.
         graph_pack_s: Copying that to the buffer that it is sent from.
+        update_s: Updating its weights on the host, once per step; 0 if they are frozen.
         decode_s: Decoding: once per visit, whatever the number of micro-batches.
         weight_bytes: What one load moves.
         forward_flops: Of the forward.
@@ -83,6 +85,7 @@ class LayerCost:
     output_bytes: int = 0
     graph_bytes: int = 0
     graph_pack_s: float = 0.0
+    update_s: float = 0.0
 
     def forth_s(self, *, is_sent: bool, has_graph: bool = False) -> float:
         """Return the seconds of a forward visit, with a copy of what is sent."""
@@ -163,11 +166,22 @@ def _by_micro_batch(sizes: tuple[int, ...], num_micro_batches: int) -> tuple[tup
 def _module_gradients(at: Pricer, layer: LayerFacts) -> Work:
     """Gradients of modules that are trained in full: a product each, accumulated in fp32."""
     spec, tokens = at.workload.adapter, at.workload.num_tokens
+    if spec.whole is not None:
+        return _whole_gradients(at, layer).times(spec.whole.frac_of(at.facts))
     products = [at.gemm(x.d_in, tokens, x.d_out) for x in whole_linears(layer, spec)]
     sizes = layer_module_sizes(layer, spec)
     normed = layer.normed_features if NORMS in spec.modules else 0
     sums = at.traffic(2 * normed * tokens * FP32_BYTES, num_ops=0)
     return _sum([*products, sums, at.added_up(sum(sizes), num_tensors=len(sizes))])
+
+
+def _whole_gradients(at: Pricer, layer: LayerFacts) -> Work:
+    """Gradients of all weights of a layer: each product's once more, and their sums."""
+    products = [at.matmul(linear) for linear in layer.linears]
+    sums = at.traffic(2 * layer.normed_features * at.workload.num_tokens * FP32_BYTES, num_ops=0)
+    gradient_bytes = GRADIENT_PASSES * at.workload.dtype_bytes * layer.num_parameters
+    num_tensors = len(layer.linears) + len(layer.norms)
+    return _sum([*products, sums, at.traffic(gradient_bytes, num_ops=num_tensors)])
 
 
 def _attention(at: Pricer, layer: LayerFacts) -> Work:
@@ -280,11 +294,27 @@ def _front_backward(at: Pricer) -> Work:
 
 def _optimizer(at: Pricer) -> Work:
     spec, shapes = at.workload.adapter, trained_tensor_shapes(at.facts, at.workload.adapter)
+    if spec.whole is not None:
+        b = at.workload.dtype_bytes
+        return Work(memory_s=outer_update_s(at.machine, spec.whole.num_outer, dtype_bytes=b))
     update = update_work(at.machine, shapes, at.workload.optimizer)
     if at.workload.dtype_bytes == FP32_BYTES:
         return update
     copied = module_parameters(at.facts, spec) * (FP32_BYTES + at.workload.dtype_bytes)
     return update + at.traffic(copied, num_ops=0)  # compute copies are cast from fp32
+
+
+def _with_updates(
+    layers: Sequence[LayerCost], machine: Machine, workload: Workload
+) -> tuple[LayerCost, ...]:
+    """Add the time of updates on the host."""
+    whole, b = workload.adapter.whole, workload.dtype_bytes
+    if whole is None:
+        return tuple(layers)
+    return tuple(
+        replace(layer, update_s=host_update_s(machine, number, dtype_bytes=b))
+        for layer, number in zip(layers, whole.layers, strict=True)
+    )
 
 
 def price(
@@ -327,7 +357,7 @@ def price(
         load_bytes_per_s = load_bytes_per_s if is_cuda else read_bytes_per_s
     return Costs(
         grade="probed" if is_measured else "spec",
-        layers=tuple(shapes[layer] for layer in facts.layers),
+        layers=_with_updates([shapes[layer] for layer in facts.layers], machine, workload),
         front_s=at.traffic(embedded_bytes, num_ops=front_ops).seconds(machine),
         front_backward_s=_front_backward(at).seconds(machine),
         tail_s=_tail(at).seconds(machine),

@@ -4,7 +4,14 @@ import math
 from collections.abc import Sequence
 
 from offload.errors import OffloadError
-from offload.plan.facts.optimizer import Optimizer, Shape, paged_bytes
+from offload.plan.facts.linears import FP32_BYTES
+from offload.plan.facts.optimizer import (
+    HOST_GRADIENTS,
+    Optimizer,
+    Shape,
+    host_update_bytes,
+    paged_bytes,
+)
 from offload.plan.machine.machine import Machine
 from offload.plan.time.work import Work
 
@@ -13,6 +20,31 @@ from offload.plan.time.work import Work
 BYTES_PER_WEIGHT = {"adamw": 92, "adamw_8bit": 28, "paged_adamw_8bit": 28, "adafactor": 80}
 OPS = {"adamw": 14, "adamw_8bit": 14, "paged_adamw_8bit": 16, "adafactor": 24}
 CUDA_TENSORS_PER_FOREACH = 100
+
+
+def host_bytes_per_weight(dtype_bytes: int) -> int:
+    """Return what an update of a weight in RAM reads and writes: all of it, gradients only once."""
+    sizes = host_update_bytes(dtype_bytes)
+    return 2 * sum(sizes.values()) - sizes[HOST_GRADIENTS]
+
+
+def host_update_s(machine: Machine, num_weights: int, *, dtype_bytes: int) -> float:
+    """Return the seconds of an update of weights in RAM, as fast as that memory."""
+    is_cpu = machine.device == "cpu"
+    rate = machine.memory_bytes_per_s if is_cpu else machine.host_memory_bytes_per_s
+    return num_weights * host_bytes_per_weight(dtype_bytes) / rate.value
+
+
+def outer_update_s(machine: Machine, num_weights: int, *, dtype_bytes: int) -> float:
+    """Return the seconds of the update of weights around the layers, which nothing overlaps with.
+
+    On CUDA their gradients cross the link in fp32, and the weights cross it back.
+    """
+    update_s = host_update_s(machine, num_weights, dtype_bytes=dtype_bytes)
+    if machine.device == "cpu":
+        return update_s
+    sent_s = num_weights * FP32_BYTES / machine.d2h_bytes_per_s.value
+    return sent_s + update_s + num_weights * dtype_bytes / machine.h2d_bytes_per_s.value
 
 
 def update_work(machine: Machine, shapes: Sequence[Shape], optimizer: Optimizer) -> Work:

@@ -45,6 +45,8 @@ def what_if(plan: Plan, *, num_cards: int) -> OtherWays:
         num_cards: Cards of the options that use several.
     """
     assert plan.request.num_ranks == 1
+    if plan.request.typical.adapter.whole is not None:
+        return _of_whole_weights(plan)
     return OtherWays(
         plan=figures_of(plan),
         options=(
@@ -61,6 +63,19 @@ def what_if(plan: Plan, *, num_cards: int) -> OtherWays:
             unfused_attention(plan),
             train_all(plan),
             *second_cards(plan, num_cards=num_cards),
+        ),
+    )
+
+
+def _of_whole_weights(plan: Plan) -> OtherWays:
+    """Price the options that are one too where the model's own weights train, on one card."""
+    return OtherWays(
+        plan=figures_of(plan),
+        options=(
+            recompute_cheap(plan),
+            _send_activations(plan),
+            _offload_weights(plan),
+            unfused_attention(plan),
         ),
     )
 

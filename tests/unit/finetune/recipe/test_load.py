@@ -117,7 +117,7 @@ def test_a_word_of_another_trainer_is_known_at_the_top_and_on_the_command_line_t
 def test_a_key_that_is_near_to_nothing_is_not_guessed_at(folder: Path, key: str) -> None:
     error = refusal(replaced("  steps: 10", f"  steps: 10\n  {key}: 1"))
     assert error.limit is not None
-    assert error.limit.startswith("the section train has seq_len, ")
+    assert error.limit.startswith("the section train has what, seq_len, ")
     assert error.hint == f"remove `{key}`"
 
 

@@ -17,6 +17,7 @@ from finetune.errors import FinetuneError
 from finetune.recipe.sections import AdapterSection, TrainSection
 from finetune.run.checkpoint import Checkpoints
 from finetune.training.loop import Loop, StepRecord
+from finetune.training.optimizer import AdapterUpdate
 from finetune.training.ranks import Ranks
 from offload.engine.results import StepResult
 from offload.engine.seeding import NEWEST, Seeding
@@ -63,9 +64,8 @@ def make_loop(
     loop = Loop(
         model=model,
         engine=engine,
-        trained=trained,
+        update=AdapterUpdate(trained, train=train, loraplus_ratio=loraplus_ratio, ranks=Ranks()),
         train=train,
-        loraplus_ratio=loraplus_ratio,
         is_masked=is_masked,
         num_steps=4,
         ranks=Ranks(),
@@ -92,7 +92,7 @@ def test_a_rehearsal_leaves_no_trace() -> None:
     with_rehearsal.rehearse(batches(20), [batches(8)])
     assert all(torch.equal(p, before[name]) for name, p in parameters.items())
     assert all(p.grad is None for p in parameters.values())
-    assert not with_rehearsal.optimizer.state
+    assert not with_rehearsal.optimizer.state_dict()["state"]
     without, others = make_loop()
     for number in range(2):
         assert with_rehearsal.step(number, batches(8)).loss == without.step(number, batches(8)).loss
@@ -279,7 +279,7 @@ def test_what_trains_takes_the_bytes_that_the_plan_says(dtype: torch.dtype, opti
     assert planned["adapters"] == sum(
         p.nbytes for name, p in parameters.items() if name not in whole
     )
-    states = loop.optimizer.state.values()
+    states = loop.optimizer.state_dict()["state"].values()
     held = {id(t): t.nbytes for s in states for name, t in s.items() if name != "step"}
     assert planned["optimizer states"] == sum(held.values())
     assert planned["gradients"] == sum(4 * weight.numel() for weight in loop.weights.values())

@@ -1,0 +1,35 @@
+"""An fp32 master weight as two halves of 16 bits, of which one is the weight that computes.
+
+A bf16 weight has the sign, the exponent and the first 7 bits of the mantissa of an fp32 number. So
+a master need not be kept in addition to the bf16 weights that are streamed: 16 more bits make up
+the rest.
+
+The high half is the master rounded to the nearest bf16, ties away from zero; the low half is the
+master's own last 16 bits. Read as a signed number they are what the rounding took away, so adding
+the two undoes it: bit by bit, for each of the 2^32 patterns. Rounding ties to even, as torch does,
+cannot be undone: after a tie the same two halves stand for two masters. Cutting the last bits off
+could be undone, but every weight would compute too small.
+
+What is not finite. Masters beyond the largest bf16 number have an infinite high half, as with any
+rounding. Of a NaN the high half can be infinite (its mantissa is only in the last 16 bits) or a
+zero (all of its first mantissa bits are ones, and rounding carries into the sign). The master is
+the same NaN all the same, but a layer may compute without it. So a step whose loss or gradients
+are not finite must be refused before its update.
+"""
+
+import torch
+
+_HALF = 1 << 15
+
+
+def split_into(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> None:
+    """Write an fp32 master (any shape) into its halves: bf16 and int16, of the same shape."""
+    bits = master.view(torch.int32)
+    low.copy_(bits)  # the last 16 bits: conversions of integers wrap
+    high.view(torch.int16).copy_((bits + _HALF).bitwise_right_shift_(16))
+
+
+def joined(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """Return the fp32 master of two halves: bf16 and int16, of the same shape."""
+    bits = high.view(torch.int16).to(torch.int32)
+    return bits.bitwise_left_shift_(16).add_(low).view(torch.float32)

@@ -1,0 +1,160 @@
+"""The update of a model whose own weights train: on the host, a layer before its next load."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch import nn
+
+from finetune.full.host_adamw import HostAdamW, total_norm
+from finetune.recipe.sections import TrainSection
+from offload.engine.engine import Engine
+
+_CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+
+
+class FullUpdate:
+    """AdamW on the host for the layers and for what is around them.
+
+    Layers are updated in the next step, each before it is loaded. Embeddings, norm and head are on
+    the device for the whole run and needed first, so they are updated at once: their gradients, in
+    fp32, come to the host, and new weights go back.
+    """
+
+    def __init__(self, engine: Engine, *, train: TrainSection) -> None:
+        """Make fresh states.
+
+        Args:
+            engine: Of the model, with trained weights on the host.
+            train: Settings of training.
+        """
+        self._engine, self._max_norm = engine, train.max_grad_norm
+        trained = engine.trained_parameters
+        self._layer_of = engine.updates.layer_of
+        self._layers = {name: trained[name] for name in self._layer_of}
+        self._around = {
+            name: _Around(parameter)
+            for name, parameter in trained.items()
+            if name not in self._layer_of
+        }
+        on_host = {name: master.detach() for name, master in self._layers.items()}
+        on_host |= {name: one.on_host for name, one in self._around.items()}
+        self._adamw = HostAdamW(on_host, weight_decay=train.weight_decay)
+        self._scale = 1.0
+
+    @property
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """Weights, low halves of masters and moments as of the newest step, by name."""
+        self._engine.updates.flush()
+        return self._adamw.tensors
+
+    @property
+    def optimizer(self) -> HostAdamW:
+        """AdamW's settings and number of updates; its states are among the weights."""
+        return self._adamw
+
+    def gather(self, loss: float) -> tuple[float, float]:
+        """Return the loss, and the norm of all gradients, by which they will be scaled."""
+        norms = [*self._engine.updates.norms.values()]
+        norms += [one.norm() for one in self._around.values()]
+        norm = total_norm(norms)
+        self._scale = 1.0
+        if self._max_norm is not None:
+            limit = torch.tensor(self._max_norm) / (torch.tensor(norm) + _CLIP_EPS)
+            self._scale = float(limit.clamp(max=1.0))
+        return loss, norm
+
+    def apply(self, *, lr: float) -> None:
+        """Update what is around the layers; the layers follow in the next step."""
+        self._engine.updates.flush()
+        self._adamw.num_updates += 1
+        update = partial(
+            self._adamw.update,
+            num_updates=self._adamw.num_updates,
+            lr=lr,
+            scale=self._scale,
+        )
+        by_layer: dict[int, dict[str, torch.Tensor]] = {}
+        for name, layer in self._layer_of.items():
+            master = self._layers[name]
+            assert master.grad is not None
+            by_layer.setdefault(layer, {})[name] = master.grad
+            master.grad = None
+        update({name: one.taken() for name, one in self._around.items()})
+        self._publish_around()
+        self._engine.updates.defer(lambda layer: update(by_layer[layer]))
+
+    def publish(self) -> None:
+        """Let the model compute with weights that were changed from outside: layers do anyway."""
+        self._publish_around()
+
+    def rehearsal(self) -> Callable[[], None]:
+        """Undoing forgets the moments: an update at a learning rate of 0 changes no weight."""
+
+        def undo() -> None:
+            self._engine.updates.flush()
+            self._adamw.forget()
+
+        return undo
+
+    def _publish_around(self) -> None:
+        for one in self._around.values():
+            one.publish()
+
+
+class _Around:
+    """A weight around the layers: it computes on the device, and is updated on the host.
+
+    Gradients in 16 bits are added up in fp32, as each exists: a single one is small next to the sum
+    of many, and would be rounded away.
+    """
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter = parameter
+        self.sum: torch.Tensor | None = None
+        values = parameter.detach()
+        self.on_host = values if values.device.type == "cpu" else values.cpu()
+        if parameter.dtype is not torch.float32:
+            parameter.register_post_accumulate_grad_hook(_Adder(self))
+
+    @property
+    def gradient(self) -> torch.Tensor:
+        """The gradient of the newest step, on the device, in fp32."""
+        if self._parameter.dtype is torch.float32:
+            self.sum = self._parameter.grad
+        assert self.sum is not None
+        return self.sum
+
+    def norm(self) -> torch.Tensor:
+        """Return the gradient's norm."""
+        norm: torch.Tensor = torch.linalg.vector_norm(self.gradient)
+        return norm
+
+    def taken(self) -> torch.Tensor:
+        """Return the gradient on the host, and let go of it on the device."""
+        gradient = self.gradient.cpu()
+        self._parameter.grad = self.sum = None
+        return gradient
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Copy the weight to the device, unless it is there."""
+        if self.on_host.data_ptr() != self._parameter.data_ptr():
+            self._parameter.copy_(self.on_host)
+
+
+class _Adder:
+    """Adds each gradient to the sum, and clears it."""
+
+    takes_partial_gradients = True
+
+    def __init__(self, around: _Around) -> None:
+        self._around = around
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        if self._around.sum is None:
+            self._around.sum = parameter.grad.float()
+        else:
+            self._around.sum += parameter.grad
+        parameter.grad = None

@@ -1,0 +1,84 @@
+"""Rules for recipes that train the model's own weights: what cannot be combined with it."""
+
+from collections.abc import Iterator
+
+from finetune.recipe.breach import Breach
+from finetune.recipe.sections import AdapterSection, Settings
+
+_WHAT = ("train.what",)
+
+
+def broken_full_rules(recipe: Settings) -> Iterator[Breach]:
+    """Yield the rules that a recipe breaks in which weights of the model train."""
+    what = recipe.train.what if isinstance(recipe.train.what, str) else list(recipe.train.what)
+    if not what:
+        yield Breach(
+            field="train.what",
+            what="train.what is an empty list",
+            limit="a run trains something",
+            hint="`train.what: all`, or patterns of the names of weights",
+        )
+    none = AdapterSection()
+    for name in AdapterSection.model_fields:
+        value = getattr(recipe.adapter, name)
+        if value != getattr(none, name):
+            yield Breach(
+                field=f"adapter.{name}",
+                what=f"adapter.{name} is {value} and train.what is {what}",
+                limit="weights of the model train in place of an adapter, so there is none",
+                hint=f"leave `adapter.{name}` out, or `train.what: adapter`",
+                reads=_WHAT,
+            )
+    for field, value, is_possible, limit, fix in (
+        (
+            "offload.codec",
+            recipe.offload.codec,
+            recipe.offload.codec in ("auto", "native"),
+            "weights that train are updated in the form that they compute in",
+            "native",
+        ),
+        (
+            "offload.tier",
+            recipe.offload.tier,
+            recipe.offload.tier != "disk",
+            "weights that train are updated in memory: a disk would be written in every step",
+            "ram",
+        ),
+        (
+            "train.optimizer",
+            recipe.train.optimizer,
+            recipe.train.optimizer == "adamw",
+            "in RAM weights are updated by AdamW; others are for adapters",
+            "adamw",
+        ),
+        (
+            "train.compile",
+            recipe.train.compile,
+            not recipe.train.compile,
+            "layers are compiled for frozen weights",
+            "false",
+        ),
+        (
+            "model.experts_implementation",
+            recipe.model.experts_implementation,
+            recipe.model.experts_implementation != "triton",
+            "Triton's kernels have no gradients by the experts' own weights",
+            "grouped_mm",
+        ),
+        (
+            "model.layer_kernels",
+            recipe.model.layer_kernels,
+            recipe.model.layer_kernels != "fused",
+            "fused norms have no gradients by their weights",
+            "plain",
+        ),
+    ):
+        if not is_possible:
+            shown = str(value).lower() if isinstance(value, bool) else value
+            yield Breach(
+                field=field,
+                what=f"{field} is {shown} and train.what is {what}",
+                limit=limit,
+                hint=f"`{field}: {fix}`",
+                reads=_WHAT,
+            )

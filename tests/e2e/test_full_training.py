@@ -1,0 +1,170 @@
+"""Full training from a recipe: what a run leaves, and that it resumes to the bit."""
+
+import json
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from finetune.recipe.recipe import shipped_recipe
+from offload.engine.host_gradients import LateUpdates
+from tests.e2e.runs import losses, rows_of, run
+
+
+def full_recipe(
+    write_recipe: Any, *, dtype: str = "float32", what: object = "all", **train: object
+) -> Path:
+    recipe: Path = write_recipe(
+        model={"dtype": dtype},
+        train={"what": what, "lr": 0.003, "max_grad_norm": 0.5, **train},
+        output={"eval_every": 3},
+    )
+    content = yaml.safe_load(recipe.read_text())
+    del content["adapter"]
+    recipe.write_text(yaml.safe_dump(content))
+    return recipe
+
+
+def weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    return {
+        name: tensor
+        for file in (run_dir / "model").glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+
+
+def load_whole(folder: Path) -> tuple[Any, dict[str, Any]]:
+    """Return what plain transformers loads, and what it says about it."""
+    found: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    return found[0], found[1]
+
+
+def assert_same_runs(one: Path, other: Path) -> None:
+    assert losses(one) == losses(other)
+    a, b = weights(one), weights(other)
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+def test_plain_transformers_loads_what_a_run_leaves(
+    dtype, tmp_path, write_recipe, machine_file, capsys, model_dir
+) -> None:
+    recipe = full_recipe(write_recipe, dtype=dtype)
+    machine = (
+        ("--machine", machine_file) if dtype == "float32" else ()
+    )  # the file's rates are of float32
+    assert run("finetune", recipe, *machine, "report.samples=4") == 0
+    shown, run_dir = capsys.readouterr().out, tmp_path / "run"
+    assert "Predicted (calibrated) against measured" in shown
+    assert f"Model: {run_dir / 'model'}" in shown
+    assert "adapter" not in shown.replace("no adapter", "")
+    loaded, info = load_whole(run_dir / "model")
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert loaded.dtype is getattr(torch, dtype)
+    assert AutoTokenizer.from_pretrained(run_dir / "model").chat_template
+    checkpoint = load_file(run_dir / "checkpoints" / "step-0000006" / "trained.safetensors")
+    base = dict(
+        AutoModelForCausalLM.from_pretrained(model_dir, dtype=loaded.dtype).named_parameters()
+    )
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, checkpoint[name])
+        assert not torch.equal(parameter, base[name])
+    card = (run_dir / "model" / "README.md").read_text()
+    assert "library_name: transformers" in card
+    assert "with all weights trained" in card
+    assert "LoRA" not in card
+    found = [row["eval_loss"] for row in rows_of(run_dir) if "eval_loss" in row]
+    assert found[-1] < found[0]
+    names = {path.name for path in run_dir.iterdir()}
+    assert "adapter" not in names
+    for command in (("merge", run_dir, "--out", tmp_path / "merged"),):
+        assert run(*command) == 1
+        assert "merge is not needed" in capsys.readouterr().err
+    assert run("finetune", recipe, *machine, "report.samples=4", "--overwrite") == 0
+    assert run("generate", run_dir, "--prompt", "what follows 3", "--max-new-tokens", 3) == 0
+
+
+def test_a_run_that_ends_between_backward_and_update_resumes_to_the_bit(
+    tmp_path, write_recipe, machine_file, monkeypatch
+) -> None:
+    recipe, whole = full_recipe(write_recipe, what=["model.layers.*"]), tmp_path / "whole"
+    assert run("finetune", recipe, "--machine", machine_file, f"output.dir={whole}") == 0
+    num_updated, update = 0, LateUpdates.run
+
+    def run_some(self: LateUpdates, layer: int) -> None:
+        nonlocal num_updated
+        num_updated += 1
+        if num_updated > 26:  # some layers of a later step are updated, others never
+            raise OSError("killed")
+        update(self, layer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LateUpdates, "run", run_some)
+        assert run("finetune", recipe, "--machine", machine_file) != 0
+    done = losses(tmp_path / "run")
+    assert 2 <= len(done) < 6
+    assert run("finetune", recipe, "--machine", machine_file, "--resume") == 0
+    assert_same_runs(tmp_path / "run", whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_a_killed_run_resumes_to_the_bit(
+    seed, tmp_path, write_recipe, machine_file, forked
+) -> None:
+    recipe, whole = full_recipe(write_recipe), tmp_path / "whole"
+    assert run("finetune", recipe, "--machine", machine_file, f"output.dir={whole}") == 0
+    metrics, chance = tmp_path / "run" / "metrics.jsonl", random.Random(seed)
+    words: tuple[object, ...] = ("finetune", recipe, "--machine", machine_file)
+    process = forked.start(*words)
+    goal = chance.randrange(2, 6)
+    process.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= goal)
+    time.sleep(chance.random() * 0.05)
+    assert process.end(signal.SIGKILL) == -signal.SIGKILL
+    process = forked.start(*words, "--resume")
+    assert process.end() == 0, process.shown
+    assert_same_runs(tmp_path / "run", whole)
+
+
+def test_only_what_patterns_name_trains(tmp_path, write_recipe, machine_file, model_dir) -> None:
+    recipe = full_recipe(write_recipe, what=["model.layers.[23].*", "model.norm.weight"])
+    assert run("finetune", recipe, "--machine", machine_file) == 0
+    base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    before = dict(base.named_parameters())
+    changed = {n for n, p in trained.named_parameters() if not torch.equal(p, before[n])}
+    expected = {n for n in before if ".layers.2." in n or ".layers.3." in n}
+    assert changed == expected | {"model.norm.weight"}
+    predicted = json.loads((tmp_path / "run" / "predicted.json").read_text())
+    numbers = predicted["calibrated"]["model"]
+    assert numbers["num_adapter_parameters"] == 0
+    assert numbers["num_module_parameters"] == sum(before[n].numel() for n in changed)
+
+
+def test_a_pattern_that_matches_nothing_is_refused(write_recipe, machine_file, capsys) -> None:
+    recipe = full_recipe(write_recipe, what=["layers.0.*"])
+    assert run("finetune", recipe, "--machine", machine_file) == 1
+    shown = capsys.readouterr().err
+    assert "layers.0.* matches no weight" in shown
+    assert "`train.what: [model.layers.0." in shown
+
+
+@pytest.mark.slow
+def test_the_quickstart_learns(tmp_path, capsys, cache) -> None:
+    recipe = shipped_recipe("quickstart_full")
+    words = ("train.steps=50", "report.samples=40", "output.eval_every=50")
+    assert run("finetune", recipe, f"output.dir={tmp_path / 'run'}", *words) == 0
+    shown = capsys.readouterr().out
+    assert "Predicted (calibrated) against measured" in shown
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert report["exact_match"]["after"] > report["exact_match"]["before"]
+    assert report["last_loss"] < 0.5 * report["first_loss"]

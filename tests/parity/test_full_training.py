@@ -1,0 +1,329 @@
+"""Full training on the host against plain PyTorch, which is written here without the engine."""
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from finetune.data.steps import StepShare
+from finetune.full.update import FullUpdate
+from finetune.recipe.sections import TrainSection
+from finetune.training.loop import Loop
+from finetune.training.ranks import Ranks
+from offload.engine.engine import Engine
+from offload.plan.schedule.op import Kind, Lane
+from tests.parity.steps import MODELS
+from tests.tiers import mostly_slow
+
+Batch = dict[str, torch.Tensor]
+LR, MAX_NORM = 3e-3, 0.25  # the norm of these gradients is larger in each step
+NUM_MICRO_BATCHES = 3
+
+
+def model_of(name: str = "qwen3") -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name]().train()
+
+
+def step_of(number: int) -> list[Batch]:
+    """Rows of a simple language (each token is a function of the last), so that a loss can fall."""
+    generator = torch.Generator().manual_seed(number)
+    batches = []
+    for width in (9, 12, 15):
+        ids = torch.randint(0, 64, (2, width), generator=generator)
+        for place in range(1, width):
+            ids[:, place] = (5 * ids[:, place - 1] + 3) % 64
+        labels = ids.clone()
+        labels[:, :2] = -100
+        batches.append({"input_ids": ids, "labels": labels})
+    return batches
+
+
+def num_labels(batches: Sequence[Batch]) -> int:
+    return sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+
+
+def plain_gradients(model: nn.Module, batches: Sequence[Batch]) -> float:
+    """Add a step's gradients to `.grad` of a plain model, and return its loss."""
+    total, loss = num_labels(batches), 0.0
+    for batch in batches:
+        logits = model(input_ids=batch["input_ids"], use_cache=False).logits[:, :-1]
+        summed = nn.functional.cross_entropy(
+            logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum"
+        )
+        (summed / total).backward()
+        loss += summed.item() / total
+    return loss
+
+
+def plain_losses(
+    model: nn.Module, make: Callable[[Any], torch.optim.Optimizer], num_steps: int
+) -> list[float]:
+    optimizer, losses = make(model.parameters()), []
+    for number in range(num_steps):
+        losses.append(plain_gradients(model, step_of(number)))
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def share_of(batches: Sequence[Batch]) -> StepShare:
+    return StepShare(
+        micro_batches=tuple(batches),
+        micro_batch_ids=tuple(range(len(batches))),
+        num_tokens=num_labels(batches),
+        num_label_tokens=num_labels(batches),
+    )
+
+
+def loop_of(model: nn.Module, *, max_norm: float | None = MAX_NORM, **options: Any) -> Loop:
+    train = TrainSection(
+        what="all",
+        grad_accum_steps=NUM_MICRO_BATCHES,
+        steps=1000,
+        lr=LR,
+        schedule="constant",
+        max_grad_norm=max_norm,
+        weight_decay=0.0,
+    )
+    engine = offload.attach(
+        model,
+        num_slots=options.pop("num_slots", 2),
+        device="cpu",
+        head_chunk_tokens=7,
+        trained_weights="host",
+        **options,
+    )
+    return Loop(
+        model=model,
+        engine=engine,
+        update=FullUpdate(engine, train=train),
+        train=train,
+        is_masked=False,
+        num_steps=1000,
+        ranks=Ranks(),
+    )
+
+
+def engine_of(loop: Loop) -> Engine:
+    return loop._engine
+
+
+def run(loop: Loop, numbers: Sequence[int]) -> list[float]:
+    return [loop.step(number, share_of(step_of(number))).loss for number in numbers]
+
+
+def values_of(loop: Loop) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in loop.weights.items()}
+
+
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("name", mostly_slow(list(MODELS), "qwen3"))
+def test_reorder_gradients_at_the_weights_of_plain_pytorch(name: str) -> None:
+    """Before each step our weights are set to those of the reference, whose clipping is active."""
+    reference, ours = model_of(name), model_of(name)
+    engine = offload.attach(
+        ours, num_slots=2, device="cpu", trained_weights="host", head_chunk_tokens=7
+    )
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=LR, fused=True, weight_decay=0.0)
+    for number in range(5):
+        masters = engine.trained_parameters
+        with torch.no_grad():
+            for n, parameter in reference.named_parameters():
+                masters[n].copy_(parameter)
+        plain_gradients(reference, step_of(number))
+        engine.forward_backward(step_of(number))
+        assert masters.keys() == {n for n, _ in reference.named_parameters()}
+        squared = difference = 0.0
+        for n, parameter in reference.named_parameters():
+            ours_grad, plain_grad = masters[n].grad, parameter.grad
+            assert ours_grad is not None
+            assert plain_grad is not None
+            difference += float((ours_grad.double() - plain_grad.double()).norm()) ** 2
+            squared += float(plain_grad.double().norm()) ** 2
+            masters[n].grad = None
+        assert difference**0.5 <= 1e-6 * squared**0.5
+        assert nn.utils.clip_grad_norm_(reference.parameters(), MAX_NORM) > MAX_NORM
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.detach()
+
+
+def test_reorder_the_norm_is_that_of_plain_pytorch() -> None:
+    reference, loop = model_of(), loop_of(model_of())
+    plain_gradients(reference, step_of(0))
+    norm = float(nn.utils.clip_grad_norm_(reference.parameters(), MAX_NORM))
+    record = loop.step(0, share_of(step_of(0)))
+    assert record.grad_norm == pytest.approx(norm, rel=1e-6)
+    assert norm > MAX_NORM
+
+
+def furthest(a: Sequence[float], b: Sequence[float]) -> float:
+    return max(abs(x - y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("num_steps", [20, pytest.param(300, marks=pytest.mark.slow)])
+def test_reorder_losses_are_as_close_as_two_adamws_of_pytorch(num_steps: int) -> None:
+    def adamw(parameters: Any, *, is_fused: bool) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=LR, weight_decay=0.0, fused=is_fused, foreach=False)
+
+    fused, unfused = (
+        plain_losses(model_of(), partial(adamw, is_fused=is_fused), num_steps)
+        for is_fused in (True, False)
+    )
+    ours = run(loop_of(model_of()), range(num_steps))
+    apart = furthest(fused, unfused)
+    assert apart > 0
+    assert furthest(ours, fused) <= 2 * apart
+    if num_steps == 300:
+        assert ours[-1] < 0.5 * ours[0]
+
+
+def test_reorder_sgd_of_masters() -> None:
+    reference = plain_losses(model_of(), lambda p: torch.optim.SGD(p, lr=0.3), 20)
+    model, losses = model_of(), []
+    engine = offload.attach(
+        model, num_slots=2, device="cpu", trained_weights="host", head_chunk_tokens=7
+    )
+    optimizer = torch.optim.SGD(engine.trained_parameters.values(), lr=0.3)
+    for number in range(20):
+        losses.append(engine.forward_backward(step_of(number)).loss)
+        nn.utils.clip_grad_norm_(list(engine.trained_parameters.values()), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.detach()
+    assert losses == pytest.approx(reference, rel=1e-5)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_slots": 6},
+        pytest.param({"stash": "host"}, marks=pytest.mark.slow),
+        pytest.param({"kept_graphs": 2, "num_slots": 3}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_move_residency_changes_no_bit(options: dict[str, Any]) -> None:
+    streamed, other = loop_of(model_of()), loop_of(model_of(), **options)
+    assert run(streamed, range(4)) == run(other, range(4))
+    assert_same(values_of(streamed), values_of(other))
+
+
+def test_move_an_update_is_in_the_next_step_and_before_the_layers_load() -> None:
+    loop = loop_of(model_of())
+    first, second = (loop.step(n, share_of(step_of(n))).timeline for n in range(2))
+    assert not first.busy_s(Kind.UPDATE)
+    updates = {s.layer: s for s in second.spans if s.kind is Kind.UPDATE}
+    loads = [s for s in second.spans if s.kind is Kind.LOAD]
+    assert set(updates) == set(range(6))
+    assert all(updates[s.layer].end_s <= s.start_s for s in loads)
+    assert all(s.lane is Lane.HOST for s in updates.values())
+    assert engine_of(loop).updates.layers == set(range(6))
+
+
+def test_move_evaluating_after_each_step_changes_no_bit() -> None:
+    alone, evaluated = loop_of(model_of()), loop_of(model_of())
+    losses = run(alone, range(4))
+    held_out = step_of(99)[0]
+    for number in range(4):
+        assert run(evaluated, [number]) == [losses[number]]
+        evaluated._model.eval()
+        shown = engine_of(evaluated).forward(held_out).loss_sum
+        evaluated._model.train()
+        assert not engine_of(evaluated).updates.layers
+        expected = copy.deepcopy(weights_of(evaluated))
+        with torch.no_grad():
+            logits = expected.eval()(input_ids=held_out["input_ids"]).logits[:, :-1]
+            plain = nn.functional.cross_entropy(
+                logits.flatten(0, 1), held_out["labels"][:, 1:].flatten(), reduction="sum"
+            )
+        assert shown == pytest.approx(float(plain), rel=1e-5)  # of the weights of this very step
+    assert_same(values_of(alone), values_of(evaluated))
+
+
+def weights_of(loop: Loop) -> nn.Module:
+    """Return a plain model with a loop's weights."""
+    model = model_of()
+    model.load_state_dict({n: loop.weights[n] for n, _ in model.named_parameters()}, strict=False)
+    return model
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda loop: loop._model.state_dict(),
+        lambda loop: engine_of(loop).trained_parameters,
+        lambda loop: loop.weights,
+        lambda loop: engine_of(loop).close(),
+        lambda loop: engine_of(loop).detach(),
+    ],
+    ids=["state_dict", "trained_parameters", "checkpoint", "close", "detach"],
+)
+def test_whoever_reads_weights_makes_the_updates_first(read: Callable[[Loop], Any]) -> None:
+    loop, other = loop_of(model_of()), loop_of(model_of())
+    run(loop, [0])
+    run(other, [0])
+    assert engine_of(loop).updates.layers
+    read(loop)
+    assert not engine_of(loop).updates.layers
+    assert_same(values_of(loop), values_of(other))
+
+
+def test_the_values_of_the_ended_step_are_used_whatever_comes_after() -> None:
+    """The next step's learning rate, norm and gradients are others."""
+    at_once, late = loop_of(model_of()), loop_of(model_of())
+    for loop in (at_once, late):
+        loop._train = loop._train.model_copy(update={"schedule": "linear", "steps": 8})
+        loop._num_steps = 8
+    for number in range(8):
+        run(at_once, [number])
+        engine_of(at_once).updates.flush()
+        run(late, [number])
+    assert_same(values_of(at_once), values_of(late))
+
+
+def test_a_rehearsal_leaves_no_trace() -> None:
+    rehearsed, other = loop_of(model_of()), loop_of(model_of())
+    rehearsed.rehearse(share_of(step_of(7)), [share_of(step_of(8))])
+    assert run(rehearsed, range(2)) == run(other, range(2))
+    assert_same(values_of(rehearsed), values_of(other))
+
+
+def test_reorder_without_clipping() -> None:
+    loop = loop_of(model_of(), max_norm=None)
+    reference = model_of()
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=LR, weight_decay=0.0, fused=True)
+    for number in range(3):
+        expected = plain_gradients(reference, step_of(number))
+        optimizer.step()
+        optimizer.zero_grad()
+        assert run(loop, [number])[0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_tied_weights_train_once() -> None:
+    torch.manual_seed(0)
+    config = copy.deepcopy(MODELS["qwen3"]().config)
+    config.tie_word_embeddings = True
+    make = lambda: type(MODELS["qwen3"]())(config)  # noqa: E731
+    torch.manual_seed(1)
+    reference = make().train()
+    model = copy.deepcopy(reference)
+    model.tie_weights()
+    loop = loop_of(model)
+    losses = plain_losses(
+        reference, lambda p: torch.optim.AdamW(p, lr=LR, weight_decay=0.0, fused=True), 4
+    )
+    assert run(loop, range(4)) == pytest.approx(losses, rel=1e-5)
+    assert "lm_head.weight" not in loop.weights

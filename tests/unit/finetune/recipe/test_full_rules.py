@@ -1,0 +1,54 @@
+"""What cannot be combined with training the model's own weights is refused, with the fix."""
+
+from typing import Any
+
+import pytest
+
+from finetune.recipe.full_rules import broken_full_rules
+from finetune.recipe.sections import Settings
+
+
+def settings(**sections: dict[str, Any]) -> Settings:
+    content: dict[str, dict[str, Any]] = {
+        "model": {"path": "Qwen/Qwen3-8B"},
+        "data": {"path": "rows.jsonl"},
+        "train": {"what": "all", "steps": 3, "grad_accum_steps": 1},
+        "output": {"name": "x"},
+    }
+    for name, section in sections.items():
+        content[name] = content.get(name, {}) | section
+    return Settings.model_validate(content)
+
+
+def test_a_plain_recipe_breaks_none() -> None:
+    assert not list(broken_full_rules(settings()))
+    assert not list(broken_full_rules(settings(train={"what": ["model.layers.*"]})))
+    assert not list(broken_full_rules(settings(offload={"codec": "native", "tier": "ram"})))
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value", "fix"),
+    [
+        ("adapter", "dora", True, "leave `adapter.dora` out, or `train.what: adapter`"),
+        ("adapter", "rank", 8, "leave `adapter.rank` out, or `train.what: adapter`"),
+        ("offload", "codec", "nf4", "`offload.codec: native`"),
+        ("offload", "codec", "bf16_packed", "`offload.codec: native`"),
+        ("offload", "tier", "disk", "`offload.tier: ram`"),
+        ("train", "optimizer", "adamw_8bit", "`train.optimizer: adamw`"),
+        ("train", "compile", True, "`train.compile: false`"),
+        ("model", "experts_implementation", "triton", "`model.experts_implementation: grouped_mm`"),
+        ("model", "layer_kernels", "fused", "`model.layer_kernels: plain`"),
+    ],
+)
+def test_what_cannot_be_combined_is_named_with_its_fix(
+    section: str, field: str, value: object, fix: str
+) -> None:
+    (breach,) = broken_full_rules(settings(**{section: {field: value}}))
+    assert breach.field == f"{section}.{field}"
+    assert breach.hint == fix
+    assert "train.what is all" in breach.what
+
+
+def test_an_empty_list_trains_nothing() -> None:
+    (breach,) = broken_full_rules(settings(train={"what": []}))
+    assert breach.field == "train.what"

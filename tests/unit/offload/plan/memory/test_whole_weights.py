@@ -1,0 +1,146 @@
+"""The plan of full training: its counts, its memory, and its updates."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from finetune.recipe.shipped import load_shape
+from offload.errors import DoesNotFitError
+from offload.plan.facts.facts import AdapterSpec, ModelFacts, WholeWeights, model_facts
+from offload.plan.facts.optimizer import HOST_GRADIENTS, HOST_MOMENTS, LOW_HALVES, host_update_bytes
+from offload.plan.facts.trainable import EMBEDDING, HEAD, NORMS, all_weights, trained_parameters
+from offload.plan.facts.workload import Workload
+from offload.plan.machine.machine import GIB, named_machine
+from offload.plan.memory.memory import LAYER_GRADIENTS, SLAB
+from offload.plan.plan import Plan, plan
+from offload.plan.request import PlanRequest
+from offload.plan.schedule.op import Kind
+from offload.plan.what_if.what_if import what_if
+
+DOCS = Path(__file__).parents[5] / "docs"
+
+
+def facts_of(name: str) -> ModelFacts:
+    return model_facts(load_shape(name))
+
+
+def workload(whole: WholeWeights, *, dtype_bytes: Literal[2, 4] = 2) -> Workload:
+    return Workload(
+        micro_batch_size=1,
+        seq_len=2048,
+        label_tokens=2048,
+        head_chunk_tokens=1024,
+        adapter=AdapterSpec.none(whole),
+        optimizer="adamw",
+        dtype_bytes=dtype_bytes,
+        codec="native",
+    )
+
+
+def planned(
+    name: str, *, ram_gib: int, whole: WholeWeights | None = None, num_slots: int | None = None
+) -> Plan:
+    facts = facts_of(name)
+    load = workload(whole or all_weights(facts))
+    machine = named_machine("rtx4090", dtype="bfloat16", ram_bytes=ram_gib * GIB)
+    return plan(facts, machine, replace(request_of(load), num_slots=num_slots))
+
+
+def request_of(load: Workload) -> PlanRequest:
+    return PlanRequest(
+        typical=load,
+        largest=load,
+        num_micro_batches=8,
+        num_slots=None,
+        num_kept_graphs=0,
+        vram_budget_bytes=None,
+        num_workers=1,
+        is_stashed=False,
+        is_on_disk=False,
+        num_ranks=1,
+        is_slab_shared=True,
+    )
+
+
+def test_all_weights_are_all_of_the_models_and_tied_ones_count_once() -> None:
+    for name in ("qwen3-8b", "qwen3-0.6b", "qwen3-30b-a3b"):
+        facts = facts_of(name)
+        spec = AdapterSpec.none(all_weights(facts))
+        assert trained_parameters(facts, spec) == facts.num_parameters
+    tied, untied = all_weights(facts_of("qwen3-0.6b")), all_weights(facts_of("qwen3-8b"))
+    assert set(dict(tied.outer)) == {NORMS, EMBEDDING}
+    assert set(dict(untied.outer)) == {NORMS, EMBEDDING, HEAD}
+
+
+@pytest.mark.parametrize(("dtype_bytes", "all_bytes"), [(2, 14), (4, 16)])
+def test_the_guide_has_the_bytes_of_a_weight(dtype_bytes: int, all_bytes: int) -> None:
+    sizes = list(host_update_bytes(dtype_bytes).values())
+    assert sum(sizes) == all_bytes
+    name = {2: "`bfloat16`", 4: "`float32`"}[dtype_bytes]
+    row = f"| {name} | {' | '.join(map(str, sizes))} | {all_bytes} |"
+    assert row in (DOCS / "guides" / "full-fine-tuning.md").read_text()
+
+
+def test_host_memory_is_bytes_times_weights() -> None:
+    found = planned("qwen3-8b", ram_gib=192)
+    terms = {term.name: term.num_bytes for term in found.host_memory}
+    facts = found.facts
+    num, outer = facts.num_parameters, facts.outer_parameters
+    assert terms[LOW_HALVES] == 2 * num
+    assert terms[HOST_MOMENTS] == 8 * num
+    assert terms[HOST_GRADIENTS] == 2 * (num - outer) + 4 * outer
+    assert terms[SLAB] == pytest.approx(2 * (num - outer), rel=1e-3)
+    on_device = {term.name: term.num_bytes for term in found.device_memory}
+    assert on_device[LAYER_GRADIENTS] == 2 * 2 * max(x.num_parameters for x in facts.layers)
+    assert on_device["gradients"] == 4 * outer
+
+
+@pytest.mark.parametrize("ram_gib", [64, 96])
+def test_what_is_too_much_is_refused_without_hints_that_do_not_apply(ram_gib: int) -> None:
+    with pytest.raises(DoesNotFitError) as caught:
+        planned("qwen3-8b", ram_gib=ram_gib)
+    shown = str(caught.value)
+    assert "AdamW's moments in RAM; less with fewer weights in `train.what`" in shown
+    for other in ("adapter", "codec", "tier: disk"):
+        assert other not in shown
+
+
+def updated_layers(found: Plan) -> list[int]:
+    return [op.layer_index for op in found.schedule.ops if op.kind is Kind.UPDATE]
+
+
+def test_each_trained_layer_is_updated_and_loaded_anew() -> None:
+    found = planned("qwen3-8b", ram_gib=192)
+    assert updated_layers(found) == list(range(36))
+    assert found.schedule.num_loads == 2 * 36 - found.num_slots
+
+
+def test_layers_that_are_frozen_stay_in_their_slots() -> None:
+    every = all_weights(facts_of("qwen3-8b"))
+    top = replace(every, layers=(0,) * 30 + every.layers[30:], outer=())
+    found = planned("qwen3-8b", ram_gib=192, whole=top, num_slots=4)
+    assert updated_layers(found) == list(range(30, 36))
+    assert found.schedule.num_loads == 2 * (36 - 4)
+
+
+def test_a_slow_memory_exposes_updates_and_the_bound_holds() -> None:
+    fast = planned("qwen3-8b", ram_gib=192)
+    rate = replace(fast.machine.host_memory_bytes_per_s, value=2e9)
+    slow = plan(fast.facts, replace(fast.machine, host_memory_bytes_per_s=rate), fast.request)
+    updates_s = slow.predict().busy_s(Kind.UPDATE)
+    assert updates_s == pytest.approx(
+        sum(slow.facts.num_parameters for _ in [0]) * 26 / 2e9, rel=0.2
+    )
+    assert fast.predict().exposed_update_s < 0.3 * fast.predict().busy_s(Kind.UPDATE)
+    assert slow.predict().exposed_update_s > 0.5 * updates_s
+    for one in (fast, slow):
+        assert one.bound_s <= one.step_s * (1 + 1e-9)
+        assert one.bound_s > 0.9 * one.step_s
+
+
+def test_other_ways_are_priced() -> None:
+    found = what_if(planned("qwen3-8b", ram_gib=192), num_cards=2)
+    assert all("adapter" not in option.how for option in found.options)
+    assert found.options
