@@ -80,7 +80,7 @@ class Linear(layer.Linear):
         return self.siblings.output(self, x)
 
     def without_value(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the graph of the output without its values; see `offload.engine.unread`."""
+        """Return the output's graph without its values; see `offload.engine.recompute.unread`."""
         if self.siblings.are_several or not self.is_plain(x):
             return Linear.forward(self, x)
         return self.siblings.output(self, x, has_value=False)

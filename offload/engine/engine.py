@@ -44,13 +44,13 @@ from offload.engine.modes import (
     require_no_inference_mode,
     require_uncached,
 )
+from offload.engine.recompute.tiled import TiledMlp, require_tiles
+from offload.engine.recompute.unread import Unread
 from offload.engine.results import ForwardResult, PassState, StepResult
 from offload.engine.seeding import NEWEST, Seeding
 from offload.engine.stash import by_place
 from offload.engine.streams import Device, open_device
-from offload.engine.tiled import TiledMlp
-from offload.engine.unread import Unread
-from offload.errors import OffloadError, UnsupportedModelError
+from offload.errors import OffloadError
 from offload.plan.facts.weights import WeightInventory
 from offload.plan.schedule.op import Kind
 from offload.plan.schedule.residency import NOTHING_SAVED, Saved
@@ -446,21 +446,11 @@ class Engine:
         ):
             is_whole = self._bound.executor.inspect(schedule, inputs, has_labels=has_labels)
             self._device.finish()
-        self._require_tiles()
+        require_tiles(
+            self._layered.name, self._options.mlp_chunk_tokens, self._bound.executor.mlps.values()
+        )
         if is_whole:
             self._inspected.add((mode, has_labels, names))
-
-    def _require_tiles(self) -> None:
-        """Check that some MLP can be computed in tiles, where that is asked for."""
-        chunk_tokens, mlps = self._options.mlp_chunk_tokens, self._bound.executor.mlps
-        if chunk_tokens is not None and not any(mlps.values()):
-            raise UnsupportedModelError(
-                f"mlp_chunk_tokens is {chunk_tokens}, but no MLP of {self._layered.name} can be"
-                " computed in tiles",
-                limit="its parts must compute each token by itself, draw no random numbers (a"
-                " dropout) and have no hooks; routed experts are computed whole",
-                hint="`mlp_chunk_tokens=None`",
-            )
 
     def _schedule(self, batches: Sequence[LabelledBatch], order: Order) -> Schedule:
         """List the ops of a step given the ring's contents, and make room for the stash."""

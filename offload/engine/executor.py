@@ -20,11 +20,6 @@ from warnings import warn
 
 import torch
 
-from offload.engine.attention_outputs import (
-    NOTHING,
-    OutputSize,
-    Recorded,
-)
 from offload.engine.batch import ROW_LENS, Batch, LabelledBatch, shape_of
 from offload.engine.low_rank import VISIT_CACHE
 from offload.engine.model.inspection import Inspection
@@ -40,12 +35,17 @@ from offload.engine.model.visit import (
 )
 from offload.engine.packing.check import PackedTrial
 from offload.engine.randomness import FRONT_LAYER, VisitRandomness, require_same_draws
+from offload.engine.recompute.attention_outputs import (
+    NOTHING,
+    OutputSize,
+    Recorded,
+)
+from offload.engine.recompute.sent_graphs import GraphSizes
+from offload.engine.recompute.tiled import TiledMlp
+from offload.engine.recompute.unread import Unread
 from offload.engine.results import Computing, PassState, Places
 from offload.engine.seeding import NEWEST, Seeding
-from offload.engine.sent_graphs import GraphSizes
 from offload.engine.streams import Device, Event, copy_on_host
-from offload.engine.tiled import TiledMlp
-from offload.engine.unread import Unread
 from offload.errors import UnsupportedModelError
 from offload.plan.schedule.op import Kind, Op
 from offload.plan.schedule.schedule import NUM_KEPT, Schedule

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd.function import once_differentiable
 
-from offload.engine.unread import not_a_value
+from offload.engine.recompute.unread import not_a_value
 
 T = TypeVar("T")
 

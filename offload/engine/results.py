@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offload.engine.attention_outputs import Recorded
 from offload.engine.host.source import LayerSource
 from offload.engine.host_gradients import HostGradients, LateUpdates
 from offload.engine.model.layers import Front
 from offload.engine.model.visit import Graph
-from offload.engine.sent_graphs import SavedTensors
+from offload.engine.recompute.attention_outputs import Recorded
+from offload.engine.recompute.sent_graphs import SavedTensors
 from offload.engine.slots import Slots
 from offload.engine.stash import Stash
 from offload.engine.streams import Device, Event

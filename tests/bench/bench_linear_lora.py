@@ -32,7 +32,7 @@ from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 
 from finetune.adapter.linear_lora import Linear, compute_in_base_dtype
-from offload.engine.unread import Unread, left_out
+from offload.engine.recompute.unread import Unread, left_out
 from offload.errors import UnsupportedModelError
 from tests.counted import Counted
 from tests.parity.architectures import (

@@ -19,7 +19,7 @@ from offload.engine.engine import Engine
 from offload.engine.model.layers import LayeredModel
 from offload.engine.model.readers import TiledMlps
 from offload.engine.model.visit import visit_with_graph
-from offload.engine.tiled import TiledMlp
+from offload.engine.recompute.tiled import TiledMlp
 from offload.engine.tracing.allocator import LiveBytes
 from offload.engine.tracing.tracer import Tracer
 from offload.engine.tracing.visits import trace_visits

@@ -19,7 +19,7 @@ from offload.engine.bound import EngineOptions
 from offload.engine.engine import Engine
 from offload.engine.model.layers import LayeredModel
 from offload.engine.model.visit import visit_with_graph
-from offload.engine.unread import Unread
+from offload.engine.recompute.unread import Unread
 from offload.plan.facts.facts import AdapterSpec, model_facts
 from offload.plan.time.adapters import branches
 from offload.plan.time.costs import price, recomputed_products

@@ -36,7 +36,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from offload.engine.attention_outputs import OutputSize, sizes_of
 from offload.engine.batch import IGNORED, Batch
 from offload.engine.closeness import are_close, are_equal, is_near
 from offload.engine.model.find_layers import homes_of
@@ -65,8 +64,9 @@ from offload.engine.model.recorders import (
 from offload.engine.model.visit import Graph, visit_with_graph
 from offload.engine.model.watch import Watch
 from offload.engine.randomness import FRONT_LAYER, VisitRandomness
-from offload.engine.tiled import TiledMlp
-from offload.engine.unread import Path, Unread
+from offload.engine.recompute.attention_outputs import OutputSize, sizes_of
+from offload.engine.recompute.tiled import TiledMlp
+from offload.engine.recompute.unread import Path, Unread
 
 T = TypeVar("T")
 

@@ -1,7 +1,8 @@
 """Finds the products of a layer whose values nothing reads in a recompute.
 
-Problem. `offload.engine.unread` may leave a value out only if no gradient depends on it, nor does
-anything else: a norm after it, a gate, a hook, a statistic. The list of readers has no end.
+Problem. `offload.engine.recompute.unread` may leave a value out only if no gradient depends on it,
+nor does anything else: a norm after it, a gate, a hook, a statistic. The list of readers has no
+end.
 
 Idea. A reader keeps what it has read, so look for that. A layer is computed with its graph on a few
 tokens, and a `Taint` follows, operation by operation, which memory holds something that was
@@ -31,8 +32,8 @@ from torch.utils._pytree import tree_leaves
 
 from offload.engine.decisions import Proven, takes_decisions
 from offload.engine.model.visit import Graph, attempt
-from offload.engine.tiled import TiledMlp, compute, find_mlps, problem_of
-from offload.engine.unread import Path, Unread, WithoutValue, can_leave_out, left_out
+from offload.engine.recompute.tiled import TiledMlp, compute, find_mlps, problem_of
+from offload.engine.recompute.unread import Path, Unread, WithoutValue, can_leave_out, left_out
 
 Visit = Callable[[Sequence[Unread]], Graph]
 """Computes a layer with its graph, always the same, leaving these products out."""

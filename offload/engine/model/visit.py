@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from offload.engine.attention_outputs import NOTHING, Recorded, Recorder, given
 from offload.engine.model.layers import FORWARD_ERRORS, LayerCall, LayeredModel
-from offload.engine.sent_graphs import SavedTensors
-from offload.engine.tiled import TiledMlp, tiled
-from offload.engine.unread import Unread, left_out
+from offload.engine.recompute.attention_outputs import NOTHING, Recorded, Recorder, given
+from offload.engine.recompute.sent_graphs import SavedTensors
+from offload.engine.recompute.tiled import TiledMlp, tiled
+from offload.engine.recompute.unread import Unread, left_out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,9 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from offload.engine.model.layers import Front, LayeredModel, kind_of
 from offload.engine.model.readers import unheld_products
 from offload.engine.model.visit import Graph, visit_with_graph
+from offload.engine.recompute.unread import Unread
 from offload.engine.tracing.experts import traced_experts
 from offload.engine.tracing.fake_model import fake_copy, num_experts, rows_are_whole
-from offload.engine.unread import Unread
 
 _ROWS, _TOKENS = 2, 5
 

@@ -19,13 +19,13 @@ from offload.engine.experts.interface import goes_through_interface
 from offload.engine.model.layers import Front, LayeredModel, kind_of
 from offload.engine.model.readers import candidates, is_hooked, unheld_products
 from offload.engine.model.visit import Graph, visit_with_graph
-from offload.engine.tiled import TiledMlp, find_mlps
+from offload.engine.recompute.tiled import TiledMlp, find_mlps
+from offload.engine.recompute.unread import Unread
 from offload.engine.tracing.allocator import LiveBytes
 from offload.engine.tracing.cuda_kernels import CUDA_WORKSPACES, Capability, CudaKernels
 from offload.engine.tracing.experts import traced_experts
 from offload.engine.tracing.fake_model import fake_copy, num_experts, rows_are_whole
 from offload.engine.tracing.tracer import Tracer
-from offload.engine.unread import Unread
 from offload.plan.memory.traced import TracedBytes
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from offload.engine.model.readers import candidates, unread_products
 from offload.engine.model.visit import Graph
-from offload.engine.unread import Unread, left_out
+from offload.engine.recompute.unread import Unread, left_out
 
 KEPT: list[Any] = []
 After = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -17,7 +17,7 @@ Which modules: those whose operations all act within a token (`find_mlps`) and w
 MLPs that draw random numbers: the masks of a backward would not be those of the forward.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from offload.engine.closeness import are_close
-from offload.engine.unread import Unread, left_out, not_a_value
+from offload.engine.recompute.unread import Unread, left_out, not_a_value
+from offload.errors import UnsupportedModelError
 
 _MIN_LINEARS, _MATRIX_DIM = 2, 2
 _STEPS = 64  # roundings by which kernels of other shapes may differ
@@ -64,7 +65,7 @@ class TiledMlp:
         return self._apply(x, has_value=True)
 
     def without_value(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the graph of the output without its values; see `offload.engine.unread`."""
+        """Return the output's graph without its values; see `offload.engine.recompute.unread`."""
         return self._apply(x, has_value=False)
 
     def _apply(self, x: torch.Tensor, *, has_value: bool) -> torch.Tensor:
@@ -216,6 +217,29 @@ def find_mlps(layer: nn.Module, run: Callable[[], object]) -> dict[str, FoundMlp
         for name, one in found.items()
         if not any(name.startswith(f"{outer}.") for outer in found)
     }
+
+
+def require_tiles(
+    model_name: str, chunk_tokens: int | None, mlps: Iterable[Sequence[TiledMlp]]
+) -> None:
+    """Check that some MLP can be computed in tiles, where that is asked for.
+
+    Args:
+        model_name: Of the model, for the message.
+        chunk_tokens: Tokens of a tile; None if nothing is asked for.
+        mlps: What was found, by layer.
+
+    Raises:
+        UnsupportedModelError: None can.
+    """
+    if chunk_tokens is not None and not any(mlps):
+        raise UnsupportedModelError(
+            f"mlp_chunk_tokens is {chunk_tokens}, but no MLP of {model_name} can be computed in"
+            " tiles",
+            limit="its parts must compute each token by itself, draw no random numbers (a"
+            " dropout) and have no hooks; routed experts are computed whole",
+            hint="`mlp_chunk_tokens=None`",
+        )
 
 
 def problem_of(mlp: TiledMlp, x: torch.Tensor) -> str | None:

@@ -7,7 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from offload.engine.unread import Left, Unread, can_leave_out, is_no_value, left_out, not_a_value
+from offload.engine.recompute.unread import (
+    Left,
+    Unread,
+    can_leave_out,
+    is_no_value,
+    left_out,
+    not_a_value,
+)
 
 PATH = (("AddBackward0", 1),)
 

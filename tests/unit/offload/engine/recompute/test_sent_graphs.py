@@ -7,7 +7,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.engine.model.visit import Graph
-from offload.engine.sent_graphs import GraphSizes, SavedTensors
+from offload.engine.recompute.sent_graphs import GraphSizes, SavedTensors
 
 ALIGNED = 512
 
