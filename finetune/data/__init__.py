@@ -1,1 +1,1 @@
-"""From a row of JSONL to micro-batches: formats, chat templates, loss masks, steps."""
+"""From sources of rows to micro-batches: formats, templates, loss masks, token stores, steps."""
