@@ -24,7 +24,7 @@ from finetune.data.sources import open_source
 from finetune.data.token_cache import TokenStore
 from finetune.data.tokenize import IGNORE_INDEX, Encoder, Example, Fate
 from finetune.errors import DataError
-from finetune.recipe.sections import DataSection, MixSource
+from finetune.recipe.data_section import DataSection, MixSource
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

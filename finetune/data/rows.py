@@ -19,7 +19,7 @@ from finetune.data.turns import Message as Message
 from finetune.data.turns import keys_read, mapping, read_tools, read_turn, text
 from finetune.data.unread import MEANINGS, find_unread, find_unread_in_turns
 from finetune.errors import DataError
-from finetune.recipe.sections import FORMAT_COLUMNS, ColumnName
+from finetune.recipe.data_section import FORMAT_COLUMNS, ColumnName
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -147,14 +147,14 @@ class StepSizes:
         by_size = sorted(looked_at, key=lambda step: sum(widths[step]))
         middle = (len(by_size) - 1) // 2
         typical = by_size[middle]
-        labels_of_rows = [example.num_loss_tokens for example in examples]
-        labels = [labels_of_rows[i] for part in order.step(typical) for i in part]
+        labels_of_rows = examples.loss_tokens
+        labels = [int(labels_of_rows[i]) for part in order.step(typical) for i in part]
         return cls(
             typical_steps=_outwards(by_size, middle)[:NUM_TYPICAL],
             typical_width=round(statistics.mean(widths[typical])),
             label_tokens=round(sum(labels) / order.num_micro_batches),
             largest_width=max(_widths(order, order.longest_step())),
-            most_label_tokens=sum(sorted(labels_of_rows, reverse=True)[: order.micro_batch_size]),
+            most_label_tokens=int(np.sort(labels_of_rows)[::-1][: order.micro_batch_size].sum()),
             num_micro_batches=order.num_micro_batches,
         )
 
@@ -171,7 +171,7 @@ class StepSizes:
         typical = by_size[middle]
         bins = steps[typical]
         lengths = order.lengths[[i for part in bins for i in part]]
-        labels = [examples[i].num_loss_tokens for part in bins for i in part]
+        labels = [int(examples.loss_tokens[i]) for part in bins for i in part]
         num_sequences = sum(map(len, steps.values()))
         widest = max(sum(num for _, num in part) for part in order.longest_step())
         return cls(

@@ -24,6 +24,7 @@ from pydantic import ValidationError
 from finetune.errors import ConfigError
 from finetune.files.atomic import expanded
 from finetune.recipe.breach import Breach
+from finetune.recipe.data_section import MixSource
 from finetune.recipe.describe import (
     describe,
     example,
@@ -40,7 +41,6 @@ from finetune.recipe.describe import (
 from finetune.recipe.foreign_words import RENAMED, REPLACED, UNSUPPORTED
 from finetune.recipe.recipe import Recipe, shipped_recipes
 from finetune.recipe.rules import RIVALS
-from finetune.recipe.sections import MixSource
 from finetune.recipe.shipped import find_shape, shipped_shapes
 from finetune.recipe.yaml_source import Draft, Place, apply_overrides, joint_error, read_draft
 

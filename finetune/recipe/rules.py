@@ -8,15 +8,9 @@ them are reported at once.
 from collections.abc import Iterator
 
 from finetune.recipe.breach import Breach
+from finetune.recipe.data_section import FORMAT_COLUMNS, DataSection
 from finetune.recipe.full_rules import broken_full_rules
-from finetune.recipe.sections import (
-    FORMAT_COLUMNS,
-    MAX_MICRO_BATCHES,
-    DataSection,
-    ModelSection,
-    Settings,
-    TrainSection,
-)
+from finetune.recipe.sections import MAX_MICRO_BATCHES, ModelSection, Settings, TrainSection
 
 # Pairs of which at most one field may be set. One set on the command line replaces the other one
 # that a recipe file sets.

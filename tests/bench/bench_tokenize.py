@@ -44,7 +44,7 @@ def load(
 
     from finetune.data.dataset import load_rows
     from finetune.model.tokenizer import load_tokenizer
-    from finetune.recipe.sections import DataSection
+    from finetune.recipe.data_section import DataSection
     from tests.doubles import tiny_tokenizer
 
     tokenizer = load_tokenizer(tokenizer_dir) if tokenizer_dir else tiny_tokenizer()

@@ -12,7 +12,7 @@ from finetune.data.rows import Conversation
 from finetune.data.token_cache import TokenStore
 from finetune.data.tokenize import encode
 from finetune.errors import DataError
-from finetune.recipe.sections import DataSection
+from finetune.recipe.data_section import DataSection
 from tests.conversations import count_rows, encoder_of, source_of, talk, tokenised
 from tests.doubles import tiny_tokenizer
 

@@ -6,7 +6,7 @@ import pytest
 
 from finetune.data.dataset import Rows, load_rows
 from finetune.errors import DataError
-from finetune.recipe.sections import DataSection
+from finetune.recipe.data_section import DataSection
 from tests.doubles import tiny_tokenizer
 
 HEAD = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"

@@ -11,7 +11,7 @@ import pytest
 from finetune.data.dataset import ExampleSet, Rows, load_rows
 from finetune.data.mix import drawn, rows_per_source
 from finetune.errors import DataError
-from finetune.recipe.sections import DataSection
+from finetune.recipe.data_section import DataSection
 from tests.doubles import tiny_tokenizer
 
 

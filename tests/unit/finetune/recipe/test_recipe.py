@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
+from finetune.recipe.data_section import DataSection
 from finetune.recipe.recipe import (
     Recipe,
     differences,
@@ -22,7 +23,8 @@ from finetune.recipe.recipe import (
     shipped_recipes,
 )
 from finetune.recipe.rules import broken_rules
-from finetune.recipe.sections import DataSection, Section, TrainSection
+from finetune.recipe.section import Section
+from finetune.recipe.sections import TrainSection
 from tests.builders import recipe_values
 
 SECTIONS = [field.annotation for field in Recipe.model_fields.values()]
