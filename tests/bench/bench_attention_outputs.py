@@ -88,7 +88,7 @@ class Bench:
     def graph_bytes(self) -> int:
         """What the graph of a layer takes."""
         sizes = self._engines["graphs sent"]._bound.executor.graph_sizes
-        return sizes.of(0, (1, SEQ_LEN)) or 0
+        return sizes.of(0, (1, SEQ_LEN, 1)) or 0
 
     def step(self, arm: str) -> tuple[float, Timeline]:
         """Run one step of an arm; return its wall time and its timeline."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from offload.engine.batch import shape_of
 from offload.engine.bound import EngineOptions
 from offload.engine.engine import Engine
 from offload.errors import TransferError
@@ -198,7 +199,7 @@ def test_a_graph_larger_than_counted_on_is_computed_again_with_a_warning() -> No
 
     def too_small(_schedule: Any, inputs: Any, layers: Any) -> None:
         for layer in layers:
-            sizes.add(layer, tuple(inputs["input_ids"].shape), 512)
+            sizes.add(layer, shape_of(inputs), 512)
 
     engine._bound.executor.measure = too_small  # type: ignore[method-assign, assignment]
     with pytest.warns(UserWarning, match=r"graph of layer \d takes \d+ bytes and not 512"):
