@@ -24,7 +24,7 @@ def settings(run_dir: Path) -> dict[str, object]:
 def test_an_open_size_is_settled_written_down_and_kept_by_a_resume(
     tmp_path, write_recipe, machine_file, capsys
 ) -> None:
-    recipe = write_recipe(train={**OPEN, "steps": 4})
+    recipe = write_recipe(data={"packing": "off"}, train={**OPEN, "steps": 4})
     words = ("finetune", recipe, "--machine", machine_file)
     assert run(*words) == 0
     assert "\n rejected " in capsys.readouterr().out
@@ -70,7 +70,7 @@ def drop_last_checkpoint(run_dir: Path) -> None:
 
 @pytest.mark.slow
 def test_the_first_loss_does_not_depend_on_the_size(tmp_path, write_recipe, machine_file) -> None:
-    recipe = write_recipe(train={**OPEN, "steps": 1})
+    recipe = write_recipe(data={"packing": "off"}, train={**OPEN, "steps": 1})
     first = []
     for size in (1, 6):
         words = (f"train.micro_batch_size={size}", f"output.dir={tmp_path / str(size)}")
