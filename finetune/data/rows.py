@@ -108,6 +108,7 @@ class RowForm:
         """
         row = mapping(decoded(raw))
         try:
+            row = self._with_turns(row)
             unused = self._unused(row)
             if self.data_format == "text":
                 return _document(text(row, self.column("text")), source, unused)
@@ -190,6 +191,17 @@ class RowForm:
         known: tuple[str, ...] = FORMAT_COLUMNS[self.data_format][1]
         names = [name for name in known if name != "system" or "system" in self.columns]
         return tuple(name for name in map(self.column, names) if name not in self.ignored)
+
+    def _with_turns(self, row: Mapping[str, object]) -> Mapping[str, object]:
+        """Return a row whose turns are a list, where they were the JSON text of one."""
+        key = self._shown(self.data_format)[0]
+        turns = row.get(key) if self.data_format in _TURN_KEYS else None
+        if not isinstance(turns, str) or not turns.lstrip().startswith("["):
+            return row
+        read = decoded(turns.encode(errors="surrogatepass"))
+        if isinstance(read, RowError):
+            raise RowError(f"{key!r}: {read}")
+        return {**row, key: read}
 
     def _with_system(
         self, messages: list[Message], row: Mapping[str, object]
@@ -343,10 +355,6 @@ def _turns(row: Mapping[str, object], key: str, form: RowForm) -> list[Message]:
     turns = row.get(key)
     if key not in row:
         text(row, key)
-    if isinstance(turns, str) and turns.lstrip().startswith("["):
-        turns = decoded(turns.encode(errors="surrogatepass"))
-        if isinstance(turns, RowError):
-            raise RowError(f"{key!r}: {turns}")
     if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
         raise RowError(f"{key!r} must be a list of objects, this is {type(turns).__name__}")
     keys = _TURN_KEYS[form.data_format][0]

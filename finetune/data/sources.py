@@ -333,10 +333,11 @@ class DatasetSource:
         return ()
 
     def digest(self) -> str:
-        """Return a digest of the rows' files, or of the rows where there are none."""
+        """Return a digest of the rows' files, or of the rows where they are not all of a file."""
         loaded = self._loaded()
         files = [entry["filename"] for entry in getattr(loaded, "cache_files", ())]
-        if not files or getattr(loaded, "_indices", None) is not None:
+        is_part = "[" in _parts(self.path)[1] or getattr(loaded, "_indices", None) is not None
+        if not files or is_part:
             return _digest_of_rows(loaded)
         digest = hashlib.sha256()
         for file in files:
@@ -408,7 +409,11 @@ def _load(
     with _read_by_datasets(path):
         if _is_saved(Path(name)):
             loaded = datasets.load_from_disk(name)
-            return loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
+            if isinstance(loaded, datasets.DatasetDict):
+                return loaded[split]
+            if split not in ("train", str(loaded.split)):
+                raise ValueError(f"it was saved without splits, and there is no {split}")
+            return loaded
         return datasets.load_dataset(name, config, split=split, data_files=data_files)
 
 

@@ -132,10 +132,15 @@ def read_turn(
 def _answer(fields: Mapping[str, object], text_key: str) -> Message:
     """Read an answer: text, reasoning, calls."""
     found = [fields[key] for key in _CALL_KEYS if fields.get(key)]
+    if len(found) > 1:
+        raise RowError(f"calls of tools under two keys: {' and '.join(_CALL_KEYS)}")
     calls = _calls(_parsed(found[0])) if found else ()
     content = "" if calls and fields.get(text_key) is None else text(fields, text_key)
-    thoughts = [_optional(fields, key) for key in THOUGHT_KEYS]
-    thought = next((thought for thought in thoughts if thought is not None), None)
+    thoughts = dict.fromkeys(_optional(fields, key) for key in THOUGHT_KEYS if fields.get(key))
+    thoughts.pop(None, None)
+    if len(thoughts) > 1:
+        raise RowError(f"different reasoning under several of {', '.join(THOUGHT_KEYS)}")
+    thought = next(iter(thoughts), None)
     if thought is not None and "</think>" in content:
         raise RowError("reasoning both in a field of its own and in the answer")
     trained = [bool(fields[key]) for key in _TRAIN_KEYS if fields.get(key) in (0, 1)]
