@@ -55,6 +55,10 @@ class Repeated(dict[str, object]):
         return Repeated, (list(self.items()), self.key)
 
 
+class Filled(dict[str, object]):
+    """A row of a table, whose objects have the keys of all rows: null where a row had none."""
+
+
 class Source(Protocol):
     """What rows are read from."""
 
@@ -301,7 +305,8 @@ def _read_text(file: Path) -> Iterator[tuple[int, Raw]]:
 
 def _read_parquet(file: Path) -> Iterator[tuple[int, Raw]]:
     """Give the rows of a parquet file."""
-    yield from enumerate(_load("parquet", split="train", data_files=str(file), path=str(file)))
+    rows = _load("parquet", split="train", data_files=str(file), path=str(file))
+    yield from enumerate(map(Filled, rows))
 
 
 READERS = {
@@ -350,7 +355,7 @@ class DatasetSource:
 
     def rows(self) -> Iterator[tuple[Place, Raw]]:
         """Give the rows of the split."""
-        for index, row in enumerate(self._loaded()):
+        for index, row in enumerate(map(Filled, self._loaded())):
             yield (0, index), row
 
     def _loaded(self) -> Any:

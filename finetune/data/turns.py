@@ -209,6 +209,31 @@ def _tool(value: object, number: int) -> Mapping[str, Any]:
     }
 
 
+def has_nulls_in_tools(value: object, *, ignored: Sequence[str] = ()) -> bool:
+    """Return whether the arguments of calls, or the parameters of tools, hold nulls.
+
+    Args:
+        value: Turns or definitions, as objects; a JSON text has the nulls that were written.
+        ignored: Keys that are left out on purpose.
+    """
+    if isinstance(value, list):
+        return any(has_nulls_in_tools(entry, ignored=ignored) for entry in value)
+    if not isinstance(value, Mapping):
+        return False
+    if isinstance(value.get("name"), str) and any(
+        _has_nulls(value[key]) for key in ("arguments", "parameters") if value.get(key)
+    ):
+        return True
+    entries = (entry for key, entry in value.items() if key not in ignored)
+    return any(has_nulls_in_tools(entry, ignored=ignored) for entry in entries)
+
+
+def _has_nulls(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_nulls, value.values()))
+    return any(map(_has_nulls, value)) if isinstance(value, list) else value is None
+
+
 def text(fields: Mapping[str, object], key: str) -> str:
     """Return a text field of a row or turn.
 

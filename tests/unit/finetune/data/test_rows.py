@@ -259,6 +259,25 @@ def test_parquet_rows_are_read(tmp_path: Path, data_format: str) -> None:
 
 
 @pytest.mark.usefixtures("datasets_cache")
+def test_nulls_that_a_table_puts_into_tool_calls_are_refused(tmp_path: Path) -> None:
+    def row(*, is_text: bool, **arguments: object) -> dict[str, Any]:
+        given = json.dumps(arguments) if is_text else arguments
+        return with_answer(tool_calls=[{"name": "add", "arguments": given}])
+
+    file = tmp_path / "rows.parquet"
+    both: list[dict[str, Any]] = [{"a": 1}, {"b": None}]
+    rows = [row(is_text=False, **both[0]), row(is_text=False, b=2)]
+    datasets.Dataset.from_list(rows).to_parquet(str(file))
+    with pytest.raises(DataError, match=r"2 of 2 rows(.|\n)*hold nulls, and a table has them"):
+        read(file)
+    assert len(read(file, ignored=["tool_calls"])) == 2
+    assert len(read(write_jsonl(tmp_path / "rows.jsonl", [row(is_text=False, **both[1])]))) == 1
+    file = tmp_path / "texts.parquet"
+    datasets.Dataset.from_list([row(is_text=True, **one) for one in both]).to_parquet(str(file))
+    assert [r.messages[1].calls[0].arguments for r in read(file)] == both
+
+
+@pytest.mark.usefixtures("datasets_cache")
 def test_a_saved_data_set_and_its_split_are_read(tmp_path: Path) -> None:
     rows = datasets.Dataset.from_list([GOOD_ROWS["alpaca"]])
     splits = datasets.DatasetDict(
