@@ -359,8 +359,8 @@ def load_rows(
     )
     notes: list[str] = []
 
-    def tokens(source: MixSource) -> Tokens:
-        rows = source_rows(data, source)
+    def tokens(source: MixSource, *, max_rows: int | None) -> Tokens:
+        rows = source_rows(data, source, max_rows=max_rows)
         num_workers = 0 if data.num_workers == 0 else None
         store, is_from_cache = stored_tokens(
             rows, encoder, num_workers=num_workers, cache_dir=cache_dir, notes=notes, note=note
@@ -368,11 +368,12 @@ def load_rows(
         notes.extend(_source_notes(rows, store))
         return Tokens(rows=rows, store=store, is_from_cache=is_from_cache)
 
-    sources = [tokens(source) for source in data.sources]
+    most = None if data.mix else data.max_rows
+    sources = [tokens(one, max_rows=one.max_rows or most) for one in data.sources]
     every = [np.arange(len(one.store.fates)) for one in sources]
     held_out = list[Chosen]()
     if data.eval_path is not None:
-        others = tokens(MixSource(path=data.eval_path))
+        others = tokens(MixSource(path=data.eval_path), max_rows=None)
         held_out = [examples_of(others, np.arange(len(others.store.fates)))]
     unused = _unused_columns([*sources, *(part.tokens for part in held_out)], data)
     if data.eval_frac is not None:
@@ -399,15 +400,12 @@ def load_rows(
     )
 
 
-def source_rows(data: DataSection, source: MixSource) -> SourceRows:
-    """Return the rows of a source of the recipe; what it leaves out is as in `data`.
+def source_rows(data: DataSection, source: MixSource, *, max_rows: int | None) -> SourceRows:
+    """Return the first rows of a source of the recipe; what it leaves out is as in `data`.
 
     Raises:
         DataError: There is no such source.
     """
-    max_rows = source.max_rows
-    if max_rows is None and not data.mix and source.path != data.eval_path:
-        max_rows = data.max_rows
     has_own = source.columns is not None
     columns = columns_named(
         data.columns if source.columns is None else source.columns,
@@ -542,7 +540,7 @@ def choice_notes(parts: Sequence[Chosen], encoder: Encoder) -> list[str]:
             limit="`data.too_long` is error",
             hint="raise `train.seq_len`, or `data.too_long: truncate`, `drop` or `split`",
         )
-    num_cut = sum(int(p.tokens.store.is_truncated[p.examples].sum()) for p in parts)
+    num_cut = found[Fate.CUT][0]
     notes = [f"{num_cut} of {num_rows} rows were cut to {seq_len} tokens"] if num_cut else []
     whys = {
         Fate.SPLIT: f"were split into parts of at most {seq_len} tokens",

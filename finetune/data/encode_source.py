@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from finetune.data.rows import Conversation, Document, RowForm, bad_rows, no_rows
+from finetune.data.rows import Conversation, Document, LossOn, RowForm, bad_rows, no_rows
 from finetune.data.sources import Place, Raw, RowError, Source
 from finetune.data.token_cache import (
     Part,
@@ -32,7 +32,7 @@ from finetune.data.token_cache import (
     cache_key,
     open_store,
 )
-from finetune.data.tokenize import Encoder, Example, Fate
+from finetune.data.tokenize import Encoder, Example, Fate, learned_turns
 from finetune.data.workers import num_cores, prepare_worker, process_context, worker_died
 from finetune.errors import DataError
 
@@ -223,7 +223,7 @@ class _Task:
                     continue
                 good.append((place, *self._encode(row)))
                 if self.has_digests:
-                    digests.append(_digest(row))
+                    digests.append(_digest(row, self.encoder.loss_on))
             except RowError as error:
                 problems.append(_Problem(place=place, what=f"{name}: {error}", lost=error.lost))
             except DataError as error:
@@ -263,12 +263,13 @@ def _part(good: Sequence[tuple[Place, Fate, list[Example]]]) -> Part:
     )
 
 
-def _digest(row: Conversation | Document) -> bytes:
-    """Digest what a row says, wherever it is and whatever its columns are called."""
+def _digest(row: Conversation | Document, loss_on: LossOn) -> bytes:
+    """Digest what a row says and trains, wherever it is and whatever its columns are called."""
     if isinstance(row, Document):
         content: object = row.text
     else:
-        content = [[message.to_json() for message in row.messages], [*row.tools]]
+        turns = [message.to_json() for message in row.messages]
+        content = [turns, [*row.tools], sorted(learned_turns(row, loss_on))]
     return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).digest()
 
 

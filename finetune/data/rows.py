@@ -14,9 +14,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from finetune.data.sources import Raw, RowError, decoded, open_source
+from finetune.data.sources import Filled, Raw, RowError, decoded, open_source
 from finetune.data.turns import Message as Message
-from finetune.data.turns import keys_read, mapping, read_tools, read_turn, text
+from finetune.data.turns import (
+    has_nulls_in_tools,
+    keys_read,
+    mapping,
+    read_tools,
+    read_turn,
+    text,
+)
 from finetune.data.unread import MEANINGS, find_unread, find_unread_in_turns
 from finetune.errors import DataError
 from finetune.recipe.data_section import FORMAT_COLUMNS, ColumnName
@@ -108,6 +115,9 @@ class RowForm:
         """
         row = mapping(decoded(raw))
         try:
+            if isinstance(row, Filled):
+                self._require_no_fills(row)
+            row = self._with_turns(row)
             unused = self._unused(row)
             if self.data_format == "text":
                 return _document(text(row, self.column("text")), source, unused)
@@ -190,6 +200,30 @@ class RowForm:
         known: tuple[str, ...] = FORMAT_COLUMNS[self.data_format][1]
         names = [name for name in known if name != "system" or "system" in self.columns]
         return tuple(name for name in map(self.column, names) if name not in self.ignored)
+
+    def _require_no_fills(self, row: Filled) -> None:
+        """Refuse calls and definitions of tools with nulls, which other rows' keys may have made.
+
+        Raises:
+            RowError: There are some.
+        """
+        read = {*self._shown(self.data_format), *self._optional()} - {*self.ignored}
+        if any(has_nulls_in_tools(row[key], ignored=self.ignored) for key in read & {*row}):
+            raise RowError(
+                "a tool's arguments or parameters hold nulls, and a table has them for the keys of"
+                " other rows too: write `arguments` and `parameters` as JSON texts"
+            )
+
+    def _with_turns(self, row: Mapping[str, object]) -> Mapping[str, object]:
+        """Return a row whose turns are a list, where they were the JSON text of one."""
+        key = self._shown(self.data_format)[0]
+        turns = row.get(key) if self.data_format in _TURN_KEYS else None
+        if not isinstance(turns, str) or not turns.lstrip().startswith("["):
+            return row
+        read = decoded(turns.encode(errors="surrogatepass"))
+        if isinstance(read, RowError):
+            raise RowError(f"{key!r}: {read}")
+        return {**row, key: read}
 
     def _with_system(
         self, messages: list[Message], row: Mapping[str, object]
@@ -343,10 +377,6 @@ def _turns(row: Mapping[str, object], key: str, form: RowForm) -> list[Message]:
     turns = row.get(key)
     if key not in row:
         text(row, key)
-    if isinstance(turns, str) and turns.lstrip().startswith("["):
-        turns = decoded(turns.encode(errors="surrogatepass"))
-        if isinstance(turns, RowError):
-            raise RowError(f"{key!r}: {turns}")
     if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
         raise RowError(f"{key!r} must be a list of objects, this is {type(turns).__name__}")
     keys = _TURN_KEYS[form.data_format][0]

@@ -55,6 +55,10 @@ class Repeated(dict[str, object]):
         return Repeated, (list(self.items()), self.key)
 
 
+class Filled(dict[str, object]):
+    """A row of a table, whose objects have the keys of all rows: null where a row had none."""
+
+
 class Source(Protocol):
     """What rows are read from."""
 
@@ -301,7 +305,8 @@ def _read_text(file: Path) -> Iterator[tuple[int, Raw]]:
 
 def _read_parquet(file: Path) -> Iterator[tuple[int, Raw]]:
     """Give the rows of a parquet file."""
-    yield from enumerate(_load("parquet", split="train", data_files=str(file), path=str(file)))
+    rows = _load("parquet", split="train", data_files=str(file), path=str(file))
+    yield from enumerate(map(Filled, rows))
 
 
 READERS = {
@@ -333,10 +338,11 @@ class DatasetSource:
         return ()
 
     def digest(self) -> str:
-        """Return a digest of the rows' files, or of the rows where there are none."""
+        """Return a digest of the rows' files, or of the rows where they are not all of a file."""
         loaded = self._loaded()
         files = [entry["filename"] for entry in getattr(loaded, "cache_files", ())]
-        if not files or getattr(loaded, "_indices", None) is not None:
+        is_part = "[" in _parts(self.path)[1] or getattr(loaded, "_indices", None) is not None
+        if not files or is_part:
             return _digest_of_rows(loaded)
         digest = hashlib.sha256()
         for file in files:
@@ -349,7 +355,7 @@ class DatasetSource:
 
     def rows(self) -> Iterator[tuple[Place, Raw]]:
         """Give the rows of the split."""
-        for index, row in enumerate(self._loaded()):
+        for index, row in enumerate(map(Filled, self._loaded())):
             yield (0, index), row
 
     def _loaded(self) -> Any:
@@ -408,7 +414,11 @@ def _load(
     with _read_by_datasets(path):
         if _is_saved(Path(name)):
             loaded = datasets.load_from_disk(name)
-            return loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
+            if isinstance(loaded, datasets.DatasetDict):
+                return loaded[split]
+            if split not in ("train", str(loaded.split)):
+                raise ValueError(f"it was saved without splits, and there is no {split}")
+            return loaded
         return datasets.load_dataset(name, config, split=split, data_files=data_files)
 
 

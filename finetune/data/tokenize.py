@@ -112,7 +112,7 @@ class Encoder:
             DataError: The template cannot render the row, or the start or end of an answer cannot
                 be found in the rendering.
         """
-        learned = _learned_turns(row, self.loss_on)
+        learned = learned_turns(row, self.loss_on)
         renderings = _render(row, self._shapes)  # checks all answers, learned or not
         if self.loss_on == "all":
             renderings = renderings[-1:]
@@ -155,7 +155,7 @@ class Encoder:
             DataError: As `encode`.
         """
         rendering = _render(row, self._shapes)[-1]
-        return next(self._parts(self._whole(rendering, _learned_turns(row, self.loss_on), row)))
+        return next(self._parts(self._whole(rendering, learned_turns(row, self.loss_on), row)))
 
     def _whole(self, rendering: Rendering, learned: set[int], row: Conversation) -> "_Whole":
         """Tokenise a rendering; its ends are those of all answers, learned or not."""
@@ -241,7 +241,7 @@ def prompt_ids(
     return tuple(_ids(text, tokenizer))
 
 
-def _learned_turns(row: Conversation, loss_on: LossOn) -> set[int]:
+def learned_turns(row: Conversation, loss_on: LossOn) -> set[int]:
     """Return the numbers of the answers that are learned."""
     answers = [n for n, message in enumerate(row.messages) if message.role == "assistant"]
     usual = {answers[-1]} if loss_on == "last" else set(answers)

@@ -132,10 +132,15 @@ def read_turn(
 def _answer(fields: Mapping[str, object], text_key: str) -> Message:
     """Read an answer: text, reasoning, calls."""
     found = [fields[key] for key in _CALL_KEYS if fields.get(key)]
+    if len(found) > 1:
+        raise RowError(f"calls of tools under two keys: {' and '.join(_CALL_KEYS)}")
     calls = _calls(_parsed(found[0])) if found else ()
     content = "" if calls and fields.get(text_key) is None else text(fields, text_key)
-    thoughts = [_optional(fields, key) for key in THOUGHT_KEYS]
-    thought = next((thought for thought in thoughts if thought is not None), None)
+    thoughts = dict.fromkeys(_optional(fields, key) for key in THOUGHT_KEYS if fields.get(key))
+    thoughts.pop(None, None)
+    if len(thoughts) > 1:
+        raise RowError(f"different reasoning under several of {', '.join(THOUGHT_KEYS)}")
+    thought = next(iter(thoughts), None)
     if thought is not None and "</think>" in content:
         raise RowError("reasoning both in a field of its own and in the answer")
     trained = [bool(fields[key]) for key in _TRAIN_KEYS if fields.get(key) in (0, 1)]
@@ -202,6 +207,31 @@ def _tool(value: object, number: int) -> Mapping[str, Any]:
         "type": "function",
         "function": {"description": "", **given, "parameters": parameters},
     }
+
+
+def has_nulls_in_tools(value: object, *, ignored: Sequence[str] = ()) -> bool:
+    """Return whether the arguments of calls, or the parameters of tools, hold nulls.
+
+    Args:
+        value: Turns or definitions, as objects; a JSON text has the nulls that were written.
+        ignored: Keys that are left out on purpose.
+    """
+    if isinstance(value, list):
+        return any(has_nulls_in_tools(entry, ignored=ignored) for entry in value)
+    if not isinstance(value, Mapping):
+        return False
+    if isinstance(value.get("name"), str) and any(
+        _has_nulls(value[key]) for key in ("arguments", "parameters") if value.get(key)
+    ):
+        return True
+    entries = (entry for key, entry in value.items() if key not in ignored)
+    return any(has_nulls_in_tools(entry, ignored=ignored) for entry in entries)
+
+
+def _has_nulls(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_nulls, value.values()))
+    return any(map(_has_nulls, value)) if isinstance(value, list) else value is None
 
 
 def text(fields: Mapping[str, object], key: str) -> str:

@@ -185,6 +185,16 @@ def _broken_data_rules(data: DataSection) -> Iterator[Breach]:
             hint="`data.eval_frac: null`",
             reads=("data.eval_path",),
         )
+    paths = [source.path for source in data.mix]
+    twice = next((path for path in paths if paths.count(path) > 1), None)
+    if data.eval_frac is not None and twice is not None:
+        yield Breach(
+            field="data.eval_frac",
+            what=f"data.eval_frac is {data.eval_frac} and data.mix names {twice} twice",
+            limit="a row that is held out of one source would be trained in the other",
+            hint="name it once with the sum of the weights, or hold out a file by `data.eval_path`",
+            reads=("data.mix",),
+        )
     columns = {
         "prompt_column": ("auto", "prompt_completion"),
         "completion_column": ("auto", "prompt_completion"),

@@ -23,10 +23,10 @@ def qa(answer: str) -> dict[str, str]:
     return {"instruction": "q", "output": answer}
 
 
-def load(tmp_path: Path, *, seq_len: int = 100, **settings: Any) -> Rows:
+def load(tmp_path: Path, *, seq_len: int = 100, tokenizer: Any = None, **settings: Any) -> Rows:
     return load_rows(
         DataSection(path=str(tmp_path / "rows.jsonl"), **settings),
-        tiny_tokenizer(),
+        tokenizer or tiny_tokenizer(),
         seq_len=seq_len,
         seed=0,
         cache_dir=tmp_path / "cache",
@@ -34,6 +34,13 @@ def load(tmp_path: Path, *, seq_len: int = 100, **settings: Any) -> Rows:
 
 
 LONG = "abcdefghij" * 20
+# The last question is written otherwise than earlier ones, so each answer has a text of its own.
+REWRITES = (
+    "{% for m in messages %}{% set is_last = loop.index0 + 2 >= messages|length %}"
+    "{{ '<|im_start|>' + m.role + (' now' if is_last and m.role == 'user' else '') }}\n"
+    "{{ m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 def test_long_rows_are_cut_dropped_split_or_refused_and_counted(tmp_path: Path) -> None:
@@ -140,3 +147,26 @@ def test_progress_is_reported_with_a_rate(tmp_path: Path, monkeypatch: pytest.Mo
     assert [note.split(" (")[0] for note in notes] == [
         f"Tokenised {num} rows of {file}" for num in (250, 500, 600)
     ]
+
+
+def test_rows_that_differ_in_what_is_trained_are_no_duplicates(tmp_path: Path) -> None:
+    def chat(*, trained: bool) -> dict[str, Any]:
+        answer = {"role": "assistant", "content": "a", "train": trained}
+        last = {"role": "assistant", "content": "b"}
+        user = {"role": "user", "content": "q"}
+        return {"messages": [user, answer, user, last]}
+
+    file = write(tmp_path, chat(trained=True), chat(trained=False), chat(trained=True))
+    rows = load(tmp_path, drop_duplicates=True)
+    assert rows.train.sources == (f"{file}:1", f"{file}:2")
+    assert rows.notes == (f"1 rows of {file} were dropped as duplicates",)
+
+
+def test_a_row_of_several_texts_of_which_one_is_cut_away_is_counted(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = REWRITES
+    turns = [("user", "q"), ("assistant", "a"), ("user", LONG), ("assistant", "b")]
+    write(tmp_path, {"messages": [{"role": role, "content": text} for role, text in turns]})
+    rows = load(tmp_path, seq_len=100, tokenizer=tokenizer)
+    assert len(rows.train) == 1
+    assert rows.notes == ("1 of 1 rows were cut to 100 tokens",)

@@ -159,6 +159,13 @@ def test_held_out_rows_of_a_mix_are_of_all_its_sources_and_not_trained_on(
     assert rows.held_out_rows[2].source == rows.held_out.sources[2]
 
 
+def test_max_rows_is_of_the_training_rows_whatever_is_held_out(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", "a", 8)
+    rows = load(tmp_path, path=path, eval_path=path, max_rows=3)
+    assert rows.held_out is not None
+    assert (len(rows.train), len(rows.held_out)) == (3, 8)
+
+
 def test_a_missing_source_of_a_mix_is_named(tmp_path: Path, mix: list[dict[str, Any]]) -> None:
     with pytest.raises(DataError, match=r"d\.jsonl does not exist"):
         load(tmp_path, mix=[*mix, {"path": str(tmp_path / "d.jsonl")}])

@@ -259,6 +259,25 @@ def test_parquet_rows_are_read(tmp_path: Path, data_format: str) -> None:
 
 
 @pytest.mark.usefixtures("datasets_cache")
+def test_nulls_that_a_table_puts_into_tool_calls_are_refused(tmp_path: Path) -> None:
+    def row(*, is_text: bool, **arguments: object) -> dict[str, Any]:
+        given = json.dumps(arguments) if is_text else arguments
+        return with_answer(tool_calls=[{"name": "add", "arguments": given}])
+
+    file = tmp_path / "rows.parquet"
+    both: list[dict[str, Any]] = [{"a": 1}, {"b": None}]
+    rows = [row(is_text=False, **both[0]), row(is_text=False, b=2)]
+    datasets.Dataset.from_list(rows).to_parquet(str(file))
+    with pytest.raises(DataError, match=r"2 of 2 rows(.|\n)*hold nulls, and a table has them"):
+        read(file)
+    assert len(read(file, ignored=["tool_calls"])) == 2
+    assert len(read(write_jsonl(tmp_path / "rows.jsonl", [row(is_text=False, **both[1])]))) == 1
+    file = tmp_path / "texts.parquet"
+    datasets.Dataset.from_list([row(is_text=True, **one) for one in both]).to_parquet(str(file))
+    assert [r.messages[1].calls[0].arguments for r in read(file)] == both
+
+
+@pytest.mark.usefixtures("datasets_cache")
 def test_a_saved_data_set_and_its_split_are_read(tmp_path: Path) -> None:
     rows = datasets.Dataset.from_list([GOOD_ROWS["alpaca"]])
     splits = datasets.DatasetDict(
@@ -269,6 +288,16 @@ def test_a_saved_data_set_and_its_split_are_read(tmp_path: Path) -> None:
     assert len(read(f"{tmp_path / 'saved'}:test")) == 3
     with pytest.raises(DataError, match=r"saved:tset cannot be loaded as a data set"):
         read(f"{tmp_path / 'saved'}:tset")
+
+
+@pytest.mark.usefixtures("datasets_cache")
+def test_a_data_set_saved_without_splits_has_no_part_of_one(tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_list([GOOD_ROWS["alpaca"]] * 2)
+    rows.save_to_disk(str(tmp_path / "saved"))
+    assert len(read(f"{tmp_path / 'saved'}:train")) == 2
+    for split in ("test", "train[:1]"):
+        with pytest.raises(DataError, match="saved without splits, and there is no"):
+            read(f"{tmp_path / 'saved'}:{split}")
 
 
 def test_config_and_split_of_a_hub_data_set_stand_behind_its_name(
@@ -358,6 +387,38 @@ def test_a_row_whose_meaning_would_be_lost_is_refused_by_name(
         rf"hint: `data\.ignored_columns: \[{key}\]` leaves them out on purpose",
     ):
         read(file)
+
+
+@pytest.mark.parametrize(("key", "row"), [lost for lost in LOST if "messages" in lost[1]])
+def test_turns_in_a_json_text_lose_no_meaning_either(
+    tmp_path: Path, key: str, row: dict[str, Any]
+) -> None:
+    file = write_jsonl(tmp_path / "rows.jsonl", [{"messages": json.dumps(row["messages"])}])
+    with pytest.raises(DataError, match=rf":1: '{key}' of turn \d would be dropped"):
+        read(file)
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        (
+            {"tool_calls": [{"name": "add"}], "function_call": {"name": "sub"}},
+            "calls of tools under two keys",
+        ),
+        ({"reasoning": "1 and 1", "thinking": "2"}, "different reasoning under several of"),
+    ],
+)
+def test_what_is_there_under_two_keys_is_not_read_from_one(
+    tmp_path: Path, keys: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(DataError, match=problem):
+        read(write_jsonl(tmp_path / "rows.jsonl", [with_answer(**keys)]))
+
+
+def test_the_same_reasoning_under_two_keys_is_read(tmp_path: Path) -> None:
+    row = with_answer(reasoning="1 and 1", reasoning_content="1 and 1")
+    (read_row,) = read(write_jsonl(tmp_path / "rows.jsonl", [row]))
+    assert read_row.messages[-1].thought == "1 and 1"
 
 
 READ: list[tuple[str, dict[str, Any]]] = [

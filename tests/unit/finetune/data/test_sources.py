@@ -176,6 +176,20 @@ def test_the_digest_is_of_the_content_and_not_of_the_name(tmp_path: Path) -> Non
     assert halves[0].digest() != halves[1].digest()
 
 
+def test_the_digests_of_two_parts_of_a_split_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, load_dataset = write_jsonl(tmp_path / "rows.jsonl"), datasets.load_dataset
+
+    def from_file(name: str, config: str | None, *, split: str, data_files: object) -> object:
+        del name, config, data_files
+        return load_dataset("json", split=split, data_files=str(file))
+
+    monkeypatch.setattr(datasets, "load_dataset", from_file)
+    digests = {open_source(f"some/rows:{s}").digest() for s in ("train", "train[:1]", "train[1:2]")}
+    assert len(digests) == 3
+
+
 def test_tokens_of_a_file_that_was_copied_come_from_the_cache_under_its_new_name(
     tmp_path: Path,
 ) -> None:

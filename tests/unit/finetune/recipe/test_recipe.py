@@ -181,6 +181,14 @@ def test_a_value_on_its_limit_is_accepted(setting: str, value: object) -> None:
             "data.eval_frac is 0.1 and data.eval_path is e.jsonl",
         ),
         (
+            {
+                "data__path": None,
+                "data__mix": [{"path": "a.jsonl"}, {"path": "a.jsonl", "weight": 2}],
+                "data__eval_frac": 0.1,
+            },
+            "data.eval_frac is 0.1 and data.mix names a.jsonl twice",
+        ),
+        (
             {"data__format": "alpaca", "data__messages_column": "turns"},
             "data.messages_column is turns and data.format is alpaca",
         ),
