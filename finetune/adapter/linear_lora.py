@@ -89,6 +89,7 @@ class Linear(layer.Linear):
         """Return whether this is plain LoRA on a frozen linear layer of the dtype of `x`."""
         return (
             x.dim() > 1
+            and not (self.disable_adapters or self.merged)  # layers may switch it in a visit
             and self._once("plain", self._plain_dtype) == x.dtype
             and not torch.is_autocast_enabled(x.device.type)
         )
@@ -105,7 +106,6 @@ class Linear(layer.Linear):
         is_plain = (
             all(_is_bare(one) for one in (base, *self._factors()))
             and is_frozen
-            and not (self.disable_adapters or self.merged)
             and bool(active)
             and not any(name in self.lora_variant or self.lora_bias[name] for name in active)
             and not (len(active) > 1 and self.drops())

@@ -41,7 +41,12 @@ def save_model(
         CheckpointError: The folder cannot be written; what was there before is unchanged.
     """
     frozen = {name: value.cpu() for name, value in model.state_dict().items()}
-    state = {name: weights.get(name, value) for name, value in frozen.items()}
+    first = {id(p): name for name, p in model.named_parameters()}
+    one_of = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+    state = {
+        name: weights.get(one_of.get(name, name), value)  # tied weights are one, and saved as one
+        for name, value in frozen.items()
+    }
     with whole_folder(folder, unlisted=(MODEL_CARD,)) as partial:
         model.save_pretrained(str(partial), state_dict=state, max_shard_size=SHARD_SIZE)
         tokenizer.save_pretrained(str(partial))

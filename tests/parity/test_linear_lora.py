@@ -12,6 +12,7 @@ from torch import nn
 
 from finetune.adapter.linear_lora import Linear, compute_in_base_dtype
 from offload.engine.batch import Batch
+from offload.engine.low_rank import VISIT_CACHE
 from tests.parity.architectures import (
     Gradients,
     micro_batches,
@@ -139,6 +140,26 @@ def test_adapters_that_are_off_or_merged_leave_the_base() -> None:
         model.unmerge_adapter()
     assert not torch.allclose(adapted_logits, without, atol=1e-3)
     torch.testing.assert_close(merged, adapted_logits, rtol=1e-4, atol=1e-5)
+
+
+def test_adapters_may_be_switched_off_within_a_visit() -> None:
+    model: Any = grouped(adapted("qwen3")).eval()
+    linear = model.get_base_model().model.layers[0].self_attn.o_proj
+    x = torch.randn(1, 3, linear.in_features)
+    VISIT_CACHE.enter("a visit")
+    try:
+        with torch.no_grad():
+            with_adapter = linear(x)
+            linear.enable_adapters(False)
+            without = linear(x)
+            linear.enable_adapters(True)
+            again = linear(x)
+            base = linear.base_layer(x)
+    finally:
+        VISIT_CACHE.enter(None)
+    assert torch.equal(without, base)
+    assert not torch.allclose(with_adapter, base)
+    assert torch.equal(again, with_adapter)
 
 
 ODD_ADAPTER = LoraConfig(

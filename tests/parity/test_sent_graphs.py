@@ -143,6 +143,19 @@ class _Holding(torch.autograd.Function):
         return 2 * ctx.held * gradients[0]
 
 
+class _HoldingOutput(torch.autograd.Function):
+    """The same for its output."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.held = x.tanh()
+        return ctx.held
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return (1 - ctx.held**2) * gradients[0]
+
+
 def changed(change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return a tiny model whose layers change their output."""
     model: Any = tiny("qwen3")
@@ -153,6 +166,28 @@ def changed(change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 def test_move_what_a_function_holds_without_saving_it_stays_on_the_device() -> None:
     model = changed(_Holding.apply)
+    assert_equal(steps(model, ALL)[0], steps(model, OPTIONS)[0])
+
+
+def test_move_a_function_may_hold_the_input_or_the_output_of_its_layer() -> None:
+    """Graphs let go of both: in what the function holds, the values must stay."""
+    model: Any = tiny("qwen3")
+    for layer in model.get_base_model().model.layers:
+        layer.input_layernorm.register_forward_pre_hook(
+            lambda _m, args: 0.5 * _Holding.apply(*args)
+        )
+        layer.register_forward_hook(lambda _m, _args, y: _HoldingOutput.apply(y))
+    assert_equal(steps(model, ALL)[0], steps(model, OPTIONS)[0])
+
+
+def test_move_a_layer_may_differentiate_while_it_computes() -> None:
+    def slope(y: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            x = y.detach().requires_grad_()
+            (of_x,) = torch.autograd.grad(x.tanh().square().sum(), x)
+        return y * of_x
+
+    model = changed(slope)
     assert_equal(steps(model, ALL)[0], steps(model, OPTIONS)[0])
 
 

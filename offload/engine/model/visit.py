@@ -148,7 +148,9 @@ def visit_to_send(
         staying={x.untyped_storage().data_ptr() for x in staying}, torch_device=input_BTD.device
     )
     with saved.hooked():
-        graph = visit_with_graph(model, layer, input_BTD=input_BTD, call=call, mlps=mlps)
+        graph = visit_with_graph(
+            model, layer, input_BTD=input_BTD, call=call, mlps=mlps, is_let_go=True
+        )
     return Visited.keeping(graph, saved)
 
 
@@ -161,6 +163,7 @@ def visit_with_graph(
     unread: Sequence[Unread] = (),
     recorded: Recorded = NOTHING,
     mlps: Sequence[TiledMlp] = (),
+    is_let_go: bool = False,
 ) -> Graph:
     """Compute a layer and keep its graph.
 
@@ -172,6 +175,8 @@ def visit_with_graph(
         unread: Products whose values are left out, and with them that of the output.
         recorded: Attention of the forward visit, which is not computed again.
         mlps: Parts that are computed some tokens at a time.
+        is_let_go: Whether the graph will let go of its input and output. Then it has tensors of its
+            own over their memory, for a custom function may hold those that the layer sees.
     """
     leaf_BTD = input_BTD.detach().requires_grad_()
     with (
@@ -181,10 +186,12 @@ def visit_with_graph(
         left_out(unread) as left,
         given(recorded) as is_as_recorded,
     ):
-        output_BTD = model.layer_forward(layer, leaf_BTD, call)
+        seen_BTD = leaf_BTD.view_as(leaf_BTD) if is_let_go else leaf_BTD
+        output_BTD = model.layer_forward(layer, seen_BTD, call)
+        said_BTD = output_BTD.view_as(output_BTD) if is_let_go else output_BTD
     return Graph(
         input_BTD=leaf_BTD,
-        said=(output_BTD, *router_logits),
+        said=(said_BTD, *router_logits),
         is_as_found=left.is_as_found(output_BTD) and is_as_recorded(),
     )
 

@@ -99,15 +99,22 @@ class SavedTensors:
         return _Note(number, x.dtype, tuple(x.shape), x.stride(), int(x.storage_offset()))
 
     def unpack(self, saved: object) -> torch.Tensor:
-        """Return a tensor that the backward needs, in the buffer that it came back to."""
+        """Return a tensor that the backward needs, in the buffer that it came back to.
+
+        A layer that differentiates while it computes gets the tensor where it still is.
+        """
         if isinstance(saved, torch.Tensor):
             return saved
         assert isinstance(saved, _Note)
-        assert self._buffer is not None
-        start = self._buffer.storage_offset() + self._starts[saved.block]
+        if self._buffer is None:
+            memory = next(x for x, _ in self._held if self._number(x) == saved.block)
+            start = 0
+        else:
+            memory = self._buffer
+            start = int(memory.storage_offset()) + self._starts[saved.block]
         place = start // saved.dtype.itemsize + saved.offset
-        view = torch.empty(0, dtype=saved.dtype, device=self._buffer.device)
-        return view.set_(self._buffer.untyped_storage(), place, saved.shape, saved.strides)
+        view = torch.empty(0, dtype=saved.dtype, device=memory.device)
+        return view.set_(memory.untyped_storage(), place, saved.shape, saved.strides)
 
     @torch.no_grad()
     def move_to(self, buffer: torch.Tensor) -> None:
