@@ -251,7 +251,7 @@ class RunDir:
                 trained the model's own weights.
             ModelError: The adapter's weights are damaged.
         """
-        if self.recipe_file.exists() and self.recipe().train.is_full:
+        if self.model.exists():
             raise CheckpointError(
                 f"{self.path} trained the model's own weights: there is no adapter",
                 limit=f"{self.model} is the trained model, in plain weights: merge is not needed",

@@ -1,6 +1,6 @@
 """A micro-batch on the device: the model's inputs, and the token to predict at each position."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -12,6 +12,7 @@ IGNORED = -100
 ROW_LENS = "row_lens"
 """Key of a micro-batch of packed rows: how many tokens each has, in order."""
 Batch = Mapping[str, torch.Tensor]
+Shape = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +36,13 @@ class LabelledBatch:
         return self.positions.numel()
 
     @property
+    def shape(self) -> Shape:
+        """What the memory of its visits grows with."""
+        lens = self.inputs[ROW_LENS].tolist() if ROW_LENS in self.inputs else []
+        num_sequences, num_tokens = self.inputs["input_ids"].shape
+        return shape_of(num_sequences, num_tokens, lens)
+
+    @property
     def rows(self) -> tuple[tuple[int, int], ...]:
         """How many rows of how many tokens attention sees."""
         if ROW_LENS in self.inputs:
@@ -43,10 +51,20 @@ class LabelledBatch:
         return ((num_rows, num_tokens),)
 
 
-def shape_of(inputs: Batch) -> tuple[int, int, int]:
-    """Return sequences, their tokens, and how many rows are packed into each."""
-    num_rows, num_tokens = inputs["input_ids"].shape
-    return num_rows, num_tokens, len(inputs[ROW_LENS]) if ROW_LENS in inputs else 1
+def shape_of(num_sequences: int, num_tokens: int, lens: Sequence[int]) -> Shape:
+    """Return what the memory of a visit grows with.
+
+    Args:
+        num_sequences: Of a micro-batch.
+        num_tokens: Of each.
+        lens: Tokens of each row that is packed into one; none if rows are not packed.
+
+    Returns:
+        Sequences, tokens of each, rows, and pairs of tokens that see each other.
+    """
+    if not lens:
+        return num_sequences, num_tokens, num_sequences, num_sequences * num_tokens**2
+    return num_sequences, num_tokens, len(lens), sum(length**2 for length in lens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

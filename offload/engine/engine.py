@@ -19,7 +19,6 @@ from offload.engine.batch import (
     require_an_id_each,
     require_divisor,
     require_labels,
-    shape_of,
     to_device,
     with_labels,
 )
@@ -501,7 +500,7 @@ class Engine:
                 else []
                 for sizes in (found.get(layer, ()) for layer in layers)
             ],
-            [[graphs.of(layer, shape_of(b.inputs)) or 0 for b in batches] for layer in layers],
+            [[graphs.of(layer, b.shape) or 0 for b in batches] for layer in layers],
         )
 
     def _measure(self, batches: Sequence[LabelledBatch]) -> None:
@@ -509,7 +508,7 @@ class Engine:
         executor = self._bound.executor
         layers = self._options.residency.sent_graphs(len(self.layer_bytes))
         for batch in sorted(batches, key=lambda batch: -batch.inputs["input_ids"].numel()):
-            shape = shape_of(batch.inputs)
+            shape = batch.shape
             if all(executor.graph_sizes.of(layer, shape) is not None for layer in layers):
                 continue
             schedule = forward_schedule(self._bound.sizes, ring=self._ring, num_micro_batches=1)

@@ -20,7 +20,7 @@ from warnings import warn
 
 import torch
 
-from offload.engine.batch import ROW_LENS, Batch, LabelledBatch, shape_of
+from offload.engine.batch import ROW_LENS, Batch, LabelledBatch
 from offload.engine.low_rank import VISIT_CACHE
 from offload.engine.model.inspection import Inspection
 from offload.engine.model.layers import LayerCall, LayeredModel
@@ -240,7 +240,7 @@ class Executor:
             visit = partial(self._visited, visit_to_send, layer, input_BTD, call)
             visited, _ = self._randomness.visit(layer, _visit_seed(step, layer, 0), visit)
             if visited.saved is not None:
-                self.graph_sizes.add(layer, shape_of(inputs), visited.saved.num_bytes)
+                self.graph_sizes.add(layer, state.fronts[0].shape, visited.saved.num_bytes)
             state.inputs[layer + 1, 0] = visited.output_BTD.contiguous()
 
         visits: _Table = {

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from offload.engine.batch import shape_of
 from offload.engine.bound import EngineOptions
 from offload.engine.engine import Engine
 from offload.plan.facts.attention import output_bytes
@@ -88,7 +89,7 @@ class Bench:
     def graph_bytes(self) -> int:
         """What the graph of a layer takes."""
         sizes = self._engines["graphs sent"]._bound.executor.graph_sizes
-        return sizes.of(0, (1, SEQ_LEN, 1)) or 0
+        return sizes.of(0, shape_of(1, SEQ_LEN, ())) or 0
 
     def step(self, arm: str) -> tuple[float, Timeline]:
         """Run one step of an arm; return its wall time and its timeline."""

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from finetune.adapter.linear_lora import compute_in_base_dtype
 from finetune.adapter.lora import add_lora
 from finetune.adapter.targets import chosen_targets
+from offload.engine.batch import shape_of
 from offload.engine.engine import Engine
 from offload.plan.facts.facts import AdapterSpec, linear_names, model_facts
 from offload.plan.machine.machine import named_machine
@@ -67,7 +68,7 @@ def test_a_sent_graph_takes_what_the_plan_says_within_a_tenth(
     engine = Engine(model, device=torch.device("cpu"), options=options)
     ids = torch.randint(0, 32, (1, T))
     engine.forward_backward([{"input_ids": ids, "labels": ids}])
-    found = engine._bound.executor.graph_sizes.of(0, (1, T, 1))
+    found = engine._bound.executor.graph_sizes.of(0, shape_of(1, T, ()))
     engine.detach()
     names = chosen_targets(targets, known=linear_names(facts), modules_to_save=())
     spec = AdapterSpec(rank=4, targets=names, experts=False, is_in_base_dtype=True)

@@ -234,7 +234,8 @@ def test_a_graph_larger_than_counted_on_is_computed_again_with_a_warning() -> No
 
     def too_small(_schedule: Any, inputs: Any, layers: Any) -> None:
         for layer in layers:
-            sizes.add(layer, shape_of(inputs), 512)
+            num_rows, num_tokens = inputs["input_ids"].shape
+            sizes.add(layer, shape_of(num_rows, num_tokens, ()), 512)
 
     engine._bound.executor.measure = too_small  # type: ignore[method-assign, assignment]
     with pytest.warns(UserWarning, match=r"graph of layer \d takes \d+ bytes and not 512"):

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import torch
 from torch import nn
 
-from offload.engine.batch import ROW_LENS, Batch
+from offload.engine.batch import ROW_LENS, Batch, Shape, shape_of
 from offload.engine.model.find_layers import (
     find_layers,
     find_towers,
@@ -83,10 +83,10 @@ class Front:
     packed: tuple[PackedCall, ...] = ()
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """Sequences, their tokens, and how many rows are packed into each."""
-        num_rows, num_tokens = self.hidden_BTD.shape[:2]
-        return num_rows, num_tokens, len(self.packed[0].lens) if self.packed else 1
+    def shape(self) -> Shape:
+        """What the memory of a visit grows with."""
+        num_sequences, num_tokens = self.hidden_BTD.shape[:2]
+        return shape_of(num_sequences, num_tokens, self.packed[0].lens if self.packed else ())
 
     @property
     def layer_calls(self) -> tuple[LayerCall, ...]:

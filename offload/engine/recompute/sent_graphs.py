@@ -36,7 +36,7 @@ from torch.autograd.graph import saved_tensors_hooks
 _ALIGN_BYTES = 512  # of a block in a buffer, as of any block of torch's CUDA allocator
 
 Shape = tuple[int, ...]
-"""Sequences and tokens of a micro-batch."""
+"""Sizes of a micro-batch, with each of which a graph grows."""
 
 
 @dataclass(frozen=True, slots=True)
