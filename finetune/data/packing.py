@@ -24,6 +24,7 @@ from offload.plan.facts.attention import Attention
 from offload.plan.facts.facts import ModelFacts
 
 Bins = tuple[tuple[int, ...], ...]
+MOST_ROWS_LOOKED_AT = 20_000  # of all steps of a run, to find the largest: a fraction of a second
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,6 +204,23 @@ class PackedOrder:
         return tuple(tuple(rows[i] for i in part) for part in bins)
 
     @property
+    def largest(self) -> tuple[int, int]:
+        """Return how many tokens no step, and no sequence, exceeds.
+
+        These are exact if the run has few rows, else bounds.
+        """
+        unit = self.tokens_per_step or self.rows_per_step
+        assert unit is not None
+        mean = int(self.lengths.sum()) / len(self.lengths) if self.tokens_per_step else 1
+        if self.num_steps * unit / mean > MOST_ROWS_LOOKED_AT:
+            return self.most_tokens, self.capacity
+        steps = [
+            [int(self.lengths[list(part)].sum()) for part in self.step(index)]
+            for index in range(self.num_steps)
+        ]
+        return max(map(sum, steps)), max(map(max, steps))
+
+    @property
     def most_tokens(self) -> int:
         """Return how many tokens no step exceeds."""
         if self.tokens_per_step is not None:
@@ -226,12 +244,13 @@ class PackedOrder:
         """
         order = [int(row) for row in np.argsort(-self.lengths, kind="stable")]
         bins: list[list[tuple[int, int]]] = [[]]
-        left, room, at = self.most_tokens, self.capacity, 0
+        left, widest = self.largest
+        room, at = widest, 0
         while left:
             row = order[at % len(order)]
             if not room:
                 bins.append([])
-                room = self.capacity
+                room = widest
             num = min(int(self.lengths[row]), room, left)
             bins[-1].append((row, num))
             left, room, at = left - num, room - num, at + 1

@@ -1,5 +1,6 @@
 from collections import Counter
 from itertools import chain
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -7,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from finetune.data import packing
 from finetune.data.dataset import ExampleSet
 from finetune.data.packing import PackedOrder, RowCost, packed
 from finetune.data.steps import BatchOrder, StepLoader, Steps, collate_packed
@@ -108,17 +110,27 @@ def test_steps_given_in_rows_have_those_that_they_have_unpacked(
 
 
 @settings(max_examples=60, deadline=None)
-@given(lengths=LENGTHS, tokens=st.integers(60, 200), is_in_rows=st.booleans())
+@given(
+    lengths=LENGTHS, tokens=st.integers(60, 200), is_in_rows=st.booleans(), is_long=st.booleans()
+)
 def test_no_packed_step_is_larger_than_the_longest(
-    lengths: list[int], tokens: int, *, is_in_rows: bool
+    lengths: list[int], tokens: int, *, is_in_rows: bool, is_long: bool
 ) -> None:
+    """Of a run of few rows some step is as large, and some sequence as wide."""
     num_rows = 1 + tokens % 7
     order = order_of(lengths, rows=num_rows) if is_in_rows else order_of(lengths, tokens=tokens)
-    longest = [sum(num for _, num in part) for part in order.longest_step()]
-    for step in range(order.num_steps):
-        widths = [sum(lengths[row] for row in part) for part in order.step(step)]
-        assert max(widths) <= max(longest)
-        assert sum(widths) <= sum(longest)
+    most = 0 if is_long else packing.MOST_ROWS_LOOKED_AT
+    with mock.patch.object(packing, "MOST_ROWS_LOOKED_AT", most):
+        longest = [sum(num for _, num in part) for part in order.longest_step()]
+    steps = [
+        [sum(lengths[row] for row in part) for part in order.step(step)]
+        for step in range(order.num_steps)
+    ]
+    found = max(map(sum, steps)), max(map(max, steps))
+    assert found[0] <= sum(longest)
+    assert found[1] <= max(longest)
+    if not is_long:
+        assert found[0] == sum(longest)
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +202,7 @@ def test_the_longest_share_has_the_width_that_the_plan_counts(examples: ExampleS
     steps = steps_of(examples)
     widths = [batch["input_ids"].shape[1] for batch in steps.longest().micro_batches]
     assert max(widths) == steps.sizes.largest_width == steps.largest_tokens
-    assert sum(widths) == steps.order.most_tokens  # type: ignore[union-attr]
+    assert sum(widths) == steps.order.largest[0]  # type: ignore[union-attr]
     assert steps.longest().num_label_tokens > 0
 
 
