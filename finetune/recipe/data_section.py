@@ -168,6 +168,16 @@ class DataSection(Section):
         return ("on" if value else "off") if isinstance(value, bool) else value
 
     @property
+    def set_for_turns(self) -> tuple[str, ...]:
+        """The settings that are not at their defaults and say nothing of documents."""
+        changed = {
+            "loss_on": self.loss_on != "assistant",
+            "system": self.system is not None,
+            "too_long": self.too_long != "truncate",
+        }
+        return tuple(name for name, is_changed in changed.items() if is_changed)
+
+    @property
     def sources(self) -> tuple[MixSource, ...]:
         """What is trained on: the sources of the mix, or `path` as the only one."""
         return self.mix or (MixSource(path=self.path or ""),)

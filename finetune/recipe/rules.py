@@ -160,12 +160,7 @@ def _broken_source_rules(data: DataSection) -> Iterator[Breach]:
                 hint=f"leave {column} out of `data.columns`, or `data.format: auto`",
                 reads=("data.format",),
             )
-    unread = {
-        "loss_on": data.loss_on != "assistant",
-        "system": data.system is not None,
-        "too_long": data.too_long != "truncate",
-    }
-    for name in (name for name, is_set in unread.items() if is_set and data.format == "text"):
+    for name in data.set_for_turns if data.format == "text" else ():
         yield Breach(
             field=f"data.{name}",
             what=f"data.{name} is {getattr(data, name)} and data.format is text",

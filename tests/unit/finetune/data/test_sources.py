@@ -264,6 +264,19 @@ def test_documents_are_joined_and_cut_and_all_of_them_is_learned(tmp_path: Path)
     assert load(tmp_path, path=str(file), seq_len=10).train.is_from_cache
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("system", "Be brief."), ("loss_on", "last"), ("too_long", "drop")]
+)
+def test_a_setting_about_turns_is_refused_where_all_rows_are_documents(
+    name: str, value: str, tmp_path: Path
+) -> None:
+    """The format is told from the columns, so no rule of recipes knows it."""
+    file = write_jsonl(tmp_path / "rows.jsonl", [{"text": "abcdefg"}])
+    settings: dict[str, Any] = {name: value}
+    with pytest.raises(DataError, match=f"all rows are documents, and data.{name} say"):
+        load(tmp_path, path=str(file), **settings)
+
+
 def test_text_files_are_a_document_each(tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     for name, text in (("a", "abc\n"), ("b", "de\r\nf")):
