@@ -19,7 +19,7 @@ import numpy as np
 
 from finetune.data.encode_source import Note, SourceRows, stored_tokens
 from finetune.data.mix import drawn, rows_per_source
-from finetune.data.rows import Conversation, RowForm, columns_named
+from finetune.data.rows import Conversation, RowForm, columns_named, require_nothing_for_turns
 from finetune.data.sources import open_source
 from finetune.data.token_cache import TokenStore
 from finetune.data.tokenize import IGNORE_INDEX, Encoder, Example, Fate
@@ -370,7 +370,8 @@ def load_rows(
 
     most = None if data.mix else data.max_rows
     sources = [tokens(one, max_rows=one.max_rows or most) for one in data.sources]
-    _require_settings_are_read(sources, data)
+    if all(one.store.report.num_documents for one in sources):
+        require_nothing_for_turns(data)
     every = [np.arange(len(one.store.fates)) for one in sources]
     held_out = list[Chosen]()
     if data.eval_path is not None:
@@ -429,21 +430,6 @@ def source_rows(data: DataSection, source: MixSource, *, max_rows: int | None) -
         drop_duplicates=data.drop_duplicates,
         skip_bad=data.skip_bad,
     )
-
-
-def _require_settings_are_read(sources: Sequence[Tokens], data: DataSection) -> None:
-    """Check that not all rows are documents where a setting is about turns.
-
-    Raises:
-        DataError: They are.
-    """
-    if data.set_for_turns and all(one.store.report.num_documents for one in sources):
-        names = " and ".join(f"data.{name}" for name in data.set_for_turns)
-        raise DataError(
-            f"all rows are documents, and {names} say how turns are learned",
-            limit="documents have no turns, are joined and cut, and all of them is learned",
-            hint=f"leave out {names}, or name the columns of turns by `data.columns`",
-        )
 
 
 def _unused_columns(tokens: Sequence[Tokens], data: DataSection) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ from finetune.data.turns import (
 )
 from finetune.data.unread import MEANINGS, find_unread, find_unread_in_turns
 from finetune.errors import DataError
-from finetune.recipe.data_section import FORMAT_COLUMNS, ColumnName
+from finetune.recipe.data_section import FORMAT_COLUMNS, ColumnName, DataSection
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -427,3 +427,18 @@ def _checked(messages: list[Message]) -> list[Message]:
     if not all(answer.content.strip() or answer.calls for answer in answers):
         raise RowError("empty answer")
     return messages
+
+
+def require_nothing_for_turns(data: DataSection) -> None:
+    """Check the settings of rows that have turned out to be documents, all of them.
+
+    Raises:
+        DataError: A setting is about turns.
+    """
+    if data.set_for_turns:
+        names = " and ".join(f"data.{name}" for name in data.set_for_turns)
+        raise DataError(
+            f"all rows are documents, and {names} say how turns are learned",
+            limit="documents have no turns, are joined and cut, and all of them is learned",
+            hint=f"leave out {names}, or name the columns of turns by `data.columns`",
+        )

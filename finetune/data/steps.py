@@ -173,7 +173,7 @@ class StepSizes:
         lengths = order.lengths[[i for part in bins for i in part]]
         labels = [int(examples.loss_tokens[i]) for part in bins for i in part]
         num_sequences = sum(map(len, steps.values()))
-        widest = max(sum(num for _, num in part) for part in order.longest_step())
+        most_tokens, widest = order.largest
         return cls(
             typical_steps=_outwards(by_size, middle)[:NUM_TYPICAL],
             typical_width=round(tokens[typical] / len(bins)),
@@ -186,6 +186,7 @@ class StepSizes:
                 longest_row=int(order.lengths.max()),
                 rows_per_step=len(lengths),
                 fill=sum(tokens.values()) / (num_sequences * order.capacity),
+                most_tokens=most_tokens,
             ),
         )
 
@@ -200,12 +201,14 @@ class Packing:
         longest_row: Tokens of the longest.
         rows_per_step: Rows of the typical step.
         fill: Tokens of the steps looked at, of all that their sequences have room for.
+        most_tokens: Tokens that no step exceeds.
     """
 
     row_tokens: int
     longest_row: int
     rows_per_step: int
     fill: float
+    most_tokens: int
 
 
 def _outwards(ordered: Sequence[int], middle: int) -> tuple[int, ...]:

@@ -202,21 +202,21 @@ def request_for(
 
     Open settings get their simplest value; `finetune.planning.candidates` has the alternatives.
     """
-    width, largest_width, packing = sizes.typical_width, sizes.largest_width, sizes.packing
-    if packing is not None:
-        width = packing.row_tokens
-        largest_width = max(-(-largest_width // recipe.train.sequences), packing.longest_row)
+    width, packing = sizes.typical_width, sizes.packing
     typical = _workload(recipe, facts, width, label_tokens=sizes.label_tokens)
+    largest = _workload(recipe, facts, sizes.largest_width, label_tokens=sizes.most_label_tokens)
     if packing is not None:
-        typical = replace(typical, packed_tokens=sizes.typical_width)
-    request = _request(
-        recipe,
-        facts,
-        typical=typical,
-        largest=_workload(recipe, facts, largest_width, label_tokens=sizes.most_label_tokens),
-        num_ranks=num_ranks,
+        typical = replace(typical, seq_len=packing.row_tokens, packed_tokens=width)
+        # as many tokens in equal rows, none of which is shorter than the longest
+        num_rows = max(1, sizes.largest_width // packing.longest_row)
+        row_tokens = -(-sizes.largest_width // num_rows)
+        largest = replace(largest, micro_batch_size=num_rows, seq_len=row_tokens)
+    request = _request(recipe, facts, typical=typical, largest=largest, num_ranks=num_ranks)
+    return replace(
+        request,
+        num_micro_batches=sizes.num_micro_batches,
+        most_tokens=packing.most_tokens if packing is not None else None,
     )
-    return replace(request, num_micro_batches=sizes.num_micro_batches)
 
 
 def full_request(recipe: Recipe, facts: ModelFacts, *, num_ranks: int) -> PlanRequest:

@@ -79,7 +79,7 @@ class MemoryNeeds:
             facts,
             machine,
             request.largest,
-            num_micro_batches=request.rank_micro_batches,
+            num_micro_batches=request.largest_micro_batches,
             num_ranks=request.num_ranks,
             is_padded=request.is_masked,
             is_stashed=request.is_stashed,

@@ -19,6 +19,7 @@ class PlanRequest:
         typical: The micro-batch that time is predicted for.
         largest: The largest micro-batch of the run, which must fit.
         num_micro_batches: Micro-batches per step.
+        most_tokens: Tokens that no step exceeds; None for all that its micro-batches can have.
         num_slots: Layers on the device at a time; None takes as many as fit.
         num_kept_graphs: How many layers, the last ones, keep their graph from the forward to the
             backward, i.e. are not checkpointed; None takes as many as fit and pay.
@@ -52,6 +53,7 @@ class PlanRequest:
     may_be_on_disk: bool = False
     has_outputs: bool = False
     has_sent_graphs: bool = False
+    most_tokens: int | None = None
 
     def within(self, num_layers: int) -> "PlanRequest":
         """Return the same request with at most as many slots as the model has layers."""
@@ -75,6 +77,16 @@ class PlanRequest:
     def rank_micro_batches(self) -> int:
         """Micro-batches of the rank that has most of them."""
         return -(-self.num_micro_batches // self.num_ranks)
+
+    @property
+    def largest_micro_batches(self) -> float:
+        """How many of the largest micro-batches hold all tokens of a rank's step."""
+        num = self.rank_micro_batches
+        return (
+            num
+            if self.most_tokens is None
+            else min(num, self.most_tokens / self.largest.num_tokens)
+        )
 
     @property
     def num_stashed(self) -> int:

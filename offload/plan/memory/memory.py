@@ -161,7 +161,7 @@ class DeviceNeeds:
         output_bytes: Of the output and log-sum-exp of each layer's attention for one micro-batch;
             0 where it is computed again.
         sent_graph_bytes: Of all that autograd saves of each layer for one micro-batch.
-        num_micro_batches: Of a rank's step.
+        num_micro_batches: Of a rank's step, if all were as large as the largest.
     """
 
     always: tuple[MemoryTerm, ...]
@@ -173,7 +173,7 @@ class DeviceNeeds:
     fixed: tuple[MemoryTerm, ...]
     output_bytes: tuple[int, ...]
     sent_graph_bytes: tuple[int, ...]
-    num_micro_batches: int
+    num_micro_batches: float
 
     @property
     def num_outputs(self) -> int:
@@ -183,12 +183,12 @@ class DeviceNeeds:
     def sent_bytes(self, residency: Residency) -> int:
         """Return what the sent graphs and outputs take in the host's memory."""
         saved = self._saved(residency)
-        return self.num_micro_batches * sum(sum(saved.sent_bytes(i)) for i in saved.leaving)
+        return int(self.num_micro_batches * sum(sum(saved.sent_bytes(i)) for i in saved.leaving))
 
     def sent_graphs_bytes(self, residency: Residency) -> int:
         """Return what of it is of whole graphs."""
         graphs = residency.sent_graphs(len(self.sent_graph_bytes))
-        return self.num_micro_batches * sum(self.sent_graph_bytes[i] for i in graphs)
+        return int(self.num_micro_batches * sum(self.sent_graph_bytes[i] for i in graphs))
 
     def _saved(self, residency: Residency) -> Saved:
         return residency.saved(
@@ -207,8 +207,8 @@ class DeviceNeeds:
         kept = sum(self.output_bytes[layer] for layer in saved.kept)
         largest = max((sum(saved.sent_bytes(layer)) for layer in saved.leaving), default=0)
         return (
-            MemoryTerm(name=KEPT_OUTPUTS, num_bytes=num * kept),
-            MemoryTerm(name=CARRIERS, num_bytes=NUM_CARRIED * num * largest),
+            MemoryTerm(name=KEPT_OUTPUTS, num_bytes=int(num * kept)),
+            MemoryTerm(name=CARRIERS, num_bytes=int(NUM_CARRIED * num * largest)),
         )
 
     def terms(self, residency: Residency) -> tuple[MemoryTerm, ...]:
@@ -235,7 +235,7 @@ def device_terms(  # noqa: PLR0913 - everything that uses memory
     workload: Workload,
     *,
     num_slots: int,
-    num_micro_batches: int,
+    num_micro_batches: float,
     num_ranks: int,
     is_padded: bool,
     is_stashed: bool,
@@ -248,7 +248,8 @@ def device_terms(  # noqa: PLR0913 - everything that uses memory
         machine: The device; on a CPU these bytes are host memory.
         workload: One micro-batch.
         num_slots: Layer slots, at most one per layer.
-        num_micro_batches: Micro-batches of a rank's step, whose layer inputs are all kept.
+        num_micro_batches: Micro-batches of a rank's step, whose layer inputs are all kept; a
+            fraction where not all of them are as large as the largest.
         num_ranks: Processes that share the step, each with a device.
         is_padded: Whether batches contain padding, so that masks have to be materialized.
         is_stashed: Whether layer inputs are kept in host memory until the backward.
@@ -272,7 +273,7 @@ def device_needs(
     machine: Machine,
     workload: Workload,
     *,
-    num_micro_batches: int,
+    num_micro_batches: float,
     num_ranks: int,
     is_padded: bool,
     is_stashed: bool,
@@ -307,7 +308,7 @@ def device_needs(
         # the largest traced visit, gradients included, exceeds any graph
         graph = max(traced.visits) if traced else visits[layer].graph
         one_bytes = graph + num_hidden * input_bytes(facts, workload)
-        graph_bytes.append(graph_bytes[-1] + num_micro_batches * one_bytes)
+        graph_bytes.append(graph_bytes[-1] + int(num_micro_batches * one_bytes))
     return DeviceNeeds(
         always=(
             *_standing_terms(facts, workload, 1, is_traced=traced is not None),
@@ -380,7 +381,7 @@ def _kept_terms(
     workload: Workload,
     *,
     num_kept: int,
-    num_micro_batches: int,
+    num_micro_batches: float,
     recorded: int,
 ) -> tuple[MemoryTerm, ...]:
     """List layer inputs, of `num_kept` layers at a time, and what is live along with them."""
@@ -388,16 +389,16 @@ def _kept_terms(
     return (
         MemoryTerm(
             name="kept layer inputs",
-            num_bytes=num_kept * num_micro_batches * hidden_bytes,
+            num_bytes=int(num_kept * num_micro_batches * hidden_bytes),
         ),
         MemoryTerm(
             name="hidden states and their gradients",
-            num_bytes=(num_micro_batches + 1) * hidden_bytes,
+            num_bytes=int((num_micro_batches + 1) * hidden_bytes),
         ),
-        MemoryTerm(name=RECORDED, num_bytes=num_micro_batches * recorded),
+        MemoryTerm(name=RECORDED, num_bytes=int(num_micro_batches * recorded)),
         MemoryTerm(
             name="router logits",
-            num_bytes=(num_micro_batches + ROUTER_LOSS_COPIES) * router_bytes(facts, workload),
+            num_bytes=int((num_micro_batches + ROUTER_LOSS_COPIES) * router_bytes(facts, workload)),
         ),
     )
 

@@ -65,7 +65,7 @@ SIZES = StepSizes(
     largest_width=64,
     most_label_tokens=64,
     num_micro_batches=5,
-    packing=Packing(row_tokens=15, longest_row=50, rows_per_step=21, fill=0.9375),
+    packing=Packing(row_tokens=15, longest_row=50, rows_per_step=21, fill=0.9375, most_tokens=230),
 )
 
 
@@ -92,6 +92,9 @@ def test_a_plan_counts_the_tokens_of_packed_rows_and_attention_within_them() -> 
     assert request.num_micro_batches == 5
     assert plan(facts, machine, request).tokens_per_step == 300
     assert request.largest.num_tokens == 64
+    assert request.largest.seq_len >= 50  # the longest row
+    kept = {term.name: term.num_bytes for term in plan(facts, machine, request).device_memory}
+    assert kept["kept layer inputs"] == 230 * facts.num_layers * facts.hidden_size * 2
     assert request.typical.num_attention_calls == 4
     layer = facts.layers[0]
     alone = request.typical.output_bytes(layer, is_cuda=True)
