@@ -126,7 +126,12 @@ def plan_anyway(
     num_slots = MIN_SLOTS if request.num_slots is None else request.num_slots
     num_graphs = request.num_kept_graphs or 0
     freely = replace(
-        request, num_slots=num_slots, num_kept_graphs=num_graphs, vram_budget_bytes=None
+        request,
+        num_slots=num_slots,
+        num_kept_graphs=num_graphs,
+        vram_budget_bytes=None,
+        has_outputs=False,
+        has_sent_graphs=False,
     )
     vast = replace(machine, vram_bytes=VAST_BYTES, ram_bytes=VAST_BYTES)
     try:
