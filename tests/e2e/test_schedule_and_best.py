@@ -128,7 +128,7 @@ def test_the_adapter_is_that_of_the_best_checkpoint_also_after_a_kill(
     assert best < 8
     kept = sorted(folder.name for folder in (run_dir / "checkpoints").iterdir())
     assert kept == [f"step-{best:07d}", "step-0000008"]
-    assert f"The adapter is that of step {best}: its loss on held-out rows, " in shown
+    assert f"What was trained is that of step {best}: its loss on held-out rows, " in shown
     weights = load_file(run_dir / "checkpoints" / kept[0] / "trained.safetensors")
     saved = {name.replace(".default", ""): t for name, t in weights.items()}
     assert_same(adapter(run_dir), saved)
