@@ -25,9 +25,15 @@ def load_per_cpu() -> float | None:
 
 
 def process_bytes() -> int:
-    """Return the memory of this process once it has imported what a run needs."""
-    from offload.engine.host.limits import resident_bytes
+    """Return the memory of this process once it has imported what a run needs.
 
+    What it has freed does not count, such as that of modules that were compiled when they were
+    first imported: later tensors take its place.
+    """
+    from offload.engine.host.limits import resident_bytes
+    from offload.engine.host.mapping import trim_heap
+
+    trim_heap()
     return resident_bytes() + (0 if RUN_LIBRARY in sys.modules else RUN_LIBRARIES_BYTES)
 
 

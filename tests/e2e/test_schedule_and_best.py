@@ -118,8 +118,7 @@ BEST: dict[str, Any] = {
 def test_the_adapter_is_that_of_the_best_checkpoint_also_after_a_kill(
     tmp_path, write_recipe, machine_file, capsys
 ) -> None:
-    recipe = write_recipe(data={"packing": "off"}, **BEST)
-    words = ("finetune", recipe, "--machine", machine_file)
+    words = ("finetune", write_recipe(**BEST), "--machine", machine_file)
     run_dir = tmp_path / "run"
     assert run(*words) == 0
     shown = " ".join(capsys.readouterr().out.split())
