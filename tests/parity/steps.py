@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -24,6 +25,7 @@ from transformers import (
 
 import offload
 from offload.engine.bound import EngineOptions
+from offload.engine.engine import Engine
 from offload.plan.schedule.schedule import Order
 
 OPTIONS = EngineOptions(
@@ -142,6 +144,18 @@ def truth_of(model: PeftModel) -> dict[str, torch.Tensor]:
     model = copy.deepcopy(model).double()
     model.config._experts_implementation = "eager"
     return plain(model)[1]
+
+
+def steps(model: nn.Module, options: EngineOptions, num: int = 2) -> Any:
+    """Return the last of some steps, whose gradients add up, and its ops."""
+    model = copy.deepcopy(model)
+    engine = Engine(model, device=torch.device("cpu"), options=options)
+    try:
+        results = [engine.forward_backward(micro_batches(), dropout_seed=s) for s in range(num)]
+        kinds = [span.kind for span in results[-1].timeline.spans]
+        return (results[-1].loss, gradients(model)), kinds  # type: ignore[arg-type]
+    finally:
+        engine.detach()
 
 
 def assert_equal(

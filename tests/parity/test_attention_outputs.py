@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.engine.bound import EngineOptions
@@ -15,24 +14,12 @@ from offload.engine.engine import Engine
 from offload.errors import TransferError
 from offload.plan.schedule.op import Kind, Lane
 from tests.doubles import HookedDevice
-from tests.parity.steps import OPTIONS, assert_equal, gradients, micro_batches, tiny
+from tests.parity.steps import OPTIONS, assert_equal, gradients, micro_batches, steps, tiny
 from tests.tiers import mostly_slow
 
 KEPT = replace(OPTIONS, num_kept_outputs=6)
 SENT = replace(OPTIONS, num_sent_outputs=6)
 BOTH = replace(OPTIONS, num_kept_outputs=2, num_sent_outputs=3)
-
-
-def steps(model: nn.Module, options: EngineOptions, num: int = 2) -> Any:
-    """Return the last of some steps, whose gradients add up, and its ops."""
-    model = copy.deepcopy(model)
-    engine = Engine(model, device=torch.device("cpu"), options=options)
-    try:
-        results = [engine.forward_backward(micro_batches(), dropout_seed=s) for s in range(num)]
-        kinds = [span.kind for span in results[-1].timeline.spans]
-        return (results[-1].loss, gradients(model)), kinds  # type: ignore[arg-type]
-    finally:
-        engine.detach()
 
 
 class Counted(TorchDispatchMode):
@@ -160,7 +147,12 @@ def test_an_output_that_is_lost_on_the_host_gives_other_gradients() -> None:
     assert any(not torch.equal(found[name], expected[1][name]) for name in found)
 
 
-def test_after_a_send_that_fails_the_next_step_has_the_same_gradients() -> None:
+@pytest.mark.parametrize(
+    "options", [SENT, replace(OPTIONS, num_sent_graphs=6)], ids=["outputs", "graphs"]
+)
+def test_after_a_send_that_fails_the_next_step_has_the_same_gradients(
+    options: EngineOptions,
+) -> None:
     model = tiny("qwen3")
     expected, _ = steps(model, OPTIONS, num=1)
     is_failing = True
@@ -171,7 +163,7 @@ def test_after_a_send_that_fails_the_next_step_has_the_same_gradients() -> None:
         body()
 
     changed = copy.deepcopy(model)
-    engine = Engine(changed, device=HookedDevice(failing), options=SENT)
+    engine = Engine(changed, device=HookedDevice(failing), options=options)
     with pytest.raises((TransferError, RuntimeError), match="unplugged"):
         engine.forward_backward(micro_batches(), dropout_seed=0)
     is_failing = False

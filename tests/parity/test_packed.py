@@ -69,15 +69,29 @@ def step(
         engine.detach()
 
 
+# Norms, rotations, gates and the loss fused; inputs on the host; graphs and outputs kept and sent.
+ALL_LEVERS = replace(
+    OPTIONS,
+    layer_kernels="fused",
+    stash="host",
+    num_kept_graphs=1,
+    num_sent_graphs=2,
+    num_kept_outputs=1,
+    num_sent_outputs=1,
+)
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     mostly_slow(
         {
             **{name: (name, OPTIONS) for name in NAMES},
             "qwen3 in tiles": ("qwen3", replace(OPTIONS, mlp_chunk_tokens=5)),
+            **{f"{name} with all levers": (name, ALL_LEVERS) for name in NAMES},
         },
         "qwen3",
         "gpt_oss",
+        "gemma3_text with all levers",
     ),
 )
 def test_reorder_packed_rows_have_the_gradients_of_rows_alone_in_plain_transformers(
@@ -98,6 +112,7 @@ WAYS = {
     "resident": replace(OPTIONS, num_slots=6),
     "all computed": replace(OPTIONS, leaves_out=False),
     "both outputs": replace(OPTIONS, num_kept_outputs=2, num_sent_outputs=3),
+    "sent graphs": replace(OPTIONS, num_sent_graphs=6),
 }
 
 
