@@ -97,7 +97,7 @@ LLAMA3 = """
 {%- endif %}
 """
 
-# System prompt and tools stand in the last question: earlier turns are written otherwise with
+# System prompt and tools are in the last question: earlier turns are written otherwise with
 # later ones. No generation prompt; ids of calls have nine characters.
 MISTRAL = """
 {%- set system = '' %}{%- set turns = messages %}

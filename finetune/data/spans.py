@@ -25,8 +25,8 @@ turn ends with as many special tokens as the template writes after the calls whe
 A template may write an earlier turn otherwise once later ones follow: gpt-oss drops the reasoning
 before a tool call when the final answer is known. Then the text of the whole row does not begin
 with the prompt from which that answer is generated. Such an answer is taken from its own rendering
-and put behind its own prompt, which is what the model will be given. Answers that this text writes
-unlike their prompts are learned in a text of their own, the row up to there.
+and follows its own prompt, which is what the model will be given. An answer that this text would
+show after another prompt than its own is trained in a text of its own: the row up to that answer.
 """
 
 import json
@@ -161,7 +161,7 @@ def _apart(conversation: Conversation, num_turns: int, shapes: Shapes) -> tuple[
                 spans.append(chat.span(number, marked[number]))
             except _RewrittenError:
                 if not spans:
-                    chat.put_behind_prompt()
+                    chat.follow_prompt()
                     spans.append(chat.span(number, marked[number]))
                 else:
                     left.append(number)
@@ -200,8 +200,8 @@ class _Chat:
                 raise self.refused("writes two answers into one turn")
         return Rendering(text=self.text[: spans[-1].end], spans=tuple(spans))
 
-    def put_behind_prompt(self) -> None:
-        """Write the last answer behind its own prompt, in place of the rewritten turns.
+    def follow_prompt(self) -> None:
+        """Let the last answer follow its own prompt, in place of the rewritten turns.
 
         Raises:
             DataError: The template does not say where the answer begins.

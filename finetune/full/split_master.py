@@ -7,8 +7,8 @@ the rest.
 The high half is the master rounded to the nearest bf16, ties away from zero; the low half is the
 master's own last 16 bits. Read as a signed number they are what the rounding took away, so adding
 the two undoes it: bit by bit, for each of the 2^32 patterns. Rounding ties to even, as torch does,
-cannot be undone: after a tie the same two halves stand for two masters. Cutting the last bits off
-could be undone, but every weight would compute too small.
+cannot be undone: of a tie two masters have the same halves. Truncation can be undone, but it makes
+every weight that computes too small.
 
 What is not finite. Masters beyond the largest bf16 number have an infinite high half, as with any
 rounding. Of a NaN the high half can be infinite (its mantissa is only in the last 16 bits) or a

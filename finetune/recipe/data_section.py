@@ -74,7 +74,7 @@ class DataSection(Section):
     )
     format: DataFormat = Field(
         default="auto",
-        description="Form of a row; `auto` tells it from the column names. `text`: documents.",
+        description="Form of a row; `auto` finds it by the column names. `text`: documents.",
     )
     columns: ColumnNames = Field(
         default={},

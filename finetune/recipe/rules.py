@@ -480,7 +480,7 @@ def _broken_fused_rules(recipe: Settings) -> Iterator[Breach]:
 
 
 def _broken_packing_rules(recipe: Settings) -> Iterator[Breach]:
-    """Packed rows are told apart while a layer computes, which compiled code does not see."""
+    """Packed rows are kept apart while a layer computes, which compiled code does not do."""
     if recipe.data.packing == "on" and recipe.train.compile:
         yield Breach(
             field="data.packing",

@@ -133,7 +133,7 @@ class TrainSection(Section):
 
     what: Literal["adapter", "all"] | Names = Field(
         default="adapter",
-        description="What trains: an `adapter` beside the frozen model, `all` weights of the model,"
+        description="What trains: an `adapter` on the frozen model, `all` weights of the model,"
         " or those whose names match a pattern; weights that train are updated in RAM.",
         examples=[["model.layers.2[0-9].*", "lm_head.*"]],
     )

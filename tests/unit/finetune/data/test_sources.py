@@ -270,7 +270,7 @@ def test_documents_are_joined_and_cut_and_all_of_them_is_learned(tmp_path: Path)
 def test_a_setting_about_turns_is_refused_where_all_rows_are_documents(
     name: str, value: str, tmp_path: Path
 ) -> None:
-    """The format is told from the columns, so no rule of recipes knows it."""
+    """The format is read from the columns, so no rule of recipes knows it."""
     file = write_jsonl(tmp_path / "rows.jsonl", [{"text": "abcdefg"}])
     settings: dict[str, Any] = {name: value}
     with pytest.raises(DataError, match=f"all rows are documents, and data.{name} say"):
