@@ -1,0 +1,28 @@
+"""What the rows of a step are to each other."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepRows:
+    """The rows of a step, in the order of its micro-batches; those that are only scored come last.
+
+    Attributes:
+        groups_R: Number of the group within the step, int64, from 0: a pair of answers, a ranking,
+            or all answers that were sampled for one prompt. Rows of one group need not be next to
+            each other. An unpaired row is a group of its own; a row that is only scored has the
+            number of the row that it was made for.
+        values_R: What is known of each row, float32: of a pair 1 for the chosen answer and 0 for
+            the rejected one; of an unpaired row 1 if it is desired, else 0; of a ranking the higher
+            the better; of a sampled answer its reward.
+        num_trained: Rows that are trained on; the others are only scored.
+        reference_R: Sum of the reference's log-probabilities over a row's label tokens, where it is
+            known beforehand, float32; None where the reference is computed.
+    """
+
+    groups_R: torch.Tensor
+    values_R: torch.Tensor
+    num_trained: int
+    reference_R: torch.Tensor | None = None

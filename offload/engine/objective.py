@@ -1,0 +1,75 @@
+"""What a step's loss is computed from: log-probabilities of label tokens, and a reference's.
+
+A loss of preferences reads whole rows, and some read all rows of a step at once. So a step with an
+objective computes the log-probabilities of all its label tokens first, takes the loss and its
+gradient by each of them over the whole step, and passes that gradient on, micro-batch by
+micro-batch. However a step is cut into micro-batches, its loss is the same.
+
+Shapes: N label tokens of the step, R rows of the step.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reference:
+    """Which model the policy is compared with; it costs a forward in the same visits.
+
+    Attributes:
+        adapter: Name of the adapter that it computes with; None for the base without adapters.
+    """
+
+    adapter: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Scores:
+    """The log-probabilities of a step's label tokens.
+
+    Rows are counted through the step: those of the first micro-batch, then those of the second, and
+    after all that are trained on those that are only scored.
+
+    Attributes:
+        policy_N: Log-probability of each label token, in nats, in at least float32. The gradient of
+            the loss is taken by those of rows that are trained on; the others are constants.
+        reference_N: The same by the reference, without a graph; None if there is none.
+        rows_N: The row of each, int64.
+        num_rows: R.
+    """
+
+    policy_N: torch.Tensor
+    reference_N: torch.Tensor | None
+    rows_N: torch.Tensor
+    num_rows: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepLoss:
+    """The loss of a step.
+
+    Attributes:
+        value: A scalar with a graph to `Scores.policy_N`.
+        metrics: Scalars without a graph, by name.
+    """
+
+    value: torch.Tensor
+    metrics: Mapping[str, torch.Tensor]
+
+
+class Objective(Protocol):
+    """The loss of one step; what its rows are to each other is the objective's own."""
+
+    @property
+    def reference(self) -> Reference | None:
+        """What to compare with; None if the loss has no reference."""
+
+    def loss(self, scores: Scores) -> StepLoss:
+        """Return the loss of a step.
+
+        Args:
+            scores: Of all its rows.
+        """
