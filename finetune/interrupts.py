@@ -63,6 +63,15 @@ def collected() -> Iterator[list[int]]:
 
 
 @contextmanager
+def deferred() -> Iterator[None]:
+    """Let the first signal raise `Interrupted` at the end, and a second one at once."""
+    with collected() as received:
+        yield
+    if received:
+        raise Interrupted(received[0])
+
+
+@contextmanager
 def _handled(handler: _Handler) -> Iterator[None]:
     """Install this handler for the signals that are not ignored."""
     if threading.current_thread() is not threading.main_thread():

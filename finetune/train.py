@@ -92,7 +92,7 @@ def finetune(
         # -------------------------------------------------------------------------- data and plan
         facts = facts_of(run.recipe.model)
         machine, is_settled = ranks.from_main(lambda: measure(run, facts, machine_file))
-        run = _with_settled_kernels(run)
+        run = _settled(run)
         preflight.require_ready(run.recipe, facts, machine, num_ranks=ranks.num)
         data = load_data(run)
         planned = plan_steps(run, facts, data, machine, is_backend_settled=is_settled)
@@ -180,8 +180,8 @@ def _opened(
     )
 
 
-def _with_settled_kernels(run: Run) -> Run:
-    """Return the run with the layers' kernels that the main rank chose."""
+def _settled(run: Run) -> Run:
+    """Return the run with what its recipe left open: the layers' kernels, and packing."""
     kernels = run.ranks.from_main(lambda: settled_layer_kernels(run.recipe, run.device, run.screen))
     recipe = with_layer_kernels(run.recipe, kernels)
     return replace(run, recipe=with_packing(recipe, settled_packing(recipe, run.screen)))

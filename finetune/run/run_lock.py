@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from finetune.errors import CheckpointError
+from finetune.interrupts import deferred
 
 LOCK_FILE = "run.lock"
 _WAIT_FOR_NAME_S = 1.0  # between taking the lock and writing the name down
@@ -60,12 +61,15 @@ def locked(folder: Path) -> Iterator[tuple[str, ...]]:
     Raises:
         CheckpointError: Another process holds it, or the directory cannot be written.
     """
+    taken: list[tuple[int, tuple[str, ...]]] = []
     with _created(folder):
-        descriptor, notes = _taken(folder)
         try:
-            yield notes
+            with deferred():  # else one could come between taking the lock and knowing of it
+                taken.append(_taken(folder))
+            yield taken[0][1]
         finally:
-            _give_up(descriptor, folder / LOCK_FILE)
+            for descriptor, _ in taken:
+                _give_up(descriptor, folder / LOCK_FILE)
 
 
 def holder(folder: Path) -> str | None:
@@ -88,16 +92,17 @@ def holder(folder: Path) -> str | None:
 @contextmanager
 def _created(folder: Path) -> Iterator[None]:
     """Create a directory, and remove it if nothing was written there."""
+    missing: list[Path] = []
     try:
-        missing = [path for path in (folder, *folder.parents) if not path.exists()]
-        folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError) as error:
-        raise _unwritable(folder, error) from error
-    try:
+        try:
+            missing += [path for path in (folder, *folder.parents) if not path.exists()]
+            folder.mkdir(parents=True, exist_ok=True)
+        except (OSError, ValueError) as error:
+            raise _unwritable(folder, error) from error
         yield
     finally:
         for path in missing:
-            with suppress(OSError):  # something is in it
+            with suppress(OSError, ValueError):  # something is in it
                 path.rmdir()
 
 

@@ -2,13 +2,16 @@ import errno
 import fcntl
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from finetune import interrupts
 from finetune.errors import CheckpointError
 from finetune.run.run_lock import LOCK_FILE, holder, locked
 
@@ -52,6 +55,23 @@ def test_a_directory_that_was_made_for_nothing_goes_again(tmp_path: Path) -> Non
     with locked(tmp_path / "runs"):
         (tmp_path / "runs" / "recipe.yaml").touch()
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["recipe.yaml"]
+
+
+@pytest.mark.parametrize("call", ["mkdir", "open", "fsync"])
+def test_a_signal_while_a_lock_is_taken_leaves_nothing(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = getattr(os, call)
+
+    def signalled(*args: Any, **kwargs: Any) -> Any:
+        result = real(*args, **kwargs)
+        signal.raise_signal(signal.SIGTERM)
+        return result
+
+    monkeypatch.setattr(os, call, signalled)
+    with interrupts.raised(), pytest.raises(interrupts.Interrupted), locked(tmp_path / "a" / "b"):
+        raise AssertionError
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_system_without_locks_is_said_to_have_none(
