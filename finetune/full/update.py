@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from finetune.full.host_adamw import HostAdamW, total_norm
+from finetune.full.host_optimizer import HostOptimizer, total_norm
 from finetune.recipe.sections import TrainSection
 from offload.engine.engine import Engine
 
@@ -14,7 +14,7 @@ _CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 class FullUpdate:
-    """AdamW on the host for the layers and for what is around them.
+    """The update on the host of the layers and of what is around them.
 
     Layers are updated in the next step, each before it is loaded. Embeddings, norm and head are on
     the device for the whole run and needed first, so they are updated at once: their gradients, in
@@ -39,19 +39,21 @@ class FullUpdate:
         }
         on_host = {name: master.detach() for name, master in self._layers.items()}
         on_host |= {name: one.on_host for name, one in self._around.items()}
-        self._adamw = HostAdamW(on_host, weight_decay=train.weight_decay)
+        self._optimizer = HostOptimizer(
+            on_host, name=train.optimizer, weight_decay=train.weight_decay
+        )
         self._scale = 1.0
 
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """Weights, low halves of masters and moments as of the newest step, by name."""
+        """Weights, low halves of masters and states as of the newest step, by name."""
         self._engine.updates.flush()
-        return self._adamw.tensors
+        return self._optimizer.tensors
 
     @property
-    def optimizer(self) -> HostAdamW:
-        """AdamW's settings and number of updates; its states are among the weights."""
-        return self._adamw
+    def optimizer(self) -> HostOptimizer:
+        """The settings and the number of updates; its states are among the weights."""
+        return self._optimizer
 
     def gather(self, loss: float) -> tuple[float, float]:
         """Return the loss, and the norm of all gradients, by which they will be scaled."""
@@ -67,10 +69,10 @@ class FullUpdate:
     def apply(self, *, lr: float) -> None:
         """Update what is around the layers; the layers follow in the next step."""
         self._engine.updates.flush()
-        self._adamw.num_updates += 1
+        self._optimizer.num_updates += 1
         update = partial(
-            self._adamw.update,
-            num_updates=self._adamw.num_updates,
+            self._optimizer.update,
+            num_updates=self._optimizer.num_updates,
             lr=lr,
             scale=self._scale,
         )
@@ -89,11 +91,11 @@ class FullUpdate:
         self._publish_around()
 
     def rehearsal(self) -> Callable[[], None]:
-        """Undoing forgets the moments: an update at a learning rate of 0 changes no weight."""
+        """Undoing forgets the states: an update at a learning rate of 0 changes no weight."""
 
         def undo() -> None:
             self._engine.updates.flush()
-            self._adamw.forget()
+            self._optimizer.forget()
 
         return undo
 

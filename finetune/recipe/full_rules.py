@@ -47,9 +47,9 @@ def broken_full_rules(recipe: Settings) -> Iterator[Breach]:
         (
             "train.optimizer",
             recipe.train.optimizer,
-            recipe.train.optimizer == "adamw",
-            "in RAM weights are updated by AdamW; others are for adapters",
-            "adamw",
+            recipe.train.optimizer != "paged_adamw_8bit",
+            "states of weights that train are in RAM already",
+            "adamw_8bit",
         ),
         (
             "train.compile",

@@ -174,13 +174,14 @@ class TrainSection(Section):
     optimizer: Optimizer = Field(
         default="adamw",
         description="`adamw_8bit` keeps its state in 8 bits (bitsandbytes), `paged_adamw_8bit` in"
-        " host memory too where the card is full; `adafactor` keeps sums of rows and columns.",
+        " host memory too where the card is full; `adafactor` keeps sums of rows and columns,"
+        " `lion` one moment, `sgd` nothing.",
     )
     lr: float = Field(
         default=2e-4,
         gt=0,
         le=1,
-        description="Peak learning rate: about how far a step moves each weight, by any optimizer.",
+        description="Peak learning rate: about how far a step moves each weight, but with `sgd`.",
     )
     weight_decay: float = Field(
         default=0.0,

@@ -185,16 +185,17 @@ def adapter_line(plan: Plan) -> str:
 
 def _whole_line(plan: Plan, whole: WholeWeights) -> str:
     """Return how many weights train, what each takes in RAM, and how long their update does."""
-    sizes = host_update_bytes(plan.request.typical.dtype_bytes)
-    parts = ", ".join(f"{size} {name}" for name, size in sizes.items() if size)
+    workload = plan.request.typical
+    sizes = host_update_bytes(workload.dtype_bytes, workload.optimizer)
+    parts = ", ".join(f"{size:.3g} {name}" for name, size in sizes.items() if size)
     timeline = plan.predict()
     update_s = timeline.busy_s(Kind.UPDATE)
     exposed = f"{shown_time(timeline.exposed_update_s)} of it exposed"
     return (
         f"no adapter: {shown_count(whole.num_parameters)} of"
         f" {shown_count(plan.facts.num_parameters)} weights trained,"
-        f" {sum(sizes.values())} bytes each in RAM ({parts}); updated there by AdamW, each layer"
-        f" before its next load: {shown_time(update_s)}, {exposed}"
+        f" {sum(sizes.values()):.3g} bytes each in RAM ({parts}); updated there by"
+        f" {workload.optimizer}, each layer before its next load: {shown_time(update_s)}, {exposed}"
     )
 
 

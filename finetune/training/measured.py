@@ -8,11 +8,11 @@ import torch
 
 from finetune.files.atomic import write_atomically
 from finetune.files.seal import sealed_json
-from finetune.full.host_adamw import LOW, MEAN, SQUARE
+from finetune.full.host_optimizer import LOW
 from finetune.report.prediction import SEAL, with_timeline
 from finetune.training.loop import StepRecord
 from offload.engine.memory_meter import Arena, peak_bytes, peak_host_bytes, peak_reserved_bytes
-from offload.plan.facts.optimizer import HOST_MOMENTS, LOW_HALVES
+from offload.plan.facts.optimizer import HOST_STATES, LOW_HALVES
 from offload.plan.memory.memory import PAGED_STATES
 from offload.plan.plan import Plan, calibrate, with_costs
 
@@ -125,14 +125,12 @@ def _full_terms(
     by_kind: dict[str, list[torch.Tensor]] = {}
     for name, tensor in weights.items():
         by_kind.setdefault(name.partition(":")[2], []).append(tensor)
-    for name, kinds, is_on_host in (
-        (LOW_HALVES, (LOW,), True),
-        (HOST_MOMENTS, (MEAN, SQUARE), True),
-    ):
-        tensors = [tensor for kind in kinds for tensor in by_kind.get(kind, ())]
+    lows = by_kind.pop(LOW, [])
+    states = [tensor for kind, tensors in by_kind.items() if kind for tensor in tensors]
+    for name, tensors in ((LOW_HALVES, lows), (HOST_STATES, states)):
         if tensors:
             num_bytes = _tensor_bytes(tensors)
-            yield MeasuredTerm(name=name, num_bytes=num_bytes, how="tensors", is_on_host=is_on_host)
+            yield MeasuredTerm(name=name, num_bytes=num_bytes, how="tensors", is_on_host=True)
     yield MeasuredTerm(
         name="embeddings, norm and head",
         num_bytes=_tensor_bytes(resident),

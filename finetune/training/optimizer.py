@@ -224,6 +224,8 @@ def make_optimizer(
     starts at zero, and with the usual 1e-3 it would not move; with 1 the rate is the root mean
     square of a step, as it is about in AdamW. (Tensors that are larger than 1 take larger steps.)
 
+    Lion is bitsandbytes' with a state in fp32, SGD is torch's without momentum.
+
     Source: arXiv:2402.12354 section 4: B learns faster than A, all else at the rate of A. (peft
     0.21's `create_loraplus_optimizer` takes tensors of one dimension with B. Here these are norms
     and DoRA's magnitudes, of which the paper says nothing, so they keep the rate that was set.)
@@ -241,10 +243,17 @@ def make_optimizer(
         return torch.optim.AdamW(groups, lr=lr, weight_decay=weight_decay)
     if name == "adafactor":
         return torch.optim.Adafactor(groups, lr=lr, eps=(None, 1.0), weight_decay=weight_decay)
+    if name == "sgd":
+        return torch.optim.SGD(groups, lr=lr, weight_decay=weight_decay)
     from bitsandbytes.optim.adamw import AdamW8bit, PagedAdamW8bit
+    from bitsandbytes.optim.lion import Lion
 
+    optimizer: torch.optim.Optimizer
+    if name == "lion":
+        optimizer = Lion(groups, lr=lr, weight_decay=weight_decay)
+        return optimizer
     kind = PagedAdamW8bit if name == "paged_adamw_8bit" else AdamW8bit
-    optimizer: torch.optim.Optimizer = kind(groups, lr=lr, weight_decay=weight_decay)
+    optimizer = kind(groups, lr=lr, weight_decay=weight_decay)
     return optimizer
 
 

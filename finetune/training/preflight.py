@@ -1,5 +1,6 @@
 """Checks that fail before anything is loaded."""
 
+import math
 import resource
 import shutil
 from collections.abc import Sequence
@@ -155,10 +156,10 @@ def require_room(folder: Path, plan: Plan) -> None:
     shapes = trained_tensor_shapes(facts, spec)
     state_file_bytes = state_bytes(shapes, plan.request.typical.optimizer)
     needed_bytes = 2 * weight_bytes + state_file_bytes
-    if spec.whole is not None:  # masters and moments in one file, and the model
+    if spec.whole is not None:  # masters and states in one file, and the model
         dtype_bytes, num = plan.request.typical.dtype_bytes, spec.whole.num_parameters
-        each = host_update_bytes(dtype_bytes)
-        weight_bytes = num * (sum(each.values()) - each[HOST_GRADIENTS])
+        each = host_update_bytes(dtype_bytes, plan.request.typical.optimizer)
+        weight_bytes = math.ceil(num * (sum(each.values()) - each[HOST_GRADIENTS]))
         needed_bytes = weight_bytes + facts.num_parameters * dtype_bytes
     free_bytes = shutil.disk_usage(folder).free
     if needed_bytes > free_bytes:

@@ -6,16 +6,24 @@ from typing import Literal
 
 from offload.plan.facts.linears import FP32_BYTES
 
-Optimizer = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor"]
+Optimizer = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "lion", "sgd"]
 Shape = tuple[int, ...]
 
 MIN_8BIT_ELEMENTS = 4096
 MIN_PAGED_ELEMENTS = 100_000
 BLOCK_8BIT = 256
 
-# What a weight that trains in RAM takes there.
+# What a weight that trains in RAM takes there, and its optimizer's states. Adafactor's are at most
+# so large, for matrices of 800 rows and columns or more.
+HOST_STATE_BYTES: dict[str, float] = {
+    "adamw": 2 * FP32_BYTES,
+    "adamw_8bit": 2 * (1 + FP32_BYTES / BLOCK_8BIT),
+    "adafactor": 0.01,
+    "lion": FP32_BYTES,
+    "sgd": 0,
+}
 WEIGHTS, LOW_HALVES = "weights", "low halves of fp32 masters"
-HOST_GRADIENTS, HOST_MOMENTS = "gradients in RAM", "AdamW's moments in RAM"
+HOST_GRADIENTS, HOST_STATES = "gradients in RAM", "optimizer states in RAM"
 
 
 def state_bytes(shapes: Sequence[Shape], optimizer: Optimizer) -> int:
@@ -24,7 +32,7 @@ def state_bytes(shapes: Sequence[Shape], optimizer: Optimizer) -> int:
     AdamW keeps two fp32 moments. In 8 bit they are a byte each, with a scale per 256 elements, but
     tensors under 4,096 elements keep fp32. If paged, the moments of tensors of 100,000 elements or
     more are not on the device. Adafactor keeps a mean of squares for each row and column, and all
-    squares of a vector.
+    squares of a vector. Lion keeps one fp32 moment, SGD nothing.
 
     Source: bitsandbytes 0.50 optim/optimizer.py; torch/optim/_adafactor.py.
     """
@@ -33,6 +41,8 @@ def state_bytes(shapes: Sequence[Shape], optimizer: Optimizer) -> int:
 
 def _state_bytes(shape: Shape, optimizer: Optimizer) -> int:
     size = math.prod(shape)
+    if optimizer in ("lion", "sgd"):
+        return FP32_BYTES * size if optimizer == "lion" else 0
     if optimizer == "adafactor":
         *others, columns = shape
         sums = math.prod(others) + math.prod(others[:-1]) * columns if others else columns
@@ -56,15 +66,16 @@ def temporary_bytes(shapes: Sequence[Shape], optimizer: Optimizer) -> int:
     return max(sizes, default=0) if optimizer == "adafactor" else sum(sizes)
 
 
-def host_update_bytes(dtype_bytes: int) -> dict[str, int]:
-    """Return the bytes in RAM of one weight that trains there with AdamW, by what they hold.
+def host_update_bytes(dtype_bytes: int, optimizer: Optimizer) -> dict[str, float]:
+    """Return the bytes in RAM of one weight that trains there, by what they hold.
 
-    Below fp32 the weight is one half of its fp32 master. Its gradient has the weight's type.
+    Below fp32 the weight is one half of its fp32 master. Its gradient has the weight's type. Small
+    tensors, of which there are few, keep more than a state in 8 bits.
     """
     is_split = dtype_bytes < FP32_BYTES
     return {
         WEIGHTS: dtype_bytes,
         LOW_HALVES: FP32_BYTES - dtype_bytes if is_split else 0,
         HOST_GRADIENTS: dtype_bytes,
-        HOST_MOMENTS: 2 * FP32_BYTES,
+        HOST_STATES: HOST_STATE_BYTES[optimizer],
     }

@@ -6,6 +6,7 @@ head chunk and the first backward visit, each with all kept graphs; a visit that
 layer, without any of them; the optimizer.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from offload.plan.facts.layer_layout import record_bytes
 from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.optimizer import (
     HOST_GRADIENTS,
-    HOST_MOMENTS,
+    HOST_STATES,
     LOW_HALVES,
     WEIGHTS,
     host_update_bytes,
@@ -55,6 +56,8 @@ DATA_WORKERS = "data workers"
 SENT, KEPT_OUTPUTS = "sent activations", "kept attention outputs"
 CARRIERS = "buffers of sent activations"
 PAGED_STATES = "paged optimizer states"
+HOST_TEMPORARIES = "optimizer temporaries in RAM"
+ADAFACTOR_COPIES = 3  # in fp32, of a tensor: itself, its gradient, its step
 LAYER_GRADIENTS = "buffers of layers' gradients"
 CONTEXT, FRAGMENTATION, OTHER_RANKS = "context", "fragmentation", "other ranks"
 SLOTS, CUBLAS, KEPT_GRAPHS = "slots", "cuBLAS workspaces", "kept graphs"
@@ -114,7 +117,7 @@ SHRINKS: Mapping[str, tuple[str, ...]] = {
     SLAB: (ON_DISK, ROUNDED_LAYERS),
     LOW_HALVES: (FEWER_WEIGHTS,),
     HOST_GRADIENTS: (FEWER_WEIGHTS,),
-    HOST_MOMENTS: (FEWER_WEIGHTS,),
+    HOST_STATES: ("`train.optimizer: lion`, `adamw_8bit` or `adafactor`", FEWER_WEIGHTS),
     STASH: (TOKENS, "`offload.stash: device`"),
     SENT: (NO_SENT_GRAPHS, NO_OUTPUTS, TOKENS),
     DATA_WORKERS: ("fewer `data.num_workers`",),
@@ -503,7 +506,7 @@ def host_terms(
         staging = NUM_STAGING * min(max(map(workload.cargo_bytes, kinds)), PIECE_BYTES)
     terms = (
         MemoryTerm(name=SLAB, num_bytes=slab),
-        *_whole_host_terms(workload, is_cuda=is_cuda),
+        *_whole_host_terms(facts, workload, is_cuda=is_cuda),
         MemoryTerm(name=STASH, num_bytes=stash),
         MemoryTerm(name=STAGING, num_bytes=staging),
         MemoryTerm(name="loading", num_bytes=LOADING_LAYERS * largest * workload.dtype_bytes),
@@ -522,7 +525,9 @@ def host_terms(
     return tuple(term for term in (*terms, others) if term.num_bytes)
 
 
-def _whole_host_terms(workload: Workload, *, is_cuda: bool) -> tuple[MemoryTerm, ...]:
+def _whole_host_terms(
+    facts: ModelFacts, workload: Workload, *, is_cuda: bool
+) -> tuple[MemoryTerm, ...]:
     """List what weights that train take in RAM in addition to themselves.
 
     Gradients around the layers are there too, in fp32, if they come from a device.
@@ -530,13 +535,21 @@ def _whole_host_terms(workload: Workload, *, is_cuda: bool) -> tuple[MemoryTerm,
     whole = workload.adapter.whole
     if whole is None:
         return ()
-    each = host_update_bytes(workload.dtype_bytes)
+    each = host_update_bytes(workload.dtype_bytes, workload.optimizer)
     gradients = each[HOST_GRADIENTS] * sum(whole.layers)
     gradients += FP32_BYTES * whole.num_outer if is_cuda else 0
     copies = each[WEIGHTS] * whole.num_outer if is_cuda else 0
+    in_layers = [linear.num_weights for layer in facts.layers for linear in layer.linears]
+    largest = max(*in_layers, facts.embedding_parameters if whole.num_outer else 0)
+    temporaries = ADAFACTOR_COPIES * FP32_BYTES * largest
+    num = whole.num_parameters
     return (
-        MemoryTerm(name=LOW_HALVES, num_bytes=each[LOW_HALVES] * whole.num_parameters),
-        MemoryTerm(name=HOST_GRADIENTS, num_bytes=gradients),
-        MemoryTerm(name=HOST_MOMENTS, num_bytes=each[HOST_MOMENTS] * whole.num_parameters),
-        MemoryTerm(name="weights around the layers, in RAM", num_bytes=copies),
+        MemoryTerm(name=LOW_HALVES, num_bytes=math.ceil(each[LOW_HALVES] * num)),
+        MemoryTerm(name=HOST_GRADIENTS, num_bytes=math.ceil(gradients)),
+        MemoryTerm(name=HOST_STATES, num_bytes=math.ceil(each[HOST_STATES] * num)),
+        MemoryTerm(
+            name=HOST_TEMPORARIES,
+            num_bytes=temporaries if workload.optimizer == "adafactor" else 0,
+        ),
+        MemoryTerm(name="weights around the layers, in RAM", num_bytes=math.ceil(copies)),
     )

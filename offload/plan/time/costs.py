@@ -295,8 +295,14 @@ def _front_backward(at: Pricer) -> Work:
 def _optimizer(at: Pricer) -> Work:
     spec, shapes = at.workload.adapter, trained_tensor_shapes(at.facts, at.workload.adapter)
     if spec.whole is not None:
-        b = at.workload.dtype_bytes
-        return Work(memory_s=outer_update_s(at.machine, spec.whole.num_outer, dtype_bytes=b))
+        return Work(
+            memory_s=outer_update_s(
+                at.machine,
+                spec.whole.num_outer,
+                dtype_bytes=at.workload.dtype_bytes,
+                optimizer=at.workload.optimizer,
+            )
+        )
     update = update_work(at.machine, shapes, at.workload.optimizer)
     if at.workload.dtype_bytes == FP32_BYTES:
         return update
@@ -312,7 +318,10 @@ def _with_updates(
     if whole is None:
         return tuple(layers)
     return tuple(
-        replace(layer, update_s=host_update_s(machine, number, dtype_bytes=b))
+        replace(
+            layer,
+            update_s=host_update_s(machine, number, dtype_bytes=b, optimizer=workload.optimizer),
+        )
         for layer, number in zip(layers, whole.layers, strict=True)
     )
 

@@ -16,31 +16,55 @@ from offload.plan.machine.machine import Machine
 from offload.plan.time.work import Work
 
 # Clipping (3 passes of fp32) and AdamW, unfused (20) or in 8 bit (3 and two bytes of state twice);
-# Adafactor (17): three norms, a product, and the update in place.
-BYTES_PER_WEIGHT = {"adamw": 92, "adamw_8bit": 28, "paged_adamw_8bit": 28, "adafactor": 80}
-OPS = {"adamw": 14, "adamw_8bit": 14, "paged_adamw_8bit": 16, "adafactor": 24}
+# Adafactor (17): three norms, a product, and the update in place. Lion (5) is one kernel. SGD (5).
+BYTES_PER_WEIGHT = {
+    "adamw": 92,
+    "adamw_8bit": 28,
+    "paged_adamw_8bit": 28,
+    "adafactor": 80,
+    "lion": 32,
+    "sgd": 32,
+}
+OPS = {
+    "adamw": 14,
+    "adamw_8bit": 14,
+    "paged_adamw_8bit": 16,
+    "adafactor": 24,
+    "lion": 14,
+    "sgd": 5,
+}
 CUDA_TENSORS_PER_FOREACH = 100
 
+# Seconds that a core computes for a weight in RAM where that takes longer than its memory: states
+# to and from 8 bits, Adafactor's passes over a whole tensor. Measured on an AMD EPYC (2026-11-23).
+CORE_S_PER_WEIGHT = {"adamw_8bit": 23e-9, "adafactor": 21e-9}
+NUM_CORES = 8  # of a workstation, where nothing is measured
 
-def host_bytes_per_weight(dtype_bytes: int) -> int:
+
+def host_bytes_per_weight(dtype_bytes: int, optimizer: Optimizer) -> float:
     """Return what an update of a weight in RAM reads and writes: all of it, gradients only once."""
-    sizes = host_update_bytes(dtype_bytes)
+    sizes = host_update_bytes(dtype_bytes, optimizer)
     return 2 * sum(sizes.values()) - sizes[HOST_GRADIENTS]
 
 
-def host_update_s(machine: Machine, num_weights: int, *, dtype_bytes: int) -> float:
-    """Return the seconds of an update of weights in RAM, as fast as that memory."""
+def host_update_s(
+    machine: Machine, num_weights: int, *, dtype_bytes: int, optimizer: Optimizer
+) -> float:
+    """Return the seconds of an update of weights in RAM: as fast as that memory, or the cores."""
     is_cpu = machine.device == "cpu"
     rate = machine.memory_bytes_per_s if is_cpu else machine.host_memory_bytes_per_s
-    return num_weights * host_bytes_per_weight(dtype_bytes) / rate.value
+    memory_s = host_bytes_per_weight(dtype_bytes, optimizer) / rate.value
+    return num_weights * max(memory_s, CORE_S_PER_WEIGHT.get(optimizer, 0.0) / NUM_CORES)
 
 
-def outer_update_s(machine: Machine, num_weights: int, *, dtype_bytes: int) -> float:
+def outer_update_s(
+    machine: Machine, num_weights: int, *, dtype_bytes: int, optimizer: Optimizer
+) -> float:
     """Return the seconds of the update of weights around the layers, which nothing overlaps with.
 
     On CUDA their gradients cross the link in fp32, and the weights cross it back.
     """
-    update_s = host_update_s(machine, num_weights, dtype_bytes=dtype_bytes)
+    update_s = host_update_s(machine, num_weights, dtype_bytes=dtype_bytes, optimizer=optimizer)
     if machine.device == "cpu":
         return update_s
     sent_s = num_weights * FP32_BYTES / machine.d2h_bytes_per_s.value

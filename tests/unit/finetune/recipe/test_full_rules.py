@@ -34,7 +34,7 @@ def test_a_plain_recipe_breaks_none() -> None:
         ("offload", "codec", "nf4", "`offload.codec: native`"),
         ("offload", "codec", "bf16_packed", "`offload.codec: native`"),
         ("offload", "tier", "disk", "`offload.tier: ram`"),
-        ("train", "optimizer", "adamw_8bit", "`train.optimizer: adamw`"),
+        ("train", "optimizer", "paged_adamw_8bit", "`train.optimizer: adamw_8bit`"),
         ("train", "compile", True, "`train.compile: false`"),
         ("model", "experts_implementation", "triton", "`model.experts_implementation: grouped_mm`"),
         ("model", "layer_kernels", "fused", "`model.layer_kernels: plain`"),

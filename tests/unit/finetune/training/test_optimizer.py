@@ -99,7 +99,7 @@ def test_a_run_that_is_made_longer_says_where_its_rate_differs(
     assert rates_since(before, after, first_step=first_step) == said
 
 
-@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adafactor"])
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adafactor", "lion"])
 def test_a_step_clips_updates_and_clears_the_gradients(name: Any) -> None:
     parameter = torch.nn.Parameter(torch.zeros(64, 128))
     optimizer = make_optimizer(
@@ -123,7 +123,7 @@ def test_without_a_limit_nothing_is_clipped() -> None:
     assert parameter.tolist() == [-3.0, 0.0, -4.0, 0.0]
 
 
-@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adafactor"])
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adafactor", "lion", "sgd"])
 @pytest.mark.parametrize("loraplus_ratio", [None, 16.0])
 def test_norms_biases_and_magnitudes_do_not_decay(name: Any, loraplus_ratio: float | None) -> None:
     trained = adapters.trained(lora_layer())
@@ -170,7 +170,7 @@ def lora_layer() -> Any:
     return get_peft_model(base, config)
 
 
-@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adafactor"])
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adafactor", "lion", "sgd"])
 def test_b_learns_at_its_multiple_of_the_rate_and_all_else_at_the_rate(name: Any) -> None:
     trained = adapters.trained(lora_layer())
     before = {key: p.detach().clone() for key, p in trained.items()}

@@ -9,7 +9,13 @@ import pytest
 from finetune.recipe.shipped import load_shape
 from offload.errors import DoesNotFitError
 from offload.plan.facts.facts import AdapterSpec, ModelFacts, WholeWeights, model_facts
-from offload.plan.facts.optimizer import HOST_GRADIENTS, HOST_MOMENTS, LOW_HALVES, host_update_bytes
+from offload.plan.facts.optimizer import (
+    HOST_GRADIENTS,
+    HOST_STATES,
+    LOW_HALVES,
+    Optimizer,
+    host_update_bytes,
+)
 from offload.plan.facts.trainable import EMBEDDING, HEAD, NORMS, all_weights, trained_parameters
 from offload.plan.facts.workload import Workload
 from offload.plan.machine.machine import GIB, named_machine
@@ -26,24 +32,31 @@ def facts_of(name: str) -> ModelFacts:
     return model_facts(load_shape(name))
 
 
-def workload(whole: WholeWeights, *, dtype_bytes: Literal[2, 4] = 2) -> Workload:
+def workload(
+    whole: WholeWeights, *, dtype_bytes: Literal[2, 4] = 2, optimizer: Optimizer = "adamw"
+) -> Workload:
     return Workload(
         micro_batch_size=1,
         seq_len=2048,
         label_tokens=2048,
         head_chunk_tokens=1024,
         adapter=AdapterSpec.none(whole),
-        optimizer="adamw",
+        optimizer=optimizer,
         dtype_bytes=dtype_bytes,
         codec="native",
     )
 
 
 def planned(
-    name: str, *, ram_gib: int, whole: WholeWeights | None = None, num_slots: int | None = None
+    name: str,
+    *,
+    ram_gib: int,
+    whole: WholeWeights | None = None,
+    num_slots: int | None = None,
+    optimizer: Optimizer = "adamw",
 ) -> Plan:
     facts = facts_of(name)
-    load = workload(whole or all_weights(facts))
+    load = workload(whole or all_weights(facts), optimizer=optimizer)
     machine = named_machine("rtx4090", dtype="bfloat16", ram_bytes=ram_gib * GIB)
     return plan(facts, machine, replace(request_of(load), num_slots=num_slots))
 
@@ -74,12 +87,23 @@ def test_all_weights_are_all_of_the_models_and_tied_ones_count_once() -> None:
     assert set(dict(untied.outer)) == {NORMS, EMBEDDING, HEAD}
 
 
-@pytest.mark.parametrize(("dtype_bytes", "all_bytes"), [(2, 14), (4, 16)])
-def test_the_guide_has_the_bytes_of_a_weight(dtype_bytes: int, all_bytes: int) -> None:
-    sizes = list(host_update_bytes(dtype_bytes).values())
-    assert sum(sizes) == all_bytes
-    name = {2: "`bfloat16`", 4: "`float32`"}[dtype_bytes]
-    row = f"| {name} | {' | '.join(map(str, sizes))} | {all_bytes} |"
+@pytest.mark.parametrize(
+    ("optimizer", "in_bfloat16", "in_float32"),
+    [
+        ("adamw", 14, 16),
+        ("lion", 10, 12),
+        ("adamw_8bit", 8.03, 10.03),
+        ("adafactor", 6.01, 8.01),
+        ("sgd", 6, 8),
+    ],
+)
+def test_the_guide_has_the_bytes_of_a_weight(
+    optimizer: Optimizer, in_bfloat16: float, in_float32: float
+) -> None:
+    sizes = [host_update_bytes(number, optimizer) for number in (2, 4)]
+    assert [sum(of.values()) for of in sizes] == pytest.approx([in_bfloat16, in_float32], abs=2e-3)
+    states = f"{sizes[0][HOST_STATES]:.3g}"
+    row = f"| `{optimizer}` | {states} | {in_bfloat16} | {in_float32} |"
     assert row in (DOCS / "guides" / "full-fine-tuning.md").read_text()
 
 
@@ -89,7 +113,7 @@ def test_host_memory_is_bytes_times_weights() -> None:
     facts = found.facts
     num, outer = facts.num_parameters, facts.outer_parameters
     assert terms[LOW_HALVES] == 2 * num
-    assert terms[HOST_MOMENTS] == 8 * num
+    assert terms[HOST_STATES] == 8 * num
     assert terms[HOST_GRADIENTS] == 2 * (num - outer) + 4 * outer
     assert terms[SLAB] == pytest.approx(2 * (num - outer), rel=1e-3)
     on_device = {term.name: term.num_bytes for term in found.device_memory}
@@ -97,12 +121,26 @@ def test_host_memory_is_bytes_times_weights() -> None:
     assert on_device["gradients"] == 4 * outer
 
 
+def test_states_of_fewer_bytes_take_less_memory_and_the_slow_ones_more_time() -> None:
+    found = {
+        name: planned("qwen3-8b", ram_gib=192, optimizer=name)
+        for name in ("adamw", "lion", "adamw_8bit", "adafactor", "sgd")
+    }
+    memory = {name: sum(t.num_bytes for t in one.host_memory) for name, one in found.items()}
+    assert sorted(memory, key=lambda name: -memory[name]) == list(found)
+    busy_s = {name: one.predict().busy_s(Kind.UPDATE) for name, one in found.items()}
+    assert busy_s["sgd"] < busy_s["lion"] < busy_s["adamw"]
+    facts = found["sgd"].facts
+    num_weights = facts.num_parameters - facts.outer_parameters
+    assert busy_s["adamw_8bit"] == pytest.approx(23e-9 / 8 * num_weights)
+
+
 @pytest.mark.parametrize("ram_gib", [64, 96])
 def test_what_is_too_much_is_refused_without_hints_that_do_not_apply(ram_gib: int) -> None:
     with pytest.raises(DoesNotFitError) as caught:
         planned("qwen3-8b", ram_gib=ram_gib)
     shown = str(caught.value)
-    assert "AdamW's moments in RAM; less with fewer weights in `train.what`" in shown
+    assert "optimizer states in RAM; less with `train.optimizer: lion`" in shown
     for other in ("adapter", "codec", "tier: disk"):
         assert other not in shown
 

@@ -1,0 +1,139 @@
+"""Weights on the host, their optimizer's states, and their update, a piece at a time.
+
+An update reads and writes a weight, its gradient and states, and little arithmetic: it is as fast
+as the host's memory. So everything else that an update does (scaling of gradients, putting split
+masters together and taking them apart) is done on the same piece while it is in the cache.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from finetune.full.split_master import joined, split_into
+from finetune.full.update_rules import RULES, SCALES, States, Step, rule_of
+from offload.plan.facts.optimizer import BLOCK_8BIT, Optimizer
+
+# For each core, 1 MiB of fp32: its temporaries stay in a cache. Whole blocks of states in 8 bits.
+PIECE_ELEMENTS = 2**18
+LOW = "low"  # after a colon, in names of a checkpoint's tensors; states have their own names
+
+
+class HostOptimizer:
+    """The states of weights on the host, and their update.
+
+    Weights in bf16 are the high halves of fp32 masters: see `finetune.full.split_master`.
+
+    Attributes:
+        num_updates: Steps whose update was begun.
+    """
+
+    def __init__(
+        self, weights: Mapping[str, torch.Tensor], *, name: Optimizer, weight_decay: float
+    ) -> None:
+        """Make states, which are zero, and the low halves of weights in bf16, as if just rounded.
+
+        Args:
+            weights: Name -> contiguous fp32 or bf16 tensor on the host.
+            name: The optimizer.
+            weight_decay: Of tensors of two dimensions or more.
+        """
+        self._weights, self._name, self._weight_decay = dict(weights), name, weight_decay
+        self._rules = {n: rule_of(name, weight) for n, weight in weights.items()}
+        self._states = {n: self._rules[n].states(w.shape) for n, w in weights.items()}
+        self._lows = {
+            name: torch.zeros(weight.shape, dtype=torch.int16)
+            for name, weight in weights.items()
+            if weight.dtype is torch.bfloat16
+        }
+        self.num_updates = 0
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All that a resume needs except `num_updates`, by name: weights, low halves, states."""
+        return {
+            **self._weights,
+            **{f"{name}:{LOW}": low for name, low in self._lows.items()},
+            **{
+                f"{name}:{state}": value
+                for name, states in self._states.items()
+                for state, value in states.items()
+            },
+        }
+
+    def masters(self) -> dict[str, torch.Tensor]:
+        """Return fp32 copies of the weights, put together where they are split."""
+        return {
+            name: joined(weight, self._lows[name]) if name in self._lows else weight.clone()
+            for name, weight in self._weights.items()
+        }
+
+    def forget(self) -> None:
+        """Set all states and the number of updates to zero."""
+        self.num_updates = 0
+        for states in self._states.values():
+            for state in states.values():
+                state.zero_()
+
+    @torch.no_grad()
+    def update(
+        self,
+        gradients: Mapping[str, torch.Tensor],
+        *,
+        num_updates: int,
+        lr: float,
+        scale: float,
+    ) -> None:
+        """Update weights in place by their gradients, which are left scaled or unchanged.
+
+        Args:
+            gradients: Name -> gradient of a weight, on the host.
+            num_updates: This one's number, counted from 1.
+            lr: Learning rate.
+            scale: Factor of the gradients.
+        """
+        for name, gradient in gradients.items():
+            rule = self._rules[name]
+            decay = self._weight_decay if gradient.dim() > 1 else 0.0
+            step = Step(number=num_updates, lr=lr, weight_decay=decay)
+            for weight, low, piece, states in self._pieces(name, gradient):
+                master = weight if low is None else joined(weight, low)
+                rule.update(master, piece.float() * scale, states, step)
+                if low is not None:
+                    split_into(master, weight, low)
+
+    def _pieces(
+        self, name: str, gradient: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, States]]:
+        """Cut a weight, its low half, its gradient and its states alike."""
+        weight, low, states = self._weights[name], self._lows.get(name), self._states[name]
+        if not self._rules[name].is_elementwise:
+            yield weight, low, gradient, states
+            return
+        num_elements = PIECE_ELEMENTS * torch.get_num_threads()
+        for first in range(0, weight.numel(), num_elements):
+            part = slice(first, first + num_elements)
+            blocks = slice(part.start // BLOCK_8BIT, part.stop // BLOCK_8BIT)
+            yield (
+                weight.view(-1)[part],
+                None if low is None else low.view(-1)[part],
+                gradient.view(-1)[part],
+                {n: s.view(-1)[blocks if n in SCALES else part] for n, s in states.items()},
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of updates and the settings, in the form of torch's optimizers."""
+        settings = {**RULES[self._name].settings, "weight_decay": self._weight_decay}
+        return {
+            "state": {0: {"step": torch.tensor(float(self.num_updates))}},
+            "param_groups": [{"params": [0], **settings}],
+        }
+
+    def load_state_dict(self, content: Mapping[str, Any]) -> None:
+        """Take the number of updates that `state_dict` returned."""
+        self.num_updates = int(content["state"][0]["step"])
+
+
+def total_norm(norms: Iterable[torch.Tensor]) -> float:
+    """Return the norm of all gradients from the norm of each."""
+    return float(torch.linalg.vector_norm(torch.stack([norm.cpu() for norm in norms])))
