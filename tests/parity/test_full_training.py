@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from bitsandbytes.optim.adamw import AdamW8bit
+from bitsandbytes.optim.lion import Lion
 from torch import nn
 
 import offload
@@ -16,6 +18,7 @@ from finetune.recipe.sections import TrainSection
 from finetune.training.loop import Loop
 from finetune.training.ranks import Ranks
 from offload.engine.engine import Engine
+from offload.plan.facts.optimizer import Optimizer
 from offload.plan.schedule.op import Kind, Lane
 from tests.parity.steps import MODELS
 from tests.tiers import mostly_slow
@@ -82,12 +85,20 @@ def share_of(batches: Sequence[Batch]) -> StepShare:
     )
 
 
-def loop_of(model: nn.Module, *, max_norm: float | None = MAX_NORM, **options: Any) -> Loop:
+def loop_of(
+    model: nn.Module,
+    *,
+    max_norm: float | None = MAX_NORM,
+    optimizer: Optimizer = "adamw",
+    lr: float = LR,
+    **options: Any,
+) -> Loop:
     train = TrainSection(
         what="all",
         grad_accum_steps=NUM_MICRO_BATCHES,
         steps=1000,
-        lr=LR,
+        optimizer=optimizer,
+        lr=lr,
         schedule="constant",
         max_grad_norm=max_norm,
         weight_decay=0.0,
@@ -187,6 +198,26 @@ def test_reorder_losses_are_as_close_as_two_adamws_of_pytorch(num_steps: int) ->
     assert furthest(ours, fused) <= 2 * apart
     if num_steps == 300:
         assert ours[-1] < 0.5 * ours[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "library", "lr", "apart"),
+    mostly_slow(
+        [
+            ("lion", Lion, 3e-4, 1e-5),
+            ("adamw_8bit", AdamW8bit, LR, 1e-2),
+            ("adafactor", partial(torch.optim.Adafactor, eps=(None, 1.0)), LR, 1e-5),
+            ("sgd", torch.optim.SGD, 0.3, 1e-5),
+        ]
+    ),
+)
+def test_reorder_other_optimizers_are_the_libraries_on_plain_pytorch(
+    name: Optimizer, library: Any, lr: float, apart: float
+) -> None:
+    plain = plain_losses(model_of(), partial(library, lr=lr, weight_decay=0.0), 20)
+    ours = run(loop_of(model_of(), optimizer=name, lr=lr), range(20))
+    assert ours == pytest.approx(plain, rel=apart)
+    assert ours[-1] < ours[0]
 
 
 def test_reorder_sgd_of_masters() -> None:
