@@ -4,8 +4,9 @@ The plan, the search among plans and the refusal all use this module.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.machine.machine import Machine
@@ -20,7 +21,6 @@ from offload.plan.memory.memory import (
     device_needs,
     host_terms,
     input_bytes,
-    total_bytes,
 )
 from offload.plan.request import PlanRequest
 from offload.plan.schedule.residency import Residency
@@ -52,7 +52,7 @@ class Shortage:
         return self.needed_bytes - self.limit_bytes
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: some properties are computed once
 class MemoryNeeds:
     """The memory of a request, by the number of slots and of layers that are not checkpointed.
 
@@ -98,6 +98,11 @@ class MemoryNeeds:
 
     def host(self, residency: Residency) -> tuple[MemoryTerm, ...]:
         """Return the terms of the host's peak; inputs of graphs are not stashed there."""
+        sizes = self._host_sizes(residency).items()
+        return tuple(MemoryTerm(name=name, num_bytes=num_bytes) for name, num_bytes in sizes)
+
+    def _host_sizes(self, residency: Residency) -> dict[str, int]:
+        """Return the bytes of each term of the host's peak, by its name."""
         request = self.request
         terms = self.fixed_host or host_terms(
             self.facts,
@@ -107,47 +112,36 @@ class MemoryNeeds:
             num_stashed=request.num_stashed,
             num_ranks=request.num_ranks,
             num_slabs=request.num_slabs,
-            rank_device_bytes=total_bytes(self.device(residency)),
+            rank_device_bytes=self.on_device.peak_bytes(residency),
         )
+        sizes = {term.name: term.num_bytes for term in terms}
+        num_others = request.num_ranks - 1
         if residency.sends:
-            terms = self._with_sent(terms, residency)
+            sent_bytes = self.on_device.sent_bytes(residency)
+            if OTHER_RANKS in sizes:
+                sizes[OTHER_RANKS] += num_others * sent_bytes
+            sizes[SENT] = sent_bytes
         num_graphs = max(0, residency.num_kept_graphs - 1) + self._num_sent_below(residency)
-        if not (num_graphs and request.is_stashed):
-            return terms
-        num_inputs = num_graphs * request.num_stashed
-        spared = num_inputs * input_bytes(self.facts, request.largest)
-        spared_of = {STASH: spared, OTHER_RANKS: (request.num_ranks - 1) * spared}
-        return tuple(
-            replace(term, num_bytes=term.num_bytes - spared_of.get(term.name, 0)) for term in terms
-        )
+        if num_graphs and request.is_stashed:
+            num_inputs = num_graphs * request.num_stashed
+            spared = num_inputs * input_bytes(self.facts, request.largest)
+            for name, spared_bytes in ((STASH, spared), (OTHER_RANKS, num_others * spared)):
+                if name in sizes:
+                    sizes[name] -= spared_bytes
+        return sizes
 
     def _num_sent_below(self, residency: Residency) -> int:
         """Return how many layers send their graphs, but for the last, whose input never leaves."""
+        if not residency.num_sent_graphs:
+            return 0
         last = self.facts.num_layers - 1
         return len(residency.sent_graphs(self.facts.num_layers) - {last})
 
-    def _with_sent(
-        self, terms: tuple[MemoryTerm, ...], residency: Residency
-    ) -> tuple[MemoryTerm, ...]:
-        """Add each rank's sent graphs and outputs of attention."""
-        sent = MemoryTerm(name=SENT, num_bytes=self.on_device.sent_bytes(residency))
-        others_bytes = (self.request.num_ranks - 1) * sent.num_bytes
-        return (
-            *(
-                replace(term, num_bytes=term.num_bytes + others_bytes)
-                if term.name == OTHER_RANKS
-                else term
-                for term in terms
-            ),
-            sent,
-        )
-
-    @property
+    @cached_property
     def is_staged(self) -> bool:
         """Whether loads pass through page-locked buffers, as not all of the slab can be locked."""
-        return bool(
-            _size(self.host(replace(self.least, num_kept_graphs=self._fewest_graphs)), STAGING)
-        )
+        fewest = replace(self.least, num_kept_graphs=self._fewest_graphs)
+        return bool(self._host_sizes(fewest).get(STAGING))
 
     def shortages(self, residency: Residency) -> tuple[Shortage, ...]:
         """Return each memory that is too small; on a CPU there is only one memory.
@@ -157,57 +151,54 @@ class MemoryNeeds:
         """
         machine, budget_bytes = self.machine, self.request.vram_budget_bytes
         is_cuda = machine.device == "cuda"
-        device_bytes = total_bytes(self.device(residency))
+        device_bytes = self.on_device.peak_bytes(residency)
         if self.request.num_kept_graphs is None:
             graph_bytes = self.on_device.graph_bytes[residency.num_kept_graphs]
             device_bytes += int(GRAPH_RESERVE_FRAC * graph_bytes)
+        on_host = self._host_shortages(residency, computing_bytes=0 if is_cuda else device_bytes)
+        limit_bytes = min(machine.vram_bytes, budget_bytes or machine.vram_bytes)
+        if device_bytes <= limit_bytes:
+            return on_host
         on_device = Shortage(
             what=DEVICE if is_cuda else "of memory for computing",
             needed_bytes=device_bytes,
-            limit_bytes=min(machine.vram_bytes, budget_bytes or machine.vram_bytes),
+            limit_bytes=limit_bytes,
             limit="may be used",
         )
-        on_host = self._host_shortages(residency, computing_bytes=0 if is_cuda else device_bytes)
-        return (on_device, *on_host) if on_device.short_bytes > 0 else on_host
+        return (on_device, *on_host)
 
     def _host_shortages(
         self, residency: Residency, *, computing_bytes: int = 0
     ) -> tuple[Shortage, ...]:
-        host = self.host(residency)
-        is_locked = self.machine.device == "cuda"
+        host = self._host_sizes(residency)
+        is_locked, machine = self.machine.device == "cuda", self.machine
         reserve_bytes = int(GRAPH_RESERVE_FRAC * self.on_device.sent_graphs_bytes(residency))
         reserve_bytes *= self.request.num_ranks
+        inputs_bytes = self.request.num_ranks * host.get(STASH, 0) if is_locked else 0
+        sent_bytes = 0
+        if is_locked and residency.sends:
+            sent_bytes = self._locked_bytes(host) + reserve_bytes
+        ram_bytes = sum(host.values()) + reserve_bytes + computing_bytes
+        inputs, sent = "of page-locked memory for layer inputs", "of page-locked memory for sent"
         asked = (
-            Shortage(
-                what="of page-locked memory for layer inputs",
-                needed_bytes=self.request.num_ranks * _size(host, STASH) if is_locked else 0,
-                limit_bytes=self.machine.pinned_bytes,
-                limit="may be page-locked",
-            ),
-            Shortage(
-                what="of page-locked memory for sent activations",
-                needed_bytes=self._locked_bytes(host) + reserve_bytes
-                if is_locked and residency.sends
-                else 0,
-                limit_bytes=self.machine.pinned_bytes,
-                limit="may be page-locked",
-            ),
-            Shortage(
-                what=RAM,
-                needed_bytes=total_bytes(host) + reserve_bytes + computing_bytes,
-                limit_bytes=self.machine.ram_bytes,
-                limit="of RAM is there",
-            ),
+            (inputs, inputs_bytes, machine.pinned_bytes, "may be page-locked"),
+            (f"{sent} activations", sent_bytes, machine.pinned_bytes, "may be page-locked"),
+            (RAM, ram_bytes, machine.ram_bytes, "of RAM is there"),
         )
-        return tuple(one for one in asked if one.short_bytes > 0)
+        return tuple(
+            Shortage(what=what, needed_bytes=needed, limit_bytes=limit_bytes, limit=limit)
+            for what, needed, limit_bytes, limit in asked
+            if needed > limit_bytes
+        )
 
-    def _locked_bytes(self, host: tuple[MemoryTerm, ...]) -> int:
+    def _locked_bytes(self, host: Mapping[str, int]) -> int:
         """Return the page-locked memory of all ranks: what is sent locks no slab out."""
-        each = _size(host, STASH) + _size(host, SENT) + _size(host, STAGING)
-        slabs = 0 if _size(host, STAGING) else self.request.num_slabs * _size(host, SLAB)
+        staging = host.get(STAGING, 0)
+        each = host.get(STASH, 0) + host.get(SENT, 0) + staging
+        slabs = 0 if staging else self.request.num_slabs * host.get(SLAB, 0)
         return slabs + self.request.num_ranks * each
 
-    @property
+    @cached_property
     def least(self) -> Residency:
         """The least that a step of this model can have on the device."""
         return Residency(num_slots=min(MIN_SLOTS, self.facts.num_layers))
@@ -222,7 +213,7 @@ class MemoryNeeds:
         wanted = self.request.num_slots
         return self.least.num_slots if wanted is None else wanted
 
-    @property
+    @cached_property
     def _fewest_graphs(self) -> int:
         """The requested number of kept graphs, or the smallest with which a step fits.
 
@@ -344,7 +335,3 @@ class MemoryNeeds:
 def _num_false(numbers: Sequence[int], is_true: Callable[[int], bool]) -> int:
     """Return how many numbers come before the first true one; all after it are true too."""
     return bisect_left(numbers, 1, key=lambda number: int(is_true(number)))
-
-
-def _size(terms: tuple[MemoryTerm, ...], name: str) -> int:
-    return sum(term.num_bytes for term in terms if term.name == name)

@@ -22,6 +22,7 @@ unasked. They are listed among the what-ifs, with their rounding error.
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from offload.plan.facts.codec import CodecName
@@ -120,7 +121,7 @@ class WhatIf:
     tokens_per_s: float | None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: what-ifs are computed when they are read
 class Choice:
     """A plan, and the alternatives that it was compared with.
 
@@ -128,13 +129,20 @@ class Choice:
         plan: The fastest plan that fits.
         chosen: Its candidate.
         rejected: The best of the other candidates, the fastest first, whether they fit or not.
-        what_ifs: What other changes would gain.
+        candidates: All of them.
+        rounding: Codecs to list among the what-ifs, if they would be faster.
     """
 
     plan: Plan
     chosen: Candidate
     rejected: tuple[Candidate, ...]
-    what_ifs: tuple[WhatIf, ...]
+    candidates: tuple[Candidate, ...]
+    rounding: tuple[CodecName, ...]
+
+    @cached_property
+    def what_ifs(self) -> tuple[WhatIf, ...]:
+        """What other changes would gain; this takes longer than the choice itself."""
+        return tuple(_what_ifs(self.candidates, self.chosen, self.rounding))
 
 
 def search(
@@ -161,7 +169,8 @@ def search(
         plan=chosen.laid_out(),
         chosen=chosen,
         rejected=_rejected(candidates, best),
-        what_ifs=tuple(_what_ifs(candidates, chosen, rounding)),
+        candidates=tuple(candidates),
+        rounding=tuple(rounding),
     )
 
 

@@ -21,7 +21,7 @@ from offload.plan.fit import MemoryNeeds
 from offload.plan.memory.memory import input_bytes
 from offload.plan.schedule.residency import Residency
 from offload.plan.step import Draft
-from offload.plan.time.bounds import r3_bound_s
+from offload.plan.time.bounds import StepBound
 from offload.plan.time.costs import Costs
 
 _Bound = Callable[[Residency], float]
@@ -32,18 +32,33 @@ WORTH_FRAC = 0.01  # of the step: smaller gains are not worth a slot, in case th
 
 def bound_of(needs: MemoryNeeds, costs: Costs, residency: Residency) -> float:
     """Return the lower bound on the time of a request's step, optimizer included."""
-    request, costs = needs.request, costs.given(residency)
+    return _bound(needs, costs)(residency)
+
+
+def _bound(needs: MemoryNeeds, costs: Costs) -> _Bound:
+    """Return the lower bound as a function of the residency, each computed once."""
+    request = needs.request
     num_micro_batches = request.rank_micro_batches
-    bound_s = r3_bound_s(
-        costs,
-        num_slots=residency.num_slots,
-        num_micro_batches=num_micro_batches,
-        stashed_bytes=input_bytes(needs.facts, request.typical) if request.is_stashed else 0,
-        num_kept_graphs=residency.num_kept_graphs,
-        saved=costs.saved(residency, num_micro_batches=num_micro_batches),
-        is_staged=needs.is_staged,
-    )
-    return bound_s + costs.optimizer_s
+
+    @cache
+    def step_bound(*, sends: bool) -> StepBound:
+        return StepBound.of(
+            costs.while_sending() if sends else costs,
+            num_micro_batches=num_micro_batches,
+            stashed_bytes=input_bytes(needs.facts, request.typical) if request.is_stashed else 0,
+            is_staged=needs.is_staged,
+        )
+
+    @cache
+    def bound_s(residency: Residency) -> float:
+        bound_s = step_bound(sends=residency.sends).bound_s(
+            residency.num_slots,
+            num_kept_graphs=residency.num_kept_graphs,
+            saved=costs.saved(residency, num_micro_batches=num_micro_batches),
+        )
+        return bound_s + costs.optimizer_s
+
+    return bound_s
 
 
 def fastest_residency(needs: MemoryNeeds, costs: Costs) -> Residency | None:
@@ -54,12 +69,28 @@ def fastest_residency(needs: MemoryNeeds, costs: Costs) -> Residency | None:
     Returns:
         The residency, or None if the request does not fit at all.
     """
-    plain = _fastest(needs, costs, needs.with_graphs)
-    return None if plain is None else _with_saved(needs, costs, plain)
+    bound_s = slots_bound_s = _bound(needs, costs)
+    if needs.is_staged:  # staged bytes are read first
+        rate = min(costs.h2d_bytes_per_s, costs.read_bytes_per_s)
+        slots_bound_s = _bound(needs, replace(costs, h2d_bytes_per_s=rate))
+    plain = _fastest(needs, slots_bound_s, needs.with_graphs)
+    if plain is None:
+        return None
+    # Graphs that are sent, and outputs of attention, where the bound says that they pay and a
+    # simulation confirms it. Sent graphs take much of the host's memory.
+    best = plain
+    for spend, least_gain in _ways(needs, bound_s):
+        found = _fastest(needs, slots_bound_s, spend)
+        if found is None or needs.shortages(found):
+            continue
+        is_faster = bound_s(found) < bound_s(best) * (1 - least_gain)
+        if is_faster and _is_faster(needs, costs, found, best):
+            best = found
+    return best
 
 
 def _fastest(
-    needs: MemoryNeeds, costs: Costs, spend: Callable[[int], Residency]
+    needs: MemoryNeeds, bound_s: _Bound, spend: Callable[[int], Residency]
 ) -> Residency | None:
     """Return the number of slots with which a step is fastest, and what the rest is spent on.
 
@@ -77,19 +108,13 @@ def _fastest(
         return most
 
     spend = cache(spend)
-    rate = min(costs.h2d_bytes_per_s, costs.read_bytes_per_s)  # staged bytes are read first
-    at = replace(costs, h2d_bytes_per_s=rate) if needs.is_staged else costs
-
-    def bound_s(num_slots: int) -> float:
-        return bound_of(needs, at, spend(num_slots))
-
     while low < high:
         middle = (low + high) // 2
-        if bound_s(middle + 1) < bound_s(middle) * (1 - SAME_FRAC):
+        if bound_s(spend(middle + 1)) < bound_s(spend(middle)) * (1 - SAME_FRAC):
             low = middle + 1
         else:
             high = middle
-    if bound_s(low) >= bound_s(most.num_slots) * (1 - WORTH_FRAC):
+    if bound_s(spend(low)) >= bound_s(most) * (1 - WORTH_FRAC):
         return most
     fastest = spend(low)
     while _is_same_rest(more := spend(low + 1), fastest):
@@ -103,28 +128,6 @@ def _is_same_rest(one: Residency, other: Residency) -> bool:
 
 # ---------------------------------------------------------------------------------------------
 # Graphs that are sent, and outputs of attention
-
-
-def _with_saved(needs: MemoryNeeds, costs: Costs, plain: Residency) -> Residency:
-    """Return the fastest residency that keeps or sends more, or the plain one if none is faster.
-
-    The bound chooses; a simulation confirms that the step is faster. Graphs are sent only if that
-    gains `WORTH_FRAC`: they take much of the host's memory.
-    """
-
-    @cache
-    def bound_s(residency: Residency) -> float:
-        return bound_of(needs, costs, residency)
-
-    best = plain
-    for spend, least_gain in _ways(needs, bound_s):
-        found = _fastest(needs, costs, spend)
-        if found is None or needs.shortages(found):
-            continue
-        is_faster = bound_s(found) < bound_s(best) * (1 - least_gain)
-        if is_faster and _is_faster(needs, costs, found, best):
-            best = found
-    return best
 
 
 def _ways(

@@ -4,6 +4,7 @@ import json
 import random
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.recipe.recipe import shipped_recipe
 from offload.engine.host_gradients import LateUpdates
+from offload.plan.machine.machine import Machine
 from tests.e2e.runs import losses, rows_of, run
 
 
@@ -58,9 +60,9 @@ def test_plain_transformers_loads_what_a_run_leaves(
     dtype, tmp_path, write_recipe, machine_file, capsys, model_dir
 ) -> None:
     recipe = full_recipe(write_recipe, dtype=dtype)
-    machine = (
-        ("--machine", machine_file) if dtype == "float32" else ()
-    )  # the file's rates are of float32
+    here = replace(Machine.from_json(machine_file.read_text()), dtype=dtype)
+    machine = ("--machine", tmp_path / "here.json")  # a run measures its own step
+    machine[1].write_text(here.to_json())
     assert run("finetune", recipe, *machine, "report.samples=4") == 0
     shown, run_dir = capsys.readouterr().out, tmp_path / "run"
     assert "Predicted (calibrated) against measured" in shown

@@ -40,7 +40,6 @@ class Counted(TorchDispatchMode):
             for name in ("qwen3", "qwen3_moe", "gemma3_text")
             for way, options in (("kept", KEPT), ("sent", SENT), ("both", BOTH))
         },
-        "qwen3-kept",
         "qwen3-sent",
     ),
 )

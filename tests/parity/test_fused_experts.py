@@ -81,7 +81,6 @@ def assert_close(ours: Any, reference: Any, *, limit: float) -> None:
     ("kind", "routing"),
     mostly_slow(
         list(itertools.product(TWO_KINDS, ROUTINGS)),
-        ("gated", "mixed"),
         ("transposed, biased, clamped", "idle experts"),
     ),
 )

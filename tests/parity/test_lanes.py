@@ -140,7 +140,7 @@ def drop(schedule: Schedule, without: tuple[int, int] | None) -> Schedule:
 
 @pytest.mark.parametrize(
     "setting",
-    mostly_slow(SETTINGS, "weights in pieces", "weights, inputs and gradients"),
+    mostly_slow(SETTINGS, "weights, inputs and gradients"),
 )
 def test_move_any_delay_in_any_lane_gives_the_bits_of_the_resident_step(setting: Setting) -> None:
     resident = replace(setting, stash="device", piece_bytes=2**26)

@@ -120,7 +120,7 @@ def test_move_a_streamed_step_with_fused_layers_is_the_resident_one(
             "int8": (replace(FUSED, codec="int8"), replace(RESIDENT, codec="int8")),
             "packed": (replace(FUSED, codec="bf16_packed"), RESIDENT),
         },
-        *("kept graphs", "packed"),
+        "packed",
     ),
 )
 def test_move_however_fused_layers_are_run_no_bit_differs(

@@ -89,7 +89,6 @@ ALL_LEVERS = replace(
             "qwen3 in tiles": ("qwen3", replace(OPTIONS, mlp_chunk_tokens=5)),
             **{f"{name} with all levers": (name, ALL_LEVERS) for name in NAMES},
         },
-        "qwen3",
         "gpt_oss",
         "gemma3_text with all levers",
     ),
@@ -116,7 +115,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("options", mostly_slow(WAYS, "graphs", "sent outputs"))
+@pytest.mark.parametrize("options", mostly_slow(WAYS, "sent outputs"))
 def test_move_no_bit_of_a_packed_step_depends_on_what_is_kept(options: EngineOptions) -> None:
     model = tiny("qwen3")
     assert_equal(step(model, options), step(model))

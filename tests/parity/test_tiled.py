@@ -79,7 +79,7 @@ def require_exact(model: nn.Module) -> None:
     require_same((loss, ours), resident)
 
 
-@pytest.mark.parametrize("model_type", mostly_slow(DENSE, "llama", "gemma2"))
+@pytest.mark.parametrize("model_type", mostly_slow(DENSE, "gemma2"))
 def test_reorder_gradients_are_those_of_plain_pytorch(model_type: str) -> None:
     base = tiny_model(model_type)
     require_exact(with_adapters(base, LayeredModel(base).layers))
@@ -94,7 +94,7 @@ def test_reorder_gradients_are_those_of_plain_pytorch(model_type: str) -> None:
             "down trained whole": {"modules_to_save": ["down_proj"]},
             "up trained whole": {"modules_to_save": ["up_proj"]},
         },
-        *("DoRA", "down trained whole"),
+        "DoRA",
     ),
 )
 @pytest.mark.parametrize("is_grouped", mostly_slow([False, True], True))
@@ -120,7 +120,7 @@ def test_reorder_gradients_of_any_adapter_are_those_of_plain_pytorch(
     "changes",
     mostly_slow(
         [{"num_kept_graphs": 2}, {"num_kept_graphs": 4}, {"stash": "host"}, {"leaves_out": False}],
-        *({"num_kept_graphs": 2}, {"leaves_out": False}),
+        {"num_kept_graphs": 2},
     ),
 )
 def test_move_however_a_step_runs_its_tiles_give_the_same_bits(changes: dict[str, Any]) -> None:
@@ -288,7 +288,7 @@ def test_reorder_in_16_bits_tiles_are_as_near_the_truth_as_whole_mlps(seed: int)
             (False, True),
             ("plain", "fused"),
         ),
-        *(("phi3", False, "plain"), ("qwen3", True, "fused")),
+        ("qwen3", True, "fused"),
     ),
 )
 def test_the_formula_of_a_visit_in_tiles_is_its_trace_within_a_tenth(

@@ -5,6 +5,7 @@ the expert with the most rows is then more than was traced.
 """
 
 import gc
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 from unittest import mock
@@ -27,7 +28,7 @@ from offload.engine.tracing.visits import trace_visits
 from offload.plan.memory.traced import TracedBytes
 from offload.plan.schedule.op import Kind, Lane
 from tests.doubles import HookedDevice
-from tests.tiers import diagonal, mostly_slow
+from tests.tiers import mostly_slow
 
 NUM_LAYERS, VOCABULARY, HIDDEN = 2, 512, 64
 DENSE: Mapping[str, Any] = {
@@ -175,7 +176,6 @@ def measured(
             )
             for batches in ((torch.float32, False), (torch.bfloat16, True))
         ],
-        ("moe", "triton", True, torch.float32, False),
         ("sinks", "grouped_mm", True, torch.bfloat16, True),
     ),
 )
@@ -281,7 +281,11 @@ def test_a_card_s_attention_is_priced_by_the_kernel_that_it_takes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), diagonal(["dense", "windows"], [torch.float32, torch.bfloat16])
+    ("name", "dtype"),
+    mostly_slow(
+        itertools.product(["dense", "windows"], [torch.float32, torch.bfloat16]),
+        ("windows", torch.bfloat16),
+    ),
 )
 def test_traced_bytes_are_those_of_a_step_with_fused_layers(name: str, dtype: torch.dtype) -> None:
     model = built(name, dtype)

@@ -120,7 +120,7 @@ def require_same_bits(
     return engine.unread
 
 
-@pytest.mark.parametrize("model_type", mostly_slow(list(FOUND), "cohere", "deepseek_v3"))
+@pytest.mark.parametrize("model_type", mostly_slow(list(FOUND), "cohere"))
 def test_what_nothing_reads_is_left_out_without_a_bit_of_difference(model_type: str) -> None:
     targets = "all-linear" if model_type != "gpt2" else ["c_attn"]
     assert require_same_bits(adapted(model_type, targets=targets)) == FOUND[model_type]
@@ -140,7 +140,7 @@ def test_what_nothing_reads_is_left_out_without_a_bit_of_difference(model_type: 
             "kept graphs": replace(OPTIONS, num_kept_graphs=2),
             "stash": replace(OPTIONS, stash="host"),
         },
-        *("nf4", "kept graphs"),
+        "kept graphs",
     ),
 )
 def test_however_layers_are_stored_no_bit_differs(
@@ -164,8 +164,6 @@ def test_of_adapters_that_peft_computes_only_the_frozen_product_is_left_out() ->
 
 
 def test_router_losses_are_the_same() -> None:
-    model: Any = adapted("deepseek_v3")
-    assert require_same_bits(model) == FOUND["deepseek_v3"]
     routed: Any = adapted("qwen3_moe")
     routed.config.output_router_logits = True
     assert require_same_bits(routed) == (NONE,) * 4
@@ -292,7 +290,7 @@ def added_by_a_foreign_kernel(x: torch.Tensor, y: torch.Tensor, _: int) -> torch
             with_a_hook_on_its_gradient,
             added_by_a_foreign_kernel,
         ],
-        *(halved_unless_an_error, halved_in_one_layer, with_a_hook_on_its_gradient),
+        *(halved_in_one_layer, with_a_hook_on_its_gradient),
     ),
 )
 @pytest.mark.parametrize("targets", mostly_slow(["all-linear", ["q_proj"]], ["q_proj"]), ids=str)
@@ -326,7 +324,7 @@ def test_layers_that_threshold_their_mlp_have_the_gradients_of_a_plain_loop() ->
     engine.close()
 
 
-@pytest.mark.parametrize("use", [halved_if_large, halved_in_place])
+@pytest.mark.parametrize("use", mostly_slow([halved_if_large, halved_in_place], halved_in_place))
 def test_a_visit_that_is_repeated_draws_the_same_masks(use: Use) -> None:
     model = with_use(adapted("llama", lora_dropout=0.4), use)
     assert require_same_bits(model) == (NONE,) * 4

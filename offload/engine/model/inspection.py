@@ -314,7 +314,6 @@ class Inspection:
     def _alone(self, part: int, compute: Callable[[], T]) -> T:
         """Compute a part with random numbers that no other thread can change; in `_quietly`."""
         with same_randomness(self._batch["input_ids"].device):
-            torch.manual_seed(_SEED)
             return self._randomness.visit(part, _SEED, compute)[0]
 
     def _call(self, layer: int, hidden_BTD: torch.Tensor, call: Call) -> torch.Tensor:
@@ -536,7 +535,7 @@ class Inspection:
         """
         device = self._batch["input_ids"].device
         with torch.no_grad(), same_randomness(device), uncompiled():
-            torch.manual_seed(_SEED)
+            self._randomness.seed(_SEED)
             yield
 
 

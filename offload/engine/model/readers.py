@@ -178,6 +178,11 @@ class Taint(TorchDispatchMode):
         self._alive: dict[int, weakref.ref[Any]] = {}
         self.read = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Skip the wrapper per operation that disables dynamo: what is followed runs eagerly."""
+        return False
+
     @property
     def held(self) -> int:
         """Marks of memory that is still held."""

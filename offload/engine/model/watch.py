@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 _Key = int
 
@@ -72,6 +71,11 @@ class Watch(TorchDispatchMode):
             self._object("writes to a tensor that it did not make and that outlives its call")
         self._written = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Skip the wrapper per operation that disables dynamo: watched code runs eagerly."""
+        return False
+
     def mark(self) -> tuple[str, str, dict[_Key, weakref.ref[Any]]]:
         """Return the state so far, for `return_to`."""
         return self.problem, self.culprit, dict(self._written)
@@ -85,7 +89,7 @@ class Watch(TorchDispatchMode):
     ) -> Any:
         """Run an operation and record what it read, wrote and made."""
         kwargs = kwargs or {}
-        read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        read = list(_tensors_in((args, kwargs)))
         for tensor in read:
             self._read(tensor)
         if func._schema.is_mutable:
@@ -95,9 +99,9 @@ class Watch(TorchDispatchMode):
                     self._written[key] = weakref.ref(storage)
         out = func(*args, **kwargs)
         before = set() if func in _LIFTS else set(_keys(read))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor) and _storage(leaf)[0] not in before:
-                self._made(leaf, self._part)
+        for tensor in _tensors_in(out):
+            if _storage(tensor)[0] not in before:
+                self._made(tensor, self._part)
         return out
 
     def _read(self, tensor: torch.Tensor) -> None:
@@ -147,4 +151,15 @@ def _written_by(
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = args[i] if i < len(args) else kwargs.get(argument.name)
-        yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+        yield from _tensors_in(value)
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors among an operation's arguments or results; they hold no other classes."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors_in(part)
+    elif isinstance(value, dict):
+        yield from _tensors_in(tuple(value.values()))

@@ -194,10 +194,9 @@ def _shape_of(x: torch.Tensor) -> torch.Tensor:
 
 def can_leave_out(module: nn.Module) -> bool:
     """Return whether a module is a frozen linear layer that can leave its value out."""
-    if isinstance(module, WithoutValue):
-        return True
-    is_trained = any(parameter.requires_grad for parameter in module.parameters())
-    return type(module) is nn.Linear and not is_trained
+    if type(module) is nn.Linear:
+        return not any(parameter.requires_grad for parameter in module.parameters())
+    return isinstance(module, WithoutValue)
 
 
 def _output(module: nn.Module | WithoutValue, *args: Any, **kwargs: Any) -> torch.Tensor:

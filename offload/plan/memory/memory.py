@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from offload.plan.facts.attention import SoftmaxAttention
 from offload.plan.facts.codec import decode_workspace_bytes
@@ -61,6 +62,7 @@ ADAFACTOR_COPIES = 3  # in fp32, of a tensor: itself, its gradient, its step
 LAYER_GRADIENTS = "buffers of layers' gradients"
 CONTEXT, FRAGMENTATION, OTHER_RANKS = "context", "fragmentation", "other ranks"
 SLOTS, CUBLAS, KEPT_GRAPHS = "slots", "cuBLAS workspaces", "kept graphs"
+UPDATE = "optimizer temporaries"
 SCORES = "one visit: attention scores"
 # Terms that a trace measures; they replace formulas.
 VISIT, HEAD_CHUNK, RECORDED = "one visit", "head chunk", "recorded arguments"
@@ -97,7 +99,7 @@ SHRINKS: Mapping[str, tuple[str, ...]] = {
     "adapters": (RANK, FEWER_TARGETS),
     "gradients": (RANK, FEWER_TARGETS),
     "optimizer states": ("`train.optimizer: adamw_8bit`", RANK),
-    "optimizer temporaries": (RANK,),
+    UPDATE: (RANK,),
     "trained modules": ("fewer `adapter.modules_to_save`",),
     "kept layer inputs": (INPUTS_IN_RAM, TOKENS),
     "hidden states and their gradients": (TOKENS,),
@@ -148,9 +150,11 @@ def layer_weight_bytes(facts: ModelFacts, *, dtype_bytes: int) -> tuple[int, ...
 # Device
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: sums are computed once
 class DeviceNeeds:
     """The use of device memory, by the number of slots and of kept graphs.
+
+    A search asks for the peak of thousands of residencies, and for the terms of a few.
 
     Attributes:
         always: Live at every instant, with one slot.
@@ -194,25 +198,54 @@ class DeviceNeeds:
         return int(self.num_micro_batches * sum(self.sent_graph_bytes[i] for i in graphs))
 
     def _saved(self, residency: Residency) -> Saved:
-        return residency.saved(
-            [[size] if size else [] for size in self.output_bytes],
-            [[size] for size in self.sent_graph_bytes],
-        )
+        return residency.saved(*self._saved_sizes)
 
-    def _saved_terms(self, residency: Residency) -> tuple[MemoryTerm, ...]:
-        """List outputs that are live from the forward to the backward, and buffers of what leaves.
+    @cached_property
+    def _saved_sizes(self) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+        outputs = tuple((size,) if size else () for size in self.output_bytes)
+        return outputs, tuple((size,) for size in self.sent_graph_bytes)
+
+    def _saved_bytes(self, residency: Residency) -> tuple[int, int]:
+        """Return outputs that are live from forward to backward, and buffers of what leaves.
 
         What a graph that is being sent takes besides is less than a recompute's visit.
         """
         if not (residency.has_outputs or residency.sends):
-            return ()
+            return 0, 0
         saved, num = self._saved(residency), self.num_micro_batches
         kept = sum(self.output_bytes[layer] for layer in saved.kept)
         largest = max((sum(saved.sent_bytes(layer)) for layer in saved.leaving), default=0)
-        return (
-            MemoryTerm(name=KEPT_OUTPUTS, num_bytes=int(num * kept)),
-            MemoryTerm(name=CARRIERS, num_bytes=int(NUM_CARRIED * num * largest)),
+        return int(num * kept), int(NUM_CARRIED * num * largest)
+
+    @cached_property
+    def _instant_bytes(self) -> tuple[int, ...]:
+        """Of a recomputing visit, of each of `instants` and of the update, without what varies."""
+        kept = total_bytes(self.kept)
+        with_graphs = (kept + total_bytes(instant) for instant in self.instants)
+        return kept + total_bytes(self.visit), *with_graphs, self.update.num_bytes
+
+    @cached_property
+    def _slot_and_other_bytes(self) -> tuple[int, int]:
+        """Of one slot, and of everything else that is live at every instant."""
+        slot = sum(term.num_bytes for term in self.always if term.name == SLOTS)
+        return slot, total_bytes(self.always) - slot
+
+    def _worst(self, residency: Residency) -> tuple[int, int]:
+        """Return which instant is the worst, as in `_instant_bytes`, and all bytes live then."""
+        visit, *with_graphs, update = self._instant_bytes
+        saved, graphs = (
+            sum(self._saved_bytes(residency)),
+            self.graph_bytes[residency.num_kept_graphs],
         )
+        sizes = [visit + saved, *(size + saved + graphs for size in with_graphs), update]
+        worst = max(sizes)
+        slot, others = self._slot_and_other_bytes
+        return sizes.index(worst), residency.num_slots * slot + others + worst
+
+    def peak_bytes(self, residency: Residency) -> int:
+        """Return the sum of `terms`."""
+        _, used = self._worst(residency)
+        return used + int(used * FRAGMENTATION_FRAC) + total_bytes(self.fixed)
 
     def terms(self, residency: Residency) -> tuple[MemoryTerm, ...]:
         """List the terms of the worst instant; more slots or graphs never need less memory."""
@@ -223,10 +256,15 @@ class DeviceNeeds:
             for term in self.always
         )
         graphs = MemoryTerm(name=KEPT_GRAPHS, num_bytes=self.graph_bytes[residency.num_kept_graphs])
-        kept = (*self.kept, *self._saved_terms(residency))
+        outputs, carriers = self._saved_bytes(residency)
+        kept = (
+            *self.kept,
+            MemoryTerm(name=KEPT_OUTPUTS, num_bytes=outputs),
+            MemoryTerm(name=CARRIERS, num_bytes=carriers),
+        )
         with_graphs = [(*kept, graphs, *instant) for instant in self.instants]
-        worst = max(((*kept, *self.visit), *with_graphs, (self.update,)), key=total_bytes)
-        used = total_bytes(always) + total_bytes(worst)
+        number, used = self._worst(residency)
+        worst = ((*kept, *self.visit), *with_graphs, (self.update,))[number]
         fragmentation = MemoryTerm(name=FRAGMENTATION, num_bytes=int(used * FRAGMENTATION_FRAC))
         terms = (*always, *worst, fragmentation, *self.fixed)
         return tuple(term for term in terms if term.num_bytes)
@@ -325,7 +363,7 @@ def device_needs(
             () if traced else _visit_terms(beside),
         ),
         update=MemoryTerm(
-            name="optimizer temporaries",
+            name=UPDATE,
             num_bytes=temporary_bytes(
                 trained_tensor_shapes(facts, workload.adapter), workload.optimizer
             ),

@@ -1,7 +1,8 @@
 """Lower bounds on the time of a step, in either order."""
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -53,75 +54,137 @@ def r3_bound_s(
         ring: What the slots hold at the start; None is the ring after a training step.
         is_staged: Whether loads pass through staging buffers, filled from memory or from disk.
     """
-    sweeps = _Sweeps(
-        costs=costs,
+    step = StepBound.of(
+        costs,
         num_micro_batches=num_micro_batches,
         stashed_bytes=stashed_bytes,
         is_staged=is_staged,
-        first_graph=len(costs.layers) - num_kept_graphs,
-        saved=saved,
     )
-    up_s = sweeps.up_s(_ring_between_steps(costs, num_slots) if ring is None else ring)
-    return sweeps.end_s(up_s, num_slots) + num_micro_batches * costs.front_backward_s
+    return step.bound_s(num_slots, num_kept_graphs=num_kept_graphs, saved=saved, ring=ring)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Sweeps:
-    """The sweep up to the head and the sweep down from it, at given costs."""
+class StepBound:
+    """R3 for steps that differ only in what stays on the device; see `r3_bound_s`.
+
+    A search asks for thousands of bounds at the same costs, so what they share is computed once.
+
+    Attributes:
+        costs: Of the ops.
+        num_micro_batches: Micro-batches of the step.
+        stashed_bytes: Of one micro-batch's layer input, if inputs are stashed in host memory.
+        is_staged: Whether loads pass through staging buffers.
+        loads_s: Seconds on the link, by layer.
+        forth_s: Of one micro-batch on the way up, by layer, where nothing is sent.
+        back_s: Of one micro-batch on the way down, by layer, with its recompute.
+        graph_back_s: The same without the recompute.
+    """
 
     costs: Costs
     num_micro_batches: int
     stashed_bytes: int
     is_staged: bool
-    first_graph: int
-    saved: Saved
+    loads_s: tuple[float, ...]
+    forth_s: tuple[float, ...]
+    back_s: tuple[float, ...]
+    graph_back_s: tuple[float, ...]
 
-    @property
-    def stashed(self) -> list[int]:
-        """The layers whose inputs leave the device."""
-        layers = range(min(self.first_graph, len(self.costs.layers) - 1))
-        return [i for i in layers if i not in self.saved.graphs] if self.stashed_bytes else []
-
-    def visit_s(self, layer: int) -> float:
-        """Time of all micro-batches at a layer on the way up, with its decoding."""
-        cost = self.costs.layers[layer]
-        return self.num_micro_batches * self.forth_s(layer) + cost.decode_s
-
-    def forth_s(self, layer: int) -> float:
-        """Time of one micro-batch at a layer on the way up."""
-        return self.costs.layers[layer].forth_s(
-            is_sent=layer in self.saved.leaving, has_graph=layer in self.saved.graphs
+    @classmethod
+    def of(
+        cls, costs: Costs, *, num_micro_batches: int, stashed_bytes: int, is_staged: bool
+    ) -> "StepBound":
+        """Compute what steps at these costs share."""
+        return cls(
+            costs=costs,
+            num_micro_batches=num_micro_batches,
+            stashed_bytes=stashed_bytes,
+            is_staged=is_staged,
+            loads_s=tuple(_load_s(costs, layer) for layer in range(len(costs.layers))),
+            forth_s=tuple(cost.forth_s(is_sent=False) for cost in costs.layers),
+            back_s=tuple(cost.back_s(has_graph=False) for cost in costs.layers),
+            graph_back_s=tuple(cost.back_s(has_graph=True) for cost in costs.layers),
         )
 
-    def back_s(self, layer: int) -> float:
-        """Time of one micro-batch at a layer on the way down."""
-        has_output = self.saved.has_output(layer)
-        has_graph = layer >= self.first_graph or layer in self.saved.graphs
-        return self.costs.layers[layer].back_s(has_graph=has_graph, has_output=has_output)
+    def bound_s(
+        self, num_slots: int, *, num_kept_graphs: int, saved: Saved, ring: Ring | None = None
+    ) -> float:
+        """Return the bound with this on the device; arguments as of `r3_bound_s`."""
+        costs = self.costs
+        sweeps = _Sweeps.of(self, first_graph=len(costs.layers) - num_kept_graphs, saved=saved)
+        up_s = sweeps.up_s(_ring_between_steps(costs, num_slots) if ring is None else ring)
+        return sweeps.end_s(up_s, num_slots) + self.num_micro_batches * costs.front_backward_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Sweeps:
+    """The sweep up to the head and the sweep down from it, with this on the device.
+
+    Attributes:
+        step: What does not depend on it.
+        leaving: The layers that send anything.
+        stashed: The layers whose inputs leave the device, in order.
+        sent_bytes: Of one micro-batch, of each layer that sends anything.
+        forth_s: Of one micro-batch at each layer on the way up.
+        back_s: Of one micro-batch at each layer on the way down.
+        visits_s: Of all micro-batches at each layer on the way up, with its decoding.
+    """
+
+    step: StepBound
+    leaving: frozenset[int]
+    stashed: Sequence[int]
+    sent_bytes: Mapping[int, int]
+    forth_s: Sequence[float]
+    back_s: Sequence[float]
+    visits_s: Sequence[float]
+
+    @classmethod
+    def of(cls, step: StepBound, *, first_graph: int, saved: Saved) -> "_Sweeps":
+        """Compute the visits of a step in which the layers from this one on keep their graphs."""
+        layers, leaving, num = step.costs.layers, saved.leaving, step.num_micro_batches
+        forth_s, back_s = list(step.forth_s), list(step.back_s)
+        for layer in leaving:
+            has_graph = layer in saved.graphs
+            forth_s[layer] = layers[layer].forth_s(is_sent=True, has_graph=has_graph)
+        for layer in saved.kept | saved.sent:
+            back_s[layer] = layers[layer].back_s(has_graph=False, has_output=True)
+        for layer in saved.graphs:
+            back_s[layer] = step.graph_back_s[layer]
+        back_s[first_graph:] = step.graph_back_s[first_graph:]
+        below = range(min(first_graph, len(layers) - 1)) if step.stashed_bytes else range(0)
+        return cls(
+            step=step,
+            leaving=leaving,
+            stashed=[i for i in below if i not in saved.graphs] if saved.graphs else below,
+            sent_bytes={layer: saved.sent_bytes(layer)[0] for layer in leaving},
+            forth_s=forth_s,
+            back_s=back_s,
+            visits_s=[
+                num * one_s + cost.decode_s for one_s, cost in zip(forth_s, layers, strict=True)
+            ],
+        )
 
     def up_s(self, ring: Ring) -> float:
         """Return when the last layer's forward visit ends if no input has to be stashed."""
-        costs, num_layers = self.costs, len(self.costs.layers)
-        visits_s = [self.visit_s(i) for i in range(num_layers)]
-        fronts_s = self.num_micro_batches * costs.front_s
+        step, visits_s = self.step, self.visits_s
+        fronts_s = step.num_micro_batches * step.costs.front_s
         below_s = list(accumulate(visits_s, initial=fronts_s))
-        missing, link_s = _missing(ring, num_layers), 0.0
+        missing, link_s = _missing(ring, len(visits_s)), 0.0
         if not missing:
             return below_s[-1]
         last_s = sum(visits_s[missing[-1] :])
         ends_s = [below_s[-1], self.read_s(missing) + last_s]
         for place, layer in reversed(list(enumerate(missing))):
-            link_s += _load_s(costs, layer)
+            link_s += step.loads_s[layer]
             before = layer - len(ring)  # the layer whose visit holds the slot
             hold_s = below_s[before] + self._hold_s(before) if before >= 0 else 0
             way_s = max(link_s, self.read_s(missing[place:], is_ahead=True))
             ends_s.append(hold_s + way_s + last_s)
         if missing[0] == 0:
-            ends_s.append(_load_s(costs, 0) + sum(visits_s))
+            ends_s.append(step.loads_s[0] + sum(visits_s))
         updated_s = 0.0
         for layer in missing:  # updates follow one another, each ahead of its load
-            updated_s += costs.layers[layer].update_s
-            ends_s.append(updated_s + _load_s(costs, layer) + sum(visits_s[layer:]))
+            updated_s += step.costs.layers[layer].update_s
+            ends_s.append(updated_s + step.loads_s[layer] + sum(visits_s[layer:]))
         return max(ends_s)
 
     def leaving_s(self) -> float:
@@ -133,54 +196,53 @@ class _Sweeps:
         ends_s = [0.0]
         if self.stashed:
             last = self.stashed[-1]
-            after_s = self._send_s(last) if last in self.saved.leaving else 0.0
+            after_s = self._send_s(last) if last in self.leaving else 0.0
             ends_s.append(self._left_s(last, is_all=True) - after_s + self._above_s(last + 1))
-        leaving = sorted(self.saved.leaving)
-        if len(leaving) > NUM_CARRIED:
+        if len(self.leaving) > NUM_CARRIED:
+            leaving = sorted(self.leaving)
             before, last = leaving[-1 - NUM_CARRIED], leaving[-1]
             ends_s.append(self._left_s(before, is_all=True) + self._above_s(last))
         return max(ends_s)
 
     def sent_s(self) -> list[float]:
         """Return when the last layer that sends has sent each micro-batch, if only copies delay."""
-        last = max(self.saved.leaving)
+        last = max(self.leaving)
         left_s = self._left_s(last, is_all=False)
-        return [left_s + (m + 1) * self._send_s(last) for m in range(self.num_micro_batches)]
+        return [left_s + (m + 1) * self._send_s(last) for m in range(self.step.num_micro_batches)]
 
     def _left_s(self, layer: int, *, is_all: bool) -> float:
         """Return when all below a layer has left the device, and with `is_all` the layer's too."""
-        costs = self.costs
-        stash_s = costs.h2d_latency_s + self.stashed_bytes / costs.d2h_bytes_per_s
-        sends_s = sum(self._send_s(i) for i in self.saved.leaving if i < layer + is_all)
-        num_stashed = sum(i < layer + is_all for i in self.stashed)
-        return costs.front_s + self.num_micro_batches * (num_stashed * stash_s + sends_s)
+        step, costs = self.step, self.step.costs
+        stash_s = costs.h2d_latency_s + step.stashed_bytes / costs.d2h_bytes_per_s
+        sends_s = sum(self._send_s(i) for i in self.leaving if i < layer + is_all)
+        num_stashed = bisect_left(self.stashed, layer + is_all)
+        return costs.front_s + step.num_micro_batches * (num_stashed * stash_s + sends_s)
 
     def _above_s(self, layer: int) -> float:
         """Return the time from the last micro-batch's visit of a layer to the end of all visits."""
-        above = range(layer + 1, len(self.costs.layers))
-        return self.forth_s(layer) + sum(map(self.visit_s, above))
+        return self.forth_s[layer] + sum(self.visits_s[layer + 1 :])
 
     def end_s(self, up_s: float, num_slots: int) -> float:
         """Return the earliest end of the first layer's backward visit."""
-        costs, num_layers = self.costs, len(self.costs.layers)
-        stashed, leaving = frozenset(self.stashed), self.saved.leaving
-        top_s = max(up_s, self.leaving_s())
-        fetch_s = costs.h2d_latency_s + self.stashed_bytes / costs.fetch_bytes_per_s
-        now_s, link_s = top_s + self.num_micro_batches * costs.tail_s, 0.0
-        free_s, at_once = [0.0] * num_layers, [0.0] * self.num_micro_batches
+        step, costs, num_layers = self.step, self.step.costs, len(self.visits_s)
+        stashed, leaving = frozenset(self.stashed), self.leaving
+        num_micro_batches = step.num_micro_batches
+        fetch_s = costs.h2d_latency_s + step.stashed_bytes / costs.fetch_bytes_per_s
+        now_s, link_s = max(up_s, self.leaving_s()) + num_micro_batches * costs.tail_s, 0.0
+        free_s, at_once = [0.0] * num_layers, [0.0] * num_micro_batches
         done_s = [at_once] * NUM_FETCHED
         carried_s = [self.sent_s() if leaving else at_once] * NUM_CARRIED
         for layer in reversed(range(num_layers)):
-            cost = costs.layers[layer]
+            decode_s = costs.layers[layer].decode_s
             if layer + num_slots < num_layers:
-                link_s = max(link_s, free_s[layer + num_slots]) + _load_s(costs, layer)
+                link_s = max(link_s, free_s[layer + num_slots]) + step.loads_s[layer]
                 now_s = max(now_s, link_s)
-            now_s += cost.decode_s
+            now_s += decode_s
             free_s[layer] = now_s
             if layer == num_layers - 1:  # it is still decoded
-                now_s -= cost.decode_s
-                free_s[layer] = up_s - self.num_micro_batches * self.forth_s(layer)
-            one_s = self.back_s(layer)
+                now_s -= decode_s
+                free_s[layer] = up_s - num_micro_batches * self.forth_s[layer]
+            one_s = self.back_s[layer]
             is_stashed, is_sent = layer in stashed, layer in leaving
             if is_stashed or is_sent:
                 ends_s = []
@@ -196,13 +258,13 @@ class _Sweeps:
                 done_s = [*done_s[1:], ends_s] if is_stashed else done_s
                 carried_s = [*carried_s[1:], ends_s] if is_sent else carried_s
             else:
-                now_s += self.num_micro_batches * one_s
-            if not cost.decode_s:
+                now_s += num_micro_batches * one_s
+            if not decode_s:
                 free_s[layer] = now_s
         loaded = range(num_layers - num_slots)
         if loaded:
             read_s = self.read_s(loaded, is_ahead=True)
-            first_s = self.num_micro_batches * self.back_s(0)
+            first_s = num_micro_batches * self.back_s[0]
             now_s = max(now_s, free_s[-1] + read_s + costs.layers[0].decode_s + first_s)
         return now_s
 
@@ -213,23 +275,24 @@ class _Sweeps:
             layers: Which layers.
             is_ahead: Whether all buffers may already be full at the start.
         """
-        if not self.is_staged:
+        if not self.step.is_staged:
             return 0.0
-        sizes = [self.costs.layers[layer].weight_bytes for layer in layers]
+        costs = self.step.costs
+        sizes = [costs.layers[layer].weight_bytes for layer in layers]
         ahead = NUM_STAGING * min(PIECE_BYTES, max(sizes, default=0)) if is_ahead else 0
-        return max(0, sum(sizes) - ahead) / self.costs.read_bytes_per_s
+        return max(0, sum(sizes) - ahead) / costs.read_bytes_per_s
 
     def _send_s(self, layer: int) -> float:
-        num_bytes, costs = self.saved.sent_bytes(layer)[0], self.costs
-        return costs.h2d_latency_s + num_bytes / costs.d2h_bytes_per_s
+        costs = self.step.costs
+        return costs.h2d_latency_s + self.sent_bytes[layer] / costs.d2h_bytes_per_s
 
     def _return_s(self, layer: int) -> float:
-        num_bytes, costs = self.saved.sent_bytes(layer)[0], self.costs
-        return costs.h2d_latency_s + num_bytes / costs.fetch_bytes_per_s
+        costs = self.step.costs
+        return costs.h2d_latency_s + self.sent_bytes[layer] / costs.fetch_bytes_per_s
 
     def _hold_s(self, layer: int) -> float:
         """How long a layer holds its slot: until it is decoded, or else for its visit upwards."""
-        return self.costs.layers[layer].decode_s or self.visit_s(layer)
+        return self.step.costs.layers[layer].decode_s or self.visits_s[layer]
 
 
 def _ring_between_steps(costs: Costs, num_slots: int) -> Ring:

@@ -134,7 +134,11 @@ class Costs:
 
     def given(self, residency: Residency) -> "Costs":
         """Return the costs with this residency; what is sent slows the link's other direction."""
-        if not residency.sends or self.duplex_frac == 1:
+        return self.while_sending() if residency.sends else self
+
+    def while_sending(self) -> "Costs":
+        """Return the costs of a step that sends graphs or outputs of attention."""
+        if self.duplex_frac == 1:
             return self
         return replace(
             self,

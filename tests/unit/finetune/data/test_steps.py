@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune.data.dataset import ExampleSet
-from finetune.data.steps import BatchOrder, StepLoader, Steps, StepSizes, collate
+from finetune.data.steps import BatchOrder, StepBatch, StepLoader, Steps, StepSizes, collate
 from finetune.data.tokenize import Example
 from finetune.errors import DataError
 from tests.conversations import count_rows, tokenised
@@ -168,10 +169,12 @@ def loader(
 
 def batches_of(examples: ExampleSet, *, first_step: int = 0, num_workers: int = 0) -> list[object]:
     with loader(examples, first_step=first_step, num_workers=num_workers) as steps:
-        return [
-            (batch.step, [{k: v.tolist() for k, v in b.items()} for b in batch.share.micro_batches])
-            for batch in steps
-        ]
+        return list(map(as_lists, steps))
+
+
+def as_lists(batch: StepBatch) -> tuple[int, list[dict[str, Any]]]:
+    micro_batches = batch.share.micro_batches
+    return batch.step, [{k: v.tolist() for k, v in b.items()} for b in micro_batches]
 
 
 def test_the_loader_gives_the_collated_rows_of_each_step(examples: ExampleSet) -> None:
@@ -214,23 +217,20 @@ def test_a_resumed_loader_goes_on_with_the_same_batches(examples: ExampleSet) ->
     assert batches_of(examples, first_step=4) == batches_of(examples)[4:]
 
 
-def test_workers_give_the_same_batches_and_are_gone_afterwards(
-    examples: ExampleSet, worker_pids: Callable[[], list[int]]
-) -> None:
-    assert batches_of(examples, num_workers=2) == batches_of(examples)
-    assert not worker_pids()
-
-
-def test_workers_make_no_sockets_in_the_folder_for_temporary_files(
-    examples: ExampleSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_workers_give_the_same_batches_without_sockets_and_are_gone_afterwards(
+    examples: ExampleSet,
+    worker_pids: Callable[[], list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A Unix socket's path has at most 107 bytes; where it is longer, a run waited forever."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    with loader(examples, num_workers=1) as steps:
-        stream = iter(steps)
-        next(stream)
-        assert not list(tmp_path.iterdir())
-        assert exhaust(stream) == 5
+    batches = batches_of(examples)
+    with loader(examples, num_workers=2) as steps:
+        for batch, expected in zip(map(as_lists, steps), batches, strict=True):
+            assert batch == expected
+            assert not list(tmp_path.iterdir())
+    assert not worker_pids()
 
 
 @pytest.mark.slow

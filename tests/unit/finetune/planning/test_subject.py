@@ -217,7 +217,7 @@ def test_the_three_commands_print_the_same_figures(capsys) -> None:
 
 
 def test_a_recipe_with_open_micro_batches_has_a_table_of_machines(capsys) -> None:
-    words = ("plan", "qwen3_8b_lora_3060", "train.micro_batch_size=auto", "--json")
+    words = ("plan", "qwen3-0.6b", "train.micro_batch_size=auto", "--json")
     assert run(*words, "--machines", "rtx4090") == 0
     lines = json.loads(capsys.readouterr().out)
     assert run(*words, "--machine", "rtx4090") == 0

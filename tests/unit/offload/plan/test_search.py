@@ -84,6 +84,8 @@ def test_the_same_input_gives_the_same_choice() -> None:
     )
     assert first == second
     assert repr(first) == repr(second)
+    assert first.what_ifs == second.what_ifs
+    assert repr(first.what_ifs) == repr(second.what_ifs)
 
 
 def test_one_slot_more_is_among_the_rejected_and_short_of_what_the_plan_says() -> None:

@@ -1,5 +1,6 @@
 """Graphs that a plan sends to host memory: times, bytes, and where there are none."""
 
+import itertools
 from dataclasses import replace
 from functools import cache
 
@@ -8,7 +9,7 @@ import pytest
 from offload.engine.bound import EngineOptions
 from offload.plan.fit import GRAPH_RESERVE_FRAC, MemoryNeeds
 from offload.plan.machine.machine import GIB, Machine, named_machine
-from offload.plan.memory.memory import CARRIERS, SENT, STASH
+from offload.plan.memory.memory import CARRIERS, HEAD_CHUNK, SENT, STASH, UPDATE, total_bytes
 from offload.plan.memory.visit import visit_bytes
 from offload.plan.plan import Plan, calibrate, costs_of, plan
 from offload.plan.schedule.op import Kind, Op
@@ -26,6 +27,7 @@ REQUEST = builders.request(
     SHORT, num_micro_batches=4, num_kept_graphs=None, has_outputs=True, has_sent_graphs=True
 )
 CARD = named_machine("rtx4090", ram_bytes=128 * GIB)
+INSTANTS = {HEAD_CHUNK, UPDATE, "one visit: saved activations"}
 ONE_BYTES = visit_bytes(FACTS, CARD, LAYER, SHORT, is_padded=False).sent_graph
 
 
@@ -167,3 +169,23 @@ def test_a_plan_that_sends_graphs_predicts_the_step_it_was_calibrated_on() -> No
         assert new.forward_s == pytest.approx(2 * old.forward_s)
         assert new.graph_pack_s == pytest.approx(2 * old.graph_pack_s)
         assert new.back_s(has_graph=True) == pytest.approx(2 * old.back_s(has_graph=True))
+
+
+def test_the_peak_that_a_search_compares_is_the_sum_of_the_terms_of_the_worst_instant() -> None:
+    tiny = builders.workload(seq_len=16, adapter=builders.lora(rank=256))
+    long = builders.workload(seq_len=8192, head_chunk_tokens=64)
+    instants = set()
+    for request in (REQUEST, builders.request(tiny), builders.request(long)):
+        needs = MemoryNeeds.of(FACTS, CARD, request)
+        for slots, graphs, sent, kept, outputs in itertools.product((2, 5), (0, 3), *[(0, 2)] * 3):
+            residency = Residency(
+                num_slots=slots,
+                num_kept_graphs=graphs,
+                num_sent_graphs=sent,
+                num_kept_outputs=kept,
+                num_sent_outputs=outputs,
+            )
+            terms = needs.device(residency)
+            assert needs.on_device.peak_bytes(residency) == total_bytes(terms)
+            instants |= INSTANTS & {term.name for term in terms}
+    assert instants == INSTANTS

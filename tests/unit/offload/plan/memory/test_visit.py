@@ -1,5 +1,6 @@
 """Memory of a layer's visit with fused parts: the formula, autograd, and a trace."""
 
+import itertools
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ from offload.plan.machine.machine import named_machine
 from offload.plan.memory.memory import head_chunk_bytes
 from offload.plan.memory.visit import visit_bytes
 from tests.builders import adapter, workload
-from tests.tiers import diagonal
+from tests.tiers import mostly_slow
 
 T = 512
 SIZES: dict[str, Any] = {
@@ -39,7 +40,11 @@ TYPES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("name", "targets", "dtype"),
-    diagonal(list(TYPES), ["all-linear", "attention"], [torch.float32, torch.bfloat16]),
+    mostly_slow(
+        itertools.product(TYPES, ["all-linear", "attention"], [torch.float32, torch.bfloat16]),
+        ("qwen3", "all-linear", torch.float32),
+        ("gemma3_text", "attention", torch.bfloat16),
+    ),
 )
 def test_a_visit_with_fused_parts_takes_what_is_traced_within_a_tenth(
     name: str, targets: Literal["all-linear", "attention"], dtype: torch.dtype

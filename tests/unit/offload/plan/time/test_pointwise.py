@@ -91,7 +91,7 @@ def priced(config: dict[str, Any], dtype: torch.dtype, code: LayerCode) -> Point
 @pytest.mark.parametrize(
     "dtype", mostly_slow([torch.float32, torch.bfloat16], torch.bfloat16), ids=str
 )
-@pytest.mark.parametrize("model_type", mostly_slow(list(TYPES), "qwen3", "gemma3_text", "phi3"))
+@pytest.mark.parametrize("model_type", mostly_slow(list(TYPES), "gemma3_text"))
 def test_a_layer_moves_what_the_plan_says_within_a_tenth(
     model_type: str, dtype: torch.dtype
 ) -> None:
@@ -111,7 +111,7 @@ def test_a_layer_moves_what_the_plan_says_within_a_tenth(
 @pytest.mark.parametrize(
     "dtype", mostly_slow([torch.float32, torch.bfloat16], torch.bfloat16), ids=str
 )
-@pytest.mark.parametrize("model_type", mostly_slow(list(TYPES), "qwen3", "gemma3_text", "phi3"))
+@pytest.mark.parametrize("model_type", mostly_slow(list(TYPES), "gemma3_text"))
 def test_a_fused_layer_moves_what_the_plan_says_within_a_tenth(
     model_type: str, dtype: torch.dtype
 ) -> None:
@@ -126,7 +126,9 @@ def test_a_fused_layer_moves_what_the_plan_says_within_a_tenth(
         assert said.backward.num_ops == backward.total_ops - num_products - 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", mostly_slow([torch.float32, torch.bfloat16], torch.bfloat16), ids=str
+)
 def test_a_mixture_saves_by_fused_parts_what_the_plan_says_within_a_tenth(
     dtype: torch.dtype,
 ) -> None:
