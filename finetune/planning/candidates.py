@@ -50,12 +50,12 @@ def with_each_size(recipe: Recipe, *, num_ranks: int) -> tuple[Recipe, ...]:
     """
     if recipe.train.micro_batch_size != "auto":
         return (recipe,)
-    if has_router_loss(recipe):
+    if has_router_loss(recipe) and recipe.train.router_loss_over == "micro_batch":
         raise ConfigError(
-            "train.micro_batch_size: auto with a router loss",
+            "train.micro_batch_size: auto with train.router_loss_over: micro_batch",
             limit="the router loss is taken over each micro-batch by itself, so their"
             " size is part of the training",
-            hint="`train.micro_batch_size: 1`, or another number",
+            hint="`train.router_loss_over: step`, or a number of sequences",
         )
     num_sequences = recipe.train.global_batch_size
     sizes = [n for n in range(1, num_sequences // num_ranks + 1) if num_sequences % n == 0]

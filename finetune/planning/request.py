@@ -237,7 +237,7 @@ def _workload(recipe: Recipe, facts: ModelFacts, seq_len: int, *, label_tokens: 
         optimizer=recipe.train.optimizer,
         dtype_bytes=DTYPE_BYTES[recipe.model.dtype],
         codec=recipe.offload.layer_codec,
-        has_router_loss=has_router_loss(recipe),
+        router_loss=recipe.train.router_loss_over if has_router_loss(recipe) else None,
         leaves_out=not recipe.train.compile,  # compiled layers are computed whole
         layer_code=_layer_code(recipe),
         mlp_chunk_tokens=tile if isinstance(tile, int) else None,

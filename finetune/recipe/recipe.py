@@ -124,6 +124,12 @@ def with_packing(recipe: Recipe, packing: Literal["on", "off"]) -> Recipe:
     return recipe.model_copy(update={"data": data})
 
 
+def with_router_loss_over(recipe: Recipe, over: Literal["step", "micro_batch"]) -> Recipe:
+    """Return the recipe with another scope of its router loss."""
+    train = recipe.train.model_copy(update={"router_loss_over": over})
+    return recipe.model_copy(update={"train": train})
+
+
 def with_seq_len(recipe: Recipe, seq_len: int) -> Recipe:
     """Return the recipe with another sequence length, its step cut to whole micro-batches."""
     asked, size = recipe.train, recipe.train.micro_batch_size

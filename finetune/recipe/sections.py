@@ -241,6 +241,11 @@ class TrainSection(Section):
         " out, null does as the model's config says.",
         examples=[0.001],
     )
+    router_loss_over: Literal["step", "micro_batch"] = Field(
+        default="step",
+        description="What a router loss counts the tokens of: the whole step, so that its cut does"
+        " not matter, or each micro-batch by itself, as before and in transformers.",
+    )
     seed: int = Field(
         default=0, ge=0, lt=2**32, description="Seed of initial weights, data order and dropout."
     )

@@ -25,6 +25,7 @@ from finetune.recipe.recipe import (
     with_micro_batch_size,
     with_offload,
     with_packing,
+    with_router_loss_over,
 )
 from finetune.recipe.sections import TrainSection
 from finetune.run.checkpoint import Checkpoints
@@ -215,8 +216,8 @@ class RunDir:
         """Return the recipe with what was open when the run began as it was chosen then.
 
         Another machine, or this one measured again, might choose other sizes of micro-batch, head
-        chunk and tile of an MLP, or other layer kernels; a later version might pack rows, or choose
-        another precision of adapters.
+        chunk and tile of an MLP, or other layer kernels; a later version might pack rows, choose
+        another precision of adapters, or take a router loss over the step.
         """
         if not self.recipe_file.exists():
             return recipe
@@ -231,6 +232,8 @@ class RunDir:
             recipe = with_compute_dtype(recipe, begun.adapter.compute_dtype)
         if recipe.data.packing == "auto" and begun.data.packing != "auto":
             recipe = with_packing(recipe, begun.data.packing)
+        if "router_loss_over" not in recipe.train.model_fields_set:
+            recipe = with_router_loss_over(recipe, begun.train.router_loss_over)
         if recipe.model.layer_kernels == "auto" and begun.model.layer_kernels != "auto":
             recipe = with_layer_kernels(recipe, begun.model.layer_kernels)
         return recipe
@@ -309,6 +312,8 @@ class RunDir:
             recipe = with_layer_kernels(recipe, "plain")
         if re.search(r"^  packing: ", text, re.MULTILINE) is None:
             recipe = with_packing(recipe, "off")
+        if re.search(r"^  router_loss_over: ", text, re.MULTILINE) is None:
+            recipe = with_router_loss_over(recipe, "micro_batch")
         if re.search(r"^  mlp_chunk: ", text, re.MULTILINE) is None:
             recipe = with_offload(recipe, mlp_chunk="whole")
         return recipe

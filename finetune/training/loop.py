@@ -18,6 +18,7 @@ from finetune.run.checkpoint import Resumable, StateForm, state_form
 from finetune.training.optimizer import Update, learning_rate
 from finetune.training.ranks import Ranks
 from offload.engine.engine import Engine
+from offload.engine.model.router import RouterScope
 from offload.engine.seeding import NEWEST
 from offload.plan.schedule.timeline import Timeline
 
@@ -187,6 +188,7 @@ class Loop:
             seeding=self.seeding,
             num_label_tokens=share.num_label_tokens,
             micro_batch_ids=share.micro_batch_ids,
+            router_loss=RouterScope(over=self._train.router_loss_over, add_up=self._ranks.add_up),
         )
         timeline = result.timeline  # waits for the device
         update_start_s = time.perf_counter()

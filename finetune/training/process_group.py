@@ -123,6 +123,11 @@ class ProcessGroup(Ranks):
             parameters[i].grad = None
         return sum(theirs for theirs, _ in gathered)
 
+    def add_up(self, own: torch.Tensor) -> torch.Tensor:
+        """Add up a vector over the ranks, in rank order; waits for the device."""
+        every = self.exchange(own.tolist())
+        return torch.tensor([sum(one) for one in zip(*every, strict=True)]).to(own)
+
     def require_same(self, what: str, digest: Callable[[], str]) -> None:
         """Check that all ranks have the same of something."""
         digests = self.exchange(digest())

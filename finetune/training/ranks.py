@@ -74,6 +74,10 @@ class Ranks:
         """
         return loss
 
+    def add_up(self, own: "torch.Tensor") -> "torch.Tensor":
+        """Add up a vector over the ranks, in rank order, so that all get the same bits."""
+        return own
+
     def require_same(self, what: str, digest: Callable[[], str]) -> None:
         """Check that all ranks have the same of something.
 

@@ -36,6 +36,7 @@ from offload.engine.model.guard import Guard
 from offload.engine.model.hooks import all_hooks, is_same_code
 from offload.engine.model.inventory import inventory_of
 from offload.engine.model.layers import LayeredModel, unchanged
+from offload.engine.model.router import STEP, RouterScope
 from offload.engine.model.seal import Seal, seal_of
 from offload.engine.model.vocabulary import vocabulary_of
 from offload.engine.modes import (
@@ -239,6 +240,7 @@ class Engine:
         num_label_tokens: int | None = None,
         micro_batch_ids: Sequence[int] | None = None,
         order: Order = Order.LAYER_MAJOR,
+        router_loss: RouterScope = STEP,
     ) -> StepResult:
         """Add the gradients of one optimizer step to `.grad` of the trained parameters.
 
@@ -256,6 +258,7 @@ class Engine:
             micro_batch_ids: Number of each micro-batch in the whole step, so that its dropout does
                 not depend on the process that computes it; None numbers them from 0.
             order: Layer-major, or micro-batch-major as a baseline.
+            router_loss: What a mixture's router loss is taken over, if its config asks for one.
 
         Raises:
             UnsupportedModelError: The model passes a layer something that could carry state; no
@@ -289,6 +292,7 @@ class Engine:
                 seeding=seeding,
                 is_stashed=self._options.stash == "host",
                 ids=ids,
+                router_loss=router_loss,
             )
             if self._bound.host_gradients.parameters:
                 self._device.finish()
@@ -394,8 +398,8 @@ class Engine:
         self._require_attached()
         require_uncached()
         self._seal.require_whole()
-        inputs = {name: value for name, value in batch.items() if name != "labels"}
-        inputs = to_device(inputs, self._device.torch_device)
+        rest = {name: value for name, value in batch.items() if name != "labels"}
+        inputs = to_device(rest, self._device.torch_device)
         self._inspect(inputs, has_labels=bool(labels))
         self.updates.flush()
         self._reload_what_was_written()
@@ -407,11 +411,9 @@ class Engine:
 
     def _answer(self, inputs: Mapping[str, Any], rest: Mapping[str, Any]) -> Any:
         """Answer a forward of the model: its own norm, head and loss on the streamed layers."""
-        inputs = to_device(inputs, self._device.torch_device)
-        rest = {
-            name: value.to(self._device.torch_device) if torch.is_tensor(value) else value
-            for name, value in rest.items()
-        }
+        device = self._device.torch_device
+        inputs = to_device(inputs, device)
+        rest = {k: v.to(device) if torch.is_tensor(v) else v for k, v in rest.items()}
         state, _ = self._evaluate(
             inputs, (), lambda hidden_BTD: self._layered.output(hidden_BTD, **inputs, **rest)
         )

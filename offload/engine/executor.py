@@ -24,6 +24,7 @@ from offload.engine.batch import ROW_LENS, Batch, LabelledBatch
 from offload.engine.low_rank import VISIT_CACHE
 from offload.engine.model.inspection import Inspection
 from offload.engine.model.layers import LayerCall, LayeredModel
+from offload.engine.model.router import STEP, RouterScope, require_whole_step
 from offload.engine.model.visit import (
     Graph,
     Visited,
@@ -86,6 +87,7 @@ class Executor:
         seeding: Seeding,
         is_stashed: bool,
         ids: Sequence[int],
+        router_loss: RouterScope = STEP,
     ) -> tuple[PassState, list[Event]]:
         """Run a training schedule; gradients are added to `.grad` of the trainable parameters.
 
@@ -97,16 +99,24 @@ class Executor:
             seeding: How these become a generator's seed.
             is_stashed: Whether layer inputs wait on the host, except those of kept graphs.
             ids: Number of each micro-batch in the whole step.
+            router_loss: What a router loss is taken over.
+
+        Raises:
+            OffloadError: It is over a step whose micro-batches pass the layers one after another.
         """
         # Filled on the device: `torch.tensor` would copy the number and wait for the device.
         num_items = torch.full((), num_label_tokens, device=self._device.torch_device)
-        state, inputs = PassState(), [batch.inputs for batch in batches]
+        inputs = [batch.inputs for batch in batches]
+        state = PassState()
+        if self._model.router_loss is not None:
+            require_whole_step(schedule, router_loss)
+            state.balance = self._model.router_loss.balance(router_loss, batches, num_label_tokens)
         step = _Step(seed=seed, seeding=seeding, ids=ids, is_kept=True, is_stashed=is_stashed)
 
         visits: _Table = {
             Kind.FRONT: lambda op: self._front(state, op, inputs, step),
             Kind.FORWARD: lambda op: self._forward(state, op, step),
-            Kind.TAIL: lambda op: self._tail(state, op, batches, num_items, num_label_tokens),
+            Kind.TAIL: lambda op: self._tail(state, op, batches, num_items),
             Kind.BACKWARD: lambda op: self._backward(state, op, step),
             Kind.FRONT_BACKWARD: lambda op: _front_backward(state, op),
         }
@@ -380,8 +390,8 @@ class Executor:
             state.held[layer, m] = input_BTD
         if op.has_output:
             state.attention[layer, m] = self._carried(visited.recorded, op)
-        if visited.router_logits and step.is_kept:
-            state.routing.setdefault(m, {})[layer] = visited.router_logits
+        if visited.router_logits and state.balance is not None:
+            state.balance.hear(layer, m, visited.router_logits)
         state.inputs[layer + 1, m] = visited.output_BTD.contiguous()
         if op.has_graph or not step.is_kept:
             del state.inputs[layer, m]
@@ -436,14 +446,14 @@ class Executor:
         op: Op,
         batches: Sequence[LabelledBatch],
         num_items: torch.Tensor,
-        num_label_tokens: int,
     ) -> None:
         m, batch = op.micro_batch_index, batches[op.micro_batch_index]
         hidden_BTD = state.inputs.pop((self._last_layer + 1, m))
         gradient_BTD = torch.zeros_like(hidden_BTD)
         self._loss(state, hidden_BTD, batch, num_items, gradient_BTD.flatten(0, 1))
         state.gradient[m] = gradient_BTD
-        self._balance(state, m, batch, num_label_tokens)
+        if state.balance is not None:
+            state.losses.append(state.balance.loss(m))
 
     def _loss(
         self,
@@ -472,34 +482,20 @@ class Executor:
             )
             state.losses.append(loss)
 
-    def _balance(
-        self, state: PassState, m: int, batch: LabelledBatch, num_label_tokens: int
-    ) -> None:
-        """Add the router loss of a micro-batch, and keep its gradients for the backward visits."""
-        if self._model.router_loss is None:
-            return
-        loss, state.routing[m] = self._model.router_loss.loss(
-            state.routing[m],
-            batch.inputs.get("attention_mask"),
-            batch.num_label_tokens / num_label_tokens,
-        )
-        state.losses.append(loss)
-
     def _backward(self, state: PassState, op: Op, step: "_Step") -> None:
         layer, m = op.layer_index, op.micro_batch_index
-        router_gradients = state.routing.get(m, {}).pop(layer, [])
         self._host_gradients.gather(layer)
         VISIT_CACHE.enter((op.kind, layer))
         kept = state.graphs.pop((layer, m), None)
         if kept is not None:
-            self._pass_on(state, layer, m, kept.backward(state.gradient[m], router_gradients))
+            self._through(state, layer, m, kept)
             state.sent.pop((layer, m), None)
             return
         inputs = state.inputs if op.buffer is None else state.fetched
         kept_BTD = (state.held if op.has_graph else inputs).pop((layer, m))
         drawn = state.draws.pop((layer, m))
         recorded = state.attention.pop((layer, m), NOTHING)
-        if state.gradient[m] is None and not router_gradients:
+        if state.gradient[m] is None and not (state.balance and self._model.hears(layer)):
             return
         call = state.fronts[m].layer_calls[layer]
         compute = partial(
@@ -524,11 +520,18 @@ class Executor:
         else:
             graph = recomputed
         require_same_draws(layer, drawn, draws)
-        self._pass_on(state, layer, m, graph.backward(state.gradient[m], router_gradients))
+        self._through(state, layer, m, graph)
 
     def _left_out(self, layer: int, call: LayerCall) -> tuple[Unread, ...]:
         """Return the products that a recompute leaves out; none if it is one of row after row."""
         return self.unread.get(layer, ()) if self._model.is_together(layer, call) else ()
+
+    def _through(self, state: PassState, layer: int, m: int, graph: Graph) -> None:
+        """Take the gradients of a micro-batch through a layer, those of the router loss too."""
+        of_router = []
+        if state.balance is not None:
+            of_router = state.balance.gradients(layer, m, graph.router_logits)
+        self._pass_on(state, layer, m, graph.backward(state.gradient[m], of_router))
 
     def _pass_on(
         self, state: PassState, layer: int, m: int, gradient_BTD: torch.Tensor | None

@@ -9,6 +9,7 @@ import torch
 from offload.engine.host.source import LayerSource
 from offload.engine.host_gradients import HostGradients, LateUpdates
 from offload.engine.model.layers import Front
+from offload.engine.model.router import Balance
 from offload.engine.model.visit import Graph
 from offload.engine.recompute.attention_outputs import Recorded
 from offload.engine.recompute.sent_graphs import SavedTensors
@@ -79,8 +80,7 @@ class PassState:
             layer that passes none on, as in plain autograd.
         losses: Sum over labelled tokens / num_label_tokens, one scalar tensor per chunk; and the
             router loss of each micro-batch.
-        routing: Router logits of the forward, then the loss's gradient by them; by micro-batch
-            and layer.
+        balance: The router loss, if the pass has one.
         outputs: Outputs of a pass without labels.
     """
 
@@ -94,7 +94,7 @@ class PassState:
     draws: dict[tuple[int, int], bytes | None] = field(default_factory=dict)
     gradient: dict[int, torch.Tensor | None] = field(default_factory=dict)
     losses: list[torch.Tensor] = field(default_factory=list)
-    routing: dict[int, dict[int, list[torch.Tensor]]] = field(default_factory=dict)
+    balance: Balance | None = None
     outputs: dict[int, Any] = field(default_factory=dict)
 
 

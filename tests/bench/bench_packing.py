@@ -70,6 +70,7 @@ class Rows:
     def __init__(self, examples: Sequence[Example]) -> None:
         self._examples = examples
         self.lengths = tuple(len(example.input_ids) for example in examples)
+        self.loss_tokens = [int((example.labels[1:] != -100).sum()) for example in examples]
 
     def __len__(self) -> int:
         return len(self._examples)

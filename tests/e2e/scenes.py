@@ -19,6 +19,8 @@ def sums() -> None:
         me = ranks.index
         assert ranks.exchange(("word", me)) == (("word", 0), ("word", 1))
         assert ranks.from_main(lambda: f"made by {me}") == "made by 0"
+        own = torch.tensor([0.25, 2.0 * me], dtype=torch.float64)
+        assert torch.equal(ranks.add_up(own), torch.tensor([0.5, 2.0], dtype=torch.float64))
         parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((2, 3), (7,), (1,), (2,))]
         parameters[0].grad = torch.full((2, 3), 1.0 + me)
         parameters[1].grad = torch.arange(7.0) if me else None

@@ -45,9 +45,9 @@ def test_two_ranks_talk(scene: str, forked) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_train_as_one_process_does(tmp_path, write_recipe, machine_file) -> None:
-    # 3 micro-batches: one rank has two of them, the other one
+    # 3 micro-batches: one rank has two of them, the other one; a router loss over all three
     recipe = write_recipe(adapter=DROPOUT, output={"eval_every": 3})
-    words = ("finetune", recipe, "--machine", machine_file)
+    words = ("finetune", recipe, "--machine", machine_file, "train.router_loss_coef=0.5")
     launched = accelerate_launch("cli.py", *words, f"output.dir={tmp_path / 'two'}")
     assert run(*words, f"output.dir={tmp_path / 'one'}") == 0
     shown = output(launched)

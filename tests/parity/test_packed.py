@@ -232,6 +232,59 @@ def test_a_leak_below_rounding_is_seen_and_its_layer_takes_row_after_row() -> No
     engine.detach()
 
 
+class HalfBlind(nn.Module):
+    """An MLP that adds less than a bfloat16 shows, by a comparison, which hides a NaN."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        before_BTD = nn.functional.pad(x_BTD[:, :-1], (0, 0, 1, 0))
+        y_BTD = self.mlp(x_BTD)
+        return y_BTD + torch.where(before_BTD > 0, 1e-3, -1e-3).to(y_BTD) * y_BTD.abs()
+
+
+class HalfOnly(nn.Module):
+    """An MLP that has no kernel for float32."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        if x_BTD.dtype is torch.float32:
+            raise RuntimeError("no kernel for float32\n  at line 3")
+        return self.mlp(x_BTD)
+
+
+@pytest.mark.parametrize("name", mostly_slow(("qwen3", "qwen3_moe", "gpt_oss"), "qwen3"))
+def test_one_layer_of_each_kind_of_a_model_of_16_bits_is_tried_in_float32(name: str) -> None:
+    model = tiny(name).eval().bfloat16()
+    layers = model.get_base_model().model.layers  # type: ignore[union-attr]
+    layers[2].mlp = HalfBlind(layers[2].mlp) if name == "qwen3" else layers[2].mlp  # type: ignore[union-attr, index]
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    engine = offload.attach(model, num_slots=2, device="cpu")
+    engine.forward(packed(*rows_of(9, 4)))
+    assert (2 in engine.rows_together) == (name != "qwen3")
+    assert engine.rows_together >= {0, 1, 3}
+    engine.detach()
+    after = model.state_dict()
+    assert all(x.dtype == before[n].dtype and torch.equal(x, before[n]) for n, x in after.items())
+
+
+def test_layers_that_cannot_be_tried_in_float32_are_named() -> None:
+    model = tiny("qwen3").eval().bfloat16()
+    layers = model.get_base_model().model.layers  # type: ignore[union-attr]
+    layers[1].mlp = HalfOnly(layers[1].mlp)  # type: ignore[union-attr, index]
+    engine = offload.attach(model, num_slots=2, device="cpu")
+    said = "packed rows of layer 1 were tried in torch.bfloat16 alone, .*: no kernel for float32$"
+    with pytest.warns(UserWarning, match=said):
+        engine.forward(packed(*rows_of(9, 4)))
+    assert engine.rows_together == {0, 1, 2, 3, 4, 5}
+    engine.detach()
+
+
 def test_rounding_packed_rows_in_bfloat16_are_as_near_as_rows_alone() -> None:
     model = tiny("qwen3")
     truth = plain_alone(model)[1]

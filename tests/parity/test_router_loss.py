@@ -1,8 +1,9 @@
 """The router's auxiliary loss, over all layers at once, is that of the plain model."""
 
 import copy
-from collections.abc import Sequence
-from typing import Any
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,15 +13,19 @@ import offload
 from finetune.model.load import set_router_loss
 from offload.engine.batch import Batch
 from offload.engine.model.layers import LayeredModel
+from offload.engine.model.router import STEP, RouterScope
+from offload.errors import OffloadError, UnsupportedModelError
+from offload.plan.schedule.schedule import Order
 from tests.parity.architectures import (
     SLACK,
     Gradients,
     causal_types,
+    gradients,
     micro_batches,
     rel_error,
     streamed,
 )
-from tests.parity.router_loss import plain
+from tests.parity.router_loss import plain, plain_over_step
 from tests.parity.tiny_models import balanced, tiny_model, with_adapters
 from tests.tiers import mostly_slow
 
@@ -52,42 +57,76 @@ OTHERS = (
 )
 
 
-def truth(model: nn.Module, batches: Sequence[Batch]) -> Gradients:
+MICRO_BATCH = RouterScope(over="micro_batch")
+Reference = Callable[[nn.Module, Sequence[Batch]], tuple[float, Gradients]]
+
+
+def step(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    scope: RouterScope = STEP,
+    *,
+    num_slots: int = 2,
+    num_label_tokens: int | None = None,
+    **options: Any,
+) -> tuple[float, Gradients]:
+    """Return loss and gradients of one step of the engine."""
+    model = copy.deepcopy(model)
+    engine = offload.attach(
+        model, num_slots=num_slots, device="cpu", head_chunk_tokens=7, **options
+    )
+    try:
+        result = engine.forward_backward(
+            batches, dropout_seed=0, router_loss=scope, num_label_tokens=num_label_tokens
+        )
+        return result.loss, gradients(model)
+    finally:
+        engine.detach()
+
+
+def truth(model: nn.Module, batches: Sequence[Batch], reference: Reference) -> Gradients:
     model = copy.deepcopy(model).double()
     config: Any = model.config
     config._experts_implementation = "eager"
-    return plain(model, batches)[1]
+    return reference(model, batches)[1]
 
 
-def check(model_type: str) -> None:
+def check(model_type: str, scope: RouterScope, reference: Reference) -> None:
     """Compare to the bit with the resident step, and with the plain model over several models."""
     batches = micro_batches()
     ours_squared = plain_squared = 0.0
     for seed in range(4):
         model = balanced(model_type, seed=seed)
-        loss, ours = streamed(model, batches, num_slots=2)
-        resident_loss, resident = streamed(model, batches, num_slots=8)
+        loss, ours = step(model, batches, scope)
+        resident_loss, resident = step(model, batches, scope, num_slots=8)
         assert loss == resident_loss
         assert all(torch.equal(ours[name], resident[name]) for name in ours)
-        plain_loss, reference = plain(model, batches)
+        plain_loss, expected = reference(model, batches)
         assert loss == pytest.approx(plain_loss, rel=1e-6)
-        assert rel_error(ours, reference) < 2e-6
-        true = truth(model, batches)
+        assert rel_error(ours, expected) < 2e-6
+        true = truth(model, batches, reference)
         ours_squared += rel_error(ours, true) ** 2
-        plain_squared += rel_error(reference, true) ** 2
+        plain_squared += rel_error(expected, true) ** 2
     assert ours_squared <= SLACK**2 * plain_squared
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", COMMON)
-def test_reorder_a_router_loss_is_that_of_the_plain_model(model_type: str) -> None:
-    check(model_type)
+def test_reorder_a_router_loss_of_each_micro_batch_is_the_plain_models(model_type: str) -> None:
+    check(model_type, MICRO_BATCH, plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", COMMON)
+def test_reorder_a_router_loss_of_a_step_is_that_of_all_its_tokens(model_type: str) -> None:
+    check(model_type, STEP, plain_over_step)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("model_type", [name for name in OTHERS if name in causal_types()])
 def test_reorder_a_router_loss_is_that_of_the_plain_model_in_other_types(model_type: str) -> None:
-    check(model_type)
+    check(model_type, STEP, plain_over_step)
+    check(model_type, MICRO_BATCH, plain)
 
 
 def test_the_router_loss_is_in_the_loss_and_in_the_gradients() -> None:
@@ -110,7 +149,7 @@ def test_reorder_a_coefficient_that_is_set_later_is_that_of_transformers_own(
     with_loss: Any = tiny_model(model_type, **asked)
     set_router_loss(silent, 0.25)
     models = [with_adapters(m, LayeredModel(m).layers) for m in (silent, with_loss)]
-    loss, ours = streamed(models[0], micro_batches(), num_slots=2)
+    loss, ours = step(models[0], micro_batches(), MICRO_BATCH)
     plain_loss, reference = plain(models[1], micro_batches())
     assert loss == pytest.approx(plain_loss, rel=1e-6)
     assert rel_error(ours, reference) < 2e-6
@@ -125,23 +164,176 @@ def test_a_coefficient_of_zero_leaves_out_what_the_config_asks_for() -> None:
     assert losses[0] == losses[1]
 
 
-def test_micro_batches_without_a_mask_are_counted_whole() -> None:
+@pytest.mark.parametrize(
+    ("scope", "reference"), [(STEP, plain_over_step), (MICRO_BATCH, plain)], ids=["step", "each"]
+)
+def test_micro_batches_without_a_mask_are_counted_whole(
+    scope: RouterScope, reference: Reference
+) -> None:
     batches = [{k: v for k, v in b.items() if k != "attention_mask"} for b in micro_batches()]
     model = balanced("mixtral")
-    loss, ours = streamed(model, batches, num_slots=2)
-    plain_loss, reference = plain(model, batches)
+    loss, ours = step(model, batches, scope)
+    plain_loss, expected = reference(model, batches)
     assert loss == pytest.approx(plain_loss, rel=1e-6)
-    assert rel_error(ours, reference) < 2e-6
+    assert rel_error(ours, expected) < 2e-6
 
 
-def test_a_micro_batch_without_labels_adds_nothing() -> None:
-    batches = micro_batches()
-    empty = {**batches[0], "labels": torch.full_like(batches[0]["labels"], -100)}
-    model = balanced("mixtral")
-    loss, ours = streamed(model, [*batches, empty], num_slots=2)
-    expected_loss, expected = streamed(model, batches, num_slots=2)
+def without_labels(batch: Batch) -> Batch:
+    return {**batch, "labels": torch.full_like(batch["labels"], -100)}
+
+
+def test_a_micro_batch_without_labels_adds_nothing_where_each_has_its_own() -> None:
+    batches, model = micro_batches(), balanced("mixtral")
+    loss, ours = step(model, [*batches, without_labels(batches[0])], MICRO_BATCH)
+    expected_loss, expected = step(model, batches, MICRO_BATCH)
     assert loss == expected_loss
     assert rel_error(ours, expected) < 1e-7
+
+
+# ------------------------------------------------------------------------------------ over a step
+
+
+def test_tokens_without_labels_are_routed_and_count_over_a_step() -> None:
+    first, second, third = micro_batches()
+    model, batches = balanced("qwen3_moe"), [first, without_labels(second), third]
+    loss, ours = step(model, batches)
+    plain_loss, expected = plain_over_step(model, batches)
+    assert loss == pytest.approx(plain_loss, rel=1e-6)
+    assert rel_error(ours, expected) < 2e-6
+
+
+def rows() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(3, 64, (length,), generator=generator) for length in (17, 12, 9, 4, 11)]
+
+
+def padded(*rows: torch.Tensor) -> Batch:
+    width = max(map(len, rows))
+    ids = torch.stack([nn.functional.pad(row, (0, width - len(row))) for row in rows])
+    mask = torch.stack([(torch.arange(width) < len(row)).long() for row in rows])
+    return {
+        "input_ids": ids,
+        "labels": ids.masked_fill(mask == 0, -100),
+        "attention_mask": mask,
+    }
+
+
+def packed(*rows: torch.Tensor) -> Batch:
+    ids = torch.cat(rows).unsqueeze(0)
+    return {"input_ids": ids, "labels": ids, "row_lens": torch.tensor([len(row) for row in rows])}
+
+
+def cuts() -> dict[str, list[Batch]]:
+    a, b, c, d, e = rows()
+    return {
+        "one by one": [padded(row) for row in rows()],
+        "unequal": [padded(a, b, c), padded(d, e)],
+        "packed": [packed(a, d), packed(b, c, e)],
+        "packed all, and one padded": [packed(e, d, c, b), padded(a)],
+    }
+
+
+@pytest.mark.parametrize("cut", cuts())
+def test_any_cut_of_a_step_gives_its_router_loss_and_gradients(cut: str) -> None:
+    model = balanced("qwen3_moe")
+    plain_loss, expected = plain_over_step(model, [padded(*rows())])
+    for scope, is_near in ((STEP, True), (MICRO_BATCH, False)):
+        loss, ours = step(model, cuts()[cut], scope)
+        assert (loss == pytest.approx(plain_loss, rel=1e-6)) == is_near
+        assert (rel_error(ours, expected) < 2e-6) == is_near
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["gpt_oss", "mixtral", "qwen3_next", "granitemoehybrid"])
+@pytest.mark.parametrize("cut", cuts())
+def test_any_cut_gives_other_types_router_loss(model_type: str, cut: str) -> None:
+    model = balanced(model_type)
+    plain_loss, expected = plain_over_step(model, [padded(row) for row in rows()])
+    loss, ours = step(model, cuts()[cut])
+    assert loss == pytest.approx(plain_loss, rel=1e-6)
+    assert rel_error(ours, expected) < 4e-6
+
+
+def test_a_router_loss_of_a_step_is_exact_in_float64() -> None:
+    model = balanced("mixtral", coefficient=1e9).double()  # so large that tokens' losses, which
+    cast("Any", model).config._experts_implementation = "eager"  # are in float32, are nothing
+    _, expected = plain_over_step(model, [padded(*rows())])
+    _, ours = step(model, cuts()["packed"])
+    assert rel_error(ours, expected) < 1e-13
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_slots": 8},
+        {"stash": "host"},
+        {"kept_graphs": 1},
+        {"sent_graphs": 2},
+        {"kept_graphs": 1, "sent_graphs": 1, "stash": "host"},
+    ],
+    ids=str,
+)
+def test_move_a_router_loss_of_a_step_is_the_same_wherever_things_wait(
+    options: dict[str, Any],
+) -> None:
+    model = balanced("qwen3_moe")
+    loss, ours = step(model, cuts()["packed"])
+    other_loss, others = step(model, cuts()["packed"], **options)
+    assert loss == other_loss
+    assert all(torch.equal(ours[name], others[name]) for name in ours)
+
+
+def test_processes_that_share_a_step_share_its_router_loss() -> None:
+    model, batches = balanced("qwen3_moe"), cuts()["unequal"]
+    plain_loss, expected = plain_over_step(model, batches)
+    sums: list[torch.Tensor] = []
+
+    def note(own: torch.Tensor) -> torch.Tensor:
+        sums.append(own)
+        return own
+
+    for batch in batches:
+        step(model, [batch], RouterScope(add_up=note))
+    assert len(sums) == 2
+    num = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+    every = RouterScope(add_up=lambda _: sums[0] + sums[1])
+    parts = [step(model, [batch], every, num_label_tokens=num) for batch in batches]
+    assert sum(loss for loss, _ in parts) == pytest.approx(plain_loss, rel=1e-6)
+    ours = {name: parts[0][1][name] + parts[1][1][name] for name in expected}
+    assert rel_error(ours, expected) < 2e-6
+
+
+def test_micro_batches_one_after_another_cannot_share_a_router_loss() -> None:
+    model = balanced("mixtral")
+    engine = offload.attach(model, num_slots=2, device="cpu")
+    order = Order.MICRO_BATCH_MAJOR
+    with pytest.raises(OffloadError, match="the step, and order is micro_batch_major"):
+        engine.forward_backward(micro_batches(), order=order)
+    assert all(p.grad is None for p in model.parameters())
+    engine.forward_backward(micro_batches(), order=order, router_loss=MICRO_BATCH)
+    engine.detach()
+
+
+def test_a_router_loss_of_another_formula_is_not_taken_over_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = balanced("mixtral")
+    code = sys.modules["transformers.models.mixtral.modeling_mixtral"]
+    own = cast("Any", code).load_balancing_loss_func
+
+    def squared(gate_logits: Any, num_experts: Any, top_k: Any = 2, attention_mask: Any = None):
+        return own(gate_logits, num_experts, top_k, attention_mask) ** 2
+
+    monkeypatch.setattr(code, "load_balancing_loss_func", squared)
+    engine = offload.attach(model, num_slots=2, device="cpu")
+    with pytest.raises(UnsupportedModelError, match="`load_balancing_loss_func` of Mixtral"):
+        engine.forward_backward(micro_batches())
+    assert all(p.grad is None for p in model.parameters())
+    engine.forward_backward(micro_batches(), router_loss=MICRO_BATCH)
+    engine.detach()
+
+
+# ------------------------------------------------------------------------------------- elsewhere
 
 
 def test_an_evaluation_has_no_router_loss() -> None:

@@ -5,7 +5,7 @@ import torch
 
 from tests.parity.architectures import Gradients, plain, rel_error, streamed
 from tests.parity.exactness import adapted
-from tests.parity.tiny_models import VOCABULARY, balanced, tiny_model
+from tests.parity.tiny_models import VOCABULARY, tiny_model
 from tests.tiers import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -44,10 +44,3 @@ def test_any_cut_of_a_step_gives_its_loss_and_gradients(model_type: str) -> None
         loss, ours = step(model, size)
         assert loss == pytest.approx(whole_loss, rel=2e-6)
         assert rel_error(ours, whole) < 2e-6
-
-
-def test_a_router_loss_is_taken_over_each_micro_batch_so_the_cut_is_part_of_the_training() -> None:
-    """Why the planner may not choose the size of micro-batches there."""
-    model = balanced("qwen3_moe")
-    losses = [step(model, size)[0] for size in (1, 6)]
-    assert abs(losses[0] / losses[1] - 1) > 1e-3

@@ -263,6 +263,10 @@ class LayeredModel:
             with self.router_loss.listen(layer) as heard:
                 yield heard
 
+    def hears(self, layer: int) -> bool:
+        """Return whether a layer has routers that have a loss."""
+        return self.router_loss is not None and self.router_loss.hears(layer)
+
     def tail_loss(
         self,
         hidden_ND: torch.Tensor,

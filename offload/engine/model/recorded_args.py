@@ -6,7 +6,7 @@ allowed, and each visit is checked not to have changed it. Tensors that require 
 embeddings, if those train) are replaced by leaves, whose gradients go back through the front.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -46,6 +46,14 @@ class Call:
             self.is_hidden_keyword == other.is_hidden_keyword
             and ours.keys() == theirs.keys()
             and all(_is_same(ours[key], theirs[key]) for key in ours)
+        )
+
+    def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Call":
+        """Return the call with other tensors."""
+        return replace(
+            self,
+            args=_changed(self.args, change),
+            kwargs={name: _changed(value, change) for name, value in self.kwargs.items()},
         )
 
     def without(self, value: torch.Tensor | None) -> "Call":
@@ -145,6 +153,16 @@ def _walk(value: object) -> Iterator[object]:
     elif isinstance(value, tuple | list):
         for part in value:
             yield from _walk(part)
+
+
+def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {name: _changed(part, change) for name, part in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(_changed(part, change) for part in value)
+    return value
 
 
 def _look(value: object) -> object:

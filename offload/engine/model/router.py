@@ -4,31 +4,73 @@ Problem. The loss is a product of means over all layers (the share of tokens rou
 times its mean probability), so it is known only after the last layer, when the layers' graphs are
 gone, and its gradient enters each layer at its router.
 
-Idea. A forward visit keeps the router logits of each token, without their graph: tokens x experts
-numbers. After the last layer the model's own function runs on these logits as leaves, which gives
-the loss and its gradient by each of them, whatever the formula. A backward visit recomputes the
-router and passes this gradient in together with that of the layer's output.
+Idea. Over a whole step, the loss is the model's own function of the tokens of all micro-batches, as
+if they were one. The function is E * sum_e(c_e / n * p_e / n): choices and probabilities of each
+expert e, added up over n tokens and layers. A forward visit leaves these sums, 2 E + 1 numbers.
+After the last layer they are added up, over the processes that share the step too. Choices have no
+gradient, so each router's is that of its probabilities times coefficient * E * c_e / n^2. A
+backward visit computes the router again and passes this gradient in together with that of the
+layer's output. No logits wait, and it does not matter how rows are cut into micro-batches.
 
-A model defines the loss for one batch only. Here the loss of a step is the mean of the model's own
-losses of its micro-batches, weighted by their label tokens: micro-batch m counts n_m / N, as in the
-rest of the loss.
+Over each micro-batch, as in transformers, the loss of a step is the mean of the micro-batches'
+losses, weighted by their label tokens. A forward visit keeps the router logits of each token, and
+the model's own function runs on them after the last layer, whatever its formula.
 """
 
 import inspect
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from typing import Any, Literal, NoReturn, Protocol, cast
 
 import torch
 from torch import nn
 
-from offload.errors import UnsupportedModelError
+from offload.engine.batch import LabelledBatch
+from offload.errors import OffloadError, UnsupportedModelError
+from offload.plan.schedule.op import Kind
+from offload.plan.schedule.schedule import Schedule
 
 _FUNCTION = "load_balancing_loss_func"
 _SIGNATURE = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 _SIZES = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
+Over = Literal["step", "micro_batch"]
+Logits = Sequence[torch.Tensor]
+
+
+def _alone(sums: torch.Tensor) -> torch.Tensor:
+    return sums
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouterScope:
+    """The tokens that a router loss is taken over.
+
+    Attributes:
+        over: All of a step, or each micro-batch by itself.
+        add_up: Adds up a vector over the processes that share the step, in each of them alike;
+            called once per step, and only over a step.
+    """
+
+    over: Over = "step"
+    add_up: Callable[[torch.Tensor], torch.Tensor] = _alone
+
+
+STEP = RouterScope()
+
+
+class Balance(Protocol):
+    """The router loss of one step."""
+
+    def hear(self, layer: int, m: int, logits: Logits) -> None:
+        """Note the router logits (tokens, experts) of a forward visit."""
+
+    def loss(self, m: int) -> torch.Tensor:
+        """Return a micro-batch's part of the loss, after all forward visits that it depends on."""
+
+    def gradients(self, layer: int, m: int, logits: Logits) -> list[torch.Tensor]:
+        """Return the loss's gradients by the router logits of a backward visit, after `loss`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +103,7 @@ class RouterLoss:
         if not hasattr(recorder, "target_class"):
             _refuse(model, "does not say in one place where its router logits come from")
         self._routers = [_routers_of(layer, recorder) for layer in layers]
+        self._name, self._is_sum = type(model).__name__, cast("bool | None", None)
         if not any(self._routers):
             _refuse(model, f"has no {recorder.target_class.__name__} in its layers")
 
@@ -82,31 +125,175 @@ class RouterLoss:
             for hook in hooks:
                 hook.remove()
 
-    def loss(
-        self,
-        logits: Mapping[int, Sequence[torch.Tensor]],
-        attention_mask: torch.Tensor | None,
-        share: float,
-    ) -> tuple[torch.Tensor, dict[int, list[torch.Tensor]]]:
-        """Return a micro-batch's part of the step's loss, and its gradients by the logits.
+    def hears(self, layer: int) -> bool:
+        """Return whether a layer has routers."""
+        return bool(self._routers[layer])
+
+    def balance(
+        self, scope: RouterScope, batches: Sequence[LabelledBatch], num_label_tokens: int
+    ) -> Balance:
+        """Return the loss of a step that begins.
 
         Args:
-            logits: Router logits by layer.
-            attention_mask: Of the micro-batch; padding is not counted.
-            share: The micro-batch's share of the step's label tokens.
+            scope: The tokens that it is taken over.
+            batches: The micro-batches; padding is not counted.
+            num_label_tokens: Of the step, in all processes.
+
+        Raises:
+            UnsupportedModelError: It is to be over the step, and the model's is of another formula.
         """
-        leaves = {
-            layer: [said.detach().requires_grad_() for said in logits[layer]]
-            for layer in sorted(logits)
-        }
-        together = tuple(leaf for layer in leaves.values() for leaf in layer)
+        masks = [batch.inputs.get("attention_mask") for batch in batches]
+        if scope.over == "step":
+            self._require_sums()
+            return _StepBalance(self, scope.add_up, masks)
+        shares = [batch.num_label_tokens / num_label_tokens for batch in batches]
+        return _MicroBatchBalance(self, masks, shares)
+
+    def sums(self, logits: Logits, mask: torch.Tensor | None) -> torch.Tensor:
+        """Return choices and probabilities of each expert and the number of tokens, (2 E + 1,).
+
+        Args:
+            logits: Router logits (tokens, experts), of as many calls as there were.
+            mask: Of the tokens of each; None counts all.
+        """
+        total = torch.zeros(2 * self._num_experts + 1, dtype=torch.float64, device=logits[0].device)
+        choices, probabilities, num = total.split([self._num_experts, self._num_experts, 1])
+        for said in logits:
+            p_NE = torch.softmax(said.detach(), dim=-1)
+            chosen_NK = torch.topk(p_NE, self._top_k, dim=-1).indices
+            counted_N = total.new_ones(len(said)) if mask is None else mask.reshape(-1).to(total)
+            choices.scatter_add_(0, chosen_NK.reshape(-1), counted_N.repeat_interleave(self._top_k))
+            probabilities += _counted(p_NE, mask)
+            num += counted_N.sum()
+        return total
+
+    def slopes(self, total: torch.Tensor) -> torch.Tensor:
+        """Return the loss's gradient by the sum of each expert's probabilities, (E,).
+
+        Args:
+            total: Of a step, as `sums` returns it.
+        """
+        choices, _, num = total.split([self._num_experts, self._num_experts, 1])
+        slopes_E: torch.Tensor = self._coefficient * self._num_experts * choices / num**2
+        return slopes_E
+
+    def probabilities(self, sums: torch.Tensor) -> torch.Tensor:
+        """Return the sum of each expert's probabilities, of what `sums` returned."""
+        return sums[self._num_experts : 2 * self._num_experts]
+
+    def of(self, logits: Logits, mask: torch.Tensor | None) -> torch.Tensor:
+        """Return coefficient times the model's own function of some router logits."""
+        own = self._function(tuple(logits), self._num_experts, self._top_k, mask)
+        return cast("torch.Tensor", own * self._coefficient)
+
+    def _require_sums(self) -> None:
+        """Check on a few numbers that the model's function is the one of `sums` and `slopes`."""
+        if self._is_sum is None:
+            generator = torch.Generator().manual_seed(0)
+            sizes = (2, 6, self._num_experts)
+            logits = [*torch.randn(sizes, generator=generator)]
+            masks = (None, torch.tensor([[1, 1, 0], [1, 0, 0]]))
+            found = [self.sums(logits, mask) for mask in masks]
+            ours = torch.stack([self.slopes(t) @ self.probabilities(t) for t in found])
+            own = torch.stack([self.of(logits, mask) for mask in masks])
+            self._is_sum = torch.allclose(own.double(), ours, rtol=1e-4, atol=0.0)
+        if not self._is_sum:
+            raise UnsupportedModelError(
+                f"the `{_FUNCTION}` of {self._name} is not that of sums over tokens",
+                limit="only such a router loss can be taken over a whole step",
+                hint="`train.router_loss_over: micro_batch`, or"
+                ' `forward_backward(..., router_loss=RouterScope(over="micro_batch"))`',
+            )
+
+
+class _StepBalance:
+    """A router loss over all micro-batches of a step, and all processes that share it."""
+
+    def __init__(
+        self,
+        router_loss: RouterLoss,
+        add_up: Callable[[torch.Tensor], torch.Tensor],
+        masks: Sequence[torch.Tensor | None],
+    ) -> None:
+        self._router_loss, self._add_up, self._masks = router_loss, add_up, masks
+        self._sums: dict[tuple[int, int], torch.Tensor] = {}
+        self._slopes: torch.Tensor | None = None
+
+    def hear(self, layer: int, m: int, logits: Logits) -> None:
+        self._sums[m, layer] = self._router_loss.sums(logits, self._masks[m])
+
+    def loss(self, m: int) -> torch.Tensor:
+        own = [self._sums[at] for at in sorted(self._sums) if at[0] == m]
+        if self._slopes is None:  # added up in the order of the numbers, whatever that of visits
+            every = [self._sums[at] for at in sorted(self._sums)]
+            self._slopes = self._router_loss.slopes(self._add_up(torch.stack(every).sum(0)))
+        of_experts = self._router_loss.probabilities(torch.stack(own).sum(0))
+        return (of_experts @ self._slopes).float()
+
+    def gradients(self, layer: int, m: int, logits: Logits) -> list[torch.Tensor]:
+        assert self._slopes is not None, "tails are before backwards"
+        leaves = [said.detach().requires_grad_() for said in logits]
         with torch.enable_grad():
-            balance = self._function(together, self._num_experts, self._top_k, attention_mask)
-            loss = balance * self._coefficient * share
+            sums = [_counted(torch.softmax(leaf, dim=-1), self._masks[m]) for leaf in leaves]
+        slopes = [self._slopes.to(one.dtype) for one in sums]
+        return list(torch.autograd.grad(sums, leaves, slopes)) if leaves else []
+
+
+class _MicroBatchBalance:
+    """A router loss over each micro-batch by itself."""
+
+    def __init__(
+        self,
+        router_loss: RouterLoss,
+        masks: Sequence[torch.Tensor | None],
+        shares: Sequence[float],
+    ) -> None:
+        self._router_loss, self._masks, self._shares = router_loss, masks, shares
+        self._routing: dict[int, dict[int, Logits]] = {}
+
+    def hear(self, layer: int, m: int, logits: Logits) -> None:
+        self._routing.setdefault(m, {})[layer] = logits
+
+    def loss(self, m: int) -> torch.Tensor:
+        by_layer = self._routing[m]
+        leaves = {
+            layer: [said.detach().requires_grad_() for said in by_layer[layer]]
+            for layer in sorted(by_layer)
+        }
+        together = [leaf for layer in leaves.values() for leaf in layer]
+        with torch.enable_grad():
+            loss = self._router_loss.of(together, self._masks[m]) * self._shares[m]
         gradients = iter(torch.autograd.grad(loss, together))
-        return loss.detach(), {
+        self._routing[m] = {
             layer: [next(gradients) for _ in said] for layer, said in leaves.items()
         }
+        return loss.detach()
+
+    def gradients(self, layer: int, m: int, logits: Logits) -> list[torch.Tensor]:
+        return list(self._routing[m].pop(layer, []))
+
+
+def _counted(p_NE: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Add up the probabilities of tokens that count, in at least float32 as transformers does."""
+    p_NE = p_NE.to(torch.promote_types(p_NE.dtype, torch.float32))
+    if mask is not None:
+        p_NE = p_NE * mask.reshape(-1, 1).to(p_NE)
+    return p_NE.sum(0)
+
+
+def require_whole_step(schedule: Schedule, scope: RouterScope) -> None:
+    """Check that the loss of a whole step is known before its first backward visit.
+
+    Raises:
+        OffloadError: Its micro-batches pass the layers one after another.
+    """
+    kinds = [op.kind for op in schedule.ops if op.kind in (Kind.TAIL, Kind.BACKWARD)]
+    if scope.over == "step" and Kind.TAIL in kinds[kinds.index(Kind.BACKWARD) :]:
+        raise OffloadError(
+            "the router loss is taken over the step, and order is micro_batch_major",
+            limit="it is known once all micro-batches have passed all layers",
+            hint='`router_loss=RouterScope(over="micro_batch")`',
+        )
 
 
 def _routers_of(layer: nn.Module, recorder: Any) -> list[_Router]:

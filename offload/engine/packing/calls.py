@@ -12,7 +12,7 @@ a layer gets all tokens at once. A layer for which this is not right, as `check`
 once for each row: a row is then computed to the bit as it is alone.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +59,14 @@ class PackedCall:
             self,
             rows=tuple(map(leaves.cut, self.rows)),
             together=self.together and leaves.cut(self.together),
+        )
+
+    def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "PackedCall":
+        """Return the call with other tensors."""
+        return replace(
+            self,
+            rows=tuple(row.changed(change) for row in self.rows),
+            together=self.together and self.together.changed(change),
         )
 
     def split(self, hidden_BTD: torch.Tensor) -> tuple[torch.Tensor, ...]:

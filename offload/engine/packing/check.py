@@ -7,6 +7,9 @@ A layer may if, on a few rows,
    however small the number that it is multiplied by;
 3. other tokens in all other rows change a row by no more than rounding.
 
+A rounding of 16 bits hides much, so one layer of each kind is tried in float32 as well, by the
+model's own code, with its weights widened for the time.
+
 Any other layer is called once for each row, where each of these holds by construction.
 """
 
@@ -14,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
+from warnings import warn
 
 import torch
 from torch import nn
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
 LENS = (5, 3, 7, 2)  # tokens of the rows that are tried
 ROUNDINGS, ROUNDINGS_FP32 = 1, 8  # of a norm; 8 of float32 are 1e-6
 Forward = Callable[[torch.Tensor, PackedCall], torch.Tensor]
+FLOAT32_BYTES, EXPERTS = 4, "_experts_implementation_internal"
 _ERRORS = (TypeError, ValueError, LookupError, AttributeError, RuntimeError)
 
 
@@ -45,6 +50,7 @@ class PackedTrial:
         front = model.front({"input_ids": some_N.unsqueeze(0), "row_lens": torch.tensor(LENS)})
         self._model, self._calls = model, front.packed
         self._hidden_BTD = front.hidden_BTD.detach()
+        self._kinds: dict[object, bool] = {}
 
     def visit(self, layer: int) -> bool:
         """Try a layer, whose weights are in place; return whether it may compute rows together."""
@@ -54,11 +60,66 @@ class PackedTrial:
         with _without_dropout(model.layers[layer]):
             self._hidden_BTD = alone(hidden_BTD, call)
             try:
-                return is_exact_together(hidden_BTD, call, alone=alone, together=together)
+                is_exact = is_exact_together(hidden_BTD, call, alone=alone, together=together)
             except torch.OutOfMemoryError:
                 raise
             except _ERRORS:  # of a layer that cannot take the tokens of several rows
                 return False
+            return is_exact and self._is_exact_in_float32(layer, hidden_BTD)
+
+    def _is_exact_in_float32(self, layer: int, hidden_BTD: torch.Tensor) -> bool:
+        """Try the first layer of each kind in float32; return what came of its kind."""
+        model, call = self._model, self._calls[layer]
+        module = model.layers[layer]
+        kind = repr(module), tuple((x.shape, x.dtype) for x in module.state_dict().values())
+        if hidden_BTD.dtype.itemsize >= torch.float32.itemsize:
+            return True
+        if kind not in self._kinds:
+            try:
+                with _in_float32(model, layer):
+                    self._kinds[kind] = is_exact_together(
+                        hidden_BTD.float(),
+                        call.changed(_widened),
+                        alone=partial(model.rows_alone, layer),
+                        together=partial(model.rows_together, layer),
+                    )
+            except _ERRORS as error:  # torch's lack of memory is one
+                self._kinds[kind] = True
+                warn(
+                    f"packed rows of layer {layer} were tried in {hidden_BTD.dtype} alone, as they"
+                    f" cannot be in float32: {str(error).partition(chr(10))[0]}",
+                    stacklevel=2,
+                )
+        return self._kinds[kind]
+
+
+def _widened(x: torch.Tensor) -> torch.Tensor:
+    return x.float() if x.is_floating_point() and x.dtype.itemsize < FLOAT32_BYTES else x
+
+
+@contextmanager
+def _in_float32(model: "LayeredModel", layer: int) -> Iterator[None]:
+    """Widen what a layer holds, and compute it by the model's own code meanwhile."""
+    from offload.engine.experts.lora import SUFFIX  # imports transformers
+
+    module, fused = model.layers[layer], model.fused
+    held = [*module.parameters(), *module.buffers()]
+    before = [x.data for x in held]
+    configs = {id(c): c for c in (getattr(m, "config", None) for m in module.modules()) if c}
+    experts = [(c, getattr(c, EXPERTS)) for c in configs.values() if hasattr(c, EXPERTS)]
+    model.fused = None
+    try:
+        for config, own in experts:
+            setattr(config, EXPERTS, "eager" + SUFFIX * str(own).endswith(SUFFIX))
+        for x in held:
+            x.data = _widened(x.data)
+        yield
+    finally:
+        for x, data in zip(held, before, strict=True):
+            x.data = data
+        for config, implementation in experts:
+            setattr(config, EXPERTS, implementation)
+        model.fused = fused
 
 
 @contextmanager

@@ -31,7 +31,8 @@ class Workload:
         optimizer: The optimizer.
         dtype_bytes: Bytes of a weight in the compute dtype, and of an activation.
         codec: The codec in which the layers' matrices are stored.
-        has_router_loss: Whether router logits are kept for the router loss.
+        router_loss: What a router loss is taken over, if there is one. Router logits wait until
+            all layers have computed where it is each micro-batch by itself.
         leaves_out: Whether recomputes leave out products whose values nothing reads.
         layer_code: What computes norms, rotary embedding and gated activations.
         mlp_chunk_tokens: Tokens that an MLP computes at a time; None for the whole micro-batch.
@@ -46,7 +47,7 @@ class Workload:
     optimizer: Optimizer
     dtype_bytes: int
     codec: CodecName
-    has_router_loss: bool = False
+    router_loss: Literal["step", "micro_batch"] | None = None
     leaves_out: bool = True
     layer_code: LayerCode = "plain"
     mlp_chunk_tokens: int | None = None

@@ -14,7 +14,7 @@ from functools import cached_property
 
 from offload.plan.facts.attention import SoftmaxAttention
 from offload.plan.facts.codec import decode_workspace_bytes
-from offload.plan.facts.facts import ModelFacts
+from offload.plan.facts.facts import LayerFacts, ModelFacts
 from offload.plan.facts.layer_layout import record_bytes
 from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.optimizer import (
@@ -63,7 +63,8 @@ LAYER_GRADIENTS = "buffers of layers' gradients"
 CONTEXT, FRAGMENTATION, OTHER_RANKS = "context", "fragmentation", "other ranks"
 SLOTS, CUBLAS, KEPT_GRAPHS = "slots", "cuBLAS workspaces", "kept graphs"
 UPDATE = "optimizer temporaries"
-SCORES = "one visit: attention scores"
+SCORES, ROUTER_LOGITS = "one visit: attention scores", "router logits"
+ROUTER_LOSS = "a layer's router loss"
 # Terms that a trace measures; they replace formulas.
 VISIT, HEAD_CHUNK, RECORDED = "one visit", "head chunk", "recorded arguments"
 
@@ -72,8 +73,10 @@ LOGIT_COPIES = 3
 # If one operator computes the loss, the widest instant is the norm's backward, with so many of its
 # tensors in fp32; logits and their gradient are still there, in the compute dtype.
 NORM_COPIES = 5
-# While the router loss of a micro-batch is computed: the softmax, and the gradient of the logits.
+# While the router loss of a micro-batch is computed: the softmax, and the gradient of the logits;
+# of a layer where it is over the step, with their masked copies and gradients in fp32.
 ROUTER_LOSS_COPIES = 2
+ROUTER_LOSS_FP32_COPIES = 3
 CUBLAS_BYTES = 2 * 32 * MIB
 FRAGMENTATION_FRAC = 0.03
 LOADING_LAYERS = 2
@@ -168,6 +171,8 @@ class DeviceNeeds:
         output_bytes: Of the output and log-sum-exp of each layer's attention for one micro-batch;
             0 where it is computed again.
         sent_graph_bytes: Of all that autograd saves of each layer for one micro-batch.
+        router_bytes: Of each layer's router logits for one micro-batch, if they wait with its graph
+            for a router loss over the step.
         num_micro_batches: Of a rank's step, if all were as large as the largest.
     """
 
@@ -180,6 +185,7 @@ class DeviceNeeds:
     fixed: tuple[MemoryTerm, ...]
     output_bytes: tuple[int, ...]
     sent_graph_bytes: tuple[int, ...]
+    router_bytes: tuple[int, ...]
     num_micro_batches: float
 
     @property
@@ -205,17 +211,18 @@ class DeviceNeeds:
         outputs = tuple((size,) if size else () for size in self.output_bytes)
         return outputs, tuple((size,) for size in self.sent_graph_bytes)
 
-    def _saved_bytes(self, residency: Residency) -> tuple[int, int]:
-        """Return outputs that are live from forward to backward, and buffers of what leaves.
+    def _saved_bytes(self, residency: Residency) -> tuple[int, int, int]:
+        """Return router logits and outputs that wait for the backward, and buffers of what leaves.
 
         What a graph that is being sent takes besides is less than a recompute's visit.
         """
         if not (residency.has_outputs or residency.sends):
-            return 0, 0
+            return 0, 0, 0
         saved, num = self._saved(residency), self.num_micro_batches
         kept = sum(self.output_bytes[layer] for layer in saved.kept)
         largest = max((sum(saved.sent_bytes(layer)) for layer in saved.leaving), default=0)
-        return int(num * kept), int(NUM_CARRIED * num * largest)
+        routers = sum(self.router_bytes[layer] for layer in saved.graphs)
+        return int(num * routers), int(num * kept), int(NUM_CARRIED * num * largest)
 
     @cached_property
     def _instant_bytes(self) -> tuple[int, ...]:
@@ -233,10 +240,8 @@ class DeviceNeeds:
     def _worst(self, residency: Residency) -> tuple[int, int]:
         """Return which instant is the worst, as in `_instant_bytes`, and all bytes live then."""
         visit, *with_graphs, update = self._instant_bytes
-        saved, graphs = (
-            sum(self._saved_bytes(residency)),
-            self.graph_bytes[residency.num_kept_graphs],
-        )
+        saved = sum(self._saved_bytes(residency))
+        graphs = self.graph_bytes[residency.num_kept_graphs]
         sizes = [visit + saved, *(size + saved + graphs for size in with_graphs), update]
         worst = max(sizes)
         slot, others = self._slot_and_other_bytes
@@ -256,9 +261,10 @@ class DeviceNeeds:
             for term in self.always
         )
         graphs = MemoryTerm(name=KEPT_GRAPHS, num_bytes=self.graph_bytes[residency.num_kept_graphs])
-        outputs, carriers = self._saved_bytes(residency)
+        routers, outputs, carriers = self._saved_bytes(residency)
         kept = (
             *self.kept,
+            MemoryTerm(name=ROUTER_LOGITS, num_bytes=routers),
             MemoryTerm(name=KEPT_OUTPUTS, num_bytes=outputs),
             MemoryTerm(name=CARRIERS, num_bytes=carriers),
         )
@@ -336,6 +342,9 @@ def device_needs(
     widest = max(visits.values(), key=lambda visit: visit.gradients + visit.dora + visit.tile)
     is_cuda = machine.device == "cuda"
     outputs = {x: workload.output_bytes(x, is_cuda=is_cuda) for x in kinds}
+    routers = dict.fromkeys(kinds, 0)  # where it is each micro-batch, all logits wait anyway
+    if workload.router_loss == "step":
+        routers = {x: router_bytes(x, workload) for x in kinds}
     beside = replace(widest, saved=0, scores=0, adapter_inputs=0, factors=0)
     cublas = MemoryTerm(name=CUBLAS, num_bytes=CUBLAS_BYTES if is_cuda else 0)
     chunk_bytes = traced.head_chunk if traced else head_chunk_bytes(facts, machine, workload)
@@ -347,7 +356,7 @@ def device_needs(
         # plus the last layer's output, and inputs that would otherwise be stashed on the host
         num_hidden = (number == 1) + (number + num_kept <= num_layers)
         # the largest traced visit, gradients included, exceeds any graph
-        graph = max(traced.visits) if traced else visits[layer].graph
+        graph = max(traced.visits) if traced else visits[layer].graph + routers[layer]
         one_bytes = graph + num_hidden * input_bytes(facts, workload)
         graph_bytes.append(graph_bytes[-1] + int(num_micro_batches * one_bytes))
     return DeviceNeeds(
@@ -371,6 +380,7 @@ def device_needs(
         fixed=(cublas, MemoryTerm(name=CONTEXT, num_bytes=machine.context_bytes)),
         output_bytes=tuple(outputs[layer] for layer in facts.layers),
         sent_graph_bytes=tuple(visits[layer].sent_graph for layer in facts.layers),
+        router_bytes=tuple(routers[layer] for layer in facts.layers),
         num_micro_batches=num_micro_batches,
     )
 
@@ -438,16 +448,26 @@ def _kept_terms(
         ),
         MemoryTerm(name=RECORDED, num_bytes=int(num_micro_batches * recorded)),
         MemoryTerm(
-            name="router logits",
-            num_bytes=int((num_micro_batches + ROUTER_LOSS_COPIES) * router_bytes(facts, workload)),
+            name=ROUTER_LOGITS if workload.router_loss == "micro_batch" else ROUTER_LOSS,
+            num_bytes=int(router_loss_bytes(facts, workload, num_micro_batches)),
         ),
     )
 
 
-def router_bytes(facts: ModelFacts, workload: Workload) -> int:
-    """Return the bytes of all layers' router logits for one micro-batch, if they have a loss."""
-    num_experts = sum(layer.num_experts or 0 for layer in facts.layers)
-    return workload.has_router_loss * workload.num_tokens * num_experts * workload.dtype_bytes
+def router_loss_bytes(facts: ModelFacts, workload: Workload, num_micro_batches: float) -> float:
+    """Return what a router loss takes: of one layer over a step, else of all that wait for it."""
+    sizes = [router_bytes(layer, workload) for layer in facts.layers]
+    if workload.router_loss == "step":
+        fp32_copies = ROUTER_LOSS_FP32_COPIES * FP32_BYTES / workload.dtype_bytes
+        return (ROUTER_LOSS_COPIES + fp32_copies) * max(sizes)
+    return (num_micro_batches + ROUTER_LOSS_COPIES) * sum(sizes)
+
+
+def router_bytes(layer: LayerFacts, workload: Workload) -> int:
+    """Return the bytes of a layer's router logits for one micro-batch, if they have a loss."""
+    if workload.router_loss is None:
+        return 0
+    return workload.num_tokens * (layer.num_experts or 0) * workload.dtype_bytes
 
 
 def input_bytes(facts: ModelFacts, workload: Workload) -> int:

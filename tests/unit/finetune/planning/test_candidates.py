@@ -136,7 +136,11 @@ def test_auto_needs_the_tokens_of_a_step() -> None:
         Recipe.model_validate(values)
 
 
-def test_a_router_loss_does_not_leave_the_cut_open(tmp_path) -> None:
+def with_train(asked: Recipe, **changes: object) -> Recipe:
+    return asked.model_copy(update={"train": asked.train.model_copy(update=changes)})
+
+
+def test_a_router_loss_of_each_micro_batch_does_not_leave_the_cut_open(tmp_path) -> None:
     config = tmp_path / "config.json"
     shape = load_shape("tiny-qwen3-moe")
     config.write_text(json.dumps(shape | {"output_router_logits": True}))
@@ -144,18 +148,20 @@ def test_a_router_loss_does_not_leave_the_cut_open(tmp_path) -> None:
     asked = asked.model_copy(
         update={"model": asked.model.model_copy(update={"config": str(config)})}
     )
+    assert len(with_each_size(asked, num_ranks=1)) > 1
+    each = with_train(asked, router_loss_over="micro_batch")
     with pytest.raises(ConfigError, match="the router loss is taken over each micro"):
-        with_each_size(asked, num_ranks=1)
-    off = asked.train.model_copy(update={"router_loss_coef": 0.0})
-    assert with_each_size(asked.model_copy(update={"train": off}), num_ranks=1)
+        with_each_size(each, num_ranks=1)
+    assert with_each_size(with_train(each, router_loss_coef=0.0), num_ranks=1)
 
 
 def test_a_router_loss_that_a_recipe_asks_for_does_not_either() -> None:
     asked = open_recipe()
     assert with_each_size(asked, num_ranks=1)
-    on = asked.train.model_copy(update={"router_loss_coef": 0.01})
-    with pytest.raises(ConfigError, match=r"train\.micro_batch_size: auto with a router loss"):
-        with_each_size(asked.model_copy(update={"train": on}), num_ranks=1)
+    on = with_train(asked, router_loss_coef=0.01, router_loss_over="micro_batch")
+    what = r"train\.micro_batch_size: auto with train\.router_loss_over: micro_batch"
+    with pytest.raises(ConfigError, match=what):
+        with_each_size(on, num_ranks=1)
 
 
 def test_rounding_is_suggested_only_where_the_run_could_have_it() -> None:

@@ -156,6 +156,22 @@ def test_a_run_goes_on_packed_or_unpacked_as_it_began(tmp_path, recipe) -> None:
     run.require_same_recipe(run.as_begun(recipe))
 
 
+def test_a_run_goes_on_with_the_router_loss_over_what_it_began_with(tmp_path, recipe) -> None:
+    run = RunDir(tmp_path)
+    run.start(recipe, experts_implementation=None)
+    assert run.as_begun(recipe).train.router_loss_over == "step"
+    lines = run.recipe_file.read_text().splitlines(keepends=True)[1:-1]
+    before = "".join(line for line in lines if not line.startswith("  router_loss_over: "))
+    assert len(before) < len("".join(lines))
+    run.recipe_file.write_text(sealed_yaml(before))  # of a run before there was the setting
+    assert run.as_begun(recipe).train.router_loss_over == "micro_batch"
+    run.require_same_recipe(run.as_begun(recipe))
+    asked = recipe.train.model_copy(update={"router_loss_over": "step"})
+    asked.model_fields_set.add("router_loss_over")
+    with pytest.raises(CheckpointError, match="router_loss_over"):
+        run.require_same_recipe(run.as_begun(recipe.model_copy(update={"train": asked})))
+
+
 def test_a_recipe_of_a_run_that_is_no_text_is_refused(tmp_path, recipe) -> None:
     run = RunDir(tmp_path)
     run.start(recipe, experts_implementation=None)

@@ -1,5 +1,5 @@
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -162,7 +162,7 @@ def test_adapter_tensors_are_an_a_and_a_b_per_target_and_layer() -> None:
 # Device
 
 
-def test_a_router_loss_keeps_what_routers_say_of_each_token() -> None:
+def test_a_router_loss_of_each_micro_batch_keeps_the_logits_of_all_layers() -> None:
     config = {
         "model_type": "qwen3_moe",
         "hidden_size": 64,
@@ -179,22 +179,23 @@ def test_a_router_loss_keeps_what_routers_say_of_each_token() -> None:
     }
     facts = model_facts(config)
 
-    def router_logits(has_router_loss: bool) -> list[int]:
+    def router_logits(over: Literal["step", "micro_batch"] | None) -> dict[str, int]:
         terms = device_terms(
             facts,
             named_machine("rtx4090"),
-            replace(WORKLOAD, has_router_loss=has_router_loss),
+            replace(WORKLOAD, router_loss=over),
             num_slots=2,
             num_micro_batches=3,
             num_ranks=1,
-            is_padded=has_router_loss,
+            is_padded=over is not None,
             is_stashed=False,
         )
-        return [term.num_bytes for term in terms if term.name == "router logits"]
+        return {term.name: term.num_bytes for term in terms if "router" in term.name}
 
-    one_bytes = 5 * 4096 * 8 * 2  # layers, tokens, experts, bf16
-    assert router_logits(True) == [(3 + 2) * one_bytes]
-    assert router_logits(False) == []
+    one_bytes = 4096 * 8 * 2  # tokens, experts, bf16
+    assert router_logits("micro_batch") == {"router logits": 5 * (3 + 2) * one_bytes}
+    assert router_logits("step") == {"a layer's router loss": (2 + 3 * 2) * one_bytes}
+    assert router_logits(None) == {}
 
 
 def test_slots_take_the_largest_layer_each() -> None:
