@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from finetune import interrupts
-from finetune.data.steps import StepLoader
+from finetune.data.loader import StepLoader
 from finetune.env import launch_notes
 from finetune.errors import CheckpointError
 from finetune.files.atomic import write_atomically

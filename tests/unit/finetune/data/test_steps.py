@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune.data.dataset import ExampleSet
-from finetune.data.steps import BatchOrder, StepLoader, Steps, StepSizes, collate
+from finetune.data.loader import StepLoader
+from finetune.data.steps import BatchOrder, Steps, StepSizes, collate
 from finetune.data.tokenize import Example
 from finetune.errors import DataError
 from tests.conversations import count_rows, tokenised

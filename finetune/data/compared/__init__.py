@@ -1,0 +1,1 @@
+"""Rows that compare answers: read, tokenised, and kept together in a step."""
