@@ -271,6 +271,8 @@ class ExampleSet(Sequence[Example]):
             source=part.tokens.name(int(store.rows[example])),
             is_truncated=bool(store.is_truncated[example]),
             end_ids=tuple(end_ids.tolist()),
+            value=float(store.values[example]) if len(store.values) else None,
+            reference=float(store.references[example]) if len(store.references) else None,
             logprobs=np.asarray(store.logprobs[tokens]) if len(store.logprobs) else None,
         )
 

@@ -3,7 +3,7 @@
 A row may be a chat (`messages` with role and content, or ShareGPT's `conversations` with from and
 value), an Alpaca instruction, a prompt with its completion, or a document. A document stays text;
 all others become a `Conversation`: messages, and a source such as `train.jsonl:17`. A row that
-compares answers (`finetune.data.compared.answers`) becomes several of them.
+compares answers (`finetune.data.answers`) becomes several of them.
 
 A row that cannot be used is not skipped unless the recipe says how many may be: the reader goes
 through the whole file and then raises one error that names the bad rows. A run that silently trains
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from finetune.data.compared.answers import read_answers
+from finetune.data.answers import read_answers
 from finetune.data.sources import Filled, Raw, RowError, decoded, open_source
 from finetune.data.turns import Message as Message
 from finetune.data.turns import (
@@ -28,8 +28,8 @@ from finetune.data.turns import (
 )
 from finetune.data.unread import MEANINGS, find_unread, find_unread_in_turns
 from finetune.errors import DataError
-from finetune.objective.row_formats import COMPARED, SUPERVISED
 from finetune.recipe.data_section import FORMAT_COLUMNS, ColumnName, DataSection
+from finetune.recipe.row_formats import COMPARED, SUPERVISED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -81,7 +81,7 @@ class Compared:
 
     Attributes:
         conversations: The prompt with each answer, which alone is learned.
-        values: What is known of each; see `finetune.data.compared.answers.Answers`.
+        values: What is known of each; see `finetune.data.answers.Answers`.
         references: The reference's log-probability of each; empty where the row has none.
         logprobs: Of each token of each, that by which it was sampled; empty where there is none.
         source: Where the row is.

@@ -5,6 +5,7 @@ from typing import get_args
 
 from finetune.recipe.breach import Breach
 from finetune.recipe.objective_section import LOSSES, Method, ObjectiveSection, read_settings
+from finetune.recipe.row_formats import formats_of
 from finetune.recipe.sections import Settings
 
 _METHOD = ("objective.method",)
@@ -25,6 +26,7 @@ def broken_objective_rules(recipe: Settings) -> Iterator[Breach]:
         return
     yield from _unread(objective)
     yield from _broken_value_rules(objective)
+    yield from _broken_format_rules(recipe)
     if not objective.is_sft:
         yield from _broken_row_rules(recipe)
     if objective.computes_reference and recipe.train.is_full:
@@ -105,17 +107,27 @@ def _broken_value_rules(objective: ObjectiveSection) -> Iterator[Breach]:
         )
 
 
+def _broken_format_rules(recipe: Settings) -> Iterator[Breach]:
+    """Rows have what the objective reads."""
+    objective = recipe.objective
+    formats = formats_of(objective)
+    of_mix = (("data.mix", one.format) for one in recipe.data.mix)
+    for field, value in (("data.format", recipe.data.format), *of_mix):
+        if value not in (None, "auto", *formats):
+            which = f"objective.method is {objective.method}"
+            yield Breach(
+                field=field,
+                what=f"{field} is {value} and {which}",
+                limit=f"it reads rows of the format {' or '.join(formats)}",
+                hint="leave the format out" if objective.is_sft else f"`data.format: {formats[0]}`",
+                reads=_METHOD,
+            )
+
+
 def _broken_row_rules(recipe: Settings) -> Iterator[Breach]:
     """Settings of rows that are repeated say nothing of rows that are compared."""
     method = recipe.objective.method
     for field, value, is_possible, limit, fix in (
-        (
-            "data.format",
-            recipe.data.format,
-            recipe.data.format != "text",
-            "documents have no answers to compare",
-            "leave it out",
-        ),
         (
             "data.too_long",
             recipe.data.too_long,

@@ -1,1 +1,1 @@
-"""Rows that compare answers: read, tokenised, and kept together in a step."""
+"""Rows whose answers are compared: tokenised, and kept together in a step."""

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from finetune.errors import DataError
+from finetune.recipe.objective_section import ObjectiveSection
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from finetune.data.dataset import Chosen, ExampleSet
+    from finetune.data.dataset import Chosen, ExampleSet, Rows
 
 
 _COLUMNS = {
@@ -128,20 +129,24 @@ class Groups:
             )
         return int(sizes[0])
 
-    def require_both_labels(self, *, what: str) -> None:
-        """Check that some answers are desired and some are not.
 
-        Raises:
-            DataError: They are all of one kind.
-        """
-        num = int(np.count_nonzero(self.values))
-        if num in (0, len(self.values)):
-            kind = "true" if num else "false"
+def require_comparable(rows: "Rows", objective: ObjectiveSection) -> None:
+    """Check that an objective finds in the rows what it compares.
+
+    Raises:
+        DataError: Answers are all desired or all not, or log-probabilities are missing.
+    """
+    groups = Groups.of(rows.train)
+    if groups is None:
+        return
+    if objective.method == "kto":
+        num, num_desired = len(groups.values), int(np.count_nonzero(groups.values))
+        if num_desired in (0, num):
             raise DataError(
-                f"the labels of all {len(self.values)} {what} are {kind}",
+                f"the labels of all {num} rows are {'true' if num_desired else 'false'}",
                 limit="KTO learns from answers that are desired and others that are not",
-                hint="add rows with the other label; without any, `objective.method: sft` learns"
-                " the desired answers",
+                hint="add rows with the other label; desired answers alone are learned by"
+                " `objective.method: sft`",
             )
 
 
