@@ -1,4 +1,4 @@
-"""Answers to compare are in one step, whatever the cut, and KTO's mismatched rows follow the order."""
+"""Answers to compare are in one step however it is cut; mismatched rows follow their order."""
 
 from collections.abc import Callable
 from functools import partial
@@ -58,10 +58,6 @@ def labelled(num: int) -> list[str]:
     ]
 
 
-def settings(**train: int) -> TrainSection:
-    return TrainSection(seq_len=SEQ_LEN, steps=5, **train)
-
-
 def steps_of(
     rows: ExampleSet,
     *,
@@ -72,7 +68,12 @@ def steps_of(
     num_ranks: int = 1,
     is_mismatched: bool = False,
 ) -> Steps:
-    train = settings(micro_batch_size=micro_batch_size, grad_accum_steps=grad_accum_steps)
+    train = TrainSection(
+        seq_len=SEQ_LEN,
+        steps=5,
+        micro_batch_size=micro_batch_size,
+        grad_accum_steps=grad_accum_steps,
+    )
     order = (
         PackedOrder.of(train, rows, num_ranks=num_ranks, cost=COST)
         if is_packed
@@ -116,13 +117,10 @@ def test_both_sides_of_a_pair_are_in_one_step_however_it_is_cut(
     load: Callable[..., ExampleSet], *, is_packed: bool
 ) -> None:
     rows = load(pairs(7), "preference")
-    expected = [
-        {
-            tuple(one.labels[one.labels != IGNORE_INDEX].tolist()): one.value
-            for one in rows[at : at + 2]
-        }
-        for at in range(0, len(rows), 2)
+    answers = [
+        (tuple(one.labels[one.labels != IGNORE_INDEX].tolist()), one.value or 0.0) for one in rows
     ]
+    expected = [dict(answers[at : at + 2]) for at in range(0, len(rows), 2)]
     cuts = [
         steps_of(rows, is_packed=is_packed, micro_batch_size=size, grad_accum_steps=6 // size)
         for size in (1, 3)
@@ -136,7 +134,7 @@ def test_both_sides_of_a_pair_are_in_one_step_however_it_is_cut(
         seen += [found[0][group] for group in range(3)]
     assert all(group in expected for group in seen)
     for epoch in (seen[:7], seen[7:14]):
-        assert sorted(map(expected.index, epoch)) == list(range(7))
+        assert sorted(expected.index(group) for group in epoch) == list(range(7))
 
 
 def test_workers_give_the_same_groups(load: Callable[..., ExampleSet]) -> None:
@@ -207,17 +205,12 @@ def test_a_rehearsed_step_has_whole_groups_and_a_label_in_each_row(
     assert share.rows.num_trained == len(rows)
     assert all(rows)
     assert len(share.rows.groups_R) == len(rows) + len(rows_in(share.scored))
-    sizes = torch.bincount(share.rows.groups_R[: len(rows)])
-    assert set(sizes.tolist()) == {1 if is_mismatched else 2}
+    in_group = torch.bincount(share.rows.groups_R[: len(rows)])
+    assert set(in_group.tolist()) == {1 if is_mismatched else 2}
     assert {0.0, 1.0} == set(share.rows.values_R.tolist())
-    most = max(
-        sum(
-            batch["labels"].numel()
-            for batch in steps.from_array(n, steps.as_array(n)).micro_batches
-        )
-        for n in range(5)
-    )
-    assert sum(batch["labels"].numel() for batch in share.micro_batches) >= most
+    shares = [share, *(steps.from_array(n, steps.as_array(n)) for n in range(5))]
+    sizes = [sum(batch["labels"].numel() for batch in one.micro_batches) for one in shares]
+    assert sizes[0] == max(sizes)
 
 
 def test_steps_that_groups_do_not_fill_are_refused(load: Callable[..., ExampleSet]) -> None:
