@@ -143,6 +143,7 @@ class StepSizes:
         largest_width: Width of the widest micro-batch of the run.
         most_label_tokens: Most tokens with a loss that a micro-batch can have.
         num_micro_batches: Of the first of the typical steps.
+        rows_per_step: Rows of the first of the typical steps.
         packing: How rows share a sequence; None where they do not.
     """
 
@@ -152,6 +153,7 @@ class StepSizes:
     largest_width: int
     most_label_tokens: int
     num_micro_batches: int
+    rows_per_step: int
     packing: "Packing | None" = None
 
     @classmethod
@@ -179,6 +181,7 @@ class StepSizes:
             largest_width=max(_widths(order, order.longest_step())),
             most_label_tokens=int(np.sort(labels_of_rows)[::-1][: order.micro_batch_size].sum()),
             num_micro_batches=order.num_micro_batches,
+            rows_per_step=order.rows_per_step,
         )
 
     @classmethod
@@ -204,6 +207,7 @@ class StepSizes:
             largest_width=widest,
             most_label_tokens=widest,
             num_micro_batches=len(bins),
+            rows_per_step=len(lengths),
             packing=Packing(
                 row_tokens=round(float((lengths**2).sum() / lengths.sum())),
                 longest_row=int(order.lengths.max()),
@@ -349,6 +353,16 @@ class Steps:
             comparison=comparison,
         )
 
+    def held_out(self, rows: ExampleSet, comparison: Comparison) -> Self:
+        """Return steps of other rows, all of which are this rank's; they are cut alike."""
+        lengths = np.asarray(rows.lengths, dtype=np.int64)
+        order: BatchOrder | PackedOrder
+        if isinstance(self.order, PackedOrder):
+            order = replace(self.order, lengths=lengths, min_bins=1)
+        else:
+            order = replace(self.order, lengths=tuple(lengths.tolist()))
+        return replace(self, rows=rows, order=order, own=_all, comparison=comparison)
+
     @property
     def num(self) -> int:
         """How many there are."""
@@ -389,17 +403,22 @@ class Steps:
 
     def typical(self) -> list[StepShare]:
         """Return this rank's shares of steps of the median size, and those nearest to it."""
-        return [self._share(step) for step in self.sizes.typical_steps]
+        return [self.share_of(self.order.rows(step)) for step in self.sizes.typical_steps]
+
+    def share_of(self, rows: tuple[int, ...]) -> StepShare:
+        """Return this rank's share of a step of some rows, which are whole groups."""
+        layout = self._layout(rows)
+        return self._share(layout, self._batches(layout))
 
     def as_array(self, step: int) -> npt.NDArray[np.int64]:
         """Return the batches of this rank's share as one array, (fields, tokens of the share)."""
-        batches = self._batches(self._layout(step))
+        batches = self._batches(self._layout(self.order.rows(step)))
         fields = [torch.cat([batch[name].flatten() for batch in batches]) for name in self._fields]
         return torch.stack(fields).numpy()
 
     def from_array(self, step: int, array: npt.NDArray[np.int64]) -> StepShare:
         """Cut the array of a step into micro-batches, without a copy."""
-        layout, whole = self._layout(step), torch.from_numpy(array)
+        layout, whole = self._layout(self.order.rows(step)), torch.from_numpy(array)
         batches, at = [], 0
         for own in layout.own_lens(self.own(len(layout.parts)), self._own_scored(layout)):
             lens = torch.tensor(own)
@@ -409,14 +428,13 @@ class Steps:
             batch = dict(zip(self._fields, part, strict=True))
             batches.append(batch | {"row_lens": lens} if is_packed else batch)
             at += math.prod(shape)
-        return self._share(step, batches)
+        return self._share(layout, batches)
 
     @property
     def _fields(self) -> tuple[str, ...]:
         return _PACKED_FIELDS if isinstance(self.order, PackedOrder) else _FIELDS
 
-    def _layout(self, step: int) -> Layout:
-        rows = self.order.rows(step)
+    def _layout(self, rows: tuple[int, ...]) -> Layout:
         lens = tuple(int(self.order.lengths[row]) for row in rows)
         scored_lens = () if self.comparison is None else self.comparison.scored_lens(rows)
         return Layout(
@@ -446,9 +464,7 @@ class Steps:
             return [collate_packed(part) for part in parts]
         return [collate(part, pad_token_id=self.pad_token_id) for part in parts]
 
-    def _share(self, step: int, batches: Sequence[MicroBatch] | None = None) -> StepShare:
-        layout = self._layout(step)
-        batches = self._batches(layout) if batches is None else batches
+    def _share(self, layout: Layout, batches: Sequence[MicroBatch]) -> StepShare:
         own, own_scored = self.own(len(layout.parts)), self._own_scored(layout)
         share = _share_of([self.rows[row] for row in layout.rows], batches[: len(own)], own)
         if self.comparison is None:
@@ -458,6 +474,10 @@ class Steps:
             scored=tuple(batches[len(own) :]),
             rows=self.comparison.step_rows(self.rows, layout, (own, own_scored)),
         )
+
+
+def _all(num: int) -> tuple[int, ...]:
+    return tuple(range(num))
 
 
 def _share_of(

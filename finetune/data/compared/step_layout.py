@@ -66,6 +66,13 @@ class Comparison:
             has_sampler=all(len(part.tokens.store.logprobs) for part in rows.parts),
         )
 
+    def of_same_kind(self, rows: "ExampleSet") -> "Comparison":
+        """Return what is compared among other rows, in the same way."""
+        is_mismatched = self.prompt_lens is not None
+        found = Comparison.of(rows, is_mismatched=is_mismatched, seq_len=self.seq_len)
+        assert found is not None, "held-out rows have the format of the others"
+        return found
+
     @property
     def group_size(self) -> int:
         """Rows of the smallest group."""
