@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from enum import Enum, auto
 from typing import Any
 from warnings import warn
@@ -36,7 +35,7 @@ from offload.engine.model.guard import Guard
 from offload.engine.model.hooks import all_hooks, is_same_code
 from offload.engine.model.inventory import inventory_of
 from offload.engine.model.layers import LayeredModel, unchanged
-from offload.engine.model.seal import Seal, seal_of
+from offload.engine.model.seal import Seal, require_unattached
 from offload.engine.model.vocabulary import vocabulary_of
 from offload.engine.modes import (
     require_gradients,
@@ -47,19 +46,16 @@ from offload.engine.recompute.tiled import TiledMlp, require_tiles
 from offload.engine.recompute.unread import Unread
 from offload.engine.results import ForwardResult, PassState, StepResult
 from offload.engine.seeding import NEWEST, Seeding
-from offload.engine.stash import by_place
+from offload.engine.steps import Steps
 from offload.engine.streams import Device, open_device
 from offload.errors import OffloadError
 from offload.plan.facts.weights import WeightInventory
-from offload.plan.schedule.op import Kind
-from offload.plan.schedule.residency import NOTHING_SAVED, Saved
 from offload.plan.schedule.schedule import (
     Order,
     Ring,
     Schedule,
     cold_ring,
     forward_schedule,
-    training_schedule,
 )
 
 
@@ -93,7 +89,7 @@ class Engine:
         torch_device = device if isinstance(device, torch.device) else device.torch_device
         self._model = model
         self._layered = LayeredModel(model)
-        _require_unattached(self._layered)
+        require_unattached(self._layered)
         require_no_inference_mode()
         self._options = options = options.within(len(self._layered.layers))
         self._home = placement.only_device(self._layered)
@@ -279,7 +275,8 @@ class Engine:
         for inputs in {frozenset(b.inputs): b.inputs for b in labelled}.values():
             self._inspect(inputs, has_labels=True)
         self._measure(labelled)
-        schedule = self._schedule(labelled, order)
+        self._reload_what_was_written()
+        schedule = self._steps.schedule(labelled, ring=self._ring, order=order)
         with self._consistent(schedule.ring_after), self._host.nearby():
             state, events = self._bound.executor.train(
                 schedule,
@@ -451,57 +448,9 @@ class Engine:
         if is_whole:
             self._inspected.add((mode, has_labels, names))
 
-    def _schedule(self, batches: Sequence[LabelledBatch], order: Order) -> Schedule:
-        """List the ops of a step given the ring's contents, and make room for the stash."""
-        if order is not Order.LAYER_MAJOR and any(self._bound.sizes.gradient_bytes):
-            raise OffloadError(
-                f"order is {order.value} where weights of the layers train on the host",
-                limit="their gradients leave a layer once per step",
-                hint="`order=Order.LAYER_MAJOR`",
-            )
-        self._reload_what_was_written()
-        num_kept_graphs = self._options.num_kept_graphs
-        input_bytes = self._input_bytes(batches) if self._options.stash == "host" else ()
-        saved = self._saved(batches)
-        schedule = training_schedule(
-            replace(self._bound.sizes, updated=self._bound.updates.layers),
-            ring=self._ring,
-            num_micro_batches=len(batches),
-            order=order,
-            trains_front=self._trains_front,
-            input_bytes=input_bytes,
-            num_kept_graphs=num_kept_graphs,
-            saved=saved,
-        )
-        if saved.leaving:
-            self._bound.sent.prepare(
-                by_place(sorted(saved.leaving), saved.sent_bytes),
-                num_buffers=schedule.num_carriers,
-            )
-        if schedule.num_fetch_buffers:
-            stashed = {op.layer_index for op in schedule.ops if op.kind is Kind.STASH}
-            self._bound.stash.prepare(
-                by_place(sorted(stashed), lambda _: input_bytes),
-                num_buffers=schedule.num_fetch_buffers,
-            )
-        return schedule
-
-    def _saved(self, batches: Sequence[LabelledBatch]) -> Saved:
-        """Return the layers that send their graphs, and those that keep or send their attention."""
-        residency, found = self._options.residency, self._bound.executor.attention
-        if not (residency.sends or residency.has_outputs):
-            return NOTHING_SAVED
-        layers = range(len(self.layer_bytes))
-        graphs = self._bound.executor.graph_sizes
-        return residency.saved(
-            [
-                [sum(s.num_bytes(*row) for s in sizes for row in batch.rows) for batch in batches]
-                if sizes
-                else []
-                for sizes in (found.get(layer, ()) for layer in layers)
-            ],
-            [[graphs.of(layer, b.shape) or 0 for b in batches] for layer in layers],
-        )
+    @property
+    def _steps(self) -> Steps:
+        return Steps(self._layered, self._bound, self._options, trains_front=self._trains_front)
 
     def _measure(self, batches: Sequence[LabelledBatch]) -> None:
         """Find the size of graphs that are to be sent, for micro-batches larger than any before."""
@@ -515,15 +464,6 @@ class Engine:
             with self._consistent(schedule.ring_after), self._host.nearby():
                 executor.measure(schedule, batch.inputs, layers)
                 self._device.finish()
-
-    def _input_bytes(self, batches: Sequence[LabelledBatch]) -> tuple[int, ...]:
-        """Return the size of a layer's input for each micro-batch."""
-        config = self._layered.model.config.get_text_config()
-        element_bytes = self._layered.model.dtype.itemsize
-        return tuple(
-            batch.inputs["input_ids"].numel() * config.hidden_size * element_bytes
-            for batch in batches
-        )
 
     @contextmanager
     def _consistent(self, ring_after: Ring) -> Iterator[None]:
@@ -568,31 +508,3 @@ def _left_out(unread: Sequence[Unread]) -> Iterator[object]:
             yield from (inner.module for inner in one.module.unread)
         else:
             yield one.module
-
-
-def detach_model(model: nn.Module) -> None:
-    """Detach a model from the engine it is attached to; see `offload.detach`."""
-    seal = seal_of(model.parameters())
-    if seal is None or seal.release is None:
-        raise OffloadError(
-            "the model is not attached" if seal is None else f"the model is held by {seal.holder}",
-            limit="an attached model can be detached",
-            hint="nothing is to be done" if seal is None else seal.hint,
-        )
-    seal.release()
-
-
-def _require_unattached(layered: LayeredModel) -> None:
-    """Check that no engine holds the model: its sealed parameters are not its weights.
-
-    Raises:
-        OffloadError: One does, or did until it was closed.
-    """
-    seal = seal_of(layered.layers.parameters())
-    if seal is not None:
-        hint = "`engine.detach()` first, or `offload.detach(model)` where the engine is gone"
-        raise OffloadError(
-            f"{layered.name} is held by {seal.holder}",
-            limit="a model is attached to one engine at a time",
-            hint=seal.hint if seal.release is None else hint,
-        )
