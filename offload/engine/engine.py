@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum, auto
+from functools import partial
 from typing import Any
 from warnings import warn
 
@@ -15,9 +16,11 @@ from offload.engine.batch import (
     LabelledBatch,
     checked_batch,
     checked_batches,
+    checked_scored,
     require_an_id_each,
     require_divisor,
     require_labels,
+    rows_of_labels,
     to_device,
     with_labels,
 )
@@ -42,9 +45,11 @@ from offload.engine.modes import (
     require_no_inference_mode,
     require_uncached,
 )
+from offload.engine.objective import Objective
+from offload.engine.passes.scoring import Scoring
 from offload.engine.recompute.tiled import TiledMlp, require_tiles
 from offload.engine.recompute.unread import Unread
-from offload.engine.results import ForwardResult, PassState, StepResult
+from offload.engine.results import EvaluationResult, ForwardResult, PassState, StepResult
 from offload.engine.seeding import NEWEST, Seeding
 from offload.engine.steps import Steps
 from offload.engine.streams import Device, open_device
@@ -230,6 +235,8 @@ class Engine:
         self,
         micro_batches: Sequence[Batch],
         *,
+        objective: Objective | None = None,
+        scored: Sequence[Batch] = (),
         dropout_seed: int | None = None,
         seeding: Seeding = NEWEST,
         num_label_tokens: int | None = None,
@@ -238,17 +245,23 @@ class Engine:
     ) -> StepResult:
         """Add the gradients of one optimizer step to `.grad` of the trained parameters.
 
-        The loss is the sum over all label tokens of the step divided by their number.
+        The loss is the sum over all label tokens of the step divided by their number, or that of an
+        objective, which reads the log-probabilities of all its label tokens. A reference and rows
+        that are only scored are computed in the same visits of the layers, in evaluation mode:
+        they add no load, and draw no random number.
 
         Args:
             micro_batches: Each with input_ids (B, T) and labels (B, T; -100 for none), optionally
                 attention_mask and position_ids; best on the host. Or several rows packed into one
                 sequence: input_ids and labels (1, T), and row_lens, the tokens of each row. No
                 row sees another, each starts at position 0, and its first token has no loss.
+            objective: The loss of the whole step; None for the cross-entropy.
+            scored: Micro-batches that the objective's loss reads and does not train on.
             dropout_seed: Seeds dropout; None draws one from torch's generator.
             seeding: How seed, layer and micro-batch become a generator's seed.
             num_label_tokens: Divisor of the sum of the losses; None counts the label tokens of
-                the micro-batches. If several processes share a step, pass their total.
+                the micro-batches. If several processes share a step, pass their total. An
+                objective divides as it defines, and only a router loss counts by it.
             micro_batch_ids: Number of each micro-batch in the whole step, so that its dropout does
                 not depend on the process that computes it; None numbers them from 0.
             order: Layer-major, or micro-batch-major as a baseline.
@@ -256,32 +269,50 @@ class Engine:
         Raises:
             UnsupportedModelError: The model passes a layer something that could carry state; no
                 gradient was touched.
-            OffloadError: No token has a label, a micro-batch is invalid, gradients are disabled,
+            OffloadError: No token has a label (with an objective: a row has none), the model has no
+                such reference, a micro-batch is invalid, gradients are disabled,
                 the model changed since it was attached, a hook would receive partial gradients, or
                 the engine is detached; no gradient was touched.
             TransferError: A copy failed; gradients may be partial and the caller should zero them.
         """
         self._require_ready()
         batches = checked_batches(micro_batches, self._vocabulary)
+        further = checked_scored(scored, self._vocabulary, has_objective=objective is not None)
         require_divisor(num_label_tokens)
         ids = range(len(batches)) if micro_batch_ids is None else tuple(micro_batch_ids)
         require_an_id_each(len(ids), len(batches))
-        labelled = [with_labels(batch, self._device.torch_device) for batch in batches]
+        labelled, further_labelled = self._labelled(batches), self._labelled(further)
         if num_label_tokens is None:
             num_label_tokens = sum(batch.num_label_tokens for batch in labelled)
         require_labels(num_label_tokens, len(labelled))
+        scoring = None
+        if objective is not None:
+            scoring = Scoring.of(
+                self._layered,
+                objective,
+                rows_of_labels([*batches, *further]),
+                [*labelled, *further_labelled],
+                num_trained=len(labelled),
+                num_label_tokens=num_label_tokens,
+            )
         if dropout_seed is None:
             dropout_seed = int(torch.randint(2**31, ()).item())
-        for inputs in {frozenset(b.inputs): b.inputs for b in labelled}.values():
+        for inputs in {
+            frozenset(b.inputs): b.inputs for b in (*labelled, *further_labelled)
+        }.values():
             self._inspect(inputs, has_labels=True)
         self._measure(labelled)
         self._reload_what_was_written()
-        schedule = self._steps.schedule(labelled, ring=self._ring, order=order)
+        passes = None if scoring is None else scoring.passes
+        schedule = self._steps.schedule(labelled, ring=self._ring, order=order, passes=passes)
+        executor = self._bound.executor
+        run = (
+            partial(executor.train, schedule, labelled, num_label_tokens=num_label_tokens)
+            if scoring is None
+            else partial(executor.score, schedule, scoring)
+        )
         with self._consistent(schedule.ring_after), self._host.nearby():
-            state, events = self._bound.executor.train(
-                schedule,
-                labelled,
-                num_label_tokens=num_label_tokens,
+            state, events = run(
                 seed=dropout_seed,
                 seeding=seeding,
                 is_stashed=self._options.stash == "host",
@@ -298,6 +329,64 @@ class Engine:
             events=events,
             num_label_tokens=num_label_tokens,
         )
+
+    def evaluate(
+        self, micro_batches: Sequence[Batch], *, objective: Objective, scored: Sequence[Batch] = ()
+    ) -> EvaluationResult:
+        """Compute an objective's loss and metrics without gradients, in evaluation mode.
+
+        Args:
+            micro_batches: As for `forward_backward`.
+            objective: The loss; it is taken over all rows.
+            scored: As for `forward_backward`.
+
+        Raises:
+            UnsupportedModelError: As for `forward_backward`.
+            OffloadError: A row has no label, the model has no such reference, or a micro-batch is
+                invalid.
+        """
+        self._require_attached()
+        require_uncached()
+        self._seal.require_whole()
+        batches = [
+            *checked_batches(micro_batches, self._vocabulary),
+            *checked_scored(scored, self._vocabulary, has_objective=True),
+        ]
+        labelled = self._labelled(batches)
+        num_label_tokens = sum(batch.num_label_tokens for batch in labelled)
+        scoring = Scoring.of(
+            self._layered,
+            objective,
+            rows_of_labels(batches),
+            labelled,
+            num_trained=0,
+            num_label_tokens=num_label_tokens,
+        )
+        for inputs in {frozenset(b.inputs): b.inputs for b in labelled}.values():
+            self._inspect(inputs, has_labels=True)
+        self.updates.flush()
+        self._reload_what_was_written()
+        order = Order.LAYER_MAJOR
+        schedule = self._steps.schedule([], ring=self._ring, order=order, passes=scoring.passes)
+        with (
+            self._consistent(schedule.ring_after),
+            self._host.nearby(),
+            torch.inference_mode(mode=False),
+            torch.no_grad(),
+        ):
+            state, _ = self._bound.executor.score(
+                schedule, scoring, seed=0, seeding=NEWEST, is_stashed=False, ids=()
+            )
+            self._device.finish()
+        return EvaluationResult(
+            loss=float(state.losses[0]),
+            metrics={name: float(value) for name, value in state.metrics.items()},
+            num_label_tokens=num_label_tokens,
+            num_loads=schedule.num_loads,
+        )
+
+    def _labelled(self, batches: Sequence[Batch]) -> list[LabelledBatch]:
+        return [with_labels(batch, self._device.torch_device) for batch in batches]
 
     def forward(self, batch: Batch, *, positions: torch.Tensor | None = None) -> ForwardResult:
         """Run one batch without gradients, in the model's current mode (`train` or `eval`).

@@ -34,6 +34,7 @@ from offload.engine.model.visit import (
     visit_without_graph,
 )
 from offload.engine.packing.check import PackedTrial
+from offload.engine.passes.scoring import ScoredTail, Scoring
 from offload.engine.passes.tail import Tail
 from offload.engine.passes.transfers import Table, Transfers
 from offload.engine.randomness import FRONT_LAYER, VisitRandomness, require_same_draws
@@ -107,6 +108,67 @@ class Executor:
             Kind.TAIL: lambda op: self._tail.train(
                 state, m := op.micro_batch_index, batches[m], num_items, num_label_tokens
             ),
+            Kind.BACKWARD: lambda op: self._backward(state, op, step),
+            Kind.FRONT_BACKWARD: lambda op: _front_backward(state, op),
+        }
+        return state, self._issue(schedule, state, visits)
+
+    def score(
+        self,
+        schedule: Schedule,
+        scoring: Scoring,
+        *,
+        seed: int,
+        seeding: Seeding,
+        is_stashed: bool,
+        ids: Sequence[int],
+    ) -> tuple[PassState, list[Event]]:
+        """Run the schedule of an objective; gradients are added as by `train`.
+
+        Args:
+            schedule: From `objective_schedule`, for these passes and this ring.
+            scoring: What is scored.
+            seed: As for `train`.
+            seeding: As for `train`.
+            is_stashed: As for `train`.
+            ids: Number in the whole step of each micro-batch that is trained on.
+        """
+        step = _Step(seed=seed, seeding=seeding, ids=ids, is_kept=True, is_stashed=is_stashed)
+        state, trained = PassState(), scoring.passes.trained
+        batches = [scoring.batch(m) for m in trained]
+        inputs = [batch.inputs for batch in batches]
+        tail = ScoredTail(
+            self._model,
+            scoring,
+            head_chunk_tokens=self._computing.head_chunk_tokens,
+            randomness=self._randomness,
+            seed_of=partial(_visit_seed, step),
+        )
+
+        def front(op: Op) -> None:
+            if op.micro_batch_index in trained:
+                self._front(state, op, inputs, step)
+            else:
+                self._front_to_score(state, op, scoring)
+
+        def forward(op: Op) -> None:
+            if op.micro_batch_index in trained:
+                self._forward(state, op, step)
+            else:
+                self._forward_to_score(state, op, scoring)
+
+        def train_tail(op: Op) -> None:
+            m = op.micro_batch_index
+            tail.train(state, m)
+            self._tail.balance(state, m, batches[m], scoring.num_label_tokens)
+
+        visits: Table = {
+            Kind.FRONT: front,
+            Kind.FORWARD: forward,
+            Kind.REFERENCE: forward,
+            Kind.SCORE: lambda op: tail.score(state, op.micro_batch_index),
+            Kind.OBJECTIVE: lambda _op: tail.weigh(state),
+            Kind.TAIL: train_tail,
             Kind.BACKWARD: lambda op: self._backward(state, op, step),
             Kind.FRONT_BACKWARD: lambda op: _front_backward(state, op),
         }
@@ -309,6 +371,25 @@ class Executor:
         state.inputs[layer + 1, m] = visited.output_BTD.contiguous()
         if op.has_graph or not step.is_kept:
             del state.inputs[layer, m]
+
+    def _front_to_score(self, state: PassState, op: Op, scoring: Scoring) -> None:
+        number = op.micro_batch_index
+        VISIT_CACHE.enter((op.kind, number))
+        with torch.no_grad(), scoring.of_pass(number).around_layers():
+            front = self._model.front(scoring.batch(number).inputs)
+        state.fronts[number] = front
+        state.inputs[0, number] = front.hidden_BTD.contiguous()
+
+    def _forward_to_score(self, state: PassState, op: Op, scoring: Scoring) -> None:
+        """Visit a layer with rows that are only scored: no graph, and their input is let go."""
+        layer, number = op.layer_index, op.micro_batch_index
+        input_BTD = state.inputs.pop((layer, number))
+        call = state.fronts[number].layer_calls[layer]
+        VISIT_CACHE.enter((op.kind, layer, "scored"))
+        visit = partial(visit_without_graph, has_output=False)
+        with scoring.of_pass(number).in_layer(layer):
+            visited = self._visited(visit, layer, input_BTD, call)
+        state.inputs[layer + 1, number] = visited.output_BTD.contiguous()
 
     def _visit_forward(self, op: Op, input_BTD: torch.Tensor, call: LayerCall) -> Visited:
         """Visit a layer upwards."""

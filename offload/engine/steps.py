@@ -1,7 +1,8 @@
 """The ops of an engine's steps, and the memory that they move things to."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from offload.engine.batch import LabelledBatch
 from offload.engine.bound import Bound, EngineOptions
@@ -10,7 +11,14 @@ from offload.engine.stash import by_place
 from offload.errors import OffloadError
 from offload.plan.schedule.op import Kind
 from offload.plan.schedule.residency import NOTHING_SAVED, Saved
-from offload.plan.schedule.schedule import Order, Ring, Schedule, training_schedule
+from offload.plan.schedule.schedule import (
+    Order,
+    Passes,
+    Ring,
+    Schedule,
+    objective_schedule,
+    training_schedule,
+)
 
 
 class Steps:
@@ -23,12 +31,32 @@ class Steps:
         self._layered, self._bound, self._options = layered, bound, options
         self._trains_front = trains_front
 
-    def schedule(self, batches: Sequence[LabelledBatch], *, ring: Ring, order: Order) -> Schedule:
+    def schedule(
+        self,
+        batches: Sequence[LabelledBatch],
+        *,
+        ring: Ring,
+        order: Order,
+        passes: Passes | None = None,
+    ) -> Schedule:
         """List the ops of a step given the ring's contents, and make room for what leaves.
 
+        Args:
+            batches: Those that are trained on.
+            ring: What the slots hold.
+            order: Of the loops.
+            passes: Of a step with an objective; None for one without.
+
         Raises:
-            OffloadError: Weights of the layers train on the host, in another order.
+            OffloadError: The order is not possible with weights that train on the host, or with an
+                objective.
         """
+        if passes is not None and order is not Order.LAYER_MAJOR:
+            raise OffloadError(
+                f"order is {order.value}, and the step has an objective",
+                limit="its loss is taken over all rows, before the first backward",
+                hint="`order=Order.LAYER_MAJOR`",
+            )
         if order is not Order.LAYER_MAJOR and any(self._bound.sizes.gradient_bytes):
             raise OffloadError(
                 f"order is {order.value} where weights of the layers train on the host",
@@ -37,11 +65,14 @@ class Steps:
             )
         input_bytes = self.input_bytes(batches) if self._options.stash == "host" else ()
         saved = self._saved(batches)
-        schedule = training_schedule(
+        list_ops: Callable[..., Schedule] = (
+            partial(training_schedule, num_micro_batches=len(batches), order=order)
+            if passes is None
+            else partial(objective_schedule, passes=passes)
+        )
+        schedule = list_ops(
             replace(self._bound.sizes, updated=self._bound.updates.layers),
             ring=ring,
-            num_micro_batches=len(batches),
-            order=order,
             trains_front=self._trains_front,
             input_bytes=input_bytes,
             num_kept_graphs=self._options.num_kept_graphs,

@@ -37,7 +37,7 @@ class Tail:
         gradient_BTD = torch.zeros_like(hidden_BTD)
         self.loss(state, hidden_BTD, batch, num_items, gradient_BTD.flatten(0, 1))
         state.gradient[m] = gradient_BTD
-        self._balance(state, m, batch, num_label_tokens)
+        self.balance(state, m, batch, num_label_tokens)
 
     def loss(
         self,
@@ -66,7 +66,7 @@ class Tail:
             )
             state.losses.append(loss)
 
-    def _balance(
+    def balance(
         self, state: PassState, m: int, batch: LabelledBatch, num_label_tokens: int
     ) -> None:
         """Add the router loss of a micro-batch, and keep its gradients for the backward visits."""
