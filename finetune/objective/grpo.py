@@ -71,7 +71,7 @@ class GrpoObjective:
         Raises:
             DataError: A group has one answer, or a reward is not a number.
         """
-        sums = row_sums(scores, self.rows, self.exchange)
+        sums = row_sums(scores, self.rows, self.exchange, has_reference=self.beta > 0)
         rewards_A = sums.values_A
         if self.name == "rloo":
             rewards_A = rewards_A - self.beta * sums.log_ratios.detach()
