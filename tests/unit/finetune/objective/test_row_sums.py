@@ -1,5 +1,8 @@
 """The rows of a step, of all ranks: sums by row, and which rows belong together."""
 
+from dataclasses import replace
+
+import pytest
 import torch
 
 from finetune.objective.row_sums import ordered, row_sums, summed
@@ -51,6 +54,41 @@ def test_groups_are_of_trained_rows_with_the_highest_value_first() -> None:
 
 def test_a_rank_without_rows_has_its_part_of_the_loss_and_no_gradient() -> None:
     assert_two_ranks_are_one({"method": "dpo"}, step([0, 0], [0, 1]), [0, 0])
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"method": "dpo", "loss": "aot"},
+        {"method": "dpo", "loss": "plackett_luce"},
+        {"method": "simpo"},
+        {"method": "kto"},
+        {"method": "grpo", "loss": "grpo", "beta": 0.1},
+        {"method": "grpo", "loss": "rloo"},
+    ],
+    ids=lambda values: values.get("loss", values["method"]),
+)
+def test_neither_the_order_of_rows_nor_the_numbers_of_groups_change_a_loss(
+    values: dict[str, object],
+) -> None:
+    num_trained = 6 if values["method"] == "kto" else 8
+    made = step(num_trained=num_trained)
+    order = [3, 1, 5, 0, 4, 2, 7, 6]  # rows that are only scored stay last
+    numbers = torch.tensor([order.index(i) for i in range(8)])
+    moved = replace(
+        made,
+        scores=replace(made.scores, rows_N=numbers[made.scores.rows_N]),
+        rows=replace(
+            made.rows,
+            groups_R=9 - made.rows.groups_R[order],
+            values_R=made.rows.values_R[order],
+        ),
+    )
+    loss, gradient, metrics = computed(values, made)
+    again, of_moved, others = computed(values, moved)
+    torch.testing.assert_close(again, loss, rtol=1e-13, atol=1e-15)
+    torch.testing.assert_close(of_moved, gradient, rtol=1e-12, atol=1e-15)
+    assert others == pytest.approx(metrics, abs=1e-13)
 
 
 def test_float32_log_probabilities_get_a_float32_gradient() -> None:
