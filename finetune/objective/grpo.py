@@ -5,6 +5,7 @@ is its probability over that by the old policy, which sampled it; clipped, it li
 moves. N label tokens and R answers of this rank, A answers of all ranks.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -71,7 +72,7 @@ class GrpoObjective:
         Raises:
             DataError: A group has one answer, or a reward is not a number.
         """
-        sums = row_sums(scores, self.rows, self.exchange)
+        sums = row_sums(scores, self.rows, self.exchange, has_reference=self.beta > 0)
         rewards_A = sums.values_A
         if self.name == "rloo":
             rewards_A = rewards_A - self.beta * sums.log_ratios.detach()
@@ -100,7 +101,11 @@ class GrpoObjective:
             value=(losses_N * shares_N).sum(),
             metrics={
                 **_reward_metrics(sums.values_A, stds_A),
-                **self._token_metrics(tokens, ratios_N.detach(), kl_N.detach(), weights_N),
+                **self._token_metrics(
+                    tokens,
+                    {"ratio": ratios_N.detach(), "kl": kl_N.detach(), "weight": weights_N},
+                    1 / sums.tokens_A[tokens.rows_N] if self.name == "rloo" else None,
+                ),
             },
         )
 
@@ -117,11 +122,17 @@ class GrpoObjective:
     def _token_metrics(
         self,
         tokens: "_Tokens",
-        ratios_N: torch.Tensor,
-        kl_N: torch.Tensor,
-        weights_N: torch.Tensor,
+        found: Mapping[str, torch.Tensor],
+        counts_N: torch.Tensor | None,
     ) -> dict[str, torch.Tensor]:
-        """Return means over the tokens of all ranks."""
+        """Return means over the tokens of all ranks, or over answers.
+
+        Args:
+            tokens: This rank's.
+            found: The ratio, the KL divergence and the weight of each.
+            counts_N: What each counts for; None for tokens that count alike.
+        """
+        ratios_N = found["ratio"]
         low, high = self.clip_range
         is_low_N = (ratios_N < low) & (tokens.advantages_N < 0)
         is_high_N = (ratios_N > high) & (tokens.advantages_N > 0)
@@ -131,13 +142,15 @@ class GrpoObjective:
             "clip_ratio/region_mean": is_low_N | is_high_N,
         }
         if tokens.reference_N is not None:
-            per_token["kl"] = kl_N
+            per_token["kl"] = found["kl"]
         if tokens.sampler_N is not None:
             apart_N = (tokens.policy_N.detach() - tokens.sampler_N).abs()
             per_token["sampling/sampling_logp_difference/mean"] = apart_N
-            per_token["sampling/importance_sampling_ratio/mean"] = weights_N
-        totals_C = torch.stack([values.double().sum() for values in per_token.values()])
-        own_C = torch.cat((totals_C, torch.tensor([float(len(ratios_N))], dtype=torch.float64)))
+            per_token["sampling/importance_sampling_ratio/mean"] = found["weight"]
+        if counts_N is None:
+            counts_N = torch.ones_like(ratios_N)
+        totals = [(values * counts_N).sum() for values in per_token.values()]
+        own_C = torch.stack([*totals, counts_N.sum()])
         others = self.exchange(own_C[None]) if self.exchange else ()
         all_C = torch.cat((own_C[None], *others)).sum(0)
         return dict(zip(per_token, all_C[:-1] / all_C[-1], strict=True))

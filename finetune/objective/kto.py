@@ -65,7 +65,7 @@ class KtoObjective:
         ratios = sums.log_ratios[trained]
         kl = self._kl(sums)
         signs = 2 * labels - 1
-        weights = torch.where(labels == 1, self.desirable_weight, self.undesirable_weight)
+        weights = labels * self.desirable_weight + (1 - labels) * self.undesirable_weight
         losses = weights * (-signs * self.beta * (ratios - kl)).sigmoid()
         metrics = self._metrics(ratios.detach(), sums.policy_A[trained].detach(), labels)
         return StepLoss(

@@ -98,7 +98,7 @@ class PairObjective:
         Raises:
             DataError: Rows of a group are not one chosen and one rejected answer.
         """
-        sums = row_sums(scores, self.rows, self.exchange)
+        sums = row_sums(scores, self.rows, self.exchange, has_reference=self.has_reference)
         chosen, rejected = _pairs(sums)
         divisors_A = sums.tokens_A if self.is_averaged else torch.ones_like(sums.tokens_A)
         policy_A, reference_A = sums.policy_A / divisors_A, sums.reference_A / divisors_A

@@ -54,13 +54,16 @@ class RowSums:
         return loss - (1 - self.share) * loss.detach()
 
 
-def row_sums(scores: Scores, rows: StepRows, exchange: Exchange | None) -> RowSums:
+def row_sums(
+    scores: Scores, rows: StepRows, exchange: Exchange | None, *, has_reference: bool = True
+) -> RowSums:
     """Sum up the log-probabilities of each row, and get those of the other ranks' rows.
 
     Args:
         scores: Of this rank's rows.
         rows: What they are to each other; numbers of groups are those of the whole step.
         exchange: Called once; None if there are no other ranks.
+        has_reference: Whether the loss compares with a reference.
 
     Raises:
         DataError: A value of a row is not a number.
@@ -75,12 +78,12 @@ def row_sums(scores: Scores, rows: StepRows, exchange: Exchange | None) -> RowSu
     assert len(rows.groups_R) == len(rows.values_R) == scores.num_rows
     rows_N = scores.rows_N.cpu()
     policy_R = summed(scores.policy_N, rows_N, scores.num_rows)
-    if rows.reference_R is not None:
+    reference_R = torch.zeros_like(policy_R)
+    if has_reference and rows.reference_R is not None:
         reference_R = rows.reference_R.cpu().double()
-    elif scores.reference_N is not None:
+    elif has_reference:
+        assert scores.reference_N is not None, "computed, as the objective asks"
         reference_R = summed(scores.reference_N, rows_N, scores.num_rows)
-    else:
-        reference_R = torch.zeros_like(policy_R)
     own_RC = torch.stack(
         (
             reference_R.detach(),
