@@ -414,6 +414,7 @@ def test_the_shipped_recipes_lie_in_the_recipes_folder() -> None:
     assert set(shipped_recipes()) == {
         "gsm8k_lora",
         "quickstart",
+        "quickstart_dpo",
         "quickstart_full",
         "qwen30b_lora_5090",
         "qwen30b_qlora_4060ti",
