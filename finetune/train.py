@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from finetune import interrupts
-from finetune.data.steps import StepLoader
+from finetune.data.loader import StepLoader
 from finetune.env import launch_notes
 from finetune.errors import CheckpointError
 from finetune.files.atomic import write_atomically
@@ -26,8 +26,9 @@ from finetune.report.prediction import require_unchanged, write_prediction
 from finetune.report.screen import Screen
 from finetune.report.summary import plan_summary, run_summary
 from finetune.report.weights import inventory_table
-from finetune.run.evaluations import EVAL_LOSS, Evaluations
+from finetune.run.evaluations import EVAL_LOSS, Evaluations, shown_evaluation
 from finetune.run.run_dir import RunDir
+from finetune.run.run_files import EVALUATION_BEFORE
 from finetune.run.run_lock import locked
 from finetune.training import preflight, report
 from finetune.training.layer_kernels import settled_layer_kernels, shown_fused
@@ -137,8 +138,8 @@ def finetune(
             )
 
             # -------------------------------------------------------------------------------- steps
-            if ranks.is_main and first_step == 0:
-                _sample(session, when="before")
+            if first_step == 0:
+                _look_before(session)
             last_step, signal = _train(session, plan, seal, first_step=first_step)
 
             # ------------------------------------------------------------------ adapter and report
@@ -276,7 +277,7 @@ def _train(session: "Session", plan: Plan, seal: str, *, first_step: int) -> tup
             done = batch.step + 1
             row = report.metrics_row(record, step=done, data_wait_s=batch.wait_s, seal=seal)
             if _is_due(done, output.eval_every):
-                row[EVAL_LOSS] = _validate(session)
+                row |= report.evaluation_row(session.evaluation())
                 evaluations = evaluations.after(done, row[EVAL_LOSS])
             if ranks.is_main:
                 writer.write(row)
@@ -298,11 +299,18 @@ def _is_due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
-def _validate(session: "Session") -> float:
-    """Return the mean loss on the held-out rows."""
-    held_out = session.rows.held_out
-    assert held_out is not None, "a rule of recipes"
-    return session.loop.validation_loss(held_out, pad_token_id=session.steps.pad_token_id)
+def _look_before(session: "Session") -> None:
+    """Answer held-out rows before the first step; where answers are compared, evaluate them."""
+    recipe = session.run.recipe
+    if session.run.ranks.is_main:
+        _sample(session, when="before")
+    if recipe.objective.is_sft or recipe.output.eval_every is None:
+        return
+    row = report.evaluation_row(session.evaluation())
+    if session.run.ranks.is_main:
+        file = session.run.dir.path / EVALUATION_BEFORE
+        write_atomically(file, sealed_json(json.dumps(row, indent=1)))
+    session.run.screen.note(f"Before training: {shown_evaluation(row)}")
 
 
 def _save(session: "Session", *, step: int, best: int | None) -> None:

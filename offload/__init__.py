@@ -138,6 +138,6 @@ def detach(model: "nn.Module") -> None:
     Raises:
         OffloadError: The model is not attached, or its engine was closed.
     """
-    from offload.engine.engine import detach_model
+    from offload.engine.model.seal import detach_model
 
     detach_model(model)

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.dataset import Chosen, ExampleSet, Tokens, choice_notes, examples_of
+from finetune.data.dataset import Chosen, ExampleSet, Tokens, examples_of
 from finetune.data.encode_source import SourceRows, stored_tokens
+from finetune.data.notes import choice_notes
 from finetune.data.rows import Conversation, LossOn, Message, RowForm
 from finetune.data.sources import Place, Raw
 from finetune.data.tokenize import Encoder

@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from finetune.data.compared.groups import require_comparable
 from finetune.data.dataset import Chosen, ExampleSet, load_rows
 from finetune.data.tokenize import IGNORE_INDEX, Example
 from finetune.env import cache_dir
 from finetune.model.tokenizer import load_tokenizer
 from finetune.recipe.load import load_recipe
+from finetune.recipe.row_formats import formats_of
 from finetune.report.data_view import DataView, Piece, SeenRow, SeenSource, histogram
 
 if TYPE_CHECKING:
@@ -45,7 +47,9 @@ def data_view(
         seed=settings.train.seed,
         cache_dir=cache_dir(),
         note=note,
+        formats=formats_of(settings.objective),
     )
+    require_comparable(rows, settings.objective)
     lengths = rows.train.lengths
     return DataView(
         recipe=recipe,

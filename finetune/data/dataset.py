@@ -17,9 +17,18 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
+from finetune.data.compared.groups import Groups, is_first, offsets
 from finetune.data.encode_source import Note, SourceRows, stored_tokens
 from finetune.data.mix import drawn, rows_per_source
-from finetune.data.rows import Conversation, RowForm, columns_named, require_nothing_for_turns
+from finetune.data.notes import choice_notes, source_notes
+from finetune.data.rows import (
+    FORMATS,
+    Compared,
+    Conversation,
+    RowForm,
+    columns_named,
+    require_nothing_for_turns,
+)
 from finetune.data.sources import open_source
 from finetune.data.token_cache import TokenStore
 from finetune.data.tokenize import IGNORE_INDEX, Encoder, Example, Fate
@@ -31,7 +40,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _BLOCK = 2**16
-_NUM_NAMED = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -76,16 +84,22 @@ class Chosen:
 
     @property
     def num_apart(self) -> int:
-        """Count the rows with several examples that are not parts of a long one."""
+        """Count the rows with several examples, of one answer, that are not parts of a long one."""
         store = self.tokens.store
+        if len(store.values):
+            return 0
         rows = store.rows[self.examples]
         several = np.unique(rows[1:][rows[1:] == rows[:-1]])
         return int(np.count_nonzero(store.fates[several] != Fate.SPLIT))
 
-    def blocks(self, name: str) -> "Iterator[NDArray[np.int32]]":
-        """Give the tokens or the labels of the examples, end to end, `_BLOCK` of them at a time."""
+    def blocks(self, name: str) -> "Iterator[NDArray[Any]]":
+        """Give an array of the examples' tokens, end to end, `_BLOCK` of them at a time."""
         store = self.tokens.store
-        array = {"input_ids": store.input_ids, "labels": store.labels}[name]
+        array: NDArray[Any] = {
+            "input_ids": store.input_ids,
+            "labels": store.labels,
+            "logprobs": store.logprobs,
+        }[name]
         is_whole = self.is_whole_store
         for at in range(0, len(self.examples), _BLOCK):
             examples = self.examples[at : at + _BLOCK]
@@ -176,7 +190,7 @@ class ExampleSet(Sequence[Example]):
     @property
     def dropped(self) -> tuple[str, ...]:
         """The rows without an example, in words."""
-        fates = (Fate.NOTHING_LEFT, Fate.TOO_LONG, Fate.NOT_TRAINED)
+        fates = (Fate.NOTHING_LEFT, Fate.TOO_LONG, Fate.NOT_TRAINED, Fate.ALIKE)
         return tuple(
             part.tokens.name(row)
             for part in self.parts
@@ -216,13 +230,19 @@ class ExampleSet(Sequence[Example]):
         return tuple(dict.fromkeys(token for count in counts for token, _ in count.most_common()))
 
     def digest(self) -> str:
-        """Digest the tokens, their labels and where each example starts."""
+        """Digest the tokens, their labels, where each example starts, and what is compared."""
         digest = hashlib.sha256()
         for name in ("input_ids", "labels"):
             for part in self.parts:
                 for block in part.blocks(name):
                     digest.update(np.ascontiguousarray(block).data)
         digest.update(self.offsets.tobytes())
+        groups = Groups.of(self)
+        for array in () if groups is None else (groups.offsets, groups.values, groups.references):
+            digest.update(array.tobytes())
+        for part in self.parts:
+            for block in part.blocks("logprobs") if len(part.tokens.store.logprobs) else ():
+                digest.update(np.ascontiguousarray(block).data)
         return digest.hexdigest()
 
     def __len__(self) -> int:
@@ -251,6 +271,9 @@ class ExampleSet(Sequence[Example]):
             source=part.tokens.name(int(store.rows[example])),
             is_truncated=bool(store.is_truncated[example]),
             end_ids=tuple(end_ids.tolist()),
+            value=float(store.values[example]) if len(store.values) else None,
+            reference=float(store.references[example]) if len(store.references) else None,
+            logprobs=np.asarray(store.logprobs[tokens]) if len(store.logprobs) else None,
         )
 
     def _lengths(self) -> "NDArray[np.int64]":
@@ -300,6 +323,7 @@ class HeldOutRows(Sequence[Conversation]):
             for place, name, raw in named:
                 if place in places:
                     row = form.read(name, raw)
+                    row = row.best if isinstance(row, Compared) else row
                     assert isinstance(row, Conversation)
                     yield row
 
@@ -340,6 +364,7 @@ def load_rows(
     seed: int,
     cache_dir: Path,
     note: Note = _quiet,
+    formats: tuple[str, ...] = FORMATS,
 ) -> Rows:
     """Read and tokenise what the recipe names.
 
@@ -350,6 +375,7 @@ def load_rows(
         seed: Of what is held out, and of a mix.
         cache_dir: Where tokens are kept.
         note: Reports progress.
+        formats: The formats that the objective reads.
 
     Raises:
         DataError: A file is missing or empty, or rows are bad; each is named by file and line.
@@ -360,12 +386,12 @@ def load_rows(
     notes: list[str] = []
 
     def tokens(source: MixSource, *, max_rows: int | None) -> Tokens:
-        rows = source_rows(data, source, max_rows=max_rows)
+        rows = source_rows(data, source, max_rows=max_rows, formats=formats)
         num_workers = 0 if data.num_workers == 0 else None
         store, is_from_cache = stored_tokens(
             rows, encoder, num_workers=num_workers, cache_dir=cache_dir, notes=notes, note=note
         )
-        notes.extend(_source_notes(rows, store))
+        notes.extend(source_notes(rows, store))
         return Tokens(rows=rows, store=store, is_from_cache=is_from_cache)
 
     most = None if data.mix else data.max_rows
@@ -402,7 +428,13 @@ def load_rows(
     )
 
 
-def source_rows(data: DataSection, source: MixSource, *, max_rows: int | None) -> SourceRows:
+def source_rows(
+    data: DataSection,
+    source: MixSource,
+    *,
+    max_rows: int | None,
+    formats: tuple[str, ...] = FORMATS,
+) -> SourceRows:
     """Return the first rows of a source of the recipe; what it leaves out is as in `data`.
 
     Raises:
@@ -422,6 +454,7 @@ def source_rows(data: DataSection, source: MixSource, *, max_rows: int | None) -
         system=source.system or data.system,
         ignored=data.ignored_columns,
         loss_on=data.loss_on,
+        formats=formats,
     )
     return SourceRows(
         source=open_source(source.path),
@@ -486,7 +519,8 @@ def _mixed(
     parts: Sequence[Chosen], data: DataSection, *, seed: int
 ) -> tuple[list[Chosen], list[str]]:
     """Return as many examples of each source as its weight says, and say how many."""
-    sizes = [len(part.examples) for part in parts]
+    groups = [offsets(is_first(part)) for part in parts]
+    sizes = [len(one) - 1 for one in groups]
     for part, size in zip(parts, sizes, strict=True):
         if size == 0:
             raise DataError(
@@ -497,7 +531,8 @@ def _mixed(
     counts = rows_per_source(sizes, [one.weight for one in data.mix], max_rows=data.max_rows)
     mixed, notes = [], list[str]()
     for number, (part, size, count) in enumerate(zip(parts, sizes, counts, strict=True)):
-        examples = part.examples[drawn(count, size, seed=seed, source=number)]
+        chosen = drawn(count, size, seed=seed, source=number)
+        examples = _gathered(part.examples, groups[number], chosen)
         mixed.append(Chosen(tokens=part.tokens, examples=examples, row_ids=part.row_ids))
         share = 100 * count / sum(counts)
         notes.append(
@@ -505,82 +540,6 @@ def _mixed(
             f" ({share:.1f} %), {count / size:.2f} times its {size:,}"
         )
     return mixed, notes
-
-
-# --------------------------------------------------------------------------------------------------
-# What a user should know
-# --------------------------------------------------------------------------------------------------
-
-
-def _source_notes(rows: SourceRows, store: TokenStore) -> list[str]:
-    """Say what of a source is not among its rows."""
-    path, report = rows.source.path, store.report
-    notes = [*rows.source.notes]
-    if report.num_documents:
-        notes.append(f"{path}: {report.num_documents:,} documents, joined")
-    if report.num_duplicates:
-        notes.append(f"{report.num_duplicates:,} rows of {path} were dropped as duplicates")
-    if report.skipped:
-        bad = [f"{rows.source.name((file, line))}: {what}" for file, line, what in report.skipped]
-        notes.append(f"{len(bad)} bad rows of {path} were skipped:\n  " + "\n  ".join(bad[:10]))
-    return notes
-
-
-def choice_notes(parts: Sequence[Chosen], encoder: Encoder) -> list[str]:
-    """Report what was cut, split and dropped.
-
-    Raises:
-        DataError: Nothing is left, or a row is too long and the recipe asks for an error.
-    """
-    seq_len = encoder.seq_len
-    num_rows = sum(len(part.row_ids) for part in parts)
-    found = {fate: _with_fate(parts, fate) for fate in Fate}
-    if encoder.too_long == "error" and found[Fate.TOO_LONG][0]:
-        num, named = found[Fate.TOO_LONG]
-        raise DataError(
-            f"{num} of {num_rows} rows have more than {seq_len} tokens: {named}",
-            limit="`data.too_long` is error",
-            hint="raise `train.seq_len`, or `data.too_long: truncate`, `drop` or `split`",
-        )
-    num_cut = found[Fate.CUT][0]
-    notes = [f"{num_cut} of {num_rows} rows were cut to {seq_len} tokens"] if num_cut else []
-    whys = {
-        Fate.SPLIT: f"were split into parts of at most {seq_len} tokens",
-        Fate.NOTHING_LEFT: f"were dropped: their answers start beyond {seq_len} tokens",
-        Fate.TOO_LONG: f"were dropped: they have more than {seq_len} tokens",
-        Fate.NOT_TRAINED: "were dropped: none of their turns is trained",
-    }
-    for fate, why in whys.items():
-        num, named = found[fate]
-        if num:
-            notes.append(f"{num} of {num_rows} rows {why} ({named})")
-    num_apart = sum(part.num_apart for part in parts)
-    if num_apart:
-        notes.append(
-            f"{num_apart} of {num_rows} rows are learned in several texts: the template writes"
-            " earlier turns otherwise once later ones follow"
-        )
-    if not any(len(part.examples) for part in parts):
-        if found[Fate.NOT_TRAINED][0] == num_rows:
-            raise DataError(
-                f"none of the {num_rows} rows has a turn that is trained",
-                limit="at least one row must have something to learn",
-                hint="leave out `train: false` in the turns to learn",
-            )
-        raise DataError(
-            f"none of the {num_rows} rows has an answer within {seq_len} tokens",
-            limit="at least one row must have something to learn",
-            hint=f"raise `train.seq_len` above {seq_len}",
-        )
-    return notes
-
-
-def _with_fate(parts: Sequence[Chosen], fate: Fate) -> tuple[int, str]:
-    """Count the rows with a fate, and name the first ones."""
-    found = [(part, part.with_fate(fate)) for part in parts]
-    num = sum(len(rows) for _, rows in found)
-    first = [part.tokens.name(row) for part, rows in found for row in rows[:_NUM_NAMED].tolist()]
-    return num, ", ".join(first[:_NUM_NAMED]) + (", ..." if num > _NUM_NAMED else "")
 
 
 @lru_cache(maxsize=4)

@@ -22,7 +22,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from finetune.data.rows import Conversation, Document, LossOn, RowForm, bad_rows, no_rows
+from finetune.data.compared.encode import encode_answers
+from finetune.data.rows import (
+    Compared,
+    Conversation,
+    Document,
+    LossOn,
+    RowForm,
+    bad_rows,
+    no_rows,
+)
 from finetune.data.sources import Place, Raw, RowError, Source
 from finetune.data.token_cache import (
     Part,
@@ -237,9 +246,11 @@ class _Task:
             unused=tuple(unused),
         )
 
-    def _encode(self, row: Conversation | Document) -> tuple[Fate, list[Example]]:
+    def _encode(self, row: Conversation | Document | Compared) -> tuple[Fate, list[Example]]:
         if isinstance(row, Conversation):
             return self.encoder.encode(row)
+        if isinstance(row, Compared):
+            return encode_answers(row, self.encoder)
         ids = self.encoder.document_ids(row)
         return Fate.WHOLE, [
             Example(input_ids=ids, labels=ids, source=row.source, is_truncated=False)
@@ -260,13 +271,24 @@ def _part(good: Sequence[tuple[Place, Fate, list[Example]]]) -> Part:
         is_truncated=[one.is_truncated for _, one in examples],
         fates=[fate for _, fate, _ in good],
         places=[place for place, _, _ in good],
+        values=[one.value for _, one in examples if one.value is not None],
+        references=[one.reference for _, one in examples if one.reference is not None],
+        logprobs=np.concatenate(
+            [
+                np.empty(0, dtype=np.float32),
+                *(one.logprobs for _, one in examples if one.logprobs is not None),
+            ]
+        ),
     )
 
 
-def _digest(row: Conversation | Document, loss_on: LossOn) -> bytes:
+def _digest(row: Conversation | Document | Compared, loss_on: LossOn) -> bytes:
     """Digest what a row says and trains, wherever it is and whatever its columns are called."""
     if isinstance(row, Document):
         content: object = row.text
+    elif isinstance(row, Compared):
+        each = [_digest(one, loss_on).hex() for one in row.conversations]
+        content = [each, row.values, row.references, row.logprobs]
     else:
         turns = [message.to_json() for message in row.messages]
         content = [turns, [*row.tools], sorted(learned_turns(row, loss_on))]
@@ -386,6 +408,9 @@ def _with_rows(chunk: _Chunk, is_kept: "NDArray[np.bool_]") -> _Chunk:
             is_truncated=[bool(value) for value in examples(part.is_truncated)],
             fates=[fate for fate, kept in zip(part.fates, is_kept, strict=True) if kept],
             places=[place for place, kept in zip(part.places, is_kept, strict=True) if kept],
+            values=np.asarray(part.values)[has].tolist() if part.values else (),
+            references=np.asarray(part.references)[has].tolist() if part.references else (),
+            logprobs=part.logprobs[tokens] if isinstance(part.logprobs, np.ndarray) else (),
         ),
         digests=chunk.digests,
         problems=chunk.problems,

@@ -18,6 +18,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
+from finetune.data.compared.groups import Groups
 from finetune.data.dataset import ExampleSet, shuffled
 from finetune.recipe.sections import TrainSection
 from offload.plan.facts.attention import Attention
@@ -132,6 +133,9 @@ class PackedOrder:
     `tokens_per_step`, of all epochs' tokens in this order. So steps have as many tokens on average,
     and each differs by less than a row. A step depends on its number alone.
 
+    Rows of a group are next to each other in this order, and all in the step that its first token
+    (or row) is in: then a step differs by less than a group.
+
     Attributes:
         lengths: Tokens of each row.
         capacity: Tokens of a sequence.
@@ -141,6 +145,8 @@ class PackedOrder:
         seed: Of the orders.
         min_bins: Sequences of a step, at least: one for each rank.
         cost: Of a row.
+        groups: (groups + 1) Where each group of rows begins, and where the last one ends; None
+            where each row is by itself.
     """
 
     lengths: npt.NDArray[np.int64]
@@ -151,12 +157,24 @@ class PackedOrder:
     seed: int
     min_bins: int
     cost: RowCost
+    groups: npt.NDArray[np.int64] | None = None
 
     @classmethod
     def of(cls, train: TrainSection, rows: ExampleSet, *, num_ranks: int, cost: RowCost) -> Self:
-        """Return the order that these settings make of the rows."""
+        """Return the order that these settings make of the rows.
+
+        Raises:
+            DataError: A group has more rows, or tokens, than a step.
+        """
         lengths = np.asarray(rows.lengths, dtype=np.int64)
         in_tokens = train.tokens_per_step
+        groups = Groups.of(rows)
+        if groups is not None:
+            groups.require_within(
+                tokens_per_step=in_tokens,
+                rows_per_step=None if in_tokens else train.global_batch_size,
+                lengths=lengths,
+            )
         num_steps = train.steps
         if num_steps is None:
             assert train.epochs is not None
@@ -173,15 +191,15 @@ class PackedOrder:
             seed=train.seed,
             min_bins=num_ranks,
             cost=cost,
+            groups=None if groups is None else groups.offsets,
         )
 
     def rows(self, index: int) -> tuple[int, ...]:
         """Return the rows of step `index`, counted from 0, in the order of their epochs."""
         assert 0 <= index < self.num_steps
-        in_tokens = self.tokens_per_step is not None
         unit = self.tokens_per_step or self.rows_per_step
         assert unit is not None
-        sizes = self.lengths if in_tokens else np.ones_like(self.lengths)
+        offsets, sizes = self._offsets, self._sizes
         size = int(sizes.sum())
         rows: list[int] = []
         first, last = index * unit, (index + 1) * unit
@@ -189,19 +207,37 @@ class PackedOrder:
             order = shuffled(len(sizes), seed=self.seed, epoch=epoch)
             starts = sizes[order].cumsum() - sizes[order] + epoch * size
             begin, end = np.searchsorted(starts, [first, last])
-            rows += order[begin:end].tolist()
+            rows += [
+                row
+                for group in order[begin:end].tolist()
+                for row in range(offsets[group], offsets[group + 1])
+            ]
         return tuple(rows)
 
     def step(self, index: int) -> Bins:
         """Return the rows of each sequence of step `index`, the costliest sequence first."""
         rows = self.rows(index)
-        bins = packed(
-            [int(self.lengths[row]) for row in rows],
-            capacity=self.capacity,
-            cost=self.cost,
-            min_bins=self.min_bins,
-        )
+        bins = self.parts([int(self.lengths[row]) for row in rows])
         return tuple(tuple(rows[i] for i in part) for part in bins)
+
+    def parts(self, lengths: Sequence[int]) -> Bins:
+        """Return which of some rows share each sequence, the costliest sequence first.
+
+        Args:
+            lengths: Tokens of each of the rows.
+        """
+        return packed(lengths, capacity=self.capacity, cost=self.cost, min_bins=self.min_bins)
+
+    @property
+    def _offsets(self) -> npt.NDArray[np.int64]:
+        """Where each group begins; of rows by themselves, each."""
+        return np.arange(len(self.lengths) + 1) if self.groups is None else self.groups
+
+    @property
+    def _sizes(self) -> npt.NDArray[np.int64]:
+        """Rows or tokens of each group, by which a step is given."""
+        sizes = np.ones_like(self.lengths) if self.tokens_per_step is None else self.lengths
+        return np.asarray(np.add.reduceat(sizes, self._offsets[:-1]))
 
     @property
     def largest(self) -> tuple[int, int]:
@@ -224,17 +260,12 @@ class PackedOrder:
     def most_tokens(self) -> int:
         """Return how many tokens no step exceeds."""
         if self.tokens_per_step is not None:
-            return self.tokens_per_step - 1 + int(self.lengths.max())
+            return self.tokens_per_step - 1 + int(self._sizes.max())
         assert self.rows_per_step is not None
         longest = np.sort(self.lengths)[::-1]
-        return int(np.resize(longest.repeat(self._copies), self.rows_per_step).sum())
-
-    @property
-    def _copies(self) -> int:
-        """Return how often a row can be in one step."""
-        assert self.rows_per_step is not None
-        num_rows = len(self.lengths)
-        return -(-self.rows_per_step // num_rows) + bool(num_rows % self.rows_per_step)
+        num = self.rows_per_step - 1 + int(self._sizes.max())  # a group may begin at the end
+        copies = -(-num // len(longest)) + bool(len(longest) % num)  # of a row in one step
+        return int(np.resize(longest.repeat(copies), num).sum())
 
     def longest_step(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """Return a step at least as large as any other: of each sequence, rows and their tokens.

@@ -2,7 +2,8 @@
 
 A row may be a chat (`messages` with role and content, or ShareGPT's `conversations` with from and
 value), an Alpaca instruction, a prompt with its completion, or a document. A document stays text;
-all others become a `Conversation`: messages, and a source such as `train.jsonl:17`.
+all others become a `Conversation`: messages, and a source such as `train.jsonl:17`. A row that
+compares answers (`finetune.data.answers`) becomes several of them.
 
 A row that cannot be used is not skipped unless the recipe says how many may be: the reader goes
 through the whole file and then raises one error that names the bad rows. A run that silently trains
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from finetune.data.answers import read_answers
 from finetune.data.sources import Filled, Raw, RowError, decoded, open_source
 from finetune.data.turns import Message as Message
 from finetune.data.turns import (
@@ -27,13 +29,15 @@ from finetune.data.turns import (
 from finetune.data.unread import MEANINGS, find_unread, find_unread_in_turns
 from finetune.errors import DataError
 from finetune.recipe.data_section import FORMAT_COLUMNS, ColumnName, DataSection
+from finetune.recipe.row_formats import COMPARED, SUPERVISED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 LossOn = Literal["assistant", "last", "all"]
 
-FORMATS = tuple(FORMAT_COLUMNS)
+FORMATS = SUPERVISED
+"""Formats that are read where nothing else is asked for."""
 
 _MAX_SHOWN = 10
 _OF_FORMAT = "; it is a row of the format "
@@ -72,16 +76,43 @@ class Document:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Compared:
+    """Answers to one prompt.
+
+    Attributes:
+        conversations: The prompt with each answer, which alone is learned.
+        values: What is known of each; see `finetune.data.answers.Answers`.
+        references: The reference's log-probability of each; empty where the row has none.
+        logprobs: Of each token of each, that by which it was sampled; empty where there is none.
+        source: Where the row is.
+        unused: Keys of the row that hold something that is not read.
+    """
+
+    conversations: tuple[Conversation, ...]
+    values: tuple[float, ...]
+    references: tuple[float, ...]
+    logprobs: tuple[tuple[float, ...], ...]
+    source: str
+    unused: tuple[str, ...] = ()
+
+    @property
+    def best(self) -> Conversation:
+        """The first of those with the highest value."""
+        return self.conversations[self.values.index(max(self.values))]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RowForm:
     """How a source's rows are read.
 
     Attributes:
         path: Of the source, for errors.
-        data_format: One of `FORMATS`, or `auto` to detect it from the keys of the first row.
+        data_format: One of `formats`, or `auto` to detect it from the keys of the first row.
         columns: A format's column name -> the name in the file, where that is another.
         system: System prompt for conversations that have none of their own.
         ignored: Columns, and keys of turns, that are left out on purpose.
         loss_on: What is learned; a turn without a loss may have a weight of 0.
+        formats: Those that may be read.
     """
 
     path: str
@@ -90,6 +121,7 @@ class RowForm:
     system: str | None
     ignored: tuple[str, ...]
     loss_on: LossOn
+    formats: tuple[str, ...] = FORMATS
 
     def detected(self, rows: "Iterable[tuple[str, Raw]]") -> "RowForm":
         """Return the form with the format of the first readable row.
@@ -107,7 +139,7 @@ class RowForm:
             problems.append(f"{source}: {row if isinstance(row, RowError) else 'not an object'}")
         raise bad_rows(problems, len(problems), form=self)
 
-    def read(self, source: str, raw: Raw) -> Conversation | Document:
+    def read(self, source: str, raw: Raw) -> Conversation | Document | Compared:
         """Read one row.
 
         Raises:
@@ -121,17 +153,20 @@ class RowForm:
             unused = self._unused(row)
             if self.data_format == "text":
                 return _document(text(row, self.column("text")), source, unused)
-            messages = _PARSERS[self.data_format](row, self)
             tools_column = self.column("tools")
             tools = row.get(tools_column) if tools_column in self._optional() else None
+            read = read_tools(tools) if tools else ()
+            if self.data_format in COMPARED:
+                return self._compared(row, source, tools=read, unused=unused)
+            messages = _PARSERS[self.data_format](row, self)
             return Conversation(
                 messages=self._with_system(_checked(messages), row),
                 source=source,
                 unused=unused,
-                tools=read_tools(tools) if tools else (),
+                tools=read,
             )
         except RowError as error:
-            others = [name for name in FORMATS if self._fits(row, name)]
+            others = [name for name in self.formats if self._fits(row, name)]
             if others and self.data_format not in others:
                 problem = f"{error}{_OF_FORMAT}{others[0]}"
                 raise RowError(problem, error.lost) from None
@@ -141,14 +176,37 @@ class RowForm:
         """Return the file's name of a column."""
         return self.columns.get(name, name)
 
+    def _compared(
+        self,
+        row: Mapping[str, object],
+        source: str,
+        *,
+        tools: tuple[Mapping[str, Any], ...],
+        unused: tuple[str, ...],
+    ) -> Compared:
+        """Read a row that compares answers."""
+        found = read_answers(row, self.data_format, column=self.column, ignored=self.ignored)
+        prompt = self._with_system(list(found.prompt), row)
+        return Compared(
+            conversations=tuple(
+                Conversation(messages=(*prompt, *answer), source=source, tools=tools)
+                for answer in found.answers
+            ),
+            values=found.values,
+            references=found.references,
+            logprobs=found.logprobs,
+            source=source,
+            unused=unused,
+        )
+
     def _detect(self, source: str, row: Mapping[str, object]) -> str:
         """Return the one format whose columns a row has."""
-        found = [name for name in FORMATS if self._fits(row, name)]
+        found = [name for name in self.formats if self._fits(row, name)]
         if len(found) > 1 and "text" in found:
             found.remove("text")
         if len(found) == 1:
             return found[0]
-        wanted = "; ".join(f"{name} ({', '.join(self._shown(name))})" for name in FORMATS)
+        wanted = "; ".join(f"{name} ({', '.join(self._shown(name))})" for name in self.formats)
         reason = f"fit several formats: {', '.join(found)}" if found else "fit no format"
         raise DataError(
             f"{source} has the keys {', '.join(map(str, row))}, which {reason}",

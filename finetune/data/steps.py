@@ -1,34 +1,35 @@
-"""The steps of a run: which rows each trains on, and its batches, prepared ahead of the step.
+"""The steps of a run: which rows each trains on, and its batches.
 
 Which step. Row p of an endless stream of reshuffled epochs belongs to step p // rows_per_step: any
 step is known without the ones before it, and an epoch's last rows share a step with the next epoch.
 """
 
 import math
-import signal
 import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from multiprocessing import resource_tracker
-from types import TracebackType
 from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import DataLoader, Dataset
 
+from finetune.data.compared.groups import Groups
+from finetune.data.compared.step_layout import (
+    Comparison,
+    Layout,
+    end_of,
+    made_up,
+    rehearsed_pieces,
+)
 from finetune.data.dataset import ExampleSet, shuffled
 from finetune.data.packing import PackedOrder
 from finetune.data.tokenize import IGNORE_INDEX, Example
-from finetune.data.workers import prepare_worker, process_context, worker_died
-from finetune.interrupts import SIGNALS
+from finetune.objective.step_rows import StepRows
 from finetune.recipe.sections import TrainSection
 
 PAD_TO_MULTIPLE_OF = 8
 NUM_STEPS_LOOKED_AT, NUM_TYPICAL = 50, 12
-_PREFETCH_STEPS = 2
 _FIELDS = ("input_ids", "labels", "attention_mask")
 _PACKED_FIELDS = ("input_ids", "labels")
 MicroBatch = dict[str, torch.Tensor]
@@ -47,6 +48,7 @@ class BatchOrder:
         num_micro_batches: Micro-batches of a step.
         num_steps: Steps of the run.
         seed: Of the orders.
+        group_size: Rows of a group; those of one are next to each other, and in one step.
     """
 
     lengths: tuple[int, ...]
@@ -54,10 +56,16 @@ class BatchOrder:
     num_micro_batches: int
     num_steps: int
     seed: int
+    group_size: int = 1
 
     @classmethod
     def of(cls, train: TrainSection, rows: ExampleSet) -> Self:
-        """Return the order that these settings make of the rows."""
+        """Return the order that these settings make of the rows.
+
+        Raises:
+            DataError: Groups of rows do not fill steps of this size.
+        """
+        groups = Groups.of(rows)
         num_steps = train.steps
         if num_steps is None:
             assert train.epochs is not None
@@ -68,6 +76,7 @@ class BatchOrder:
             num_micro_batches=train.num_micro_batches,
             num_steps=num_steps,
             seed=train.seed,
+            group_size=1 if groups is None else groups.size_in(train.global_batch_size),
         )
 
     @property
@@ -75,16 +84,31 @@ class BatchOrder:
         """Return the number of sequences in a step (the global batch size)."""
         return self.micro_batch_size * self.num_micro_batches
 
+    def rows(self, index: int) -> tuple[int, ...]:
+        """Return the rows of step `index`, counted from 0, in the order of their epochs."""
+        assert 0 <= index < self.num_steps
+        num_groups = len(self.lengths) // self.group_size
+        per_step = self.rows_per_step // self.group_size
+        rows = list[int]()
+        for position in range(index * per_step, (index + 1) * per_step):
+            epoch, place = divmod(position, num_groups)
+            group = int(shuffled(num_groups, seed=self.seed, epoch=epoch)[place])
+            rows += range(group * self.group_size, (group + 1) * self.group_size)
+        return tuple(rows)
+
     def step(self, index: int) -> tuple[tuple[int, ...], ...]:
         """Return the rows of each micro-batch of step `index`, counted from 0."""
-        assert 0 <= index < self.num_steps
-        num_rows = len(self.lengths)
-        first = index * self.rows_per_step
-        rows = []
-        for position in range(first, first + self.rows_per_step):
-            epoch, place = divmod(position, num_rows)
-            rows.append(int(shuffled(num_rows, seed=self.seed, epoch=epoch)[place]))
-        return self._grouped(rows)
+        return self._grouped(self.rows(index))
+
+    def parts(self, lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Return which of some rows share each micro-batch: rows of similar length, longest first.
+
+        Args:
+            lengths: Tokens of each of the rows.
+        """
+        ordered = sorted(range(len(lengths)), key=lambda place: -lengths[place])
+        size = self.micro_batch_size
+        return tuple(tuple(ordered[at : at + size]) for at in range(0, len(ordered), size))
 
     def longest_step(self) -> tuple[tuple[int, ...], ...]:
         """Return a step at least as large as any other: the longest rows of the data.
@@ -102,10 +126,9 @@ class BatchOrder:
         )
 
     def _grouped(self, rows: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Group rows of similar length into micro-batches, longest first, to reduce padding."""
-        ordered = sorted(rows, key=lambda row: -self.lengths[row])
-        size = self.micro_batch_size
-        return tuple(tuple(ordered[at : at + size]) for at in range(0, len(ordered), size))
+        """Group rows of similar length into micro-batches, to reduce padding."""
+        parts = self.parts([self.lengths[row] for row in rows])
+        return tuple(tuple(rows[place] for place in part) for part in parts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,6 +143,7 @@ class StepSizes:
         largest_width: Width of the widest micro-batch of the run.
         most_label_tokens: Most tokens with a loss that a micro-batch can have.
         num_micro_batches: Of the first of the typical steps.
+        rows_per_step: Rows of the first of the typical steps.
         packing: How rows share a sequence; None where they do not.
     """
 
@@ -129,6 +153,7 @@ class StepSizes:
     largest_width: int
     most_label_tokens: int
     num_micro_batches: int
+    rows_per_step: int
     packing: "Packing | None" = None
 
     @classmethod
@@ -156,6 +181,7 @@ class StepSizes:
             largest_width=max(_widths(order, order.longest_step())),
             most_label_tokens=int(np.sort(labels_of_rows)[::-1][: order.micro_batch_size].sum()),
             num_micro_batches=order.num_micro_batches,
+            rows_per_step=order.rows_per_step,
         )
 
     @classmethod
@@ -181,6 +207,7 @@ class StepSizes:
             largest_width=widest,
             most_label_tokens=widest,
             num_micro_batches=len(bins),
+            rows_per_step=len(lengths),
             packing=Packing(
                 row_tokens=round(float((lengths**2).sum() / lengths.sum())),
                 longest_row=int(order.lengths.max()),
@@ -274,21 +301,16 @@ class StepShare:
         micro_batch_ids: Their numbers in the whole step.
         num_tokens: Tokens of all the step's rows, padding left out.
         num_label_tokens: Those with a loss.
+        scored: This rank's micro-batches of rows that are only scored.
+        rows: What this rank's rows are to each other; None where none are compared.
     """
 
     micro_batches: tuple[MicroBatch, ...]
     micro_batch_ids: tuple[int, ...]
     num_tokens: int
     num_label_tokens: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class StepBatch:
-    """This rank's share of one step, and how long the step waited for it."""
-
-    step: int
-    share: StepShare
-    wait_s: float
+    scored: tuple[MicroBatch, ...] = ()
+    rows: StepRows | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -301,6 +323,7 @@ class Steps:
         sizes: How large micro-batches are.
         own: Which of so many micro-batches of a step are this rank's.
         pad_token_id: Token that pads rows.
+        comparison: What an objective compares; None where each row is learned by itself.
     """
 
     rows: ExampleSet
@@ -308,6 +331,7 @@ class Steps:
     sizes: StepSizes
     own: Callable[[int], tuple[int, ...]]
     pad_token_id: int
+    comparison: Comparison | None = None
 
     @classmethod
     def of(
@@ -317,10 +341,27 @@ class Steps:
         *,
         own: Callable[[int], tuple[int, ...]],
         pad_token_id: int,
+        comparison: Comparison | None = None,
     ) -> Self:
         """Return the steps of an order of the rows."""
-        sizes = StepSizes.of(order, rows)
-        return cls(rows=rows, order=order, sizes=sizes, own=own, pad_token_id=pad_token_id)
+        return cls(
+            rows=rows,
+            order=order,
+            sizes=StepSizes.of(order, rows),
+            own=own,
+            pad_token_id=pad_token_id,
+            comparison=comparison,
+        )
+
+    def held_out(self, rows: ExampleSet, comparison: Comparison) -> Self:
+        """Return steps of other rows, all of which are this rank's; they are cut alike."""
+        lengths = np.asarray(rows.lengths, dtype=np.int64)
+        order: BatchOrder | PackedOrder
+        if isinstance(self.order, PackedOrder):
+            order = replace(self.order, lengths=lengths, min_bins=1)
+        else:
+            order = replace(self.order, lengths=tuple(lengths.tolist()))
+        return replace(self, rows=rows, order=order, own=_all, comparison=comparison)
 
     @property
     def num(self) -> int:
@@ -336,59 +377,107 @@ class Steps:
 
     def longest(self) -> StepShare:
         """Return this rank's share of a step with all the widest micro-batches."""
+        comparison = self.comparison
+        parts = self._longest_parts()
+        ids = self.own(len(parts))
+        examples = [example for part in parts for example in part]
+        share = _share_of(examples, self._collated([parts[part] for part in ids]), ids)
+        if comparison is None:
+            return share
+        has_scored = comparison.prompt_lens is not None
+        return replace(
+            share,
+            scored=share.micro_batches if has_scored else (),
+            rows=made_up(parts, ids, group_size=comparison.group_size, has_scored=has_scored),
+        )
+
+    def _longest_parts(self) -> list[list[Example]]:
+        """Return the rows of the widest micro-batches, which are cut where they are packed."""
         if not isinstance(self.order, PackedOrder):
-            return self._share(self.order.longest_step())
-        bins = [
-            [_cut(self.rows[row], num_tokens) for row, num_tokens in part]
-            for part in self.order.longest_step()
-        ]
-        examples = [example for part in bins for example in part]
-        ids = self.own(len(bins))
-        return _share_of(examples, [collate_packed(bins[i]) for i in ids], ids)
+            return [[self.rows[row] for row in part] for part in self.order.longest_step()]
+        bins = self.order.longest_step()
+        if self.comparison is None:
+            return [[_cut(self.rows[row], num) for row, num in part] for part in bins]
+        pieces = rehearsed_pieces(bins, group_size=self.comparison.group_size)
+        return [[end_of(self.rows[row], num) for row, num in part] for part in pieces]
 
     def typical(self) -> list[StepShare]:
         """Return this rank's shares of steps of the median size, and those nearest to it."""
-        return [self._share(self.order.step(step)) for step in self.sizes.typical_steps]
+        return [self.share_of(self.order.rows(step)) for step in self.sizes.typical_steps]
+
+    def share_of(self, rows: tuple[int, ...]) -> StepShare:
+        """Return this rank's share of a step of some rows, which are whole groups."""
+        layout = self._layout(rows)
+        return self._share(layout, self._batches(layout))
 
     def as_array(self, step: int) -> npt.NDArray[np.int64]:
         """Return the batches of this rank's share as one array, (fields, tokens of the share)."""
-        batches = self._batches(self.order.step(step))
+        batches = self._batches(self._layout(self.order.rows(step)))
         fields = [torch.cat([batch[name].flatten() for batch in batches]) for name in self._fields]
         return torch.stack(fields).numpy()
 
     def from_array(self, step: int, array: npt.NDArray[np.int64]) -> StepShare:
         """Cut the array of a step into micro-batches, without a copy."""
-        rows, whole = self.order.step(step), torch.from_numpy(array)
+        layout, whole = self._layout(self.order.rows(step)), torch.from_numpy(array)
         batches, at = [], 0
-        for own in self._own(rows):
-            lens = torch.tensor([int(self.order.lengths[row]) for row in own])
+        for own in layout.own_lens(self.own(len(layout.parts)), self._own_scored(layout)):
+            lens = torch.tensor(own)
             is_packed = isinstance(self.order, PackedOrder)
-            shape = (1, int(lens.sum())) if is_packed else (len(own), padded(int(lens[0])))
+            shape = (1, int(lens.sum())) if is_packed else (len(own), padded(own[0]))
             part = whole[:, at : at + math.prod(shape)].view(len(self._fields), *shape)
             batch = dict(zip(self._fields, part, strict=True))
             batches.append(batch | {"row_lens": lens} if is_packed else batch)
             at += math.prod(shape)
-        return self._share(rows, batches)
+        return self._share(layout, batches)
 
     @property
     def _fields(self) -> tuple[str, ...]:
         return _PACKED_FIELDS if isinstance(self.order, PackedOrder) else _FIELDS
 
-    def _own(self, step: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-        return [step[i] for i in self.own(len(step))]
+    def _layout(self, rows: tuple[int, ...]) -> Layout:
+        lens = tuple(int(self.order.lengths[row]) for row in rows)
+        scored_lens = () if self.comparison is None else self.comparison.scored_lens(rows)
+        return Layout(
+            rows=rows,
+            lens=lens,
+            parts=self.order.parts(lens),
+            scored_lens=scored_lens,
+            scored=self.order.parts(scored_lens) if scored_lens else (),
+        )
 
-    def _batches(self, step: Sequence[Sequence[int]]) -> list[MicroBatch]:
-        parts = [[self.rows[row] for row in own] for own in self._own(step)]
+    def _own_scored(self, layout: Layout) -> tuple[int, ...]:
+        return self.own(len(layout.scored)) if layout.scored else ()
+
+    def _batches(self, layout: Layout) -> list[MicroBatch]:
+        """Return the micro-batches of this rank's share, those that are only scored last."""
+        rows, own = layout.rows, self.own(len(layout.parts))
+        parts = [[self.rows[rows[place]] for place in layout.parts[part]] for part in own]
+        if self.comparison is not None and layout.scored:
+            parts += [
+                [self.comparison.scored(self.rows, rows, place) for place in layout.scored[part]]
+                for part in self._own_scored(layout)
+            ]
+        return self._collated(parts)
+
+    def _collated(self, parts: Sequence[Sequence[Example]]) -> list[MicroBatch]:
         if isinstance(self.order, PackedOrder):
             return [collate_packed(part) for part in parts]
         return [collate(part, pad_token_id=self.pad_token_id) for part in parts]
 
-    def _share(
-        self, step: Sequence[Sequence[int]], batches: Sequence[MicroBatch] | None = None
-    ) -> StepShare:
-        examples = [self.rows[row] for micro_batch in step for row in micro_batch]
-        batches = self._batches(step) if batches is None else batches
-        return _share_of(examples, batches, self.own(len(step)))
+    def _share(self, layout: Layout, batches: Sequence[MicroBatch]) -> StepShare:
+        own, own_scored = self.own(len(layout.parts)), self._own_scored(layout)
+        share = _share_of([self.rows[row] for row in layout.rows], batches[: len(own)], own)
+        if self.comparison is None:
+            return share
+        return replace(
+            share,
+            scored=tuple(batches[len(own) :]),
+            rows=self.comparison.step_rows(self.rows, layout, (own, own_scored)),
+        )
+
+
+def _all(num: int) -> tuple[int, ...]:
+    return tuple(range(num))
 
 
 def _share_of(
@@ -406,99 +495,3 @@ def _cut(example: Example, num_tokens: int) -> Example:
     return replace(
         example, input_ids=example.input_ids[:num_tokens], labels=example.labels[:num_tokens]
     )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _StepArrays(Dataset[npt.NDArray[np.int64]]):
-    """The steps as a map-style data set of arrays.
-
-    Arrays, because a worker sends their bytes through a pipe. A tensor's memory would be shared
-    instead, by a socket in the folder for temporary files. The worker cannot make one there if the
-    path is longer than 107 bytes, and the run would wait for it forever.
-    """
-
-    steps: Steps
-
-    def __getitem__(self, step: int) -> npt.NDArray[np.int64]:
-        return self.steps.as_array(step)
-
-
-class StepLoader:
-    """Iterate over a rank's batches of a run's steps, from one on, made by workers.
-
-    The batches of a step depend on its number alone, so a resumed run sees the same ones. The
-    loader has its own random generator; torch's default one is not touched.
-    """
-
-    def __init__(self, steps: Steps, *, first_step: int, num_workers: int) -> None:
-        """Prepare to start the workers.
-
-        Args:
-            steps: Of the run, as this rank sees them.
-            first_step: The first to give.
-            num_workers: Processes that make batches; 0 makes them in this one.
-        """
-        self._steps, self._numbers = steps, range(first_step, steps.num)
-        self._loader = DataLoader(
-            _StepArrays(steps=steps),
-            batch_size=None,
-            collate_fn=_unchanged,
-            sampler=self._numbers,
-            num_workers=num_workers,
-            prefetch_factor=_PREFETCH_STEPS if num_workers else None,
-            multiprocessing_context=process_context() if num_workers else None,
-            worker_init_fn=_prepare_loader_worker,
-            generator=torch.Generator(),
-        )
-        self._arrays: Iterator[npt.NDArray[np.int64]] | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Stop the workers; the iterator ends them when it is deleted."""
-        self._arrays = None
-
-    def __iter__(self) -> Iterator[StepBatch]:
-        # Ctrl-C and similar signals reach workers too, and would kill one that is still starting:
-        # workers start with these signals blocked, and ignore them as soon as they can.
-        resource_tracker.ensure_running()  # it would unblock signals when it starts
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        try:
-            self._arrays = iter(self._loader)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        for step in self._numbers:
-            start_s = time.perf_counter()
-            array = self._next()
-            wait_s = time.perf_counter() - start_s
-            yield StepBatch(step=step, share=self._steps.from_array(step, array), wait_s=wait_s)
-        self.close()
-
-    def _next(self) -> npt.NDArray[np.int64]:
-        """Wait for the next step; torch checks on its workers every few seconds."""
-        assert self._arrays is not None, "the loader is closed"
-        try:
-            return next(self._arrays)
-        except RuntimeError as error:
-            if "DataLoader worker (pid" not in str(error):
-                raise
-            raise worker_died("preparing batches", error) from error
-
-
-def _unchanged(share: object) -> object:
-    """Return a share as it is; torch would make a tensor of it, in the worker."""
-    return share
-
-
-def _prepare_loader_worker(_: int) -> None:
-    torch.set_num_threads(1)
-    prepare_worker()

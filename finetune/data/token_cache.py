@@ -26,7 +26,7 @@ from finetune.data.tokenize import Encoder, Fate, check_is_fast
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_CACHE_VERSION = 4
+_CACHE_VERSION = 5
 _BLOCK_BYTES = 2**22
 _LIST = "arrays.json"
 _ARRAYS = {
@@ -39,6 +39,9 @@ _ARRAYS = {
     "is_truncated": np.bool_,
     "fates": np.int8,
     "places": np.int64,
+    "values": np.float32,
+    "references": np.float64,
+    "logprobs": np.float32,
 }
 """Of each array, the type; see `TokenStore`."""
 
@@ -58,6 +61,9 @@ class TokenStore:
         is_truncated: (examples): whether it was cut at its right.
         fates: (rows): what became of each, a `Fate`.
         places: (rows, 2): where it is in the source: file, and line or index.
+        values: (examples) of rows that compare answers, else none; see `Example.value`.
+        references: (examples) where rows have them, else none; see `Example.reference`.
+        logprobs: Of all tokens, end to end, where rows have them, else none.
         report: What the source had besides rows that are used.
     """
 
@@ -71,6 +77,9 @@ class TokenStore:
     is_truncated: "NDArray[np.bool_]"
     fates: "NDArray[np.int8]"
     places: "NDArray[np.int64]"
+    values: "NDArray[np.float32]"
+    references: "NDArray[np.float64]"
+    logprobs: "NDArray[np.float32]"
     report: "StoreReport"
 
     def __len__(self) -> int:
@@ -109,6 +118,7 @@ def cache_key(
         "version": _CACHE_VERSION,
         "source": source_digest,
         "format": form.data_format,
+        "formats": form.formats,
         "columns": dict(form.columns),
         "system": form.system,
         "ignored": form.ignored,
@@ -188,6 +198,9 @@ class Part:
     is_truncated: Sequence[bool]
     fates: Sequence[Fate]
     places: Sequence[tuple[int, int]]
+    values: Sequence[float] = ()
+    references: Sequence[float] = ()
+    logprobs: "NDArray[np.float32] | tuple[()]" = ()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -246,6 +259,9 @@ class StoreWriter:
         self._write("is_truncated", part.is_truncated)
         self._write("fates", part.fates)
         self._write("places", np.asarray(part.places, dtype=np.int64).ravel())
+        self._write("values", part.values)
+        self._write("references", part.references)
+        self._write("logprobs", part.logprobs)
 
     def close(self, report: StoreReport) -> TokenStore:
         """Finish the files and move the store into place.

@@ -54,6 +54,10 @@ class Example:
         source: Of the row.
         is_truncated: Whether the row was cut at its right.
         end_ids: The tokens that end its answers, of those that were not cut off.
+        value: Of an answer that is compared with others; None if it is not.
+        reference: Its log-probability by the reference, in nats; None where that is not known.
+        logprobs: Of each token, the log-probability that it was sampled with, in nats, 0 where it
+            was not; None where that is not known.
     """
 
     input_ids: "NDArray[np.int32]"
@@ -61,6 +65,9 @@ class Example:
     source: str
     is_truncated: bool
     end_ids: tuple[int, ...] = ()
+    value: float | None = None
+    reference: float | None = None
+    logprobs: "NDArray[np.float32] | None" = None
 
     @property
     def num_loss_tokens(self) -> int:
@@ -83,6 +90,8 @@ class Fate(IntEnum):
     NOT_TRAINED = 4
     """None of its turns is to be learned."""
     SPLIT = 5
+    ALIKE = 6
+    """Its answers were cut, and what is left of them is the same."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,9 +20,12 @@ class StepRows:
         num_trained: Rows that are trained on; the others are only scored.
         reference_R: Sum of the reference's log-probabilities over a row's label tokens, where it is
             known beforehand, float32; None where the reference is computed.
+        sampler_N: Log-probability with which the sampler drew each label token of the step, in the
+            order of `Scores.policy_N`, float32; None where it is not known.
     """
 
     groups_R: torch.Tensor
     values_R: torch.Tensor
     num_trained: int
     reference_R: torch.Tensor | None = None
+    sampler_N: torch.Tensor | None = None

@@ -6,13 +6,34 @@ from pydantic import Field, field_validator
 
 from finetune.recipe.section import Names, Section
 
-DataFormat = Literal["auto", "messages", "alpaca", "sharegpt", "prompt_completion", "text"]
+DataFormat = Literal[
+    "auto",
+    "messages",
+    "alpaca",
+    "sharegpt",
+    "prompt_completion",
+    "text",
+    "preference",
+    "ranking",
+    "labelled",
+    "sampled",
+]
 FORMAT_COLUMNS = {
     "messages": (("messages",), ("tools", "system")),
     "sharegpt": (("conversations",), ("tools", "system")),
     "alpaca": (("instruction", "output"), ("input", "system")),
     "prompt_completion": (("prompt", "completion"), ("system",)),
     "text": (("text",), ()),
+    "preference": (
+        ("chosen", "rejected"),
+        ("prompt", "tools", "system", "ref_chosen_logps", "ref_rejected_logps"),
+    ),
+    "ranking": (("prompt", "completions"), ("scores", "ranks", "tools", "system", "ref_logps")),
+    "labelled": (("prompt", "completion", "label"), ("tools", "system", "ref_logps")),
+    "sampled": (
+        ("prompt", "completions", "rewards"),
+        ("tools", "system", "ref_logps", "logprobs"),
+    ),
 }
 """Format -> the columns that its rows have, and those that they may have."""
 ColumnName = Literal[
@@ -26,6 +47,17 @@ ColumnName = Literal[
     "text",
     "tools",
     "system",
+    "chosen",
+    "rejected",
+    "label",
+    "completions",
+    "scores",
+    "ranks",
+    "rewards",
+    "ref_chosen_logps",
+    "ref_rejected_logps",
+    "ref_logps",
+    "logprobs",
 ]
 ColumnNames = dict[ColumnName, Annotated[str, Field(min_length=1)]]
 
@@ -74,7 +106,8 @@ class DataSection(Section):
     )
     format: DataFormat = Field(
         default="auto",
-        description="Form of a row; `auto` finds it by the column names. `text`: documents.",
+        description="Form of a row; `auto` finds it by the column names. `text`: documents;"
+        " `preference`, `ranking`, `labelled`, `sampled`: answers to compare.",
     )
     columns: ColumnNames = Field(
         default={},

@@ -60,6 +60,31 @@ RENAMED: Mapping[str, str] = {
     "dataloader_num_workers": "data.num_workers",
     "preprocessing_num_workers": "data.num_workers",
     "dataset_num_proc": "data.num_workers",
+    # objective
+    "rl": "objective.method",
+    "stage": "objective.method",
+    "loss_type": "objective.loss",
+    "pref_loss": "objective.loss",
+    "dpo_loss": "objective.loss",
+    "rl_beta": "objective.beta",
+    "dpo_beta": "objective.beta",
+    "pref_beta": "objective.beta",
+    "orpo_alpha": "objective.beta",
+    "kl_coef": "objective.beta",
+    "dpo_label_smoothing": "objective.label_smoothing",
+    "rpo_alpha": "objective.sft_weight",
+    "cpo_alpha": "objective.sft_weight",
+    "pref_ftx": "objective.sft_weight",
+    "dpo_ftx": "objective.sft_weight",
+    "simpo_gamma": "objective.gamma",
+    "kto_desirable_weight": "objective.desirable_weight",
+    "kto_chosen_weight": "objective.desirable_weight",
+    "kto_undesirable_weight": "objective.undesirable_weight",
+    "kto_rejected_weight": "objective.undesirable_weight",
+    "clip_ratio_low": "objective.clip_epsilon",
+    "clip_ratio_high": "objective.clip_epsilon_high",
+    "epsilon_high": "objective.clip_epsilon_high",
+    "vllm_importance_sampling_mode": "objective.importance_sampling_mode",
     # train
     "max_length": "train.seq_len",
     "max_seq_len": "train.seq_len",
@@ -147,6 +172,7 @@ REPLACED: Mapping[str, tuple[str, str]] = {
     "train_on_prompt": ("data.loss_on", "all"),
     "assistant_only_loss": ("data.loss_on", "assistant"),
     "completion_only_loss": ("data.loss_on", "assistant"),
+    "precompute_ref_log_probs": ("objective.reference", "precomputed"),
     "global_batch_size": ("train.tokens_per_step", "49152"),
     "train_batch_size": ("train.tokens_per_step", "49152"),
     "auto_find_batch_size": ("train.micro_batch_size", "auto"),
@@ -191,7 +217,12 @@ _HUB = "nothing is uploaded: `hf upload` takes the adapter's folder"
 _LOSS = "the loss is cross-entropy of the next token"
 _STEPS = "every step's figures are in metrics.jsonl"
 _FP16 = "float16 would need loss scaling: `model.dtype: bfloat16`"
-_PREFERENCE = "a recipe is supervised fine-tuning"
+_REFERENCE = "the reference is the model without its adapter, or its log-probabilities"
+_GROUPS = "objective.loss decides what advantages are divided by and what a ratio is of"
+_CAP = "weights are truncated at 3"
+_REWARD = "rows bring their rewards; no model of rewards is trained or asked"
+_SAMPLER = "answers are sampled by another program and are in the rows, with their rewards"
+_DIVERGENCE = "rewards are log-probabilities over the reference's, one loss at a time"
 
 # Word -> why nothing here does it, or what does it without a setting.
 UNSUPPORTED: Mapping[str, str] = {
@@ -213,14 +244,27 @@ UNSUPPORTED: Mapping[str, str] = {
     **dict.fromkeys(("num_processes", "num_gpus", "ddp", "local_rank", "ddp_timeout"), _LAUNCH),
     **dict.fromkeys(("ddp_find_unused_parameters", "distributed_type"), _LAUNCH),
     **dict.fromkeys(("push_to_hub", "hub_model_id", "hub_token", "hub_strategy"), _HUB),
-    **dict.fromkeys(("label_smoothing_factor", "label_smoothing", "loss_type"), _LOSS),
+    **dict.fromkeys(("label_smoothing_factor",), _LOSS),
     **dict.fromkeys(("average_tokens_across_devices", "importance_loss_coef"), _LOSS),
     **dict.fromkeys(("logging_steps", "log_every_n_steps", "logging_strategy"), _STEPS),
     **dict.fromkeys(("logging_first_step", "plot_loss", "log_level"), _STEPS),
     **dict.fromkeys(("fp16", "half", "mixed_precision", "amp"), _FP16),
-    **dict.fromkeys(("rl", "beta", "dpo_beta", "pref_beta", "stage", "reward_model"), _PREFERENCE),
+    **dict.fromkeys(("ref_model", "reference_free", "ref_model_adapters"), _REFERENCE),
+    **dict.fromkeys(
+        ("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"), _REFERENCE
+    ),
+    **dict.fromkeys(("reward_model", "reward_funcs", "reward_weights"), _REWARD),
+    **dict.fromkeys(("num_generations", "use_vllm", "num_iterations", "temperature"), _SAMPLER),
+    **dict.fromkeys(
+        ("f_divergence_type", "ld_alpha", "use_weighting", "loss_weights"), _DIVERGENCE
+    ),
     **dict.fromkeys(("resume_from_checkpoint", "auto_resume_from_checkpoints"), _RESUME),
     **dict.fromkeys(("resume", "checkpointer", "lora_model_dir"), _RESUME),
+    **dict.fromkeys(("scale_rewards", "importance_sampling_level"), _GROUPS),
+    **dict.fromkeys(("vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap"), _CAP),
+    "gamma_beta_ratio": "objective.gamma is this times objective.beta",
+    "discopop_tau": "it is 0.05",
+    "max_completion_length": "`dr_grpo` divides by train.seq_len",
     "overwrite_output_dir": "`--overwrite` on the command line replaces a run",
     "do_train": "`sluice finetune` trains",
     "do_eval": "losses on held-out rows are taken where output.eval_every is set",

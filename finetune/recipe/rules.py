@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from finetune.recipe.breach import Breach
 from finetune.recipe.data_section import FORMAT_COLUMNS, DataSection
 from finetune.recipe.full_rules import broken_full_rules
+from finetune.recipe.objective_rules import broken_objective_rules
 from finetune.recipe.sections import MAX_MICRO_BATCHES, ModelSection, Settings, TrainSection
 
 # Pairs of which at most one field may be set. One set on the command line replaces the other one
@@ -42,6 +43,7 @@ def broken_rules(recipe: Settings) -> Iterator[Breach]:
     yield from _broken_device_rules(recipe)
     if recipe.train.is_full:
         yield from broken_full_rules(recipe)
+    yield from broken_objective_rules(recipe)
     if recipe.train.compile and isinstance(recipe.offload.mlp_chunk, int):
         yield Breach(
             field="offload.mlp_chunk",

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from finetune.recipe.data_section import DataSection
+from finetune.recipe.objective_section import ObjectiveSection
 from finetune.recipe.section import Names, Section
 from offload.plan.facts.codec import CodecName
 from offload.plan.facts.optimizer import Optimizer
@@ -431,6 +432,10 @@ class Settings(Section):
         description="What is trained: a LoRA adapter, and modules trained whole.",
     )
     data: DataSection = Field(description="The rows to train on.")
+    objective: ObjectiveSection = Field(
+        default=ObjectiveSection(),
+        description="What is learned from the rows: to repeat them, or to prefer some of them.",
+    )
     train: TrainSection = Field(description="The optimizer step and how many of them.")
     offload: OffloadSection = Field(
         default=OffloadSection(), description="Where the weights lie and how they travel."

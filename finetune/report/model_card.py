@@ -14,7 +14,7 @@ import yaml
 
 from finetune.recipe.recipe import Recipe, recipe_hash, resolved_yaml
 from finetune.report.explain import METRICS, REPORT
-from finetune.run.evaluations import EVAL_LOSS
+from finetune.run.evaluations import EVAL_LOSS, EVAL_PREFIX
 from finetune.run.metrics import read_rows
 
 if TYPE_CHECKING:
@@ -134,6 +134,11 @@ def _figures(run_dir: Path) -> Mapping[str, str]:
     }
     if EVAL_LOSS in rows[step]:
         found[f"held-out loss, step {step:,}"] = f"{rows[step][EVAL_LOSS]:.4f}"
+    for when, figures in report["held_out"].items():
+        for name in ("rewards/accuracies", "rewards/margins", "logps/accuracies", "logps/margins"):
+            if EVAL_PREFIX + name in figures:
+                shown = f"{figures[EVAL_PREFIX + name]:.4f}"
+                found[f"held-out {name}, {when} training"] = shown
     for when, share in report["exact_match"].items():
         found[f"held-out answers right to the letter, {when} training"] = f"{share:.1%}"
     return found

@@ -18,7 +18,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from finetune.run.evaluations import EVAL_LOSS
+from finetune.run.evaluations import EVAL_LOSS, shown_evaluation
 from offload.plan.machine.machine import GIB
 
 NUM_RECENT_STEPS = 20
@@ -106,7 +106,7 @@ class StepLines:
 
 
 def _evaluation(row: Mapping[str, Any]) -> str:
-    return f"step {row['step']}: loss on held-out rows {row[EVAL_LOSS]:.4f}"
+    return f"step {row['step']}: {shown_evaluation(row)}"
 
 
 class LoadingLines:

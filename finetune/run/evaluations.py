@@ -10,6 +10,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 EVAL_LOSS = "eval_loss"
+EVAL_PREFIX = "eval_"
+_SHOWN = ("rewards/accuracies", "rewards/margins", "logps/accuracies", "logps/margins", "kl")
+
+
+def shown_evaluation(row: Mapping[str, Any]) -> str:
+    """Return the loss on held-out rows, and what else was measured on them, in a line.
+
+    Args:
+        row: Of metrics.jsonl, with that loss.
+    """
+    names = (name for name in _SHOWN if EVAL_PREFIX + name in row)
+    more = (f", {name} {row[EVAL_PREFIX + name]:.4f}" for name in names)
+    return f"loss on held-out rows {row[EVAL_LOSS]:.4f}{''.join(more)}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

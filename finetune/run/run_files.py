@@ -170,6 +170,12 @@ class SamplesContent(_Content):
     exact_match: Number
 
 
+class EvaluationContent(_Content):
+    """evaluation_before.json: figures by their names in metrics.jsonl."""
+
+    eval_loss: float
+
+
 def read_sealed(kind: JsonFile, file: Path) -> Any:
     """Return what a file holds that a run has sealed.
 
@@ -200,6 +206,13 @@ ROW = JsonFile(
     error=CheckpointError,
     limit="a step's line is written once and whole; only the last one may be torn",
     hint="restore metrics.jsonl from a copy, or start a new run with `output.name=...`",
+)
+EVALUATION_BEFORE = "evaluation_before.json"
+EVALUATION = JsonFile(
+    holds=EvaluationContent,
+    error=CheckpointError,
+    limit="it is written whole, before step 1",
+    hint="remove it: the report then leaves it out",
 )
 SAMPLES = JsonFile(
     holds=SamplesContent,

@@ -5,20 +5,22 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from finetune.data.dataset import ExampleSet
-from finetune.data.steps import StepShare, collate
+from finetune.data.steps import Steps, StepShare, collate
 from finetune.errors import FinetuneError
 from finetune.recipe.sections import TrainSection
 from finetune.run.checkpoint import Resumable, StateForm, state_form
+from finetune.training.objectives import Evaluation, Objectives, held_out_shares, mean_of
 from finetune.training.optimizer import Update, learning_rate
 from finetune.training.ranks import Ranks
 from offload.engine.engine import Engine
 from offload.engine.model.router import RouterScope
+from offload.engine.objective import Objective
 from offload.engine.seeding import NEWEST
 from offload.plan.schedule.timeline import Timeline
 
@@ -53,6 +55,7 @@ class StepRecord:
         optimizer_s: Adding up the ranks' gradients, clipping and update.
         step_s: The whole step, without waiting for data.
         timeline: The engine's ops.
+        metrics: Those of the objective, by name, over the rows of all ranks.
     """
 
     loss: float
@@ -64,6 +67,7 @@ class StepRecord:
     optimizer_s: float
     step_s: float
     timeline: Timeline
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class Loop:
@@ -79,6 +83,7 @@ class Loop:
         is_masked: bool,
         num_steps: int,
         ranks: Ranks,
+        objectives: Objectives | None = None,
     ) -> None:
         """Take the parts.
 
@@ -92,6 +97,7 @@ class Loop:
             is_masked: Whether the model gets an attention mask for padding.
             num_steps: Of the run.
             ranks: The processes that share each step.
+            objectives: The losses of steps; None for cross-entropy.
         """
         self._model = model
         self._engine = engine
@@ -100,6 +106,7 @@ class Loop:
         self._train = train
         self._num_steps = num_steps
         self._ranks = ranks
+        self._objectives = objectives
         self.state_form: StateForm = {}
         self.seeding = NEWEST  # a resumed run has that of its checkpoint
 
@@ -172,13 +179,46 @@ class Loop:
         self._model.train()
         shares = self._ranks.exchange((loss_sum, num_label_tokens))
         loss = sum(loss for loss, _ in shares) / sum(num for _, num in shares)
+        self._require_finite_held_out(loss)
+        return loss
+
+    def validation(self, held_out: Steps) -> Evaluation:
+        """Return the mean of the objective's loss and metrics over held-out rows.
+
+        Args:
+            held_out: Their steps, all this rank's; the ranks share them out by their numbers.
+
+        Raises:
+            FinetuneError: The loss is not finite.
+        """
+        assert self._objectives is not None
+        found: dict[int, tuple[int, Evaluation]] = {}
+        self._model.eval()
+        for number, (num_groups, share) in enumerate(held_out_shares(held_out)):
+            if number % self._ranks.num != self._ranks.index:
+                continue
+            assert share.rows is not None
+            result = self._engine.evaluate(
+                [self._shown(batch) for batch in share.micro_batches],
+                objective=self._objectives.of_held_out(share.rows),
+                scored=[self._shown(batch) for batch in share.scored],
+            )
+            found[number] = num_groups, Evaluation(loss=result.loss, metrics=result.metrics)
+        self._model.train()
+        parts = {
+            number: part for one in self._ranks.exchange(found) for number, part in one.items()
+        }
+        mean = mean_of([parts[number] for number in sorted(parts)])
+        self._require_finite_held_out(mean.loss)
+        return mean
+
+    def _require_finite_held_out(self, loss: float) -> None:
         if not math.isfinite(loss):
             raise FinetuneError(
                 f"the loss on held-out rows is {loss}",
                 limit="it must be finite; earlier checkpoints are good",
                 hint=self._lower_rate(),
             )
-        return loss
 
     def _step(self, share: StepShare, *, lr: float, dropout_seed: int, name: str) -> StepRecord:
         start_s = time.perf_counter()
@@ -189,6 +229,8 @@ class Loop:
             num_label_tokens=share.num_label_tokens,
             micro_batch_ids=share.micro_batch_ids,
             router_loss=RouterScope(over=self._train.router_loss_over, add_up=self._ranks.add_up),
+            objective=self._objective_of(share),
+            scored=[self._shown(batch) for batch in share.scored],
         )
         timeline = result.timeline  # waits for the device
         update_start_s = time.perf_counter()
@@ -207,7 +249,14 @@ class Loop:
             optimizer_s=end_s - update_start_s,
             step_s=end_s - start_s,
             timeline=timeline,
+            metrics=result.metrics,
         )
+
+    def _objective_of(self, share: StepShare) -> Objective | None:
+        if self._objectives is None:
+            return None
+        assert share.rows is not None
+        return self._objectives.of_step(share.rows)
 
     def _shown(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Drop the attention mask unless the model needs it.

@@ -5,6 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from finetune.data.compared.groups import require_comparable
+from finetune.data.compared.step_layout import Comparison
 from finetune.data.dataset import Rows, load_rows
 from finetune.data.packing import PackedOrder, RowCost
 from finetune.data.steps import BatchOrder, Steps
@@ -13,6 +15,7 @@ from finetune.model.tokenizer import load_tokenizer
 from finetune.planning.candidates import choose, requests_for, with_each_size
 from finetune.planning.request import find_machine
 from finetune.recipe.recipe import Recipe, with_micro_batch_size, with_offload
+from finetune.recipe.row_formats import formats_of
 from finetune.training import preflight
 from finetune.training.expert_backend import fastest_expert_backend, resolve_expert_backend
 from finetune.training.packing import shown_packing
@@ -115,7 +118,9 @@ def load_data(run: Run) -> Data:
             seed=recipe.train.seed,
             cache_dir=cache_dir(),
             note=run.screen.note,
+            formats=formats_of(recipe.objective),
         )
+    require_comparable(rows, recipe.objective)
     ranks.require_same("the training rows", lambda: rows.data_hash)
     for note in rows.notes:
         run.screen.note(note)
@@ -141,7 +146,11 @@ def plan_steps(
         if recipe.data.packing == "on":
             order = PackedOrder.of(train, rows, num_ranks=ranks.num, cost=RowCost.of(facts))
         own = partial(own_micro_batches, index=ranks.index, num=ranks.num)
-        return Steps.of(order, rows, own=own, pad_token_id=pad_id(data.tokenizer))
+        comparison = Comparison.of(
+            rows, is_mismatched=recipe.objective.scores_mismatched, seq_len=train.seq_len
+        )
+        pad = pad_id(data.tokenizer)
+        return Steps.of(order, rows, own=own, pad_token_id=pad, comparison=comparison)
 
     sized = [(one, steps_of(one).sizes) for one in with_each_size(recipe, num_ranks=ranks.num)]
     requests = requests_for(recipe, facts, sized, num_ranks=ranks.num)

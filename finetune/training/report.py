@@ -14,12 +14,14 @@ from finetune.recipe.recipe import Recipe, recipe_hash
 from finetune.report.explain import REPORT, Explanation, draw, explain
 from finetune.report.format import compact_table, shown_time
 from finetune.report.prediction import SEAL
-from finetune.run.run_files import SAMPLES, read_sealed
+from finetune.run.evaluations import EVAL_LOSS, EVAL_PREFIX
+from finetune.run.run_files import EVALUATION, EVALUATION_BEFORE, SAMPLES, read_sealed
 from offload.plan.plan import Plan
 from offload.plan.schedule.breakdown import DATA_WAIT, OPTIMIZER, OUTSIDE, parts_json, parts_of
 
 if TYPE_CHECKING:
     from finetune.training.loop import StepRecord
+    from finetune.training.objectives import Evaluation
     from finetune.training.samples import Answers
 
 NUM_SHOWN_SAMPLES = 3
@@ -68,10 +70,17 @@ def metrics_row(
         "num_label_tokens": record.num_label_tokens,
         "num_loads": record.num_loads,
         "tokens_per_s": record.num_tokens / (record.step_s + data_wait_s),
+        **record.metrics,
         "phases_s": phases,
         "parts_s": parts_json(parts),
         SEAL: seal,
     }
+
+
+def evaluation_row(evaluation: "Evaluation") -> dict[str, float]:
+    """Return what held-out rows said, by the names in metrics.jsonl."""
+    more = {EVAL_PREFIX + name: value for name, value in evaluation.metrics.items()}
+    return {EVAL_LOSS: evaluation.loss, **more}
 
 
 def write_report(
@@ -104,11 +113,27 @@ def write_report(
             for when in ("before", "after")
             if (file := run_dir / f"samples_{when}.json").exists()
         },
+        "held_out": _held_out(run_dir, rows, adapter_step=adapter_step),
         **explanation.to_json(),
     }
     write_atomically(run_dir / REPORT, json.dumps(content, indent=1))
     draw(run_dir, explanation)
     return explanation
+
+
+def _held_out(
+    run_dir: Path, rows: Sequence[Mapping[str, Any]], *, adapter_step: int
+) -> dict[str, dict[str, float]]:
+    """Return what held-out rows said before training, and after the step of the result."""
+    before = run_dir / EVALUATION_BEFORE
+    found = {"before": read_sealed(EVALUATION, before)} if before.exists() else {}
+    for row in rows:
+        if row["step"] == adapter_step and EVAL_LOSS in row:
+            found["after"] = row
+    return {
+        when: {name: value for name, value in row.items() if name.startswith(EVAL_PREFIX)}
+        for when, row in found.items()
+    }
 
 
 def samples_title(when: str, answers: "Answers") -> str:

@@ -19,6 +19,7 @@ from finetune.recipe.recipe import Recipe
 from finetune.report.format import shown_graphs
 from finetune.training.compile import FAILURES, compile_layers, refusal
 from finetune.training.loop import Loop
+from finetune.training.objectives import Evaluation, Objectives
 from finetune.training.optimizer import AdapterUpdate, Update
 from finetune.training.packing import shown_layers
 from finetune.training.prepare import Data
@@ -84,6 +85,16 @@ class Session:
     engine: Engine
     loop: Loop
     stops: Stops
+
+    def evaluation(self) -> Evaluation:
+        """Return what held-out rows say, shared by the ranks."""
+        held_out, steps = self.rows.held_out, self.steps
+        assert held_out is not None, "a rule of recipes"
+        if steps.comparison is None:
+            loss = self.loop.validation_loss(held_out, pad_token_id=steps.pad_token_id)
+            return Evaluation(loss=loss, metrics={})
+        comparison = steps.comparison.of_same_kind(held_out)
+        return self.loop.validation(steps.held_out(held_out, comparison))
 
     def calibrated(self, plan: Plan) -> Plan:
         """Return the plan at the prices of typical steps, timed once the longest has fitted.
@@ -209,6 +220,9 @@ def attached(run: Run, plan: Plan, adapted: Adapted, data: Data, steps: Steps) -
         is_masked=plan.request.is_masked,
         num_steps=steps.num,
         ranks=run.ranks,
+        objectives=None
+        if recipe.objective.is_sft
+        else Objectives(section=recipe.objective, seq_len=recipe.train.seq_len, ranks=run.ranks),
     )
     return Session(
         run=run,

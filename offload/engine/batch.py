@@ -107,6 +107,23 @@ def checked_batches(micro_batches: object, vocabulary: Vocabulary) -> list[Batch
     return batches
 
 
+def checked_scored(
+    scored: Sequence[Batch], vocabulary: Vocabulary, *, has_objective: bool
+) -> list[Batch]:
+    """Return micro-batches that are only scored as a list, each as `checked_batch` returns it.
+
+    Raises:
+        OffloadError: They are not valid, or there is no objective to read their scores.
+    """
+    if scored and not has_objective:
+        _refuse(
+            f"scored has {len(scored)} micro-batches, and there is no objective",
+            "rows that are not trained on are scored for an objective's loss",
+            "`objective=...`, or leave `scored` away",
+        )
+    return checked_batches(scored, vocabulary) if scored else []
+
+
 def checked_batch(batch: object, vocabulary: Vocabulary, name: str = "the batch") -> Batch:
     """Return a micro-batch without its None entries, its labels as int64.
 
@@ -254,15 +271,49 @@ def with_labels(batch: Batch, torch_device: torch.device) -> LabelledBatch:
 
     `batch` should be on the host, where finding the labelled tokens costs no synchronisation.
     """
-    next_BT = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED).flatten()
-    if ROW_LENS in batch:  # the last token of a row does not predict the first of the next
-        next_BT[batch[ROW_LENS].long().cumsum(0) - 1] = IGNORED
+    next_BT = _next_tokens(batch)
     positions = (next_BT != IGNORED).nonzero().flatten()
     return LabelledBatch(
         inputs=to_device({k: v for k, v in batch.items() if k != "labels"}, torch_device),
         positions=positions.to(torch_device, non_blocking=True),
         next_tokens=next_BT[positions].to(torch_device, non_blocking=True),
     )
+
+
+def _next_tokens(batch: Batch) -> torch.Tensor:
+    next_BT = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED).flatten()
+    if ROW_LENS in batch:  # the last token of a row does not predict the first of the next
+        next_BT[batch[ROW_LENS].long().cumsum(0) - 1] = IGNORED
+    return next_BT
+
+
+def rows_of_labels(batches: Sequence[Batch]) -> tuple[torch.Tensor, int]:
+    """Return the row of each label token, counted through all batches, and how many rows they have.
+
+    `batches` should be on the host, as for `with_labels`.
+
+    Raises:
+        OffloadError: A row has no label, so that it has no score.
+    """
+    rows: list[torch.Tensor] = []
+    num_rows = 0
+    for m, batch in enumerate(batches):
+        positions = (_next_tokens(batch) != IGNORED).nonzero().flatten()
+        num_own, num_tokens = batch["input_ids"].shape
+        row_N = positions // num_tokens
+        if ROW_LENS in batch:
+            ends = batch[ROW_LENS].long().cumsum(0).to(positions.device)
+            num_own, row_N = len(ends), torch.searchsorted(ends, positions, right=True)
+        empty = (torch.bincount(row_N, minlength=num_own) == 0).nonzero().flatten().tolist()
+        if empty:
+            _refuse(
+                f"row {empty[0]} of micro-batch {m} has no token with a label",
+                "an objective scores each row by its labels, after the first token",
+                "look at `labels`: the prompt may be all that was left; leave such rows away",
+            )
+        rows.append(row_N + num_rows)
+        num_rows += num_own
+    return torch.cat(rows), num_rows
 
 
 def to_device(batch: Batch, torch_device: torch.device) -> dict[str, torch.Tensor]:

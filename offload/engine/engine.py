@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from enum import Enum, auto
+from functools import partial
 from typing import Any
 from warnings import warn
 
@@ -16,9 +16,11 @@ from offload.engine.batch import (
     LabelledBatch,
     checked_batch,
     checked_batches,
+    checked_scored,
     require_an_id_each,
     require_divisor,
     require_labels,
+    rows_of_labels,
     to_device,
     with_labels,
 )
@@ -37,30 +39,29 @@ from offload.engine.model.hooks import all_hooks, is_same_code
 from offload.engine.model.inventory import inventory_of
 from offload.engine.model.layers import LayeredModel, unchanged
 from offload.engine.model.router import STEP, RouterScope
-from offload.engine.model.seal import Seal, seal_of
+from offload.engine.model.seal import Seal, require_unattached
 from offload.engine.model.vocabulary import vocabulary_of
 from offload.engine.modes import (
     require_gradients,
     require_no_inference_mode,
     require_uncached,
 )
+from offload.engine.objective import Objective
+from offload.engine.passes.scoring import Scoring
 from offload.engine.recompute.tiled import TiledMlp, require_tiles
 from offload.engine.recompute.unread import Unread
-from offload.engine.results import ForwardResult, PassState, StepResult
+from offload.engine.results import EvaluationResult, ForwardResult, PassState, StepResult
 from offload.engine.seeding import NEWEST, Seeding
-from offload.engine.stash import by_place
+from offload.engine.steps import Steps
 from offload.engine.streams import Device, open_device
 from offload.errors import OffloadError
 from offload.plan.facts.weights import WeightInventory
-from offload.plan.schedule.op import Kind
-from offload.plan.schedule.residency import NOTHING_SAVED, Saved
 from offload.plan.schedule.schedule import (
     Order,
     Ring,
     Schedule,
     cold_ring,
     forward_schedule,
-    training_schedule,
 )
 
 
@@ -94,7 +95,7 @@ class Engine:
         torch_device = device if isinstance(device, torch.device) else device.torch_device
         self._model = model
         self._layered = LayeredModel(model)
-        _require_unattached(self._layered)
+        require_unattached(self._layered)
         require_no_inference_mode()
         self._options = options = options.within(len(self._layered.layers))
         self._home = placement.only_device(self._layered)
@@ -231,10 +232,12 @@ class Engine:
         warn("`Engine.stock` is now `Engine.weights`", DeprecationWarning, stacklevel=2)
         return self.weights
 
-    def forward_backward(
+    def forward_backward(  # noqa: PLR0913 - all that a step is
         self,
         micro_batches: Sequence[Batch],
         *,
+        objective: Objective | None = None,
+        scored: Sequence[Batch] = (),
         dropout_seed: int | None = None,
         seeding: Seeding = NEWEST,
         num_label_tokens: int | None = None,
@@ -244,17 +247,23 @@ class Engine:
     ) -> StepResult:
         """Add the gradients of one optimizer step to `.grad` of the trained parameters.
 
-        The loss is the sum over all label tokens of the step divided by their number.
+        The loss is the sum over all label tokens of the step divided by their number, or that of an
+        objective, which reads the log-probabilities of all its label tokens. A reference and rows
+        that are only scored are computed in the same visits of the layers, in evaluation mode:
+        they add no load, and draw no random number.
 
         Args:
             micro_batches: Each with input_ids (B, T) and labels (B, T; -100 for none), optionally
                 attention_mask and position_ids; best on the host. Or several rows packed into one
                 sequence: input_ids and labels (1, T), and row_lens, the tokens of each row. No
                 row sees another, each starts at position 0, and its first token has no loss.
+            objective: The loss of the whole step; None for the cross-entropy.
+            scored: Micro-batches that the objective's loss reads and does not train on.
             dropout_seed: Seeds dropout; None draws one from torch's generator.
             seeding: How seed, layer and micro-batch become a generator's seed.
             num_label_tokens: Divisor of the sum of the losses; None counts the label tokens of
-                the micro-batches. If several processes share a step, pass their total.
+                the micro-batches. If several processes share a step, pass their total. An
+                objective divides as it defines, and only a router loss counts by it.
             micro_batch_ids: Number of each micro-batch in the whole step, so that its dropout does
                 not depend on the process that computes it; None numbers them from 0.
             order: Layer-major, or micro-batch-major as a baseline.
@@ -263,31 +272,45 @@ class Engine:
         Raises:
             UnsupportedModelError: The model passes a layer something that could carry state; no
                 gradient was touched.
-            OffloadError: No token has a label, a micro-batch is invalid, gradients are disabled,
+            OffloadError: No token has a label (with an objective: a row has none), the model has no
+                such reference, a micro-batch is invalid, gradients are disabled,
                 the model changed since it was attached, a hook would receive partial gradients, or
                 the engine is detached; no gradient was touched.
             TransferError: A copy failed; gradients may be partial and the caller should zero them.
         """
         self._require_ready()
         batches = checked_batches(micro_batches, self._vocabulary)
+        further = checked_scored(scored, self._vocabulary, has_objective=objective is not None)
         require_divisor(num_label_tokens)
         ids = range(len(batches)) if micro_batch_ids is None else tuple(micro_batch_ids)
         require_an_id_each(len(ids), len(batches))
-        labelled = [with_labels(batch, self._device.torch_device) for batch in batches]
+        labelled, further_labelled = self._labelled(batches), self._labelled(further)
         if num_label_tokens is None:
             num_label_tokens = sum(batch.num_label_tokens for batch in labelled)
         require_labels(num_label_tokens, len(labelled))
+        scoring = None
+        if objective is not None:
+            scoring = Scoring.of(
+                self._layered,
+                objective,
+                rows_of_labels([*batches, *further]),
+                [*labelled, *further_labelled],
+                num_trained=len(labelled),
+                num_label_tokens=num_label_tokens,
+            )
         if dropout_seed is None:
             dropout_seed = int(torch.randint(2**31, ()).item())
-        for inputs in {frozenset(b.inputs): b.inputs for b in labelled}.values():
-            self._inspect(inputs, has_labels=True)
+        self._inspect_each([*labelled, *further_labelled])
         self._measure(labelled)
-        schedule = self._schedule(labelled, order)
+        self._reload_what_was_written()
+        passes = None if scoring is None else scoring.passes
+        schedule = self._steps.schedule(labelled, ring=self._ring, order=order, passes=passes)
+        executor = self._bound.executor
+        run = partial(executor.train, schedule, labelled, num_label_tokens=num_label_tokens)
+        if scoring is not None:
+            run = partial(executor.score, schedule, scoring)
         with self._consistent(schedule.ring_after), self._host.nearby():
-            state, events = self._bound.executor.train(
-                schedule,
-                labelled,
-                num_label_tokens=num_label_tokens,
+            state, events = run(
                 seed=dropout_seed,
                 seeding=seeding,
                 is_stashed=self._options.stash == "host",
@@ -305,6 +328,67 @@ class Engine:
             events=events,
             num_label_tokens=num_label_tokens,
         )
+
+    def evaluate(
+        self, micro_batches: Sequence[Batch], *, objective: Objective, scored: Sequence[Batch] = ()
+    ) -> EvaluationResult:
+        """Compute an objective's loss and metrics without gradients, in evaluation mode.
+
+        Args:
+            micro_batches: As for `forward_backward`.
+            objective: The loss; it is taken over all rows.
+            scored: As for `forward_backward`.
+
+        Raises:
+            UnsupportedModelError: As for `forward_backward`.
+            OffloadError: A row has no label, the model has no such reference, or a micro-batch is
+                invalid.
+        """
+        self._require_attached()
+        require_uncached()
+        self._seal.require_whole()
+        batches = [
+            *checked_batches(micro_batches, self._vocabulary),
+            *checked_scored(scored, self._vocabulary, has_objective=True),
+        ]
+        labelled = self._labelled(batches)
+        num_label_tokens = sum(batch.num_label_tokens for batch in labelled)
+        scoring = Scoring.of(
+            self._layered,
+            objective,
+            rows_of_labels(batches),
+            labelled,
+            num_trained=0,
+            num_label_tokens=num_label_tokens,
+        )
+        self._inspect_each(labelled)
+        self.updates.flush()
+        self._reload_what_was_written()
+        order = Order.LAYER_MAJOR
+        schedule = self._steps.schedule([], ring=self._ring, order=order, passes=scoring.passes)
+        with (
+            self._consistent(schedule.ring_after),
+            self._host.nearby(),
+            torch.inference_mode(mode=False),
+            torch.no_grad(),
+        ):
+            state, _ = self._bound.executor.score(
+                schedule, scoring, seed=0, seeding=NEWEST, is_stashed=False, ids=()
+            )
+            self._device.finish()
+        return EvaluationResult(
+            loss=float(state.losses[0]),
+            metrics={name: float(value) for name, value in state.metrics.items()},
+            num_label_tokens=num_label_tokens,
+            num_loads=schedule.num_loads,
+        )
+
+    def _inspect_each(self, batches: Sequence[LabelledBatch]) -> None:
+        for inputs in {frozenset(batch.inputs): batch.inputs for batch in batches}.values():
+            self._inspect(inputs, has_labels=True)
+
+    def _labelled(self, batches: Sequence[Batch]) -> list[LabelledBatch]:
+        return [with_labels(batch, self._device.torch_device) for batch in batches]
 
     def forward(self, batch: Batch, *, positions: torch.Tensor | None = None) -> ForwardResult:
         """Run one batch without gradients, in the model's current mode (`train` or `eval`).
@@ -453,57 +537,9 @@ class Engine:
         if is_whole:
             self._inspected.add((mode, has_labels, names))
 
-    def _schedule(self, batches: Sequence[LabelledBatch], order: Order) -> Schedule:
-        """List the ops of a step given the ring's contents, and make room for the stash."""
-        if order is not Order.LAYER_MAJOR and any(self._bound.sizes.gradient_bytes):
-            raise OffloadError(
-                f"order is {order.value} where weights of the layers train on the host",
-                limit="their gradients leave a layer once per step",
-                hint="`order=Order.LAYER_MAJOR`",
-            )
-        self._reload_what_was_written()
-        num_kept_graphs = self._options.num_kept_graphs
-        input_bytes = self._input_bytes(batches) if self._options.stash == "host" else ()
-        saved = self._saved(batches)
-        schedule = training_schedule(
-            replace(self._bound.sizes, updated=self._bound.updates.layers),
-            ring=self._ring,
-            num_micro_batches=len(batches),
-            order=order,
-            trains_front=self._trains_front,
-            input_bytes=input_bytes,
-            num_kept_graphs=num_kept_graphs,
-            saved=saved,
-        )
-        if saved.leaving:
-            self._bound.sent.prepare(
-                by_place(sorted(saved.leaving), saved.sent_bytes),
-                num_buffers=schedule.num_carriers,
-            )
-        if schedule.num_fetch_buffers:
-            stashed = {op.layer_index for op in schedule.ops if op.kind is Kind.STASH}
-            self._bound.stash.prepare(
-                by_place(sorted(stashed), lambda _: input_bytes),
-                num_buffers=schedule.num_fetch_buffers,
-            )
-        return schedule
-
-    def _saved(self, batches: Sequence[LabelledBatch]) -> Saved:
-        """Return the layers that send their graphs, and those that keep or send their attention."""
-        residency, found = self._options.residency, self._bound.executor.attention
-        if not (residency.sends or residency.has_outputs):
-            return NOTHING_SAVED
-        layers = range(len(self.layer_bytes))
-        graphs = self._bound.executor.graph_sizes
-        return residency.saved(
-            [
-                [sum(s.num_bytes(*row) for s in sizes for row in batch.rows) for batch in batches]
-                if sizes
-                else []
-                for sizes in (found.get(layer, ()) for layer in layers)
-            ],
-            [[graphs.of(layer, b.shape) or 0 for b in batches] for layer in layers],
-        )
+    @property
+    def _steps(self) -> Steps:
+        return Steps(self._layered, self._bound, self._options, trains_front=self._trains_front)
 
     def _measure(self, batches: Sequence[LabelledBatch]) -> None:
         """Find the size of graphs that are to be sent, for micro-batches larger than any before."""
@@ -517,15 +553,6 @@ class Engine:
             with self._consistent(schedule.ring_after), self._host.nearby():
                 executor.measure(schedule, batch.inputs, layers)
                 self._device.finish()
-
-    def _input_bytes(self, batches: Sequence[LabelledBatch]) -> tuple[int, ...]:
-        """Return the size of a layer's input for each micro-batch."""
-        config = self._layered.model.config.get_text_config()
-        element_bytes = self._layered.model.dtype.itemsize
-        return tuple(
-            batch.inputs["input_ids"].numel() * config.hidden_size * element_bytes
-            for batch in batches
-        )
 
     @contextmanager
     def _consistent(self, ring_after: Ring) -> Iterator[None]:
@@ -570,31 +597,3 @@ def _left_out(unread: Sequence[Unread]) -> Iterator[object]:
             yield from (inner.module for inner in one.module.unread)
         else:
             yield one.module
-
-
-def detach_model(model: nn.Module) -> None:
-    """Detach a model from the engine it is attached to; see `offload.detach`."""
-    seal = seal_of(model.parameters())
-    if seal is None or seal.release is None:
-        raise OffloadError(
-            "the model is not attached" if seal is None else f"the model is held by {seal.holder}",
-            limit="an attached model can be detached",
-            hint="nothing is to be done" if seal is None else seal.hint,
-        )
-    seal.release()
-
-
-def _require_unattached(layered: LayeredModel) -> None:
-    """Check that no engine holds the model: its sealed parameters are not its weights.
-
-    Raises:
-        OffloadError: One does, or did until it was closed.
-    """
-    seal = seal_of(layered.layers.parameters())
-    if seal is not None:
-        hint = "`engine.detach()` first, or `offload.detach(model)` where the engine is gone"
-        raise OffloadError(
-            f"{layered.name} is held by {seal.holder}",
-            limit="a model is attached to one engine at a time",
-            hint=seal.hint if seal.release is None else hint,
-        )

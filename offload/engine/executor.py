@@ -35,6 +35,9 @@ from offload.engine.model.visit import (
     visit_without_graph,
 )
 from offload.engine.packing.check import PackedTrial
+from offload.engine.passes.scoring import ScoredTail, Scoring
+from offload.engine.passes.tail import Tail
+from offload.engine.passes.transfers import Table, Transfers
 from offload.engine.randomness import FRONT_LAYER, VisitRandomness, require_same_draws
 from offload.engine.recompute.attention_outputs import (
     NOTHING,
@@ -46,14 +49,11 @@ from offload.engine.recompute.tiled import TiledMlp
 from offload.engine.recompute.unread import Unread
 from offload.engine.results import Computing, PassState, Places
 from offload.engine.seeding import NEWEST, Seeding
-from offload.engine.streams import Device, Event, copy_on_host
+from offload.engine.streams import Device, Event
 from offload.errors import UnsupportedModelError
 from offload.plan.schedule.op import Kind, Op
 from offload.plan.schedule.schedule import NUM_KEPT, Schedule
 from offload.plan.schedule.timeline import Span, Timeline
-
-_Table = dict[Kind, Callable[[Op], None]]
-"""The function that runs each kind of op in a pass."""
 
 
 class Executor:
@@ -64,11 +64,10 @@ class Executor:
     ) -> None:
         """Keep the parts; nothing is moved."""
         self._model = model
-        self._source, self._slots = places.source, places.slots
-        self._stash, self._sent = places.stash, places.sent
-        self._host_gradients = places.host_gradients
-        self._updates = places.updates
+        self._sent, self._host_gradients = places.sent, places.host_gradients
         self._device = device
+        self._transfers = Transfers(places, device)
+        self._tail = Tail(model, head_chunk_tokens=computing.head_chunk_tokens)
         self._computing = computing
         self._randomness = VisitRandomness(device.torch_device)
         self._last_layer = len(model.layers) - 1
@@ -108,15 +107,79 @@ class Executor:
         num_items = torch.full((), num_label_tokens, device=self._device.torch_device)
         inputs = [batch.inputs for batch in batches]
         state = PassState()
-        if self._model.router_loss is not None:
-            require_whole_step(schedule, router_loss)
-            state.balance = self._model.router_loss.balance(router_loss, batches, num_label_tokens)
+        self._balance(state, schedule, router_loss, batches, num_label_tokens)
         step = _Step(seed=seed, seeding=seeding, ids=ids, is_kept=True, is_stashed=is_stashed)
 
-        visits: _Table = {
+        visits: Table = {
             Kind.FRONT: lambda op: self._front(state, op, inputs, step),
             Kind.FORWARD: lambda op: self._forward(state, op, step),
-            Kind.TAIL: lambda op: self._tail(state, op, batches, num_items),
+            Kind.TAIL: lambda op: self._tail.train(
+                state, m := op.micro_batch_index, batches[m], num_items
+            ),
+            Kind.BACKWARD: lambda op: self._backward(state, op, step),
+            Kind.FRONT_BACKWARD: lambda op: _front_backward(state, op),
+        }
+        return state, self._issue(schedule, state, visits)
+
+    def score(
+        self,
+        schedule: Schedule,
+        scoring: Scoring,
+        *,
+        seed: int,
+        seeding: Seeding,
+        is_stashed: bool,
+        ids: Sequence[int],
+        router_loss: RouterScope = STEP,
+    ) -> tuple[PassState, list[Event]]:
+        """Run the schedule of an objective; gradients are added as by `train`.
+
+        Args:
+            schedule: From `objective_schedule`, for these passes and this ring.
+            scoring: What is scored.
+            seed: As for `train`.
+            seeding: As for `train`.
+            is_stashed: As for `train`.
+            ids: Number in the whole step of each micro-batch that is trained on.
+            router_loss: As for `train`.
+        """
+        step = _Step(seed=seed, seeding=seeding, ids=ids, is_kept=True, is_stashed=is_stashed)
+        state, trained = PassState(), scoring.passes.trained
+        batches = [scoring.batch(m) for m in trained]
+        inputs = [batch.inputs for batch in batches]
+        self._balance(state, schedule, router_loss, batches, scoring.num_label_tokens)
+        tail = ScoredTail(
+            self._model,
+            scoring,
+            head_chunk_tokens=self._computing.head_chunk_tokens,
+            randomness=self._randomness,
+            seed_of=partial(_visit_seed, step),
+        )
+
+        def front(op: Op) -> None:
+            if op.micro_batch_index in trained:
+                self._front(state, op, inputs, step)
+            else:
+                self._front_to_score(state, op, scoring)
+
+        def forward(op: Op) -> None:
+            if op.micro_batch_index in trained:
+                self._forward(state, op, step)
+            else:
+                self._forward_to_score(state, op, scoring)
+
+        def train_tail(op: Op) -> None:
+            m = op.micro_batch_index
+            tail.train(state, m)
+            self._tail.balance(state, m)
+
+        visits: Table = {
+            Kind.FRONT: front,
+            Kind.FORWARD: forward,
+            Kind.REFERENCE: forward,
+            Kind.SCORE: lambda op: tail.score(state, op.micro_batch_index),
+            Kind.OBJECTIVE: lambda _op: tail.weigh(state),
+            Kind.TAIL: train_tail,
             Kind.BACKWARD: lambda op: self._backward(state, op, step),
             Kind.FRONT_BACKWARD: lambda op: _front_backward(state, op),
         }
@@ -147,11 +210,11 @@ class Executor:
             hidden_BTD = state.inputs.pop((self._last_layer + 1, m))
             if labels:
                 ones = torch.ones((), device=self._device.torch_device)
-                self._loss(state, hidden_BTD, labels[m], ones, None)
+                self._tail.loss(state, hidden_BTD, labels[m], ones, None)
             else:
                 state.outputs[m] = read(hidden_BTD)
 
-        visits: _Table = {
+        visits: Table = {
             Kind.FRONT: lambda op: self._front(state, op, inputs, step),
             Kind.FORWARD: lambda op: self._forward(state, op, step),
             Kind.TAIL: tail,
@@ -221,7 +284,7 @@ class Executor:
                 if trial.visit(layer):
                     self._model.together.add(layer)
 
-        visits: _Table = {
+        visits: Table = {
             Kind.FRONT: front,
             Kind.FORWARD: inspect_layer,
             Kind.TAIL: lambda _op: are_inspected.append(inspections[0].around()),
@@ -253,7 +316,7 @@ class Executor:
                 self.graph_sizes.add(layer, state.fronts[0].shape, visited.saved.num_bytes)
             state.inputs[layer + 1, 0] = visited.output_BTD.contiguous()
 
-        visits: _Table = {
+        visits: Table = {
             Kind.FRONT: lambda op: self._front(state, op, [inputs], step),
             Kind.FORWARD: forward,
             Kind.TAIL: lambda _op: None,
@@ -272,19 +335,8 @@ class Executor:
             )
         )
 
-    def _issue(self, schedule: Schedule, state: PassState, visits: _Table) -> list[Event]:
-        table: _Table = {
-            **visits,
-            Kind.READ: self._read,
-            Kind.LOAD: self._load,
-            Kind.DECODE: self._decode,
-            Kind.STASH: partial(self._stash_input, state),
-            Kind.FETCH: partial(self._fetch_input, state),
-            Kind.SEND: partial(self._send, state),
-            Kind.RETURN: partial(self._return, state),
-            Kind.GRADIENT: self._gradient,
-            Kind.UPDATE: self._update,
-        }
+    def _issue(self, schedule: Schedule, state: PassState, visits: Table) -> list[Event]:
+        table = visits | self._transfers.table(state)
         events: list[Event] = []
         with torch.random.fork_rng(devices=self._rng_devices()):
             self._device.begin()
@@ -296,71 +348,6 @@ class Executor:
             finally:
                 VISIT_CACHE.enter(None)
         return events
-
-    # ----------------------------------------------------------------------------------- transfers
-
-    def _read(self, op: Op) -> None:
-        target = self._slots.staging(op.buffer_index, op.num_bytes)
-        self._source.deliver(op.layer_index, op.offset, target, copy_on_host)
-
-    def _load(self, op: Op) -> None:
-        target = self._slots.target(op.slot_index, op.offset, op.num_bytes)
-        if op.buffer is None:
-            self._source.deliver(op.layer_index, op.offset, target, self._device.copy)
-        else:
-            self._device.copy(target, self._slots.staging(op.buffer, op.num_bytes))
-
-    def _decode(self, op: Op) -> None:
-        with torch.no_grad():
-            self._slots.decode(op.layer_index, op.slot_index)
-
-    def _stash_input(self, state: PassState, op: Op) -> None:
-        layer, m = op.layer_index, op.micro_batch_index
-        input_BTD, place = state.inputs[layer, m], self._stash.place(layer, m)
-        if input_BTD.nbytes != place.nbytes:
-            raise UnsupportedModelError(
-                f"layer {layer} is given {tuple(input_BTD.shape)} of {input_BTD.dtype}",
-                limit="inputs that wait on the host are (B, T, hidden_size) of the model's type",
-                hint='`stash="device"`',
-            )
-        self._device.copy(place, _bytes(input_BTD))
-
-    def _fetch_input(self, state: PassState, op: Op) -> None:
-        layer, m = op.layer_index, op.micro_batch_index
-        target = self._stash.buffer(op.buffer_index, op.num_bytes)
-        self._device.copy(target, self._stash.place(layer, m))
-        like_BTD = state.fronts[m].hidden_BTD
-        state.fetched[layer, m] = target.view(like_BTD.dtype).view(like_BTD.shape)
-
-    def _send(self, state: PassState, op: Op) -> None:
-        place, buffer = self._sent_places(state, op)
-        self._device.copy(place, buffer)
-
-    def _return(self, state: PassState, op: Op) -> None:
-        place, buffer = self._sent_places(state, op)
-        self._device.copy(buffer, place)
-        at = op.layer_index, op.micro_batch_index
-        if at in state.sent:
-            state.sent[at].is_in(buffer)
-        else:
-            state.attention[at] = state.attention.get(at, NOTHING).at(buffer)
-
-    def _sent_places(self, state: PassState, op: Op) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return host and device memory of what was sent; none if it could not be."""
-        at = op.layer_index, op.micro_batch_index
-        num_bytes = (state.sent.get(at) or state.attention.get(at, NOTHING)).num_bytes
-        return self._sent.place(*at)[:num_bytes], self._sent.buffer(op.carrier_index, num_bytes)
-
-    def _update(self, op: Op) -> None:
-        self._updates.run(op.layer_index)
-
-    def _gradient(self, op: Op) -> None:
-        if not op.offset:
-            self._host_gradients.measure(op.layer_index, op.buffer_index)
-        sink, gradient = self._host_gradients.leaving(
-            op.layer_index, op.buffer_index, op.offset, op.num_bytes
-        )
-        self._device.copy(sink, gradient)
 
     # -------------------------------------------------------------------------------------- visits
 
@@ -395,6 +382,38 @@ class Executor:
         state.inputs[layer + 1, m] = visited.output_BTD.contiguous()
         if op.has_graph or not step.is_kept:
             del state.inputs[layer, m]
+
+    def _front_to_score(self, state: PassState, op: Op, scoring: Scoring) -> None:
+        number = op.micro_batch_index
+        VISIT_CACHE.enter((op.kind, number))
+        with torch.no_grad(), scoring.of_pass(number).around_layers():
+            front = self._model.front(scoring.batch(number).inputs)
+        state.fronts[number] = front
+        state.inputs[0, number] = front.hidden_BTD.contiguous()
+
+    def _forward_to_score(self, state: PassState, op: Op, scoring: Scoring) -> None:
+        """Visit a layer with rows that are only scored: no graph, and their input is let go."""
+        layer, number = op.layer_index, op.micro_batch_index
+        input_BTD = state.inputs.pop((layer, number))
+        call = state.fronts[number].layer_calls[layer]
+        VISIT_CACHE.enter((op.kind, layer, "scored"))
+        visit = partial(visit_without_graph, has_output=False)
+        with scoring.of_pass(number).in_layer(layer):
+            visited = self._visited(visit, layer, input_BTD, call)
+        state.inputs[layer + 1, number] = visited.output_BTD.contiguous()
+
+    def _balance(
+        self,
+        state: PassState,
+        schedule: Schedule,
+        scope: RouterScope,
+        batches: Sequence[LabelledBatch],
+        num_label_tokens: int,
+    ) -> None:
+        """Begin the router loss of a step, if the model has one."""
+        if self._model.router_loss is not None and batches:
+            require_whole_step(schedule, scope)
+            state.balance = self._model.router_loss.balance(scope, batches, num_label_tokens)
 
     def _visit_forward(self, op: Op, input_BTD: torch.Tensor, call: LayerCall) -> Visited:
         """Visit a layer upwards."""
@@ -439,48 +458,6 @@ class Executor:
             return NOTHING
         with torch.no_grad():
             return recorded.packed(self._sent.buffer(op.carrier, recorded.num_bytes))
-
-    def _tail(
-        self,
-        state: PassState,
-        op: Op,
-        batches: Sequence[LabelledBatch],
-        num_items: torch.Tensor,
-    ) -> None:
-        m, batch = op.micro_batch_index, batches[op.micro_batch_index]
-        hidden_BTD = state.inputs.pop((self._last_layer + 1, m))
-        gradient_BTD = torch.zeros_like(hidden_BTD)
-        self._loss(state, hidden_BTD, batch, num_items, gradient_BTD.flatten(0, 1))
-        state.gradient[m] = gradient_BTD
-        if state.balance is not None:
-            state.losses.append(state.balance.loss(m))
-
-    def _loss(
-        self,
-        state: PassState,
-        hidden_BTD: torch.Tensor,
-        batch: LabelledBatch,
-        num_items: torch.Tensor,
-        gradient_ND: torch.Tensor | None,
-    ) -> None:
-        """Add the loss of the labelled tokens by chunks, and write its gradient if requested."""
-        flat_ND = hidden_BTD.flatten(0, 1)
-        chunks = zip(
-            batch.positions.split(self._computing.head_chunk_tokens),
-            batch.next_tokens.split(self._computing.head_chunk_tokens),
-            strict=True,
-        )
-        for positions_N, next_N in chunks:
-            if not positions_N.numel():
-                continue
-            loss = self._model.tail_loss(
-                flat_ND,
-                positions_N=positions_N,
-                next_N=next_N,
-                num_items=num_items,
-                gradient_ND=gradient_ND,
-            )
-            state.losses.append(loss)
 
     def _backward(self, state: PassState, op: Op, step: "_Step") -> None:
         layer, m = op.layer_index, op.micro_batch_index
@@ -573,7 +550,3 @@ def _visit_seed(step: _Step, layer: int, m: int) -> int:
 def _front_backward(state: PassState, op: Op) -> None:
     m = op.micro_batch_index
     state.fronts.pop(m).backward(state.gradient.pop(m))
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8)

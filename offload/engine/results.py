@@ -82,6 +82,7 @@ class PassState:
             router loss of each micro-batch.
         balance: The router loss, if the pass has one.
         outputs: Outputs of a pass without labels.
+        metrics: Of an objective, by name.
     """
 
     fronts: dict[int, Front] = field(default_factory=dict)
@@ -96,10 +97,11 @@ class PassState:
     losses: list[torch.Tensor] = field(default_factory=list)
     balance: Balance | None = None
     outputs: dict[int, Any] = field(default_factory=dict)
+    metrics: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class StepResult:
-    """Result of a step. Reading `loss` or `timeline` waits for the device; the counts do not.
+    """Result of a step. Reading `loss`, `metrics` or `timeline` waits for the device.
 
     Attributes:
         num_label_tokens: Divisor of the sum of the losses.
@@ -123,6 +125,7 @@ class StepResult:
         self._device = device
         self._schedule = schedule
         self._losses = state.losses
+        self._metrics = state.metrics
         self._events = events
         self.num_label_tokens = num_label_tokens
         self.num_loads = schedule.num_loads
@@ -131,8 +134,16 @@ class StepResult:
 
     @property
     def loss(self) -> float:
-        """Mean loss over the step's label tokens; with several processes, this one's share."""
+        """Mean loss over the step's label tokens; with several processes, this one's share.
+
+        With an objective, its value; plus the router loss, if the model has one.
+        """
         return float(torch.stack(self._losses).sum()) if self._losses else 0.0
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics of the step's objective, by name; none without an objective."""
+        return {name: float(value) for name, value in self._metrics.items()}
 
     @property
     def timeline(self) -> Timeline:
@@ -155,4 +166,21 @@ class ForwardResult:
     loss_sum: float
     num_label_tokens: int
     logits: torch.Tensor | None
+    num_loads: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationResult:
+    """Result of an objective on rows that are not trained on.
+
+    Attributes:
+        loss: The objective's value.
+        metrics: Its metrics, by name.
+        num_label_tokens: Number of label tokens.
+        num_loads: Layers copied from host to device.
+    """
+
+    loss: float
+    metrics: dict[str, float]
+    num_label_tokens: int
     num_loads: int

@@ -157,6 +157,22 @@ def make_rows(*, seed: int, num_train: int, num_heldout: int) -> tuple[str, str]
     return "".join(train), "".join(heldout)
 
 
+def make_preferences(rows: str, *, num: int) -> str:
+    """Make pairs of answers to the first rows that have letters: capitals are preferred.
+
+    Args:
+        rows: Of train.jsonl or heldout.jsonl.
+        num: Pairs to make.
+    """
+    lines: list[str] = []
+    for line in rows.splitlines():
+        question, answer = (turn["content"] for turn in json.loads(line)["messages"])
+        if answer.upper() != answer.lower() and len(lines) < num:
+            pair = {"prompt": question, "chosen": answer.upper(), "rejected": answer.lower()}
+            lines.append(json.dumps(pair) + "\n")
+    return "".join(lines)
+
+
 # ---------------------------------------------------------------------------------------------
 # Tokenizer
 
@@ -384,6 +400,9 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "train.jsonl").write_text(train, encoding="ascii")
     (args.out / "heldout.jsonl").write_text(heldout, encoding="ascii")
+    for name, rows, num in (("preferences", train, 600), ("preferences_heldout", heldout, 120)):
+        pairs = make_preferences(rows, num=num)
+        (args.out / f"{name}.jsonl").write_text(pairs, encoding="ascii")
     if args.steps == 0:
         return
 

@@ -171,7 +171,7 @@ def attached(
     engine = Engine(model, device=device, options=options)
     sizes = replace(engine._bound.sizes, piece_bytes=PIECE_BYTES, num_staging=num_staging)
     engine._bound = replace(engine._bound, sizes=sizes)
-    engine._bound.executor._slots._staging = [
+    engine._bound.executor._transfers._slots._staging = [
         torch.full((PIECE_BYTES,), 0xFF, dtype=torch.uint8) for _ in range(num_staging)
     ]
     return engine

@@ -85,7 +85,7 @@ def run(
         if setting.stash == "host":
             engine._bound.stash.prepare(
                 by_place(
-                    range(len(engine.layer_bytes) - 1), lambda _: engine._input_bytes(batches)
+                    range(len(engine.layer_bytes) - 1), lambda _: engine._steps.input_bytes(batches)
                 ),
                 num_buffers=schedule.num_fetch_buffers,
             )
@@ -111,7 +111,7 @@ def run(
 
 def poison(engine: Engine) -> None:
     """Fill what a step reads with NaN: else it may hold the right values of the run before."""
-    slots, stash = engine._bound.executor._slots, engine._bound.stash
+    slots, stash = engine._bound.executor._transfers._slots, engine._bound.stash
     for buffer in (*slots._buffers, slots._decoded, *stash._buffers, stash._host):
         buffer.fill_(0xFF)
 
@@ -124,7 +124,7 @@ def schedule_of(engine: Engine, setting: Setting) -> Schedule:
         num_micro_batches=len(batches),
         order=Order.LAYER_MAJOR,
         trains_front=engine._trains_front,
-        input_bytes=engine._input_bytes(batches) if setting.stash == "host" else (),
+        input_bytes=engine._steps.input_bytes(batches) if setting.stash == "host" else (),
     )
 
 

@@ -30,6 +30,7 @@ import torch
 from torch import nn
 
 from offload.engine.host.layer_layout import Field, Record
+from offload.engine.model.layers import LayeredModel
 from offload.errors import OffloadError
 
 Show = Callable[[int, Field], torch.Tensor | None]
@@ -234,6 +235,34 @@ def seal_of(parameters: Iterator[nn.Parameter]) -> Seal | None:
         (p.__dict__[_SECRET].seal for p in parameters if type(p) is Sealed),
         None,
     )
+
+
+def detach_model(model: nn.Module) -> None:
+    """Detach a model from the engine it is attached to; see `offload.detach`."""
+    seal = seal_of(model.parameters())
+    if seal is None or seal.release is None:
+        raise OffloadError(
+            "the model is not attached" if seal is None else f"the model is held by {seal.holder}",
+            limit="an attached model can be detached",
+            hint="nothing is to be done" if seal is None else seal.hint,
+        )
+    seal.release()
+
+
+def require_unattached(layered: LayeredModel) -> None:
+    """Check that no engine holds the model: its sealed parameters are not its weights.
+
+    Raises:
+        OffloadError: One does, or did until it was closed.
+    """
+    seal = seal_of(layered.layers.parameters())
+    if seal is not None:
+        hint = "`engine.detach()` first, or `offload.detach(model)` where the engine is gone"
+        raise OffloadError(
+            f"{layered.name} is held by {seal.holder}",
+            limit="a model is attached to one engine at a time",
+            hint=seal.hint if seal.release is None else hint,
+        )
 
 
 def _name_of(func: Any) -> str:

@@ -238,11 +238,12 @@ def gate_up_backward(
 def cross_entropy(
     logits,  # (M, V)
     labels,  # (M,)
-    num_items,  # ()
+    num_items,  # () or (M,)
     losses,  # (M,) fp32
     gradient,  # (M, V), contiguous
     num_v,
     stride_x,
+    stride_items,
     HAS_GRADIENT: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
@@ -264,7 +265,7 @@ def cross_entropy(
     of_label = tl.load(own + label).to(tl.float32)
     tl.store(losses + row, tl.log(total) - (of_label - highest))
     if HAS_GRADIENT:
-        scale = 1.0 / tl.load(num_items).to(tl.float32)
+        scale = 1.0 / tl.load(num_items + row * stride_items).to(tl.float32)
         for first in range(0, num_v, BLOCK_V):
             v = first + part
             x = tl.load(own + v, v < num_v, other=-float("inf")).to(tl.float32)

@@ -181,11 +181,12 @@ def cross_entropy(
         _kernels().cross_entropy[(len(rows_NV),)](
             logits=rows_NV,
             labels=labels_N.contiguous(),
-            num_items=num_items,
+            num_items=num_items.contiguous(),
             losses=losses_N,
             gradient=gradient,
             num_v=rows_NV.shape[1],
             stride_x=rows_NV.stride(0),
+            stride_items=num_items.dim(),
             HAS_GRADIENT=has_gradient,
             BLOCK_V=min(VOCABULARY_BLOCK, _power_of_2(rows_NV.shape[1])),
             num_warps=VOCABULARY_WARPS,

@@ -120,7 +120,8 @@ def cross_entropy(
     Args:
         logits_NV: Logits of N tokens.
         labels_N: A token of the vocabulary each.
-        num_items: What the sum is divided by, a scalar.
+        num_items: What the sum is divided by, a scalar; or of each token what its own cross-entropy
+            is divided by, (N,).
         has_gradient: Whether the gradient is wanted, in the logits' dtype; it has no elements else.
     """
     log_probs_NV = F.log_softmax(_wide(logits_NV), dim=-1)
@@ -129,7 +130,7 @@ def cross_entropy(
         return losses_N, logits_NV.new_empty(0)
     gradient_NV = log_probs_NV.exp()
     gradient_NV[torch.arange(len(labels_N), device=labels_N.device), labels_N] -= 1
-    return losses_N, (gradient_NV / num_items).to(logits_NV.dtype)
+    return losses_N, (gradient_NV / num_items.reshape(-1, 1)).to(logits_NV.dtype)
 
 
 def _curve(gate: torch.Tensor, curve: Curve) -> torch.Tensor:

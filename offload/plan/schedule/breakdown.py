@@ -25,9 +25,12 @@ OPTIMIZER = Kind.OPTIMIZER.value
 _TERMS = {
     Kind.FRONT.value: "compute",
     Kind.FORWARD.value: "compute",
+    Kind.REFERENCE.value: "compute",
     Kind.BACKWARD.value: "compute",
     Kind.FRONT_BACKWARD.value: "compute",
     Kind.DECODE.value: "decode",
+    Kind.SCORE.value: "head and loss",
+    Kind.OBJECTIVE.value: "head and loss",
     Kind.TAIL.value: "head and loss",
     OPTIMIZER: "optimizer",
     IDLE: "stall",

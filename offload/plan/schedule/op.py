@@ -24,6 +24,9 @@ class Kind(StrEnum):
     FORWARD: run a layer, without a graph unless the layer is not checkpointed.
     STASH: copy a layer's input to host memory (d2h).
     SEND: copy a layer's graph, or the output of its attention, to host memory (d2h).
+    REFERENCE: run a layer as the reference of an objective computes it, without a graph.
+    SCORE: run norm, head and the log-probabilities of the labels, without a graph.
+    OBJECTIVE: compute the loss of the whole step and its gradient by each log-probability.
     TAIL: run norm, head and loss, and compute the gradient of their input.
     FETCH: copy a layer's input back to the device (h2d).
     RETURN: copy a layer's graph, or the output of its attention, back to the device (h2d).
@@ -41,6 +44,9 @@ class Kind(StrEnum):
     FORWARD = "forward"
     STASH = "stash"
     SEND = "send"
+    REFERENCE = "reference"
+    SCORE = "score"
+    OBJECTIVE = "objective"
     TAIL = "tail"
     FETCH = "fetch"
     RETURN = "return"
@@ -57,7 +63,7 @@ class Op(NamedTuple):
         lane: Where it runs, after the lane's earlier ops.
         kind: What it does.
         layer: Which layer, counted from 0.
-        micro_batch: Which micro-batch of the step.
+        micro_batch: Which micro-batch of the step; with an objective, which of its passes.
         slot: The slot that a load fills, and that a visit or the decoding before it reads.
         buffer: For READ and LOAD the staging buffer, for FETCH and BACKWARD the buffer of the
             fetched layer input, for GRADIENT the buffer that is copied to the host.

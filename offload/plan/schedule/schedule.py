@@ -37,6 +37,11 @@ few buffers, two visits' worth, serve both ways.
 Attention outputs. A recompute need not compute attention again if it is given the output of the
 forward visit. That stays on the device, or it leaves and comes back through the same buffers.
 
+Objectives. A loss of preferences compares rows with each other and with a reference model, so it is
+known only after the last row. The log-probabilities of all label tokens are computed first, without
+a graph, then the loss, then the gradient of each micro-batch. Rows that are only scored, and all
+rows as the reference computes them, are further passes through the same visits: they add no load.
+
 Rejected. A dynamic cache: it needs the same number of loads, but slot addresses change, so
 parameters would have to be bound again at each visit. The micro-batch-major order is kept as the
 baseline that other tools use: it loads 2 * M * (L - C) layers.
@@ -107,6 +112,53 @@ class TransferSizes:
             piece_bytes=PIECE_BYTES,
             num_staging=num_staging,
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Passes:
+    """The passes of a step with an objective through each layer's visits.
+
+    They are numbered: the micro-batches that are trained on, those that are only scored, and then
+    all of them again as the reference computes them.
+
+    Attributes:
+        num_trained: Micro-batches that are trained on; 0 for an evaluation.
+        num_scored: Micro-batches that are only scored.
+        has_reference: Whether a reference scores all of them too.
+    """
+
+    num_trained: int
+    num_scored: int = 0
+    has_reference: bool = False
+
+    @property
+    def num_policy(self) -> int:
+        """How many are computed as the model is."""
+        return self.num_trained + self.num_scored
+
+    @property
+    def trained(self) -> range:
+        """Those with a gradient."""
+        return range(self.num_trained)
+
+    @property
+    def scored(self) -> range:
+        """Those of the model without one."""
+        return range(self.num_trained, self.num_policy)
+
+    @property
+    def reference(self) -> range:
+        """Those of the reference."""
+        return range(self.num_policy, self.num_policy * (1 + self.has_reference))
+
+    @property
+    def all(self) -> range:
+        """All of them."""
+        return range(self.num_policy * (1 + self.has_reference))
+
+    def micro_batch(self, number: int) -> int:
+        """Return whose rows a pass computes, counting those that are only scored after the rest."""
+        return number % self.num_policy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,6 +269,56 @@ def training_schedule(
     return program.schedule(ring)
 
 
+def objective_schedule(
+    sizes: TransferSizes,
+    *,
+    ring: Ring,
+    passes: Passes,
+    trains_front: bool,
+    input_bytes: tuple[int, ...],
+    num_kept_graphs: int = 0,
+    saved: Saved = NOTHING_SAVED,
+) -> Schedule:
+    """List the ops of one optimizer step whose loss is computed over all its rows.
+
+    It has the loads of `training_schedule`; where nothing is trained, those of `forward_schedule`.
+
+    Args:
+        sizes: What crosses the link.
+        ring: What the slots hold at the start.
+        passes: What is computed in each layer's visits.
+        trains_front: As for `training_schedule`.
+        input_bytes: Of the micro-batches that are trained on; as for `training_schedule`.
+        num_kept_graphs: As for `training_schedule`.
+        saved: As for `training_schedule`.
+    """
+    assert not input_bytes or len(input_bytes) == passes.num_trained
+    assert sizes.updated.isdisjoint(ring), "a slot would hold weights of before the update"
+    num_layers = len(sizes.layer_bytes)
+    program = _Program(
+        sizes=sizes,
+        ring=list(ring),
+        input_bytes=input_bytes,
+        first_graph=num_layers - num_kept_graphs,
+        saved=saved,
+    )
+    program.outside(Kind.FRONT, passes.trained)
+    program.apart(Kind.FRONT, [*passes.scored, *passes.reference])
+    for layer in range(num_layers):
+        program.forward(layer, passes.trained, is_kept=True)
+        program.scored(layer, passes)
+    program.outside(Kind.SCORE, passes.trained)
+    program.apart(Kind.SCORE, [*passes.scored, *passes.reference])
+    program.apart(Kind.OBJECTIVE, [None])
+    if passes.num_trained:
+        program.outside(Kind.TAIL, passes.trained)
+        for layer in reversed(range(num_layers)):
+            program.backward(layer, passes.trained)
+        if trains_front:
+            program.outside(Kind.FRONT_BACKWARD, passes.trained)
+    return program.schedule(ring)
+
+
 def forward_schedule(sizes: TransferSizes, *, ring: Ring, num_micro_batches: int) -> Schedule:
     """List the ops of one pass without gradients, for evaluation and generation.
 
@@ -269,10 +371,23 @@ class _Program:
             self.lines.append(
                 Line(
                     ops=(Op(lane=Lane.COMPUTE, kind=kind, micro_batch=m),),
-                    reads=self._kept(num_layers, m) if kind is Kind.TAIL else (),
+                    reads=self._kept(num_layers, m) if kind in (Kind.SCORE, Kind.TAIL) else (),
                     writes=self._kept(0, m) if kind is Kind.FRONT else (),
                 )
             )
+
+    def apart(self, kind: Kind, group: Sequence[int | None]) -> None:
+        """Write ops that touch no memory of other lanes."""
+        for m in group:
+            self.lines.append(Line(ops=(Op(lane=Lane.COMPUTE, kind=kind, micro_batch=m),)))
+
+    def scored(self, layer: int, passes: Passes) -> None:
+        """Write the passes of a visit that no backward visit follows."""
+        slot, weights = self._load(layer)
+        for kind, group in (Kind.FORWARD, passes.scored), (Kind.REFERENCE, passes.reference):
+            for number in group:
+                op = Op(lane=Lane.COMPUTE, kind=kind, layer=layer, micro_batch=number, slot=slot)
+                self.lines.append(Line(ops=(op,), reads=(weights,)))
 
     def forward(self, layer: int, group: Sequence[int], *, is_kept: bool) -> None:
         """Write a forward visit; `is_kept` if a backward visit will follow."""

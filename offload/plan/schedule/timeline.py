@@ -109,9 +109,9 @@ class Timeline:
         """
         return {
             "step": self.step_s,
-            "forward": self.busy_s(Kind.FRONT, Kind.FORWARD),
+            "forward": self.busy_s(Kind.FRONT, Kind.FORWARD, Kind.REFERENCE),
             "decode": self.busy_s(Kind.DECODE),
-            "head and loss": self.busy_s(Kind.TAIL),
+            "head and loss": self.busy_s(Kind.SCORE, Kind.OBJECTIVE, Kind.TAIL),
             "backward": self.busy_s(Kind.BACKWARD, Kind.FRONT_BACKWARD),
             "h2d": self.busy_s(Kind.LOAD, Kind.FETCH, Kind.RETURN),
             "d2h": self.busy_s(Kind.STASH, Kind.SEND, Kind.GRADIENT),

@@ -51,8 +51,9 @@ Ablation = Callable[[Any], AbstractContextManager[None]]
 @contextmanager
 def decoded_each_time(engine: Any) -> Iterator[None]:
     """Decode a layer for each micro-batch, from a copy of what its slot held."""
-    executor, slots, kept = engine._bound.executor, engine._bound.executor._slots, {}
-    decode, forward, backward = executor._decode, executor._forward, executor._backward
+    executor, kept = engine._bound.executor, {}
+    transfers, slots = executor._transfers, executor._transfers._slots
+    decode, forward, backward = transfers._decode, executor._forward, executor._backward
 
     def decode_and_keep(op: Op) -> None:
         kept["encoded"] = slots._buffers[op.slot].clone()
@@ -71,20 +72,20 @@ def decoded_each_time(engine: Any) -> Iterator[None]:
         again(op.layer, op.micro_batch_index)
         backward(state, op, step)
 
-    executor._decode = decode_and_keep
+    transfers._decode = decode_and_keep
     executor._forward, executor._backward = forward_decoded, backward_decoded
     try:
         yield
     finally:
-        del executor._decode, executor._forward, executor._backward
+        del transfers._decode, executor._forward, executor._backward
 
 
 @contextmanager
 def pinned_by_tensor(engine: Any) -> Iterator[None]:
     """Copy each tensor of a layer by itself, from memory that torch has page-locked for it."""
-    executor, slots, source = (
-        engine._bound.executor,
-        engine._bound.executor._slots,
+    transfers, slots, source = (
+        engine._bound.executor._transfers,
+        engine._bound.executor._transfers._slots,
         engine._host._backing,
     )
     is_cuda = engine._device.torch_device.type == "cuda"
@@ -104,11 +105,11 @@ def pinned_by_tensor(engine: Any) -> Iterator[None]:
         for field, tensor in zip(slots._records[op.layer].fields, pinned[op.layer], strict=True):
             engine._device.copy(slots.target(op.slot, field.offset, field.num_bytes), tensor)
 
-    executor._load = load
+    transfers._load = load
     try:
         yield
     finally:
-        del executor._load
+        del transfers._load
 
 
 @contextmanager

@@ -110,12 +110,12 @@ class Rig:
     @contextmanager
     def without_loads(self) -> Iterator[None]:
         """Leave out what moves weights: same ops, same waits, wrong numbers."""
-        executor: Any = self.engine._bound.executor
-        executor._load = executor._read = _nothing
+        transfers: Any = self.engine._bound.executor._transfers
+        transfers._load = transfers._read = _nothing
         try:
             yield
         finally:
-            del executor._load, executor._read
+            del transfers._load, transfers._read
 
     def close(self) -> None:
         """End the engine."""

@@ -53,6 +53,9 @@ def test_the_script_reproduces_the_committed_rows_byte_for_byte(script: ModuleTy
     train, heldout = script.make_rows(seed=script.SEED, num_train=2000, num_heldout=200)
     assert (QUICKSTART_DIR / "train.jsonl").read_bytes() == train.encode()
     assert (QUICKSTART_DIR / "heldout.jsonl").read_bytes() == heldout.encode()
+    for name, rows, num in (("preferences", train, 600), ("preferences_heldout", heldout, 120)):
+        pairs = script.make_preferences(rows, num=num)
+        assert (QUICKSTART_DIR / f"{name}.jsonl").read_bytes() == pairs.encode()
 
 
 def test_another_seed_gives_other_rows(script: ModuleType) -> None:

@@ -36,6 +36,7 @@ def test_a_replaced_word_names_a_setting_that_exists_and_a_value_that_it_takes(
     )
     more = ["train.schedule=cosine_with_restarts"] if path == "train.num_cycles" else []
     more += ["train.tokens_per_step=8192"] if path == "train.micro_batch_size" else []
+    more += ["objective.method=dpo"] if path == "objective.reference" else []
     assert load_recipe(str(recipe), [f"{path}={value}", *more], check_files=False)
 
 

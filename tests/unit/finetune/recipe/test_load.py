@@ -113,7 +113,7 @@ def test_a_word_of_another_trainer_is_known_at_the_top_and_on_the_command_line_t
     )
 
 
-@pytest.mark.parametrize("key", ["stride", "quantum", "wandbx_y", "epsilon_greedy", "gamma"])
+@pytest.mark.parametrize("key", ["stride", "quantum", "wandbx_y", "epsilon_greedy", "kappa"])
 def test_a_key_that_is_near_to_nothing_is_not_guessed_at(folder: Path, key: str) -> None:
     error = refusal(replaced("  steps: 10", f"  steps: 10\n  {key}: 1"))
     assert error.limit is not None

@@ -59,6 +59,7 @@ def test_packing_compiled_layers_is_refused() -> None:
 
 
 SIZES = StepSizes(
+    rows_per_step=4,
     typical_steps=(0,),
     typical_width=60,
     label_tokens=30,

@@ -1,0 +1,1 @@
+"""Rows whose answers are compared: tokenised, and kept together in a step."""

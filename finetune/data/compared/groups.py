@@ -1,0 +1,164 @@
+"""Examples that belong together: the answers of one row, which are always in one step."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+
+from finetune.errors import DataError
+from finetune.recipe.objective_section import ObjectiveSection
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from finetune.data.dataset import Chosen, ExampleSet, Rows
+
+
+_COLUMNS = {
+    "references": "log-probabilities of the reference",
+    "logprobs": "log-probabilities of the sampler",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Groups:
+    """The groups of examples; those of a group are next to each other.
+
+    Attributes:
+        offsets: (groups + 1): group g has the examples from `offsets[g]` to `offsets[g + 1]`.
+        values: (examples): see `Example.value`.
+        references: (examples) in nats; see `Example.reference`; none where rows have none.
+    """
+
+    offsets: "NDArray[np.int64]"
+    values: "NDArray[np.float32]"
+    references: "NDArray[np.float64]"
+
+    @classmethod
+    def of(cls, rows: "ExampleSet") -> Self | None:
+        """Return the groups of examples; None where no answers are compared.
+
+        Raises:
+            DataError: Some rows have log-probabilities, and others do not.
+        """
+        stores = [part.tokens.store for part in rows.parts]
+        if not any(len(store.values) for store in stores):
+            return None
+        for name in ("references", "logprobs"):
+            given = [len(getattr(store, name)) for store in stores]
+            full = [len(s.values if name == "references" else s.input_ids) for s in stores]
+            if any(given) and given != full:
+                raise DataError(
+                    f"some rows have {_COLUMNS[name]}, and others have none",
+                    limit="they are compared over the rows of a step: all rows have them, or none",
+                    hint="add them to all rows, or `data.ignored_columns` with their columns",
+                )
+        return cls(
+            offsets=offsets(np.concatenate([is_first(part) for part in rows.parts])),
+            values=np.concatenate([p.tokens.store.values[p.examples] for p in rows.parts]),
+            references=np.concatenate(
+                [np.empty(0, np.float64)]
+                + [
+                    p.tokens.store.references[p.examples]
+                    for p in rows.parts
+                    if stores[0].references.size
+                ]
+            ),
+        )
+
+    @property
+    def sizes(self) -> "NDArray[np.int64]":
+        """Examples of each group."""
+        return np.diff(self.offsets)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def numbers(self, rows: "NDArray[np.int64]") -> "NDArray[np.int64]":
+        """Return the group of each of some rows, which are whole groups one after the other."""
+        is_start = np.zeros(self.offsets[-1], dtype=np.bool_)
+        is_start[self.offsets[:-1]] = True
+        return np.asarray(is_start[rows].cumsum() - 1)
+
+    def require_within(
+        self,
+        *,
+        tokens_per_step: int | None,
+        rows_per_step: int | None,
+        lengths: "NDArray[np.int64]",
+    ) -> None:
+        """Check that each group fits into a step, of which one of the two sizes is given.
+
+        Raises:
+            DataError: One does not: then some steps would have no rows.
+        """
+        most = int(self.sizes.max())
+        if rows_per_step is not None and most > rows_per_step:
+            raise DataError(
+                f"a row has {most} answers, and a step {rows_per_step} sequences",
+                limit="the answers of a row are compared, so that they are all in one step",
+                hint=f"`train.micro_batch_size` x `train.grad_accum_steps` of at least {most}",
+            )
+        most = int(np.add.reduceat(lengths, self.offsets[:-1]).max())
+        if tokens_per_step is not None and most > tokens_per_step:
+            raise DataError(
+                f"the answers of a row have {most} tokens, and a step {tokens_per_step}",
+                limit="the answers of a row are compared, so that they are all in one step",
+                hint=f"`train.tokens_per_step` of at least {most}",
+            )
+
+    def size_in(self, rows_per_step: int) -> int:
+        """Return the rows of each group, where all have as many and fill steps without a rest.
+
+        Raises:
+            DataError: They do not.
+        """
+        sizes = np.unique(self.sizes).tolist()
+        if len(sizes) > 1 or rows_per_step % sizes[0]:
+            answers = (
+                " or ".join(map(str, sizes)) if len(sizes) < 4 else f"{sizes[0]} to {sizes[-1]}"
+            )
+            raise DataError(
+                f"a row has {answers} answers, and a step {rows_per_step} sequences",
+                limit="unpacked steps have equal numbers of sequences, and the answers of a row are"
+                " in one step",
+                hint="`data.packing: on`"
+                if len(sizes) > 1
+                else "make `train.micro_batch_size` x `train.grad_accum_steps` a multiple of"
+                f" {sizes[0]}",
+            )
+        return int(sizes[0])
+
+
+def require_comparable(rows: "Rows", objective: ObjectiveSection) -> None:
+    """Check that an objective finds in the rows what it compares.
+
+    Raises:
+        DataError: Answers are all desired or all not, or log-probabilities are missing.
+    """
+    groups = Groups.of(rows.train)
+    if groups is None:
+        return
+    if objective.method == "kto":
+        num, num_desired = len(groups.values), int(np.count_nonzero(groups.values))
+        if num_desired in (0, num):
+            raise DataError(
+                f"the labels of all {num} rows are {'true' if num_desired else 'false'}",
+                limit="KTO learns from answers that are desired and others that are not",
+                hint="add rows with the other label; desired answers alone are learned by"
+                " `objective.method: sft`",
+            )
+
+
+def is_first(part: "Chosen") -> "NDArray[np.bool_]":
+    """Return which of the examples begin a group; where none are compared, each is its own."""
+    store = part.tokens.store
+    if not len(store.values):
+        return np.ones(len(part.examples), dtype=np.bool_)
+    begins = np.concatenate([[True], store.rows[1:] != store.rows[:-1]])
+    return np.asarray(begins[part.examples])
+
+
+def offsets(begins: "NDArray[np.bool_]") -> "NDArray[np.int64]":
+    """Return where groups begin, and where the last one ends."""
+    return np.append(np.flatnonzero(begins), len(begins)).astype(np.int64)

@@ -1,0 +1,234 @@
+"""The rows of a step whose answers are compared: which belong together, and which are only scored.
+
+Rows that are only scored are KTO's mismatched ones: each prompt of the step with the answer of
+another, to estimate the KL divergence. As TRL's KTOTrainer does, row i has the answer of row i - 1,
+and the first that of the last. The order is that of the epoch, not of the micro-batches: the
+mismatched rows of a step are the same however it is cut. Their answers are cut at `seq_len`.
+
+Source: trl 1.16.0, trainer/kto_trainer.py, `add_kl_completion_ids`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch
+
+from finetune.data.compared.groups import Groups
+from finetune.data.tokenize import IGNORE_INDEX, Example
+from finetune.objective.step_rows import StepRows
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from finetune.data.dataset import ExampleSet
+
+Parts = Sequence[Sequence[Any]]
+"""Of each micro-batch, the places of its rows in the step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Comparison:
+    """What an objective compares.
+
+    Attributes:
+        groups: Of the examples.
+        prompt_lens: (examples) Tokens before the first that is learned, where rows are mismatched.
+        lengths: (examples) All their tokens.
+        seq_len: Most tokens of a mismatched row.
+        has_sampler: Whether rows have the log-probabilities that their tokens were sampled with.
+    """
+
+    groups: Groups
+    lengths: "NDArray[np.int64]"
+    prompt_lens: "NDArray[np.int64] | None"
+    seq_len: int
+    has_sampler: bool
+
+    @classmethod
+    def of(cls, rows: "ExampleSet", *, is_mismatched: bool, seq_len: int) -> Self | None:
+        """Return what is compared among examples; None where they are not.
+
+        Args:
+            rows: The examples.
+            is_mismatched: Whether each prompt is also scored with the answer of another row.
+            seq_len: Most tokens of a row.
+        """
+        groups = Groups.of(rows)
+        if groups is None:
+            return None
+        return cls(
+            groups=groups,
+            lengths=np.asarray(rows.lengths, dtype=np.int64),
+            prompt_lens=_prompt_lens(rows) if is_mismatched else None,
+            seq_len=seq_len,
+            has_sampler=all(len(part.tokens.store.logprobs) for part in rows.parts),
+        )
+
+    def of_same_kind(self, rows: "ExampleSet") -> "Comparison":
+        """Return what is compared among other rows, in the same way."""
+        is_mismatched = self.prompt_lens is not None
+        found = Comparison.of(rows, is_mismatched=is_mismatched, seq_len=self.seq_len)
+        assert found is not None, "held-out rows have the format of the others"
+        return found
+
+    @property
+    def group_size(self) -> int:
+        """Rows of the smallest group."""
+        return int(self.groups.sizes.min())
+
+    def scored_lens(self, rows: Sequence[int]) -> tuple[int, ...]:
+        """Return the tokens of a step's mismatched rows; there may be none."""
+        if self.prompt_lens is None:
+            return ()
+        prompts = self.prompt_lens[list(rows)]
+        answers = np.roll(self.lengths[list(rows)] - prompts, 1)
+        return tuple(np.minimum(prompts + answers, self.seq_len).tolist())
+
+    def scored(self, examples: "ExampleSet", rows: Sequence[int], place: int) -> Example:
+        """Return the mismatched row of a place in a step.
+
+        Args:
+            examples: That the step is of.
+            rows: Of the step.
+            place: Among them; the row before it, or for the first the last, has the answer.
+        """
+        assert self.prompt_lens is not None
+        own, other = rows[place], rows[place - 1]
+        prompt, answer = examples[own], examples[other]
+        num_prompt, at = self.prompt_lens[own], self.prompt_lens[other]
+        no_label = np.full(num_prompt, IGNORE_INDEX, dtype=np.int32)
+        ids = np.concatenate([prompt.input_ids[:num_prompt], answer.input_ids[at:]])
+        labels = np.concatenate([no_label, answer.labels[at:]])
+        return Example(
+            input_ids=ids[: self.seq_len],
+            labels=labels[: self.seq_len],
+            source=prompt.source,
+            is_truncated=len(ids) > self.seq_len,
+        )
+
+    def step_rows(
+        self, examples: "ExampleSet", layout: "Layout", own: tuple[Sequence[int], Sequence[int]]
+    ) -> StepRows:
+        """Return what a rank's rows of a step are to each other, in the order of its micro-batches.
+
+        Args:
+            examples: That the step is of.
+            layout: Of the step.
+            own: The rank's micro-batches, and those of them that are only scored.
+        """
+        rows = np.asarray(layout.rows, dtype=np.int64)
+        trained = [place for part in own[0] for place in layout.parts[part]]
+        scored = [place for part in own[1] for place in layout.scored[part]]
+        places = np.array([*trained, *scored], dtype=np.int64)
+        references, sampler = self.groups.references, None
+        if self.has_sampler:
+            drawn = [_sampler_of(examples[row]) for row in rows[trained].tolist()]
+            sampler = torch.from_numpy(np.concatenate(drawn))
+        return StepRows(
+            groups_R=torch.from_numpy(self.groups.numbers(rows)[places]),
+            values_R=torch.from_numpy(self.groups.values[rows[places]]),
+            num_trained=len(trained),
+            reference_R=torch.from_numpy(references[rows[places]].astype(np.float32))
+            if len(references)
+            else None,
+            sampler_N=sampler,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """How a step is cut into micro-batches.
+
+    Attributes:
+        rows: Its rows, in the order of their epochs.
+        lens: Tokens of each.
+        parts: Of each micro-batch, the places of its rows among them.
+        scored_lens: Tokens of each row that is only scored.
+        scored: The same as `parts`, of those.
+    """
+
+    rows: tuple[int, ...]
+    lens: tuple[int, ...]
+    parts: Parts
+    scored_lens: tuple[int, ...] = ()
+    scored: Parts = ()
+
+    def own_lens(self, own: Sequence[int], own_scored: Sequence[int]) -> list[list[int]]:
+        """Return the tokens of each row of a rank's micro-batches, those only scored last."""
+        return [
+            *([self.lens[place] for place in self.parts[part]] for part in own),
+            *([self.scored_lens[place] for place in self.scored[part]] for part in own_scored),
+        ]
+
+
+def made_up(parts: Parts, own: Sequence[int], *, group_size: int, has_scored: bool) -> StepRows:
+    """Return a rank's rows of a step to rehearse, whose groups are made up.
+
+    Args:
+        parts: Of each micro-batch, one element per row; all rows fill whole groups.
+        own: The rank's micro-batches.
+        group_size: Rows of a group.
+        has_scored: Whether as many rows are only scored as are trained on.
+    """
+    starts = np.cumsum([0, *map(len, parts)]).tolist()
+    rows = torch.tensor([row for part in own for row in range(starts[part], starts[part + 1])])
+    size = max(group_size, 2)
+    values = 1 - (rows % size) / (size - 1)
+    times = 2 if has_scored else 1
+    return StepRows(
+        groups_R=(rows // group_size).repeat(times),
+        values_R=values.repeat(times),
+        num_trained=len(rows),
+    )
+
+
+def _prompt_lens(rows: "ExampleSet") -> "NDArray[np.int64]":
+    """Return how many tokens come before the first that is learned; never the first of a row."""
+    labels, offsets = rows.labels, rows.offsets
+    has_loss = labels != IGNORE_INDEX
+    has_loss[offsets[:-1]] = False
+    learned = np.flatnonzero(has_loss)
+    first = learned[np.searchsorted(learned, offsets[:-1])]
+    return np.asarray(first - offsets[:-1])
+
+
+def rehearsed_pieces(
+    bins: Sequence[Sequence[tuple[int, int]]], *, group_size: int
+) -> list[list[tuple[int, int]]]:
+    """Return the rows of a largest step, by sequence, as rows that an objective can compare.
+
+    Each has two tokens or more, of which the last is learned, and they fill whole groups.
+
+    Args:
+        bins: Of each sequence, rows and their tokens.
+        group_size: Rows of a group.
+    """
+    pieces: list[list[tuple[int, int]]] = []
+    for part in bins:
+        kept = [(row, num) for row, num in part if num > 1] or [(part[0][0], 2)]
+        num_left = max(0, sum(num for _, num in part) - sum(num for _, num in kept))
+        kept[-1] = (kept[-1][0], kept[-1][1] + num_left)
+        pieces.append(kept)
+    while sum(map(len, pieces)) % group_size:
+        widest = max(pieces, key=lambda part: max(num for _, num in part))
+        row, num = widest.pop(max(range(len(widest)), key=lambda place: widest[place][1]))
+        widest += [(row, num // 2), (row, num - num // 2)]
+    return pieces
+
+
+def end_of(example: Example, num_tokens: int) -> Example:
+    """Return the last tokens of an example, which is repeated if it has fewer."""
+    ids, labels = (
+        np.resize(array[::-1], num_tokens)[::-1] for array in (example.input_ids, example.labels)
+    )
+    return replace(example, input_ids=ids, labels=labels)
+
+
+def _sampler_of(example: Example) -> "NDArray[np.float32]":
+    """Return the log-probabilities that its label tokens were sampled with."""
+    assert example.logprobs is not None
+    has_loss = example.labels != IGNORE_INDEX
+    has_loss[0] = False
+    return np.asarray(example.logprobs[has_loss])

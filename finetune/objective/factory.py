@@ -1,0 +1,117 @@
+"""From the section `objective` of a recipe to the loss of a step."""
+
+from functools import partial
+
+from finetune.errors import DataError
+from finetune.objective.dpo import LOSSES, ipo_of_means
+from finetune.objective.grpo import GrpoObjective
+from finetune.objective.kto import KtoObjective
+from finetune.objective.pairs import PairObjective
+from finetune.objective.ranking import RankingObjective
+from finetune.objective.reference_free import orpo, orpo_metrics, simpo
+from finetune.objective.row_sums import Exchange
+from finetune.objective.step_rows import StepRows
+from finetune.recipe.objective_section import ObjectiveSection
+from offload.engine.objective import Objective
+
+
+def objective_of(
+    section: ObjectiveSection,
+    rows: StepRows,
+    *,
+    seq_len: int,
+    exchange: Exchange | None = None,
+) -> Objective:
+    """Return the loss of a step by a recipe.
+
+    Args:
+        section: Of a recipe without broken rules; its method is not `sft`.
+        rows: What the step's rows are to each other.
+        seq_len: Longest row, in tokens.
+        exchange: Hands a table to the other ranks and returns theirs; None without others.
+
+    Raises:
+        DataError: Rows lack what the method reads.
+    """
+    beta = section.beta
+    assert beta is not None, "filled in by the section, except for sft"
+    if section.method == "kto":
+        assert section.desirable_weight is not None
+        assert section.undesirable_weight is not None
+        return KtoObjective(
+            rows=rows,
+            beta=beta,
+            desirable_weight=section.desirable_weight,
+            undesirable_weight=section.undesirable_weight,
+            has_kl=section.scores_mismatched,
+            exchange=exchange,
+        )
+    if section.method == "grpo":
+        return _grpo(section, rows, seq_len=seq_len, exchange=exchange)
+    if section.is_ranking:
+        return RankingObjective(
+            rows=rows, beta=beta, sft_weight=section.sft_weight or 0.0, exchange=exchange
+        )
+    return _pairs(section, rows, beta=beta, exchange=exchange)
+
+
+def _pairs(
+    section: ObjectiveSection, rows: StepRows, *, beta: float, exchange: Exchange | None
+) -> PairObjective:
+    """Return the loss of pairs."""
+    smoothing = section.label_smoothing or 0.0
+    common = partial(PairObjective, rows=rows, beta=beta, exchange=exchange)
+    if section.method == "orpo":
+        return common(
+            loss_of=partial(orpo, beta=beta),
+            sft_weight=1.0,
+            is_averaged=True,
+            has_reference=False,
+            more_metrics=orpo_metrics,
+        )
+    sft_weight = section.sft_weight
+    assert sft_weight is not None
+    if section.method == "simpo":
+        assert section.gamma is not None
+        return common(
+            loss_of=partial(simpo, beta=beta, gamma=section.gamma, smoothing=smoothing),
+            sft_weight=sft_weight,
+            is_averaged=True,
+            has_reference=False,
+        )
+    assert section.loss is not None
+    is_cpo = section.method == "cpo"
+    # Means of tokens are taken beforehand, so that what CPO reports are means too.
+    losses = {**LOSSES, "ipo": ipo_of_means} if is_cpo else LOSSES
+    return common(
+        loss_of=partial(losses[section.loss], beta=beta, smoothing=smoothing),
+        sft_weight=sft_weight,
+        is_averaged=is_cpo and section.loss == "ipo",
+        has_reference=not is_cpo,
+    )
+
+
+def _grpo(
+    section: ObjectiveSection, rows: StepRows, *, seq_len: int, exchange: Exchange | None
+) -> GrpoObjective:
+    """Return the loss of sampled answers."""
+    assert section.beta is not None
+    assert section.clip_epsilon is not None
+    assert section.loss in ("dapo", "grpo", "dr_grpo", "rloo")
+    if section.takes_sampler and rows.sampler_N is None:
+        raise DataError(
+            "the rows have no log-probabilities of the sampler and"
+            f" objective.importance_sampling_mode is {section.importance_sampling_mode}",
+            limit="it needs one for each token of an answer",
+            hint="`objective.importance_sampling_mode: none`, or rows with `logprobs`",
+        )
+    above = section.clip_epsilon_high
+    return GrpoObjective(
+        rows=rows,
+        name=section.loss,
+        beta=section.beta,
+        clip_range=(1 - section.clip_epsilon, 1 + (above or section.clip_epsilon)),
+        mode=section.importance_sampling_mode or "none",
+        max_tokens=seq_len,
+        exchange=exchange,
+    )

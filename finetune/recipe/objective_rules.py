@@ -1,0 +1,167 @@
+"""Rules of the objective: settings that its method reads, and what it cannot be combined with."""
+
+from collections.abc import Iterator
+from typing import get_args
+
+from finetune.recipe.breach import Breach
+from finetune.recipe.objective_section import LOSSES, Method, ObjectiveSection, read_settings
+from finetune.recipe.row_formats import formats_of
+from finetune.recipe.sections import Settings
+
+_METHOD = ("objective.method",)
+
+
+def broken_objective_rules(recipe: Settings) -> Iterator[Breach]:
+    """Yield the rules that a recipe breaks by its objective."""
+    objective = recipe.objective
+    losses = LOSSES.get(objective.method, ())
+    if objective.loss is not None and losses and objective.loss not in losses:
+        yield Breach(
+            field="objective.loss",
+            what=f"objective.loss is {objective.loss} and objective.method is {objective.method}",
+            limit=f"the losses of {objective.method} are {', '.join(losses)}",
+            hint=f"`objective.loss: {losses[0]}`",
+            reads=_METHOD,
+        )
+        return
+    yield from _unread(objective)
+    yield from _broken_value_rules(objective)
+    yield from _broken_format_rules(recipe)
+    if not objective.is_sft:
+        yield from _broken_row_rules(recipe)
+    if objective.computes_reference and recipe.train.is_full:
+        what = recipe.train.what if isinstance(recipe.train.what, str) else list(recipe.train.what)
+        yield Breach(
+            field="objective.reference",
+            what=f"objective.reference is base and train.what is {what}",
+            limit="weights of the base train, so without them there is no model to compare with",
+            hint="`objective.reference: precomputed`, or `train.what: adapter`",
+            reads=("train.what", *_METHOD),
+        )
+
+
+def _unread(objective: ObjectiveSection) -> Iterator[Breach]:
+    """A setting that is set has an effect."""
+    read = read_settings(objective)
+    for name in ObjectiveSection.model_fields:
+        value = getattr(objective, name)
+        if name in read or value is None:
+            continue
+        reader = f"objective.method is {objective.method}"
+        if objective.loss is not None and name != "loss":
+            reader += f" and objective.loss is {objective.loss}"
+        yield Breach(
+            field=f"objective.{name}",
+            what=f"objective.{name} is {value} and {reader}",
+            limit="it has no effect there",
+            hint=f"`objective.method: {_reader(name, value)}`, or leave out `objective.{name}`"
+            if objective.is_sft
+            else f"leave out `objective.{name}`",
+            reads=(*_METHOD, "objective.loss"),
+        )
+
+
+def _reader(name: str, value: object) -> str:
+    """Return a method that reads a setting."""
+    if name == "loss":
+        return next(method for method, losses in LOSSES.items() if value in losses)
+    sections = (ObjectiveSection(method=method) for method in get_args(Method))
+    return next((s.method for s in sections if name in read_settings(s)), "grpo")
+
+
+def _broken_value_rules(objective: ObjectiveSection) -> Iterator[Breach]:
+    """Values without which a loss is another one, or none."""
+    if objective.method not in ("sft", "grpo") and objective.beta == 0:
+        yield Breach(
+            field="objective.beta",
+            what=f"objective.beta is {objective.beta} and objective.method is {objective.method}",
+            limit="rewards are multiplied by it, so it must be above 0",
+            hint="`objective.beta: 0.1`",
+            reads=_METHOD,
+        )
+    if objective.loss in ("robust", "exo_pair") and not objective.label_smoothing:
+        yield Breach(
+            field="objective.label_smoothing",
+            what="objective.label_smoothing is 0.0 and objective.loss is " + objective.loss,
+            limit="the loss corrects for pairs labelled the wrong way round, so some must be",
+            hint="`objective.label_smoothing: 0.1`, or `objective.loss: sigmoid`",
+            reads=("objective.loss",),
+        )
+    is_per_token = objective.method == "grpo" and objective.loss != "rloo"
+    if is_per_token and objective.reference == "precomputed":
+        yield Breach(
+            field="objective.reference",
+            what=f"objective.reference is precomputed and objective.loss is {objective.loss}",
+            limit="the KL divergence is of each token, and sums of whole answers are kept",
+            hint="`objective.reference: base`, or `objective.loss: rloo`",
+            reads=("objective.loss",),
+        )
+    mode = objective.importance_sampling_mode
+    if objective.loss == "rloo" and mode in ("token_truncate", "token_mask"):
+        yield Breach(
+            field="objective.importance_sampling_mode",
+            what=f"objective.importance_sampling_mode is {mode} and objective.loss is rloo",
+            limit="its ratio is of whole answers",
+            hint=f"`objective.importance_sampling_mode: {mode.replace('token', 'sequence')}`",
+            reads=("objective.loss",),
+        )
+
+
+def _broken_format_rules(recipe: Settings) -> Iterator[Breach]:
+    """Rows have what the objective reads."""
+    objective = recipe.objective
+    formats = formats_of(objective)
+    of_mix = (("data.mix", one.format) for one in recipe.data.mix)
+    for field, value in (("data.format", recipe.data.format), *of_mix):
+        if value not in (None, "auto", *formats):
+            which = f"objective.method is {objective.method}"
+            yield Breach(
+                field=field,
+                what=f"{field} is {value} and {which}",
+                limit=f"it reads rows of the format {' or '.join(formats)}",
+                hint="leave the format out" if objective.is_sft else f"`data.format: {formats[0]}`",
+                reads=_METHOD,
+            )
+
+
+def _broken_row_rules(recipe: Settings) -> Iterator[Breach]:
+    """Settings of rows that are repeated say nothing of rows that are compared."""
+    method = recipe.objective.method
+    for field, value, is_possible, limit, fix in (
+        (
+            "data.too_long",
+            recipe.data.too_long,
+            recipe.data.too_long != "split",
+            "half an answer cannot be compared",
+            "`data.too_long: truncate`, `drop` or `error`",
+        ),
+        (
+            "data.loss_on",
+            recipe.data.loss_on,
+            recipe.data.loss_on == "assistant",
+            "only what answers a prompt is compared",
+            "leave it out",
+        ),
+        (
+            "train.neftune_alpha",
+            recipe.train.neftune_alpha,
+            recipe.train.neftune_alpha is None,
+            "log-probabilities that are compared are taken without noise",
+            "leave it out",
+        ),
+        (
+            "report.samples",
+            recipe.report.samples,
+            not recipe.report.samples,
+            "samples are scored against the one right answer of a row",
+            "leave it out; held-out rows are scored with `output.eval_every`",
+        ),
+    ):
+        if not is_possible:
+            yield Breach(
+                field=field,
+                what=f"{field} is {value} and objective.method is {method}",
+                limit=limit,
+                hint=fix,
+                reads=_METHOD,
+            )

@@ -1,0 +1,237 @@
+"""The section `objective` of a recipe: what a run learns from, and by which loss."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from finetune.recipe.section import Section
+
+Method = Literal["sft", "dpo", "simpo", "cpo", "orpo", "kto", "grpo"]
+LossName = Literal[
+    "sigmoid",
+    "hinge",
+    "ipo",
+    "robust",
+    "sigmoid_norm",
+    "exo_pair",
+    "nca_pair",
+    "bco_pair",
+    "sppo_hard",
+    "aot",
+    "aot_unpaired",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+    "plackett_luce",
+    "kto",
+    "apo_zero_unpaired",
+    "grpo",
+    "dapo",
+    "dr_grpo",
+    "rloo",
+]
+SamplingMode = Literal[
+    "none", "ratio", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
+]
+
+LOSSES: Mapping[str, tuple[LossName, ...]] = {
+    "dpo": (
+        "sigmoid",
+        "hinge",
+        "ipo",
+        "robust",
+        "sigmoid_norm",
+        "exo_pair",
+        "nca_pair",
+        "bco_pair",
+        "sppo_hard",
+        "aot",
+        "aot_unpaired",
+        "apo_zero",
+        "apo_down",
+        "discopop",
+        "plackett_luce",
+    ),
+    "cpo": ("sigmoid", "hinge", "ipo"),
+    "kto": ("kto", "apo_zero_unpaired"),
+    "grpo": ("dapo", "grpo", "dr_grpo", "rloo"),
+}
+"""Method -> its losses, the default first; others have one loss only."""
+
+_OF_METHOD: Mapping[str, Mapping[str, object]] = {
+    "sft": {},
+    "dpo": {"beta": 0.1, "sft_weight": 0.0, "reference": "base"},
+    "simpo": {"beta": 2.0, "gamma": 0.5, "label_smoothing": 0.0, "sft_weight": 0.0},
+    "cpo": {"beta": 0.1, "sft_weight": 1.0},
+    "orpo": {"beta": 0.1},
+    "kto": {
+        "beta": 0.1,
+        "reference": "base",
+        "desirable_weight": 1.0,
+        "undesirable_weight": 1.0,
+    },
+    "grpo": {"beta": 0.0, "clip_epsilon": 0.2, "importance_sampling_mode": "none"},
+}
+_SMOOTHED = {"label_smoothing": 0.0}
+_OF_LOSS: Mapping[tuple[str, str], Mapping[str, object]] = {
+    ("dpo", "sigmoid"): _SMOOTHED,
+    ("dpo", "robust"): _SMOOTHED,
+    ("dpo", "exo_pair"): {"label_smoothing": 1e-3},
+    ("dpo", "aot"): _SMOOTHED,
+    ("dpo", "aot_unpaired"): _SMOOTHED,
+    ("cpo", "sigmoid"): _SMOOTHED,
+    ("grpo", "rloo"): {"beta": 0.05},
+}
+
+
+class ObjectiveSection(Section):
+    """What is learned from the rows: to repeat them, to prefer some of them, or their rewards."""
+
+    method: Method = Field(
+        default="sft",
+        description="`sft` repeats the rows (cross-entropy). Pairs of answers: `dpo`, `simpo`,"
+        " `cpo`, `orpo`. Answers that are desired or not: `kto`. Sampled answers with rewards:"
+        " `grpo`.",
+    )
+    loss: LossName | None = Field(
+        default=None,
+        description="Loss of `dpo`, `cpo`, `kto` or `grpo`; null takes sigmoid, sigmoid, kto,"
+        " dapo.",
+        examples=["sigmoid"],
+    )
+    beta: float | None = Field(
+        default=None,
+        ge=0,
+        description="Scale of the rewards; of `orpo` the weight of the odds ratio, of `grpo` that"
+        " of the KL divergence to the reference. Null takes 0.1; simpo 2.0, grpo 0.0, rloo 0.05.",
+        examples=[0.1],
+    )
+    reference: Literal["base", "precomputed"] | None = Field(
+        default=None,
+        description="What `dpo`, `kto` and `grpo` compare with: `base`, the model without its"
+        " adapter, in the same visits; `precomputed`, log-probabilities known before step 1.",
+        examples=["base"],
+    )
+    label_smoothing: float | None = Field(
+        default=None,
+        ge=0,
+        lt=0.5,
+        description="Part of the pairs that may be labelled the wrong way round. Null takes 0.0;"
+        " exo_pair 0.001.",
+        examples=[0.1],
+    )
+    sft_weight: float | None = Field(
+        default=None,
+        ge=0,
+        description="Weight of the mean cross-entropy of the chosen answers, added to the loss of"
+        " `dpo`, `simpo` or `cpo`. Null takes 0.0; cpo 1.0.",
+        examples=[1.0],
+    )
+    gamma: float | None = Field(
+        default=None,
+        ge=0,
+        description="Margin that `simpo` asks for between the rewards. Null takes 0.5.",
+        examples=[0.5],
+    )
+    desirable_weight: float | None = Field(
+        default=None,
+        ge=0,
+        description="Weight of desired answers in `kto`. Null takes 1.0.",
+        examples=[1.0],
+    )
+    undesirable_weight: float | None = Field(
+        default=None,
+        ge=0,
+        description="Weight of undesired answers in `kto`. Null takes 1.0.",
+        examples=[1.33],
+    )
+    clip_epsilon: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="How far the ratio of probabilities may fall or rise before `grpo` clips it."
+        " Null takes 0.2.",
+        examples=[0.2],
+    )
+    clip_epsilon_high: float | None = Field(
+        default=None,
+        gt=0,
+        description="How far it may rise, where that differs from `objective.clip_epsilon`.",
+        examples=[0.28],
+    )
+    importance_sampling_mode: SamplingMode | None = Field(
+        default=None,
+        description="What the sampler's log-probabilities in the rows are for: `none`; `ratio`,"
+        " they are those of the old policy; or weights of each token or sequence that"
+        " correct for the sampler, truncated at 3 or left out above it. Null takes none.",
+        examples=["sequence_mask"],
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, values: Any) -> Any:
+        """Give the settings that the method reads their defaults, so that a run keeps them."""
+        if not isinstance(values, dict):
+            return values
+        method = values.get("method", "sft")
+        losses = LOSSES.get(method) if isinstance(method, str) else None
+        filled = dict(values)
+        if losses and filled.get("loss") is None:
+            filled["loss"] = losses[0]
+        for name, value in defaults_of(method, filled.get("loss")).items():
+            if filled.get(name) is None:
+                filled[name] = value
+        if method == "grpo" and filled.get("reference") is None and filled.get("beta") != 0:
+            filled["reference"] = "base"
+        return filled
+
+    @property
+    def is_sft(self) -> bool:
+        """Whether rows are repeated, by the cross-entropy of their tokens."""
+        return self.method == "sft"
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares with another model."""
+        return self.reference is not None
+
+    @property
+    def computes_reference(self) -> bool:
+        """Whether a step computes what it compares with."""
+        return self.reference == "base"
+
+    @property
+    def scores_mismatched(self) -> bool:
+        """Whether rows are also scored with another row's answer, for the KL divergence of KTO."""
+        return self.loss == "kto"
+
+    @property
+    def is_ranking(self) -> bool:
+        """Whether a prompt may have more than two answers, in an order."""
+        return self.loss == "plackett_luce"
+
+    @property
+    def takes_sampler(self) -> bool:
+        """Whether rows need the log-probabilities that the sampler drew their tokens with."""
+        return self.importance_sampling_mode not in (None, "none")
+
+
+def defaults_of(method: object, loss: object) -> Mapping[str, object]:
+    """Return the settings that a method reads with this loss, and their defaults."""
+    if not isinstance(method, str):
+        return {}
+    of_loss = _OF_LOSS.get((method, loss), {}) if isinstance(loss, str) else {}
+    return {**_OF_METHOD.get(method, {}), **of_loss}
+
+
+def read_settings(section: ObjectiveSection) -> frozenset[str]:
+    """Return the names of the settings that have an effect."""
+    names = {"method", *defaults_of(section.method, section.loss)}
+    if section.method in LOSSES:
+        names.add("loss")
+    if section.method == "grpo":
+        names.add("clip_epsilon_high")
+        if section.beta:
+            names.add("reference")
+    return frozenset(names)

@@ -1,0 +1,138 @@
+"""The losses of a run's steps where rows are compared, and its held-out rows under the same loss.
+
+Held-out rows are taken in their order, whole groups, about as many at a time as a step has: a loss
+that reads all rows of a step reads as many. The means over them are weighted by their groups.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from finetune.data.steps import Steps, StepShare
+from finetune.objective.factory import objective_of
+from finetune.objective.row_sums import row_sums
+from finetune.objective.step_rows import StepRows
+from finetune.recipe.objective_section import ObjectiveSection
+from finetune.training.ranks import Ranks
+from offload.engine.objective import Objective, Reference, Scores, StepLoss
+
+PREFERRED, PREFERRED_BY = "logps/accuracies", "logps/margins"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """What held-out rows say: the loss, and metrics of it by name."""
+
+    loss: float
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Objectives:
+    """Makes the loss of each step.
+
+    Attributes:
+        section: Of the recipe; its method is not `sft`.
+        seq_len: Longest row, in tokens.
+        ranks: The processes that share each step.
+    """
+
+    section: ObjectiveSection
+    seq_len: int
+    ranks: Ranks
+
+    def of_step(self, rows: StepRows) -> Objective:
+        """Return the loss of a step that ranks share; each gives what it knows of its own rows."""
+        exchange = self._others if self.ranks.num > 1 else None
+        return objective_of(self.section, rows, seq_len=self.seq_len, exchange=exchange)
+
+    def of_held_out(self, rows: StepRows) -> Objective:
+        """Return the loss of rows that this rank has alone."""
+        return WithLogps(
+            objective=objective_of(self.section, rows, seq_len=self.seq_len), rows=rows
+        )
+
+    def _others(self, table: torch.Tensor) -> Sequence[torch.Tensor]:
+        tables = self.ranks.exchange(table)
+        return [one for rank, one in enumerate(tables) if rank != self.ranks.index]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class WithLogps:
+    """An objective that also reports which answers the model itself finds likelier.
+
+    A reward is measured from the reference, so before the first step all rewards are 0. The log
+    probabilities alone tell how often the better of two answers is the likelier one, before and
+    after, and by how much.
+
+    Attributes:
+        objective: The loss.
+        rows: What its rows are to each other.
+    """
+
+    objective: Objective
+    rows: StepRows
+
+    @property
+    def reference(self) -> Reference | None:
+        """That of the loss."""
+        return self.objective.reference
+
+    def loss(self, scores: Scores) -> StepLoss:
+        """Return the loss, with the two metrics where answers are compared with each other."""
+        found = self.objective.loss(scores)
+        sums = row_sums(scores, self.rows, None)
+        better, worse = _ordered_pairs(sums.groups_A, sums.values_A, sums.is_trained_A)
+        if not len(better):
+            return found
+        apart = (sums.policy_A[better] - sums.policy_A[worse]).detach()
+        more = {PREFERRED: (apart > 0).double().mean(), PREFERRED_BY: apart.mean()}
+        return StepLoss(value=found.value, metrics={**found.metrics, **more})
+
+
+def _ordered_pairs(
+    groups_A: torch.Tensor, values_A: torch.Tensor, is_trained_A: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows of all pairs of a group of which one is better: the better, and the worse."""
+    is_same = groups_A[:, None] == groups_A[None, :]
+    is_pair = is_same & (is_trained_A[:, None] & is_trained_A[None, :])
+    better, worse = (is_pair & (values_A[:, None] > values_A[None, :])).nonzero(as_tuple=True)
+    return better, worse
+
+
+def held_out_shares(steps: Steps) -> Iterator[tuple[int, StepShare]]:
+    """Give the held-out rows in parts, each with its number of groups.
+
+    Args:
+        steps: Of the held-out rows, which are compared.
+    """
+    assert steps.comparison is not None
+    offsets = steps.comparison.groups.offsets
+    num_groups = len(offsets) - 1
+    rows_at_once = steps.sizes.rows_per_step
+    per_part = max(1, rows_at_once * num_groups // int(offsets[-1]))
+    for part in np.array_split(np.arange(num_groups), max(1, num_groups // per_part)):
+        rows = tuple(range(int(offsets[part[0]]), int(offsets[part[-1] + 1])))
+        yield len(part), steps.share_of(rows)
+
+
+def mean_of(parts: Sequence[tuple[int, Evaluation]]) -> Evaluation:
+    """Return the mean over parts, each weighted by its groups; a metric's over those that have it.
+
+    Args:
+        parts: Groups of each, and what was measured.
+    """
+    names = dict.fromkeys(name for _, part in parts for name in part.metrics)
+    return Evaluation(
+        loss=_mean([(num, part.loss) for num, part in parts]),
+        metrics={
+            name: _mean([(num, p.metrics[name]) for num, p in parts if name in p.metrics])
+            for name in names
+        },
+    )
+
+
+def _mean(weighted: Sequence[tuple[int, float]]) -> float:
+    return sum(num * value for num, value in weighted) / sum(num for num, _ in weighted)

@@ -1,0 +1,70 @@
+"""What comes after the last layer: norm, head and loss of the labelled tokens, chunk by chunk."""
+
+import torch
+
+from offload.engine.batch import LabelledBatch
+from offload.engine.model.layers import LayeredModel
+from offload.engine.results import PassState
+
+
+class Tail:
+    """Computes the loss of a pass, and its gradient by the last layer's output."""
+
+    def __init__(self, model: LayeredModel, *, head_chunk_tokens: int) -> None:
+        """Keep the model, and of how many tokens logits exist at a time."""
+        self._model = model
+        self._chunk_tokens = head_chunk_tokens
+        self._last = len(model.layers)
+
+    def train(
+        self,
+        state: PassState,
+        m: int,
+        batch: LabelledBatch,
+        num_items: torch.Tensor,
+    ) -> None:
+        """Add the loss of a micro-batch, and keep its gradient for the backward visits.
+
+        Args:
+            state: Of the pass.
+            m: Which micro-batch.
+            batch: The micro-batch.
+            num_items: Divisor of the sum of the losses, on the device.
+        """
+        hidden_BTD = state.inputs.pop((self._last, m))
+        gradient_BTD = torch.zeros_like(hidden_BTD)
+        self.loss(state, hidden_BTD, batch, num_items, gradient_BTD.flatten(0, 1))
+        state.gradient[m] = gradient_BTD
+        self.balance(state, m)
+
+    def loss(
+        self,
+        state: PassState,
+        hidden_BTD: torch.Tensor,
+        batch: LabelledBatch,
+        num_items: torch.Tensor,
+        gradient_ND: torch.Tensor | None,
+    ) -> None:
+        """Add the loss of the labelled tokens by chunks, and write its gradient if requested."""
+        flat_ND = hidden_BTD.flatten(0, 1)
+        chunks = zip(
+            batch.positions.split(self._chunk_tokens),
+            batch.next_tokens.split(self._chunk_tokens),
+            strict=True,
+        )
+        for positions_N, next_N in chunks:
+            if not positions_N.numel():
+                continue
+            loss = self._model.tail_loss(
+                flat_ND,
+                positions_N=positions_N,
+                next_N=next_N,
+                num_items=num_items,
+                gradient_ND=gradient_ND,
+            )
+            state.losses.append(loss)
+
+    def balance(self, state: PassState, m: int) -> None:
+        """Add a micro-batch's part of the router loss, if there is one."""
+        if state.balance is not None:
+            state.losses.append(state.balance.loss(m))

@@ -1,0 +1,150 @@
+"""Settings without an effect and combinations that cannot be are refused, with the fix."""
+
+from typing import Any, get_args
+
+import pytest
+
+from finetune.recipe.objective_rules import broken_objective_rules
+from finetune.recipe.objective_section import LOSSES, Method
+from finetune.recipe.sections import Settings
+
+
+def settings(objective: dict[str, Any], **sections: dict[str, Any]) -> Settings:
+    content: dict[str, dict[str, Any]] = {
+        "model": {"path": "Qwen/Qwen3-8B"},
+        "data": {"path": "rows.jsonl"},
+        "train": {"steps": 3, "grad_accum_steps": 1},
+        "output": {"name": "x"},
+        "objective": objective,
+    }
+    for name, section in sections.items():
+        content[name] = content.get(name, {}) | section
+    return Settings.model_validate(content)
+
+
+@pytest.mark.parametrize("method", get_args(Method))
+def test_every_loss_with_its_defaults_breaks_no_rule(method: str) -> None:
+    for loss in LOSSES.get(method, (None,)):
+        smoothing = {"label_smoothing": 0.1} if loss == "robust" else {}
+        recipe = settings({"method": method, "loss": loss} | smoothing)
+        assert not list(broken_objective_rules(recipe))
+
+
+@pytest.mark.parametrize(
+    ("objective", "field", "hint"),
+    [
+        ({"beta": 0.1}, "beta", "`objective.method: dpo`, or leave out `objective.beta`"),
+        ({"loss": "dr_grpo"}, "loss", "`objective.method: grpo`, or leave out `objective.loss`"),
+        ({"gamma": 0.5}, "gamma", "`objective.method: simpo`, or leave out `objective.gamma`"),
+        (
+            {"reference": "base"},
+            "reference",
+            "`objective.method: dpo`, or leave out `objective.reference`",
+        ),
+        ({"method": "simpo", "reference": "base"}, "reference", "leave out `objective.reference`"),
+        (
+            {"method": "dpo", "loss": "hinge", "label_smoothing": 0.1},
+            "label_smoothing",
+            "leave out `objective.label_smoothing`",
+        ),
+        ({"method": "orpo", "sft_weight": 1.0}, "sft_weight", "leave out `objective.sft_weight`"),
+        ({"method": "orpo", "loss": "sigmoid"}, "loss", "leave out `objective.loss`"),
+        (
+            {"method": "grpo", "beta": 0.0, "reference": "base"},
+            "reference",
+            "leave out `objective.reference`",
+        ),
+    ],
+)
+def test_a_setting_that_the_method_does_not_read_is_named(
+    objective: dict[str, Any], field: str, hint: str
+) -> None:
+    (breach,) = broken_objective_rules(settings(objective))
+    assert breach.field == f"objective.{field}"
+    assert breach.what.startswith(f"objective.{field} is {objective[field]}")
+    assert breach.limit == "it has no effect there"
+    assert breach.hint == hint
+
+
+def test_a_loss_of_another_method_is_refused_with_those_that_there_are() -> None:
+    (breach,) = broken_objective_rules(settings({"method": "kto", "loss": "ipo"}))
+    assert breach.what == "objective.loss is ipo and objective.method is kto"
+    assert breach.limit == "the losses of kto are kto, apo_zero_unpaired"
+    assert breach.hint == "`objective.loss: kto`"
+
+
+@pytest.mark.parametrize(
+    ("objective", "field", "hint"),
+    [
+        ({"method": "dpo", "beta": 0.0}, "beta", "`objective.beta: 0.1`"),
+        (
+            {"method": "dpo", "loss": "robust"},
+            "label_smoothing",
+            "`objective.label_smoothing: 0.1`, or `objective.loss: sigmoid`",
+        ),
+        (
+            {"method": "dpo", "loss": "exo_pair", "label_smoothing": 0.0},
+            "label_smoothing",
+            "`objective.label_smoothing: 0.1`, or `objective.loss: sigmoid`",
+        ),
+        (
+            {"method": "grpo", "beta": 0.1, "reference": "precomputed"},
+            "reference",
+            "`objective.reference: base`, or `objective.loss: rloo`",
+        ),
+        (
+            {"method": "grpo", "loss": "rloo", "importance_sampling_mode": "token_mask"},
+            "importance_sampling_mode",
+            "`objective.importance_sampling_mode: sequence_mask`",
+        ),
+    ],
+)
+def test_values_that_make_no_loss_are_refused(
+    objective: dict[str, Any], field: str, hint: str
+) -> None:
+    (breach,) = broken_objective_rules(settings(objective))
+    assert breach.field == f"objective.{field}"
+    assert breach.hint == hint
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto"])
+def test_a_base_that_trains_is_no_reference(method: str) -> None:
+    for what in ("all", ["model.layers.*"]):
+        (breach,) = broken_objective_rules(settings({"method": method}, train={"what": what}))
+        assert breach.field == "objective.reference"
+        assert breach.what == f"objective.reference is base and train.what is {what}"
+        assert breach.hint == "`objective.reference: precomputed`, or `train.what: adapter`"
+    known = {"method": method, "reference": "precomputed"}
+    assert not list(broken_objective_rules(settings(known, train={"what": "all"})))
+    assert not list(broken_objective_rules(settings({"method": "orpo"}, train={"what": "all"})))
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value"),
+    [
+        ("data", "format", "text"),
+        ("data", "too_long", "split"),
+        ("data", "loss_on", "all"),
+        ("data", "loss_on", "last"),
+        ("train", "neftune_alpha", 5.0),
+        ("report", "samples", 3),
+    ],
+)
+def test_settings_of_rows_that_are_repeated_are_refused(
+    section: str, name: str, value: object
+) -> None:
+    more = {section: {name: value}}
+    (breach,) = broken_objective_rules(settings({"method": "simpo"}, **more))
+    assert breach.field == f"{section}.{name}"
+    assert breach.what == f"{section}.{name} is {value} and objective.method is simpo"
+    assert not list(broken_objective_rules(settings({}, **more)))
+
+
+def test_rows_that_are_compared_may_be_packed_compiled_and_have_dropout() -> None:
+    recipe = settings(
+        {"method": "dpo"},
+        data={"packing": "on"},
+        adapter={"dropout": 0.1, "modules_to_save": ["norms"]},
+        offload={"codec": "nf4", "tier": "disk"},
+    )
+    assert not list(broken_objective_rules(recipe))
