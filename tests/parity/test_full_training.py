@@ -10,6 +10,7 @@ import torch
 from bitsandbytes.optim.adamw import AdamW8bit
 from bitsandbytes.optim.lion import Lion
 from torch import nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import offload
 from finetune.data.steps import StepShare
@@ -20,7 +21,7 @@ from finetune.training.ranks import Ranks
 from offload.engine.engine import Engine
 from offload.plan.facts.optimizer import Optimizer
 from offload.plan.schedule.op import Kind, Lane
-from tests.parity.steps import MODELS
+from tests.parity.steps import MODELS, SHAPE
 from tests.tiers import mostly_slow
 
 Batch = dict[str, torch.Tensor]
@@ -31,6 +32,13 @@ NUM_MICRO_BATCHES = 3
 def model_of(name: str = "qwen3") -> nn.Module:
     torch.manual_seed(0)
     return MODELS[name]().train()
+
+
+def wider_model() -> nn.Module:
+    """Return a model whose matrices are large enough for states in 8 bits."""
+    torch.manual_seed(0)
+    shape = SHAPE | {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+    return Qwen3ForCausalLM(Qwen3Config(**shape)).train()
 
 
 def step_of(number: int) -> list[Batch]:
@@ -206,7 +214,7 @@ def test_reorder_losses_are_as_close_as_two_adamws_of_pytorch(num_steps: int) ->
         [
             ("lion", Lion, 3e-4, 1e-5),
             ("adamw_8bit", AdamW8bit, LR, 1e-2),
-            ("adafactor", partial(torch.optim.Adafactor, eps=(None, 1.0)), LR, 1e-5),
+            ("adafactor", partial(torch.optim.Adafactor, eps=(None, 1.0)), LR, 1e-3),
             ("sgd", torch.optim.SGD, 0.3, 1e-5),
         ]
     ),
@@ -214,8 +222,8 @@ def test_reorder_losses_are_as_close_as_two_adamws_of_pytorch(num_steps: int) ->
 def test_reorder_other_optimizers_are_the_libraries_on_plain_pytorch(
     name: Optimizer, library: Any, lr: float, apart: float
 ) -> None:
-    plain = plain_losses(model_of(), partial(library, lr=lr, weight_decay=0.0), 20)
-    ours = run(loop_of(model_of(), optimizer=name, lr=lr), range(20))
+    plain = plain_losses(wider_model(), partial(library, lr=lr, weight_decay=0.0), 20)
+    ours = run(loop_of(wider_model(), optimizer=name, lr=lr), range(20))
     assert ours == pytest.approx(plain, rel=apart)
     assert ours[-1] < ours[0]
 
