@@ -232,6 +232,7 @@ def test_a_killed_run_resumes_to_the_bit(
     assert all(torch.equal(resumed[name], uninterrupted[name]) for name in uninterrupted)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_ctrl_c_ends_the_step_saves_and_can_be_resumed(
     tmp_path, write_recipe, machine_file

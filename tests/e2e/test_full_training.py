@@ -160,6 +160,7 @@ def test_a_pattern_that_matches_nothing_is_refused(write_recipe, machine_file, c
     assert "`train.what: [model.layers.0." in shown
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_quickstart_learns(tmp_path, capsys, cache) -> None:
     recipe = shipped_recipe("quickstart_full")

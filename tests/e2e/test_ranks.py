@@ -60,6 +60,7 @@ def test_two_ranks_train_as_one_process_does(tmp_path, write_recipe, machine_fil
     )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_ctrl_c_stops_both_ranks_at_one_step_and_one_process_resumes(
     tmp_path, write_recipe, machine_file
@@ -130,6 +131,7 @@ def slab_mappings(pid: int) -> list[tuple[str, str]]:
     return [(access, inode) for _, access, _, _, inode, *_ in words]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_killed_rank_ends_the_launch_which_names_it(tmp_path, write_recipe, machine_file) -> None:
     recipe = write_recipe(train={"steps": 5000, "schedule": "constant"})

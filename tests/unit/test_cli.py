@@ -118,6 +118,7 @@ def test_a_plan_for_235b_needs_no_torch() -> None:
     assert "235.09 B" in done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_largest_plan_with_everything_open_is_the_same_again(tmp_path: Path) -> None:
     server = replace(named_machine("h200"), ram_bytes=1024 * GIB, pinned_bytes=1024 * GIB)
