@@ -44,6 +44,11 @@ def pytest_collectstart() -> None:
     gc.disable()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with long tests; a worker that has none takes others from behind them."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
 def pytest_collection_finish() -> None:
     """Leave what was imported and collected out of full collections: a sixth of the default run.
 

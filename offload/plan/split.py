@@ -24,7 +24,7 @@ from offload.plan.step import Draft
 from offload.plan.time.bounds import StepBound
 from offload.plan.time.costs import Costs
 
-_Bound = Callable[[Residency], float]
+_Seconds = Callable[[Residency], float]
 
 SAME_FRAC = 1e-6  # times that differ by less are the same
 WORTH_FRAC = 0.01  # of the step: smaller gains are not worth a slot, in case the link is slower
@@ -35,7 +35,7 @@ def bound_of(needs: MemoryNeeds, costs: Costs, residency: Residency) -> float:
     return _bound(needs, costs)(residency)
 
 
-def _bound(needs: MemoryNeeds, costs: Costs) -> _Bound:
+def _bound(needs: MemoryNeeds, costs: Costs) -> _Seconds:
     """Return the lower bound as a function of the residency, each computed once."""
     request = needs.request
     num_micro_batches = request.rank_micro_batches
@@ -78,19 +78,19 @@ def fastest_residency(needs: MemoryNeeds, costs: Costs) -> Residency | None:
         return None
     # Graphs that are sent, and outputs of attention, where the bound says that they pay and a
     # simulation confirms it. Sent graphs take much of the host's memory.
-    best = plain
+    step_s, best = _step(needs, costs), plain
     for spend, least_gain in _ways(needs, bound_s):
         found = _fastest(needs, slots_bound_s, spend)
         if found is None or needs.shortages(found):
             continue
         is_faster = bound_s(found) < bound_s(best) * (1 - least_gain)
-        if is_faster and _is_faster(needs, costs, found, best):
+        if is_faster and step_s(found) < step_s(best) * (1 - SAME_FRAC):
             best = found
     return best
 
 
 def _fastest(
-    needs: MemoryNeeds, bound_s: _Bound, spend: Callable[[int], Residency]
+    needs: MemoryNeeds, bound_s: _Seconds, spend: Callable[[int], Residency]
 ) -> Residency | None:
     """Return the number of slots with which a step is fastest, and what the rest is spent on.
 
@@ -131,7 +131,7 @@ def _is_same_rest(one: Residency, other: Residency) -> bool:
 
 
 def _ways(
-    needs: MemoryNeeds, bound_s: _Bound
+    needs: MemoryNeeds, bound_s: _Seconds
 ) -> Iterator[tuple[Callable[[int], Residency], float]]:
     """Yield ways to spend what slots leave, and what each must gain to be taken."""
 
@@ -172,7 +172,7 @@ def _kept(
         yield needs.with_outputs_first(graphs)
 
 
-def _sent_both(needs: MemoryNeeds, bound_s: _Bound, kept: Residency) -> Iterator[Residency]:
+def _sent_both(needs: MemoryNeeds, bound_s: _Seconds, kept: Residency) -> Iterator[Residency]:
     """Yield the same with as many sent graphs, and sent outputs, as pay: in either order."""
     graphs = _with_sent_graphs(needs, bound_s, kept)
     if not needs.chooses_outputs:
@@ -183,7 +183,7 @@ def _sent_both(needs: MemoryNeeds, bound_s: _Bound, kept: Residency) -> Iterator
     yield needs.within_layers(_with_sent_graphs(needs, bound_s, outputs))
 
 
-def _with_sent_outputs(needs: MemoryNeeds, bound_s: _Bound, kept: Residency) -> Residency:
+def _with_sent_outputs(needs: MemoryNeeds, bound_s: _Seconds, kept: Residency) -> Residency:
     """Return the same with the number of sent outputs at which the link delays the step."""
     ways = [
         replace(kept, num_sent_outputs=num)
@@ -192,14 +192,14 @@ def _with_sent_outputs(needs: MemoryNeeds, bound_s: _Bound, kept: Residency) -> 
     return _last_faster(ways, bound_s)
 
 
-def _with_sent_graphs(needs: MemoryNeeds, bound_s: _Bound, kept: Residency) -> Residency:
+def _with_sent_graphs(needs: MemoryNeeds, bound_s: _Seconds, kept: Residency) -> Residency:
     """Return the same with the number of sent graphs at which the link delays the step."""
     most = needs.most_sent_graphs(kept)
     ways = [replace(kept, num_sent_graphs=num) for num in range(most + 1)]
     return _last_faster(ways, bound_s)
 
 
-def _last_faster(ways: Sequence[Residency], bound_s: _Bound) -> Residency:
+def _last_faster(ways: Sequence[Residency], bound_s: _Seconds) -> Residency:
     """Return the last of some ways that is faster than the one before it."""
     low, high = min(1, len(ways) - 1), len(ways) - 1
     while low < high:
@@ -211,7 +211,10 @@ def _last_faster(ways: Sequence[Residency], bound_s: _Bound) -> Residency:
     return ways[low]
 
 
-def _is_faster(needs: MemoryNeeds, costs: Costs, one: Residency, other: Residency) -> bool:
+def _step(needs: MemoryNeeds, costs: Costs) -> _Seconds:
+    """Return the simulated time of a step as a function of the residency, each computed once."""
+
+    @cache
     def step_s(residency: Residency) -> float:
         draft = Draft.of(
             needs.facts,
@@ -222,4 +225,4 @@ def _is_faster(needs: MemoryNeeds, costs: Costs, one: Residency, other: Residenc
         )
         return draft.step_s(needs.request.rank_micro_batches) + costs.optimizer_s
 
-    return step_s(one) < step_s(other) * (1 - SAME_FRAC)
+    return step_s

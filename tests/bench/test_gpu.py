@@ -401,6 +401,7 @@ def test_a_device_that_does_not_wait_is_told_from_one_that_does(
     assert found["unequal"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_rehearsal_measures_and_goes_on_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

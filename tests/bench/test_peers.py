@@ -12,6 +12,7 @@ from tests.bench.gpu.settings import Settings
 pytestmark = pytest.mark.bench
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_sluice_and_the_trainer_do_equal_work(tmp_path: Path) -> None:
     settings = Settings(

@@ -160,10 +160,12 @@ def test_a_pattern_that_matches_nothing_is_refused(write_recipe, machine_file, c
     assert "`train.what: [model.layers.0." in shown
 
 
+@pytest.mark.long
 @pytest.mark.slow
-def test_the_quickstart_learns(tmp_path, capsys, cache) -> None:
+def test_the_quickstart_learns(tmp_path, capsys, cache, machine_file) -> None:
     recipe = shipped_recipe("quickstart_full")
-    words = ("train.steps=50", "report.samples=40", "output.eval_every=50")
+    settings = ("train.steps=50", "report.samples=40", "output.eval_every=50")
+    words = ("--machine", machine_file, *settings)
     assert run("finetune", recipe, f"output.dir={tmp_path / 'run'}", *words) == 0
     shown = capsys.readouterr().out
     assert "Predicted (calibrated) against measured" in shown

@@ -44,14 +44,14 @@ def test_two_ranks_talk(scene: str, forked) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_train_as_one_process_does(tmp_path, write_recipe, machine_file) -> None:
+def test_two_ranks_train_as_one_process_does(tmp_path, write_recipe, machine_file, forked) -> None:
     # 3 micro-batches: one rank has two of them, the other one; a router loss over all three
     recipe = write_recipe(adapter=DROPOUT, output={"eval_every": 3})
     words = ("finetune", recipe, "--machine", machine_file, "train.router_loss_coef=0.5")
-    launched = accelerate_launch("cli.py", *words, f"output.dir={tmp_path / 'two'}")
+    ranks = forked.start_ranks(*words, f"output.dir={tmp_path / 'two'}")
     assert run(*words, f"output.dir={tmp_path / 'one'}") == 0
-    shown = output(launched)
-    assert launched.returncode == 0, shown
+    assert [rank.end() for rank in ranks] == [0, 0], [rank.shown for rank in ranks]
+    shown = "".join(rank.shown for rank in ranks)
     assert_same_training(tmp_path / "two", tmp_path / "one")
     assert shown.count("Adapter: ") == 1
     assert ", shared by 2 ranks" in " ".join(shown.split())
@@ -60,6 +60,7 @@ def test_two_ranks_train_as_one_process_does(tmp_path, write_recipe, machine_fil
     )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_ctrl_c_stops_both_ranks_at_one_step_and_one_process_resumes(
     tmp_path, write_recipe, machine_file
@@ -130,6 +131,7 @@ def slab_mappings(pid: int) -> list[tuple[str, str]]:
     return [(access, inode) for _, access, _, _, inode, *_ in words]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_killed_rank_ends_the_launch_which_names_it(tmp_path, write_recipe, machine_file) -> None:
     recipe = write_recipe(train={"steps": 5000, "schedule": "constant"})
@@ -171,11 +173,11 @@ def test_a_rank_that_fails_in_a_visit_shows_why_and_ends_the_other(
 
 
 @pytest.mark.slow
-def test_an_error_of_all_ranks_is_shown_once(tmp_path, write_recipe, machine_file) -> None:
+def test_an_error_of_all_ranks_is_shown_once(write_recipe, machine_file, forked) -> None:
     recipe = write_recipe(adapter={"dropout": 0.1})  # refused with experts, when it is added
-    launched = accelerate_launch("cli.py", "finetune", recipe, "--machine", machine_file)
-    shown = output(launched)
-    assert launched.returncode != 0
+    ranks = forked.start_ranks("finetune", recipe, "--machine", machine_file)
+    assert [rank.end() for rank in ranks] == [1, 1]
+    shown = "".join(rank.shown for rank in ranks)
     assert shown.count("\nhint: ") == 1
     assert "error (rank 0): adapter.dropout: 0.1 with adapter.experts: true" in shown
 

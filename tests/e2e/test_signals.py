@@ -57,6 +57,7 @@ def endless(write_recipe) -> Path:
     return recipe
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("number", CODES)
 def test_a_signal_to_all_processes_of_a_run_ends_it_with_a_checkpoint(
@@ -108,6 +109,7 @@ def test_a_hangup_that_nohup_ignores_stays_ignored(
     assert process.returncode == 143, shown
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_terminal_that_is_closed_costs_nothing(start, tmp_path) -> None:
     terminal, other_end = pty.openpty()

@@ -64,6 +64,7 @@ def step(model: nn.Module, *, num_slots: int, kept_graphs: int = 0) -> tuple[flo
         engine.detach()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "model_type", ["qwen3", pytest.param("qwen3_moe", marks=pytest.mark.exhaustive)]
 )

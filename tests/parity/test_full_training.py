@@ -191,7 +191,14 @@ def furthest(a: Sequence[float], b: Sequence[float]) -> float:
     return max(abs(x - y) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("num_steps", [20, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "num_steps",
+    [
+        20,
+        pytest.param(100, marks=pytest.mark.slow),
+        pytest.param(300, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_reorder_losses_are_as_close_as_two_adamws_of_pytorch(num_steps: int) -> None:
     def adamw(parameters: Any, *, is_fused: bool) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=LR, weight_decay=0.0, fused=is_fused, foreach=False)

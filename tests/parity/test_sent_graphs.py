@@ -13,7 +13,7 @@ from offload.engine.bound import EngineOptions
 from offload.engine.engine import Engine
 from offload.plan.schedule.op import Kind
 from tests.parity.steps import OPTIONS, assert_equal, gradients, micro_batches, steps, tiny
-from tests.tiers import mostly_slow
+from tests.tiers import mostly_slow, tiered
 
 ALL = replace(OPTIONS, num_sent_graphs=6)
 SOME = replace(OPTIONS, num_sent_graphs=3)
@@ -24,13 +24,14 @@ MIXED = replace(
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    mostly_slow(
+    tiered(
         {
             f"{name}-{way}": (name, options)
             for name in ("llama", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss")
             for way, options in (("all", ALL), ("some", SOME), ("mixed", MIXED))
         },
-        "qwen3_moe-mixed",
+        default=["qwen3_moe-mixed"],
+        slow=["llama-all", "qwen3-some", "qwen3_moe-all", "gemma3_text-mixed", "gpt_oss-mixed"],
     ),
 )
 def test_move_no_bit_differs_where_graphs_are_sent(name: str, options: EngineOptions) -> None:

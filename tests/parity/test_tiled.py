@@ -34,7 +34,7 @@ from tests.doubles import HookedDevice
 from tests.parity.architectures import gradients, micro_batches, plain, rel_error
 from tests.parity.steps import OPTIONS
 from tests.parity.tiny_models import balanced, tiny_model, with_adapters
-from tests.tiers import mostly_slow
+from tests.tiers import each_value, mostly_slow, tiered
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CHUNK = 5  # of 24 tokens or more: the last tile is shorter
@@ -280,15 +280,15 @@ def test_reorder_in_16_bits_tiles_are_as_near_the_truth_as_whole_mlps(seed: int)
     assert 0 < error(TILED) <= 1.05 * error(replace(TILED, mlp_chunk_tokens=None))
 
 
+TRACED = ("llama", "qwen3", "phi3", "mistral", "olmo2", "glm4")
+
+
 @pytest.mark.parametrize(
     ("model_type", "is_grouped", "code"),
-    mostly_slow(
-        itertools.product(
-            ("llama", "qwen3", "phi3", "mistral", "olmo2", "glm4"),
-            (False, True),
-            ("plain", "fused"),
-        ),
-        ("qwen3", True, "fused"),
+    tiered(
+        itertools.product(TRACED, (False, True), ("plain", "fused")),
+        default=[("qwen3", True, "fused")],
+        slow=each_value(TRACED, (False, True), ("plain", "fused", "fused", "plain")),
     ),
 )
 def test_the_formula_of_a_visit_in_tiles_is_its_trace_within_a_tenth(

@@ -28,7 +28,7 @@ from offload.engine.tracing.visits import trace_visits
 from offload.plan.memory.traced import TracedBytes
 from offload.plan.schedule.op import Kind, Lane
 from tests.doubles import HookedDevice
-from tests.tiers import mostly_slow
+from tests.tiers import mostly_slow, tiered
 
 NUM_LAYERS, VOCABULARY, HIDDEN = 2, 512, 64
 DENSE: Mapping[str, Any] = {
@@ -160,23 +160,24 @@ def measured(
     return {(s.kind, s.layer, s.micro_batch): peaks[i] for i, s in enumerate(spans) if i in peaks}
 
 
+MODELS = (
+    ("dense", "", False),
+    ("windows", "", False),
+    ("moe", "grouped_mm", False),
+    ("moe", "grouped_mm", True),
+    ("moe", "triton", False),
+    ("moe", "triton", True),
+    ("sinks", "grouped_mm", True),
+)
+BATCHES = ((torch.float32, False), (torch.bfloat16, True))
+
+
 @pytest.mark.parametrize(
     ("name", "path", "experts", "dtype", "is_padded"),
-    mostly_slow(
-        [
-            (*model, *batches)
-            for model in (
-                ("dense", "", False),
-                ("windows", "", False),
-                ("moe", "grouped_mm", False),
-                ("moe", "grouped_mm", True),
-                ("moe", "triton", False),
-                ("moe", "triton", True),
-                ("sinks", "grouped_mm", True),
-            )
-            for batches in ((torch.float32, False), (torch.bfloat16, True))
-        ],
-        ("sinks", "grouped_mm", True, torch.bfloat16, True),
+    tiered(
+        [(*model, *batches) for model in MODELS for batches in BATCHES],
+        default=[("sinks", "grouped_mm", True, torch.bfloat16, True)],
+        slow=[(*model, *BATCHES[i % 2]) for i, model in enumerate(MODELS)],
     ),
 )
 def test_traced_bytes_are_those_of_the_step(

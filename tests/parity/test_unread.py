@@ -2,6 +2,7 @@
 
 import copy
 import ctypes
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -29,7 +30,7 @@ from tests.counted import Counted
 from tests.parity.architectures import micro_batches
 from tests.parity.steps import OPTIONS
 from tests.parity.tiny_models import tiny_model
-from tests.tiers import mostly_slow
+from tests.tiers import each_value, mostly_slow, tiered
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DOWN = frozenset({"mlp.down_proj"})
@@ -126,28 +127,30 @@ def test_what_nothing_reads_is_left_out_without_a_bit_of_difference(model_type: 
     assert require_same_bits(adapted(model_type, targets=targets)) == FOUND[model_type]
 
 
-@pytest.mark.parametrize("targets", mostly_slow(["all-linear", ["q_proj"]], "all-linear"), ids=str)
+STORED = {
+    "resident": replace(OPTIONS, num_slots=8),
+    "nf4": replace(OPTIONS, codec="nf4"),
+    "int8": replace(OPTIONS, codec="int8"),
+    "kept graphs": replace(OPTIONS, num_kept_graphs=2),
+    "stash": replace(OPTIONS, stash="host"),
+}
+TARGETS = {"all-linear": "all-linear", "queries": ["q_proj"]}
+STORED_CASES = (tuple(STORED), (torch.bfloat16, torch.float32), tuple(TARGETS))
+
+
 @pytest.mark.parametrize(
-    "dtype", mostly_slow([torch.float32, torch.bfloat16], torch.bfloat16), ids=str
-)
-@pytest.mark.parametrize(
-    "options",
-    mostly_slow(
-        {
-            "resident": replace(OPTIONS, num_slots=8),
-            "nf4": replace(OPTIONS, codec="nf4"),
-            "int8": replace(OPTIONS, codec="int8"),
-            "kept graphs": replace(OPTIONS, num_kept_graphs=2),
-            "stash": replace(OPTIONS, stash="host"),
-        },
-        "kept graphs",
+    ("stored", "dtype", "targets"),
+    tiered(
+        itertools.product(*STORED_CASES),
+        default=[("kept graphs", torch.bfloat16, "all-linear")],
+        slow=each_value(*STORED_CASES),
     ),
 )
 def test_however_layers_are_stored_no_bit_differs(
-    options: EngineOptions, dtype: torch.dtype, targets: Any
+    stored: str, dtype: torch.dtype, targets: str
 ) -> None:
-    model = adapted("qwen3", dtype=dtype, targets=targets, lora_dropout=0.2)
-    assert require_same_bits(model, options) == FOUND["qwen3"]
+    model = adapted("qwen3", dtype=dtype, targets=TARGETS[targets], lora_dropout=0.2)
+    assert require_same_bits(model, STORED[stored]) == FOUND["qwen3"]
 
 
 def test_trained_weights_on_the_host_and_a_product_that_trains_are_computed() -> None:
@@ -293,7 +296,11 @@ def added_by_a_foreign_kernel(x: torch.Tensor, y: torch.Tensor, _: int) -> torch
         *(halved_in_one_layer, with_a_hook_on_its_gradient),
     ),
 )
-@pytest.mark.parametrize("targets", mostly_slow(["all-linear", ["q_proj"]], ["q_proj"]), ids=str)
+@pytest.mark.parametrize(
+    "targets",
+    mostly_slow(["all-linear", ["q_proj"]], ["q_proj"], rest=pytest.mark.exhaustive),
+    ids=str,
+)
 def test_a_layer_that_reads_only_where_it_was_not_inspected_is_computed(
     use: Use, targets: Any
 ) -> None:

@@ -47,10 +47,16 @@ def test_move_patterns_at_the_edges(start: int) -> None:
     assert_nearest(bits)
 
 
-@pytest.mark.slow
-def test_move_all_patterns() -> None:
-    for start in range(0, 2**32, PIECE):
-        bits = patterns(start, PIECE)
+@pytest.mark.parametrize(
+    "every",
+    [
+        pytest.param(1, marks=pytest.mark.exhaustive),
+        pytest.param(16, marks=pytest.mark.slow),  # of a magnitude's 16 pieces another one each
+    ],
+)
+def test_move_all_patterns(every: int) -> None:
+    for number, start in enumerate(range(0, 2**32, every * PIECE)):
+        bits = patterns(start + number % every * PIECE, PIECE)
         assert_undone(bits)
         assert_nearest(bits)
 

@@ -17,7 +17,7 @@ from finetune.recipe.sections import TrainSection
 from offload.errors import DoesNotFitError
 from offload.plan.machine.machine import GIB, Machine, named_machine
 from offload.plan.plan import Plan
-from tests.tiers import mostly_slow
+from tests.tiers import tiered
 
 TINY = {
     "model_type": "llama",
@@ -180,7 +180,11 @@ def assert_answers_agree(model: str, machine: Machine) -> None:
 
 @pytest.mark.parametrize(
     ("model", "ram_gib"),
-    mostly_slow(itertools.product(["tinyllama-1.1b", "qwen3-4b"], RAMS_GIB), ("tinyllama-1.1b", 6)),
+    tiered(
+        itertools.product(["tinyllama-1.1b", "qwen3-4b"], RAMS_GIB),
+        default=[("tinyllama-1.1b", 6)],
+        slow=[("qwen3-4b", 16)],
+    ),
 )
 def test_plan_fit_and_machines_answer_with_the_same_figures(model: str, ram_gib: int) -> None:
     assert_answers_agree(model, named_machine("rtx4060ti", ram_bytes=ram_gib * GIB))
@@ -195,8 +199,9 @@ PAIRS = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("model", "card", "ram_gib"), PAIRS)
+@pytest.mark.parametrize(
+    ("model", "card", "ram_gib"), tiered(PAIRS, default=(), slow=[PAIRS[4 * i] for i in range(4)])
+)
 def test_plan_fit_and_machines_agree_on_many_cards(model: str, card: str, ram_gib: int) -> None:
     assert_answers_agree(model, named_machine(card, ram_bytes=ram_gib * GIB))
 

@@ -16,7 +16,7 @@ from offload.plan.machine.machine import named_machine
 from offload.plan.memory.memory import head_chunk_bytes
 from offload.plan.memory.visit import visit_bytes
 from tests.builders import adapter, workload
-from tests.tiers import mostly_slow
+from tests.tiers import each_value, tiered
 
 T = 512
 SIZES: dict[str, Any] = {
@@ -38,12 +38,16 @@ TYPES: dict[str, dict[str, Any]] = {
 }
 
 
+BF16 = torch.bfloat16
+CASES = (tuple(TYPES), ("all-linear", "attention"), (torch.float32, BF16, BF16, torch.float32))
+
+
 @pytest.mark.parametrize(
     ("name", "targets", "dtype"),
-    mostly_slow(
-        itertools.product(TYPES, ["all-linear", "attention"], [torch.float32, torch.bfloat16]),
-        ("qwen3", "all-linear", torch.float32),
-        ("gemma3_text", "attention", torch.bfloat16),
+    tiered(
+        itertools.product(*CASES),
+        default=[("qwen3", "all-linear", torch.float32), ("gemma3_text", "attention", BF16)],
+        slow=each_value(*CASES),
     ),
 )
 def test_a_visit_with_fused_parts_takes_what_is_traced_within_a_tenth(

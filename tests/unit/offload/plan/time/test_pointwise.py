@@ -1,5 +1,6 @@
 """What a layer moves outside products and attention: by the plan, and as it runs."""
 
+import itertools
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, get_args
@@ -16,7 +17,7 @@ from offload.plan.time.pricer import Pricer
 from offload.plan.time.work import Work
 from tests.builders import byte_machine, workload
 from tests.counted import SMALL, Counted
-from tests.tiers import mostly_slow
+from tests.tiers import each_value, mostly_slow, tiered
 
 T = 512
 # Settings of each type, and how far off the plan may be: where norms and angles keep their weights
@@ -88,10 +89,15 @@ def priced(config: dict[str, Any], dtype: torch.dtype, code: LayerCode) -> Point
     return pointwise_work(at, facts.layers[0])
 
 
-@pytest.mark.parametrize(
-    "dtype", mostly_slow([torch.float32, torch.bfloat16], torch.bfloat16), ids=str
+DTYPES = (torch.bfloat16, torch.float32)
+CASES = tiered(
+    itertools.product(TYPES, DTYPES),
+    default=[("qwen3", torch.bfloat16)],
+    slow=each_value(tuple(TYPES), DTYPES),
 )
-@pytest.mark.parametrize("model_type", mostly_slow(list(TYPES), "gemma3_text"))
+
+
+@pytest.mark.parametrize(("model_type", "dtype"), CASES, ids=str)
 def test_a_layer_moves_what_the_plan_says_within_a_tenth(
     model_type: str, dtype: torch.dtype
 ) -> None:
@@ -108,10 +114,7 @@ def test_a_layer_moves_what_the_plan_says_within_a_tenth(
         assert said.backward.num_ops == backward.total_ops - num_products - 1 - 2
 
 
-@pytest.mark.parametrize(
-    "dtype", mostly_slow([torch.float32, torch.bfloat16], torch.bfloat16), ids=str
-)
-@pytest.mark.parametrize("model_type", mostly_slow(list(TYPES), "gemma3_text"))
+@pytest.mark.parametrize(("model_type", "dtype"), CASES, ids=str)
 def test_a_fused_layer_moves_what_the_plan_says_within_a_tenth(
     model_type: str, dtype: torch.dtype
 ) -> None:
