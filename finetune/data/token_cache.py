@@ -26,7 +26,7 @@ from finetune.data.tokenize import Encoder, Fate, check_is_fast
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_CACHE_VERSION = 4
+_CACHE_VERSION = 5
 _BLOCK_BYTES = 2**22
 _LIST = "arrays.json"
 _ARRAYS = {
@@ -90,12 +90,16 @@ class StoreReport:
         num_duplicates: Rows that were in the source before.
         unused: Columns that are read from no row -> 0, kept in the order of the rows.
         num_documents: Documents that were joined; 0 for rows.
+        num_special: Rows with special tokens in their text.
+        special: Of the first of them, the place and the token.
     """
 
     skipped: tuple[tuple[int, int, str], ...] = ()
     num_duplicates: int = 0
     unused: tuple[str, ...] = ()
     num_documents: int = 0
+    num_special: int = 0
+    special: tuple[tuple[int, int, str], ...] = ()
 
 
 def cache_key(
@@ -170,6 +174,8 @@ def _opened(folder: Path, *, is_checked: bool) -> TokenStore:
             num_duplicates=report["num_duplicates"],
             unused=tuple(report["unused"]),
             num_documents=report["num_documents"],
+            num_special=report["num_special"],
+            special=tuple((file, line, token) for file, line, token in report["special"]),
         ),
         **arrays,
     )
@@ -268,6 +274,8 @@ class StoreWriter:
                 "num_duplicates": report.num_duplicates,
                 "unused": report.unused,
                 "num_documents": report.num_documents,
+                "num_special": report.num_special,
+                "special": report.special,
             },
         }
         (self._draft / _LIST).write_text(json.dumps(content))
