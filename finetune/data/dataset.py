@@ -19,8 +19,10 @@ import numpy as np
 
 from finetune.data.compared.groups import Groups, is_first, offsets
 from finetune.data.encode_source import Note, SourceRows, stored_tokens
+from finetune.data.hold_out import sides_of
 from finetune.data.mix import drawn, rows_per_source
 from finetune.data.notes import choice_notes, source_notes
+from finetune.data.overlap import overlap_notes
 from finetune.data.rows import (
     FORMATS,
     Compared,
@@ -30,6 +32,7 @@ from finetune.data.rows import (
     require_nothing_for_turns,
 )
 from finetune.data.sources import open_source
+from finetune.data.special import special_notes
 from finetune.data.token_cache import TokenStore
 from finetune.data.tokenize import IGNORE_INDEX, Encoder, Example, Fate
 from finetune.errors import DataError
@@ -403,16 +406,20 @@ def load_rows(
     if data.eval_path is not None:
         others = tokens(MixSource(path=data.eval_path), max_rows=None)
         held_out = [examples_of(others, np.arange(len(others.store.fates)))]
+    notes += [line for one in sources for line in special_notes(one)]
     unused = _unused_columns([*sources, *(part.tokens for part in held_out)], data)
     if data.eval_frac is not None:
         num_rows = sum(map(len, every))
         is_held_out = held_out_mask(num_rows, eval_frac=data.eval_frac, seed=seed)
         masks = np.split(is_held_out, np.cumsum([len(rows) for rows in every])[:-1])
-        held_out = [
-            examples_of(one, np.flatnonzero(m)) for one, m in zip(sources, masks, strict=True)
+        sides = [
+            sides_of(one, mask, end_id=tokenizer.eos_token_id, seed=seed)
+            for one, mask in zip(sources, masks, strict=True)
         ]
-        every = [np.flatnonzero(~mask) for mask in masks]
+        held_out = [examples_of(one, rows) for one, (_, rows) in zip(sources, sides, strict=True)]
+        every = [rows for rows, _ in sides]
     chosen = [examples_of(one, rows) for one, rows in zip(sources, every, strict=True)]
+    notes += overlap_notes(chosen, held_out)
     notes += choice_notes(chosen, encoder)
     if data.mix:
         chosen, mix_notes = _mixed(chosen, data, seed=seed)

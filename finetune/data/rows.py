@@ -482,6 +482,9 @@ def _checked(messages: list[Message]) -> list[Message]:
         raise RowError("no assistant turn")
     if "user" not in roles[: roles.index("assistant")]:
         raise RowError("it begins with an answer, before any user turn")
+    asked = messages[: roles.index("assistant")]
+    if not any(message.content.strip() for message in asked if message.role != "system"):
+        raise RowError("empty prompt")
     if not all(answer.content.strip() or answer.calls for answer in answers):
         raise RowError("empty answer")
     return messages

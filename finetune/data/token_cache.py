@@ -99,12 +99,16 @@ class StoreReport:
         num_duplicates: Rows that were in the source before.
         unused: Columns that are read from no row -> 0, kept in the order of the rows.
         num_documents: Documents that were joined; 0 for rows.
+        num_special: Rows with special tokens in their text.
+        special: Of the first of them, the place and the token.
     """
 
     skipped: tuple[tuple[int, int, str], ...] = ()
     num_duplicates: int = 0
     unused: tuple[str, ...] = ()
     num_documents: int = 0
+    num_special: int = 0
+    special: tuple[tuple[int, int, str], ...] = ()
 
 
 def cache_key(
@@ -180,6 +184,8 @@ def _opened(folder: Path, *, is_checked: bool) -> TokenStore:
             num_duplicates=report["num_duplicates"],
             unused=tuple(report["unused"]),
             num_documents=report["num_documents"],
+            num_special=report["num_special"],
+            special=tuple((file, line, token) for file, line, token in report["special"]),
         ),
         **arrays,
     )
@@ -284,6 +290,8 @@ class StoreWriter:
                 "num_duplicates": report.num_duplicates,
                 "unused": report.unused,
                 "num_documents": report.num_documents,
+                "num_special": report.num_special,
+                "special": report.special,
             },
         }
         (self._draft / _LIST).write_text(json.dumps(content))

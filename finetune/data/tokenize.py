@@ -17,8 +17,8 @@ Which tokens. A rendering is tokenised once. If a token spans the start of the l
 sides are tokenised separately, so that the tokens before that answer are exactly those that the
 model generates from. A token that spans the start of an earlier answer has no loss.
 
-Rows that are too long are cut at `seq_len`, left out, or split into consecutive parts of `seq_len`
-tokens; the first token of a part is not predicted.
+Rows that are too long are cut at `seq_len`, left out, or split into parts of `seq_len` tokens, of
+which each begins with the last token of the one before, so that each token is predicted once.
 
 Without a template (a base tokenizer) a row of one prompt and one answer is joined as is:
 prompt + answer + end of text, with nothing in between.
@@ -183,18 +183,22 @@ class Encoder:
         )
 
     def _parts(self, whole: "_Whole") -> Iterator[Example]:
-        """Give the parts of an example that are of at most `seq_len` tokens."""
+        """Give the parts of an example that are of at most `seq_len` tokens.
+
+        A part begins with the last token of the one before: no token's loss is lost between them.
+        """
         length = len(whole.input_ids)
-        for start in range(0, length, self.seq_len):
+        for start in range(0, max(1, length - 1), max(1, self.seq_len - 1)):
             part = slice(start, start + self.seq_len)
+            labels = whole.labels[part]
+            if start:  # learned in the part before
+                labels = np.concatenate([[IGNORE_INDEX], labels[1:]]).astype(np.int32)
             yield Example(
                 input_ids=whole.input_ids[part],
-                labels=whole.labels[part],
+                labels=labels,
                 source=whole.source,
                 is_truncated=length > self.seq_len and self.too_long == "truncate",
-                end_ids=tuple(
-                    int(whole.input_ids[e]) for e in whole.ends if start <= e < part.stop
-                ),
+                end_ids=tuple(int(whole.input_ids[e]) for e in whole.ends if start < e < part.stop),
             )
 
 

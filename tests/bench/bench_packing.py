@@ -3,6 +3,7 @@
     python -m tests.bench.bench_packing fill [--data DIR]
     python -m tests.bench.bench_packing exact [--data DIR] [--steps 200] [--free]
     python -m tests.bench.bench_packing speed [--data DIR] [--rounds 5]
+    python -m tests.bench.bench_packing plan [--data DIR] [--model qwen3-8b] [--card rtx4090]
 
 DIR has alpaca/, gsm8k/ and qwen3-tokenizer/; without it rows are drawn, with lengths like theirs.
 
@@ -11,6 +12,7 @@ rows unpacked are taken at the same weights. With `--free` the run is repeated u
 with torch's fused AdamW: how far its losses drift is what the drift of packed ones is held against.
 `speed` runs the same rows packed and padded, in micro-batches of several sizes, in turn, and
 compares each with its plan's prediction, uncalibrated, of the machine as it is measured first.
+`plan` gives the plan's figures for packed and padded micro-batches of a model on a named card.
 """
 
 import argparse
@@ -39,10 +41,13 @@ from finetune.data.tokenize import Example
 from finetune.model.tokenizer import load_tokenizer
 from finetune.planning.candidates import choose, requests_for
 from finetune.planning.request import facts_of
+from finetune.planning.subject import model_subject
 from finetune.recipe.recipe import Recipe, with_packing
 from finetune.training.ranks import own_micro_batches
 from offload.engine.bound import EngineOptions
 from offload.engine.engine import Engine
+from offload.plan.machine.machine import GIB, named_machine
+from offload.plan.plan import Plan
 from offload.probe.machine import probe
 
 VOCABULARY, SEQ_LEN = 2048, 2048
@@ -304,20 +309,64 @@ def speed(console: Console, data: Path | None, num_rounds: int) -> None:
     console.print(table)
 
 
+# -------------------------------------------------------------------------------------------- plan
+
+
+def plan_figures(console: Console, data: Path | None, model: str, card: str) -> None:
+    """Print what a plan predicts of packed and padded steps with the same number of rows."""
+    rows, machine = rows_of("alpaca", data), named_machine(card)
+    mean = sum(rows.lengths) / len(rows.lengths)
+
+    def planned(**train: Any) -> tuple[int, Plan]:
+        subject = model_subject(model, [f"train.{name}={value}" for name, value in train.items()])
+        recipe = with_packing(subject.recipe, "off" if "grad_accum_steps" in train else "on")
+        steps = steps_of(recipe, rows)
+        requests = requests_for(recipe, subject.facts, [(recipe, steps.sizes)], num_ranks=1)
+        found = steps.sizes.packing
+        num_rows = recipe.train.global_batch_size if found is None else found.rows_per_step
+        return num_rows, choose(subject.facts, machine, requests).plan
+
+    table = Table("arm", "rows", "step, s", "real tokens/s", "peak, GiB", "sent, kept graphs")
+    for tokens in (4_096, 16_384, 49_152):
+        num_rows, packed = planned(tokens_per_step=tokens, seq_len=SEQ_LEN)
+        arms = {f"packed, {tokens:,} tokens": packed}
+        for size in (1, 4, 16):
+            num = max(1, round(num_rows / size))
+            same = {"micro_batch_size": size, "grad_accum_steps": num, "tokens_per_step": "null"}
+            arms[f"padded, {size} rows"] = planned(**same, seq_len=SEQ_LEN)[1]
+        for name, plan in arms.items():
+            size = 1 if name.startswith("packed") else int(name.split()[1])
+            whole = num_rows if name.startswith("packed") else max(1, round(num_rows / size)) * size
+            table.add_row(
+                name,
+                str(whole),
+                f"{plan.step_s:.2f}",
+                f"{whole * mean / plan.step_s:,.0f}",
+                f"{plan.peak_bytes / GIB:.1f}",
+                f"{plan.residency.num_sent_graphs}, {plan.num_kept_graphs}",
+            )
+    console.print(f"{model} on {card}, rows of {mean:.0f} tokens in the mean")
+    console.print(table)
+
+
 def main() -> None:
     """Run what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["fill", "exact", "speed"])
+    parser.add_argument("what", choices=["fill", "exact", "speed", "plan"])
     parser.add_argument("--data", type=Path, help="folder of data sets; rows are drawn without it")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--free", action="store_true", help="let runs drift apart too")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--model", default="qwen3-8b", help="a shipped shape, or a config.json")
+    parser.add_argument("--card", default="rtx4090")
     arguments = parser.parse_args()
     console = Console()
     if arguments.what == "fill":
         fill(console, arguments.data)
     elif arguments.what == "exact":
         exact(console, arguments.data, arguments.steps, is_free=arguments.free)
+    elif arguments.what == "plan":
+        plan_figures(console, arguments.data, arguments.model, arguments.card)
     else:
         speed(console, arguments.data, arguments.rounds)
 

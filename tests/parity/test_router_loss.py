@@ -95,7 +95,7 @@ def check(model_type: str, scope: RouterScope, reference: Reference) -> None:
     """Compare to the bit with the resident step, and with the plain model over several models."""
     batches = micro_batches()
     ours_squared = plain_squared = 0.0
-    for seed in range(4):
+    for seed in range(8):
         model = balanced(model_type, seed=seed)
         loss, ours = step(model, batches, scope)
         resident_loss, resident = step(model, batches, scope, num_slots=8)

@@ -55,10 +55,13 @@ def test_long_rows_are_cut_dropped_split_or_refused_and_counted(tmp_path: Path) 
         f"1 of 2 rows were dropped: they have more than 100 tokens ({file}:2)",
     )
     split = load(tmp_path, too_long="split")
-    assert split.train.lengths == (PROMPT_TOKENS + 2, 100, 100, PROMPT_TOKENS + 1)
-    parts = list(split.train)[1:]
-    assert [t for part in parts for t in part.input_ids.tolist()] == whole.input_ids.tolist()
-    assert [t for part in parts for t in part.labels.tolist()] == whole.labels.tolist()
+    assert split.train.lengths == (PROMPT_TOKENS + 2, 100, 100, PROMPT_TOKENS + 3)
+    first, *others = list(split.train)[1:]
+    for name in ("input_ids", "labels"):  # a part begins with the last token of the one before
+        parts = [getattr(first, name), *(getattr(part, name)[1:] for part in others)]
+        assert [t for part in parts for t in part.tolist()] == getattr(whole, name).tolist()
+    assert sum(part.num_loss_tokens for part in (first, *others)) == whole.num_loss_tokens
+    assert [end for part in (first, *others) for end in part.end_ids] == [*whole.end_ids]
     assert split.train.sources[1:] == (f"{file}:2",) * 3
     assert split.notes == (f"1 of 2 rows were split into parts of at most 100 tokens ({file}:2)",)
     for _ in range(2):  # also from the cache
@@ -68,7 +71,7 @@ def test_long_rows_are_cut_dropped_split_or_refused_and_counted(tmp_path: Path) 
 
 def test_parts_of_a_prompt_are_no_examples(tmp_path: Path) -> None:
     write(tmp_path, {"instruction": "q" * 250, "output": "a"})
-    assert load(tmp_path, too_long="split").train.lengths == (PROMPT_TOKENS + 251 - 200,)
+    assert load(tmp_path, too_long="split").train.lengths == (PROMPT_TOKENS + 251 - 198,)
     with pytest.raises(DataError, match=r"none of the 1 rows has an answer within 100 tokens"):
         load(tmp_path)
 
