@@ -137,13 +137,7 @@ class Executor:
         state, trained = PassState(), scoring.passes.trained
         batches = [scoring.batch(m) for m in trained]
         inputs = [batch.inputs for batch in batches]
-        tail = ScoredTail(
-            self._model,
-            scoring,
-            head_chunk_tokens=self._computing.head_chunk_tokens,
-            randomness=self._randomness,
-            seed_of=partial(_visit_seed, step),
-        )
+        tail = ScoredTail(self._model, scoring, head_chunk_tokens=self._computing.head_chunk_tokens)
 
         def front(op: Op) -> None:
             if op.micro_batch_index in trained:

@@ -85,6 +85,10 @@ class MemoryNeeds:
             is_stashed=request.is_stashed,
             traced=request.traced,
         )
+        if request.objective is not None:
+            on_device = on_device.with_objective(
+                facts, request.largest, extra_passes=request.extra_passes
+            )
         needs = cls(
             facts=facts, machine=machine, request=request, on_device=on_device, fixed_host=None
         )

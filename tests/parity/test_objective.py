@@ -168,7 +168,8 @@ def test_move_dropout_of_the_policy_is_repeated_and_the_reference_has_none() -> 
         seen.append(objective.seen[0])
     with_dropout, without = seen
     is_scored = without.rows_N >= 6
-    assert with_dropout.reference_N is not None and without.reference_N is not None
+    assert with_dropout.reference_N is not None
+    assert without.reference_N is not None
     assert torch.equal(with_dropout.reference_N, without.reference_N)
     assert torch.equal(with_dropout.policy_N[is_scored], without.policy_N[is_scored])
     assert not torch.equal(with_dropout.policy_N[~is_scored], without.policy_N[~is_scored])

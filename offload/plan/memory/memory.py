@@ -69,6 +69,8 @@ LOGIT_COPIES = 3
 NORM_COPIES = 5
 # While the router loss of a micro-batch is computed: the softmax, and the gradient of the logits.
 ROUTER_LOSS_COPIES = 2
+# Of a label: its row and the gradient; of each pass its log-probability, alone and with all others.
+LABEL_BYTES, SCORE_BYTES = 8 + FP32_BYTES, 2 * FP32_BYTES
 CUBLAS_BYTES = 2 * 32 * MIB
 FRAGMENTATION_FRAC = 0.03
 LOADING_LAYERS = 2
@@ -99,6 +101,7 @@ SHRINKS: Mapping[str, tuple[str, ...]] = {
     "kept layer inputs": (INPUTS_IN_RAM, TOKENS),
     "hidden states and their gradients": (TOKENS,),
     RECORDED: (SEQ_LEN, TOKENS),
+    "rows that are only scored": (TOKENS,),
     KEPT_GRAPHS: ("fewer `offload.kept_graphs`",),
     KEPT_OUTPUTS: (NO_OUTPUTS,),
     CARRIERS: (NO_SENT_GRAPHS, NO_OUTPUTS),
@@ -227,6 +230,30 @@ class DeviceNeeds:
         fragmentation = MemoryTerm(name=FRAGMENTATION, num_bytes=int(used * FRAGMENTATION_FRAC))
         terms = (*always, *worst, fragmentation, *self.fixed)
         return tuple(term for term in terms if term.num_bytes)
+
+    def with_objective(
+        self, facts: ModelFacts, workload: Workload, *, extra_passes: float
+    ) -> "DeviceNeeds":
+        """Return the needs of a step whose loss is taken over all its rows.
+
+        Until all rows are scored, each further pass has one hidden state and the arguments of its
+        layers; the log-probabilities stay until the last row is scored.
+
+        Args:
+            facts: The model.
+            workload: One micro-batch.
+            extra_passes: Micro-batches that only score, for each that is trained on.
+        """
+        num = self.num_micro_batches
+        (recorded,) = (term.num_bytes for term in self.kept if term.name == RECORDED)
+        scored = num * extra_passes * input_bytes(facts, workload) + extra_passes * recorded
+        num_labels = num * workload.label_tokens
+        scores = num_labels * (LABEL_BYTES + (1 + extra_passes) * SCORE_BYTES)
+        further = (
+            MemoryTerm(name="rows that are only scored", num_bytes=int(scored)),
+            MemoryTerm(name="log-probabilities", num_bytes=int(scores)),
+        )
+        return replace(self, kept=(*self.kept, *further))
 
 
 def device_terms(  # noqa: PLR0913 - everything that uses memory

@@ -88,10 +88,11 @@ class _Sweeps:
         return self.num_micro_batches * self.forth_s(layer) + cost.decode_s
 
     def forth_s(self, layer: int) -> float:
-        """Time of one micro-batch at a layer on the way up."""
-        return self.costs.layers[layer].forth_s(
+        """Time of one micro-batch at a layer on the way up, with its share of what only scores."""
+        forth_s = self.costs.layers[layer].forth_s(
             is_sent=layer in self.saved.leaving, has_graph=layer in self.saved.graphs
         )
+        return forth_s + self.costs.scoring_s(layer) if self.costs.num_passes > 1 else forth_s
 
     def back_s(self, layer: int) -> float:
         """Time of one micro-batch at a layer on the way down."""
@@ -103,7 +104,7 @@ class _Sweeps:
         """Return when the last layer's forward visit ends if no input has to be stashed."""
         costs, num_layers = self.costs, len(self.costs.layers)
         visits_s = [self.visit_s(i) for i in range(num_layers)]
-        fronts_s = self.num_micro_batches * costs.front_s
+        fronts_s = self.num_micro_batches * costs.fronts_s
         below_s = list(accumulate(visits_s, initial=fronts_s))
         missing, link_s = _missing(ring, num_layers), 0.0
         if not missing:
@@ -166,7 +167,7 @@ class _Sweeps:
         stashed, leaving = frozenset(self.stashed), self.saved.leaving
         top_s = max(up_s, self.leaving_s())
         fetch_s = costs.h2d_latency_s + self.stashed_bytes / costs.fetch_bytes_per_s
-        now_s, link_s = top_s + self.num_micro_batches * costs.tail_s, 0.0
+        now_s, link_s = top_s + self.num_micro_batches * costs.tails_s + costs.objective_s, 0.0
         free_s, at_once = [0.0] * num_layers, [0.0] * self.num_micro_batches
         done_s = [at_once] * NUM_FETCHED
         carried_s = [self.sent_s() if leaving else at_once] * NUM_CARRIED
