@@ -1,5 +1,6 @@
 """From the section `objective` of a recipe to the loss of a step."""
 
+from dataclasses import replace
 from functools import partial
 
 from finetune.errors import DataError
@@ -35,6 +36,7 @@ def objective_of(
     """
     beta = section.beta
     assert beta is not None, "filled in by the section, except for sft"
+    rows = _with_reference(section, rows)
     if section.method == "kto":
         assert section.desirable_weight is not None
         assert section.undesirable_weight is not None
@@ -53,6 +55,21 @@ def objective_of(
             rows=rows, beta=beta, sft_weight=section.sft_weight or 0.0, exchange=exchange
         )
     return _pairs(section, rows, beta=beta, exchange=exchange)
+
+
+def _with_reference(section: ObjectiveSection, rows: StepRows) -> StepRows:
+    """Return the rows with the reference's sums only if these are what to compare with.
+
+    Raises:
+        DataError: They are, and the rows have none.
+    """
+    if section.reference == "precomputed" and rows.reference_R is None:
+        raise DataError(
+            "objective.reference is precomputed and the rows have no log-probabilities of it",
+            limit="each answer needs the sum of the reference's log-probabilities of its tokens",
+            hint="`objective.reference: base`, or rows with them",
+        )
+    return rows if section.reference == "precomputed" else replace(rows, reference_R=None)
 
 
 def _pairs(

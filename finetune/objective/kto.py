@@ -52,7 +52,7 @@ class KtoObjective:
         Raises:
             DataError: A label is neither 0 nor 1, or no row is there to take k from.
         """
-        sums = row_sums(scores, self.rows, self.exchange)
+        sums = row_sums(scores, self.rows, self.exchange, has_reference=True)
         trained = sums.is_trained_A.nonzero()[:, 0]
         labels = sums.values_A[trained]
         wrong = labels[(labels != 0) & (labels != 1)]

@@ -14,10 +14,11 @@ from offload.engine.objective import Reference, Scores, StepLoss
 class RankingObjective:
     """Plackett and Luce's likelihood of each ranking, by the rewards of its answers.
 
-    With rewards s = b log(p / p_ref) in the order of the ranking, the loss of a ranking is the sum
-    over k of log(exp(s_k) + ... + exp(s_K)) - s_k; that of a step is the mean over its rankings,
-    and cross-entropy of the best answers. For two answers it is that of DPO.
-    Source: arXiv:2305.18290, appendix A.3.
+    With rewards s = b log(p / p_ref), the loss of a ranking is the sum over its answers k of
+    log(exp(s_k) + sum of exp(s_j) over the answers j that are worse than k) - s_k: answers that are
+    equally good are not compared with each other. That of a step is the mean over its rankings, and
+    cross-entropy of the best answers. For two answers it is that of DPO (arXiv:2305.18290, appendix
+    A.3), for one good one and several bad ones that of S-DPO (arXiv:2406.09215).
 
     Attributes:
         rows: What the step's rows are to each other.
@@ -43,23 +44,26 @@ class RankingObjective:
             scores: Of all its rows.
 
         Raises:
-            DataError: A ranking has one answer, or two of the same rank.
+            DataError: No answer of a ranking is better than another.
         """
-        sums = row_sums(scores, self.rows, self.exchange)
+        sums = row_sums(scores, self.rows, self.exchange, has_reference=True)
         rewards_A = self.beta * sums.log_ratios
         losses, rights, margins, best, worst = [], [], [], [], []
         for group in ordered(sums):
             values = sums.values_A[group]
-            if len(group) < 2 or bool((values[1:] == values[:-1]).any()):
+            is_worse = values[:, None] > values[None, :]
+            if not bool(is_worse.any()):
                 raise DataError(
                     f"group {int(sums.groups_A[group[0]])} of a step has {len(group)} answers with"
                     f" the values {', '.join(f'{value:g}' for value in values.tolist())}",
-                    limit="a ranking has two or more answers, none as good as another",
+                    limit="a ranking has an answer that is better than another",
                     hint="correct the row",
                 )
             rewards = rewards_A[group]
-            losses.append((rewards.flip(0).logcumsumexp(0).flip(0) - rewards).sum())
-            ahead, behind = torch.triu_indices(len(group), len(group), offset=1)
+            is_left = is_worse | torch.eye(len(group), dtype=torch.bool)
+            left = rewards.expand_as(is_left).where(is_left, -torch.inf)
+            losses.append((left.logsumexp(1) - rewards).sum())
+            ahead, behind = is_worse.nonzero(as_tuple=True)
             rights.append((rewards[ahead] > rewards[behind]).double().mean())
             margins.append(rewards[0] - rewards[-1])
             best.append(group[0])

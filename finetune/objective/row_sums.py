@@ -55,7 +55,7 @@ class RowSums:
 
 
 def row_sums(
-    scores: Scores, rows: StepRows, exchange: Exchange | None, *, has_reference: bool = True
+    scores: Scores, rows: StepRows, exchange: Exchange | None, *, has_reference: bool = False
 ) -> RowSums:
     """Sum up the log-probabilities of each row, and get those of the other ranks' rows.
 
@@ -63,7 +63,7 @@ def row_sums(
         scores: Of this rank's rows.
         rows: What they are to each other; numbers of groups are those of the whole step.
         exchange: Called once; None if there are no other ranks.
-        has_reference: Whether the loss compares with a reference.
+        has_reference: Whether the loss compares with a reference, whose scores are read then.
 
     Raises:
         DataError: A value of a row is not a number.

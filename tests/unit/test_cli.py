@@ -481,6 +481,10 @@ def test_wrong_usage_exits_with_2(capsys) -> None:
         ("qwen3_8b_lora_3060", "rtx3060"),
         ("qwen30b_qlora_4060ti", "rtx4060ti"),
         ("qwen30b_lora_5090", "rtx5090"),
+        ("qwen30b_dpo_5090", "rtx5090"),
+        pytest.param("qwen30b_kto_5090", "rtx5090", marks=pytest.mark.slow),
+        pytest.param("qwen3_8b_dpo_4090", "rtx4090", marks=pytest.mark.slow),
+        pytest.param("qwen3_8b_kto_4090", "rtx4090", marks=pytest.mark.slow),
     ],
 )
 def test_a_recipe_fits_the_card_that_it_is_named_for(recipe: str, card: str, capsys) -> None:

@@ -78,6 +78,24 @@ def test_the_4060ti_recipe_keeps_weights_in_nf4() -> None:
     assert load_recipe("qwen30b_qlora_4060ti", []).offload.codec == "nf4"
 
 
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("qwen30b_dpo_5090", "dpo"),
+        ("qwen30b_kto_5090", "kto"),
+        ("qwen3_8b_dpo_4090", "dpo"),
+        ("qwen3_8b_kto_4090", "kto"),
+    ],
+)
+def test_recipes_of_preferences_compare_with_the_base_that_they_stream(
+    name: str, method: str
+) -> None:
+    recipe = load_recipe(name, [])
+    assert recipe.objective.method == method
+    assert recipe.objective.computes_reference
+    assert not recipe.train.is_full
+
+
 def test_the_gsm8k_recipe_takes_files_at_hand_from_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

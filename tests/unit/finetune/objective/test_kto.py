@@ -142,13 +142,26 @@ def test_a_divergence_that_is_no_number_makes_the_loss_none() -> None:
 
 def test_sums_that_are_known_take_the_place_of_the_reference() -> None:
     of = of_step()
-    known = torch.stack([q.sum() for q in of.of_row(of.scores.reference_N)])
+    sums_R = torch.stack([q.sum() for q in of.of_row(of.scores.reference_N)])
     expected, gradient, metrics = computed(VALUES, of)
-    rows = replace(of.rows, reference_R=known)
-    scores = replace(of.scores, reference_N=None)
-    again = computed(VALUES, Step(rows=rows, scores=scores))
+    known = VALUES | {"reference": "precomputed"}
+    rows = replace(of.rows, reference_R=sums_R)
+    alone = Step(rows=rows, scores=replace(of.scores, reference_N=None))
+    again = computed(known, alone)
     torch.testing.assert_close(again[0], expected, rtol=1e-13, atol=0)
     torch.testing.assert_close(again[1], gradient, rtol=1e-12, atol=0)
     assert again[2] == pytest.approx(metrics, abs=1e-12)
+    assert objective(known, rows).reference is None
     assert objective(VALUES, of.rows).reference is not None
-    assert objective(VALUES, rows).reference is None
+
+
+@pytest.mark.parametrize("method", ["kto", "dpo", "grpo"])
+def test_the_recipe_says_what_is_compared_with_and_not_the_rows(method: str) -> None:
+    of = of_step()
+    values = {"method": method, "beta": 0.1} | ({"loss": "rloo"} if method == "grpo" else {})
+    rows = replace(of.rows, reference_R=torch.zeros(10))
+    assert objective(values, rows).reference is not None
+    values |= {"reference": "precomputed"}
+    assert objective(values, rows).reference is None
+    with pytest.raises(DataError, match="the rows have no log-probabilities of it"):
+        objective(values, of.rows)

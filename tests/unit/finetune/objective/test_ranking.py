@@ -63,6 +63,29 @@ def test_a_ranking_of_two_is_a_pair() -> None:
     assert ranked[2] == pytest.approx(paired[2], abs=1e-13)
 
 
+def test_one_good_answer_and_several_bad_ones_are_compared_as_in_s_dpo() -> None:
+    def s_dpo(of: Step) -> torch.Tensor:
+        good, *bad = rewards(of)
+        x = -torch.stack([(reward - good).exp() for reward in bad]).sum().log()
+        nll = -of.of_row(of.scores.policy_N)[0].mean()
+        return (1 + (-x).exp()).log() + 0.5 * nll
+
+    assert_is(VALUES, step([0, 0, 0, 0], [1, 0, 0, 0]), s_dpo)
+
+
+def test_answers_that_are_equally_good_are_not_compared_with_each_other() -> None:
+    def by_pairs(of: Step) -> torch.Tensor:
+        first, second, worst = rewards(of)
+        losses = [(1 + (worst - good).exp()).log() for good in (first, second)]
+        nll = -of.of_row(of.scores.policy_N)[0].mean()
+        return losses[0] + losses[1] + 0.5 * nll
+
+    metrics = assert_is(VALUES, step([0, 0, 0], [3, 3, -1]), by_pairs)
+    first, second, worst = rewards(step([0, 0, 0], [3, 3, -1]))
+    wins = (float(first > worst) + float(second > worst)) / 2
+    assert metrics["rewards/accuracies"] == pytest.approx(wins)
+
+
 def test_two_ranks_compute_the_loss_of_the_whole_step() -> None:
     assert_two_ranks_are_one(VALUES, step(GROUPS, RANKS), [0, 1, 1, 0, 1, 0, 0, 0, 1])
 
@@ -71,7 +94,7 @@ def test_two_ranks_compute_the_loss_of_the_whole_step() -> None:
     ("groups", "ranks", "shown"),
     [
         ([0, 0, 4], [1.0, 0.0, 2.0], "group 4 of a step has 1 answers with the values 2"),
-        ([0, 0, 0], [1.0, 0.0, 1.0], "group 0 of a step has 3 answers with the values 1, 1, 0"),
+        ([0, 0, 0], [1.0, 1.0, 1.0], "group 0 of a step has 3 answers with the values 1, 1, 1"),
     ],
 )
 def test_a_ranking_without_an_order_is_refused(

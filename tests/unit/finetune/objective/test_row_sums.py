@@ -33,7 +33,7 @@ def test_others_rows_follow_own_ones_as_constants() -> None:
         sent.append(table)
         return (theirs, theirs)
 
-    sums = row_sums(scores, rows, exchange)
+    sums = row_sums(scores, rows, exchange, has_reference=True)
     assert sent[0].tolist() == [[-1, -1.5, 1, 7, 1, 1], [-5, -6, 2, 8, 0, 0]]
     assert sums.policy_A.tolist() == [-1, -5, -9, -9]
     assert sums.log_ratios.tolist() == [0.5, 1, -1, -1]

@@ -416,9 +416,13 @@ def test_the_shipped_recipes_lie_in_the_recipes_folder() -> None:
         "quickstart",
         "quickstart_dpo",
         "quickstart_full",
+        "qwen30b_dpo_5090",
+        "qwen30b_kto_5090",
         "qwen30b_lora_5090",
         "qwen30b_qlora_4060ti",
+        "qwen3_8b_dpo_4090",
         "qwen3_8b_full_4090",
+        "qwen3_8b_kto_4090",
         "qwen3_8b_lora_3060",
     }
     assert all(path.parent == recipes_dir() for path in shipped_recipes().values())
