@@ -18,7 +18,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from finetune.data.compared.groups import Groups
+from finetune.data.compared.step_layout import Comparison
 from finetune.data.dataset import ExampleSet, shuffled
 from finetune.recipe.sections import TrainSection
 from offload.plan.facts.attention import Attention
@@ -160,20 +160,26 @@ class PackedOrder:
     groups: npt.NDArray[np.int64] | None = None
 
     @classmethod
-    def of(cls, train: TrainSection, rows: ExampleSet, *, num_ranks: int, cost: RowCost) -> Self:
+    def of(
+        cls,
+        train: TrainSection,
+        rows: ExampleSet,
+        *,
+        num_ranks: int,
+        cost: RowCost,
+        comparison: Comparison | None = None,
+    ) -> Self:
         """Return the order that these settings make of the rows.
 
         Raises:
-            DataError: A group has more rows, or tokens, than a step.
+            DataError: A step has not the rows or tokens to compare.
         """
         lengths = np.asarray(rows.lengths, dtype=np.int64)
         in_tokens = train.tokens_per_step
-        groups = Groups.of(rows)
-        if groups is not None:
-            groups.require_within(
+        if comparison is not None:
+            comparison.require_within(
                 tokens_per_step=in_tokens,
                 rows_per_step=None if in_tokens else train.global_batch_size,
-                lengths=lengths,
             )
         num_steps = train.steps
         if num_steps is None:
@@ -191,7 +197,7 @@ class PackedOrder:
             seed=train.seed,
             min_bins=num_ranks,
             cost=cost,
-            groups=None if groups is None else groups.offsets,
+            groups=None if comparison is None else comparison.groups.offsets,
         )
 
     def rows(self, index: int) -> tuple[int, ...]:

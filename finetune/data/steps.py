@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from finetune.data.compared.groups import Groups
 from finetune.data.compared.step_layout import (
     Comparison,
     Layout,
@@ -59,13 +58,19 @@ class BatchOrder:
     group_size: int = 1
 
     @classmethod
-    def of(cls, train: TrainSection, rows: ExampleSet) -> Self:
+    def of(
+        cls, train: TrainSection, rows: ExampleSet, *, comparison: Comparison | None = None
+    ) -> Self:
         """Return the order that these settings make of the rows.
 
         Raises:
             DataError: Groups of rows do not fill steps of this size.
         """
-        groups = Groups.of(rows)
+        group_size = 1
+        if comparison is not None:
+            per_step = train.global_batch_size
+            comparison.require_within(tokens_per_step=None, rows_per_step=per_step)
+            group_size = comparison.groups.size_in(per_step)
         num_steps = train.steps
         if num_steps is None:
             assert train.epochs is not None
@@ -76,7 +81,7 @@ class BatchOrder:
             num_micro_batches=train.num_micro_batches,
             num_steps=num_steps,
             seed=train.seed,
-            group_size=1 if groups is None else groups.size_in(train.global_batch_size),
+            group_size=group_size,
         )
 
     @property

@@ -122,6 +122,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "d2h_bytes": plan.schedule.d2h_bytes,
             "break_even_tokens": plan.break_even_tokens,
         },
+        "objective": _objective_json(plan),
         "predicted": {
             "step_s": phases["step"],
             "tokens_per_s": plan.tokens_per_step / phases["step"],
@@ -133,6 +134,23 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "host_memory": {term.name: term.num_bytes for term in plan.host_memory},
         },
     }
+
+
+def _objective_json(plan: Plan) -> dict[str, Any] | None:
+    if plan.request.objective is None:
+        return None
+    time_frac, num_loads = plan.objective_price
+    return {**asdict(plan.request.objective), "time_frac": time_frac, "num_loads": num_loads}
+
+
+def objective_line(plan: Plan) -> str:
+    """Return what a loss over the whole step costs, in words."""
+    assert plan.request.objective is not None
+    time_frac, num_loads = plan.objective_price
+    reference = ", also by the reference" if plan.request.objective.has_reference else ""
+    return f"rows are scored before they are trained on{reference}: +{time_frac:.0%} time, " + (
+        f"+{num_loads} loads"
+    )
 
 
 def plan_tables(plan: Plan) -> RenderableType:

@@ -30,6 +30,7 @@ from finetune.report.memory import PEAKS, MemoryRow
 from finetune.report.plan import (
     adapter_line,
     kept_line,
+    objective_line,
     outputs_line,
     place_of_layers,
     predicted_phases,
@@ -93,6 +94,7 @@ def _plan_rows(choice: Choice) -> Iterator[tuple[str, Sequence[str]]]:
     yield "layers", [_layers_line(plan)]
     yield "layer inputs", [STASHED] if plan.request.is_stashed else []
     yield "tokens", [_tokens_line(plan)]
+    yield "objective", [objective_line(plan)] if plan.request.objective is not None else []
     graphs = [kept_line(plan)] if plan.num_kept_graphs or plan.saved.graphs else []
     yield "backward", [*graphs, *([outputs_line(plan)] if plan.residency.has_outputs else [])]
     yield "expert kernels", [f"{kernel.value} ({kernel.source})"] if facts.has_experts else []

@@ -12,7 +12,7 @@ import torch
 
 from finetune.data.steps import Steps, StepShare
 from finetune.objective.factory import objective_of
-from finetune.objective.row_sums import row_sums
+from finetune.objective.row_sums import summed
 from finetune.objective.step_rows import StepRows
 from finetune.recipe.objective_section import ObjectiveSection
 from finetune.training.ranks import Ranks
@@ -83,22 +83,20 @@ class WithLogps:
     def loss(self, scores: Scores) -> StepLoss:
         """Return the loss, with the two metrics where answers are compared with each other."""
         found = self.objective.loss(scores)
-        sums = row_sums(scores, self.rows, None)
-        better, worse = _ordered_pairs(sums.groups_A, sums.values_A, sums.is_trained_A)
+        better, worse = _ordered_pairs(self.rows)
         if not len(better):
             return found
-        apart = (sums.policy_A[better] - sums.policy_A[worse]).detach()
+        policy_R = summed(scores.policy_N.detach(), scores.rows_N.cpu(), scores.num_rows)
+        apart = policy_R[better] - policy_R[worse]
         more = {PREFERRED: (apart > 0).double().mean(), PREFERRED_BY: apart.mean()}
         return StepLoss(value=found.value, metrics={**found.metrics, **more})
 
 
-def _ordered_pairs(
-    groups_A: torch.Tensor, values_A: torch.Tensor, is_trained_A: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _ordered_pairs(rows: StepRows) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows of all pairs of a group of which one is better: the better, and the worse."""
-    is_same = groups_A[:, None] == groups_A[None, :]
-    is_pair = is_same & (is_trained_A[:, None] & is_trained_A[None, :])
-    better, worse = (is_pair & (values_A[:, None] > values_A[None, :])).nonzero(as_tuple=True)
+    groups, values = (array[: rows.num_trained] for array in (rows.groups_R, rows.values_R))
+    is_pair = groups[:, None] == groups[None, :]
+    better, worse = (is_pair & (values[:, None] > values[None, :])).nonzero(as_tuple=True)
     return better, worse
 
 

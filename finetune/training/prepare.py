@@ -142,13 +142,16 @@ def plan_steps(
 
     def steps_of(recipe: Recipe) -> Steps:
         train, rows = recipe.train, data.rows.train
-        order: BatchOrder | PackedOrder = BatchOrder.of(train, rows)
-        if recipe.data.packing == "on":
-            order = PackedOrder.of(train, rows, num_ranks=ranks.num, cost=RowCost.of(facts))
-        own = partial(own_micro_batches, index=ranks.index, num=ranks.num)
         comparison = Comparison.of(
             rows, is_mismatched=recipe.objective.scores_mismatched, seq_len=train.seq_len
         )
+        order: BatchOrder | PackedOrder
+        if recipe.data.packing == "on":
+            cost, num = RowCost.of(facts), ranks.num
+            order = PackedOrder.of(train, rows, num_ranks=num, cost=cost, comparison=comparison)
+        else:
+            order = BatchOrder.of(train, rows, comparison=comparison)
+        own = partial(own_micro_batches, index=ranks.index, num=ranks.num)
         pad = pad_id(data.tokenizer)
         return Steps.of(order, rows, own=own, pad_token_id=pad, comparison=comparison)
 

@@ -148,13 +148,7 @@ class Executor:
         batches = [scoring.batch(m) for m in trained]
         inputs = [batch.inputs for batch in batches]
         self._balance(state, schedule, router_loss, batches, scoring.num_label_tokens)
-        tail = ScoredTail(
-            self._model,
-            scoring,
-            head_chunk_tokens=self._computing.head_chunk_tokens,
-            randomness=self._randomness,
-            seed_of=partial(_visit_seed, step),
-        )
+        tail = ScoredTail(self._model, scoring, head_chunk_tokens=self._computing.head_chunk_tokens)
 
         def front(op: Op) -> None:
             if op.micro_batch_index in trained:

@@ -10,6 +10,7 @@ from functools import cached_property
 
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.machine.machine import Machine
+from offload.plan.memory.host import host_terms
 from offload.plan.memory.memory import (
     OTHER_RANKS,
     SENT,
@@ -19,7 +20,6 @@ from offload.plan.memory.memory import (
     DeviceNeeds,
     MemoryTerm,
     device_needs,
-    host_terms,
     input_bytes,
 )
 from offload.plan.request import PlanRequest
@@ -85,6 +85,10 @@ class MemoryNeeds:
             is_stashed=request.is_stashed,
             traced=request.traced,
         )
+        if request.objective is not None:
+            on_device = on_device.with_objective(
+                facts, request.largest, extra_passes=request.extra_passes
+            )
         needs = cls(
             facts=facts, machine=machine, request=request, on_device=on_device, fixed_host=None
         )

@@ -23,7 +23,7 @@ from offload.plan.schedule.timeline import Timeline
 from offload.plan.split import fastest_residency
 from offload.plan.step import Draft, break_even_tokens, duration_of, schedule_of
 from offload.plan.time.bounds import r3_bound_s
-from offload.plan.time.costs import Costs, LayerCost, price
+from offload.plan.time.costs import Costs, LayerCost, price, with_objective
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +101,32 @@ class Plan:
         """Predicted time of a step, optimizer included."""
         return self.predict().step_s + self.costs.optimizer_s
 
+    def without_objective(self) -> "Plan":
+        """Return the same step with the loss that needs one pass: a cross-entropy."""
+        if self.request.objective is None:
+            return self
+        request = replace(self.request, objective=None)
+        costs = replace(
+            self.costs, score_s=0.0, objective_s=0.0, num_scored=0.0, num_references=0.0
+        )
+        is_staged = self.schedule.is_staged
+        return replace(
+            self,
+            request=request,
+            costs=costs,
+            schedule=schedule_of(self.facts, request, costs, self.residency, is_staged=is_staged),
+        )
+
+    @property
+    def objective_price(self) -> tuple[float, int]:
+        """What the objective adds to the same step without it: a fraction of its time, and loads.
+
+        That is nothing without an objective.
+        """
+        plain = self.without_objective()
+        num_loads = self.schedule.num_loads - plain.schedule.num_loads
+        return self.step_s / plain.step_s - 1, num_loads
+
     @property
     def bound_s(self) -> float:
         """The bound R3 on the step, optimizer included."""
@@ -149,13 +175,23 @@ def costs_of(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Costs
     typical, is_masked = request.typical, request.is_masked
     kinds = set(facts.layers) if request.has_sent_graphs else ()
     visits = {x: visit_bytes(facts, machine, x, typical, is_padded=is_masked) for x in kinds}
-    return price(
+    costs = price(
         facts,
         machine,
         request.typical,
         is_duplex=request.is_stashed or request.typical.adapter.whole is not None,
         num_disk_readers=request.num_disk_readers,
         graph_bytes={x: one.sent_graph for x, one in visits.items()},
+    )
+    if request.objective is None:
+        return costs
+    return with_objective(
+        costs,
+        facts,
+        machine,
+        request.typical,
+        num_scored=request.objective.scored_frac,
+        num_references=request.objective.num_references,
     )
 
 
@@ -217,6 +253,8 @@ def calibrate(
         if measured.busy_s(Kind.FRONT_BACKWARD)
         else 0.0,
         tail_s=_mean_s(measured, Kind.TAIL, None),
+        score_s=_mean_s(measured, Kind.SCORE, None) if costs.score_s else 0.0,
+        objective_s=_mean_s(measured, Kind.OBJECTIVE, None) if costs.score_s else 0.0,
         optimizer_s=optimizer_s,
         h2d_bytes_per_s=_rate(measured, Kind.LOAD, costs.h2d_bytes_per_s),
         h2d_latency_s=0.0 if load_s else costs.h2d_latency_s,
@@ -258,6 +296,9 @@ def _measured(
         graph_pack_s=graph_pack_s,
         decode_s=_mean_s(measured, Kind.DECODE, number) if layer.decode_s else 0.0,
         update_s=_mean_s(measured, Kind.UPDATE, number) if is_updated else layer.update_s,
+        reference_s=_mean_s(measured, Kind.REFERENCE, number)
+        if measured.busy_s(Kind.REFERENCE)
+        else layer.reference_s,
     )
 
 

@@ -1,14 +1,42 @@
 """The request: what a run asks of the planner."""
 
+import math
 from dataclasses import dataclass, replace
 
 from offload.plan.facts.codec import CodecName
 from offload.plan.facts.workload import Workload
 from offload.plan.memory.traced import TracedBytes
+from offload.plan.schedule.schedule import Passes
 
 HEAD_CHUNK_TOKENS = 1024  # logits of a 151,936 vocabulary in fp32: 0.6 GB at a time
 MLP_CHUNKS = (8192, 2048, 512)  # tokens of an MLP's tile, where a whole micro-batch does not fit
 FEWEST_CHUNK_TOKENS = 64  # fewer logits at a time save little, and each chunk reads the whole head
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ObjectiveCost:
+    """What a loss over a whole step adds to it: each row is scored before any is trained on.
+
+    Attributes:
+        has_reference: Whether a reference scores all rows too.
+        scored_frac: Rows that are only scored, for each row that is trained on; as long as these.
+    """
+
+    has_reference: bool = False
+    scored_frac: float = 0.0
+
+    @property
+    def num_references(self) -> float:
+        """Passes of the reference, for each micro-batch that is trained on."""
+        return (1 + self.scored_frac) * self.has_reference
+
+    def passes(self, num_micro_batches: int) -> Passes:
+        """Return the passes of a step."""
+        return Passes(
+            num_trained=num_micro_batches,
+            num_scored=math.ceil(num_micro_batches * self.scored_frac),
+            has_reference=self.has_reference,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +63,7 @@ class PlanRequest:
         has_outputs: Whether outputs of attention are kept or sent where that pays, so that it is
             not computed again.
         has_sent_graphs: Whether graphs of layers are sent to host memory where that pays.
+        objective: What the loss of the run adds to a step; None for a cross-entropy.
     """
 
     typical: Workload
@@ -54,6 +83,7 @@ class PlanRequest:
     has_outputs: bool = False
     has_sent_graphs: bool = False
     most_tokens: int | None = None
+    objective: ObjectiveCost | None = None
 
     def within(self, num_layers: int) -> "PlanRequest":
         """Return the same request with at most as many slots as the model has layers."""
@@ -87,6 +117,12 @@ class PlanRequest:
             if self.most_tokens is None
             else min(num, self.most_tokens / self.largest.num_tokens)
         )
+
+    @property
+    def extra_passes(self) -> float:
+        """Passes that only score, for each micro-batch that is trained on."""
+        cost = self.objective
+        return 0.0 if cost is None else cost.scored_frac + cost.num_references
 
     @property
     def num_stashed(self) -> int:

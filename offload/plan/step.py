@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.trainable import outer_module_sizes
@@ -16,6 +17,7 @@ from offload.plan.schedule.schedule import (
     Order,
     Schedule,
     TransferSizes,
+    objective_schedule,
     training_schedule,
     warm_ring,
     without_trained,
@@ -66,11 +68,14 @@ def schedule_of(
         sizes = replace(sizes, piece_bytes=max(sizes.layer_bytes))
     num_micro_batches = 1 if is_draft else request.rank_micro_batches
     num_stashed = num_micro_batches if request.is_stashed else 0
-    return training_schedule(
+    list_ops: Callable[..., Schedule] = (
+        partial(training_schedule, num_micro_batches=num_micro_batches, order=Order.LAYER_MAJOR)
+        if request.objective is None
+        else partial(objective_schedule, passes=request.objective.passes(num_micro_batches))
+    )
+    return list_ops(
         sizes,
         ring=without_trained(warm_ring(residency.num_slots), sizes),
-        num_micro_batches=num_micro_batches,
-        order=Order.LAYER_MAJOR,
         trains_front=bool(outer_module_sizes(facts, typical.adapter)),
         input_bytes=(input_bytes(facts, typical),) * num_stashed,
         num_kept_graphs=residency.num_kept_graphs,
@@ -80,6 +85,13 @@ def schedule_of(
 
 def duration_of(costs: Costs) -> Callable[[Op], float]:
     """Return the function that gives an op's duration."""
+    outside_s = {
+        Kind.FRONT: costs.front_s,
+        Kind.SCORE: costs.score_s,
+        Kind.OBJECTIVE: costs.objective_s,
+        Kind.TAIL: costs.tail_s,
+        Kind.FRONT_BACKWARD: costs.front_backward_s,
+    }
 
     def duration_s(op: Op) -> float:
         if op.kind in (Kind.FETCH, Kind.RETURN):
@@ -92,12 +104,8 @@ def duration_of(costs: Costs) -> Callable[[Op], float]:
             return op.num_bytes / costs.read_bytes_per_s
         if op.lane is Lane.D2H:
             return costs.h2d_latency_s + op.num_bytes / costs.d2h_bytes_per_s
-        if op.kind is Kind.FRONT:
-            return costs.front_s
-        if op.kind is Kind.FRONT_BACKWARD:
-            return costs.front_backward_s
-        if op.kind is Kind.TAIL:
-            return costs.tail_s
+        if op.layer is None:
+            return outside_s[op.kind]
         return _of_layer_s(costs.layers[op.layer_index], op)
 
     return duration_s
@@ -106,9 +114,26 @@ def duration_of(costs: Costs) -> Callable[[Op], float]:
 def _of_layer_s(layer: LayerCost, op: Op) -> float:
     if op.kind is Kind.DECODE:
         return layer.decode_s
+    if op.kind is Kind.REFERENCE:
+        return layer.reference_s
     if op.kind is Kind.FORWARD:
         return layer.forth_s(is_sent=op.carrier is not None, has_graph=op.has_graph)
     return layer.back_s(has_graph=op.has_graph, has_output=op.has_output)
+
+
+def _draft_durations(request: PlanRequest, costs: Costs) -> Callable[[Op], float]:
+    """Return the durations of a draft's ops: those of rows that are only scored by their share."""
+    one_s, objective = duration_of(costs), request.objective
+    if objective is None or not objective.scored_frac:
+        return one_s
+    passes = objective.passes(1)
+
+    def drafted_s(op: Op) -> float:
+        if op.micro_batch is None or passes.micro_batch(op.micro_batch) == 0:
+            return one_s(op)
+        return one_s(op) * objective.scored_frac / passes.num_scored
+
+    return drafted_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,7 +162,7 @@ class Draft:
     ) -> "Draft":
         """Draft the step of a request; arguments as of `schedule_of`."""
         schedule = schedule_of(facts, request, costs, residency, is_staged=is_staged, is_draft=True)
-        one_s = duration_of(costs)
+        one_s = _draft_durations(request, costs)
 
         def load_s(num_bytes: int) -> float | Pieces:
             sizes = [

@@ -80,33 +80,6 @@ class Groups:
         is_start[self.offsets[:-1]] = True
         return np.asarray(is_start[rows].cumsum() - 1)
 
-    def require_within(
-        self,
-        *,
-        tokens_per_step: int | None,
-        rows_per_step: int | None,
-        lengths: "NDArray[np.int64]",
-    ) -> None:
-        """Check that each group fits into a step, of which one of the two sizes is given.
-
-        Raises:
-            DataError: One does not: then some steps would have no rows.
-        """
-        most = int(self.sizes.max())
-        if rows_per_step is not None and most > rows_per_step:
-            raise DataError(
-                f"a row has {most} answers, and a step {rows_per_step} sequences",
-                limit="the answers of a row are compared, so that they are all in one step",
-                hint=f"`train.micro_batch_size` x `train.grad_accum_steps` of at least {most}",
-            )
-        most = int(np.add.reduceat(lengths, self.offsets[:-1]).max())
-        if tokens_per_step is not None and most > tokens_per_step:
-            raise DataError(
-                f"the answers of a row have {most} tokens, and a step {tokens_per_step}",
-                limit="the answers of a row are compared, so that they are all in one step",
-                hint=f"`train.tokens_per_step` of at least {most}",
-            )
-
     def size_in(self, rows_per_step: int) -> int:
         """Return the rows of each group, where all have as many and fill steps without a rest.
 
@@ -148,6 +121,12 @@ def require_comparable(rows: "Rows", objective: ObjectiveSection) -> None:
                 hint="add rows with the other label; desired answers alone are learned by"
                 " `objective.method: sft`",
             )
+    if objective.scores_mismatched and rows.held_out is not None and len(rows.held_out) < 2:
+        raise DataError(
+            "one row is held out",
+            limit="KTO scores each prompt with the answer of another row",
+            hint="hold out more: `data.eval_frac: 0.1`",
+        )
 
 
 def is_first(part: "Chosen") -> "NDArray[np.bool_]":

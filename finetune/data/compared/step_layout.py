@@ -17,6 +17,7 @@ import torch
 
 from finetune.data.compared.groups import Groups
 from finetune.data.tokenize import IGNORE_INDEX, Example
+from finetune.errors import DataError
 from finetune.objective.step_rows import StepRows
 
 if TYPE_CHECKING:
@@ -77,6 +78,38 @@ class Comparison:
     def group_size(self) -> int:
         """Rows of the smallest group."""
         return int(self.groups.sizes.min())
+
+    def require_within(self, *, tokens_per_step: int | None, rows_per_step: int | None) -> None:
+        """Check that each step has a group to compare, or two whose answers are exchanged.
+
+        Args:
+            tokens_per_step: Of a step that is given in tokens.
+            rows_per_step: Of one that is given in rows.
+
+        Raises:
+            DataError: Some steps would have none, or only one.
+        """
+        num_groups = 1 if self.prompt_lens is None else 2
+        limit = (
+            "the answers of a row are compared, so that they are all in one step"
+            if num_groups == 1
+            else "KTO scores each prompt with the answer of another row of the step"
+        )
+        most = num_groups * int(self.groups.sizes.max())
+        if rows_per_step is not None and most > rows_per_step:
+            raise DataError(
+                f"a step has {rows_per_step} sequences, and needs {most}",
+                limit=limit,
+                hint=f"`train.micro_batch_size` x `train.grad_accum_steps` of at least {most}",
+            )
+        tokens = np.add.reduceat(self.lengths, self.groups.offsets[:-1])
+        most = num_groups * int(tokens.max())
+        if tokens_per_step is not None and most > tokens_per_step:
+            raise DataError(
+                f"a step has {tokens_per_step} tokens, and needs {most} for the longest rows",
+                limit=limit,
+                hint=f"`train.tokens_per_step` of at least {most}",
+            )
 
     def scored_lens(self, rows: Sequence[int]) -> tuple[int, ...]:
         """Return the tokens of a step's mismatched rows; there may be none."""

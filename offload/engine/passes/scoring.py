@@ -8,15 +8,16 @@ chunk of labelled tokens: once without a graph for the log-probabilities, and on
 loss and its gradient by each of them are known, for the gradient by the hidden states. In between
 only these numbers exist, so the loss may be any function of them; torch differentiates it.
 
+Both times a chunk gives the same logits: the model's inspection has refused a tail that draws.
+
 Precision. Log-probabilities are computed in fp32 from the head's outputs, as in a cross-entropy,
 and in fp64 where the model is.
 
 Shapes: N label tokens of a chunk or of the step, D hidden features, V tokens of the vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -27,7 +28,6 @@ from offload.engine.objective import Objective, Scores
 from offload.engine.passes.reference import ReferenceModel, ScoringModel
 from offload.engine.pointwise.ops import cross_entropy
 from offload.engine.pointwise.recognise import DTYPES
-from offload.engine.randomness import VisitRandomness, require_same_draws
 from offload.engine.results import PassState
 from offload.errors import OffloadError
 from offload.plan.schedule.schedule import Passes
@@ -119,27 +119,13 @@ class ScoredTail:
         scoring: Scoring,
         *,
         head_chunk_tokens: int,
-        randomness: VisitRandomness,
-        seed_of: Callable[[int, int], int],
     ) -> None:
-        """Keep the parts.
-
-        Args:
-            model: The model.
-            scoring: What is scored.
-            head_chunk_tokens: Tokens whose logits exist at a time.
-            randomness: Seeds the chunks, so that the second time they draw the same.
-            seed_of: Returns the seed of a layer's visit with a micro-batch; chunks are counted on
-                from the last layer.
-        """
+        """Keep the parts, and of how many tokens logits exist at a time."""
         self._model, self._scoring = model, scoring
         self._chunk_tokens = head_chunk_tokens
-        self._randomness = randomness
-        self._seed_of = seed_of
         self._last = len(model.layers)
         self._scores: dict[int, torch.Tensor] = {}
         self._gradients: dict[int, torch.Tensor] = {}
-        self._draws: dict[tuple[int, int], bytes | None] = {}
 
     # ---------------------------------------------------------------------------------------- ops
 
@@ -186,58 +172,44 @@ class ScoredTail:
         hidden_BTD = state.inputs.pop((self._last, m))
         gradient_BTD = torch.zeros_like(hidden_BTD)
         gradient_ND, gradients_N = gradient_BTD.flatten(0, 1), self._gradients.pop(m)
-        chunks = self._chunks(hidden_BTD, m)
         weights = gradients_N.split(self._chunk_tokens)
-        for (chunk, positions_N, next_N), weight_N in zip(chunks, weights, strict=True):
+        for (positions_N, next_N), weight_N in zip(self._chunks(m), weights, strict=True):
             chunk_1ND = hidden_BTD.flatten(0, 1)[positions_N].unsqueeze(0).requires_grad_()
-            self._pass_back(m, chunk, chunk_1ND, next_N, weight_N)
+            self._pass_back(chunk_1ND, next_N, weight_N)
             assert chunk_1ND.grad is not None
             gradient_ND[positions_N] = chunk_1ND.grad[0]
         state.gradient[m] = gradient_BTD
 
     # ------------------------------------------------------------------------------------- chunks
 
-    def _chunks(
-        self, hidden_BTD: torch.Tensor, number: int
-    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Yield the number, positions and labels of each chunk."""
+    def _chunks(self, number: int) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """Return positions and labels of each chunk of a pass."""
         batch = self._scoring.batch(number)
-        parts = zip(
-            batch.positions.split(self._chunk_tokens),
-            batch.next_tokens.split(self._chunk_tokens),
-            strict=True,
-        )
-        yield from ((chunk, *part) for chunk, part in enumerate(parts))
+        positions = batch.positions.split(self._chunk_tokens)
+        return zip(positions, batch.next_tokens.split(self._chunk_tokens), strict=True)
 
     def _scores_of(self, hidden_BTD: torch.Tensor, number: int) -> torch.Tensor:
         flat_ND = hidden_BTD.flatten(0, 1)
         return torch.cat(
             [
-                self._scores_of_chunk(number, chunk, flat_ND[positions_N].unsqueeze(0), next_N)
-                for chunk, positions_N, next_N in self._chunks(hidden_BTD, number)
+                self._scores_of_chunk(flat_ND[positions_N].unsqueeze(0), next_N)
+                for positions_N, next_N in self._chunks(number)
             ]
         )
 
-    def _scores_of_chunk(
-        self, number: int, chunk: int, chunk_1ND: torch.Tensor, next_N: torch.Tensor
-    ) -> torch.Tensor:
-        logits_NV = self._logits(number, chunk, chunk_1ND)
+    def _scores_of_chunk(self, chunk_1ND: torch.Tensor, next_N: torch.Tensor) -> torch.Tensor:
+        logits_NV = self._model.tail_logits(chunk_1ND).flatten(0, 1)
         if self._is_fused(chunk_1ND):
-            ones = torch.ones((), device=next_N.device)
-            losses_N, _ = cross_entropy(logits_NV, next_N, num_items=ones, has_gradient=False)
+            one = torch.ones((), device=next_N.device)
+            losses_N, _ = cross_entropy(logits_NV, next_N, num_items=one, has_gradient=False)
             return losses_N.neg_()
         return _cross_entropies(logits_NV, next_N).neg_()
 
     def _pass_back(
-        self,
-        m: int,
-        chunk: int,
-        chunk_1ND: torch.Tensor,
-        next_N: torch.Tensor,
-        gradient_N: torch.Tensor,
+        self, chunk_1ND: torch.Tensor, next_N: torch.Tensor, gradient_N: torch.Tensor
     ) -> None:
         """Compute the gradients by some hidden states, given those by their log-probabilities."""
-        logits_NV = self._logits(m, chunk, chunk_1ND)
+        logits_NV = self._model.tail_logits(chunk_1ND).flatten(0, 1)
         if self._is_fused(chunk_1ND):
             _, of_logits_NV = cross_entropy(
                 logits_NV.detach(), next_N, num_items=-1 / gradient_N, has_gradient=True
@@ -247,19 +219,6 @@ class ScoredTail:
         losses_N = _cross_entropies(logits_NV, next_N)
         del logits_NV  # no name holds them in the backward
         losses_N.backward(-gradient_N)
-
-    def _logits(self, number: int, chunk: int, chunk_1ND: torch.Tensor) -> torch.Tensor:
-        """Run norm and head on a chunk; the second time with the dropout of the first."""
-        compute = partial(self._model.tail_logits, chunk_1ND)
-        if number not in self._scoring.passes.trained:
-            return compute().flatten(0, 1)
-        seed = self._seed_of(self._last + chunk, number)
-        logits_1NV, draws = self._randomness.visit(self._last, seed, compute)
-        if torch.is_grad_enabled():
-            require_same_draws(self._last, self._draws.pop((number, chunk)), draws)
-        else:
-            self._draws[number, chunk] = draws
-        return logits_1NV.flatten(0, 1)
 
     def _is_fused(self, chunk_1ND: torch.Tensor) -> bool:
         return self._model.fused is not None and chunk_1ND.dtype in DTYPES

@@ -1,4 +1,4 @@
-"""The peak of device and host memory in a step, in named terms.
+"""The peak of device memory in a step, in named terms; those of the host have names here too.
 
 A peak is a maximum over instants, not a sum of everything that ever exists: logits and a layer's
 recompute are never live together. `device_terms` lists the terms of the worst of these instants: a
@@ -6,8 +6,6 @@ head chunk and the first backward visit, each with all kept graphs; a visit that
 layer, without any of them; the optimizer.
 """
 
-import math
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,9 +19,6 @@ from offload.plan.facts.optimizer import (
     HOST_GRADIENTS,
     HOST_STATES,
     LOW_HALVES,
-    WEIGHTS,
-    host_update_bytes,
-    paged_bytes,
     state_bytes,
     temporary_bytes,
 )
@@ -45,8 +40,6 @@ from offload.plan.schedule.schedule import (
     NUM_FETCHED,
     NUM_GRADIENT_BUFFERS,
     NUM_KEPT,
-    NUM_STAGING,
-    PIECE_BYTES,
 )
 
 MIB = 2**20
@@ -58,7 +51,6 @@ SENT, KEPT_OUTPUTS = "sent activations", "kept attention outputs"
 CARRIERS = "buffers of sent activations"
 PAGED_STATES = "paged optimizer states"
 HOST_TEMPORARIES = "optimizer temporaries in RAM"
-ADAFACTOR_COPIES = 3  # in fp32, of a tensor: itself, its gradient, its step
 LAYER_GRADIENTS = "buffers of layers' gradients"
 CONTEXT, FRAGMENTATION, OTHER_RANKS = "context", "fragmentation", "other ranks"
 SLOTS, CUBLAS, KEPT_GRAPHS = "slots", "cuBLAS workspaces", "kept graphs"
@@ -77,13 +69,12 @@ NORM_COPIES = 5
 # of a layer where it is over the step, with their masked copies and gradients in fp32.
 ROUTER_LOSS_COPIES = 2
 ROUTER_LOSS_FP32_COPIES = 3
+# Of a label: its row and the gradient; of each pass its log-probability, alone and with all others.
+LABEL_BYTES, SCORE_BYTES = 8 + FP32_BYTES, 2 * FP32_BYTES
 CUBLAS_BYTES = 2 * 32 * MIB
 FRAGMENTATION_FRAC = 0.03
-LOADING_LAYERS = 2
-WORKER_BYTES = 256 * MIB
 # Gradients are all-reduced in pieces of this size.
 GRADIENT_BUCKET_BYTES = 64 * MIB
-CUDA_PROCESS_BYTES = 1536 * MIB
 
 
 # Settings that make a term smaller; terms that no setting changes are not listed.
@@ -107,6 +98,7 @@ SHRINKS: Mapping[str, tuple[str, ...]] = {
     "kept layer inputs": (INPUTS_IN_RAM, TOKENS),
     "hidden states and their gradients": (TOKENS,),
     RECORDED: (SEQ_LEN, TOKENS),
+    "rows that are only scored": (TOKENS,),
     KEPT_GRAPHS: ("fewer `offload.kept_graphs`",),
     KEPT_OUTPUTS: (NO_OUTPUTS,),
     CARRIERS: (NO_SENT_GRAPHS, NO_OUTPUTS),
@@ -274,6 +266,30 @@ class DeviceNeeds:
         fragmentation = MemoryTerm(name=FRAGMENTATION, num_bytes=int(used * FRAGMENTATION_FRAC))
         terms = (*always, *worst, fragmentation, *self.fixed)
         return tuple(term for term in terms if term.num_bytes)
+
+    def with_objective(
+        self, facts: ModelFacts, workload: Workload, *, extra_passes: float
+    ) -> "DeviceNeeds":
+        """Return the needs of a step whose loss is taken over all its rows.
+
+        Until all rows are scored, each further pass has one hidden state and the arguments of its
+        layers; the log-probabilities stay until the last row is scored.
+
+        Args:
+            facts: The model.
+            workload: One micro-batch.
+            extra_passes: Micro-batches that only score, for each that is trained on.
+        """
+        num = self.num_micro_batches
+        (recorded,) = (term.num_bytes for term in self.kept if term.name == RECORDED)
+        scored = num * extra_passes * input_bytes(facts, workload) + extra_passes * recorded
+        num_labels = num * workload.label_tokens
+        scores = num_labels * (LABEL_BYTES + (1 + extra_passes) * SCORE_BYTES)
+        further = (
+            MemoryTerm(name="rows that are only scored", num_bytes=int(scored)),
+            MemoryTerm(name="log-probabilities", num_bytes=int(scores)),
+        )
+        return replace(self, kept=(*self.kept, *further))
 
 
 def device_terms(  # noqa: PLR0913 - everything that uses memory
@@ -521,93 +537,4 @@ def _visit_terms(one: VisitBytes) -> tuple[MemoryTerm, ...]:
         MemoryTerm(name="one visit: a tile of the MLP", num_bytes=one.tile),
         MemoryTerm(name="one visit: DoRA's norm", num_bytes=one.dora),
         MemoryTerm(name="one visit: adapter factors", num_bytes=one.factors),
-    )
-
-
-# ---------------------------------------------------------------------------------------------
-# Host
-
-
-def host_terms(
-    facts: ModelFacts,
-    machine: Machine,
-    workload: Workload,
-    *,
-    num_workers: int,
-    num_stashed: int,
-    num_ranks: int,
-    num_slabs: int,
-    rank_device_bytes: int,
-) -> tuple[MemoryTerm, ...]:
-    """List the terms of host memory in training: one rank's by name, those of the others as a sum.
-
-    On a CPU the process itself is counted with the device's terms, and both use the same memory.
-
-    Args:
-        facts: The model.
-        machine: The machine that all ranks run on.
-        workload: One micro-batch.
-        num_workers: Data workers of each rank.
-        num_stashed: Micro-batches whose layer inputs each rank stashes in host memory.
-        num_ranks: Processes that share the step.
-        num_slabs: Slabs of all ranks together; 0 if layers are on disk.
-        rank_device_bytes: Device memory of each rank, which on a CPU is host memory too.
-    """
-    kinds = Counter(facts.layers)
-    cargo_bytes = sum(num * workload.cargo_bytes(layer) for layer, num in kinds.items())
-    largest = max(layer.num_parameters for layer in kinds)
-    slab, is_cuda = cargo_bytes if num_slabs else 0, machine.device == "cuda"
-    stash = (facts.num_layers - 1) * num_stashed * input_bytes(facts, workload)
-    is_short = num_slabs * slab + num_ranks * stash > machine.pinned_bytes
-    staging = 0
-    if is_cuda and (is_short or not num_slabs):  # loads pass through a page-locked ring
-        staging = NUM_STAGING * min(max(map(workload.cargo_bytes, kinds)), PIECE_BYTES)
-    terms = (
-        MemoryTerm(name=SLAB, num_bytes=slab),
-        *_whole_host_terms(facts, workload, is_cuda=is_cuda),
-        MemoryTerm(name=STASH, num_bytes=stash),
-        MemoryTerm(name=STAGING, num_bytes=staging),
-        MemoryTerm(name="loading", num_bytes=LOADING_LAYERS * largest * workload.dtype_bytes),
-        MemoryTerm(name=DATA_WORKERS, num_bytes=num_workers * WORKER_BYTES),
-        MemoryTerm(
-            name=PAGED_STATES,
-            num_bytes=paged_bytes(
-                trained_tensor_shapes(facts, workload.adapter), workload.optimizer
-            ),
-        ),
-        MemoryTerm(name="process", num_bytes=CUDA_PROCESS_BYTES if is_cuda else 0),
-    )
-    rank_bytes = total_bytes(terms) + (0 if is_cuda else rank_device_bytes)
-    others_bytes = (num_ranks - 1) * rank_bytes - (num_ranks - num_slabs) * slab
-    others = MemoryTerm(name=OTHER_RANKS, num_bytes=others_bytes)
-    return tuple(term for term in (*terms, others) if term.num_bytes)
-
-
-def _whole_host_terms(
-    facts: ModelFacts, workload: Workload, *, is_cuda: bool
-) -> tuple[MemoryTerm, ...]:
-    """List what weights that train take in RAM in addition to themselves.
-
-    Gradients around the layers are there too, in fp32, if they come from a device.
-    """
-    whole = workload.adapter.whole
-    if whole is None:
-        return ()
-    each = host_update_bytes(workload.dtype_bytes, workload.optimizer)
-    gradients = each[HOST_GRADIENTS] * sum(whole.layers)
-    gradients += FP32_BYTES * whole.num_outer if is_cuda else 0
-    copies = each[WEIGHTS] * whole.num_outer if is_cuda else 0
-    in_layers = [linear.num_weights for layer in facts.layers for linear in layer.linears]
-    largest = max(*in_layers, facts.embedding_parameters if whole.num_outer else 0)
-    temporaries = ADAFACTOR_COPIES * FP32_BYTES * largest
-    num = whole.num_parameters
-    return (
-        MemoryTerm(name=LOW_HALVES, num_bytes=math.ceil(each[LOW_HALVES] * num)),
-        MemoryTerm(name=HOST_GRADIENTS, num_bytes=math.ceil(gradients)),
-        MemoryTerm(name=HOST_STATES, num_bytes=math.ceil(each[HOST_STATES] * num)),
-        MemoryTerm(
-            name=HOST_TEMPORARIES,
-            num_bytes=temporaries if workload.optimizer == "adafactor" else 0,
-        ),
-        MemoryTerm(name="weights around the layers, in RAM", num_bytes=math.ceil(copies)),
     )

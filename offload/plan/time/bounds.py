@@ -75,7 +75,8 @@ class StepBound:
         stashed_bytes: Of one micro-batch's layer input, if inputs are stashed in host memory.
         is_staged: Whether loads pass through staging buffers.
         loads_s: Seconds on the link, by layer.
-        forth_s: Of one micro-batch on the way up, by layer, where nothing is sent.
+        forth_s: Of one micro-batch on the way up, by layer, where nothing is sent; with its share
+            of what only scores.
         back_s: Of one micro-batch on the way down, by layer, with its recompute.
         graph_back_s: The same without the recompute.
     """
@@ -89,6 +90,11 @@ class StepBound:
     back_s: tuple[float, ...]
     graph_back_s: tuple[float, ...]
 
+    @property
+    def tails_s(self) -> float:
+        """Time between the sweeps: all that comes after the last layer."""
+        return self.num_micro_batches * self.costs.tails_s + self.costs.objective_s
+
     @classmethod
     def of(
         cls, costs: Costs, *, num_micro_batches: int, stashed_bytes: int, is_staged: bool
@@ -100,7 +106,10 @@ class StepBound:
             stashed_bytes=stashed_bytes,
             is_staged=is_staged,
             loads_s=tuple(_load_s(costs, layer) for layer in range(len(costs.layers))),
-            forth_s=tuple(cost.forth_s(is_sent=False) for cost in costs.layers),
+            forth_s=tuple(
+                cost.forth_s(is_sent=False) + costs.scoring_s(layer)
+                for layer, cost in enumerate(costs.layers)
+            ),
             back_s=tuple(cost.back_s(has_graph=False) for cost in costs.layers),
             graph_back_s=tuple(cost.back_s(has_graph=True) for cost in costs.layers),
         )
@@ -145,6 +154,7 @@ class _Sweeps:
         for layer in leaving:
             has_graph = layer in saved.graphs
             forth_s[layer] = layers[layer].forth_s(is_sent=True, has_graph=has_graph)
+            forth_s[layer] += step.costs.scoring_s(layer)
         for layer in saved.kept | saved.sent:
             back_s[layer] = layers[layer].back_s(has_graph=False, has_output=True)
         for layer in saved.graphs:
@@ -166,7 +176,7 @@ class _Sweeps:
     def up_s(self, ring: Ring) -> float:
         """Return when the last layer's forward visit ends if no input has to be stashed."""
         step, visits_s = self.step, self.visits_s
-        fronts_s = step.num_micro_batches * step.costs.front_s
+        fronts_s = step.num_micro_batches * step.costs.fronts_s
         below_s = list(accumulate(visits_s, initial=fronts_s))
         missing, link_s = _missing(ring, len(visits_s)), 0.0
         if not missing:
@@ -228,7 +238,7 @@ class _Sweeps:
         stashed, leaving = frozenset(self.stashed), self.leaving
         num_micro_batches = step.num_micro_batches
         fetch_s = costs.h2d_latency_s + step.stashed_bytes / costs.fetch_bytes_per_s
-        now_s, link_s = max(up_s, self.leaving_s()) + num_micro_batches * costs.tail_s, 0.0
+        now_s, link_s = max(up_s, self.leaving_s()) + step.tails_s, 0.0
         free_s, at_once = [0.0] * num_layers, [0.0] * num_micro_batches
         done_s = [at_once] * NUM_FETCHED
         carried_s = [self.sent_s() if leaving else at_once] * NUM_CARRIED

@@ -43,6 +43,9 @@ GRADIENT_PASSES = 4  # a new gradient is written and read, the sum so far read a
 FRONT_OPS, TAIL_OPS, TAIL_LOGIT_PASSES = 60, 40, 9
 # One operator reads the logits twice and writes their gradient, in place of TAIL_LOSS_OPS others.
 FUSED_LOGIT_PASSES, TAIL_LOSS_OPS = 3, 8
+# Counted as those of the tail, of what runs without a gradient; and of the loss of a step of pairs
+# and its gradient, which are a few numbers per label.
+SCORE_OPS, SCORE_LOGIT_PASSES, FUSED_SCORE_PASSES, OBJECTIVE_OPS = 24, 4, 1, 20
 H2D_LATENCY_S = 2e-5
 PACKED_OPS = 2  # copies of an attention output and its log-sum-exp to the buffer they leave from
 GRAPH_OPS = 30  # copies of a whole graph: 20 to 44 in layers of Llama, Qwen3, OLMo 2 and Gemma 3
@@ -63,6 +66,7 @@ class LayerCost:
         output_bytes: Of that output and its log-sum-exp.
         graph_bytes: Of all that autograd saves of a visit; 0 if no graph is to be sent.
         graph_pack_s: Copying that to the buffer that it is sent from.
+        reference_s: Forward without adapters, as a reference computes it.
         update_s: Updating its weights on the host, once per step; 0 if they are frozen.
         decode_s: Decoding: once per visit, whatever the number of micro-batches.
         weight_bytes: What one load moves.
@@ -86,6 +90,7 @@ class LayerCost:
     graph_bytes: int = 0
     graph_pack_s: float = 0.0
     update_s: float = 0.0
+    reference_s: float = 0.0
 
     def forth_s(self, *, is_sent: bool, has_graph: bool = False) -> float:
         """Return the seconds of a forward visit, with a copy of what is sent."""
@@ -117,6 +122,10 @@ class Costs:
         fetch_bytes_per_s: Rate of the copy back.
         read_bytes_per_s: Rate at which staging buffers are filled, from memory or from a file.
         duplex_frac: Of the rates to the device, what is left if copies leave it meanwhile.
+        score_s: Norm, head and log-probabilities of one micro-batch; 0 without an objective.
+        objective_s: Its loss and the gradient by the log-probabilities, once per step.
+        num_scored: Micro-batches that are only scored, for each that is trained on.
+        num_references: Micro-batches that a reference scores, for each that is trained on.
     """
 
     grade: Grade
@@ -131,6 +140,30 @@ class Costs:
     read_bytes_per_s: float
     front_backward_s: float = 0.0
     duplex_frac: float = 1.0
+    score_s: float = 0.0
+    objective_s: float = 0.0
+    num_scored: float = 0.0
+    num_references: float = 0.0
+
+    @property
+    def num_passes(self) -> float:
+        """Micro-batches that a layer is visited with upwards, for each that is trained on."""
+        return 1 + self.num_scored + self.num_references
+
+    @property
+    def fronts_s(self) -> float:
+        """Time of the front of all passes of a micro-batch."""
+        return self.num_passes * self.front_s
+
+    @property
+    def tails_s(self) -> float:
+        """Time after the last layer of all passes of a micro-batch."""
+        return self.tail_s + self.num_passes * self.score_s
+
+    def scoring_s(self, layer: int) -> float:
+        """Return the time of a micro-batch's share of a layer's passes that only score."""
+        one = self.layers[layer]
+        return self.num_scored * one.forward_s + self.num_references * one.reference_s
 
     def given(self, residency: Residency) -> "Costs":
         """Return the costs with this residency; what is sent slows the link's other direction."""
@@ -249,6 +282,7 @@ def _layer_cost(layer: LayerFacts, at: Pricer, graph_bytes: int) -> LayerCost:
         recompute_s=backward_s - (backward + tiles.again).seconds(at.machine),
         decode_s=decode.seconds(at.machine) if at.workload.is_encoded else 0.0,
         weight_bytes=cargo_bytes,
+        reference_s=(products + others + tiles.forward).seconds(at.machine),
         forward_flops=forward.flops,
         backward_flops=recompute.flops + backward.flops,
         bound=forward.bound(at.machine),
@@ -288,6 +322,53 @@ def _tail(at: Pricer) -> Work:
         sums = at.added_up(at.facts.embedding_parameters, num_tensors=1)
         tail = tail + at.gemm(hidden, tokens, vocab) + sums.times(num_chunks)
     return tail
+
+
+def _score(at: Pricer) -> Work:
+    """The forward of the tail, and the log-probabilities of the labels."""
+    tokens, hidden, vocab = at.workload.label_tokens, at.facts.hidden_size, at.facts.vocab_size
+    num_chunks = math.ceil(tokens / at.workload.head_chunk_tokens)
+    norm_passes = NORM.forward + NORM_WEIGHT.forward
+    norm = at.traffic(norm_passes * FP32_BYTES * tokens * hidden, num_ops=0)
+    products = at.gemm(tokens, hidden, vocab) + norm
+    if at.workload.code_on(at.machine.device) == "fused":
+        num_bytes = FUSED_SCORE_PASSES * at.workload.dtype_bytes * tokens * vocab
+        calls = Work(num_calls=num_chunks)
+        return products + at.traffic(num_bytes, num_ops=SCORE_OPS * num_chunks) + calls
+    return products + at.new_memory(
+        SCORE_LOGIT_PASSES * FP32_BYTES * tokens * vocab,
+        num_ops=SCORE_OPS * num_chunks,
+        tensor_bytes=FP32_BYTES * min(tokens, at.workload.head_chunk_tokens) * vocab,
+    )
+
+
+def with_objective(
+    costs: Costs,
+    facts: ModelFacts,
+    machine: Machine,
+    workload: Workload,
+    *,
+    num_scored: float,
+    num_references: float,
+) -> Costs:
+    """Return the costs of a step whose loss is taken over all its rows.
+
+    Args:
+        costs: Of a step without an objective.
+        facts: The model.
+        machine: Its rates.
+        workload: One micro-batch.
+        num_scored: Micro-batches that are only scored, for each that is trained on.
+        num_references: Micro-batches that a reference scores, for each that is trained on.
+    """
+    at = Pricer(machine=machine, facts=facts, workload=workload)
+    return replace(
+        costs,
+        score_s=_score(at).seconds(machine),
+        objective_s=at.traffic(0, num_ops=OBJECTIVE_OPS).seconds(machine),
+        num_scored=num_scored,
+        num_references=num_references,
+    )
 
 
 def _front_backward(at: Pricer) -> Work:

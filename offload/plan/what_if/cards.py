@@ -187,6 +187,7 @@ def _split(cards: _Cards) -> Option:
         return replace(
             cost,
             forward_s=cost.forward_s / parts + moved_s,
+            reference_s=cost.reference_s / parts + moved_s,
             backward_s=cost.backward_s / parts + 2 * moved_s,
             recompute_s=cost.recompute_s / parts + moved_s,
             decode_s=cost.decode_s / cards.num,
@@ -201,6 +202,7 @@ def _split(cards: _Cards) -> Option:
         d2h_bytes_per_s=plan.costs.d2h_bytes_per_s * cards.num * loading_frac,
         fetch_bytes_per_s=plan.costs.fetch_bytes_per_s * cards.num * loading_frac,
         tail_s=plan.costs.tail_s / cards.num,
+        score_s=plan.costs.score_s / cards.num,
         optimizer_s=plan.costs.optimizer_s / cards.num,
     )
     now, num_visits = figures_of(plan), plan.request.num_micro_batches * plan.facts.num_layers
@@ -226,7 +228,8 @@ def _stage(cards: _Cards) -> Option:
     plan, request, num = cards.plan, cards.plan.request, cards.num
     micro_batches, costs = request.num_micro_batches, plan.costs
     layers_s = sum(c.forward_s + c.backward_s + 2 * c.decode_s for c in costs.layers)
-    batch_s = layers_s + costs.front_s + costs.front_backward_s + costs.tail_s
+    layers_s += sum(map(costs.scoring_s, range(plan.facts.num_layers)))
+    batch_s = layers_s + costs.fronts_s + costs.front_backward_s + costs.tails_s
     num_layers = math.ceil(plan.facts.num_layers / num)
     terms = device_terms(
         replace(plan.facts, layers=plan.facts.layers[:num_layers]),
@@ -274,6 +277,7 @@ def _spread_experts(cards: _Cards) -> Option:
         return replace(
             cost,
             forward_s=cost.forward_s + moved_s,
+            reference_s=cost.reference_s + moved_s,
             backward_s=cost.backward_s + 2 * moved_s,
             recompute_s=cost.recompute_s + moved_s,
         )

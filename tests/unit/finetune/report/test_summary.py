@@ -5,6 +5,7 @@ from rich.console import Console
 from finetune.report.format import shown_time
 from finetune.report.summary import plan_summary
 from offload.plan.machine.machine import GIB, Rate, named_machine
+from offload.plan.request import ObjectiveCost
 from offload.plan.search import Choice, search
 from tests.builders import qwen3_8b, request, slow_link, ways_of, workload
 
@@ -94,3 +95,14 @@ def test_resident_layers_are_loaded_once_and_have_no_break_even() -> None:
     assert "copies" not in found["limited by"][0]
     (line,) = found["faster with"]
     assert line.startswith("nothing tried: 1 GiB more VRAM, a link of twice the rate, ")
+
+
+def test_what_an_objective_costs_is_shown_as_time_and_loads() -> None:
+    plain = search(FACTS, CARD, [REQUEST], rounding=())
+    assert "objective" not in rows(plain)
+    asked = replace(REQUEST, objective=ObjectiveCost(has_reference=True))
+    choice = search(FACTS, CARD, [asked], rounding=())
+    (line,) = rows(choice)["objective"]
+    time_frac, _ = choice.plan.objective_price
+    assert 0.1 < time_frac < 0.4
+    assert line.endswith(f"also by the reference: +{time_frac:.0%} time, +0 loads")

@@ -74,17 +74,18 @@ def steps_of(
         micro_batch_size=micro_batch_size,
         grad_accum_steps=grad_accum_steps,
     )
+    comparison = Comparison.of(rows, is_mismatched=is_mismatched, seq_len=SEQ_LEN)
     order = (
-        PackedOrder.of(train, rows, num_ranks=num_ranks, cost=COST)
+        PackedOrder.of(train, rows, num_ranks=num_ranks, cost=COST, comparison=comparison)
         if is_packed
-        else BatchOrder.of(train, rows)
+        else BatchOrder.of(train, rows, comparison=comparison)
     )
     return Steps.of(
         order,
         rows,
         own=partial(own_micro_batches, index=rank, num=num_ranks),
         pad_token_id=0,
-        comparison=Comparison.of(rows, is_mismatched=is_mismatched, seq_len=SEQ_LEN),
+        comparison=comparison,
     )
 
 
@@ -217,8 +218,11 @@ def test_steps_that_groups_do_not_fill_are_refused(load: Callable[..., ExampleSe
     rows = load(pairs(3), "preference")
     with pytest.raises(DataError, match=r"2 answers, and a step 3 sequences(.|\n)*multiple of 2"):
         steps_of(rows, is_packed=False, grad_accum_steps=3)
-    with pytest.raises(DataError, match=r"2 answers, and a step 1 sequences(.|\n)*at least 2"):
+    with pytest.raises(DataError, match=r"a step has 1 sequences, and needs 2"):
         steps_of(rows, is_packed=True, grad_accum_steps=1)
+    kto = load(labelled(4), "labelled")
+    with pytest.raises(DataError, match=r"needs 2; KTO scores each prompt with the answer of"):
+        steps_of(kto, is_packed=True, grad_accum_steps=1, is_mismatched=True)
     ranked = [
         '{"prompt": "q", "completions": ["a", "b"], "ranks": [1, 2]}',
         '{"prompt": "q", "completions": ["a", "b", "c"], "ranks": [1, 2, 3]}',

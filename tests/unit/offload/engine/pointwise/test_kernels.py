@@ -175,6 +175,20 @@ def test_reorder_a_cross_entropy_is_as_exact_as_plain_code(
 
 
 @pytest.mark.parametrize("ours", FORMS, ids=["kernel", "reference"])
+def test_each_token_may_have_a_divisor_of_its_own(ours: Any) -> None:
+    torch.manual_seed(0)
+    logits, labels = torch.randn(4, 50), torch.tensor([3, 0, 49, 7])
+    divisors = torch.tensor([2.0, -0.25, float("inf"), -float("inf")])
+    _, together = ours.cross_entropy(logits, labels, divisors, True)
+    for row, divisor in enumerate(divisors):
+        part = slice(row, row + 1)
+        _, alone = ours.cross_entropy(logits[part], labels[part], divisor, True)
+        assert torch.equal(together[part], alone)
+    assert together[:2].abs().sum() > 0
+    assert together[2:].abs().sum() == 0
+
+
+@pytest.mark.parametrize("ours", FORMS, ids=["kernel", "reference"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_logits_that_are_not_finite_give_a_loss_that_is_not(bad: float, ours: Any) -> None:
     logits = torch.zeros(2, 5000)

@@ -23,11 +23,11 @@ from offload.plan.machine.machine import (
     Machine,
     named_machine,
 )
+from offload.plan.memory.host import host_terms
 from offload.plan.memory.memory import (
     MemoryTerm,
     device_needs,
     device_terms,
-    host_terms,
     layer_weight_bytes,
     recorded_bytes,
     total_bytes,

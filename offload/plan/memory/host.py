@@ -1,0 +1,122 @@
+"""The use of host memory, in named terms."""
+
+import math
+from collections import Counter
+
+from offload.plan.facts.facts import ModelFacts
+from offload.plan.facts.linears import FP32_BYTES
+from offload.plan.facts.optimizer import (
+    HOST_GRADIENTS,
+    HOST_STATES,
+    LOW_HALVES,
+    WEIGHTS,
+    host_update_bytes,
+    paged_bytes,
+)
+from offload.plan.facts.trainable import trained_tensor_shapes
+from offload.plan.facts.workload import Workload
+from offload.plan.machine.machine import Machine
+from offload.plan.memory.memory import (
+    DATA_WORKERS,
+    HOST_TEMPORARIES,
+    MIB,
+    OTHER_RANKS,
+    PAGED_STATES,
+    SLAB,
+    STAGING,
+    STASH,
+    MemoryTerm,
+    input_bytes,
+    total_bytes,
+)
+from offload.plan.schedule.schedule import NUM_STAGING, PIECE_BYTES
+
+LOADING_LAYERS = 2
+WORKER_BYTES = 256 * MIB
+CUDA_PROCESS_BYTES = 1536 * MIB
+ADAFACTOR_COPIES = 3  # in fp32, of a tensor: itself, its gradient, its step
+
+
+def host_terms(
+    facts: ModelFacts,
+    machine: Machine,
+    workload: Workload,
+    *,
+    num_workers: int,
+    num_stashed: int,
+    num_ranks: int,
+    num_slabs: int,
+    rank_device_bytes: int,
+) -> tuple[MemoryTerm, ...]:
+    """List the terms of host memory in training: one rank's by name, those of the others as a sum.
+
+    On a CPU the process itself is counted with the device's terms, and both use the same memory.
+
+    Args:
+        facts: The model.
+        machine: The machine that all ranks run on.
+        workload: One micro-batch.
+        num_workers: Data workers of each rank.
+        num_stashed: Micro-batches whose layer inputs each rank stashes in host memory.
+        num_ranks: Processes that share the step.
+        num_slabs: Slabs of all ranks together; 0 if layers are on disk.
+        rank_device_bytes: Device memory of each rank, which on a CPU is host memory too.
+    """
+    kinds = Counter(facts.layers)
+    cargo_bytes = sum(num * workload.cargo_bytes(layer) for layer, num in kinds.items())
+    largest = max(layer.num_parameters for layer in kinds)
+    slab, is_cuda = cargo_bytes if num_slabs else 0, machine.device == "cuda"
+    stash = (facts.num_layers - 1) * num_stashed * input_bytes(facts, workload)
+    is_short = num_slabs * slab + num_ranks * stash > machine.pinned_bytes
+    staging = 0
+    if is_cuda and (is_short or not num_slabs):  # loads pass through a page-locked ring
+        staging = NUM_STAGING * min(max(map(workload.cargo_bytes, kinds)), PIECE_BYTES)
+    terms = (
+        MemoryTerm(name=SLAB, num_bytes=slab),
+        *_whole_host_terms(facts, workload, is_cuda=is_cuda),
+        MemoryTerm(name=STASH, num_bytes=stash),
+        MemoryTerm(name=STAGING, num_bytes=staging),
+        MemoryTerm(name="loading", num_bytes=LOADING_LAYERS * largest * workload.dtype_bytes),
+        MemoryTerm(name=DATA_WORKERS, num_bytes=num_workers * WORKER_BYTES),
+        MemoryTerm(
+            name=PAGED_STATES,
+            num_bytes=paged_bytes(
+                trained_tensor_shapes(facts, workload.adapter), workload.optimizer
+            ),
+        ),
+        MemoryTerm(name="process", num_bytes=CUDA_PROCESS_BYTES if is_cuda else 0),
+    )
+    rank_bytes = total_bytes(terms) + (0 if is_cuda else rank_device_bytes)
+    others_bytes = (num_ranks - 1) * rank_bytes - (num_ranks - num_slabs) * slab
+    others = MemoryTerm(name=OTHER_RANKS, num_bytes=others_bytes)
+    return tuple(term for term in (*terms, others) if term.num_bytes)
+
+
+def _whole_host_terms(
+    facts: ModelFacts, workload: Workload, *, is_cuda: bool
+) -> tuple[MemoryTerm, ...]:
+    """List what weights that train take in RAM in addition to themselves.
+
+    Gradients around the layers are there too, in fp32, if they come from a device.
+    """
+    whole = workload.adapter.whole
+    if whole is None:
+        return ()
+    each = host_update_bytes(workload.dtype_bytes, workload.optimizer)
+    gradients = each[HOST_GRADIENTS] * sum(whole.layers)
+    gradients += FP32_BYTES * whole.num_outer if is_cuda else 0
+    copies = each[WEIGHTS] * whole.num_outer if is_cuda else 0
+    in_layers = [linear.num_weights for layer in facts.layers for linear in layer.linears]
+    largest = max(*in_layers, facts.embedding_parameters if whole.num_outer else 0)
+    temporaries = ADAFACTOR_COPIES * FP32_BYTES * largest
+    num = whole.num_parameters
+    return (
+        MemoryTerm(name=LOW_HALVES, num_bytes=math.ceil(each[LOW_HALVES] * num)),
+        MemoryTerm(name=HOST_GRADIENTS, num_bytes=math.ceil(gradients)),
+        MemoryTerm(name=HOST_STATES, num_bytes=math.ceil(each[HOST_STATES] * num)),
+        MemoryTerm(
+            name=HOST_TEMPORARIES,
+            num_bytes=temporaries if workload.optimizer == "adafactor" else 0,
+        ),
+        MemoryTerm(name="weights around the layers, in RAM", num_bytes=math.ceil(copies)),
+    )

@@ -1,0 +1,193 @@
+"""Preference runs by the command line: their files; killed, cut otherwise, on two ranks."""
+
+import json
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from finetune.recipe.recipe import shipped_recipe
+from tests.e2e.runs import (
+    LOSS_TOLERANCE,
+    WEIGHT_TOLERANCE,
+    adapter,
+    assert_same_training,
+    losses,
+    rows_of,
+    run,
+)
+
+PAIRS = [
+    {
+        "prompt": f"what follows {n}{'!' * (n % 5)}",
+        "chosen": f"{n + 1}{'.' * (n % 3)}",
+        "rejected": f"{n}{'?' * (n % 4)}",
+    }
+    for n in range(40)
+]
+LABELLED = [
+    {
+        "prompt": f"what follows {n}",
+        "completion": f"{n + n % 2}{'.' * (n % 3)}",
+        "label": bool(n % 2),
+    }
+    for n in range(40)
+]
+RANKED = [
+    {
+        "prompt": f"count to {n}",
+        "completions": ["one", "two", f"{n}"],
+        "scores": [n % 3, 4, 5 - n % 2],
+    }
+    for n in range(40)
+    if n % 2 == 0
+]
+SAMPLED = [
+    {"prompt": f"say {n}", "completions": [f"{n}", f"{n}!", "no"], "rewards": [1.0, 0.5, n % 2]}
+    for n in range(40)
+]
+METHODS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
+    "dpo": (PAIRS, {"method": "dpo"}),
+    "kto": (LABELLED, {"method": "kto"}),
+    "ranking": (RANKED, {"method": "dpo", "loss": "plackett_luce"}),
+    "orpo": (PAIRS, {"method": "orpo"}),
+    "grpo": (SAMPLED, {"method": "grpo", "beta": 0.1}),
+}
+
+
+def recipe_for(write_recipe, tmp_path: Path, name: str, **sections: dict[str, Any]) -> Path:
+    rows, objective = METHODS[name]
+    file = tmp_path / f"{name}.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"path": str(file), "format": "auto", "prompt_column": None, "completion_column": None}
+    defaults: dict[str, dict[str, Any]] = {
+        "objective": objective,
+        "data": data | sections.pop("data", {}),
+        "output": {"eval_every": 3} | sections.pop("output", {}),
+    }
+    return write_recipe(**defaults, **sections)
+
+
+@pytest.mark.parametrize(
+    "name", ["dpo", *(pytest.param(n, marks=pytest.mark.slow) for n in METHODS if n != "dpo")]
+)
+def test_a_run_writes_what_is_compared(name, tmp_path, write_recipe, machine_file, capsys) -> None:
+    recipe = recipe_for(write_recipe, tmp_path, name)
+    assert run("finetune", recipe, "--machine", machine_file) == 0
+    shown = capsys.readouterr().out
+    rows = rows_of(tmp_path / "run")
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    found = {"before": report["held_out"]["before"], "after": report["held_out"]["after"]}
+    assert found["after"]["eval_loss"] == rows[-1]["eval_loss"]
+    card = (tmp_path / "run" / "adapter" / "README.md").read_text()
+    if name in ("dpo", "ranking", "orpo"):
+        assert all("rewards/margins" in row for row in rows)
+        assert found["after"]["eval_logps/margins"] != found["before"]["eval_logps/margins"]
+        assert "Before training: loss on held-out rows" in " ".join(shown.split())
+        after = found["after"]["eval_rewards/margins"]
+        assert f"| held-out rewards/margins, after training | {after:.4f} |" in card
+    if name in ("dpo", "ranking"):
+        assert found["after"]["eval_logps/margins"] > found["before"]["eval_logps/margins"]
+    if name == "dpo":
+        assert found["before"]["eval_loss"] == pytest.approx(0.6931, abs=1e-4)
+        assert rows[0]["loss"] == pytest.approx(0.6931, abs=1e-4)  # nothing has been trained yet
+    if name == "kto":
+        assert rows[0]["kl"] == pytest.approx(0, abs=1e-5)
+        assert max(row["kl"] for row in rows) > 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(METHODS))
+@pytest.mark.parametrize("packing", ["on", "off"])
+def test_the_cut_of_a_step_changes_nothing(
+    name, packing, tmp_path, write_recipe, machine_file
+) -> None:
+    for size in (1, 2, 6):
+        recipe = recipe_for(
+            write_recipe,
+            tmp_path,
+            name,
+            data={"packing": packing},
+            train={"micro_batch_size": size, "grad_accum_steps": 6 // size},
+        )
+        words = ("finetune", recipe, "--machine", machine_file)
+        assert run(*words, f"output.dir={tmp_path / str(size)}") == 0
+    for size in (2, 6):
+        ours, theirs = tmp_path / str(size), tmp_path / "1"
+        for mine, other in zip(rows_of(ours), rows_of(theirs), strict=True):
+            assert mine["loss"] == pytest.approx(other["loss"], rel=1e-5, abs=1e-6)
+        expected = adapter(theirs)
+        for key, tensor in adapter(ours).items():
+            error = (tensor - expected[key]).norm() / expected[key].norm()
+            assert error <= 10 * WEIGHT_TOLERANCE, key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dpo", "kto"])
+def test_a_killed_run_resumes_to_the_bit(
+    name, tmp_path, write_recipe, machine_file, forked
+) -> None:
+    recipe = recipe_for(
+        write_recipe,
+        tmp_path,
+        name,
+        train={"steps": 12},
+        adapter={"experts": False, "dropout": 0.2},
+        data={"num_workers": 1},
+    )
+    run_dir, whole = tmp_path / "run", tmp_path / "whole"
+    assert run("finetune", recipe, "--machine", machine_file, f"output.dir={whole}") == 0
+    metrics, chance = run_dir / "metrics.jsonl", random.Random(name)
+    words: tuple[object, ...] = ("finetune", recipe, "--machine", machine_file)
+    for _ in range(2):
+        process = forked.start(*words)
+        steps = metrics.read_text().count("\n") if metrics.exists() else 0
+        goal = steps + chance.randrange(1, 4)
+        process.wait_for(
+            lambda goal=goal: metrics.exists() and metrics.read_text().count("\n") >= goal
+        )
+        time.sleep(chance.random() * 0.05)
+        assert process.end(signal.SIGKILL) == -signal.SIGKILL
+        words = (*words, "--resume")[:5]
+    process = forked.start(*words)
+    assert process.end() == 0, process.shown
+    assert losses(run_dir) == losses(whole)
+    names = ("rewards/margins", "kl", "eval_loss")
+    for mine, other in zip(rows_of(run_dir), rows_of(whole), strict=True):
+        assert [mine.get(n) for n in names] == [other.get(n) for n in names]
+    resumed, uninterrupted = adapter(run_dir), adapter(whole)
+    assert all(torch.equal(resumed[n], uninterrupted[n]) for n in uninterrupted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(METHODS))
+def test_two_ranks_train_as_one_process_does(
+    name, tmp_path, write_recipe, machine_file, forked
+) -> None:
+    # 3 micro-batches: one rank has two of them, the other one
+    recipe = recipe_for(write_recipe, tmp_path, name, adapter={"experts": False, "dropout": 0.2})
+    words = ("finetune", recipe, "--machine", machine_file)
+    ranks = forked.start_ranks(*words, f"output.dir={tmp_path / 'two'}")
+    assert [rank.end() for rank in ranks] == [0, 0], [rank.shown for rank in ranks]
+    assert run(*words, f"output.dir={tmp_path / 'one'}") == 0
+    assert_same_training(tmp_path / "two", tmp_path / "one")
+    for mine, other in zip(rows_of(tmp_path / "two"), rows_of(tmp_path / "one"), strict=True):
+        assert mine.keys() == other.keys()
+        for key in other:
+            if "/" in key or key == "kl":
+                assert mine[key] == pytest.approx(other[key], rel=100 * LOSS_TOLERANCE, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_the_quickstart_learns_to_prefer_capitals(tmp_path, cache) -> None:
+    recipe = shipped_recipe("quickstart_dpo")
+    words = ("train.steps=12", "output.eval_every=12")
+    assert run("finetune", recipe, f"output.dir={tmp_path / 'run'}", *words) == 0
+    found = json.loads((tmp_path / "run" / "report.json").read_text())["held_out"]
+    assert found["before"]["eval_logps/accuracies"] < 0.2
+    assert found["after"]["eval_logps/accuracies"] > 0.9
+    assert found["after"]["eval_rewards/margins"] > 1
