@@ -23,6 +23,7 @@ from finetune.data.hold_out import sides_of
 from finetune.data.mix import drawn, rows_per_source
 from finetune.data.notes import choice_notes, source_notes
 from finetune.data.overlap import overlap_notes
+from finetune.data.remarks import remark_notes
 from finetune.data.rows import (
     FORMATS,
     Compared,
@@ -32,7 +33,6 @@ from finetune.data.rows import (
     require_nothing_for_turns,
 )
 from finetune.data.sources import open_source
-from finetune.data.special import special_notes
 from finetune.data.token_cache import TokenStore
 from finetune.data.tokenize import IGNORE_INDEX, Encoder, Example, Fate
 from finetune.errors import DataError
@@ -406,7 +406,7 @@ def load_rows(
     if data.eval_path is not None:
         others = tokens(MixSource(path=data.eval_path), max_rows=None)
         held_out = [examples_of(others, np.arange(len(others.store.fates)))]
-    notes += [line for one in sources for line in special_notes(one)]
+    notes += [line for one in sources for line in remark_notes(one)]
     unused = _unused_columns([*sources, *(part.tokens for part in held_out)], data)
     if data.eval_frac is not None:
         num_rows = sum(map(len, every))

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from finetune.data.compared.encode import encode_answers
+from finetune.data.remarks import NUM_NAMED, remarks_on, special_tokens
 from finetune.data.rows import (
     Compared,
     Conversation,
@@ -33,7 +34,6 @@ from finetune.data.rows import (
     no_rows,
 )
 from finetune.data.sources import Place, Raw, RowError, Source
-from finetune.data.special import first_special, special_tokens
 from finetune.data.token_cache import (
     Part,
     StoreReport,
@@ -54,7 +54,6 @@ MIN_ROWS_FOR_WORKERS = 4_000
 _CHUNK_ROWS, _CHUNK_BYTES = 250, 2**22
 _CHUNKS_PER_WORKER = 3
 _NOTE_EVERY_S = 10.0
-NUM_SPECIAL_NAMED = 3
 
 Note = Callable[[str], None]
 _Named = tuple[Place, str, Raw]
@@ -202,7 +201,7 @@ class _Chunk:
     Attributes:
         num_rows: Rows that were read.
         part: The tokens of good ones; of documents, one example each, of any length.
-        special: Rows with special tokens in their text, and the first of each.
+        remarks: Kind, place and detail of what there is to say about good rows.
         digests: Of each good row.
         problems: Of the others.
         unused: Columns that are not read.
@@ -210,7 +209,7 @@ class _Chunk:
 
     num_rows: int
     part: Part
-    special: tuple[tuple[Place, str], ...]
+    remarks: tuple[tuple[str, Place, str], ...]
     digests: tuple[bytes, ...]
     problems: tuple[_Problem, ...]
     unused: tuple[str, ...]
@@ -228,7 +227,7 @@ class _Task:
         """Read and encode rows; after too many bad ones the others are only read."""
         good: list[tuple[Place, Fate, list[Example]]] = []
         digests, problems, unused = list[bytes](), list[_Problem](), dict[str, None]()
-        tokens, special = special_tokens(self.encoder.tokenizer), list[tuple[Place, str]]()
+        tokens, remarks = special_tokens(self.encoder.tokenizer), list[tuple[str, Place, str]]()
         for place, name, raw in rows:
             try:
                 row = self.form.read(name, raw)
@@ -236,8 +235,7 @@ class _Task:
                 if is_only_read:
                     continue
                 good.append((place, *self._encode(row)))
-                if tokens is not None and (token := first_special(row, tokens)):
-                    special.append((place, token))
+                remarks += [(kind, place, detail) for kind, detail in remarks_on(row, tokens)]
                 if self.has_digests:
                     digests.append(_digest(row, self.encoder.loss_on))
             except RowError as error:
@@ -248,7 +246,7 @@ class _Task:
         return _Chunk(
             num_rows=len(rows),
             part=_part(good),
-            special=tuple(special),
+            remarks=tuple(remarks),
             digests=tuple(digests),
             problems=tuple(problems),
             unused=tuple(unused),
@@ -317,7 +315,7 @@ class _Count:
     note: Note
     num_rows: int = 0
     num_duplicates: int = 0
-    special: list[tuple[Place, str]] = field(default_factory=list)
+    remarks: dict[str, tuple[int, tuple[tuple[int, int, str], ...]]] = field(default_factory=dict)
     problems: list[_Problem] = field(default_factory=list)
     unused: dict[str, None] = field(default_factory=dict)
     seen: set[bytes] = field(default_factory=set)
@@ -337,7 +335,9 @@ class _Count:
         """
         self.num_rows += chunk.num_rows
         self.unused |= dict.fromkeys(chunk.unused)
-        self.special += chunk.special
+        for kind, place, detail in chunk.remarks:
+            num, first = self.remarks.get(kind, (0, ()))
+            self.remarks[kind] = num + 1, (*first, (*place, detail))[:NUM_NAMED]
         for problem in chunk.problems:
             self.problems.append(problem)
             if problem.refusal is not None and self.is_failed and self._are_all_refusals():
@@ -392,8 +392,7 @@ class _Count:
             num_duplicates=self.num_duplicates,
             unused=tuple(self.unused),
             num_documents=num_documents,
-            num_special=len(self.special),
-            special=tuple((*place, token) for place, token in self.special[:NUM_SPECIAL_NAMED]),
+            remarks=self.remarks,
         )
 
 
@@ -410,7 +409,7 @@ def _with_rows(chunk: _Chunk, is_kept: "NDArray[np.bool_]") -> _Chunk:
 
     return _Chunk(
         num_rows=chunk.num_rows,
-        special=chunk.special,
+        remarks=chunk.remarks,
         part=Part(
             input_ids=part.input_ids[tokens],
             labels=part.labels[tokens],

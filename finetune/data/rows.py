@@ -130,14 +130,33 @@ class RowForm:
             DataError: No row can be read, or its format is not clear.
         """
         if self.data_format != "auto":
-            return self
+            return self._checked_columns()
         problems = []
         for source, raw in rows:
             row = decoded(raw)
             if isinstance(row, Mapping):
-                return replace(self, data_format=self._detect(source, row))
+                found = replace(self, data_format=self._detect(source, row))
+                return found._checked_columns()
             problems.append(f"{source}: {row if isinstance(row, RowError) else 'not an object'}")
         raise bad_rows(problems, len(problems), form=self)
+
+    def _checked_columns(self) -> "RowForm":
+        """Return the form, if it reads no column as two.
+
+        Raises:
+            DataError: It does, as if an answer were its own question.
+        """
+        columns = [name for part in FORMAT_COLUMNS[self.data_format] for name in part]
+        by_column = dict[str, str]()
+        for name in columns:
+            other = by_column.setdefault(self.column(name), name)
+            if other != name and name in {*self.columns, *_COLUMNS[self.data_format]}:
+                raise DataError(
+                    f"data.columns reads {self.column(name)} as {name} and as {other}",
+                    limit="a column of a file is one of the format's",
+                    hint=f"leave {name} or {other} out of `data.columns`",
+                )
+        return self
 
     def read(self, source: str, raw: Raw) -> Conversation | Document | Compared:
         """Read one row.

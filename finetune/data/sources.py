@@ -267,6 +267,13 @@ def _read_csv(file: Path) -> Iterator[tuple[int, Raw]]:
                     limit="the first line of a .csv file names the columns",
                     hint="rename one of them, or write the header if the file has none",
                 )
+            other = next((mark for mark in ";\t|" if mark in head[0]), "") if len(head) == 1 else ""
+            if other:
+                raise DataError(
+                    f"{file}:1: the header is one column, {head[0]!r}",
+                    limit="the fields of a .csv file are separated by commas",
+                    hint=f"save it with commas in place of {other!r}",
+                )
             line = records.line_num + 1
             for fields in records:
                 if len(fields) == len(head):

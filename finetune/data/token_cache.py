@@ -99,16 +99,16 @@ class StoreReport:
         num_duplicates: Rows that were in the source before.
         unused: Columns that are read from no row -> 0, kept in the order of the rows.
         num_documents: Documents that were joined; 0 for rows.
-        num_special: Rows with special tokens in their text.
-        special: Of the first of them, the place and the token.
+        remarks: Of each kind of remark on rows, their number, and place and detail of the first.
     """
 
     skipped: tuple[tuple[int, int, str], ...] = ()
     num_duplicates: int = 0
     unused: tuple[str, ...] = ()
     num_documents: int = 0
-    num_special: int = 0
-    special: tuple[tuple[int, int, str], ...] = ()
+    remarks: Mapping[str, tuple[int, tuple[tuple[int, int, str], ...]]] = field(
+        default_factory=dict
+    )
 
 
 def cache_key(
@@ -184,8 +184,10 @@ def _opened(folder: Path, *, is_checked: bool) -> TokenStore:
             num_duplicates=report["num_duplicates"],
             unused=tuple(report["unused"]),
             num_documents=report["num_documents"],
-            num_special=report["num_special"],
-            special=tuple((file, line, token) for file, line, token in report["special"]),
+            remarks={
+                kind: (num, tuple((file, line, what) for file, line, what in first))
+                for kind, (num, first) in report["remarks"].items()
+            },
         ),
         **arrays,
     )
@@ -290,8 +292,7 @@ class StoreWriter:
                 "num_duplicates": report.num_duplicates,
                 "unused": report.unused,
                 "num_documents": report.num_documents,
-                "num_special": report.num_special,
-                "special": report.special,
+                "remarks": report.remarks,
             },
         }
         (self._draft / _LIST).write_text(json.dumps(content))

@@ -111,7 +111,7 @@ def read_turn(
     Raises:
         RowError: Something is missing or of another kind.
     """
-    named = text(turn, keys[0])
+    named, turn = text(turn, keys[0]), _joined(turn, keys[1])
     roles = SHAREGPT_ROLES if keys[0] == "from" else {role: role for role in ROLES}
     if named not in roles:
         raise RowError(f"unknown role {named!r}; known are {', '.join(roles)}")
@@ -250,6 +250,22 @@ def text(fields: Mapping[str, object], key: str) -> str:
     except UnicodeEncodeError as error:
         raise RowError(f"{key!r} holds half a character: {value[error.start]!a}") from None
     return value
+
+
+def _joined(fields: Mapping[str, object], key: str) -> Mapping[str, object]:
+    """Return a turn whose text is one, where it was a list of parts, all of them of text.
+
+    Raises:
+        RowError: A part is something else.
+    """
+    parts = fields.get(key)
+    if not isinstance(parts, list) or not parts:
+        return fields
+    for number, part in enumerate(parts, start=1):
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind != "text" or {"type", "text"} != {k for k, v in part.items() if v is not None}:
+            raise RowError(f"part {number} of {key!r} is of type {kind!r}: only text is trained")
+    return {**fields, key: "".join(text(part, "text") for part in parts)}
 
 
 def mapping(row: object) -> Mapping[str, object]:

@@ -24,7 +24,7 @@ def load(path: Path, *, seq_len: int = 64, seed: int = 0, **settings: Any) -> Ro
     )
 
 
-def write(tmp_path: Path, rows: list[dict[str, str]], name: str = "rows.jsonl") -> Path:
+def write(tmp_path: Path, rows: list[Any], name: str = "rows.jsonl") -> Path:
     file = tmp_path / name
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
@@ -109,11 +109,38 @@ def test_special_tokens_in_the_text_of_rows_are_counted_and_named(tmp_path: Path
     for _ in range(2):  # also from the cache
         (note,) = load(file).notes[:1]
         assert note == (
-            f"4 rows of {file} hold special tokens in their text, which are read as real ones"
-            f" ({file}:4: <|im_end|>, {file}:5: <|endoftext|>, {file}:6: <|endoftext|>, ...);"
-            " take them out if they are not meant"
+            f"4 of 7 rows of {file} hold special tokens in their text, which are read as real ones"
+            f" ({file}:4: <|im_end|>, {file}:5: <|endoftext|>, {file}:6: <|endoftext|>, ...)"
         )
     assert not any("special" in note for note in load(write(tmp_path, plain)).notes)
+
+
+def test_turns_after_the_last_answer_are_counted_and_named(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    rows = [{"messages": turns}, {"messages": [*turns, turns[0]]}]
+    file = write(tmp_path, rows)
+    assert load(file).notes[0] == (
+        f"1 of 2 rows of {file} end with turns after their last answer, which are left out"
+        f" ({file}:2: user)"
+    )
+
+
+def test_a_text_in_parts_is_joined_and_other_parts_are_refused(tmp_path: Path) -> None:
+    answer = {"role": "assistant", "content": "a"}
+    parts = [{"type": "text", "text": "q"}, {"type": "text", "text": "?", "image_url": None}]
+    whole = load(write(tmp_path, [{"messages": [{"role": "user", "content": "q?"}, answer]}]))
+    rows = [{"messages": [{"role": "user", "content": parts}, answer]}]
+    assert load(write(tmp_path, rows)).data_hash == whole.data_hash
+    parts[1] = {"type": "image_url", "image_url": "x.png"}
+    with pytest.raises(DataError, match=r"part 2 of 'content' is of type 'image_url': only text"):
+        load(write(tmp_path, rows))
+
+
+def test_one_column_is_not_read_as_two(tmp_path: Path) -> None:
+    file = write(tmp_path, [{"instruction": "q", "output": "a"}])
+    for data_format in ("auto", "alpaca"):
+        with pytest.raises(DataError, match="output as input and as output"):
+            load(file, columns={"input": "output"}, format=data_format)
 
 
 def test_a_row_whose_prompt_is_empty_is_refused(tmp_path: Path) -> None:

@@ -497,7 +497,7 @@ ODD = [
     (b'{"instruction": "a", "output": NaN}', r"'output' must be text, this is a float"),
     (b'{"instruction": "a", "output": 1e999}', r"'output' must be text, this is a float"),
     (b'{"instruction": "a", "input": 5, "output": "b"}', r"'input' must be text"),
-    (b'{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}', r"content"),
+    (b'{"messages": [{"role": "user", "content": [{"type": "image", "url": "a"}]}]}', r"content"),
     (b'{"messages": [{"role": "user", "content": "\\udc00"}]}', r"half a character"),
     (b'{"messages": [{"role": 3, "content": "a"}]}', r"'role' must be text"),
     (b'{"messages": {"role": "user", "content": "a"}}', r"must be a list of objects"),

@@ -105,6 +105,14 @@ def test_a_bad_csv_is_named_by_its_line(tmp_path: Path, content: bytes, problem:
         load(tmp_path, path=str(file))
 
 
+@pytest.mark.parametrize("mark", [";", "\t", "|"])
+def test_a_csv_with_other_marks_between_its_fields_is_refused(tmp_path: Path, mark: str) -> None:
+    file = tmp_path / "rows.csv"
+    file.write_text(f"prompt{mark}completion\nq{mark}a\n")
+    with pytest.raises(DataError, match=r"rows\.csv:1: the header is one column(.|\n)*by commas"):
+        list(open_source(str(file)).rows())
+
+
 def test_chats_in_a_csv_are_json_texts(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
     write_jsonl(tmp_path / "rows.jsonl", [{"messages": chat}])
