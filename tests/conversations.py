@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.data.dataset import Chosen, ExampleSet, Tokens, examples_of
 from finetune.data.encode_source import SourceRows, stored_tokens
-from finetune.data.notes import choice_notes
+from finetune.data.remarks.choice import choice_notes
 from finetune.data.rows import Conversation, LossOn, Message, RowForm
 from finetune.data.sources import Place, Raw
 from finetune.data.tokenize import Encoder

@@ -21,9 +21,9 @@ from finetune.data.compared.groups import Groups, is_first, offsets
 from finetune.data.encode_source import Note, SourceRows, stored_tokens
 from finetune.data.hold_out import sides_of
 from finetune.data.mix import drawn, rows_per_source
-from finetune.data.notes import choice_notes, source_notes
-from finetune.data.overlap import overlap_notes
-from finetune.data.remarks import remark_notes
+from finetune.data.remarks.choice import choice_notes, source_notes
+from finetune.data.remarks.overlap import overlap_notes
+from finetune.data.remarks.rows import remark_notes
 from finetune.data.rows import (
     FORMATS,
     Compared,

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from finetune.data.compared.encode import encode_answers
-from finetune.data.remarks import NUM_NAMED, remarks_on, special_tokens
+from finetune.data.remarks.rows import NUM_NAMED, remarks_on, special_tokens
 from finetune.data.rows import (
     Compared,
     Conversation,

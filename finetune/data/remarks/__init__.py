@@ -1,0 +1,1 @@
+"""What a user should know about the rows of a run: counted, and the first ones named."""
