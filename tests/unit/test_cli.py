@@ -184,7 +184,7 @@ def test_what_libraries_say_to_developers_is_not_shown(tmp_path: Path) -> None:
 
 
 def test_a_plan_shows_what_it_chose_and_turned_down(capsys) -> None:
-    words = ("plan", "qwen3-0.6b", "--machine", "rtx3060", *OPEN)
+    words = ("plan", "qwen3_8b_lora_3060", "--machine", "rtx3060", *OPEN)
     assert run(*words, "--verbose") == 0
     shown = capsys.readouterr().out
     assert "The choice" in shown
@@ -289,7 +289,7 @@ def test_other_ways_are_priced_against_the_plan_for_people_and_programs(capsys) 
 
 
 def test_the_same_plan_is_printed_byte_for_byte_again(capsys) -> None:
-    words = ("plan", "qwen3-0.6b", "--machine", "rtx 3060", "--json")
+    words = ("plan", "tiny-qwen3", "--machine", "rtx 3060", "--json")
     assert run(*words) == 0
     first = capsys.readouterr().out
     assert run(*words) == 0
