@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from finetune.errors import DataError
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+MAX_EPOCH_ROWS = 100_000_000
 _STREAM = 1
 """Keeps these draws apart from those of `shuffled`, which are of (seed, epoch)."""
 
@@ -29,13 +32,25 @@ def rows_per_source(
         sizes: Rows of each source, at least one.
         weights: The share of each is its weight over their sum; above 0.
         max_rows: Of the epoch; None: all are in it.
+
+    Raises:
+        DataError: The weights make an epoch of more rows than can be listed.
     """
     exact = [Fraction(str(weight)) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]
     num_rows = max(math.floor(size / share) for size, share in zip(sizes, shares, strict=True))
     while any(n < size for n, size in zip(_rounded(shares, num_rows), sizes, strict=True)):
         num_rows += 1
-    return _rounded(shares, num_rows if max_rows is None else min(num_rows, max_rows))
+    num_chosen = num_rows if max_rows is None else min(num_rows, max_rows)
+    if num_chosen > max(MAX_EPOCH_ROWS, sum(sizes)):
+        most = max(range(len(sizes)), key=lambda n: shares[n] * num_chosen / sizes[n])
+        raise DataError(
+            f"the weights of data.mix make an epoch of {num_chosen:,} rows, entry {most + 1} seen"
+            f" {float(shares[most] * num_chosen / sizes[most]):,.0f} times",
+            limit=f"an epoch has each row of all sources, and at most {MAX_EPOCH_ROWS:,} rows",
+            hint="bring the weights nearer to the sources' sizes, or set `data.max_rows`",
+        )
+    return _rounded(shares, num_chosen)
 
 
 def _rounded(shares: Sequence[Fraction], num_rows: int) -> tuple[int, ...]:

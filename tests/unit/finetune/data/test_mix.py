@@ -169,3 +169,11 @@ def test_max_rows_is_of_the_training_rows_whatever_is_held_out(tmp_path: Path) -
 def test_a_missing_source_of_a_mix_is_named(tmp_path: Path, mix: list[dict[str, Any]]) -> None:
     with pytest.raises(DataError, match=r"d\.jsonl does not exist"):
         load(tmp_path, mix=[*mix, {"path": str(tmp_path / "d.jsonl")}])
+
+
+def test_weights_that_make_an_endless_epoch_are_refused() -> None:
+    with pytest.raises(
+        DataError, match=r"an epoch of 2,000,000,002 rows, entry 2 seen 2,000,000,000 times"
+    ):
+        rows_per_source([2, 1], [1e-9, 1], max_rows=None)
+    assert sum(rows_per_source([2, 1], [1e-9, 1], max_rows=50)) == 50
