@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from finetune.adapter.targets import chosen_targets
 from finetune.errors import ConfigError
 from finetune.model.config import read_config
+from finetune.recipe.objective_section import ObjectiveSection
 from finetune.recipe.recipe import Recipe
 from finetune.recipe.sections import AdapterSection, ModelSection
 from offload.errors import MachineError
@@ -21,7 +22,7 @@ from offload.plan.machine.machine import (
     is_described,
     named_machine,
 )
-from offload.plan.request import HEAD_CHUNK_TOKENS, PlanRequest
+from offload.plan.request import HEAD_CHUNK_TOKENS, ObjectiveCost, PlanRequest
 
 if TYPE_CHECKING:
     from finetune.data.steps import StepSizes
@@ -277,6 +278,17 @@ def _request(
         # compiled layers are computed whole
         has_outputs=recipe.offload.attention_outputs == "auto" and not recipe.train.compile,
         has_sent_graphs=recipe.offload.sent_graphs == "auto" and not recipe.train.compile,
+        objective=_objective_cost(recipe.objective),
+    )
+
+
+def _objective_cost(objective: ObjectiveSection) -> ObjectiveCost | None:
+    """Return what a loss over a whole step adds to it; None for the cross-entropy."""
+    if objective.is_sft:
+        return None
+    return ObjectiveCost(
+        has_reference=objective.computes_reference,
+        scored_frac=1.0 if objective.scores_mismatched else 0.0,
     )
 
 

@@ -15,10 +15,11 @@ import typer
 import yaml
 
 from finetune import app
-from finetune.data.rows import read_conversations
+from finetune.data.rows import Compared, RowForm, read_conversations
 from finetune.planning.request import full_request
 from finetune.recipe.load import load_recipe
 from finetune.recipe.recipe import Recipe, shipped_recipes
+from finetune.recipe.row_formats import COMPARED
 from finetune.recipe.shipped import load_shape
 from offload.plan import model_facts, named_machine, plan
 from tests.bench.gpu.record import section, with_section
@@ -227,6 +228,21 @@ def load_values(shown: dict[str, Any], page: str) -> None:
 def test_every_row_that_is_shown_is_read(block: Block, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text(block.text)
+    first = json.loads(block.text.splitlines()[0])
+    if {"chosen", "completions", "label"} & {*first}:
+        form = RowForm(
+            path=str(file),
+            data_format="auto",
+            columns={},
+            system=None,
+            ignored=(),
+            loss_on="assistant",
+            formats=COMPARED,
+        )
+        row = form.detected([("rows.jsonl:1", first)]).read("rows.jsonl:1", first)
+        assert isinstance(row, Compared)
+        assert len({*row.values}) == len(row.conversations)
+        return
     rows = read_conversations(
         path=str(file),
         data_format="auto",
