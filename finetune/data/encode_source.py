@@ -422,7 +422,7 @@ def _with_rows(chunk: _Chunk, is_kept: "NDArray[np.bool_]") -> _Chunk:
             places=[place for place, kept in zip(part.places, is_kept, strict=True) if kept],
             values=np.asarray(part.values)[has].tolist() if part.values else (),
             references=np.asarray(part.references)[has].tolist() if part.references else (),
-            logprobs=part.logprobs[tokens] if isinstance(part.logprobs, np.ndarray) else (),
+            logprobs=np.asarray(part.logprobs)[tokens] if len(part.logprobs) else (),
         ),
         digests=chunk.digests,
         problems=chunk.problems,
