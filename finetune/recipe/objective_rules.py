@@ -35,7 +35,9 @@ def broken_objective_rules(recipe: Settings) -> Iterator[Breach]:
             field="objective.reference",
             what=f"objective.reference is base and train.what is {what}",
             limit="weights of the base train, so without them there is no model to compare with",
-            hint="`objective.reference: precomputed`, or `train.what: adapter`",
+            hint="`train.what: adapter`"
+            if objective.scores_mismatched
+            else "`objective.reference: precomputed`, or `train.what: adapter`",
             reads=("train.what", *_METHOD),
         )
 
@@ -94,6 +96,14 @@ def _broken_value_rules(objective: ObjectiveSection) -> Iterator[Breach]:
             what=f"objective.reference is precomputed and objective.loss is {objective.loss}",
             limit="the KL divergence is of each token, and sums of whole answers are kept",
             hint="`objective.reference: base`, or `objective.loss: rloo`",
+            reads=("objective.loss",),
+        )
+    if objective.scores_mismatched and objective.reference == "precomputed":
+        yield Breach(
+            field="objective.reference",
+            what="objective.reference is precomputed and objective.loss is kto",
+            limit="the KL divergence reads prompts with each other's answers, which no row has",
+            hint="`objective.reference: base`, or `objective.loss: apo_zero_unpaired`",
             reads=("objective.loss",),
         )
     mode = objective.importance_sampling_mode

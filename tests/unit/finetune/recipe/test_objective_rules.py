@@ -93,6 +93,11 @@ def test_a_loss_of_another_method_is_refused_with_those_that_there_are() -> None
             "`objective.reference: base`, or `objective.loss: rloo`",
         ),
         (
+            {"method": "kto", "reference": "precomputed"},
+            "reference",
+            "`objective.reference: base`, or `objective.loss: apo_zero_unpaired`",
+        ),
+        (
             {"method": "grpo", "loss": "rloo", "importance_sampling_mode": "token_mask"},
             "importance_sampling_mode",
             "`objective.importance_sampling_mode: sequence_mask`",
@@ -107,15 +112,28 @@ def test_values_that_make_no_loss_are_refused(
     assert breach.hint == hint
 
 
-@pytest.mark.parametrize("method", ["dpo", "kto"])
-def test_a_base_that_trains_is_no_reference(method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "loss", "hint"),
+    [
+        ("dpo", "ipo", "`objective.reference: precomputed`, or `train.what: adapter`"),
+        ("kto", "kto", "`train.what: adapter`"),
+        (
+            "kto",
+            "apo_zero_unpaired",
+            "`objective.reference: precomputed`, or `train.what: adapter`",
+        ),
+    ],
+)
+def test_a_base_that_trains_is_no_reference(method: str, loss: str, hint: str) -> None:
+    values = {"method": method, "loss": loss}
     for what in ("all", ["model.layers.*"]):
-        (breach,) = broken_objective_rules(settings({"method": method}, train={"what": what}))
+        (breach,) = broken_objective_rules(settings(values, train={"what": what}))
         assert breach.field == "objective.reference"
         assert breach.what == f"objective.reference is base and train.what is {what}"
-        assert breach.hint == "`objective.reference: precomputed`, or `train.what: adapter`"
-    known = {"method": method, "reference": "precomputed"}
-    assert not list(broken_objective_rules(settings(known, train={"what": "all"})))
+        assert breach.hint == hint
+    if loss != "kto":
+        known = values | {"reference": "precomputed"}
+        assert not list(broken_objective_rules(settings(known, train={"what": "all"})))
     assert not list(broken_objective_rules(settings({"method": "orpo"}, train={"what": "all"})))
 
 
