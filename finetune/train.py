@@ -27,6 +27,7 @@ from finetune.report.screen import Screen
 from finetune.report.summary import plan_summary, run_summary
 from finetune.report.weights import inventory_table
 from finetune.run.evaluations import EVAL_LOSS, Evaluations, shown_evaluation
+from finetune.run.references import write_references
 from finetune.run.run_dir import RunDir
 from finetune.run.run_files import EVALUATION_BEFORE
 from finetune.run.run_lock import locked
@@ -125,7 +126,7 @@ def finetune(
             screen.detail(inventory_table(session.engine.weights))
             screen.note(session.stops.shown(session.tokenizer))
             priced, plan = plan_json(plan), session.calibrated(plan)
-            first_step = ranks.from_main(lambda: _begin(run, plan))
+            first_step = ranks.from_main(lambda: _begin(session, plan))
             if first_step:
                 _restore(session, step=first_step)
             ranks.require_same_weights(session.loop.weights, step=first_step)
@@ -210,14 +211,18 @@ def _require_resumable(run_dir: RunDir, recipe: Recipe, screen: Screen) -> None:
     screen.note(note or f"Continuing from {run_dir.checkpoints.folder(newest)}")
 
 
-def _begin(run: Run, plan: Plan) -> int:
+def _begin(session: "Session", plan: Plan) -> int:
     """Write the directory of a new run, or drop what came after the checkpoint of an old one.
 
     Returns:
         The first step to run: 0, or that after the newest checkpoint.
     """
+    run = session.run
     if not run.is_resumed:
         run.dir.start(run.recipe, experts_implementation=plan.experts_implementation)
+    if session.references:
+        write_references(run.dir.path, session.references, rows=session.rows_hash)
+    if not run.is_resumed:
         return 0
     newest, begun = run.dir.clear_torn() or 0, run.dir.recipe()
     for note in run.dir.drop_metrics_after(newest):

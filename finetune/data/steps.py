@@ -368,6 +368,12 @@ class Steps:
             order = replace(self.order, lengths=tuple(lengths.tolist()))
         return replace(self, rows=rows, order=order, own=_all, comparison=comparison)
 
+    def with_references(self, references: npt.NDArray[np.float64]) -> Self:
+        """Return the steps with the reference's log-probability of each row, in nats."""
+        assert self.comparison is not None
+        groups = replace(self.comparison.groups, references=references)
+        return replace(self, comparison=replace(self.comparison, groups=groups))
+
     @property
     def num(self) -> int:
         """How many there are."""
@@ -389,11 +395,10 @@ class Steps:
         share = _share_of(examples, self._collated([parts[part] for part in ids]), ids)
         if comparison is None:
             return share
-        has_scored = comparison.prompt_lens is not None
         return replace(
             share,
-            scored=share.micro_batches if has_scored else (),
-            rows=made_up(parts, ids, group_size=comparison.group_size, has_scored=has_scored),
+            scored=share.micro_batches if comparison.prompt_lens is not None else (),
+            rows=made_up(parts, ids, comparison),
         )
 
     def _longest_parts(self) -> list[list[Example]]:
@@ -414,6 +419,10 @@ class Steps:
         """Return this rank's share of a step of some rows, which are whole groups."""
         layout = self._layout(rows)
         return self._share(layout, self._batches(layout))
+
+    def in_order(self, rows: tuple[int, ...]) -> tuple[int, ...]:
+        """Return rows of a step in the order of its micro-batches."""
+        return tuple(rows[place] for part in self._layout(rows).parts for place in part)
 
     def as_array(self, step: int) -> npt.NDArray[np.int64]:
         """Return the batches of this rank's share as one array, (fields, tokens of the share)."""

@@ -31,6 +31,7 @@ from finetune.recipe.sections import TrainSection
 from finetune.run.checkpoint import Checkpoints
 from finetune.run.evaluations import Evaluations
 from finetune.run.metrics import line_of, read_rows
+from finetune.run.references import REFERENCES
 from finetune.run.run_files import EVALUATION_BEFORE
 from finetune.run.run_lock import LOCK_FILE, holder
 from offload.plan.machine.machine import ExpertsImplementation
@@ -50,7 +51,7 @@ _WRITTEN = (
     ),
     *("metrics.jsonl", _EXPERTS, "predicted.json", "predicted-[0-9]*.json", "measured.json"),
     *("report.json", "trace.json", "gantt.svg", "samples_before.json", "samples_after.json"),
-    EVALUATION_BEFORE,
+    *(EVALUATION_BEFORE, REFERENCES),
     *(
         f"{folder}/{name}"
         for folder in ("adapter", "partial-adapter-*")

@@ -6,7 +6,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -15,7 +17,7 @@ from finetune.data.steps import Steps, StepShare, collate
 from finetune.errors import FinetuneError
 from finetune.recipe.sections import TrainSection
 from finetune.run.checkpoint import Resumable, StateForm, state_form
-from finetune.training.objectives import Evaluation, Objectives, held_out_shares, mean_of
+from finetune.training.objectives import Evaluation, Objectives, RowLogps, mean_of, parts_of
 from finetune.training.optimizer import Update, learning_rate
 from finetune.training.ranks import Ranks
 from offload.engine.engine import Engine
@@ -23,6 +25,9 @@ from offload.engine.model.router import RouterScope
 from offload.engine.objective import Objective
 from offload.engine.seeding import NEWEST
 from offload.plan.schedule.timeline import Timeline
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 TIMED_S = 5.0  # for steps that are timed in addition to the first
 
@@ -194,9 +199,10 @@ class Loop:
         assert self._objectives is not None
         found: dict[int, tuple[int, Evaluation]] = {}
         self._model.eval()
-        for number, (num_groups, share) in enumerate(held_out_shares(held_out)):
+        for number, (num_groups, rows) in enumerate(parts_of(held_out)):
             if number % self._ranks.num != self._ranks.index:
                 continue
+            share = held_out.share_of(rows)
             assert share.rows is not None
             result = self._engine.evaluate(
                 [self._shown(batch) for batch in share.micro_batches],
@@ -211,6 +217,24 @@ class Loop:
         mean = mean_of([parts[number] for number in sorted(parts)])
         self._require_finite_held_out(mean.loss)
         return mean
+
+    def row_logps(self, steps: Steps) -> "NDArray[np.float64]":
+        """Return the log-probability of each row's label tokens, by the model as it is, in nats.
+
+        Args:
+            steps: Of the rows, all this rank's; the ranks share them out by their numbers.
+        """
+        found = np.zeros(len(steps.rows))
+        self._model.eval()
+        for number, (_, rows) in enumerate(parts_of(steps)):
+            if number % self._ranks.num != self._ranks.index:
+                continue
+            logps = RowLogps()
+            batches = steps.share_of(rows).micro_batches
+            self._engine.evaluate([self._shown(batch) for batch in batches], objective=logps)
+            found[list(steps.in_order(rows))] = logps.sums_R.numpy()
+        self._model.train()
+        return np.asarray(sum(self._ranks.exchange(found)))
 
     def _require_finite_held_out(self, loss: float) -> None:
         if not math.isfinite(loss):

@@ -5,12 +5,12 @@ that reads all rows of a step reads as many. The means over them are weighted by
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from finetune.data.steps import Steps, StepShare
+from finetune.data.steps import Steps
 from finetune.objective.factory import objective_of
 from finetune.objective.row_sums import summed
 from finetune.objective.step_rows import StepRows
@@ -100,20 +100,35 @@ def _ordered_pairs(rows: StepRows) -> tuple[torch.Tensor, torch.Tensor]:
     return better, worse
 
 
-def held_out_shares(steps: Steps) -> Iterator[tuple[int, StepShare]]:
-    """Give the held-out rows in parts, each with its number of groups.
+@dataclass(kw_only=True, slots=True, eq=False)
+class RowLogps:
+    """An objective that only takes each row's log-probability, and has no loss.
+
+    Attributes:
+        sums_R: Sum over the label tokens of each row, in nats, once it was computed.
+    """
+
+    sums_R: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    reference: Reference | None = None
+
+    def loss(self, scores: Scores) -> StepLoss:
+        """Keep the sums."""
+        self.sums_R = summed(scores.policy_N.detach(), scores.rows_N.cpu(), scores.num_rows)
+        return StepLoss(value=self.sums_R.sum(), metrics={})
+
+
+def parts_of(steps: Steps) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Give all rows in parts of about a step, each with its number of groups.
 
     Args:
-        steps: Of the held-out rows, which are compared.
+        steps: Of rows that are compared.
     """
     assert steps.comparison is not None
     offsets = steps.comparison.groups.offsets
     num_groups = len(offsets) - 1
-    rows_at_once = steps.sizes.rows_per_step
-    per_part = max(1, rows_at_once * num_groups // int(offsets[-1]))
+    per_part = max(1, steps.sizes.rows_per_step * num_groups // int(offsets[-1]))
     for part in np.array_split(np.arange(num_groups), max(1, num_groups // per_part)):
-        rows = tuple(range(int(offsets[part[0]]), int(offsets[part[-1] + 1])))
-        yield len(part), steps.share_of(rows)
+        yield len(part), tuple(range(int(offsets[part[0]]), int(offsets[part[-1] + 1])))
 
 
 def mean_of(parts: Sequence[tuple[int, Evaluation]]) -> Evaluation:

@@ -1,7 +1,7 @@
 """A run's model on its engine: loaded, adapted, attached, and timed before its first step."""
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +17,7 @@ from finetune.full.update import FullUpdate
 from finetune.model.load import load_model, set_router_loss
 from finetune.recipe.recipe import Recipe
 from finetune.report.format import shown_graphs
+from finetune.run.references import References, read_references
 from finetune.training.compile import FAILURES, compile_layers, refusal
 from finetune.training.loop import Loop
 from finetune.training.objectives import Evaluation, Objectives
@@ -75,6 +76,8 @@ class Session:
         engine: Runs it.
         loop: Its optimizer steps.
         stops: Tokens that end an answer.
+        held_out: Steps of the held-out rows, where rows are compared.
+        references: Log-probabilities that were taken before step 1; empty if none were.
     """
 
     run: Run
@@ -85,16 +88,52 @@ class Session:
     engine: Engine
     loop: Loop
     stops: Stops
+    held_out: Steps | None = None
+    references: References = field(default_factory=dict)
 
     def evaluation(self) -> Evaluation:
         """Return what held-out rows say, shared by the ranks."""
-        held_out, steps = self.rows.held_out, self.steps
-        assert held_out is not None, "a rule of recipes"
-        if steps.comparison is None:
-            loss = self.loop.validation_loss(held_out, pad_token_id=steps.pad_token_id)
-            return Evaluation(loss=loss, metrics={})
-        comparison = steps.comparison.of_same_kind(held_out)
-        return self.loop.validation(steps.held_out(held_out, comparison))
+        if self.held_out is not None:
+            return self.loop.validation(self.held_out)
+        rows = self.rows.held_out
+        assert rows is not None, "a rule of recipes"
+        loss = self.loop.validation_loss(rows, pad_token_id=self.steps.pad_token_id)
+        return Evaluation(loss=loss, metrics={})
+
+    def with_references(self) -> "Session":
+        """Return the session with the reference's log-probabilities, where they are taken first.
+
+        The model has not been trained yet: its adapter adds nothing to the base.
+        """
+        if self.run.recipe.objective.reference != "precomputed":
+            return self
+        every = {"train": self.steps} | ({"held_out": self.held_out} if self.held_out else {})
+        open_ones = {
+            name: steps
+            for name, steps in every.items()
+            if steps.comparison is not None and not len(steps.comparison.groups.references)
+        }
+        if not open_ones:
+            return self
+        found = self.run.ranks.from_main(
+            lambda: read_references(self.run.dir.path, rows=self.rows_hash)
+        )
+        if found is None:
+            self.run.screen.note("Taking the reference's log-probabilities of all rows ...")
+            found = {name: self.loop.row_logps(_all_of(s)) for name, s in open_ones.items()}
+        done = {name: steps.with_references(found[name]) for name, steps in open_ones.items()}
+        return replace(
+            self,
+            steps=done.get("train", self.steps),
+            held_out=done.get("held_out", self.held_out),
+            references=found,
+        )
+
+    @property
+    def rows_hash(self) -> str:
+        """Digest of the rows that are trained on, and of those that are held out."""
+        held_out = self.rows.held_out
+        return f"{self.rows.data_hash} {held_out.digest() if held_out else None}"
 
     def calibrated(self, plan: Plan) -> Plan:
         """Return the plan at the prices of typical steps, timed once the longest has fitted.
@@ -224,7 +263,7 @@ def attached(run: Run, plan: Plan, adapted: Adapted, data: Data, steps: Steps) -
         if recipe.objective.is_sft
         else Objectives(section=recipe.objective, seq_len=recipe.train.seq_len, ranks=run.ranks),
     )
-    return Session(
+    session = Session(
         run=run,
         tokenizer=data.tokenizer,
         rows=data.rows,
@@ -233,7 +272,27 @@ def attached(run: Run, plan: Plan, adapted: Adapted, data: Data, steps: Steps) -
         engine=engine,
         loop=loop,
         stops=Stops(trained=data.rows.train.answer_ends, base=base_eos(model)),
+        held_out=_held_out(steps, data),
     )
+    try:
+        return session.with_references()
+    except BaseException:
+        engine.close()
+        raise
+
+
+def _held_out(steps: Steps, data: Data) -> Steps | None:
+    """Return steps of the held-out rows, cut as those that are trained on."""
+    rows = data.rows.held_out
+    if steps.comparison is None or rows is None:
+        return None
+    return steps.held_out(rows, steps.comparison.of_same_kind(rows))
+
+
+def _all_of(steps: Steps) -> Steps:
+    """Return steps all of which are this rank's."""
+    assert steps.comparison is not None
+    return steps.held_out(steps.rows, steps.comparison)
 
 
 def _update(

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -65,7 +66,7 @@ def recipe_for(write_recipe, tmp_path: Path, name: str, **sections: dict[str, An
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = {"path": str(file), "format": "auto", "prompt_column": None, "completion_column": None}
     defaults: dict[str, dict[str, Any]] = {
-        "objective": objective,
+        "objective": sections.pop("objective", objective),
         "data": data | sections.pop("data", {}),
         "output": {"eval_every": 3} | sections.pop("output", {}),
     }
@@ -191,3 +192,53 @@ def test_the_quickstart_learns_to_prefer_capitals(tmp_path, cache) -> None:
     assert found["before"]["eval_logps/accuracies"] < 0.2
     assert found["after"]["eval_logps/accuracies"] > 0.9
     assert found["after"]["eval_rewards/margins"] > 1
+
+
+@pytest.mark.slow
+def test_a_reference_taken_before_step_1_is_the_one_that_each_step_computes(
+    tmp_path, write_recipe, machine_file
+) -> None:
+    words: tuple[object, ...] = ()
+    for reference in ("base", "precomputed"):
+        recipe = recipe_for(
+            write_recipe,
+            tmp_path,
+            "dpo",
+            objective={"method": "dpo", "reference": reference},
+            adapter={"experts": False, "dropout": 0.2},
+        )
+        words = ("finetune", recipe, "--machine", machine_file)
+        assert run(*words, f"output.dir={tmp_path / reference}") == 0
+    known, computed = tmp_path / "precomputed", tmp_path / "base"
+    assert (known / "reference.json").exists()
+    for mine, other in zip(rows_of(known), rows_of(computed), strict=True):
+        assert mine.keys() == other.keys()
+        for key in {"loss", "rewards/margins", "eval_loss"} & mine.keys():
+            assert mine[key] == pytest.approx(other[key], rel=1e-4, abs=1e-5)
+        assert mine["num_loads"] == other["num_loads"]
+    assert max(row["rewards/margins"] for row in rows_of(known)) > 0.01
+    for change in ("read again", "taken again"):
+        if change == "taken again":
+            (known / "reference.json").write_text("{}")
+        shutil.rmtree(max((known / "checkpoints").iterdir()))
+        before = losses(known)
+        assert run(*words, f"output.dir={known}", "--resume") == 0
+        assert losses(known) == before
+
+
+@pytest.mark.slow
+def test_weights_that_train_themselves_have_a_reference_taken_before_step_1(
+    tmp_path, write_recipe, machine_file
+) -> None:
+    recipe = recipe_for(
+        write_recipe,
+        tmp_path,
+        "dpo",
+        objective={"method": "dpo", "reference": "precomputed"},
+        adapter={"rank": 16, "alpha": 32.0, "targets": "all-linear", "experts": False},
+        train={"what": "all", "lr": 0.001},
+    )
+    assert run("finetune", recipe, "--machine", machine_file) == 0
+    rows = rows_of(tmp_path / "run")
+    assert rows[0]["loss"] == pytest.approx(0.6931, abs=1e-4)
+    assert rows[-1]["rewards/margins"] > 0.01

@@ -237,7 +237,7 @@ def test_every_row_that_is_shown_is_read(block: Block, tmp_path: Path) -> None:
             system=None,
             ignored=(),
             loss_on="assistant",
-            formats=COMPARED,
+            formats=("sampled",) if "rewards" in first else COMPARED[:3],
         )
         row = form.detected([("rows.jsonl:1", first)]).read("rows.jsonl:1", first)
         assert isinstance(row, Compared)

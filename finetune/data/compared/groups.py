@@ -121,6 +121,14 @@ def require_comparable(rows: "Rows", objective: ObjectiveSection) -> None:
                 hint="add rows with the other label; desired answers alone are learned by"
                 " `objective.method: sft`",
             )
+    if len(groups.references) and objective.reference != "precomputed":
+        raise DataError(
+            "rows have log-probabilities of the reference, and objective.reference is"
+            f" {objective.reference}",
+            limit="they would not be read",
+            hint="`objective.reference: precomputed`, or leave their columns out by"
+            " `data.ignored_columns`",
+        )
     if objective.scores_mismatched and rows.held_out is not None and len(rows.held_out) < 2:
         raise DataError(
             "one row is held out",

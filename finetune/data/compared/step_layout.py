@@ -196,24 +196,30 @@ class Layout:
         ]
 
 
-def made_up(parts: Parts, own: Sequence[int], *, group_size: int, has_scored: bool) -> StepRows:
+def made_up(
+    parts: Sequence[Sequence[Example]], own: Sequence[int], comparison: Comparison
+) -> StepRows:
     """Return a rank's rows of a step to rehearse, whose groups are made up.
 
     Args:
-        parts: Of each micro-batch, one element per row; all rows fill whole groups.
+        parts: Of each micro-batch, its rows; all rows fill whole groups. Where rows are mismatched,
+            as many are only scored as are trained on.
         own: The rank's micro-batches.
-        group_size: Rows of a group.
-        has_scored: Whether as many rows are only scored as are trained on.
+        comparison: What the step compares.
     """
     starts = np.cumsum([0, *map(len, parts)]).tolist()
     rows = torch.tensor([row for part in own for row in range(starts[part], starts[part + 1])])
+    group_size = comparison.group_size
     size = max(group_size, 2)
     values = 1 - (rows % size) / (size - 1)
-    times = 2 if has_scored else 1
+    times = 1 if comparison.prompt_lens is None else 2
+    num_tokens = sum(row.num_loss_tokens for part in own for row in parts[part])
     return StepRows(
         groups_R=(rows // group_size).repeat(times),
         values_R=values.repeat(times),
         num_trained=len(rows),
+        reference_R=torch.zeros(len(rows)) if len(comparison.groups.references) else None,
+        sampler_N=torch.zeros(num_tokens) if comparison.has_sampler else None,
     )
 
 

@@ -115,13 +115,13 @@ def test_values_that_make_no_loss_are_refused(
 @pytest.mark.parametrize(
     ("method", "loss", "hint"),
     [
-        ("dpo", "ipo", "`objective.reference: precomputed`, or `train.what: adapter`"),
-        ("kto", "kto", "`train.what: adapter`"),
+        ("dpo", "ipo", "`objective.reference: precomputed`"),
         (
             "kto",
-            "apo_zero_unpaired",
-            "`objective.reference: precomputed`, or `train.what: adapter`",
+            "kto",
+            "`objective.reference: precomputed` with `objective.loss: apo_zero_unpaired`",
         ),
+        ("kto", "apo_zero_unpaired", "`objective.reference: precomputed`"),
     ],
 )
 def test_a_base_that_trains_is_no_reference(method: str, loss: str, hint: str) -> None:
@@ -130,11 +130,43 @@ def test_a_base_that_trains_is_no_reference(method: str, loss: str, hint: str) -
         (breach,) = broken_objective_rules(settings(values, train={"what": what}))
         assert breach.field == "objective.reference"
         assert breach.what == f"objective.reference is base and train.what is {what}"
-        assert breach.hint == hint
+        assert breach.hint == f"{hint}, or `train.what: adapter`"
     if loss != "kto":
         known = values | {"reference": "precomputed"}
         assert not list(broken_objective_rules(settings(known, train={"what": "all"})))
     assert not list(broken_objective_rules(settings({"method": "orpo"}, train={"what": "all"})))
+
+
+def test_mismatched_rows_have_no_log_probabilities_beforehand() -> None:
+    (breach,) = broken_objective_rules(settings({"method": "kto", "reference": "precomputed"}))
+    assert breach.hint == "`objective.reference: base`, or `objective.loss: apo_zero_unpaired`"
+    (breach,) = broken_objective_rules(settings({"method": "kto"}, train={"what": "all"}))
+    assert "with `objective.loss: apo_zero_unpaired`, or `train.what: adapter`" in breach.hint
+
+
+@pytest.mark.parametrize(
+    ("objective", "data_format", "hint"),
+    [
+        ({"method": "dpo"}, "labelled", "`data.format: preference`"),
+        ({"method": "kto"}, "preference", "`data.format: labelled`"),
+        ({"method": "dpo"}, "ranking", "`data.format: preference`"),
+        ({"method": "sft"}, "preference", "leave the format out"),
+    ],
+)
+def test_rows_that_the_objective_does_not_read_are_refused(
+    objective: dict[str, Any], data_format: str, hint: str
+) -> None:
+    (breach,) = broken_objective_rules(settings(objective, data={"format": data_format}))
+    assert (breach.field, breach.hint) == ("data.format", hint)
+    mix = {"path": None, "mix": [{"path": "rows.jsonl", "format": data_format}]}
+    (breach,) = broken_objective_rules(settings(objective, data=mix))
+    assert breach.field == "data.mix"
+
+
+def test_rankings_and_pairs_are_read_by_a_loss_of_rankings() -> None:
+    ranked = {"method": "dpo", "loss": "plackett_luce"}
+    for data_format in ("preference", "ranking"):
+        assert not list(broken_objective_rules(settings(ranked, data={"format": data_format})))
 
 
 @pytest.mark.parametrize(

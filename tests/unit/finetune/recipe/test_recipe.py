@@ -69,8 +69,8 @@ def test_a_section_has_at_most_12_fields(section: type[Section]) -> None:
     assert len(section.model_fields) <= 12
 
 
-def test_a_recipe_has_at_most_91_fields() -> None:
-    assert sum(len(section.model_fields) for section in SECTIONS if section) <= 91
+def test_a_recipe_has_at_most_92_fields() -> None:
+    assert sum(len(section.model_fields) for section in SECTIONS if section) <= 92
 
 
 @pytest.mark.parametrize("section", SECTIONS)

@@ -214,6 +214,26 @@ def test_a_rehearsed_step_has_whole_groups_and_a_label_in_each_row(
     assert sizes[0] == max(sizes)
 
 
+def test_rows_with_known_logps_are_rehearsed_with_some(
+    load: Callable[..., ExampleSet],
+) -> None:
+    row = '{"prompt": "q", "completions": ["a", "bc"], "rewards": [1, 0]'
+    known = ', "ref_logps": [-1, -2], "logprobs": [[-1, -2], [-3, -4, -5]]}'
+    steps = steps_of(load([row + known] * 4, "sampled"), is_packed=True, grad_accum_steps=2)
+    share = steps.longest()
+    assert share.rows is not None
+    assert share.rows.reference_R is not None
+    assert len(share.rows.reference_R) == share.rows.num_trained
+    assert share.rows.sampler_N is not None
+    assert len(share.rows.sampler_N) == sum(map(len, rows_in(share.micro_batches)))
+    step = steps.from_array(0, steps.as_array(0)).rows
+    assert step is not None
+    assert step.reference_R is not None
+    assert step.reference_R.tolist() == [(-2.0, -1.0)[int(v)] for v in step.values_R.tolist()]
+    assert step.sampler_N is not None
+    assert sorted(step.sampler_N.tolist()) == [-5, -4, -3, -2, -1]
+
+
 def test_steps_that_groups_do_not_fill_are_refused(load: Callable[..., ExampleSet]) -> None:
     rows = load(pairs(3), "preference")
     with pytest.raises(DataError, match=r"2 answers, and a step 3 sequences(.|\n)*multiple of 2"):
