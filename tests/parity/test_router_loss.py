@@ -59,6 +59,7 @@ OTHERS = (
 
 MICRO_BATCH = RouterScope(over="micro_batch")
 Reference = Callable[[nn.Module, Sequence[Batch]], tuple[float, Gradients]]
+SCOPES: tuple[tuple[RouterScope, Reference], ...] = ((STEP, plain_over_step), (MICRO_BATCH, plain))
 
 
 def step(
@@ -123,10 +124,12 @@ def test_reorder_a_router_loss_of_a_step_is_that_of_all_its_tokens(model_type: s
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize(("scope", "reference"), SCOPES, ids=["step", "each"])
 @pytest.mark.parametrize("model_type", [name for name in OTHERS if name in causal_types()])
-def test_reorder_a_router_loss_is_that_of_the_plain_model_in_other_types(model_type: str) -> None:
-    check(model_type, STEP, plain_over_step)
-    check(model_type, MICRO_BATCH, plain)
+def test_reorder_a_router_loss_is_that_of_the_plain_model_in_other_types(
+    model_type: str, scope: RouterScope, reference: Reference
+) -> None:
+    check(model_type, scope, reference)
 
 
 def test_the_router_loss_is_in_the_loss_and_in_the_gradients() -> None:
@@ -164,9 +167,7 @@ def test_a_coefficient_of_zero_leaves_out_what_the_config_asks_for() -> None:
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize(
-    ("scope", "reference"), [(STEP, plain_over_step), (MICRO_BATCH, plain)], ids=["step", "each"]
-)
+@pytest.mark.parametrize(("scope", "reference"), SCOPES, ids=["step", "each"])
 def test_micro_batches_without_a_mask_are_counted_whole(
     scope: RouterScope, reference: Reference
 ) -> None:
