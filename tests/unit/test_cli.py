@@ -124,7 +124,7 @@ def test_the_largest_plan_with_everything_open_is_the_same_again(tmp_path: Path)
     server = replace(named_machine("h200"), ram_bytes=1024 * GIB, pinned_bytes=1024 * GIB)
     machine = tmp_path / "server.json"
     machine.write_text(server.to_json())
-    words = ["plan", "qwen3-235b-a22b", "--machine", str(machine), "--json", *OPEN]
+    words = ["plan", "qwen3-235b-a22b", "--machine", str(machine), "--json", *OPEN[:-1]]
     words += ["train.tokens_per_step=12288"]
     code = (
         "import sys\nfrom finetune.app import main\n"
