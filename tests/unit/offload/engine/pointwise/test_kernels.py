@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from offload.engine.pointwise import launcher, reference
 from offload.engine.pointwise.reference import CURVES, Curve
+from tests.tiers import diagonal, mostly_slow
 
 if importlib.util.find_spec("triton") is None:  # a CPU without it has no use for kernels
     pytest.skip("Triton is not installed", allow_module_level=True)
@@ -20,6 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
 ]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MOST_DTYPES = mostly_slow(DTYPES, torch.float32, torch.bfloat16)
 FORMS = [launcher, reference]
 Result = tuple[torch.Tensor, ...]
 
@@ -54,7 +56,7 @@ def plain_norm(offset: float, *, is_cast_first: bool) -> Callable[..., torch.Ten
 
 
 @pytest.mark.parametrize("ours", FORMS, ids=["kernel", "reference"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", MOST_DTYPES, ids=str)
 @pytest.mark.parametrize("is_cast_first", [True, False], ids=["cast first", "cast last"])
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("shape", [(2, 5, 3, 16), (3, 130), (1, 1, 1)], ids=str)
@@ -95,9 +97,8 @@ def plain_rotary(cos: torch.Tensor, sin: torch.Tensor) -> Callable[..., Result]:
 
 
 @pytest.mark.parametrize("ours", FORMS, ids=["kernel", "reference"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rotated", [24, 8])
-@pytest.mark.parametrize("num_b", [1, 2])
+@pytest.mark.parametrize("dtype", MOST_DTYPES, ids=str)
+@pytest.mark.parametrize(("rotated", "num_b"), diagonal([24, 8], [1, 2]))
 def test_reorder_a_rotation_is_as_exact_as_plain_code(
     num_b: int, rotated: int, dtype: torch.dtype, ours: Any
 ) -> None:
@@ -125,7 +126,7 @@ def plain_gate(curve: Curve) -> Callable[..., torch.Tensor]:
 
 
 @pytest.mark.parametrize("ours", FORMS, ids=["kernel", "reference"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", MOST_DTYPES, ids=str)
 @pytest.mark.parametrize("curve", CURVES)
 @pytest.mark.parametrize("size", [1.0, 30.0])
 def test_reorder_a_gate_is_as_exact_as_plain_code(
@@ -198,7 +199,7 @@ def test_logits_that_are_not_finite_give_a_loss_that_is_not(bad: float, ours: An
     assert torch.isfinite(losses[1])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", MOST_DTYPES, ids=str)
 def test_reorder_rows_that_are_not_dense_are_read_where_they_are(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x = torch.randn(6, 4, 40).to(dtype)

@@ -16,7 +16,7 @@ from offload.plan.machine.machine import named_machine
 from offload.plan.memory.memory import head_chunk_bytes
 from offload.plan.memory.visit import visit_bytes
 from tests.builders import adapter, workload
-from tests.tiers import each_value, tiered
+from tests.tiers import each_value, mostly_slow, tiered
 
 T = 512
 SIZES: dict[str, Any] = {
@@ -81,9 +81,14 @@ def test_a_visit_with_fused_parts_takes_what_is_traced_within_a_tenth(
     assert sizes["plain"][1] > found_fused
 
 
-@pytest.mark.parametrize("code", ["plain", "fused"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["qwen3", "llama"])
+@pytest.mark.parametrize(
+    ("name", "dtype", "code"),
+    mostly_slow(
+        itertools.product(["qwen3", "llama"], [torch.float32, BF16], ["plain", "fused"]),
+        ("qwen3", BF16, "fused"),
+        ("llama", torch.float32, "plain"),
+    ),
+)
 def test_a_head_chunk_takes_what_is_traced_within_a_hundredth(
     name: str, dtype: torch.dtype, code: Literal["plain", "fused"]
 ) -> None:
