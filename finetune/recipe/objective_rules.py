@@ -90,14 +90,6 @@ def _broken_value_rules(objective: ObjectiveSection) -> Iterator[Breach]:
             hint="`objective.label_smoothing: 0.1`, or `objective.loss: sigmoid`",
             reads=("objective.loss",),
         )
-    if objective.scores_mismatched and objective.reference == "precomputed":
-        yield Breach(
-            field="objective.reference",
-            what=f"objective.reference is precomputed and objective.loss is {objective.loss}",
-            limit="prompts with the answer of another row are made in each step",
-            hint="`objective.reference: base`, or `objective.loss: apo_zero_unpaired`",
-            reads=("objective.loss",),
-        )
     is_per_token = objective.method == "grpo" and objective.loss != "rloo"
     if is_per_token and objective.reference == "precomputed":
         yield Breach(
