@@ -14,6 +14,7 @@ from finetune.training import compile as compiling
 from finetune.training.compile import FAILURES, compile_layers, refusal
 from offload.engine.model.layers import LayeredModel
 from tests.parity.architectures import Gradients, gradients, micro_batches, rel_error, streamed
+from tests.parity.objectives import ByRow, in_order, pairs, plain_step
 from tests.parity.tiny_models import tiny_model
 
 pytestmark = [
@@ -104,3 +105,20 @@ def test_layers_that_compile_again_and_again_are_refused(monkeypatch: pytest.Mon
     error = refusal(caught.value)
     assert "torch could not compile the layers: FailOnRecompileLimitHit" in error.what
     assert error.hint == "`train.compile: false`"
+
+
+def test_compiled_layers_compute_the_reference_of_an_objective() -> None:
+    model = adapted("qwen3")
+    _, truth = plain_step(model, pairs(3), in_order)
+    found = []
+    for num_slots in (2, 4):
+        compiled = copy.deepcopy(model)
+        layers = LayeredModel(compiled).layers
+        compile_layers(layers)
+        engine = offload.attach(compiled, num_slots=min(num_slots, len(layers)), device="cpu")
+        objective = ByRow(in_order, num_trained=6)
+        engine.forward_backward(pairs(1, 2), objective=objective, dropout_seed=0)
+        found.append(gradients(compiled))
+        engine.detach()
+    assert rel_error(found[0], truth) < 3e-6
+    assert all(torch.equal(found[0][name], found[1][name]) for name in truth)

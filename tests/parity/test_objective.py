@@ -15,6 +15,7 @@ from finetune.adapter.expert_lora import compute_beside
 from finetune.adapter.linear_lora import compute_in_base_dtype
 from offload.engine.bound import EngineOptions
 from offload.engine.engine import Engine
+from offload.plan.schedule.op import Kind
 from tests.parity.objectives import (
     Batches,
     ByRow,
@@ -198,7 +199,10 @@ def test_a_reference_adds_no_load(num_micro_batches: int) -> None:
     engine.forward_backward(batches)  # from now on the ring is warm
     plain = engine.forward_backward(batches)
     result = engine.forward_backward(batches, objective=objective, scored=pairs(1, 1))
+    kinds = [span.kind for span in result.timeline.spans]
     engine.detach()
+    assert kinds.count(Kind.REFERENCE) == 6 * (num_micro_batches + 2)
+    assert kinds.count(Kind.SCORE) == 2 * (num_micro_batches + 2)
     assert plain.num_loads == 2 * (6 - 3)
     assert result.num_loads == plain.num_loads
     assert result.h2d_bytes == plain.h2d_bytes
