@@ -84,8 +84,10 @@ def test_reorder_gradients_are_those_of_a_plain_loop(name: str, formula: Formula
     assert rel_error(ours, truth) < 3e-6
 
 
-def test_in_float64_gradients_are_exact_to_the_last_digits() -> None:
-    model = tiny("llama").double()
+@pytest.mark.parametrize("name", mostly_slow(["llama", "qwen3_moe", "gemma3_text"], "qwen3_moe"))
+def test_in_float64_gradients_are_exact_to_the_last_digits(name: str) -> None:
+    model = tiny(name).double()
+    model.config._experts_implementation = "eager"
     loss, ours = step(model, pairs(1, 2), in_order)
     plain_loss, truth = plain_step(model, pairs(3), in_order)
     assert loss == pytest.approx(plain_loss, rel=1e-14)
@@ -141,6 +143,19 @@ def test_move_streamed_is_resident(name: str, lever: str) -> None:
     expected = step(model, batches, against_scored, scored=scored, options=resident, num_steps=2)
     found = step(model, batches, against_scored, scored=scored, options=LEVERS[lever], num_steps=2)
     assert_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"layer_kernels": "fused"}, {"mlp_chunk_tokens": 8}], ids=["fused", "tiles"]
+)
+@pytest.mark.filterwarnings("ignore")
+def test_layers_computed_in_other_ways_have_the_gradients_of_a_plain_loop(changes: Any) -> None:
+    model, batches = adapted("gemma3_text"), pairs(1, 2)
+    options = replace(OPTIONS, **changes)
+    found = step(model, batches, in_order, options=options)
+    _, truth = plain_step(model, pairs(3), in_order)
+    assert rel_error(found[1], truth) < 3e-6
+    assert_equal(found, step(model, batches, in_order, options=replace(options, num_slots=6)))
 
 
 @pytest.mark.parametrize("codec", mostly_slow(["nf4", "int8"], "nf4"))
