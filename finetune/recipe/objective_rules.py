@@ -30,15 +30,14 @@ def broken_objective_rules(recipe: Settings) -> Iterator[Breach]:
     if not objective.is_sft:
         yield from _broken_row_rules(recipe)
     if objective.computes_reference and recipe.train.is_full:
-        known = "`objective.reference: precomputed`"
-        if objective.scores_mismatched:
-            known += " with `objective.loss: apo_zero_unpaired`"
         what = recipe.train.what if isinstance(recipe.train.what, str) else list(recipe.train.what)
         yield Breach(
             field="objective.reference",
             what=f"objective.reference is base and train.what is {what}",
             limit="weights of the base train, so without them there is no model to compare with",
-            hint=f"{known}, or `train.what: adapter`",
+            hint="`train.what: adapter`"
+            if objective.scores_mismatched
+            else "`objective.reference: precomputed`, or `train.what: adapter`",
             reads=("train.what", *_METHOD),
         )
 
@@ -90,14 +89,6 @@ def _broken_value_rules(objective: ObjectiveSection) -> Iterator[Breach]:
             hint="`objective.label_smoothing: 0.1`, or `objective.loss: sigmoid`",
             reads=("objective.loss",),
         )
-    if objective.scores_mismatched and objective.reference == "precomputed":
-        yield Breach(
-            field="objective.reference",
-            what=f"objective.reference is precomputed and objective.loss is {objective.loss}",
-            limit="prompts with the answer of another row are made in each step",
-            hint="`objective.reference: base`, or `objective.loss: apo_zero_unpaired`",
-            reads=("objective.loss",),
-        )
     is_per_token = objective.method == "grpo" and objective.loss != "rloo"
     if is_per_token and objective.reference == "precomputed":
         yield Breach(
@@ -105,6 +96,14 @@ def _broken_value_rules(objective: ObjectiveSection) -> Iterator[Breach]:
             what=f"objective.reference is precomputed and objective.loss is {objective.loss}",
             limit="the KL divergence is of each token, and sums of whole answers are kept",
             hint="`objective.reference: base`, or `objective.loss: rloo`",
+            reads=("objective.loss",),
+        )
+    if objective.scores_mismatched and objective.reference == "precomputed":
+        yield Breach(
+            field="objective.reference",
+            what="objective.reference is precomputed and objective.loss is kto",
+            limit="the KL divergence reads prompts with each other's answers, which no row has",
+            hint="`objective.reference: base`, or `objective.loss: apo_zero_unpaired`",
             reads=("objective.loss",),
         )
     mode = objective.importance_sampling_mode

@@ -144,7 +144,7 @@ def test_sums_that_are_known_take_the_place_of_the_reference() -> None:
     of = of_step()
     sums_R = torch.stack([q.sum() for q in of.of_row(of.scores.reference_N)])
     expected, gradient, metrics = computed(VALUES, of)
-    known = VALUES | {"reference": "precomputed"}
+    known = VALUES | {"reference": "precomputed"}  # no recipe, but scored rows may be known too
     rows = replace(of.rows, reference_R=sums_R)
     alone = Step(rows=rows, scores=replace(of.scores, reference_N=None))
     again = computed(known, alone)

@@ -93,6 +93,11 @@ def test_a_loss_of_another_method_is_refused_with_those_that_there_are() -> None
             "`objective.reference: base`, or `objective.loss: rloo`",
         ),
         (
+            {"method": "kto", "reference": "precomputed"},
+            "reference",
+            "`objective.reference: base`, or `objective.loss: apo_zero_unpaired`",
+        ),
+        (
             {"method": "grpo", "loss": "rloo", "importance_sampling_mode": "token_mask"},
             "importance_sampling_mode",
             "`objective.importance_sampling_mode: sequence_mask`",
@@ -107,24 +112,29 @@ def test_values_that_make_no_loss_are_refused(
     assert breach.hint == hint
 
 
-@pytest.mark.parametrize(("method", "loss"), [("dpo", "sigmoid"), ("kto", "apo_zero_unpaired")])
-def test_a_base_that_trains_is_no_reference(method: str, loss: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "loss", "hint"),
+    [
+        ("dpo", "ipo", "`objective.reference: precomputed`, or `train.what: adapter`"),
+        ("kto", "kto", "`train.what: adapter`"),
+        (
+            "kto",
+            "apo_zero_unpaired",
+            "`objective.reference: precomputed`, or `train.what: adapter`",
+        ),
+    ],
+)
+def test_a_base_that_trains_is_no_reference(method: str, loss: str, hint: str) -> None:
+    values = {"method": method, "loss": loss}
     for what in ("all", ["model.layers.*"]):
-        objective = {"method": method, "loss": loss}
-        (breach,) = broken_objective_rules(settings(objective, train={"what": what}))
+        (breach,) = broken_objective_rules(settings(values, train={"what": what}))
         assert breach.field == "objective.reference"
         assert breach.what == f"objective.reference is base and train.what is {what}"
-        assert breach.hint == "`objective.reference: precomputed`, or `train.what: adapter`"
-    known = {"method": method, "loss": loss, "reference": "precomputed"}
-    assert not list(broken_objective_rules(settings(known, train={"what": "all"})))
+        assert breach.hint == hint
+    if loss != "kto":
+        known = values | {"reference": "precomputed"}
+        assert not list(broken_objective_rules(settings(known, train={"what": "all"})))
     assert not list(broken_objective_rules(settings({"method": "orpo"}, train={"what": "all"})))
-
-
-def test_mismatched_rows_have_no_log_probabilities_beforehand() -> None:
-    (breach,) = broken_objective_rules(settings({"method": "kto", "reference": "precomputed"}))
-    assert breach.hint == "`objective.reference: base`, or `objective.loss: apo_zero_unpaired`"
-    (breach,) = broken_objective_rules(settings({"method": "kto"}, train={"what": "all"}))
-    assert "with `objective.loss: apo_zero_unpaired`, or `train.what: adapter`" in breach.hint
 
 
 @pytest.mark.parametrize(
