@@ -137,13 +137,6 @@ def test_a_base_that_trains_is_no_reference(method: str, loss: str, hint: str) -
     assert not list(broken_objective_rules(settings({"method": "orpo"}, train={"what": "all"})))
 
 
-def test_mismatched_rows_have_no_log_probabilities_beforehand() -> None:
-    (breach,) = broken_objective_rules(settings({"method": "kto", "reference": "precomputed"}))
-    assert breach.hint == "`objective.reference: base`, or `objective.loss: apo_zero_unpaired`"
-    (breach,) = broken_objective_rules(settings({"method": "kto"}, train={"what": "all"}))
-    assert "with `objective.loss: apo_zero_unpaired`, or `train.what: adapter`" in breach.hint
-
-
 @pytest.mark.parametrize(
     ("objective", "data_format", "hint"),
     [
