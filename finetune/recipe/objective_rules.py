@@ -30,6 +30,9 @@ def broken_objective_rules(recipe: Settings) -> Iterator[Breach]:
     if not objective.is_sft:
         yield from _broken_row_rules(recipe)
     if objective.computes_reference and recipe.train.is_full:
+        known = "`objective.reference: precomputed`"
+        if objective.scores_mismatched:
+            known += " with `objective.loss: apo_zero_unpaired`"
         what = recipe.train.what if isinstance(recipe.train.what, str) else list(recipe.train.what)
         yield Breach(
             field="objective.reference",
