@@ -167,6 +167,10 @@ def _opened(
     preflight.require_micro_batch_per_rank(recipe.train, num_ranks=ranks.num)
     preflight.require_one_rank(recipe.train, num_ranks=ranks.num)
     preflight.require_loggers(recipe.report.log_to)
+    if recipe.adapter.init_from is not None:
+        _, notes = preflight.adapter_to_go_on_from(Path(recipe.adapter.init_from))
+        for note in notes:
+            screen.note(note)
     if ranks.is_main and is_resume:
         _require_resumable(run_dir, recipe, screen)
     elif ranks.is_main:

@@ -8,11 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import (
+    LoraConfig,
+    PeftModel,
+    get_peft_model,
+    get_peft_model_state_dict,
+    set_peft_model_state_dict,
+)
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -22,8 +29,9 @@ from finetune.adapter.modules_to_save import Whole, whole_modules
 from finetune.adapter.targets import chosen_targets
 from finetune.data.stops import Stops, eos_ids, write_generation_config
 from finetune.errors import CheckpointError, ConfigError, read_by_library
-from finetune.files.adapter import require_adapter_files
+from finetune.files.adapter import WEIGHTS_FILE, read_adapter_config, require_adapter_files
 from finetune.files.manifest import whole_folder
+from finetune.files.tensors import Place
 from finetune.model.linears import linear_modules
 from finetune.recipe.sections import AdapterSection
 from finetune.report.model_card import MODEL_CARD
@@ -302,7 +310,57 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
     ):
         warnings.filterwarnings("ignore", "Found missing adapter keys")  # refused below
         adapted = PeftModel.from_pretrained(model, str(folder), local_files_only=True)
-    wanted = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    _require_same_tensors(adapted, folder, places)
+    return compute_beside(adapted)
+
+
+def load_into(model: PeftModel, folder: Path) -> None:
+    """Give an adapter the values of a saved one, which must have the same tensors and scales.
+
+    Args:
+        model: With its adapter.
+        folder: In peft's format.
+
+    Raises:
+        CheckpointError: The saved one is damaged, or another kind of adapter.
+        ModelError: Its weights are damaged.
+    """
+    places, saved = require_adapter_files(folder), read_adapter_config(folder)
+    wanted = _require_same_tensors(model, folder, places)
+    for name, tensor in wanted.items():
+        if places[name].spec.shape != tuple(tensor.shape):
+            raise CheckpointError(
+                f"{name} is {places[name].spec.shape} in {folder}, and {tuple(tensor.shape)} here",
+                limit="a run goes on from an adapter with the same ranks",
+                hint="the `adapter` section of the run that trained it",
+            )
+    config: Any = model.peft_config["default"]
+    for name, here in (
+        ("peft_type", str(config.peft_type.value)),
+        ("lora_alpha", config.lora_alpha),
+        ("use_rslora", config.use_rslora),
+        ("use_dora", config.use_dora),
+        ("alpha_pattern", config.alpha_pattern),
+    ):
+        there = saved.get(name)
+        if (there or None) != (here or None):
+            raise CheckpointError(
+                f"{name} is {there} in {folder}, and {here} in this recipe",
+                limit="a run goes on from an adapter of the same kind and scale",
+                hint="the `adapter` section of the run that trained it",
+            )
+    set_peft_model_state_dict(model, load_file(folder / WEIGHTS_FILE))
+
+
+def _require_same_tensors(
+    model: PeftModel, folder: Path, places: Mapping[str, Place]
+) -> dict[str, torch.Tensor]:
+    """Return an adapter's tensors, if a saved one has the same.
+
+    Raises:
+        CheckpointError: It does not.
+    """
+    wanted: dict[str, torch.Tensor] = get_peft_model_state_dict(model, save_embedding_layers=False)
     for problem, names in (
         ("lacks", wanted.keys() - places.keys()),
         ("holds, and the model has no place for,", places.keys() - wanted.keys()),
@@ -313,7 +371,7 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
                 limit="an adapter answers with all of its tensors",
                 hint="restore the adapter from a copy, or train again",
             )
-    return compute_beside(adapted)
+    return wanted
 
 
 @contextmanager

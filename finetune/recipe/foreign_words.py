@@ -105,6 +105,8 @@ RENAMED: Mapping[str, str] = {
     "num_train_epochs": "train.epochs",
     "num_epochs": "train.epochs",
     "optim": "train.optimizer",
+    "lora_model_dir": "adapter.init_from",
+    "adapter_name_or_path": "adapter.init_from",
     "learning_rate": "train.lr",
     "peak_lr": "train.lr",
     "lr_scheduler": "train.schedule",
@@ -259,7 +261,7 @@ UNSUPPORTED: Mapping[str, str] = {
         ("f_divergence_type", "ld_alpha", "use_weighting", "loss_weights"), _DIVERGENCE
     ),
     **dict.fromkeys(("resume_from_checkpoint", "auto_resume_from_checkpoints"), _RESUME),
-    **dict.fromkeys(("resume", "checkpointer", "lora_model_dir"), _RESUME),
+    **dict.fromkeys(("resume", "checkpointer"), _RESUME),
     **dict.fromkeys(("scale_rewards", "importance_sampling_level"), _GROUPS),
     **dict.fromkeys(("vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap"), _CAP),
     "gamma_beta_ratio": "objective.gamma is this times objective.beta",

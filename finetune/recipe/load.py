@@ -44,7 +44,13 @@ from finetune.recipe.rules import RIVALS
 from finetune.recipe.shipped import find_shape, shipped_shapes
 from finetune.recipe.yaml_source import Draft, Place, apply_overrides, joint_error, read_draft
 
-PATH_FIELDS = ("model.path", "model.tokenizer", "data.path", "data.eval_path")
+PATH_FIELDS = (
+    "model.path",
+    "model.tokenizer",
+    "adapter.init_from",
+    "data.path",
+    "data.eval_path",
+)
 MAX_RECIPE_BYTES = 100_000  # thirty times the longest shipped one
 FILE_SUFFIXES = (
     ".jsonl",

@@ -29,6 +29,19 @@ def broken_objective_rules(recipe: Settings) -> Iterator[Breach]:
     yield from _broken_format_rules(recipe)
     if not objective.is_sft:
         yield from _broken_row_rules(recipe)
+    if objective.computes_reference and recipe.adapter.init_from is not None:
+        hint = "`objective.reference: precomputed`, in one pass before step 1"
+        if objective.scores_mismatched:
+            hint += ", with `objective.loss: apo_zero_unpaired`"
+        elif objective.method == "grpo" and objective.loss != "rloo":
+            hint = "`objective.beta: 0`"
+        yield Breach(
+            field="objective.reference",
+            what=f"objective.reference is base and adapter.init_from is {recipe.adapter.init_from}",
+            limit="a run that goes on from an adapter is compared with the model as it begins",
+            hint=hint,
+            reads=("adapter.init_from", *_METHOD),
+        )
     if objective.computes_reference and recipe.train.is_full:
         known = "`objective.reference: precomputed`"
         if objective.scores_mismatched:

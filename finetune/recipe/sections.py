@@ -122,6 +122,13 @@ class AdapterSection(Section):
         description="How many times `train.lr` the B matrices learn at (LoRA+); null: at the same.",
         examples=[16],
     )
+    init_from: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Run directory, or folder in peft's format, whose adapter the run goes on from,"
+        " with a new optimizer; rank, alpha and targets are the same. Null: a new adapter.",
+        examples=["runs/quickstart"],
+    )
     modules_to_save: Names = Field(
         default=(),
         description="Trained whole with LoRA: norms, router, embed_tokens, lm_head, or linears.",

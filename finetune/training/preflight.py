@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.errors import CheckpointError, ConfigError, ModelError
+from finetune.files.adapter import require_adapter_files
 from finetune.model.config import has_weights, is_hub_reachable
 from finetune.model.load import set_router_loss
 from finetune.planning.candidates import choose, full_requests
@@ -16,6 +17,7 @@ from finetune.recipe.recipe import Recipe
 from finetune.recipe.rules import broken_length_rules
 from finetune.recipe.sections import OffloadSection, TrainSection
 from finetune.report.format import shown_gib, shown_time
+from finetune.run.run_dir import RunDir
 from finetune.training.ranks import Ranks
 from offload.errors import DoesNotFitError
 from offload.plan.facts.facts import ModelFacts
@@ -143,6 +145,23 @@ def require_one_rank(train: TrainSection, *, num_ranks: int) -> None:
             limit="weights of the model are updated by one process, in its memory",
             hint="`sluice finetune` without `accelerate launch`, or `train.what: adapter`",
         )
+
+
+def adapter_to_go_on_from(path: Path) -> tuple[Path, tuple[str, ...]]:
+    """Return the folder of the adapter that a run goes on from, and what is to know of it.
+
+    Args:
+        path: A run's directory, or a folder in peft's format.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged.
+        ModelError: Its weights are damaged.
+    """
+    run = RunDir(path)
+    if run.recipe_file.exists():
+        return run.adapter, run.require_adapter()
+    require_adapter_files(path)
+    return path, ()
 
 
 def require_room(folder: Path, plan: Plan) -> None:

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from finetune.adapter.linear_lora import computed_by_peft
-from finetune.adapter.lora import add_lora, base_eos, trained
+from finetune.adapter.lora import add_lora, base_eos, load_into, trained
 from finetune.adapter.neftune import add_noise
 from finetune.data.dataset import Rows
 from finetune.data.steps import Steps
@@ -23,6 +24,7 @@ from finetune.training.loop import Loop
 from finetune.training.objectives import Evaluation, Objectives
 from finetune.training.optimizer import AdapterUpdate, Update
 from finetune.training.packing import shown_layers
+from finetune.training.preflight import adapter_to_go_on_from
 from finetune.training.prepare import Data
 from finetune.training.ranks import Ranks
 from finetune.training.run import Run
@@ -103,7 +105,7 @@ class Session:
     def with_references(self) -> "Session":
         """Return the session with the reference's log-probabilities, where they are taken first.
 
-        The model has not been trained yet: its adapter adds nothing to the base.
+        The model has not been trained yet: it is the base, or what `adapter.init_from` names.
         """
         if self.run.recipe.objective.reference != "precomputed":
             return self
@@ -221,6 +223,9 @@ def load_adapted(run: Run, plan: Plan) -> Adapted:
     if recipe.train.what == "adapter":
         seed = recipe.train.seed
         model = add_lora(loaded.model, recipe.adapter, seed=seed, backing=loaded.backing)
+        if recipe.adapter.init_from is not None:
+            folder, _ = adapter_to_go_on_from(Path(recipe.adapter.init_from))
+            load_into(model, folder)
     else:
         choose_weights(loaded.model, recipe.train.what)
     if recipe.train.neftune_alpha is not None:

@@ -90,6 +90,52 @@ def test_options_train_resume_to_the_bit_and_load_in_plain_peft(
     assert resumed.keys() == whole.keys()
     assert all(torch.equal(resumed[name], whole[name]) for name in whole)
     assert run("generate", run_dir, "--prompt", "what follows 3", "--max-new-tokens", "2") == 0
+    same = went_on(run_dir, recipe, machine_file, tmp_path / "next", "train.lr=1e-12")
+    assert same.keys() == whole.keys()
+    assert all(torch.allclose(same[name], whole[name], rtol=0, atol=1e-9) for name in whole)
+
+
+def went_on(
+    source: Path, recipe: Path, machine_file: Path, folder: Path, *settings: str
+) -> dict[str, torch.Tensor]:
+    """Return the adapter of a run that went on from another's, which trained it further."""
+    words = ("--machine", machine_file, f"adapter.init_from={source}", f"output.dir={folder}")
+    assert run("finetune", recipe, *words, *settings) == 0
+    return load_file(folder / "adapter" / "adapter_model.safetensors")
+
+
+def test_a_run_goes_on_from_an_adapter(
+    finished: Path, tmp_path: Path, write_recipe, machine_file
+) -> None:
+    before = load_file(finished / "adapter" / "adapter_model.safetensors")
+    recipe = write_recipe(train={"steps": 1, "lr": 1e-12}, output={"eval_every": None})
+    same = went_on(finished / "adapter", recipe, machine_file, tmp_path / "a")
+    assert same.keys() == before.keys()
+    assert all(torch.allclose(same[name], before[name], rtol=0, atol=1e-9) for name in before)
+
+
+def test_a_run_goes_on_from_an_adapter_that_is_there(write_recipe, capsys) -> None:
+    assert run("finetune", write_recipe(), "adapter.init_from=runs/nothing/at/all") == 1
+    assert "there is no such file" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        ("adapter.alpha=7", "lora_alpha is 8"),
+        ("adapter.rslora=true", "use_rslora is False"),
+        ("adapter.alpha_pattern={q_proj: 3}", "alpha_pattern is {}"),
+        ("adapter.rank=3", "a run goes on from an adapter with the same ranks"),
+        ("adapter.experts=false", "holds, and the model has no place for,"),
+    ],
+)
+def test_a_run_goes_on_from_an_adapter_of_its_kind(
+    setting: str, text: str, finished: Path, tmp_path: Path, write_recipe, machine_file, capsys
+) -> None:
+    words = ("--machine", machine_file, f"adapter.init_from={finished}", setting)
+    assert run("finetune", write_recipe(), *words, f"output.dir={tmp_path / 'c'}") == 1
+    assert text in capsys.readouterr().err
 
 
 @pytest.mark.slow

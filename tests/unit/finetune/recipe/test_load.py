@@ -135,7 +135,7 @@ def test_a_key_like_no_other_lists_the_settings_of_its_section(folder: Path) -> 
         replaced("  rank: 8", "  rank: 8\n  zzz: [1]"),
         what="r.yaml:5: adapter.zzz is not a setting",
         limit="the section adapter has rank, alpha, dropout, targets, experts, rank_pattern,"
-        " alpha_pattern, rslora, dora, compute_dtype, loraplus_ratio, modules_to_save",
+        " alpha_pattern, rslora, dora, compute_dtype, loraplus_ratio, init_from, modules_to_save",
         hint="remove `zzz`",
     )
 
