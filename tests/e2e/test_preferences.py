@@ -1,6 +1,7 @@
 """Preference runs by the command line: their files; killed, cut otherwise, on two ranks."""
 
 import json
+import math
 import random
 import shutil
 import signal
@@ -242,3 +243,21 @@ def test_weights_that_train_themselves_have_a_reference_taken_before_step_1(
     rows = rows_of(tmp_path / "run")
     assert rows[0]["loss"] == pytest.approx(0.6931, abs=1e-4)
     assert rows[-1]["rewards/margins"] > 0.01
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_from_an_adapter_is_compared_with_that_adapter(
+    finished, tmp_path, write_recipe, machine_file
+) -> None:
+    recipe = recipe_for(
+        write_recipe,
+        tmp_path,
+        "dpo",
+        objective={"method": "dpo", "reference": "precomputed"},
+        adapter={"init_from": str(finished)},
+    )
+    assert run("finetune", recipe, "--machine", machine_file) == 0
+    first, *others = rows_of(tmp_path / "run")
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-5)  # it differs from nothing yet
+    assert first["rewards/margins"] == pytest.approx(0, abs=1e-4)
+    assert any(abs(row["rewards/margins"]) > 1e-4 for row in others)
