@@ -19,7 +19,7 @@ class StepRows:
             the better; of a sampled answer its reward.
         num_trained: Rows that are trained on; the others are only scored.
         reference_R: Sum of the reference's log-probabilities over a row's label tokens, where it is
-            known beforehand, float32; None where the reference is computed.
+            known beforehand, float64; None where the reference is computed.
         sampler_N: Log-probability with which the sampler drew each label token of the step, in the
             order of `Scores.policy_N`, float32; None where it is not known.
     """
