@@ -238,9 +238,10 @@ def _require_scalars(objective: Objective, loss: StepLoss) -> None:
     """
     values: dict[str, object] = {"loss": loss.value, **loss.metrics}
     for name, value in values.items():
-        if not isinstance(value, torch.Tensor) or value.dim():
-            is_tensor = isinstance(value, torch.Tensor)
-            found = f"of shape {tuple(value.shape)}" if is_tensor else type(value).__name__
+        found = type(value).__name__
+        if isinstance(value, torch.Tensor):
+            found = f"of shape {tuple(value.shape)}" if value.dim() else ""
+        if found:
             raise OffloadError(
                 f"{type(objective).__name__} returns a {name} {found}",
                 limit="a loss and its metrics are tensors of one number each",
