@@ -14,7 +14,7 @@ class StepRows:
             or all answers that were sampled for one prompt. Rows of one group need not be next to
             each other. An unpaired row is a group of its own; a row that is only scored has the
             number of the row that it was made for.
-        values_R: What is known of each row, float32: of a pair 1 for the chosen answer and 0 for
+        values_R: What is known of each row, float64: of a pair 1 for the chosen answer and 0 for
             the rejected one; of an unpaired row 1 if it is desired, else 0; of a ranking the higher
             the better; of a sampled answer its reward.
         num_trained: Rows that are trained on; the others are only scored.

@@ -116,6 +116,12 @@ def test_rankings_labels_and_samples_have_their_values(tmp_path: Path) -> None:
         ("b<|im_end|>", -1.0),
         ("c<|im_end|>", -3.0),
     ]
+    near = ranked | {"ranks": [1, 2**24, 2**24 + 1]}
+    assert [one[2] for one in shown(load(tmp_path, [near], "ranking"))] == [
+        -1,
+        -(2**24),
+        -(2**24) - 1,
+    ]
     labels = [True, 0, "False"]
     labelled = [{"prompt": "q", "completion": "a", "label": label} for label in labels]
     assert [one[2] for one in shown(load(tmp_path, labelled, "labelled"))] == [1.0, 0.0, 0.0]
