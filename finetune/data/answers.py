@@ -3,7 +3,8 @@
 A prompt is text or turns, and so is an answer. Where a pair has no prompt of its own, both of its
 sides are whole conversations, and the turns that both begin with are the prompt: as turns
 (UltraFeedback), or as text with "Human:" and "Assistant:" (HH). A text is a turn: a prompt the
-user's, an answer the assistant's.
+user's, an answer the assistant's; unless it is written as a conversation, as in HH, or as the JSON
+of turns, which a column of a .csv file is.
 """
 
 import json
@@ -13,12 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from finetune.data.sources import RowError
+from finetune.data.sources import RowError, decoded
 from finetune.data.turns import Message, keys_read, mapping, read_turn, text
 from finetune.data.unread import find_unread_in_turns
 
 _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 _SPEAKER = re.compile(r"\n\n(Human|Assistant):")
+_WRITTEN_TURNS = re.compile(r"\s*\[\s*\{\s*['\"](role|content|from|value)['\"]\s*:")
 _LABELS = {"true": 1.0, "false": 0.0}
 Column = Callable[[str], str]
 
@@ -63,6 +65,8 @@ def read_answers(
     roles = [turn.role for turn in found.prompt]
     if "user" not in roles:
         raise RowError("its prompt has no user turn")
+    if not any(turn.content.strip() for turn in found.prompt if turn.role != "system"):
+        raise RowError("empty prompt")
     if roles[-1] == "assistant":
         raise RowError("its prompt ends with an answer")
     names = _names(data_format, len(found.answers), column)
@@ -113,14 +117,14 @@ def _read_preference(row: Mapping[str, object], column: Column, ignored: Sequenc
     sides = [_turns(row, name, "assistant", ignored) for name in names]
     prompt_name = column("prompt")
     has_prompt = row.get(prompt_name) is not None and prompt_name not in ignored
-    are_answers = all(
-        _begins_with_answer(row[name], side) for name, side in zip(names, sides, strict=True)
-    )
+    are_answers = all(not side or side[0].role == "assistant" for side in sides)
     if has_prompt and are_answers:
-        prompt = _turns(row, prompt_name, "user", ignored)
+        prompt, *sides = _asked_and_said(row, prompt_name, sides, ignored)
     else:
         if are_answers:
-            sides = [_transcript(row[name], name) for name in names]
+            raise RowError(
+                f"it has no prompt, and {names[0]!r} is no conversation that begins with 'Human:'"
+            )
         num = _num_common(*sides)
         prompt, sides = sides[0][:num], [side[num:] for side in sides]
         if any(side and side[0].role != "assistant" for side in sides):
@@ -171,9 +175,11 @@ def _read_labelled(row: Mapping[str, object], column: Column, ignored: Sequence[
         value = _LABELS.get(label.strip().lower())
     if value is None:
         raise RowError(f"{name!r} is {json.dumps(label, default=repr)}, neither true nor false")
+    answer = _turns(row, column("completion"), "assistant", ignored)
+    prompt, *answers = _asked_and_said(row, column("prompt"), [answer], ignored)
     return Answers(
-        prompt=_turns(row, column("prompt"), "user", ignored),
-        answers=(_turns(row, column("completion"), "assistant", ignored),),
+        prompt=prompt,
+        answers=tuple(answers),
         values=(value,),
         references=_references(row, ("ref_logps",), column, ignored),
     )
@@ -214,7 +220,13 @@ def _turns(
 
 def _as_turns(value: object, name: str, role: str, ignored: Sequence[str]) -> tuple[Message, ...]:
     if isinstance(value, str):
-        return (Message(role=role, content=text({name: value}, name)),)
+        if _is_transcript(value):
+            return _transcript(value, is_prompt=role == "user")
+        if not _WRITTEN_TURNS.match(value):
+            return (Message(role=role, content=text({name: value}, name)),)
+        value = decoded(value.encode(errors="surrogatepass"))
+        if isinstance(value, RowError):
+            raise RowError(f"{name!r}: {value}")
     if not isinstance(value, list) or not all(isinstance(turn, Mapping) for turn in value):
         raise RowError(f"{name!r} must be text or a list of turns, this is {type(value).__name__}")
     turns = [mapping(turn) for turn in value]
@@ -236,19 +248,37 @@ def _no(row: Mapping[str, object], name: str) -> tuple[Message, ...]:
     raise RowError(f"no key {name!r}; it has {', '.join(map(repr, row))}")
 
 
-def _begins_with_answer(value: object, turns: Sequence[Message]) -> bool:
-    return isinstance(value, str) or not turns or turns[0].role == "assistant"
+def _is_transcript(value: object) -> bool:
+    """Return whether a text is a conversation: "Human:" first, "Assistant:" after a blank line."""
+    return isinstance(value, str) and bool(
+        re.match(r"\s*Human:", value) and "\n\nAssistant:" in value
+    )
 
 
-def _transcript(content: object, name: str) -> tuple[Message, ...]:
-    """Read a text with "Human:" and "Assistant:", each after a blank line."""
-    pieces = _SPEAKER.split("\n\n" + content.lstrip("\n")) if isinstance(content, str) else []
-    if len(pieces) < 2 or pieces[0].strip():
-        raise RowError(
-            f"it has no prompt, and {name!r} is no conversation that begins with 'Human:'"
-        )
+def _transcript(content: str, *, is_prompt: bool) -> tuple[Message, ...]:
+    """Read a text with "Human:" and "Assistant:"; a prompt may end where the answer begins."""
+    pieces = _SPEAKER.split("\n\n" + content.lstrip())
     pairs = zip(pieces[1::2], pieces[2::2], strict=True)
-    return tuple(Message(role=_SPEAKERS[who], content=said.strip()) for who, said in pairs)
+    turns = [Message(role=_SPEAKERS[who], content=said.strip()) for who, said in pairs]
+    if is_prompt and not turns[-1].content:
+        turns.pop()
+    return tuple(turns)
+
+
+def _asked_and_said(
+    row: Mapping[str, object],
+    prompt_name: str,
+    answers: Sequence[tuple[Message, ...]],
+    ignored: Sequence[str],
+) -> list[tuple[Message, ...]]:
+    """Read a prompt; after "Assistant:" the blanks that answers begin with are none of theirs."""
+    prompt = _turns(row, prompt_name, "user", ignored)
+    if not _is_transcript(row[prompt_name]):
+        return [prompt, *answers]
+    stripped = (
+        tuple(replace(turn, content=turn.content.strip()) for turn in answer) for answer in answers
+    )
+    return [prompt, *stripped]
 
 
 def _num_common(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
@@ -268,12 +298,12 @@ def _prompt_and_answers(
     row: Mapping[str, object], column: Column, ignored: Sequence[str]
 ) -> tuple[tuple[Message, ...], tuple[tuple[Message, ...], ...]]:
     name = column("completions")
-    prompt = _turns(row, column("prompt"), "user", ignored)
-    answers = tuple(
+    given = [
         _as_turns(one, f"{name}[{index}]", "assistant", ignored)
         for index, one in enumerate(_list(row, name))
-    )
-    return prompt, answers
+    ]
+    prompt, *answers = _asked_and_said(row, column("prompt"), given, ignored)
+    return prompt, tuple(answers)
 
 
 # --------------------------------------------------------------------------------------------------

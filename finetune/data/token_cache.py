@@ -39,7 +39,7 @@ _ARRAYS = {
     "is_truncated": np.bool_,
     "fates": np.int8,
     "places": np.int64,
-    "values": np.float32,
+    "values": np.float64,
     "references": np.float64,
     "logprobs": np.float32,
 }
@@ -77,7 +77,7 @@ class TokenStore:
     is_truncated: "NDArray[np.bool_]"
     fates: "NDArray[np.int8]"
     places: "NDArray[np.int64]"
-    values: "NDArray[np.float32]"
+    values: "NDArray[np.float64]"
     references: "NDArray[np.float64]"
     logprobs: "NDArray[np.float32]"
     report: "StoreReport"

@@ -209,7 +209,14 @@ class Loop:
                 objective=self._objectives.of_held_out(share.rows),
                 scored=[self._shown(batch) for batch in share.scored],
             )
-            found[number] = num_groups, Evaluation(loss=result.loss, metrics=result.metrics)
+            found[number] = (
+                num_groups,
+                Evaluation(
+                    loss=result.loss,
+                    metrics=result.metrics,
+                    counts=self._objectives.counts(share.rows),
+                ),
+            )
         self._model.train()
         parts = {
             number: part for one in self._ranks.exchange(found) for number, part in one.items()

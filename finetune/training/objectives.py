@@ -1,7 +1,8 @@
 """The losses of a run's steps where rows are compared, and its held-out rows under the same loss.
 
 Held-out rows are taken in their order, whole groups, about as many at a time as a step has: a loss
-that reads all rows of a step reads as many. The means over them are weighted by their groups.
+that reads all rows of a step reads as many. The means over them are weighted by their groups; those
+of KTO's desired answers by how many are desired, and of the others by how many are not.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,10 +24,17 @@ PREFERRED, PREFERRED_BY = "logps/accuracies", "logps/margins"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """What held-out rows say: the loss, and metrics of it by name."""
+    """What held-out rows say.
+
+    Attributes:
+        loss: The mean over their groups.
+        metrics: Of the loss, by name.
+        counts: Rows that a metric is a mean over, where that is not one or all of each group.
+    """
 
     loss: float
     metrics: Mapping[str, float]
+    counts: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +61,14 @@ class Objectives:
         return WithLogps(
             objective=objective_of(self.section, rows, seq_len=self.seq_len), rows=rows
         )
+
+    def counts(self, rows: StepRows) -> Mapping[str, int]:
+        """Return the rows that metrics of single answers are means over, by name."""
+        if self.section.method != "kto":
+            return {}
+        desired = int(rows.values_R[: rows.num_trained].sum())
+        of_kind = {"chosen": desired, "rejected": rows.num_trained - desired}
+        return {f"{what}/{k}": num for k, num in of_kind.items() for what in ("rewards", "logps")}
 
     def _others(self, table: torch.Tensor) -> Sequence[torch.Tensor]:
         tables = self.ranks.exchange(table)
@@ -134,17 +150,23 @@ def parts_of(steps: Steps) -> Iterator[tuple[int, tuple[int, ...]]]:
 def mean_of(parts: Sequence[tuple[int, Evaluation]]) -> Evaluation:
     """Return the mean over parts, each weighted by its groups; a metric's over those that have it.
 
+    Where a metric has a count of its own, it is weighted by that; a margin is then the difference.
+
     Args:
         parts: Groups of each, and what was measured.
     """
     names = dict.fromkeys(name for _, part in parts for name in part.metrics)
-    return Evaluation(
-        loss=_mean([(num, part.loss) for num, part in parts]),
-        metrics={
-            name: _mean([(num, p.metrics[name]) for num, p in parts if name in p.metrics])
-            for name in names
-        },
-    )
+    metrics = {
+        name: _mean(
+            [(p.counts.get(name, num), p.metrics[name]) for num, p in parts if name in p.metrics]
+        )
+        for name in names
+    }
+    if any(part.counts for _, part in parts) and {"rewards/chosen", "rewards/rejected"} <= {
+        *metrics
+    }:
+        metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
+    return Evaluation(loss=_mean([(num, part.loss) for num, part in parts]), metrics=metrics)
 
 
 def _mean(weighted: Sequence[tuple[int, float]]) -> float:

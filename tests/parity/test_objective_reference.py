@@ -238,6 +238,9 @@ def test_what_cannot_be_a_reference_is_refused_by_name() -> None:
     merged = with_adapter()
     merged.merge_adapter()
     refused(merged, "is merged into its weights")
+    switched_off = with_adapter()
+    switched_off.disable_adapter_layers()
+    refused(switched_off, "the adapters of LlamaForCausalLM are switched off")
     missing = ByRow(sigmoid, num_trained=2, reference=Reference(adapter="other"))
     refused(with_adapter(), "adapter 'other', which LlamaForCausalLM lacks", objective=missing)
     trained = ByRow(sigmoid, num_trained=2, reference=Reference(adapter="default"))
@@ -260,7 +263,16 @@ def test_what_an_objective_cannot_take_is_refused_by_name() -> None:
         def loss(self, scores: Scores) -> StepLoss:
             return StepLoss(value=super().loss(scores).value.detach(), metrics={})
 
-    refused(model, "Detached returns a loss .* without a graph", objective=Detached(sigmoid, 2))
+    refused(model, "Detached returns a loss without a graph", objective=Detached(sigmoid, 2))
+    apart = ByRow(lambda ratio_R, _: ratio_R, num_trained=2)
+    refused(model, r"ByRow returns a loss of shape \(2,\)", objective=apart)
+
+    class Plain(ByRow):
+        def loss(self, scores: Scores) -> StepLoss:
+            of_tensor: Any = {"ratio": 1.5}
+            return replace(super().loss(scores), metrics=of_tensor)
+
+    refused(model, "Plain returns a ratio float", objective=Plain(sigmoid, 2))
 
 
 def test_a_loss_that_is_not_finite_is_returned_as_it_is() -> None:

@@ -31,7 +31,7 @@ class Groups:
     """
 
     offsets: "NDArray[np.int64]"
-    values: "NDArray[np.float32]"
+    values: "NDArray[np.float64]"
     references: "NDArray[np.float64]"
 
     @classmethod

@@ -163,9 +163,7 @@ class Comparison:
             groups_R=torch.from_numpy(self.groups.numbers(rows)[places]),
             values_R=torch.from_numpy(self.groups.values[rows[places]]),
             num_trained=len(trained),
-            reference_R=torch.from_numpy(references[rows[places]].astype(np.float32))
-            if len(references)
-            else None,
+            reference_R=torch.from_numpy(references[rows[places]]) if len(references) else None,
             sampler_N=sampler,
         )
 
@@ -218,7 +216,9 @@ def made_up(
         groups_R=(rows // group_size).repeat(times),
         values_R=values.repeat(times),
         num_trained=len(rows),
-        reference_R=torch.zeros(len(rows)) if len(comparison.groups.references) else None,
+        reference_R=torch.zeros(len(rows), dtype=torch.float64)
+        if len(comparison.groups.references)
+        else None,
         sampler_N=torch.zeros(num_tokens) if comparison.has_sampler else None,
     )
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from finetune.data.rows import Conversation, Document
+from finetune.data.rows import Compared, Conversation, Document
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,7 +66,10 @@ def remark_notes(tokens: "Tokens") -> list[str]:
 def _texts(row: object) -> Iterator[str]:
     if isinstance(row, Document):
         yield row.text
-    if isinstance(row, Conversation):
-        for message in row.messages:
+    turns = row.conversations if isinstance(row, Compared) else (row,)
+    for conversation in turns:
+        if not isinstance(conversation, Conversation):
+            continue
+        for message in conversation.messages:
             yield message.content
             yield message.thought or ""

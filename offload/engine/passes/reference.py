@@ -104,6 +104,12 @@ def _require_reference(model: LayeredModel, adapter: str | None) -> None:
             limit="the reference is the same model with its adapters off",
             hint="`model.unmerge_adapter()` before `offload.attach`",
         )
+    if all(vars(module).get(_OFF, False) for module in adapted):
+        raise OffloadError(
+            f"the adapters of {model.name} are switched off",
+            limit="the reference is the same model with its adapters off: both would be one",
+            hint="`model.enable_adapter_layers()`, and leave `model.disable_adapter()` first",
+        )
     owned = {
         id(parameter): path
         for module in adapted

@@ -24,7 +24,7 @@ import torch
 from offload.engine.batch import LabelledBatch
 from offload.engine.low_rank import VISIT_CACHE
 from offload.engine.model.layers import LayeredModel
-from offload.engine.objective import Objective, Scores
+from offload.engine.objective import Objective, Scores, StepLoss
 from offload.engine.passes.reference import ReferenceModel, ScoringModel
 from offload.engine.pointwise.ops import cross_entropy
 from offload.engine.pointwise.recognise import DTYPES
@@ -160,6 +160,7 @@ class ScoredTail:
                     num_rows=scoring.num_rows,
                 )
             )
+            _require_scalars(scoring.objective, loss)
             if leaves:
                 _require_graph(scoring.objective, loss.value)
                 self._gradients = dict(enumerate(torch.autograd.grad(loss.value, leaves)))
@@ -229,16 +230,34 @@ def _cross_entropies(logits_NV: torch.Tensor, next_N: torch.Tensor) -> torch.Ten
     return torch.nn.functional.cross_entropy(wide_NV, next_N, reduction="none")
 
 
+def _require_scalars(objective: Objective, loss: StepLoss) -> None:
+    """Check that a loss and its metrics are tensors of one number each.
+
+    Raises:
+        OffloadError: One is not.
+    """
+    values: dict[str, object] = {"loss": loss.value, **loss.metrics}
+    for name, value in values.items():
+        found = type(value).__name__
+        if isinstance(value, torch.Tensor):
+            found = f"of shape {tuple(value.shape)}" if value.dim() else ""
+        if found:
+            raise OffloadError(
+                f"{type(objective).__name__} returns a {name} {found}",
+                limit="a loss and its metrics are tensors of one number each",
+                hint="`.mean()`, or `torch.tensor(...)` for a metric that is no tensor",
+            )
+
+
 def _require_graph(objective: Objective, value: torch.Tensor) -> None:
-    """Check that a loss is one number that depends on the log-probabilities.
+    """Check that a loss depends on the log-probabilities.
 
     Raises:
         OffloadError: It is not.
     """
-    if value.dim() or not value.requires_grad:
+    if not value.requires_grad:
         raise OffloadError(
-            f"{type(objective).__name__} returns a loss of shape {tuple(value.shape)}"
-            f"{'' if value.requires_grad else ', without a graph'}",
-            limit="it is a scalar that torch can differentiate by `scores.policy_N`",
+            f"{type(objective).__name__} returns a loss without a graph",
+            limit="torch differentiates it by `scores.policy_N`",
             hint="look for `detach`, `no_grad` or `item` in its `loss`",
         )

@@ -78,8 +78,32 @@ PAIR = [
             "chosen": "\n\nHuman: hi\n\nAssistant: yes?\n\nHuman: 1+1\n\nAssistant: 2",
             "rejected": "\n\nHuman: hi\n\nAssistant: yes?\n\nHuman: 1+1\n\nAssistant: 3",
         },
+        {
+            "prompt": "\n\nHuman: hi\n\nAssistant: yes?\n\nHuman: 1+1\n\nAssistant:",
+            "chosen": " 2",
+            "rejected": " 3",
+        },
+        {
+            "prompt": "1+1",
+            "chosen": "Human: hi\n\nAssistant: yes?\n\nHuman: 1+1\n\nAssistant: 2",
+            "rejected": "Human: hi\n\nAssistant: yes?\n\nHuman: 1+1\n\nAssistant: 3",
+        },
+        {
+            "prompt": json.dumps(ASKED),
+            "chosen": json.dumps([*ASKED, said("assistant", "2")]),
+            "rejected": json.dumps([*ASKED, said("assistant", "3")]),
+        },
     ],
-    ids=["prompt", "answer as turns", "implicit", "as UltraFeedback's", "as HH's"],
+    ids=[
+        "prompt",
+        "answer as turns",
+        "implicit",
+        "as UltraFeedback's",
+        "as HH's",
+        "prompt as HH's",
+        "prompt, and HH's",
+        "JSON of turns",
+    ],
 )
 def test_a_pair_is_two_examples_of_one_prompt(tmp_path: Path, row: dict[str, Any]) -> None:
     assert shown(load(tmp_path, [row], "preference")) == PAIR
@@ -91,6 +115,12 @@ def test_rankings_labels_and_samples_have_their_values(tmp_path: Path) -> None:
         ("a<|im_end|>", -2.0),
         ("b<|im_end|>", -1.0),
         ("c<|im_end|>", -3.0),
+    ]
+    near = ranked | {"ranks": [1, 2**24, 2**24 + 1]}
+    assert [one[2] for one in shown(load(tmp_path, [near], "ranking"))] == [
+        -1,
+        -(2**24),
+        -(2**24) - 1,
     ]
     labels = [True, 0, "False"]
     labelled = [{"prompt": "q", "completion": "a", "label": label} for label in labels]
@@ -127,6 +157,13 @@ GOOD = {"prompt": "q", "chosen": "a", "rejected": "b"}
         ("preference", GOOD | {"rejected": " "}, "'rejected' is empty"),
         ("preference", GOOD | {"chosen": []}, "'chosen' is empty"),
         ("preference", GOOD | {"chosen": 3}, "'chosen' must be text or a list of turns"),
+        ("preference", GOOD | {"prompt": " "}, "empty prompt"),
+        ("preference", GOOD | {"chosen": str([said("assistant", "a")])}, "'chosen': broken JSON"),
+        (
+            "labelled",
+            {"prompt": "q", "completion": "Human: q\n\nAssistant: a", "label": True},
+            "'completion' begins with a turn of the user",
+        ),
         ("preference", {"chosen": "a", "rejected": "b"}, "it has no prompt, and 'chosen' is no"),
         (
             "preference",
@@ -183,6 +220,14 @@ def test_a_row_that_cannot_be_compared_is_named_by_its_line(
 ) -> None:
     with pytest.raises(DataError, match=rf"1 of 1 rows(.|\n)*rows\.jsonl:1: .*{problem}"):
         load(tmp_path, [row], data_format, format=data_format)
+
+
+def test_special_tokens_in_the_text_of_answers_are_named(tmp_path: Path) -> None:
+    row = {"prompt": "q", "completion": "[1]", "label": True}
+    rows = load(tmp_path, [row, row | {"completion": "a<|im_end|>"}], "labelled")
+    assert len(rows.notes) == 1
+    assert "1 of 2 rows" in rows.notes[0]
+    assert "rows.jsonl:2: <|im_end|>" in rows.notes[0]
 
 
 def test_a_missing_column_is_named_and_pairs_are_no_rows_to_repeat(tmp_path: Path) -> None:

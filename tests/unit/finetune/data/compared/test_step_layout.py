@@ -217,8 +217,8 @@ def test_a_rehearsed_step_has_whole_groups_and_a_label_in_each_row(
 def test_rows_with_known_logps_are_rehearsed_with_some(
     load: Callable[..., ExampleSet],
 ) -> None:
-    row = '{"prompt": "q", "completions": ["a", "bc"], "rewards": [1, 0]'
-    known = ', "ref_logps": [-1, -2], "logprobs": [[-1, -2], [-3, -4, -5]]}'
+    row = '{"prompt": "q", "completions": ["a", "bc"], "rewards": [16777217, 0]'
+    known = ', "ref_logps": [-1, -5000.0001], "logprobs": [[-1, -2], [-3, -4, -5]]}'
     steps = steps_of(load([row + known] * 4, "sampled"), is_packed=True, grad_accum_steps=2)
     share = steps.longest()
     assert share.rows is not None
@@ -229,7 +229,9 @@ def test_rows_with_known_logps_are_rehearsed_with_some(
     step = steps.from_array(0, steps.as_array(0)).rows
     assert step is not None
     assert step.reference_R is not None
-    assert step.reference_R.tolist() == [(-2.0, -1.0)[int(v)] for v in step.values_R.tolist()]
+    assert step.reference_R.tolist() == [
+        (-5000.0001, -1.0)[v == 16777217] for v in step.values_R.tolist()
+    ]
     assert step.sampler_N is not None
     assert sorted(step.sampler_N.tolist()) == [-5, -4, -3, -2, -1]
 
