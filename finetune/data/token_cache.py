@@ -26,7 +26,7 @@ from finetune.data.tokenize import Encoder, Fate, check_is_fast
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_CACHE_VERSION = 6
+_CACHE_VERSION = 7
 _BLOCK_BYTES = 2**22
 _LIST = "arrays.json"
 _ARRAYS = {

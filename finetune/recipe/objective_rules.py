@@ -95,6 +95,14 @@ def _broken_value_rules(objective: ObjectiveSection) -> Iterator[Breach]:
             hint="`objective.beta: 0.1`",
             reads=_METHOD,
         )
+    if objective.desirable_weight == 0 and objective.undesirable_weight == 0:
+        yield Breach(
+            field="objective.desirable_weight",
+            what="objective.desirable_weight and objective.undesirable_weight are 0.0",
+            limit="each answer's loss is multiplied by one of them, so nothing would be learned",
+            hint="`objective.desirable_weight: 1.0`",
+            reads=("objective.undesirable_weight",),
+        )
     if objective.loss in ("robust", "exo_pair") and not objective.label_smoothing:
         yield Breach(
             field="objective.label_smoothing",

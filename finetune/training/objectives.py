@@ -143,8 +143,20 @@ def parts_of(steps: Steps) -> Iterator[tuple[int, tuple[int, ...]]]:
     offsets = steps.comparison.groups.offsets
     num_groups = len(offsets) - 1
     per_part = max(1, steps.sizes.rows_per_step * num_groups // int(offsets[-1]))
-    for part in np.array_split(np.arange(num_groups), max(1, num_groups // per_part)):
+    for part in np.array_split(np.arange(num_groups), num_parts(num_groups, per_part)):
         yield len(part), tuple(range(int(offsets[part[0]]), int(offsets[part[-1] + 1])))
+
+
+def num_parts(num_groups: int, per_part: int) -> int:
+    """Return in how many parts, equal but for one group, none has more groups than a step.
+
+    Where a part would then have a single group and a step has more, there are fewer parts: KTO
+    compares each row with another.
+    """
+    fewest = -(-num_groups // per_part)
+    if per_part > 1 and num_groups < 2 * fewest:
+        return max(1, num_groups // 2)
+    return fewest
 
 
 def mean_of(parts: Sequence[tuple[int, Evaluation]]) -> Evaluation:

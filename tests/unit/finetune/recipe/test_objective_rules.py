@@ -78,6 +78,11 @@ def test_a_loss_of_another_method_is_refused_with_those_that_there_are() -> None
     [
         ({"method": "dpo", "beta": 0.0}, "beta", "`objective.beta: 0.1`"),
         (
+            {"method": "kto", "desirable_weight": 0.0, "undesirable_weight": 0.0},
+            "desirable_weight",
+            "`objective.desirable_weight: 1.0`",
+        ),
+        (
             {"method": "dpo", "loss": "robust"},
             "label_smoothing",
             "`objective.label_smoothing: 0.1`, or `objective.loss: sigmoid`",

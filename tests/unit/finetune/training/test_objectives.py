@@ -6,7 +6,7 @@ import torch
 from finetune.objective.kto import KtoObjective
 from finetune.objective.step_rows import StepRows
 from finetune.recipe.objective_section import ObjectiveSection
-from finetune.training.objectives import Evaluation, Objectives, mean_of
+from finetune.training.objectives import Evaluation, Objectives, mean_of, num_parts
 from finetune.training.ranks import Ranks
 from offload.engine.objective import Scores
 
@@ -38,3 +38,13 @@ def test_rewards_of_desired_answers_are_means_over_these_answers() -> None:
     assert cut.metrics == pytest.approx(whole.metrics)
     assert cut.loss == pytest.approx(whole.loss)
     assert whole.metrics["rewards/chosen"] == pytest.approx(0.5 * -23 / 4)
+
+
+@pytest.mark.parametrize(
+    ("num_groups", "per_part", "num"),
+    [(16, 8, 2), (15, 8, 2), (17, 8, 3), (3, 8, 1), (3, 2, 1), (1, 2, 1), (5, 1, 5)],
+)
+def test_parts_of_held_out_rows_are_no_larger_than_a_step(
+    num_groups: int, per_part: int, num: int
+) -> None:
+    assert num_parts(num_groups, per_part) == num
