@@ -168,7 +168,9 @@ def _opened(
     preflight.require_one_rank(recipe.train, num_ranks=ranks.num)
     preflight.require_loggers(recipe.report.log_to)
     if recipe.adapter.init_from is not None:
-        _, notes = preflight.adapter_to_go_on_from(Path(recipe.adapter.init_from))
+        _, notes = preflight.adapter_to_go_on_from(
+            Path(recipe.adapter.init_from), model=recipe.model.path
+        )
         for note in notes:
             screen.note(note)
     if ranks.is_main and is_resume:
@@ -319,6 +321,8 @@ def _look_before(session: "Session") -> None:
     if session.run.ranks.is_main:
         file = session.run.dir.path / EVALUATION_BEFORE
         write_atomically(file, sealed_json(json.dumps(row, indent=1)))
+    if recipe.objective.computes_reference:  # the model is the reference: rewards are rounding
+        row = {name: value for name, value in row.items() if "rewards/" not in name}
     session.run.screen.note(f"Before training: {shown_evaluation(row)}")
 
 

@@ -45,7 +45,7 @@ def pytest_collectstart() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with long tests; a worker that has none takes others from behind them."""
+    """Begin with long tests; a worker that has none left takes some of the others'."""
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 

@@ -60,8 +60,7 @@ class GrpoObjective:
     @property
     def reference(self) -> Reference | None:
         """The base, if the loss has a KL divergence and it is not known beforehand."""
-        is_computed = self.beta > 0 and self.rows.reference_R is None
-        return Reference() if is_computed else None
+        return self.rows.reference if self.beta > 0 else None
 
     def loss(self, scores: Scores) -> StepLoss:
         """Return the loss of a step.

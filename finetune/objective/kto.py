@@ -41,7 +41,7 @@ class KtoObjective:
     @property
     def reference(self) -> Reference | None:
         """The base, unless its log-probabilities are known."""
-        return None if self.rows.reference_R is not None else Reference()
+        return self.rows.reference
 
     def loss(self, scores: Scores) -> StepLoss:
         """Return the loss of a step.

@@ -86,8 +86,7 @@ class PairObjective:
     @property
     def reference(self) -> Reference | None:
         """The base, unless its log-probabilities are known or not needed."""
-        is_computed = self.has_reference and self.rows.reference_R is None
-        return Reference() if is_computed else None
+        return self.rows.reference if self.has_reference else None
 
     def loss(self, scores: Scores) -> StepLoss:
         """Return the loss of a step.

@@ -35,7 +35,7 @@ class RankingObjective:
     @property
     def reference(self) -> Reference | None:
         """The base, unless its log-probabilities are known."""
-        return None if self.rows.reference_R is not None else Reference()
+        return self.rows.reference
 
     def loss(self, scores: Scores) -> StepLoss:
         """Return the loss of a step.
@@ -63,8 +63,8 @@ class RankingObjective:
             is_left = is_worse | torch.eye(len(group), dtype=torch.bool)
             left = rewards.expand_as(is_left).where(is_left, -torch.inf)
             losses.append((left.logsumexp(1) - rewards).sum())
-            ahead, behind = is_worse.nonzero(as_tuple=True)
-            rights.append((rewards[ahead] > rewards[behind]).double().mean())
+            better, other = is_worse.nonzero(as_tuple=True)
+            rights.append((rewards[better] > rewards[other]).double().mean())
             margins.append(rewards[0] - rewards[-1])
             best.append(group[0])
             worst.append(group[-1])

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from offload.engine.objective import Reference
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepRows:
@@ -29,3 +31,8 @@ class StepRows:
     num_trained: int
     reference_R: torch.Tensor | None = None
     sampler_N: torch.Tensor | None = None
+
+    @property
+    def reference(self) -> Reference | None:
+        """What a loss with a reference compares with: the base, unless that is known beforehand."""
+        return Reference() if self.reference_R is None else None

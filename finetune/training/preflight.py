@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.errors import CheckpointError, ConfigError, ModelError
-from finetune.files.adapter import require_adapter_files
+from finetune.files.adapter import read_adapter_config, require_adapter_files
 from finetune.model.config import has_weights, is_hub_reachable
 from finetune.model.load import set_router_loss
 from finetune.planning.candidates import choose, full_requests
@@ -147,21 +147,28 @@ def require_one_rank(train: TrainSection, *, num_ranks: int) -> None:
         )
 
 
-def adapter_to_go_on_from(path: Path) -> tuple[Path, tuple[str, ...]]:
+def adapter_to_go_on_from(path: Path, *, model: str | None) -> tuple[Path, tuple[str, ...]]:
     """Return the folder of the adapter that a run goes on from, and what is to know of it.
 
     Args:
         path: A run's directory, or a folder in peft's format.
+        model: The model of the run; None if it has no name.
 
     Raises:
         CheckpointError: There is none, or it is damaged.
         ModelError: Its weights are damaged.
     """
-    run = RunDir(path)
+    run, folder, notes = RunDir(path), path, tuple[str, ...]()
     if run.recipe_file.exists():
-        return run.adapter, run.require_adapter()
-    require_adapter_files(path)
-    return path, ()
+        folder, notes = run.adapter, run.require_adapter()
+    require_adapter_files(folder)
+    base = read_adapter_config(folder).get("base_model_name_or_path")
+    if base and model and base != model:
+        notes += (
+            f"The adapter in {folder} was trained on {base}, and this run trains one on {model}:"
+            " they have to be the same model",
+        )
+    return folder, notes
 
 
 def require_room(folder: Path, plan: Plan) -> None:

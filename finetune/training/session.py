@@ -224,7 +224,9 @@ def load_adapted(run: Run, plan: Plan) -> Adapted:
         seed = recipe.train.seed
         model = add_lora(loaded.model, recipe.adapter, seed=seed, backing=loaded.backing)
         if recipe.adapter.init_from is not None:
-            folder, _ = adapter_to_go_on_from(Path(recipe.adapter.init_from))
+            folder, _ = adapter_to_go_on_from(
+                Path(recipe.adapter.init_from), model=recipe.model.path
+            )
             load_into(model, folder)
     else:
         choose_weights(loaded.model, recipe.train.what)

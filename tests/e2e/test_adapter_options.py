@@ -105,11 +105,16 @@ def went_on(
 
 
 def test_a_run_goes_on_from_an_adapter(
-    finished: Path, tmp_path: Path, write_recipe, machine_file
+    finished: Path, tmp_path: Path, write_recipe, machine_file, capsys
 ) -> None:
     before = load_file(finished / "adapter" / "adapter_model.safetensors")
     recipe = write_recipe(train={"steps": 1, "lr": 1e-12}, output={"eval_every": None})
+    config = finished / "adapter" / "adapter_config.json"
+    other = json.loads(config.read_text()) | {"base_model_name_or_path": "another/model"}
+    config.write_text(json.dumps(other))
     same = went_on(finished / "adapter", recipe, machine_file, tmp_path / "a")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "was trained on another/model, and this run trains one on" in shown
     assert same.keys() == before.keys()
     assert all(torch.allclose(same[name], before[name], rtol=0, atol=1e-9) for name in before)
 

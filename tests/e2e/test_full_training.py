@@ -18,6 +18,7 @@ from finetune.recipe.recipe import shipped_recipe
 from offload.engine.host_gradients import LateUpdates
 from offload.plan.machine.machine import Machine
 from tests.e2e.runs import losses, rows_of, run
+from tests.tiers import mostly_slow
 
 
 def full_recipe(
@@ -95,11 +96,15 @@ def test_plain_transformers_loads_what_a_run_leaves(
     assert run("generate", run_dir, "--prompt", "what follows 3", "--max-new-tokens", 3) == 0
 
 
+@pytest.mark.parametrize(
+    "optimizer", mostly_slow(["adamw", "adamw_8bit", "adafactor", "lion", "sgd"], "adamw")
+)
 def test_a_run_that_ends_between_backward_and_update_resumes_to_the_bit(
-    tmp_path, write_recipe, machine_file, monkeypatch
+    optimizer, tmp_path, write_recipe, machine_file, monkeypatch
 ) -> None:
     recipe, whole = full_recipe(write_recipe, what=["model.layers.*"]), tmp_path / "whole"
-    assert run("finetune", recipe, "--machine", machine_file, f"output.dir={whole}") == 0
+    machine = ("--machine", machine_file, f"train.optimizer={optimizer}")
+    assert run("finetune", recipe, *machine, f"output.dir={whole}") == 0
     num_updated, update = 0, LateUpdates.run
 
     def run_some(self: LateUpdates, layer: int) -> None:
@@ -111,10 +116,10 @@ def test_a_run_that_ends_between_backward_and_update_resumes_to_the_bit(
 
     with monkeypatch.context() as patch:
         patch.setattr(LateUpdates, "run", run_some)
-        assert run("finetune", recipe, "--machine", machine_file) != 0
+        assert run("finetune", recipe, *machine) != 0
     done = losses(tmp_path / "run")
     assert 2 <= len(done) < 6
-    assert run("finetune", recipe, "--machine", machine_file, "--resume") == 0
+    assert run("finetune", recipe, *machine, "--resume") == 0
     assert_same_runs(tmp_path / "run", whole)
 
 

@@ -1,4 +1,4 @@
-"""Preference runs by the command line: their files; killed, cut otherwise, on two ranks."""
+"""Preference runs by the command line: their files; killed, cut in other ways, on two ranks."""
 
 import json
 import math

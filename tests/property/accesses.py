@@ -16,7 +16,7 @@ def ancestors(schedule: Schedule) -> list[set[int]]:
 
 
 Access = tuple[str, object, object]
-"""Whether an op reads, writes or adds to a place, which, and what lies there then."""
+"""Whether an op reads, writes or adds to a place, which, and what that then holds."""
 
 
 class Accesses:
