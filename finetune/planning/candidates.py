@@ -24,6 +24,7 @@ from offload.plan.request import (
     HEAD_CHUNK_TOKENS,
     MLP_CHUNKS,
     PlanRequest,
+    sharing,
     with_codec,
     with_head_chunk,
     with_mlp_chunk,
@@ -64,14 +65,38 @@ def with_each_size(recipe: Recipe, *, num_ranks: int) -> tuple[Recipe, ...]:
 
 def full_requests(recipe: Recipe, facts: ModelFacts, *, num_ranks: int) -> list[PlanRequest]:
     """Return the requests before the rows are known: all are full, every token has a loss."""
-    return _all_ways(
-        recipe,
-        facts,
+    return shared_requests([recipe], facts, num_ranks=num_ranks)
+
+
+def shared_requests(
+    recipes: Sequence[Recipe], facts: ModelFacts, *, num_ranks: int
+) -> list[PlanRequest]:
+    """Return the requests of a step that runs of these recipes share, before rows are known.
+
+    Where sizes of micro-batches are open, each run takes its largest with at most so many tokens,
+    or its smallest.
+
+    Args:
+        recipes: Of the runs, which share `model` and `offload`.
+        facts: The model.
+        num_ranks: Processes that share the step.
+    """
+    cuts = [
         [
             full_request(one, facts, num_ranks=num_ranks)
             for one in with_each_size(recipe, num_ranks=num_ranks)
-        ],
-    )
+        ]
+        for recipe in recipes
+    ]
+    most = sorted({cut.typical.num_tokens for of_run in cuts for cut in of_run})
+    shared = [sharing([_largest_within(of_run, tokens) for of_run in cuts]) for tokens in most]
+    return _all_ways(recipes, facts, list(dict.fromkeys(shared)))
+
+
+def _largest_within(cuts: Sequence[PlanRequest], num_tokens: int) -> PlanRequest:
+    """Return the last of some cuts, the smallest first, with so many tokens; or the first."""
+    within = [cut for cut in cuts if cut.typical.num_tokens <= num_tokens]
+    return within[-1] if within else cuts[0]
 
 
 def requests_for(
@@ -90,7 +115,7 @@ def requests_for(
         num_ranks: Processes that share the step.
     """
     cut = [request_for(one, facts, sizes, num_ranks=num_ranks) for one, sizes in sized]
-    return _all_ways(recipe, facts, cut)
+    return _all_ways([recipe], facts, cut)
 
 
 def choose(facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]) -> Choice:
@@ -151,14 +176,16 @@ def _resorts(requests: Sequence[PlanRequest]) -> list[list[PlanRequest]]:
     return list(groups.values())
 
 
-def _all_ways(recipe: Recipe, facts: ModelFacts, cut: Sequence[PlanRequest]) -> list[PlanRequest]:
+def _all_ways(
+    recipes: Sequence[Recipe], facts: ModelFacts, cut: Sequence[PlanRequest]
+) -> list[PlanRequest]:
     """Return each cut of the step in each form and place, the plainest first.
 
     That is: whole MLPs, large head chunks, native weights, inputs on the device, small
     micro-batches, in this order.
     """
-    whole = _ways(recipe, cut)
-    if recipe.offload.mlp_chunk != "auto" or not _may_tile(recipe, facts):
+    whole, are_tiles_open = _ways(recipes, cut), recipes[0].offload.mlp_chunk == "auto"
+    if not are_tiles_open or not all(_may_tile(recipe, facts) for recipe in recipes):
         return whole
     tiled = [
         with_mlp_chunk(request, num_tokens)
@@ -183,7 +210,8 @@ def _may_tile(recipe: Recipe, facts: ModelFacts) -> bool:
     )
 
 
-def _ways(recipe: Recipe, cut: Sequence[PlanRequest]) -> list[PlanRequest]:
+def _ways(recipes: Sequence[Recipe], cut: Sequence[PlanRequest]) -> list[PlanRequest]:
+    recipe = recipes[0]
     stash = recipe.offload.stash
     places = (False, True) if stash == "auto" else (stash == "host",)
     chunk = recipe.offload.head_chunk
@@ -191,6 +219,7 @@ def _ways(recipe: Recipe, cut: Sequence[PlanRequest]) -> list[PlanRequest]:
         replace(with_head_chunk(with_codec(request, codec), num_tokens), is_stashed=is_stashed)
         for num_tokens in (HEAD_CHUNKS if chunk == "auto" else (chunk,))
         for codec in _codecs(recipe)
+        if all(codec in _codecs(other) for other in recipes)
         for is_stashed in places
         for request in cut
     ]

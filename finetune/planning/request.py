@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from finetune.data.steps import StepSizes
 
 MAX_MACHINE_BYTES = 2**20
+ASSUMED_TOP = 20
+"""A teacher's tokens at each token before rows are known: the most that vLLM gives by default."""
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 
 
@@ -213,6 +215,8 @@ def request_for(
         row_tokens = -(-sizes.largest_width // num_rows)
         largest = replace(largest, micro_batch_size=num_rows, seq_len=row_tokens)
     request = _request(recipe, facts, typical=typical, largest=largest, num_ranks=num_ranks)
+    if request.objective is not None:
+        request = replace(request, objective=replace(request.objective, num_top=sizes.num_top))
     return replace(
         request,
         num_micro_batches=sizes.num_micro_batches,
@@ -289,6 +293,7 @@ def _objective_cost(objective: ObjectiveSection) -> ObjectiveCost | None:
     return ObjectiveCost(
         has_reference=objective.computes_reference,
         scored_frac=1.0 if objective.scores_mismatched else 0.0,
+        num_top=ASSUMED_TOP if objective.has_teacher else 0,
     )
 
 

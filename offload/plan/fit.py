@@ -10,7 +10,7 @@ from functools import cached_property
 
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.machine.machine import Machine
-from offload.plan.memory.host import host_terms
+from offload.plan.memory.host import HostLoad, host_terms
 from offload.plan.memory.memory import (
     OTHER_RANKS,
     SENT,
@@ -22,6 +22,7 @@ from offload.plan.memory.memory import (
     device_needs,
     input_bytes,
 )
+from offload.plan.memory.shared import shared_needs
 from offload.plan.request import PlanRequest
 from offload.plan.schedule.residency import Residency
 from offload.plan.schedule.schedule import MIN_SLOTS
@@ -75,20 +76,7 @@ class MemoryNeeds:
     def of(cls, facts: ModelFacts, machine: Machine, request: PlanRequest) -> "MemoryNeeds":
         """Add up the memory of a request; there are at most as many slots as layers."""
         request = request.within(facts.num_layers)
-        on_device = device_needs(
-            facts,
-            machine,
-            request.largest,
-            num_micro_batches=request.largest_micro_batches,
-            num_ranks=request.num_ranks,
-            is_padded=request.is_masked,
-            is_stashed=request.is_stashed,
-            traced=request.traced,
-        )
-        if request.objective is not None:
-            on_device = on_device.with_objective(
-                facts, request.largest, extra_passes=request.extra_passes
-            )
+        on_device = shared_needs([_run_needs(facts, machine, run) for run in request.runs])
         needs = cls(
             facts=facts, machine=machine, request=request, on_device=on_device, fixed_host=None
         )
@@ -111,9 +99,12 @@ class MemoryNeeds:
         terms = self.fixed_host or host_terms(
             self.facts,
             self.machine,
-            request.largest,
-            num_workers=request.num_workers,
-            num_stashed=request.num_stashed,
+            [
+                HostLoad(
+                    workload=run.largest, num_workers=run.num_workers, num_stashed=run.num_stashed
+                )
+                for run in request.runs
+            ],
             num_ranks=request.num_ranks,
             num_slabs=request.num_slabs,
             rank_device_bytes=self.on_device.peak_bytes(residency),
@@ -127,8 +118,9 @@ class MemoryNeeds:
             sizes[SENT] = sent_bytes
         num_graphs = max(0, residency.num_kept_graphs - 1) + self._num_sent_below(residency)
         if num_graphs and request.is_stashed:
-            num_inputs = num_graphs * request.num_stashed
-            spared = num_inputs * input_bytes(self.facts, request.largest)
+            spared = num_graphs * sum(
+                run.num_stashed * input_bytes(self.facts, run.largest) for run in request.runs
+            )
             for name, spared_bytes in ((STASH, spared), (OTHER_RANKS, num_others * spared)):
                 if name in sizes:
                     sizes[name] -= spared_bytes
@@ -334,6 +326,24 @@ class MemoryNeeds:
         more = range(fewest.num_slots + 1, self.facts.num_layers + 1)
         num_more = _num_false(more, lambda n: bool(self.shortages(replace(fewest, num_slots=n))))
         return fewest.num_slots + num_more
+
+
+def _run_needs(facts: ModelFacts, machine: Machine, run: PlanRequest) -> DeviceNeeds:
+    on_device = device_needs(
+        facts,
+        machine,
+        run.largest,
+        num_micro_batches=run.largest_micro_batches,
+        num_ranks=run.num_ranks,
+        is_padded=run.is_masked,
+        is_stashed=run.is_stashed,
+        traced=run.traced,
+    )
+    if run.objective is None:
+        return on_device
+    return on_device.with_objective(
+        facts, run.largest, extra_passes=run.extra_passes, num_top=run.objective.num_top
+    )
 
 
 def _num_false(numbers: Sequence[int], is_true: Callable[[int], bool]) -> int:

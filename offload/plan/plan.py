@@ -5,25 +5,35 @@ graph saves its recompute. `offload.plan.split` divides the memory between the t
 `offload.plan.search` chooses all other settings.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.machine import ExpertsImplementation, Machine
-from offload.plan.memory.memory import MemoryTerm, input_bytes, total_bytes
+from offload.plan.memory.memory import MemoryTerm, total_bytes
 from offload.plan.memory.traced import MemoryGrade
 from offload.plan.memory.visit import visit_bytes
 from offload.plan.refusal import refusal
 from offload.plan.request import PlanRequest
 from offload.plan.schedule.op import Kind
+from offload.plan.schedule.passes import numbered
 from offload.plan.schedule.residency import NOTHING_SAVED, Residency, Saved
 from offload.plan.schedule.schedule import Schedule
 from offload.plan.schedule.simulate import simulate
 from offload.plan.schedule.timeline import Timeline
 from offload.plan.split import fastest_residency
-from offload.plan.step import Draft, break_even_tokens, duration_of, schedule_of
+from offload.plan.step import (
+    Draft,
+    break_even_tokens,
+    duration_of,
+    pass_s,
+    schedule_of,
+    stashed_bytes,
+)
 from offload.plan.time.bounds import r3_bound_s
-from offload.plan.time.costs import Costs, LayerCost, price, with_objective
+from offload.plan.time.costs import Costs, LayerCost, RunCosts, price, with_objective
+from offload.plan.time.shared import shared_costs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +100,7 @@ class Plan:
     @property
     def tokens_per_step(self) -> int:
         """Tokens of a typical step, padding included."""
-        return self.request.typical.num_tokens * self.request.num_micro_batches
+        return self.request.tokens_per_step
 
     def predict(self) -> Timeline:
         """Simulate the step, without the optimizer."""
@@ -102,12 +112,21 @@ class Plan:
         return self.predict().step_s + self.costs.optimizer_s
 
     def without_objective(self) -> "Plan":
-        """Return the same step with the loss that needs one pass: a cross-entropy."""
-        if self.request.objective is None:
+        """Return the same step with the loss that needs one pass: a cross-entropy.
+
+        Of a step that runs share it is the same step: its price is of all of them.
+        """
+        if self.request.objective is None or self.request.others:
             return self
         request = replace(self.request, objective=None)
         costs = replace(
-            self.costs, score_s=0.0, objective_s=0.0, num_scored=0.0, num_references=0.0
+            self.costs,
+            tail_s=self.costs.tail_s - self.costs.top_s,
+            top_s=0.0,
+            score_s=0.0,
+            objective_s=0.0,
+            num_scored=0.0,
+            num_references=0.0,
         )
         is_staged = self.schedule.is_staged
         return replace(
@@ -133,10 +152,8 @@ class Plan:
         bound_s = r3_bound_s(
             self.costs,
             num_slots=self.num_slots,
-            num_micro_batches=self.request.rank_micro_batches,
-            stashed_bytes=input_bytes(self.facts, self.request.typical)
-            if self.request.is_stashed
-            else 0,
+            num_micro_batches=sum(run.rank_micro_batches for run in self.request.runs),
+            stashed_bytes=stashed_bytes(self.facts, self.request),
             is_staged=self.schedule.is_staged,
             num_kept_graphs=self.num_kept_graphs,
             saved=self.saved,
@@ -147,11 +164,13 @@ class Plan:
     def break_even_tokens(self) -> int | None:
         """Tokens per step from which streaming is free, in micro-batches of the plan's size.
 
-        None is more than any step should have; see `offload.plan.step.break_even_tokens`.
+        None is more than any step should have; see `offload.plan.step.break_even_tokens`. Of a step
+        that runs share, the size is that of the first run.
         """
-        is_staged = self.schedule.is_staged
-        draft = Draft.of(self.facts, self.request, self.costs, self.residency, is_staged=is_staged)
-        return break_even_tokens(draft, self.request)
+        is_staged, request = self.schedule.is_staged, self.request.runs[0]
+        costs = self.costs.runs[0].costs if self.costs.runs else self.costs
+        draft = Draft.of(self.facts, request, costs, self.residency, is_staged=is_staged)
+        return break_even_tokens(draft, request)
 
 
 def plan(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Plan:
@@ -171,7 +190,13 @@ def plan(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Plan:
 
 
 def costs_of(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Costs:
-    """Price the ops of a request."""
+    """Price the ops of a request, each of a run with its own adapter."""
+    if request.others:
+        runs = [
+            RunCosts(costs=costs_of(facts, machine, run), passes=run.passes(run.rank_micro_batches))
+            for run in request.runs
+        ]
+        return shared_costs(runs)
     typical, is_masked = request.typical, request.is_masked
     kinds = set(facts.layers) if request.has_sent_graphs else ()
     visits = {x: visit_bytes(facts, machine, x, typical, is_padded=is_masked) for x in kinds}
@@ -192,6 +217,7 @@ def costs_of(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Costs
         request.typical,
         num_scored=request.objective.scored_frac,
         num_references=request.objective.num_references,
+        has_top=request.objective.num_top > 0,
     )
 
 
@@ -215,8 +241,10 @@ def laid_out(needs: MemoryNeeds, costs: Costs, residency: Residency) -> Plan:
 def draft_step_s(needs: MemoryNeeds, costs: Costs, residency: Residency) -> float:
     """Return the predicted time of a step, optimizer included, without all of its ops."""
     costs = costs.given(residency)
-    draft = Draft.of(needs.facts, needs.request, costs, residency, is_staged=needs.is_staged)
-    return draft.step_s(needs.request.rank_micro_batches) + costs.optimizer_s
+    without_update_s = pass_s(
+        needs.facts, needs.request, costs, residency, is_staged=needs.is_staged
+    )
+    return without_update_s + costs.optimizer_s
 
 
 def calibrate(
@@ -230,6 +258,7 @@ def calibrate(
     """Replace the priced durations by those of a step measured on this machine.
 
     A recompute takes the measured time of the forward that it repeats, but for what it leaves out.
+    Of a shared step each run gets the times of its own visits, and of the update its priced share.
 
     Args:
         costs: The prices; copies that the measured step did not need keep their priced rate.
@@ -238,6 +267,22 @@ def calibrate(
         num_kept_graphs: Layers of the measured step that were not checkpointed.
         saved: What other layers of it kept or sent.
     """
+    if costs.runs:
+        return shared_costs(
+            [
+                replace(
+                    run,
+                    costs=calibrate(
+                        run.costs,
+                        part,
+                        optimizer_s=optimizer_s * run.costs.optimizer_s / costs.optimizer_s,
+                        num_kept_graphs=num_kept_graphs,
+                        saved=saved,
+                    ),
+                )
+                for run, part in zip(costs.runs, _by_run(costs.runs, measured), strict=True)
+            ]
+        )
     first_graph = len(costs.layers) - num_kept_graphs
     load_s = measured.busy_s(Kind.LOAD)
     layers = tuple(
@@ -263,6 +308,22 @@ def calibrate(
         ),
         read_bytes_per_s=_rate(measured, Kind.READ, costs.read_bytes_per_s),
     )
+
+
+def _by_run(runs: Sequence[RunCosts], measured: Timeline) -> list[Timeline]:
+    """Return what of a shared step each run waits for: its own ops, and those of all.
+
+    If the step has other passes than were planned, each gets all of it: the mean of all runs.
+    """
+    passes = numbered([run.passes for run in runs])
+    found = {span.micro_batch for span in measured.spans} - {None}
+    if found != {number for one in passes for number in one.all}:
+        return [measured] * len(runs)
+    others = [span for span in measured.spans if span.micro_batch is None]
+    return [
+        Timeline(spans=(*others, *(s for s in measured.spans if s.micro_batch in one.all)))
+        for one in passes
+    ]
 
 
 def _measured(

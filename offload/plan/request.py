@@ -1,12 +1,14 @@
 """The request: what a run asks of the planner."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from offload.errors import OffloadError
 from offload.plan.facts.codec import CodecName
 from offload.plan.facts.workload import Workload
 from offload.plan.memory.traced import TracedBytes
-from offload.plan.schedule.schedule import Passes
+from offload.plan.schedule.passes import Passes
 
 HEAD_CHUNK_TOKENS = 1024  # logits of a 151,936 vocabulary in fp32: 0.6 GB at a time
 MLP_CHUNKS = (8192, 2048, 512)  # tokens of an MLP's tile, where a whole micro-batch does not fit
@@ -20,10 +22,13 @@ class ObjectiveCost:
     Attributes:
         has_reference: Whether a reference scores all rows too.
         scored_frac: Rows that are only scored, for each row that is trained on; as long as these.
+        num_top: Tokens whose log-probabilities are taken at each label, at most; 0 for the label's
+            own alone.
     """
 
     has_reference: bool = False
     scored_frac: float = 0.0
+    num_top: int = 0
 
     @property
     def num_references(self) -> float:
@@ -64,6 +69,8 @@ class PlanRequest:
             not computed again.
         has_sent_graphs: Whether graphs of layers are sent to host memory where that pays.
         objective: What the loss of the run adds to a step; None for a cross-entropy.
+        others: Further runs that share the step, each with an adapter of its own. What concerns
+            the machine is as this request says: of theirs, only what `OF_A_RUN` names counts.
     """
 
     typical: Workload
@@ -84,6 +91,24 @@ class PlanRequest:
     has_sent_graphs: bool = False
     most_tokens: int | None = None
     objective: ObjectiveCost | None = None
+    others: tuple["PlanRequest", ...] = ()
+
+    @property
+    def runs(self) -> tuple["PlanRequest", ...]:
+        """The request of each run of the step, as if it were alone."""
+        if not self.others:
+            return (self,)
+        alone = replace(self, others=())
+        return (alone, *(alone.with_run(other) for other in self.others))
+
+    def with_run(self, run: "PlanRequest") -> "PlanRequest":
+        """Return the request with what another says of its run."""
+        return replace(self, **{name: getattr(run, name) for name in OF_A_RUN})
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a typical step of all its runs, padding included."""
+        return sum(run.typical.num_tokens * run.num_micro_batches for run in self.runs)
 
     def within(self, num_layers: int) -> "PlanRequest":
         """Return the same request with at most as many slots as the model has layers."""
@@ -124,10 +149,71 @@ class PlanRequest:
         cost = self.objective
         return 0.0 if cost is None else cost.scored_frac + cost.num_references
 
+    def passes(self, num_micro_batches: int) -> Passes:
+        """Return the passes of a step of so many micro-batches that are trained on."""
+        if self.objective is None:
+            return Passes(num_trained=num_micro_batches, has_objective=False)
+        return self.objective.passes(num_micro_batches)
+
     @property
     def num_stashed(self) -> int:
         """Micro-batches whose layer inputs a rank has in host memory."""
         return self.rank_micro_batches if self.is_stashed else 0
+
+
+OF_A_RUN = (
+    "typical",
+    "largest",
+    "num_micro_batches",
+    "num_workers",
+    "traced",
+    "is_masked",
+    "most_tokens",
+    "objective",
+)
+"""What each run of a shared step has of its own."""
+
+
+def sharing(requests: Sequence[PlanRequest]) -> PlanRequest:
+    """Return the request of a step that these runs share, with the first one's of the machine.
+
+    Raises:
+        OffloadError: Weights of the model train, which runs would share; or layers would wait or
+            compute in two forms.
+    """
+    first, *others = requests
+    for request in requests:
+        typical = request.typical
+        if others and typical.adapter.whole is not None:
+            raise OffloadError(
+                "weights of the model train, and runs are to share a step",
+                limit="runs that share the layers share no weight that trains",
+                hint="train an adapter in each, or one run at a time",
+            )
+        form = (typical.codec, typical.dtype_bytes, typical.head_chunk_tokens)
+        if form != (
+            first.typical.codec,
+            first.typical.dtype_bytes,
+            first.typical.head_chunk_tokens,
+        ):
+            raise OffloadError(
+                f"runs are to share a step, and one has layers in {typical.codec} of"
+                f" {typical.dtype_bytes} bytes and {typical.head_chunk_tokens} tokens per head"
+                " chunk",
+                limit=f"the first has {first.typical.codec}, {first.typical.dtype_bytes} and"
+                f" {first.typical.head_chunk_tokens}",
+                hint="the same codec, dtype and head chunk in all",
+            )
+    return replace(first, others=tuple(replace(other, others=()) for other in others))
+
+
+def with_micro_batches(request: PlanRequest, factor: int) -> PlanRequest:
+    """Return the same request with so many times the micro-batches in a step."""
+    return replace(
+        request,
+        num_micro_batches=factor * request.num_micro_batches,
+        others=tuple(with_micro_batches(other, factor) for other in request.others),
+    )
 
 
 def with_codec(request: PlanRequest, codec: CodecName) -> PlanRequest:
@@ -136,6 +222,7 @@ def with_codec(request: PlanRequest, codec: CodecName) -> PlanRequest:
         request,
         typical=replace(request.typical, codec=codec),
         largest=replace(request.largest, codec=codec),
+        others=tuple(with_codec(other, codec) for other in request.others),
     )
 
 
@@ -145,6 +232,7 @@ def with_head_chunk(request: PlanRequest, num_tokens: int) -> PlanRequest:
         request,
         typical=replace(request.typical, head_chunk_tokens=num_tokens),
         largest=replace(request.largest, head_chunk_tokens=num_tokens),
+        others=tuple(with_head_chunk(other, num_tokens) for other in request.others),
     )
 
 
@@ -154,4 +242,5 @@ def with_mlp_chunk(request: PlanRequest, num_tokens: int | None) -> PlanRequest:
         request,
         typical=replace(request.typical, mlp_chunk_tokens=num_tokens),
         largest=replace(request.largest, mlp_chunk_tokens=num_tokens),
+        others=tuple(with_mlp_chunk(other, num_tokens) for other in request.others),
     )

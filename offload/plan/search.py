@@ -31,7 +31,7 @@ from offload.plan.fit import MemoryNeeds, Shortage
 from offload.plan.machine.machine import GIB, Machine
 from offload.plan.plan import Plan, costs_of, draft_step_s, laid_out
 from offload.plan.refusal import refusal
-from offload.plan.request import PlanRequest, with_codec
+from offload.plan.request import PlanRequest, with_codec, with_micro_batches
 from offload.plan.schedule.residency import Residency
 from offload.plan.split import SAME_FRAC, bound_of, fastest_residency
 from offload.plan.time.costs import Costs
@@ -90,8 +90,7 @@ class Candidate:
     @property
     def tokens_per_s(self) -> float:
         """Predicted tokens per second, padding included."""
-        request = self.request
-        return request.typical.num_tokens * request.num_micro_batches / self.least_s
+        return self.request.tokens_per_step / self.least_s
 
     def laid_out(self) -> Plan:
         """Return its plan."""
@@ -269,7 +268,7 @@ def _what_ifs(
 ) -> Iterator[WhatIf]:
     facts, machine = chosen.needs.facts, chosen.needs.machine
     request = chosen.request
-    tokens = request.typical.num_tokens * request.num_micro_batches
+    tokens = request.tokens_per_step
 
     def what_if(
         change: Literal["memory", "link", "tokens"] | CodecName, others: Iterable[Candidate]
@@ -291,7 +290,7 @@ def _what_ifs(
         for c in candidates
         if c.request.typical.micro_batch_size == request.typical.micro_batch_size
     ]
-    doubled = [replace(r, num_micro_batches=2 * r.num_micro_batches) for r in same_size]
+    doubled = [with_micro_batches(r, 2) for r in same_size]
     yield what_if("tokens", (_weighed(facts, machine, r) for r in doubled))
     for codec in rounding:
         coded = dict.fromkeys(with_codec(r, codec) for r in same_size)

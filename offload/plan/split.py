@@ -18,9 +18,8 @@ from dataclasses import replace
 from functools import cache
 
 from offload.plan.fit import MemoryNeeds
-from offload.plan.memory.memory import input_bytes
 from offload.plan.schedule.residency import Residency
-from offload.plan.step import Draft
+from offload.plan.step import pass_s, stashed_bytes
 from offload.plan.time.bounds import StepBound
 from offload.plan.time.costs import Costs
 
@@ -38,14 +37,14 @@ def bound_of(needs: MemoryNeeds, costs: Costs, residency: Residency) -> float:
 def _bound(needs: MemoryNeeds, costs: Costs) -> _Seconds:
     """Return the lower bound as a function of the residency, each computed once."""
     request = needs.request
-    num_micro_batches = request.rank_micro_batches
+    num_micro_batches = sum(run.rank_micro_batches for run in request.runs)
 
     @cache
     def step_bound(*, sends: bool) -> StepBound:
         return StepBound.of(
             costs.while_sending() if sends else costs,
             num_micro_batches=num_micro_batches,
-            stashed_bytes=input_bytes(needs.facts, request.typical) if request.is_stashed else 0,
+            stashed_bytes=stashed_bytes(needs.facts, request),
             is_staged=needs.is_staged,
         )
 
@@ -216,13 +215,13 @@ def _step(needs: MemoryNeeds, costs: Costs) -> _Seconds:
 
     @cache
     def step_s(residency: Residency) -> float:
-        draft = Draft.of(
+        without_update_s = pass_s(
             needs.facts,
             needs.request,
             costs.given(residency),
             residency,
             is_staged=needs.is_staged,
         )
-        return draft.step_s(needs.request.rank_micro_batches) + costs.optimizer_s
+        return without_update_s + costs.optimizer_s
 
     return step_s

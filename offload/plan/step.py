@@ -3,26 +3,24 @@
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.trainable import outer_module_sizes
 from offload.plan.memory.memory import input_bytes, layer_weight_bytes
 from offload.plan.request import PlanRequest
 from offload.plan.schedule.op import Kind, Lane, Op
+from offload.plan.schedule.passes import numbered
 from offload.plan.schedule.residency import Residency
 from offload.plan.schedule.schedule import (
     NUM_STAGING,
     PIECE_BYTES,
-    Order,
     Schedule,
     TransferSizes,
-    objective_schedule,
-    training_schedule,
+    step_schedule,
     warm_ring,
     without_trained,
 )
-from offload.plan.schedule.simulate import Pieces, merged_s
+from offload.plan.schedule.simulate import Pieces, merged_s, simulate
 from offload.plan.time.costs import Costs, LayerCost
 
 FREE_FRAC = 0.01  # of a step: streaming that adds less is free
@@ -66,25 +64,53 @@ def schedule_of(
         )
     if is_draft:
         sizes = replace(sizes, piece_bytes=max(sizes.layer_bytes))
-    num_micro_batches = 1 if is_draft else request.rank_micro_batches
-    num_stashed = num_micro_batches if request.is_stashed else 0
-    list_ops: Callable[..., Schedule] = (
-        partial(training_schedule, num_micro_batches=num_micro_batches, order=Order.LAYER_MAJOR)
-        if request.objective is None
-        else partial(objective_schedule, passes=request.objective.passes(num_micro_batches))
-    )
-    return list_ops(
+    assert not (is_draft and request.others), "a draft has one run"
+    runs = request.runs
+    numbers = [1 if is_draft else run.rank_micro_batches for run in runs]
+    stashed = zip(runs, numbers, strict=True) if request.is_stashed else ()
+    return step_schedule(
         sizes,
         ring=without_trained(warm_ring(residency.num_slots), sizes),
-        trains_front=bool(outer_module_sizes(facts, typical.adapter)),
-        input_bytes=(input_bytes(facts, typical),) * num_stashed,
+        runs=[run.passes(number) for run, number in zip(runs, numbers, strict=True)],
+        trains_front=any(outer_module_sizes(facts, run.typical.adapter) for run in runs),
+        input_bytes=tuple(
+            input_bytes(facts, run.typical) for run, number in stashed for _ in range(number)
+        ),
         num_kept_graphs=residency.num_kept_graphs,
-        saved=costs.saved(residency, num_micro_batches=num_micro_batches),
+        saved=costs.saved(residency, num_micro_batches=numbers[0]),
     )
+
+
+def stashed_bytes(facts: ModelFacts, request: PlanRequest) -> int:
+    """Return the size of a typical layer input that is stashed, the mean of all; 0 if none is."""
+    if not request.is_stashed:
+        return 0
+    num_bytes = sum(
+        run.rank_micro_batches * input_bytes(facts, run.typical) for run in request.runs
+    )
+    return num_bytes // sum(run.rank_micro_batches for run in request.runs)
 
 
 def duration_of(costs: Costs) -> Callable[[Op], float]:
-    """Return the function that gives an op's duration."""
+    """Return the function that gives an op's duration: a visit's by the run that it is of."""
+    if not costs.runs:
+        return _duration_of(costs)
+    shared_s, runs_s = _duration_of(costs), [_duration_of(run.costs) for run in costs.runs]
+    passes = numbered([run.passes for run in costs.runs])
+    of_pass = {
+        number: run_s for run_s, one in zip(runs_s, passes, strict=True) for number in one.all
+    }
+
+    def duration_s(op: Op) -> float:
+        if op.lane is not Lane.COMPUTE or op.kind is Kind.DECODE:
+            return shared_s(op)
+        run_s = runs_s[op.run_index] if op.micro_batch is None else of_pass[op.micro_batch]
+        return run_s(op)
+
+    return duration_s
+
+
+def _duration_of(costs: Costs) -> Callable[[Op], float]:
     outside_s = {
         Kind.FRONT: costs.front_s,
         Kind.SCORE: costs.score_s,
@@ -193,6 +219,26 @@ class Draft:
         return replace(
             self, durations_s=tuple(0.0 if op.kind is Kind.LOAD else one_s for op, one_s in ops)
         )
+
+
+def pass_s(
+    facts: ModelFacts,
+    request: PlanRequest,
+    costs: Costs,
+    residency: Residency,
+    *,
+    is_staged: bool,
+) -> float:
+    """Return the predicted time of a step, without the optimizers.
+
+    That of one run is simulated from a draft; of several, whose micro-batches differ, from the
+    whole schedule. Arguments are as of `schedule_of`.
+    """
+    if not request.others:
+        draft = Draft.of(facts, request, costs, residency, is_staged=is_staged)
+        return draft.step_s(request.rank_micro_batches)
+    schedule = schedule_of(facts, request, costs, residency, is_staged=is_staged)
+    return simulate(schedule, duration_of(costs)).step_s
 
 
 def break_even_tokens(draft: Draft, request: PlanRequest) -> int | None:

@@ -7,15 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.plan.schedule.op import Kind, Lane, Op
+from offload.plan.schedule.passes import Passes, numbered
 from offload.plan.schedule.residency import Residency
 from offload.plan.schedule.schedule import (
     Order,
-    Passes,
     Schedule,
     TransferSizes,
     cold_ring,
     forward_schedule,
-    objective_schedule,
+    step_schedule,
     training_schedule,
     warm_ring,
 )
@@ -65,10 +65,10 @@ def both(draw: st.DrawFn) -> tuple[Schedule, Schedule, Passes]:
         num_kept_graphs=residency.num_kept_graphs,
         saved=saved,
     )
-    scored = objective_schedule(
+    scored = step_schedule(
         sizes,
         ring=ring,
-        passes=passes,
+        runs=(passes,),
         trains_front=trains_front,
         input_bytes=input_bytes,
         num_kept_graphs=residency.num_kept_graphs,
@@ -147,10 +147,10 @@ def test_a_reference_is_computed_after_the_policy_in_the_same_visit(drawn) -> No
 def test_rows_that_are_evaluated_load_what_a_pass_without_gradients_loads(drawn) -> None:
     schedule, _, passes = drawn
     sizes = TransferSizes.frozen([10] * (1 + max(op.layer or 0 for op in schedule.ops)))
-    evaluation = objective_schedule(
+    evaluation = step_schedule(
         sizes,
         ring=schedule.ring_before,
-        passes=replace(passes, num_trained=0, num_scored=2),
+        runs=(replace(passes, num_trained=0, num_scored=2),),
         trains_front=True,
         input_bytes=(),
     )
@@ -178,10 +178,10 @@ def test_a_step_is_simulated_from_one_micro_batch_of_each_kind(
     }
 
     def schedule(count: int) -> Schedule:
-        return objective_schedule(
+        return step_schedule(
             TransferSizes.frozen([10] * num_layers),
             ring=warm_ring(num_slots),
-            passes=Passes(num_trained=count, num_scored=count, has_reference=has_reference),
+            runs=(Passes(num_trained=count, num_scored=count, has_reference=has_reference),),
             trains_front=False,
             input_bytes=(),
         )
@@ -190,3 +190,87 @@ def test_a_step_is_simulated_from_one_micro_batch_of_each_kind(
     one = schedule(1)
     drafted_s = merged_s(one, [durations_s[op.kind] for op in one.ops], num_micro_batches=num)
     assert drafted_s == pytest.approx(whole_s)
+
+
+# ---------------------------------------------------------------------------------------------
+# Runs that share a step
+
+
+runs_of_steps = st.lists(
+    st.builds(
+        Passes,
+        num_trained=st.integers(1, 3),
+        num_scored=st.integers(0, 1),
+        has_reference=st.booleans(),
+    )
+    | st.builds(Passes, num_trained=st.integers(1, 3), has_objective=st.just(value=False)),
+    min_size=1,
+    max_size=4,
+)
+
+
+@st.composite
+def shared(draw: st.DrawFn) -> tuple[Schedule, tuple[Passes, ...]]:
+    """Draw a step of several runs, and their passes."""
+    num_layers, num_slots = draw(st.integers(2, 4)), draw(st.integers(2, 4))
+    runs = draw(runs_of_steps)
+    num = sum(run.num_trained for run in runs)
+    residency = Residency(
+        num_slots=min(num_layers, num_slots),
+        num_kept_graphs=draw(st.integers(0, num_layers)),
+        num_sent_graphs=draw(st.integers(0, num_layers)),
+        num_sent_outputs=draw(st.integers(0, num_layers)),
+    )
+    schedule = step_schedule(
+        TransferSizes.frozen([10] * num_layers, num_staging=draw(st.integers(0, 3))),
+        ring=warm_ring(residency.num_slots),
+        runs=runs,
+        trains_front=draw(st.booleans()),
+        input_bytes=draw(st.sampled_from([(), (5,) * num])),
+        num_kept_graphs=residency.num_kept_graphs,
+        saved=residency.saved([(3,) * num] * num_layers, [(8,) * num] * num_layers),
+    )
+    return schedule, numbered(runs)
+
+
+@given(shared())
+def test_runs_that_share_a_step_neither_read_too_early_nor_overwrite_each_other(drawn) -> None:
+    check_order(drawn[0])
+
+
+@given(shared())
+def test_passes_of_runs_are_numbered_once_each_those_that_train_first(drawn) -> None:
+    _, runs = drawn
+    num = sum(run.num_trained for run in runs)
+    assert [m for run in runs for m in run.trained] == list(range(num))
+    further = [m for run in runs for m in (*run.scored, *run.reference)]
+    assert further == list(range(num, num + len(further)))
+    for run in runs:
+        numbers = [run.micro_batch(m) for m in run.all]
+        assert numbers == [*range(run.num_policy)] * (1 + run.has_reference)
+
+
+@given(shared())
+def test_each_run_computes_in_a_shared_step_what_it_computes_alone(drawn) -> None:
+    """The same ops in the same order, but for the numbers of passes; and the loads of any run."""
+    schedule, runs = drawn
+    num_layers = 1 + max(op.layer for op in schedule.ops if op.layer is not None)
+    kinds = {op.kind for op in schedule.ops}
+    for number, run in enumerate(runs):
+        own = step_schedule(
+            TransferSizes.frozen([10] * num_layers),
+            ring=schedule.ring_before,
+            runs=[replace(run, first_trained=0, first_further=None)],
+            trains_front=Kind.FRONT_BACKWARD in kinds,
+            input_bytes=(),
+        )
+        local = {m: index for index, m in enumerate(run.all)}
+        ours = [
+            (op.kind, op.layer, local.get(op.micro_batch))
+            for op in schedule.ops
+            if op.lane is Lane.COMPUTE and (op.micro_batch in local or op.run == number)
+        ]
+        assert ours == [
+            (op.kind, op.layer, op.micro_batch) for op in own.ops if op.lane is Lane.COMPUTE
+        ]
+        assert schedule.num_loads == own.num_loads

@@ -2,6 +2,8 @@
 
 import math
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.linears import FP32_BYTES
@@ -37,13 +39,26 @@ CUDA_PROCESS_BYTES = 1536 * MIB
 ADAFACTOR_COPIES = 3  # in fp32, of a tensor: itself, its gradient, its step
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostLoad:
+    """What one run of a step has in host memory.
+
+    Attributes:
+        workload: Its largest micro-batch.
+        num_workers: Its data workers of each rank.
+        num_stashed: Micro-batches whose layer inputs each rank stashes in host memory.
+    """
+
+    workload: Workload
+    num_workers: int
+    num_stashed: int
+
+
 def host_terms(
     facts: ModelFacts,
     machine: Machine,
-    workload: Workload,
+    runs: Sequence[HostLoad],
     *,
-    num_workers: int,
-    num_stashed: int,
     num_ranks: int,
     num_slabs: int,
     rank_device_bytes: int,
@@ -55,18 +70,19 @@ def host_terms(
     Args:
         facts: The model.
         machine: The machine that all ranks run on.
-        workload: One micro-batch.
-        num_workers: Data workers of each rank.
-        num_stashed: Micro-batches whose layer inputs each rank stashes in host memory.
+        runs: What each run of the step has there; layers are the same for all.
         num_ranks: Processes that share the step.
         num_slabs: Slabs of all ranks together; 0 if layers are on disk.
         rank_device_bytes: Device memory of each rank, which on a CPU is host memory too.
     """
-    kinds = Counter(facts.layers)
+    kinds, workload = Counter(facts.layers), runs[0].workload
     cargo_bytes = sum(num * workload.cargo_bytes(layer) for layer, num in kinds.items())
     largest = max(layer.num_parameters for layer in kinds)
+    num_workers = sum(run.num_workers for run in runs)
     slab, is_cuda = cargo_bytes if num_slabs else 0, machine.device == "cuda"
-    stash = (facts.num_layers - 1) * num_stashed * input_bytes(facts, workload)
+    stash = (facts.num_layers - 1) * sum(
+        run.num_stashed * input_bytes(facts, run.workload) for run in runs
+    )
     is_short = num_slabs * slab + num_ranks * stash > machine.pinned_bytes
     staging = 0
     if is_cuda and (is_short or not num_slabs):  # loads pass through a page-locked ring
@@ -80,8 +96,11 @@ def host_terms(
         MemoryTerm(name=DATA_WORKERS, num_bytes=num_workers * WORKER_BYTES),
         MemoryTerm(
             name=PAGED_STATES,
-            num_bytes=paged_bytes(
-                trained_tensor_shapes(facts, workload.adapter), workload.optimizer
+            num_bytes=sum(
+                paged_bytes(
+                    trained_tensor_shapes(facts, run.workload.adapter), run.workload.optimizer
+                )
+                for run in runs
             ),
         ),
         MemoryTerm(name="process", num_bytes=CUDA_PROCESS_BYTES if is_cuda else 0),

@@ -57,6 +57,14 @@ SLOTS, CUBLAS, KEPT_GRAPHS = "slots", "cuBLAS workspaces", "kept graphs"
 UPDATE = "optimizer temporaries"
 SCORES, ROUTER_LOGITS = "one visit: attention scores", "router logits"
 ROUTER_LOSS = "a layer's router loss"
+# Of what trains, and of micro-batches: each run of a shared step has its own.
+ADAPTERS, TRAINED_MODULES, GRADIENTS = "adapters", "trained modules", "gradients"
+STATES, KEPT_INPUTS, HIDDEN = (
+    "optimizer states",
+    "kept layer inputs",
+    "hidden states and their gradients",
+)
+SCORED_ROWS, SCORES_OF_LABELS = "rows that are only scored", "log-probabilities"
 # Terms that a trace measures; they replace formulas.
 VISIT, HEAD_CHUNK, RECORDED = "one visit", "head chunk", "recorded arguments"
 
@@ -71,6 +79,9 @@ ROUTER_LOSS_COPIES = 2
 ROUTER_LOSS_FP32_COPIES = 3
 # Of a label: its row and the gradient; of each pass its log-probability, alone and with all others.
 LABEL_BYTES, SCORE_BYTES = 8 + FP32_BYTES, 2 * FP32_BYTES
+# Of a token that a loss names at a label: its number; of each its log-probability, alone and with
+# all others, and the gradient.
+TOKEN_BYTES, TOP_BYTES = 8, 3 * FP32_BYTES
 CUBLAS_BYTES = 2 * 32 * MIB
 FRAGMENTATION_FRAC = 0.03
 # Gradients are all-reduced in pieces of this size.
@@ -90,15 +101,15 @@ NO_OUTPUTS = "`offload.attention_outputs: none`"
 NO_SENT_GRAPHS = "`offload.sent_graphs: none`"
 SHRINKS: Mapping[str, tuple[str, ...]] = {
     SLOTS: (FEWER_SLOTS, ROUNDED_LAYERS),
-    "adapters": (RANK, FEWER_TARGETS),
-    "gradients": (RANK, FEWER_TARGETS),
-    "optimizer states": ("`train.optimizer: adamw_8bit`", RANK),
+    ADAPTERS: (RANK, FEWER_TARGETS),
+    GRADIENTS: (RANK, FEWER_TARGETS),
+    STATES: ("`train.optimizer: adamw_8bit`", RANK),
     UPDATE: (RANK,),
-    "trained modules": ("fewer `adapter.modules_to_save`",),
-    "kept layer inputs": (INPUTS_IN_RAM, TOKENS),
-    "hidden states and their gradients": (TOKENS,),
+    TRAINED_MODULES: ("fewer `adapter.modules_to_save`",),
+    KEPT_INPUTS: (INPUTS_IN_RAM, TOKENS),
+    HIDDEN: (TOKENS,),
     RECORDED: (SEQ_LEN, TOKENS),
-    "rows that are only scored": (TOKENS,),
+    SCORED_ROWS: (TOKENS,),
     KEPT_GRAPHS: ("fewer `offload.kept_graphs`",),
     KEPT_OUTPUTS: (NO_OUTPUTS,),
     CARRIERS: (NO_SENT_GRAPHS, NO_OUTPUTS),
@@ -158,6 +169,9 @@ class DeviceNeeds:
         visit: A visit that recomputes its layer, without kept graphs.
         instants: A head chunk, and a visit whose graph was kept: what is live in addition to all
             kept graphs.
+        forward: A visit without a graph, at most.
+        scored: Of passes that only score, until all rows are scored: live with a head chunk or a
+            visit without a graph. None where there are no such passes.
         update: The optimizer.
         fixed: Independent of all settings.
         output_bytes: Of the output and log-sum-exp of each layer's attention for one micro-batch;
@@ -173,12 +187,14 @@ class DeviceNeeds:
     graph_bytes: tuple[int, ...]
     visit: tuple[MemoryTerm, ...]
     instants: tuple[tuple[MemoryTerm, ...], ...]
+    forward: tuple[MemoryTerm, ...]
     update: MemoryTerm
     fixed: tuple[MemoryTerm, ...]
     output_bytes: tuple[int, ...]
     sent_graph_bytes: tuple[int, ...]
     router_bytes: tuple[int, ...]
     num_micro_batches: float
+    scored: tuple[MemoryTerm, ...] = ()
 
     @property
     def num_outputs(self) -> int:
@@ -217,10 +233,18 @@ class DeviceNeeds:
         return int(num * routers), int(num * kept), int(NUM_CARRIED * num * largest)
 
     @cached_property
+    def _with_graphs(self) -> tuple[tuple[MemoryTerm, ...], ...]:
+        """The instants at which all kept graphs are there."""
+        if not self.scored:
+            return self.instants
+        chunk = self.instants[0]
+        return (*self.instants, (*self.scored, *chunk), (*self.scored, *self.forward))
+
+    @cached_property
     def _instant_bytes(self) -> tuple[int, ...]:
-        """Of a recomputing visit, of each of `instants` and of the update, without what varies."""
+        """Of a recomputing visit, each instant with graphs and the update, without what varies."""
         kept = total_bytes(self.kept)
-        with_graphs = (kept + total_bytes(instant) for instant in self.instants)
+        with_graphs = (kept + total_bytes(instant) for instant in self._with_graphs)
         return kept + total_bytes(self.visit), *with_graphs, self.update.num_bytes
 
     @cached_property
@@ -260,7 +284,7 @@ class DeviceNeeds:
             MemoryTerm(name=KEPT_OUTPUTS, num_bytes=outputs),
             MemoryTerm(name=CARRIERS, num_bytes=carriers),
         )
-        with_graphs = [(*kept, graphs, *instant) for instant in self.instants]
+        with_graphs = [(*kept, graphs, *instant) for instant in self._with_graphs]
         number, used = self._worst(residency)
         worst = ((*kept, *self.visit), *with_graphs, (self.update,))[number]
         fragmentation = MemoryTerm(name=FRAGMENTATION, num_bytes=int(used * FRAGMENTATION_FRAC))
@@ -268,28 +292,35 @@ class DeviceNeeds:
         return tuple(term for term in terms if term.num_bytes)
 
     def with_objective(
-        self, facts: ModelFacts, workload: Workload, *, extra_passes: float
+        self, facts: ModelFacts, workload: Workload, *, extra_passes: float, num_top: int
     ) -> "DeviceNeeds":
         """Return the needs of a step whose loss is taken over all its rows.
 
         Until all rows are scored, each further pass has one hidden state and the arguments of its
-        layers; the log-probabilities stay until the last row is scored.
+        layers, with a layer's forward or a head chunk; in the backward these are gone. The
+        log-probabilities, and the gradient by each, stay. Those of several tokens at a label are
+        taken from a copy of the logits in fp32, whatever computes a cross-entropy.
 
         Args:
             facts: The model.
             workload: One micro-batch.
             extra_passes: Micro-batches that only score, for each that is trained on.
+            num_top: Tokens at each label, further to its own, whose log-probabilities are taken.
         """
         num = self.num_micro_batches
         (recorded,) = (term.num_bytes for term in self.kept if term.name == RECORDED)
         scored = num * extra_passes * input_bytes(facts, workload) + extra_passes * recorded
         num_labels = num * workload.label_tokens
         scores = num_labels * (LABEL_BYTES + (1 + extra_passes) * SCORE_BYTES)
-        further = (
-            MemoryTerm(name="rows that are only scored", num_bytes=int(scored)),
-            MemoryTerm(name="log-probabilities", num_bytes=int(scores)),
-        )
-        return replace(self, kept=(*self.kept, *further))
+        instants = self.instants
+        if num_top:  # further to the label's: those of each of them, and of all others
+            scores += num_labels * (num_top * TOKEN_BYTES + (num_top + 1) * TOP_BYTES)
+            ((chunk,), *others) = instants
+            wide = max(chunk.num_bytes, head_chunk_bytes(facts, workload, is_fused=False))
+            instants = ((replace(chunk, num_bytes=wide),), *others)
+        further = MemoryTerm(name=SCORED_ROWS, num_bytes=int(scored))
+        logps = MemoryTerm(name=SCORES_OF_LABELS, num_bytes=int(scores))
+        return replace(self, kept=(*self.kept, logps), instants=instants, scored=(further,))
 
 
 def device_terms(  # noqa: PLR0913 - everything that uses memory
@@ -362,11 +393,18 @@ def device_needs(
     if workload.router_loss == "step":
         routers = {x: router_bytes(x, workload) for x in kinds}
     beside = replace(widest, saved=0, scores=0, adapter_inputs=0, factors=0)
+    is_fused = workload.code_on(machine.device) == "fused"
     cublas = MemoryTerm(name=CUBLAS, num_bytes=CUBLAS_BYTES if is_cuda else 0)
-    chunk_bytes = traced.head_chunk if traced else head_chunk_bytes(facts, machine, workload)
+    chunk_bytes = (
+        traced.head_chunk if traced else head_chunk_bytes(facts, workload, is_fused=is_fused)
+    )
     visit = max((_visit_terms(visit) for visit in visits.values()), key=total_bytes)
+    without_gradients = (replace(x, gradients=0) for x in visits.values())
+    forward = max((_visit_terms(x) for x in without_gradients), key=total_bytes)
     if traced:
         visit = (MemoryTerm(name=VISIT, num_bytes=max(traced.visits)),)
+        bytes_of_one = min(total_bytes(forward), max(traced.visits))
+        forward = (MemoryTerm(name=VISIT, num_bytes=bytes_of_one),)
     graph_bytes = [0]
     for number, layer in enumerate(reversed(facts.layers), start=1):
         # plus the last layer's output, and inputs that would otherwise be stashed on the host
@@ -387,6 +425,7 @@ def device_needs(
             (MemoryTerm(name=HEAD_CHUNK, num_bytes=chunk_bytes),),
             () if traced else _visit_terms(beside),
         ),
+        forward=forward,
         update=MemoryTerm(
             name=UPDATE,
             num_bytes=temporary_bytes(
@@ -434,12 +473,12 @@ def _standing_terms(
         MemoryTerm(name="decoded layer", num_bytes=decoded),
         MemoryTerm(name="decode workspace", num_bytes=workspace),
         MemoryTerm(name="embeddings, norm and head", num_bytes=facts.outer_parameters * b),
-        MemoryTerm(name="adapters", num_bytes=adapters),
-        MemoryTerm(name="trained modules", num_bytes=copy_bytes * sum(modules)),
+        MemoryTerm(name=ADAPTERS, num_bytes=adapters),
+        MemoryTerm(name=TRAINED_MODULES, num_bytes=copy_bytes * sum(modules)),
         MemoryTerm(name="a module's new gradient", num_bytes=b * new_gradient),
-        MemoryTerm(name="gradients", num_bytes=gradients),
+        MemoryTerm(name=GRADIENTS, num_bytes=gradients),
         MemoryTerm(name=LAYER_GRADIENTS, num_bytes=layer_gradients),
-        MemoryTerm(name="optimizer states", num_bytes=states),
+        MemoryTerm(name=STATES, num_bytes=states),
     )
 
 
@@ -455,11 +494,11 @@ def _kept_terms(
     hidden_bytes = input_bytes(facts, workload)
     return (
         MemoryTerm(
-            name="kept layer inputs",
+            name=KEPT_INPUTS,
             num_bytes=int(num_kept * num_micro_batches * hidden_bytes),
         ),
         MemoryTerm(
-            name="hidden states and their gradients",
+            name=HIDDEN,
             num_bytes=int((num_micro_batches + 1) * hidden_bytes),
         ),
         MemoryTerm(name=RECORDED, num_bytes=int(num_micro_batches * recorded)),
@@ -513,13 +552,12 @@ def recorded_bytes(facts: ModelFacts, workload: Workload, *, is_padded: bool) ->
     return per_token * workload.num_tokens
 
 
-def head_chunk_bytes(facts: ModelFacts, machine: Machine, workload: Workload) -> int:
+def head_chunk_bytes(facts: ModelFacts, workload: Workload, *, is_fused: bool) -> int:
     """Return the bytes of a head chunk: the copies of its logits, and the norm's input.
 
     This is within 1 % of a trace for qwen3 and llama.
     """
     tokens, b = min(workload.head_chunk_tokens, workload.label_tokens), workload.dtype_bytes
-    is_fused = workload.code_on(machine.device) == "fused"
     logit_bytes = 2 * b if is_fused else LOGIT_COPIES * FP32_BYTES
     hidden_bytes = FP32_BYTES if b == FP32_BYTES else FP32_BYTES + b
     if is_fused:

@@ -74,6 +74,7 @@ class Op(NamedTuple):
         has_output: For FORWARD, whether the attention's output is recorded for the backward; for
             BACKWARD, whether the recompute is given it.
         carrier: The device buffer that a sent graph or output leaves from and comes back to.
+        run: For OBJECTIVE, the run whose loss it is, counted from 0.
         waits: Positions in the op list, always smaller than the op's own.
     """
 
@@ -88,6 +89,7 @@ class Op(NamedTuple):
     has_graph: bool = False
     has_output: bool = False
     carrier: int | None = None
+    run: int | None = None
     waits: tuple[int, ...] = ()
 
     @property
@@ -113,6 +115,12 @@ class Op(NamedTuple):
         """The buffer of an op that has one."""
         assert self.buffer is not None
         return self.buffer
+
+    @property
+    def run_index(self) -> int:
+        """The run of an op that has one."""
+        assert self.run is not None
+        return self.run
 
     @property
     def carrier_index(self) -> int:

@@ -42,6 +42,9 @@ known only after the last row. The log-probabilities of all label tokens are com
 a graph, then the loss, then the gradient of each micro-batch. Rows that are only scored, and all
 rows as the reference computes them, are further passes through the same visits: they add no load.
 
+Runs. The micro-batches of a step need not be of one run: each may be computed with an adapter of
+its own. Runs that share the layers share every load.
+
 Rejected. A dynamic cache: it needs the same number of loads, but slot addresses change, so
 parameters would have to be bound again at each visit. The micro-batch-major order is kept as the
 baseline that other tools use: it loads 2 * M * (L - C) layers.
@@ -53,6 +56,7 @@ from enum import StrEnum
 
 from offload.plan.schedule.hazards import Line, Resource, parallel
 from offload.plan.schedule.op import Kind, Lane, Op
+from offload.plan.schedule.passes import Passes, numbered
 from offload.plan.schedule.residency import NOTHING_SAVED, Saved
 
 PIECE_BYTES = 64 * 2**20  # a longer copy would delay others on the same copy engine
@@ -112,53 +116,6 @@ class TransferSizes:
             piece_bytes=PIECE_BYTES,
             num_staging=num_staging,
         )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Passes:
-    """The passes of a step with an objective through each layer's visits.
-
-    They are numbered: the micro-batches that are trained on, those that are only scored, and then
-    all of them again as the reference computes them.
-
-    Attributes:
-        num_trained: Micro-batches that are trained on; 0 for an evaluation.
-        num_scored: Micro-batches that are only scored.
-        has_reference: Whether a reference scores all of them too.
-    """
-
-    num_trained: int
-    num_scored: int = 0
-    has_reference: bool = False
-
-    @property
-    def num_policy(self) -> int:
-        """How many are computed as the model is."""
-        return self.num_trained + self.num_scored
-
-    @property
-    def trained(self) -> range:
-        """Those with a gradient."""
-        return range(self.num_trained)
-
-    @property
-    def scored(self) -> range:
-        """Those of the model without one."""
-        return range(self.num_trained, self.num_policy)
-
-    @property
-    def reference(self) -> range:
-        """Those of the reference."""
-        return range(self.num_policy, self.num_policy * (1 + self.has_reference))
-
-    @property
-    def all(self) -> range:
-        """All of them."""
-        return range(self.num_policy * (1 + self.has_reference))
-
-    def micro_batch(self, number: int) -> int:
-        """Return whose rows a pass computes, counting those that are only scored after the rest."""
-        return number % self.num_policy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,74 +184,55 @@ def training_schedule(
     num_kept_graphs: int = 0,
     saved: Saved = NOTHING_SAVED,
 ) -> Schedule:
-    """List the ops of one optimizer step, without the optimizer.
-
-    Args:
-        sizes: What crosses the link.
-        ring: What the slots hold at the start; its length is the number of slots.
-        num_micro_batches: Micro-batches of the step.
-        order: Layer-major, or micro-batch-major as a baseline.
-        trains_front: Whether a gradient has to flow back through the embeddings.
-        input_bytes: Size of a layer's input by micro-batch, if inputs are stashed in host memory
-            for their backward visit; empty if they stay on the device.
-        num_kept_graphs: How many layers, the last ones, are not checkpointed.
-        saved: What the other layers keep or send, so that less is computed again.
+    """List the ops of one optimizer step of one run without an objective; see `step_schedule`.
 
     Returns:
         The schedule; from a warm ring in layer-major order it has 2 * (L - C) loads.
     """
-    assert not input_bytes or len(input_bytes) == num_micro_batches
-    assert 0 <= num_kept_graphs <= len(sizes.layer_bytes)
-    assert order is Order.LAYER_MAJOR or not any(sizes.gradient_bytes)
-    assert sizes.updated.isdisjoint(ring), "a slot would hold weights of before the update"
-    everything = tuple(range(num_micro_batches))
-    groups = [everything] if order is Order.LAYER_MAJOR else [(m,) for m in everything]
-    num_layers = len(sizes.layer_bytes)
-    program = _Program(
-        sizes=sizes,
-        ring=list(ring),
+    return step_schedule(
+        sizes,
+        ring=ring,
+        runs=(Passes(num_trained=num_micro_batches, has_objective=False),),
+        order=order,
+        trains_front=trains_front,
         input_bytes=input_bytes,
-        first_graph=num_layers - num_kept_graphs,
+        num_kept_graphs=num_kept_graphs,
         saved=saved,
     )
-    for group in groups:
-        program.outside(Kind.FRONT, group)
-        for layer in range(num_layers):
-            program.forward(layer, group, is_kept=True)
-        program.outside(Kind.TAIL, group)
-        for layer in reversed(range(num_layers)):
-            program.backward(layer, group)
-        if trains_front:
-            program.outside(Kind.FRONT_BACKWARD, group)
-    return program.schedule(ring)
 
 
-def objective_schedule(
+def step_schedule(
     sizes: TransferSizes,
     *,
     ring: Ring,
-    passes: Passes,
+    runs: Sequence[Passes],
+    order: Order = Order.LAYER_MAJOR,
     trains_front: bool,
     input_bytes: tuple[int, ...],
     num_kept_graphs: int = 0,
     saved: Saved = NOTHING_SAVED,
 ) -> Schedule:
-    """List the ops of one optimizer step whose loss is computed over all its rows.
+    """List the ops of one step of runs that share the layers, without the optimizers.
 
-    It has the loads of `training_schedule`; where nothing is trained, those of `forward_schedule`.
+    However many runs and passes there are, a step in layer-major order has the same loads; where
+    nothing is trained, those of `forward_schedule`.
 
     Args:
         sizes: What crosses the link.
-        ring: What the slots hold at the start.
-        passes: What is computed in each layer's visits.
-        trains_front: As for `training_schedule`.
-        input_bytes: Of the micro-batches that are trained on; as for `training_schedule`.
-        num_kept_graphs: As for `training_schedule`.
-        saved: As for `training_schedule`.
+        ring: What the slots hold at the start; its length is the number of slots.
+        runs: The passes of each; they are numbered here.
+        order: Layer-major, or micro-batch-major as a baseline, which knows no objective.
+        trains_front: Whether a gradient has to flow back through the embeddings.
+        input_bytes: Size of a layer's input by micro-batch that is trained on, if inputs are
+            stashed in host memory for their backward visit; empty if they stay on the device.
+        num_kept_graphs: How many layers, the last ones, are not checkpointed.
+        saved: What the other layers keep or send, so that less is computed again.
     """
-    assert not input_bytes or len(input_bytes) == passes.num_trained
+    assert 0 <= num_kept_graphs <= len(sizes.layer_bytes)
+    assert order is Order.LAYER_MAJOR or not any(sizes.gradient_bytes)
+    assert order is Order.LAYER_MAJOR or not any(run.has_objective for run in runs)
     assert sizes.updated.isdisjoint(ring), "a slot would hold weights of before the update"
-    num_layers = len(sizes.layer_bytes)
+    num_layers, runs = len(sizes.layer_bytes), numbered(runs)
     program = _Program(
         sizes=sizes,
         ring=list(ring),
@@ -302,20 +240,25 @@ def objective_schedule(
         first_graph=num_layers - num_kept_graphs,
         saved=saved,
     )
-    program.outside(Kind.FRONT, passes.trained)
-    program.apart(Kind.FRONT, [*passes.scored, *passes.reference])
-    for layer in range(num_layers):
-        program.forward(layer, passes.trained, is_kept=True)
-        program.scored(layer, passes)
-    program.outside(Kind.SCORE, passes.trained)
-    program.apart(Kind.SCORE, [*passes.scored, *passes.reference])
-    program.apart(Kind.OBJECTIVE, [None])
-    if passes.num_trained:
-        program.outside(Kind.TAIL, passes.trained)
+    trained = tuple(number for run in runs for number in run.trained)
+    assert not input_bytes or len(input_bytes) == len(trained)
+    further = [number for run in runs for number in (*run.scored, *run.reference)]
+    groups = [trained] if order is Order.LAYER_MAJOR else [(m,) for m in trained]
+    for group in groups:
+        program.outside(Kind.FRONT, group)
+        program.apart(Kind.FRONT, further)
+        for layer in range(num_layers):
+            program.forward(layer, group, is_kept=True)
+            for run in runs:
+                program.scored(layer, run)
+        for number, run in enumerate(runs):
+            program.tail(number, run, [m for m in run.trained if m in group])
+        if not trained:
+            continue
         for layer in reversed(range(num_layers)):
-            program.backward(layer, passes.trained)
+            program.backward(layer, group)
         if trains_front:
-            program.outside(Kind.FRONT_BACKWARD, passes.trained)
+            program.outside(Kind.FRONT_BACKWARD, group)
     return program.schedule(ring)
 
 
@@ -376,10 +319,18 @@ class _Program:
                 )
             )
 
-    def apart(self, kind: Kind, group: Sequence[int | None]) -> None:
+    def apart(self, kind: Kind, group: Sequence[int]) -> None:
         """Write ops that touch no memory of other lanes."""
         for m in group:
             self.lines.append(Line(ops=(Op(lane=Lane.COMPUTE, kind=kind, micro_batch=m),)))
+
+    def tail(self, number: int, run: Passes, group: Sequence[int]) -> None:
+        """Write what comes after the last layer for micro-batches of a run."""
+        if run.has_objective:
+            self.outside(Kind.SCORE, group)
+            self.apart(Kind.SCORE, [*run.scored, *run.reference])
+            self.lines.append(Line(ops=(Op(lane=Lane.COMPUTE, kind=Kind.OBJECTIVE, run=number),)))
+        self.outside(Kind.TAIL, group)
 
     def scored(self, layer: int, passes: Passes) -> None:
         """Write the passes of a visit that no backward visit follows."""

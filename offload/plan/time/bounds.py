@@ -165,7 +165,7 @@ class _Sweeps:
             step=step,
             leaving=leaving,
             stashed=[i for i in below if i not in saved.graphs] if saved.graphs else below,
-            sent_bytes={layer: saved.sent_bytes(layer)[0] for layer in leaving},
+            sent_bytes={layer: _mean_bytes(saved.sent_bytes(layer)) for layer in leaving},
             forth_s=forth_s,
             back_s=back_s,
             visits_s=[
@@ -320,6 +320,10 @@ def _missing(ring: Ring, num_layers: int) -> list[int]:
             held[slot] = layer
             missing.append(layer)
     return missing
+
+
+def _mean_bytes(sizes: Sequence[int]) -> int:
+    return sum(sizes) // len(sizes)
 
 
 def _load_s(costs: Costs, layer: int) -> float:

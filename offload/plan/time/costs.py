@@ -27,6 +27,7 @@ from offload.plan.facts.trainable import (
 )
 from offload.plan.facts.workload import Workload
 from offload.plan.machine.machine import MEASURED, Machine
+from offload.plan.schedule.passes import Passes
 from offload.plan.schedule.residency import NOTHING_SAVED, Residency, Saved
 from offload.plan.time.adapters import branches, dora_norm
 from offload.plan.time.attention import ATTENTION_OPS, attention_work
@@ -122,10 +123,12 @@ class Costs:
         fetch_bytes_per_s: Rate of the copy back.
         read_bytes_per_s: Rate at which staging buffers are filled, from memory or from a file.
         duplex_frac: Of the rates to the device, what is left if copies leave it meanwhile.
+        top_s: Of it, what log-probabilities of several tokens at each label add to a cross-entropy.
         score_s: Norm, head and log-probabilities of one micro-batch; 0 without an objective.
         objective_s: Its loss and the gradient by the log-probabilities, once per step.
         num_scored: Micro-batches that are only scored, for each that is trained on.
         num_references: Micro-batches that a reference scores, for each that is trained on.
+        runs: Of each run of a shared step, of which the rest is then the mean; none for one run.
     """
 
     grade: Grade
@@ -142,8 +145,10 @@ class Costs:
     duplex_frac: float = 1.0
     score_s: float = 0.0
     objective_s: float = 0.0
+    top_s: float = 0.0
     num_scored: float = 0.0
     num_references: float = 0.0
+    runs: tuple["RunCosts", ...] = ()
 
     @property
     def num_passes(self) -> float:
@@ -181,17 +186,59 @@ class Costs:
         )
 
     def saved(self, residency: Residency, *, num_micro_batches: int) -> Saved:
-        """Return what checkpointed layers keep or send."""
+        """Return what checkpointed layers keep or send; runs have their own micro-batches."""
         if not (residency.has_outputs or residency.sends):
             return NOTHING_SAVED
+        if self.runs:
+            return residency.saved(
+                _by_run(self.runs, [_output_bytes(run.costs) for run in self.runs]),
+                _by_run(self.runs, [_graph_bytes(run.costs) for run in self.runs]),
+            )
         return residency.saved(
-            _by_micro_batch(tuple(one.output_bytes for one in self.layers), num_micro_batches),
-            _by_micro_batch(tuple(one.graph_bytes for one in self.layers), num_micro_batches),
+            _by_micro_batch(_output_bytes(self), num_micro_batches),
+            _by_micro_batch(_graph_bytes(self), num_micro_batches),
         )
 
     def load_s(self, layer: int) -> float:
         """Seconds of one load of a layer."""
         return self.h2d_latency_s + self.layers[layer].weight_bytes / self.h2d_bytes_per_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunCosts:
+    """One run of a shared step.
+
+    Attributes:
+        costs: Of its ops.
+        passes: Its passes through each visit.
+    """
+
+    costs: Costs
+    passes: Passes
+
+
+def _output_bytes(costs: Costs) -> tuple[int, ...]:
+    return tuple(one.output_bytes for one in costs.layers)
+
+
+def _graph_bytes(costs: Costs) -> tuple[int, ...]:
+    return tuple(one.graph_bytes for one in costs.layers)
+
+
+def _by_run(
+    runs: Sequence[RunCosts], sizes: Sequence[tuple[int, ...]]
+) -> tuple[tuple[int, ...], ...]:
+    """Return sizes by layer and micro-batch of a shared step; none where a run has nothing."""
+    return tuple(
+        tuple(
+            size
+            for run, size in zip(runs, of_runs, strict=True)
+            for _ in range(run.passes.num_trained)
+        )
+        if all(of_runs)
+        else ()
+        for of_runs in zip(*sizes, strict=True)
+    )
 
 
 @lru_cache(maxsize=64)
@@ -295,10 +342,10 @@ def _layer_cost(layer: LayerFacts, at: Pricer, graph_bytes: int) -> LayerCost:
     )
 
 
-def _loss(at: Pricer, *, num_chunks: int) -> Work:
+def _loss(at: Pricer, *, num_chunks: int, is_fused: bool) -> Work:
     """The passes over logits, and the operators of all chunks that are no product."""
     tokens, vocab = at.workload.label_tokens, at.facts.vocab_size
-    if at.workload.code_on(at.machine.device) == "fused":
+    if is_fused:
         num_bytes = FUSED_LOGIT_PASSES * at.workload.dtype_bytes * tokens * vocab
         num_ops = (TAIL_OPS - TAIL_LOSS_OPS) * num_chunks
         calls = Work(num_calls=num_chunks)
@@ -310,13 +357,17 @@ def _loss(at: Pricer, *, num_chunks: int) -> Work:
     )
 
 
-def _tail(at: Pricer) -> Work:
+def _is_fused(at: Pricer) -> bool:
+    return at.workload.code_on(at.machine.device) == "fused"
+
+
+def _tail(at: Pricer, *, is_fused: bool) -> Work:
     tokens, hidden, vocab = at.workload.label_tokens, at.facts.hidden_size, at.facts.vocab_size
     num_chunks = math.ceil(tokens / at.workload.head_chunk_tokens)
     head = at.gemm(tokens, hidden, vocab) + at.gemm(tokens, vocab, hidden)
     norm_passes = NORM.forward + NORM.backward + NORM_WEIGHT.forward + NORM_WEIGHT.backward
     norm = at.traffic(norm_passes * FP32_BYTES * tokens * hidden, num_ops=0)
-    tail = head + norm + _loss(at, num_chunks=num_chunks)
+    tail = head + norm + _loss(at, num_chunks=num_chunks, is_fused=is_fused)
     trained = outer_module_sizes(at.facts, at.workload.adapter)
     if HEAD in trained or (EMBEDDING in trained and at.facts.tie_word_embeddings):
         sums = at.added_up(at.facts.embedding_parameters, num_tensors=1)
@@ -324,14 +375,14 @@ def _tail(at: Pricer) -> Work:
     return tail
 
 
-def _score(at: Pricer) -> Work:
+def _score(at: Pricer, *, is_fused: bool) -> Work:
     """The forward of the tail, and the log-probabilities of the labels."""
     tokens, hidden, vocab = at.workload.label_tokens, at.facts.hidden_size, at.facts.vocab_size
     num_chunks = math.ceil(tokens / at.workload.head_chunk_tokens)
     norm_passes = NORM.forward + NORM_WEIGHT.forward
     norm = at.traffic(norm_passes * FP32_BYTES * tokens * hidden, num_ops=0)
     products = at.gemm(tokens, hidden, vocab) + norm
-    if at.workload.code_on(at.machine.device) == "fused":
+    if is_fused:
         num_bytes = FUSED_SCORE_PASSES * at.workload.dtype_bytes * tokens * vocab
         calls = Work(num_calls=num_chunks)
         return products + at.traffic(num_bytes, num_ops=SCORE_OPS * num_chunks) + calls
@@ -350,6 +401,7 @@ def with_objective(
     *,
     num_scored: float,
     num_references: float,
+    has_top: bool = False,
 ) -> Costs:
     """Return the costs of a step whose loss is taken over all its rows.
 
@@ -360,11 +412,17 @@ def with_objective(
         workload: One micro-batch.
         num_scored: Micro-batches that are only scored, for each that is trained on.
         num_references: Micro-batches that a reference scores, for each that is trained on.
+        has_top: Whether log-probabilities of several tokens are taken at each label, which no fused
+            operator does.
     """
     at = Pricer(machine=machine, facts=facts, workload=workload)
+    is_fused = _is_fused(at) and not has_top
+    tail_s = _tail(at, is_fused=is_fused).seconds(machine)
     return replace(
         costs,
-        score_s=_score(at).seconds(machine),
+        tail_s=tail_s,
+        top_s=tail_s - costs.tail_s,
+        score_s=_score(at, is_fused=is_fused).seconds(machine),
         objective_s=at.traffic(0, num_ops=OBJECTIVE_OPS).seconds(machine),
         num_scored=num_scored,
         num_references=num_references,
@@ -454,7 +512,7 @@ def price(
         layers=_with_updates([shapes[layer] for layer in facts.layers], machine, workload),
         front_s=at.traffic(embedded_bytes, num_ops=front_ops).seconds(machine),
         front_backward_s=_front_backward(at).seconds(machine),
-        tail_s=_tail(at).seconds(machine),
+        tail_s=_tail(at, is_fused=_is_fused(at)).seconds(machine),
         optimizer_s=_optimizer(at).seconds(machine),
         h2d_bytes_per_s=load_bytes_per_s,
         h2d_latency_s=H2D_LATENCY_S,

@@ -83,19 +83,47 @@ def test_the_bound_holds_and_the_draft_is_the_whole_step(
         assert drafted_s == pytest.approx(found.step_s, rel=1e-6)
 
 
-def test_memory_of_further_passes_is_counted_and_logits_are_not() -> None:
+def scored_bytes(objective: ObjectiveCost) -> int:
+    """Return what the passes that only score take, at the instants when they do."""
+    asked = replace(REQUEST, objective=objective)
+    needs = MemoryNeeds.of(FACTS, CARD, asked).on_device
+    (found,) = needs.scored
+    assert found.name == "rows that are only scored"
+    return found.num_bytes
+
+
+def test_memory_of_further_passes_is_counted_until_they_are_scored_and_logits_are_not() -> None:
     plain, found, more = made(None), made(DPO), made(KTO)
     terms = {term.name: term.num_bytes for term in found.device_memory}
     typical = REQUEST.typical
     hidden_bytes = typical.num_tokens * FACTS.hidden_size * typical.dtype_bytes
     recorded = {t.name: t.num_bytes for t in plain.device_memory}["recorded arguments"]
-    assert terms["rows that are only scored"] == 8 * hidden_bytes + recorded
+    assert scored_bytes(DPO) == 8 * hidden_bytes + recorded
     assert terms["log-probabilities"] == 8 * typical.label_tokens * (12 + 2 * 8)
-    of_kto = {term.name: term.num_bytes for term in more.device_memory}
-    assert of_kto["rows that are only scored"] == 3 * terms["rows that are only scored"]
-    assert found.peak_bytes - plain.peak_bytes < 1.1 * sum(
-        terms[name] for name in ("rows that are only scored", "log-probabilities")
-    )
+    assert scored_bytes(KTO) == 3 * scored_bytes(DPO)
+    assert plain.peak_bytes < found.peak_bytes <= more.peak_bytes
+    added_bytes = scored_bytes(DPO) + terms["log-probabilities"]
+    assert found.peak_bytes - plain.peak_bytes < 1.1 * added_bytes
+
+
+def test_named_tokens_are_counted_with_a_copy_of_the_logits_in_fp32() -> None:
+    load = replace(REQUEST.typical, layer_code="fused")
+    fused = replace(REQUEST, typical=load, largest=load)
+    plain, other = made(None, fused), made(ObjectiveCost(), fused)
+    named = made(ObjectiveCost(num_top=20), fused)
+    terms = {term.name: term.num_bytes for term in named.device_memory}
+    assert terms["log-probabilities"] == 8 * load.label_tokens * (12 + 8 + 20 * 8 + 21 * 12)
+    chunks = [
+        MemoryNeeds.of(FACTS, CARD, one.request).on_device.instants[0][0].num_bytes
+        for one in (plain, other, named)
+    ]
+    logits = min(load.head_chunk_tokens, load.label_tokens) * FACTS.vocab_size
+    assert chunks[0] == chunks[1] < 5 * logits < 12 * logits < chunks[2] < 13 * logits
+    assert named.costs.score_s > other.costs.score_s
+    assert named.costs.tail_s - named.costs.top_s == pytest.approx(other.costs.tail_s)
+    assert named.costs.top_s > 0
+    assert named.without_objective().step_s == pytest.approx(plain.step_s)
+    assert named.objective_price[0] > other.objective_price[0] > 0
 
 
 def test_prices_are_replaced_by_what_a_step_took() -> None:

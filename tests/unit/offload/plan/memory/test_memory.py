@@ -23,7 +23,7 @@ from offload.plan.machine.machine import (
     Machine,
     named_machine,
 )
-from offload.plan.memory.host import host_terms
+from offload.plan.memory.host import HostLoad, host_terms
 from offload.plan.memory.memory import (
     MemoryTerm,
     device_needs,
@@ -105,9 +105,7 @@ def test_paged_states_leave_the_card_for_the_host_and_cross_the_link_twice() -> 
     host = host_terms(
         QWEN_30B,
         card,
-        load,
-        num_workers=0,
-        num_stashed=0,
+        [HostLoad(workload=load, num_workers=0, num_stashed=0)],
         num_ranks=1,
         num_slabs=1,
         rank_device_bytes=0,
@@ -411,9 +409,14 @@ def test_kept_graphs_take_what_the_engine_keeps_within_a_tenth(
 
 
 def host(machine: Machine, **changes: int) -> tuple[MemoryTerm, ...]:
-    settings = {"num_workers": 0, "num_stashed": 0, "num_ranks": 1, "rank_device_bytes": 10**9}
+    run = HostLoad(
+        workload=WORKLOAD,
+        num_workers=changes.pop("num_workers", 0),
+        num_stashed=changes.pop("num_stashed", 0),
+    )
+    settings = {"num_ranks": 1, "rank_device_bytes": 10**9}
     settings |= {"num_slabs": changes.get("num_ranks", 1)} | changes
-    return host_terms(QWEN_30B, machine, WORKLOAD, **settings)
+    return host_terms(QWEN_30B, machine, [run], **settings)
 
 
 def test_the_slab_holds_exactly_the_weights_of_all_layers() -> None:
