@@ -11,6 +11,7 @@ from torch import nn
 
 from offload.engine.executor import Executor
 from offload.engine.host.mapping import aligned_empty
+from offload.engine.host.stash import Stash
 from offload.engine.host.weights import HostWeights, Tier
 from offload.engine.host_gradients import HostGradients, LateUpdates
 from offload.engine.memory_meter import Arena
@@ -18,7 +19,6 @@ from offload.engine.model import placement
 from offload.engine.model.layers import LayeredModel
 from offload.engine.results import Computing, Places
 from offload.engine.slots import Slots
-from offload.engine.stash import Stash
 from offload.engine.streams import Device
 from offload.errors import OffloadError
 from offload.plan.facts.codec import CodecName

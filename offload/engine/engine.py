@@ -1,42 +1,35 @@
 """The library door: attach a model, run steps on it, detach it."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from enum import Enum, auto
-from functools import partial
+from functools import cache, partial
 from typing import Any
-from warnings import warn
 
 import torch
 from torch import nn
 
+from offload.engine.attached import Attached
 from offload.engine.batch import (
     Batch,
     LabelledBatch,
     checked_batch,
     checked_batches,
-    checked_scored,
-    require_an_id_each,
-    require_divisor,
-    require_labels,
-    rows_of_labels,
     to_device,
     with_labels,
 )
 from offload.engine.bound import EngineOptions, bind
+from offload.engine.generation.generation import Generation
 from offload.engine.host.layer_layout import Field
 from offload.engine.host.store import Backing
 from offload.engine.host.weights import HostWeights
 from offload.engine.host_gradients import LateUpdates
-from offload.engine.memory_meter import Arena
 from offload.engine.model import placement
 from offload.engine.model.composition import Composition
 from offload.engine.model.encoding import Encoding
 from offload.engine.model.gradient_hooks import GradientHooks
 from offload.engine.model.guard import Guard
 from offload.engine.model.hooks import all_hooks, is_same_code
-from offload.engine.model.inventory import inventory_of
 from offload.engine.model.layers import LayeredModel, unchanged
 from offload.engine.model.router import STEP, RouterScope
 from offload.engine.model.seal import Seal, require_unattached
@@ -47,22 +40,23 @@ from offload.engine.modes import (
     require_uncached,
 )
 from offload.engine.objective import Objective
-from offload.engine.passes.scoring import Scoring
-from offload.engine.recompute.tiled import TiledMlp, require_tiles
-from offload.engine.recompute.unread import Unread
-from offload.engine.results import EvaluationResult, ForwardResult, PassState, StepResult
+from offload.engine.passes.part import Part
+from offload.engine.passes.reference import SwitchedModel
+from offload.engine.passes.scores import ScoredPasses, ScoreResult
+from offload.engine.recompute.tiled import require_tiles
+from offload.engine.results import (
+    EvaluationResult,
+    ForwardResult,
+    PassState,
+    RunState,
+    StepResult,
+)
+from offload.engine.run_step import RunStep, parts_of, require_apart
 from offload.engine.seeding import NEWEST, Seeding
 from offload.engine.steps import Steps
 from offload.engine.streams import Device, open_device
 from offload.errors import OffloadError
-from offload.plan.facts.weights import WeightInventory
-from offload.plan.schedule.schedule import (
-    Order,
-    Ring,
-    Schedule,
-    cold_ring,
-    forward_schedule,
-)
+from offload.plan.schedule.schedule import Order, Ring, Schedule, cold_ring
 
 
 class _State(Enum):
@@ -73,7 +67,7 @@ class _State(Enum):
     DETACHED = auto()
 
 
-class Engine:
+class Engine(Attached):
     """A model whose decoder layers are streamed through C slots. See `offload.attach`."""
 
     def __init__(
@@ -122,7 +116,8 @@ class Engine:
         self._device = device
         self._checkpointing = placement.switch_off_checkpointing(model)
         self._state = _State.ATTACHED
-        self._inspected: set[tuple[bool, bool, frozenset[str]]] = set()
+        self._switched = cache(partial(SwitchedModel, self._layered))
+        self._inspected: set[tuple[str | None, bool, bool, frozenset[str]]] = set()
         self._inspected_code: list[Any] = []
         try:
             self._bound = bind(model, self._layered, self._host, device=device, options=options)
@@ -173,65 +168,6 @@ class Engine:
         """
         return self._bound.updates
 
-    @property
-    def resident_parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters that are not streamed, by name."""
-        streamed = {id(field.parameter) for record in self._host.records for field in record.fields}
-        named = self._model.named_parameters()
-        return {name: p for name, p in named if id(p) not in streamed}
-
-    @property
-    def arenas(self) -> tuple[Arena, ...]:
-        """The memory held from step to step, without parameters that were not moved."""
-        return (
-            *self._host.arenas,
-            *self._bound.slot_arenas,
-            *self._bound.host_gradients.arenas,
-            self._bound.stash.arena,
-            self._bound.sent.arena,
-        )
-
-    @property
-    def fused(self) -> tuple[Counter[str], ...]:
-        """Of each layer, how many norms, rotations and gates are fused; empty if none is to be."""
-        fused = self._layered.fused
-        return () if fused is None else tuple(map(fused.counts, range(len(self._layered.layers))))
-
-    @property
-    def unread(self) -> tuple[frozenset[str], ...]:
-        """By layer, the linears whose products its recomputes leave out, as nothing reads them.
-
-        They are found before the first step in the model's current mode.
-        """
-        found = self._bound.executor.unread
-        return tuple(
-            frozenset(
-                name
-                for name, module in layer.named_modules()
-                if any(module is one for one in _left_out(found.get(index, ())))
-            )
-            for index, layer in enumerate(self._layered.layers)
-        )
-
-    @property
-    def rows_together(self) -> frozenset[int]:
-        """Layers that compute packed rows together; the others compute each row by itself.
-
-        They are found before the first step with packed rows.
-        """
-        return frozenset(self._layered.together)
-
-    @property
-    def weights(self) -> WeightInventory:
-        """The model's weights by class, and the form in which each is stored."""
-        return inventory_of(self._layered, self._host.records)
-
-    @property
-    def stock(self) -> WeightInventory:
-        """The same as `weights`, by its earlier name."""
-        warn("`Engine.stock` is now `Engine.weights`", DeprecationWarning, stacklevel=2)
-        return self.weights
-
     def forward_backward(  # noqa: PLR0913 - all that a step is
         self,
         micro_batches: Sequence[Batch],
@@ -257,17 +193,14 @@ class Engine:
                 attention_mask and position_ids; best on the host. Or several rows packed into one
                 sequence: input_ids and labels (1, T), and row_lens, the tokens of each row. No
                 row sees another, each starts at position 0, and its first token has no loss.
-            objective: The loss of the whole step; None for the cross-entropy.
-            scored: Micro-batches that the objective's loss reads and does not train on.
-            dropout_seed: Seeds dropout; None draws one from torch's generator.
-            seeding: How seed, layer and micro-batch become a generator's seed.
-            num_label_tokens: Divisor of the sum of the losses; None counts the label tokens of
-                the micro-batches. If several processes share a step, pass their total. An
-                objective divides as it defines, and only a router loss counts by it.
-            micro_batch_ids: Number of each micro-batch in the whole step, so that its dropout does
-                not depend on the process that computes it; None numbers them from 0.
+            objective: As for `RunStep`, as are all others but the last.
+            scored: Likewise.
+            dropout_seed: Likewise.
+            seeding: Likewise.
+            num_label_tokens: Likewise.
+            micro_batch_ids: Likewise.
+            router_loss: Likewise.
             order: Layer-major, or micro-batch-major as a baseline.
-            router_loss: What a mixture's router loss is taken over, if its config asks for one.
 
         Raises:
             UnsupportedModelError: The model passes a layer something that could carry state; no
@@ -278,56 +211,52 @@ class Engine:
                 the engine is detached; no gradient was touched.
             TransferError: A copy failed; gradients may be partial and the caller should zero them.
         """
+        run = RunStep(
+            micro_batches=micro_batches,
+            objective=objective,
+            scored=scored,
+            dropout_seed=dropout_seed,
+            seeding=seeding,
+            num_label_tokens=num_label_tokens,
+            micro_batch_ids=micro_batch_ids,
+            router_loss=router_loss,
+        )
+        (result,) = self._train([run], order)
+        return result
+
+    def forward_backward_runs(self, runs: Sequence[RunStep]) -> list[StepResult]:
+        """Add the gradients of one step of each of several runs, in the visits of one step.
+
+        Each run is computed with its own adapter, its own loss and its own random numbers, as if
+        it were alone; the layers are loaded once for all of them. Ops and loads in the results are
+        those of the shared step.
+
+        Args:
+            runs: Each with an adapter of its own.
+
+        Raises:
+            UnsupportedModelError: As for `forward_backward`.
+            OffloadError: As for `forward_backward`; two runs have the same adapter, or something
+                trains that is no adapter's.
+            TransferError: As for `forward_backward`.
+        """
+        return self._train(runs, Order.LAYER_MAJOR)
+
+    def _train(self, runs: Sequence[RunStep], order: Order) -> list[StepResult]:
         self._require_ready()
-        batches = checked_batches(micro_batches, self._vocabulary)
-        further = checked_scored(scored, self._vocabulary, has_objective=objective is not None)
-        require_divisor(num_label_tokens)
-        ids = range(len(batches)) if micro_batch_ids is None else tuple(micro_batch_ids)
-        require_an_id_each(len(ids), len(batches))
-        labelled, further_labelled = self._labelled(batches), self._labelled(further)
-        if num_label_tokens is None:
-            num_label_tokens = sum(batch.num_label_tokens for batch in labelled)
-        require_labels(num_label_tokens, len(labelled))
-        scoring = None
-        if objective is not None:
-            scoring = Scoring.of(
-                self._layered,
-                objective,
-                rows_of_labels([*batches, *further]),
-                [*labelled, *further_labelled],
-                num_trained=len(labelled),
-                num_label_tokens=num_label_tokens,
-            )
-        if dropout_seed is None:
-            dropout_seed = int(torch.randint(2**31, ()).item())
-        self._inspect_each([*labelled, *further_labelled])
-        self._measure(labelled)
+        parts = self._parts(runs, is_trained=True)
         self._reload_what_was_written()
-        passes = None if scoring is None else scoring.passes
-        schedule = self._steps.schedule(labelled, ring=self._ring, order=order, passes=passes)
-        executor = self._bound.executor
-        run = partial(executor.train, schedule, labelled, num_label_tokens=num_label_tokens)
-        if scoring is not None:
-            run = partial(executor.score, schedule, scoring)
+        schedule = self._steps.schedule(parts, ring=self._ring, order=order)
+        executor, is_stashed = self._bound.executor, self._options.stash == "host"
         with self._consistent(schedule.ring_after), self._host.nearby():
-            state, events = run(
-                seed=dropout_seed,
-                seeding=seeding,
-                is_stashed=self._options.stash == "host",
-                ids=ids,
-                router_loss=router_loss,
-            )
+            _, events = executor.step(schedule, parts, is_stashed=is_stashed)
             if self._bound.host_gradients.parameters:
                 self._device.finish()
                 self._bound.host_gradients.publish()
-        return StepResult(
-            executor=self._bound.executor,
-            device=self._device,
-            schedule=schedule,
-            state=state,
-            events=events,
-            num_label_tokens=num_label_tokens,
+        result = partial(
+            StepResult, executor=executor, device=self._device, schedule=schedule, events=events
         )
+        return [result(run=part.state, num_label_tokens=part.num_label_tokens) for part in parts]
 
     def evaluate(
         self, micro_batches: Sequence[Batch], *, objective: Objective, scored: Sequence[Batch] = ()
@@ -344,51 +273,94 @@ class Engine:
             OffloadError: A row has no label, the model has no such reference, or a micro-batch is
                 invalid.
         """
-        self._require_attached()
-        require_uncached()
-        self._seal.require_whole()
-        batches = [
-            *checked_batches(micro_batches, self._vocabulary),
-            *checked_scored(scored, self._vocabulary, has_objective=True),
-        ]
-        labelled = self._labelled(batches)
-        num_label_tokens = sum(batch.num_label_tokens for batch in labelled)
-        scoring = Scoring.of(
-            self._layered,
-            objective,
-            rows_of_labels(batches),
-            labelled,
-            num_trained=0,
-            num_label_tokens=num_label_tokens,
-        )
-        self._inspect_each(labelled)
-        self.updates.flush()
-        self._reload_what_was_written()
-        order = Order.LAYER_MAJOR
-        schedule = self._steps.schedule([], ring=self._ring, order=order, passes=scoring.passes)
+        self._require_usable()
+        run = RunStep(micro_batches=micro_batches, objective=objective, scored=scored)
+        (part,) = self._parts([run], is_trained=False)
+        self._bring_up_to_date()
+        schedule = self._steps.schedule([part], ring=self._ring, order=Order.LAYER_MAJOR)
         with (
             self._consistent(schedule.ring_after),
             self._host.nearby(),
             torch.inference_mode(mode=False),
             torch.no_grad(),
         ):
-            state, _ = self._bound.executor.score(
-                schedule, scoring, seed=0, seeding=NEWEST, is_stashed=False, ids=()
-            )
+            self._bound.executor.step(schedule, [part], is_stashed=False)
             self._device.finish()
         return EvaluationResult(
-            loss=float(state.losses[0]),
-            metrics={name: float(value) for name, value in state.metrics.items()},
-            num_label_tokens=num_label_tokens,
+            loss=float(part.state.losses[0]),
+            metrics={name: float(value) for name, value in part.state.metrics.items()},
+            num_label_tokens=part.num_label_tokens,
             num_loads=schedule.num_loads,
         )
 
-    def _inspect_each(self, batches: Sequence[LabelledBatch]) -> None:
-        for inputs in {frozenset(batch.inputs): batch.inputs for batch in batches}.values():
-            self._inspect(inputs, has_labels=True)
+    def score(
+        self, micro_batches: Sequence[Batch], *, adapters: Sequence[str | None] = (None,)
+    ) -> ScoreResult:
+        """Return the log-probability of each label token under each adapter, in evaluation mode.
 
-    def _labelled(self, batches: Sequence[Batch]) -> list[LabelledBatch]:
-        return [with_labels(batch, self._device.torch_device) for batch in batches]
+        All of it is computed in one forward pass over the layers: the loads depend neither on the
+        adapters nor on the micro-batches, whose hidden states are all on the device.
+
+        Args:
+            micro_batches: As for `forward_backward`; each row has a label.
+            adapters: Names of the model's adapters; None for the model without them.
+
+        Raises:
+            UnsupportedModelError: As for `forward_backward`.
+            OffloadError: A row has no label, the model has no such adapter or one is merged, or a
+                micro-batch is invalid.
+        """
+        self._require_usable()
+        batches = checked_batches(micro_batches, self._vocabulary)
+        labelled = [with_labels(batch, self._device.torch_device) for batch in batches]
+        passes = ScoredPasses(self._layered, batches, labelled, adapters)
+        for inputs in {frozenset(batch.inputs): batch.inputs for batch in labelled}.values():
+            self._inspect(inputs, has_labels=True)
+        self._bring_up_to_date()
+        executor = self._bound.executor
+        with self._pass(passes.num) as schedule:
+            events = executor.score_each(schedule, passes)
+        return ScoreResult(
+            scores=passes.scores(),
+            num_loads=schedule.num_loads,
+            num_passes=passes.num,
+            pass_s=executor.timeline(schedule, events).step_s,
+        )
+
+    @contextmanager
+    def using(self, adapter: str) -> Iterator[None]:
+        """Compute with one adapter in this context, whichever is active; nothing is retrained.
+
+        `forward`, `evaluate` and forwards of the model compute with it. Which parameters train
+        does not change, as it would by peft's `set_adapter`.
+
+        Args:
+            adapter: Its name.
+        """
+        executor = self._bound.executor
+        before, executor.adapter = executor.adapter, adapter
+        try:
+            with self._switched(adapter).everywhere():
+                yield
+        finally:
+            executor.adapter = before
+
+    def _parts(self, runs: Sequence[RunStep], *, is_trained: bool) -> list[Part]:
+        """Check what runs are given, and inspect the model as each computes it."""
+        if is_trained:
+            are_on_host = bool(self._bound.host_gradients.parameters)
+            require_apart(self._layered, runs, are_on_host=are_on_host)
+        where = self._vocabulary, self._device.torch_device
+        parts = parts_of(
+            self._layered, runs, *where, switched=self._switched, is_trained=is_trained
+        )
+        for part in parts:
+            kinds = {frozenset(batch.inputs): batch.inputs for batch in part.labelled}
+            with nullcontext() if part.adapter is None else self.using(part.adapter):
+                for inputs in kinds.values():
+                    self._inspect(inputs, has_labels=True)
+                self._measure(part.batches)
+        return parts
 
     def forward(self, batch: Batch, *, positions: torch.Tensor | None = None) -> ForwardResult:
         """Run one batch without gradients, in the model's current mode (`train` or `eval`).
@@ -407,12 +379,23 @@ class Engine:
                 hidden_BTD = hidden_BTD[rows, positions.to(torch_device)].unsqueeze(1)
             return self._layered.tail_logits(hidden_BTD)
 
-        state, schedule = self._evaluate(batch, labels, logits)
+        state, run, schedule = self._evaluate(batch, labels, logits)
         return ForwardResult(
-            loss_sum=float(torch.stack(state.losses).sum()) if state.losses else 0.0,
+            loss_sum=float(torch.stack(run.losses).sum()) if run.losses else 0.0,
             num_label_tokens=sum(batch.num_label_tokens for batch in labels),
             logits=state.outputs.get(0),
             num_loads=schedule.num_loads,
+        )
+
+    def generation(self) -> Generation:
+        """Begin to generate with the model's own key-value caches, as a context manager."""
+        executor, resident = self._bound.executor, list(self.resident_parameters.values())
+        return Generation(
+            self._layered,
+            where=(self._vocabulary, self._device.torch_device),
+            state=lambda: [executor.adapter, *(p._version for p in resident)],
+            ready=partial(self._ready_pass, has_labels=False),
+            compute=executor.compute,
         )
 
     def wait(self) -> None:
@@ -477,31 +460,43 @@ class Engine:
         batch: Batch,
         labels: Sequence[LabelledBatch],
         read: Callable[[torch.Tensor], Any],
-    ) -> tuple[PassState, Schedule]:
+    ) -> tuple[PassState, RunState, Schedule]:
         """Run a pass without gradients."""
-        self._require_attached()
-        require_uncached()
-        self._seal.require_whole()
         rest = {name: value for name, value in batch.items() if name != "labels"}
         inputs = to_device(rest, self._device.torch_device)
-        self._inspect(inputs, has_labels=bool(labels))
-        self.updates.flush()
-        self._reload_what_was_written()
-        schedule = forward_schedule(self._bound.sizes, ring=self._ring, num_micro_batches=1)
+        with self._ready_pass(inputs, 1, has_labels=bool(labels)) as schedule:
+            state, run = self._bound.executor.evaluate(schedule, [inputs], labels, read)
+        return state, run, schedule
+
+    @contextmanager
+    def _ready_pass(self, inputs: Batch, num: int, *, has_labels: bool) -> Iterator[Schedule]:
+        """Check the model, and yield the schedule of a pass without gradients, to be run."""
+        self._require_usable()
+        self._inspect(inputs, has_labels=has_labels)
+        self._bring_up_to_date()
+        with self._pass(num) as schedule:
+            yield schedule
+
+    @contextmanager
+    def _pass(self, num: int = 1) -> Iterator[Schedule]:
+        schedule = self._steps.forward(self._ring, num)
         with self._consistent(schedule.ring_after), self._host.nearby():
-            state, _ = self._bound.executor.evaluate(schedule, [inputs], labels, read)
+            yield schedule
             self._device.finish()
-        return state, schedule
 
     def _answer(self, inputs: Mapping[str, Any], rest: Mapping[str, Any]) -> Any:
         """Answer a forward of the model: its own norm, head and loss on the streamed layers."""
         device = self._device.torch_device
         inputs = to_device(inputs, device)
         rest = {k: v.to(device) if torch.is_tensor(v) else v for k, v in rest.items()}
-        state, _ = self._evaluate(
+        state, _, _ = self._evaluate(
             inputs, (), lambda hidden_BTD: self._layered.output(hidden_BTD, **inputs, **rest)
         )
         return state.outputs[0]
+
+    def _bring_up_to_date(self) -> None:
+        self.updates.flush()
+        self._reload_what_was_written()
 
     def _reload_what_was_written(self) -> None:
         """Invalidate the slots if a user has written to layers through a `state_dict`."""
@@ -519,23 +514,19 @@ class Engine:
             self._inspected.clear()
             self._inspected_code = code
         mode, names = self._layered.model.training, frozenset(inputs)
-        if self._inspected & {(mode, True, names), (mode, has_labels, names)}:
+        adapter = self._bound.executor.adapter
+        if self._inspected & {(adapter, mode, has, names) for has in (True, has_labels)}:
             return
-        self.updates.flush()
-        self._reload_what_was_written()
-        schedule = forward_schedule(self._bound.sizes, ring=self._ring, num_micro_batches=1)
-        with (
-            self._consistent(schedule.ring_after),
-            self._host.nearby(),
-            unchanged(self._layered.around),
-        ):
+        self._bring_up_to_date()
+        with self._pass() as schedule, unchanged(self._layered.around):
             is_whole = self._bound.executor.inspect(schedule, inputs, has_labels=has_labels)
-            self._device.finish()
         require_tiles(
-            self._layered.name, self._options.mlp_chunk_tokens, self._bound.executor.mlps.values()
+            self._layered.name,
+            self._options.mlp_chunk_tokens,
+            self._bound.executor.found().mlps.values(),
         )
         if is_whole:
-            self._inspected.add((mode, has_labels, names))
+            self._inspected.add((adapter, mode, has_labels, names))
 
     @property
     def _steps(self) -> Steps:
@@ -547,12 +538,10 @@ class Engine:
         layers = self._options.residency.sent_graphs(len(self.layer_bytes))
         for batch in sorted(batches, key=lambda batch: -batch.inputs["input_ids"].numel()):
             shape = batch.shape
-            if all(executor.graph_sizes.of(layer, shape) is not None for layer in layers):
+            if all(executor.found().graph_sizes.of(layer, shape) is not None for layer in layers):
                 continue
-            schedule = forward_schedule(self._bound.sizes, ring=self._ring, num_micro_batches=1)
-            with self._consistent(schedule.ring_after), self._host.nearby():
+            with self._pass() as schedule:
                 executor.measure(schedule, batch.inputs, layers)
-                self._device.finish()
 
     @contextmanager
     def _consistent(self, ring_after: Ring) -> Iterator[None]:
@@ -573,27 +562,18 @@ class Engine:
 
     def _require_ready(self) -> None:
         """Check that a step would give all gradients of the model as attached."""
-        self._require_attached()
+        self._require_usable()
         require_gradients()
-        require_uncached()
         self._composition.require_unchanged()
         self._hooks.require_exact()
-        self._seal.require_whole()
         self._bound.host_gradients.require_clear()
 
-    def _require_attached(self) -> None:
+    def _require_usable(self) -> None:
         if self._state is not _State.ATTACHED:
             raise OffloadError(
                 f"the engine is {self._state.name.lower()}",
                 limit="only an attached engine can run",
                 hint="call `offload.attach(model, ...)` again",
             )
-
-
-def _left_out(unread: Sequence[Unread]) -> Iterator[object]:
-    """Yield the linears that are left out; of an MLP in tiles, those that its tiles leave out."""
-    for one in unread:
-        if isinstance(one.module, TiledMlp):
-            yield from (inner.module for inner in one.module.unread)
-        else:
-            yield one.module
+        require_uncached()
+        self._seal.require_whole()

@@ -13,7 +13,7 @@ for that transfer. The allocator may then reuse the memory for whatever is compu
 """
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from warnings import warn
@@ -23,8 +23,7 @@ import torch
 from offload.engine.batch import ROW_LENS, Batch, LabelledBatch
 from offload.engine.low_rank import VISIT_CACHE
 from offload.engine.model.inspection import Inspection
-from offload.engine.model.layers import LayerCall, LayeredModel
-from offload.engine.model.router import STEP, RouterScope, require_whole_step
+from offload.engine.model.layers import Front, LayerCall, LayeredModel
 from offload.engine.model.visit import (
     Graph,
     Visited,
@@ -35,7 +34,10 @@ from offload.engine.model.visit import (
     visit_without_graph,
 )
 from offload.engine.packing.check import PackedTrial
-from offload.engine.passes.scoring import ScoredTail, Scoring
+from offload.engine.passes.part import Part, PartTail
+from offload.engine.passes.reference import SwitchedModel
+from offload.engine.passes.scores import EachTail, ScoredPasses
+from offload.engine.passes.scoring import Scoring
 from offload.engine.passes.tail import Tail
 from offload.engine.passes.transfers import Table, Transfers
 from offload.engine.randomness import FRONT_LAYER, VisitRandomness, require_same_draws
@@ -47,11 +49,11 @@ from offload.engine.recompute.attention_outputs import (
 from offload.engine.recompute.sent_graphs import GraphSizes
 from offload.engine.recompute.tiled import TiledMlp
 from offload.engine.recompute.unread import Unread
-from offload.engine.results import Computing, PassState, Places
-from offload.engine.seeding import NEWEST, Seeding
+from offload.engine.results import Computing, PassState, Places, RunState
 from offload.engine.streams import Device, Event
 from offload.errors import UnsupportedModelError
 from offload.plan.schedule.op import Kind, Op
+from offload.plan.schedule.passes import Passes
 from offload.plan.schedule.schedule import NUM_KEPT, Schedule
 from offload.plan.schedule.timeline import Span, Timeline
 
@@ -71,113 +73,84 @@ class Executor:
         self._computing = computing
         self._randomness = VisitRandomness(device.torch_device)
         self._last_layer = len(model.layers) - 1
-        self._graph_sizes: dict[bool, GraphSizes] = {}
-        self._mlps: dict[bool, dict[int, tuple[TiledMlp, ...]]] = {}
-        self._unread: dict[bool, dict[int, tuple[Unread, ...]]] = {}
-        self._attention: dict[bool, dict[int, tuple[OutputSize, ...]]] = {}
+        self._found: dict[tuple[bool, str | None], Found] = {}
+        self.adapter: str | None = None
+        """The adapter that the model is switched to for passes of its own."""
 
-    def train(
-        self,
-        schedule: Schedule,
-        batches: Sequence[LabelledBatch],
-        *,
-        num_label_tokens: int,
-        seed: int,
-        seeding: Seeding,
-        is_stashed: bool,
-        ids: Sequence[int],
-        router_loss: RouterScope = STEP,
+    def step(
+        self, schedule: Schedule, parts: Sequence[Part], *, is_stashed: bool
     ) -> tuple[PassState, list[Event]]:
-        """Run a training schedule; gradients are added to `.grad` of the trainable parameters.
+        """Run the ops of a step; gradients are added to `.grad` of the trainable parameters.
 
         Args:
-            schedule: From `training_schedule`, for this many micro-batches and this ring.
-            batches: The micro-batches.
-            num_label_tokens: Divisor of the sum of the losses.
-            seed: Dropout is seeded by (seed, layer, id), so that the recompute repeats it.
-            seeding: How these become a generator's seed.
+            schedule: From `step_schedule`, for the parts' passes and this ring.
+            parts: What each run contributes; their states are filled.
             is_stashed: Whether layer inputs wait on the host, except those of kept graphs.
-            ids: Number of each micro-batch in the whole step.
-            router_loss: What a router loss is taken over.
 
         Raises:
-            OffloadError: It is over a step whose micro-batches pass the layers one after another.
+            OffloadError: A router loss is over a step whose micro-batches pass the layers one
+                after another.
         """
-        # Filled on the device: `torch.tensor` would copy the number and wait for the device.
-        num_items = torch.full((), num_label_tokens, device=self._device.torch_device)
-        inputs = [batch.inputs for batch in batches]
-        state = PassState()
-        self._balance(state, schedule, router_loss, batches, num_label_tokens)
-        step = _Step(seed=seed, seeding=seeding, ids=ids, is_kept=True, is_stashed=is_stashed)
-
-        visits: Table = {
-            Kind.FRONT: lambda op: self._front(state, op, inputs, step),
-            Kind.FORWARD: lambda op: self._forward(state, op, step),
-            Kind.TAIL: lambda op: self._tail.train(
-                state, m := op.micro_batch_index, batches[m], num_items
-            ),
-            Kind.BACKWARD: lambda op: self._backward(state, op, step),
-            Kind.FRONT_BACKWARD: lambda op: _front_backward(state, op),
-        }
-        return state, self._issue(schedule, state, visits)
-
-    def score(
-        self,
-        schedule: Schedule,
-        scoring: Scoring,
-        *,
-        seed: int,
-        seeding: Seeding,
-        is_stashed: bool,
-        ids: Sequence[int],
-        router_loss: RouterScope = STEP,
-    ) -> tuple[PassState, list[Event]]:
-        """Run the schedule of an objective; gradients are added as by `train`.
-
-        Args:
-            schedule: From `objective_schedule`, for these passes and this ring.
-            scoring: What is scored.
-            seed: As for `train`.
-            seeding: As for `train`.
-            is_stashed: As for `train`.
-            ids: Number in the whole step of each micro-batch that is trained on.
-            router_loss: As for `train`.
-        """
-        step = _Step(seed=seed, seeding=seeding, ids=ids, is_kept=True, is_stashed=is_stashed)
-        state, trained = PassState(), scoring.passes.trained
-        batches = [scoring.batch(m) for m in trained]
-        inputs = [batch.inputs for batch in batches]
-        self._balance(state, schedule, router_loss, batches, scoring.num_label_tokens)
-        tail = ScoredTail(self._model, scoring, head_chunk_tokens=self._computing.head_chunk_tokens)
+        state, chunk_tokens = PassState(), self._computing.head_chunk_tokens
+        for part in parts:
+            part.begin(self._model, schedule)
+        tails = [PartTail(self._model, part, head_chunk_tokens=chunk_tokens) for part in parts]
+        of = {number: i for i, part in enumerate(parts) for number in part.passes.all}
 
         def front(op: Op) -> None:
-            if op.micro_batch_index in trained:
-                self._front(state, op, inputs, step)
-            else:
-                self._front_to_score(state, op, scoring)
+            part, number = parts[of[op.micro_batch_index]], op.micro_batch_index
+            if number not in part.passes.trained:
+                self._front_to_score(state, op, part.scored)
+                return
+            batch = part.batches[part.passes.micro_batch(number)]
+            with part.model.around_layers():
+                self._front(state, op, batch.inputs, part.visit_seed(FRONT_LAYER, number))
 
         def forward(op: Op) -> None:
-            if op.micro_batch_index in trained:
-                self._forward(state, op, step)
+            part = parts[of[op.micro_batch_index]]
+            if op.micro_batch_index in part.passes.trained:
+                with part.model.in_layer(op.layer_index):
+                    self._forward(state, op, part, is_kept=True, is_stashed=is_stashed)
             else:
-                self._forward_to_score(state, op, scoring)
+                self._forward_to_score(state, op, part, part.scored)
 
-        def train_tail(op: Op) -> None:
+        def backward(op: Op) -> None:
+            part = parts[of[op.micro_batch_index]]
+            with part.model.in_layer(op.layer_index):
+                self._backward(state, op, part)
+
+        def front_backward(op: Op) -> None:
             m = op.micro_batch_index
-            tail.train(state, m)
-            self._tail.balance(state, m)
+            state.fronts.pop(m).backward(state.gradient.pop(m))
 
         visits: Table = {
             Kind.FRONT: front,
             Kind.FORWARD: forward,
             Kind.REFERENCE: forward,
-            Kind.SCORE: lambda op: tail.score(state, op.micro_batch_index),
-            Kind.OBJECTIVE: lambda _op: tail.weigh(state),
-            Kind.TAIL: train_tail,
-            Kind.BACKWARD: lambda op: self._backward(state, op, step),
-            Kind.FRONT_BACKWARD: lambda op: _front_backward(state, op),
+            Kind.SCORE: lambda op: tails[of[m := op.micro_batch_index]].score(state, m),
+            Kind.OBJECTIVE: lambda op: tails[op.run_index].weigh(),
+            Kind.TAIL: lambda op: tails[of[m := op.micro_batch_index]].train(state, m),
+            Kind.BACKWARD: backward,
+            Kind.FRONT_BACKWARD: front_backward,
         }
         return state, self._issue(schedule, state, visits)
+
+    def score_each(self, schedule: Schedule, passes: ScoredPasses) -> list[Event]:
+        """Run a forward schedule that scores labels under several adapters, without gradients.
+
+        Args:
+            schedule: From `forward_schedule`, with an op of each layer for each pass.
+            passes: What is scored; it gets the scores.
+        """
+        state, alone = PassState(), self._alone(0)
+        tail = EachTail(self._model, passes, head_chunk_tokens=self._computing.head_chunk_tokens)
+        visits: Table = {
+            Kind.FRONT: lambda op: self._front_to_score(state, op, passes),
+            Kind.FORWARD: lambda op: self._forward_to_score(state, op, alone, passes),
+            Kind.TAIL: lambda op: tail.score(state, op.micro_batch_index),
+        }
+        with torch.inference_mode(mode=False), torch.no_grad():  # as for `evaluate`
+            return self._issue(schedule, state, visits)
 
     def evaluate(
         self,
@@ -185,7 +158,7 @@ class Executor:
         inputs: Sequence[Batch],
         labels: Sequence[LabelledBatch],
         read: Callable[[torch.Tensor], Any],
-    ) -> tuple[PassState, list[Event]]:
+    ) -> tuple[PassState, RunState]:
         """Run a forward schedule without gradients.
 
         Args:
@@ -194,48 +167,78 @@ class Executor:
             labels: The same with labels, for the loss; empty to call `read` instead.
             read: Computes a micro-batch's output from that of its last layer (B, T, D).
         """
-        state = PassState()
-        step = _Step(
-            seed=0, seeding=NEWEST, ids=range(len(inputs)), is_kept=False, is_stashed=False
-        )
+        state, alone = PassState(), self._alone(len(inputs))
 
         def tail(op: Op) -> None:
             m = op.micro_batch_index
             hidden_BTD = state.inputs.pop((self._last_layer + 1, m))
             if labels:
                 ones = torch.ones((), device=self._device.torch_device)
-                self._tail.loss(state, hidden_BTD, labels[m], ones, None)
+                self._tail.loss(alone.state, hidden_BTD, labels[m], ones, None)
             else:
                 state.outputs[m] = read(hidden_BTD)
 
         visits: Table = {
-            Kind.FRONT: lambda op: self._front(state, op, inputs, step),
-            Kind.FORWARD: lambda op: self._forward(state, op, step),
+            Kind.FRONT: lambda op: self._front(
+                state, op, inputs[m := op.micro_batch_index], alone.visit_seed(FRONT_LAYER, m)
+            ),
+            Kind.FORWARD: lambda op: self._forward(
+                state, op, alone, is_kept=False, is_stashed=False
+            ),
             Kind.TAIL: tail,
         }
         # tensors that modules cache, such as rotary tables, must work in a later training pass
         with torch.inference_mode(mode=False), torch.no_grad():
-            return state, self._issue(schedule, state, visits)
+            self._issue(schedule, state, visits)
+        return state, alone.state
 
-    @property
-    def unread(self) -> dict[int, tuple[Unread, ...]]:
-        """By layer, the products that a recompute leaves out in the model's current mode."""
-        return self._unread.setdefault(self._model.model.training, {})
+    def compute(
+        self,
+        schedule: Schedule,
+        front: Callable[[int], Front],
+        read: Callable[[torch.Tensor], Any],
+    ) -> dict[int, Any]:
+        """Run a forward schedule without gradients, on inputs of layers that the caller makes.
 
-    @property
-    def attention(self) -> dict[int, tuple[OutputSize, ...]]:
-        """By layer, the calls of attention that a recompute can be given, in the current mode."""
-        return self._attention.setdefault(self._model.model.training, {})
+        Args:
+            schedule: From `forward_schedule`.
+            front: Computes what enters the layers, by micro-batch.
+            read: Computes a micro-batch's output from that of its last layer (B, T, D).
 
-    @property
-    def graph_sizes(self) -> GraphSizes:
-        """What autograd saves of layers whose graphs are sent, in the current mode."""
-        return self._graph_sizes.setdefault(self._model.model.training, GraphSizes())
+        Returns:
+            The outputs by micro-batch.
+        """
+        state, last = PassState(), self._last_layer + 1
+        alone = self._alone(sum(op.kind is Kind.FRONT for op in schedule.ops))
 
-    @property
-    def mlps(self) -> dict[int, tuple[TiledMlp, ...]]:
-        """By layer, the MLPs that are computed in tiles in the model's current mode."""
-        return self._mlps.setdefault(self._model.model.training, {})
+        def enter(op: Op) -> None:
+            m = op.micro_batch_index
+            state.fronts[m] = front(m)
+            state.inputs[0, m] = state.fronts[m].hidden_BTD.contiguous()
+
+        def leave(op: Op) -> None:
+            m = op.micro_batch_index
+            state.outputs[m] = read(state.inputs.pop((last, m)))
+
+        visits: Table = {
+            Kind.FRONT: enter,
+            Kind.FORWARD: lambda op: self._forward(
+                state, op, alone, is_kept=False, is_stashed=False
+            ),
+            Kind.TAIL: leave,
+        }
+        with torch.inference_mode(mode=False), torch.no_grad():  # as for `evaluate`
+            self._issue(schedule, state, visits)
+        return state.outputs
+
+    def found(self, adapter: str | None = None) -> "Found":
+        """Return what is known of the layers, in the model's current mode.
+
+        Args:
+            adapter: The adapter that computes; None for those that are active.
+        """
+        name = self.adapter if adapter is None else adapter
+        return self._found.setdefault((self._model.model.training, name), Found())
 
     def inspect(self, schedule: Schedule, inputs: Batch, *, has_labels: bool) -> bool:
         """Pass over the layers once to see whether they can be computed one by one.
@@ -254,6 +257,7 @@ class Executor:
         inspections: list[Inspection] = []
         are_inspected: list[bool] = []
         packed: list[PackedTrial] = []
+        known = self.found()
 
         def front(_op: Op) -> None:
             inspections.append(
@@ -270,13 +274,17 @@ class Executor:
         def inspect_layer(op: Op) -> None:
             inspection, layer = inspections[0], op.layer_index
             if has_labels and self._computing.records_attention:
-                self.attention[layer] = inspection.attention(layer)
-            found, self.mlps[layer] = inspection.visit(layer)
+                known.attention[layer] = inspection.attention(layer)
+            unread, known.mlps[layer] = inspection.visit(layer)
             if has_labels:
-                self.unread[layer] = found if self._computing.leaves_out else ()
+                known.unread[layer] = unread if self._computing.leaves_out else ()
             for trial in packed:
-                if trial.visit(layer):
-                    self._model.together.add(layer)
+                keep = (
+                    self._model.together.add
+                    if trial.visit(layer)
+                    else (self._model.together.discard)
+                )
+                keep(layer)
 
         visits: Table = {
             Kind.FRONT: front,
@@ -295,23 +303,23 @@ class Executor:
             inputs: The micro-batch.
             layers: The layers to measure.
         """
-        state = PassState()
-        step = _Step(seed=0, seeding=NEWEST, ids=(0,), is_kept=False, is_stashed=False)
+        state, alone = PassState(), self._alone(1)
 
         def forward(op: Op) -> None:
             layer = op.layer_index
             if layer not in layers:
-                self._forward(state, op, step)
+                self._forward(state, op, alone, is_kept=False, is_stashed=False)
                 return
             input_BTD, call = state.inputs.pop((layer, 0)), state.fronts[0].layer_calls[layer]
-            visit = partial(self._visited, visit_to_send, layer, input_BTD, call)
-            visited, _ = self._randomness.visit(layer, _visit_seed(step, layer, 0), visit)
+            visit = partial(self._visited, visit_to_send, layer, input_BTD, call, alone)
+            visited, _ = self._randomness.visit(layer, alone.visit_seed(layer, 0), visit)
             if visited.saved is not None:
-                self.graph_sizes.add(layer, state.fronts[0].shape, visited.saved.num_bytes)
+                sizes = self.found().graph_sizes
+                sizes.add(layer, state.fronts[0].shape, visited.saved.num_bytes)
             state.inputs[layer + 1, 0] = visited.output_BTD.contiguous()
 
         visits: Table = {
-            Kind.FRONT: lambda op: self._front(state, op, [inputs], step),
+            Kind.FRONT: lambda op: self._front(state, op, inputs, alone.visit_seed(FRONT_LAYER, 0)),
             Kind.FORWARD: forward,
             Kind.TAIL: lambda _op: None,
         }
@@ -345,24 +353,37 @@ class Executor:
 
     # -------------------------------------------------------------------------------------- visits
 
-    def _front(self, state: PassState, op: Op, inputs: Sequence[Batch], step: "_Step") -> None:
-        m = op.micro_batch_index
-        self._randomness.seed(_visit_seed(step, FRONT_LAYER, m))
-        front = self._model.front(inputs[m])
+    def _alone(self, num_micro_batches: int) -> Part:
+        """Return what a pass without gradients works with."""
+        return Part(
+            passes=Passes(num_trained=num_micro_batches, has_objective=False),
+            batches=(),
+            model=SwitchedModel(self._model),
+            num_label_tokens=1,
+            ids=range(num_micro_batches),
+        )
+
+    def _front(self, state: PassState, op: Op, inputs: Batch, seed: int) -> None:
+        self._randomness.seed(seed)
+        front, m = self._model.front(inputs), op.micro_batch_index
         state.fronts[m] = front
         state.inputs[0, m] = front.hidden_BTD.detach().contiguous()
 
-    def _forward(self, state: PassState, op: Op, step: "_Step") -> None:
+    def _forward(
+        self, state: PassState, op: Op, part: Part, *, is_kept: bool, is_stashed: bool
+    ) -> None:
         layer, m = op.layer_index, op.micro_batch_index
         input_BTD = state.inputs[layer, m]
-        if step.is_stashed:  # the output takes its place; see Note [Letting go]
+        if is_stashed:  # the output takes its place; see Note [Letting go]
             state.inputs.pop((layer + 1 - NUM_KEPT, m), None)
         call = state.fronts[m].layer_calls[layer]
-        VISIT_CACHE.enter((op.kind, layer))
+        VISIT_CACHE.enter((op.kind, layer, part.adapter))
         visited, draws = self._randomness.visit(
-            layer, _visit_seed(step, layer, m), lambda: self._visit_forward(op, input_BTD, call)
+            layer,
+            part.visit_seed(layer, m),
+            lambda: self._visit_forward(op, input_BTD, call, part),
         )
-        graph = self._carried_graph(state, visited, op)
+        graph = self._carried_graph(state, visited, op, part)
         if graph is not None:
             state.graphs[layer, m] = graph
         else:
@@ -371,58 +392,55 @@ class Executor:
             state.held[layer, m] = input_BTD
         if op.has_output:
             state.attention[layer, m] = self._carried(visited.recorded, op)
-        if visited.router_logits and state.balance is not None:
-            state.balance.hear(layer, m, visited.router_logits)
+        part.hear(layer, m, visited.router_logits)
         state.inputs[layer + 1, m] = visited.output_BTD.contiguous()
-        if op.has_graph or not step.is_kept:
+        if op.has_graph or not is_kept:
             del state.inputs[layer, m]
 
-    def _front_to_score(self, state: PassState, op: Op, scoring: Scoring) -> None:
+    def _front_to_score(self, state: PassState, op: Op, scored: Scoring | ScoredPasses) -> None:
         number = op.micro_batch_index
         VISIT_CACHE.enter((op.kind, number))
-        with torch.no_grad(), scoring.of_pass(number).around_layers():
-            front = self._model.front(scoring.batch(number).inputs)
+        with torch.no_grad(), scored.of_pass(number).around_layers():
+            front = self._model.front(scored.batch(number).inputs)
         state.fronts[number] = front
         state.inputs[0, number] = front.hidden_BTD.contiguous()
 
-    def _forward_to_score(self, state: PassState, op: Op, scoring: Scoring) -> None:
+    def _forward_to_score(
+        self, state: PassState, op: Op, part: Part, scored: Scoring | ScoredPasses
+    ) -> None:
         """Visit a layer with rows that are only scored: no graph, and their input is let go."""
         layer, number = op.layer_index, op.micro_batch_index
         input_BTD = state.inputs.pop((layer, number))
-        call = state.fronts[number].layer_calls[layer]
-        VISIT_CACHE.enter((op.kind, layer, "scored"))
+        call, model = state.fronts[number].layer_calls[layer], scored.of_pass(number)
+        VISIT_CACHE.enter((layer, model))
         visit = partial(visit_without_graph, has_output=False)
-        with scoring.of_pass(number).in_layer(layer):
-            visited = self._visited(visit, layer, input_BTD, call)
+        with model.in_layer(layer):
+            visited = self._visited(visit, layer, input_BTD, call, part)
         state.inputs[layer + 1, number] = visited.output_BTD.contiguous()
 
-    def _balance(
-        self,
-        state: PassState,
-        schedule: Schedule,
-        scope: RouterScope,
-        batches: Sequence[LabelledBatch],
-        num_label_tokens: int,
-    ) -> None:
-        """Begin the router loss of a step, if the model has one."""
-        if self._model.router_loss is not None and batches:
-            require_whole_step(schedule, scope)
-            state.balance = self._model.router_loss.balance(scope, batches, num_label_tokens)
-
-    def _visit_forward(self, op: Op, input_BTD: torch.Tensor, call: LayerCall) -> Visited:
+    def _visit_forward(
+        self, op: Op, input_BTD: torch.Tensor, call: LayerCall, part: Part
+    ) -> Visited:
         """Visit a layer upwards."""
         visit: Callable[..., Visited] = partial(visit_without_graph, has_output=op.has_output)
         if op.has_graph:
             visit = visit_to_keep if op.carrier is None else visit_to_send
-        return self._visited(visit, op.layer_index, input_BTD, call)
+        return self._visited(visit, op.layer_index, input_BTD, call, part)
 
     def _visited(
-        self, visit: Callable[..., Visited], layer: int, input_BTD: torch.Tensor, call: LayerCall
+        self,
+        visit: Callable[..., Visited],
+        layer: int,
+        input_BTD: torch.Tensor,
+        call: LayerCall,
+        part: Part,
     ) -> Visited:
-        mlps = self.mlps.get(layer, ())
+        mlps = self.found(part.adapter).mlps.get(layer, ())
         return visit(self._model, layer, input_BTD=input_BTD, call=call, mlps=mlps)
 
-    def _carried_graph(self, state: PassState, visited: Visited, op: Op) -> Graph | None:
+    def _carried_graph(
+        self, state: PassState, visited: Visited, op: Op, part: Part
+    ) -> Graph | None:
         """Return the graph, moved to its buffer if it is sent; None if it cannot be sent."""
         graph, saved = visited.graph, visited.saved
         if graph is None or saved is None:
@@ -430,7 +448,8 @@ class Executor:
         place = self._sent.place(op.layer_index, op.micro_batch_index)
         if saved.num_bytes > place.nbytes:
             shape = state.fronts[op.micro_batch_index].shape
-            self.graph_sizes.add(op.layer_index, shape, saved.num_bytes)
+            sizes = self.found(part.adapter).graph_sizes
+            sizes.add(op.layer_index, shape, saved.num_bytes)
             warn(
                 f"the graph of layer {op.layer_index} takes {saved.num_bytes} bytes and not"
                 f" {place.nbytes}, as counted on: the layer is computed again in this step",
@@ -453,31 +472,34 @@ class Executor:
         with torch.no_grad():
             return recorded.packed(self._sent.buffer(op.carrier, recorded.num_bytes))
 
-    def _backward(self, state: PassState, op: Op, step: "_Step") -> None:
+    def _backward(self, state: PassState, op: Op, part: Part) -> None:
         layer, m = op.layer_index, op.micro_batch_index
         self._host_gradients.gather(layer)
-        VISIT_CACHE.enter((op.kind, layer))
+        VISIT_CACHE.enter((op.kind, layer, part.adapter))
         kept = state.graphs.pop((layer, m), None)
         if kept is not None:
-            self._through(state, layer, m, kept)
+            self._through(state, part, layer, m, kept)
             state.sent.pop((layer, m), None)
             return
         inputs = state.inputs if op.buffer is None else state.fetched
         kept_BTD = (state.held if op.has_graph else inputs).pop((layer, m))
         drawn = state.draws.pop((layer, m))
         recorded = state.attention.pop((layer, m), NOTHING)
-        if state.gradient[m] is None and not (state.balance and self._model.hears(layer)):
+        if state.gradient[m] is None and not (part.state.balance and self._model.hears(layer)):
             return
-        call = state.fronts[m].layer_calls[layer]
+        call, found = state.fronts[m].layer_calls[layer], self.found(part.adapter)
         compute = partial(
             visit_with_graph,
             self._model,
             layer,
             input_BTD=kept_BTD,
             call=call,
-            mlps=self.mlps.get(layer, ()),
+            mlps=found.mlps.get(layer, ()),
         )
-        seed, unread = _visit_seed(step, layer, m), self._left_out(layer, call)
+        seed = part.visit_seed(layer, m)
+        # none is left out where rows are computed one after the other
+        is_together = self._model.is_together(layer, call)
+        unread = found.unread.get(layer, ()) if is_together else ()
         recomputed, draws = self._randomness.visit(
             layer, seed, lambda: attempt(partial(compute, unread=unread, recorded=recorded))
         )
@@ -486,22 +508,16 @@ class Executor:
                 layer, seed, lambda: attempt(partial(compute, unread=unread))
             )
         if recomputed is None:
-            self.unread[layer] = ()
+            found.unread[layer] = ()
             graph, draws = self._randomness.visit(layer, seed, compute)
         else:
             graph = recomputed
         require_same_draws(layer, drawn, draws)
-        self._through(state, layer, m, graph)
+        self._through(state, part, layer, m, graph)
 
-    def _left_out(self, layer: int, call: LayerCall) -> tuple[Unread, ...]:
-        """Return the products that a recompute leaves out; none if it is one of row after row."""
-        return self.unread.get(layer, ()) if self._model.is_together(layer, call) else ()
-
-    def _through(self, state: PassState, layer: int, m: int, graph: Graph) -> None:
+    def _through(self, state: PassState, part: Part, layer: int, m: int, graph: Graph) -> None:
         """Take the gradients of a micro-batch through a layer, those of the router loss too."""
-        of_router = []
-        if state.balance is not None:
-            of_router = state.balance.gradients(layer, m, graph.router_logits)
+        of_router = part.router_gradients(layer, m, graph.router_logits)
         self._pass_on(state, layer, m, graph.backward(state.gradient[m], of_router))
 
     def _pass_on(
@@ -526,21 +542,17 @@ class Executor:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Step:
-    """Values common to all visits of a pass."""
+class Found:
+    """What inspections have found out about the layers, by layer.
 
-    seed: int
-    seeding: Seeding
-    ids: Sequence[int]
-    is_kept: bool
-    is_stashed: bool
+    Attributes:
+        unread: The products that a recompute leaves out.
+        attention: The calls of attention that a recompute can be given.
+        mlps: The MLPs that are computed in tiles.
+        graph_sizes: What autograd saves of layers whose graphs are sent.
+    """
 
-
-def _visit_seed(step: _Step, layer: int, m: int) -> int:
-    """Return the dropout seed of one visit."""
-    return step.seeding.of_visit(step.seed, layer, step.ids[m])
-
-
-def _front_backward(state: PassState, op: Op) -> None:
-    m = op.micro_batch_index
-    state.fronts.pop(m).backward(state.gradient.pop(m))
+    unread: dict[int, tuple[Unread, ...]] = field(default_factory=dict)
+    attention: dict[int, tuple[OutputSize, ...]] = field(default_factory=dict)
+    mlps: dict[int, tuple[TiledMlp, ...]] = field(default_factory=dict)
+    graph_sizes: GraphSizes = field(default_factory=GraphSizes)

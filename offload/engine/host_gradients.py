@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from offload.engine.host.layer_layout import Record, lay_out
+from offload.engine.host.stash import Allocate
 from offload.engine.memory_meter import Arena
-from offload.engine.stash import Allocate
 from offload.errors import OffloadError
 from offload.plan.facts.optimizer import HOST_GRADIENTS
 from offload.plan.memory.memory import LAYER_GRADIENTS

@@ -1,16 +1,19 @@
 """What a step's loss is computed from: log-probabilities of label tokens, and a reference's.
 
+A loss may ask for more at each label: the log-probabilities of tokens that it names, as a teacher's
+distribution is known at a few.
+
 A loss of preferences reads whole rows, and some read all rows of a step at once. So a step with an
 objective computes the log-probabilities of all its label tokens first, takes the loss and its
 gradient by each of them over the whole step, and passes that gradient on, micro-batch by
 micro-batch. However a step is cut into micro-batches, its loss is the same.
 
-Shapes: N label tokens of the step, R rows of the step.
+Shapes: N label tokens of the step, R rows of the step, K tokens that a loss names at each label.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -39,12 +42,17 @@ class Scores:
         reference_N: The same by the reference, without a graph; None if there is none.
         rows_N: The row of each, int64.
         num_rows: R.
+        top_NK: Log-probability of each token that a `TopObjective` names, by the policy; 0 where it
+            names none. None for other objectives.
+        others_N: That of all other tokens together.
     """
 
     policy_N: torch.Tensor
     reference_N: torch.Tensor | None
     rows_N: torch.Tensor
     num_rows: int
+    top_NK: torch.Tensor | None = None
+    others_N: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -52,7 +60,7 @@ class StepLoss:
     """The loss of a step.
 
     Attributes:
-        value: A scalar with a graph to `Scores.policy_N`.
+        value: A scalar with a graph to `Scores.policy_N`, `top_NK` or `others_N`.
         metrics: Scalars without a graph, by name.
     """
 
@@ -72,4 +80,16 @@ class Objective(Protocol):
 
         Args:
             scores: Of all its rows.
+        """
+
+
+@runtime_checkable
+class TopObjective(Objective, Protocol):
+    """A loss that also reads, at each label, the log-probabilities of tokens that it names."""
+
+    @property
+    def top_ids(self) -> torch.Tensor:
+        """Tokens (N, K), int64, in the order of `Scores.policy_N`; -1 where there are fewer than K.
+
+        Those of a label differ from each other, and the first is none of the -1.
         """

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offload.engine.host.source import LayerSource
+from offload.engine.host.stash import Stash
 from offload.engine.host_gradients import HostGradients, LateUpdates
 from offload.engine.model.layers import Front
 from offload.engine.model.router import Balance
@@ -14,7 +15,6 @@ from offload.engine.model.visit import Graph
 from offload.engine.recompute.attention_outputs import Recorded
 from offload.engine.recompute.sent_graphs import SavedTensors
 from offload.engine.slots import Slots
-from offload.engine.stash import Stash
 from offload.engine.streams import Device, Event
 from offload.plan.schedule.schedule import Schedule
 from offload.plan.schedule.timeline import Timeline
@@ -78,11 +78,7 @@ class PassState:
         draws: The generator states after forward visits; see `VisitRandomness.visit`.
         gradient: Gradient of the loss by the current hidden state in the backward; None below a
             layer that passes none on, as in plain autograd.
-        losses: Sum over labelled tokens / num_label_tokens, one scalar tensor per chunk; and the
-            router loss of each micro-batch.
-        balance: The router loss, if the pass has one.
         outputs: Outputs of a pass without labels.
-        metrics: Of an objective, by name.
     """
 
     fronts: dict[int, Front] = field(default_factory=dict)
@@ -94,9 +90,22 @@ class PassState:
     attention: dict[tuple[int, int], Recorded] = field(default_factory=dict)
     draws: dict[tuple[int, int], bytes | None] = field(default_factory=dict)
     gradient: dict[int, torch.Tensor | None] = field(default_factory=dict)
+    outputs: dict[int, Any] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True, slots=True)
+class RunState:
+    """What the ops of one pass find out about one run.
+
+    Attributes:
+        losses: Sum over labelled tokens / num_label_tokens, one scalar tensor per chunk; and the
+            router loss of each micro-batch.
+        balance: The router loss, if the pass has one.
+        metrics: Of an objective, by name.
+    """
+
     losses: list[torch.Tensor] = field(default_factory=list)
     balance: Balance | None = None
-    outputs: dict[int, Any] = field(default_factory=dict)
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -116,7 +125,7 @@ class StepResult:
         executor: "Executor",
         device: Device,
         schedule: Schedule,
-        state: PassState,
+        run: RunState,
         events: Sequence[Event],
         num_label_tokens: int,
     ) -> None:
@@ -124,8 +133,8 @@ class StepResult:
         self._executor = executor
         self._device = device
         self._schedule = schedule
-        self._losses = state.losses
-        self._metrics = state.metrics
+        self._losses = run.losses
+        self._metrics = run.metrics
         self._events = events
         self.num_label_tokens = num_label_tokens
         self.num_loads = schedule.num_loads

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 
 from offload.engine.host.layer_layout import Record
+from offload.engine.host.stash import Allocate
 from offload.engine.memory_meter import Arena
-from offload.engine.stash import Allocate
 
 
 class Slots:

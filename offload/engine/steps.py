@@ -1,24 +1,17 @@
 """The ops of an engine's steps, and the memory that they move things to."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 from offload.engine.batch import LabelledBatch
 from offload.engine.bound import Bound, EngineOptions
+from offload.engine.host.stash import by_place
 from offload.engine.model.layers import LayeredModel
-from offload.engine.stash import by_place
+from offload.engine.passes.part import Part
 from offload.errors import OffloadError
 from offload.plan.schedule.op import Kind
 from offload.plan.schedule.residency import NOTHING_SAVED, Saved
-from offload.plan.schedule.schedule import (
-    Order,
-    Passes,
-    Ring,
-    Schedule,
-    objective_schedule,
-    training_schedule,
-)
+from offload.plan.schedule.schedule import Order, Ring, Schedule, forward_schedule, step_schedule
 
 
 class Steps:
@@ -31,27 +24,23 @@ class Steps:
         self._layered, self._bound, self._options = layered, bound, options
         self._trains_front = trains_front
 
-    def schedule(
-        self,
-        batches: Sequence[LabelledBatch],
-        *,
-        ring: Ring,
-        order: Order,
-        passes: Passes | None = None,
-    ) -> Schedule:
+    def forward(self, ring: Ring, num: int = 1) -> Schedule:
+        """List the ops of a pass without gradients over `num` micro-batches, given the ring."""
+        return forward_schedule(self._bound.sizes, ring=ring, num_micro_batches=num)
+
+    def schedule(self, parts: Sequence[Part], *, ring: Ring, order: Order) -> Schedule:
         """List the ops of a step given the ring's contents, and make room for what leaves.
 
         Args:
-            batches: Those that are trained on.
+            parts: What its runs contribute.
             ring: What the slots hold.
             order: Of the loops.
-            passes: Of a step with an objective; None for one without.
 
         Raises:
             OffloadError: The order is not possible with weights that train on the host, or with an
-                objective.
+                objective; or runs share weights that do.
         """
-        if passes is not None and order is not Order.LAYER_MAJOR:
+        if order is not Order.LAYER_MAJOR and any(part.scoring is not None for part in parts):
             raise OffloadError(
                 f"order is {order.value}, and the step has an objective",
                 limit="its loss is taken over all rows, before the first backward",
@@ -63,16 +52,14 @@ class Steps:
                 limit="their gradients leave a layer once per step",
                 hint="`order=Order.LAYER_MAJOR`",
             )
+        batches = [batch for part in parts for batch in part.batches]
         input_bytes = self.input_bytes(batches) if self._options.stash == "host" else ()
-        saved = self._saved(batches)
-        list_ops: Callable[..., Schedule] = (
-            partial(training_schedule, num_micro_batches=len(batches), order=order)
-            if passes is None
-            else partial(objective_schedule, passes=passes)
-        )
-        schedule = list_ops(
+        saved = self._saved(parts)
+        schedule = step_schedule(
             replace(self._bound.sizes, updated=self._bound.updates.layers),
             ring=ring,
+            runs=[part.passes for part in parts],
+            order=order,
             trains_front=self._trains_front,
             input_bytes=input_bytes,
             num_kept_graphs=self._options.num_kept_graphs,
@@ -100,19 +87,31 @@ class Steps:
             for batch in batches
         )
 
-    def _saved(self, batches: Sequence[LabelledBatch]) -> Saved:
+    def _saved(self, parts: Sequence[Part]) -> Saved:
         """Return the layers that send their graphs, and those that keep or send their attention."""
-        residency, found = self._options.residency, self._bound.executor.attention
+        residency = self._options.residency
         if not (residency.sends or residency.has_outputs):
             return NOTHING_SAVED
+        found = [(self._bound.executor.found(part.adapter), part.batches) for part in parts]
         layers = range(len(self._bound.sizes.layer_bytes))
-        graphs = self._bound.executor.graph_sizes
-        return residency.saved(
-            [
-                [sum(s.num_bytes(*row) for s in sizes for row in batch.rows) for batch in batches]
-                if sizes
+        outputs, graphs = [], []
+        for layer in layers:
+            sizes = [(known.attention.get(layer, ()), batches) for known, batches in found]
+            is_recorded = all(calls for calls, _ in sizes)
+            outputs.append(
+                [
+                    sum(call.num_bytes(*row) for call in calls for row in batch.rows)
+                    for calls, batches in sizes
+                    for batch in batches
+                ]
+                if is_recorded
                 else []
-                for sizes in (found.get(layer, ()) for layer in layers)
-            ],
-            [[graphs.of(layer, b.shape) or 0 for b in batches] for layer in layers],
-        )
+            )
+            graphs.append(
+                [
+                    known.graph_sizes.of(layer, batch.shape) or 0
+                    for known, batches in found
+                    for batch in batches
+                ]
+            )
+        return residency.saved(outputs, graphs)

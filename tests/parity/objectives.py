@@ -12,7 +12,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from finetune.adapter.expert_lora import compute_beside
+from finetune.adapter.linear_lora import compute_in_base_dtype
+from offload.engine.bound import EngineOptions
+from offload.engine.engine import Engine
 from offload.engine.objective import Reference, Scores, StepLoss
+from tests.parity.steps import OPTIONS, tiny
 
 Batches = Sequence[dict[str, torch.Tensor]]
 Formula = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -52,6 +57,17 @@ class ByRow:
         ratio_R = zeros_R.index_add(0, scores.rows_N, ratio_N)
         value = self.formula(ratio_R[: self.num_trained], ratio_R[self.num_trained :].detach())
         return StepLoss(value=value, metrics={"ratio": ratio_R.detach().mean()})
+
+
+def attached(model: nn.Module, options: EngineOptions = OPTIONS) -> Engine:
+    return Engine(model, device=torch.device("cpu"), options=options)
+
+
+def adapted(name: str, **options: Any) -> Any:
+    """Return a tiny model whose adapters our own branches compute."""
+    model = tiny(name, **options)
+    compute_in_base_dtype(model)
+    return compute_beside(model)
 
 
 def pairs(*sizes: int, width: int = 12, seed: int = 0) -> list[dict[str, torch.Tensor]]:

@@ -16,12 +16,14 @@ import torch
 
 from offload.engine.batch import with_labels
 from offload.engine.engine import Engine
-from offload.engine.seeding import NEWEST
-from offload.engine.stash import by_place
+from offload.engine.host.stash import by_place
+from offload.engine.passes.part import Part
+from offload.engine.passes.reference import SwitchedModel
 from offload.engine.streams import CpuDevice
 from offload.errors import OffloadError
 from offload.plan.facts.codec import CodecName
 from offload.plan.schedule.op import Lane
+from offload.plan.schedule.passes import Passes
 from offload.plan.schedule.schedule import (
     Order,
     Schedule,
@@ -91,20 +93,19 @@ def run(
             )
         poison(engine)
         with engine._consistent(schedule.ring_after):
-            state, _ = engine._bound.executor.train(
-                schedule,
-                batches,
+            part = Part(
+                passes=Passes(num_trained=len(batches), has_objective=False),
+                batches=batches,
+                model=SwitchedModel(engine._layered),
                 num_label_tokens=num_label_tokens,
-                seed=0,
-                seeding=NEWEST,
-                is_stashed=setting.stash == "host",
                 ids=range(len(batches)),
             )
+            engine._bound.executor.step(schedule, [part], is_stashed=setting.stash == "host")
             engine._bound.host_gradients.publish()
         trained = engine.trained_parameters.items()
         found = {name: p.grad.clone() for name, p in trained if p.grad is not None}
         assert len(found) == len(trained)
-        return float(torch.stack(state.losses).sum()), found
+        return float(torch.stack(part.state.losses).sum()), found
     finally:
         engine.close()
 

@@ -11,16 +11,15 @@ import pytest
 import torch
 from torch import nn
 
-from finetune.adapter.expert_lora import compute_beside
-from finetune.adapter.linear_lora import compute_in_base_dtype
 from offload.engine.bound import EngineOptions
-from offload.engine.engine import Engine
 from offload.plan.schedule.op import Kind
 from tests.parity.objectives import (
     Batches,
     ByRow,
     Formula,
+    adapted,
     against_scored,
+    attached,
     in_order,
     pairs,
     plain_step,
@@ -32,10 +31,6 @@ from tests.tiers import mostly_slow
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 Found = tuple[float, dict[str, torch.Tensor]]
-
-
-def attached(model: nn.Module, options: EngineOptions = OPTIONS) -> Engine:
-    return Engine(model, device=torch.device("cpu"), options=options)
 
 
 def step(
@@ -63,13 +58,6 @@ def step(
 
 def alone_rows(batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return batch["row_lens"] if "row_lens" in batch else batch["input_ids"]
-
-
-def adapted(name: str, **options: Any) -> Any:
-    """Return a tiny model whose adapters our own branches compute."""
-    model = tiny(name, **options)
-    compute_in_base_dtype(model)
-    return compute_beside(model)
 
 
 @pytest.mark.parametrize("formula", [sigmoid, in_order, against_scored])

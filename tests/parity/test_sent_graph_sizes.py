@@ -68,7 +68,7 @@ def test_a_sent_graph_takes_what_the_plan_says_within_a_tenth(
     engine = Engine(model, device=torch.device("cpu"), options=options)
     ids = torch.randint(0, 32, (1, T))
     engine.forward_backward([{"input_ids": ids, "labels": ids}])
-    found = engine._bound.executor.graph_sizes.of(0, shape_of(1, T, ()))
+    found = engine._bound.executor.found().graph_sizes.of(0, shape_of(1, T, ()))
     engine.detach()
     names = chosen_targets(targets, known=linear_names(facts), modules_to_save=())
     spec = AdapterSpec(rank=4, targets=names, experts=False, is_in_base_dtype=True)

@@ -216,7 +216,7 @@ def test_a_graph_larger_than_counted_on_is_computed_again_with_a_warning() -> No
     expected, _ = steps(model, OPTIONS)
     streamed = copy.deepcopy(model)
     engine = Engine(streamed, device=torch.device("cpu"), options=replace(ALL, stash="host"))
-    sizes = engine._bound.executor.graph_sizes
+    sizes = engine._bound.executor.found().graph_sizes
 
     def too_small(_schedule: Any, inputs: Any, layers: Any) -> None:
         for layer in layers:

@@ -57,7 +57,7 @@ def step(
     engine = Engine(model, device=torch.device("cpu"), options=options)
     try:
         result = engine.forward_backward(micro_batches(), dropout_seed=0)
-        mlps = engine._bound.executor.mlps
+        mlps = engine._bound.executor.found().mlps
         return result.loss, dict(gradients(model)), [len(mlps[i]) for i in sorted(mlps)]
     finally:
         engine.detach()

@@ -166,30 +166,39 @@ class LayeredModel:
         lens = batch[ROW_LENS].tolist() if ROW_LENS in batch else []
         leaves = Leaves()
         if len(lens) < 2:
-            notes = self._notes(batch)
+            notes = self.notes(batch)
             calls = tuple(leaves.cut(note.call) for note in notes)
             return Front(hidden_BTD=notes[0].hidden, calls=calls, leaves=leaves)
         rows = list(batch["input_ids"].split(lens, dim=1))
         if len(set(lens)) == 1:  # only a row of another length shows which dimensions count tokens
             rows.append(rows[0].repeat(1, 2))
-        by_row = [self._notes({"input_ids": row}) for row in rows]
+        by_row = [self.notes({"input_ids": row}) for row in rows]
         hidden_BTD = torch.cat([notes[0].hidden for notes in by_row[: len(lens)]], dim=1)
         packed = packed_calls([[note.call for note in notes] for notes in by_row], lens)
         cut = tuple(call.cut(leaves) for call in packed)
         return Front(hidden_BTD=hidden_BTD, calls=(), leaves=leaves, packed=cut)
 
-    def _notes(self, batch: Batch) -> list[Note]:
-        """Record the arguments of all layers, which may be kept."""
+    def notes(self, batch: Batch, *, cache: object = None, **more: Any) -> list[Note]:
+        """Record the arguments of all layers, which may be kept.
+
+        Args:
+            batch: As for `front`, of rows that are not packed.
+            cache: An object that layers may share, if there is one.
+            more: Further arguments of the model.
+
+        Raises:
+            UnsupportedModelError: As for `front`.
+        """
         try:
             if self._forms is None:
                 self._few = {name: batch[name][:1, :3] for name in FRONT_INPUTS if name in batch}
                 with same_randomness(batch["input_ids"].device):
                     self._forms = self._find_forms()
-            notes = self.record(batch, self._forms)
+            notes = self.record(batch, self._forms, **more)
         except TouchedError as error:
             self.refuse(str(error), limit=ONE_STATE)
         for note in notes:
-            for name, problem in note.call.problems():
+            for name, problem in note.call.problems(shared=cache):
                 self.refuse(
                     f"passes `{name}` to layer {note.layer}, {problem}",
                     limit="a layer may be passed constants, tensors and containers of them",
@@ -343,7 +352,7 @@ class LayeredModel:
                 self.refuse(str(error), limit=ONE_STATE)
 
     def record(
-        self, batch: Batch, forms: Forms, *, root: nn.Module | None = None, **more: torch.Tensor
+        self, batch: Batch, forms: Forms, *, root: nn.Module | None = None, **more: Any
     ) -> list[Note]:
         """Run the model up to its last layer; return a note per layer.
 
@@ -429,14 +438,14 @@ class LayeredModel:
         forms: Forms,
         notes: list[Note],
         root: nn.Module | None = None,
-        **more: torch.Tensor,
+        **more: Any,
     ) -> None:
         stand_ins = self.stand_ins(StandIn, forms, notes=notes)
         last = len(self.layers) - 1
         stand_ins[last] = Last(self.layers[last], last, notes=notes, form=forms[last])
         inputs = {name: batch[name] for name in FRONT_INPUTS if name in batch}
         with self.replaced(stand_ins), suppress(AllRecordedError):
-            (root or self.model)(**inputs, **more, use_cache=False)
+            (root or self.model)(**{"use_cache": False, **inputs, **more})
         self.require_in_order(notes)
 
     def stand_ins(self, kind: type[StandIn], forms: Forms, *, notes: list[Note]) -> list[StandIn]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 _CONSTANTS = (bool, int, float, str, torch.dtype, torch.device)
+_WITHOUT_PARTS = (torch.Tensor, type(None), *_CONSTANTS)  # asked first: abstract classes are slow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,12 +32,16 @@ class Call:
         """Yield the tensors among the parts."""
         yield from (part for part in self.parts() if isinstance(part, torch.Tensor))
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield the name of each argument that may not be passed, and why."""
+    def problems(self, *, shared: object = None) -> Iterator[tuple[str, str]]:
+        """Yield the name of each argument that may not be passed, and why.
+
+        Args:
+            shared: An object that layers may share.
+        """
         named = [*((f"argument {i + 1}", v) for i, v in enumerate(self.args)), *self.kwargs.items()]
         for name, value in named:
             for part in _walk(value):
-                if not isinstance(part, _HARMLESS):
+                if part is not shared and not isinstance(part, _HARMLESS):
                     yield name, f"a {type(part).__name__} that layers could share state through"
 
     def is_same(self, other: "Call") -> bool:
@@ -147,6 +152,8 @@ class Leaves:
 def _walk(value: object) -> Iterator[object]:
     """Yield a value and, if it is a container, its contents."""
     yield value
+    if isinstance(value, _WITHOUT_PARTS):
+        return
     if isinstance(value, Mapping):
         for part in value.values():
             yield from _walk(part)
@@ -169,9 +176,11 @@ def _look(value: object) -> object:
     """Return a version or size that changes when a value is written to."""
     if isinstance(value, torch.Tensor):  # torch does not count for inference tensors
         return None if value.is_inference() else value._version
+    if isinstance(value, _WITHOUT_PARTS):
+        return None
     if isinstance(value, Mapping):
         return tuple(value)
-    if isinstance(value, Sequence) and not isinstance(value, str):
+    if isinstance(value, Sequence):
         return len(value)
     return None
 

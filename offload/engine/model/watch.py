@@ -89,22 +89,25 @@ class Watch(TorchDispatchMode):
     ) -> Any:
         """Run an operation and record what it read, wrote and made."""
         kwargs = kwargs or {}
-        read = list(_tensors_in((args, kwargs)))
-        for tensor in read:
-            self._read(tensor)
-        if func._schema.is_mutable:
+        read = _tensors_in(args) + _tensors_in(kwargs)
+        before = {self._read(tensor) for tensor in read}
+        is_mutable = func._schema.is_mutable
+        if is_mutable:
             for tensor in _written_by(func, args, kwargs):
                 key, storage = _storage(tensor)
                 if self._makers.get(key) != self._part:
                     self._written[key] = weakref.ref(storage)
         out = func(*args, **kwargs)
-        before = set() if func in _LIFTS else set(_keys(read))
+        if func in _LIFTS:
+            before = set()
+        elif is_mutable:
+            before = set(_keys(read))  # it may have given one of them other memory
         for tensor in _tensors_in(out):
             if _storage(tensor)[0] not in before:
                 self._made(tensor, self._part)
         return out
 
-    def _read(self, tensor: torch.Tensor) -> None:
+    def _read(self, tensor: torch.Tensor) -> _Key:
         home = self._homes.get(id(tensor), self._layer)
         if home != self._layer:
             self._object(f"reads weights of layer {home}")
@@ -112,6 +115,7 @@ class Watch(TorchDispatchMode):
         maker = self._makers.get(key, self._part)
         if maker != self._part and key not in self._given:
             self._object(f"reads a tensor that {maker} made, and that it was not handed")
+        return key
 
     def _made(self, tensor: torch.Tensor, part: str) -> None:
         key, storage = _storage(tensor)
@@ -154,12 +158,19 @@ def _written_by(
         yield from _tensors_in(value)
 
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors among an operation's arguments or results; they hold no other classes."""
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return the tensors among an operation's arguments or results; they hold no other classes."""
+    found: list[torch.Tensor] = []
+    _add_tensors(value, found)
+    return found
+
+
+def _add_tensors(value: Any, found: list[torch.Tensor]) -> None:
     if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
+        found.append(value)
+    elif isinstance(value, (list, tuple)):
         for part in value:
-            yield from _tensors_in(part)
+            _add_tensors(part, found)
     elif isinstance(value, dict):
-        yield from _tensors_in(tuple(value.values()))
+        for part in value.values():
+            _add_tensors(part, found)

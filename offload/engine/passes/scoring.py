@@ -8,12 +8,16 @@ chunk of labelled tokens: once without a graph for the log-probabilities, and on
 loss and its gradient by each of them are known, for the gradient by the hidden states. In between
 only these numbers exist, so the loss may be any function of them; torch differentiates it.
 
+A loss that names tokens (`offload.engine.objective.TopObjective`) has one number for each of them
+in place of one per label (`offload.engine.passes.top_scores`).
+
 Both times a chunk gives the same logits: the model's inspection has refused a tail that draws.
 
 Precision. Log-probabilities are computed in fp32 from the head's outputs, as in a cross-entropy,
 and in fp64 where the model is.
 
-Shapes: N label tokens of a chunk or of the step, D hidden features, V tokens of the vocabulary.
+Shapes: N label tokens of a chunk or of the step, D hidden features, V tokens of the vocabulary,
+K tokens that a loss names, C = K + 2.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,13 +28,22 @@ import torch
 from offload.engine.batch import LabelledBatch
 from offload.engine.low_rank import VISIT_CACHE
 from offload.engine.model.layers import LayeredModel
-from offload.engine.objective import Objective, Scores, StepLoss
-from offload.engine.passes.reference import ReferenceModel, ScoringModel
+from offload.engine.model.vocabulary import vocabulary_of
+from offload.engine.objective import Objective, Scores, StepLoss, TopObjective
+from offload.engine.passes.reference import SwitchedModel, reference_model
+from offload.engine.passes.top_scores import (
+    LABEL,
+    NONE,
+    OTHERS,
+    TOP,
+    logits_gradient,
+    top_scores,
+)
 from offload.engine.pointwise.ops import cross_entropy
 from offload.engine.pointwise.recognise import DTYPES
-from offload.engine.results import PassState
+from offload.engine.results import PassState, RunState
 from offload.errors import OffloadError
-from offload.plan.schedule.schedule import Passes
+from offload.plan.schedule.passes import Passes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -39,14 +52,14 @@ class Scoring:
 
     Attributes:
         objective: Its loss.
-        batches: Its micro-batches, those that are only scored last.
+        batches: The run's micro-batches, those that are only scored last.
         rows_N: The row of each label token, on the compute device.
         num_rows: Rows of all micro-batches.
-        passes: Through the layers.
+        passes: Through the layers, numbered in the step.
         model: How rows are computed that are only scored.
         reference: How the reference computes them; None if there is none.
-        num_label_tokens: Of all micro-batches that are trained on; with several processes, of all
-            of theirs. A router loss counts by them.
+        top_ids: The tokens (N, K) that the loss names, of each micro-batch, on the compute device;
+            none if it names none.
     """
 
     objective: Objective
@@ -54,9 +67,9 @@ class Scoring:
     rows_N: torch.Tensor
     num_rows: int
     passes: Passes
-    model: ScoringModel
-    reference: ReferenceModel | None
-    num_label_tokens: int
+    model: SwitchedModel
+    reference: SwitchedModel | None
+    top_ids: Sequence[torch.Tensor] = ()
 
     @classmethod
     def of(
@@ -66,8 +79,8 @@ class Scoring:
         rows: tuple[torch.Tensor, int],
         batches: Sequence[LabelledBatch],
         *,
-        num_trained: int,
-        num_label_tokens: int,
+        passes: Passes,
+        adapter: str | None,
     ) -> "Scoring":
         """Prepare the scoring of a step.
 
@@ -76,33 +89,35 @@ class Scoring:
             objective: The loss.
             rows: As `rows_of_labels` returns them.
             batches: On the compute device, those that are only scored last.
-            num_trained: How many of them are trained on.
-            num_label_tokens: See the attribute.
+            passes: See the attribute.
+            adapter: The run's; None for those that are active.
 
         Raises:
-            OffloadError: The model has no such reference.
+            OffloadError: The model has no such reference, or the loss names tokens that do not fit.
         """
         asked = objective.reference
+        top_ids: Sequence[torch.Tensor] = ()
+        if isinstance(objective, TopObjective):
+            sizes = [batch.num_label_tokens for batch in batches]
+            parts = _checked_top(objective, sum(sizes), model).split(sizes)
+            device = batches[0].positions.device
+            top_ids = [ids_NK.to(device, non_blocking=True) for ids_NK in parts]
         return cls(
             objective=objective,
             batches=batches,
             rows_N=rows[0].to(batches[0].positions.device, non_blocking=True),
             num_rows=rows[1],
-            passes=Passes(
-                num_trained=num_trained,
-                num_scored=len(batches) - num_trained,
-                has_reference=asked is not None,
-            ),
-            model=ScoringModel(model),
-            reference=None if asked is None else ReferenceModel(model, asked),
-            num_label_tokens=num_label_tokens,
+            passes=passes,
+            model=SwitchedModel(model, adapter, is_evaluated=True),
+            reference=None if asked is None else reference_model(model, asked),
+            top_ids=top_ids,
         )
 
     def batch(self, number: int) -> LabelledBatch:
         """Return the rows of a pass."""
         return self.batches[self.passes.micro_batch(number)]
 
-    def of_pass(self, number: int) -> ScoringModel:
+    def of_pass(self, number: int) -> SwitchedModel:
         """Return how a pass is computed that is not trained on."""
         if number in self.passes.reference:
             assert self.reference is not None
@@ -142,30 +157,42 @@ class ScoredTail:
             with self._scoring.of_pass(number).around_layers():
                 self._scores[number] = self._scores_of(hidden_BTD, number)
 
-    def weigh(self, state: PassState) -> None:
+    def weigh(self, run: RunState) -> None:
         """Compute the loss of the step, and its gradient by each log-probability."""
         VISIT_CACHE.enter(None)
         passes, scoring = self._scoring.passes, self._scoring
-        policy = [self._scores[number] for number in range(passes.num_policy)]
+        policy = [self._scores[number] for number in (*passes.trained, *passes.scored)]
         reference = [self._scores[number] for number in passes.reference]
         self._scores.clear()
         trained = policy[: passes.num_trained]
         with torch.set_grad_enabled(bool(trained)):
             leaves = [one.requires_grad_() for one in trained]
-            loss = scoring.objective.loss(
-                Scores(
-                    policy_N=torch.cat(policy),
-                    reference_N=torch.cat(reference) if reference else None,
-                    rows_N=scoring.rows_N,
-                    num_rows=scoring.num_rows,
-                )
-            )
+            loss = scoring.objective.loss(self._joined(policy, reference))
             _require_scalars(scoring.objective, loss)
             if leaves:
                 _require_graph(scoring.objective, loss.value)
-                self._gradients = dict(enumerate(torch.autograd.grad(loss.value, leaves)))
-        state.losses.append(loss.value.detach())
-        state.metrics.update({name: value.detach() for name, value in loss.metrics.items()})
+                gradients = torch.autograd.grad(loss.value, leaves)
+                self._gradients = dict(zip(passes.trained, gradients, strict=True))
+        run.losses.append(loss.value.detach())
+        run.metrics.update({name: value.detach() for name, value in loss.metrics.items()})
+
+    def _joined(self, policy: Sequence[torch.Tensor], reference: Sequence[torch.Tensor]) -> Scores:
+        """Return what the loss reads, from that of each pass: (N,), or (N, C) with named tokens."""
+        all_policy = torch.cat([*policy])
+        known_N = torch.cat([*reference]) if reference else None
+        rows_N, num_rows = self._scoring.rows_N, self._scoring.num_rows
+        if not self._scoring.top_ids:
+            return Scores(
+                policy_N=all_policy, reference_N=known_N, rows_N=rows_N, num_rows=num_rows
+            )
+        return Scores(
+            policy_N=all_policy[:, LABEL],
+            reference_N=known_N,
+            rows_N=rows_N,
+            num_rows=num_rows,
+            top_NK=all_policy[:, TOP:],
+            others_N=all_policy[:, OTHERS],
+        )
 
     def train(self, state: PassState, m: int) -> None:
         """Compute the gradient of the loss by a micro-batch's hidden states."""
@@ -174,60 +201,124 @@ class ScoredTail:
         gradient_BTD = torch.zeros_like(hidden_BTD)
         gradient_ND, gradients_N = gradient_BTD.flatten(0, 1), self._gradients.pop(m)
         weights = gradients_N.split(self._chunk_tokens)
-        for (positions_N, next_N), weight_N in zip(self._chunks(m), weights, strict=True):
-            chunk_1ND = hidden_BTD.flatten(0, 1)[positions_N].unsqueeze(0).requires_grad_()
-            self._pass_back(chunk_1ND, next_N, weight_N)
+        for chunk, weight_N in zip(self._chunks(m), weights, strict=True):
+            chunk_1ND = hidden_BTD.flatten(0, 1)[chunk.positions_N].unsqueeze(0).requires_grad_()
+            self._pass_back(chunk_1ND, chunk, weight_N)
             assert chunk_1ND.grad is not None
-            gradient_ND[positions_N] = chunk_1ND.grad[0]
+            gradient_ND[chunk.positions_N] = chunk_1ND.grad[0]
         state.gradient[m] = gradient_BTD
 
     # ------------------------------------------------------------------------------------- chunks
 
-    def _chunks(self, number: int) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        """Return positions and labels of each chunk of a pass."""
-        batch = self._scoring.batch(number)
-        positions = batch.positions.split(self._chunk_tokens)
-        return zip(positions, batch.next_tokens.split(self._chunk_tokens), strict=True)
+    def _chunks(self, number: int) -> Iterable["_Chunk"]:
+        """Return the label tokens of a pass, chunk by chunk; a reference's without named tokens."""
+        batch, size, scoring = self._scoring.batch(number), self._chunk_tokens, self._scoring
+        positions, labels = batch.positions.split(size), batch.next_tokens.split(size)
+        ids: Sequence[torch.Tensor | None] = [None] * len(positions)
+        if scoring.top_ids and number not in scoring.passes.reference:
+            ids = scoring.top_ids[scoring.passes.micro_batch(number)].split(size)
+        for positions_N, next_N, ids_NK in zip(positions, labels, ids, strict=True):
+            yield _Chunk(positions_N=positions_N, next_N=next_N, ids_NK=ids_NK)
 
     def _scores_of(self, hidden_BTD: torch.Tensor, number: int) -> torch.Tensor:
         flat_ND = hidden_BTD.flatten(0, 1)
         return torch.cat(
             [
-                self._scores_of_chunk(flat_ND[positions_N].unsqueeze(0), next_N)
-                for positions_N, next_N in self._chunks(number)
+                self._scores_of_chunk(flat_ND[chunk.positions_N].unsqueeze(0), chunk)
+                for chunk in self._chunks(number)
             ]
         )
 
-    def _scores_of_chunk(self, chunk_1ND: torch.Tensor, next_N: torch.Tensor) -> torch.Tensor:
+    def _scores_of_chunk(self, chunk_1ND: torch.Tensor, chunk: "_Chunk") -> torch.Tensor:
         logits_NV = self._model.tail_logits(chunk_1ND).flatten(0, 1)
-        if self._is_fused(chunk_1ND):
-            one = torch.ones((), device=next_N.device)
-            losses_N, _ = cross_entropy(logits_NV, next_N, num_items=one, has_gradient=False)
-            return losses_N.neg_()
-        return _cross_entropies(logits_NV, next_N).neg_()
+        if chunk.ids_NK is not None:
+            return top_scores(logits_NV, chunk.next_N, chunk.ids_NK)
+        is_fused = has_fused_loss(self._model, chunk_1ND)
+        return log_probabilities(logits_NV, chunk.next_N, is_fused=is_fused)
 
     def _pass_back(
-        self, chunk_1ND: torch.Tensor, next_N: torch.Tensor, gradient_N: torch.Tensor
+        self, chunk_1ND: torch.Tensor, chunk: "_Chunk", gradient_N: torch.Tensor
     ) -> None:
         """Compute the gradients by some hidden states, given those by their log-probabilities."""
         logits_NV = self._model.tail_logits(chunk_1ND).flatten(0, 1)
-        if self._is_fused(chunk_1ND):
+        if chunk.ids_NK is not None:
+            logits_NV.backward(logits_gradient(logits_NV, chunk.next_N, chunk.ids_NK, gradient_N))
+            return
+        if has_fused_loss(self._model, chunk_1ND):
             _, of_logits_NV = cross_entropy(
-                logits_NV.detach(), next_N, num_items=-1 / gradient_N, has_gradient=True
+                logits_NV.detach(), chunk.next_N, num_items=-1 / gradient_N, has_gradient=True
             )
             logits_NV.backward(of_logits_NV)
             return
-        losses_N = _cross_entropies(logits_NV, next_N)
+        losses_N = _cross_entropies(logits_NV, chunk.next_N)
         del logits_NV  # no name holds them in the backward
         losses_N.backward(-gradient_N)
 
-    def _is_fused(self, chunk_1ND: torch.Tensor) -> bool:
-        return self._model.fused is not None and chunk_1ND.dtype in DTYPES
+
+def log_probabilities(
+    logits_NV: torch.Tensor, next_N: torch.Tensor, *, is_fused: bool
+) -> torch.Tensor:
+    """Return the log-probability of each label, in fp32, or in fp64 where the logits are."""
+    if is_fused:
+        one = torch.ones((), device=next_N.device)
+        losses_N, _ = cross_entropy(logits_NV, next_N, num_items=one, has_gradient=False)
+        return losses_N.neg_()
+    return _cross_entropies(logits_NV, next_N).neg_()
+
+
+def has_fused_loss(model: LayeredModel, hidden_BTD: torch.Tensor) -> bool:
+    """Return whether one operator computes the loss of a model's logits."""
+    return model.fused is not None and hidden_BTD.dtype in DTYPES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Chunk:
+    """Some label tokens of a pass, whose logits exist at a time.
+
+    Attributes:
+        positions_N: Of the hidden states that predict them.
+        next_N: The label tokens.
+        ids_NK: The tokens that the loss names at each; None if only the label is read.
+    """
+
+    positions_N: torch.Tensor
+    next_N: torch.Tensor
+    ids_NK: torch.Tensor | None
 
 
 def _cross_entropies(logits_NV: torch.Tensor, next_N: torch.Tensor) -> torch.Tensor:
     wide_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
     return torch.nn.functional.cross_entropy(wide_NV, next_N, reduction="none")
+
+
+def _checked_top(objective: TopObjective, num_labels: int, model: LayeredModel) -> torch.Tensor:
+    """Return the tokens that a loss names.
+
+    Raises:
+        OffloadError: They are not (label tokens, K), of the vocabulary, and different at a label.
+    """
+    ids_NK, num_vocab = objective.top_ids, vocabulary_of(model.model).num_predicted
+    found = ""
+    if ids_NK.dtype != torch.int64 or ids_NK.dim() != 2 or len(ids_NK) != num_labels:
+        found = f"{tuple(ids_NK.shape)} of {ids_NK.dtype}"
+    elif not ids_NK.shape[1] or bool((ids_NK < NONE).any() | (ids_NK[:, 0] == NONE).any()):
+        found = "without a token at some label"
+    elif num_vocab is not None and int(ids_NK.max()) >= num_vocab:
+        found = f"with the token {int(ids_NK.max())}, and the model predicts {num_vocab}, from 0"
+    else:
+        ordered_NK = ids_NK.sort(dim=1).values
+        is_twice = (ordered_NK[:, 1:] == ordered_NK[:, :-1]) & (ordered_NK[:, 1:] != NONE)
+        if bool(is_twice.any()):
+            found = f"with a token twice at label {int(is_twice.any(1).nonzero()[0])}"
+    if found:
+        raise OffloadError(
+            f"top_ids of {type(objective).__name__} is {found}",
+            limit=f"it names different tokens at each of {num_labels} labels: ({num_labels}, K),"
+            f" int64, {NONE} after the last where there are fewer than K",
+            hint="a label is a token with `labels` other than -100, after the first of a row; they"
+            " count through the micro-batches, and through those that are only scored",
+        )
+    return ids_NK
 
 
 def _require_scalars(objective: Objective, loss: StepLoss) -> None:
@@ -258,6 +349,6 @@ def _require_graph(objective: Objective, value: torch.Tensor) -> None:
     if not value.requires_grad:
         raise OffloadError(
             f"{type(objective).__name__} returns a loss without a graph",
-            limit="torch differentiates it by `scores.policy_N`",
+            limit="torch differentiates it by the log-probabilities of `scores`",
             hint="look for `detach`, `no_grad` or `item` in its `loss`",
         )

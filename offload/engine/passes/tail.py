@@ -4,7 +4,7 @@ import torch
 
 from offload.engine.batch import LabelledBatch
 from offload.engine.model.layers import LayeredModel
-from offload.engine.results import PassState
+from offload.engine.results import PassState, RunState
 
 
 class Tail:
@@ -19,6 +19,7 @@ class Tail:
     def train(
         self,
         state: PassState,
+        run: RunState,
         m: int,
         batch: LabelledBatch,
         num_items: torch.Tensor,
@@ -27,19 +28,19 @@ class Tail:
 
         Args:
             state: Of the pass.
-            m: Which micro-batch.
+            run: Of its run.
+            m: Which micro-batch of the step.
             batch: The micro-batch.
             num_items: Divisor of the sum of the losses, on the device.
         """
         hidden_BTD = state.inputs.pop((self._last, m))
         gradient_BTD = torch.zeros_like(hidden_BTD)
-        self.loss(state, hidden_BTD, batch, num_items, gradient_BTD.flatten(0, 1))
+        self.loss(run, hidden_BTD, batch, num_items, gradient_BTD.flatten(0, 1))
         state.gradient[m] = gradient_BTD
-        self.balance(state, m)
 
     def loss(
         self,
-        state: PassState,
+        run: RunState,
         hidden_BTD: torch.Tensor,
         batch: LabelledBatch,
         num_items: torch.Tensor,
@@ -62,9 +63,4 @@ class Tail:
                 num_items=num_items,
                 gradient_ND=gradient_ND,
             )
-            state.losses.append(loss)
-
-    def balance(self, state: PassState, m: int) -> None:
-        """Add a micro-batch's part of the router loss, if there is one."""
-        if state.balance is not None:
-            state.losses.append(state.balance.loss(m))
+            run.losses.append(loss)

@@ -387,3 +387,17 @@ def _is_within_tokens(func: Any, args: Sequence[Any], reached: dict[int, torch.T
     if func in _MEANS:
         return list(args[1] or ()) in ([-1], [args[0].dim() - 1])
     return func in _SHAPED or torch.Tag.pointwise in func.tags
+
+
+def names_left_out(layer: nn.Module, unread: Sequence[Unread]) -> frozenset[str]:
+    """Return the names of a layer's linears that a recompute leaves out.
+
+    Of an MLP in tiles they are those that its tiles leave out.
+    """
+    found: list[object] = []
+    for one in unread:
+        module = one.module
+        found += [m.module for m in module.unread] if isinstance(module, TiledMlp) else [module]
+    return frozenset(
+        name for name, module in layer.named_modules() if any(module is one for one in found)
+    )

@@ -9,8 +9,8 @@ from offload.engine.codecs.codec import NATIVE
 from offload.engine.host import mempolicy, numa, pagelock
 from offload.engine.host.numa import HostPlace
 from offload.engine.host.pinned_blocks import HostBlocks
+from offload.engine.host.stash import Stash
 from offload.engine.host.weights import HostWeights, Tier
-from offload.engine.stash import Stash
 from offload.errors import TransferError
 from offload.plan.machine.machine import GIB
 from tests.doubles import FakeLocker

@@ -1,0 +1,1 @@
+"""Generation with a key-value cache, by passes over the layers."""

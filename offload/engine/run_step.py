@@ -1,0 +1,196 @@
+"""A run's share of a step: what the engine is given, checked and moved to the compute device."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from offload.engine.batch import (
+    Batch,
+    LabelledBatch,
+    Vocabulary,
+    checked_batches,
+    checked_scored,
+    require_an_id_each,
+    require_divisor,
+    require_labels,
+    rows_of_labels,
+    with_labels,
+)
+from offload.engine.model.layers import LayeredModel
+from offload.engine.model.router import STEP, RouterScope
+from offload.engine.objective import Objective
+from offload.engine.passes.part import Part
+from offload.engine.passes.reference import SwitchedModel, require_owners
+from offload.engine.passes.scoring import Scoring
+from offload.engine.seeding import NEWEST, Seeding
+from offload.errors import OffloadError
+from offload.plan.schedule.passes import Passes, numbered
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RunStep:
+    """What one run computes in a step that it may share with others.
+
+    Attributes:
+        micro_batches: As for `Engine.forward_backward`.
+        adapter: Name of the adapter that it trains; None for those that are active, which only a
+            run that shares its step with no other can have.
+        objective: The loss of the run's step; None for the cross-entropy.
+        scored: Micro-batches that the objective's loss reads and does not train on.
+        dropout_seed: Seeds dropout; None draws one from torch's generator.
+        seeding: How seed, layer and micro-batch become a generator's seed.
+        num_label_tokens: Divisor of the sum of the losses; None counts the label tokens of the
+            micro-batches. If several processes share a step, pass their total. An objective divides
+            as it defines, and only a router loss counts by it.
+        micro_batch_ids: Number of each micro-batch in the run's whole step, so that its dropout
+            does not depend on the process that computes it; None numbers them from 0.
+        router_loss: What a mixture's router loss is taken over, if its config asks for one.
+    """
+
+    micro_batches: Sequence[Batch]
+    adapter: str | None = None
+    objective: Objective | None = None
+    scored: Sequence[Batch] = ()
+    dropout_seed: int | None = None
+    seeding: Seeding = NEWEST
+    num_label_tokens: int | None = None
+    micro_batch_ids: Sequence[int] | None = None
+    router_loss: RouterScope = STEP
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Given:
+    """A run's batches, checked and on the compute device."""
+
+    run: RunStep
+    batches: list[Batch]
+    labelled: list[LabelledBatch]
+    num_trained: int
+
+    @classmethod
+    def of(
+        cls, run: RunStep, vocabulary: Vocabulary, torch_device: torch.device, *, is_trained: bool
+    ) -> "_Given":
+        trained = checked_batches(run.micro_batches, vocabulary)
+        scored = checked_scored(run.scored, vocabulary, has_objective=run.objective is not None)
+        batches = [*trained, *scored]
+        return cls(
+            run=run,
+            batches=batches,
+            labelled=[with_labels(batch, torch_device) for batch in batches],
+            num_trained=len(trained) if is_trained else 0,
+        )
+
+    @property
+    def passes(self) -> Passes:
+        objective = self.run.objective
+        return Passes(
+            num_trained=self.num_trained,
+            num_scored=len(self.batches) - self.num_trained,
+            has_reference=objective is not None and objective.reference is not None,
+            has_objective=objective is not None,
+        )
+
+    def part(
+        self,
+        model: LayeredModel,
+        passes: Passes,
+        switched: Callable[[str | None], SwitchedModel],
+    ) -> Part:
+        run, trained = self.run, self.labelled[: self.num_trained]
+        require_divisor(run.num_label_tokens)
+        ids = tuple(range(len(trained)) if run.micro_batch_ids is None else run.micro_batch_ids)
+        require_an_id_each(len(ids), len(trained))
+        num_label_tokens = run.num_label_tokens
+        if num_label_tokens is None:
+            counted = trained if self.num_trained else self.labelled
+            num_label_tokens = sum(batch.num_label_tokens for batch in counted)
+        require_labels(num_label_tokens, len(self.labelled))
+        scoring = None
+        if run.objective is not None:
+            scoring = Scoring.of(
+                model,
+                run.objective,
+                rows_of_labels(self.batches),
+                self.labelled,
+                passes=passes,
+                adapter=run.adapter,
+            )
+        seed = run.dropout_seed
+        if seed is None:
+            seed = int(torch.randint(2**31, ()).item())
+        return Part(
+            passes=passes,
+            batches=trained,
+            model=switched(run.adapter),
+            adapter=run.adapter,
+            num_label_tokens=num_label_tokens,
+            scoring=scoring,
+            seed=seed,
+            seeding=run.seeding,
+            ids=ids,
+            router_loss=run.router_loss,
+        )
+
+
+def parts_of(
+    model: LayeredModel,
+    runs: Sequence[RunStep],
+    vocabulary: Vocabulary,
+    torch_device: torch.device,
+    *,
+    switched: Callable[[str | None], SwitchedModel],
+    is_trained: bool,
+) -> list[Part]:
+    """Check what runs are given for a step, and move it to the compute device.
+
+    Args:
+        model: The model.
+        runs: The runs.
+        vocabulary: The model's.
+        torch_device: Where it computes.
+        switched: Returns the model as a run with this adapter computes it.
+        is_trained: Whether micro-batches are trained on, and only scored if not.
+
+    Raises:
+        OffloadError: Something is invalid, or the model has no such reference.
+    """
+    given = [_Given.of(run, vocabulary, torch_device, is_trained=is_trained) for run in runs]
+    passes = numbered([one.passes for one in given])
+    return [one.part(model, of, switched) for one, of in zip(given, passes, strict=True)]
+
+
+def require_apart(model: LayeredModel, runs: Sequence[RunStep], *, are_on_host: bool) -> None:
+    """Check that runs share no weight that trains: each has an adapter of its own.
+
+    Args:
+        model: The model.
+        runs: The runs.
+        are_on_host: Whether weights of the layers train on the host.
+
+    Raises:
+        OffloadError: They do not.
+    """
+    adapters = [run.adapter for run in runs if run.adapter is not None]
+    if not runs or len(adapters) < len(runs) > 1:
+        raise OffloadError(
+            f"{len(runs) - len(adapters)} of {len(runs)} runs name no adapter",
+            limit="a step has at least one run, and runs that share it train an adapter each",
+            hint="`RunStep(micro_batches=..., adapter=...)`",
+        )
+    double = next((one for one in adapters if adapters.count(one) > 1), None)
+    if double is not None:
+        raise OffloadError(
+            f"two runs train the adapter {double!r}",
+            limit="their gradients would be added to each other",
+            hint="give their micro-batches to one run, or add an adapter",
+        )
+    if len(runs) > 1 and are_on_host:
+        raise OffloadError(
+            f"{len(runs)} runs share a step, and weights of the layers train on the host",
+            limit="their gradients leave a layer once per step, for one run",
+            hint='`trained_weights="device"`, or train one run at a time',
+        )
+    if adapters:
+        require_owners(model, adapters)
