@@ -15,13 +15,22 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from finetune.data.sources import RowError, decoded
+from finetune.data.teacher import TopTokens
 from finetune.data.turns import Message, keys_read, mapping, read_turn, text
 from finetune.data.unread import find_unread_in_turns
 
 _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 _SPEAKER = re.compile(r"\n\n(Human|Assistant):")
 _WRITTEN_TURNS = re.compile(r"\s*\[\s*\{\s*['\"](role|content|from|value)['\"]\s*:")
-_LABELS = {"true": 1.0, "false": 0.0}
+_LABELS = {"true": 1.0, "false": 0.0, "1": 1.0, "0": 0.0, "1.0": 1.0, "0.0": 0.0}
+RATINGS = (
+    ("score_chosen", "score_rejected"),
+    ("chosen_score", "rejected_score"),
+    ("rating_chosen", "rating_rejected"),
+    ("chosen_rating", "rejected_rating"),
+    ("chosen-rating", "rejected-rating"),
+)
+"""Columns in which sets of pairs have how good each answer is; no loss reads them."""
 Column = Callable[[str], str]
 
 
@@ -38,6 +47,10 @@ class Answers:
             where the row does not have them.
         logprobs: Of each answer, the log-probability that each token was sampled with, its end
             included; empty where the row does not have them.
+        teacher: Of each answer, a teacher's likeliest tokens at each of its tokens, its end
+            included; empty where the row does not have them.
+        contradiction: Ratings of a pair, by which the rejected answer is the better one; None
+            without.
     """
 
     prompt: tuple[Message, ...]
@@ -45,6 +58,8 @@ class Answers:
     values: tuple[float, ...]
     references: tuple[float, ...] = ()
     logprobs: tuple[tuple[float, ...], ...] = ()
+    teacher: tuple[TopTokens, ...] = ()
+    contradiction: str | None = None
 
 
 def read_answers(
@@ -54,7 +69,7 @@ def read_answers(
 
     Args:
         row: With the columns of its format.
-        data_format: `preference`, `ranking`, `labelled` or `sampled`.
+        data_format: `preference`, `ranking`, `labelled`, `sampled` or `distilled`.
         column: Gives the file's name of a column.
         ignored: Columns, and keys of turns, that are left out on purpose.
 
@@ -82,7 +97,7 @@ def read_answers(
 def _names(data_format: str, num: int, column: Column) -> list[str]:
     if data_format == "preference":
         return [column("chosen"), column("rejected")]
-    if data_format == "labelled":
+    if data_format in ("labelled", "distilled"):
         return [column("completion")]
     return [f"{column('completions')}[{index}]" for index in range(num)]
 
@@ -138,7 +153,20 @@ def _read_preference(row: Mapping[str, object], column: Column, ignored: Sequenc
         answers=tuple(map(tuple, sides)),
         values=(1.0, 0.0),
         references=_references(row, ("ref_chosen_logps", "ref_rejected_logps"), column, ignored),
+        contradiction=_contradiction(row, ignored),
     )
+
+
+def _contradiction(row: Mapping[str, object], ignored: Sequence[str]) -> str | None:
+    """Return the ratings of a pair that say the opposite of it; equal ones say nothing."""
+    for names in RATINGS:
+        try:
+            better, worse = (_number(row.get(name), name) for name in names)
+        except RowError:
+            continue  # no ratings: no loss reads these columns
+        if better < worse and not {*names} & {*ignored}:
+            return f"{names[0]} {better:g}, {names[1]} {worse:g}"
+    return None
 
 
 def _read_ranking(row: Mapping[str, object], column: Column, ignored: Sequence[str]) -> Answers:
@@ -167,10 +195,10 @@ def _read_ranking(row: Mapping[str, object], column: Column, ignored: Sequence[s
 
 
 def _read_labelled(row: Mapping[str, object], column: Column, ignored: Sequence[str]) -> Answers:
-    """Read an answer that is desired, or not."""
+    """Read an answer that is desired, or not: true and false, 1 and 0, or the texts of these."""
     name = column("label")
     label = row.get(name)
-    value = float(label) if isinstance(label, int) and label in (0, 1) else None
+    value = float(label) if isinstance(label, int | float) and label in (0, 1) else None
     if isinstance(label, str):
         value = _LABELS.get(label.strip().lower())
     if value is None:
@@ -199,11 +227,26 @@ def _read_sampled(row: Mapping[str, object], column: Column, ignored: Sequence[s
     )
 
 
+def _read_distilled(row: Mapping[str, object], column: Column, ignored: Sequence[str]) -> Answers:
+    """Read an answer with a teacher's likeliest tokens at each of its tokens."""
+    answer = _turns(row, column("completion"), "assistant", ignored)
+    prompt, *answers = _asked_and_said(row, column("prompt"), [answer], ignored)
+    names = column("top_ids"), column("top_logprobs")
+    ids, logprobs = (_list(row, name) for name in names)
+    return Answers(
+        prompt=prompt,
+        answers=tuple(answers),
+        values=(1.0,),
+        teacher=(TopTokens.read(ids, logprobs, names),),
+    )
+
+
 _READERS = {
     "preference": _read_preference,
     "ranking": _read_ranking,
     "labelled": _read_labelled,
     "sampled": _read_sampled,
+    "distilled": _read_distilled,
 }
 
 
@@ -351,7 +394,7 @@ def _references(
     given = [name for name in columns if row.get(name) is not None]
     if given and len(given) < len(names):
         raise RowError(f"it has {given[0]!r} alone: every answer needs the reference's")
-    return tuple(_number(row[name], name) for name in given)
+    return tuple(_logp(_number(row[name], name), name) for name in given)
 
 
 def _listed_references(
@@ -360,7 +403,15 @@ def _listed_references(
     name = column("ref_logps")
     if name in ignored or row.get(name) is None:
         return ()
-    return tuple(_numbers(row, name, num))
+    values = _numbers(row, name, num)
+    return tuple(_logp(value, f"{name}[{index}]") for index, value in enumerate(values))
+
+
+def _logp(value: float, name: str) -> float:
+    """Return the log-probability of an answer, if it can be one."""
+    if value > 0:
+        raise RowError(f"{name!r} is {value:g}, and the logarithm of a probability is 0 at most")
+    return value
 
 
 def _logprobs(

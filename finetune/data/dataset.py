@@ -33,6 +33,7 @@ from finetune.data.rows import (
     require_nothing_for_turns,
 )
 from finetune.data.sources import open_source
+from finetune.data.teacher import TopTokens
 from finetune.data.token_cache import TokenStore
 from finetune.data.tokenize import IGNORE_INDEX, Encoder, Example, Fate
 from finetune.errors import DataError
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _BLOCK = 2**16
+_TEACHER = ("top_counts", "top_ids", "top_logprobs")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -102,14 +104,18 @@ class Chosen:
             "input_ids": store.input_ids,
             "labels": store.labels,
             "logprobs": store.logprobs,
+            "top_counts": store.top_counts,
+            "top_ids": store.top_ids,
+            "top_logprobs": store.top_logprobs,
         }[name]
+        offsets = store.top_offsets if name in ("top_ids", "top_logprobs") else store.offsets
         is_whole = self.is_whole_store
         for at in range(0, len(self.examples), _BLOCK):
             examples = self.examples[at : at + _BLOCK]
             if is_whole:
-                yield array[store.offsets[examples[0]] : store.offsets[examples[-1] + 1]]
+                yield array[offsets[examples[0]] : offsets[examples[-1] + 1]]
             else:
-                yield _gathered(array, store.offsets, examples)
+                yield _gathered(array, offsets, examples)
 
     def with_fate(self, fate: Fate) -> "NDArray[np.int64]":
         """Return the rows with a fate."""
@@ -246,6 +252,9 @@ class ExampleSet(Sequence[Example]):
         for part in self.parts:
             for block in part.blocks("logprobs") if len(part.tokens.store.logprobs) else ():
                 digest.update(np.ascontiguousarray(block).data)
+            for name in _TEACHER if len(part.tokens.store.top_ids) else ():
+                for block in part.blocks(name):
+                    digest.update(np.ascontiguousarray(block).data)
         return digest.hexdigest()
 
     def __len__(self) -> int:
@@ -277,6 +286,7 @@ class ExampleSet(Sequence[Example]):
             value=float(store.values[example]) if len(store.values) else None,
             reference=float(store.references[example]) if len(store.references) else None,
             logprobs=np.asarray(store.logprobs[tokens]) if len(store.logprobs) else None,
+            top=_top_of(store, example, tokens) if len(store.top_ids) else None,
         )
 
     def _lengths(self) -> "NDArray[np.int64]":
@@ -285,6 +295,16 @@ class ExampleSet(Sequence[Example]):
     def _flat(self, name: str) -> "NDArray[np.int32]":
         blocks = [block for part in self.parts for block in part.blocks(name)]
         return np.concatenate([np.empty(0, np.int32), *blocks])
+
+
+def _top_of(store: TokenStore, example: int, tokens: slice) -> TopTokens:
+    """Return the teacher's tokens of an example."""
+    tops = slice(int(store.top_offsets[example]), int(store.top_offsets[example + 1]))
+    return TopTokens(
+        counts=np.asarray(store.top_counts[tokens]),
+        ids=np.asarray(store.top_ids[tops]),
+        logprobs=np.asarray(store.top_logprobs[tops]),
+    )
 
 
 def _first_counts(tokens: "NDArray[np.int32]") -> "tuple[NDArray[Any], NDArray[Any]]":

@@ -267,6 +267,7 @@ def _part(good: Sequence[tuple[Place, Fate, list[Example]]]) -> Part:
     """Lay the examples of rows end to end."""
     examples = [(row, one) for row, (_, _, ones) in enumerate(good) for one in ones]
     none = np.empty(0, dtype=np.int32)
+    tops = [one.top for _, one in examples if one.top is not None]
     return Part(
         input_ids=np.concatenate([none, *(one.input_ids for _, one in examples)]),
         labels=np.concatenate([none, *(one.labels for _, one in examples)]),
@@ -285,6 +286,12 @@ def _part(good: Sequence[tuple[Place, Fate, list[Example]]]) -> Part:
                 *(one.logprobs for _, one in examples if one.logprobs is not None),
             ]
         ),
+        top_counts=np.concatenate([none, *(top.counts for top in tops)]),
+        top_ids=np.concatenate([none, *(top.ids for top in tops)]),
+        top_logprobs=np.concatenate(
+            [np.empty(0, dtype=np.float32), *(top.logprobs for top in tops)]
+        ),
+        num_tops=[len(top.ids) for top in tops],
     )
 
 
@@ -294,7 +301,8 @@ def _digest(row: Conversation | Document | Compared, loss_on: LossOn) -> bytes:
         content: object = row.text
     elif isinstance(row, Compared):
         each = [_digest(one, loss_on).hex() for one in row.conversations]
-        content = [each, row.values, row.references, row.logprobs]
+        tops = [[x.tobytes().hex() for x in (t.counts, t.ids, t.logprobs)] for t in row.teacher]
+        content = [each, row.values, row.references, row.logprobs, tops]
     else:
         turns = [message.to_json() for message in row.messages]
         content = [turns, [*row.tools], sorted(learned_turns(row, loss_on))]
@@ -403,6 +411,7 @@ def _with_rows(chunk: _Chunk, is_kept: "NDArray[np.bool_]") -> _Chunk:
     has = is_kept[np.asarray(part.rows, dtype=np.int64)]
     tokens = np.repeat(has, part.lengths)
     ends = np.repeat(has, part.num_ends)
+    tops = np.repeat(has, part.num_tops) if len(part.num_tops) else has[:0]
 
     def examples(values: Sequence[int]) -> list[int]:
         return [value for value, is_taken in zip(values, has, strict=True) if is_taken]
@@ -423,6 +432,10 @@ def _with_rows(chunk: _Chunk, is_kept: "NDArray[np.bool_]") -> _Chunk:
             values=np.asarray(part.values)[has].tolist() if part.values else (),
             references=np.asarray(part.references)[has].tolist() if part.references else (),
             logprobs=np.asarray(part.logprobs)[tokens] if len(part.logprobs) else (),
+            top_counts=np.asarray(part.top_counts)[tokens] if len(part.top_counts) else (),
+            top_ids=np.asarray(part.top_ids)[tops] if len(part.top_ids) else (),
+            top_logprobs=np.asarray(part.top_logprobs)[tops] if len(part.top_ids) else (),
+            num_tops=examples(part.num_tops) if len(part.num_tops) else (),
         ),
         digests=chunk.digests,
         problems=chunk.problems,

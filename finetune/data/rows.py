@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from finetune.data.answers import read_answers
 from finetune.data.sources import Filled, Raw, RowError, decoded, open_source
+from finetune.data.teacher import TopTokens
 from finetune.data.turns import Message as Message
 from finetune.data.turns import (
     has_nulls_in_tools,
@@ -84,16 +85,20 @@ class Compared:
         values: What is known of each; see `finetune.data.answers.Answers`.
         references: The reference's log-probability of each; empty where the row has none.
         logprobs: Of each token of each, that by which it was sampled; empty where there is none.
+        teacher: Of each, a teacher's likeliest tokens; empty where there are none.
         source: Where the row is.
         unused: Keys of the row that hold something that is not read.
+        contradiction: As `finetune.data.answers.Answers.contradiction`.
     """
 
     conversations: tuple[Conversation, ...]
     values: tuple[float, ...]
     references: tuple[float, ...]
     logprobs: tuple[tuple[float, ...], ...]
+    teacher: tuple[TopTokens, ...]
     source: str
     unused: tuple[str, ...] = ()
+    contradiction: str | None = None
 
     @property
     def best(self) -> Conversation:
@@ -214,8 +219,10 @@ class RowForm:
             values=found.values,
             references=found.references,
             logprobs=found.logprobs,
+            teacher=found.teacher,
             source=source,
             unused=unused,
+            contradiction=found.contradiction,
         )
 
     def _detect(self, source: str, row: Mapping[str, object]) -> str:

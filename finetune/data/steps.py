@@ -150,6 +150,7 @@ class StepSizes:
         num_micro_batches: Of the first of the typical steps.
         rows_per_step: Rows of the first of the typical steps.
         packing: How rows share a sequence; None where they do not.
+        num_top: A teacher's likeliest tokens at a token, at most; 0 without a teacher.
     """
 
     typical_steps: tuple[int, ...]
@@ -160,6 +161,7 @@ class StepSizes:
     num_micro_batches: int
     rows_per_step: int
     packing: "Packing | None" = None
+    num_top: int = 0
 
     @classmethod
     def of(cls, order: "BatchOrder | PackedOrder", examples: ExampleSet) -> "StepSizes":
@@ -349,10 +351,11 @@ class Steps:
         comparison: Comparison | None = None,
     ) -> Self:
         """Return the steps of an order of the rows."""
+        sizes = StepSizes.of(order, rows)
         return cls(
             rows=rows,
             order=order,
-            sizes=StepSizes.of(order, rows),
+            sizes=sizes if comparison is None else replace(sizes, num_top=comparison.num_top),
             own=own,
             pad_token_id=pad_token_id,
             comparison=comparison,

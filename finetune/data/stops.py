@@ -52,6 +52,12 @@ class Stops:
         return f"Answers end with different tokens: {names(self.trained)}{also}"
 
 
+def cut_at(text: str, strings: Iterable[str]) -> str:
+    """Return a text up to the first of some strings that end it."""
+    found = [at for at in map(text.find, strings) if at >= 0]
+    return text[: min(found, default=len(text))]
+
+
 def eos_ids(fields: Mapping[str, Any], *, source: Path | str) -> tuple[int, ...]:
     """Return the tokens of `eos_token_id`, which is one, several or none.
 

@@ -26,7 +26,7 @@ from finetune.data.tokenize import Encoder, Fate, check_is_fast
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_CACHE_VERSION = 7
+_CACHE_VERSION = 8
 _BLOCK_BYTES = 2**22
 _LIST = "arrays.json"
 _ARRAYS = {
@@ -42,6 +42,10 @@ _ARRAYS = {
     "values": np.float64,
     "references": np.float64,
     "logprobs": np.float32,
+    "top_counts": np.int32,
+    "top_ids": np.int32,
+    "top_logprobs": np.float32,
+    "top_offsets": np.int64,
 }
 """Of each array, the type; see `TokenStore`."""
 
@@ -64,6 +68,11 @@ class TokenStore:
         values: (examples) of rows that compare answers, else none; see `Example.value`.
         references: (examples) where rows have them, else none; see `Example.reference`.
         logprobs: Of all tokens, end to end, where rows have them, else none.
+        top_counts: Of all tokens, how many likeliest tokens a teacher has there; none where rows
+            have no teacher.
+        top_ids: These tokens, end to end; those of example i are at `top_offsets[i]` on.
+        top_logprobs: Their log-probabilities.
+        top_offsets: (examples + 1) where rows have a teacher.
         report: What the source had besides rows that are used.
     """
 
@@ -80,6 +89,10 @@ class TokenStore:
     values: "NDArray[np.float64]"
     references: "NDArray[np.float64]"
     logprobs: "NDArray[np.float32]"
+    top_counts: "NDArray[np.int32]"
+    top_ids: "NDArray[np.int32]"
+    top_logprobs: "NDArray[np.float32]"
+    top_offsets: "NDArray[np.int64]"
     report: "StoreReport"
 
     def __len__(self) -> int:
@@ -209,6 +222,10 @@ class Part:
     values: Sequence[float] = ()
     references: Sequence[float] = ()
     logprobs: "NDArray[np.float32] | tuple[()]" = ()
+    top_counts: "NDArray[np.int32] | tuple[()]" = ()
+    top_ids: "NDArray[np.int32] | tuple[()]" = ()
+    top_logprobs: "NDArray[np.float32] | tuple[()]" = ()
+    num_tops: Sequence[int] = ()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -240,9 +257,10 @@ class StoreWriter:
             for name in _ARRAYS
         }
         self._sums = dict.fromkeys(_ARRAYS, 0)
-        self._at = {"offsets": 0, "end_offsets": 0, "rows": 0}
+        self._at = {"offsets": 0, "end_offsets": 0, "rows": 0, "top_offsets": 0}
         self._write("offsets", [0])
         self._write("end_offsets", [0])
+        self._write("top_offsets", [0])
         return self
 
     def __exit__(
@@ -270,6 +288,10 @@ class StoreWriter:
         self._write("values", part.values)
         self._write("references", part.references)
         self._write("logprobs", part.logprobs)
+        self._write("top_counts", part.top_counts)
+        self._write("top_ids", part.top_ids)
+        self._write("top_logprobs", part.top_logprobs)
+        self._write("top_offsets", self._ends("top_offsets", part.num_tops))
 
     def close(self, report: StoreReport) -> TokenStore:
         """Finish the files and move the store into place.

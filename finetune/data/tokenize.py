@@ -35,6 +35,7 @@ import numpy as np
 from finetune.data.chat_template import refused, render
 from finetune.data.rows import Conversation, Document, LossOn, Message
 from finetune.data.spans import Rendering, Shapes, Span, render_answers
+from finetune.data.teacher import TopTokens
 from finetune.errors import DataError
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class Example:
         reference: Its log-probability by the reference, in nats; None where that is not known.
         logprobs: Of each token, the log-probability that it was sampled with, in nats, 0 where it
             was not; None where that is not known.
+        top: A teacher's likeliest tokens at each label; None where there is no teacher.
     """
 
     input_ids: "NDArray[np.int32]"
@@ -68,6 +70,7 @@ class Example:
     value: float | None = None
     reference: float | None = None
     logprobs: "NDArray[np.float32] | None" = None
+    top: TopTokens | None = None
 
     @property
     def num_loss_tokens(self) -> int:

@@ -1,9 +1,11 @@
 """From the section `objective` of a recipe to the loss of a step."""
 
+import math
 from dataclasses import replace
 from functools import partial
 
 from finetune.errors import DataError
+from finetune.objective.distill import DistillObjective
 from finetune.objective.dpo import LOSSES, ipo_of_means
 from finetune.objective.grpo import GrpoObjective
 from finetune.objective.kto import KtoObjective
@@ -34,8 +36,10 @@ def objective_of(
     Raises:
         DataError: Rows lack what the method reads.
     """
+    if section.method == "distill":
+        return _distill(section, rows, exchange=exchange)
     beta = section.beta
-    assert beta is not None, "filled in by the section, except for sft"
+    assert beta is not None, "filled in by the section, except for sft and distill"
     rows = _with_reference(section, rows)
     if section.method == "kto":
         assert section.desirable_weight is not None
@@ -52,7 +56,7 @@ def objective_of(
         return _grpo(section, rows, seq_len=seq_len, exchange=exchange)
     if section.is_ranking:
         return RankingObjective(
-            rows=rows, beta=beta, sft_weight=section.sft_weight or 0.0, exchange=exchange
+            rows=rows, beta=beta, sft_weight=section.nll_weight, exchange=exchange
         )
     return _pairs(section, rows, beta=beta, exchange=exchange)
 
@@ -81,13 +85,12 @@ def _pairs(
     if section.method == "orpo":
         return common(
             loss_of=partial(orpo, beta=beta),
-            sft_weight=1.0,
+            sft_weight=section.nll_weight,
             is_averaged=True,
             has_reference=False,
             more_metrics=orpo_metrics,
         )
-    sft_weight = section.sft_weight
-    assert sft_weight is not None
+    sft_weight = section.nll_weight
     if section.method == "simpo":
         assert section.gamma is not None
         return common(
@@ -105,6 +108,21 @@ def _pairs(
         sft_weight=sft_weight,
         is_averaged=is_cpo and section.loss == "ipo",
         has_reference=not is_cpo,
+    )
+
+
+def _distill(
+    section: ObjectiveSection, rows: StepRows, *, exchange: Exchange | None
+) -> DistillObjective:
+    """Return the loss of rows with a teacher's distributions."""
+    assert section.loss is not None
+    assert section.sft_weight is not None
+    return DistillObjective(
+        rows=rows,
+        name=section.loss,
+        temperature=section.temperature or 1.0,
+        sft_weight=section.sft_weight,
+        exchange=exchange,
     )
 
 
@@ -129,6 +147,7 @@ def _grpo(
         beta=section.beta,
         clip_range=(1 - section.clip_epsilon, 1 + (above or section.clip_epsilon)),
         mode=section.importance_sampling_mode or "none",
+        max_weight=section.importance_sampling_cap or math.inf,  # null where no weight is taken
         max_tokens=seq_len,
         exchange=exchange,
     )

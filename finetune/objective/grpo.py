@@ -16,8 +16,6 @@ from finetune.objective.row_sums import Exchange, RowSums, row_sums, summed
 from finetune.objective.step_rows import StepRows
 from offload.engine.objective import Reference, Scores, StepLoss
 
-MAX_WEIGHT = 3.0
-"""Above it the weights that correct for the sampler are truncated, or answers left out."""
 _STD_FLOOR = 1e-4
 
 
@@ -45,6 +43,8 @@ class GrpoObjective:
         beta: b.
         clip_range: l and h.
         mode: What the sampler's log-probabilities are for, `objective.importance_sampling_mode`.
+        max_weight: Above it the weights that correct for the sampler are truncated, or answers and
+            tokens left out.
         max_tokens: What dr_grpo divides an answer's sum by.
         exchange: Gets the rows of the other ranks.
     """
@@ -54,6 +54,7 @@ class GrpoObjective:
     beta: float
     clip_range: tuple[float, float]
     mode: str
+    max_weight: float
     max_tokens: int
     exchange: Exchange | None = None
 
@@ -84,7 +85,9 @@ class GrpoObjective:
             old_N = tokens.sampler_N
         elif self.mode != "none":
             assert tokens.sampler_N is not None
-            weights_N = _weights(old_N - tokens.sampler_N, tokens.rows_N, self.mode)
+            weights_N = _weights(
+                old_N - tokens.sampler_N, tokens.rows_N, self.mode, max_weight=self.max_weight
+            )
         log_ratios_N = tokens.policy_N - old_N
         if self.name == "rloo":
             log_ratios_N = summed(log_ratios_N, tokens.rows_N, scores.num_rows)[tokens.rows_N]
@@ -210,21 +213,24 @@ def _advantages(
     return (centred_A if name == "dr_grpo" else centred_A / (stds_A + _STD_FLOOR)), stds_A
 
 
-def _weights(apart_N: torch.Tensor, rows_N: torch.Tensor, mode: str) -> torch.Tensor:
+def _weights(
+    apart_N: torch.Tensor, rows_N: torch.Tensor, mode: str, *, max_weight: float
+) -> torch.Tensor:
     """Return how likely the old policy was to draw each token or answer, over the sampler.
 
     Args:
         apart_N: The log of that, of each token.
         rows_N: The row of each.
         mode: Whether it is of tokens or answers, and truncated or left out above the limit.
+        max_weight: The limit.
     """
     if mode.startswith("sequence"):
         num_rows = int(rows_N.max()) + 1
         apart_N = summed(apart_N, rows_N, num_rows)[rows_N]
     weights_N = apart_N.exp()
     if mode.endswith("truncate"):
-        return weights_N.clamp(max=MAX_WEIGHT)
-    return weights_N.where(weights_N <= MAX_WEIGHT, 0.0)
+        return weights_N.clamp(max=max_weight)
+    return weights_N.where(weights_N <= max_weight, 0.0)
 
 
 def _kl(policy_N: torch.Tensor, reference_N: torch.Tensor | None) -> torch.Tensor:

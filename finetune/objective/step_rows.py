@@ -24,6 +24,9 @@ class StepRows:
             known beforehand, float64; None where the reference is computed.
         sampler_N: Log-probability with which the sampler drew each label token of the step, in the
             order of `Scores.policy_N`, float32; None where it is not known.
+        top_ids_NK: A teacher's likeliest tokens at each label token, in the same order, int64, the
+            likeliest first; -1 where there are fewer than K. None where rows have no teacher.
+        top_logps_NK: Their log-probabilities by the teacher, in nats.
     """
 
     groups_R: torch.Tensor
@@ -31,6 +34,8 @@ class StepRows:
     num_trained: int
     reference_R: torch.Tensor | None = None
     sampler_N: torch.Tensor | None = None
+    top_ids_NK: torch.Tensor | None = None
+    top_logps_NK: torch.Tensor | None = None
 
     @property
     def reference(self) -> Reference | None:

@@ -17,6 +17,7 @@ DataFormat = Literal[
     "ranking",
     "labelled",
     "sampled",
+    "distilled",
 ]
 FORMAT_COLUMNS = {
     "messages": (("messages",), ("tools", "system")),
@@ -34,6 +35,7 @@ FORMAT_COLUMNS = {
         ("prompt", "completions", "rewards"),
         ("tools", "system", "ref_logps", "logprobs"),
     ),
+    "distilled": (("prompt", "completion", "top_ids", "top_logprobs"), ("tools", "system")),
 }
 """Format -> the columns that its rows have, and those that they may have."""
 ColumnName = Literal[
@@ -58,6 +60,8 @@ ColumnName = Literal[
     "ref_rejected_logps",
     "ref_logps",
     "logprobs",
+    "top_ids",
+    "top_logprobs",
 ]
 ColumnNames = dict[ColumnName, Annotated[str, Field(min_length=1)]]
 
@@ -107,7 +111,8 @@ class DataSection(Section):
     format: DataFormat = Field(
         default="auto",
         description="Form of a row; `auto` finds it by the column names. `text`: documents;"
-        " `preference`, `ranking`, `labelled`, `sampled`: answers to compare.",
+        " `preference`, `ranking`, `labelled`, `sampled`: answers to compare; `distilled`: with a"
+        " teacher's likeliest tokens.",
     )
     columns: ColumnNames = Field(
         default={},

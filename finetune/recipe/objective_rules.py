@@ -87,7 +87,7 @@ def _reader(name: str, value: object) -> str:
 
 def _broken_value_rules(objective: ObjectiveSection) -> Iterator[Breach]:
     """Values without which a loss is another one, or none."""
-    if objective.method not in ("sft", "grpo") and objective.beta == 0:
+    if objective.method not in ("sft", "grpo", "distill") and objective.beta == 0:
         yield Breach(
             field="objective.beta",
             what=f"objective.beta is {objective.beta} and objective.method is {objective.method}",

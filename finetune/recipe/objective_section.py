@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from finetune.recipe.section import Section
 
-Method = Literal["sft", "dpo", "simpo", "cpo", "orpo", "kto", "grpo"]
+Method = Literal["sft", "dpo", "simpo", "cpo", "orpo", "kto", "grpo", "distill"]
 LossName = Literal[
     "sigmoid",
     "hinge",
@@ -30,6 +30,8 @@ LossName = Literal[
     "dapo",
     "dr_grpo",
     "rloo",
+    "kl",
+    "kl_top",
 ]
 SamplingMode = Literal[
     "none", "ratio", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
@@ -56,6 +58,7 @@ LOSSES: Mapping[str, tuple[LossName, ...]] = {
     "cpo": ("sigmoid", "hinge", "ipo"),
     "kto": ("kto", "apo_zero_unpaired"),
     "grpo": ("dapo", "grpo", "dr_grpo", "rloo"),
+    "distill": ("kl", "kl_top"),
 }
 """Method -> its losses, the default first; others have one loss only."""
 
@@ -72,6 +75,7 @@ _OF_METHOD: Mapping[str, Mapping[str, object]] = {
         "undesirable_weight": 1.0,
     },
     "grpo": {"beta": 0.0, "clip_epsilon": 0.2, "importance_sampling_mode": "none"},
+    "distill": {"sft_weight": 0.0},
 }
 _SMOOTHED = {"label_smoothing": 0.0}
 _OF_LOSS: Mapping[tuple[str, str], Mapping[str, object]] = {
@@ -82,6 +86,7 @@ _OF_LOSS: Mapping[tuple[str, str], Mapping[str, object]] = {
     ("dpo", "aot_unpaired"): _SMOOTHED,
     ("cpo", "sigmoid"): _SMOOTHED,
     ("grpo", "rloo"): {"beta": 0.05},
+    ("distill", "kl_top"): {"temperature": 1.0},
 }
 
 
@@ -92,12 +97,12 @@ class ObjectiveSection(Section):
         default="sft",
         description="`sft` repeats the rows (cross-entropy). Pairs of answers: `dpo`, `simpo`,"
         " `cpo`, `orpo`. Answers that are desired or not: `kto`. Sampled answers with rewards:"
-        " `grpo`.",
+        " `grpo`. Answers with a teacher's distribution at each token: `distill`.",
     )
     loss: LossName | None = Field(
         default=None,
-        description="Loss of `dpo`, `cpo`, `kto` or `grpo`; null takes sigmoid, sigmoid, kto,"
-        " dapo.",
+        description="Loss of `dpo`, `cpo`, `kto`, `grpo` or `distill`; null takes sigmoid, sigmoid,"
+        " kto, dapo, kl.",
         examples=["sigmoid"],
     )
     beta: float | None = Field(
@@ -125,7 +130,7 @@ class ObjectiveSection(Section):
         default=None,
         ge=0,
         description="Weight of the mean cross-entropy of the chosen answers, added to the loss of"
-        " `dpo`, `simpo` or `cpo`. Null takes 0.0; cpo 1.0.",
+        " `dpo`, `simpo` or `cpo`, or of all answers in `distill`. Null takes 0.0; cpo 1.0.",
         examples=[1.0],
     )
     gamma: float | None = Field(
@@ -164,8 +169,24 @@ class ObjectiveSection(Section):
         default=None,
         description="What the sampler's log-probabilities in the rows are for: `none`; `ratio`,"
         " they are those of the old policy; or weights of each token or sequence that"
-        " correct for the sampler, truncated at 3 or left out above it. Null takes none.",
+        " correct for the sampler, truncated at `objective.importance_sampling_cap` or left out"
+        " above it. Null takes none.",
         examples=["sequence_mask"],
+    )
+    importance_sampling_cap: float | None = Field(
+        default=None,
+        gt=0,
+        description="Largest weight that corrects for the sampler, of a token or a sequence. Null"
+        " takes 3.0, as TRL's `vllm_importance_sampling_cap` does.",
+        examples=[3.0],
+    )
+
+    temperature: float | None = Field(
+        default=None,
+        gt=0,
+        description="What `distill` with the loss `kl_top` divides log-probabilities of teacher and"
+        " model by before it compares them. Null takes 1.0.",
+        examples=[2.0],
     )
 
     @model_validator(mode="before")
@@ -184,12 +205,20 @@ class ObjectiveSection(Section):
                 filled[name] = value
         if method == "grpo" and filled.get("reference") is None and filled.get("beta") != 0:
             filled["reference"] = "base"
+        is_capped = _is_capped(filled.get("importance_sampling_mode"))
+        if method == "grpo" and is_capped and filled.get("importance_sampling_cap") is None:
+            filled["importance_sampling_cap"] = 3.0
         return filled
 
     @property
     def is_sft(self) -> bool:
         """Whether rows are repeated, by the cross-entropy of their tokens."""
         return self.method == "sft"
+
+    @property
+    def nll_weight(self) -> float:
+        """Weight of the cross-entropy of the chosen answers' tokens in the loss of pairs."""
+        return 1.0 if self.method == "orpo" else self.sft_weight or 0.0
 
     @property
     def has_reference(self) -> bool:
@@ -210,6 +239,11 @@ class ObjectiveSection(Section):
     def is_ranking(self) -> bool:
         """Whether a prompt may have more than two answers, in an order."""
         return self.loss == "plackett_luce"
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether rows have a teacher's distribution at each token."""
+        return self.method == "distill"
 
     @property
     def takes_sampler(self) -> bool:
@@ -234,4 +268,11 @@ def read_settings(section: ObjectiveSection) -> frozenset[str]:
         names.add("clip_epsilon_high")
         if section.beta:
             names.add("reference")
+        if _is_capped(section.importance_sampling_mode):
+            names.add("importance_sampling_cap")
     return frozenset(names)
+
+
+def _is_capped(mode: object) -> bool:
+    """Return whether the sampler's log-probabilities make weights that have a largest value."""
+    return isinstance(mode, str) and mode.endswith(("_truncate", "_mask"))

@@ -3,9 +3,14 @@
 from finetune.recipe.objective_section import ObjectiveSection
 
 SUPERVISED = ("messages", "alpaca", "sharegpt", "prompt_completion", "text")
-COMPARED = ("preference", "ranking", "labelled", "sampled")
+COMPARED = ("preference", "ranking", "labelled", "sampled", "distilled")
 
-_OF_METHOD = {"sft": SUPERVISED, "kto": ("labelled",), "grpo": ("sampled",)}
+_OF_METHOD = {
+    "sft": SUPERVISED,
+    "kto": ("labelled",),
+    "grpo": ("sampled",),
+    "distill": ("distilled",),
+}
 
 
 def formats_of(objective: ObjectiveSection) -> tuple[str, ...]:

@@ -1,8 +1,10 @@
 """The losses of a run's steps where rows are compared, and its held-out rows under the same loss.
 
 Held-out rows are taken in their order, whole groups, about as many at a time as a step has: a loss
-that reads all rows of a step reads as many. The means over them are weighted by their groups; those
-of KTO's desired answers by how many are desired, and of the others by how many are not.
+that reads all rows of a step reads as many. The means over them are weighted by their groups, or by
+their tokens where a loss is a mean over these; those of KTO's desired answers by how many are
+desired, and of the others by how many are not. The cross-entropy of chosen answers, `nll_loss`, is
+weighted by their tokens, in the loss too.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,12 +31,15 @@ class Evaluation:
     Attributes:
         loss: The mean over their groups.
         metrics: Of the loss, by name.
-        counts: Rows that a metric is a mean over, where that is not one or all of each group.
+        counts: Rows or tokens that a metric is a mean over, where that is not one or all of each
+            group.
+        nll_weight: Weight of the metric `nll_loss` in the loss.
     """
 
     loss: float
     metrics: Mapping[str, float]
     counts: Mapping[str, int] = field(default_factory=dict)
+    nll_weight: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,17 +63,43 @@ class Objectives:
 
     def of_held_out(self, rows: StepRows) -> Objective:
         """Return the loss of rows that this rank has alone."""
+        if self.section.has_teacher:
+            return objective_of(self.section, rows, seq_len=self.seq_len)
         return WithLogps(
             objective=objective_of(self.section, rows, seq_len=self.seq_len), rows=rows
         )
 
-    def counts(self, rows: StepRows) -> Mapping[str, int]:
-        """Return the rows that metrics of single answers are means over, by name."""
-        if self.section.method != "kto":
-            return {}
-        desired = int(rows.values_R[: rows.num_trained].sum())
-        of_kind = {"chosen": desired, "rejected": rows.num_trained - desired}
-        return {f"{what}/{k}": num for k, num in of_kind.items() for what in ("rewards", "logps")}
+    def weight(self, *, num_groups: int, num_label_tokens: int) -> int:
+        """Return what held-out rows count for: their groups, or tokens for a mean over these."""
+        return num_label_tokens if self.section.has_teacher else num_groups
+
+    def evaluation(
+        self,
+        rows: StepRows,
+        *,
+        label_lens: Sequence[int],
+        loss: float,
+        metrics: Mapping[str, float],
+    ) -> Evaluation:
+        """Return what held-out rows say, with what its means are over.
+
+        Args:
+            rows: What they are to each other.
+            label_lens: Tokens with a label of each row.
+            loss: Theirs.
+            metrics: Of the loss.
+        """
+        counts: dict[str, int] = {}
+        if self.section.method == "kto":
+            desired = int(rows.values_R[: rows.num_trained].sum())
+            of_kind = {"chosen": desired, "rejected": rows.num_trained - desired}
+            for kind, num in of_kind.items():
+                counts |= {f"rewards/{kind}": num, f"logps/{kind}": num}
+        if "nll_loss" in metrics:
+            counts["nll_loss"] = sum(label_lens[row] for row in _best_rows(rows))
+        return Evaluation(
+            loss=loss, metrics=metrics, counts=counts, nll_weight=self.section.nll_weight
+        )
 
     def _others(self, table: torch.Tensor) -> Sequence[torch.Tensor]:
         tables = self.ranks.exchange(table)
@@ -106,6 +137,16 @@ class WithLogps:
         apart = policy_R[better] - policy_R[worse]
         more = {PREFERRED: (apart > 0).double().mean(), PREFERRED_BY: apart.mean()}
         return StepLoss(value=found.value, metrics={**found.metrics, **more})
+
+
+def _best_rows(rows: StepRows) -> list[int]:
+    """Return the row of each group that has the highest value, the first of those."""
+    best: dict[int, int] = {}
+    values = rows.values_R.tolist()
+    for row, group in enumerate(rows.groups_R[: rows.num_trained].tolist()):
+        if group not in best or values[row] > values[best[group]]:
+            best[group] = row
+    return list(best.values())
 
 
 def _ordered_pairs(rows: StepRows) -> tuple[torch.Tensor, torch.Tensor]:
@@ -165,7 +206,7 @@ def mean_of(parts: Sequence[tuple[int, Evaluation]]) -> Evaluation:
     Where a metric has a count of its own, it is weighted by that; a margin is then the difference.
 
     Args:
-        parts: Groups of each, and what was measured.
+        parts: Groups of each, or tokens, and what was measured.
     """
     names = dict.fromkeys(name for _, part in parts for name in part.metrics)
     metrics = {
@@ -178,7 +219,9 @@ def mean_of(parts: Sequence[tuple[int, Evaluation]]) -> Evaluation:
         *metrics
     }:
         metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
-    return Evaluation(loss=_mean([(num, part.loss) for num, part in parts]), metrics=metrics)
+    weight, nll = parts[0][1].nll_weight, metrics.get("nll_loss", 0.0)
+    apart = [(num, part.loss - weight * part.metrics.get("nll_loss", 0.0)) for num, part in parts]
+    return Evaluation(loss=_mean(apart) + weight * nll, metrics=metrics)
 
 
 def _mean(weighted: Sequence[tuple[int, float]]) -> float:

@@ -8,6 +8,7 @@ import numpy as np
 
 from finetune.data.rows import Compared
 from finetune.data.sources import RowError
+from finetune.data.teacher import TopTokens
 from finetune.data.tokenize import IGNORE_INDEX, Encoder, Example, Fate
 
 if TYPE_CHECKING:
@@ -23,8 +24,14 @@ def encode_answers(row: Compared, encoder: Encoder) -> tuple[Fate, list[Example]
     """
     fates, examples = list[Fate](), list[Example]()
     nothing = (None,) * len(row.values)
-    known = zip(row.values, row.references or nothing, row.logprobs or nothing, strict=True)
-    for conversation, (value, reference, drawn) in zip(row.conversations, known, strict=True):
+    known = zip(
+        row.values,
+        row.references or nothing,
+        row.logprobs or nothing,
+        row.teacher or nothing,
+        strict=True,
+    )
+    for conversation, (value, reference, drawn, top) in zip(row.conversations, known, strict=True):
         fate, parts = encoder.encode(conversation)
         if len(parts) > 1:
             raise RowError(
@@ -38,8 +45,12 @@ def encode_answers(row: Compared, encoder: Encoder) -> tuple[Fate, list[Example]
             )
         fates.append(fate)
         for one in parts:
-            logprobs = None if drawn is None else _at_labels(drawn, one, is_cut=fate is Fate.CUT)
-            examples.append(replace(one, value=value, reference=reference, logprobs=logprobs))
+            is_cut = fate is Fate.CUT
+            logprobs = None if drawn is None else _at_labels(drawn, one, is_cut=is_cut)
+            teacher = None if top is None else _top_at_labels(top, one, is_cut=is_cut)
+            examples.append(
+                replace(one, value=value, reference=reference, logprobs=logprobs, top=teacher)
+            )
     worst = max(fates)
     if worst not in (Fate.WHOLE, Fate.CUT):
         return worst, []
@@ -54,15 +65,34 @@ def _at_labels(drawn: Sequence[float], example: Example, *, is_cut: bool) -> "ND
     Raises:
         RowError: Their numbers differ.
     """
-    places = np.flatnonzero(example.labels != IGNORE_INDEX)
-    if len(drawn) != len(places) and not (is_cut and len(drawn) > len(places)):
-        raise RowError(
-            f"it has {len(drawn)} `logprobs` for an answer of {len(places)} tokens, its end"
-            " included"
-        )
+    places = _places(example, len(drawn), "`logprobs`", is_cut=is_cut)
     found = np.zeros(len(example.labels), dtype=np.float32)
     found[places] = drawn[: len(places)]
     return found
+
+
+def _top_at_labels(top: TopTokens, example: Example, *, is_cut: bool) -> TopTokens:
+    """Put a teacher's likeliest tokens where the tokens of an answer are.
+
+    Raises:
+        RowError: Their numbers differ.
+    """
+    places = _places(example, len(top.counts), "lists of `top_ids`", is_cut=is_cut)
+    return top.at(places, len(example.labels))
+
+
+def _places(example: Example, num: int, what: str, *, is_cut: bool) -> "NDArray[np.int64]":
+    """Return the places of an answer's tokens, of which a row has so many.
+
+    Raises:
+        RowError: The answer has another number of them.
+    """
+    places = np.flatnonzero(example.labels != IGNORE_INDEX)
+    if num != len(places) and not (is_cut and num > len(places)):
+        raise RowError(
+            f"it has {num} {what} for an answer of {len(places)} tokens, its end included"
+        )
+    return places
 
 
 def _are_alike(examples: list[Example]) -> bool:

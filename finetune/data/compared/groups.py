@@ -137,6 +137,29 @@ def require_comparable(rows: "Rows", objective: ObjectiveSection) -> None:
         )
 
 
+def require_known_tokens(rows: "Rows", num_tokens: int) -> None:
+    """Check that a teacher's tokens are tokens of the model.
+
+    Args:
+        rows: That are trained on, and held out.
+        num_tokens: That the model predicts.
+
+    Raises:
+        DataError: Some are not.
+    """
+    for part in (*rows.train.parts, *(rows.held_out.parts if rows.held_out else ())):
+        if not len(part.tokens.store.top_ids):
+            continue
+        highest = max(int(block.max()) for block in part.blocks("top_ids") if len(block))
+        if highest >= num_tokens:
+            raise DataError(
+                f"`top_ids` of {part.tokens.rows.source.path} has the token {highest:,}, and the"
+                f" model has {num_tokens:,}, from 0",
+                limit="a teacher's tokens mean the same to it and to the model",
+                hint="take a teacher with the same tokenizer",
+            )
+
+
 def is_first(part: "Chosen") -> "NDArray[np.bool_]":
     """Return which of the examples begin a group; where none are compared, each is its own."""
     store = part.tokens.store

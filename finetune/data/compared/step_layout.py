@@ -8,6 +8,7 @@ mismatched rows of a step are the same however it is cut. Their answers are cut 
 Source: trl 1.16.0, trainer/kto_trainer.py, `add_kl_completion_ids`.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
@@ -23,7 +24,7 @@ from finetune.objective.step_rows import StepRows
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from finetune.data.dataset import ExampleSet
+    from finetune.data.dataset import Chosen, ExampleSet
 
 Parts = Sequence[Sequence[Any]]
 """Of each micro-batch, the places of its rows in the step."""
@@ -39,6 +40,7 @@ class Comparison:
         lengths: (examples) All their tokens.
         seq_len: Most tokens of a mismatched row.
         has_sampler: Whether rows have the log-probabilities that their tokens were sampled with.
+        num_top: A teacher's likeliest tokens, of the token with most of them; 0 without a teacher.
     """
 
     groups: Groups
@@ -46,6 +48,7 @@ class Comparison:
     prompt_lens: "NDArray[np.int64] | None"
     seq_len: int
     has_sampler: bool
+    num_top: int
 
     @classmethod
     def of(cls, rows: "ExampleSet", *, is_mismatched: bool, seq_len: int) -> Self | None:
@@ -65,6 +68,7 @@ class Comparison:
             prompt_lens=_prompt_lens(rows) if is_mismatched else None,
             seq_len=seq_len,
             has_sampler=all(len(part.tokens.store.logprobs) for part in rows.parts),
+            num_top=max(map(_most_top, rows.parts)),
         )
 
     def of_same_kind(self, rows: "ExampleSet") -> "Comparison":
@@ -159,13 +163,29 @@ class Comparison:
         if self.has_sampler:
             drawn = [_sampler_of(examples[row]) for row in rows[trained].tolist()]
             sampler = torch.from_numpy(np.concatenate(drawn))
+        top_ids_NK, top_logps_NK = self._teacher_of([examples[row] for row in rows[trained]])
         return StepRows(
             groups_R=torch.from_numpy(self.groups.numbers(rows)[places]),
             values_R=torch.from_numpy(self.groups.values[rows[places]]),
             num_trained=len(trained),
             reference_R=torch.from_numpy(references[rows[places]]) if len(references) else None,
             sampler_N=sampler,
+            top_ids_NK=top_ids_NK,
+            top_logps_NK=top_logps_NK,
         )
+
+    def _teacher_of(
+        self, examples: Sequence[Example]
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the teacher's tokens (N, K) at the label tokens of examples, if there is one."""
+        if not self.num_top:
+            return None, None
+        tables = []
+        for one in examples:
+            assert one.top is not None
+            tables.append(one.top.table(_label_mask(one), self.num_top))
+        ids, logprobs = (np.concatenate(column) for column in zip(*tables, strict=True))
+        return torch.from_numpy(ids), torch.from_numpy(logprobs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -212,6 +232,7 @@ def made_up(
     values = 1 - (rows % size) / (size - 1)
     times = 1 if comparison.prompt_lens is None else 2
     num_tokens = sum(row.num_loss_tokens for part in own for row in parts[part])
+    num_top = comparison.num_top
     return StepRows(
         groups_R=(rows // group_size).repeat(times),
         values_R=values.repeat(times),
@@ -220,6 +241,8 @@ def made_up(
         if len(comparison.groups.references)
         else None,
         sampler_N=torch.zeros(num_tokens) if comparison.has_sampler else None,
+        top_ids_NK=torch.arange(num_top).expand(num_tokens, num_top) if num_top else None,
+        top_logps_NK=torch.full((num_tokens, num_top), -math.log(num_top + 1)) if num_top else None,
     )
 
 
@@ -268,6 +291,20 @@ def end_of(example: Example, num_tokens: int) -> Example:
 def _sampler_of(example: Example) -> "NDArray[np.float32]":
     """Return the log-probabilities that its label tokens were sampled with."""
     assert example.logprobs is not None
-    has_loss = example.labels != IGNORE_INDEX
+    return np.asarray(example.logprobs[_label_mask(example)])
+
+
+def _label_mask(example: Example) -> "NDArray[np.bool_]":
+    """Return which of its tokens have a loss; the first of a row is never predicted."""
+    has_loss = np.asarray(example.labels != IGNORE_INDEX)
     has_loss[0] = False
-    return np.asarray(example.logprobs[has_loss])
+    return has_loss
+
+
+def _most_top(part: "Chosen") -> int:
+    """Return the most tokens that a teacher has at a token; 0 if there is none."""
+    return (
+        max((int(block.max()) for block in part.blocks("top_counts")), default=0)
+        if len(part.tokens.store.top_ids)
+        else 0
+    )

@@ -4,6 +4,9 @@ Special tokens. A rendering is tokenised as a whole, so `<|im_end|>` in what a u
 turn as the template's own does. Trainers leave it at that, and so it is here; but who did not write
 it on purpose has another conversation than the file shows.
 
+Ratings. A pair says which answer is chosen, and ratings in the row may say the opposite. The pair
+is learned as it is, and what contradicts it is counted: columns may have been swapped.
+
 Turns at the end. Nothing after the last answer is learned, so turns there are left out.
 """
 
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 REMARKS = {
     "special": "hold special tokens in their text, which are read as real ones",
     "trailing": "end with turns after their last answer, which are left out",
+    "rating": "have ratings by which the rejected answer is the better one",
 }
 """Kinds of remarks, in words."""
 NUM_NAMED = 3
@@ -49,6 +53,8 @@ def remarks_on(row: object, tokens: re.Pattern[str] | None) -> Iterator[tuple[st
         yield "special", special
     if isinstance(row, Conversation) and row.messages[-1].role != "assistant":
         yield "trailing", row.messages[-1].role
+    if isinstance(row, Compared) and row.contradiction is not None:
+        yield "rating", row.contradiction
 
 
 def remark_notes(tokens: "Tokens") -> list[str]:

@@ -109,6 +109,29 @@ def test_a_pair_is_two_examples_of_one_prompt(tmp_path: Path, row: dict[str, Any
     assert shown(load(tmp_path, [row], "preference")) == PAIR
 
 
+def test_pairs_whose_ratings_contradict_them_are_counted_and_named(tmp_path: Path) -> None:
+    pair = {"prompt": "q", "chosen": "a", "rejected": "b"}
+    ratings: list[dict[str, object]] = [
+        {"score_chosen": 2.0, "score_rejected": 7.5},
+        {"score_chosen": 7, "score_rejected": 2},
+        {"chosen-rating": "1", "rejected-rating": "3"},
+        {"chosen_rating": 3, "rejected_rating": 3},
+        {"score_chosen": 1, "score_rejected": None},
+        {"score_chosen": "bad", "score_rejected": "good"},
+    ]
+    rows = [pair | {"prompt": f"q{i}"} | rating for i, rating in enumerate(ratings)]
+    file = tmp_path / "rows.jsonl"
+    (note,) = [one for one in load(tmp_path, rows, "preference").notes if "ratings" in one]
+    assert note == (
+        f"2 of 6 rows of {file} have ratings by which the rejected answer is the better one"
+        f" ({file}:1: score_chosen 2, score_rejected 7.5, {file}:3: chosen-rating 1,"
+        " rejected-rating 3)"
+    )
+    ignored = ("score_chosen", "chosen-rating")
+    again = load(tmp_path, rows, "preference", ignored_columns=ignored)
+    assert not [one for one in again.notes if "ratings" in one]
+
+
 def test_rankings_labels_and_samples_have_their_values(tmp_path: Path) -> None:
     ranked = {"prompt": "q", "completions": ["a", "b", "c"], "ranks": [2, 1, 3]}
     assert [one[1:] for one in shown(load(tmp_path, [ranked], "ranking"))] == [
@@ -122,9 +145,19 @@ def test_rankings_labels_and_samples_have_their_values(tmp_path: Path) -> None:
         -(2**24),
         -(2**24) - 1,
     ]
-    labels = [True, 0, "False"]
+    labels = [True, 0, "False", "1", "0", 1.0, 0.0, "1.0", " TRUE "]
     labelled = [{"prompt": "q", "completion": "a", "label": label} for label in labels]
-    assert [one[2] for one in shown(load(tmp_path, labelled, "labelled"))] == [1.0, 0.0, 0.0]
+    assert [one[2] for one in shown(load(tmp_path, labelled, "labelled"))] == [
+        1,
+        0,
+        0,
+        1,
+        0,
+        1,
+        0,
+        1,
+        1,
+    ]
     sampled = {"prompt": "q", "completions": ["a", "a"], "rewards": [0.5, -1]}
     assert [one[2] for one in shown(load(tmp_path, [sampled], "sampled"))] == [0.5, -1.0]
 
@@ -145,6 +178,9 @@ def test_log_probabilities_of_rows_are_those_of_their_tokens(tmp_path: Path) -> 
     short = row | {"logprobs": [[-1, -2], [-4, -5]]}
     with pytest.raises(DataError, match=r":1: it has 2 `logprobs` for an answer of 3 tokens"):
         load(tmp_path, [short], "sampled")
+    above = row | {"ref_logps": [-3, 0.5]}
+    with pytest.raises(DataError, match=r":1: 'ref_logps\[1\]' is 0.5, and the logarithm of a"):
+        load(tmp_path, [above], "sampled")
 
 
 GOOD = {"prompt": "q", "chosen": "a", "rejected": "b"}
@@ -186,6 +222,8 @@ GOOD = {"prompt": "q", "chosen": "a", "rejected": "b"}
         ),
         ("labelled", {"prompt": "q", "completion": "a", "label": "maybe"}, 'is "maybe", neither'),
         ("labelled", {"prompt": "q", "completion": "a", "label": 2}, "'label' is 2, neither"),
+        ("labelled", {"prompt": "q", "completion": "a", "label": -1}, "'label' is -1, neither"),
+        ("labelled", {"prompt": "q", "completion": "a", "label": 0.5}, "'label' is 0.5, neither"),
         ("labelled", {"prompt": "q", "completion": "a", "label": None}, "is null, neither true"),
         (
             "ranking",

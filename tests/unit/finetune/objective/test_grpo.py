@@ -139,6 +139,20 @@ def test_weights_above_three_are_truncated_or_left_out(mode: str) -> None:
     )
 
 
+@pytest.mark.parametrize("mode", MODES[2:])
+def test_the_largest_weight_is_a_setting(mode: str) -> None:
+    of = of_step(apart=12.0)
+    found = {
+        cap: computed(settings("dapo", mode, importance_sampling_cap=cap), of)[2][
+            "sampling/importance_sampling_ratio/mean"
+        ]
+        for cap in (None, 3.0, 0.05, 1e9)
+    }
+    assert found[None] == found[3.0]
+    assert found[0.05] <= 0.05 < found[3.0]
+    assert found[1e9] > found[3.0]
+
+
 def test_ratios_outside_the_range_are_clipped_and_counted() -> None:
     of = of_step()
     metrics = assert_is(settings("dapo", "ratio"), of, lambda of: by_hand("dapo", "ratio", of))
