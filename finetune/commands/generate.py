@@ -1,7 +1,7 @@
 """Answers from a finished run, without training anything."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,16 +9,24 @@ import offload
 from finetune.adapter.linear_lora import compute_in_base_dtype
 from finetune.adapter.lora import base_eos, load_adapter
 from finetune.data.rows import Conversation, Message
-from finetune.data.stops import GENERATION_CONFIG, Stops, eos_ids, read_generation_config
+from finetune.data.stops import (
+    GENERATION_CONFIG,
+    Stops,
+    cut_at,
+    eos_ids,
+    read_generation_config,
+)
 from finetune.data.tokenize import encode, prompt_ids
 from finetune.model.load import load_model
+from finetune.model.sampling import Choose
 from finetune.model.tokenizer import load_tokenizer
 from finetune.planning.request import facts_of, full_request
 from finetune.recipe.recipe import Recipe
 from finetune.run.run_dir import RunDir
 from finetune.training import preflight
-from finetune.training.greedy import generate
+from finetune.training.generate import generate
 from finetune.training.samples import pad_id
+from offload.plan.memory.cache import require_room
 from offload.plan.plan import plan
 from offload.probe.machine import probe
 
@@ -28,7 +36,13 @@ if TYPE_CHECKING:
 
 
 def answer_prompt(
-    run_dir: Path, prompt: str, *, max_new_tokens: int, note: Callable[[str], None]
+    run_dir: Path,
+    prompt: str,
+    *,
+    max_new_tokens: int,
+    choose: Choose,
+    stop_strings: Sequence[str],
+    note: Callable[[str], None],
 ) -> str:
     """Let the trained model answer, its layers streamed as in training.
 
@@ -36,11 +50,14 @@ def answer_prompt(
         run_dir: Of a finished run.
         prompt: The user's message.
         max_new_tokens: Longest answer.
-        note: Reports what the user should know about the adapter.
+        choose: Chooses the next tokens.
+        stop_strings: Texts that end the answer; they are not part of it.
+        note: Reports what the user should know about the adapter, or the model's cache.
 
     Raises:
         CheckpointError: The directory holds no run.
         ModelError: The run has no adapter yet.
+        DoesNotFitError: The key-value cache does not fit into device memory.
     """
     run = RunDir(run_dir)
     recipe = run.recipe() if run.recipe_file.exists() else None
@@ -53,8 +70,23 @@ def answer_prompt(
     device = preflight.torch_device_name(recipe.offload)
     facts = facts_of(recipe.model)
     machine = probe(device=device, seconds=1.0, dtype=recipe.model.dtype)
-    num_slots = plan(facts, machine, full_request(recipe, facts, num_ranks=1)).num_slots
+    planned = plan(facts, machine, full_request(recipe, facts, num_ranks=1))
     tokenizer = load_tokenizer(recipe.model.tokenizer_source)
+    messages = [Message(role="user", content=prompt)]
+    if recipe.data.system:
+        messages.insert(0, Message(role="system", content=recipe.data.system))
+    asked = prompt_ids(messages, tokenizer, source="--prompt")
+    require_room(
+        facts,
+        planned.device_memory,
+        limit_bytes=min(
+            machine.vram_bytes, planned.request.vram_budget_bytes or machine.vram_bytes
+        ),
+        num_rows=1,
+        prompt_tokens=len(asked),
+        new_tokens=max_new_tokens,
+        dtype_bytes=planned.request.typical.dtype_bytes,
+    )
     loaded = load_model(
         recipe.model,
         codec=recipe.offload.layer_codec,
@@ -72,27 +104,34 @@ def answer_prompt(
     model.requires_grad_(requires_grad=False).eval()
     engine = offload.attach(
         model,
-        num_slots=num_slots,
+        num_slots=planned.num_slots,
         codec=recipe.offload.layer_codec,
         tier=recipe.offload.load_tier,
         device=device,
         backing=loaded.backing,
     )
     try:
-        messages = [Message(role="user", content=prompt)]
-        if recipe.data.system:
-            messages.insert(0, Message(role="system", content=recipe.data.system))
+
+        def text(ids: Sequence[int]) -> str:
+            return str(tokenizer.decode(list(ids), skip_special_tokens=True))
+
+        def is_ended(_row: int, ids: Sequence[int]) -> bool:
+            return any(string in text(ids) for string in stop_strings)
+
         ids = generate(
             engine,
-            [prompt_ids(messages, tokenizer, source="--prompt")],
+            [asked],
             max_new_tokens=max_new_tokens,
             stop_ids=frozenset(_stops(trained, model, tokenizer).ids),
             pad_id=pad_id(tokenizer),
             batch_size=1,
+            note=note,
+            choose=choose,
+            is_ended=is_ended,
         )
     finally:
         engine.close()
-    return str(tokenizer.decode(ids[0], skip_special_tokens=True))
+    return cut_at(text(ids[0]), stop_strings)
 
 
 def _of_trained(run: RunDir, recipe: Recipe) -> Recipe:

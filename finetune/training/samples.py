@@ -1,6 +1,6 @@
 """Answers to held-out rows before and after training, and how many match exactly."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -8,7 +8,7 @@ from torch import nn
 
 from finetune.data.rows import Conversation
 from finetune.data.tokenize import render_prompt
-from finetune.training.greedy import generate
+from finetune.training.generate import generate
 from offload.engine.engine import Engine
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def answer(
     tokenizer: "PreTrainedTokenizerBase",
     stop_ids: Collection[int],
     max_pass_tokens: int,
+    note: Callable[[str], None],
 ) -> Answers:
     """Let the model answer the last turn of each row, greedily.
 
@@ -47,6 +48,7 @@ def answer(
         tokenizer: Of the model.
         stop_ids: Tokens that end an answer.
         max_pass_tokens: Tokens of a pass, padding included, that are known to fit.
+        note: Reports that the model is computed without a cache.
     """
     prompts, wanted = zip(*(render_prompt(row, tokenizer) for row in rows), strict=True)
     longest = max(len(tokenizer.encode(text, add_special_tokens=False)) for text in wanted)
@@ -59,6 +61,7 @@ def answer(
         stop_ids=frozenset(stop_ids),
         pad_id=pad_id(tokenizer),
         batch_size=max(1, max_pass_tokens // width),
+        note=note,
     )
     model.train()
     got = [str(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in ids]
