@@ -1,0 +1,1 @@
+"""Sluice within other tools."""

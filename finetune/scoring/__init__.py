@@ -1,0 +1,1 @@
+"""Log-likelihoods of rows under a base, adapters and checkpoints."""

@@ -1,0 +1,206 @@
+"""Contenders of one wave on an engine, which scores lines under all of them in each sweep."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from finetune.adapter.linear_lora import compute_in_base_dtype
+from finetune.adapter.lora import add_alike, add_lora, load_adapter, set_trained
+from finetune.data.tokenize import IGNORE_INDEX
+from finetune.model.load import load_model
+from finetune.recipe.recipe import Recipe
+from finetune.scoring.contenders import Contender
+from finetune.scoring.rows import Line, LineScore
+from offload.engine.bound import EngineOptions
+from offload.engine.engine import Engine
+from offload.plan.facts.codec import CodecName
+from offload.plan.machine.machine import ExpertsImplementation
+from offload.plan.scoring import Cut
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+    from offload.engine.batch import Batch
+    from offload.engine.host.store import Backing
+    from offload.engine.passes.scores import TokenScores
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scored:
+    """What a wave gives some lines.
+
+    Attributes:
+        lines: By contender in the order of the wave, and by line.
+        num_loads: Layers copied to the device.
+        sweep_s: Measured seconds of all sweeps.
+    """
+
+    lines: tuple[tuple[LineScore, ...], ...]
+    num_loads: int
+    sweep_s: float
+
+
+class Scorer:
+    """A base with the adapters of a wave, on an engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        model: "PeftModel | PreTrainedModel",
+        adapters: Sequence[str | None],
+        *,
+        pad_id: int,
+    ) -> None:
+        """Keep the parts.
+
+        Args:
+            engine: Runs the model.
+            model: With the adapters, in evaluation mode.
+            adapters: The model's name of each contender's adapter; None for the base.
+            pad_id: Fills up lines.
+        """
+        self.engine, self.model = engine, model
+        self._adapters, self._pad_id = tuple(adapters), pad_id
+
+    def score(self, lines: Sequence[Line], sweeps: Sequence[Cut]) -> Scored:
+        """Score lines under all contenders.
+
+        Args:
+            lines: Each with a label.
+            sweeps: Micro-batches of each pass over the layers, as numbers of lines.
+        """
+        found: list[list[LineScore | None]] = [[None] * len(lines) for _ in self._adapters]
+        num_loads, sweep_s = 0, 0.0
+        for batches in sweeps:
+            rows = [[lines[number] for number in numbers] for numbers in batches]
+            made = [batch_of(one, pad_id=self._pad_id) for one in rows]
+            result = self.engine.score(made, adapters=self._adapters)
+            num_loads += result.num_loads
+            sweep_s += result.pass_s
+            for own, scores in zip(found, result.scores, strict=True):
+                for numbers, tokens in zip(batches, scores, strict=True):
+                    for number, score in zip(numbers, _by_row(tokens), strict=True):
+                        own[number] = score
+        whole = [tuple(score for score in own if score is not None) for own in found]
+        assert all(len(own) == len(lines) for own in whole), "a line is in no sweep"
+        return Scored(lines=tuple(whole), num_loads=num_loads, sweep_s=sweep_s)
+
+    def close(self) -> None:
+        """End the engine; the model cannot be used any more."""
+        self.engine.close()
+
+
+def batch_of(lines: Sequence[Line], *, pad_id: int) -> "Batch":
+    """Return lines as a micro-batch, filled up at the right: no token of a line sees what follows.
+
+    So a mask for the padding would change nothing.
+    """
+    width = max(len(line.ids) for line in lines)
+    fill = [width - len(line.ids) for line in lines]
+    ids = [[*line.ids, *[pad_id] * num] for line, num in zip(lines, fill, strict=True)]
+    labels = [[*line.labels, *[IGNORE_INDEX] * num] for line, num in zip(lines, fill, strict=True)]
+    return {"input_ids": torch.tensor(ids), "labels": torch.tensor(labels)}
+
+
+def _by_row(tokens: "TokenScores") -> list[LineScore]:
+    """Add up the scores of each row of a micro-batch, in float64."""
+    zeros_R = torch.zeros(tokens.num_rows, dtype=torch.float64)
+    logps_R = zeros_R.index_add(0, tokens.rows_N, tokens.logps_N.double())
+    missed_R = zeros_R.index_add(0, tokens.rows_N, (~tokens.is_greedy_N).double())
+    counts_R = torch.bincount(tokens.rows_N, minlength=tokens.num_rows)
+    return [
+        LineScore(logp=logp, num_tokens=num, is_greedy=missed == 0)
+        for logp, num, missed in zip(
+            logps_R.tolist(), counts_R.tolist(), missed_R.tolist(), strict=True
+        )
+    ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attaching:
+    """How a base is loaded and put on an engine.
+
+    Attributes:
+        recipe: Of the base.
+        device: "cuda" or "cpu".
+        codec: In which the layers wait.
+        num_slots: Layers on the device at a time.
+        head_chunk_tokens: Tokens whose logits exist at a time.
+        experts_implementation: The expert kernels; None for a model without experts.
+    """
+
+    recipe: Recipe
+    device: str
+    codec: CodecName
+    num_slots: int
+    head_chunk_tokens: int
+    experts_implementation: ExpertsImplementation | None
+
+    def open(self, wave: Sequence[Contender], *, pad_id: int) -> Scorer:
+        """Load the base, add the adapters of a wave, and attach the model.
+
+        Raises:
+            CheckpointError: An adapter or a checkpoint is damaged, or of another model.
+            ModelError: Weights are missing or damaged.
+        """
+        recipe = self.recipe
+        loaded = load_model(
+            recipe.model,
+            codec=self.codec,
+            device=self.device,
+            seed=recipe.train.seed,
+            tier=recipe.offload.load_tier,
+            experts_implementation=self.experts_implementation,
+        )
+        model, names = with_adapters(loaded.model, wave, recipe=recipe, backing=loaded.backing)
+        model.eval().requires_grad_(requires_grad=False)
+        for path, parameter in model.named_parameters():
+            # what trains stays on the device, in its own precision, whatever the layers' codec
+            parameter.requires_grad_(not {*path.split(".")}.isdisjoint(names.values()))
+        options = EngineOptions(
+            num_slots=self.num_slots,
+            codec=self.codec,
+            tier=recipe.offload.load_tier,
+            store_dir=None,
+            stash="device",
+            trained_weights="device",
+            head_chunk_tokens=self.head_chunk_tokens,
+            num_kept_graphs=0,
+            layer_kernels="fused" if recipe.model.layer_kernels == "fused" else "plain",
+        )
+        device = torch.device(self.device)
+        engine = Engine(model, device=device, options=options, backing=loaded.backing)
+        adapters = [names.get(one.name) for one in wave]
+        return Scorer(engine, model, adapters, pad_id=pad_id)
+
+
+def with_adapters(
+    base: "PreTrainedModel",
+    wave: Sequence[Contender],
+    *,
+    recipe: Recipe,
+    backing: "Backing | None",
+) -> "tuple[PeftModel | PreTrainedModel, dict[str, str]]":
+    """Return a base with the adapters of a wave, and their names in it by those of contenders."""
+    model: PeftModel | PreTrainedModel = base
+    names, adapted, compute_dtype = dict[str, str](), None, recipe.adapter.compute_dtype
+    checkpoints = [(one, one.checkpoint) for one in wave if one.checkpoint is not None]
+    for one, checkpoint in checkpoints:
+        section, seed = checkpoint.recipe.adapter, checkpoint.recipe.train.seed
+        compute_dtype = section.compute_dtype
+        name = names[one.name] = f"sluice_{len(names)}" if adapted else "default"
+        if adapted is None:
+            adapted = model = add_lora(base, section, seed=seed, backing=backing)
+        else:
+            add_alike(adapted, like="default", name=name)
+        set_trained(adapted, checkpoint.run.checkpoints.trained(checkpoint.step), name=name)
+    for one in wave:
+        if one.folder is not None:
+            name = names[one.name] = f"sluice_{len(names)}"
+            adapted = model = load_adapter(adapted or base, one.folder, name=name)
+    if adapted is not None and compute_dtype == "auto":
+        compute_in_base_dtype(adapted)
+    return model, names

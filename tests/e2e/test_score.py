@@ -1,0 +1,336 @@
+"""`sluice score` by the command line, against plain transformers and peft."""
+
+import copy
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.e2e.runs import run
+
+NUM_LAYERS, NUM_CHECKPOINTS = 4, 4
+
+
+@pytest.fixture(scope="module")
+def trained(
+    tmp_path_factory: pytest.TempPathFactory, model_dir: Path, rows_file: Path, machine_file: Path
+) -> Path:
+    """Return a folder with a recipe and its finished run, all of whose checkpoints are kept."""
+    from tests.e2e.conftest import recipe_writer
+
+    folder = tmp_path_factory.mktemp("trained")
+    recipe = recipe_writer(folder / "whole", model_dir, rows_file)(
+        output={"checkpoint_every": 1, "keep_checkpoints": NUM_CHECKPOINTS},
+        train={"steps": NUM_CHECKPOINTS},
+        report={"samples": 0, "log_to": []},
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        assert run("finetune", recipe, "--machine", machine_file) == 0
+    return folder / "whole"
+
+
+def score(capsys: Any, *words: object) -> tuple[dict[str, Any], str]:
+    capsys.readouterr()
+    assert run("score", *words, "--json") == 0
+    shown = capsys.readouterr()
+    return json.loads(shown.out), shown.err
+
+
+def plain_model(model_dir: Path, trained: Path, step: int | None) -> Any:
+    """Return the base, or with a checkpoint's adapter, by transformers and peft alone."""
+    model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    if step is None:
+        return model.eval()
+    config = LoraConfig.from_pretrained(str(trained / "run" / "adapter"))
+    config.inference_mode = False
+    model = get_peft_model(model, config)
+    file = trained / "run" / "checkpoints" / f"step-{step:07d}" / "trained.safetensors"
+    tensors = load_file(file)
+    assert tensors.keys() == {n for n, p in model.named_parameters() if p.requires_grad}
+    assert not model.load_state_dict(tensors, strict=False).unexpected_keys
+    return model.eval()
+
+
+def plain_logp(model: Any, prompt: list[int], answer: list[int]) -> float:
+    ids = torch.tensor([[*prompt, *answer]])
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
+    logps = logits.double().log_softmax(-1).gather(1, torch.tensor(answer)[:, None])
+    return float(logps.sum())
+
+
+def asked_and_answered(tokenizer: Any, prompt: str, answer: str) -> tuple[list[int], list[int]]:
+    """Return the tokens before an answer, and its own with the one that ends it."""
+    turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+    text = tokenizer.apply_chat_template(turns, tokenize=False)
+    before, found, _ = text.rpartition(f"{answer}<|im_end|>")
+    return tuple(tokenizer(part, add_special_tokens=False).input_ids for part in (before, found))
+
+
+def test_checkpoints_score_as_by_transformers_and_peft_in_one_pass(
+    trained, model_dir, rows_file, machine_file, cache, tmp_path, capsys
+) -> None:
+    out = tmp_path / "scores.jsonl"
+    words = [trained / "recipe.yaml", rows_file, "--checkpoints", trained / "run", "--base"]
+    words += ["--machine", machine_file, "--out", out]
+    found, shown = score(capsys, *words)
+    assert found["num_loads"] == NUM_LAYERS
+    assert "1 pass over the 4 layers" in shown
+    names = ["base", *(f"step {step}" for step in range(1, NUM_CHECKPOINTS + 1))]
+    losses = {one["name"]: one["loss"] for one in found["scores"]}
+    assert sorted(losses) == sorted(names)
+    assert list(losses.values()) == sorted(losses.values())
+    assert losses["step 4"] < losses["base"]
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    by_row = [json.loads(line) for line in out.read_text().splitlines()]
+    rows = [json.loads(line) for line in rows_file.read_text().splitlines()]
+    assert len(by_row) == len(rows) * len(names)
+    for name in names:
+        model = plain_model(model_dir, trained, None if name == "base" else int(name[-1]))
+        own = [row for row in by_row if row["name"] == name]
+        for row, raw in zip(own, rows, strict=True):
+            prompt, answer = asked_and_answered(tokenizer, raw["question"], raw["answer"])
+            assert row["tokens"] == len(answer)
+            assert row["logp"] == pytest.approx(plain_logp(model, prompt, answer), abs=2e-5)
+        total = sum(row["logp"] for row in own) / sum(row["tokens"] for row in own)
+        assert losses[name] == pytest.approx(-total, rel=1e-9)
+
+
+def test_a_finished_adapter_scores_as_its_last_checkpoint(
+    trained, rows_file, machine_file, cache, capsys
+) -> None:
+    words = [trained / "recipe.yaml", rows_file, "--machine", machine_file]
+    of_run, _ = score(capsys, *words, "--checkpoints", trained / "run")
+    of_adapter, _ = score(capsys, *words, "--adapter", trained / "run")
+    last = next(one for one in of_run["scores"] if one["name"] == "step 4")
+    assert of_adapter["scores"][0]["loss"] == last["loss"]  # to the bit
+    copied = trained / "copy"
+    shutil.copytree(trained / "run" / "adapter", copied, dirs_exist_ok=True)
+    both, _ = score(capsys, *words, "--adapter", trained / "run", "--adapter", copied)
+    assert {one["loss"] for one in both["scores"]} == {last["loss"]}
+    assert both["num_loads"] == NUM_LAYERS
+
+
+def test_adapters_that_peft_cannot_hold_together_are_scored_one_after_the_other(
+    trained, model_dir, rows_file, machine_file, cache, tmp_path, capsys
+) -> None:
+    base: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    folders, model = list[Path](), base
+    kinds: dict[str, dict[str, Any]] = {
+        "down": {"target_parameters": ["mlp.experts.down_proj"]},
+        "both": {"target_parameters": ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]},
+        "plain": {},
+    }
+    for name, changes in kinds.items():
+        config = LoraConfig(r=2, target_modules=["q_proj"], **changes)
+        model = get_peft_model(copy.deepcopy(base), config)
+        with torch.no_grad():
+            for parameter_name, parameter in model.named_parameters():
+                if "lora_" in parameter_name:
+                    parameter.normal_(std=0.3)
+        model.save_pretrained(tmp_path / name)
+        folders.append(tmp_path / name)
+    words = [trained / "recipe.yaml", rows_file, "--machine", machine_file, "--base"]
+    found, shown = score(capsys, *words, *(w for f in folders for w in ("--adapter", f)))
+    assert "peft cannot hold all of these adapters in one model: 2 passes" in shown
+    assert found["num_loads"] == 2 * NUM_LAYERS
+    assert [len(wave) for wave in found["waves"]] == [3, 1]
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    rows = [json.loads(line) for line in rows_file.read_text().splitlines()]
+    losses = {Path(one["name"]).name: one["loss"] for one in found["scores"]}
+    for folder in folders:
+        model = PeftModel.from_pretrained(copy.deepcopy(base), folder).eval()
+        logp, num = 0.0, 0
+        for raw in rows:
+            prompt, answer = asked_and_answered(tokenizer, raw["question"], raw["answer"])
+            logp += plain_logp(model, prompt, answer)
+            num += len(answer)
+        assert losses[folder.name] == pytest.approx(-logp / num, rel=1e-4)
+
+
+QUESTIONS: list[dict[str, Any]] = [
+    {"prompt": f"is {n} even?", "choices": ["yes", "no", "no idea"], "answer": n % 2}
+    for n in range(6)
+]
+
+
+def test_questions_are_answered_as_by_transformers(
+    trained, model_dir, machine_file, cache, tmp_path, capsys
+) -> None:
+    questions = [*QUESTIONS, {**QUESTIONS[0], "prompt": "is it?", "answer": "no idea", "id": 7}]
+    file, out = tmp_path / "questions.jsonl", tmp_path / "out.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in questions))
+    found, shown = score(capsys, model_dir, file, "model.dtype=float32", "--out", out)
+    assert "Columns that are not used: id" in shown
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(model_dir),
+        plain_model(model_dir, trained, None),
+    )
+    num_right = num_right_by_byte = 0
+    for row, asked in zip(out.read_text().splitlines(), questions, strict=True):
+        own, choices = json.loads(row), asked["choices"]
+        logps = [
+            plain_logp(model, *asked_and_answered(tokenizer, asked["prompt"], c)) for c in choices
+        ]
+        assert own["choice_logps"] == pytest.approx(logps, abs=2e-5)
+        by_byte = [logp / len(choice) for logp, choice in zip(logps, choices, strict=True)]
+        answer = asked["answer"] if isinstance(asked["answer"], int) else 2
+        assert own["answer"] == answer
+        num_right += logps.index(max(logps)) == answer
+        num_right_by_byte += by_byte.index(max(by_byte)) == answer
+    (base,) = found["scores"]
+    assert base["name"] == "base"
+    assert base["accuracy"] == num_right / len(questions)
+    assert base["accuracy_by_byte"] == num_right_by_byte / len(questions)
+    assert run("score", model_dir, file, "model.dtype=float32") == 0
+    table = capsys.readouterr().out
+    assert "accuracy" in table
+    assert f"{base['loss']:.4f}" in table
+
+
+def test_every_token_of_a_long_document_is_scored_once(
+    model_dir, machine_file, cache, tmp_path, capsys
+) -> None:
+    text = "abcdefghij" * 5
+    file = tmp_path / "texts.jsonl"
+    file.write_text(json.dumps({"text": text}) + "\n" + json.dumps({"text": "short"}) + "\n")
+    words = [model_dir, file, "model.dtype=float32", "--machine", machine_file]
+    found, _ = score(capsys, *words, "train.seq_len=16", "train.tokens_per_step=16")
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    ids = [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+    assert found["scores"][0]["num_tokens"] == len(ids) - 1 + len("short")
+    assert found["scores"][0]["num_rows"] == 2
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"prompt": "a", "choices": ["b"], "answer": 0}, "'choices' is no list of two or more"),
+        ({"prompt": "a", "choices": ["b", "b"], "answer": 0}, "something empty, twice, or no text"),
+        (
+            {"prompt": "a", "choices": ["b", "c"], "answer": 2},
+            "'answer' is '2', which is no choice",
+        ),
+        ({"prompt": "a", "choices": ["b", "c"], "answer": True}, "which is no choice"),
+        ({"prompt": " ", "choices": ["b", "c"], "answer": 0}, "no text 'prompt'"),
+        ({"prompt": "a" * 90, "choices": ["b", "c"], "answer": 0}, "it has more than 64 tokens"),
+    ],
+)
+def test_questions_that_cannot_be_used_are_named(
+    row, problem, trained, machine_file, cache, tmp_path, capsys
+) -> None:
+    file = tmp_path / "bad.jsonl"
+    file.write_text(json.dumps(QUESTIONS[0]) + "\n" + json.dumps(row) + "\n")
+    assert run("score", trained / "recipe.yaml", file, "--machine", machine_file) == 1
+    error = " ".join(capsys.readouterr().err.split())
+    assert problem in error
+    assert "1 of 2 rows" in error
+    assert "bad.jsonl:2" in error
+
+
+def test_what_cannot_be_scored_is_refused_with_the_fix(
+    trained, rows_file, machine_file, cache, tmp_path, capsys
+) -> None:
+    def refused(*words: object, code: int = 1) -> str:
+        assert run("score", trained / "recipe.yaml", rows_file, *words) == code
+        return " ".join(capsys.readouterr().err.split())
+
+    copied, missing = tmp_path / "copied", tmp_path / "nowhere"
+    shutil.copytree(trained / "run", copied)
+    shutil.rmtree(copied / "checkpoints")
+    assert "holds no run" in refused("--checkpoints", tmp_path)
+    assert f"{copied} has no checkpoint" in refused("--checkpoints", copied)
+    assert str(missing) in refused("--adapter", missing)
+    twice = refused("--adapter", trained / "run", "--adapter", trained / "run")
+    assert f"{trained / 'run'} is named twice" in twice
+    assert f"there is no directory {missing}" in refused("--out", missing / "b.jsonl")
+    small = refused("--machine", machine_file, "offload.vram_budget=0.001", code=3)
+    assert "scoring a row of" in small
+    damaged = copied / "checkpoints" / "step-0000001"
+    shutil.copytree(trained / "run" / "checkpoints" / "step-0000001", damaged)
+    content = bytearray((damaged / "trained.safetensors").read_bytes())
+    content[-1] ^= 1
+    (damaged / "trained.safetensors").write_bytes(content)
+    assert f"{damaged} is damaged" in refused("--checkpoints", copied)
+
+
+def test_a_run_that_trained_the_base_is_refused_and_its_model_is_scored(
+    write_recipe, rows_file, machine_file, tmp_path, capsys
+) -> None:
+    recipe = write_recipe(train={"what": "all", "steps": 2, "lr": 0.003})
+    content = yaml.safe_load(recipe.read_text())
+    del content["adapter"]
+    recipe.write_text(yaml.safe_dump(content))
+    machine, run_dir = ("--machine", machine_file), tmp_path / "run"
+    assert run("finetune", recipe, *machine, "report.samples=0") == 0
+    capsys.readouterr()
+    assert run("score", recipe, rows_file, "--checkpoints", run_dir, *machine) == 1
+    error = " ".join(capsys.readouterr().err.split())
+    assert f"{run_dir} trained the model's own weights (train.what: all)" in error
+    assert f"`sluice score {run_dir / 'model'} ROWS`" in error
+    columns = ["data.prompt_column=question", "data.completion_column=answer"]
+    words = [run_dir / "model", rows_file, "model.dtype=float32", *columns, *machine]
+    found, _ = score(capsys, *words)
+    base, _ = score(capsys, recipe, rows_file, *machine)
+    assert found["scores"][0]["loss"] < base["scores"][0]["loss"]
+
+
+@pytest.mark.parametrize("is_dora", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_checkpoints_with_modules_trained_whole_score_as_the_run_said(
+    is_dora, write_recipe, machine_file, tmp_path, capsys
+) -> None:
+    """Half of the rows are held out: the run's own evaluation is of other code and cuts."""
+    adapter = {"rank": 4, "alpha": 8, "targets": "attention", "experts": not is_dora}
+    whole = ["norms", "router", "embed_tokens"]
+    recipe = write_recipe(
+        adapter=adapter | {"dora": is_dora, "modules_to_save": whole},
+        offload={"codec": "native" if is_dora else "nf4"},
+        output={"eval_every": 1, "checkpoint_every": 1, "keep_checkpoints": 3},
+        train={"steps": 3},
+    )
+    held_out, train = tmp_path / "held_out.jsonl", tmp_path / "train.jsonl"
+    rows = [{"question": f"what is {n}", "answer": f"{n}{n}"} for n in range(40)]
+    for file, part in ((train, rows[:20]), (held_out, rows[20:])):
+        file.write_text("".join(json.dumps(row) + "\n" for row in part))
+    content = yaml.safe_load(recipe.read_text())
+    del content["data"]["eval_frac"]
+    content["data"] |= {"path": str(train), "eval_path": str(held_out)}
+    recipe.write_text(yaml.safe_dump(content))
+    machine, run_dir = ("--machine", machine_file), tmp_path / "run"
+    assert run("finetune", recipe, *machine, "report.samples=0") == 0
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    said = {f"step {row['step']}": row["eval_loss"] for row in map(json.loads, lines)}
+    found, _ = score(capsys, recipe, held_out, "--checkpoints", run_dir, "--base", *machine)
+    assert found["num_loads"] == NUM_LAYERS
+    losses = {one["name"]: one["loss"] for one in found["scores"]}
+    base = losses.pop("base")
+    assert losses == pytest.approx(said, rel=1e-5)
+    assert len({base, *losses.values()}) == 4
+
+
+@pytest.mark.slow
+def test_rows_that_do_not_fit_into_one_pass_take_several_with_the_same_scores(
+    trained, machine_file, cache, tmp_path, capsys
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    rows = [{"question": f"what is {n}", "answer": f"{n}{n}"} for n in range(400)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [trained / "recipe.yaml", file, "--machine", machine_file]
+    words += ["--checkpoints", trained / "run", "--base"]
+    one, _ = score(capsys, *words)
+    assert one["sweeps"] == [1]
+    budget_gib = (one["peak_bytes"][0] - 1) / 2**30
+    several, shown = score(capsys, *words, f"offload.vram_budget={budget_gib!r}")
+    assert several["sweeps"][0] > 1
+    assert several["num_loads"] == several["sweeps"][0] * NUM_LAYERS
+    assert f"{several['sweeps'][0]} passes over the 4 layers" in shown
+    losses = {score["name"]: score["loss"] for score in one["scores"]}
+    assert {s["name"]: s["loss"] for s in several["scores"]} == pytest.approx(losses, rel=1e-6)
