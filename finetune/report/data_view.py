@@ -25,16 +25,31 @@ class Piece:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Taught:
+    """A token that is learned, and what a teacher would have said in its place.
+
+    Attributes:
+        token: As text.
+        top: The teacher's likeliest tokens, and their probabilities.
+    """
+
+    token: str
+    top: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SeenRow:
     """A row as the model will see it.
 
     Attributes:
         source: Where it is.
         pieces: Its tokens, as text.
+        taught: The first tokens that are learned from a teacher; none without one.
     """
 
     source: str
     pieces: tuple[Piece, ...]
+    taught: tuple[Taught, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -207,6 +222,9 @@ def _row(row: SeenRow, *, has_colour: bool) -> Text:
             shown.append(text, style=_LOSS)
         else:
             shown.append(_MARKS[0] + text + _MARKS[1])
+    for one in row.taught:
+        top = ", ".join(f"{printable(text)} {p:.3f}" for text, p in one.top)
+        shown.append(f"\n  {printable(one.token)}: the teacher has {top}", style="italic")
     return shown
 
 

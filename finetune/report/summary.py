@@ -4,6 +4,7 @@ All tables are shown with `--verbose`, and those of a run by `sluice explain` to
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -90,7 +91,8 @@ def _plan_rows(choice: Choice) -> Iterator[tuple[str, Sequence[str]]]:
     active = shown_count(facts.num_active_parameters)
     yield "model", [f"{model} parameters, {active} active per token"]
     is_full = plan.request.typical.adapter.whole is not None
-    yield "weights" if is_full else "adapter", [adapter_line(plan)]
+    adapters = [adapter_line(replace(plan, request=run)) for run in plan.request.runs]
+    yield "weights" if is_full else "adapter", list(dict.fromkeys(adapters))
     yield "layers", [_layers_line(plan)]
     yield "layer inputs", [STASHED] if plan.request.is_stashed else []
     yield "tokens", [_tokens_line(plan)]
@@ -197,10 +199,10 @@ def _tokens_line(plan: Plan) -> str:
         if is_streamed
         else ""
     )
-    return (
-        f"{plan.tokens_per_step:,} in {request.num_micro_batches} micro-batches"
-        f" of {request.typical.size}{ranks}{free}"
-    )
+    num = sum(run.num_micro_batches for run in request.runs)
+    runs = f" of {len(request.runs)} runs" if request.others else ""
+    sizes = " and ".join(dict.fromkeys(run.typical.size for run in request.runs))
+    return f"{plan.tokens_per_step:,} in {num} micro-batches{runs} of {sizes}{ranks}{free}"
 
 
 # ---------------------------------------------------------------------------------------- after

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,92 +13,19 @@ from finetune.errors import CheckpointError
 from finetune.report.explain import Explanation, draw, explain
 from finetune.report.explain_tables import explanation_tables, shown_layers
 from finetune.report.memory import memory_rows
-from finetune.report.plan import plan_json
-from finetune.report.prediction import SEAL, with_timeline, write_prediction
+from finetune.report.prediction import SEAL, with_timeline
 from finetune.report.summary import run_summary
-from finetune.training.loop import StepRecord
 from finetune.training.report import metrics_row
-from offload.plan.plan import Plan, with_costs
-from offload.plan.schedule.op import Kind, Op
-from offload.plan.schedule.simulate import simulate
-from offload.plan.step import duration_of
+from offload.plan.plan import with_costs
+from tests.unit.finetune.report.made_up import (
+    NUM_STEPS,
+    exact,
+    predict,
+    record,
+    write_rows,
+    write_run,
+)
 from tests.unit.finetune.report.sealed import forge, tiny_plan
-
-NUM_STEPS = 12
-
-
-def exact(plan: Plan) -> Plan:
-    """Put a plan at prices whose sums are exact: each visit 1/4 s, each load 1/8 s."""
-    layers = tuple(replace(layer, forward_s=0.25, backward_s=0.25) for layer in plan.costs.layers)
-    costs = replace(
-        plan.costs,
-        grade="calibrated",
-        layers=layers,
-        front_s=0.25,
-        tail_s=0.25,
-        optimizer_s=0.5,
-        h2d_bytes_per_s=layers[0].weight_bytes * 8,
-        h2d_latency_s=0.0,
-    )
-    return with_costs(plan, costs)
-
-
-def record(plan: Plan, *, slow_layer_s: float = 0.0, optimizer_s: float = 0.5) -> StepRecord:
-    """Return a step in which layer 2's backward takes longer."""
-    usual_s = duration_of(plan.costs)
-
-    def duration_s(op: Op) -> float:
-        is_slow = op.kind is Kind.BACKWARD and op.layer == 2 and op.micro_batch == 0
-        return usual_s(op) + slow_layer_s * is_slow
-
-    timeline = simulate(plan.schedule, duration_s)
-    return StepRecord(
-        loss=1.0,
-        grad_norm=1.0,
-        lr=0.1,
-        num_tokens=100,
-        num_label_tokens=50,
-        num_loads=plan.schedule.num_loads,
-        optimizer_s=optimizer_s,
-        step_s=timeline.step_s + optimizer_s + 0.125,  # 1/8 s outside the pass
-        timeline=timeline,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Written:
-    """A prediction that was written."""
-
-    plan: Plan
-    seal: str
-
-
-def predict(folder: Path, plan: Plan, *, first_step: int) -> Written:
-    priced, steps = plan_json(tiny_plan()), (first_step, NUM_STEPS)
-    return Written(
-        plan=plan, seal=write_prediction(folder, plan, priced=priced, steps=steps, choice={})
-    )
-
-
-def write_run(folder: Path, *, slow_s: list[float], wait_s: float = 0.0625) -> Written:
-    """Write a run's prediction, and a row for each step."""
-    promised = predict(folder, exact(tiny_plan()), first_step=0)
-    write_rows(folder, promised, slow_s=slow_s, wait_s=wait_s)
-    return promised
-
-
-def write_rows(
-    folder: Path, promised: Written, *, slow_s: list[float], first: int = 1, wait_s: float = 0.0625
-) -> None:
-    with (folder / "metrics.jsonl").open("a") as file:
-        for step, seconds in enumerate(slow_s, start=first):
-            row = metrics_row(
-                record(promised.plan, slow_layer_s=seconds),
-                step=step,
-                data_wait_s=wait_s,
-                seal=promised.seal,
-            )
-            file.write(json.dumps(row) + "\n")
 
 
 def shown(folder: Path, of: Callable[[Explanation], RenderableType] = explanation_tables) -> str:

@@ -1,0 +1,220 @@
+"""The charts of pages, as Vega-Lite specifications."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from finetune.report.explain import Miss
+from finetune.report.memory import MemoryRow
+from finetune.report.pages.page import Chart
+from offload.plan.machine.machine import GIB
+from offload.plan.schedule.timeline import Timeline
+
+Row = Mapping[str, Any]
+MOST_POINTS = 2000  # of a curve: more are no sharper on a page, and the file stays small
+MOST_BARS = 3000  # of a step's drawing
+_ZOOM = [{"name": "zoom", "select": {"type": "interval", "encodings": ["x"]}, "bind": "scales"}]
+_HEIGHT = 260
+_WHICH = ["predicted", "measured"]
+
+
+def curves(
+    name: str,
+    title: str,
+    points: Sequence[Row],
+    *,
+    y: str,
+    by: str | None = None,
+    summary: str,
+    has_points: bool = False,
+    is_log: bool = False,
+) -> Chart:
+    """Return curves over steps that can be zoomed.
+
+    Args:
+        name: The chart's id.
+        title: Its heading.
+        points: Each with `step`, the value, and what tells curves apart.
+        y: Name of the value.
+        by: What tells curves apart; None for one curve.
+        summary: What it shows, in words.
+        has_points: Whether each value is marked, as where there are few.
+        is_log: Whether the values' scale is logarithmic.
+    """
+    colour: dict[str, Any] = {}
+    if by is not None:
+        colour = {"color": {"field": by, "type": "nominal", "legend": {"orient": "top"}}}
+        colour["color"]["title"] = None
+    shown = [{"field": key, "type": "nominal"} for key in ([by] if by else [])]
+    scale = {"type": "log"} if is_log else {"zero": False}
+    return Chart(
+        name=name,
+        title=title,
+        summary=summary,
+        spec={
+            "height": _HEIGHT,
+            "params": _ZOOM,
+            "data": {"values": thinned(points, by)},
+            "mark": {"type": "line", "point": has_points, "clip": True, "strokeWidth": 1.5},
+            "encoding": {
+                "x": {"field": "step", "type": "quantitative", "axis": {"tickMinStep": 1}},
+                "y": {"field": y, "type": "quantitative", "scale": scale},
+                "tooltip": [
+                    *shown,
+                    {"field": "step", "type": "quantitative"},
+                    {"field": y, "type": "quantitative", "format": ".5~g"},
+                ],
+                **colour,
+            },
+        },
+    )
+
+
+def step_times(rows: Sequence[Row], *, predicted_s: float) -> Chart:
+    """Return the time of each step, and the predicted one as a line."""
+    points = [{"step": row["step"], "seconds": row["phases_s"]["step"]} for row in rows]
+    axis = {"field": "seconds", "type": "quantitative", "scale": {"zero": True}}
+    return Chart(
+        name="times",
+        title="Seconds per step",
+        summary=f"Time of each step; {predicted_s:.3g} s were predicted before the first.",
+        note=f"The line is what was predicted before step 1: {predicted_s:,.4g} s.",
+        spec={
+            "height": _HEIGHT,
+            "layer": [
+                {
+                    "params": _ZOOM,
+                    "data": {"values": thinned(points)},
+                    "mark": {"type": "point", "filled": True, "size": 18, "clip": True},
+                    "encoding": {
+                        "x": {"field": "step", "type": "quantitative", "axis": {"tickMinStep": 1}},
+                        "y": axis,
+                        "tooltip": [{"field": "step"}, {"field": "seconds", "format": ".4~g"}],
+                    },
+                },
+                {
+                    "data": {"values": [{"seconds": predicted_s}]},
+                    "mark": {"type": "rule", "strokeDash": [6, 4], "strokeWidth": 2},
+                    "encoding": {"y": {"field": "seconds", "type": "quantitative"}},
+                },
+            ],
+        },
+    )
+
+
+def misses(found: Sequence[Miss], *, num: int = 8) -> Chart:
+    """Return the parts of a step that took longest, predicted next to measured."""
+    largest = sorted(found, key=lambda one: -max(one.predicted_s, one.measured_s))[:num]
+    bars = [
+        {"part": one.name, "which": which, "ms": seconds * 1e3}
+        for one in largest
+        for which, seconds in (("predicted", one.predicted_s), ("measured", one.measured_s))
+    ]
+    return _pairs("parts", "Where a step's time goes", bars, x="ms", y="part", unit="ms per step")
+
+
+def memory(rows: Sequence[MemoryRow]) -> Chart:
+    """Return memory by term, predicted next to measured."""
+    bars = [
+        {"term": row.name, "which": which, "GiB": num_bytes / GIB}
+        for row in rows
+        for which, num_bytes in (("predicted", row.predicted), ("measured", row.measured))
+        if num_bytes is not None
+    ]
+    return _pairs("memory", "Memory by term", bars, x="GiB", y="term", unit="GiB")
+
+
+def _pairs(name: str, title: str, bars: Sequence[Row], *, x: str, y: str, unit: str) -> Chart:
+    """Return bars in pairs: predicted and measured."""
+    order = list(dict.fromkeys(bar[y] for bar in bars))
+    return Chart(
+        name=name,
+        title=title,
+        summary=f"{title}: predicted and measured, in {unit}.",
+        spec={
+            "height": {"step": 14},
+            "data": {"values": list(bars)},
+            "mark": {"type": "bar"},
+            "encoding": {
+                "y": {"field": y, "sort": order, "title": None, "axis": {"labelLimit": 150}},
+                "yOffset": {"field": "which", "type": "nominal", "sort": _WHICH},
+                "x": {"field": x, "type": "quantitative", "title": unit},
+                "color": {
+                    "field": "which",
+                    "type": "nominal",
+                    "sort": _WHICH,
+                    "title": None,
+                    "legend": {"orient": "top"},
+                },
+                "tooltip": [{"field": y}, {"field": "which"}, {"field": x, "format": ".4~g"}],
+            },
+        },
+    )
+
+
+def gantt(timelines: Mapping[str, Timeline]) -> Chart:
+    """Return the ops of steps on their lanes; one can zoom in until each op is seen."""
+    bars: list[dict[str, Any]] = []
+    for which, timeline in timelines.items():
+        num = len(timeline.spans)
+        shortest = sorted(span.duration_s for span in timeline.spans)
+        floor_s = shortest[num - MOST_BARS] if num > MOST_BARS else 0.0
+        bars += [
+            {
+                "row": f"{which}: {span.lane.value}",
+                "op": span.kind.value.replace("_", " "),
+                "layer": span.layer,
+                "micro-batch": span.micro_batch,
+                "bytes": span.num_bytes,
+                "start": span.start_s * 1e3,
+                "end": span.end_s * 1e3,
+                "ms": span.duration_s * 1e3,
+            }
+            for span in timeline.spans
+            if span.duration_s > 0 and span.duration_s >= floor_s
+        ]
+    left_out = sum(len(one.spans) for one in timelines.values()) - len(bars)
+    rows = list(dict.fromkeys(bar["row"] for bar in bars))
+    return Chart(
+        name="gantt",
+        title="A step, op by op",
+        summary="The ops of a step on their lanes, as predicted and as measured.",
+        note="Drag to move, scroll to zoom; a bar names its op."
+        + (f" The {left_out:,} shortest ops are left out." if left_out else ""),
+        spec={
+            "height": {"step": 26},
+            "params": _ZOOM,
+            "data": {"values": bars},
+            "mark": {"type": "bar", "clip": True, "height": 18},
+            "encoding": {
+                "y": {"field": "row", "sort": rows, "title": None, "axis": {"labelLimit": 150}},
+                "x": {"field": "start", "type": "quantitative", "title": "ms"},
+                "x2": {"field": "end"},
+                "color": {
+                    "field": "op",
+                    "type": "nominal",
+                    "title": None,
+                    "legend": {"orient": "top", "columns": 4},
+                    "scale": {"scheme": "tableau20"},
+                },
+                "tooltip": [
+                    {"field": "op"},
+                    {"field": "layer"},
+                    {"field": "micro-batch"},
+                    {"field": "ms", "format": ".4~g"},
+                    {"field": "bytes", "format": ","},
+                ],
+            },
+        },
+    )
+
+
+def thinned(points: Sequence[Row], by: str | None = None) -> list[Row]:
+    """Return at most MOST_POINTS of each curve, the first and the last among them."""
+    curves: dict[Any, list[Row]] = {}
+    for point in points:
+        curves.setdefault(point[by] if by else None, []).append(point)
+    kept: list[Row] = []
+    for curve in curves.values():
+        stride = -(-len(curve) // MOST_POINTS)
+        kept += curve[:-1:stride] + curve[-1:]
+    return kept

@@ -1,0 +1,205 @@
+"""A run as a page: what ran, what it learned, and how its prediction held, from its files alone."""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import CheckpointError
+from finetune.files.atomic import write_atomically
+from finetune.recipe.recipe import Recipe
+from finetune.report.explain import METRICS, Explanation, explain
+from finetune.report.format import shown_time
+from finetune.report.pages import charts
+from finetune.report.pages.page import Chart, page, table
+from finetune.run.evaluations import EVAL_LOSS
+from finetune.run.metrics import read_rows
+from finetune.run.run_dir import RunDir
+from finetune.run.run_files import SAMPLES, read_sealed
+from offload.plan.machine.machine import GIB
+
+REPORT_PAGE = "report.html"
+NUM_SAMPLES = 5
+Row = Mapping[str, Any]
+
+
+def write_run_page(run_dir: Path) -> Path:
+    """Write report.html from the files of a run, finished or not, and return it.
+
+    Raises:
+        CheckpointError: There is no run, or a file is damaged.
+    """
+    file = run_dir / REPORT_PAGE
+    write_atomically(file, run_page(run_dir))
+    return file
+
+
+def run_page(run_dir: Path) -> str:
+    """Return the page of a run; one that did no step shows what there is.
+
+    Raises:
+        CheckpointError: There is no run, or a file is damaged.
+    """
+    if not RunDir(run_dir).recipe_file.exists():
+        raise CheckpointError(
+            f"{run_dir} holds no run",
+            limit="a run's directory has its recipe.yaml",
+            hint="give the directory that `sluice finetune` wrote",
+        )
+    recipe, rows = RunDir(run_dir).recipe(), read_rows(run_dir / METRICS)
+    explanation = explain(run_dir) if rows else None
+    drawn = _charts(rows, explanation) if explanation is not None else {}
+    parts = [_facts(recipe, rows, explanation), *(f"<p>{escape(n)}</p>" for n in _notes(rows))]
+    for pair in (("loss", "eval"), ("lr", "rate"), ("times", "parts"), ("memory",), ("gantt",)):
+        found = "".join(drawn[name].html for name in pair if name in drawn)
+        parts.append(f'<div class="pair">{found}</div>' if len(pair) > 1 else found)
+    if explanation is not None:
+        parts += [_comparison(explanation), _memory(explanation)]
+    parts += [_samples(run_dir), _recipe(run_dir, explanation)]
+    return page(f"Run {recipe.output.run_dir.name}", "\n".join(parts), list(drawn.values()))
+
+
+def _notes(rows: Sequence[Row]) -> list[str]:
+    return [] if rows else ["The run has done no step yet."]
+
+
+def _facts(recipe: Recipe, rows: Sequence[Row], explanation: Explanation | None) -> str:
+    found: list[tuple[str, str]] = [
+        ("model", str(recipe.model.path)),
+        ("trains", "an adapter" if recipe.train.what == "adapter" else "weights of the model"),
+        ("learns by", recipe.objective.method),
+        ("data", ", ".join(source.path for source in recipe.data.sources)),
+    ]
+    if rows:
+        tokens = sum(row["num_tokens"] for row in rows)
+        found += [
+            ("loss", f"{rows[0]['loss']:.4f} at first, {rows[-1]['loss']:.4f} at last"),
+            ("tokens", f"{tokens:,} in {len(rows):,} steps"),
+        ]
+    evaluated = [row for row in rows if EVAL_LOSS in row]
+    if evaluated:
+        best = min(evaluated, key=lambda row: float(row[EVAL_LOSS]))
+        found.append(("best held-out loss", f"{best[EVAL_LOSS]:.4f} after step {best['step']}"))
+    if explanation is not None:
+        section = explanation.sections[-1]
+        found += [
+            ("steps", f"{explanation.num_done:,} of {explanation.num_steps:,} done"),
+            ("machine", section.machine),
+            (
+                "a step",
+                f"{shown_time(section.predicted_s)} predicted ({section.grade}),"
+                f" {shown_time(section.wall_s)} measured",
+            ),
+        ]
+        for change in explanation.changes:
+            found.append(("changed since", change))
+    return table(("", ""), found)
+
+
+def _charts(rows: Sequence[Row], explanation: Explanation) -> dict[str, Chart]:
+    first, last = rows[0], rows[-1]
+    evaluated = [{"step": row["step"], "loss": row[EVAL_LOSS]} for row in rows if EVAL_LOSS in row]
+    found = [
+        charts.curves(
+            "loss",
+            "Training loss",
+            [{"step": row["step"], "loss": row["loss"]} for row in rows],
+            y="loss",
+            summary=f"Loss from {first['loss']:.4f} to {last['loss']:.4f} in {last['step']} steps.",
+        ),
+        charts.curves(
+            "lr",
+            "Learning rate",
+            [{"step": row["step"], "rate": row["lr"]} for row in rows],
+            y="rate",
+            summary=f"Learning rate, {last['lr']:.3g} at last.",
+        ),
+        charts.curves(
+            "rate",
+            "Tokens per second",
+            [{"step": row["step"], "tokens/s": row["tokens_per_s"]} for row in rows],
+            y="tokens/s",
+            summary=f"Tokens per second, {last['tokens_per_s']:.4g} in the last step.",
+        ),
+        charts.step_times(rows, predicted_s=explanation.sections[-1].predicted_s),
+        charts.misses(explanation.sections[-1].misses),
+    ]
+    if evaluated:
+        found.append(
+            charts.curves(
+                "eval",
+                "Held-out loss",
+                evaluated,
+                y="loss",
+                summary=f"Held-out loss, {evaluated[-1]['loss']:.4f} at last.",
+                has_points=True,
+            )
+        )
+    if explanation.memory:
+        found.append(charts.memory(explanation.memory))
+    timelines = {"predicted": explanation.predicted}
+    if explanation.measured_step is not None:
+        timelines["measured"] = explanation.measured_step.timeline
+    found.append(charts.gantt(timelines))
+    return {chart.name: chart for chart in found}
+
+
+def _comparison(explanation: Explanation) -> str:
+    rows = [
+        (row.name, row.lane, row.predicted * 1e3, row.measured * 1e3, _error(row.error))
+        for row in explanation.sections[-1].comparison
+    ]
+    heads = ("phase", "lane", "predicted ms", "measured ms", "error")
+    return _details("Predicted and measured, phase by phase", table(heads, rows))
+
+
+def _memory(explanation: Explanation) -> str:
+    rows = [
+        (
+            row.name,
+            None if row.predicted is None else row.predicted / GIB,
+            None if row.measured is None else row.measured / GIB,
+            _error(row.error),
+            row.how,
+        )
+        for row in explanation.memory
+    ]
+    heads = ("term", "predicted GiB", "measured GiB", "error", "how it was measured")
+    return _details("Memory, term by term", table(heads, rows)) if rows else ""
+
+
+def _samples(run_dir: Path) -> str:
+    found = {
+        when: read_sealed(SAMPLES, file)["rows"][:NUM_SAMPLES]
+        for when in ("before", "after")
+        if (file := run_dir / f"samples_{when}.json").exists()
+    }
+    if not found:
+        return ""
+    before = found.get("before", found.get("after", []))
+    after = found.get("after", [{"got": "-"}] * len(before))
+    rows = [
+        (old["prompt"], old["wanted"], old["got"] if "before" in found else "-", new["got"])
+        for old, new in zip(before, after, strict=False)
+    ]
+    return "<h2>Answers to held-out rows</h2>\n" + table(
+        ("prompt", "wanted", "before training", "after"), rows
+    )
+
+
+def _recipe(run_dir: Path, explanation: Explanation | None) -> str:
+    text = RunDir(run_dir).recipe_file.read_text("utf-8")
+    seals = "".join(
+        f"<p class=soft>Prediction {one.prediction}: <code>{escape(one.sha256)}</code></p>"
+        for one in (explanation.sections if explanation else ())
+    )
+    recipe = _details("Recipe", f"<pre>{escape(text)}</pre>")
+    return recipe + (f"<h2>Seals of what was predicted</h2>{seals}" if seals else "")
+
+
+def _details(title: str, body: str) -> str:
+    return f"<details><summary><b>{escape(title)}</b></summary>\n{body}</details>"
+
+
+def _error(error: float | None) -> str:
+    return "-" if error is None else f"{error:+.1%}"

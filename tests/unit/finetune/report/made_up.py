@@ -1,0 +1,91 @@
+"""Runs that are made up, so that every figure is known."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from finetune.report.plan import plan_json
+from finetune.report.prediction import write_prediction
+from finetune.training.loop import StepRecord
+from finetune.training.report import metrics_row
+from offload.plan.plan import Plan, with_costs
+from offload.plan.schedule.op import Kind, Op
+from offload.plan.schedule.simulate import simulate
+from offload.plan.step import duration_of
+from tests.unit.finetune.report.sealed import tiny_plan
+
+NUM_STEPS = 12
+
+
+def exact(plan: Plan) -> Plan:
+    """Put a plan at prices whose sums are exact: each visit 1/4 s, each load 1/8 s."""
+    layers = tuple(replace(layer, forward_s=0.25, backward_s=0.25) for layer in plan.costs.layers)
+    costs = replace(
+        plan.costs,
+        grade="calibrated",
+        layers=layers,
+        front_s=0.25,
+        tail_s=0.25,
+        optimizer_s=0.5,
+        h2d_bytes_per_s=layers[0].weight_bytes * 8,
+        h2d_latency_s=0.0,
+    )
+    return with_costs(plan, costs)
+
+
+def record(plan: Plan, *, slow_layer_s: float = 0.0, optimizer_s: float = 0.5) -> StepRecord:
+    """Return a step in which layer 2's backward takes longer."""
+    usual_s = duration_of(plan.costs)
+
+    def duration_s(op: Op) -> float:
+        is_slow = op.kind is Kind.BACKWARD and op.layer == 2 and op.micro_batch == 0
+        return usual_s(op) + slow_layer_s * is_slow
+
+    timeline = simulate(plan.schedule, duration_s)
+    return StepRecord(
+        loss=1.0,
+        grad_norm=1.0,
+        lr=0.1,
+        num_tokens=100,
+        num_label_tokens=50,
+        num_loads=plan.schedule.num_loads,
+        optimizer_s=optimizer_s,
+        step_s=timeline.step_s + optimizer_s + 0.125,  # 1/8 s outside the pass
+        timeline=timeline,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """A prediction that was written."""
+
+    plan: Plan
+    seal: str
+
+
+def predict(folder: Path, plan: Plan, *, first_step: int) -> Written:
+    priced, steps = plan_json(tiny_plan()), (first_step, NUM_STEPS)
+    return Written(
+        plan=plan, seal=write_prediction(folder, plan, priced=priced, steps=steps, choice={})
+    )
+
+
+def write_run(folder: Path, *, slow_s: list[float], wait_s: float = 0.0625) -> Written:
+    """Write a run's prediction, and a row for each step."""
+    promised = predict(folder, exact(tiny_plan()), first_step=0)
+    write_rows(folder, promised, slow_s=slow_s, wait_s=wait_s)
+    return promised
+
+
+def write_rows(
+    folder: Path, promised: Written, *, slow_s: list[float], first: int = 1, wait_s: float = 0.0625
+) -> None:
+    with (folder / "metrics.jsonl").open("a") as file:
+        for step, seconds in enumerate(slow_s, start=first):
+            row = metrics_row(
+                record(promised.plan, slow_layer_s=seconds),
+                step=step,
+                data_wait_s=wait_s,
+                seal=promised.seal,
+            )
+            file.write(json.dumps(row) + "\n")

@@ -1,0 +1,179 @@
+"""Pages of runs that are made up: what they say, that nothing is loaded, and nothing injected."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.app import main
+from finetune.errors import CheckpointError
+from finetune.files.seal import sealed_json
+from finetune.recipe.recipe import Recipe
+from finetune.report.pages import charts
+from finetune.report.pages.page import LIBRARIES, Chart, page, table
+from finetune.report.pages.run_page import run_page, write_run_page
+from finetune.report.pages.sweep_page import SweptRun, best_first, sweep_page
+from finetune.run.run_dir import RunDir
+from tests.builders import recipe_values
+from tests.unit.finetune.report.made_up import write_run
+
+CHART = re.compile(r"CHARTS = (\{.*\});\n")
+
+
+class Seen(HTMLParser):
+    """Collects the tags of a page, its text, and what it would load."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.loaded: list[str] = []
+        self.words: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.loaded += [str(value) for name, value in attrs if name in ("src", "href", "action")]
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if not {"script", "style"} & set(self.open):
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+def specs(text: str) -> dict[str, Any]:
+    """Return the charts of a page, by name."""
+    found = CHART.search(text)
+    assert found is not None
+    values: dict[str, Any] = json.loads(found[1])
+    return values
+
+
+def begun(folder: Path, **changes: Any) -> Path:
+    """Begin a run in a folder, without a step."""
+    recipe = Recipe.model_validate(recipe_values(**changes))
+    RunDir(folder).start(recipe, experts_implementation=None)
+    return folder
+
+
+def test_the_page_of_a_run_says_what_it_did_and_draws_every_step(tmp_path: Path) -> None:
+    write_run(begun(tmp_path), slow_s=[1.0] * 5)
+    rows = [{"prompt": f"p{i}", "wanted": "w", "got": "<b>g</b>"} for i in range(9)]
+    answers = json.dumps({"exact_match": 0.5, "rows": rows}, indent=1)
+    (tmp_path / "samples_after.json").write_text(sealed_json(answers))
+    text = run_page(tmp_path)
+    seen, drawn = Seen(text), specs(text)
+    assert "5 of 12 done" in seen.text
+    assert "loss 1.0000 at first, 1.0000 at last" in seen.text
+    assert "<b>g</b>" in seen.text
+    assert seen.tags.count("b") == seen.tags.count("summary")
+    assert "p4" in seen.text
+    assert "p5" not in seen.text
+    assert [point["step"] for point in drawn["loss"]["data"]["values"]] == [1, 2, 3, 4, 5]
+    parts = drawn["parts"]["data"]["values"]
+    backward = {bar["which"]: bar["ms"] for bar in parts if bar["part"] == "backward"}
+    assert backward["measured"] - backward["predicted"] == pytest.approx(1000)
+    bars = drawn["gantt"]["data"]["values"]
+    assert {bar["row"] for bar in bars} == {"predicted: compute", "predicted: h2d"}
+    assert all(f'id="{name}"' in text for name in drawn)
+
+
+def test_a_run_without_a_step_has_a_page_too(tmp_path: Path) -> None:
+    text = run_page(begun(tmp_path))
+    assert "The run has done no step yet." in Seen(text).text
+    assert "<script" not in text
+
+
+def test_a_page_loads_nothing_and_closes_what_it_opens(tmp_path: Path) -> None:
+    write_run(begun(tmp_path), slow_s=[0.0] * 3)
+    file = write_run_page(tmp_path)
+    text = file.read_text("utf-8")
+    seen = Seen(text)
+    assert not seen.loaded
+    assert not seen.open
+    assert text.count("</script>") == len(LIBRARIES) + 1
+    assert "default-src 'none'" in text
+    assert "unsafe-eval" not in text
+    assert file.stat().st_size < 2**20
+
+
+def test_text_of_a_run_cannot_become_markup_or_code(tmp_path: Path) -> None:
+    evil = "</script><script>alert(1)</script>"
+    runs = [
+        SweptRun(
+            name=evil,
+            settings={evil: evil},
+            state=evil,
+            rows=[{"step": 1, "loss": 1.0, "eval_loss": 2.0, "tokens_per_s": 3.0}],
+        )
+    ]
+    text = sweep_page(evil, [(evil, evil)], runs)
+    assert text.count("<script>") == len(LIBRARIES) + 1
+    assert specs(text)["loss"]["data"]["values"][0]["run"] == evil
+    assert Seen(text).text.count(evil) >= 4
+
+
+def test_explain_writes_the_page(tmp_path: Path, capsys) -> None:
+    write_run(begun(tmp_path), slow_s=[0.0] * 3)
+    with pytest.raises(SystemExit) as ended:
+        main(["explain", str(tmp_path), "--html"])
+    assert ended.value.code in (0, None)
+    assert (tmp_path / "report.html").exists()
+    assert "report.html" in capsys.readouterr().out
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError):
+        run_page(tmp_path)
+
+
+def test_the_runs_of_a_sweep_are_listed_the_best_first() -> None:
+    def run(name: str, loss: float, *evaluated: float) -> SweptRun:
+        rows = [{"step": 1, "loss": loss, "tokens_per_s": 10.0}]
+        rows += [
+            {"step": 2 + i, "loss": loss, "tokens_per_s": 10.0, "eval_loss": value}
+            for i, value in enumerate(evaluated)
+        ]
+        return SweptRun(name=name, settings={"train.lr": loss}, state="done", rows=rows)
+
+    none = SweptRun(name="none", settings={}, state="no step", rows=[])
+    runs = [run("b", 0.1, 3.0, 2.0), none, run("d", 0.3), run("a", 0.4, 1.5), run("c", 0.2)]
+    assert [one.name for one in best_first(runs)] == ["a", "b", "c", "d", "none"]
+    text = sweep_page("Sweep", [("together", "1 s")], runs)
+    seen = Seen(text)
+    assert seen.text.index(" a ") < seen.text.index(" b ") < seen.text.index("none")
+    assert {point["run"] for point in specs(text)["eval"]["data"]["values"]} == {"a", "b"}
+
+
+def test_long_curves_are_thinned_and_keep_their_ends() -> None:
+    points = [{"step": i, "run": run} for run in "ab" for i in range(10_000)]
+    kept = charts.thinned(points, "run")
+    assert len(kept) <= 2 * (charts.MOST_POINTS + 1)
+    for run in "ab":
+        steps = [point["step"] for point in kept if point["run"] == run]
+        assert steps[0] == 0
+        assert steps[-1] == 9_999
+        assert steps == sorted(set(steps))
+
+
+def test_figures_in_tables_are_right_aligned_and_absent_ones_are_dashes() -> None:
+    text = table(("name", "value"), [("a", 1234), ("b", None), ("c", 0.12345)])
+    assert Seen(text).text == "name value a 1,234 b - c 0.1235"
+    assert text.count('class="figure"') == 4
+
+
+def test_a_chart_has_words_for_those_who_cannot_see_it() -> None:
+    chart = Chart(name="x", title="T", summary="falls from 2 to 1", spec={"mark": "line"})
+    assert specs(page("P", chart.html, [chart]))["x"]["description"] == "falls from 2 to 1"
