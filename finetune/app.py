@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from finetune.commands.recipes import recipes_app
 from finetune.env import columns, launch, quiet_libraries, stores_dir
 from finetune.errors import ConfigError
 from finetune.exits import EXIT_USER
@@ -20,6 +21,8 @@ from finetune.training.ranks import is_joined
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from finetune.sweep.variants import Variants
 
 PROBE_HOST_S = 2.0
 PIPE_COLUMNS = 120  # of a file or pipe: tables stay whole
@@ -32,7 +35,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-recipes_app = typer.Typer(help="List, show and copy the shipped recipes.", no_args_is_help=True)
 app.add_typer(recipes_app, name="recipes")
 
 Source = Annotated[str, typer.Argument(help="A recipe's path, or a shipped name.")]
@@ -51,6 +53,10 @@ def _finite(value: float | None) -> float | None:
     return value
 
 
+Resume = Annotated[bool, typer.Option("--resume", help="Continue where it stopped.")]
+MachineFile = Annotated[
+    Path | None, typer.Option(help="What `sluice probe --save` wrote, in place of measuring again.")
+]
 Ram = Annotated[
     float | None,
     typer.Option(
@@ -71,16 +77,16 @@ def finetune(
     recipe: Source,
     overrides: Overrides = None,
     *,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue where it stopped.")] = False,
+    resume: Resume = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an old run.")] = False,
-    machine: Annotated[
-        Path | None,
-        typer.Option(help="What `sluice probe --save` wrote, in place of measuring again."),
-    ] = None,
+    machine: MachineFile = None,
     is_verbose: Verbose = False,
 ) -> None:
-    """Train an adapter, and show predicted against measured step time."""
-    from finetune.recipe.load import load_recipe
+    """Train an adapter, and show predicted against measured step time.
+
+    Several recipes train over one stream of the base that they share.
+    """
+    from finetune.recipe.load import is_recipe, load_recipe
     from finetune.training.rendezvous import join
 
     with _explained(recipe):
@@ -89,6 +95,13 @@ def finetune(
                 "both --resume and --overwrite",
                 hint="`--resume` continues it, `--overwrite` begins it again",
             )
+        more = [word for word in overrides or [] if is_recipe(word)]
+        if more:
+            from finetune.sweep.variants import recipes_together
+
+            variants = recipes_together([recipe, *more], overrides or [])
+            _sweep(variants, machine, (resume, overwrite), most=None, is_verbose=is_verbose)
+            return
         console = _console()
         with join(launch()) as ranks:
             settings = load_recipe(recipe, overrides or [])
@@ -113,14 +126,71 @@ def finetune(
             raise typer.Exit(exit_code(outcome.signal))
         kind, folder = ("Model", "model") if settings.train.is_full else ("Adapter", "adapter")
         console.print(f"{kind}: {outcome.run_dir / folder}", markup=False)
-        console.print(f"Report:  {outcome.run_dir / 'report.json'}", markup=False)
+        console.print(f"Report:  {outcome.run_dir / 'report.html'}", markup=False)
         if not is_verbose:
             console.print(f"Details: `sluice explain {outcome.run_dir}`", markup=False)
 
 
 @app.command()
+def sweep(
+    source: Annotated[
+        str, typer.Argument(help="A recipe, a file of variants, or with --resume a sweep's folder.")
+    ],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE,...]...", help="Settings, each with all its values."),
+    ] = None,
+    *,
+    is_zipped: Annotated[
+        bool, typer.Option("--zip", help="Take values in step, not each with each.")
+    ] = False,
+    max_runs: Annotated[int, typer.Option(min=1, help="The most runs.")] = 64,
+    together: Annotated[
+        int | None, typer.Option(min=1, help="The most runs at a time; the others wait.")
+    ] = None,
+    resume: Resume = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace old runs.")] = False,
+    machine: MachineFile = None,
+    is_verbose: Verbose = False,
+) -> None:
+    """Train variants of a recipe over one stream of the base, each as if it were alone."""
+    from finetune.sweep.variants import variants_of, variants_to_resume
+
+    with _explained(source):
+        variants = (
+            variants_to_resume(source, settings or [], is_zipped=is_zipped)
+            if resume
+            else variants_of(source, settings or [], is_zipped=is_zipped, max_runs=max_runs)
+        )
+        _sweep(variants, machine, (resume, overwrite), most=together, is_verbose=is_verbose)
+
+
+def _sweep(
+    variants: "Variants",
+    machine: Path | None,
+    resume_or_overwrite: tuple[bool, bool],
+    *,
+    most: int | None,
+    is_verbose: bool,
+) -> None:
+    """Run a sweep; a run that failed makes the command fail."""
+    from finetune.report.screen import Screen
+    from finetune.sweep.sweep import How
+    from finetune.sweep.sweep import sweep as run
+    from finetune.training.rendezvous import join
+
+    how = How.of(machine, *resume_or_overwrite, most=most)
+    with join(launch()) as ranks:
+        outcome = run(variants, how, ranks=ranks, screen=Screen(_console(), is_verbose=is_verbose))
+    if outcome.signal is not None:
+        raise typer.Exit(exit_code(outcome.signal))
+    if outcome.has_failures:
+        raise typer.Exit(EXIT_USER)
+
+
+@app.command()
 def plan(
-    model: Annotated[str, typer.Argument(help="A recipe, a shipped shape or a config.json.")],
+    model: Annotated[str, typer.Argument(help="A recipe, a shape, a config.json or variants.")],
     overrides: Overrides = None,
     *,
     machine: Machine = None,
@@ -132,14 +202,42 @@ def plan(
     wants_ways: Annotated[
         bool, typer.Option("--what-if", help="Price other ways to hold, move and share the model.")
     ] = False,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(help="`train.lr=1e-4,2e-4`: runs that share their steps; may be repeated."),
+    ] = None,
+    runs: Annotated[
+        int | None, typer.Option(min=2, max=256, help="So many equal runs that share their steps.")
+    ] = None,
     as_json: AsJson = False,
     as_markdown: AsMarkdown = False,
     is_verbose: Verbose = False,
 ) -> None:
     """Predict step time and memory, without weights and without the card."""
     with _explained(model):
-        from finetune.commands.plan import HostOptions, form_of, planned
+        from finetune.commands.plan import HostOptions, form_of, planned, planned_runs
+        from finetune.recipe.grid import named_variants
 
+        if sweep or runs is not None or named_variants(model) is not None:
+            flag = "--machines" if machines else "--what-if" if wants_ways else None
+            if flag is not None:
+                raise ConfigError(
+                    f"{flag} with several runs",
+                    limit="runs are planned together for one machine",
+                    hint=f"leave out `{flag}`, or `--sweep` and `--runs`",
+                )
+            shown = planned_runs(
+                model,
+                overrides or [],
+                grid=sweep or [],
+                num_runs=runs,
+                machine=machine,
+                host=HostOptions(ram_gib=ram, link_gb_per_s=link),
+                form=form_of(as_json=as_json, as_markdown=as_markdown, is_verbose=is_verbose),
+                note=_warn,
+            )
+            _show(shown)
+            return
         shown = planned(
             model,
             overrides or [],
@@ -268,12 +366,20 @@ def explain_run(
     run_dir: Annotated[Path, typer.Argument(help="A run's directory, finished or not.")],
     *,
     as_json: AsJson = False,
+    html: Annotated[
+        bool, typer.Option("--html", help="Write report.html, a page to look at, and nothing else.")
+    ] = False,
 ) -> None:
     """Show predicted against measured again, and draw both, from a run's files alone."""
     with _explained(str(run_dir)):
         from finetune.report.explain import draw, explain
         from finetune.report.explain_tables import explanation_tables
 
+        if html:
+            from finetune.report.pages.run_page import write_run_page
+
+            _print(str(write_run_page(run_dir)))
+            return
         found = explain(run_dir)
         if as_json:
             _print(json.dumps(found.to_json(), indent=2))
@@ -288,12 +394,62 @@ def generate(
     *,
     prompt: Annotated[str, typer.Option(help="What to ask.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 64,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="0 takes the most probable token, more draws one.")
+    ] = 0.0,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Draw from so many tokens.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Draw from tokens of this probability.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of the draws; 0 if not given.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="A text that ends the answer.")] = None,
 ) -> None:
     """Answer a prompt with a finished run's adapter."""
     with _explained(str(run_dir)):
         from finetune.commands.generate import answer_prompt
+        from finetune.model.sampling import chosen_by
 
-        _print(answer_prompt(run_dir, prompt, max_new_tokens=max_new_tokens, note=_warn))
+        choose = chosen_by(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+        answer = answer_prompt(
+            run_dir,
+            prompt,
+            max_new_tokens=max_new_tokens,
+            choose=choose,
+            stop_strings=stop or [],
+            note=_warn,
+        )
+        _print(answer)
+
+
+@app.command()
+def score(
+    model: Annotated[str, typer.Argument(help="A recipe, or a model directory: the base.")],
+    rows: Annotated[str, typer.Argument(help="Rows: a file, as `data.path` of a recipe.")],
+    overrides: Overrides = None,
+    *,
+    adapter: Annotated[
+        list[Path] | None, typer.Option(help="An adapter's folder or a finished run; repeatable.")
+    ] = None,
+    checkpoints: Annotated[
+        Path | None, typer.Option(help="A run's directory: rank all of its checkpoints.")
+    ] = None,
+    has_base: Annotated[bool, typer.Option("--base", help="Score the base too.")] = False,
+    machine: MachineFile = None,
+    as_json: AsJson = False,
+    out: Annotated[Path | None, typer.Option(help="Write each row's scores to this file.")] = None,
+) -> None:
+    """Score rows under a base, adapters and checkpoints, all in one pass over the layers."""
+    with _explained(model):
+        from finetune.commands.score import Asked, score_rows
+
+        asked = Asked(
+            adapters=tuple(adapter or ()),
+            checkpoints=checkpoints,
+            has_base=has_base,
+            machine=machine,
+            out=out,
+        )
+        _show(score_rows(model, rows, overrides or [], asked, as_json=as_json, note=_warn))
 
 
 @app.command()
@@ -366,48 +522,6 @@ def export(
         console.print(f"GGUF: {exported.file}", markup=False)
 
 
-@recipes_app.command("list")
-def recipes_list() -> None:
-    """List the shipped recipes and shapes."""
-    from finetune.recipe.recipe import shipped_recipes
-    from finetune.recipe.shipped import shipped_shapes
-
-    for name, path in shipped_recipes().items():
-        _print(f"{name:24} {_first_comment(path)}")
-    _print("\nshapes, for `sluice plan NAME` or `model.config`:")
-    _print("  " + ", ".join(shipped_shapes()))
-
-
-@recipes_app.command("show")
-def recipes_show(name: Annotated[str, typer.Argument(help="A shipped name.")]) -> None:
-    """Print a shipped recipe with its comments."""
-    with _explained(name):
-        from finetune.recipe.recipe import shipped_recipe
-
-        _print(shipped_recipe(name).read_text().rstrip())
-
-
-@recipes_app.command("copy")
-def recipes_copy(
-    name: Annotated[str, typer.Argument(help="A shipped name.")],
-    to: Annotated[Path, typer.Argument(help="The file to write.")],
-) -> None:
-    """Copy a shipped recipe, and the files that it names, to be edited."""
-    with _explained(name):
-        from finetune.recipe.copy import copy_recipe
-
-        for written in copy_recipe(name, to):
-            _print(f"{written}")
-
-
-@recipes_app.command("schema")
-def recipes_schema() -> None:
-    """Print the JSON schema of recipes, for editors."""
-    from finetune.recipe.recipe import json_schema
-
-    _print(json_schema().rstrip())
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the program.
 
@@ -478,7 +592,3 @@ def _quiet_libraries() -> None:
     for category in (FutureWarning, DeprecationWarning, PendingDeprecationWarning):
         warnings.filterwarnings("ignore", category=category)
     warnings.filterwarnings("ignore", category=UserWarning, module=CHATTY_MODULES)
-
-
-def _first_comment(path: Path) -> str:
-    return path.read_text().splitlines()[0].removeprefix("#").strip()

@@ -39,10 +39,10 @@ def compute_in_base_dtype(model: nn.Module) -> None:
             if type(module) is layer.Linear and type(module.get_base_layer()) is nn.Linear
         }
         for names in _groups(adapted):
-            group = Siblings([adapted[name] for name in names])
+            family = Family([adapted[name] for name in names])
             for name in names:
                 adapted[name].__class__ = Linear
-                vars(adapted[name])["siblings"] = group
+                vars(adapted[name])["family"] = family
 
 
 def computed_by_peft(model: nn.Module) -> tuple[str, ...]:
@@ -70,7 +70,17 @@ def _groups(names: Iterable[str]) -> list[tuple[str, ...]]:
 class Linear(layer.Linear):
     """peft's adapted linear layer, which computes together with those that read the same input."""
 
-    siblings: "Siblings"
+    family: "Family"
+
+    @property
+    def siblings(self) -> "Siblings":
+        """The layers that this one computes with, for the adapters that are active."""
+        return self._once("siblings", lambda: self.family.of(tuple(self.active_adapters)))
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether an active adapter has a branch here."""
+        return bool(self._active())
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the layer's output, (..., out_features)."""
@@ -148,6 +158,25 @@ class Linear(layer.Linear):
 
     def _active(self) -> list[str]:
         return [name for name in self.active_adapters if name in self.lora_A]
+
+
+class Family:
+    """Linears of one module that may read the same input, and which of them each adapter adapts.
+
+    An adapter computes as if it were the model's only one: together are those that it adapts.
+    """
+
+    def __init__(self, members: list[Linear]) -> None:
+        """Take the layers in the order of their model."""
+        self._members = members
+        self._siblings: dict[tuple[str, ...], Siblings] = {}
+
+    def of(self, adapters: tuple[str, ...]) -> "Siblings":
+        """Return those that adapters adapt; these are active now."""
+        if adapters not in self._siblings:
+            adapted = [member for member in self._members if member.is_adapted]
+            self._siblings[adapters] = Siblings(adapted)
+        return self._siblings[adapters]
 
 
 class Siblings:

@@ -1,9 +1,11 @@
 """LoRA adapters, by peft and in peft's format."""
 
+import copy
 import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,6 @@ from peft import (
     set_peft_model_state_dict,
 )
 from peft.tuners.lora import LoraLayer
-from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from safetensors.torch import load_file
@@ -41,6 +42,9 @@ from offload.engine.model.find_layers import find_towers
 from offload.engine.model.layers import LayeredModel
 from offload.plan.facts.facts import nearest
 
+ALONE = "default"
+"""peft's name of an adapter that is a model's only one, and that of all adapters in files."""
+
 
 def linear_names(model: PreTrainedModel) -> tuple[str, ...]:
     """Return the last names of all linear layers inside the decoder layers."""
@@ -58,18 +62,91 @@ def expert_parameters(model: PreTrainedModel) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NewAdapter:
+    """An adapter to be added to a model.
+
+    Attributes:
+        section: Of its recipe.
+        seed: Of its initial weights.
+    """
+
+    section: AdapterSection
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Chosen:
+    """What an adapter is in one model: peft's settings, and the modules that they are to match."""
+
+    config: LoraConfig
+    linears: Collection[str]
+    whole: Whole
+
+
 def add_lora(
     model: PreTrainedModel, adapter: AdapterSection, *, seed: int, backing: Backing | None = None
 ) -> PeftModel:
-    """Freeze the model and add adapters, with weights drawn from `seed`.
+    """Freeze the model and add an adapter, with weights drawn from `seed`; see `add_loras`."""
+    return add_loras(model, {ALONE: NewAdapter(section=adapter, seed=seed)}, backing=backing)
+
+
+def add_loras(
+    model: PreTrainedModel, adapters: Mapping[str, NewAdapter], *, backing: Backing | None = None
+) -> PeftModel:
+    """Freeze the model and add adapters, all of which train and the first of which is active.
+
+    Each has the weights that it would have as the only one: it is drawn from its own seed. What
+    they must share is `compute_dtype`.
 
     `backing` stores the layers' weights, if they were loaded into one. DoRA starts from their
     values, which encoded weights do not expose.
+
+    Args:
+        model: Without adapters.
+        adapters: By peft's name of each.
+        backing: Of the layers' weights.
 
     Raises:
         ConfigError: A target that the model does not have, experts in a model without any, or an
             option that has no effect in this model.
     """
+    chosen = {name: _chosen(model, one.section) for name, one in adapters.items()}
+    adapted: PeftModel | None = None
+    for name, one in chosen.items():
+        with torch.random.fork_rng(devices=[]), _patterns_of_parameters():
+            torch.manual_seed(adapters[name].seed)
+            if adapted is None:
+                adapted = get_peft_model(model, one.config, adapter_name=name)
+            else:
+                adapted.add_adapter(name, one.config)
+    assert adapted is not None, "a model is adapted by one adapter or more"
+    for parameter_name, parameter in adapted.named_parameters():
+        if not adapters.keys().isdisjoint(parameter_name.split(".")):
+            parameter.requires_grad = True  # peft trains the active one alone
+    adapted = compute_beside(adapted)
+    if all(one.section.compute_dtype == "auto" for one in adapters.values()):
+        compute_in_base_dtype(adapted)
+    _start_from_base(adapted, backing)
+    for name, one in chosen.items():
+        section = adapters[name].section
+        _require_adapted(adapted, name, one.linears, has_experts=section.experts)
+        _require_wrapped(adapted, name, one.whole)
+    return adapted
+
+
+def held_by(model: PreTrainedModel, adapter: AdapterSection) -> tuple[frozenset[str], bool]:
+    """Return the parameters that peft adapts in place of modules, and whether it ties a copy.
+
+    A model holds several adapters if those that adapt parameters adapt the same ones, and if none
+    has a tied copy of the embedding.
+    """
+    chosen = _chosen(model, adapter)
+    return frozenset(chosen.config.target_parameters or ()), chosen.whole.has_tied
+
+
+def _chosen(model: PreTrainedModel, adapter: AdapterSection) -> _Chosen:
+    """Return what an adapter is in a model that has none yet."""
     linears = _adapted_linears(model, adapter)
     experts = _expert_targets(model, adapter)
     whole = whole_modules(model, adapter.modules_to_save, linears=linear_modules(model))
@@ -91,15 +168,7 @@ def add_lora(
         ensure_weight_tying=whole.has_tied,
         task_type="CAUSAL_LM",
     )
-    with torch.random.fork_rng(devices=[]), _patterns_of_parameters():
-        torch.manual_seed(seed)
-        adapted = compute_beside(get_peft_model(model, config))
-    if adapter.compute_dtype == "auto":
-        compute_in_base_dtype(adapted)
-    _start_from_base(adapted, backing)
-    _require_adapted(adapted, linears, has_experts=adapter.experts)
-    _require_wrapped(adapted, whole)
-    return adapted
+    return _Chosen(config=config, linears=linears, whole=whole)
 
 
 def _adapted_linears(model: PreTrainedModel, adapter: AdapterSection) -> dict[str, nn.Module]:
@@ -214,18 +283,22 @@ def _start_from_base(adapted: PeftModel, backing: Backing | None) -> None:
         with values_shown(backing, number) if backing is not None and found else nullcontext():
             for module in found:
                 base: Any = module.get_base_layer()
-                magnitude: Any = module.lora_magnitude_vector["default"]
-                magnitude.weight.copy_(torch.linalg.norm(base.weight.float(), dim=1))
+                norms = torch.linalg.norm(base.weight.float(), dim=1)
+                for magnitude in module.lora_magnitude_vector.values():
+                    weight: Any = magnitude.weight
+                    weight.copy_(norms)
 
 
-def _require_adapted(adapted: PeftModel, linears: Collection[str], *, has_experts: bool) -> None:
-    """Check that adapters are on these linears, on the experts if wanted, and nowhere else.
+def _require_adapted(
+    adapted: PeftModel, adapter: str, linears: Collection[str], *, has_experts: bool
+) -> None:
+    """Check that an adapter is on these linears, on the experts if wanted, and nowhere else.
 
     Raises:
         ConfigError: peft has interpreted the targets differently.
     """
     named = adapted.get_base_model().named_modules()
-    found = {name for name, m in named if isinstance(m, BaseTunerLayer)}
+    found = {name for name, m in named if isinstance(m, LoraLayer) and adapter in m.lora_A}
     found = {name.replace(".base_layer", "") for name in found}
     experts = {name for name in found if name.endswith("experts")} if has_experts else set()
     odd = found ^ {*linears, *experts}
@@ -237,14 +310,18 @@ def _require_adapted(adapted: PeftModel, linears: Collection[str], *, has_expert
         )
 
 
-def _require_wrapped(adapted: PeftModel, whole: Whole) -> None:
+def _require_wrapped(adapted: PeftModel, adapter: str, whole: Whole) -> None:
     """Check that peft has copied exactly these modules, and kept tied weights tied.
 
     Raises:
         ConfigError: Suffixes of names match something else too, or tied weights were untied.
     """
     base: Any = adapted.get_base_model()
-    wrapped = {name for name, m in base.named_modules() if isinstance(m, ModulesToSaveWrapper)}
+    wrapped = {
+        name
+        for name, m in base.named_modules()
+        if isinstance(m, ModulesToSaveWrapper) and adapter in m.modules_to_save
+    }
     embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
     heads = {name for name, m in base.named_modules() if m is head} if whole.has_tied else set()
     odd = wrapped ^ (whole.modules | heads)
@@ -258,9 +335,23 @@ def _require_wrapped(adapted: PeftModel, whole: Whole) -> None:
         )
 
 
-def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that train, by name."""
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+def trained(model: nn.Module, adapter: str | None = None) -> dict[str, nn.Parameter]:
+    """Return the parameters that train, by name.
+
+    Args:
+        model: With its adapters.
+        adapter: The adapter whose parameters to return, by the names that they have in a model
+            with no other; None returns all, by their own names.
+    """
+    training = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if adapter is None:
+        return training
+    paths = {name: name.split(".") for name in training}
+    return {
+        ".".join(ALONE if part == adapter else part for part in path): training[name]
+        for name, path in paths.items()
+        if adapter in path
+    }
 
 
 def base_eos(model: PeftModel | PreTrainedModel) -> tuple[int, ...]:
@@ -268,19 +359,26 @@ def base_eos(model: PeftModel | PreTrainedModel) -> tuple[int, ...]:
     return eos_ids(_generation_fields(model), source="the base's generation config")
 
 
-def save_adapter(model: PeftModel, folder: Path, *, stops: Stops | None = None) -> None:
+def save_adapter(
+    model: PeftModel, folder: Path, *, adapter: str = ALONE, stops: Stops | None = None
+) -> None:
     """Write an adapter as peft does and generation_config.json, whole and with a manifest.
 
     Args:
         model: With its adapter.
         folder: Where to.
+        adapter: Which of the model's; the files do not say.
         stops: Where generation stops; None writes no generation config.
 
     Raises:
         CheckpointError: The folder cannot be written; what was there before is unchanged.
     """
     with whole_folder(folder, unlisted=(MODEL_CARD,)) as partial:
-        model.save_pretrained(str(partial))
+        model.save_pretrained(str(partial), selected_adapters=[adapter])
+        if adapter != ALONE:  # peft puts it into a folder of its own
+            for file in (partial / adapter).iterdir():
+                file.rename(partial / file.name)
+            (partial / adapter).rmdir()
         if stops is not None:
             write_generation_config(partial, _generation_fields(model), stops.ids)
 
@@ -291,8 +389,15 @@ def _generation_fields(model: PeftModel | PreTrainedModel) -> dict[str, Any]:
     return fields
 
 
-def load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
+def load_adapter(
+    model: PreTrainedModel | PeftModel, folder: Path, *, name: str = "default"
+) -> PeftModel:
     """Put a saved adapter on a base model, for inference; only the folder is searched for it.
+
+    Args:
+        model: The base, or with other adapters.
+        folder: In peft's format.
+        name: The adapter's among those of the model.
 
     Raises:
         CheckpointError: It is damaged, or of another model.
@@ -309,24 +414,66 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
         _patterns_of_parameters(),
     ):
         warnings.filterwarnings("ignore", "Found missing adapter keys")  # refused below
-        adapted = PeftModel.from_pretrained(model, str(folder), local_files_only=True)
-    _require_same_tensors(adapted, folder, places)
+        if isinstance(model, PeftModel):
+            adapted = model
+            adapted.load_adapter(str(folder), name, torch_device="cpu", local_files_only=True)
+        else:
+            adapted = PeftModel.from_pretrained(model, str(folder), name, local_files_only=True)
+    _require_same_tensors(adapted, folder, places, name=name)
     return compute_beside(adapted)
 
 
-def load_into(model: PeftModel, folder: Path) -> None:
+def add_alike(model: PeftModel, *, like: str, name: str) -> None:
+    """Add an adapter with the settings of another of the model's; its values are of no meaning."""
+    with torch.random.fork_rng(devices=[]), _patterns_of_parameters():
+        model.add_adapter(name, copy.deepcopy(model.peft_config[like]))
+    compute_beside(model)
+
+
+def set_trained(model: PeftModel, tensors: Mapping[str, torch.Tensor], *, name: str) -> None:
+    """Give an adapter the values that a run has trained, as its checkpoints hold them.
+
+    Args:
+        model: With this adapter.
+        tensors: By the names of the run's parameters, whose adapter is named `default`.
+        name: The adapter's in this model.
+
+    Raises:
+        CheckpointError: The adapter has other tensors.
+    """
+    own = {
+        ".".join("default" if part == name else part for part in path.split(".")): parameter
+        for path, parameter in model.named_parameters()
+        if name in path.split(".")
+    }
+    odd = sorted(own.keys() ^ tensors.keys())
+    odd += [path for path in own.keys() & tensors.keys() if own[path].shape != tensors[path].shape]
+    if odd:
+        raise CheckpointError(
+            f"a checkpoint and the adapter of its recipe differ in {len(odd)} tensors, such as"
+            f" {odd[0]}",
+            limit="a checkpoint holds all that its run trains",
+            hint="name the model that the run has trained on",
+        )
+    with torch.no_grad():
+        for path, parameter in own.items():
+            parameter.copy_(tensors[path])
+
+
+def load_into(model: PeftModel, folder: Path, *, adapter: str = ALONE) -> None:
     """Give an adapter the values of a saved one, which must have the same tensors and scales.
 
     Args:
         model: With its adapter.
         folder: In peft's format.
+        adapter: Which of the model's.
 
     Raises:
         CheckpointError: The saved one is damaged, or another kind of adapter.
         ModelError: Its weights are damaged.
     """
     places, saved = require_adapter_files(folder), read_adapter_config(folder)
-    wanted = _require_same_tensors(model, folder, places)
+    wanted = _require_same_tensors(model, folder, places, name=adapter)
     for name, tensor in wanted.items():
         if places[name].spec.shape != tuple(tensor.shape):
             raise CheckpointError(
@@ -334,7 +481,7 @@ def load_into(model: PeftModel, folder: Path) -> None:
                 limit="a run goes on from an adapter with the same ranks",
                 hint="the `adapter` section of the run that trained it",
             )
-    config: Any = model.peft_config["default"]
+    config: Any = model.peft_config[adapter]
     for name, here in (
         ("peft_type", str(config.peft_type.value)),
         ("lora_alpha", config.lora_alpha),
@@ -349,18 +496,20 @@ def load_into(model: PeftModel, folder: Path) -> None:
                 limit="a run goes on from an adapter of the same kind and scale",
                 hint="the `adapter` section of the run that trained it",
             )
-    set_peft_model_state_dict(model, load_file(folder / WEIGHTS_FILE))
+    set_peft_model_state_dict(model, load_file(folder / WEIGHTS_FILE), adapter_name=adapter)
 
 
 def _require_same_tensors(
-    model: PeftModel, folder: Path, places: Mapping[str, Place]
+    model: PeftModel, folder: Path, places: Mapping[str, Place], *, name: str = "default"
 ) -> dict[str, torch.Tensor]:
     """Return an adapter's tensors, if a saved one has the same.
 
     Raises:
         CheckpointError: It does not.
     """
-    wanted: dict[str, torch.Tensor] = get_peft_model_state_dict(model, save_embedding_layers=False)
+    wanted: dict[str, torch.Tensor] = get_peft_model_state_dict(
+        model, adapter_name=name, save_embedding_layers=False
+    )
     for problem, names in (
         ("lacks", wanted.keys() - places.keys()),
         ("holds, and the model has no place for,", places.keys() - wanted.keys()),

@@ -13,10 +13,13 @@ from finetune.env import cache_dir
 from finetune.model.tokenizer import load_tokenizer
 from finetune.recipe.load import load_recipe
 from finetune.recipe.row_formats import formats_of
-from finetune.report.data_view import DataView, Piece, SeenRow, SeenSource, histogram
+from finetune.report.data_view import DataView, Piece, SeenRow, SeenSource, Taught, histogram
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase
+
+_NUM_TAUGHT, _NUM_TOP = 3, 4
 
 
 def data_view(
@@ -90,4 +93,28 @@ def _seen(example: Example, tokenizer: "PreTrainedTokenizerBase") -> SeenRow:
         ids = [token for token, _ in group]
         text = str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
         pieces.append(Piece(text=text, has_loss=bool(is_learned), num_tokens=len(ids)))
-    return SeenRow(source=example.source, pieces=tuple(pieces))
+    return SeenRow(
+        source=example.source, pieces=tuple(pieces), taught=_taught(example, has_loss, tokenizer)
+    )
+
+
+def _taught(
+    example: Example, has_loss: "NDArray[np.bool_]", tokenizer: "PreTrainedTokenizerBase"
+) -> tuple[Taught, ...]:
+    """Return what a teacher says of the first tokens with a loss."""
+    if example.top is None:
+        return ()
+    is_shown = has_loss & (has_loss.cumsum() <= _NUM_TAUGHT)
+    ids, logprobs = example.top.table(is_shown, _NUM_TOP)
+    known = zip(example.input_ids[is_shown].tolist(), ids, np.exp(logprobs), strict=True)
+    return tuple(
+        Taught(
+            token=str(tokenizer.decode([token])),
+            top=tuple(
+                (str(tokenizer.decode([one])), p)
+                for one, p in zip(top.tolist(), probabilities.tolist(), strict=True)
+                if one >= 0
+            ),
+        )
+        for token, top, probabilities in known
+    )

@@ -31,11 +31,13 @@ from finetune.planning.compare import (
     trained_models,
 )
 from finetune.planning.request import find_machine, with_backend
+from finetune.planning.runs import plan_variants, variants_of
 from finetune.planning.subject import Subject, subject_of
 from finetune.report import choice as choice_report
 from finetune.report.format import shown_gib
 from finetune.report.host_map import host_map
 from finetune.report.plan import plan_json, plan_tables
+from finetune.report.runs import runs_json, runs_tables
 from finetune.report.summary import plan_summary
 from finetune.report.what_if import what_if_json, what_if_table
 from offload.plan.machine.cards import CARDS
@@ -187,6 +189,56 @@ def _one_plan(
     else:
         shown.append(Text("`--verbose`: time by lane, memory by term, alternatives, rates"))
     return Group(*shown, *([what_if_table(ways, machine=here)] if ways else []))
+
+
+def planned_runs(
+    model: str,
+    overrides: Sequence[str],
+    *,
+    grid: Sequence[str],
+    num_runs: int | None,
+    machine: str | None,
+    host: HostOptions,
+    form: Form,
+    note: Callable[[str], None],
+) -> RenderableType:
+    """Return what several runs of a model take in shared steps, and in which waves they train.
+
+    Args:
+        model: A recipe, a shipped shape or a config.json.
+        overrides: Settings of all runs.
+        grid: Settings with several values, e.g. `train.lr=1e-4,2e-4`.
+        num_runs: The number of equal runs, in place of a grid.
+        machine: A named card or a file; None measures this machine.
+        host: Host memory and link of a named card.
+        form: Output format: a table, or JSON.
+        note: Reports what takes time.
+
+    Raises:
+        ConfigError: A flag that could have no effect, or runs that cannot share their steps.
+        OffloadError: A run does not fit alone.
+    """
+    if form not in ("table", "json"):
+        raise ConfigError(
+            f"--{form} with several runs",
+            limit="a table of runs is shown as it is, or as JSON",
+            hint="`--json`",
+        )
+    variants = variants_of(model, overrides, grid=grid, num_runs=num_runs)
+    first = variants.subjects[0]
+    dtype = first.recipe.model.dtype
+    named = _one_machine(machine, host, dtype=dtype, note=note)
+    here = with_backend(first.recipe, first.facts, named)
+    with _uncollected():
+        found = plan_variants(variants, here)
+    are_steps_known = variants.num_steps is not None
+    notes = [*first.notes, *machine_notes(here, dtype=dtype)]
+    if form == "json":
+        figures = runs_json(found, variants.names, are_steps_known=are_steps_known)
+        return _json({"machine": here.name, **figures, "notes": notes})
+    return Group(
+        *map(Text, notes), runs_tables(found, variants.names, are_steps_known=are_steps_known)
+    )
 
 
 @_uncollected()

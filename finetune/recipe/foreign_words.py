@@ -84,7 +84,10 @@ RENAMED: Mapping[str, str] = {
     "clip_ratio_low": "objective.clip_epsilon",
     "clip_ratio_high": "objective.clip_epsilon_high",
     "epsilon_high": "objective.clip_epsilon_high",
+    "kd_temperature": "objective.temperature",
     "vllm_importance_sampling_mode": "objective.importance_sampling_mode",
+    "vllm_importance_sampling_cap": "objective.importance_sampling_cap",
+    "vllm_importance_sampling_clip_max": "objective.importance_sampling_cap",
     # train
     "max_length": "train.seq_len",
     "max_seq_len": "train.seq_len",
@@ -221,7 +224,6 @@ _STEPS = "every step's figures are in metrics.jsonl"
 _FP16 = "float16 would need loss scaling: `model.dtype: bfloat16`"
 _REFERENCE = "the reference is the model without its adapter, or its log-probabilities"
 _GROUPS = "objective.loss decides what advantages are divided by and what a ratio is of"
-_CAP = "weights are truncated at 3"
 _REWARD = "rows bring their rewards; no model of rewards is trained or asked"
 _SAMPLER = "answers are sampled by another program and are in the rows, with their rewards"
 _DIVERGENCE = "rewards are log-probabilities over the reference's, one loss at a time"
@@ -256,14 +258,13 @@ UNSUPPORTED: Mapping[str, str] = {
         ("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"), _REFERENCE
     ),
     **dict.fromkeys(("reward_model", "reward_funcs", "reward_weights"), _REWARD),
-    **dict.fromkeys(("num_generations", "use_vllm", "num_iterations", "temperature"), _SAMPLER),
+    **dict.fromkeys(("num_generations", "use_vllm", "num_iterations"), _SAMPLER),
     **dict.fromkeys(
         ("f_divergence_type", "ld_alpha", "use_weighting", "loss_weights"), _DIVERGENCE
     ),
     **dict.fromkeys(("resume_from_checkpoint", "auto_resume_from_checkpoints"), _RESUME),
     **dict.fromkeys(("resume", "checkpointer"), _RESUME),
     **dict.fromkeys(("scale_rewards", "importance_sampling_level"), _GROUPS),
-    **dict.fromkeys(("vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap"), _CAP),
     "gamma_beta_ratio": "objective.gamma is this times objective.beta",
     "discopop_tau": "it is 0.05",
     "max_completion_length": "`dr_grpo` divides by train.seq_len",

@@ -83,6 +83,11 @@ def load_recipe(source: str, overrides: Sequence[str], *, check_files: bool = Tr
     return recipe_from(draft, path.parent, check_files=check_files)
 
 
+def is_recipe(word: str) -> bool:
+    """Whether a word of the command line names a recipe: a YAML file, or a shipped one."""
+    return "=" not in word and (word.endswith((".yaml", ".yml")) or word in shipped_recipes())
+
+
 def recipe_from(draft: Draft, folder: Path, *, check_files: bool) -> Recipe:
     """Complete and check a draft.
 

@@ -85,6 +85,10 @@ class Checkpoints:
         """Return where the checkpoint after `step` steps is."""
         return self.path / f"{_PREFIX}{step:07d}"
 
+    def trained_file(self, step: int) -> Path:
+        """Return the file with what the run has trained after `step` steps."""
+        return self.folder(step) / _TRAINED
+
     def clear_torn(self) -> None:
         """Remove partial checkpoints that a kill during writing or removal has left."""
         clear_partial(self.path, name=_PREFIX)
@@ -195,6 +199,21 @@ class Checkpoints:
                 parameter.copy_(content.tensors[name])
         optimizer.load_state_dict(content.optimizer)
         return seeding
+
+    def trained(self, step: int) -> Mapping[str, torch.Tensor]:
+        """Return what a checkpoint's run has trained, by name; each tensor is read when asked for.
+
+        Raises:
+            CheckpointError: It is damaged.
+        """
+        self.require_whole(step)
+        try:
+            tensors = _Stored(self.trained_file(step))
+            for name in tensors:
+                _check_finite(f"{name} in {_TRAINED}", tensors[name])
+        except (OSError, SafetensorError, _DamagedError) as error:
+            raise self._damaged(step, str(error)) from error
+        return tensors
 
     def _damage(self, step: int) -> str | None:
         """Return what is wrong with a checkpoint's files, as far as is known without a model."""

@@ -39,7 +39,7 @@ from offload.plan.machine.machine import ExpertsImplementation
 _RECIPE, _EXPERTS, _CHECKPOINTS = "recipe.yaml", "experts.json", "checkpoints"
 # Temporary names, which a kill may leave.
 _REPLACED = (
-    *("adapter", "model", "metrics.jsonl", "measured.json", "predicted", "report.json", "samples_"),
+    *("adapter", "model", "metrics.jsonl", "measured.json", "predicted", "report.", "samples_"),
     *(_RECIPE, _EXPERTS, "trace.json", "gantt.svg"),
 )
 _MARKS = (_CHECKPOINTS, "metrics.jsonl", "predicted.json", "adapter", "model")
@@ -50,7 +50,8 @@ _WRITTEN = (
         for name in ("state.json", "trained.safetensors", "optimizer.pt", f"*{MANIFEST}")
     ),
     *("metrics.jsonl", _EXPERTS, "predicted.json", "predicted-[0-9]*.json", "measured.json"),
-    *("report.json", "trace.json", "gantt.svg", "samples_before.json", "samples_after.json"),
+    *("report.json", "report.html", "trace.json", "gantt.svg"),
+    *("samples_before.json", "samples_after.json"),
     *(EVALUATION_BEFORE, REFERENCES),
     *(
         f"{folder}/{name}"

@@ -3,9 +3,10 @@
 import gc
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,9 +21,12 @@ from finetune.run.checkpoint import Resumable, StateForm, state_form
 from finetune.training.objectives import Evaluation, Objectives, RowLogps, mean_of, parts_of
 from finetune.training.optimizer import Update, learning_rate
 from finetune.training.ranks import Ranks
+from offload.engine.batch import rows_of_labels
 from offload.engine.engine import Engine
 from offload.engine.model.router import RouterScope
 from offload.engine.objective import Objective
+from offload.engine.results import StepResult
+from offload.engine.run_step import RunStep
 from offload.engine.seeding import NEWEST
 from offload.plan.schedule.timeline import Timeline
 
@@ -75,10 +79,53 @@ class StepRecord:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Request:
+    """A step of a run before the engine computes it, alone or together with those of others.
+
+    Attributes:
+        run: What the engine is given.
+        share: What it was made of.
+        order: Of a run's requests; in a step that is shared, all have the same.
+        lr: Learning rate of the update that follows.
+        name: The step in words.
+        prepared_s: How long it took to make.
+    """
+
+    run: RunStep
+    share: StepShare
+    order: int
+    lr: float
+    name: str
+    prepared_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Computed:
+    """What the engine found for a request.
+
+    Attributes:
+        result: Of the run.
+        computed_s: Of the whole step, shared or not.
+    """
+
+    result: StepResult
+    computed_s: float
+
+
+def computed(engine: Engine, requests: Sequence[Request]) -> list[Computed]:
+    """Compute steps of runs that share an engine, in one pass over its layers and back."""
+    start_s = time.perf_counter()
+    results = engine.forward_backward_runs([request.run for request in requests])
+    _ = results[0].timeline  # waits for the device
+    computed_s = time.perf_counter() - start_s
+    return [Computed(result=result, computed_s=computed_s) for result in results]
+
+
 class Loop:
     """A model, its engine and its update; all ranks call it alike."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all that a run is
         self,
         *,
         model: nn.Module,
@@ -89,6 +136,7 @@ class Loop:
         num_steps: int,
         ranks: Ranks,
         objectives: Objectives | None = None,
+        adapter: str | None = None,
     ) -> None:
         """Take the parts.
 
@@ -103,6 +151,7 @@ class Loop:
             num_steps: Of the run.
             ranks: The processes that share each step.
             objectives: The losses of steps; None for cross-entropy.
+            adapter: The model's adapter that this run trains; None if it has no other.
         """
         self._model = model
         self._engine = engine
@@ -112,6 +161,7 @@ class Loop:
         self._num_steps = num_steps
         self._ranks = ranks
         self._objectives = objectives
+        self._adapter = adapter
         self.state_form: StateForm = {}
         self.seeding = NEWEST  # a resumed run has that of its checkpoint
 
@@ -131,14 +181,39 @@ class Loop:
 
     def step(self, number: int, share: StepShare) -> StepRecord:
         """Run optimizer step `number`, counted from 0, of which this rank does a share."""
-        return self._step(
+        request = self.request(number, share)
+        (found,) = computed(self._engine, [request])
+        return self.complete(request, found)
+
+    def using(self) -> AbstractContextManager[None]:
+        """Compute with this run's adapter in a context, whichever others the model has."""
+        return nullcontext() if self._adapter is None else self._engine.using(self._adapter)
+
+    def request(self, number: int, share: StepShare) -> Request:
+        """Return what the engine is to compute for step `number`, counted from 0."""
+        return self._request(
             share,
+            order=number,
             lr=learning_rate(number, self._train, num_steps=self._num_steps),
             dropout_seed=self.seeding.of_step(self._train.seed, number),
             name=f"step {number + 1}",
         )
 
     def rehearse(self, longest: StepShare, typical: Sequence[StepShare]) -> StepRecord:
+        """Rehearse alone; see `rehearsal`."""
+        rehearsal = self.rehearsal(longest, typical)
+        request = next(rehearsal)
+        while True:
+            (found,) = computed(self._engine, [request])
+            try:
+                request = rehearsal.send(found)
+            except StopIteration as end:
+                record: StepRecord = end.value
+                return record
+
+    def rehearsal(
+        self, longest: StepShare, typical: Sequence[StepShare]
+    ) -> Generator[Request, Computed, StepRecord]:
         """Run the longest step, then typical ones, and leave no trace in weights or optimizer.
 
         If memory runs out, it runs out here. No step is timed twice: kernels compiled for its
@@ -153,19 +228,21 @@ class Loop:
             first steps of a mixture are slower, as kernels are compiled for each number of rows.
         """
         undo = self._update.rehearsal()
-        self._rehearsed(typical[0])  # from here on the optimizer has its states
-        self._rehearsed(longest)
+        yield from self._rehearsed(0, typical[0])  # from here on the optimizer has its states
+        yield from self._rehearsed(1, longest)
         first, *others = typical[1:] or typical
-        records = [self._rehearsed(first)]
+        records = [(yield from self._rehearsed(2, first))]
         num_more = int(TIMED_S / max(self._ranks.exchange(records[0].step_s)))
-        records += map(self._rehearsed, others[:num_more])
+        for order, share in enumerate(others[:num_more], 3):
+            records.append((yield from self._rehearsed(order, share)))
         self.state_form = state_form(self.optimizer)
         undo()
         later = sorted(records[len(records) // 2 :], key=lambda record: record.step_s)
         return later[len(later) // 2]
 
-    def _rehearsed(self, share: StepShare) -> StepRecord:
-        return self._step(share, lr=0.0, dropout_seed=0, name="the rehearsal")
+    def _rehearsed(self, order: int, share: StepShare) -> Generator[Request, Computed, StepRecord]:
+        request = self._request(share, order=order, lr=0.0, dropout_seed=0, name="the rehearsal")
+        return self.complete(request, (yield request))
 
     def validation_loss(self, examples: ExampleSet, *, pad_token_id: int) -> float:
         """Return the mean loss over the label tokens of all held-out rows, shared by the ranks.
@@ -175,13 +252,12 @@ class Loop:
         """
         size = self._train.sequences
         loss_sum, num_label_tokens = 0.0, 0
-        self._model.eval()
-        for start in range(size * self._ranks.index, len(examples), size * self._ranks.num):
-            rows = [examples[i] for i in range(start, min(start + size, len(examples)))]
-            result = self._engine.forward(self._shown(collate(rows, pad_token_id=pad_token_id)))
-            loss_sum += result.loss_sum
-            num_label_tokens += result.num_label_tokens
-        self._model.train()
+        with self._evaluated():
+            for start in range(size * self._ranks.index, len(examples), size * self._ranks.num):
+                rows = [examples[i] for i in range(start, min(start + size, len(examples)))]
+                result = self._engine.forward(self._shown(collate(rows, pad_token_id=pad_token_id)))
+                loss_sum += result.loss_sum
+                num_label_tokens += result.num_label_tokens
         shares = self._ranks.exchange((loss_sum, num_label_tokens))
         loss = sum(loss for loss, _ in shares) / sum(num for _, num in shares)
         self._require_finite_held_out(loss)
@@ -198,26 +274,28 @@ class Loop:
         """
         assert self._objectives is not None
         found: dict[int, tuple[int, Evaluation]] = {}
-        self._model.eval()
-        for number, (num_groups, rows) in enumerate(parts_of(held_out)):
-            if number % self._ranks.num != self._ranks.index:
-                continue
-            share = held_out.share_of(rows)
-            assert share.rows is not None
-            result = self._engine.evaluate(
-                [self._shown(batch) for batch in share.micro_batches],
-                objective=self._objectives.of_held_out(share.rows),
-                scored=[self._shown(batch) for batch in share.scored],
-            )
-            found[number] = (
-                num_groups,
-                Evaluation(
-                    loss=result.loss,
-                    metrics=result.metrics,
-                    counts=self._objectives.counts(share.rows),
-                ),
-            )
-        self._model.train()
+        with self._evaluated():
+            for number, (num_groups, rows) in enumerate(parts_of(held_out)):
+                if number % self._ranks.num != self._ranks.index:
+                    continue
+                share = held_out.share_of(rows)
+                assert share.rows is not None
+                result = self._engine.evaluate(
+                    [self._shown(batch) for batch in share.micro_batches],
+                    objective=self._objectives.of_held_out(share.rows),
+                    scored=[self._shown(batch) for batch in share.scored],
+                )
+                found[number] = (
+                    self._objectives.weight(
+                        num_groups=num_groups, num_label_tokens=result.num_label_tokens
+                    ),
+                    self._objectives.evaluation(
+                        share.rows,
+                        label_lens=rows_of_labels(share.micro_batches)[0].bincount().tolist(),
+                        loss=result.loss,
+                        metrics=result.metrics,
+                    ),
+                )
         parts = {
             number: part for one in self._ranks.exchange(found) for number, part in one.items()
         }
@@ -225,23 +303,32 @@ class Loop:
         self._require_finite_held_out(mean.loss)
         return mean
 
-    def row_logps(self, steps: Steps) -> "NDArray[np.float64]":
+    def row_logps(self, steps: Steps, *, max_parts: int | None = None) -> "NDArray[np.float64]":
         """Return the log-probability of each row's label tokens, by the model as it is, in nats.
 
         Args:
             steps: Of the rows, all this rank's; the ranks share them out by their numbers.
+            max_parts: The first parts of the rows, at most, each of about a step; those of other
+                rows are 0. None takes all.
         """
         found = np.zeros(len(steps.rows))
-        self._model.eval()
-        for number, (_, rows) in enumerate(parts_of(steps)):
-            if number % self._ranks.num != self._ranks.index:
-                continue
-            logps = RowLogps()
-            batches = steps.share_of(rows).micro_batches
-            self._engine.evaluate([self._shown(batch) for batch in batches], objective=logps)
-            found[list(steps.in_order(rows))] = logps.sums_R.numpy()
-        self._model.train()
+        with self._evaluated():
+            for number, (_, rows) in enumerate(islice(parts_of(steps), max_parts)):
+                if number % self._ranks.num != self._ranks.index:
+                    continue
+                logps = RowLogps()
+                batches = steps.share_of(rows).micro_batches
+                self._engine.evaluate([self._shown(batch) for batch in batches], objective=logps)
+                found[list(steps.in_order(rows))] = logps.sums_R.numpy()
         return np.asarray(sum(self._ranks.exchange(found)))
+
+    @contextmanager
+    def _evaluated(self) -> Iterator[None]:
+        """Compute with this run's adapter, in evaluation mode."""
+        self._model.eval()
+        with self.using():
+            yield
+        self._model.train()
 
     def _require_finite_held_out(self, loss: float) -> None:
         if not math.isfinite(loss):
@@ -251,35 +338,47 @@ class Loop:
                 hint=self._lower_rate(),
             )
 
-    def _step(self, share: StepShare, *, lr: float, dropout_seed: int, name: str) -> StepRecord:
+    def _request(
+        self, share: StepShare, *, order: int, lr: float, dropout_seed: int, name: str
+    ) -> Request:
         start_s = time.perf_counter()
-        result = self._engine.forward_backward(
-            [self._shown(batch) for batch in share.micro_batches],
+        run = RunStep(
+            micro_batches=[self._shown(batch) for batch in share.micro_batches],
+            adapter=self._adapter,
+            objective=self._objective_of(share),
+            scored=[self._shown(batch) for batch in share.scored],
             dropout_seed=dropout_seed,
             seeding=self.seeding,
             num_label_tokens=share.num_label_tokens,
             micro_batch_ids=share.micro_batch_ids,
             router_loss=RouterScope(over=self._train.router_loss_over, add_up=self._ranks.add_up),
-            objective=self._objective_of(share),
-            scored=[self._shown(batch) for batch in share.scored],
         )
-        timeline = result.timeline  # waits for the device
+        prepared_s = time.perf_counter() - start_s
+        return Request(run=run, share=share, order=order, lr=lr, name=name, prepared_s=prepared_s)
+
+    def complete(self, request: Request, found: Computed) -> StepRecord:
+        """Update what trains with the gradients of a step that the engine has computed.
+
+        Raises:
+            FinetuneError: The loss or the gradients are not finite; nothing was updated.
+        """
+        share, result = request.share, found.result
         update_start_s = time.perf_counter()
         loss, grad_norm = self._update.gather(result.loss)
-        self._require_finite(name, loss, grad_norm)
-        self._update.apply(lr=lr)
+        self._require_finite(request.name, loss, grad_norm)
+        self._update.apply(lr=request.lr)
         self._engine.wait()
-        end_s = time.perf_counter()
+        optimizer_s = time.perf_counter() - update_start_s
         return StepRecord(
             loss=loss,
             grad_norm=grad_norm,
-            lr=lr,
+            lr=request.lr,
             num_tokens=share.num_tokens,
             num_label_tokens=share.num_label_tokens,
             num_loads=result.num_loads,
-            optimizer_s=end_s - update_start_s,
-            step_s=end_s - start_s,
-            timeline=timeline,
+            optimizer_s=optimizer_s,
+            step_s=request.prepared_s + found.computed_s + optimizer_s,
+            timeline=result.timeline,
             metrics=result.metrics,
         )
 

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finetune.data.compared.groups import require_comparable
+from finetune.data.compared.groups import require_comparable, require_known_tokens
 from finetune.data.compared.step_layout import Comparison
 from finetune.data.dataset import Rows, load_rows
 from finetune.data.packing import PackedOrder, RowCost
@@ -24,6 +24,7 @@ from finetune.training.run import Run
 from finetune.training.samples import pad_id
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.machine.machine import Machine
+from offload.plan.plan import Plan
 from offload.plan.request import PlanRequest
 from offload.plan.search import Choice
 from offload.probe.host import RUN_FILE_BYTES, disk_rate
@@ -139,6 +140,7 @@ def plan_steps(
         ConfigError: A setting has no effect in a run of so many steps.
     """
     recipe, ranks = run.recipe, run.ranks
+    require_known_tokens(data.rows, facts.vocab_size)
 
     def steps_of(recipe: Recipe) -> Steps:
         train, rows = recipe.train, data.rows.train
@@ -173,11 +175,7 @@ def plan_steps(
         run.screen.note(note)
     chosen = choice.plan.request.typical
     return Planned(
-        recipe=with_offload(
-            recipe,
-            head_chunk=chosen.head_chunk_tokens,
-            mlp_chunk=chosen.mlp_chunk_tokens or "whole",
-        ),
+        recipe=with_chosen(recipe, choice.plan),
         steps=steps,
         choice=choice,
         open_requests=tuple(
@@ -187,4 +185,14 @@ def plan_steps(
             and one.typical.head_chunk_tokens == chosen.head_chunk_tokens
             and one.typical.mlp_chunk_tokens == chosen.mlp_chunk_tokens
         ),
+    )
+
+
+def with_chosen(recipe: Recipe, plan: Plan) -> Recipe:
+    """Return the recipe with the sizes of head chunk and MLP tile that a plan has chosen."""
+    chosen = plan.request.typical
+    return with_offload(
+        recipe,
+        head_chunk=chosen.head_chunk_tokens,
+        mlp_chunk=chosen.mlp_chunk_tokens or "whole",
     )

@@ -13,6 +13,7 @@ from finetune.files.atomic import write_atomically
 from finetune.recipe.recipe import Recipe, recipe_hash
 from finetune.report.explain import REPORT, Explanation, draw, explain
 from finetune.report.format import compact_table, shown_time
+from finetune.report.pages.run_page import write_run_page
 from finetune.report.prediction import SEAL
 from finetune.run.evaluations import EVAL_LOSS, EVAL_PREFIX
 from finetune.run.run_files import EVALUATION, EVALUATION_BEFORE, SAMPLES, read_sealed
@@ -91,7 +92,7 @@ def write_report(
     adapter_step: int,
     stops: Stops,
 ) -> Explanation:
-    """Write report.json and the drawings, and return the explanation shown at the end of a run.
+    """Write report.json, a page and the drawings, and return the explanation shown at the end.
 
     Args:
         run_dir: Of the run.
@@ -118,6 +119,7 @@ def write_report(
     }
     write_atomically(run_dir / REPORT, json.dumps(content, indent=1))
     draw(run_dir, explanation)
+    write_run_page(run_dir)
     return explanation
 
 

@@ -21,6 +21,8 @@ class Run:
         device: Where this rank computes.
         screen: Where it is shown.
         is_resumed: Whether it continues what is in its directory.
+        adapter: Name of its adapter in a model that it shares with other runs; None where it has
+            the model for itself.
     """
 
     recipe: Recipe
@@ -29,3 +31,4 @@ class Run:
     device: torch.device
     screen: Screen
     is_resumed: bool
+    adapter: str | None = None

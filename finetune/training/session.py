@@ -5,29 +5,32 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from finetune.adapter.linear_lora import computed_by_peft
-from finetune.adapter.lora import add_lora, base_eos, load_into, trained
+from finetune.adapter.lora import ALONE, NewAdapter, add_loras, base_eos, load_into, trained
 from finetune.adapter.neftune import add_noise
 from finetune.data.dataset import Rows
 from finetune.data.steps import Steps
 from finetune.data.stops import Stops
+from finetune.errors import FinetuneError
 from finetune.full.chosen_weights import choose_weights
 from finetune.full.update import FullUpdate
-from finetune.model.load import load_model, set_router_loss
+from finetune.model.load import Loaded, load_model, set_router_loss
 from finetune.recipe.recipe import Recipe
 from finetune.report.format import shown_graphs
 from finetune.run.references import References, read_references
 from finetune.training.compile import FAILURES, compile_layers, refusal
-from finetune.training.loop import Loop
-from finetune.training.objectives import Evaluation, Objectives
+from finetune.training.loop import Loop, StepRecord
+from finetune.training.objectives import Evaluation, Objectives, parts_of
 from finetune.training.optimizer import AdapterUpdate, Update
 from finetune.training.packing import shown_layers
 from finetune.training.preflight import adapter_to_go_on_from
 from finetune.training.prepare import Data
 from finetune.training.ranks import Ranks
 from finetune.training.run import Run
+from finetune.training.shared.together import together
 from offload.engine.bound import EngineOptions
 from offload.engine.engine import Engine
 from offload.engine.host.layer_layout import Record
@@ -63,6 +66,10 @@ class Adapted:
     model: "PeftModel | PreTrainedModel"
     backing: Backing | None
     notes: tuple[str, ...]
+
+
+FAR_REFERENCE = 0.2
+"""Nats per token that a reference of the rows may be from the model before a note says so."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,6 +122,8 @@ class Session:
             for name, steps in every.items()
             if steps.comparison is not None and not len(steps.comparison.groups.references)
         }
+        if "train" not in open_ones:
+            self._compare_references()
         if not open_ones:
             return self
         found = self.run.ranks.from_main(
@@ -131,43 +140,87 @@ class Session:
             references=found,
         )
 
+    def _compare_references(self) -> None:
+        """Say how far the rows' own log-probabilities are from the model's, on about a step.
+
+        The model has not been trained yet. Rounding and a codec of the layers make some hundredths
+        of a nat for a token; rows of another reference are known by more.
+        """
+        steps = _all_of(self.steps)
+        assert steps.comparison is not None
+        rows = list(next(parts_of(steps))[1])
+        known = steps.comparison.groups.references[rows]
+        apart = np.abs(self.loop.row_logps(steps, max_parts=1)[rows] - known).sum()
+        per_token = apart / self.rows.train.loss_tokens[rows].sum()
+        end = "."
+        if per_token > FAR_REFERENCE:
+            end = ": they are of another model or template, or of other tokens."
+        self.run.screen.note(
+            f"The rows' log-probabilities of the reference are {per_token:.3f} nats per token from"
+            " those of the model as the run begins, in"
+            f" {len(rows):,} of {len(steps.rows):,} answers{end}"
+        )
+
     @property
     def rows_hash(self) -> str:
         """Digest of the rows that are trained on, and of those that are held out."""
         held_out = self.rows.held_out
         return f"{self.rows.data_hash} {held_out.digest() if held_out else None}"
 
-    def calibrated(self, plan: Plan) -> Plan:
-        """Return the plan at the prices of typical steps, timed once the longest has fitted.
 
-        Raises:
-            DoesNotFitError: The longest does not fit.
-            ConfigError: The layers cannot be compiled.
-        """
-        doing = "Compiling the layers, trying" if self.run.recipe.train.compile else "Trying"
-        self.run.screen.note(f"{doing} the longest batch, then timing typical steps ...")
-        reset_peak(self.run.device)
-        try:
-            record = self.loop.rehearse(self.steps.longest(), self.steps.typical())
-        except torch.OutOfMemoryError as error:
-            raise too_large(plan, error) from error
-        except FAILURES as error:
-            raise refusal(error) from error
-        if self.steps.sizes.packing is not None:
-            num_together = len(self.engine.rows_together)
-            num_layers = len(self.engine.layer_bytes)
-            self.run.screen.note(shown_layers(num_together=num_together, num_layers=num_layers))
-        plan, note = with_unread(plan, self.engine.unread)
-        if note:
-            self.run.screen.note(note)
-        costs = calibrate(
-            plan.costs,
-            record.timeline,
-            optimizer_s=record.optimizer_s,
-            num_kept_graphs=plan.num_kept_graphs,
-            saved=plan.saved,
-        )
-        return with_costs(plan, costs)
+def calibrated(sessions: Sequence[Session], plan: Plan) -> Plan:
+    """Return the plan at the prices of typical steps, timed once the longest has fitted.
+
+    Args:
+        sessions: Runs that share an engine.
+        plan: Of the steps that they share.
+
+    Raises:
+        DoesNotFitError: The longest does not fit.
+        ConfigError: The layers cannot be compiled.
+    """
+    run, engine = sessions[0].run, sessions[0].engine
+    doing = "Compiling the layers, trying" if run.recipe.train.compile else "Trying"
+    run.screen.note(f"{doing} the longest batch, then timing typical steps ...")
+    reset_peak(run.device)
+    try:
+        records = _rehearsed(sessions)
+    except torch.OutOfMemoryError as error:
+        raise too_large(plan, error) from error
+    except FAILURES as error:
+        raise refusal(error) from error
+    if any(one.steps.sizes.packing is not None for one in sessions):
+        num_together = len(engine.rows_together)
+        num_layers = len(engine.layer_bytes)
+        run.screen.note(shown_layers(num_together=num_together, num_layers=num_layers))
+    with sessions[0].loop.using():
+        unread = engine.unread
+    plan, note = with_unread(plan, unread)
+    if note:
+        run.screen.note(note)
+    costs = calibrate(
+        plan.costs,
+        records[0].timeline,
+        optimizer_s=sum(record.optimizer_s for record in records),
+        num_kept_graphs=plan.num_kept_graphs,
+        saved=plan.saved,
+    )
+    return with_costs(plan, costs)
+
+
+def _rehearsed(sessions: Sequence[Session]) -> list[StepRecord]:
+    """Rehearse runs together; return the record of each."""
+    tasks = [one.loop.rehearsal(one.steps.longest(), one.steps.typical()) for one in sessions]
+    records: dict[int, StepRecord] = {}
+    for end in together(sessions[0].engine, tasks):
+        if isinstance(end.error, FinetuneError) and len(sessions) > 1:
+            raise FinetuneError(
+                f"{sessions[end.number].run.dir.path.name}: {end.error.what}",
+                limit=end.error.limit,
+                hint=f"{end.error.hint}; or leave this run out",
+            ) from end.error
+        records[end.number] = end.value()
+    return [records[number] for number in range(len(sessions))]
 
 
 def with_unread(plan: Plan, found: Sequence[Collection[str]]) -> tuple[Plan, str]:
@@ -201,8 +254,14 @@ def with_unread(plan: Plan, found: Sequence[Collection[str]]) -> tuple[Plan, str
     )
 
 
-def load_adapted(run: Run, plan: Plan) -> Adapted:
-    """Load the model to where its weights wait, and add the adapter, or let its weights train."""
+def load_adapted(runs: Sequence[Run], plan: Plan) -> Adapted:
+    """Load the model to where its weights wait, and add adapters, or let its weights train.
+
+    Args:
+        runs: Those that share it, each with an adapter of its own.
+        plan: Of their steps.
+    """
+    run = runs[0]
     recipe = run.recipe
     place = place_near(run.device)
     # memory that cannot be bound to a NUMA node is allocated near the thread that fills it
@@ -221,13 +280,7 @@ def load_adapted(run: Run, plan: Plan) -> Adapted:
     run.ranks.exchange(None)  # from here on the slab is filled
     model: PeftModel | PreTrainedModel = loaded.model
     if recipe.train.what == "adapter":
-        seed = recipe.train.seed
-        model = add_lora(loaded.model, recipe.adapter, seed=seed, backing=loaded.backing)
-        if recipe.adapter.init_from is not None:
-            folder, _ = adapter_to_go_on_from(
-                Path(recipe.adapter.init_from), model=recipe.model.path
-            )
-            load_into(model, folder)
+        model = _with_adapters(loaded, runs)
     else:
         choose_weights(loaded.model, recipe.train.what)
     if recipe.train.neftune_alpha is not None:
@@ -235,6 +288,22 @@ def load_adapted(run: Run, plan: Plan) -> Adapted:
     model.train()
     notes = (*loaded.notes, *_precision_notes(model, recipe))
     return Adapted(model=model, backing=loaded.backing, notes=notes)
+
+
+def _with_adapters(loaded: Loaded, runs: Sequence[Run]) -> "PeftModel":
+    """Return the model with the adapter of each run, new or as an earlier run has left it."""
+    new = {
+        run.adapter or ALONE: NewAdapter(section=run.recipe.adapter, seed=run.recipe.train.seed)
+        for run in runs
+    }
+    model = add_loras(loaded.model, new, backing=loaded.backing)
+    for run in runs:
+        if run.recipe.adapter.init_from is not None:
+            folder, _ = adapter_to_go_on_from(
+                Path(run.recipe.adapter.init_from), model=run.recipe.model.path
+            )
+            load_into(model, folder, adapter=run.adapter or ALONE)
+    return model
 
 
 def _precision_notes(model: "PeftModel | PreTrainedModel", recipe: Recipe) -> list[str]:
@@ -247,21 +316,27 @@ def _precision_notes(model: "PeftModel | PreTrainedModel", recipe: Recipe) -> li
     return [f"adapters of {kind} layers are computed in float32, by peft" for kind in kinds]
 
 
-def attached(run: Run, plan: Plan, adapted: Adapted, data: Data, steps: Steps) -> Session:
-    """Put the model on an engine that runs the plan, with a fresh optimizer."""
-    recipe, model = run.recipe, adapted.model
-    if recipe.train.compile:
-        compile_layers(LayeredModel(model).layers)
-    engine = Engine(
-        model,
+def engine_of(run: Run, plan: Plan, adapted: Adapted) -> Engine:
+    """Put the model on an engine that runs the plan."""
+    if run.recipe.train.compile:
+        compile_layers(LayeredModel(adapted.model).layers)
+    return Engine(
+        adapted.model,
         device=run.device,
         options=EngineOptions.planned(plan),
         backing=adapted.backing,
     )
+
+
+def attached(
+    run: Run, plan: Plan, adapted: Adapted, engine: Engine, data: Data, steps: Steps
+) -> Session:
+    """Return a run on the engine of its model, with a fresh optimizer."""
+    recipe, model = run.recipe, adapted.model
     loop = Loop(
         model=model,
         engine=engine,
-        update=_update(recipe, model, engine, run.ranks),
+        update=_update(run, model, engine),
         train=recipe.train,
         is_masked=plan.request.is_masked,
         num_steps=steps.num,
@@ -269,6 +344,7 @@ def attached(run: Run, plan: Plan, adapted: Adapted, data: Data, steps: Steps) -
         objectives=None
         if recipe.objective.is_sft
         else Objectives(section=recipe.objective, seq_len=recipe.train.seq_len, ranks=run.ranks),
+        adapter=run.adapter,
     )
     session = Session(
         run=run,
@@ -281,11 +357,7 @@ def attached(run: Run, plan: Plan, adapted: Adapted, data: Data, steps: Steps) -
         stops=Stops(trained=data.rows.train.answer_ends, base=base_eos(model)),
         held_out=_held_out(steps, data),
     )
-    try:
-        return session.with_references()
-    except BaseException:
-        engine.close()
-        raise
+    return session.with_references()
 
 
 def _held_out(steps: Steps, data: Data) -> Steps | None:
@@ -302,17 +374,16 @@ def _all_of(steps: Steps) -> Steps:
     return steps.held_out(steps.rows, steps.comparison)
 
 
-def _update(
-    recipe: Recipe, model: "PeftModel | PreTrainedModel", engine: Engine, ranks: Ranks
-) -> Update:
+def _update(run: Run, model: "PeftModel | PreTrainedModel", engine: Engine) -> Update:
     """Return the update of what trains, with a fresh optimizer."""
+    recipe = run.recipe
     if recipe.train.is_full:
         return FullUpdate(engine, train=recipe.train)
     return AdapterUpdate(
-        trained(model),
+        trained(model, run.adapter),
         train=recipe.train,
         loraplus_ratio=recipe.adapter.loraplus_ratio,
-        ranks=ranks,
+        ranks=run.ranks,
     )
 
 

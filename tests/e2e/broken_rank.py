@@ -7,7 +7,7 @@ import torch
 from finetune import app
 from finetune.data.steps import StepShare
 from finetune.env import launch
-from finetune.training.loop import Loop, StepRecord
+from finetune.training.loop import Loop, Request
 from offload.errors import TransferError
 
 FAILING_STEP = 2  # counted from 0
@@ -19,15 +19,15 @@ FAILURES = {
 
 
 def break_rank_1(failure: Exception) -> None:
-    whole = Loop.step
+    whole = Loop.request
 
-    def broken(self: Loop, number: int, share: StepShare) -> StepRecord:
+    def broken(self: Loop, number: int, share: StepShare) -> Request:
         if number == FAILING_STEP:
             raise failure
         return whole(self, number, share)
 
     if launch().index == 1:
-        Loop.step = broken  # type: ignore[method-assign]
+        Loop.request = broken  # type: ignore[method-assign]
 
 
 def main(argv: Sequence[str]) -> None:

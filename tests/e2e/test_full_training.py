@@ -169,7 +169,7 @@ def test_a_pattern_that_matches_nothing_is_refused(write_recipe, machine_file, c
 @pytest.mark.slow
 def test_the_quickstart_learns(tmp_path, capsys, cache, machine_file) -> None:
     recipe = shipped_recipe("quickstart_full")
-    settings = ("train.steps=50", "report.samples=40", "output.eval_every=50")
+    settings = ("train.steps=30", "report.samples=24", "output.eval_every=30")
     words = ("--machine", machine_file, *settings)
     assert run("finetune", recipe, f"output.dir={tmp_path / 'run'}", *words) == 0
     shown = capsys.readouterr().out

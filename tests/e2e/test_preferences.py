@@ -1,5 +1,6 @@
 """Preference runs by the command line: their files; killed, cut in other ways, on two ranks."""
 
+import copy
 import json
 import math
 import random
@@ -12,7 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from finetune.data.rows import Conversation, Message
+from finetune.data.tokenize import encode
 from finetune.recipe.recipe import shipped_recipe
+from tests.doubles import tiny_tokenizer
 from tests.e2e.runs import (
     LOSS_TOLERANCE,
     WEIGHT_TOLERANCE,
@@ -52,12 +56,33 @@ SAMPLED = [
     {"prompt": f"say {n}", "completions": [f"{n}", f"{n}!", "no"], "rewards": [1.0, 0.5, n % 2]}
     for n in range(40)
 ]
+
+
+def distilled() -> list[dict[str, Any]]:
+    """Rows whose teacher is sure of each token, but for three others."""
+    tokenizer = tiny_tokenizer()
+    rows = []
+    for n in range(40):
+        prompt, answer = f"what follows {n}{'!' * (n % 5)}", f"{n + 1}"
+        turns = (Message(role="user", content=prompt), Message(role="assistant", content=answer))
+        row = Conversation(messages=turns, source="")
+        labels = encode(row, tokenizer, seq_len=64, loss_on="assistant").labels
+        tokens = labels[labels != -100].tolist()
+        ids = [[(t + 3) % 50, t, (t + 1) % 50, (t + 2) % 50][: 4 - n % 2] for t in tokens]
+        logprobs = [[math.log(p) for p in (0.05, 0.75, 0.1, 0.05)[: len(top)]] for top in ids]
+        rows.append(
+            {"prompt": prompt, "completion": answer, "top_ids": ids, "top_logprobs": logprobs}
+        )
+    return rows
+
+
 METHODS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "dpo": (PAIRS, {"method": "dpo"}),
     "kto": (LABELLED, {"method": "kto"}),
     "ranking": (RANKED, {"method": "dpo", "loss": "plackett_luce"}),
     "orpo": (PAIRS, {"method": "orpo"}),
     "grpo": (SAMPLED, {"method": "grpo", "beta": 0.1}),
+    "distill": (distilled(), {"method": "distill", "sft_weight": 0.1}),
 }
 
 
@@ -100,6 +125,13 @@ def test_a_run_writes_what_is_compared(name, tmp_path, write_recipe, machine_fil
     if name == "kto":
         assert rows[0]["kl"] == pytest.approx(0, abs=1e-5)
         assert max(row["kl"] for row in rows) > 0.01
+    if name == "distill":
+        assert rows[0]["loss"] == pytest.approx(rows[0]["kl"] + 0.1 * rows[0]["nll_loss"])
+        assert found["after"]["eval_kl"] < found["before"]["eval_kl"]
+        assert 0.9 < found["after"]["eval_teacher_top_k_mass"] < 1
+        assert (
+            found["after"]["eval_student_top_k_mass"] > found["before"]["eval_student_top_k_mass"]
+        )
 
 
 @pytest.mark.slow
@@ -129,7 +161,7 @@ def test_the_cut_of_a_step_changes_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dpo", "kto"])
+@pytest.mark.parametrize("name", ["dpo", "kto", "distill"])
 def test_a_killed_run_resumes_to_the_bit(
     name, tmp_path, write_recipe, machine_file, forked
 ) -> None:
@@ -225,6 +257,40 @@ def test_a_reference_taken_before_step_1_is_the_one_that_each_step_computes(
         before = losses(known)
         assert run(*words, f"output.dir={known}", "--resume") == 0
         assert losses(known) == before
+
+
+@pytest.mark.slow
+def test_references_of_the_rows_are_compared_with_the_model(
+    tmp_path, write_recipe, machine_file, capsys
+) -> None:
+    whole: dict[str, dict[str, Any]] = {
+        "data": {"eval_frac": None},
+        "output": {"eval_every": None},
+        "objective": {"method": "dpo", "reference": "precomputed"},
+    }
+    recipe = recipe_for(write_recipe, tmp_path, "dpo", **copy.deepcopy(whole))
+    words = ("finetune", recipe, "--machine", machine_file)
+    assert run(*words, f"output.dir={tmp_path / 'taken'}") == 0
+    assert "nats per token" not in capsys.readouterr().out
+    taken = read_references_of(tmp_path / "taken")
+    for name, apart in (("own", 0.0), ("foreign", 50.0)):
+        rows = [
+            row | {"ref_chosen_logps": chosen - apart, "ref_rejected_logps": rejected - apart}
+            for row, chosen, rejected in zip(PAIRS, taken[0::2], taken[1::2], strict=True)
+        ]
+        (tmp_path / "dpo.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert run(*words, f"output.dir={tmp_path / name}") == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        assert ("0.000 nats per token" in shown) == (name == "own")
+        assert ("they are of another model or template" in shown) == (name == "foreign")
+    assert losses(tmp_path / "own") == pytest.approx(losses(tmp_path / "taken"), rel=1e-6)
+
+
+def read_references_of(run_dir: Path) -> list[float]:
+    """Return the log-probabilities that a run has taken of its training rows."""
+    found = json.loads((run_dir / "reference.json").read_text())
+    sums: list[float] = found["sums"]["train"]
+    return sums
 
 
 @pytest.mark.slow

@@ -69,7 +69,7 @@ class Prepared:
             "samples_after.json": lambda: read_sealed(SAMPLES, path / "samples_after.json"),
         }
         # written for people and other programs: whatever happens to them, nothing changes
-        self.unread = ("report.json", "trace.json", "gantt.svg", "adapter/README.md")
+        self.unread = ("report.json", "report.html", "trace.json", "gantt.svg", "adapter/README.md")
         self.readers |= dict.fromkeys(self.unread, self.everything)
 
     def checkpoint(self) -> Any:

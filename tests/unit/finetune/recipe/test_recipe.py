@@ -65,12 +65,12 @@ def test_encoded_layers_leave_norms_routers_embeddings_and_head_as_they_are() ->
 
 
 @pytest.mark.parametrize("section", [s for s in SECTIONS if s not in (TrainSection, DataSection)])
-def test_a_section_has_at_most_13_fields(section: type[Section]) -> None:
-    assert len(section.model_fields) <= 13
+def test_a_section_has_at_most_14_fields(section: type[Section]) -> None:
+    assert len(section.model_fields) <= 14
 
 
-def test_a_recipe_has_at_most_93_fields() -> None:
-    assert sum(len(section.model_fields) for section in SECTIONS if section) <= 93
+def test_a_recipe_has_at_most_95_fields() -> None:
+    assert sum(len(section.model_fields) for section in SECTIONS if section) <= 95
 
 
 @pytest.mark.parametrize("section", SECTIONS)

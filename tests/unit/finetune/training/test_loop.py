@@ -16,10 +16,9 @@ from finetune.data.tokenize import Example
 from finetune.errors import FinetuneError
 from finetune.recipe.sections import AdapterSection, TrainSection
 from finetune.run.checkpoint import Checkpoints
-from finetune.training.loop import Loop, StepRecord
+from finetune.training.loop import Computed, Loop, Request, StepRecord
 from finetune.training.optimizer import AdapterUpdate
 from finetune.training.ranks import Ranks
-from offload.engine.results import StepResult
 from offload.engine.seeding import NEWEST, Seeding
 from offload.plan.facts.facts import AdapterSpec, linear_names, model_facts
 from offload.plan.machine.machine import named_machine
@@ -206,30 +205,20 @@ def test_a_rehearsal_times_other_steps_while_there_is_time(
     loop, _ = make_loop()
     record, seen, left_s = loop.step(0, batches(8)), [], list(times_s)
 
-    def run(share: StepShare, **_: object) -> StepRecord:
-        seen.append(share.micro_batches[0]["input_ids"].shape[1])
+    def timed(request: Request, _: Computed) -> StepRecord:
+        seen.append(request.share.micro_batches[0]["input_ids"].shape[1])
         return replace(record, step_s=left_s.pop(0))
 
-    monkeypatch.setattr(loop, "_step", run)
+    monkeypatch.setattr(loop, "complete", timed)
     found = loop.rehearse(batches(20), [batches(width) for width in (8, 9, 10, 11)])
     assert found.step_s == expected_s
     assert seen == widths
 
 
 @pytest.mark.parametrize("is_masked", [True, False])
-def test_a_model_is_told_of_padding_only_where_its_loss_counts_tokens(
-    is_masked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_is_told_of_padding_only_where_its_loss_counts_tokens(is_masked: bool) -> None:
     loop, _ = make_loop(is_masked=is_masked)
-    seen: list[set[str]] = []
-    run = loop._engine.forward_backward
-
-    def noted(micro_batches: Any, **options: Any) -> StepResult:
-        seen.extend(set(batch) for batch in micro_batches)
-        return run(micro_batches, **options)
-
-    monkeypatch.setattr(loop._engine, "forward_backward", noted)
-    loop.step(0, batches(8))
+    seen = [set(batch) for batch in loop.request(0, batches(8)).run.micro_batches]
     names = {"input_ids", "labels", *(["attention_mask"] if is_masked else [])}
     assert seen == [names, names]
 

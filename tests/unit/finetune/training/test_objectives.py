@@ -1,9 +1,10 @@
 """What held-out rows say is the same however they are cut into parts."""
 
+from typing import Any
+
 import pytest
 import torch
 
-from finetune.objective.kto import KtoObjective
 from finetune.objective.step_rows import StepRows
 from finetune.recipe.objective_section import ObjectiveSection
 from finetune.training.objectives import Evaluation, Objectives, mean_of, num_parts
@@ -14,14 +15,13 @@ from offload.engine.objective import Scores
 def test_rewards_of_desired_answers_are_means_over_these_answers() -> None:
     policy = torch.tensor([-1.0, -2.0, -4.0, -8.0, -16.0, -32.0])
     labels = torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0, 0.0])
-    kto = Objectives(section=ObjectiveSection(method="kto"), seq_len=8, ranks=Ranks())
+    section = ObjectiveSection(method="kto", loss="apo_zero_unpaired", beta=0.5)
+    kto = Objectives(section=section, seq_len=8, ranks=Ranks())
 
     def said(part: slice) -> tuple[int, Evaluation]:
         num = len(policy[part])
         rows = StepRows(groups_R=torch.arange(num), values_R=labels[part], num_trained=num)
-        objective = KtoObjective(
-            rows=rows, beta=0.5, desirable_weight=1.0, undesirable_weight=1.0, has_kl=False
-        )
+        objective = kto.of_held_out(rows)
         scores = Scores(
             policy_N=policy[part],
             reference_N=torch.zeros(num),
@@ -30,14 +30,63 @@ def test_rewards_of_desired_answers_are_means_over_these_answers() -> None:
         )
         found = objective.loss(scores)
         metrics = {name: value.item() for name, value in found.metrics.items()}
-        loss, counts = found.value.item(), kto.counts(rows)
-        return num, Evaluation(loss=loss, metrics=metrics, counts=counts)
+        lens, loss = [1] * num, found.value.item()
+        return num, kto.evaluation(rows, label_lens=lens, loss=loss, metrics=metrics)
 
     _, whole = said(slice(0, 6))
     cut = mean_of([said(slice(0, 4)), said(slice(4, 6))])
     assert cut.metrics == pytest.approx(whole.metrics)
     assert cut.loss == pytest.approx(whole.loss)
     assert whole.metrics["rewards/chosen"] == pytest.approx(0.5 * -23 / 4)
+
+
+PAIR_LENS = [3, 5, 1, 9, 20, 2, 7, 4]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"method": "orpo"},
+        {"method": "cpo"},
+        {"method": "simpo", "sft_weight": 0.5},
+        {"method": "dpo", "sft_weight": 2.0},
+        {"method": "dpo", "loss": "plackett_luce", "sft_weight": 1.0},
+    ],
+)
+def test_cross_entropy_of_held_out_answers_is_a_mean_over_their_tokens(
+    settings: dict[str, Any],
+) -> None:
+    of_run = Objectives(
+        section=ObjectiveSection.model_validate(settings), seq_len=32, ranks=Ranks()
+    )
+    rng = torch.Generator().manual_seed(0)
+    logps = [-3 * torch.rand(num, generator=rng, dtype=torch.float64) for num in PAIR_LENS]
+    values = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0])
+
+    def said(rows: list[int]) -> tuple[int, Evaluation]:
+        step_rows = StepRows(
+            groups_R=torch.arange(len(rows)) // 2, values_R=values[rows], num_trained=len(rows)
+        )
+        lens = [PAIR_LENS[row] for row in rows]
+        policy_N = torch.cat([logps[row] for row in rows])
+        scores = Scores(
+            policy_N=policy_N,
+            reference_N=0.9 * policy_N,
+            rows_N=torch.arange(len(rows)).repeat_interleave(torch.tensor(lens)),
+            num_rows=len(rows),
+        )
+        found = of_run.of_held_out(step_rows).loss(scores)
+        metrics = {name: value.item() for name, value in found.metrics.items()}
+        loss = found.value.item()
+        evaluation = of_run.evaluation(step_rows, label_lens=lens, loss=loss, metrics=metrics)
+        return len(rows) // 2, evaluation
+
+    chosen = torch.cat([logps[row] for row in (0, 3, 4, 6)])
+    whole = said(list(range(8)))[1]
+    assert whole.metrics["nll_loss"] == pytest.approx(-chosen.mean().item(), rel=1e-12)
+    cut = mean_of([said([0, 1]), said([2, 3, 4, 5]), said([6, 7])])
+    assert cut.metrics == pytest.approx(whole.metrics, rel=1e-12)
+    assert cut.loss == pytest.approx(whole.loss, rel=1e-12)
 
 
 @pytest.mark.parametrize(

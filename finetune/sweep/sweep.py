@@ -1,0 +1,314 @@
+"""A sweep from its first run to its table: waves of runs that train together."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.table import Table
+from rich.text import Text
+
+from finetune.errors import CheckpointError, ConfigError
+from finetune.recipe.recipe import differences
+from finetune.recipe.shared_rules import require_shared
+from finetune.report.format import compact_table
+from finetune.report.screen import Screen
+from finetune.run.run_dir import RunDir
+from finetune.run.run_lock import locked
+from finetune.sweep.agree import waves_of
+from finetune.sweep.screen import Board, RunScreen
+from finetune.sweep.stop import Verdicts
+from finetune.sweep.sweep_dir import (
+    FAILED,
+    FINISHED,
+    PAGE,
+    STOPPED,
+    WAITING,
+    RunState,
+    SweepDir,
+    eval_losses,
+    incomparable,
+    ranked,
+    state_of,
+    waiting,
+)
+from finetune.sweep.variants import Variant, Variants
+from finetune.train import Start, finetune_together
+from finetune.training.ranks import Ranks
+from finetune.training.shared.member import Outcome
+from offload.errors import DoesNotFitError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class How:
+    """How a sweep is run.
+
+    Attributes:
+        machine_file: A machine that was measured before; None measures this one.
+        is_resume: Continue what is in its directory.
+        may_overwrite: Replace runs that are there.
+        most: Runs at a time; None for all that can train together.
+    """
+
+    machine_file: Path | None
+    is_resume: bool
+    may_overwrite: bool
+    most: int | None
+
+    @classmethod
+    def of(
+        cls,
+        machine_file: Path | None,
+        is_resume: bool,  # noqa: FBT001 - as the command line gives them
+        may_overwrite: bool,  # noqa: FBT001
+        *,
+        most: int | None,
+    ) -> "How":
+        """Return how a sweep is run, if it can be.
+
+        Raises:
+            ConfigError: It is to be resumed and to be overwritten.
+        """
+        if is_resume and may_overwrite:
+            raise ConfigError(
+                "both --resume and --overwrite",
+                hint="`--resume` continues it, `--overwrite` begins it again",
+            )
+        return cls(
+            machine_file=machine_file, is_resume=is_resume, may_overwrite=may_overwrite, most=most
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SweepOutcome:
+    """How a sweep ended.
+
+    Attributes:
+        states: Of its runs.
+        signal: That stopped it; None if none did.
+        best: The recipe of the best run, once all have ended.
+    """
+
+    states: Sequence[RunState]
+    signal: int | None
+    best: Path | None
+
+    @property
+    def has_failures(self) -> bool:
+        """Whether a run has failed."""
+        return any(state.status == FAILED for state in self.states)
+
+
+def sweep(variants: Variants, how: How, *, ranks: Ranks, screen: Screen) -> SweepOutcome:
+    """Run a sweep, or what is left of one.
+
+    Args:
+        variants: Its runs; of one that is resumed, only the directory is read.
+        how: How it is run.
+        ranks: The process that does it.
+        screen: Where to show it.
+
+    Raises:
+        SluiceError: Anything that a user or the machine can cause, but for failures of one run.
+    """
+    if ranks.num > 1:
+        raise ConfigError(
+            f"{ranks.num} ranks, and {len(variants.runs)} runs that train together",
+            limit="runs that share a stream of the base train on one device",
+            hint="start it without `accelerate launch`, or `sluice finetune` for each run",
+        )
+    folder = SweepDir(variants.folder)
+    screen.note(f"Sweep directory {folder.path}")
+    statuses: Mapping[str, str] = {}
+    if how.is_resume:
+        asked = variants.runs
+        variants, statuses = folder.read()
+        _require_as_begun(asked, variants.runs, folder)
+    require_shared([(run.name, run.recipe) for run in variants.runs])
+    _require_comparable(variants)
+    waves = waves_of(
+        [run for run in variants.runs if statuses.get(run.name) != FINISHED], most=how.most
+    )
+    if not how.is_resume:
+        folder.require_startable(may_overwrite=how.may_overwrite)
+        for run in variants.runs:
+            RunDir(run.recipe.output.run_dir).require_startable(may_overwrite=how.may_overwrite)
+    with locked(folder.path) as notes:
+        for note in notes:
+            screen.note(note)
+        if not how.is_resume:
+            folder.start(variants)
+        outcome = _run(variants, waves, statuses, how, folder, ranks, screen)
+    if outcome.signal is not None:
+        screen.note(f"Stopped; continue with `sluice sweep {folder.path} --resume`.")
+        return outcome
+    screen.show(sweep_table(outcome))
+    screen.note(f"Sweep: {folder.path / PAGE}")
+    if outcome.best is not None:
+        screen.note(f"Best recipe: {outcome.best}")
+    return outcome
+
+
+def _require_as_begun(asked: Sequence[Variant], begun: Sequence[Variant], folder: SweepDir) -> None:
+    """Check that recipes that are named again are those that were begun."""
+    changed = [f"{one.name} is new" for one in asked if one.name not in {b.name for b in begun}]
+    for one in asked:
+        for before in begun:
+            if before.name == one.name:
+                changed += [f"{one.name}: {d}" for d in differences(before.recipe, one.recipe)]
+    if changed:
+        raise CheckpointError(
+            f"the recipes are not those that {folder.path} was begun with: {'; '.join(changed)}",
+            limit="resumed runs continue to the bit, so their settings cannot change",
+            hint=f"undo the change, or `sluice sweep {folder.path} --resume`",
+        )
+
+
+def _run(
+    variants: Variants,
+    waves: Sequence[Sequence[Variant]],
+    statuses: Mapping[str, str],
+    how: How,
+    folder: SweepDir,
+    ranks: Ranks,
+    screen: Screen,
+) -> SweepOutcome:
+    """Run the waves, and write how far each run is after each wave."""
+    states = {
+        run.name: state_of(run, status=FINISHED, why=None)
+        if statuses.get(run.name) == FINISHED
+        else waiting(run)
+        for run in variants.runs
+    }
+    signal, left = None, [list(wave) for wave in waves]
+    while left:
+        wave = left.pop(0)
+        if left or len(wave) < len(variants.runs):
+            names = ", ".join(run.name for run in wave)
+            screen.note(f"Wave of {len(wave)} runs, {sum(map(len, left))} wait: {names}")
+        try:
+            outcomes = _together(wave, variants, how, ranks, screen)
+        except DoesNotFitError as error:
+            if len(wave) == 1:
+                raise
+            half = -(-len(wave) // 2)
+            screen.note(f"{len(wave)} runs do not fit together ({error.what}): {half} at a time")
+            left[:0] = [wave[:half], wave[half:]]
+            continue
+        for run, outcome in zip(wave, outcomes, strict=True):
+            states[run.name] = _ended(run, outcome)
+            if outcome.error is not None:
+                screen.note(f"{run.name} has left: {outcome.error}")
+        folder.write([states[run.name] for run in variants.runs], variants.stop)
+        folder.draw([states[run.name] for run in variants.runs])
+        signal = next((one.signal for one in outcomes if one.signal is not None), None)
+        if signal is not None:
+            return SweepOutcome(states=list(states.values()), signal=signal, best=None)
+    best = _best(variants, list(states.values()), folder)
+    return SweepOutcome(states=list(states.values()), signal=None, best=best)
+
+
+def _together(
+    wave: Sequence[Variant], variants: Variants, how: How, ranks: Ranks, screen: Screen
+) -> list[Outcome]:
+    """Run a wave."""
+    board = Board(screen.console)
+    starts = [
+        Start(
+            recipe=run.recipe,
+            screen=_screen(run, screen, board),
+            is_resume=how.is_resume and RunDir(run.recipe.output.run_dir).recipe_file.exists(),
+            may_overwrite=how.may_overwrite,
+        )
+        for run in _with_begun(wave, variants, is_resume=how.is_resume)
+    ]
+    return finetune_together(
+        starts,
+        ranks=ranks,
+        screen=screen,
+        machine_file=how.machine_file,
+        judge=Verdicts(
+            rule=variants.stop,
+            names=[run.name for run in wave],
+            before=lambda: {run.name: eval_losses(run) for run in variants.runs},
+            note=screen.note,
+        ),
+    )
+
+
+def _with_begun(
+    wave: Sequence[Variant], variants: Variants, *, is_resume: bool
+) -> Sequence[Variant]:
+    """Return the runs of a wave; those not begun take what was settled for the others.
+
+    Else a head chunk that was chosen for runs that have begun could differ from the newly chosen.
+    """
+    begun = [RunDir(run.recipe.output.run_dir) for run in variants.runs]
+    begun = [one for one in begun if one.recipe_file.exists()] if is_resume else []
+    if not begun:
+        return wave
+    settled = begun[0].recipe().offload
+    update = {"head_chunk": settled.head_chunk, "mlp_chunk": settled.mlp_chunk}
+    return [
+        run
+        if RunDir(run.recipe.output.run_dir).recipe_file.exists()
+        else Variant(
+            name=run.name,
+            settings=run.settings,
+            recipe=run.recipe.model_copy(
+                update={"offload": run.recipe.offload.model_copy(update=update)}
+            ),
+        )
+        for run in wave
+    ]
+
+
+def _screen(run: Variant, screen: Screen, board: Board) -> RunScreen:
+    return RunScreen(screen.console, board, name=run.name, is_verbose=screen.is_verbose)
+
+
+def _ended(run: Variant, outcome: Outcome) -> RunState:
+    if outcome.error is not None:
+        return state_of(run, status=FAILED, why=str(outcome.error))
+    if outcome.stopped is not None:
+        return state_of(run, status=STOPPED, why=outcome.stopped)
+    status = WAITING if outcome.signal is not None else FINISHED
+    return state_of(run, status=status, why=None)
+
+
+def _require_comparable(variants: Variants) -> None:
+    why = incomparable([run.recipe for run in variants.runs])
+    if variants.stop is not None and why is not None:
+        raise ConfigError(
+            f"stop compares runs, and {why}",
+            limit="losses on held-out rows are compared where the rows and the loss are the same",
+            hint="leave `stop` out",
+        )
+    blind = next((run for run in variants.runs if run.recipe.output.eval_every is None), None)
+    if variants.stop is not None and blind is not None:
+        raise ConfigError(
+            f"stop compares runs, and {blind.name} is never evaluated",
+            limit="it reads losses on held-out rows",
+            hint="`output.eval_every=20`",
+        )
+
+
+def _best(variants: Variants, states: Sequence[RunState], folder: SweepDir) -> Path | None:
+    """Write the recipe of the best finished run, if their losses can be compared."""
+    if incomparable([run.recipe for run in variants.runs]) is not None:
+        return None
+    found = [one for one in ranked(states) if one.status == FINISHED and one.eval_loss is not None]
+    if not found:
+        return None
+    return folder.write_best(next(run for run in variants.runs if run.name == found[0].name))
+
+
+def sweep_table(outcome: SweepOutcome) -> Table:
+    """Return a table of the runs, the lowest loss on held-out rows first."""
+    title = "Runs by their loss on held-out rows"
+    table = compact_table(title, "run", "status", "steps", "loss", "held-out", "lowest", "at step")
+    for one in ranked(outcome.states):
+        numbers = (one.loss, one.eval_loss, one.best_eval_loss)
+        losses = ["-" if value is None else f"{value:.4f}" for value in numbers]
+        at = "-" if one.best_step is None else f"{one.best_step:,}"
+        table.add_row(Text(one.name), one.status, f"{one.steps:,}", *losses, at)
+    return table

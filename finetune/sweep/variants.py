@@ -1,0 +1,262 @@
+"""The runs of a sweep: a grid over a recipe's settings, lists taken in step, or named variants.
+
+    sluice sweep RECIPE train.lr=1e-4,2e-4 adapter.rank=8,32      four runs
+    sluice sweep RECIPE train.lr=1e-4,2e-4 adapter.rank=8,32 --zip      two
+    sluice sweep FILE      as a YAML file names them
+
+`finetune.recipe.grid` says what is in a file.
+"""
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import ConfigError
+from finetune.recipe.grid import STOP, named_variants, values_of
+from finetune.recipe.load import load_recipe
+from finetune.recipe.recipe import Recipe, resolved_yaml
+from finetune.sweep.stop import StopRule, stop_rule
+
+MAX_RUNS = 64
+_PLACES = ("output.name", "output.dir")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    """A run of a sweep.
+
+    Attributes:
+        name: Of the run, within the sweep.
+        settings: What it has that others have not, as it was written: path -> value.
+        recipe: All of it.
+    """
+
+    name: str
+    settings: Mapping[str, str]
+    recipe: Recipe
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variants:
+    """What a sweep is.
+
+    Attributes:
+        folder: Its directory.
+        runs: Its runs, each with a directory of its own.
+        stop: When a run that is worse than others stops; None for never.
+    """
+
+    folder: Path
+    runs: Sequence[Variant]
+    stop: StopRule | None
+
+
+def variants_of(source: str, words: Sequence[str], *, is_zipped: bool, max_runs: int) -> Variants:
+    """Return the runs of a sweep.
+
+    Args:
+        source: A recipe, or a file of named variants.
+        words: `section.field=value`, or several values with commas between them.
+        is_zipped: Whether the first values of all settings make a run, the second another, and so
+            on; each with each if not.
+        max_runs: The most that there may be.
+
+    Raises:
+        ConfigError: Something is wrong with them.
+    """
+    stops = [word for word in words if word.startswith(f"{STOP}.")]
+    words = [word for word in words if word not in stops]
+    named, (fixed, lists) = named_variants(source), _split(words)
+    stop: Mapping[str, Any] = {}
+    if named is None:
+        if not lists:
+            raise ConfigError(
+                f"no setting of {' '.join(words) or source} has several values",
+                limit="a sweep is a grid over a recipe, or a file of variants",
+                hint="`train.lr=1e-4,2e-4`",
+            )
+        settings = list(_zipped(lists) if is_zipped else _grid(lists, max_runs=max_runs))
+        names = _names(settings)
+        recipe = source
+    else:
+        if lists or is_zipped:
+            raise ConfigError(
+                f"{source} names its variants, and {', '.join(lists) or '--zip'} makes others",
+                limit="a sweep is a grid over a recipe, or a file of variants",
+                hint="write the values into the file",
+            )
+        recipe, names, settings = named.recipe, list(named.settings), list(named.settings.values())
+        stop = named.stop
+    _require_few(len(settings), max_runs=max_runs)
+    base = load_recipe(recipe, fixed)
+    folder = base.output.run_dir
+    if base.output.dir is None:
+        folder = folder.with_name(f"{folder.name}-sweep")
+    runs = []
+    for name, own in zip(names, settings, strict=True):
+        _require_no_place(own)
+        output = [f"output.name={base.output.name}-{name}", f"output.dir={folder / name}"]
+        others = [word for word in fixed if word.partition("=")[0] not in _PLACES]
+        one = load_recipe(recipe, [*others, *(f"{k}={v}" for k, v in own.items()), *output])
+        runs.append(Variant(name=name, settings=own, recipe=one))
+    _require_different(runs)
+    return Variants(folder=folder, runs=runs, stop=stop_rule(stop, stops))
+
+
+def variants_to_resume(source: str, words: Sequence[str], *, is_zipped: bool) -> Variants:
+    """Return a sweep of which only the directory is known, to be read.
+
+    Raises:
+        ConfigError: Settings are given too.
+    """
+    if words or is_zipped:
+        raise ConfigError(
+            f"--resume with {' '.join(words) or '--zip'}",
+            limit="a sweep is continued as it was begun",
+            hint=f"`sluice sweep {source} --resume`",
+        )
+    return Variants(folder=Path(source), runs=(), stop=None)
+
+
+def recipes_together(sources: Sequence[str], words: Sequence[str]) -> Variants:
+    """Return the runs of several recipes, each in the directory that it names.
+
+    Args:
+        sources: The recipes.
+        words: Settings of all; recipes among them are passed over.
+
+    Raises:
+        ConfigError: Two are equal, or have the same directory.
+    """
+    overrides = [word for word in words if word not in sources]
+    _require_few(len(sources), max_runs=MAX_RUNS)
+    recipes = [load_recipe(source, overrides) for source in sources]
+    taken: dict[Path, str] = {}
+    for source, recipe in zip(sources, recipes, strict=True):
+        place = recipe.output.run_dir.absolute()
+        if place in taken:
+            raise ConfigError(
+                f"{taken[place]} and {source} are both to be written to {recipe.output.run_dir}",
+                limit="each run has a directory of its own",
+                hint="`output.name: ...` in one of them",
+            )
+        taken[place] = source
+    runs = [Variant(name=one.output.name, settings={}, recipe=one) for one in recipes]
+    names = [run.name for run in runs]
+    double = next((name for name in names if names.count(name) > 1), None)
+    if double is not None:
+        raise ConfigError(
+            f"two recipes are named {double}",
+            limit="runs that train together have different names, `output.name`",
+            hint="`output.name: ...` in one of them",
+        )
+    _require_different(runs)
+    folder = Path("runs") / f"{names[0]}-and-{len(names) - 1}-more"
+    return Variants(folder=folder, runs=runs, stop=None)
+
+
+# ---------------------------------------------------------------------------------------------
+# Values
+
+
+def _split(words: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """Return settings of all runs, and those with several values."""
+    fixed: list[str] = []
+    lists: dict[str, list[str]] = {}
+    for word in words:
+        path, _, text = word.partition("=")
+        values = values_of(text)
+        if len(values) == 1:
+            fixed.append(word)
+            continue
+        if path in lists:
+            raise ConfigError(
+                f"{path} is given a second time: {word}",
+                limit="a setting is given once, with all its values",
+                hint=f"`{path}={','.join(lists[path])},...`",
+            )
+        if "" in values:
+            raise ConfigError(
+                f"{word} has an empty value",
+                limit="values are separated by single commas",
+                hint=f"`{path}={','.join(value for value in values if value)}`",
+            )
+        lists[path] = values
+    return fixed, lists
+
+
+def _grid(lists: Mapping[str, list[str]], *, max_runs: int) -> Iterator[dict[str, str]]:
+    num = 1
+    for values in lists.values():
+        num *= len(values)
+    _require_few(num, max_runs=max_runs)
+    for chosen in itertools.product(*lists.values()):
+        yield dict(zip(lists, chosen, strict=True))
+
+
+def _zipped(lists: Mapping[str, list[str]]) -> Iterator[dict[str, str]]:
+    lengths = {path: len(values) for path, values in lists.items()}
+    if len(set(lengths.values())) > 1:
+        raise ConfigError(
+            "--zip with " + ", ".join(f"{num} values of {path}" for path, num in lengths.items()),
+            limit="with --zip all settings have as many values",
+            hint="leave `--zip` away for a grid",
+        )
+    for values in zip(*lists.values(), strict=True):
+        yield dict(zip(lists, values, strict=True))
+
+
+def _names(settings: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return a name of each run, made of its settings; the last words of paths, if they differ."""
+    paths = list(settings[0]) if settings else []
+    last = [path.rpartition(".")[2] for path in paths]
+    keys = last if len(set(last)) == len(last) else paths
+    names: list[str] = []
+    for own in settings:
+        values = (re.sub(r"[^A-Za-z0-9.]+", "-", value).strip("-.") for value in own.values())
+        name = "_".join(f"{key}-{value}" for key, value in zip(keys, values, strict=True))
+        again = re.compile(re.escape(name) + r"(_[0-9]+)?")
+        double = sum(again.fullmatch(other) is not None for other in names)
+        names.append(f"{name}_{double + 1}" if double else name)
+    return names
+
+
+# ---------------------------------------------------------------------------------------------
+# Checks
+
+
+def _require_few(num: int, *, max_runs: int) -> None:
+    if not 1 <= num <= max_runs:
+        raise ConfigError(
+            f"the sweep has {num:,} runs",
+            limit=f"it may have 1 to {max_runs}",
+            hint=f"fewer values, or `--max-runs {num}`",
+        )
+
+
+def _require_no_place(own: Mapping[str, str]) -> None:
+    place = next((path for path in own if path in _PLACES), None)
+    if place is not None:
+        raise ConfigError(
+            f"{place} differs between the runs of a sweep",
+            limit="each run has a directory in that of the sweep, named by its settings",
+            hint=f"one value for all: `{place}=...` names the sweep",
+        )
+
+
+def _require_different(runs: Sequence[Variant]) -> None:
+    """Check that no two runs are the same but for their names."""
+    seen: dict[str, str] = {}
+    for run in runs:
+        output = run.recipe.output.model_copy(update={"name": "same", "dir": None})
+        text = resolved_yaml(run.recipe.model_copy(update={"output": output}))
+        if text in seen:
+            raise ConfigError(
+                f"the runs {seen[text]} and {run.name} are equal",
+                limit="each run of a sweep has a setting that no other has",
+                hint=f"leave {run.name} out",
+            )
+        seen[text] = run.name

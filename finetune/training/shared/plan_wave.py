@@ -1,0 +1,59 @@
+"""The plan of a step that several runs share."""
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+
+from finetune.planning.candidates import choose
+from finetune.training.prepare import Planned
+from offload.plan.request import (
+    OF_A_RUN,
+    PlanRequest,
+    sharing,
+    with_codec,
+    with_head_chunk,
+    with_mlp_chunk,
+)
+
+
+def plan_wave(runs: Sequence[Planned]) -> Planned:
+    """Return how the steps of runs are run that share an engine; of one run, as it was planned.
+
+    Layers wait and logits and MLPs are cut as in the run that needs most memory by itself.
+
+    Args:
+        runs: As each would be run alone.
+
+    Returns:
+        The plan; its recipe and steps are those of the run that needs most memory.
+
+    Raises:
+        DoesNotFitError: The shared step does not fit.
+    """
+    if len(runs) == 1:
+        return runs[0]
+    largest = max(runs, key=lambda run: run.choice.plan.peak_bytes)
+    plan = largest.choice.plan
+    ways = [[_as_in(plan.request, request) for request in run.open_requests] for run in runs]
+    requests = tuple(
+        sharing(found)
+        for first in ways[0]
+        if len(found := [one for way in ways for one in way if _way(one) == _way(first)])
+        == len(runs)
+    )
+    return replace(
+        largest, choice=choose(plan.facts, plan.machine, requests), open_requests=requests
+    )
+
+
+def _as_in(chosen: PlanRequest, request: PlanRequest) -> PlanRequest:
+    """Return a request with the form of layers and the cuts of another."""
+    typical = chosen.typical
+    request = with_codec(request, typical.codec)
+    request = with_head_chunk(request, typical.head_chunk_tokens)
+    return with_mlp_chunk(request, typical.mlp_chunk_tokens)
+
+
+def _way(request: PlanRequest) -> tuple[object, ...]:
+    """Return what a request says of the machine, which runs that share a step have in common."""
+    names = [one.name for one in fields(request) if one.name not in OF_A_RUN]
+    return tuple(getattr(request, name) for name in names)
