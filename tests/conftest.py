@@ -15,6 +15,7 @@ EXPECTED_SKIPS = (
     "there is a CUDA device",  # what holds without one
     "LLAMA_CPP names no clone",
     "needs root",
+    "lm_eval is not installed",
     "no file system in memory",
 )
 

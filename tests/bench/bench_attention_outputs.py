@@ -88,7 +88,7 @@ class Bench:
     @property
     def graph_bytes(self) -> int:
         """What the graph of a layer takes."""
-        sizes = self._engines["graphs sent"]._bound.executor.graph_sizes
+        sizes = self._engines["graphs sent"]._bound.executor.found().graph_sizes
         return sizes.of(0, shape_of(1, SEQ_LEN, ())) or 0
 
     def step(self, arm: str) -> tuple[float, Timeline]:

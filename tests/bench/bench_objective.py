@@ -25,12 +25,12 @@ from offload.engine.bound import EngineOptions
 from offload.engine.engine import Engine
 from offload.engine.objective import Reference, Scores, StepLoss
 from offload.plan.schedule.op import Kind
+from offload.plan.schedule.passes import Passes
 from offload.plan.schedule.schedule import (
     Order,
-    Passes,
     Schedule,
     TransferSizes,
-    objective_schedule,
+    step_schedule,
     training_schedule,
     warm_ring,
 )
@@ -158,7 +158,7 @@ def schedule_of(arm: str, costs: Costs) -> Schedule:
             input_bytes=(),
         )
     passes = Passes(num_trained=NUM_MICRO_BATCHES, has_reference=arm == DPO)
-    return objective_schedule(sizes, ring=ring, passes=passes, trains_front=False, input_bytes=())
+    return step_schedule(sizes, ring=ring, runs=(passes,), trains_front=False, input_bytes=())
 
 
 def predicted_s(arm: str, costs: Costs) -> float:
@@ -167,17 +167,17 @@ def predicted_s(arm: str, costs: Costs) -> float:
     if arm != APART:
         return simulate(schedule, duration_of(costs)).step_s
     sizes = TransferSizes.frozen([layer.weight_bytes for layer in costs.layers])
-    evaluation = objective_schedule(
+    evaluation = step_schedule(
         sizes,
         ring=warm_ring(NUM_SLOTS),
-        passes=Passes(num_trained=0, num_scored=NUM_MICRO_BATCHES),
+        runs=(Passes(num_trained=0, num_scored=NUM_MICRO_BATCHES),),
         trains_front=False,
         input_bytes=(),
     )
-    training = objective_schedule(
+    training = step_schedule(
         sizes,
         ring=evaluation.ring_after,
-        passes=Passes(num_trained=NUM_MICRO_BATCHES),
+        runs=(Passes(num_trained=NUM_MICRO_BATCHES),),
         trains_front=False,
         input_bytes=(),
     )

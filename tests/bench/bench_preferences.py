@@ -352,6 +352,50 @@ def trl_grpo(
     return loss.detach(), torch.autograd.grad(loss, logps)[0], metrics_of(stub)
 
 
+def distilled(name: str, rows: Rows) -> tuple[Found, Found]:
+    """Return our distillation and TRL's to the reference's 5 likeliest tokens, by all logits."""
+    from trl.experimental.server_distillation import server_distillation_trainer as trl
+
+    is_label = rows.label_mask
+    teacher = rows.reference_logits[:, :-1][is_label].log_softmax(-1).topk(5, dim=1)
+    logits_NV = rows.logits[:, :-1][is_label].requires_grad_()
+    logps_NV = logits_NV.log_softmax(-1)
+    top_NK = logps_NV.gather(1, teacher.indices)
+    is_named_NV = torch.zeros_like(logps_NV).scatter(1, teacher.indices, 1).bool()
+    known = StepRows(
+        groups_R=torch.arange(len(is_label)),
+        values_R=torch.ones(len(is_label)),
+        num_trained=len(is_label),
+        top_ids_NK=teacher.indices,
+        top_logps_NK=teacher.values,
+    )
+    section = ObjectiveSection.model_validate({"method": "distill", "loss": name})
+    own = objective_of(section, known, seq_len=LONGEST).loss(
+        Scores(
+            policy_N=rows.logps(rows.logits)[is_label],
+            reference_N=None,
+            rows_N=is_label.nonzero()[:, 0],
+            num_rows=len(is_label),
+            top_NK=top_NK,
+            others_N=logps_NV.masked_fill(is_named_NV, -torch.inf).logsumexp(1),
+        )
+    )
+    student, likeliest = top_NK, teacher.values
+    mask = torch.ones_like(student, dtype=torch.bool)
+    if name == "kl":
+        student, wide = trl._add_tail_bucket(student, mask)
+        likeliest, mask = trl._add_tail_bucket(likeliest, mask)[0], wide
+    else:
+        student, likeliest = (x - x.logsumexp(-1, keepdim=True) for x in (student, likeliest))
+    theirs = trl._jsd_divergence(student, likeliest, 0.0, mask).sum() / len(top_NK)
+
+    def found(loss: torch.Tensor) -> Found:
+        (gradient,) = torch.autograd.grad(loss, logits_NV, retain_graph=True)
+        return loss.detach(), gradient, {}
+
+    return found(own.value), found(theirs)
+
+
 # ------------------------------------------------------------------------------- the table
 
 
@@ -387,7 +431,9 @@ def compare(table: Table, name: str, rows: Rows, own: Found, theirs: Found) -> N
 
     both = sorted(own[2].keys() & theirs[2].keys())
     worst = max(((apart(own[2][key], theirs[2][key]), key) for key in both), default=(0.0, ""))
-    of_labels = theirs[1] * rows.label_mask
+    of_labels = (
+        theirs[1] * rows.label_mask if theirs[1].shape == rows.label_mask.shape else theirs[1]
+    )
     gradient = (own[1] - of_labels).abs().max().item() / max(1.0, of_labels.abs().max().item())
     loss = apart(own[0].item(), theirs[0].item())
     shown = f"{worst[0]:.1e} of {len(both)}" + (f" ({worst[1]})" if worst[0] > 1e-9 else "")
@@ -448,6 +494,9 @@ def main() -> None:
             compare(
                 table, f"grpo {loss}, {mode}", rows, own, trl_grpo(values, rows, rewards, sampler)
             )
+    for name in LOSSES["distill"]:
+        rows = drawn(12, seed=11)
+        compare(table, f"distill {name}", rows, *distilled(name, rows))
     Console(width=120).print(table)
 
 

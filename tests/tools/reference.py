@@ -126,7 +126,7 @@ def shipped() -> str:
 
 # ---------------------------------------------------------------------------------- CLI
 
-PLACEHOLDERS = {float: "NUMBER", int: "N", str: "TEXT", Path: "PATH"}
+PLACEHOLDERS = {float: "NUMBER", int: "N", str: "TEXT", Path: "PATH", list[str]: "TEXT"}
 
 
 def commands() -> str:
@@ -179,6 +179,7 @@ def _option(param: Any, hint: Any) -> str:
 
 def _placeholder(hint: Any) -> str:
     kinds = get_args(hint) if get_origin(hint) is UnionType else (hint,)
+    kinds = tuple(get_args(kind)[0] if get_origin(kind) is list else kind for kind in kinds)
     return next(PLACEHOLDERS[kind] for kind in kinds if kind in PLACEHOLDERS)
 
 

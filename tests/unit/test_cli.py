@@ -17,12 +17,23 @@ ROOT = Path(__file__).parents[2]
 # A new flag needs a line here, and a reason in its commit.
 FLAGS = {
     "finetune": {"--resume", "--overwrite", "--machine", "--verbose"},
+    "sweep": {
+        "--zip",
+        "--max-runs",
+        "--together",
+        "--resume",
+        "--overwrite",
+        "--machine",
+        "--verbose",
+    },
     "plan": {
         "--machine",
         "--machines",
         "--ram",
         "--link",
         "--what-if",
+        "--sweep",
+        "--runs",
         "--json",
         "--markdown",
         "--verbose",
@@ -32,8 +43,12 @@ FLAGS = {
     "doctor": {"--json"},
     "validate": set(),
     "data": {"--rows", "--json", "--html"},
-    "explain": {"--json"},
-    "generate": {"--prompt", "--max-new-tokens"},
+    "explain": {"--html", "--json"},
+    "generate": {
+        *("--prompt", "--max-new-tokens", "--stop"),
+        *("--temperature", "--top-k", "--top-p", "--seed"),
+    },
+    "score": {"--adapter", "--checkpoints", "--base", "--machine", "--json", "--out"},
     "adapter": {"--format", "--out"},
     "merge": {"--out"},
     "export": {"--gguf", "--llama-cpp"},

@@ -17,10 +17,11 @@ import yaml
 from finetune import app
 from finetune.data.rows import Compared, RowForm, read_conversations
 from finetune.planning.request import full_request
-from finetune.recipe.load import load_recipe
+from finetune.recipe.load import is_recipe, load_recipe
 from finetune.recipe.recipe import Recipe, shipped_recipes
 from finetune.recipe.row_formats import COMPARED
 from finetune.recipe.shipped import load_shape
+from finetune.sweep.variants import variants_of
 from offload.plan import model_facts, named_machine, plan
 from tests.bench.gpu.record import section, with_section
 from tests.tools.reference import PARTS, current, with_part
@@ -112,11 +113,15 @@ def test_every_command_parses_with_its_options_and_settings(page: str, line: str
         name, params = parsed(ours)
         if name in ("finetune", "plan", "validate"):
             recipe = params.get("recipe") or params.get("model")
+            overrides = [word for word in params["overrides"] or [] if not is_recipe(word)]
             load_recipe(
                 recipe if recipe in shipped_recipes() else "quickstart",
-                [word for word in params["overrides"] or [] if not word.startswith("train.steps")],
+                [word for word in overrides if not word.startswith("train.steps")],
                 check_files=False,
             )
+        if name == "sweep" and params["settings"]:
+            is_zipped = params["is_zipped"]
+            variants_of(params["source"], params["settings"], is_zipped=is_zipped, max_runs=64)
     elif words[:2] == ["python", "-m"]:
         assert find_spec(words[2]) is not None or words[2] in ("pip", "venv", "build"), line
     elif words[0] == "make":
@@ -187,7 +192,7 @@ def test_every_setting_that_is_named_exists() -> None:
     for page in TEXTS:
         for text in inline(page):
             name = re.match(r"([a-z]+)\.([a-z_0-9]+)(?=[:=]|$)", text)
-            if name is None or name[1] not in sections or name[2] == "json":
+            if name is None or name[1] not in sections or name[2] in ("json", "html"):
                 continue
             fields = sections[name[1]].model_fields  # type: ignore[union-attr]
             is_ours = name[2] in fields or (name[1] == "offload" and is_python(text))

@@ -64,13 +64,13 @@ def decoded_each_time(engine: Any) -> Iterator[None]:
             for field in slots._records[layer].fields if m else ():
                 field.decode(kept["encoded"], slots._decoded)
 
-    def forward_decoded(state: Any, op: Op, step: Any) -> None:
+    def forward_decoded(state: Any, op: Op, part: Any, **how: Any) -> None:
         again(op.layer, op.micro_batch_index)
-        forward(state, op, step)
+        forward(state, op, part, **how)
 
-    def backward_decoded(state: Any, op: Op, step: Any) -> None:
+    def backward_decoded(state: Any, op: Op, part: Any, **how: Any) -> None:
         again(op.layer, op.micro_batch_index)
-        backward(state, op, step)
+        backward(state, op, part, **how)
 
     transfers._decode = decode_and_keep
     executor._forward, executor._backward = forward_decoded, backward_decoded
@@ -123,13 +123,13 @@ def a_wait_per_layer(engine: Any) -> Iterator[None]:
         if m == 0 and is_cuda:
             torch.cuda.current_stream().synchronize()
 
-    def forward_waited(state: Any, op: Op, step: Any) -> None:
+    def forward_waited(state: Any, op: Op, part: Any, **how: Any) -> None:
         wait(op.micro_batch_index)
-        forward(state, op, step)
+        forward(state, op, part, **how)
 
-    def backward_waited(state: Any, op: Op, step: Any) -> None:
+    def backward_waited(state: Any, op: Op, part: Any, **how: Any) -> None:
         wait(op.micro_batch_index)
-        backward(state, op, step)
+        backward(state, op, part, **how)
 
     executor._forward, executor._backward = forward_waited, backward_waited
     try:
