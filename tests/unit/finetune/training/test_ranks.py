@@ -136,11 +136,11 @@ def test_more_ranks_than_cards_are_refused_with_the_fix(monkeypatch) -> None:
 
 
 def test_only_the_first_process_is_heard(monkeypatch, capsys) -> None:
-    from finetune import app
+    from finetune.cli.console import open_console
 
     for rank in ("0", "1"):
         set_launch(monkeypatch, WORLD_SIZE="2", RANK=rank, LOCAL_RANK=rank)
-        app._console().print(f"heard {rank}")
+        open_console().print(f"heard {rank}")
     assert capsys.readouterr().out == "heard 0\n"
 
 

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from finetune.cli.console import print_text
 from finetune.exits import explained
 
 recipes_app = typer.Typer(help="List, show and copy the shipped recipes.", no_args_is_help=True)
@@ -17,9 +18,9 @@ def recipes_list() -> None:
     from finetune.recipe.shipped import shipped_shapes
 
     for name, path in shipped_recipes().items():
-        typer.echo(f"{name:24} {_first_comment(path)}")
-    typer.echo("\nshapes, for `sluice plan NAME` or `model.config`:")
-    typer.echo("  " + ", ".join(shipped_shapes()))
+        print_text(f"{name:24} {_first_comment(path)}")
+    print_text("\nshapes, for `sluice plan NAME` or `model.config`:")
+    print_text("  " + ", ".join(shipped_shapes()))
 
 
 @recipes_app.command("show")
@@ -28,7 +29,7 @@ def recipes_show(name: Annotated[str, typer.Argument(help="A shipped name.")]) -
     with explained(name):
         from finetune.recipe.recipe import shipped_recipe
 
-        typer.echo(shipped_recipe(name).read_text().rstrip())
+        print_text(shipped_recipe(name).read_text().rstrip())
 
 
 @recipes_app.command("copy")
@@ -41,7 +42,7 @@ def recipes_copy(
         from finetune.recipe.copy import copy_recipe
 
         for written in copy_recipe(name, to):
-            typer.echo(f"{written}")
+            print_text(f"{written}")
 
 
 @recipes_app.command("schema")
@@ -49,7 +50,7 @@ def recipes_schema() -> None:
     """Print the JSON schema of recipes, for editors."""
     from finetune.recipe.recipe import json_schema
 
-    typer.echo(json_schema().rstrip())
+    print_text(json_schema().rstrip())
 
 
 def _first_comment(path: Path) -> str:

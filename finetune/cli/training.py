@@ -1,0 +1,132 @@
+"""Commands that train."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from finetune.cli.arguments import MachineFile, Overrides, Resume, Source, Verbose
+from finetune.cli.console import open_console
+from finetune.env import launch
+from finetune.errors import ConfigError
+from finetune.exits import EXIT_USER, explained
+from finetune.interrupts import exit_code
+
+if TYPE_CHECKING:
+    from finetune.sweep.variants import Variants
+
+
+def finetune(
+    recipe: Source,
+    overrides: Overrides = None,
+    *,
+    resume: Resume = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an old run.")] = False,
+    machine: MachineFile = None,
+    is_verbose: Verbose = False,
+) -> None:
+    """Train an adapter, and show predicted against measured step time.
+
+    Several recipes train over one stream of the base that they share.
+    """
+    from finetune.recipe.load import is_recipe, load_recipe
+    from finetune.training.rendezvous import join
+
+    with explained(recipe):
+        if resume and overwrite:
+            raise ConfigError(
+                "both --resume and --overwrite",
+                hint="`--resume` continues it, `--overwrite` begins it again",
+            )
+        more = [word for word in overrides or [] if is_recipe(word)]
+        if more:
+            from finetune.sweep.variants import recipes_together
+
+            variants = recipes_together([recipe, *more], overrides or [])
+            _sweep(variants, machine, (resume, overwrite), most=None, is_verbose=is_verbose)
+            return
+        console = open_console()
+        with join(launch()) as ranks:
+            settings = load_recipe(recipe, overrides or [])
+            run_dir = settings.output.run_dir
+            console.print(f"Recipe {recipe}, run directory {run_dir}", markup=False)
+            from finetune.report.screen import Screen
+            from finetune.train import finetune as run
+
+            outcome = run(
+                settings,
+                ranks=ranks,
+                screen=Screen(console, is_verbose=is_verbose),
+                machine_file=machine,
+                is_resume=resume,
+                may_overwrite=overwrite,
+            )
+        if outcome.signal is not None:
+            console.print(
+                f"Stopped after step {outcome.num_steps}; continue with `--resume`.",
+                markup=False,
+            )
+            raise typer.Exit(exit_code(outcome.signal))
+        kind, folder = ("Model", "model") if settings.train.is_full else ("Adapter", "adapter")
+        console.print(f"{kind}: {outcome.run_dir / folder}", markup=False)
+        console.print(f"Report:  {outcome.run_dir / 'report.html'}", markup=False)
+        if not is_verbose:
+            console.print(f"Details: `sluice explain {outcome.run_dir}`", markup=False)
+
+
+def sweep(
+    source: Annotated[
+        str, typer.Argument(help="A recipe, a file of variants, or with --resume a sweep's folder.")
+    ],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE,...]...", help="Settings, each with all its values."),
+    ] = None,
+    *,
+    is_zipped: Annotated[
+        bool, typer.Option("--zip", help="Take values in step, not each with each.")
+    ] = False,
+    max_runs: Annotated[int, typer.Option(min=1, help="The most runs.")] = 64,
+    together: Annotated[
+        int | None, typer.Option(min=1, help="The most runs at a time; the others wait.")
+    ] = None,
+    resume: Resume = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace old runs.")] = False,
+    machine: MachineFile = None,
+    is_verbose: Verbose = False,
+) -> None:
+    """Train variants of a recipe over one stream of the base, each as if it were alone."""
+    from finetune.sweep.variants import variants_of, variants_to_resume
+
+    with explained(source):
+        variants = (
+            variants_to_resume(source, settings or [], is_zipped=is_zipped)
+            if resume
+            else variants_of(source, settings or [], is_zipped=is_zipped, max_runs=max_runs)
+        )
+        _sweep(variants, machine, (resume, overwrite), most=together, is_verbose=is_verbose)
+
+
+def _sweep(
+    variants: "Variants",
+    machine: Path | None,
+    resume_or_overwrite: tuple[bool, bool],
+    *,
+    most: int | None,
+    is_verbose: bool,
+) -> None:
+    """Run a sweep; a run that failed makes the command fail."""
+    from finetune.report.screen import Screen
+    from finetune.sweep.sweep import How
+    from finetune.sweep.sweep import sweep as run
+    from finetune.training.rendezvous import join
+
+    how = How.of(machine, *resume_or_overwrite, most=most)
+    with join(launch()) as ranks:
+        outcome = run(
+            variants, how, ranks=ranks, screen=Screen(open_console(), is_verbose=is_verbose)
+        )
+    if outcome.signal is not None:
+        raise typer.Exit(exit_code(outcome.signal))
+    if outcome.has_failures:
+        raise typer.Exit(EXIT_USER)
