@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from peft import (
     LoraConfig,
+    PeftConfig,
     PeftModel,
     get_peft_model,
     get_peft_model_state_dict,
@@ -26,6 +27,7 @@ from transformers import PreTrainedModel
 
 from finetune.adapter.expert_lora import compute_beside
 from finetune.adapter.linear_lora import compute_in_base_dtype
+from finetune.adapter.methods import is_adapted, leave_out_draws, method_config
 from finetune.adapter.modules_to_save import Whole, whole_modules
 from finetune.adapter.targets import chosen_targets
 from finetune.data.stops import Stops, eos_ids, write_generation_config
@@ -79,7 +81,7 @@ class NewAdapter:
 class _Chosen:
     """What an adapter is in one model: peft's settings, and the modules that they are to match."""
 
-    config: LoraConfig
+    config: PeftConfig
     linears: Collection[str]
     whole: Whole
 
@@ -124,6 +126,7 @@ def add_loras(
     for parameter_name, parameter in adapted.named_parameters():
         if not adapters.keys().isdisjoint(parameter_name.split(".")):
             parameter.requires_grad = True  # peft trains the active one alone
+    leave_out_draws(adapted)
     adapted = compute_beside(adapted)
     if all(one.section.compute_dtype == "auto" for one in adapters.values()):
         compute_in_base_dtype(adapted)
@@ -142,7 +145,8 @@ def held_by(model: PreTrainedModel, adapter: AdapterSection) -> tuple[frozenset[
     has a tied copy of the embedding.
     """
     chosen = _chosen(model, adapter)
-    return frozenset(chosen.config.target_parameters or ()), chosen.whole.has_tied
+    parameters = getattr(chosen.config, "target_parameters", None)
+    return frozenset(parameters or ()), chosen.whole.has_tied
 
 
 def _chosen(model: PreTrainedModel, adapter: AdapterSection) -> _Chosen:
@@ -152,6 +156,8 @@ def _chosen(model: PreTrainedModel, adapter: AdapterSection) -> _Chosen:
     whole = whole_modules(model, adapter.modules_to_save, linears=linear_modules(model))
     weights = _claimed_by_peft(model, linears, adapter)
     modules = {name.rsplit(".", 1)[-1] for name in linears if name not in weights}
+    if adapter.method != "lora":
+        return _of_method(model, adapter, modules, linears=linears, whole=whole)
     keys = _pattern_keys(linears, weights, experts)
     config = LoraConfig(
         r=adapter.rank,
@@ -171,6 +177,32 @@ def _chosen(model: PreTrainedModel, adapter: AdapterSection) -> _Chosen:
     return _Chosen(config=config, linears=linears, whole=whole)
 
 
+def _of_method(
+    model: PreTrainedModel,
+    adapter: AdapterSection,
+    modules: Collection[str],
+    *,
+    linears: Collection[str],
+    whole: Whole,
+) -> _Chosen:
+    """Return what an adapter of another method than LoRA is in a model."""
+    if whole.has_tied:
+        raise ConfigError(
+            f"adapter.modules_to_save names an embedding whose weights the head shares, and"
+            f" adapter.method is {adapter.method}",
+            limit="peft keeps the two together for LoRA alone",
+            hint="`adapter.method: lora`, or leave the embedding out of `modules_to_save`",
+        )
+    config = method_config(
+        adapter,
+        targets=modules,
+        excluded=_in_towers(model, modules),
+        modules_to_save=whole.names,
+        model_type=str(model.config.model_type),
+    )
+    return _Chosen(config=config, linears=linears, whole=whole)
+
+
 def _adapted_linears(model: PreTrainedModel, adapter: AdapterSection) -> dict[str, nn.Module]:
     """Return the linear layers that get an adapter, by full name."""
     known = linear_names(model)
@@ -185,12 +217,13 @@ def _adapted_linears(model: PreTrainedModel, adapter: AdapterSection) -> dict[st
     linears = {
         name: m for name, m in linear_modules(model).items() if name.rsplit(".", 1)[-1] in names
     }
+    setting = "dora: true" if adapter.dora else f"method: {adapter.method}"
     for name, module in linears.items():
-        if adapter.dora and type(module) is not nn.Linear:
+        if setting != "method: lora" and type(module) is not nn.Linear:
             raise ConfigError(
-                f"adapter.dora: true, but {name} is a {type(module).__name__}",
-                limit="DoRA reads the weights of plain linear layers",
-                hint="`adapter.dora: false`",
+                f"adapter.{setting}, but {name} is a {type(module).__name__}",
+                limit="it is for plain linear layers",
+                hint=f"leave `adapter.{setting.partition(':')[0]}` out",
             )
     return linears
 
@@ -208,12 +241,18 @@ def _claimed_by_peft(
     convert_peft_config_for_transformers(probe, model=model, conversions=None)
     left_alone = set(probe.target_modules or ())
     claimed = [name for name in linears if name.rsplit(".", 1)[-1] not in left_alone]
-    for setting, value in (("dora", adapter.dora), ("dropout", adapter.dropout)):
+    other = adapter.method if adapter.method != "lora" else None
+    for setting, value in (
+        ("method", other),
+        ("dora", adapter.dora),
+        ("dropout", adapter.dropout),
+    ):
         if claimed and value:
             left = {name.rsplit(".", 1)[-1] for name in linears if name not in claimed}
             raise ConfigError(
                 f"adapter.{setting}: {str(value).lower()}, and {claimed[0]} has an adapter",
-                limit="in this model peft adapts it as a parameter, without dropout and DoRA",
+                limit="in this model peft adapts it as a parameter: by LoRA, without dropout and"
+                " DoRA",
                 hint=f"`adapter.targets: [{', '.join(sorted(left))}]`",
             )
     return {name: f"{_within_layer(name)}.weight" for name in claimed}
@@ -298,7 +337,7 @@ def _require_adapted(
         ConfigError: peft has interpreted the targets differently.
     """
     named = adapted.get_base_model().named_modules()
-    found = {name for name, m in named if isinstance(m, LoraLayer) and adapter in m.lora_A}
+    found = {name for name, m in named if is_adapted(m, adapter)}
     found = {name.replace(".base_layer", "") for name in found}
     experts = {name for name in found if name.endswith("experts")} if has_experts else set()
     odd = found ^ {*linears, *experts}
@@ -482,13 +521,9 @@ def load_into(model: PeftModel, folder: Path, *, adapter: str = ALONE) -> None:
                 hint="the `adapter` section of the run that trained it",
             )
     config: Any = model.peft_config[adapter]
-    for name, here in (
-        ("peft_type", str(config.peft_type.value)),
-        ("lora_alpha", config.lora_alpha),
-        ("use_rslora", config.use_rslora),
-        ("use_dora", config.use_dora),
-        ("alpha_pattern", config.alpha_pattern),
-    ):
+    scales = ("lora_alpha", "use_rslora", "use_dora", "alpha_pattern", "alpha")
+    own = {name: getattr(config, name, None) for name in scales}
+    for name, here in {"peft_type": str(config.peft_type.value), **own}.items():
         there = saved.get(name)
         if (there or None) != (here or None):
             raise CheckpointError(

@@ -13,17 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel
+from peft import PeftConfig, PeftModel, PeftType
+from peft.tuners.ia3.layer import IA3Layer
 from peft.tuners.lora.layer import Embedding, Linear, LoraLayer, ParamWrapper
+from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
+from finetune.adapter.methods import KINDS
 from finetune.errors import MergeError, read_by_library
 from finetune.files.adapter import require_adapter_files
 
 _ADAPTER = "default"
-_Layer = ParamWrapper | Linear | Embedding
 
 
 class Changes:
@@ -45,7 +47,7 @@ class Changes:
         """
         names = {id(module): name for name, module in model.named_modules()}
         adapted = _adapted(model, adapter)
-        self._layers: dict[str, _Layer] = {}
+        self._layers: dict[str, BaseTunerLayer] = {}
         self._replaced: dict[str, torch.Tensor] = {}
         for module in adapted.modules():
             if isinstance(module, ModulesToSaveWrapper):
@@ -53,7 +55,7 @@ class Changes:
                 saved: Any = module.modules_to_save[_ADAPTER]
                 for name, parameter in saved.named_parameters():
                     self._replaced[f"{prefix}.{name}"] = parameter.detach()
-            elif isinstance(module, LoraLayer):
+            elif isinstance(module, BaseTunerLayer):
                 layer = _mergeable(module, adapter)
                 prefix = names[id(layer.get_base_layer())]
                 name = layer.parameter_name if isinstance(layer, ParamWrapper) else "weight"
@@ -102,7 +104,7 @@ class Changes:
         return merged
 
     @torch.no_grad()
-    def _sum(self, layer: _Layer, values: torch.Tensor, first_row: int) -> torch.Tensor:
+    def _sum(self, layer: BaseTunerLayer, values: torch.Tensor, first_row: int) -> torch.Tensor:
         if isinstance(layer, ParamWrapper) and layer.num_experts > 1:
             rows = slice(first_row, first_row + len(values))
             lhs, rhs, scaling = layer.get_delta_factors(_ADAPTER)
@@ -123,10 +125,10 @@ def _adapted(model: PreTrainedModel, adapter: Path) -> PeftModel:
     require_adapter_files(adapter)
     with _put_on_base(adapter):
         config = PeftConfig.from_pretrained(str(adapter))
-    if not isinstance(config, LoraConfig):
+    if PeftType(config.peft_type).value not in KINDS:
         raise MergeError(
             f"{adapter} is of type {config.peft_type}",
-            limit="LoRA can be merged",
+            limit=f"{', '.join(KINDS)} can be merged",
             hint="load it beside its base with peft",
         )
     config.inference_mode = True
@@ -157,8 +159,9 @@ def _adapted(model: PreTrainedModel, adapter: Path) -> PeftModel:
 
 def _own(adapted: PeftModel) -> Iterator[tuple[str, nn.Parameter]]:
     """Return the parameters that are the adapter's and not the base's."""
+    prefix = str(adapted.base_model.prefix)
     for name, parameter in adapted.named_parameters(remove_duplicate=False):
-        if "lora_" in name or ".modules_to_save." in name:
+        if prefix in name or ".modules_to_save." in name:
             yield name, parameter
 
 
@@ -172,14 +175,21 @@ def _put_stand_ins(adapted: PeftModel) -> None:
                 module._parameters[name] = nn.Parameter(zeros, requires_grad=False)
 
 
-def _mergeable(layer: Any, adapter: Path) -> _Layer:
-    has_bias = any(layer.lora_bias.values())
-    if isinstance(layer, _Layer) and not has_bias:
+def _mergeable(layer: Any, adapter: Path) -> BaseTunerLayer:
+    """Return a layer whose merge changes one parameter of the base and no other."""
+    has_bias = isinstance(layer, LoraLayer) and any(layer.lora_bias.values())
+    # IA3 scales what a layer returns, its bias too
+    has_bias |= isinstance(layer, IA3Layer) and layer.get_base_layer().bias is not None
+    is_known = isinstance(layer, ParamWrapper | Linear | Embedding)
+    is_known |= not isinstance(layer, LoraLayer) and isinstance(layer.get_base_layer(), nn.Linear)
+    if is_known and not has_bias:
+        assert isinstance(layer, BaseTunerLayer)
         return layer
     raise MergeError(
         f"{adapter} has {'a bias' if has_bias else f'a layer of {type(layer).__name__}'}",
-        limit="LoRA on linear layers, embeddings and experts can be merged, without lora_bias",
-        hint="load it beside its base with peft",
+        limit="adapters on linear layers, embeddings and experts can be merged, without a bias that"
+        " they change",
+        hint="load it together with its base by peft",
     )
 
 

@@ -163,6 +163,12 @@ def _readers(adapter: Path, out: Path, *, serve: str, has_split_experts: bool) -
 
 def _require_readable(config: Mapping[str, Any]) -> None:
     """Refuse adapters that vLLM cannot hold."""
+    if config["peft_type"] != "LORA":
+        raise ConfigError(
+            f"the adapter is of type {config['peft_type']}",
+            limit="vLLM reads plain LoRA only",
+            hint="`sluice merge RUN_DIR --out DIR` gives a whole model, which it serves",
+        )
     for setting, what in (("use_dora", "DoRA"), ("modules_to_save", "modules trained whole")):
         if config.get(setting):
             raise ConfigError(

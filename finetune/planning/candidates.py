@@ -204,7 +204,7 @@ def _may_tile(recipe: Recipe, facts: ModelFacts) -> bool:
     """
     is_plain = facts.grade == "config" and not facts.has_experts
     is_plain &= not recipe.train.compile and recipe.adapter.dropout == 0
-    is_plain &= not recipe.train.is_full
+    is_plain &= not recipe.train.is_full and recipe.adapter.method == "lora"
     return is_plain and all(
         linear.is_unread for layer in facts.layers for linear in layer.linears if linear.is_down
     )

@@ -1,5 +1,6 @@
 """From a recipe to what the planner takes: facts, machine and request. No torch, no weights."""
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -11,7 +12,14 @@ from finetune.recipe.objective_section import ObjectiveSection
 from finetune.recipe.recipe import Recipe
 from finetune.recipe.sections import AdapterSection, ModelSection
 from offload.errors import MachineError
-from offload.plan.facts.facts import AdapterSpec, ModelFacts, is_known, linear_names, model_facts
+from offload.plan.facts.facts import (
+    AdapterSpec,
+    ModelFacts,
+    adapted_linears,
+    is_known,
+    linear_names,
+    model_facts,
+)
 from offload.plan.facts.trainable import all_weights
 from offload.plan.facts.workload import LayerCode, Workload
 from offload.plan.machine.machine import (
@@ -163,9 +171,12 @@ def with_configured_backend(model: ModelSection, facts: ModelFacts, machine: Mac
     )
 
 
-def adapter_spec(adapter: AdapterSection, facts: ModelFacts) -> AdapterSpec:
-    """Return the adapter with its groups of targets spelled out."""
-    return AdapterSpec(
+def adapter_spec(adapter: AdapterSection, facts: ModelFacts, *, dtype_bytes: int) -> AdapterSpec:
+    """Return the adapter with its groups of targets spelled out.
+
+    Of another method than LoRA, its modules are counted, which loads torch and peft.
+    """
+    spec = AdapterSpec(
         rank=adapter.rank,
         targets=chosen_targets(
             adapter.targets, known=linear_names(facts), modules_to_save=adapter.modules_to_save
@@ -178,13 +189,26 @@ def adapter_spec(adapter: AdapterSection, facts: ModelFacts) -> AdapterSpec:
         is_in_base_dtype=adapter.compute_dtype == "auto",
         has_dropout=adapter.dropout > 0,
     )
+    if adapter.method == "lora":
+        return spec
+    from finetune.adapter.method_counts import counted
+
+    adapted = (x for layer in facts.layers for x in adapted_linears(layer, spec))
+    method = counted(
+        adapter.method,
+        adapter.rank,
+        tuple(Counter((x.name, x.d_in, x.d_out) for x in adapted).items()),
+        model_type=facts.model_type,
+        dtype_bytes=dtype_bytes,
+    )
+    return replace(spec, method=method)
 
 
 def trained_spec(recipe: Recipe, facts: ModelFacts) -> AdapterSpec:
     """Return what trains: an adapter, or weights of the model, counted by their names."""
     what = recipe.train.what
     if what == "adapter":
-        return adapter_spec(recipe.adapter, facts)
+        return adapter_spec(recipe.adapter, facts, dtype_bytes=DTYPE_BYTES[recipe.model.dtype])
     if what == "all":
         return AdapterSpec.none(all_weights(facts))
     from finetune.full.chosen_weights import counted

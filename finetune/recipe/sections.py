@@ -74,13 +74,24 @@ class ModelSection(Section):
 
 
 class AdapterSection(Section):
-    """What is trained: a LoRA adapter, and modules trained whole."""
+    """What is trained: an adapter, and modules trained whole."""
 
+    method: Literal["lora", "loha", "lokr", "ia3", "vera", "oft", "miss"] = Field(
+        default="lora",
+        description="What is added to a linear layer: `lora`, or another method of peft's, computed"
+        " by peft. Fields that a method does not read are refused.",
+        examples=["vera"],
+    )
     rank: int = Field(
-        default=16, ge=1, le=MAX_RANK, description="LoRA rank: columns of A, rows of B."
+        default=16,
+        ge=1,
+        le=MAX_RANK,
+        description="Rank: columns of A, rows of B; of `oft` the number of blocks.",
     )
     alpha: float = Field(
-        default=32.0, gt=0, description="LoRA scale: the update is multiplied by alpha / rank."
+        default=32.0,
+        gt=0,
+        description="Scale of `lora`, `loha`, `lokr`: the update is multiplied by alpha / rank.",
     )
     dropout: float = Field(
         default=0.0, ge=0, lt=1, description="Dropout on the adapter's input while training."

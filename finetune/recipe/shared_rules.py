@@ -59,6 +59,12 @@ def _require_apart(name: str, recipe: Recipe) -> None:
             limit="runs share a base that does not train; each trains an adapter",
             hint="`train.what: adapter`, or `sluice finetune` for each run",
         )
+    if recipe.adapter.method != "lora":
+        raise ConfigError(
+            f"adapter.method is {recipe.adapter.method} in {name}",
+            limit="runs share their steps with LoRA adapters",
+            hint="`adapter.method=lora`, or `sluice finetune` for each run",
+        )
     if recipe.train.compile:
         raise ConfigError(
             f"train.compile is true in {name}",

@@ -191,8 +191,11 @@ def adapter_line(plan: Plan) -> str:
     ranks = ", ".join(f"{name} {rank}" for name, rank in spec.rank_pattern)
     dtype_bytes = plan.request.typical.dtype_bytes
     is_wider = bool(spec.targets) and dtype_bytes < FP32_BYTES and not spec.are_branches_grouped
+    name = f"{'DoRA' if spec.is_dora else 'LoRA'} rank {spec.rank}"
+    if spec.method is not None:
+        name = spec.method.name
     return (
-        f"{'DoRA' if spec.is_dora else 'LoRA'} rank {spec.rank}"
+        name
         + (f" ({ranks})" if ranks else "")
         + f" on {', '.join(places[:-1])}{' and ' if places[1:] else ''}{places[-1]}"
         + (f", with {', '.join(spec.modules)} whole" if spec.modules else "")

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune.adapter.targets import chosen_targets
 from finetune.errors import CheckpointError, ConfigError
 from finetune.files.adapter import WEIGHTS_FILE, read_adapter_config
 from finetune.files.tensors import read_known_header
-from finetune.planning.request import adapter_spec
+from finetune.planning.request import DTYPE_BYTES, adapter_spec
 from finetune.recipe.recipe import Recipe
 from finetune.run.run_dir import RunDir
 from finetune.training.preflight import adapter_to_go_on_from
@@ -183,11 +184,16 @@ class _Needs:
         if one.checkpoint is not None:
             section = one.checkpoint.recipe.adapter
             whole = frozenset(section.modules_to_save)
-            spec = adapter_spec(section, facts)
+            adapted = chosen_targets(
+                section.targets,
+                known=linear_names(facts),
+                modules_to_save=section.modules_to_save,
+            )
             return cls(
+                kind=section.method.upper(),
                 is_alone=bool(whole) and facts.tie_word_embeddings,
                 parameters=frozenset([str(one.checkpoint.run.path)] if facts.has_experts else []),
-                targets=frozenset(spec.targets),
+                targets=frozenset(adapted),
                 whole=whole,
             )
         assert one.folder is not None
@@ -236,7 +242,8 @@ def _spec(one: Contender, recipe: Recipe, facts: ModelFacts) -> AdapterSpec:
     if one.is_base:
         return AdapterSpec(rank=1, targets=(), experts=False, is_in_base_dtype=is_in_base_dtype)
     if one.checkpoint is not None:
-        return adapter_spec(one.checkpoint.recipe.adapter, facts)
+        own = one.checkpoint.recipe
+        return adapter_spec(own.adapter, facts, dtype_bytes=DTYPE_BYTES[recipe.model.dtype])
     assert one.folder is not None
     config: Mapping[str, Any] = read_adapter_config(one.folder)
     known, targets = linear_names(facts), config.get("target_modules")

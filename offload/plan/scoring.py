@@ -239,7 +239,7 @@ class _Draft:
             "adapters": self.request.adapter_bytes,
             "hidden states": hidden_bytes,
             # what a graph would save is no less than what a visit without one has at a time
-            VISIT: max(one.graph + one.own_input + one.dora for one in visits)
+            VISIT: max(one.graph + one.own_input + one.dora + one.update for one in visits)
             + input_bytes(facts, load),
             HEAD_CHUNK: head_chunk_bytes(
                 facts, load, is_fused=load.code_on(self.machine.device) == "fused"

@@ -18,6 +18,7 @@ from offload.plan.facts.families import (
     Family,
 )
 from offload.plan.facts.linears import Group, Linear, Norm
+from offload.plan.facts.peft_method import MethodCounts, PeftMethod
 
 TIED_KEY = "tie_word_embeddings"
 MAX_LAYERS = 10_000
@@ -221,6 +222,7 @@ class AdapterSpec:
         has_dropout: Whether branches of linear layers read their input after a dropout, each with
             a mask of its own.
         whole: The model's own weights that train in place of an adapter; None if it is frozen.
+        method: The counts of another method than LoRA, whose modules peft computes; else None.
     """
 
     rank: int
@@ -233,6 +235,7 @@ class AdapterSpec:
     is_in_base_dtype: bool = False
     has_dropout: bool = False
     whole: WholeWeights | None = None
+    method: PeftMethod | None = None
 
     @classmethod
     def none(cls, whole: WholeWeights) -> "AdapterSpec":
@@ -242,11 +245,22 @@ class AdapterSpec:
     @property
     def are_branches_grouped(self) -> bool:
         """Whether branches are ours, in one function; peft computes those of DoRA."""
-        return self.is_in_base_dtype and not self.is_dora
+        return self.is_in_base_dtype and not self.is_dora and self.method is None
 
     def reads_alone(self, linear: Linear) -> bool:
         """Return whether a linear's branch has an input that no other branch reads."""
         return self.has_dropout or linear.reads != "input"
+
+    @property
+    def reads_outputs(self) -> bool:
+        """Whether gradients read the outputs of adapted linears: DoRA, or a method that may."""
+        return self.is_dora or self.method is not None
+
+    def counts_of(self, linear: Linear) -> MethodCounts | None:
+        """Return what another method than LoRA adds to a linear; None for LoRA."""
+        if self.method is None:
+            return None
+        return self.method.of(linear.name, linear.d_in, linear.d_out)
 
     def rank_of(self, linear: Linear) -> int:
         """Return the rank of one projection."""

@@ -70,6 +70,10 @@ def _adapter_tensor_shapes(facts: ModelFacts, spec: AdapterSpec) -> tuple[Shape,
     shapes: list[Shape] = []
     for layer in facts.layers:
         for linear in adapted_linears(layer, spec):
+            counts = spec.counts_of(linear)
+            if counts is not None:
+                shapes += counts.shapes
+                continue
             width = spec.rank_of(linear) * linear.num_experts
             shapes += [(width, linear.d_in), (linear.d_out, width)]
             shapes += [(linear.d_out,)] if spec.is_dora else []
@@ -77,7 +81,7 @@ def _adapter_tensor_shapes(facts: ModelFacts, spec: AdapterSpec) -> tuple[Shape,
 
 
 def adapter_parameters(facts: ModelFacts, spec: AdapterSpec) -> int:
-    """Count the adapter's parameters: r * (d_in + d_out) for every target of every layer.
+    """Count the adapter's parameters: of LoRA, r * (d_in + d_out) for every target of every layer.
 
     Raises:
         UnsupportedModelError: A target's name occurs in no layer, there are no experts to adapt, or
@@ -192,10 +196,10 @@ def whole_linears(layer: LayerFacts, spec: AdapterSpec) -> tuple[Linear, ...]:
 def unread_linears(layer: LayerFacts, spec: AdapterSpec) -> tuple[Linear, ...]:
     """Return the matrices of a layer whose products a recompute can leave out.
 
-    Not modules that are trained in full; nor adapted ones with DoRA, whose magnitude reads their
-    values.
+    Not modules that are trained in full; nor adapted ones with DoRA or another method than LoRA,
+    whose gradients read their values.
     """
-    read = whole_linears(layer, spec) + (adapted_linears(layer, spec) if spec.is_dora else ())
+    read = whole_linears(layer, spec) + (adapted_linears(layer, spec) if spec.reads_outputs else ())
     return tuple(linear for linear in layer.linears if linear.is_unread and linear not in read)
 
 

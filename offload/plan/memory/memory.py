@@ -121,6 +121,7 @@ SHRINKS: Mapping[str, tuple[str, ...]] = {
     "one visit: gradients": (SEQ_LEN, MICRO_BATCH),
     "one visit: a tile of the MLP": (SMALLER_TILES,),
     "one visit: DoRA's norm": ("`adapter.dora: false`",),
+    "one visit: adapters on whole weights": ("`adapter.method: lora`",),
     "one visit: adapter factors": (RANK,),
     SLAB: (ON_DISK, ROUNDED_LAYERS),
     LOW_HALVES: (FEWER_WEIGHTS,),
@@ -386,7 +387,7 @@ def device_needs(
     )
     kinds = set(facts.layers)
     visits = {x: visit_bytes(facts, machine, x, workload, is_padded=is_padded) for x in kinds}
-    widest = max(visits.values(), key=lambda visit: visit.gradients + visit.dora + visit.tile)
+    widest = max(visits.values(), key=lambda visit: visit.beside_saved)
     is_cuda = machine.device == "cuda"
     outputs = {x: workload.output_bytes(x, is_cuda=is_cuda) for x in kinds}
     routers = dict.fromkeys(kinds, 0)  # where it is each micro-batch, all logits wait anyway
@@ -453,6 +454,8 @@ def _standing_terms(
     slot_bytes = max(workload.cargo_bytes(layer) for layer in kinds)
     gradients = FP32_BYTES * trained_parameters(facts, workload.adapter)
     adapters = FP32_BYTES * adapter_parameters(facts, workload.adapter)
+    if workload.adapter.method is not None:
+        adapters += workload.adapter.method.frozen_bytes
     modules = module_tensor_sizes(facts, workload.adapter)
     # traced visits and head chunks include those of their own modules; the front is not traced
     outside = outer_module_sizes(facts, workload.adapter)
@@ -574,5 +577,6 @@ def _visit_terms(one: VisitBytes) -> tuple[MemoryTerm, ...]:
         MemoryTerm(name="one visit: gradients", num_bytes=one.gradients),
         MemoryTerm(name="one visit: a tile of the MLP", num_bytes=one.tile),
         MemoryTerm(name="one visit: DoRA's norm", num_bytes=one.dora),
+        MemoryTerm(name="one visit: adapters on whole weights", num_bytes=one.update),
         MemoryTerm(name="one visit: adapter factors", num_bytes=one.factors),
     )

@@ -44,6 +44,7 @@ class VisitBytes:
         factors: A and B in the compute dtype, where they are cast to it.
         gradients: The widest gradients that are live together with all of these.
         dora: What is live while a merged weight's norm is computed.
+        update: What is live while another method than LoRA computes on a whole weight.
         tile: All that one tile of an MLP in tiles takes, if that is when most is live.
         own_input: The layer's input, if autograd saves it without a copy: `saved` leaves it out, as
             it is counted with the kept layer inputs.
@@ -55,8 +56,14 @@ class VisitBytes:
     factors: int
     gradients: int
     dora: int
+    update: int = 0
     tile: int = 0
     own_input: int = 0
+
+    @property
+    def beside_saved(self) -> int:
+        """What is live at most in addition to what is saved."""
+        return self.gradients + self.dora + self.update + self.tile
 
     @property
     def graph(self) -> int:
@@ -172,10 +179,12 @@ def _visit_bytes(
         adapter_inputs=tokens * whole_input_bytes(layer, spec=spec, dtype_bytes=b)
         + tokens
         * adapter_input_bytes(adapted, spec=spec, dtype_bytes=b, is_cpu=machine.device == "cpu"),
-        factors=factor_bytes(experts, spec=spec, dtype_bytes=b, form=form)
+        factors=method_bytes(linears, spec=spec)
+        + factor_bytes(experts, spec=spec, dtype_bytes=b, form=form)
         + cast_bytes(linears, spec=spec, dtype_bytes=b),
         gradients=tokens * gradients,
         dora=dora_bytes(adapted, spec=spec, dtype_bytes=b),
+        update=update_bytes(linears, spec=spec, num_tokens=tokens),
         own_input=tokens * _own_input_bytes(facts, fused, b),
     )
 
@@ -316,6 +325,13 @@ def adapter_input_bytes(
             features = linear.active * rank + (0 if linear.is_down else linear.d_in)
             inputs[linear.group, linear.name] = features * dtype_bytes
             continue
+        counts = spec.counts_of(linear)
+        if counts is not None:
+            inputs[linear.group, f"{linear.name}: saved"] = int(counts.saved.per_token)
+            if counts.saves_input:
+                key = (linear.group, "input" if linear.reads == "input" else linear.name)
+                inputs[key] = linear.active * linear.d_in * dtype_bytes
+            continue
         is_grouped = spec.are_branches_grouped
         is_shared = (is_grouped or dtype_bytes == FP32_BYTES) and not spec.reads_alone(linear)
         key = (linear.group, "input" if is_shared else linear.name)
@@ -326,6 +342,19 @@ def adapter_input_bytes(
             inputs[linear.group, f"{linear.name}: low"] = spec.rank_of(linear) * dtype_bytes
     outputs = sum(linear.d_out for linear in adapted) if spec.is_dora else 0
     return sum(inputs.values()) + (dtype_bytes + FP32_BYTES) * outputs
+
+
+def method_bytes(linears: Sequence[Linear], *, spec: AdapterSpec) -> int:
+    """Return what other methods than LoRA save of whole weights, however many tokens there are."""
+    counts = (spec.counts_of(linear) for linear in linears)
+    return int(sum(max(0.0, one.saved.fixed) for one in counts if one is not None))
+
+
+def update_bytes(linears: Sequence[Linear], *, spec: AdapterSpec, num_tokens: int) -> int:
+    """Return the most that is live within one module of another method than LoRA."""
+    counts = (spec.counts_of(linear) for linear in linears)
+    live = (one.live.at(num_tokens) for one in counts if one is not None)
+    return int(max(0.0, *live, 0.0)) if spec.method is not None else 0
 
 
 def whole_input_bytes(layer: LayerFacts, *, spec: AdapterSpec, dtype_bytes: int) -> int:

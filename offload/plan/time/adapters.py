@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from offload.plan.facts.facts import AdapterSpec
 from offload.plan.facts.linears import FP32_BYTES, Linear
+from offload.plan.facts.peft_method import MethodCounts, PassCounts
 from offload.plan.machine.machine import TALL_COLUMNS, Rate
 from offload.plan.time.pricer import SUM_PASSES, Pricer
 from offload.plan.time.work import Work
@@ -48,16 +49,36 @@ def branches(at: Pricer, adapted: Sequence[Linear], *, left_out: Sequence[Linear
     """
     spec, linears = at.workload.adapter, [x for x in adapted if x.group != "experts"]
     total = Passes(forward=Work(), recompute=Work(), backward=Work())
-    if spec.has_dropout:
+    if spec.has_dropout and spec.method is None:
         total = sum((_dropout(at, linear) for linear in linears), start=total)
     if spec.are_branches_grouped:
         for group in _groups(linears, spec):
             total = total + _grouped(at, group, left_out)
         linears = []
+    if spec.method is not None:
+        return sum((_by_peft(at, spec.counts_of(linear)) for linear in linears), start=total)
     for linear in (*linears, *(linear for linear in adapted if linear.group == "experts")):
         work = low_rank_branch(at, linear)
         total = total + Passes(forward=work, recompute=work, backward=work.times(2))
     return total
+
+
+def _by_peft(at: Pricer, counts: MethodCounts | None) -> Passes:
+    """Price an adapter of another method than LoRA, from counts of its module's operations."""
+    assert counts is not None
+    forward, backward = _counted(at, counts.forward), _counted(at, counts.backward)
+    return Passes(forward=forward, recompute=forward, backward=backward)
+
+
+def _counted(at: Pricer, counts: PassCounts) -> Work:
+    tokens, machine = at.workload.num_tokens, at.machine
+    fp32, half = counts.fp32_flops.at(tokens), counts.half_flops.at(tokens)
+    is_fp32 = at.workload.dtype_bytes == FP32_BYTES
+    fp32_rate = machine.gemm_flops_per_s if is_fp32 else machine.vector_flops_per_s
+    seconds = fp32 / fp32_rate.value + half / machine.gemm_flops_per_s.value
+    return Work(compute_s=seconds, flops=fp32 + half) + at.traffic(
+        counts.num_bytes.at(tokens), num_ops=counts.num_ops
+    )
 
 
 def _dropout(at: Pricer, linear: Linear) -> Passes:

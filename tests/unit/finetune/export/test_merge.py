@@ -461,9 +461,9 @@ def test_other_quantised_bases_are_refused(method: str, qwen3: SimpleNamespace) 
 
 
 def test_an_adapter_of_another_kind_is_refused(qwen3: SimpleNamespace) -> None:
-    settings = {"peft_type": "IA3", "target_modules": ["q_proj"], "feedforward_modules": []}
+    settings = {"peft_type": "BOFT", "target_modules": ["q_proj"]}
     (qwen3.adapter / "adapter_config.json").write_text(json.dumps(settings))
-    with pytest.raises(MergeError, match=r"is of type .*IA3; LoRA can be merged"):
+    with pytest.raises(MergeError, match=r"is of type .*BOFT; LORA, .* can be merged"):
         merge(qwen3.base, qwen3.adapter, qwen3.out)
 
 
@@ -483,7 +483,7 @@ def test_a_shared_tensor_that_is_published_twice_is_not_parted(tmp_path: Path) -
 def test_an_adapter_with_biases_is_refused(tmp_path: Path) -> None:
     base = publish(MODELS["gpt2"](), tmp_path / "base", torch.float32)
     adapter = train(base, tmp_path / "adapter", lora_bias=True)
-    with pytest.raises(MergeError, match="has a bias; LoRA on linear layers"):
+    with pytest.raises(MergeError, match="has a bias; adapters on linear layers"):
         merge(base, adapter, tmp_path / "out")
 
 

@@ -134,8 +134,9 @@ def test_a_key_like_no_other_lists_the_settings_of_its_section(folder: Path) -> 
     assert_refused(
         replaced("  rank: 8", "  rank: 8\n  zzz: [1]"),
         what="r.yaml:5: adapter.zzz is not a setting",
-        limit="the section adapter has rank, alpha, dropout, targets, experts, rank_pattern,"
-        " alpha_pattern, rslora, dora, compute_dtype, loraplus_ratio, init_from, modules_to_save",
+        limit="the section adapter has method, rank, alpha, dropout, targets, experts,"
+        " rank_pattern, alpha_pattern, rslora, dora, compute_dtype, loraplus_ratio, init_from,"
+        " modules_to_save",
         hint="remove `zzz`",
     )
 
@@ -212,8 +213,8 @@ def test_a_section_that_is_no_mapping_is_refused(folder: Path) -> None:
     assert_refused(
         replaced("adapter:\n  rank: 8", "adapter: lora"),
         what='r.yaml:3: adapter is "lora"',
-        limit="adapter is a section, with settings such as rank, alpha, dropout",
-        hint="`adapter:` and below it, indented, `rank: ...`",
+        limit="adapter is a section, with settings such as method, rank, alpha",
+        hint="`adapter:` and below it, indented, `method: ...`",
     )
 
 

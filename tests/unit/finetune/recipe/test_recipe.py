@@ -69,8 +69,8 @@ def test_a_section_has_at_most_14_fields(section: type[Section]) -> None:
     assert len(section.model_fields) <= 14
 
 
-def test_a_recipe_has_at_most_95_fields() -> None:
-    assert sum(len(section.model_fields) for section in SECTIONS if section) <= 95
+def test_a_recipe_has_at_most_110_fields() -> None:
+    assert sum(len(section.model_fields) for section in SECTIONS if section) <= 110
 
 
 @pytest.mark.parametrize("section", SECTIONS)

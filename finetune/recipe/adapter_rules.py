@@ -1,0 +1,51 @@
+"""Rules for adapters of other methods than LoRA: a method has its own settings, and no others."""
+
+from collections.abc import Iterator
+
+from finetune.recipe.breach import Breach
+from finetune.recipe.sections import AdapterSection, Settings
+
+EVERY_METHOD = frozenset({"method", "targets", "init_from", "modules_to_save"})
+READS = {
+    "loha": EVERY_METHOD | {"rank", "alpha"},
+    "lokr": EVERY_METHOD | {"rank", "alpha"},
+    "ia3": EVERY_METHOD,
+    "vera": EVERY_METHOD | {"rank", "dropout"},
+    "oft": EVERY_METHOD | {"rank"},
+    "miss": EVERY_METHOD | {"rank", "dropout"},
+}
+"""Method -> the fields of the section that it reads."""
+
+
+def broken_method_rules(recipe: Settings) -> Iterator[Breach]:
+    """Yield the fields that are set and that the method of the adapter does not read."""
+    adapter, default = recipe.adapter, AdapterSection()
+    if adapter.method == "lora":
+        return
+    for name in sorted(AdapterSection.model_fields.keys() - READS[adapter.method]):
+        value = getattr(adapter, name)
+        if value != getattr(default, name):
+            yield Breach(
+                field=f"adapter.{name}",
+                what=f"adapter.{name} is {value} and adapter.method is {adapter.method}",
+                limit=f"{adapter.method} reads {', '.join(sorted(READS[adapter.method]))}",
+                hint=f"leave `adapter.{name}` out, or `adapter.method: lora`",
+                reads=("adapter.method",),
+            )
+    if recipe.train.compile:
+        yield Breach(
+            field="train.compile",
+            what=f"train.compile is true and adapter.method is {adapter.method}",
+            limit="layers are compiled with LoRA alone",
+            hint="`train.compile: false`, or `adapter.method: lora`",
+            reads=("adapter.method",),
+        )
+    if isinstance(recipe.offload.mlp_chunk, int):
+        yield Breach(
+            field="offload.mlp_chunk",
+            what=f"offload.mlp_chunk is {recipe.offload.mlp_chunk} and adapter.method is"
+            f" {adapter.method}",
+            limit="its modules compute on whole weights, which each tile would do again",
+            hint="`offload.mlp_chunk: whole`, or `adapter.method: lora`",
+            reads=("adapter.method",),
+        )

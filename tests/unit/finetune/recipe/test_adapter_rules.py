@@ -1,0 +1,55 @@
+"""Fields that the method of an adapter does not read are refused, each by its name."""
+
+from typing import Any
+
+import pytest
+
+from finetune.recipe.adapter_rules import READS, broken_method_rules
+from finetune.recipe.sections import AdapterSection, Settings
+
+
+def broken(adapter: dict[str, Any], **offload: object) -> list[str]:
+    content = {
+        "model": {"path": "Qwen/Qwen3-8B"},
+        "data": {"path": "rows.jsonl"},
+        "train": {"steps": 3, "grad_accum_steps": 1},
+        "output": {"name": "x"},
+        "adapter": adapter,
+        "offload": offload,
+    }
+    return [breach.field for breach in broken_method_rules(Settings.model_validate(content))]
+
+
+def test_lora_reads_all_and_each_method_its_own() -> None:
+    everything = {"rank": 4, "alpha": 8, "dropout": 0.1, "dora": True, "rslora": True}
+    assert broken(everything) == []
+    assert broken({"method": "vera", "rank": 4, "dropout": 0.1}) == []
+    assert broken({"method": "loha", "rank": 4, "alpha": 8}) == []
+    assert broken({"method": "ia3", "targets": ["k_proj"]}) == []
+
+
+@pytest.mark.parametrize(
+    ("method", "field", "value"),
+    [
+        ("ia3", "rank", 4),
+        ("vera", "alpha", 8),
+        ("loha", "dropout", 0.1),
+        ("oft", "experts", True),
+        ("lokr", "dora", True),
+        ("miss", "rank_pattern", {"q_proj": 8}),
+        ("vera", "loraplus_ratio", 16),
+        ("oft", "compute_dtype", "float32"),
+    ],
+)
+def test_a_field_that_is_not_read_is_refused(method: str, field: str, value: object) -> None:
+    assert broken({"method": method, field: value}) == [f"adapter.{field}"]
+
+
+def test_tiles_of_an_mlp_are_refused() -> None:
+    assert broken({"method": "loha"}, mlp_chunk=64) == ["offload.mlp_chunk"]
+
+
+def test_methods_are_those_of_the_field_and_read_its_fields() -> None:
+    allowed = AdapterSection.model_fields["method"].annotation.__args__  # type: ignore[union-attr]
+    assert {"lora", *READS} == set(allowed)
+    assert all(fields <= AdapterSection.model_fields.keys() for fields in READS.values())
