@@ -1,7 +1,7 @@
 """Printing: the one module besides `finetune.exits` that does it."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -34,6 +34,21 @@ def print_notes(console: Console, notes: Sequence[str]) -> None:
 def print_text(text: str) -> None:
     """Print an answer, unchanged."""
     print(text)
+
+
+def print_part(text: str) -> None:
+    """Print a part of an answer, at once."""
+    print(text, end="", flush=True)
+
+
+def typed_lines(prompt: str) -> Iterator[str]:
+    """Give what the user types, line by line, until the end of the input."""
+    is_shown = sys.stdin.isatty()
+    while True:
+        try:
+            yield input(prompt if is_shown else "")
+        except EOFError:
+            return
 
 
 def warn(text: str) -> None:

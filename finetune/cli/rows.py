@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from finetune.cli.arguments import AsJson, MachineFile, Overrides, Source
-from finetune.cli.console import open_console, print_text, show, warn
+from finetune.cli.console import open_console, print_part, print_text, show, typed_lines, warn
 from finetune.errors import ConfigError
 from finetune.exits import explained
 
 if TYPE_CHECKING:
-    pass
+    from finetune.model.sampling import Choose
 
 
 def data(
@@ -73,6 +73,41 @@ def generate(
             note=warn,
         )
         print_text(answer)
+
+
+def chat(
+    run_dir: Annotated[Path, typer.Argument(help="A finished run's directory.")],
+    *,
+    has_base: Annotated[
+        bool, typer.Option("--compare", help="Let the base answer too, without the adapter.")
+    ] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 256,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="0 takes the most probable token, more draws one.")
+    ] = 0.0,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Draw from so many tokens.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Draw from tokens of this probability.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of the draws; 0 if not given.")] = None,
+) -> None:
+    """Talk with a finished run's model; it remembers what was said."""
+    with explained(str(run_dir)):
+        from finetune.commands.chat import Chat
+        from finetune.model.sampling import chosen_by
+
+        def chooser() -> "Choose":
+            return chosen_by(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+
+        chooser()  # options that do not go together are refused before the model is loaded
+        held = Chat(
+            max_new_tokens=max_new_tokens,
+            chooser=chooser,
+            has_base=has_base,
+            say=print_part,
+            note=warn,
+        )
+        held.hold(run_dir, typed_lines("> "))
 
 
 def score(

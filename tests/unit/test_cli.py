@@ -48,6 +48,10 @@ FLAGS = {
         *("--prompt", "--max-new-tokens", "--stop"),
         *("--temperature", "--top-k", "--top-p", "--seed"),
     },
+    "chat": {
+        *("--compare", "--max-new-tokens"),
+        *("--temperature", "--top-k", "--top-p", "--seed"),
+    },
     "score": {"--adapter", "--checkpoints", "--base", "--machine", "--json", "--out"},
     "adapter": {"--format", "--out"},
     "merge": {"--out"},

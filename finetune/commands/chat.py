@@ -1,0 +1,105 @@
+"""A conversation with a finished run's model, and with its base next to it."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from finetune.commands.trained_model import Prepared, TrainedModel
+from finetune.data.rows import Message
+from finetune.errors import ConfigError
+from finetune.model.sampling import Choose
+from offload.errors import SluiceError
+
+RESET = "/reset"
+HELP = f"Ctrl-D ends the conversation, {RESET} forgets it."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chat:
+    """How a conversation is held.
+
+    Attributes:
+        max_new_tokens: Longest answer.
+        chooser: Returns what chooses the tokens of an answer, from the beginning of its random
+            numbers.
+        has_base: Whether the base answers too, the same turns; its answers are not remembered.
+        say: Prints a piece of text, which may be a part of a line.
+        note: Reports what the user should know.
+    """
+
+    max_new_tokens: int
+    chooser: Callable[[], Choose]
+    has_base: bool
+    say: Callable[[str], None]
+    note: Callable[[str], None]
+
+    def hold(self, run_dir: Path, lines: Iterable[str]) -> None:
+        """Answer each line, with all turns before it.
+
+        Args:
+            run_dir: Of a finished run.
+            lines: What the user says.
+
+        Raises:
+            CheckpointError: The directory holds no run.
+            ConfigError: The base is to answer, and the run has trained its weights.
+            ModelError: The run has no adapter yet.
+        """
+        prepared = Prepared.of(run_dir, note=self.note)
+        if self.has_base and prepared.recipe.train.is_full:
+            raise ConfigError(
+                f"--compare, and {run_dir} trained the model's own weights",
+                limit="an adapter that is switched off leaves the base",
+                hint="leave `--compare` out",
+            )
+        turns: list[Message] = []
+        with prepared.attached(note=self.note) as model:
+            self.note(HELP)
+            for line in lines:
+                said = line.strip()
+                if said == RESET:
+                    turns.clear()
+                elif said:
+                    self._answer(prepared, model, turns, said)
+
+    def _answer(
+        self, prepared: Prepared, model: TrainedModel, turns: list[Message], said: str
+    ) -> None:
+        """Answer a line and remember both; one that is too long is not remembered."""
+        asked = [*turns, Message(role="user", content=said)]
+        try:
+            prompt = prepared.ids_of(asked, source="the conversation")
+            prepared.require_room(len(prompt), self.max_new_tokens)
+        except SluiceError as error:
+            self.note(f"{error.what}: {error.limit}. {RESET} forgets what was said before.")
+            return
+        if self.has_base:
+            self._spoken(model, prompt, name="base", is_base=True)
+        name = "adapter" if self.has_base else None
+        answer = self._spoken(model, prompt, name=name, is_base=False)
+        turns[:] = [*asked, Message(role="assistant", content=answer)]
+
+    def _spoken(
+        self, model: TrainedModel, prompt: Sequence[int], *, name: str | None, is_base: bool
+    ) -> str:
+        """Print an answer as it comes, and return it."""
+        said = ""
+
+        def heard(text: str) -> None:
+            nonlocal said
+            # a character of several tokens ends in this mark until all are there
+            if text.startswith(said) and not text.endswith("\N{REPLACEMENT CHARACTER}"):
+                self.say(text[len(said) :])
+                said = text
+
+        if name is not None:
+            self.say(f"{name}: ")
+        answer = model.answer(
+            prompt,
+            max_new_tokens=self.max_new_tokens,
+            choose=self.chooser(),
+            is_base=is_base,
+            heard=heard,
+        )
+        self.say(f"{answer[len(said) :]}\n")
+        return answer

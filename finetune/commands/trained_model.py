@@ -1,0 +1,259 @@
+"""A finished run's model, attached to answer: its layers are streamed as in training."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import offload
+from finetune.adapter.linear_lora import compute_in_base_dtype
+from finetune.adapter.lora import base_eos, load_adapter
+from finetune.data.rows import Conversation, Message
+from finetune.data.stops import (
+    GENERATION_CONFIG,
+    Stops,
+    cut_at,
+    eos_ids,
+    read_generation_config,
+)
+from finetune.data.tokenize import encode, prompt_ids
+from finetune.model.load import load_model
+from finetune.model.sampling import Choose
+from finetune.model.tokenizer import load_tokenizer
+from finetune.planning.request import facts_of, full_request
+from finetune.recipe.recipe import Recipe
+from finetune.run.run_dir import RunDir
+from finetune.training import preflight
+from finetune.training.generate import generate
+from finetune.training.samples import pad_id
+from offload.plan.memory.cache import require_room
+from offload.plan.plan import plan
+from offload.probe.machine import probe
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from offload.engine.engine import Engine
+    from offload.plan.facts.facts import ModelFacts
+    from offload.plan.machine.machine import Machine
+    from offload.plan.plan import Plan
+
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """A finished run whose model is not loaded yet.
+
+    Attributes:
+        run: Its directory.
+        recipe: Its recipe; of a run that trained all weights, with the model that it has left.
+        tokenizer: The model's.
+        facts: The model's shapes.
+        machine: Where it is to be computed.
+        plan: How its layers are streamed.
+    """
+
+    run: RunDir
+    recipe: Recipe
+    tokenizer: "PreTrainedTokenizerBase"
+    facts: "ModelFacts"
+    machine: "Machine"
+    plan: "Plan"
+
+    @classmethod
+    def of(cls, run_dir: Path, *, note: Note) -> "Prepared":
+        """Plan how a finished run's model is computed.
+
+        Args:
+            run_dir: Of a finished run.
+            note: Reports what the user should know about the adapter.
+
+        Raises:
+            CheckpointError: The directory holds no run.
+            ModelError: The run has no adapter yet.
+        """
+        run = RunDir(run_dir)
+        recipe = run.recipe() if run.recipe_file.exists() else None
+        if recipe is not None and recipe.train.is_full:
+            recipe = _of_trained(run, recipe)
+        else:
+            for word in run.require_adapter():
+                note(word)
+            recipe = run.recipe()
+        facts = facts_of(recipe.model)
+        device = preflight.torch_device_name(recipe.offload)
+        machine = probe(device=device, seconds=1.0, dtype=recipe.model.dtype)
+        return cls(
+            run=run,
+            recipe=recipe,
+            tokenizer=load_tokenizer(recipe.model.tokenizer_source),
+            facts=facts,
+            machine=machine,
+            plan=plan(facts, machine, full_request(recipe, facts, num_ranks=1)),
+        )
+
+    def ids_of(self, messages: Sequence[Message], *, source: str) -> Sequence[int]:
+        """Return the tokens before an answer to some turns, after the run's system prompt."""
+        turns = list(messages)
+        if self.recipe.data.system:
+            turns.insert(0, Message(role="system", content=self.recipe.data.system))
+        return prompt_ids(turns, self.tokenizer, source=source)
+
+    def require_room(self, num_prompt: int, num_new: int) -> None:
+        """Check that the key-value cache of an answer fits into device memory.
+
+        Raises:
+            DoesNotFitError: It does not.
+        """
+        budget = self.plan.request.vram_budget_bytes or self.machine.vram_bytes
+        require_room(
+            self.facts,
+            self.plan.device_memory,
+            limit_bytes=min(self.machine.vram_bytes, budget),
+            num_rows=1,
+            prompt_tokens=num_prompt,
+            new_tokens=num_new,
+            dtype_bytes=self.plan.request.typical.dtype_bytes,
+        )
+
+    @contextmanager
+    def attached(self, *, note: Note) -> Iterator["TrainedModel"]:
+        """Load the model with its adapter, and put it on an engine in this context."""
+        recipe, device = self.recipe, preflight.torch_device_name(self.recipe.offload)
+        loaded = load_model(
+            recipe.model,
+            codec=recipe.offload.layer_codec,
+            device=device,
+            seed=recipe.train.seed,
+            tier=recipe.offload.load_tier,
+            experts_implementation="eager",  # it works on any device, and a token has few rows
+        )
+        model: PeftModel | PreTrainedModel = loaded.model
+        if not recipe.train.is_full:
+            adapted = model = load_adapter(loaded.model, self.run.adapter)
+            if recipe.adapter.compute_dtype == "auto":
+                compute_in_base_dtype(adapted)
+        model.requires_grad_(requires_grad=False).eval()
+        engine = offload.attach(
+            model,
+            num_slots=self.plan.num_slots,
+            codec=recipe.offload.layer_codec,
+            tier=recipe.offload.load_tier,
+            device=device,
+            backing=loaded.backing,
+        )
+        trained = self.run.model if recipe.train.is_full else self.run.adapter
+        try:
+            yield TrainedModel(
+                engine=engine,
+                model=model,
+                tokenizer=self.tokenizer,
+                stop_ids=frozenset(_stops(trained, model, self.tokenizer).ids),
+                note=note,
+            )
+        finally:
+            engine.close()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedModel:
+    """A model on its engine.
+
+    Attributes:
+        engine: Runs it.
+        model: With its adapter, or trained whole.
+        tokenizer: Its tokenizer.
+        stop_ids: Tokens that end an answer.
+        note: Reports that the model is computed without a cache.
+    """
+
+    engine: "Engine"
+    model: "PeftModel | PreTrainedModel"
+    tokenizer: "PreTrainedTokenizerBase"
+    stop_ids: frozenset[int]
+    note: Note
+
+    def answer(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_new_tokens: int,
+        choose: Choose,
+        stop_strings: Sequence[str] = (),
+        is_base: bool = False,
+        heard: Callable[[str], None] | None = None,
+    ) -> str:
+        """Return what the model answers.
+
+        Args:
+            prompt: Its tokens.
+            max_new_tokens: Longest answer.
+            choose: Chooses the next tokens.
+            stop_strings: Texts that end the answer; they are not part of it.
+            is_base: Whether the adapter is switched off.
+            heard: Called with the text so far, at each token.
+        """
+
+        def text(ids: Sequence[int]) -> str:
+            shown = [token for token in ids if token not in self.stop_ids]
+            return str(self.tokenizer.decode(shown, skip_special_tokens=True))
+
+        def is_ended(_row: int, ids: Sequence[int]) -> bool:
+            if heard is not None:
+                heard(cut_at(text(ids), stop_strings))
+            return any(string in text(ids) for string in stop_strings)
+
+        with self._without_adapter() if is_base else nullcontext():
+            ids = generate(
+                self.engine,
+                [prompt],
+                max_new_tokens=max_new_tokens,
+                stop_ids=self.stop_ids,
+                pad_id=pad_id(self.tokenizer),
+                batch_size=1,
+                note=self.note,
+                choose=choose,
+                is_ended=is_ended,
+            )
+        return cut_at(text(ids[0]), stop_strings)
+
+    @contextmanager
+    def _without_adapter(self) -> Iterator[None]:
+        model: Any = self.model  # peft's: a model trained whole has no base
+        with model.disable_adapter():
+            yield
+
+
+def _of_trained(run: RunDir, recipe: Recipe) -> Recipe:
+    """Return the recipe with the model that its run has trained in place of the published one.
+
+    Raises:
+        CheckpointError: It is not there yet, or damaged.
+    """
+    run.require_model()
+    update = {"path": str(run.model), "config": None, "init": "pretrained", "tokenizer": None}
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update=update)})
+
+
+def _stops(
+    trained: Path, model: "PeftModel | PreTrainedModel", tokenizer: "PreTrainedTokenizerBase"
+) -> Stops:
+    """Return where generation stops, as the run has recorded it.
+
+    Older runs recorded nothing: their answers end as the template ends any answer.
+    """
+    fields = read_generation_config(trained)
+    if fields is not None:
+        return Stops(trained=eos_ids(fields, source=trained / GENERATION_CONFIG), base=())
+    turns = Message(role="user", content="?"), Message(role="assistant", content="!")
+    example = encode(
+        Conversation(messages=turns, source="the template's own"),
+        tokenizer,
+        seq_len=sys.maxsize,
+        loss_on="assistant",
+    )
+    return Stops(trained=example.end_ids, base=base_eos(model))

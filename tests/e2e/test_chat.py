@@ -1,0 +1,90 @@
+"""`sluice chat` by typed lines, against plain transformers and peft."""
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.e2e.runs import run
+
+NEW_TOKENS = 6
+
+
+class Plain:
+    """A conversation without anything of ours."""
+
+    def __init__(self, model_dir: Path, adapter: Path | None) -> None:
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(model_dir)
+        model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+        self._model = (PeftModel.from_pretrained(model, str(adapter)) if adapter else model).eval()
+
+    def answer(self, turns: Sequence[dict[str, str]]) -> str:
+        tokens = self._tokenizer.apply_chat_template(
+            list(turns),
+            add_generation_prompt=True,
+            enable_thinking=False,  # as trained: the rows have no reasoning
+            return_tensors="pt",
+            return_dict=True,
+        )
+        made = self._model.generate(
+            **tokens,
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            eos_token_id=self._tokenizer.convert_tokens_to_ids("<|im_end|>"),
+            pad_token_id=0,
+        )
+        new = made[0, tokens["input_ids"].shape[1] :]
+        return str(self._tokenizer.decode(new, skip_special_tokens=True))
+
+
+def talk(lines: Sequence[str], monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+    return run("chat", *words, "--max-new-tokens", str(NEW_TOKENS))
+
+
+def test_turns_are_remembered_and_the_base_answers_the_same(
+    finished, model_dir, monkeypatch, capsys
+) -> None:
+    said = ["what follows 3", "", "and then", "/reset", "what follows 3"]
+    capsys.readouterr()
+    assert talk(said, monkeypatch, finished, "--compare") == 0
+    shown = capsys.readouterr().out
+    adapter, base = Plain(model_dir, finished / "adapter"), Plain(model_dir, None)
+    first = [{"role": "user", "content": said[0]}]
+    answer = adapter.answer(first)
+    second = [*first, {"role": "assistant", "content": answer}]
+    second.append({"role": "user", "content": said[2]})
+    wanted = [base.answer(first), answer, base.answer(second), adapter.answer(second)]
+    assert wanted[0] != wanted[1]
+    spoken = [f"{name}: {text}" for name, text in zip(("base", "adapter") * 2, wanted, strict=True)]
+    assert shown == "".join(f"{text}\n" for text in (*spoken, *spoken[:2]))
+
+
+def test_what_cannot_be_talked_with_is_refused(finished, tmp_path, monkeypatch, capsys) -> None:
+    assert talk(["hello"], monkeypatch, tmp_path / "nowhere") == 1
+    assert talk(["hello"], monkeypatch, finished, "--top-k", "3") == 1
+    assert "top" in capsys.readouterr().err
+
+
+def test_an_answer_without_room_is_not_remembered(finished, monkeypatch, capsys) -> None:
+    import finetune.commands.trained_model as trained_model
+    from offload.errors import DoesNotFitError
+
+    lengths = list[int]()
+
+    def room(*_: object, prompt_tokens: int, **_others: object) -> None:
+        lengths.append(prompt_tokens)
+        if len(lengths) == 2:
+            raise DoesNotFitError("too long", limit="there is no room", hint="shorter")
+
+    monkeypatch.setattr(trained_model, "require_room", room)
+    assert talk(["what follows 3", "more", "more"], monkeypatch, finished) == 0
+    shown = capsys.readouterr()
+    assert "too long: there is no room. /reset forgets what was said before." in shown.err
+    assert lengths[1] == lengths[2] > lengths[0]
+    assert len(shown.out.splitlines()) == 2
