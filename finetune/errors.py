@@ -8,12 +8,14 @@ FinetuneError            see offload.errors.SluiceError for the three parts
   MergeError             an adapter that cannot be merged, or a model that cannot be exported
   RankError              another process of the run has failed
     ToldRankError        and has said so itself
+  RunFailedError         one of several runs, which all its ranks know
+TrialDoesNotFitError     the longest batch ran out of memory when it was tried
 """
 
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-from offload.errors import SluiceError
+from offload.errors import DoesNotFitError, SluiceError
 
 _SHOWN = 200
 
@@ -55,6 +57,14 @@ class RankError(FinetuneError):
     """Another process of the run has ended, does not answer, or trains on something else."""
 
 
+class RunFailedError(FinetuneError):
+    """A run cannot go on. All its ranks raise it at the same point, so other runs can go on."""
+
+
+class TrialDoesNotFitError(DoesNotFitError):
+    """The longest batch ran out of device memory when it was tried; on which ranks is not known."""
+
+
 class ToldRankError(RankError):
     """Another process of the run has failed and shows why; this one ends with it, silently."""
 
@@ -65,6 +75,20 @@ class ToldRankError(RankError):
             hint=f"see what rank {rank} shows",
         )
         self.rank = rank
+
+
+def file_error(error: OSError, where: str) -> FinetuneError:
+    """Return what a user is shown of a file that cannot be read or written.
+
+    Args:
+        error: From the system.
+        where: What is named if the error names no file.
+    """
+    return FinetuneError(
+        f"{error.filename or where}: {error.strerror or error}",
+        limit="a file is read or written there, which needs permission and room",
+        hint="give another path, fix the permissions (`ls -ld`) or free space (`df -h`)",
+    )
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import typer
 
 from finetune.env import rank_label
-from finetune.errors import ConfigError, ToldRankError
+from finetune.errors import ConfigError, ToldRankError, file_error
 from finetune.interrupts import Interrupted, exit_code, raised
 from offload.errors import DoesNotFitError, SluiceError
 
@@ -34,13 +34,7 @@ def explained(where: str) -> Iterator[None]:
     except BrokenPipeError:
         raise  # the reader of a pipe has gone, as with `| head`: typer exits silently
     except OSError as error:
-        what = f"{error.filename or where}: {error.strerror or error}"
-        print(
-            f"error{rank_label()}: {what}; a file is read or written there, which needs permission"
-            " and room"
-            "\n\nhint: give another path, fix the permissions (`ls -ld`) or free space (`df -h`)",
-            file=sys.stderr,
-        )
+        print(f"error{rank_label()}: {file_error(error, where)}", file=sys.stderr)
         raise typer.Exit(EXIT_USER) from None
     except KeyboardInterrupt as error:
         print("stopped", file=sys.stderr)

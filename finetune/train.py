@@ -161,7 +161,7 @@ def _trained(begun: Sequence[Begun], plan: Plan, engine: Engine, judge: Judge) -
     last: list[int] = []
     with interrupts.collected() as received:
         tasks = [train(one, plan, received) for one in begun]
-        for end in together(engine, tasks, judge=judge):
+        for end in together(engine, tasks, ranks=begun[0].session.run.ranks, judge=judge):
             number = end.number
             ended[number] = outcome = outcome_of(begun[number], end)
             if outcome.is_complete and end.num_left:

@@ -1,13 +1,14 @@
 """A sweep from its first run to its table: waves of runs that train together."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.table import Table
 from rich.text import Text
 
-from finetune.errors import CheckpointError, ConfigError
+from finetune.errors import CheckpointError, ConfigError, TrialDoesNotFitError
 from finetune.recipe.recipe import differences
 from finetune.recipe.shared_rules import require_shared
 from finetune.report.format import compact_table
@@ -104,18 +105,12 @@ def sweep(variants: Variants, how: How, *, ranks: Ranks, screen: Screen) -> Swee
     Args:
         variants: Its runs; of one that is resumed, only the directory is read.
         how: How it is run.
-        ranks: The process that does it.
+        ranks: The processes that do it together; the main one writes.
         screen: Where to show it.
 
     Raises:
         SluiceError: Anything that a user or the machine can cause, but for failures of one run.
     """
-    if ranks.num > 1:
-        raise ConfigError(
-            f"{ranks.num} ranks, and {len(variants.runs)} runs that train together",
-            limit="runs that share a stream of the base train on one device",
-            hint="start it without `accelerate launch`, or `sluice finetune` for each run",
-        )
     folder = SweepDir(variants.folder)
     screen.note(f"Sweep directory {folder.path}")
     statuses: Mapping[str, str] = {}
@@ -128,15 +123,16 @@ def sweep(variants: Variants, how: How, *, ranks: Ranks, screen: Screen) -> Swee
     waves = waves_of(
         [run for run in variants.runs if statuses.get(run.name) != FINISHED], most=how.most
     )
-    if not how.is_resume:
+    if ranks.is_main and not how.is_resume:
         folder.require_startable(may_overwrite=how.may_overwrite)
         for run in variants.runs:
             RunDir(run.recipe.output.run_dir).require_startable(may_overwrite=how.may_overwrite)
-    with locked(folder.path) as notes:
+    with locked(folder.path) if ranks.is_main else nullcontext(()) as notes:
         for note in notes:
             screen.note(note)
-        if not how.is_resume:
+        if ranks.is_main and not how.is_resume:
             folder.start(variants)
+        ranks.exchange(None)
         outcome = _run(variants, waves, statuses, how, folder, ranks, screen)
     if outcome.signal is not None:
         screen.note(f"Stopped; continue with `sluice sweep {folder.path} --resume`.")
@@ -188,7 +184,7 @@ def _run(
         try:
             outcomes = _together(wave, variants, how, ranks, screen)
         except DoesNotFitError as error:
-            if len(wave) == 1:
+            if len(wave) == 1 or (ranks.num > 1 and isinstance(error, TrialDoesNotFitError)):
                 raise
             half = -(-len(wave) // 2)
             screen.note(f"{len(wave)} runs do not fit together ({error.what}): {half} at a time")
@@ -198,12 +194,13 @@ def _run(
             states[run.name] = _ended(run, outcome)
             if outcome.error is not None:
                 screen.note(f"{run.name} has left: {outcome.error}")
-        folder.write([states[run.name] for run in variants.runs], variants.stop)
-        folder.draw([states[run.name] for run in variants.runs])
+        if ranks.is_main:
+            folder.write([states[run.name] for run in variants.runs], variants.stop)
+            folder.draw([states[run.name] for run in variants.runs])
         signal = next((one.signal for one in outcomes if one.signal is not None), None)
         if signal is not None:
             return SweepOutcome(states=list(states.values()), signal=signal, best=None)
-    best = _best(variants, list(states.values()), folder)
+    best = ranks.from_main(lambda: _best(variants, list(states.values()), folder))
     return SweepOutcome(states=list(states.values()), signal=None, best=best)
 
 
@@ -212,6 +209,12 @@ def _together(
 ) -> list[Outcome]:
     """Run a wave."""
     board = Board(screen.console)
+    verdicts = Verdicts(
+        rule=variants.stop,
+        names=[run.name for run in wave],
+        before=lambda: {run.name: eval_losses(run) for run in variants.runs},
+        note=screen.note,
+    )
     starts = [
         Start(
             recipe=run.recipe,
@@ -226,12 +229,7 @@ def _together(
         ranks=ranks,
         screen=screen,
         machine_file=how.machine_file,
-        judge=Verdicts(
-            rule=variants.stop,
-            names=[run.name for run in wave],
-            before=lambda: {run.name: eval_losses(run) for run in variants.runs},
-            note=screen.note,
-        ),
+        judge=lambda losses: ranks.from_main(lambda: verdicts(losses)),
     )
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from finetune.data.dataset import ExampleSet
 from finetune.data.steps import Steps, StepShare, collate
-from finetune.errors import FinetuneError
+from finetune.errors import RunFailedError
 from finetune.recipe.sections import TrainSection
 from finetune.run.checkpoint import Resumable, StateForm, state_form
 from finetune.training.objectives import Evaluation, Objectives, RowLogps, mean_of, parts_of
@@ -248,7 +248,7 @@ class Loop:
         """Return the mean loss over the label tokens of all held-out rows, shared by the ranks.
 
         Raises:
-            FinetuneError: It is not finite.
+            RunFailedError: It is not finite.
         """
         size = self._train.sequences
         loss_sum, num_label_tokens = 0.0, 0
@@ -270,7 +270,7 @@ class Loop:
             held_out: Their steps, all this rank's; the ranks share them out by their numbers.
 
         Raises:
-            FinetuneError: The loss is not finite.
+            RunFailedError: The loss is not finite.
         """
         assert self._objectives is not None
         found: dict[int, tuple[int, Evaluation]] = {}
@@ -332,7 +332,7 @@ class Loop:
 
     def _require_finite_held_out(self, loss: float) -> None:
         if not math.isfinite(loss):
-            raise FinetuneError(
+            raise RunFailedError(
                 f"the loss on held-out rows is {loss}",
                 limit="it must be finite; earlier checkpoints are good",
                 hint=self._lower_rate(),
@@ -360,7 +360,7 @@ class Loop:
         """Update what trains with the gradients of a step that the engine has computed.
 
         Raises:
-            FinetuneError: The loss or the gradients are not finite; nothing was updated.
+            RunFailedError: The loss or the gradients are not finite; nothing was updated.
         """
         share, result = request.share, found.result
         update_start_s = time.perf_counter()
@@ -399,7 +399,7 @@ class Loop:
     def _require_finite(self, name: str, loss: float, grad_norm: float) -> None:
         """Stop before an update that would ruin the weights and, in time, every checkpoint."""
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            raise FinetuneError(
+            raise RunFailedError(
                 f"in {name} the loss is {loss} and the norm of the gradients {grad_norm}",
                 limit="both must be finite; the step was not applied, and checkpoints are good",
                 hint=self._lower_rate(),

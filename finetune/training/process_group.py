@@ -25,7 +25,13 @@ from accelerate import PartialState
 from torch import nn
 
 from finetune.env import Launch
-from finetune.errors import FinetuneError, RankError, ToldRankError
+from finetune.errors import (
+    FinetuneError,
+    RankError,
+    RunFailedError,
+    ToldRankError,
+    file_error,
+)
 from finetune.training.ranks import Ranks
 from offload.errors import SluiceError
 from offload.plan.memory.memory import GRADIENT_BUCKET_BYTES
@@ -48,6 +54,8 @@ class _Word:
 
 class ProcessGroup(Ranks):
     """The ranks of a launch with several processes."""
+
+    run_errors = (RunFailedError,)  # any other error may be of one rank, for which the others wait
 
     def __init__(
         self,
@@ -102,6 +110,24 @@ class ProcessGroup(Ranks):
             if word.failure is not None:
                 raise ToldRankError(rank, word.failure)
         return tuple(word.value for word in words)
+
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Fail on all ranks if one fails in this context, with its error."""
+        failure: SluiceError | None = None
+        try:
+            yield
+        except RankError:
+            raise
+        except SluiceError as error:
+            failure = error
+        except OSError as error:
+            failure = file_error(error, f"rank {self.index}")
+        own = None if failure is None else (failure.what, failure.limit, failure.hint)
+        first = next((one for one in self.exchange(own) if one is not None), None)
+        if first is not None:
+            what, limit, hint = first
+            raise RunFailedError(what, limit=limit, hint=hint) from failure
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter], *, loss: float) -> float:
         """Add up the gradients of all ranks, in place, and return the sum of their losses."""
@@ -188,13 +214,19 @@ class ProcessGroup(Ranks):
     # ----------------------------------------------------------------------------------- gradients
 
     def _bucket_for(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the memory that gradients are sent from, made at the first step."""
-        if self._bucket is None:
-            dtype = reduce(torch.promote_types, (g.dtype for g in gradients))
-            most = self._bucket_bytes // dtype.itemsize
-            num_elements = min(most, sum(g.numel() for g in gradients))
-            self._bucket = torch.empty(num_elements, dtype=dtype, device=gradients[0].device)
-        return self._bucket
+        """Return the memory that gradients are sent from, kept from step to step.
+
+        Its size follows from these gradients alone: so the order of each sum does, and runs that
+        share their steps have the bits that they have by themselves.
+        """
+        dtype = reduce(torch.promote_types, (g.dtype for g in gradients))
+        most = self._bucket_bytes // dtype.itemsize
+        num_elements = min(most, sum(g.numel() for g in gradients))
+        kept = self._bucket
+        if kept is None or kept.dtype != dtype or kept.numel() < num_elements:
+            kept = torch.empty(num_elements, dtype=dtype, device=gradients[0].device)
+            self._bucket = kept
+        return kept[:num_elements]
 
 
 def _leave() -> None:

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
 
+from offload.errors import SluiceError
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -28,6 +30,8 @@ class Ranks:
     num = 1
     index = 0
     local_index = 0
+    run_errors: "tuple[type[SluiceError | OSError], ...]" = (SluiceError, OSError)
+    """By these a run fails alone: one that shares its steps with others leaves them."""
 
     @property
     def is_main(self) -> bool:
@@ -66,6 +70,15 @@ class Ranks:
         yield
         if self.is_main:
             self.exchange(None)
+
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Fail on all ranks if one fails in this context, in which no rank waits for others.
+
+        Raises:
+            RunFailedError: There are several ranks, and one has failed.
+        """
+        yield
 
     def sum_gradients(self, parameters: "Sequence[nn.Parameter]", *, loss: float) -> float:
         """Add up the gradients of all ranks, in place, and return the sum of their losses.

@@ -14,7 +14,7 @@ from finetune.adapter.neftune import add_noise
 from finetune.data.dataset import Rows
 from finetune.data.steps import Steps
 from finetune.data.stops import Stops
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, TrialDoesNotFitError
 from finetune.full.chosen_weights import choose_weights
 from finetune.full.update import FullUpdate
 from finetune.model.load import Loaded, load_model, set_router_loss
@@ -40,7 +40,6 @@ from offload.engine.host.slab import Slab
 from offload.engine.host.store import Backing
 from offload.engine.memory_meter import reset_peak
 from offload.engine.model.layers import LayeredModel
-from offload.errors import DoesNotFitError
 from offload.plan.machine.machine import GIB
 from offload.plan.plan import Plan, calibrate, costs_of, with_costs
 from offload.plan.schedule.schedule import MIN_SLOTS
@@ -176,7 +175,7 @@ def calibrated(sessions: Sequence[Session], plan: Plan) -> Plan:
         plan: Of the steps that they share.
 
     Raises:
-        DoesNotFitError: The longest does not fit.
+        TrialDoesNotFitError: The longest does not fit.
         ConfigError: The layers cannot be compiled.
     """
     run, engine = sessions[0].run, sessions[0].engine
@@ -212,7 +211,7 @@ def _rehearsed(sessions: Sequence[Session]) -> list[StepRecord]:
     """Rehearse runs together; return the record of each."""
     tasks = [one.loop.rehearsal(one.steps.longest(), one.steps.typical()) for one in sessions]
     records: dict[int, StepRecord] = {}
-    for end in together(sessions[0].engine, tasks):
+    for end in together(sessions[0].engine, tasks, ranks=sessions[0].run.ranks):
         if isinstance(end.error, FinetuneError) and len(sessions) > 1:
             raise FinetuneError(
                 f"{sessions[end.number].run.dir.path.name}: {end.error.what}",
@@ -410,7 +409,7 @@ def _shared_slab(
     return make
 
 
-def too_large(plan: Plan, error: torch.OutOfMemoryError) -> DoesNotFitError:
+def too_large(plan: Plan, error: torch.OutOfMemoryError) -> TrialDoesNotFitError:
     """Return the error for a rehearsal that ran out of memory, with the settings to change."""
     num_slots, num_graphs = plan.num_slots, plan.num_kept_graphs
     fix = f"offload.num_slots: {num_slots - 1}" if num_slots > MIN_SLOTS else "train.seq_len"
@@ -420,7 +419,7 @@ def too_large(plan: Plan, error: torch.OutOfMemoryError) -> DoesNotFitError:
         fix = "offload.sent_graphs: none"
     if num_graphs:
         fix = "offload.kept_graphs: 0"
-    return DoesNotFitError(
+    return TrialDoesNotFitError(
         f"the longest batch ran out of device memory with {num_slots} slots"
         + (f" and {shown_graphs(num_graphs)}" if num_graphs else "")
         + f": {str(error).splitlines()[0]}",

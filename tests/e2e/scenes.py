@@ -1,5 +1,6 @@
 """Two ranks that talk without a model: `main([NAME])`, in one process for each rank."""
 
+import errno
 import sys
 import time
 from collections.abc import Sequence
@@ -9,7 +10,13 @@ import torch
 from torch import nn
 
 from finetune.env import launch
-from finetune.errors import ConfigError, FinetuneError, RankError, ToldRankError
+from finetune.errors import (
+    ConfigError,
+    FinetuneError,
+    RankError,
+    RunFailedError,
+    ToldRankError,
+)
 from finetune.training.process_group import ProcessGroup
 
 
@@ -81,6 +88,40 @@ def both_fail() -> None:
     here = launch()
     with pytest.raises(ToldRankError if here.index else ConfigError):
         fail()
+
+
+def one_run_fails() -> None:
+    """A run fails on both ranks with the error of either, and they go on to talk."""
+    with ProcessGroup(launch()) as ranks:
+
+        def fail(error: Exception, *, on: Sequence[int]) -> None:
+            with ranks.failing_together():
+                if ranks.index in on:
+                    raise error
+
+        full = OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
+        wrong = ConfigError("a setting is wrong", limit="it must be right", hint="mend it")
+        for failing in (0, 1):
+            with pytest.raises(RunFailedError, match=r"metrics\.jsonl: No space left on device; "):
+                fail(full, on=[failing])
+        with pytest.raises(RunFailedError, match="a setting is wrong; it must be right"):
+            fail(wrong, on=[0, 1])
+        fail(wrong, on=[])
+        assert ranks.exchange(ranks.index) == (0, 1)
+
+
+def sums_of_runs() -> None:
+    """A run's gradients have the same sum whatever larger or smaller runs came before."""
+    sizes, found = (23, 5, 23), []
+    with ProcessGroup(launch(), bucket_bytes=4 * 7) as ranks:
+        for size in sizes:
+            parameter = nn.Parameter(torch.zeros(size))
+            parameter.grad = torch.randn(size, generator=torch.Generator().manual_seed(ranks.index))
+            ranks.sum_gradients([parameter], loss=0.0)
+            found.append(parameter.grad)
+    seeds = (torch.Generator().manual_seed(seed) for seed in (0, 1))
+    assert torch.equal(found[0], sum(torch.randn(23, generator=seed) for seed in seeds))
+    assert torch.equal(found[0], found[2])
 
 
 def one_hangs() -> None:

@@ -10,6 +10,12 @@ from safetensors.torch import load_file
 LEARNED = ("step", "loss", "grad_norm", "lr", "num_tokens", "num_label_tokens")
 
 
+def states(folder: Path) -> dict[str, dict[str, object]]:
+    """Return what a sweep has written of its runs, by name."""
+    content = json.loads((folder / "sweep.json").read_text())
+    return {one["name"]: one for one in content["runs"]}
+
+
 def learned(run_dir: Path) -> list[dict[str, float]]:
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [

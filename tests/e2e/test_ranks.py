@@ -31,7 +31,10 @@ def has_steps(run_dir: Path, number: int) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scene", ["sums", "main_first", "one_fails", "both_fail", "one_hangs"])
+@pytest.mark.parametrize(
+    "scene",
+    ["sums", "sums_of_runs", "main_first", "one_run_fails", "one_fails", "both_fail", "one_hangs"],
+)
 def test_two_ranks_talk(scene: str, forked) -> None:
     ranks = forked.start_ranks(scene, module="tests.e2e.scenes")
     assert [rank.end() for rank in ranks] == [0, 0], [rank.shown for rank in ranks]

@@ -1,4 +1,3 @@
-import json
 import shutil
 import signal
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from offload.errors import DoesNotFitError
 from tests.e2e.conftest import RecipeWriter
 from tests.e2e.forked import Forked
 from tests.e2e.runs import rows_of, run
-from tests.e2e.sweeps import assert_same_bits, learned
+from tests.e2e.sweeps import assert_same_bits, learned, states
 
 GRID = ("train.lr=0.02,0.005", "adapter.rank=2,4")
 FIRST, LAST = "lr-0.02_rank-2", "lr-0.005_rank-4"
@@ -25,11 +24,6 @@ FIRST, LAST = "lr-0.02_rank-2", "lr-0.005_rank-4"
 def recipe(write_recipe: RecipeWriter, tmp_path: Path) -> Path:
     output = {"eval_every": 2, "dir": str(tmp_path / "sweep")}
     return write_recipe(output=output, train={"steps": 4})
-
-
-def states(folder: Path) -> dict[str, dict[str, object]]:
-    content = json.loads((folder / "sweep.json").read_text())
-    return {one["name"]: one for one in content["runs"]}
 
 
 def test_a_grid_is_trained_ranked_and_its_best_recipe_written(

@@ -22,7 +22,7 @@ from finetune.run.evaluations import EVAL_LOSS, Evaluations, shown_evaluation
 from finetune.run.references import write_references
 from finetune.run.run_files import EVALUATION_BEFORE
 from finetune.training import report
-from finetune.training.loop import Computed, Request
+from finetune.training.loop import Computed, Request, StepRecord
 from finetune.training.measured import write_measured
 from finetune.training.metrics_writer import MetricsWriter, profiled
 from finetune.training.optimizer import rates_since
@@ -181,8 +181,9 @@ def train(
             if _is_due(done, output.eval_every):
                 row |= report.evaluation_row(session.evaluation())
                 evaluations = evaluations.after(done, row[EVAL_LOSS])
-            if ranks.is_main:
-                writer.write(row)
+            with ranks.failing_together():
+                if ranks.is_main:
+                    writer.write(row)
             bar.advance(row)
             stopped = yield from _verdict(row)
             signal = max(ranks.exchange(received[0] if received else 0)) or None
@@ -191,9 +192,8 @@ def train(
             is_left = is_last or bool(stopped or signal)
             if _is_due(done, output.checkpoint_every) or done == best or is_left:
                 ranks.require_same_weights(session.loop.weights, step=done)
-                if ranks.is_main:
-                    write_measured(session, plan, record, step=done, seal=seal)
-                    _save(session, step=done, best=best)
+                with ranks.failing_together():
+                    _save(begun, plan, record, step=done, best=best)
             if is_left:
                 end = Done(num_steps=done)
                 return end if is_last else replace(end, signal=signal, stopped=stopped)
@@ -247,9 +247,12 @@ def _look_before(session: "Session") -> None:
     session.run.screen.note(f"Before training: {shown_evaluation(row)}")
 
 
-def _save(session: "Session", *, step: int, best: int | None) -> None:
+def _save(begun: Begun, plan: Plan, record: StepRecord, *, step: int, best: int | None) -> None:
     """Write the checkpoint after a step, but first the metrics, which determine the best one."""
-    run, loop = session.run, session.loop
+    session, run, loop = begun.session, begun.session.run, begun.session.loop
+    if not run.ranks.is_main:
+        return
+    write_measured(session, plan, record, step=step, seal=begun.seal)
     run.dir.flush_metrics()
     run.dir.checkpoints.save(
         step,
@@ -268,13 +271,12 @@ def _save(session: "Session", *, step: int, best: int | None) -> None:
 
 def finished(begun: Begun, outcome: Outcome) -> Outcome:
     """Finish a run whose steps are done; return its outcome, with the error if that fails."""
-    session = begun.session
-    if not session.run.ranks.is_main:
-        return outcome
+    session, ranks = begun.session, begun.session.run.ranks
     try:
-        with session.loop.using():
-            _finish(session)
-    except (SluiceError, OSError) as error:
+        with ranks.failing_together(), session.loop.using():
+            if ranks.is_main:
+                _finish(session)
+    except ranks.run_errors as error:
         return replace(outcome, error=error)
     return outcome
 

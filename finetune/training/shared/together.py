@@ -6,7 +6,8 @@ alone. All runs that ask for the same step share one pass over the layers and ba
 further than others, as after a kill, waits for them: so what a step is compared with is the same
 whether or not the runs were interrupted.
 
-A run that ends, or fails, leaves; the others go on. A failure of the engine is everybody's.
+A run that ends, or fails, leaves; the others go on. A failure of the engine is everybody's, and so
+is one that only some ranks of the run know of.
 """
 
 import math
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from finetune.training.loop import Computed, Request, computed
+from finetune.training.ranks import Ranks
 from offload.engine.engine import Engine
 from offload.errors import SluiceError
 
@@ -72,13 +74,14 @@ def judged_alone(_losses: Mapping[int, Evaluated]) -> Mapping[int, str]:
 
 
 def together(
-    engine: Engine, tasks: "Sequence[Task[T]]", *, judge: Judge = judged_alone
+    engine: Engine, tasks: "Sequence[Task[T]]", *, ranks: Ranks, judge: Judge = judged_alone
 ) -> "Iterator[Ended[T]]":
     """Drive runs that share an engine; yield each when it leaves.
 
     Args:
         engine: Computes their steps.
         tasks: The runs.
+        ranks: The processes that all of them share.
         judge: Which runs are to stop after an evaluation.
 
     Raises:
@@ -95,7 +98,7 @@ def together(
                 except StopIteration as end:
                     live.remove(number)
                     yield Ended(number=number, result=end.value, error=None, num_left=len(live))
-                except (SluiceError, OSError) as error:
+                except ranks.run_errors as error:
                     live.remove(number)
                     yield Ended(number=number, result=None, error=error, num_left=len(live))
             answers = _answered(engine, asked, judge) if live else {}

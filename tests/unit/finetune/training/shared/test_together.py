@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, RunFailedError
 from finetune.training.loop import Request
+from finetune.training.ranks import Ranks
 from finetune.training.shared.together import Ended, Evaluated, together
 
 
@@ -43,7 +44,7 @@ def task(
 
 def driven(*tasks: Any, judge: Any = lambda _: {}) -> tuple[list[list[str]], list[Ended[str]]]:
     engine: Any = FakeEngine()
-    ended = list(together(engine, tasks, judge=judge))
+    ended = list(together(engine, tasks, ranks=Ranks(), judge=judge))
     return engine.steps, ended
 
 
@@ -104,5 +105,15 @@ def test_a_failure_of_the_engine_ends_all_runs() -> None:
 
     engine: Any = Broken()
     with pytest.raises(FinetuneError, match="the device is gone"):
-        list(together(engine, [noted("a"), noted("b")]))
+        list(together(engine, [noted("a"), noted("b")], ranks=Ranks()))
     assert closed == ["a", "b"]
+
+
+def test_a_failure_that_other_ranks_do_not_know_is_everybodys() -> None:
+    class Several(Ranks):
+        run_errors = (RunFailedError,)
+
+    engine: Any = FakeEngine()
+    tasks = [task("a", range(3), fails=1), task("b", range(3))]
+    with pytest.raises(FinetuneError, match="a has failed"):
+        list(together(engine, tasks, ranks=Several()))
