@@ -9,10 +9,11 @@ FinetuneError            see offload.errors.SluiceError for the three parts
   RankError              another process of the run has failed
     ToldRankError        and has said so itself
   RunFailedError         one of several runs, which all its ranks know
+ApartError               runs that are to train in waves, by their plan
 TrialDoesNotFitError     the longest batch ran out of memory when it was tried
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 from offload.errors import DoesNotFitError, SluiceError
@@ -59,6 +60,23 @@ class RankError(FinetuneError):
 
 class RunFailedError(FinetuneError):
     """A run cannot go on. All its ranks raise it at the same point, so other runs can go on."""
+
+
+class ApartError(FinetuneError):
+    """Runs that do not share their steps: not all fit, or waves of them take less time.
+
+    Attributes:
+        waves: The runs of each, by their numbers.
+    """
+
+    def __init__(self, waves: Sequence[tuple[int, ...]]) -> None:
+        sizes = " and ".join(str(len(wave)) for wave in waves)
+        super().__init__(
+            f"{sum(map(len, waves))} runs in one step",
+            limit="by the plan they do not fit, or take longer than in waves",
+            hint=f"`sluice sweep` trains them in waves of {sizes}",
+        )
+        self.waves = waves
 
 
 class TrialDoesNotFitError(DoesNotFitError):

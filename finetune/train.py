@@ -11,6 +11,7 @@ from pathlib import Path
 
 from finetune import interrupts
 from finetune.env import launch_notes
+from finetune.errors import ApartError
 from finetune.planning.request import facts_of
 from finetune.recipe.recipe import Recipe, with_layer_kernels, with_packing
 from finetune.report.choice import choice_json, choice_tables
@@ -44,7 +45,7 @@ from finetune.training.shared.member import (
     outcome_of,
     train,
 )
-from finetune.training.shared.plan_wave import plan_wave
+from finetune.training.shared.plan_wave import plan_wave, plan_waves
 from finetune.training.shared.together import Judge, judged_alone, together
 from offload.engine.engine import Engine
 from offload.plan.plan import Plan
@@ -255,6 +256,9 @@ def _prepared(runs: Sequence[Run], machine_file: Path | None) -> _Prepared:
         one = plan_steps(run, facts, data[-1], machine, is_backend_settled=is_settled)
         planned.append(one)
         machine, is_settled = one.choice.plan.machine, True  # expert kernels are timed once
+    waves = plan_waves(planned)
+    if len(waves) > 1:
+        raise ApartError(waves)
     shared = plan_wave(planned)
     plan = shared.choice.plan
     if ranks.is_main:

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from finetune.errors import CheckpointError, ConfigError, TrialDoesNotFitError
+from finetune.errors import ApartError, CheckpointError, ConfigError, TrialDoesNotFitError
 from finetune.recipe.recipe import differences
 from finetune.recipe.shared_rules import require_shared
 from finetune.report.format import compact_table
@@ -183,8 +183,14 @@ def _run(
             screen.note(f"Wave of {len(wave)} runs, {sum(map(len, left))} wait: {names}")
         try:
             outcomes = _together(wave, variants, how, ranks, screen)
+        except ApartError as error:
+            sizes = " and ".join(str(len(numbers)) for numbers in error.waves)
+            screen.note(f"By the plan, {len(wave)} runs train in waves of {sizes}")
+            left[:0] = [[wave[number] for number in numbers] for numbers in error.waves]
+            continue
         except DoesNotFitError as error:
-            if len(wave) == 1 or (ranks.num > 1 and isinstance(error, TrialDoesNotFitError)):
+            is_of_one_rank = ranks.num > 1 and isinstance(error, TrialDoesNotFitError)
+            if len(wave) == 1 or is_of_one_rank:
                 raise
             half = -(-len(wave) // 2)
             screen.note(f"{len(wave)} runs do not fit together ({error.what}): {half} at a time")

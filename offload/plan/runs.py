@@ -75,7 +75,7 @@ class Wave:
     Attributes:
         runs: Which, counted from 0, in the order of the plan's.
         plan: Of a step of all of them.
-        time_s: Until the last has made its last step.
+        time_s: From its start until the last has made its last step.
     """
 
     runs: tuple[int, ...]
@@ -111,6 +111,7 @@ def plan_runs(
     num_steps: Sequence[int],
     kinds: Sequence[Hashable],
     apart: Collection[frozenset[int]] = (),
+    start_s: float = 0.0,
 ) -> RunsPlan | None:
     """Choose the runs that train together; see above for the rule.
 
@@ -119,11 +120,12 @@ def plan_runs(
         num_steps: Steps of each run.
         kinds: What each run asks of the planner: those of runs of one kind are the same.
         apart: Sets of runs that cannot all be in one wave.
+        start_s: What a wave takes before its first step, whatever its runs.
 
     Returns:
         The waves, and what fits; None if a run does not fit alone.
     """
-    times = _Times(planner=planner, num_steps=num_steps, kinds=kinds, apart=apart)
+    times = _Times(planner=planner, num_steps=num_steps, kinds=kinds, apart=apart, start_s=start_s)
     numbers = range(len(num_steps))
     alone = [times.wave((run,)) for run in numbers]
     steps_s = [wave.plan.step_s for wave in alone if wave is not None]
@@ -176,10 +178,11 @@ class _Times:
         num_steps: Sequence[int],
         kinds: Sequence[Hashable],
         apart: Collection[frozenset[int]],
+        start_s: float,
     ) -> None:
         first = {kind: number for number, kind in reversed(list(enumerate(kinds)))}
         self._kinds = [first[kind] for kind in kinds]
-        self._num_steps, self._apart = num_steps, apart
+        self._num_steps, self._apart, self._start_s = num_steps, apart, start_s
         # a kind is the number of the first run that has it
         self._plan = cache(planner)
         self._time_s = cache(self._timed)
@@ -207,7 +210,9 @@ class _Times:
 
     def _timed(self, likes: tuple[tuple[int, int], ...]) -> float:
         plan = self._plan(tuple(kind for kind, _ in likes))
-        return math.inf if plan is None else wave_s(plan, [number for _, number in likes])
+        if plan is None:
+            return math.inf
+        return self._start_s + wave_s(plan, [number for _, number in likes])
 
 
 def _sharings(times: _Times, steps_s: Sequence[float]) -> Iterator[Sharing]:

@@ -119,8 +119,10 @@ def sums_of_runs() -> None:
             parameter.grad = torch.randn(size, generator=torch.Generator().manual_seed(ranks.index))
             ranks.sum_gradients([parameter], loss=0.0)
             found.append(parameter.grad)
-    seeds = (torch.Generator().manual_seed(seed) for seed in (0, 1))
-    assert torch.equal(found[0], sum(torch.randn(23, generator=seed) for seed in seeds))
+    first, second = (
+        torch.randn(23, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)
+    )
+    assert torch.equal(found[0], first + second)
     assert torch.equal(found[0], found[2])
 
 

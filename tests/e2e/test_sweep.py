@@ -1,3 +1,4 @@
+import json
 import shutil
 import signal
 from collections.abc import Sequence
@@ -60,7 +61,7 @@ def test_runs_that_do_not_fit_together_train_in_halves(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The plan or the trial of the longest batch refuses three or more."""
+    """The trial of the longest batch, or the traced memory, refuses three or more."""
     sizes = []
 
     def small(starts: Sequence[Start], **how: Any) -> list[Outcome]:
@@ -76,6 +77,24 @@ def test_runs_that_do_not_fit_together_train_in_halves(
     assert "3 runs do not fit together (they take 9 GiB): 2 at a time" in capsys.readouterr().out
     found = states(tmp_path / "sweep")
     assert [one["status"] for one in found.values()] == ["finished"] * 3
+
+
+def test_runs_that_do_not_fit_together_by_the_plan_train_in_its_waves(
+    recipe: Path, machine_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    no_graphs = ("offload.kept_graphs=0", "offload.attention_outputs=none", "train.steps=2")
+    words = (recipe, "train.lr=0.02,0.01,0.005", *no_graphs, "--machine", machine_file)
+    assert run("sweep", *words) == 0
+    folder, whole = tmp_path / "sweep", tmp_path / "whole"
+    assert "waves" not in capsys.readouterr().out
+    folder.rename(whole)
+    predicted = json.loads((whole / "lr-0.02" / "predicted.json").read_text())
+    peak_bytes = predicted["before measuring"]["predicted"]["peak_vram_bytes"]
+    budget_gib = (peak_bytes - 1) / 2**30
+    assert run("sweep", *words, f"offload.vram_budget={budget_gib!r}") == 0
+    assert "By the plan, 3 runs train in waves of 2 and 1" in capsys.readouterr().out
+    for name in states(folder):
+        assert_same_bits(folder / name, whole / name)
 
 
 @pytest.mark.slow

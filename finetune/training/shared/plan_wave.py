@@ -1,10 +1,13 @@
-"""The plan of a step that several runs share."""
+"""The plan of a step that several runs share, and which runs share their steps."""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
 from finetune.planning.candidates import choose
+from finetune.training.loop import TIMED_S
 from finetune.training.prepare import Planned
+from offload.errors import DoesNotFitError
+from offload.plan.plan import Plan
 from offload.plan.request import (
     OF_A_RUN,
     PlanRequest,
@@ -13,6 +16,7 @@ from offload.plan.request import (
     with_head_chunk,
     with_mlp_chunk,
 )
+from offload.plan.runs import plan_runs
 
 
 def plan_wave(runs: Sequence[Planned]) -> Planned:
@@ -43,6 +47,32 @@ def plan_wave(runs: Sequence[Planned]) -> Planned:
     return replace(
         largest, choice=choose(plan.facts, plan.machine, requests), open_requests=requests
     )
+
+
+def plan_waves(runs: Sequence[Planned]) -> list[tuple[int, ...]]:
+    """Return which runs share their steps, by their numbers: all, or else in waves.
+
+    Waves are chosen for the shortest time of all. Each costs the timing of its first steps too, so
+    runs that neither save nor lose by sharing share.
+
+    Args:
+        runs: As each would be run alone.
+    """
+
+    def planned(numbers: tuple[int, ...]) -> Plan | None:
+        try:
+            return plan_wave([runs[number] for number in numbers]).choice.plan
+        except DoesNotFitError:
+            return None
+
+    found = plan_runs(
+        planned,
+        num_steps=[run.steps.num for run in runs],
+        kinds=[run.open_requests for run in runs],
+        start_s=TIMED_S,
+    )
+    assert found is not None  # each has been planned alone
+    return [wave.runs for wave in found.waves]
 
 
 def _as_in(chosen: PlanRequest, request: PlanRequest) -> PlanRequest:

@@ -215,12 +215,13 @@ def planned(
     *,
     most: int = 8,
     apart: Sequence[frozenset[int]] = (),
+    start_s: float = 0.0,
 ) -> RunsPlan | None:
     def planner(some: tuple[int, ...]) -> Plan | None:
         return together(*[runs[run] for run in some]) if len(some) <= most else None
 
     steps = num_steps or (1,) * len(runs)
-    return plan_runs(planner, num_steps=steps, kinds=runs, apart=apart)
+    return plan_runs(planner, num_steps=steps, kinds=runs, apart=apart, start_s=start_s)
 
 
 def partitions(left: Sequence[int]) -> Iterator[list[list[int]]]:
@@ -276,6 +277,17 @@ def test_waves_are_as_fast_as_the_best_partition_of_a_few_runs(most: int) -> Non
     )
     assert best_s * (1 - 1e-9) <= found.together_s <= 1.05 * best_s
     assert found.together_s <= found.alone_s
+
+
+def test_runs_that_gain_nothing_by_sharing_share_where_a_wave_takes_time_to_begin() -> None:
+    runs = [replace(SMALL, num_micro_batches=16)] * 2
+    for start_s, num_waves in ((0.0, 2), (1.0, 1)):
+        found = planned(runs, start_s=start_s)
+        assert found is not None
+        assert len(found.waves) == num_waves
+        steps_s = sum(wave.plan.step_s for wave in found.waves)
+        assert found.together_s == pytest.approx(steps_s + num_waves * start_s)
+        assert found.alone_s == pytest.approx(steps_s + 2 * start_s)
 
 
 def test_runs_that_cannot_be_together_are_in_different_waves() -> None:
