@@ -60,6 +60,8 @@ FLAGS = {
     "recipes show": set(),
     "recipes copy": set(),
     "recipes schema": set(),
+    # a card, and what comes first; a suggested recipe goes to the terminal or a file
+    "recipes for": {"--vram", "--ram", "--machine", "--goal", "--out"},
 }
 
 
