@@ -5,14 +5,10 @@ from typing import Annotated
 
 import typer
 
-from finetune.cli.arguments import Machine, Overrides, Ram, finite
+from finetune.cli.arguments import Machine, Overrides, Ram, Vram
 from finetune.cli.console import print_text, warn
 from finetune.exits import explained
 
-Vram = Annotated[
-    float | None,
-    typer.Option(min=1, max=1_000_000, callback=finite, help="GiB of VRAM of the card."),
-]
 GoalName = Annotated[
     str, typer.Option(help="What comes first: balanced, fastest, quality or context.")
 ]

@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from finetune.planning.suggestion import Form, Suggestion
+from finetune.planning.suggestion import SOME_ROWS, Form, Suggestion
 from finetune.recipe.describe import written
 from finetune.report.format import shown_break_even, shown_time
 from finetune.report.summary import SOURCES
@@ -17,7 +17,6 @@ _COMMENTS = {
     "model.init": "a shape without weights: to try the program with",
     "adapter.rank": "columns of A, rows of B",
     "adapter.alpha": "the update is scaled by alpha / rank",
-    "data.path": "for rows of your own: data.path=my/train.jsonl",
     "data.eval_frac": "held out, never trained on",
     "objective.method": "what is learned from such rows",
     "train.seq_len": "longest sequence; short rows share one",
@@ -123,6 +122,8 @@ def _sections(suggestion: Suggestion) -> Iterator[str]:
         for key, value in settings[section].items():
             is_model = section == "model" and key in ("path", "config")
             about = note if is_model and note else _COMMENTS.get(f"{section}.{key}")
+            if value == SOME_ROWS:
+                about = "for rows of your own: data.path=my/train.jsonl"
             line = f"  {key}: {_scalar(value)}"
             yield f"{line:<{_COLUMN - 2}}  # {about}" if about else line
         if section == "adapter" and "experts" not in settings[section] and has_experts:

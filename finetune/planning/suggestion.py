@@ -35,6 +35,7 @@ Settings = dict[str, dict[str, Any]]
 _Size = TypeVar("_Size")
 CODECS: tuple[Codec, ...] = ("auto", *sorted(ROUNDING, key=lambda codec: ROUNDING[codec]))
 TOKENS_PER_STEP, SEQ_LEN = 16_384, 2_048
+SOME_ROWS = "yahma/alpaca-cleaned"
 RAM_SIZES_GIB = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
 
@@ -109,7 +110,7 @@ def first_settings(model: WantedModel, *, name: str) -> Settings:
     return {
         "model": dict(model.settings),
         "adapter": {"rank": 16, "alpha": 32, "targets": "all-linear"},
-        "data": {"path": "yahma/alpaca-cleaned", "eval_frac": 0.01},
+        "data": {"path": SOME_ROWS, "eval_frac": 0.01},
         "train": {
             "seq_len": SEQ_LEN,
             "tokens_per_step": TOKENS_PER_STEP,

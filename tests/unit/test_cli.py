@@ -26,6 +26,11 @@ FLAGS = {
         "--machine",
         "--verbose",
     },
+    # an answer each, so that it runs without a terminal; a file; and no questions
+    "init": {
+        *("--model", "--data", "--machine", "--vram", "--ram", "--goal"),
+        *("--out", "--yes"),
+    },
     "plan": {
         "--machine",
         "--machines",
