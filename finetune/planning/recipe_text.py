@@ -12,6 +12,7 @@ from finetune.report.summary import SOURCES
 from offload.plan.machine.machine import GIB
 
 EPOCH_TOKENS = 10_000_000
+_METHODS = {"lora": "LoRA"}
 _WORDS = {"native": "exact", "bf16_packed": "exact, packed"}
 _COMMENTS = {
     "model.init": "a shape without weights: to try the program with",
@@ -60,10 +61,14 @@ def figures(form: Form) -> dict[str, str]:
 def _header(suggestion: Suggestion, name: str) -> Iterator[str]:
     chosen, target, goal = suggestion.chosen, suggestion.target, suggestion.goal
     machine = target.machine
-    method = chosen.recipe.objective.method
-    way = "LoRA" if method == "sft" else f"{method.upper()} with LoRA"
+    recipe = chosen.recipe
+    learns = [] if recipe.objective.is_sft else [recipe.objective.method.upper()]
+    adapter = _METHODS.get(recipe.adapter.method, recipe.adapter.method)
+    trained = "all weights of" if recipe.train.is_full else f"{adapter} on"
+    way = " with ".join([*learns, trained])
     yield from _wrapped(
-        f"{way} on {suggestion.model.name}, {form_words(chosen)}, for {machine.name} with"
+        f"{way[0].upper()}{way[1:]} {suggestion.model.name}, {form_words(chosen)}, for"
+        f" {machine.name} with"
         f" {machine.ram_bytes / GIB:g} GiB of RAM."
     )
     yield ""
@@ -125,7 +130,10 @@ def _sections(suggestion: Suggestion) -> Iterator[str]:
             if value == SOME_ROWS:
                 about = "for rows of your own: data.path=my/train.jsonl"
             line = f"  {key}: {_scalar(value)}"
-            yield f"{line:<{_COLUMN - 2}}  # {about}" if about else line
+            is_long = len(line) > _COLUMN - 2
+            if about and is_long:
+                yield f"  # {about}:"
+            yield f"{line:<{_COLUMN - 2}}  # {about}" if about and not is_long else line
         if section == "adapter" and "experts" not in settings[section] and has_experts:
             yield f"{'  # experts: true':<{_COLUMN - 2}}  # its experts too: this needs more"
     yield ""

@@ -36,6 +36,7 @@ _Size = TypeVar("_Size")
 CODECS: tuple[Codec, ...] = ("auto", *sorted(ROUNDING, key=lambda codec: ROUNDING[codec]))
 TOKENS_PER_STEP, SEQ_LEN = 16_384, 2_048
 SOME_ROWS = "yahma/alpaca-cleaned"
+LORA_LR, FULL_LR = 2e-4, 1e-5
 RAM_SIZES_GIB = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
 
@@ -115,7 +116,7 @@ def first_settings(model: WantedModel, *, name: str) -> Settings:
             "seq_len": SEQ_LEN,
             "tokens_per_step": TOKENS_PER_STEP,
             "epochs": 1,
-            "lr": 2e-4,
+            "lr": LORA_LR,
             "warmup_ratio": 0.03,
         },
         "output": {"name": name, "checkpoint_every": 50, "eval_every": 50},
@@ -187,6 +188,11 @@ class _Base:
         if target.vram_gib is not None:
             written.setdefault("offload", {})["vram_budget"] = target.vram_gib
         recipe, written = _completed(written, overrides)
+        if recipe.train.is_full:
+            del written["adapter"]
+            if not any(text.startswith("train.lr=") for text in overrides):
+                written["train"]["lr"] = FULL_LR
+            recipe, written = _completed(written, ())
         facts = facts_of(recipe.model)
         is_open = not any(text.startswith("train.seq_len=") for text in overrides)
         if is_open and recipe.train.seq_len > facts.max_position_embeddings:
@@ -313,12 +319,14 @@ def _missing_bytes(form: Form) -> int:
 
 def _least(target: Target, base: _Base) -> str:
     """Return the smallest card with this RAM, and the least RAM with this card, that do."""
-    machine, cards = target.machine, _larger_cards(target)
+    budget_bytes = base.recipe.offload.vram_budget_bytes or target.machine.vram_bytes
+    machine = replace(target.machine, vram_bytes=min(budget_bytes, target.machine.vram_bytes))
+    cards = _larger_cards(machine.vram_bytes)
     ram_gib = _least_ram(base, machine)
     card = _first(cards, lambda name: base.fits(_with_ram(named_machine(name), machine.ram_bytes)))
-    words = [] if ram_gib is None else [f"`--ram {ram_gib}` with {machine.name}"]
+    words = [] if ram_gib is None else [f"`--ram {ram_gib}` with as much VRAM"]
     if card is not None:
-        words.append(f"`--machine {card}` ({CARDS[card].memory_gib:g} GiB) with this RAM")
+        words.append(f"`--machine {card}` ({CARDS[card].memory_gib:g} GiB) with as much RAM")
     if not words:
         most_bytes = RAM_SIZES_GIB[-1] * GIB
         card = _first(cards, lambda name: base.fits(_with_ram(named_machine(name), most_bytes)))
@@ -343,7 +351,7 @@ def _first(sizes: Sequence[_Size], does: Callable[[_Size], bool]) -> _Size | Non
     return sizes[at] if at < len(sizes) else None
 
 
-def _larger_cards(target: Target) -> list[str]:
+def _larger_cards(vram_bytes: int) -> list[str]:
     """Return a card of each larger size of memory, the smallest first: the slowest of desktops."""
     sizes = sorted({card.memory_gib for card in CARDS.values() if card.has_bf16})
     desktop = max(card.memory_gib for card in CARDS.values() if card.line != "server")
@@ -352,5 +360,5 @@ def _larger_cards(target: Target) -> list[str]:
         if size <= desktop
         else next(name for name, card in CARDS.items() if card.memory_gib == size)
         for size in sizes
-        if size * GIB > target.machine.vram_bytes
+        if size * GIB > vram_bytes
     ]

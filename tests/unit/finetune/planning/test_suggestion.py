@@ -97,6 +97,15 @@ def test_a_recipe_for_experts_says_how_to_train_them(capsys) -> None:
     assert "experts: true" not in suggested(capsys, "llama-3.2-1b", "--vram", 24)
 
 
+def test_all_weights_have_no_adapter_and_a_lower_rate(capsys) -> None:
+    words = ("qwen3-0.6b", "--vram", 24, "train.what=all")
+    text = suggested(capsys, *words)
+    assert text.startswith("# All weights of qwen3-0.6b, exact from RAM, for rtx3090")
+    assert "\nadapter:" not in text
+    assert "\n  lr: 1e-05\n" in text
+    assert "\n  lr: 3e-05\n" in suggested(capsys, *words, "train.lr=3e-5")
+
+
 # ---------------------------------------------------------------------------------------- goals
 
 
@@ -180,7 +189,7 @@ def test_what_does_not_fit_names_the_least_that_does(capsys) -> None:
     err = capsys.readouterr().err
     assert "llama-3.1-70b does not fit rtx3060-8gb in any form: the nearest, nf4 from disk" in err
     assert "short of VRAM\n" in err
-    found = re.search(r"`--machine (\S+)` \((\d+) GiB\) with this RAM", err)
+    found = re.search(r"`--machine (\S+)` \((\d+) GiB\) with as much RAM", err)
     assert found is not None
     assert run(*asked, "--machine", found[1]) == 0
     assert found[2] == "16"
@@ -192,10 +201,19 @@ def test_too_little_ram_names_how_much_would_do(capsys) -> None:
     assert run(*asked, "--ram", 32) == 3
     err = capsys.readouterr().err
     assert "short of RAM" in err
-    found = re.search(r"`--ram (\d+)` with rtx5090", err)
+    found = re.search(r"`--ram (\d+)` with as much VRAM", err)
     assert found is not None
     assert run(*asked, "--ram", found[1]) == 0
     assert run(*asked, "--ram", int(found[1]) // 2) == 3
+
+
+def test_a_budget_is_kept_to_by_what_would_do(capsys) -> None:
+    asked = ("recipes", "for", "qwen3-14b", "offload.codec=nf4", "--machine", "rtx4090")
+    assert run(*asked, "--vram", 5, "--ram", 32) == 3
+    err = capsys.readouterr().err
+    assert "5.00 GiB of VRAM and 32.00 GiB of RAM may be used, so it is short of VRAM\n" in err
+    assert "`--ram" not in err  # no RAM helps
+    assert "`--machine rtx" in err
 
 
 # ------------------------------------------------------------------------------------ the asking

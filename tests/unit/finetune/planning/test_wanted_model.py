@@ -59,3 +59,18 @@ def test_a_folder_with_weights_is_trained_from_and_a_config_alone_is_only_planne
 def test_a_toy_has_random_weights() -> None:
     found = wanted_model("tiny-qwen3")
     assert found.settings == {"config": "tiny-qwen3", "init": "random"}
+
+
+def test_a_hub_id_in_the_cache_is_taken_before_a_shape_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = tmp_path / "models--own--qwen3-8b-of-mine" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    refs = tmp_path / "models--own--qwen3-8b-of-mine" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("abc")
+    with pytest.raises(ConfigError, match="no model that is known"):
+        wanted_model("own/qwen3-8b-of-mine")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert wanted_model("own/qwen3-8b-of-mine").settings == {"path": "own/qwen3-8b-of-mine"}
