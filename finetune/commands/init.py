@@ -29,7 +29,8 @@ from finetune.report.format import shown_time
 from offload.errors import DoesNotFitError
 
 HERE = "here"
-FEW_ROWS, MANY_ROWS = 200, 5_000
+FEW_ROWS, MANY_ROWS, FEW_STEPS = 200, 5_000, 30
+MOST_EVERY, NUM_EVALUATIONS = 50, 4
 Note = Callable[[str], None]
 
 
@@ -145,7 +146,12 @@ def make(answers: Answers, *, out: Path, note: Note) -> Made:
         f"an epoch is about {num_tokens:,} tokens, {num_steps:,} steps:"
         f" {shown_time(num_steps * chosen.plan.step_s)}, predicted"
     )
-    return Made(files=files, lines=(*notes, *more, epoch), plan=plan)
+    if num_steps < FEW_STEPS:
+        more.append(
+            f"{num_steps} steps are few to learn in: raise `train.epochs`, or lower"
+            " `train.tokens_per_step`"
+        )
+    return Made(files=files, lines=(*notes, epoch, *more), plan=plan)
 
 
 def _plan(out: Path, machine: str, asked: Asked, form: Any, note: Note) -> RenderableType:
@@ -201,6 +207,9 @@ def _settings(answers: Answers, out: Path) -> Settings:
     settings = first_settings(answers.model, name=run_name(out.stem))
     settings["data"] = {"path": _path_from(out, rows.path), "format": rows.data_format}
     settings["train"]["seq_len"] = seq_len_for(rows, least=SEQ_LEN)
+    num_steps = rows.num_tokens // settings["train"]["tokens_per_step"]
+    every = max(1, min(MOST_EVERY, num_steps // NUM_EVALUATIONS))
+    settings["output"] |= {"checkpoint_every": every, "eval_every": every}
     if rows.num_rows >= FEW_ROWS:
         settings["data"]["eval_frac"] = 0.01 if rows.num_rows >= MANY_ROWS else 0.05
     else:

@@ -133,6 +133,16 @@ def test_a_plan_for_a_card_imports_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
 
 
+def test_a_recipe_for_a_card_imports_no_torch() -> None:
+    code = (
+        "import sys\nfrom finetune.app import main\n"
+        "try:\n    main(['recipes', 'for', 'llama-3.2-1b', '--vram', '8'])\n"
+        "except SystemExit as end:\n    assert not end.code, end.code\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
+
+
 def test_a_plan_for_235b_needs_no_torch() -> None:
     words = ["plan", "qwen3-235b-a22b", "--machine", "h200", "offload.codec=nf4"]
     words += ["offload.sent_graphs=none", "offload.attention_outputs=none"]

@@ -75,6 +75,18 @@ def test_rows_decide_how_long_sequences_are_within_what_fits(capsys) -> None:
     assert recipe.train.tokens_per_step == 12_288
 
 
+def test_evaluations_come_four_times_an_epoch_and_few_steps_are_said(capsys) -> None:
+    row = {"prompt": "x" * 2997, "completion": "yyy"}  # 1,000 tokens, as they are assumed
+    for num_rows, every in ((400, 6), (4000, 50)):
+        Path("rows.jsonl").write_text((json.dumps(row) + "\n") * num_rows)
+        assert run(*words(), "--out", f"{num_rows}.yaml", "--yes") == 0
+        recipe = load_recipe(f"{num_rows}.yaml", [])
+        assert (recipe.output.eval_every, recipe.output.checkpoint_every) == (every, every)
+        out = capsys.readouterr().out
+        assert f"an epoch is about {num_rows * 1000:,} tokens" in out
+        assert ("25 steps are few to learn in" in out) == (num_rows == 400)
+
+
 @pytest.mark.parametrize("flag", ["model", "data", "vram"])
 def test_what_is_missing_without_a_terminal_is_named_by_its_flag(flag: str, capsys) -> None:
     assert run(*words(**{flag: None})) == 1
