@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
+from finetune.errors import ConfigError
 from finetune.planning.candidates import chosen_plan, fits, full_requests, nearest_request
 from finetune.planning.compare import Codec, fitting_lengths, slowest_card
 from finetune.planning.goals import Goal
@@ -145,6 +146,8 @@ def suggest(
         ConfigError: A setting is wrong.
         DoesNotFitError: No form fits; the error names the smallest card and RAM for which one does.
     """
+    if goal.is_longest:
+        _require_open_length(overrides)
     base = _Base.of(settings, target, overrides)
     planned = tuple(base.forms(target.machine, goal))
     fitting = [form for form in planned if not form.short]
@@ -168,6 +171,22 @@ def _best(forms: Sequence[Form], goal: Goal) -> Form:
     )
 
 
+def _require_open_length(overrides: Sequence[str]) -> None:
+    """Refuse settings that leave no length of sequences to be found.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    for text in overrides:
+        key = text.partition("=")[0].strip()
+        if key in ("train.seq_len", "train.grad_accum_steps"):
+            raise ConfigError(
+                f"{text} with the goal context",
+                limit="the goal finds the length of sequences within `train.tokens_per_step`",
+                hint=f"leave out `{key}`, or take the goal quality",
+            )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Base:
     """A recipe whose form is open."""
@@ -175,7 +194,6 @@ class _Base:
     settings: Settings
     recipe: Recipe
     facts: ModelFacts
-    is_length_open: bool
 
     @classmethod
     def of(
@@ -189,16 +207,16 @@ class _Base:
             written.setdefault("offload", {})["vram_budget"] = target.vram_gib
         recipe, written = _completed(written, overrides)
         if recipe.train.is_full:
-            del written["adapter"]
+            written.pop("adapter", None)
             if not any(text.startswith("train.lr=") for text in overrides):
                 written["train"]["lr"] = FULL_LR
             recipe, written = _completed(written, ())
         facts = facts_of(recipe.model)
-        is_open = not any(text.startswith("train.seq_len=") for text in overrides)
-        if is_open and recipe.train.seq_len > facts.max_position_embeddings:
+        is_asked = any(text.startswith("train.seq_len=") for text in overrides)
+        if not is_asked and recipe.train.seq_len > facts.max_position_embeddings:
             written = _with_length(written, facts.max_position_embeddings)
             recipe, written = _completed(written, ())
-        return cls(settings=written, recipe=recipe, facts=facts, is_length_open=is_open)
+        return cls(settings=written, recipe=recipe, facts=facts)
 
     def forms(self, machine: Machine, goal: Goal) -> Iterator[Form]:
         """Yield each form: from RAM where that holds the layers, else from disk.
@@ -240,7 +258,7 @@ class _Base:
         here = with_backend(recipe, self.facts, machine)
         changes: dict[str, Any] = {} if codec == "auto" else {"codec": codec}
         changes |= {} if tier == "auto" else {"tier": tier}
-        if goal.is_longest and self.is_length_open:
+        if goal.is_longest:
             lengths, number = fitting_lengths(self.facts, here, recipe)
             if number:
                 settings = _with_length(settings, lengths[number - 1])
@@ -263,7 +281,9 @@ def _with_length(settings: Settings, seq_len: int) -> Settings:
     """Return settings with another length of sequences, the step cut to whole ones."""
     train = settings["train"] | {"seq_len": seq_len}
     if "tokens_per_step" in train:
-        train["tokens_per_step"] = whole_units(train["tokens_per_step"], seq_len)
+        size = train.get("micro_batch_size", 1)
+        unit = seq_len * (1 if size == "auto" else size)
+        train["tokens_per_step"] = whole_units(train["tokens_per_step"], unit)
     return settings | {"train": train}
 
 

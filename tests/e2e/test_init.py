@@ -18,8 +18,8 @@ def test_what_init_writes_trains(
     found = load_recipe(str(recipe), [])
     assert found.model.path == str(model_dir)
     assert found.data.format == "alpaca"
-    settings = ("model.dtype=float32", "train.steps=2", "offload.device=cpu")
     run_dir = tmp_path / "run"
-    words = ("--machine", machine_file, f"output.dir={run_dir}", "train.tokens_per_step=256")
-    assert run("finetune", recipe, *settings, "data.num_workers=0", *words) == 0
+    settings = ["model.dtype=float32", "train.steps=2", "offload.device=cpu"]
+    settings += (f"output.dir={run_dir}", "train.tokens_per_step=256", "data.num_workers=0")
+    assert run("finetune", recipe, *settings, "--machine", machine_file) == 0
     assert len(losses(run_dir)) == 2

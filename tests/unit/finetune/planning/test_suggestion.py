@@ -167,6 +167,22 @@ def test_the_longest_sequence_is_one_that_hardly_fits(tmp_path: Path, capsys) ->
     assert run("plan", file, *machine, *words) == 3
 
 
+@pytest.mark.parametrize("setting", ["train.seq_len=4096", "train.grad_accum_steps=8"])
+def test_a_length_that_is_set_is_none_to_be_found(setting: str, capsys) -> None:
+    assert run("recipes", "for", "qwen3-0.6b", "--vram", 8, "--goal", "context", setting) == 1
+    err = capsys.readouterr().err
+    assert f"{setting} with the goal context" in err
+    assert f"leave out `{setting.partition('=')[0]}`" in err
+
+
+def test_a_longer_sequence_keeps_whole_micro_batches(capsys) -> None:
+    words = ("gemma-3-1b", "--vram", 8, "--goal", "context", "train.micro_batch_size=2")
+    text = suggested(capsys, *words, "offload.codec=nf4")
+    found = re.search(r"seq_len: (\d+) .*\n  tokens_per_step: (\d+)", text)
+    assert found is not None
+    assert int(found[2]) % (2 * int(found[1])) == 0
+
+
 def test_every_form_has_a_line_and_one_is_chosen(capsys) -> None:
     text = suggested(capsys, "gpt-oss-120b", "--machine", "rtx3090", "--ram", 64)
     lines = re.findall(r"^#   ((?:exact|int8|fp8|nf4).*)$", text, re.MULTILINE)
