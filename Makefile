@@ -17,5 +17,6 @@ test-all: ## and the slow ones
 docs: ## the documentation, into site/
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
 
-generate: ## write the parts of README and docs that come from the code
+generate: ## write what comes from the code: parts of README and docs, suggested recipes
 	python -m tests.tools.reference
+	python -m tests.tools.gallery

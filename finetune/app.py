@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import typer
 
+from finetune.cli.init import init
 from finetune.cli.planning import doctor, fit, plan, probe, validate
 from finetune.cli.recipes import recipes_app
 from finetune.cli.results import adapter, explain, export, merge
@@ -18,7 +19,7 @@ from finetune.training.ranks import is_joined
 CHATTY_MODULES = r"(transformers|peft|accelerate|datasets|bitsandbytes|huggingface_hub)(\.|$)"
 COMMANDS = (
     *(finetune, sweep),
-    *(plan, fit, probe, doctor, validate),
+    *(init, plan, fit, probe, doctor, validate),
     *(data, explain, generate, chat, score),
     *(adapter, merge, export),
 )

@@ -32,6 +32,10 @@ Ram = Annotated[
         min=1, max=1_000_000, callback=finite, help="GiB of RAM in the machine of a named card."
     ),
 ]
+Vram = Annotated[
+    float | None,
+    typer.Option(min=1, max=1_000_000, callback=finite, help="GiB of VRAM of the card."),
+]
 Link = Annotated[
     float | None,
     typer.Option(min=0.1, max=1_000_000, callback=finite, help="GB/s of a named card's link."),

@@ -5,10 +5,18 @@ from typing import Annotated
 
 import typer
 
-from finetune.cli.console import print_text
+from finetune.cli.arguments import Machine, Overrides, Ram, Vram
+from finetune.cli.console import print_text, warn
 from finetune.exits import explained
 
-recipes_app = typer.Typer(help="List, show and copy the shipped recipes.", no_args_is_help=True)
+GoalName = Annotated[
+    str, typer.Option(help="What comes first: balanced, fastest, quality or context.")
+]
+
+recipes_app = typer.Typer(
+    help="List, show and copy the shipped recipes, and write one for a model and a card.",
+    no_args_is_help=True,
+)
 
 
 @recipes_app.command("list")
@@ -43,6 +51,32 @@ def recipes_copy(
 
         for written in copy_recipe(name, to):
             print_text(f"{written}")
+
+
+@recipes_app.command("for")
+def recipes_for(
+    model: Annotated[
+        str, typer.Argument(help="A shipped shape, loosely named, a model directory or a hub id.")
+    ],
+    overrides: Overrides = None,
+    *,
+    vram: Vram = None,
+    ram: Ram = None,
+    machine: Machine = None,
+    goal: GoalName = "balanced",
+    out: Annotated[
+        Path | None, typer.Option(help="Write it to this file, which must be new.")
+    ] = None,
+) -> None:
+    """Write a recipe for a model and a card, with the predicted figures on top."""
+    with explained(model):
+        from finetune.commands.recipes import Asked, recipe_for
+
+        asked = Asked(machine=machine, vram_gib=vram, ram_gib=ram, goal=goal)
+        text, notes = recipe_for(model, overrides or [], asked, out=out)
+        for note in notes:
+            warn(note)
+        print_text(text.rstrip() if out is None else f"Written: {out}")
 
 
 @recipes_app.command("schema")

@@ -70,7 +70,7 @@ def form_of(*, as_json: bool, as_markdown: bool, is_verbose: bool) -> Form:
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
+def uncollected() -> Iterator[None]:
     """Disable the cyclic garbage collector in this block.
 
     A plan makes tens of thousands of values without cycles; collection took a seventh of the time
@@ -168,7 +168,7 @@ def _one_machine(
     return probed(dtype, note=note)
 
 
-@_uncollected()
+@uncollected()
 def _one_plan(
     subject: Subject, machine: Machine, *, wants_ways: bool, form: Form
 ) -> RenderableType:
@@ -229,7 +229,7 @@ def planned_runs(
     dtype = first.recipe.model.dtype
     named = _one_machine(machine, host, dtype=dtype, note=note)
     here = with_backend(first.recipe, first.facts, named)
-    with _uncollected():
+    with uncollected():
         found = plan_variants(variants, here)
     are_steps_known = variants.num_steps is not None
     notes = [*first.notes, *machine_notes(here, dtype=dtype)]
@@ -241,7 +241,7 @@ def planned_runs(
     )
 
 
-@_uncollected()
+@uncollected()
 def _by_machine(subject: Subject, machines: Sequence[Machine], *, form: Form) -> RenderableType:
     found = compare_on_cards(subject, machines)
     first = found[0]
@@ -256,7 +256,7 @@ def _by_machine(subject: Subject, machines: Sequence[Machine], *, form: Form) ->
     return _shown(title, MACHINE_COLUMNS, rows, found, form, notes=notes)
 
 
-@_uncollected()
+@uncollected()
 def models_that_fit(
     model: str | None,
     *,

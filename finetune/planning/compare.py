@@ -17,10 +17,10 @@ from finetune.recipe.shipped import shipped_shapes
 from finetune.report.format import shown_break_even, shown_gib, table_of
 from offload.errors import DoesNotFitError
 from offload.plan.facts.codec import CodecName
+from offload.plan.facts.facts import ModelFacts
 from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.cards import CARDS
 from offload.plan.machine.machine import CARD_NAMES, GIB, Dtype, Machine
-from offload.plan.request import PlanRequest
 from offload.plan.what_if.option import plan_anyway
 
 Codec = Literal["auto"] | CodecName
@@ -166,23 +166,12 @@ def _with_longest(
     facts = subject.facts
     here = with_backend(recipe, facts, machine)
     placed = with_offload(recipe, tier=compared.tier)
-
-    def requests(seq_len: int) -> list[PlanRequest]:
-        return full_requests(with_seq_len(placed, seq_len), facts, num_ranks=1)
-
-    def is_too_long(seq_len: int) -> bool:
-        # the last take least memory: where they fit, the others need not be tried
-        return not fits(facts, here, requests(seq_len)[::-1])
-
-    limit = facts.max_position_embeddings
-    lengths = [
-        n for n in (SHORTEST_SEQ_LEN, *range(LENGTH_STEP, limit + 1, LENGTH_STEP)) if n <= limit
-    ]
-    number = bisect_right(lengths, 0, key=lambda seq_len: int(is_too_long(seq_len)))
+    lengths, number = fitting_lengths(facts, here, placed)
     if number == len(lengths):
         longest = lengths[-1] if lengths else recipe.train.seq_len
         return replace(compared, longest_seq_len=longest, longest_limit="model")
-    nearest = nearest_request(facts, here, requests(lengths[number]))
+    too_long = full_requests(with_seq_len(placed, lengths[number]), facts, num_ranks=1)
+    nearest = nearest_request(facts, here, too_long)
     needs = MemoryNeeds.of(facts, here, nearest)
     short = needs.shortages(needs.fewest)
     return replace(
@@ -190,6 +179,23 @@ def _with_longest(
         longest_seq_len=lengths[number - 1] if number else recipe.train.seq_len,
         longest_limit=", ".join(_SHORT.get(one.what, one.what) for one in short),
     )
+
+
+def fitting_lengths(
+    facts: ModelFacts, machine: Machine, recipe: Recipe
+) -> tuple[Sequence[int], int]:
+    """Return the lengths of sequences that are tried, in tokens, and how many of them fit."""
+
+    def is_too_long(seq_len: int) -> bool:
+        requests = full_requests(with_seq_len(recipe, seq_len), facts, num_ranks=1)
+        # the last take least memory: where they fit, the others need not be tried
+        return not fits(facts, machine, requests[::-1])
+
+    limit = facts.max_position_embeddings
+    lengths = [
+        n for n in (SHORTEST_SEQ_LEN, *range(LENGTH_STEP, limit + 1, LENGTH_STEP)) if n <= limit
+    ]
+    return lengths, bisect_right(lengths, 0, key=lambda seq_len: int(is_too_long(seq_len)))
 
 
 def _comparison(subject: Subject, machine: Machine, recipe: Recipe) -> Comparison:

@@ -31,12 +31,54 @@ _CONFIG = JsonFile(
     hint="`model.config: tiny-qwen3`, or download the model's config.json again",
 )
 _COUNTS = re.compile(r"^(?!.*(size|dim|norm)).*(layer|block|expert|depth)")
+_PUBLISHED = re.compile(r"# Published as (\S+) on Hugging Face")
 MAX_PARTS, MAX_NUMBER = 20_000, 2**48
 
 
 def shipped_shapes() -> dict[str, Path]:
     """Return the name and path of every shipped shape, by name."""
     return {path.stem: path for path in sorted((recipes_dir() / "shapes").glob("*.yaml"))}
+
+
+def published_ids() -> dict[str, str]:
+    """Return the hub id of each shipped shape that is published, which its first line names."""
+    found = {name: _PUBLISHED.match(path.read_text()) for name, path in shipped_shapes().items()}
+    return {name: match[1] for name, match in found.items() if match}
+
+
+def shape_of_id(hub_id: str) -> str | None:
+    """Return the shipped shape of a hub id: by its last part, or as what it was published."""
+    name = hub_id.rpartition("/")[2].lower()
+    if name in shipped_shapes():
+        return name
+    return next((shape for shape, known in published_ids().items() if known == hub_id), None)
+
+
+def named_shape(name: str) -> str:
+    """Return the shipped shape that a loose name means: `Qwen3 30B`, or the only one that fits.
+
+    Raises:
+        ConfigError: None or several fit.
+    """
+    ids, wanted = published_ids(), _plain(name.rpartition("/")[2])
+    known = {shape: {_plain(shape), _plain(ids.get(shape, "").rpartition("/")[2])} for shape in ids}
+    exact = [shape for shape, names in known.items() if wanted in names]
+    fits = exact or [
+        shape for shape, names in known.items() if any(one.startswith(wanted) for one in names)
+    ]
+    if wanted and len(fits) == 1:
+        return fits[0]
+    near = fits or difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.4)
+    raise ConfigError(
+        f"{name} means several models" if fits and wanted else f"{name} is no model that is known",
+        limit=f"shipped are {', '.join(ids)}",
+        hint=f"{', '.join(f'`{one}`' for one in near) or '`qwen3-8b`'}, the folder of a model, or a"
+        " hub id in the cache",
+    )
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 def find_shape(name_or_path: str) -> Path:

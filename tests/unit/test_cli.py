@@ -26,6 +26,11 @@ FLAGS = {
         "--machine",
         "--verbose",
     },
+    # an answer each, so that it runs without a terminal; a file; and no questions
+    "init": {
+        *("--model", "--data", "--machine", "--vram", "--ram", "--goal"),
+        *("--out", "--yes"),
+    },
     "plan": {
         "--machine",
         "--machines",
@@ -60,6 +65,8 @@ FLAGS = {
     "recipes show": set(),
     "recipes copy": set(),
     "recipes schema": set(),
+    # a card, and what comes first; a suggested recipe goes to the terminal or a file
+    "recipes for": {"--vram", "--ram", "--machine", "--goal", "--out"},
 }
 
 
@@ -121,6 +128,16 @@ def test_a_plan_for_a_card_imports_no_torch() -> None:
         "try:\n    main(['plan', 'qwen3-235b-a22b', '--machine', 'h100', '--json',"
         " 'train.seq_len=2048'])\n"
         "except SystemExit as end:\n    assert end.code == 3, end.code\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
+
+
+def test_a_recipe_for_a_card_imports_no_torch() -> None:
+    code = (
+        "import sys\nfrom finetune.app import main\n"
+        "try:\n    main(['recipes', 'for', 'llama-3.2-1b', '--vram', '8'])\n"
+        "except SystemExit as end:\n    assert not end.code, end.code\n"
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)

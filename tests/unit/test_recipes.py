@@ -11,13 +11,19 @@ from finetune.recipe.shipped import load_shape, shipped_shapes
 
 # Published numbers of parameters, in billions, or the exact number of our own small shapes.
 PUBLISHED = {
+    "gemma-3-12b-text": 11.77,
+    "gemma-3-1b": 1.0,
     "gemma-3-27b-text": 27.0,
+    "gemma-3-4b-text": 3.88,
     "gpt-oss-120b": 116.8,
     "gpt-oss-20b": 20.9,
     "llama-2-7b": 6.74,
     "llama-3.1-70b": 70.6,
     "llama-3.1-8b": 8.03,
+    "llama-3.2-1b": 1.236,
+    "llama-3.2-3b": 3.213,
     "mistral-7b-v0.3": 7.25,
+    "mistral-nemo-12b": 12.25,
     "mixtral-8x7b": 46.7,
     "olmoe-1b-7b": 6.92,
     "qwen3-0.6b": 0.596,

@@ -26,6 +26,7 @@ from finetune.recipe.rules import broken_rules
 from finetune.recipe.section import Section
 from finetune.recipe.sections import TrainSection
 from tests.builders import recipe_values
+from tests.tools.gallery import SHIPPED
 
 SECTIONS = [field.annotation for field in Recipe.model_fields.values()]
 
@@ -424,6 +425,7 @@ def test_the_shipped_recipes_lie_in_the_recipes_folder() -> None:
         "qwen3_8b_full_4090",
         "qwen3_8b_kto_4090",
         "qwen3_8b_lora_3060",
+        *SHIPPED,  # those that the planner suggests
     }
     assert all(path.parent == recipes_dir() for path in shipped_recipes().values())
 

@@ -1,0 +1,227 @@
+"""What `init` makes of four answers: a recipe for a model, rows, a card and a goal; its plan."""
+
+import math
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderableType
+
+from finetune.commands.look import Look, look_at, seq_len_for
+from finetune.commands.plan import HostOptions, planned, probed, uncollected
+from finetune.commands.recipes import Asked, require_new, run_name, target_of
+from finetune.errors import ConfigError
+from finetune.planning.goals import Goal, goal_named
+from finetune.planning.recipe_text import recipe_text
+from finetune.planning.suggestion import (
+    SEQ_LEN,
+    Settings,
+    Suggestion,
+    Target,
+    first_settings,
+    suggest,
+)
+from finetune.planning.wanted_model import WantedModel
+from finetune.report.format import shown_time
+from offload.errors import DoesNotFitError
+
+HERE = "here"
+FEW_ROWS, MANY_ROWS, FEW_STEPS = 200, 5_000, 30
+MOST_EVERY, NUM_EVALUATIONS = 50, 4
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answers:
+    """The four answers.
+
+    Attributes:
+        model: What is trained.
+        rows: What it learns from.
+        asked: The card and the goal.
+    """
+
+    model: WantedModel
+    rows: Look
+    asked: Asked
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Made:
+    """What was written.
+
+    Attributes:
+        files: The recipe, its plan, and the machine if it was measured.
+        lines: What to know of them.
+        plan: As `sluice plan` shows it.
+    """
+
+    files: tuple[Path, ...]
+    lines: tuple[str, ...]
+    plan: RenderableType
+
+
+def card_of(text: str, *, ram_gib: float | None) -> Asked:
+    """Return the card that an answer means: a name, its GiB, a machine file, or `here`.
+
+    Args:
+        text: With the GiB of RAM after a comma, if need be.
+        ram_gib: RAM that was given apart.
+
+    Raises:
+        ConfigError: It is no card, or RAM is given twice.
+    """
+    name, comma, ram = (part.strip() for part in text.partition(","))
+    if comma:
+        if ram_gib is not None:
+            raise ConfigError(f"--ram {ram_gib:g} and {text}", hint="give RAM once")
+        ram_gib = _number(ram)
+        if ram_gib is None:
+            raise ConfigError(f"{ram!r} is no number of GiB of RAM", hint="`12, 64`")
+    if name.lower() == HERE:
+        if ram_gib is not None:
+            raise ConfigError(
+                f"{HERE} with {ram_gib:g} GiB of RAM",
+                limit="the memory of this machine is measured",
+                hint=f"`{HERE}` alone",
+            )
+        return Asked(machine=HERE, vram_gib=None, ram_gib=None, goal="")
+    vram_gib = _number(name)
+    machine = name if vram_gib is None else None
+    asked = Asked(machine=machine, vram_gib=vram_gib, ram_gib=ram_gib, goal="")
+    target_of(asked, dtype="bfloat16")  # which refuses what is no card
+    return asked
+
+
+def _number(text: str) -> float | None:
+    """Return the number of GiB that a text is, with or without the unit; None if it is none."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) *(?:gib|gb|g)?", text.lower())
+    return float(found[1]) if found else None
+
+
+def rows_of(path: str, model: WantedModel, note: Note) -> Look:
+    """Look at rows, with the tokenizer of a model.
+
+    Raises:
+        DataError: There is nothing there, or a row cannot be used.
+    """
+    return look_at(path, tokenizer=model.settings.get("path"), note=note)
+
+
+def default_out(model: WantedModel, rows: Look) -> Path:
+    """Return where the recipe is written if nothing else is said."""
+    return Path(f"{run_name(f'{model.name}-{Path(rows.path).stem}')}.yaml")
+
+
+def make(answers: Answers, *, out: Path, note: Note) -> Made:
+    """Plan and write a recipe, and write its plan next to it.
+
+    Raises:
+        ConfigError: A file exists.
+        DoesNotFitError: Nothing fits.
+    """
+    plan_file, machine_file = out.with_suffix(".plan.json"), out.with_suffix(".machine.json")
+    require_new(out)
+    asked, is_here = answers.asked, answers.asked.machine == HERE
+    for file in (plan_file, machine_file) if is_here else (plan_file,):
+        if file.exists():
+            raise ConfigError(f"{file} exists", hint="`--out` with another name, or remove it")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if is_here:
+        machine_file.write_text(probed("bfloat16", note=note).to_json())
+        asked = replace(asked, machine=str(machine_file))
+    target, notes = target_of(asked, dtype="bfloat16")
+    found, more = _suggested(answers, target, goal_named(asked.goal), out)
+    out.write_text(recipe_text(found, name=shlex.quote(str(out))), encoding="utf-8")
+    name = asked.machine or target.machine.name
+    text, plan = (_plan(out, name, asked, form, note) for form in ("json", "table"))
+    plan_file.write_text(f"{text}\n")
+    files = (out, plan_file, machine_file) if is_here else (out, plan_file)
+    num_tokens, chosen = answers.rows.num_tokens, found.chosen
+    num_steps = math.ceil(num_tokens / chosen.plan.tokens_per_step)
+    epoch = (
+        f"an epoch is about {num_tokens:,} tokens, {num_steps:,} steps:"
+        f" {shown_time(num_steps * chosen.plan.step_s)}, predicted"
+    )
+    if num_steps < FEW_STEPS:
+        more.append(
+            f"{num_steps} steps are few to learn in: raise `train.epochs`, or lower"
+            " `train.tokens_per_step`"
+        )
+    return Made(files=files, lines=(*notes, epoch, *more), plan=plan)
+
+
+def _plan(out: Path, machine: str, asked: Asked, form: Any, note: Note) -> RenderableType:
+    return planned(
+        str(out),
+        [],
+        machine=machine,
+        machines=None,
+        host=HostOptions(ram_gib=asked.ram_gib, link_gb_per_s=None),
+        wants_ways=False,
+        form=form,
+        note=note,
+    )
+
+
+def _suggested(
+    answers: Answers, target: Target, goal: Goal, out: Path
+) -> tuple[Suggestion, list[str]]:
+    """Return a suggestion with sequences that the rows fit into, or half of that and so on."""
+    rows, model = answers.rows, answers.model
+    settings = _settings(answers, out)
+    wanted = settings["train"]["seq_len"]
+    for seq_len in _halves(wanted):
+        settings["train"]["seq_len"] = seq_len
+        tokens = settings["train"]["tokens_per_step"]
+        settings["train"]["tokens_per_step"] = max(1, tokens // seq_len) * seq_len
+        try:
+            with uncollected():
+                found = suggest(model, target, goal, settings=settings)
+        except DoesNotFitError:
+            if seq_len <= SEQ_LEN:
+                raise
+            continue
+        length = found.chosen.seq_len
+        cut = sum(one > length for one in rows.lengths)
+        share = cut / len(rows.lengths)
+        lines = [f"{share:.1%} of the rows are longer than {length:,} tokens and are cut"]
+        return found, lines if cut else []
+    raise AssertionError("the shortest raises")
+
+
+def _halves(seq_len: int) -> Iterator[int]:
+    """Yield a length and its halves, down to the usual one."""
+    while seq_len > SEQ_LEN:
+        yield seq_len
+        seq_len = max(SEQ_LEN, seq_len // 2)
+    yield seq_len
+
+
+def _settings(answers: Answers, out: Path) -> Settings:
+    """Return the settings for rows: their path, sequences, objective, and what is held out."""
+    rows = answers.rows
+    settings = first_settings(answers.model, name=run_name(out.stem))
+    settings["data"] = {"path": _path_from(out, rows.path), "format": rows.data_format}
+    settings["train"]["seq_len"] = seq_len_for(rows, least=SEQ_LEN)
+    num_steps = rows.num_tokens // settings["train"]["tokens_per_step"]
+    every = max(1, min(MOST_EVERY, num_steps // NUM_EVALUATIONS))
+    settings["output"] |= {"checkpoint_every": every, "eval_every": every}
+    if rows.num_rows >= FEW_ROWS:
+        settings["data"]["eval_frac"] = 0.01 if rows.num_rows >= MANY_ROWS else 0.05
+    else:
+        del settings["output"]["eval_every"]
+    if rows.objective:
+        settings["objective"] = rows.objective
+        settings["train"] |= {"lr": 5e-6, "warmup_ratio": 0.1}
+    return settings
+
+
+def _path_from(out: Path, path: str) -> str:
+    """Return a path of rows as the recipe finds it: a file elsewhere by its whole path."""
+    file = Path(path)
+    is_near = out.parent.absolute() == Path.cwd() and not file.is_absolute()
+    return path if is_near or not file.exists() else str(file.absolute())

@@ -1,0 +1,199 @@
+"""A look at rows before there is a recipe: their format, their number, and how long they are."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from finetune.data.rows import (
+    FORMATS,
+    Compared,
+    Conversation,
+    Document,
+    RowForm,
+    bad_rows,
+    no_rows,
+)
+from finetune.data.sources import Raw, RowError, open_source
+from finetune.data.tokenize import Encoder
+from finetune.errors import ConfigError, DataError, ModelError
+from finetune.model.tokenizer import load_tokenizer
+from finetune.recipe.objective_section import Method
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+NUM_LOOKED, MOST_COUNTED = 1_000, 1_000_000
+CHARS_PER_TOKEN = 3
+"""Where there is no tokenizer: few, so that lengths are rather too long than too short."""
+LONGEST = 2**24
+LENGTH_STEP = 1_024
+METHODS: dict[str, tuple[Method, dict[str, Any]]] = {
+    # of each format whose answers are compared, those with most columns first: what learns from it
+    "distilled": ("distill", {}),
+    "labelled": ("kto", {}),
+    "sampled": ("grpo", {}),
+    "ranking": ("dpo", {"loss": "plackett_luce"}),
+    "preference": ("dpo", {}),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Look:
+    """What rows are.
+
+    Attributes:
+        path: As it was given.
+        data_format: As `data.format`.
+        num_rows: How many there are, counted up to `MOST_COUNTED`.
+        num_looked: Of these, the first ones whose lengths were taken.
+        lengths: Tokens of each of their conversations, in ascending order.
+        is_tokenised: Whether lengths are of the model's tokenizer, and not taken from characters.
+    """
+
+    path: str
+    data_format: str
+    num_rows: int
+    num_looked: int
+    lengths: tuple[int, ...]
+    is_tokenised: bool
+
+    def quantile(self, frac: float) -> int:
+        """Return the length that this share of the rows does not exceed, in tokens."""
+        return self.lengths[min(len(self.lengths) - 1, int(frac * len(self.lengths)))]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all rows, by the mean of those that were looked at."""
+        return round(self.num_rows * sum(self.lengths) / self.num_looked)
+
+    @property
+    def objective(self) -> dict[str, Any]:
+        """The section `objective` for such rows; empty where they are to be repeated."""
+        if self.data_format not in METHODS:
+            return {}
+        method, more = METHODS[self.data_format]
+        return {"method": method, **more}
+
+    def lines(self) -> Iterator[str]:
+        """Yield what was found, for people."""
+        number = f"{self.num_rows:,}" + (" or more" if self.num_rows == MOST_COUNTED else "")
+        learned = self.objective.get("method", "sft")
+        yield f"{self.path}: {number} rows of the format {self.data_format}, learned by {learned}"
+        shares = ", ".join(f"{self.quantile(q):,} (p{q * 100:g})" for q in (0.5, 0.9, 0.99))
+        how = (
+            "by the model's tokenizer"
+            if self.is_tokenised
+            else f"assumed at {CHARS_PER_TOKEN} characters a token: its tokenizer is not here"
+        )
+        yield f"tokens of a row, {how}: {shares}, {self.lengths[-1]:,} at most"
+
+
+def look_at(path: str, *, tokenizer: str | None, note: Callable[[str], None]) -> Look:
+    """Read the first rows of a source, and count all.
+
+    Args:
+        path: As `data.path` of a recipe.
+        tokenizer: Where the model's tokenizer is; lengths are taken from characters without one.
+        note: Reports what takes time.
+
+    Raises:
+        DataError: There is nothing at the path, or a row cannot be used.
+    """
+    source = open_source(path)
+    places = source.rows()
+    first = [(source.name(place), raw) for place, raw in islice(places, NUM_LOOKED)]
+    if not first:
+        raise no_rows(path)
+    num_rows = len(first) + sum(1 for _ in islice(places, MOST_COUNTED - len(first)))
+    form = _form(path, first)
+    rows = list(_read(form, first))
+    note(f"Looking at {len(rows):,} of {num_rows:,} rows ...")
+    found = _tokenizer(tokenizer)
+    lengths = sorted(_lengths(rows, found))
+    if not lengths:
+        raise DataError(
+            f"no row of {path} holds anything to learn", hint="`data.loss_on: all`, or other rows"
+        )
+    return Look(
+        path=path,
+        data_format=form.data_format,
+        num_rows=num_rows,
+        num_looked=len(rows),
+        lengths=tuple(lengths),
+        is_tokenised=found is not None,
+    )
+
+
+def seq_len_for(look: Look, *, least: int) -> int:
+    """Return a length that 99 of 100 rows fit into, of multiples of 1,024 tokens."""
+    return max(least, -(-look.quantile(0.99) // LENGTH_STEP) * LENGTH_STEP)
+
+
+def _form(path: str, rows: Sequence[tuple[str, Raw]]) -> RowForm:
+    """Return how the rows are read: as answers that are compared, if they have their columns."""
+    *compared, supervised = [
+        RowForm(
+            path=path,
+            data_format="auto",
+            columns={},
+            system=None,
+            ignored=(),
+            loss_on="assistant",
+            formats=formats,
+        )
+        for formats in [*((name,) for name in METHODS), FORMATS]
+    ]
+    for form in compared:
+        try:
+            return form.detected(rows)
+        except DataError:
+            continue  # it has other columns
+    return supervised.detected(rows)
+
+
+def _read(
+    form: RowForm, rows: Sequence[tuple[str, Raw]]
+) -> Iterator[Conversation | Document | Compared]:
+    problems, lost = [], dict[str, None]()
+    for name, raw in rows:
+        try:
+            yield form.read(name, raw)
+        except RowError as error:
+            problems.append(f"{name}: {error}")
+            lost |= dict.fromkeys(error.lost)
+    if problems:
+        raise bad_rows(problems, len(rows), form=form, lost=tuple(lost))
+
+
+def _tokenizer(source: str | None) -> "PreTrainedTokenizerBase | None":
+    try:
+        return load_tokenizer(source)
+    except (ModelError, ConfigError):
+        return None  # which the look says
+
+
+def _lengths(
+    rows: Sequence[Conversation | Document | Compared],
+    tokenizer: "PreTrainedTokenizerBase | None",
+) -> Iterator[int]:
+    """Yield the tokens of each conversation or document."""
+    encoder = None
+    if tokenizer is not None:
+        encoder = Encoder(
+            tokenizer=tokenizer, seq_len=LONGEST, loss_on="assistant", too_long="truncate"
+        )
+    for row in rows:
+        for part in row.conversations if isinstance(row, Compared) else (row,):
+            if encoder is None:
+                yield -(-_num_chars(part) // CHARS_PER_TOKEN)
+            elif isinstance(part, Document):
+                yield len(encoder.document_ids(part))
+            else:
+                yield from (len(example.input_ids) for example in encoder.encode(part)[1])
+
+
+def _num_chars(part: Conversation | Document) -> int:
+    if isinstance(part, Document):
+        return len(part.text)
+    return sum(len(message.content) + len(message.thought or "") for message in part.messages)

@@ -1,0 +1,109 @@
+"""What `recipes for` writes: a recipe for a model and a card, with its predicted figures."""
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from finetune.commands.plan import HostOptions, machine_notes, uncollected
+from finetune.errors import ConfigError
+from finetune.planning.compare import budgeted, slowest_card
+from finetune.planning.goals import goal_named
+from finetune.planning.recipe_text import recipe_text
+from finetune.planning.suggestion import Target, first_settings, suggest
+from finetune.planning.wanted_model import wanted_model
+from finetune.report.format import shown_gib
+from offload.plan.machine.cards import CARDS
+from offload.plan.machine.machine import Dtype
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """The machine and the goal that a recipe is asked for.
+
+    Attributes:
+        machine: A named card or a machine file; None takes the slowest card with the memory.
+        vram_gib: Device memory that may be used; None takes all of the card's.
+        ram_gib: Host memory; None takes what is assumed for the card.
+        goal: Name of the goal.
+    """
+
+    machine: str | None
+    vram_gib: float | None
+    ram_gib: float | None
+    goal: str
+
+
+def recipe_for(
+    model: str, overrides: Sequence[str], asked: Asked, *, out: Path | None
+) -> tuple[str, list[str]]:
+    """Return a recipe as text, written to a file if there is one, and notes on it.
+
+    Raises:
+        ConfigError: There is no such model, card or goal, or the file exists.
+        DoesNotFitError: Nothing fits.
+    """
+    require_new(out)
+    wanted, goal = wanted_model(model), goal_named(asked.goal)
+    dtype: Dtype = "float32" if "model.dtype=float32" in overrides else "bfloat16"
+    target, notes = target_of(asked, dtype=dtype)
+    name = run_name(f"{wanted.name}-{target.machine.name}")
+    with uncollected():
+        settings = first_settings(wanted, name=name)
+        found = suggest(wanted, target, goal, settings=settings, overrides=overrides)
+    text = recipe_text(found, name=f"{name}.yaml" if out is None else shlex.quote(str(out)))
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text, encoding="utf-8")
+    return text, notes
+
+
+def require_new(out: Path | None) -> None:
+    """Refuse to write over a file.
+
+    Raises:
+        ConfigError: It exists, or is not named as a recipe.
+    """
+    if out is None:
+        return
+    if out.exists():
+        raise ConfigError(f"{out} exists", hint=f"`--out {out.stem}-2.yaml`, or remove it")
+    if out.suffix not in (".yaml", ".yml"):
+        raise ConfigError(
+            f"--out {out}", limit="a recipe ends in .yaml", hint=f"`--out {out.name}.yaml`"
+        )
+
+
+def target_of(asked: Asked, *, dtype: Dtype) -> tuple[Target, list[str]]:
+    """Return the machine to plan for, and notes on what was assumed of it.
+
+    Raises:
+        ConfigError: Neither a card nor its memory is given, or the card has less than that.
+        MachineError: There is no such card.
+    """
+    if asked.machine is None and asked.vram_gib is None:
+        raise ConfigError(
+            "neither --vram nor --machine is given",
+            limit="a recipe is made for the memory and the rates of a card",
+            hint="`--vram 12 --ram 64`, or `--machine rtx3060`",
+        )
+    name = asked.machine or slowest_card(asked.vram_gib)
+    host = HostOptions(ram_gib=asked.ram_gib, link_gb_per_s=None)
+    machine = host.machine(name, dtype=dtype)
+    notes = machine_notes(machine, dtype=dtype)
+    if asked.machine is None:
+        notes.append(
+            f"the rates are those of {name}, the slowest known desktop card with"
+            f" {shown_gib(CARDS[name].memory_gib * 2**30)}; `--machine NAME` takes another's"
+        )
+    has_budget = budgeted(machine, vram_gib=asked.vram_gib).vram_bytes < machine.vram_bytes
+    options = f"--machine {shlex.quote(name)}"
+    options += "" if asked.ram_gib is None else f" --ram {asked.ram_gib:g}"
+    budget = asked.vram_gib if has_budget else None
+    return Target(machine=machine, options=options, vram_gib=budget), notes
+
+
+def run_name(text: str) -> str:
+    """Return a text as the name of a run."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._") or "run"

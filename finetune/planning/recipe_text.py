@@ -1,0 +1,146 @@
+"""A suggested recipe as YAML, with its predicted figures and its settings explained in comments."""
+
+import json
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from finetune.planning.suggestion import SOME_ROWS, Form, Suggestion
+from finetune.recipe.describe import written
+from finetune.report.format import shown_break_even, shown_time
+from finetune.report.summary import SOURCES
+from offload.plan.machine.machine import GIB
+
+EPOCH_TOKENS = 10_000_000
+_METHODS = {"lora": "LoRA"}
+_WORDS = {"native": "exact", "bf16_packed": "exact, packed"}
+_COMMENTS = {
+    "model.init": "a shape without weights: to try the program with",
+    "adapter.rank": "columns of A, rows of B",
+    "adapter.alpha": "the update is scaled by alpha / rank",
+    "data.eval_frac": "held out, never trained on",
+    "objective.method": "what is learned from such rows",
+    "train.seq_len": "longest sequence; short rows share one",
+    "train.tokens_per_step": "each layer is loaded once for all of them",
+    "train.warmup_ratio": "of all steps",
+    "offload.codec": "the form in which layers wait; each is decoded once per visit",
+    "offload.tier": "more than RAM holds: layers are read from a file",
+    "offload.vram_budget": "GiB that the plan may use",
+}
+_COLUMN, _WIDTH = 32, 98
+
+
+def recipe_text(suggestion: Suggestion, *, name: str) -> str:
+    """Return the recipe as a file.
+
+    Args:
+        suggestion: The recipe and its plan.
+        name: How commands name the file: a path, or a shipped name.
+    """
+    lines = [f"# {line}".rstrip() for line in _header(suggestion, name)]
+    return "\n".join([*lines, *_sections(suggestion)])
+
+
+def figures(form: Form) -> dict[str, str]:
+    """Return the predicted figures of a form, by name, as they are written."""
+    plan, machine = form.plan, form.plan.machine
+    budget = plan.request.vram_budget_bytes
+    vram_bytes = machine.vram_bytes if budget is None else min(machine.vram_bytes, budget)
+    epoch_s = EPOCH_TOKENS / form.tokens_per_s
+    return {
+        "step": f"{plan.step_s:.3f} s of {plan.tokens_per_step:,} tokens",
+        "speed": f"{form.tokens_per_s:,.1f} tokens/s; {EPOCH_TOKENS // 10**6} million tokens take"
+        f" {shown_time(epoch_s)}",
+        "VRAM": f"{plan.peak_bytes / GIB:.2f} GiB of {vram_bytes / GIB:.2f}",
+        "RAM": f"{plan.host_bytes / GIB:.2f} GiB of {machine.ram_bytes / GIB:.2f}",
+        "streaming": f"adds less than 1% from {shown_break_even(plan.break_even_tokens)} tokens"
+        " per step",
+    }
+
+
+def _header(suggestion: Suggestion, name: str) -> Iterator[str]:
+    chosen, target, goal = suggestion.chosen, suggestion.target, suggestion.goal
+    machine = target.machine
+    recipe = chosen.recipe
+    learns = [] if recipe.objective.is_sft else [recipe.objective.method.upper()]
+    adapter = _METHODS.get(recipe.adapter.method, recipe.adapter.method)
+    trained = "all weights of" if recipe.train.is_full else f"{adapter} on"
+    way = " with ".join([*learns, trained])
+    yield from _wrapped(
+        f"{way[0].upper()}{way[1:]} {suggestion.model.name}, {form_words(chosen)}, for"
+        f" {machine.name} with"
+        f" {machine.ram_bytes / GIB:g} GiB of RAM."
+    )
+    yield ""
+    grade, drive = chosen.plan.costs.grade, machine.disk_bytes_per_s
+    reads = ""
+    if chosen.plan.request.is_on_disk and drive is not None:
+        reads = f", and {drive.value / 1e9:g} GB/s from disk ({drive.source})"
+    yield from _wrapped(
+        f"Predicted, not measured, from {SOURCES[grade]} of {machine.name} ({grade}){reads},"
+        f" for sequences of {chosen.seq_len:,} tokens that are full:"
+    )
+    for key, value in figures(chosen).items():
+        yield f"  {key:10} {value}"
+    yield ""
+    yield from _wrapped(f"Goal {goal.name}, {goal.meaning}:")
+    yield from (f"  {line}" for line in reasons(suggestion))
+    yield ""
+    yield f"  sluice plan {name} {target.options}"
+    yield f"  sluice finetune {name}"
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH)
+
+
+def form_words(form: Form) -> str:
+    """Return the form of the layers and where they wait."""
+    codec = form.plan.request.typical.codec
+    place = "disk" if form.plan.request.is_on_disk else "RAM"
+    return f"{_WORDS.get(codec, codec)} from {place}"
+
+
+def reasons(suggestion: Suggestion) -> Iterator[str]:
+    """Yield a line for each form that was planned: its speed, or what it is short of."""
+    is_longest = suggestion.goal.is_longest
+    for form in suggestion.forms:
+        words = f"{form_words(form):24} "
+        if form.short:
+            yield f"{words}does not fit: short of {' and '.join(form.short)}"
+            continue
+        words += f"{form.tokens_per_s:,.0f} tokens/s"
+        words += f" in sequences of {form.seq_len:,}" if is_longest else ""
+        words += f", rounds each weight by {form.rounding:.1%}" if form.rounding else ""
+        yield f"{words} <- chosen" if form is suggestion.chosen else words
+
+
+def _sections(suggestion: Suggestion) -> Iterator[str]:
+    settings = suggestion.chosen.settings
+    order = ("model", "adapter", "data", "objective", "train", "offload", "output", "report")
+    note, has_experts = suggestion.model.note, suggestion.chosen.plan.facts.has_experts
+    for section in order:
+        if not settings.get(section):
+            continue
+        yield ""
+        yield f"{section}:"
+        for key, value in settings[section].items():
+            is_model = section == "model" and key in ("path", "config")
+            about = note if is_model and note else _COMMENTS.get(f"{section}.{key}")
+            if value == SOME_ROWS:
+                about = "for rows of your own: data.path=my/train.jsonl"
+            line = f"  {key}: {_scalar(value)}"
+            is_long = len(line) > _COLUMN - 2
+            if about and is_long:
+                yield f"  # {about}:"
+            yield f"{line:<{_COLUMN - 2}}  # {about}" if about and not is_long else line
+        if section == "adapter" and "experts" not in settings[section] and has_experts:
+            yield f"{'  # experts: true':<{_COLUMN - 2}}  # its experts too: this needs more"
+    yield ""
+
+
+def _scalar(value: Any) -> str:
+    """Write a value so that the recipe's reader gives the same one."""
+    if isinstance(value, str):
+        return written(value)
+    return json.dumps(value, ensure_ascii=True)
