@@ -7,7 +7,7 @@ desired, and of the others by how many are not. The cross-entropy of chosen answ
 weighted by their tokens, in the loss too.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -63,7 +63,7 @@ class Objectives:
 
     def of_held_out(self, rows: StepRows) -> Objective:
         """Return the loss of rows that this rank has alone."""
-        if self.section.has_teacher:
+        if self.section.has_teacher or self.section.is_reward:
             return objective_of(self.section, rows, seq_len=self.seq_len)
         return WithLogps(
             objective=objective_of(self.section, rows, seq_len=self.seq_len), rows=rows
@@ -203,6 +203,8 @@ def num_parts(num_groups: int, per_part: int) -> int:
 def mean_of(parts: Sequence[tuple[int, Evaluation]]) -> Evaluation:
     """Return the mean over parts, each weighted by its groups; a metric's over those that have it.
 
+    Of the least and the largest reward it is the least and the largest of all.
+
     Where a metric has a count of its own, it is weighted by that; a margin is then the difference.
 
     Args:
@@ -210,7 +212,7 @@ def mean_of(parts: Sequence[tuple[int, Evaluation]]) -> Evaluation:
     """
     names = dict.fromkeys(name for _, part in parts for name in part.metrics)
     metrics = {
-        name: _mean(
+        name: _over(name)(
             [(p.counts.get(name, num), p.metrics[name]) for num, p in parts if name in p.metrics]
         )
         for name in names
@@ -222,6 +224,12 @@ def mean_of(parts: Sequence[tuple[int, Evaluation]]) -> Evaluation:
     weight, nll = parts[0][1].nll_weight, metrics.get("nll_loss", 0.0)
     apart = [(num, part.loss - weight * part.metrics.get("nll_loss", 0.0)) for num, part in parts]
     return Evaluation(loss=_mean(apart) + weight * nll, metrics=metrics)
+
+
+def _over(name: str) -> Callable[[Sequence[tuple[int, float]]], float]:
+    """Return how a metric of parts becomes that of all."""
+    of_all = {"rewards/min": min, "rewards/max": max}.get(name)
+    return _mean if of_all is None else lambda weighted: of_all(value for _, value in weighted)
 
 
 def _mean(weighted: Sequence[tuple[int, float]]) -> float:
