@@ -145,10 +145,18 @@ def test_a_reward_model_is_refused_where_tokens_are_predicted(
     rewarding, model_dir, tmp_path, cache, capsys
 ) -> None:
     rows = write(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "b"}])
+    clone = tmp_path / "llama.cpp"
+    clone.mkdir()
+    (clone / "convert_hf_to_gguf.py").write_text("")
     for words, what in (
         (("merge", rewarding, "--out", tmp_path / "out"), "is not merged"),
+        (
+            ("export", rewarding, "--gguf", tmp_path / "out", "--llama-cpp", clone),
+            "is not merged",
+        ),
+        (("chat", rewarding), "is not able to answer"),
         (("generate", rewarding, "--prompt", "a"), "is not able to answer"),
-        (("export", rewarding, "--vllm", tmp_path / "out"), "is not exported for vLLM"),
+        (("adapter", rewarding, "--format", "vllm", "--out", tmp_path / "out"), "not exported for"),
         (("score", model_dir, rows, "--adapter", rewarding), "is not scored by"),
         (("score", rewarding / "recipe.yaml", rows), "trains a reward model"),
     ):
