@@ -62,7 +62,7 @@ def with_reward_head(model: PreTrainedModel, *, seed: int) -> PreTrainedModel:
     for one in {id(c): c for c in (config, config.get_text_config())}.values():
         if getattr(one, "output_router_logits", False):
             one.output_router_logits = False  # the classifier has no loss of its own
-        if one.pad_token_id is None:
+        if getattr(one, "pad_token_id", None) is None:
             one.pad_token_id = 0  # it reads rows of one token, which it takes as they are
     found: PreTrainedModel = classifier
     return found

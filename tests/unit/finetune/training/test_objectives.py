@@ -97,3 +97,12 @@ def test_parts_of_held_out_rows_are_no_larger_than_a_step(
     num_groups: int, per_part: int, num: int
 ) -> None:
     assert num_parts(num_groups, per_part) == num
+
+
+def test_the_least_and_the_largest_reward_are_those_of_all_parts() -> None:
+    def part(least: float, largest: float) -> Evaluation:
+        metrics = {"rewards/min": least, "rewards/mean": 1.0, "rewards/max": largest}
+        return Evaluation(loss=1.0, metrics=metrics)
+
+    found = mean_of([(3, part(-2.0, 1.0)), (1, part(-1.0, 4.0))])
+    assert found.metrics == {"rewards/min": -2.0, "rewards/mean": 1.0, "rewards/max": 4.0}
