@@ -19,6 +19,7 @@ from transformers import (
 
 from tests.doubles import tiny_tokenizer
 from tests.e2e.runs import rows_of, run
+from tests.e2e.sweeps import assert_same_bits
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 32,
@@ -184,3 +185,24 @@ def test_a_reward_run_goes_on_from_another(
     last = rows_of(tmp_path / "run")[-1]
     assert last["eval_loss"] == pytest.approx(before[-1]["eval_loss"], rel=1e-4)
     assert before[-1]["eval_loss"] < before[2]["eval_loss"]
+
+
+@pytest.mark.slow
+def test_reward_runs_that_share_their_steps_are_what_they_are_alone(
+    model_dir, tmp_path, write_recipe, machine_file, capsys
+) -> None:
+    def recipe(name: str, folder: str, **train: float) -> Path:
+        output = {"name": name, "dir": str(tmp_path / folder)}
+        file = reward_recipe(write_recipe, tmp_path, model_dir, output=output, train=train)
+        return file.rename(tmp_path / f"{folder}.yaml")
+
+    rates = {"a": 0.02, "b": 0.005}
+    together = [recipe(name, name, lr=rate) for name, rate in rates.items()]
+    assert run("finetune", *together, "--machine", machine_file) == 0
+    for name, rate in rates.items():
+        alone = recipe(name, f"{name}-alone", lr=rate)
+        assert run("finetune", alone, "--machine", machine_file) == 0
+        assert_same_bits(tmp_path / name, tmp_path / f"{name}-alone")
+    other = recipe("c", "c", lr=0.02, seed=5)
+    assert run("finetune", together[0], other, "--machine", machine_file) == 1
+    assert "train.seed is 0 in" in " ".join(capsys.readouterr().err.split())
