@@ -152,11 +152,14 @@ def test_a_run_writes_what_is_compared(name, tmp_path, write_recipe, machine_fil
 def test_the_cut_of_a_step_changes_nothing(
     name, packing, tmp_path, write_recipe, machine_file
 ) -> None:
+    # Gradients of experts by rewards are so small at some weights that Adam's steps are rounding;
+    # they are compared in tests/parity/test_reward.py.
     for size in (1, 2, 6):
         recipe = recipe_for(
             write_recipe,
             tmp_path,
             name,
+            adapter={"experts": name != "reward"},
             data={"packing": packing},
             train={"micro_batch_size": size, "grad_accum_steps": 6 // size},
         )
@@ -169,9 +172,7 @@ def test_the_cut_of_a_step_changes_nothing(
         expected = adapter(theirs)
         for key, tensor in adapter(ours).items():
             error = (tensor - expected[key]).norm() / expected[key].norm()
-            # a reward has so small gradients at some weights that Adam's steps there are rounding
-            most = 50 if name == "reward" else 10
-            assert error <= most * WEIGHT_TOLERANCE, key
+            assert error <= 10 * WEIGHT_TOLERANCE, key
 
 
 @pytest.mark.slow
