@@ -39,11 +39,10 @@ def objective_of(
     """
     if section.method == "distill":
         return _distill(section, rows, exchange=exchange)
-    if section.is_reward:
-        assert section.center_weight is not None
-        return RewardObjective(rows=rows, center_weight=section.center_weight, exchange=exchange)
     beta = section.beta
-    assert beta is not None, "filled in by the section, except for those above and sft"
+    assert beta is not None, "filled in by the section, except for sft and distill"
+    if section.is_reward:
+        return RewardObjective(rows=rows, center_weight=beta, exchange=exchange)
     rows = _with_reference(section, rows)
     if section.method == "kto":
         assert section.desirable_weight is not None

@@ -76,7 +76,7 @@ _OF_METHOD: Mapping[str, Mapping[str, object]] = {
     },
     "grpo": {"beta": 0.0, "clip_epsilon": 0.2, "importance_sampling_mode": "none"},
     "distill": {"sft_weight": 0.0},
-    "reward": {"center_weight": 0.0},
+    "reward": {"beta": 0.0},
 }
 _SMOOTHED = {"label_smoothing": 0.0}
 _OF_LOSS: Mapping[tuple[str, str], Mapping[str, object]] = {
@@ -111,7 +111,8 @@ class ObjectiveSection(Section):
         default=None,
         ge=0,
         description="Scale of the rewards; of `orpo` the weight of the odds ratio, of `grpo` that"
-        " of the KL divergence to the reference. Null takes 0.1; simpo 2.0, grpo 0.0, rloo 0.05.",
+        " of the KL divergence to the reference, of `reward` that of (chosen + rejected reward)^2,"
+        " which keeps rewards around 0. Null takes 0.1; simpo 2.0, grpo and reward 0.0, rloo 0.05.",
         examples=[0.1],
     )
     reference: Literal["base", "precomputed"] | None = Field(
@@ -181,13 +182,6 @@ class ObjectiveSection(Section):
         description="Largest weight that corrects for the sampler, of a token or a sequence. Null"
         " takes 3.0, as TRL's `vllm_importance_sampling_cap` does.",
         examples=[3.0],
-    )
-    center_weight: float | None = Field(
-        default=None,
-        ge=0,
-        description="Weight of the mean of (chosen + rejected reward)^2 in the loss of `reward`,"
-        " which keeps rewards around 0. Null takes 0.0.",
-        examples=[0.01],
     )
     temperature: float | None = Field(
         default=None,

@@ -115,7 +115,7 @@ def theirs(
 
 def ours(center: float, model: nn.Module, batches: list[Batch]) -> list[Mapping[str, float]]:
     """Train on the same batches, each cut into two micro-batches; return what is measured."""
-    section = ObjectiveSection.model_validate({"method": "reward", "center_weight": center})
+    section = ObjectiveSection.model_validate({"method": "reward", "beta": center})
     engine: Any = Engine(model, device=torch.device("cpu"), options=OPTIONS)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=0.0)

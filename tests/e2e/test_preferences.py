@@ -85,7 +85,7 @@ METHODS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "distill": (distilled(), {"method": "distill", "sft_weight": 0.1}),
     "reward": (
         [row | {"margin": n % 2 / 4} for n, row in enumerate(PAIRS)],
-        {"method": "reward", "center_weight": 0.01},
+        {"method": "reward", "beta": 0.01},
     ),
 }
 

@@ -13,7 +13,6 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     LlamaConfig,
-    PreTrainedConfig,
     Qwen3Config,
 )
 
@@ -30,7 +29,7 @@ SHAPE: dict[str, Any] = {
     "head_dim": 8,
     "max_position_embeddings": 128,
 }
-CONFIGS: dict[str, type[PreTrainedConfig]] = {"qwen3": Qwen3Config, "llama": LlamaConfig}
+CONFIGS: dict[str, Any] = {"qwen3": Qwen3Config, "llama": LlamaConfig}
 PAIRS = [
     {"prompt": f"what follows {n}{'!' * (n % 5)}", "chosen": f"{n + 1}.", "rejected": f"{n}"}
     for n in range(36)
@@ -61,7 +60,7 @@ def reward_recipe(write_recipe, tmp_path: Path, model: Path, **sections: Any) ->
     data = {"path": rows, "format": "auto", "prompt_column": None, "completion_column": None}
     defaults: dict[str, dict[str, Any]] = {
         "model": {"path": str(model)},
-        "objective": {"method": "reward", "center_weight": WEIGHT},
+        "objective": {"method": "reward", "beta": WEIGHT},
         "adapter": {"experts": "moe" in model.name or model.name.startswith("model")},
         "data": data | {"too_long": "drop", "eval_path": held_out, "eval_frac": None},
         "output": {"eval_every": 3},
@@ -82,7 +81,7 @@ def plain_rewards(base: Path, adapter: Path) -> list[tuple[float, float]]:
 
     def reward(prompt: str, answer: str) -> float:
         turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-        ids = tokenizer.apply_chat_template(turns, tokenize=True, return_dict=False)
+        ids: Any = tokenizer.apply_chat_template(turns, tokenize=True, return_dict=False)
         ids = ids[: len(ids) - ids[::-1].index(end)]
         with torch.no_grad():
             return float(model(input_ids=torch.tensor([ids])).logits)
@@ -189,8 +188,10 @@ def test_a_reward_run_goes_on_from_another(
 
 @pytest.mark.slow
 def test_reward_runs_that_share_their_steps_are_what_they_are_alone(
-    model_dir, tmp_path, write_recipe, machine_file, capsys
+    model_dir, tmp_path, write_recipe, machine_file, capsys, monkeypatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # the directory of what they share is made there
+
     def recipe(name: str, folder: str, **train: float) -> Path:
         output = {"name": name, "dir": str(tmp_path / folder)}
         file = reward_recipe(write_recipe, tmp_path, model_dir, output=output, train=train)

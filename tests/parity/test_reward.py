@@ -112,7 +112,7 @@ def step(
         values_R=torch.tensor(VALUES, dtype=torch.float64),
         num_trained=8,
     )
-    section = ObjectiveSection.model_validate({"method": "reward", "center_weight": CENTER})
+    section = ObjectiveSection.model_validate({"method": "reward", "beta": CENTER})
     engine = Engine(model, device=torch.device("cpu"), options=options)
     try:
         results = [

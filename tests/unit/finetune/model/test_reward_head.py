@@ -42,7 +42,7 @@ def causal(**changes: Any) -> PreTrainedModel:
 def test_it_gives_the_outputs_of_a_classifier_with_the_same_weights() -> None:
     ids = torch.arange(1, 13).view(2, 6)
     own: Any = with_reward_head(causal(), seed=3)
-    config = Qwen3Config(**SHAPE, num_labels=1, pad_token_id=0)
+    config = Qwen3Config(**SHAPE | {"num_labels": 1, "pad_token_id": 0})
     plain: Any = AutoModelForSequenceClassification.from_config(config)
     assert type(own) is type(plain)
     assert own.state_dict().keys() == plain.state_dict().keys()

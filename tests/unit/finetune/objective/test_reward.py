@@ -54,13 +54,13 @@ def by_hand(of: Step, margins: dict[int, float], weight: float) -> torch.Tensor:
 @pytest.mark.parametrize("margins", [dict.fromkeys(MARGINS, 0.0), MARGINS])
 def test_the_loss_is_that_of_a_loop_over_pairs(margins: dict[int, float], weight: float) -> None:
     of = rewards(margins)
-    settings = {"method": "reward", "center_weight": weight}
+    settings = {"method": "reward", "beta": weight}
     assert_is(settings, of, lambda of: by_hand(of, margins, weight))
 
 
 def test_two_ranks_compute_what_one_does() -> None:
     assert_two_ranks_are_one(
-        {"method": "reward", "center_weight": 0.3}, rewards(MARGINS), [0, 0, 1, 1, 0, 1, 1, 1]
+        {"method": "reward", "beta": 0.3}, rewards(MARGINS), [0, 0, 1, 1, 0, 1, 1, 1]
     )
 
 
