@@ -19,8 +19,8 @@ class RewardObjective:
     of a step is the mean over its pairs of -log s(c - r - m), and w times the mean of (c + r)^2.
     The likelihood knows differences alone; the second term keeps rewards around 0.
 
-    Source: arXiv:2203.02155 eq. 1 for pairs; margins as arXiv:2307.09288 eq. 2; the second term as
-    arXiv:2312.09244 eq. 4. Both as in trl 1.16.0, trainer/reward_trainer.py, `compute_loss`.
+    Source: arXiv:2203.02155 eq. 1 for pairs; margins as arXiv:2307.09288 eq. 2; the second term of
+    arXiv:2312.09244. All as in trl 1.16.0, trainer/reward_trainer.py, `compute_loss`.
 
     Attributes:
         rows: What the step's rows are to each other; the value of a chosen answer is 1 more than
