@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from finetune.adapter.expert_lora import compute_beside
 from finetune.adapter.linear_lora import compute_in_base_dtype
-from finetune.adapter.methods import is_adapted, leave_out_draws, method_config
+from finetune.adapter.methods import is_adapted, leave_out_draws, method_config, task_type
 from finetune.adapter.modules_to_save import Whole, whole_modules
 from finetune.adapter.targets import chosen_targets
 from finetune.data.stops import Stops, eos_ids, write_generation_config
@@ -172,7 +172,7 @@ def _chosen(model: PreTrainedModel, adapter: AdapterSection) -> _Chosen:
         target_parameters=sorted({*experts, *weights.values()}) or None,
         modules_to_save=list(whole.names) or None,
         ensure_weight_tying=whole.has_tied,
-        task_type="CAUSAL_LM",
+        task_type=task_type(whole.names),
     )
     return _Chosen(config=config, linears=linears, whole=whole)
 

@@ -12,7 +12,9 @@ from peft.utils.constants import TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_
 from torch import nn
 
 from finetune.errors import ConfigError
+from finetune.files.adapter import REWARD_TASK
 from finetune.recipe.sections import AdapterSection
+from offload.plan.facts.trainable import SCORE
 
 # What peft calls the fields that a method reads. A rank of OFT is a number of blocks, in place of
 # their size.
@@ -69,10 +71,15 @@ def method_config(
     config: PeftConfig = config_class(
         target_modules=sorted(targets),
         modules_to_save=list(modules_to_save) or None,
-        task_type="CAUSAL_LM",
+        task_type=task_type(modules_to_save),
         **settings,
     )
     return config
+
+
+def task_type(modules_to_save: Collection[str]) -> str:
+    """Return peft's name of what a model is for, by the modules that are trained whole."""
+    return REWARD_TASK if SCORE in modules_to_save else "CAUSAL_LM"
 
 
 def is_adapted(module: nn.Module, adapter: str) -> bool:

@@ -15,7 +15,7 @@ from torch import nn
 from finetune.errors import ConfigError
 from offload.engine.model.find_layers import find_layers
 from offload.plan.facts.facts import nearest
-from offload.plan.facts.trainable import EMBEDDING, HEAD, NORMS, ROUTER
+from offload.plan.facts.trainable import EMBEDDING, HEAD, NORMS, ROUTER, SCORE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,21 +43,22 @@ def whole_modules(
 
     Args:
         model: Without adapters.
-        wanted: `norms`, `router`, `embed_tokens`, `lm_head`, or last names of linear layers.
+        wanted: `norms`, `router`, `embed_tokens`, `lm_head`, of a reward model its head `score`, or
+            last names of linear layers.
         linears: Linear layers inside the decoder layers, by full name.
 
     Raises:
         ConfigError: The model has no such module, or it is tied to another.
     """
     known = _known(model, linears) if wanted else {}
-    is_tied = bool(model.config.get_text_config().tie_word_embeddings)
+    head = model.get_output_embeddings()
+    is_tied = head is not None and bool(model.config.get_text_config().tie_word_embeddings)
     if is_tied and HEAD in wanted:
         raise ConfigError(
             f"adapter.modules_to_save names {HEAD}, which is {EMBEDDING} in this model",
             limit="tied weights are trained as one, by the name of the embedding",
             hint=f"`adapter.modules_to_save: [{EMBEDDING}]`",
         )
-    head = model.get_output_embeddings()
     if is_tied and EMBEDDING in wanted and (type(head) is not nn.Linear or head.bias is not None):
         raise ConfigError(
             f"adapter.modules_to_save names {EMBEDDING}, which is tied to a {type(head).__name__}",
@@ -89,6 +90,7 @@ def _known(model: "PreTrainedModel", linears: Mapping[str, nn.Module]) -> dict[s
         ROUTER: {names[router] for block in decoder.modules() for router in _routers(block)},
         EMBEDDING: {names[model.get_input_embeddings()]},
         HEAD: set() if head is None else {names[head]},
+        SCORE: {SCORE} & {name for name, _ in model.named_children()},
     }
     for name in linears:
         known.setdefault(name.rsplit(".", 1)[-1], set()).add(name)

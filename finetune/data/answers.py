@@ -41,8 +41,8 @@ class Answers:
     Attributes:
         prompt: Its turns.
         answers: Turns of each answer; only what the assistant says in them is learned.
-        values: Of each answer: 1 for chosen or desired, 0 for rejected or not desired; its score,
-            or its rank below 0; or its reward.
+        values: Of each answer: 1 for chosen or desired, or 1 more than the margin of a pair, 0 for
+            rejected or not desired; its score, or its rank below 0; or its reward.
         references: Of each answer, the sum of the reference's log-probabilities, in nats; empty
             where the row does not have them.
         logprobs: Of each answer, the log-probability that each token was sampled with, its end
@@ -69,7 +69,7 @@ def read_answers(
 
     Args:
         row: With the columns of its format.
-        data_format: `preference`, `ranking`, `labelled`, `sampled` or `distilled`.
+        data_format: `preference`, `ranking`, `labelled`, `sampled`, `distilled` or `rated`.
         column: Gives the file's name of a column.
         ignored: Columns, and keys of turns, that are left out on purpose.
 
@@ -95,7 +95,7 @@ def read_answers(
 
 
 def _names(data_format: str, num: int, column: Column) -> list[str]:
-    if data_format == "preference":
+    if data_format in ("preference", "rated"):
         return [column("chosen"), column("rejected")]
     if data_format in ("labelled", "distilled"):
         return [column("completion")]
@@ -155,6 +155,19 @@ def _read_preference(row: Mapping[str, object], column: Column, ignored: Sequenc
         references=_references(row, ("ref_chosen_logps", "ref_rejected_logps"), column, ignored),
         contradiction=_contradiction(row, ignored),
     )
+
+
+def _read_rated(row: Mapping[str, object], column: Column, ignored: Sequence[str]) -> Answers:
+    """Read a pair, and by how much the reward of the chosen answer is to be larger."""
+    pair, name = _read_preference(row, column, ignored), column("margin")
+    if name in ignored or row.get(name) is None:
+        return pair
+    margin = _number(row[name], name)
+    if margin < 0:
+        raise RowError(
+            f"{name!r} is {margin:g}, and the chosen answer is the better one: at least 0"
+        )
+    return replace(pair, values=(1 + margin, 0.0))
 
 
 def _contradiction(row: Mapping[str, object], ignored: Sequence[str]) -> str | None:
@@ -247,6 +260,7 @@ _READERS = {
     "labelled": _read_labelled,
     "sampled": _read_sampled,
     "distilled": _read_distilled,
+    "rated": _read_rated,
 }
 
 

@@ -87,6 +87,7 @@ class Compared:
         logprobs: Of each token of each, that by which it was sampled; empty where there is none.
         teacher: Of each, a teacher's likeliest tokens; empty where there are none.
         source: Where the row is.
+        is_rated: Whether one number is learned of each, at its last token.
         unused: Keys of the row that hold something that is not read.
         contradiction: As `finetune.data.answers.Answers.contradiction`.
     """
@@ -97,6 +98,7 @@ class Compared:
     logprobs: tuple[tuple[float, ...], ...]
     teacher: tuple[TopTokens, ...]
     source: str
+    is_rated: bool = False
     unused: tuple[str, ...] = ()
     contradiction: str | None = None
 
@@ -221,6 +223,7 @@ class RowForm:
             logprobs=found.logprobs,
             teacher=found.teacher,
             source=source,
+            is_rated=self.data_format == "rated",
             unused=unused,
             contradiction=found.contradiction,
         )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 _TOOLS = "tools and their calls are read in chats only (`messages`, `sharegpt`)"
 _REASONING = "write it into the answer, between <think> and </think>"
-_PAIRS = "pairs of answers are learned by `objective.method: dpo` and others"
+_PAIRS = "pairs of answers are learned by `objective.method: dpo` and others, or `reward`"
 _SYSTEM = "make it the first turn of `messages`, or set `data.system` for all rows"
 _MEDIA = "only text is trained"
 

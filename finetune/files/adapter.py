@@ -14,6 +14,8 @@ from finetune.files.json import JsonFile
 from finetune.files.tensors import Place, read_known_header
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+REWARD_TASK = "SEQ_CLS"
+"""What peft calls the task of an adapter for transformers' sequence classification."""
 
 _Rank = Annotated[int, Field(ge=1, le=2**20)]
 _Alpha = Annotated[float, Field(ge=-1e9, le=1e9, allow_inf_nan=False)]
@@ -25,6 +27,7 @@ class _Adapter(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     peft_type: Annotated[str, Field(min_length=1)]
+    task_type: str | None = None
     r: _Rank = 8
     lora_alpha: _Alpha = 8
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0
@@ -73,3 +76,22 @@ def require_adapter_files(folder: Path) -> dict[str, Place]:
             hint="restore it from a copy, or train again",
         )
     return read_known_header(weights)
+
+
+def refuse_reward(folder: Path, doing: str) -> None:
+    """Refuse the adapter of a reward model where a model that predicts tokens is needed.
+
+    Args:
+        folder: Of an adapter.
+        doing: What is refused, as in "merged".
+
+    Raises:
+        CheckpointError: It is one, or its settings are damaged.
+    """
+    if read_adapter_config(folder).get("task_type") == REWARD_TASK:
+        raise CheckpointError(
+            f"{folder} is of a reward model (task_type {REWARD_TASK}), which is not {doing}",
+            limit="its head returns one number for a row, and predicts no tokens",
+            hint="peft loads it on `AutoModelForSequenceClassification.from_pretrained(BASE,"
+            " num_labels=1)`",
+        )

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from finetune.errors import reading_config
 from finetune.model.config import read_config
+from finetune.model.reward_head import with_reward_head
 from finetune.recipe.sections import ModelSection
 
 
@@ -34,14 +35,18 @@ class Empty:
 
 
 def empty_of(section: ModelSection) -> PreTrainedModel:
-    """Build the model of a recipe, in its dtype.
+    """Build the model of a recipe, in its dtype, with the head that it trains.
 
     Raises:
         ModelError: Its config is nowhere to be found, or transformers builds no model from it.
         ConfigError: The file is not a config.
     """
     dtype: torch.dtype = getattr(torch, section.dtype)
-    return _empty(config_of(section), source=_source(section), dtype=dtype).model
+    model = _empty(config_of(section), source=_source(section), dtype=dtype).model
+    if section.head == "reward":
+        with torch.device("meta"):
+            return with_reward_head(model, seed=0)
+    return model
 
 
 def empty_from(fields: Mapping[str, Any]) -> PreTrainedModel:

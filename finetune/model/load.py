@@ -92,6 +92,10 @@ def load_model(
         loaded = Loaded(
             model=model, backing=captured.backing, notes=() if captured.backing else (_UNSEEN,)
         )
+    if section.head == "reward":
+        from finetune.model.reward_head import with_reward_head
+
+        loaded = replace(loaded, model=with_reward_head(loaded.model, seed=seed))
     for tower in find_towers(loaded.model):  # for images or sound: text needs none of it
         tower.to("meta")
     compute_exactly(loaded.model)

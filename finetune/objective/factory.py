@@ -12,6 +12,7 @@ from finetune.objective.kto import KtoObjective
 from finetune.objective.pairs import PairObjective
 from finetune.objective.ranking import RankingObjective
 from finetune.objective.reference_free import orpo, orpo_metrics, simpo
+from finetune.objective.reward import RewardObjective
 from finetune.objective.row_sums import Exchange
 from finetune.objective.step_rows import StepRows
 from finetune.recipe.objective_section import ObjectiveSection
@@ -40,6 +41,8 @@ def objective_of(
         return _distill(section, rows, exchange=exchange)
     beta = section.beta
     assert beta is not None, "filled in by the section, except for sft and distill"
+    if section.is_reward:
+        return RewardObjective(rows=rows, center_weight=beta, exchange=exchange)
     rows = _with_reference(section, rows)
     if section.method == "kto":
         assert section.desirable_weight is not None

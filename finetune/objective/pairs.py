@@ -98,7 +98,7 @@ class PairObjective:
             DataError: Rows of a group are not one chosen and one rejected answer.
         """
         sums = row_sums(scores, self.rows, self.exchange, has_reference=self.has_reference)
-        chosen, rejected = _pairs(sums)
+        chosen, rejected = paired(sums)
         divisors_A = sums.tokens_A if self.is_averaged else torch.ones_like(sums.tokens_A)
         policy_A, reference_A = sums.policy_A / divisors_A, sums.reference_A / divisors_A
         pairs = Pairs(
@@ -121,8 +121,12 @@ class PairObjective:
         )
 
 
-def _pairs(sums: RowSums) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the chosen and the rejected row of each pair, by number of the pair."""
+def paired(sums: RowSums) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the chosen and the rejected row of each pair, by number of the pair.
+
+    Raises:
+        DataError: Rows of a group are not one chosen and one rejected answer.
+    """
     groups = ordered(sums)
     for group in groups:
         values = sums.values_A[group].tolist()

@@ -19,6 +19,7 @@ from offload.plan.facts.facts import (
     is_known,
     linear_names,
     model_facts,
+    with_reward_head,
 )
 from offload.plan.facts.trainable import all_weights
 from offload.plan.facts.workload import LayerCode, Workload
@@ -44,14 +45,20 @@ DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 def facts_of(model: ModelSection) -> ModelFacts:
     """Return the model's facts from its config; of an unknown type, by building it without weights.
 
-    The latter loads torch and transformers.
+    The latter loads torch and transformers, as a reward head does.
     """
     config = read_config(model)
-    if is_known(config):
+    if model.head == "tokens" and is_known(config):
         return model_facts(config)
+    from finetune.model.empty import config_of
     from finetune.model.facts import built_facts
+    from finetune.model.reward_head import require_classifier
 
-    return built_facts(config)
+    facts = model_facts(config) if is_known(config) else built_facts(config)
+    if model.head == "tokens":
+        return facts
+    require_classifier(config_of(model))
+    return with_reward_head(facts)
 
 
 def find_machine(
@@ -120,6 +127,8 @@ def has_router_loss(recipe: Recipe) -> bool:
     """Return whether the recipe, or else the model's config, asks for the router's loss."""
     if recipe.train.router_loss_coef is not None:
         return recipe.train.router_loss_coef > 0
+    if recipe.objective.is_reward:
+        return False
     config = read_config(recipe.model)
     parts = [config, *(part for part in config.values() if isinstance(part, dict))]
     return any(part.get("output_router_logits") for part in parts)

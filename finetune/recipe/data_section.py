@@ -18,6 +18,7 @@ DataFormat = Literal[
     "labelled",
     "sampled",
     "distilled",
+    "rated",
 ]
 FORMAT_COLUMNS = {
     "messages": (("messages",), ("tools", "system")),
@@ -36,6 +37,7 @@ FORMAT_COLUMNS = {
         ("tools", "system", "ref_logps", "logprobs"),
     ),
     "distilled": (("prompt", "completion", "top_ids", "top_logprobs"), ("tools", "system")),
+    "rated": (("chosen", "rejected"), ("prompt", "tools", "system", "margin")),
 }
 """Format -> the columns that its rows have, and those that they may have."""
 ColumnName = Literal[
@@ -62,6 +64,7 @@ ColumnName = Literal[
     "logprobs",
     "top_ids",
     "top_logprobs",
+    "margin",
 ]
 ColumnNames = dict[ColumnName, Annotated[str, Field(min_length=1)]]
 
@@ -112,7 +115,7 @@ class DataSection(Section):
         default="auto",
         description="Form of a row; `auto` finds it by the column names. `text`: documents;"
         " `preference`, `ranking`, `labelled`, `sampled`: answers to compare; `distilled`: with a"
-        " teacher's likeliest tokens.",
+        " teacher's likeliest tokens; `rated`: pairs for `objective.method: reward`.",
     )
     columns: ColumnNames = Field(
         default={},

@@ -77,6 +77,7 @@ RENAMED: Mapping[str, str] = {
     "pref_ftx": "objective.sft_weight",
     "dpo_ftx": "objective.sft_weight",
     "simpo_gamma": "objective.gamma",
+    "center_rewards_coefficient": "objective.beta",
     "kto_desirable_weight": "objective.desirable_weight",
     "kto_chosen_weight": "objective.desirable_weight",
     "kto_undesirable_weight": "objective.undesirable_weight",

@@ -29,6 +29,7 @@ def broken_objective_rules(recipe: Settings) -> Iterator[Breach]:
     yield from _broken_format_rules(recipe)
     if not objective.is_sft:
         yield from _broken_row_rules(recipe)
+    yield from _broken_reward_rules(recipe)
     if objective.computes_reference and recipe.adapter.init_from is not None:
         hint = "`objective.reference: precomputed`, in one pass before step 1"
         if objective.scores_mismatched:
@@ -87,7 +88,7 @@ def _reader(name: str, value: object) -> str:
 
 def _broken_value_rules(objective: ObjectiveSection) -> Iterator[Breach]:
     """Values without which a loss is another one, or none."""
-    if objective.method not in ("sft", "grpo", "distill") and objective.beta == 0:
+    if objective.method not in ("sft", "grpo", "distill", "reward") and objective.beta == 0:
         yield Breach(
             field="objective.beta",
             what=f"objective.beta is {objective.beta} and objective.method is {objective.method}",
@@ -193,6 +194,54 @@ def _broken_row_rules(recipe: Settings) -> Iterator[Breach]:
             yield Breach(
                 field=field,
                 what=f"{field} is {value} and objective.method is {method}",
+                limit=limit,
+                hint=fix,
+                reads=_METHOD,
+            )
+
+
+def _broken_reward_rules(recipe: Settings) -> Iterator[Breach]:
+    """A reward is one number of a whole row, by a head that is trained with the adapter."""
+    if (recipe.model.head == "reward") != recipe.objective.is_reward:
+        right = "reward" if recipe.objective.is_reward else "tokens"
+        yield Breach(
+            field="model.head",
+            what=f"model.head is {recipe.model.head} and objective.method is"
+            f" {recipe.objective.method}",
+            limit="a reward is the output of a head of its own, and other losses predict tokens",
+            hint=f"leave out `model.head`, or `model.head: {right}`",
+            reads=_METHOD,
+        )
+    if not recipe.objective.is_reward:
+        return
+    coefficient = recipe.train.router_loss_coef
+    for field, value, is_possible, limit, fix in (
+        (
+            "data.too_long",
+            recipe.data.too_long,
+            recipe.data.too_long in ("drop", "error"),
+            "a reward is that of a whole answer, by the token that ends it",
+            "`data.too_long: drop`, or `error`",
+        ),
+        (
+            "train.what",
+            recipe.train.what,
+            recipe.train.what == "adapter",
+            "the head is saved with an adapter",
+            "`train.what: adapter`",
+        ),
+        (
+            "train.router_loss_coef",
+            coefficient,
+            not coefficient,
+            "transformers' sequence classification has no router loss",
+            "leave it out",
+        ),
+    ):
+        if not is_possible:
+            yield Breach(
+                field=field,
+                what=f"{field} is {value} and objective.method is reward",
                 limit=limit,
                 hint=fix,
                 reads=_METHOD,

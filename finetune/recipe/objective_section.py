@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from finetune.recipe.section import Section
 
-Method = Literal["sft", "dpo", "simpo", "cpo", "orpo", "kto", "grpo", "distill"]
+Method = Literal["sft", "dpo", "simpo", "cpo", "orpo", "kto", "grpo", "distill", "reward"]
 LossName = Literal[
     "sigmoid",
     "hinge",
@@ -76,6 +76,7 @@ _OF_METHOD: Mapping[str, Mapping[str, object]] = {
     },
     "grpo": {"beta": 0.0, "clip_epsilon": 0.2, "importance_sampling_mode": "none"},
     "distill": {"sft_weight": 0.0},
+    "reward": {"beta": 0.0},
 }
 _SMOOTHED = {"label_smoothing": 0.0}
 _OF_LOSS: Mapping[tuple[str, str], Mapping[str, object]] = {
@@ -97,7 +98,8 @@ class ObjectiveSection(Section):
         default="sft",
         description="`sft` repeats the rows (cross-entropy). Pairs of answers: `dpo`, `simpo`,"
         " `cpo`, `orpo`. Answers that are desired or not: `kto`. Sampled answers with rewards:"
-        " `grpo`. Answers with a teacher's distribution at each token: `distill`.",
+        " `grpo`. Answers with a teacher's distribution at each token: `distill`. Pairs, from which"
+        " a model of rewards is made: `reward`.",
     )
     loss: LossName | None = Field(
         default=None,
@@ -109,7 +111,8 @@ class ObjectiveSection(Section):
         default=None,
         ge=0,
         description="Scale of the rewards; of `orpo` the weight of the odds ratio, of `grpo` that"
-        " of the KL divergence to the reference. Null takes 0.1; simpo 2.0, grpo 0.0, rloo 0.05.",
+        " of the KL divergence to the reference, of `reward` that of (chosen + rejected reward)^2,"
+        " which keeps rewards around 0. Null takes 0.1; simpo 2.0, grpo and reward 0.0, rloo 0.05.",
         examples=[0.1],
     )
     reference: Literal["base", "precomputed"] | None = Field(
@@ -180,7 +183,6 @@ class ObjectiveSection(Section):
         " takes 3.0, as TRL's `vllm_importance_sampling_cap` does.",
         examples=[3.0],
     )
-
     temperature: float | None = Field(
         default=None,
         gt=0,
@@ -244,6 +246,11 @@ class ObjectiveSection(Section):
     def has_teacher(self) -> bool:
         """Whether rows have a teacher's distribution at each token."""
         return self.method == "distill"
+
+    @property
+    def is_reward(self) -> bool:
+        """Whether one number is learned for each row, by a head of its own."""
+        return self.method == "reward"
 
     @property
     def takes_sampler(self) -> bool:

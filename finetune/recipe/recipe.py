@@ -19,6 +19,7 @@ from finetune.errors import ConfigError
 from finetune.recipe.rules import broken_rules
 from finetune.recipe.sections import Settings
 from offload.plan.facts.codec import CodecName
+from offload.plan.facts.trainable import SCORE
 
 # ---------------------------------------------------------------------------------------------
 # The recipe and its rules
@@ -26,6 +27,23 @@ from offload.plan.facts.codec import CodecName
 
 class Recipe(Settings):
     """A run, complete: every setting has its value."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _give_a_reward_its_head(cls, values: Any) -> Any:
+        """Set what follows from `objective.method: reward`, so that a run keeps it."""
+        sections = ("objective", "model", "adapter")
+        if not isinstance(values, dict) or not all(
+            isinstance(values.get(name, {}), dict) for name in sections
+        ):
+            return values
+        objective, model, adapter = (values.get(name, {}) for name in sections)
+        if objective.get("method") != "reward":
+            return values
+        whole = adapter.get("modules_to_save", ())
+        if isinstance(whole, list | tuple) and SCORE not in whole:
+            adapter = adapter | {"modules_to_save": [*whole, SCORE]}
+        return values | {"model": {"head": "reward"} | model, "adapter": adapter}
 
     @model_validator(mode="after")
     def _obey_rules(self) -> "Recipe":

@@ -3,13 +3,14 @@
 from finetune.recipe.objective_section import ObjectiveSection
 
 SUPERVISED = ("messages", "alpaca", "sharegpt", "prompt_completion", "text")
-COMPARED = ("preference", "ranking", "labelled", "sampled", "distilled")
+COMPARED = ("preference", "ranking", "labelled", "sampled", "distilled", "rated")
 
 _OF_METHOD = {
     "sft": SUPERVISED,
     "kto": ("labelled",),
     "grpo": ("sampled",),
     "distill": ("distilled",),
+    "reward": ("rated",),
 }
 
 

@@ -25,7 +25,7 @@ RIVALS = (
 )
 
 # What may be trained whole whatever the codec: these are on the device as published.
-NEVER_ENCODED = ("norms", "router", "embed_tokens", "lm_head")
+NEVER_ENCODED = ("norms", "router", "embed_tokens", "lm_head", "score")
 
 
 def broken_rules(recipe: Settings) -> Iterator[Breach]:

@@ -67,6 +67,13 @@ class ModelSection(Section):
         " finds it right and no slower.",
     )
 
+    head: Literal["tokens", "reward"] = Field(
+        default="tokens",
+        description="What follows the layers: `tokens`, the model's own head, which predicts them;"
+        " `reward`, a new one with one output, as in transformers' sequence classification."
+        " `objective.method: reward` sets it.",
+    )
+
     @property
     def tokenizer_source(self) -> str | None:
         """Where the tokenizer comes from: its own setting, else the model's."""
@@ -142,7 +149,8 @@ class AdapterSection(Section):
     )
     modules_to_save: Names = Field(
         default=(),
-        description="Trained whole with LoRA: norms, router, embed_tokens, lm_head, or linears.",
+        description="Trained whole with LoRA: norms, router, embed_tokens, lm_head, or linears;"
+        " `objective.method: reward` adds its head, score.",
         examples=[["norms", "router"]],
     )
 

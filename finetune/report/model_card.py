@@ -43,9 +43,10 @@ def model_card(recipe: Recipe, run_dir: Path, config: "PretrainedConfig", *, dat
     public = without_paths(recipe)
     base = public.model.path or public.model.config
     is_on_hub = recipe.model.path is not None and recipe.model.path == public.model.path
+    is_reward = recipe.objective.is_reward
     header: dict[str, Any] = {
         "library_name": "transformers" if recipe.train.is_full else "peft",
-        "pipeline_tag": "text-generation",
+        "pipeline_tag": "text-classification" if is_reward else "text-generation",
         "tags": ["sluice"] if recipe.train.is_full else ["lora", "sluice"],
     }
     unpublished = _UNLINKED if recipe.train.is_full else _UNPUBLISHED
@@ -85,6 +86,12 @@ SHA-256 `{recipe_hash(recipe)}`, every setting with its value:
 
 def _what(recipe: Recipe) -> str:
     """Return what was trained, in a sentence."""
+    if recipe.objective.is_reward:
+        return (
+            "A reward model of {base}, trained with Sluice: a LoRA adapter and a head with one"
+            " output, in peft's format for transformers' sequence classification. The reward of a"
+            " conversation is read at the token that ends its last answer."
+        )
     if recipe.train.what == "adapter":
         return "A LoRA adapter of {base}, in peft's format, trained with Sluice."
     which = "all weights" if recipe.train.what == "all" else "some of its weights"

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from finetune.errors import ModelError
+from finetune.errors import ConfigError, ModelError
 from finetune.files.atomic import expanded
 from finetune.model.config import has_weights, is_hub_reachable
 from finetune.planning.request import find_machine, full_request, with_backend
@@ -32,6 +32,13 @@ def base_to_score(name: str, overrides: Sequence[str]) -> Subject:
         path = str(folder.absolute()) if folder.is_dir() else name
         overrides = [f"model.path={path}", *overrides]
     subject = subject_of(name, overrides)
+    if subject.recipe.model.head == "reward":
+        raise ConfigError(
+            f"{name} trains a reward model (model.head: reward)",
+            limit="rows are scored by the log-probabilities of their tokens, which it has not",
+            hint="evaluate it with `data.eval_path` and `output.eval_every`, or load its adapter"
+            " with peft",
+        )
     path_or_none, init = subject.recipe.model.path, subject.recipe.model.init
     if init == "random" or (path_or_none and has_weights(path_or_none)):
         return subject

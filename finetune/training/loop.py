@@ -287,7 +287,9 @@ class Loop:
                 )
                 found[number] = (
                     self._objectives.weight(
-                        num_groups=num_groups, num_label_tokens=result.num_label_tokens
+                        num_groups=num_groups,
+                        num_rows=len(rows),
+                        num_label_tokens=result.num_label_tokens,
                     ),
                     self._objectives.evaluation(
                         share.rows,

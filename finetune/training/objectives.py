@@ -1,13 +1,14 @@
 """The losses of a run's steps where rows are compared, and its held-out rows under the same loss.
 
 Held-out rows are taken in their order, whole groups, about as many at a time as a step has: a loss
-that reads all rows of a step reads as many. The means over them are weighted by their groups, or by
-their tokens where a loss is a mean over these; those of KTO's desired answers by how many are
-desired, and of the others by how many are not. The cross-entropy of chosen answers, `nll_loss`, is
-weighted by their tokens, in the loss too.
+that reads all rows of a step reads as many. The means over them are weighted by what they are over:
+groups, or answers or tokens where a loss is a mean over these; those of KTO's desired answers by
+how many are desired, and of the others by how many are not. The cross-entropy of chosen answers,
+`nll_loss`, is weighted by their tokens, in the loss too.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,6 +23,9 @@ from finetune.training.ranks import Ranks
 from offload.engine.objective import Objective, Reference, Scores, StepLoss
 
 PREFERRED, PREFERRED_BY = "logps/accuracies", "logps/margins"
+_OF_ANSWERS = ("reward", "reward_std", "frac_reward_zero_std")
+_OF_TOKENS = ("clip_ratio/", "kl", "sampling/")
+"""Metrics of sampled answers: over these, and how the names of those over their tokens begin."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,8 +35,8 @@ class Evaluation:
     Attributes:
         loss: The mean over their groups.
         metrics: Of the loss, by name.
-        counts: Rows or tokens that a metric is a mean over, where that is not one or all of each
-            group.
+        counts: Rows, pairs or tokens that a metric is a mean over, where that is not what the loss
+            is a mean over.
         nll_weight: Weight of the metric `nll_loss` in the loss.
     """
 
@@ -63,15 +67,17 @@ class Objectives:
 
     def of_held_out(self, rows: StepRows) -> Objective:
         """Return the loss of rows that this rank has alone."""
-        if self.section.has_teacher:
+        if self.section.has_teacher or self.section.is_reward:
             return objective_of(self.section, rows, seq_len=self.seq_len)
         return WithLogps(
             objective=objective_of(self.section, rows, seq_len=self.seq_len), rows=rows
         )
 
-    def weight(self, *, num_groups: int, num_label_tokens: int) -> int:
-        """Return what held-out rows count for: their groups, or tokens for a mean over these."""
-        return num_label_tokens if self.section.has_teacher else num_groups
+    def weight(self, *, num_groups: int, num_rows: int, num_label_tokens: int) -> int:
+        """Return what held-out rows count for: that which the loss is a mean over."""
+        if self.section.has_teacher or self.section.loss == "dapo":
+            return num_label_tokens
+        return num_rows if self.section.method == "grpo" else num_groups
 
     def evaluation(
         self,
@@ -95,6 +101,13 @@ class Objectives:
             of_kind = {"chosen": desired, "rejected": rows.num_trained - desired}
             for kind, num in of_kind.items():
                 counts |= {f"rewards/{kind}": num, f"logps/{kind}": num}
+        if self.section.method == "grpo":
+            num_tokens = sum(label_lens)
+            counts |= dict.fromkeys(_OF_ANSWERS, rows.num_trained)
+            if self.section.loss != "rloo":  # whose means are over answers too
+                counts |= {name: num_tokens for name in metrics if name.startswith(_OF_TOKENS)}
+        if PREFERRED in metrics:
+            counts |= dict.fromkeys((PREFERRED, PREFERRED_BY), len(_ordered_pairs(rows)[0]))
         if "nll_loss" in metrics:
             counts["nll_loss"] = sum(label_lens[row] for row in _best_rows(rows))
         return Evaluation(
@@ -203,6 +216,9 @@ def num_parts(num_groups: int, per_part: int) -> int:
 def mean_of(parts: Sequence[tuple[int, Evaluation]]) -> Evaluation:
     """Return the mean over parts, each weighted by its groups; a metric's over those that have it.
 
+    Of the least and the largest reward it is the least and the largest of all, and the standard
+    deviation of rewards is that of all.
+
     Where a metric has a count of its own, it is weighted by that; a margin is then the difference.
 
     Args:
@@ -210,7 +226,7 @@ def mean_of(parts: Sequence[tuple[int, Evaluation]]) -> Evaluation:
     """
     names = dict.fromkeys(name for _, part in parts for name in part.metrics)
     metrics = {
-        name: _mean(
+        name: _over(name)(
             [(p.counts.get(name, num), p.metrics[name]) for num, p in parts if name in p.metrics]
         )
         for name in names
@@ -219,9 +235,27 @@ def mean_of(parts: Sequence[tuple[int, Evaluation]]) -> Evaluation:
         *metrics
     }:
         metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
+    if "reward_std" in metrics:
+        metrics["reward_std"] = _std([part for _, part in parts], metrics["reward"])
     weight, nll = parts[0][1].nll_weight, metrics.get("nll_loss", 0.0)
     apart = [(num, part.loss - weight * part.metrics.get("nll_loss", 0.0)) for num, part in parts]
     return Evaluation(loss=_mean(apart) + weight * nll, metrics=metrics)
+
+
+def _std(parts: Sequence[Evaluation], mean: float) -> float:
+    """Return the standard deviation of all rewards, from those of parts."""
+    nums = [part.counts["reward"] for part in parts]
+    squares = sum(
+        (num - 1) * part.metrics["reward_std"] ** 2 + num * (part.metrics["reward"] - mean) ** 2
+        for num, part in zip(nums, parts, strict=True)
+    )
+    return math.sqrt(squares / (sum(nums) - 1))
+
+
+def _over(name: str) -> Callable[[Sequence[tuple[int, float]]], float]:
+    """Return how a metric of parts becomes that of all."""
+    of_all = {"rewards/min": min, "rewards/max": max}.get(name)
+    return _mean if of_all is None else lambda weighted: of_all(value for _, value in weighted)
 
 
 def _mean(weighted: Sequence[tuple[int, float]]) -> float:

@@ -1,4 +1,7 @@
-"""A micro-batch on the device: the model's inputs, and the token to predict at each position."""
+"""A micro-batch on the device: the model's inputs, and the token to predict at each position.
+
+Where a loss reads the head's outputs at some tokens, a label is of its own token, not shifted.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,8 +25,9 @@ class LabelledBatch:
     Attributes:
         inputs: input_ids (B, T) and optionally attention_mask, position_ids; or input_ids (1, T)
             of several rows and row_lens, which stays on the host.
-        positions: Indices into the flattened (B * T) tokens that predict a next token, (N,).
-        next_tokens: Those next tokens, (N,).
+        positions: Indices into the flattened (B * T) tokens that predict a next token, (N,); of
+            labels that are not shifted, those of the labelled tokens.
+        next_tokens: Those labels, (N,).
     """
 
     inputs: Batch
@@ -266,12 +270,15 @@ def _refuse(what: str, limit: str, hint: str) -> NoReturn:
     raise OffloadError(what, limit=limit, hint=hint)
 
 
-def with_labels(batch: Batch, torch_device: torch.device) -> LabelledBatch:
+def with_labels(
+    batch: Batch, torch_device: torch.device, *, is_shifted: bool = True
+) -> LabelledBatch:
     """Shift the labels, find the labelled tokens, and move everything to the device.
 
-    `batch` should be on the host, where finding the labelled tokens costs no synchronisation.
+    `batch` should be on the host, where finding the labelled tokens costs no synchronisation. With
+    `is_shifted` false, a label is of its own token.
     """
-    next_BT = _next_tokens(batch)
+    next_BT = _labels(batch, is_shifted=is_shifted)
     positions = (next_BT != IGNORED).nonzero().flatten()
     return LabelledBatch(
         inputs=to_device({k: v for k, v in batch.items() if k != "labels"}, torch_device),
@@ -280,17 +287,21 @@ def with_labels(batch: Batch, torch_device: torch.device) -> LabelledBatch:
     )
 
 
-def _next_tokens(batch: Batch) -> torch.Tensor:
+def _labels(batch: Batch, *, is_shifted: bool) -> torch.Tensor:
+    if not is_shifted:
+        return batch["labels"].flatten()
     next_BT = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED).flatten()
     if ROW_LENS in batch:  # the last token of a row does not predict the first of the next
         next_BT[batch[ROW_LENS].long().cumsum(0) - 1] = IGNORED
     return next_BT
 
 
-def rows_of_labels(batches: Sequence[Batch]) -> tuple[torch.Tensor, int]:
+def rows_of_labels(
+    batches: Sequence[Batch], *, is_shifted: bool = True
+) -> tuple[torch.Tensor, int]:
     """Return the row of each label token, counted through all batches, and how many rows they have.
 
-    `batches` should be on the host, as for `with_labels`.
+    `batches` should be on the host, and `is_shifted` is as for `with_labels`.
 
     Raises:
         OffloadError: A row has no label, so that it has no score.
@@ -298,7 +309,7 @@ def rows_of_labels(batches: Sequence[Batch]) -> tuple[torch.Tensor, int]:
     rows: list[torch.Tensor] = []
     num_rows = 0
     for m, batch in enumerate(batches):
-        positions = (_next_tokens(batch) != IGNORED).nonzero().flatten()
+        positions = (_labels(batch, is_shifted=is_shifted) != IGNORED).nonzero().flatten()
         num_own, num_tokens = batch["input_ids"].shape
         row_N = positions // num_tokens
         if ROW_LENS in batch:

@@ -29,11 +29,11 @@ from offload.engine.model.composition import Composition
 from offload.engine.model.encoding import Encoding
 from offload.engine.model.gradient_hooks import GradientHooks
 from offload.engine.model.guard import Guard
+from offload.engine.model.head import vocabulary_of
 from offload.engine.model.hooks import all_hooks, is_same_code
 from offload.engine.model.layers import LayeredModel, unchanged
 from offload.engine.model.router import STEP, RouterScope
 from offload.engine.model.seal import Seal, require_unattached
-from offload.engine.model.vocabulary import vocabulary_of
 from offload.engine.modes import (
     require_gradients,
     require_no_inference_mode,

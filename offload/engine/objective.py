@@ -1,7 +1,8 @@
 """What a step's loss is computed from: log-probabilities of label tokens, and a reference's.
 
 A loss may ask for more at each label: the log-probabilities of tokens that it names, as a teacher's
-distribution is known at a few.
+distribution is known at a few. Or for something else: what a sequence classifier's head returns, as
+the reward of a row.
 
 A loss of preferences reads whole rows, and some read all rows of a step at once. So a step with an
 objective computes the log-probabilities of all its label tokens first, takes the loss and its
@@ -37,8 +38,9 @@ class Scores:
     after all that are trained on those that are only scored.
 
     Attributes:
-        policy_N: Log-probability of each label token, in nats, in at least float32. The gradient of
-            the loss is taken by those of rows that are trained on; the others are constants.
+        policy_N: Log-probability of each label token, in nats, in at least float32; for an
+            `OutputObjective` the head's output there. The gradient of the loss is taken by those of
+            rows that are trained on; the others are constants.
         reference_N: The same by the reference, without a graph; None if there is none.
         rows_N: The row of each, int64.
         num_rows: R.
@@ -93,3 +95,17 @@ class TopObjective(Objective, Protocol):
 
         Those of a label differ from each other, and the first is none of the -1.
         """
+
+
+@runtime_checkable
+class OutputObjective(Objective, Protocol):
+    """A loss that reads the head's outputs of a sequence classifier, no log-probabilities.
+
+    It reads one number at each token that has a label, by that token and those before it: a label
+    is of its own token here, and does not say which token comes next. Of a reward model it is the
+    last token of each row.
+    """
+
+    @property
+    def output_index(self) -> int:
+        """Which of the head's outputs it reads, from 0."""

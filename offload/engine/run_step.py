@@ -1,7 +1,7 @@
 """A run's share of a step: what the engine is given, checked and moved to the compute device."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,7 +19,7 @@ from offload.engine.batch import (
 )
 from offload.engine.model.layers import LayeredModel
 from offload.engine.model.router import STEP, RouterScope
-from offload.engine.objective import Objective
+from offload.engine.objective import Objective, OutputObjective
 from offload.engine.passes.part import Part
 from offload.engine.passes.reference import SwitchedModel, require_owners
 from offload.engine.passes.scoring import Scoring
@@ -67,19 +67,24 @@ class _Given:
     batches: list[Batch]
     labelled: list[LabelledBatch]
     num_trained: int
+    is_shifted: bool
 
     @classmethod
     def of(
         cls, run: RunStep, vocabulary: Vocabulary, torch_device: torch.device, *, is_trained: bool
     ) -> "_Given":
+        is_shifted = not isinstance(run.objective, OutputObjective)
+        if not is_shifted:  # labels mark tokens, and are none of the head's
+            vocabulary = replace(vocabulary, num_predicted=None)
         trained = checked_batches(run.micro_batches, vocabulary)
         scored = checked_scored(run.scored, vocabulary, has_objective=run.objective is not None)
         batches = [*trained, *scored]
         return cls(
             run=run,
             batches=batches,
-            labelled=[with_labels(batch, torch_device) for batch in batches],
+            labelled=[with_labels(one, torch_device, is_shifted=is_shifted) for one in batches],
             num_trained=len(trained) if is_trained else 0,
+            is_shifted=is_shifted,
         )
 
     @property
@@ -112,7 +117,7 @@ class _Given:
             scoring = Scoring.of(
                 model,
                 run.objective,
-                rows_of_labels(self.batches),
+                rows_of_labels(self.batches, is_shifted=self.is_shifted),
                 self.labelled,
                 passes=passes,
                 adapter=run.adapter,

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from offload.errors import DoesNotFitError
 from offload.plan.facts.codec import EXACT_CODECS, ROUNDING, CodecName
-from offload.plan.facts.trainable import EMBEDDING, HEAD, NORMS, ROUTER
+from offload.plan.facts.trainable import EMBEDDING, HEAD, NORMS, ROUTER, SCORE
 from offload.plan.fit import DEVICE, RAM, MemoryNeeds, Shortage
 from offload.plan.machine.machine import GIB
 from offload.plan.memory.memory import (
@@ -135,7 +135,7 @@ def _changes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
 def _coded(request: PlanRequest, codec: CodecName) -> list[tuple[str, PlanRequest]]:
     """Return the request with another codec, if this run can use it and has no similar one."""
     largest = request.largest
-    is_encodable = set(largest.adapter.modules) <= {NORMS, ROUTER, EMBEDDING, HEAD}
+    is_encodable = set(largest.adapter.modules) <= {NORMS, ROUTER, EMBEDDING, HEAD, SCORE}
     is_encodable &= largest.adapter.whole is None
     is_packed_twice = codec == PACKED and (largest.codec, largest.dtype_bytes) != ("native", 2)
     if not is_encodable or largest.codec not in EXACT_CODECS or is_packed_twice:

@@ -47,6 +47,8 @@ def encode_answers(row: Compared, encoder: Encoder) -> tuple[Fate, list[Example]
         for one in parts:
             is_cut = fate is Fate.CUT
             logprobs = None if drawn is None else _at_labels(drawn, one, is_cut=is_cut)
+            if row.is_rated:
+                one = replace(one, labels=_last_alone(one.labels))
             teacher = None if top is None else _top_at_labels(top, one, is_cut=is_cut)
             examples.append(
                 replace(one, value=value, reference=reference, logprobs=logprobs, top=teacher)
@@ -57,6 +59,14 @@ def encode_answers(row: Compared, encoder: Encoder) -> tuple[Fate, list[Example]
     if worst is Fate.CUT and len(examples) > 1 and _are_alike(examples):
         return Fate.ALIKE, []
     return worst, examples
+
+
+def _last_alone(labels: "NDArray[np.int32]") -> "NDArray[np.int32]":
+    """Return labels of which only that of the last token is left, which ends an answer."""
+    assert labels[-1] != IGNORE_INDEX, "a row ends with the answer, and was not cut"
+    last = np.full_like(labels, IGNORE_INDEX)
+    last[-1] = labels[-1]
+    return last
 
 
 def _at_labels(drawn: Sequence[float], example: Example, *, is_cut: bool) -> "NDArray[np.float32]":

@@ -39,6 +39,7 @@ from torch import nn
 from offload.engine.batch import IGNORED, Batch
 from offload.engine.closeness import are_close, are_equal, is_near
 from offload.engine.model.find_layers import homes_of
+from offload.engine.model.head import is_classifier, require_outputs_of_last_token
 from offload.engine.model.hooks import JudgedHooks
 from offload.engine.model.kept import changed_in, kept_by
 from offload.engine.model.layers import (
@@ -186,6 +187,9 @@ class Inspection:
             like_BTD = self._hidden_BTD
             shape = (ROWS, TOKENS, *like_BTD.shape[2:])
             hidden_BTD = torch.randn(shape, device=like_BTD.device).to(like_BTD.dtype)
+            if is_classifier(self._model):
+                require_outputs_of_last_token(self._model, hidden_BTD)
+                return True
             logits_BTV = getattr(self._own(hidden_BTD), "logits", None)
             if isinstance(logits_BTV, torch.Tensor) and logits_BTV.isnan().any():
                 hidden_BTD = like_BTD  # which may be positive, for one

@@ -320,11 +320,16 @@ class LayeredModel:
         return loss.detach()
 
     def tail_logits(self, hidden_BTD: torch.Tensor) -> torch.Tensor:
-        """Run norm and head on some tokens; returns logits (B, T, V)."""
-        output = self._tail(hidden_BTD)
-        if not hasattr(output, "logits"):
-            self.refuse("returns no logits", limit="a causal language model has a head")
-        return cast("torch.Tensor", output.logits)
+        """Run norm and head on some tokens; returns logits (B, T, V).
+
+        Raises:
+            UnsupportedModelError: It has no head, or one that does not predict tokens.
+        """
+        logits = getattr(self._tail(hidden_BTD), "logits", None)
+        if not isinstance(logits, torch.Tensor) or logits.dim() != hidden_BTD.dim():
+            found = "no logits" if logits is None else "one row of outputs for all tokens of a row"
+            self.refuse(f"returns {found}", limit="a causal language model predicts each token")
+        return logits
 
     def output(self, hidden_BTD: torch.Tensor, **inputs: Any) -> Any:
         """Return the model's own output, given that its last layer returned `hidden_BTD`.

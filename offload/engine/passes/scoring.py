@@ -9,7 +9,8 @@ loss and its gradient by each of them are known, for the gradient by the hidden 
 only these numbers exist, so the loss may be any function of them; torch differentiates it.
 
 A loss that names tokens (`offload.engine.objective.TopObjective`) has one number for each of them
-in place of one per label (`offload.engine.passes.top_scores`).
+in place of one per label (`offload.engine.passes.top_scores`). One that reads the head's outputs
+(`OutputObjective`) has the output itself, at the few tokens where it is read.
 
 Both times a chunk gives the same logits: the model's inspection has refused a tail that draws.
 
@@ -27,9 +28,15 @@ import torch
 
 from offload.engine.batch import LabelledBatch
 from offload.engine.low_rank import VISIT_CACHE
+from offload.engine.model.head import classifier_outputs, vocabulary_of
 from offload.engine.model.layers import LayeredModel
-from offload.engine.model.vocabulary import vocabulary_of
-from offload.engine.objective import Objective, Scores, StepLoss, TopObjective
+from offload.engine.objective import (
+    Objective,
+    OutputObjective,
+    Scores,
+    StepLoss,
+    TopObjective,
+)
 from offload.engine.passes.reference import SwitchedModel, reference_model
 from offload.engine.passes.top_scores import (
     LABEL,
@@ -60,6 +67,8 @@ class Scoring:
         reference: How the reference computes them; None if there is none.
         top_ids: The tokens (N, K) that the loss names, of each micro-batch, on the compute device;
             none if it names none.
+        output_index: Which of the head's outputs the loss reads; None if it reads
+            log-probabilities.
     """
 
     objective: Objective
@@ -70,6 +79,7 @@ class Scoring:
     model: SwitchedModel
     reference: SwitchedModel | None
     top_ids: Sequence[torch.Tensor] = ()
+    output_index: int | None = None
 
     @classmethod
     def of(
@@ -111,6 +121,7 @@ class Scoring:
             model=SwitchedModel(model, adapter, is_evaluated=True),
             reference=None if asked is None else reference_model(model, asked),
             top_ids=top_ids,
+            output_index=objective.output_index if isinstance(objective, OutputObjective) else None,
         )
 
     def batch(self, number: int) -> LabelledBatch:
@@ -230,6 +241,9 @@ class ScoredTail:
         )
 
     def _scores_of_chunk(self, chunk_1ND: torch.Tensor, chunk: "_Chunk") -> torch.Tensor:
+        index = self._scoring.output_index
+        if index is not None:
+            return _wide(classifier_outputs(self._model, chunk_1ND, index=index))
         logits_NV = self._model.tail_logits(chunk_1ND).flatten(0, 1)
         if chunk.ids_NK is not None:
             return top_scores(logits_NV, chunk.next_N, chunk.ids_NK)
@@ -240,6 +254,10 @@ class ScoredTail:
         self, chunk_1ND: torch.Tensor, chunk: "_Chunk", gradient_N: torch.Tensor
     ) -> None:
         """Compute the gradients by some hidden states, given those by their log-probabilities."""
+        index = self._scoring.output_index
+        if index is not None:
+            _wide(classifier_outputs(self._model, chunk_1ND, index=index)).backward(gradient_N)
+            return
         logits_NV = self._model.tail_logits(chunk_1ND).flatten(0, 1)
         if chunk.ids_NK is not None:
             logits_NV.backward(logits_gradient(logits_NV, chunk.next_N, chunk.ids_NK, gradient_N))
@@ -287,8 +305,11 @@ class _Chunk:
 
 
 def _cross_entropies(logits_NV: torch.Tensor, next_N: torch.Tensor) -> torch.Tensor:
-    wide_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
-    return torch.nn.functional.cross_entropy(wide_NV, next_N, reduction="none")
+    return torch.nn.functional.cross_entropy(_wide(logits_NV), next_N, reduction="none")
+
+
+def _wide(values: torch.Tensor) -> torch.Tensor:
+    return values if values.dtype == torch.float64 else values.float()
 
 
 def _checked_top(objective: TopObjective, num_labels: int, model: LayeredModel) -> torch.Tensor:

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from offload.engine.experts.gates import gate_of
 from offload.engine.experts.interface import goes_through_interface
+from offload.engine.model.head import classifier_outputs, is_classifier
 from offload.engine.model.layers import Front, LayeredModel, kind_of
 from offload.engine.model.readers import candidates, is_hooked, unheld_products
 from offload.engine.model.visit import Graph, visit_with_graph
@@ -148,6 +149,10 @@ def _head_chunk(layered: LayeredModel, front: Front, memory: LiveBytes, *, num_t
     num_items = torch.full((), len(positions_N))
     before = memory.live_bytes
     memory.reset_peak()
+    if is_classifier(layered):
+        chunk_1ND = hidden_ND[positions_N].unsqueeze(0).requires_grad_()
+        classifier_outputs(layered, chunk_1ND, index=0).sum().backward()
+        return memory.peak_bytes - before
     layered.tail_loss(
         hidden_ND,
         positions_N=positions_N,

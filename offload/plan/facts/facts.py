@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from offload.errors import UnsupportedModelError
@@ -129,6 +129,7 @@ class ModelFacts:
         num_others: Other parameters before and after the layers: positions, inputs of layers.
         layer_input_features: Features that each layer gets in addition to the hidden state.
         layers: In forward order.
+        has_reward_head: Whether the head has one output, and does not predict tokens.
         grade: Whether the facts come from the config or from the model, built without weights.
     """
 
@@ -143,7 +144,13 @@ class ModelFacts:
     num_others: int = 0
     layer_input_features: int = 0
     layers: tuple[LayerFacts, ...]
+    has_reward_head: bool = False
     grade: Literal["config", "built"] = "config"
+
+    @property
+    def num_outputs(self) -> int:
+        """Outputs of the head for a token."""
+        return 1 if self.has_reward_head else self.vocab_size
 
     @property
     def has_experts(self) -> bool:
@@ -170,6 +177,16 @@ class ModelFacts:
     def num_active_parameters(self) -> int:
         """Parameters that one token uses."""
         return self.outer_parameters + sum(layer.num_active_parameters for layer in self.layers)
+
+
+def with_reward_head(facts: ModelFacts) -> ModelFacts:
+    """Return the facts of a model whose head is replaced by one with one output, without a bias."""
+    return replace(
+        facts,
+        head_parameters=facts.hidden_size,
+        tie_word_embeddings=False,
+        has_reward_head=True,
+    )
 
 
 # ---------------------------------------------------------------------------------------------

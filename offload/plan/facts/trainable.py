@@ -6,7 +6,7 @@ so a 16-bit copy has a master copy in fp32 for the optimizer's updates and for s
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from offload.errors import UnsupportedModelError
 from offload.plan.facts.facts import (
@@ -22,6 +22,8 @@ from offload.plan.facts.linears import Linear
 from offload.plan.facts.optimizer import Shape
 
 NORMS, ROUTER, EMBEDDING, HEAD = "norms", "router", "embed_tokens", "lm_head"
+SCORE = "score"
+"""The head of a reward model, by transformers' name."""
 OTHERS = "others"
 
 
@@ -56,7 +58,7 @@ def trained_tensor_shapes(facts: ModelFacts, spec: AdapterSpec) -> tuple[Shape, 
         return ()
     modules = [shape for layer in facts.layers for shape in _layer_module_shapes(layer, spec)]
     for name, size in outer_module_sizes(facts, spec).items():
-        modules.append((size,) if name == NORMS else (facts.vocab_size, facts.hidden_size))
+        modules.append((size,) if name == NORMS else (size // facts.hidden_size, facts.hidden_size))
     return (*_adapter_tensor_shapes(facts, spec), *modules)
 
 
@@ -148,7 +150,8 @@ def module_parameters(facts: ModelFacts, spec: AdapterSpec) -> int:
             limit="tied weights are trained as one, by the name of the embedding",
             hint=f"`adapter.modules_to_save: [{EMBEDDING}]`",
         )
-    known = [NORMS, EMBEDDING, *([] if facts.tie_word_embeddings else [HEAD]), *linear_names(facts)]
+    heads = [] if facts.tie_word_embeddings else [_head(facts)]
+    known = [NORMS, EMBEDDING, *heads, *linear_names(facts)]
     if any(layer.num_experts for layer in facts.layers):
         known.insert(1, ROUTER)
     for name in spec.modules:
@@ -210,6 +213,15 @@ def outer_module_sizes(facts: ModelFacts, spec: AdapterSpec) -> Mapping[str, int
     sizes = {
         NORMS: facts.final_norm_parameters,
         EMBEDDING: facts.embedding_parameters,
-        HEAD: facts.head_parameters,
+        _head(facts): facts.head_parameters,
     }
     return {name: size for name, size in sizes.items() if size and name in spec.modules}
+
+
+def trains_head(facts: ModelFacts, trained: Collection[str]) -> bool:
+    """Return whether the head is among the modules that train, as itself or as the embedding."""
+    return _head(facts) in trained or (EMBEDDING in trained and facts.tie_word_embeddings)
+
+
+def _head(facts: ModelFacts) -> str:
+    return SCORE if facts.has_reward_head else HEAD

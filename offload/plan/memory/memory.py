@@ -565,7 +565,7 @@ def head_chunk_bytes(facts: ModelFacts, workload: Workload, *, is_fused: bool) -
     hidden_bytes = FP32_BYTES if b == FP32_BYTES else FP32_BYTES + b
     if is_fused:
         hidden_bytes += NORM_COPIES * FP32_BYTES
-    return tokens * (logit_bytes * facts.vocab_size + hidden_bytes * facts.hidden_size)
+    return tokens * (logit_bytes * facts.num_outputs + hidden_bytes * facts.hidden_size)
 
 
 def _visit_terms(one: VisitBytes) -> tuple[MemoryTerm, ...]:

@@ -17,12 +17,12 @@ from offload.plan.facts.facts import LayerFacts, ModelFacts, adapted_linears
 from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.trainable import (
     EMBEDDING,
-    HEAD,
     NORMS,
     layer_module_sizes,
     module_parameters,
     outer_module_sizes,
     trained_tensor_shapes,
+    trains_head,
     whole_linears,
 )
 from offload.plan.facts.workload import Workload
@@ -344,7 +344,7 @@ def _layer_cost(layer: LayerFacts, at: Pricer, graph_bytes: int) -> LayerCost:
 
 def _loss(at: Pricer, *, num_chunks: int, is_fused: bool) -> Work:
     """The passes over logits, and the operators of all chunks that are no product."""
-    tokens, vocab = at.workload.label_tokens, at.facts.vocab_size
+    tokens, vocab = at.workload.label_tokens, at.facts.num_outputs
     if is_fused:
         num_bytes = FUSED_LOGIT_PASSES * at.workload.dtype_bytes * tokens * vocab
         num_ops = (TAIL_OPS - TAIL_LOSS_OPS) * num_chunks
@@ -362,22 +362,22 @@ def _is_fused(at: Pricer) -> bool:
 
 
 def _tail(at: Pricer, *, is_fused: bool) -> Work:
-    tokens, hidden, vocab = at.workload.label_tokens, at.facts.hidden_size, at.facts.vocab_size
+    tokens, hidden, vocab = at.workload.label_tokens, at.facts.hidden_size, at.facts.num_outputs
     num_chunks = math.ceil(tokens / at.workload.head_chunk_tokens)
     head = at.gemm(tokens, hidden, vocab) + at.gemm(tokens, vocab, hidden)
     norm_passes = NORM.forward + NORM.backward + NORM_WEIGHT.forward + NORM_WEIGHT.backward
     norm = at.traffic(norm_passes * FP32_BYTES * tokens * hidden, num_ops=0)
     tail = head + norm + _loss(at, num_chunks=num_chunks, is_fused=is_fused)
     trained = outer_module_sizes(at.facts, at.workload.adapter)
-    if HEAD in trained or (EMBEDDING in trained and at.facts.tie_word_embeddings):
-        sums = at.added_up(at.facts.embedding_parameters, num_tensors=1)
+    if trains_head(at.facts, trained):
+        sums = at.added_up(at.facts.num_outputs * hidden, num_tensors=1)
         tail = tail + at.gemm(hidden, tokens, vocab) + sums.times(num_chunks)
     return tail
 
 
 def _score(at: Pricer, *, is_fused: bool) -> Work:
     """The forward of the tail, and the log-probabilities of the labels."""
-    tokens, hidden, vocab = at.workload.label_tokens, at.facts.hidden_size, at.facts.vocab_size
+    tokens, hidden, vocab = at.workload.label_tokens, at.facts.hidden_size, at.facts.num_outputs
     num_chunks = math.ceil(tokens / at.workload.head_chunk_tokens)
     norm_passes = NORM.forward + NORM_WEIGHT.forward
     norm = at.traffic(norm_passes * FP32_BYTES * tokens * hidden, num_ops=0)

@@ -118,7 +118,7 @@ def forward_flops_per_token(facts: ModelFacts, *, context_tokens: int) -> float:
         layer_flops(facts, layer, num_tokens=1, context_tokens=context_tokens, count="causal")
         for layer in facts.layers
     )
-    return layers + 2.0 * facts.hidden_size * facts.vocab_size
+    return layers + 2.0 * facts.hidden_size * facts.num_outputs
 
 
 # ---------------------------------------------------------------------------------------------

@@ -313,3 +313,28 @@ def test_held_out_pairs_are_asked_for_the_chosen_answer(tmp_path: Path) -> None:
     assert [row.messages[-1].content for row in rows.held_out_rows] == ["a"]
     assert rows.held_out is not None
     assert [one.value for one in rows.held_out] == [1.0, 0.0]
+
+
+def test_rated_pairs_have_a_margin_and_one_label_at_the_end_of_each_answer(tmp_path: Path) -> None:
+    rows = load(tmp_path, [GOOD | {"margin": 0.5}, GOOD | {"prompt": "p"}], "rated")
+    assert [one.value for one in rows.train] == [1.5, 0.0, 1.0, 0.0]
+    assert [labels for _, labels, _ in shown(rows)] == ["<|im_end|>"] * 4
+    assert all(one.labels[-1] == one.input_ids[-1] for one in rows.train)
+    texts = [text for text, _, _ in shown(rows)]
+    paired = load(tmp_path, [GOOD, GOOD | {"prompt": "p"}], "preference")
+    assert texts == [text for text, _, _ in shown(paired)]
+
+
+@pytest.mark.parametrize(
+    ("margin", "problem"),
+    [(-1, "'margin' is -1, and the chosen answer is the better one"), ("x", "not a number")],
+)
+def test_a_margin_that_is_none_is_an_error(tmp_path: Path, margin: object, problem: str) -> None:
+    with pytest.raises(DataError, match=problem):
+        load(tmp_path, [GOOD | {"margin": margin}], "rated")
+
+
+def test_a_margin_can_be_ignored(tmp_path: Path) -> None:
+    row = GOOD | {"margin": -1}
+    rows = load(tmp_path, [row], "rated", ignored_columns=("margin",))
+    assert [one.value for one in rows.train] == [1.0, 0.0]

@@ -26,8 +26,37 @@ def settings(objective: dict[str, Any], **sections: dict[str, Any]) -> Settings:
 def test_every_loss_with_its_defaults_breaks_no_rule(method: str) -> None:
     for loss in LOSSES.get(method, (None,)):
         smoothing = {"label_smoothing": 0.1} if loss == "robust" else {}
-        recipe = settings({"method": method, "loss": loss} | smoothing)
+        reward = {"model": {"head": "reward"}, "data": {"too_long": "drop"}}
+        sections = reward if method == "reward" else {}
+        recipe = settings({"method": method, "loss": loss} | smoothing, **sections)
         assert not list(broken_objective_rules(recipe))
+
+
+@pytest.mark.parametrize(
+    ("sections", "field", "what"),
+    [
+        ({"data": {"too_long": "truncate"}}, "data.too_long", "data.too_long is truncate"),
+        ({"train": {"what": "all"}}, "train.what", "train.what is all"),
+        ({"train": {"router_loss_coef": 0.01}}, "train.router_loss_coef", "is 0.01"),
+        ({"model": {"head": "tokens"}}, "model.head", "model.head is tokens"),
+        ({"data": {"format": "preference"}}, "data.format", "data.format is preference"),
+        ({"report": {"samples": 3}}, "report.samples", "report.samples is 3"),
+    ],
+)
+def test_what_makes_no_reward_is_named(
+    sections: dict[str, dict[str, Any]], field: str, what: str
+) -> None:
+    right = {"model": {"head": "reward"}, "data": {"too_long": "drop"}}
+    given = {name: right.get(name, {}) | sections.get(name, {}) for name in {**right, **sections}}
+    found = list(broken_objective_rules(settings({"method": "reward"}, **given)))
+    assert [one.field for one in found] == [field]
+    assert what in found[0].what
+
+
+def test_a_reward_head_is_for_rewards_alone() -> None:
+    (found,) = broken_objective_rules(settings({"method": "sft"}, model={"head": "reward"}))
+    assert found.what == "model.head is reward and objective.method is sft"
+    assert "`model.head: tokens`" in found.hint
 
 
 @pytest.mark.parametrize(

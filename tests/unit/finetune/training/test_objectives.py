@@ -97,3 +97,57 @@ def test_parts_of_held_out_rows_are_no_larger_than_a_step(
     num_groups: int, per_part: int, num: int
 ) -> None:
     assert num_parts(num_groups, per_part) == num
+
+
+def test_the_least_and_the_largest_reward_are_those_of_all_parts() -> None:
+    def part(least: float, largest: float) -> Evaluation:
+        metrics = {"rewards/min": least, "rewards/mean": 1.0, "rewards/max": largest}
+        return Evaluation(loss=1.0, metrics=metrics)
+
+    found = mean_of([(3, part(-2.0, 1.0)), (1, part(-1.0, 4.0))])
+    assert found.metrics == {"rewards/min": -2.0, "rewards/mean": 1.0, "rewards/max": 4.0}
+
+
+SIZES = [2, 4, 3, 2]
+
+
+@pytest.mark.parametrize("loss", ["dapo", "grpo", "dr_grpo", "rloo"])
+def test_what_held_out_samples_say_is_weighted_by_answers_and_tokens(loss: str) -> None:
+    settings = {"beta": 0.1, "importance_sampling_mode": "ratio", "clip_epsilon": 0.05}
+    section = ObjectiveSection.model_validate({"method": "grpo", "loss": loss} | settings)
+    grpo = Objectives(section=section, seq_len=32, ranks=Ranks())
+    rng = torch.Generator().manual_seed(0)
+    groups = torch.arange(4).repeat_interleave(torch.tensor(SIZES))
+    values = torch.rand(len(groups), generator=rng, dtype=torch.float64)
+    lens = torch.randint(1, 20, (len(groups),), generator=rng).tolist()
+    logps = [-3 * torch.rand(num, generator=rng, dtype=torch.float64) for num in lens]
+
+    def said(of: list[int]) -> tuple[int, Evaluation]:
+        rows = [row for row, group in enumerate(groups.tolist()) if group in of]
+        own = [lens[row] for row in rows]
+        policy_N = torch.cat([logps[row] for row in rows])
+        step_rows = StepRows(
+            groups_R=groups[rows] - min(of),
+            values_R=values[rows],
+            num_trained=len(rows),
+            sampler_N=policy_N - 0.2 * torch.sin(40 * policy_N),
+        )
+        scores = Scores(
+            policy_N=policy_N,
+            reference_N=0.9 * policy_N,
+            rows_N=torch.arange(len(rows)).repeat_interleave(torch.tensor(own)),
+            num_rows=len(rows),
+        )
+        found = grpo.of_held_out(step_rows).loss(scores)
+        metrics = {name: value.item() for name, value in found.metrics.items()}
+        evaluation = grpo.evaluation(
+            step_rows, label_lens=own, loss=found.value.item(), metrics=metrics
+        )
+        num = grpo.weight(num_groups=len(of), num_rows=len(rows), num_label_tokens=sum(own))
+        return num, evaluation
+
+    whole = said([0, 1, 2, 3])[1]
+    assert {"kl", "clip_ratio/region_mean", "reward_std", "logps/accuracies"} <= {*whole.metrics}
+    cut = mean_of([said([0]), said([1, 2]), said([3])])
+    assert cut.loss == pytest.approx(whole.loss, rel=1e-12)
+    assert cut.metrics == pytest.approx(whole.metrics, rel=1e-12)

@@ -1,0 +1,82 @@
+"""A causal language model with a reward head: transformers' sequence classifier around its decoder.
+
+The decoder stays the object that it is, so that its weights wait where they were loaded to. The old
+head is let go. The new one is drawn as transformers draws it where a checkpoint has none.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from finetune.errors import ModelError
+from offload.plan.facts.trainable import SCORE
+
+INITIALIZER_RANGE = 0.02
+"""Standard deviation of new weights where a config has none; transformers' own default."""
+
+
+def with_reward_head(model: PreTrainedModel, *, seed: int) -> PreTrainedModel:
+    """Return a sequence classifier with one output around a model's decoder.
+
+    Args:
+        model: A causal language model, which is of no use afterwards.
+        seed: Of the head's weights.
+
+    Raises:
+        ModelError: transformers has no such classifier of this type of model.
+    """
+    require_classifier(model.config)
+    config: Any = model.config
+    config.num_labels = 1
+    with torch.device("meta"):
+        classifier: Any = AutoModelForSequenceClassification.from_config(config, dtype=model.dtype)
+    decoder: Any = model.base_model
+    own = getattr(classifier, classifier.base_model_prefix)
+    head = getattr(classifier, SCORE, None)
+    if type(own) is not type(decoder) or type(head) is not nn.Linear or head.bias is not None:
+        raise ModelError(
+            f"{type(classifier).__name__} is no {type(decoder).__name__} with a linear head"
+            f" `{SCORE}`",
+            limit="a reward head follows the decoder of the causal language model",
+            hint="another model",
+        )
+    setattr(classifier, classifier.base_model_prefix, decoder)
+    device = model.get_input_embeddings().weight.device
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        weight = torch.empty_like(head.weight, device=device)
+        weight.normal_(
+            std=getattr(config.get_text_config(), "initializer_range", INITIALIZER_RANGE)
+        )
+    head.weight = nn.Parameter(weight)
+    classifier.config = config
+    classifier.generation_config = model.generation_config
+    classifier.name_or_path = model.name_or_path
+    for one in {id(c): c for c in (config, config.get_text_config())}.values():
+        if getattr(one, "output_router_logits", False):
+            one.output_router_logits = False  # the classifier has no loss of its own
+        if getattr(one, "pad_token_id", None) is None:
+            one.pad_token_id = 0  # it reads rows of one token, which it takes as they are
+    found: PreTrainedModel = classifier
+    return found
+
+
+def require_classifier(config: PreTrainedConfig) -> None:
+    """Check that transformers has a sequence classifier of a type of model.
+
+    Raises:
+        ModelError: It has none.
+    """
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise ModelError(
+            f"transformers has no sequence classification of {config.model_type} models",
+            limit="a reward model is saved in its form, so that other programs can load it",
+            hint="another model, or `objective.method: dpo`",
+        )

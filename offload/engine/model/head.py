@@ -1,0 +1,94 @@
+"""What a model reads and returns: how many tokens it knows, or the outputs of a classifier.
+
+A sequence classifier of transformers runs its head on all tokens of a row, and returns the outputs
+of the last one that is no padding. So rows of a single token give the outputs of any tokens, by the
+model's own code. Shapes: N tokens, each a row of its own, C outputs.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from offload.engine.batch import Vocabulary
+from offload.engine.closeness import are_close, are_equal
+from offload.engine.model.layers import LayeredModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def vocabulary_of(model: "PreTrainedModel") -> Vocabulary:
+    """Return the vocabulary; if no head is found, the config's number of tokens is used."""
+    head = model.get_output_embeddings()
+    num_predicted = _size(head, "out_features")
+    if head is None:
+        num_predicted = getattr(model.config.get_text_config(), "vocab_size", None)
+    return Vocabulary(
+        num_read=_size(model.get_input_embeddings(), "num_embeddings"),
+        num_predicted=num_predicted,
+    )
+
+
+def is_classifier(model: LayeredModel) -> bool:
+    """Return whether a model is a sequence classifier, by the name that transformers gives it."""
+    return model.name.endswith("ForSequenceClassification")
+
+
+def classifier_outputs(
+    model: LayeredModel, hidden_1ND: torch.Tensor, *, index: int
+) -> torch.Tensor:
+    """Run norm and head of a sequence classifier on some tokens; returns one output of each, (N,).
+
+    Args:
+        model: The classifier.
+        hidden_1ND: Output of its last layer.
+        index: Which output.
+
+    Raises:
+        UnsupportedModelError: It is no sequence classifier, or has fewer outputs.
+    """
+    outputs_NC = getattr(model.output(hidden_1ND.transpose(0, 1)), "logits", None)
+    if not isinstance(outputs_NC, torch.Tensor) or outputs_NC.dim() != 2:
+        model.refuse("returns no outputs for a whole row", limit=_CLASSIFIER)
+    if not 0 <= index < outputs_NC.shape[1]:
+        model.refuse(
+            f"has {outputs_NC.shape[1]} outputs, from 0, and the loss reads {index}",
+            limit="it reads one of the head's outputs",
+        )
+    return outputs_NC[:, index]
+
+
+def require_outputs_of_last_token(model: LayeredModel, hidden_BTD: torch.Tensor) -> None:
+    """Check that a classifier's outputs for a row follow from its last token alone.
+
+    Args:
+        model: The classifier.
+        hidden_BTD: Output of its last layer for any rows.
+
+    Raises:
+        UnsupportedModelError: They are not.
+    """
+    padding = getattr(model.model.config.get_text_config(), "pad_token_id", None)
+    ids_BT = torch.full(hidden_BTD.shape[:2], int(padding == 0), device=hidden_BTD.device)
+    poisoned_BTD = hidden_BTD.clone()
+    poisoned_BTD[:, :-1] = torch.nan
+    own_BC = model.output(poisoned_BTD, input_ids=ids_BT).logits
+    last_BC, again_BC = (model.output(hidden_BTD[:, -1:]).logits for _ in range(2))
+    if not are_close(last_BC, own_BC):
+        model.refuse("does not compute its outputs from a row's last token", limit=_CLASSIFIER)
+    if not are_equal(last_BC, again_BC):
+        model.refuse("gives other outputs for the same hidden state", limit=_CLASSIFIER)
+
+
+_CLASSIFIER = (
+    "a loss of the head's outputs trains a sequence classifier, e.g."
+    " `AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)`"
+)
+
+
+def _size(module: Any, name: str) -> int | None:
+    """Return a size of a module, which peft may have wrapped."""
+    module = getattr(module, "original_module", module)
+    unwrap = getattr(module, "get_base_layer", None)
+    size = getattr(module if unwrap is None else unwrap(), name, None)
+    return size if isinstance(size, int) else None
