@@ -16,6 +16,7 @@ EXPECTED_SKIPS = (
     "LLAMA_CPP names no clone",
     "needs root",
     "lm_eval is not installed",
+    "trl is not installed",
     "no file system in memory",
 )
 

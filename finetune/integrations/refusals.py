@@ -26,6 +26,9 @@ TAKES_STEPS = (
 """Methods of a Trainer that decide what a step computes."""
 
 
+_OWN = "finetune.integrations."
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refusal:
     """One setting that is refused.
@@ -241,18 +244,16 @@ def require_own_methods(kind: type) -> None:
     Raises:
         ConfigError: One does.
     """
-    for name in TAKES_STEPS:
-        function = getattr(kind, name)
-        module = str(getattr(function, "__module__", ""))
-        if module.partition(".")[0] not in ("transformers", "trl") and not module.startswith(
-            "finetune.integrations"
-        ):
-            raise ConfigError(
-                f"{kind.__name__}.{name} is that of {module}",
-                limit="a step is computed by the engine, which does not call it",
-                hint=f"leave `{name}` away; a loss of your own is an objective of"
-                " `engine.forward_backward(micro_batches, objective=...)`",
-            )
+    for one in kind.__mro__:
+        for name in TAKES_STEPS:
+            module = str(getattr(vars(one).get(name), "__module__", _OWN))
+            if not module.startswith(("transformers.", "trl.", _OWN)):
+                raise ConfigError(
+                    f"{one.__name__}.{name} is that of {module}",
+                    limit="a step is computed by the engine, which does not call it",
+                    hint=f"leave `{name}` away; a loss of your own is an objective of"
+                    " `engine.forward_backward(micro_batches, objective=...)`",
+                )
 
 
 def require_trainer(trainer: Any) -> None:
@@ -285,8 +286,8 @@ def require_trainer(trainer: Any) -> None:
             "the model's config asks for its router loss (output_router_logits: true)",
             limit="the plain Trainer adds it once per micro-batch, so that it grows with their"
             " number; an engine takes it over the step",
-            hint=f"`model.config.output_router_logits = False`; {_SLUICE} has"
-            " `train.router_loss_coef`",
+            hint="`model.config.output_router_logits = False`, and router_aux_loss_coef=0.0 in an"
+            f" SFTConfig; {_SLUICE} has `train.router_loss_coef`",
         )
 
 

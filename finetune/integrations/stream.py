@@ -16,6 +16,7 @@ from finetune.errors import ConfigError, DataError
 from offload.engine.batch import IGNORED, ROW_LENS, Batch
 from offload.engine.bound import EngineOptions
 from offload.engine.engine import Engine
+from offload.engine.passes.scores import TokenScores
 from offload.engine.streams import device_named
 from offload.plan.facts.codec import CodecName
 from offload.plan.request import HEAD_CHUNK_TOKENS
@@ -140,7 +141,8 @@ def micro_batch(inputs: Mapping[str, Any]) -> Batch:
             limit=f"an engine computes with {', '.join(TAKEN)}",
             hint=f"`remove_unused_columns=True`, or leave `{unknown[0]}` out of the data set",
         )
-    batch = {name: given[name] for name in TAKEN if name in given}
+    # a data loader may have moved them; the engine counts labels on the host
+    batch = {name: given[name].cpu() for name in TAKEN if name in given}
     if "cu_seq_lens_q" in given:
         for name in ("position_ids", "attention_mask"):
             batch.pop(name, None)
@@ -166,7 +168,20 @@ class BatchLoss:
 NOTHING = BatchLoss(loss=float("nan"), num_label_tokens=0, accuracy=0.0)
 
 
-def losses(engine: Engine, batches: Sequence[Batch], *, adapter: str) -> list[BatchLoss]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluated:
+    """The losses of batches that passed the layers together.
+
+    Attributes:
+        batches: Of each.
+        num_loads: Layers copied from host to device for all of them.
+    """
+
+    batches: tuple[BatchLoss, ...]
+    num_loads: int
+
+
+def evaluated(engine: Engine, batches: Sequence[Batch], *, adapter: str) -> Evaluated:
     """Return the loss of each batch, all of them in one pass over the layers.
 
     Args:
@@ -176,30 +191,28 @@ def losses(engine: Engine, batches: Sequence[Batch], *, adapter: str) -> list[Ba
     """
     scorable = [_rows_with_labels(batch) for batch in batches]
     kept = [batch for batch in scorable if batch is not None]
-    scores = iter(engine.score(kept, adapters=[adapter]).scores[0] if kept else ())
-    found = []
-    for batch in scorable:
-        if batch is None:
-            found.append(NOTHING)
-            continue
-        tokens = next(scores)
-        num = len(tokens.logps_N)
-        found.append(
-            BatchLoss(
-                loss=float(-tokens.logps_N.double().sum() / num),
-                num_label_tokens=num,
-                accuracy=float(tokens.is_greedy_N.double().mean()),
-            )
-        )
-    return found
+    if not kept:
+        return Evaluated(batches=(NOTHING,) * len(batches), num_loads=0)
+    result = engine.score(kept, adapters=[adapter])
+    scores = iter(result.scores[0])
+    found = (NOTHING if batch is None else _loss(next(scores)) for batch in scorable)
+    return Evaluated(batches=tuple(found), num_loads=result.num_loads)
+
+
+def _loss(tokens: TokenScores) -> BatchLoss:
+    num = len(tokens.logps_N)
+    return BatchLoss(
+        loss=float(-tokens.logps_N.double().sum() / num),
+        num_label_tokens=num,
+        accuracy=float(tokens.is_greedy_N.double().mean()),
+    )
 
 
 def _rows_with_labels(batch: Batch) -> Batch | None:
     """Return the rows of a batch that have a label, which alone have a loss; None if none has."""
-    labels_BT = batch["labels"].clone()
     if ROW_LENS in batch:
         return _packed_with_labels(batch)
-    has_label_B = (labels_BT[:, 1:] != IGNORED).any(dim=1)
+    has_label_B = (batch["labels"][:, 1:] != IGNORED).any(dim=1)
     if not has_label_B.any():
         return None
     if has_label_B.all():

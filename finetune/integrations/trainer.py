@@ -14,8 +14,9 @@ the plain Trainer within rounding.
 
 import copy
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ from finetune.integrations.refusals import (
     require_own_methods,
     require_trainer,
 )
-from finetune.integrations.stream import BatchLoss, StepBatches, Streaming, losses, micro_batch
+from finetune.integrations.stream import BatchLoss, StepBatches, Streaming, evaluated, micro_batch
 
 __all__ = ["SluiceTrainer", "Streaming"]
 
@@ -40,6 +41,7 @@ class SluiceTrainer(Trainer):
 
     Attributes:
         engine: Holds the model, from the Trainer's first moment until `detach`.
+        num_loads: Layers copied to the device so far, by steps and by evaluations of losses.
     """
 
     loss_without_labels = float("nan")
@@ -67,6 +69,7 @@ class SluiceTrainer(Trainer):
         super().__init__(model, args, **options)
         require_trainer(self)
         self._step = StepBatches(fetched=())
+        self.num_loads = 0
         self.engine = streaming.attach(self.model, device=self.args.device)
 
     def detach(self) -> None:
@@ -75,10 +78,20 @@ class SluiceTrainer(Trainer):
 
     # ------------------------------------------------------------------------------------ placement
 
-    def create_accelerator_and_postprocess(self) -> None:
-        """Make the accelerator, which leaves model and batches on the host."""
-        super().create_accelerator_and_postprocess()
+    def _prepare_for_training(self, *args: Any, **options: Any) -> Any:
+        with self._in_place():
+            made: Any = super()
+            return made._prepare_for_training(*args, **options)
+
+    @contextmanager
+    def _in_place(self) -> Iterator[None]:
+        """Let accelerate leave the model where it is; data loaders are made outside, as always."""
+        before = self.accelerator.device_placement
         self.accelerator.device_placement = False
+        try:
+            yield
+        finally:
+            self.accelerator.device_placement = before
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave the model where it is: the engine moves what computes."""
@@ -116,9 +129,7 @@ class SluiceTrainer(Trainer):
         """
         if not self._step.take(inputs):
             return torch.zeros((), device=self.args.device)
-        model.train()
-        if callable(getattr(self.optimizer, "train", None)):
-            self.optimizer.train()
+        self._set_mode("train")
         batches = [micro_batch(one) for one in self._step.fetched]
         if not num_items_in_batch:
             raise DataError(
@@ -132,6 +143,7 @@ class SluiceTrainer(Trainer):
             num_label_tokens=int(num_items_in_batch),
             dropout_seed=(self.args.seed * 1_000_003 + self.state.global_step) % 2**31,
         )
+        self.num_loads += result.num_loads
         return torch.tensor(result.loss, device=self.args.device)
 
     # ----------------------------------------------------------------------------------- evaluation
@@ -156,18 +168,20 @@ class SluiceTrainer(Trainer):
         if prediction_loss_only is None:
             prediction_loss_only = self.args.prediction_loss_only
         if not prediction_loss_only:
-            return super().evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-            )
-        self.model.eval()
-        if callable(getattr(self.optimizer, "eval", None)):
-            self.optimizer.eval()
+            with self._in_place():
+                return super().evaluation_loop(
+                    dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+                )
+        self._set_mode("eval")
+        model: Any = self.model
         self.callback_handler.eval_dataloader = dataloader
         found, counts, num_observed = list[float](), list[int](), 0
         fetched = self._fetched(dataloader)
         while group := list(islice(fetched, self.args.gradient_accumulation_steps)):
             batches = [micro_batch(inputs) for inputs, _ in group]
-            for one in losses(self.engine, batches, adapter=self.model.active_adapter):
+            result = evaluated(self.engine, batches, adapter=model.active_adapter)
+            self.num_loads += result.num_loads
+            for one in result.batches:
                 self._note_evaluated(one)
                 found.append(one.loss if one.num_label_tokens else self.loss_without_labels)
                 self.control = self.callback_handler.on_prediction_step(
@@ -184,11 +198,18 @@ class SluiceTrainer(Trainer):
             metrics[f"{metric_key_prefix}_loss"] = losses_R.mean().item()
         rows = getattr(dataloader, "dataset", None)
         return EvalLoopOutput(
-            predictions=None,
+            predictions=None,  # type: ignore[arg-type] # as the plain Trainer's, for losses alone
             label_ids=None,
             metrics=metrics,
             num_samples=(len(rows) if has_length(rows) else 0) or num_observed,
         )
+
+    def _set_mode(self, mode: Literal["train", "eval"]) -> None:
+        """Set the mode of the model, and of an optimizer that has one."""
+        for one in (self.model, self.optimizer):
+            switch = getattr(one, mode, None)
+            if callable(switch):
+                switch()
 
     def _fetched(self, dataloader: DataLoader[Any]) -> Iterator[tuple[Mapping[str, Any], int]]:
         """Yield each batch, and how many times the plain Trainer counts its loss.

@@ -1,0 +1,197 @@
+"""SluiceSFTTrainer against TRL's own SFTTrainer, on the same rows.
+
+TRL multiplies the head in tiles of the vocabulary, so gradients differ by rounding even in a
+resident model, and AdamW turns rounding of gradients near zero into steps. So adapters are compared
+after SGD.
+"""
+
+import random
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from finetune.errors import ConfigError
+from tests.doubles import tiny_tokenizer
+from tests.parity.steps import EXPERTS, SHAPE, with_lora
+from tests.parity.trainers import ARGUMENTS, STREAMING, differences, history
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed"),
+    pytest.mark.filterwarnings("ignore"),  # TRL's own
+]
+
+ROUNDING = 1e-6
+TOKENIZER = tiny_tokenizer()
+VOCABULARY = SHAPE | {"vocab_size": len(TOKENIZER)}
+
+
+def texts(num: int = 17) -> list[str]:
+    draw = random.Random(0)
+    return ["".join(draw.choices("abcdef 123", k=draw.randint(4, 30))) for _ in range(num)]
+
+
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "texts": [{"text": text} for text in texts()],
+    "answers": [{"prompt": text[:3], "completion": text[3:]} for text in texts()],
+    "chats": [
+        {
+            "messages": [
+                {"role": "user", "content": text[:3]},
+                {"role": "assistant", "content": text[3:]},
+            ]
+        }
+        for text in texts()
+    ],
+}
+
+
+def tiny_model(kind: str) -> Any:
+    torch.manual_seed(0)
+    if kind == "gemma3":
+        return Gemma3ForCausalLM(Gemma3TextConfig(**VOCABULARY, sliding_window=8))
+    if kind == "qwen3_moe":
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**VOCABULARY, **EXPERTS))
+    if kind == "qwen3":
+        return Qwen3ForCausalLM(Qwen3Config(**VOCABULARY))
+    return LlamaForCausalLM(LlamaConfig(**VOCABULARY))
+
+
+def trained(folder: Path, rows: str, *, is_streamed: bool, model: str, **changes: Any) -> Any:
+    from trl import SFTConfig, SFTTrainer
+
+    from finetune.integrations.sft import SluiceSFTTrainer
+
+    settings = ARGUMENTS | {"optim": "sgd", "bf16": False, "max_length": 24} | changes
+    options: dict[str, Any] = {"streaming": STREAMING} if is_streamed else {}
+    kind = SluiceSFTTrainer if is_streamed else SFTTrainer
+    trainer = kind(
+        model=with_lora(tiny_model(model)),
+        args=SFTConfig(output_dir=str(folder / kind.__name__), **settings),
+        train_dataset=Dataset.from_list(ROWS[rows]),
+        eval_dataset=Dataset.from_list(ROWS[rows][:7]),
+        processing_class=TOKENIZER,
+        **options,
+    )
+    trainer.train()
+    return trainer
+
+
+def both(folder: Path, rows: str, *, model: str = "llama", **changes: Any) -> tuple[Any, Any]:
+    plain, ours = (
+        trained(folder, rows, is_streamed=one, model=model, **changes) for one in (False, True)
+    )
+    return plain, ours
+
+
+def require_equal(plain: Any, ours: Any) -> None:
+    found = differences(plain, ours)
+    assert found.losses <= ROUNDING
+    assert found.grad_norms <= ROUNDING
+    assert found.eval_losses <= ROUNDING
+    assert found.adapter <= ROUNDING
+    for name in ("num_tokens", "eval_num_tokens"):
+        assert history(plain, name) == history(ours, name)
+    assert history(plain, "eval_mean_token_accuracy") == pytest.approx(
+        history(ours, "eval_mean_token_accuracy"), abs=ROUNDING
+    )
+
+
+def test_answers_train_and_evaluate_as_by_trl(tmp_path: Path) -> None:
+    plain, ours = both(tmp_path, "answers")
+    require_equal(plain, ours)
+    assert len(history(ours, "loss")) == 6
+
+
+def test_packed_rows_are_kept_apart_as_by_trl(tmp_path: Path) -> None:
+    plain, ours = both(tmp_path, "texts", model="qwen3", packing=True, max_length=32)
+    require_equal(plain, ours)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "texts": {"rows": "texts"},
+    "chats": {"rows": "chats", "model": "qwen3", "max_length": 60},
+    "gemma3": {"rows": "texts", "model": "gemma3"},
+    "experts": {"rows": "texts", "model": "qwen3_moe", "router_aux_loss_coef": 0.0},
+    "no_padding": {"rows": "texts", "model": "qwen3", "padding_free": True, "max_length": None},
+    "wrapped": {
+        "rows": "texts",
+        "packing": True,
+        "packing_strategy": "wrapped",
+        "max_length": 32,
+    },
+    "packed_to_train_alone": {
+        "rows": "texts",
+        "model": "gemma3",
+        "packing": True,
+        "eval_packing": False,
+        "max_length": 32,
+    },
+    "packed_answers_in_eights": {
+        "rows": "answers",
+        "packing": True,
+        "max_length": 32,
+        "pad_to_multiple_of": 8,
+    },
+    "all_of_the_prompt": {"rows": "answers", "completion_only_loss": False},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_rows_mean_what_they_mean_to_trl(tmp_path: Path, name: str) -> None:
+    require_equal(*both(tmp_path, **CASES[name]))
+
+
+@pytest.mark.slow
+def test_adamw_ends_within_the_rounding_that_it_amplifies(tmp_path: Path) -> None:
+    found = differences(*both(tmp_path, "answers", optim="adamw_torch"))
+    assert found.losses <= ROUNDING
+    assert found.adapter <= 1e-4
+
+
+@pytest.mark.slow
+def test_a_run_resumes_to_the_bit(tmp_path: Path) -> None:
+    whole = trained(tmp_path, "answers", is_streamed=True, model="llama", save_steps=2)
+    from finetune.integrations.sft import SluiceSFTTrainer
+
+    resumed: Any = SluiceSFTTrainer(
+        with_lora(tiny_model("llama")),
+        whole.args,
+        streaming=STREAMING,
+        train_dataset=Dataset.from_list(ROWS["answers"]),
+        eval_dataset=Dataset.from_list(ROWS["answers"][:7]),
+        processing_class=TOKENIZER,
+    )
+    resumed.train(resume_from_checkpoint=str(Path(whole.args.output_dir) / "checkpoint-2"))
+    assert history(resumed, "loss") == history(whole, "loss")
+    ends = [dict(one.model.named_parameters()) for one in (whole, resumed)]
+    assert all(
+        torch.equal(value, ends[1][name]) for name, value in ends[0].items() if value.requires_grad
+    )
+
+
+def test_a_mixtures_router_loss_is_refused_with_the_setting_that_leaves_it_out(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ConfigError, match="output_router_logits: true") as caught:
+        trained(tmp_path, "texts", is_streamed=True, model="qwen3_moe")
+    assert "router_aux_loss_coef=0.0" in caught.value.hint
+
+
+def test_the_loss_of_dynamic_fine_tuning_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is given loss_type=dft"):
+        trained(tmp_path, "texts", is_streamed=True, model="llama", loss_type="dft")
