@@ -19,6 +19,7 @@ from offload.engine.engine import Engine
 from offload.engine.passes.scores import TokenScores
 from offload.engine.streams import device_named
 from offload.plan.facts.codec import CodecName
+from offload.plan.plan import Plan
 from offload.plan.request import HEAD_CHUNK_TOKENS
 
 TAKEN = ("input_ids", "labels", "attention_mask", "position_ids")
@@ -45,6 +46,19 @@ class Streaming:
     head_chunk_tokens: int = HEAD_CHUNK_TOKENS
     kept_graphs: int = 0
     layer_kernels: Literal["plain", "fused"] = "plain"
+
+    @classmethod
+    def of(cls, plan: Plan) -> "Streaming":
+        """Return what a plan chose; see `finetune.integrations.planned.plan_steps`."""
+        options = EngineOptions.planned(plan)
+        return cls(
+            num_slots=options.num_slots,
+            codec=options.codec,
+            stash=options.stash,
+            head_chunk_tokens=options.head_chunk_tokens,
+            kept_graphs=options.num_kept_graphs,
+            layer_kernels=options.layer_kernels,
+        )
 
     def attach(self, model: object, *, device: torch.device) -> Engine:
         """Take over a model with an adapter.
