@@ -5,7 +5,6 @@ resident model, and AdamW turns rounding of gradients near zero into steps. So a
 after SGD.
 """
 
-import random
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,21 +12,11 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
 
 from finetune.errors import ConfigError
-from tests.doubles import tiny_tokenizer
-from tests.parity.steps import EXPERTS, SHAPE, with_lora
-from tests.parity.trainers import ARGUMENTS, STREAMING, differences, history
+from tests.parity.sft_trainers import ROWS, TOKENIZER, both, tiny_model, trained
+from tests.parity.steps import with_lora
+from tests.parity.trainers import STREAMING, differences, history
 
 pytestmark = [
     pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed"),
@@ -35,66 +24,6 @@ pytestmark = [
 ]
 
 ROUNDING = 1e-6
-TOKENIZER = tiny_tokenizer()
-VOCABULARY = SHAPE | {"vocab_size": len(TOKENIZER)}
-
-
-def texts(num: int = 17) -> list[str]:
-    draw = random.Random(0)
-    return ["".join(draw.choices("abcdef 123", k=draw.randint(4, 30))) for _ in range(num)]
-
-
-ROWS: dict[str, list[dict[str, Any]]] = {
-    "texts": [{"text": text} for text in texts()],
-    "answers": [{"prompt": text[:3], "completion": text[3:]} for text in texts()],
-    "chats": [
-        {
-            "messages": [
-                {"role": "user", "content": text[:3]},
-                {"role": "assistant", "content": text[3:]},
-            ]
-        }
-        for text in texts()
-    ],
-}
-
-
-def tiny_model(kind: str) -> Any:
-    torch.manual_seed(0)
-    if kind == "gemma3":
-        return Gemma3ForCausalLM(Gemma3TextConfig(**VOCABULARY, sliding_window=8))
-    if kind == "qwen3_moe":
-        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**VOCABULARY, **EXPERTS))
-    if kind == "qwen3":
-        return Qwen3ForCausalLM(Qwen3Config(**VOCABULARY))
-    return LlamaForCausalLM(LlamaConfig(**VOCABULARY))
-
-
-def trained(folder: Path, rows: str, *, is_streamed: bool, model: str, **changes: Any) -> Any:
-    from trl import SFTConfig, SFTTrainer
-
-    from finetune.integrations.sft import SluiceSFTTrainer
-
-    settings = ARGUMENTS | {"optim": "sgd", "bf16": False, "max_length": 24} | changes
-    options: dict[str, Any] = {"streaming": STREAMING} if is_streamed else {}
-    kind = SluiceSFTTrainer if is_streamed else SFTTrainer
-    trainer = kind(
-        model=with_lora(tiny_model(model)),
-        args=SFTConfig(output_dir=str(folder / kind.__name__), **settings),
-        train_dataset=Dataset.from_list(ROWS[rows]),
-        eval_dataset=Dataset.from_list(ROWS[rows][:7]),
-        processing_class=TOKENIZER,
-        **options,
-    )
-    trainer.train()
-    return trainer
-
-
-def both(folder: Path, rows: str, *, model: str = "llama", **changes: Any) -> tuple[Any, Any]:
-    plain, ours = (
-        trained(folder, rows, is_streamed=one, model=model, **changes) for one in (False, True)
-    )
-    return plain, ours
 
 
 def require_equal(plain: Any, ours: Any) -> None:

@@ -298,3 +298,13 @@ def test_a_model_without_an_adapter_is_refused(tmp_path: Path) -> None:
     base: Any = MODELS["llama"]()
     with pytest.raises(ConfigError, match=r"the model is a LlamaForCausalLM; .* adapter of peft's"):
         made(SluiceTrainer, tmp_path, model=base)
+
+
+def test_the_guides_example_prints_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = Path(__file__).parents[2] / "docs" / "guides" / "trainer.md"
+    example = page.read_text().partition("```python\n")[2].partition("```")[0]
+    monkeypatch.chdir(tmp_path)
+    exec(compile(example, str(page), "exec"), {})
+    assert "23 layers loaded in 2 steps" in capsys.readouterr().out.splitlines()
