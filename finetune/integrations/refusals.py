@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from torch import nn
 from transformers import TrainingArguments
 
 from finetune.errors import ConfigError
@@ -191,16 +192,23 @@ _OPTIONS = {
 }
 
 
-def require_arguments(args: object, options: dict[str, Any]) -> None:
+def require_arguments(model: object, args: object, options: dict[str, Any]) -> None:
     """Check what a Trainer is made with, before it is made.
 
     Args:
+        model: Its model.
         args: Its TrainingArguments.
         options: Its other keyword arguments.
 
     Raises:
         ConfigError: An engine cannot do what one of them says; all such are named.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"the model is {model!r}, a {type(model).__name__}",
+            limit="it is loaded on the host, where its layers wait for the device",
+            hint='`AutoModelForCausalLM.from_pretrained(name, device_map="cpu", dtype=...)`',
+        )
     if not isinstance(args, TrainingArguments):
         raise ConfigError(
             f"args is a {type(args).__name__}",

@@ -62,7 +62,7 @@ class SluiceTrainer(Trainer):
             OffloadError: The model cannot be attached; see `offload.attach`.
         """
         require_own_methods(type(self))
-        require_arguments(args, options)
+        require_arguments(model, args, options)
         args = copy.copy(args)
         args.activation_checkpointing = args.gradient_checkpointing = False
         args.activation_checkpointing_kwargs = args.gradient_checkpointing_kwargs = None

@@ -41,6 +41,7 @@ CASES: dict[str, Any] = {
     "activation_offloading": True,
     "router_aux_loss_coef": 0.001,
 }
+MODEL = torch.nn.Linear(1, 1)
 PROPERTIES = ("world_size", "n_gpu")  # read-only; they come from the environment
 
 
@@ -78,7 +79,7 @@ def test_a_setting_that_cannot_hold_is_refused_by_name_with_its_fix(
 ) -> None:
     refusal = next(one for one in (*OF_ARGUMENTS, *OF_SFT) if one.name == name)
     with pytest.raises(ConfigError, match=f"is given {name}=") as caught:
-        require_arguments(arguments(tmp_path, **{name: CASES[name]}), {})
+        require_arguments(MODEL, arguments(tmp_path, **{name: CASES[name]}), {})
     assert caught.value.limit == f"{name}: {refusal.why}"
     assert caught.value.hint == refusal.fix
 
@@ -86,16 +87,18 @@ def test_a_setting_that_cannot_hold_is_refused_by_name_with_its_fix(
 @pytest.mark.parametrize("optim", ["adalomo", "galore_adamw_layerwise", "apollo_adamw_layerwise"])
 def test_optimizers_that_step_in_the_backward_are_refused(tmp_path: Path, optim: str) -> None:
     with pytest.raises(ConfigError, match=f"optim={optim}"):
-        require_arguments(arguments(tmp_path, optim=optim), {})
+        require_arguments(MODEL, arguments(tmp_path, optim=optim), {})
 
 
 def test_all_problems_are_named_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"label_smoothing_factor=0.1, bf16=True"):
-        require_arguments(arguments(tmp_path, bf16=True, label_smoothing_factor=0.1), {})
+        require_arguments(MODEL, arguments(tmp_path, bf16=True, label_smoothing_factor=0.1), {})
 
 
 def test_plain_arguments_pass(tmp_path: Path) -> None:
-    require_arguments(arguments(tmp_path), {"data_collator": print, "compute_loss_func": None})
+    require_arguments(
+        MODEL, arguments(tmp_path), {"data_collator": print, "compute_loss_func": None}
+    )
 
 
 @pytest.mark.parametrize("name", ["compute_loss_func", "model_init"])
@@ -103,12 +106,18 @@ def test_options_of_the_constructor_are_refused_by_name(tmp_path: Path, name: st
     def own() -> None: ...
 
     with pytest.raises(ConfigError, match=f"is given {name}=own"):
-        require_arguments(arguments(tmp_path), {name: own})
+        require_arguments(MODEL, arguments(tmp_path), {name: own})
 
 
 def test_no_arguments_are_refused() -> None:
     with pytest.raises(ConfigError, match="args is a NoneType"):
-        require_arguments(None, {})
+        require_arguments(MODEL, None, {})
+
+
+@pytest.mark.parametrize("model", ["Qwen/Qwen3-8B", None])
+def test_a_model_that_is_not_loaded_is_refused(tmp_path: Path, model: object) -> None:
+    with pytest.raises(ConfigError, match=f"the model is {model!r}"):
+        require_arguments(model, arguments(tmp_path), {})
 
 
 def _overriding(name: str) -> type[SluiceTrainer]:
