@@ -16,6 +16,8 @@ from finetune.errors import ConfigError
 TAKES_STEPS = (
     "_get_num_items_in_batch",
     "_inner_training_loop",
+    "_prepare_input",
+    "_prepare_inputs",
     "_run_epoch",
     "compute_loss",
     "compute_loss_context_manager",
@@ -28,6 +30,7 @@ TAKES_STEPS = (
 
 
 _OWN = "finetune.integrations."
+_KNOWN = ("transformers.trainer", "trl.trainer.sft_trainer", "trl.trainer.base_trainer")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -255,7 +258,7 @@ def require_own_methods(kind: type) -> None:
     for one in kind.__mro__:
         for name in TAKES_STEPS:
             module = str(getattr(vars(one).get(name), "__module__", _OWN))
-            if not module.startswith(("transformers.", "trl.", _OWN)):
+            if module not in _KNOWN and not module.startswith(_OWN):
                 raise ConfigError(
                     f"{one.__name__}.{name} is that of {module}",
                     limit="a step is computed by the engine, which does not call it",
@@ -288,6 +291,8 @@ def require_trainer(trainer: Any) -> None:
             " engine that over the label tokens of the step",
             hint="a causal language model of transformers, whose forward takes `**kwargs`",
         )
+    if getattr(trainer, "padding_free", False) and trainer.compute_metrics is not None:
+        refuse_packed_logits()
     config = trainer.model.config.get_text_config()
     if getattr(config, "output_router_logits", False):
         raise ConfigError(
@@ -297,6 +302,20 @@ def require_trainer(trainer: Any) -> None:
             hint="`model.config.output_router_logits = False`, and router_aux_loss_coef=0.0 in an"
             f" SFTConfig; {_SLUICE} has `train.router_loss_coef`",
         )
+
+
+def refuse_packed_logits() -> NoReturn:
+    """Raise the error for logits of packed rows, which the engine does not return.
+
+    Raises:
+        ConfigError: Always.
+    """
+    raise ConfigError(
+        "logits of rows that share a sequence are asked for",
+        limit="the engine keeps such rows apart for their losses alone; logits are of padded rows",
+        hint="leave `compute_metrics` away, or padding_free=False and packing=False;"
+        " prediction_loss_only=True predicts losses",
+    )
 
 
 def _refuse_environment(name: str, value: str) -> NoReturn:

@@ -138,7 +138,8 @@ def micro_batch(inputs: Mapping[str, Any]) -> Batch:
         inputs: input_ids and labels (B, T), and what else the collator adds.
 
     Raises:
-        DataError: It has something that an engine does not compute with, or no labels.
+        DataError: It has something that an engine does not compute with, or no labels, or its
+            rows are not apart.
     """
     given = {name: value for name, value in inputs.items() if value is not None}
     if "labels" not in given:
@@ -157,11 +158,34 @@ def micro_batch(inputs: Mapping[str, Any]) -> Batch:
         )
     # a data loader may have moved them; the engine counts labels on the host
     batch = {name: given[name].cpu() for name in TAKEN if name in given}
-    if "cu_seq_lens_q" in given:
-        for name in ("position_ids", "attention_mask"):
-            batch.pop(name, None)
-        batch[ROW_LENS] = given["cu_seq_lens_q"].diff().long().cpu()
-    return batch
+    if "cu_seq_lens_q" not in given:
+        return batch
+    row_lens = given["cu_seq_lens_q"].diff().long().cpu()
+    _require_rows_apart(batch, row_lens.tolist())
+    return {"input_ids": batch["input_ids"], "labels": batch["labels"], ROW_LENS: row_lens}
+
+
+def _require_rows_apart(batch: Batch, row_lens: Sequence[int]) -> None:
+    """Check that a flattened sequence means what packed rows mean to the engine.
+
+    Raises:
+        DataError: A row does not begin at position 0, is masked, or its first token has a label.
+    """
+    positions = torch.cat([torch.arange(length) for length in row_lens])
+    starts = positions == 0
+    problem = ""
+    if "attention_mask" in batch:
+        problem = "an `attention_mask`"
+    elif "position_ids" not in batch or not batch["position_ids"].equal(positions.unsqueeze(0)):
+        problem = "no `position_ids` that begin at 0 in each row"
+    elif (batch["labels"][0, starts][1:] != IGNORED).any():
+        problem = "a label at the first token of a row"
+    if problem:
+        raise DataError(
+            f"a flattened batch with `cu_seq_lens_q` has {problem}",
+            limit="no row sees another, each starts at position 0, and its first token has no loss",
+            hint="`DataCollatorWithFlattening` makes such batches; or leave `cu_seq_lens_q` away",
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,6 +27,7 @@ from transformers.trainer_utils import EvalLoopOutput, has_length
 
 from finetune.errors import DataError
 from finetune.integrations.refusals import (
+    refuse_packed_logits,
     require_arguments,
     require_own_methods,
     require_trainer,
@@ -247,6 +248,11 @@ class SluiceTrainer(Trainer):
             inputs: The batch, with labels.
             return_outputs: Whether the model's outputs are wanted too.
             num_items_in_batch: Its label tokens, whose mean the model takes by itself.
+
+        Raises:
+            ConfigError: Its rows share a sequence.
         """
+        if "cu_seq_lens_q" in inputs:
+            refuse_packed_logits()
         outputs = model(**inputs)
         return (outputs.loss, outputs) if return_outputs else outputs.loss

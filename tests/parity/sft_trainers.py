@@ -56,22 +56,34 @@ def tiny_model(kind: str) -> Any:
     return LlamaForCausalLM(LlamaConfig(**VOCABULARY))
 
 
-def trained(folder: Path, rows: str, *, is_streamed: bool, model: str, **changes: Any) -> Any:
+def made(
+    folder: Path, rows: str, *, is_streamed: bool = True, model: str = "llama", **changes: Any
+) -> Any:
+    """Return a trainer; options of its constructor are taken out of `changes`."""
     from trl import SFTConfig, SFTTrainer
 
     from finetune.integrations.sft import SluiceSFTTrainer
 
+    names = ("compute_metrics", "peft_config")
+    options = {name: changes.pop(name) for name in names if name in changes}
+    base = tiny_model(model)
     settings = ARGUMENTS | {"optim": "sgd", "bf16": False, "max_length": 24} | changes
-    options: dict[str, Any] = {"streaming": STREAMING} if is_streamed else {}
     kind = SluiceSFTTrainer if is_streamed else SFTTrainer
-    trainer = kind(
-        model=with_lora(tiny_model(model)),
+    if is_streamed:
+        options["streaming"] = STREAMING
+    return kind(
+        model=base if "peft_config" in options else with_lora(base),
         args=SFTConfig(output_dir=str(folder / kind.__name__), **settings),
         train_dataset=Dataset.from_list(ROWS[rows]),
         eval_dataset=Dataset.from_list(ROWS[rows][:7]),
         processing_class=TOKENIZER,
         **options,
     )
+
+
+def trained(folder: Path, rows: str, **changes: Any) -> Any:
+    """Return a trainer that has trained."""
+    trainer = made(folder, rows, **changes)
     trainer.train()
     return trainer
 

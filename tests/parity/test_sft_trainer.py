@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 
 from finetune.errors import ConfigError
-from tests.parity.sft_trainers import ROWS, TOKENIZER, both, tiny_model, trained
+from tests.parity.sft_trainers import ROWS, TOKENIZER, both, made, tiny_model, trained
 from tests.parity.steps import with_lora
 from tests.parity.trainers import STREAMING, differences, history
 
@@ -124,3 +125,42 @@ def test_a_mixtures_router_loss_is_refused_with_the_setting_that_leaves_it_out(
 def test_the_loss_of_dynamic_fine_tuning_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is given loss_type=dft"):
         trained(tmp_path, "texts", is_streamed=True, model="llama", loss_type="dft")
+
+
+def test_logits_of_packed_rows_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="logits of rows that share a sequence"):
+        made(tmp_path, "texts", packing=True, max_length=32, compute_metrics=lambda _: {})
+    trainer = made(tmp_path, "texts", packing=True, max_length=32)
+    with pytest.raises(ConfigError, match="logits of rows that share a sequence"):
+        trainer.predict(trainer.eval_dataset)
+
+
+@pytest.mark.slow
+def test_metrics_of_logits_are_trls(tmp_path: Path) -> None:
+    def right(found: Any) -> dict[str, float]:
+        right_BT = found.predictions[:, :-1].argmax(-1) == found.label_ids[:, 1:]
+        return {"right": right_BT[found.label_ids[:, 1:] != -100].mean()}
+
+    plain, ours = both(tmp_path, "answers", compute_metrics=right)
+    assert history(plain, "eval_right") == history(ours, "eval_right")
+    assert differences(plain, ours).eval_losses <= ROUNDING
+
+
+@pytest.mark.slow
+def test_rows_of_another_form_are_evaluated_as_by_trl(tmp_path: Path) -> None:
+    every = [
+        [
+            trainer.evaluate(Dataset.from_list(ROWS["texts"][:5]))["eval_loss"],
+            trainer.evaluate({"a": Dataset.from_list(ROWS["answers"][:4])})["eval_a_loss"],
+        ]
+        for trainer in both(tmp_path, "answers", packing=True, max_length=32)
+    ]
+    assert every[1] == pytest.approx(every[0], rel=ROUNDING)
+
+
+@pytest.mark.slow
+def test_an_adapter_that_trl_makes_is_trained(tmp_path: Path) -> None:
+    config = LoraConfig(r=4, target_modules=["q_proj"])
+    found = differences(*both(tmp_path, "answers", peft_config=config))
+    assert found.losses <= ROUNDING
+    assert found.adapter <= ROUNDING

@@ -8,7 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 from torch.utils.data import IterableDataset
-from transformers import Trainer, TrainerCallback
+from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback
 
 from finetune.errors import ConfigError, DataError
 from finetune.integrations.trainer import SluiceTrainer
@@ -267,6 +267,27 @@ def test_flattened_rows_are_kept_apart(tmp_path: Path) -> None:
 
     plain, ours = both(tmp_path, data_collator=flattened)
     require_equal(differences(plain, ours))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_boundaries", [False, True])
+def test_batches_of_the_flattening_collator_are_taken(tmp_path: Path, has_boundaries: bool) -> None:
+    flatten = DataCollatorWithFlattening(
+        return_flash_attn_kwargs=has_boundaries, return_seq_idx=has_boundaries
+    )
+    changes = {"data_collator": flatten, "remove_unused_columns": False, "optim": "sgd"}
+    require_equal(differences(*both(tmp_path, "qwen3", **changes)))
+
+
+@pytest.mark.gpu
+def test_a_card_trains_what_the_plain_trainer_trains(tmp_path: Path) -> None:
+    plain, ours = both(tmp_path, "qwen3", use_cpu=False, optim="sgd")
+    found = differences(plain, ours)
+    assert max(found.losses, found.grad_norms, found.eval_losses, found.adapter) <= 1e-5
+    logits = [one.predict(Dataset.from_list(rows(7, seed=5))).predictions for one in (plain, ours)]
+    assert logits[1] == pytest.approx(logits[0], abs=1e-4)
+    ours.detach()
+    assert {p.device.type for p in ours.model.parameters()} == {"cpu"}
 
 
 def test_a_step_without_labels_is_refused(tmp_path: Path) -> None:

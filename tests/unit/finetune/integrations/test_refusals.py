@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from transformers import Trainer, TrainingArguments
+from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 
 from finetune.errors import ConfigError
 from finetune.integrations.refusals import (
@@ -136,6 +136,12 @@ def test_a_patched_trainer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trainer, "get_batch_samples", patched)
     with pytest.raises(ConfigError, match=r"Trainer.get_batch_samples is that of .*refusals"):
         require_own_methods(SluiceTrainer)
+
+
+def test_a_trainer_of_another_library_module_is_refused() -> None:
+    kind = type("Mine", (SluiceTrainer, Seq2SeqTrainer), {})
+    with pytest.raises(ConfigError, match=r"prediction_step is that of .*trainer_seq2seq"):
+        require_own_methods(kind)
 
 
 def test_a_subclass_that_computes_nothing_is_taken() -> None:
