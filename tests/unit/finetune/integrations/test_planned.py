@@ -10,7 +10,7 @@ from transformers import TrainingArguments
 
 from finetune.errors import ConfigError
 from finetune.integrations.planned import plan_steps
-from finetune.integrations.trainer import Streaming
+from finetune.integrations.trainer import SluiceTrainer, Streaming
 from offload.errors import DoesNotFitError
 from offload.plan.machine.machine import GIB, Machine, named_machine
 from tests.parity.steps import MODELS, tiny
@@ -73,3 +73,19 @@ def test_a_model_in_half_precision_is_refused(tmp_path: Path) -> None:
     model = get_peft_model(MODELS["llama"]().half(), LoraConfig(r=4))
     with pytest.raises(ConfigError, match=r"the frozen weights are of torch.float16"):
         planned(tmp_path, model)
+
+
+def test_a_trainer_runs_the_plan_of_this_machine(tmp_path: Path, machine_file: Path) -> None:
+    model: Any = tiny("llama")
+    machine = Machine.from_json(machine_file.read_text())
+    plan = planned(tmp_path, model, machine=machine)
+    trainer = SluiceTrainer(
+        model,
+        TrainingArguments(
+            output_dir=str(tmp_path), use_cpu=True, report_to="none", save_strategy="no"
+        ),
+        streaming=Streaming.of(plan),
+        train_dataset=[{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}],
+    )
+    assert trainer.train().global_step == 3
+    assert trainer.num_loads <= 3 * 2 * 6
