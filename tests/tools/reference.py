@@ -382,9 +382,20 @@ def _cell(made: Plan, marks: Sequence[str]) -> str:
 # ------------------------------------------------------------------------------ the pages
 
 Part = Callable[[], str]
+
+
+def refusals() -> str:
+    """Return the settings of a Trainer that are refused, each with the reason and the fix."""
+    from finetune.integrations.refusals import OF_ARGUMENTS, OF_SFT
+
+    rows = [[f"`{one.name}`", cell(one.why), cell(one.fix)] for one in (*OF_ARGUMENTS, *OF_SFT)]
+    return table(("setting", "why", "instead"), rows)
+
+
 PARTS: Mapping[str, Mapping[str, Part]] = {
     "README.md": {"fit": fit_table},
     "docs/guides/choose-a-card.md": {"plan": plan},
+    "docs/guides/trainer.md": {"refusals": refusals},
     "docs/reference/recipe.md": {"settings": settings, "shipped": shipped},
     "docs/reference/cli.md": {"commands": commands},
     "docs/reference/errors.md": {"errors": errors},

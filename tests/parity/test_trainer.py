@@ -1,0 +1,331 @@
+"""SluiceTrainer against transformers' own Trainer, on the same rows."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from torch.utils.data import IterableDataset
+from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback
+
+from finetune.errors import ConfigError, DataError
+from finetune.integrations.trainer import SluiceTrainer
+from offload.errors import OffloadError
+from tests.parity.steps import MODELS, tiny
+from tests.parity.trainers import (
+    NUM_LAYERS,
+    Differences,
+    Heard,
+    adapter,
+    collate,
+    differences,
+    history,
+    made,
+    rows,
+)
+
+pytestmark = [
+    # a model that computes on the host has nothing to pin for, and accelerate says so
+    pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
+]
+
+ROUNDING = 1e-6
+"""Of a loss in fp32, whose chunks are added up in another order; found are at most 4e-7."""
+
+
+def both(folder: Path, model: str = "llama", **changes: Any) -> tuple[Any, Any]:
+    """Return the plain Trainer and ours, both trained; one seeds all randomness when it is made."""
+    found = []
+    for kind in (Trainer, SluiceTrainer):
+        found.append(made(kind, folder, model=tiny(model), **changes))
+        found[-1].train()
+    return found[0], found[1]
+
+
+def require_equal(found: Differences) -> None:
+    assert found.losses <= ROUNDING
+    assert found.grad_norms <= ROUNDING
+    assert found.eval_losses <= ROUNDING
+    assert found.adapter <= ROUNDING
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    return both(tmp_path_factory.mktemp("trained"))
+
+
+def test_losses_norms_rates_evaluations_and_adapter_are_the_plain_trainers(
+    trained: tuple[Any, Any],
+) -> None:
+    plain, ours = trained
+    require_equal(differences(plain, ours))
+    assert len(history(ours, "loss")) == 6
+    assert len(history(ours, "eval_loss")) == 3
+    norms = history(ours, "grad_norm")
+    assert min(norms) < 0.4 < max(norms), "some steps are clipped, and some are not"
+    start, end = adapter(tiny("llama")), adapter(ours.model)
+    assert all(not torch.equal(start[name], end[name]) for name in start)
+
+
+def test_a_step_loads_each_layer_once_per_pass_whatever_its_micro_batches(
+    tmp_path: Path,
+) -> None:
+    ours = made(SluiceTrainer, tmp_path, eval_strategy="no", save_strategy="no")
+    ours.train()
+    assert ours.num_loads == 2 + 6 * 2 * (NUM_LAYERS - 2), "2 slots are filled once"
+    before = ours.num_loads
+    ours.evaluate()  # 3 batches
+    assert ours.num_loads - before <= NUM_LAYERS
+
+
+def test_entries_of_the_log_have_the_plain_trainers_names(trained: tuple[Any, Any]) -> None:
+    plain, ours = ([sorted(one) for one in t.state.log_history] for t in trained)
+    assert plain == ours
+
+
+def test_weights_stay_on_the_host_and_come_back_at_the_end(tmp_path: Path) -> None:
+    ours = made(SluiceTrainer, tmp_path, max_steps=1, eval_strategy="no")
+    ours.train()
+    batch = collate(rows(2))
+    with pytest.raises(OffloadError, match="where gradients are recorded"):
+        ours.model(**batch)
+    ours.detach()
+    plain = made(Trainer, tmp_path, max_steps=1, eval_strategy="no")
+    plain.train()
+    for trainer in (plain, ours):
+        trainer.model.eval()
+    losses = [one.model(**batch).loss.item() for one in (plain, ours)]
+    assert losses[1] == pytest.approx(losses[0], rel=ROUNDING)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "no_accumulation": {"gradient_accumulation_steps": 1},
+    "more_accumulation_than_rows": {"gradient_accumulation_steps": 20},
+    "drop_last": {"dataloader_drop_last": True},
+    "no_clipping": {"max_grad_norm": 0.0},
+    "max_steps": {"max_steps": 7},
+    "checkpointing": {"activation_checkpointing": True},
+    "by_length": {"train_sampling_strategy": "group_by_length"},
+    "in_order": {"train_sampling_strategy": "sequential"},
+    "cosine": {"lr_scheduler_type": "cosine", "warmup_steps": 2},
+    "sgd": {"optim": "sgd"},
+    "logging_less": {"logging_steps": 4, "logging_first_step": True},
+    "each_device": {"average_tokens_across_devices": False},
+    "eval_on_start": {"eval_on_start": True, "per_device_eval_batch_size": 4},
+    "tokens_seen": {"include_num_input_tokens_seen": "non_padding"},
+    "workers": {"dataloader_num_workers": 1},
+    "data_seed": {"data_seed": 7, "seed": 5},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_mean_what_they_mean_to_the_plain_trainer(tmp_path: Path, name: str) -> None:
+    plain, ours = both(tmp_path, **SETTINGS[name])
+    require_equal(differences(plain, ours))
+    assert ours.state.num_input_tokens_seen == plain.state.num_input_tokens_seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", sorted(MODELS))
+def test_models_train_as_by_the_plain_trainer(tmp_path: Path, model: str) -> None:
+    plain, ours = both(tmp_path, model)
+    require_equal(differences(plain, ours))
+
+
+def test_a_run_resumes_to_the_bit_and_so_does_the_plain_trainer(tmp_path: Path) -> None:
+    whole = made(SluiceTrainer, tmp_path, save_steps=2)
+    whole.train()
+    checkpoint = str(Path(whole.args.output_dir) / "checkpoint-2")  # within the first epoch
+    resumed = made(SluiceTrainer, tmp_path / "resumed")
+    resumed.train(resume_from_checkpoint=checkpoint)
+    assert history(resumed, "loss") == history(whole, "loss")
+    by_plain = made(Trainer, tmp_path / "plain")
+    by_plain.train(resume_from_checkpoint=checkpoint)
+    ends = [adapter(one.model) for one in (whole, resumed, by_plain)]
+    for name, value in ends[0].items():
+        assert torch.equal(value, ends[1][name])
+        torch.testing.assert_close(value, ends[2][name], rtol=ROUNDING, atol=ROUNDING)
+
+
+def test_dropout_is_drawn_by_seed_and_step(tmp_path: Path) -> None:
+    def trained(folder: str, **changes: Any) -> Any:
+        model = tiny("llama", dropout=0.3)
+        return made(SluiceTrainer, tmp_path / folder, model=model, save_steps=2, **changes)
+
+    whole, resumed, other = trained("a"), trained("b"), trained("c", seed=1)
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(Path(whole.args.output_dir) / "checkpoint-2"))
+    other.train()
+    ends = [adapter(one.model) for one in (whole, resumed, other)]
+    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
+    without = made(SluiceTrainer, tmp_path / "d")
+    without.train()
+    assert history(without, "loss") != history(whole, "loss") != history(other, "loss")
+
+
+def test_the_best_checkpoint_is_loaded_and_training_goes_on(tmp_path: Path) -> None:
+    best: dict[str, Any] = {
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+        "greater_is_better": True,
+        "save_steps": 2,
+    }
+    plain, ours = both(tmp_path, **best)
+    assert Path(ours.state.best_model_checkpoint).name == (
+        Path(plain.state.best_model_checkpoint).name
+    )
+    for trainer in (plain, ours):
+        trainer.train()
+    require_equal(differences(plain, ours))
+
+
+def test_callbacks_are_called_for_the_same(tmp_path: Path) -> None:
+    heard = []
+    for kind in (Trainer, SluiceTrainer):
+        callback = Heard()
+        made(kind, tmp_path, callbacks=[callback]).train()
+        heard.append(callback.events)
+    assert heard[0] == heard[1]
+    assert {name for name, _ in heard[0]} == set(Heard.NAMES)
+
+
+def test_a_callback_that_stops_within_a_step_leaves_the_weights(tmp_path: Path) -> None:
+    class Stop(TrainerCallback):
+        def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = state.global_step == 2
+
+    plain, ours = both(tmp_path, callbacks=[Stop()], eval_strategy="no")
+    assert ours.state.global_step == 2
+    assert differences(plain, ours).adapter <= ROUNDING
+
+
+def odd_rows() -> list[dict[str, list[int]]]:
+    """Rows of which one has no label, nor has the batch of the last two."""
+    given = rows(8, seed=9)
+    for number in (1, 6, 7):
+        given[number]["labels"] = [-100] * len(given[number]["input_ids"])
+    return given
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_evaluation_weighs_batches_as_the_plain_trainer(
+    trained: tuple[Any, Any], size: int
+) -> None:
+    every = {}
+    for trainer in trained:
+        trainer.args.per_device_eval_batch_size = size
+        losses = [
+            trainer.evaluate(Dataset.from_list(odd_rows()))["eval_loss"],
+            trainer.evaluate({"a": Dataset.from_list(rows(5, seed=1))})["eval_a_loss"],
+            trainer.predict(Dataset.from_list(odd_rows())).metrics["test_loss"],
+        ]
+        every[type(trainer).__name__] = losses
+    assert every["SluiceTrainer"] == pytest.approx(every["Trainer"], rel=ROUNDING)
+
+
+def test_predictions_are_the_plain_trainers(trained: tuple[Any, Any]) -> None:
+    plain, ours = (one.predict(Dataset.from_list(rows(7, seed=5))) for one in trained)
+    assert plain.predictions == pytest.approx(ours.predictions, abs=ROUNDING)
+    assert (plain.label_ids == ours.label_ids).all()
+
+
+def test_metrics_of_logits_are_the_plain_trainers(tmp_path: Path) -> None:
+    def right(found: Any) -> dict[str, float]:
+        right_BT = found.predictions[:, :-1].argmax(-1) == found.label_ids[:, 1:]
+        return {"right": right_BT[found.label_ids[:, 1:] != -100].mean()}
+
+    plain, ours = both(tmp_path, compute_metrics=right)
+    assert history(plain, "eval_right") == history(ours, "eval_right")
+    require_equal(differences(plain, ours))
+
+
+class Stream(IterableDataset[dict[str, list[int]]]):
+    """Rows without a length."""
+
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        return iter(rows(11))
+
+
+def test_rows_without_a_length_train_and_evaluate(tmp_path: Path) -> None:
+    plain, ours = both(tmp_path, train_dataset=Stream(), eval_dataset=Stream(), max_steps=5)
+    require_equal(differences(plain, ours))
+
+
+def test_flattened_rows_are_kept_apart(tmp_path: Path) -> None:
+    def flattened(given: Any) -> dict[str, torch.Tensor]:
+        """Flatten rows with their positions alone, from which llama makes its own mask."""
+        lens = [len(row["input_ids"]) for row in given]
+        labels = [label for row in given for label in (-100, *row["labels"][1:])]
+        return {
+            "input_ids": torch.tensor([[i for row in given for i in row["input_ids"]]]),
+            "labels": torch.tensor([labels]),
+            "position_ids": torch.cat([torch.arange(n) for n in lens]).unsqueeze(0),
+        }
+
+    plain, ours = both(tmp_path, data_collator=flattened)
+    require_equal(differences(plain, ours))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_boundaries", [False, True])
+def test_batches_of_the_flattening_collator_are_taken(tmp_path: Path, has_boundaries: bool) -> None:
+    flatten = DataCollatorWithFlattening(
+        return_flash_attn_kwargs=has_boundaries, return_seq_idx=has_boundaries
+    )
+    changes = {"data_collator": flatten, "remove_unused_columns": False, "optim": "sgd"}
+    require_equal(differences(*both(tmp_path, "qwen3", **changes)))
+
+
+@pytest.mark.gpu
+def test_a_card_trains_what_the_plain_trainer_trains(tmp_path: Path) -> None:
+    plain, ours = both(tmp_path, "qwen3", use_cpu=False, optim="sgd")
+    found = differences(plain, ours)
+    assert max(found.losses, found.grad_norms, found.eval_losses, found.adapter) <= 1e-5
+    logits = [one.predict(Dataset.from_list(rows(7, seed=5))).predictions for one in (plain, ours)]
+    assert logits[1] == pytest.approx(logits[0], abs=1e-4)
+    ours.detach()
+    assert {p.device.type for p in ours.model.parameters()} == {"cpu"}
+
+
+def test_a_step_without_labels_is_refused(tmp_path: Path) -> None:
+    given = [row | {"labels": [-100] * len(row["input_ids"])} for row in rows()]
+    ours = made(SluiceTrainer, tmp_path, train_dataset=Dataset.from_list(given))
+    with pytest.raises(DataError, match=r"no token in the 3 micro-batches of step 1 has a label"):
+        ours.train()
+
+
+def test_a_batch_with_something_else_is_refused(tmp_path: Path) -> None:
+    def collated(given: Any) -> dict[str, torch.Tensor]:
+        return collate(given) | {"weights": torch.ones(len(given))}
+
+    ours = made(SluiceTrainer, tmp_path, data_collator=collated)
+    with pytest.raises(DataError, match="a batch has `weights`"):
+        ours.train()
+
+
+def test_a_batch_without_labels_is_refused(tmp_path: Path) -> None:
+    def collated(given: Any) -> dict[str, torch.Tensor]:
+        return {name: value for name, value in collate(given).items() if name != "labels"}
+
+    ours = made(SluiceTrainer, tmp_path, data_collator=collated)
+    with pytest.raises(DataError, match="a batch has no `labels`, only input_ids, attention_mask"):
+        ours.train()
+
+
+def test_a_model_without_an_adapter_is_refused(tmp_path: Path) -> None:
+    base: Any = MODELS["llama"]()
+    with pytest.raises(ConfigError, match=r"the model is a LlamaForCausalLM; .* adapter of peft's"):
+        made(SluiceTrainer, tmp_path, model=base)
+
+
+def test_the_guides_example_prints_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = Path(__file__).parents[2] / "docs" / "guides" / "trainer.md"
+    example = page.read_text().partition("```python\n")[2].partition("```")[0]
+    monkeypatch.chdir(tmp_path)
+    exec(compile(example, str(page), "exec"), {})
+    assert "23 layers loaded in 2 steps" in capsys.readouterr().out.splitlines()
