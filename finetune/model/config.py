@@ -10,7 +10,7 @@ from finetune.env import has_proxy, is_offline
 from finetune.errors import ModelError
 from finetune.files.shards import INDEX, SINGLE
 from finetune.recipe.sections import ModelSection
-from finetune.recipe.shipped import load_shape, shipped_shapes
+from finetune.recipe.shipped import load_shape, shape_of, shipped_shapes
 
 _CONNECT_TIMEOUT_S = 3.0
 
@@ -33,8 +33,8 @@ def read_config(section: ModelSection) -> dict[str, Any]:
     found = cached_file(path, "config.json")
     if found is not None:
         return load_shape(str(found))
-    shape = path.rsplit("/", 1)[-1].lower()
-    if shape in shipped_shapes():
+    shape = shape_of(path)
+    if shape is not None:
         return load_shape(shape)
     return _hub_config(path)
 

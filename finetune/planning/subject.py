@@ -18,7 +18,7 @@ from finetune.planning.request import facts_of
 from finetune.recipe.load import load_recipe, recipe_from
 from finetune.recipe.recipe import Recipe, shipped_recipes, whole_units
 from finetune.recipe.rules import RIVALS
-from finetune.recipe.shipped import find_shape, shipped_shapes
+from finetune.recipe.shipped import find_shape, shape_of, shipped_shapes
 from finetune.recipe.yaml_source import Draft, Place, apply_overrides
 from offload.plan.facts.facts import ModelFacts
 
@@ -94,13 +94,14 @@ def _source(name: str) -> tuple[str, tuple[str, ...]]:
         return name, ()
     if HUB_ID.fullmatch(name) is None:
         return str(find_shape(name)), ()  # which refuses it, and names the nearest
-    shape = name.rpartition("/")[2].lower()
-    if shape in shipped_shapes():
+    shape = shape_of(name)
+    if shape is not None:
         note = f"{name} is not in the hub's cache: planned from the shipped shape {shape}"
         return str(find_shape(shape)), (note,)
     if is_hub_reachable():
         return name, ()
-    near = difflib.get_close_matches(shape, shipped_shapes(), n=3) or list(shipped_shapes())[:3]
+    called = name.rpartition("/")[2].lower()
+    near = difflib.get_close_matches(called, shipped_shapes(), n=3) or list(shipped_shapes())[:3]
     raise ConfigError(
         f"{name} is no recipe, shape or directory, and is not in the hub's cache",
         limit="a plan needs the model's config.json, and the Hugging Face hub cannot be reached",

@@ -31,12 +31,28 @@ _CONFIG = JsonFile(
     hint="`model.config: tiny-qwen3`, or download the model's config.json again",
 )
 _COUNTS = re.compile(r"^(?!.*(size|dim|norm)).*(layer|block|expert|depth)")
+_PUBLISHED = re.compile(r"# Published as (\S+) on Hugging Face")
 MAX_PARTS, MAX_NUMBER = 20_000, 2**48
 
 
 def shipped_shapes() -> dict[str, Path]:
     """Return the name and path of every shipped shape, by name."""
     return {path.stem: path for path in sorted((recipes_dir() / "shapes").glob("*.yaml"))}
+
+
+def published_shapes() -> dict[str, str]:
+    """Return the hub id of every shipped shape of a published model -> the shape's name."""
+    heads = {
+        name: path.read_text("utf-8").partition("\n")[0] for name, path in shipped_shapes().items()
+    }
+    found = {name: _PUBLISHED.match(head) for name, head in heads.items()}
+    return {match[1]: name for name, match in found.items() if match is not None}
+
+
+def shape_of(hub_id: str) -> str | None:
+    """Return the shipped shape of a model on the hub, or of one that is called the same."""
+    name = hub_id.rpartition("/")[2].lower()
+    return published_shapes().get(hub_id, name if name in shipped_shapes() else None)
 
 
 def find_shape(name_or_path: str) -> Path:

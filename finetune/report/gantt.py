@@ -50,14 +50,15 @@ class _Bar:
     num_ops: int = 1
 
 
-def gantt_svg(timelines: Mapping[str, Timeline]) -> str:
+def gantt_svg(timelines: Mapping[str, Timeline], *, width: int = WIDTH) -> str:
     """Return the drawing.
 
     Args:
         timelines: Heading -> timeline, from top to bottom.
+        width: Of the drawing, in pixels; a wider one merges fewer ops.
     """
     axis_s = max((timeline.step_s for timeline in timelines.values()), default=0.0) or 1.0
-    per_s = (WIDTH - LEFT - RIGHT) / axis_s
+    per_s = (width - LEFT - RIGHT) / axis_s
     body: list[str] = []
     top, num_ops, num_bars, kinds = LEGEND + 4, 0, 0, set()
     for heading, timeline in timelines.items():
@@ -72,16 +73,16 @@ def gantt_svg(timelines: Mapping[str, Timeline]) -> str:
             num_ops, num_bars = num_ops + len(spans), num_bars + len(bars)
             kinds |= {span.kind for span in spans}
             top += ROW
-        body += _axis(top, axis_s, per_s, height=ROW * len(lanes))
+        body += _axis(top, axis_s, width, height=ROW * len(lanes))
         top += AXIS + 8
     note = f"{num_ops} ops in {num_bars} bars: neighbours of a kind, narrower than a pixel, are one"
     body.append(_text(10, top + 14, note))
     height = top + 24
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}"'
-        f' viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" font-size="11">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"'
+        f' viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11">'
     )
-    paper = f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>'
+    paper = f'<rect width="{width}" height="{height}" fill="#ffffff"/>'
     legend = _legend([kind for kind in Kind if kind in kinds])
     return "\n".join([head, paper, *legend, *body, "</svg>"]) + "\n"
 
@@ -113,7 +114,8 @@ def _rect(bar: _Bar, top: int, per_s: float) -> str:
     )
     if layer is None or bar.num_ops > 1 or width < LABEL_WIDTH:
         return rect
-    return rect + _text(x + width / 2, top + 16, str(layer), size=10, anchor="middle")
+    number = f'<text class="inside" x="{x + width / 2:.1f}" y="{top + 16:.1f}" font-size="10"'
+    return f'{rect}{number} text-anchor="middle">{layer}</text>'
 
 
 def _hover_text(bar: _Bar) -> str:
@@ -126,10 +128,11 @@ def _hover_text(bar: _Bar) -> str:
     return f"{span.kind.value}{layer}{micro_batch}{moved}: {when}"
 
 
-def _axis(top: int, axis_s: float, per_s: float, *, height: int) -> Iterator[str]:
+def _axis(top: int, axis_s: float, width: int, *, height: int) -> Iterator[str]:
     """Draw a line under the rows, with a mark and a thin line upwards at round times."""
-    yield f'<path d="M{LEFT} {top}H{WIDTH - RIGHT}" stroke="#555555"/>'
-    step_s = _round_up(axis_s / NUM_TICKS)
+    yield f'<path d="M{LEFT} {top}H{width - RIGHT}" stroke="#555555"/>'
+    per_s = (width - LEFT - RIGHT) / axis_s
+    step_s = _round_up(axis_s / max(4, NUM_TICKS * width // WIDTH))
     unit, factor = ("s", 1.0) if axis_s >= 1 else ("ms", 1e3)
     for number in range(int(axis_s / step_s) + 1):
         x = LEFT + number * step_s * per_s
