@@ -82,9 +82,10 @@ def plan_page(*, is_static: bool) -> str:
             ),
         )
     )
+    waiting = "Loading the planner, once: 6 MB ..." if is_static else "Planning ..."
     body = f"""<div class="room"><form id="question" autocomplete="off">{form}</form>
 <div id="answer">
-<section aria-label="Answer"><p id="headline" role="status">Planning ...</p>
+<section aria-label="Answer"><p id="headline" role="status">{waiting}</p>
 <dl id="figures"></dl><p id="settings" class="soft"></p></section>
 <section><h2>Memory by term</h2><div id="memory"></div></section>
 <section id="gantt-part"><h2>A step, op by op</h2>

@@ -176,10 +176,10 @@ function showMemory(place) {
   terms.forEach(([name, bytes], i) => {
     const part = element("span", "", { title: `${name}: ${gib(bytes)}` });
     part.style.width = `${(100 * bytes) / most}%`;
-    part.style.background = colours[i % colours.length];
+    part.style.background = colours[Math.min(i, colours.length - 1)];
     bar.append(part);
     const item = element("li"), key = element("i");
-    key.style.background = colours[i % colours.length];
+    key.style.background = colours[Math.min(i, colours.length - 1)];
     item.append(key, name, element("b", gib(bytes)));
     list.append(item);
   });
