@@ -1,8 +1,9 @@
 """A step as a drawing: timelines stacked on one time axis, with a row for each lane.
 
 The SVG is written without a library: it opens in any browser, and hovering over a bar shows its
-op. Ops narrower than MIN_WIDTH are merged into one bar with their neighbours of the same kind, so
-the file stays small however many ops there are; the drawing says how many were merged.
+op. Ops narrower than MIN_WIDTH are merged into one bar with their neighbours of the same kind; of
+bars that are still narrower, the longest in each pixel is drawn. So the file stays small however
+many ops there are; the drawing says how many.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,6 +49,12 @@ class _Bar:
     start_s: float
     end_s: float
     num_ops: int = 1
+    num_hidden: int = 0  # ops of other kinds in the same pixel, which are not drawn
+
+    @property
+    def duration_s(self) -> float:
+        """Length of the bar."""
+        return self.end_s - self.start_s
 
 
 def gantt_svg(timelines: Mapping[str, Timeline], *, width: int = WIDTH) -> str:
@@ -67,7 +74,7 @@ def gantt_svg(timelines: Mapping[str, Timeline], *, width: int = WIDTH) -> str:
         top += HEADING
         for lane in lanes:
             spans = [span for span in timeline.spans if span.lane is lane]
-            bars = _merged(spans, min_s=MIN_WIDTH / per_s)
+            bars = _seen(_merged(spans, min_s=MIN_WIDTH / per_s), min_s=MIN_WIDTH / per_s)
             body.append(_text(10, top + 15, lane.value))
             body += [_rect(bar, top, per_s) for bar in bars]
             num_ops, num_bars = num_ops + len(spans), num_bars + len(bars)
@@ -75,7 +82,7 @@ def gantt_svg(timelines: Mapping[str, Timeline], *, width: int = WIDTH) -> str:
             top += ROW
         body += _axis(top, axis_s, width, height=ROW * len(lanes))
         top += AXIS + 8
-    note = f"{num_ops} ops in {num_bars} bars: neighbours of a kind, narrower than a pixel, are one"
+    note = f"{num_ops} ops in {num_bars} bars: of ops narrower than a pixel the longest"
     body.append(_text(10, top + 14, note))
     height = top + 24
     head = (
@@ -105,6 +112,24 @@ def _merged(spans: Sequence[Span], *, min_s: float) -> list[_Bar]:
     return bars
 
 
+def _seen(bars: Sequence[_Bar], *, min_s: float) -> list[_Bar]:
+    """Leave out bars that others would hide: of the narrow ones in a pixel the longest stays."""
+    longest: dict[int, _Bar] = {}
+    seen: list[_Bar] = []
+    for bar in bars:
+        if bar.duration_s >= min_s:
+            seen.append(bar)
+            continue
+        pixel = int(bar.start_s / min_s)
+        held = longest.setdefault(pixel, bar)
+        if held is bar:
+            continue
+        kept, hidden = (bar, held) if bar.duration_s > held.duration_s else (held, bar)
+        kept.num_hidden += hidden.num_ops + hidden.num_hidden
+        longest[pixel] = kept
+    return sorted([*seen, *longest.values()], key=lambda bar: bar.start_s)
+
+
 def _rect(bar: _Bar, top: int, per_s: float) -> str:
     width = max(MIN_WIDTH, (bar.end_s - bar.start_s) * per_s)
     x, layer = LEFT + bar.start_s * per_s, bar.first.layer
@@ -120,6 +145,8 @@ def _rect(bar: _Bar, top: int, per_s: float) -> str:
 
 def _hover_text(bar: _Bar) -> str:
     span, when = bar.first, f"{bar.start_s * 1e3:.3f} to {bar.end_s * 1e3:.3f} ms"
+    if bar.num_hidden:
+        when += f", and {bar.num_hidden} narrower"
     if bar.num_ops > 1:
         return f"{bar.num_ops} x {span.kind.value}: {when}"
     layer = "" if span.layer is None else f" of layer {span.layer}"

@@ -82,7 +82,7 @@ def plan_page(*, is_static: bool) -> str:
             ),
         )
     )
-    waiting = "Loading the planner, once: 6 MB ..." if is_static else "Planning ..."
+    waiting = "Loading the planner, once: 9 MB ..." if is_static else "Planning ..."
     body = f"""<div class="room"><form id="question" autocomplete="off">{form}</form>
 <div id="answer">
 <section aria-label="Answer"><p id="headline" role="status">{waiting}</p>

@@ -44,7 +44,8 @@ function asked() {
   return { setup, work };
 }
 
-let newest = 0, changedAt = 0, isAsking = false;
+const REST_MS = 300;
+let newest = 0, changedAt = 0, isAsking = false, wake = () => {};
 
 function changed() {
   newest += 1;
@@ -59,6 +60,7 @@ function changed() {
   fields.ram_gib.disabled = fields.link_gb_per_s.disabled = isHere;
   fields.rank.disabled = ["all", "ia3"].includes(fields.method.value);
   byId("answer").setAttribute("aria-busy", "true");
+  wake();
   if (!isAsking) answerNewest();
 }
 
@@ -93,11 +95,13 @@ async function answerNewest() {
   isAsking = false;
 }
 
-// Points of the curve and other ways, each by a short question, until the controls change.
+// Points of the curve and other ways, each by a short question, once the controls rest.
 async function showMore(answer, question, isCurrent) {
-  const ways = await send("ways", question);
+  await new Promise((done) => {
+    wake = done;
+    setTimeout(done, REST_MS);
+  });
   if (!isCurrent()) return;
-  showWays(ways, answer);
   if (answer.fits) {
     const points = [];
     for (const tokens of fields.tokens_per_step.dataset.values.split(" ").map(Number)) {
@@ -109,6 +113,9 @@ async function showMore(answer, question, isCurrent) {
     answer.curve.layer[0].data.values = once;
     await draw("curve", answer.curve);
   }
+  const ways = await send("ways", question);
+  if (!isCurrent()) return;
+  showWays(ways, answer);
   document.body.dataset.complete = newest;
 }
 
