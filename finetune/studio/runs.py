@@ -6,6 +6,7 @@ shown with what there is, and never keeps the others from being shown.
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def run_json(folder: Path, name: str) -> Json:
         rows = read_rows(RunDir(run).metrics_file)
         found["charts"] = {chart.name: chart.complete_spec for chart in _charts(rows)}
         found["samples"] = list(_samples(run))
-    except SluiceError as error:
+    except (SluiceError, OSError) as error:
         found["problem"] = str(error)
     return found
 
@@ -105,7 +106,7 @@ def _line(run: Path) -> Json:
         rows = read_rows(RunDir(run).metrics_file)
         if (run / FIRST).exists():
             found["of"] = read_predictions(run)[-1].num_steps
-    except SluiceError as error:
+    except (SluiceError, OSError) as error:
         return {**found, "state": "damaged", "problem": str(error)}
     is_written = holder(run) is not None
     if rows:
@@ -173,5 +174,8 @@ def _samples(run: Path) -> Iterator[Json]:
 
 def _written_s(run: Path) -> float:
     """Return when a run was last written, for the order of the list."""
-    files = [run / name for name in ("metrics.jsonl", "recipe.yaml")]
-    return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
+    times = [0.0]
+    for name in ("metrics.jsonl", "recipe.yaml"):
+        with suppress(OSError):  # it may be removed meanwhile
+            times.append((run / name).stat().st_mtime)
+    return max(times)

@@ -63,6 +63,12 @@ def test_a_damaged_run_is_named_and_the_others_are_shown(tmp_path: Path) -> None
         assert "metrics.jsonl:1" in str(found["problem"])
 
 
+def test_a_run_whose_metrics_are_no_file_is_named(tmp_path: Path) -> None:
+    (begun(tmp_path / "odd") / "metrics.jsonl").mkdir()
+    assert line(tmp_path, "odd")["state"] == "damaged"
+    assert "metrics.jsonl" in run_json(tmp_path, "odd")["problem"]
+
+
 def test_a_run_that_is_not_there_is_an_error_and_an_empty_folder_is_not(tmp_path: Path) -> None:
     assert runs_json(tmp_path / "none")["runs"] == []
     with pytest.raises(CheckpointError, match="'x' is no run of"):

@@ -3,6 +3,7 @@
 import json
 import re
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,6 @@ from starlette.testclient import TestClient
 
 from finetune import app
 from finetune.errors import ConfigError
-from finetune.studio.pages import ASSETS
 from finetune.studio.server import MAX_QUESTION_BYTES, listening
 from tests.studios import question_values, served, studio_of
 from tests.unit.finetune.studio.runs_made import begun, write_run
@@ -139,5 +139,12 @@ def test_a_port_in_use_is_an_error_with_its_fix(tmp_path: Path, capsys) -> None:
     assert "hint: `--port 0` takes one that is free" in capsys.readouterr().err
 
 
-def test_assets_are_few_and_small() -> None:
-    assert len(ASSETS) == len(set(ASSETS)) < 12
+def test_without_its_extra_the_command_says_what_to_install(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "finetune.studio.server")
+    with pytest.raises(SystemExit) as ended:
+        app.main(["studio", str(tmp_path)])
+    assert ended.value.code == 1
+    said = capsys.readouterr().err
+    assert "the page needs uvicorn, which is not installed" in said
+    assert 'hint: `python -m pip install ".[studio]"`' in said
