@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from finetune import app
+from finetune.recipe.shipped import load_shape
+from finetune.studio.answer import DRAWN_WIDTH
 from tests.studios import browser, served
 from tests.unit.finetune.studio.runs_made import begun, write_run
 
@@ -66,6 +68,7 @@ def test_a_slider_moves_and_the_page_shows_the_plan_of_the_command(
     assert shown(page, "peak_vram_bytes") == predicted["peak_vram_bytes"]
     assert page.inner_text("#headline") == f"Fits, at {predicted['tokens_per_s']:,.0f} tokens/s"
     page.wait_for_selector("#curve svg")
+    page.wait_for_selector("#ways table")
     assert page.locator("#gantt rect").count() > 100
     assert page.locator("#ways tr").count() > 10
     assert not problems
@@ -77,6 +80,25 @@ def test_only_the_newest_question_is_drawn(opened) -> None:
         page.locator("[name=rank]").press(key)
     answered(page)
     assert "rank: 8\n" in page.text_content("#recipe")
+    assert not problems
+
+
+def test_a_step_is_drawn_wider_and_a_pasted_config_is_planned(opened) -> None:
+    page, _, problems = opened
+    answered(page)
+    page.locator("#zoom").fill("4")
+    page.wait_for_selector(f'#gantt svg[width="{4 * DRAWN_WIDTH}"]')
+    of_shape = shown(page, "peak_vram_bytes")
+    page.select_option("[name=model]", "other")
+    answered(page)
+    assert page.inner_text("#headline") == "Give a hub id, or the text of a config.json."
+    page.fill("[name=config]", json.dumps(load_shape("qwen3-0.6b")))
+    page.locator("[name=config]").blur()
+    page.wait_for_selector("#headline.good")
+    answered(page)
+    assert shown(page, "peak_vram_bytes") == of_shape
+    page.select_option("[name=model]", "qwen3-0.6b")
+    answered(page)
     assert not problems
 
 

@@ -68,8 +68,10 @@ async function answerNewest() {
   isAsking = true;
   while (document.body.dataset.answered !== String(newest)) {
     const number = newest, since = changedAt, question = asked();
-    if (!form.checkValidity()) {
-      say("A field has no valid value.", true);
+    const isUnnamed = question.setup.model === "";
+    if (isUnnamed || !form.checkValidity()) {
+      say(isUnnamed ? "Give a hub id, or the text of a config.json." : "A field has no valid value.", true);
+      byId("answer").removeAttribute("aria-busy");
       document.body.dataset.answered = number;
       break;
     }
@@ -240,6 +242,9 @@ byId("config-file")?.addEventListener("change", async ({ target }) => {
   if (target.files.length) fields.config.value = await target.files[0].text();
   changed();
 });
-form.addEventListener("input", changed);
+// A text is asked about when it is complete, not at each letter.
+const isText = (field) => ["hub_id", "config"].includes(field.name);
+form.addEventListener("input", ({ target }) => isText(target) || changed());
+form.addEventListener("change", ({ target }) => isText(target) && changed());
 form.addEventListener("submit", (event) => event.preventDefault());
 changed();
