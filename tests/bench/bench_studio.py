@@ -8,7 +8,7 @@
 A change is one control set to a value that is drawn at random; its time is from the event to the
 frame in which the answer's figures, memory and step are drawn. The static page has to answer drawn
 questions with the figures of `sluice plan --json`, in fields of text and whole numbers equal, and
-in seconds and rates to 1e-12: from Python 3.12 on, as in the browser, `sum` of floats is compensated.
+in seconds and rates to 1e-12: from Python 3.12 on, as in the browser, sums are compensated.
 """
 
 import argparse
