@@ -106,7 +106,8 @@ def break_even(points: Sequence[Row], *, break_even_tokens: int | None) -> Chart
 
     Args:
         points: Each with `tokens per step` and `tokens/s`.
-        break_even_tokens: Tokens per step from which streaming is free; None for no such line.
+        break_even_tokens: Tokens per step from which streaming is free: 0 where nothing is
+            streamed; None where it is more than any step should have.
     """
     x = {"field": "tokens per step", "type": "quantitative", "axis": {"format": ","}}
     x["scale"] = {"type": "log", "base": 2, "nice": False}
@@ -120,7 +121,9 @@ def break_even(points: Sequence[Row], *, break_even_tokens: int | None) -> Chart
         }
     ]
     line = ""
-    if break_even_tokens is not None:
+    if break_even_tokens == 0:
+        line = "The whole model is on the device: nothing is streamed."
+    elif break_even_tokens is not None:
         line = f"The line is the break-even: {break_even_tokens:,} tokens."
         layers.append(
             {

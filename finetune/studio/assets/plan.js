@@ -155,8 +155,7 @@ function show(answer, question) {
     ["tokens/s", whole(predicted.tokens_per_s), "tokens_per_s", predicted.tokens_per_s],
     ["a step", time(predicted.step_s), "step_s", predicted.step_s],
     ["tokens per step", whole(schedule.tokens_per_step), "tokens_per_step", schedule.tokens_per_step],
-    ["VRAM", gib(predicted.peak_vram_bytes), "peak_vram_bytes", predicted.peak_vram_bytes],
-    ["RAM", gib(predicted.host_bytes), "host_bytes", predicted.host_bytes],
+    ...memoryTiles(answer),
     ["my data", time(work.hours * 3600), "hours", work.hours],
     ["steps", whole(work.steps), "steps", work.steps],
     ["energy", work.kwh ? `${work.kwh.toFixed(2)} kWh` : "give the power", "kwh", work.kwh],
@@ -167,12 +166,19 @@ function show(answer, question) {
     tile.append(element("dt", name), element("dd", shown, { "data-key": key, "data-value": value }));
     byId("figures").append(tile);
   }
-  const streamed = settings.slots < settings.layers ? `${settings.slots} of ${settings.layers} layers on the card at a time` : "the whole model on the card";
+  const streamed = settings.slots < settings.layers ? `${settings.slots} of ${settings.layers} layers on the device at a time` : "the whole model on the device";
   byId("settings").textContent = `Chosen: ${streamed}, weights ${settings.codec}, layer inputs ${settings.inputs}${settings.disk ? ", layers on disk" : ""}, ${settings.micro_batches} x ${settings.sequences} sequences.`;
   byId("gantt").innerHTML = answer.gantt;
   byId("zoom").value = 1;
   byId("curve-note").textContent = answer.curve.description;
   byId("curve").replaceChildren();
+}
+
+// On a CPU there is one memory.
+function memoryTiles({ memory, figures: { predicted } }) {
+  const device = predicted.peak_vram_bytes, host = predicted.host_bytes;
+  if (memory.length === 1) return [["RAM", gib(device + host), "ram_bytes", device + host]];
+  return [["VRAM", gib(device), "peak_vram_bytes", device], ["RAM", gib(host), "host_bytes", host]];
 }
 
 function showMemory(place) {
