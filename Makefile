@@ -1,5 +1,5 @@
 # What a contributor runs; CONTRIBUTING.md says when. `.ci/run` runs all of it in a fresh environment.
-.PHONY: check test test-all docs generate
+.PHONY: check test test-all docs site generate
 
 check: ## lint, types, import rules, generated pages
 	ruff format --check .
@@ -16,6 +16,9 @@ test-all: ## and the slow ones
 
 docs: ## the documentation, into site/
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
+
+site: ## the planning page, which runs in the browser alone, into build/site/
+	python -m tests.tools.site
 
 generate: ## write what comes from the code: parts of README and docs, suggested recipes
 	python -m tests.tools.reference

@@ -11,6 +11,7 @@ from finetune.cli.planning import doctor, fit, plan, probe, validate
 from finetune.cli.recipes import recipes_app
 from finetune.cli.results import adapter, explain, export, merge
 from finetune.cli.rows import chat, data, generate, score
+from finetune.cli.studio import studio
 from finetune.cli.training import finetune, sweep
 from finetune.env import quiet_libraries
 from finetune.exits import EXIT_USER
@@ -22,6 +23,7 @@ COMMANDS = (
     *(init, plan, fit, probe, doctor, validate),
     *(data, explain, generate, chat, score),
     *(adapter, merge, export),
+    studio,
 )
 
 app = typer.Typer(

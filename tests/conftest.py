@@ -17,6 +17,7 @@ EXPECTED_SKIPS = (
     "needs root",
     "lm_eval is not installed",
     "no file system in memory",
+    "chromium is not installed",
 )
 
 # Exact tests rely on cuBLAS's workspace, which must be set before CUDA starts. The models of tests

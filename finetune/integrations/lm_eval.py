@@ -28,11 +28,13 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from finetune.data.tokenize import IGNORE_INDEX
 from finetune.errors import ConfigError
 from finetune.model.tokenizer import load_tokenizer
+from finetune.planning.request import DTYPE_BYTES
 from finetune.scoring.base import attaching, base_to_score, machine_here, plan_wave
 from finetune.scoring.contenders import contenders_of
 from finetune.scoring.rows import Line, LineScore
 from finetune.training.generate import generate
 from offload.errors import DoesNotFitError
+from offload.plan.memory.cache import fitting_rows, require_room
 from offload.plan.scoring import ScorePlan
 
 if TYPE_CHECKING:
@@ -312,8 +314,24 @@ class SluiceLM(TemplateLM):
         return self._plan([line], num_slots=None).num_slots
 
     def _batch_size(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
-        """Return how many prompts pass the layers at a time, as a micro-batch that fits."""
-        width = max(map(len, prompts)) + max_new_tokens
+        """Return how many prompts pass the layers at a time: so many rows and their caches fit.
+
+        Raises:
+            DoesNotFitError: Not even one does.
+        """
+        longest = max(map(len, prompts))
+        width = longest + max_new_tokens
         line = Line(ids=(0,) * width, labels=(0,) * width)
         made = self._plan([line] * len(prompts), num_slots=self._num_slots)
-        return len(made.sweeps[0][0])
+        facts, machine = self._subject.facts, self._machine
+        budget = self._subject.recipe.offload.vram_budget_bytes or machine.vram_bytes
+        room: dict[str, int] = {
+            "limit_bytes": min(budget, machine.vram_bytes),
+            "prompt_tokens": longest,
+            "new_tokens": max_new_tokens,
+            "dtype_bytes": DTYPE_BYTES[self._subject.recipe.model.dtype],
+        }
+        require_room(facts, made.device_memory, num_rows=1, **room)
+        num_rows = fitting_rows(facts, made.device_memory, **room)
+        num_passed = len(made.sweeps[0][0])
+        return num_passed if num_rows is None else min(num_passed, num_rows)

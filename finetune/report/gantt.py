@@ -1,8 +1,9 @@
 """A step as a drawing: timelines stacked on one time axis, with a row for each lane.
 
 The SVG is written without a library: it opens in any browser, and hovering over a bar shows its
-op. Ops narrower than MIN_WIDTH are merged into one bar with their neighbours of the same kind, so
-the file stays small however many ops there are; the drawing says how many were merged.
+op. Ops narrower than MIN_WIDTH are merged into one bar with their neighbours of the same kind; of
+bars that are still narrower, the longest in each pixel is drawn. So the file stays small however
+many ops there are; the drawing says how many.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,16 +49,23 @@ class _Bar:
     start_s: float
     end_s: float
     num_ops: int = 1
+    num_hidden: int = 0  # ops of other kinds in the same pixel, which are not drawn
+
+    @property
+    def duration_s(self) -> float:
+        """Length of the bar."""
+        return self.end_s - self.start_s
 
 
-def gantt_svg(timelines: Mapping[str, Timeline]) -> str:
+def gantt_svg(timelines: Mapping[str, Timeline], *, width: int = WIDTH) -> str:
     """Return the drawing.
 
     Args:
         timelines: Heading -> timeline, from top to bottom.
+        width: Of the drawing, in pixels; a wider one merges fewer ops.
     """
     axis_s = max((timeline.step_s for timeline in timelines.values()), default=0.0) or 1.0
-    per_s = (WIDTH - LEFT - RIGHT) / axis_s
+    per_s = (width - LEFT - RIGHT) / axis_s
     body: list[str] = []
     top, num_ops, num_bars, kinds = LEGEND + 4, 0, 0, set()
     for heading, timeline in timelines.items():
@@ -66,22 +74,22 @@ def gantt_svg(timelines: Mapping[str, Timeline]) -> str:
         top += HEADING
         for lane in lanes:
             spans = [span for span in timeline.spans if span.lane is lane]
-            bars = _merged(spans, min_s=MIN_WIDTH / per_s)
+            bars = _seen(_merged(spans, min_s=MIN_WIDTH / per_s), min_s=MIN_WIDTH / per_s)
             body.append(_text(10, top + 15, lane.value))
             body += [_rect(bar, top, per_s) for bar in bars]
             num_ops, num_bars = num_ops + len(spans), num_bars + len(bars)
             kinds |= {span.kind for span in spans}
             top += ROW
-        body += _axis(top, axis_s, per_s, height=ROW * len(lanes))
+        body += _axis(top, axis_s, width, height=ROW * len(lanes))
         top += AXIS + 8
-    note = f"{num_ops} ops in {num_bars} bars: neighbours of a kind, narrower than a pixel, are one"
+    note = f"{num_ops} ops in {num_bars} bars: of ops narrower than a pixel the longest"
     body.append(_text(10, top + 14, note))
     height = top + 24
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}"'
-        f' viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" font-size="11">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"'
+        f' viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11">'
     )
-    paper = f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>'
+    paper = f'<rect width="{width}" height="{height}" fill="#ffffff"/>'
     legend = _legend([kind for kind in Kind if kind in kinds])
     return "\n".join([head, paper, *legend, *body, "</svg>"]) + "\n"
 
@@ -104,6 +112,24 @@ def _merged(spans: Sequence[Span], *, min_s: float) -> list[_Bar]:
     return bars
 
 
+def _seen(bars: Sequence[_Bar], *, min_s: float) -> list[_Bar]:
+    """Leave out bars that others would hide: of the narrow ones in a pixel the longest stays."""
+    longest: dict[int, _Bar] = {}
+    seen: list[_Bar] = []
+    for bar in bars:
+        if bar.duration_s >= min_s:
+            seen.append(bar)
+            continue
+        pixel = int(bar.start_s / min_s)
+        held = longest.setdefault(pixel, bar)
+        if held is bar:
+            continue
+        kept, hidden = (bar, held) if bar.duration_s > held.duration_s else (held, bar)
+        kept.num_hidden += hidden.num_ops + hidden.num_hidden
+        longest[pixel] = kept
+    return sorted([*seen, *longest.values()], key=lambda bar: bar.start_s)
+
+
 def _rect(bar: _Bar, top: int, per_s: float) -> str:
     width = max(MIN_WIDTH, (bar.end_s - bar.start_s) * per_s)
     x, layer = LEFT + bar.start_s * per_s, bar.first.layer
@@ -113,11 +139,14 @@ def _rect(bar: _Bar, top: int, per_s: float) -> str:
     )
     if layer is None or bar.num_ops > 1 or width < LABEL_WIDTH:
         return rect
-    return rect + _text(x + width / 2, top + 16, str(layer), size=10, anchor="middle")
+    number = f'<text class="inside" x="{x + width / 2:.1f}" y="{top + 16:.1f}" font-size="10"'
+    return f'{rect}{number} text-anchor="middle">{layer}</text>'
 
 
 def _hover_text(bar: _Bar) -> str:
     span, when = bar.first, f"{bar.start_s * 1e3:.3f} to {bar.end_s * 1e3:.3f} ms"
+    if bar.num_hidden:
+        when += f", and {bar.num_hidden} narrower"
     if bar.num_ops > 1:
         return f"{bar.num_ops} x {span.kind.value}: {when}"
     layer = "" if span.layer is None else f" of layer {span.layer}"
@@ -126,10 +155,11 @@ def _hover_text(bar: _Bar) -> str:
     return f"{span.kind.value}{layer}{micro_batch}{moved}: {when}"
 
 
-def _axis(top: int, axis_s: float, per_s: float, *, height: int) -> Iterator[str]:
+def _axis(top: int, axis_s: float, width: int, *, height: int) -> Iterator[str]:
     """Draw a line under the rows, with a mark and a thin line upwards at round times."""
-    yield f'<path d="M{LEFT} {top}H{WIDTH - RIGHT}" stroke="#555555"/>'
-    step_s = _round_up(axis_s / NUM_TICKS)
+    yield f'<path d="M{LEFT} {top}H{width - RIGHT}" stroke="#555555"/>'
+    per_s = (width - LEFT - RIGHT) / axis_s
+    step_s = _round_up(axis_s / max(4, NUM_TICKS * width // WIDTH))
     unit, factor = ("s", 1.0) if axis_s >= 1 else ("ms", 1e3)
     for number in range(int(axis_s / step_s) + 1):
         x = LEFT + number * step_s * per_s

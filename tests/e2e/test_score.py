@@ -168,7 +168,8 @@ def test_questions_are_answered_as_by_transformers(
     questions = [*QUESTIONS, {**QUESTIONS[0], "prompt": "is it?", "answer": "no idea", "id": 7}]
     file, out = tmp_path / "questions.jsonl", tmp_path / "out.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in questions))
-    found, shown = score(capsys, model_dir, file, "model.dtype=float32", "--out", out)
+    words = (model_dir, file, "model.dtype=float32", "--machine", machine_file)
+    found, shown = score(capsys, *words, "--out", out)
     assert "Columns that are not used: id" in shown
     tokenizer, model = (
         AutoTokenizer.from_pretrained(model_dir),
@@ -190,7 +191,7 @@ def test_questions_are_answered_as_by_transformers(
     assert base["name"] == "base"
     assert base["accuracy"] == num_right / len(questions)
     assert base["accuracy_by_byte"] == num_right_by_byte / len(questions)
-    assert run("score", model_dir, file, "model.dtype=float32") == 0
+    assert run("score", *words) == 0
     table = capsys.readouterr().out
     assert "accuracy" in table
     assert f"{base['loss']:.4f}" in table

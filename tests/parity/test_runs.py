@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from offload.engine.engine import Engine
 from offload.engine.objective import Reference
 from offload.engine.run_step import RunStep
 from offload.errors import OffloadError
@@ -102,6 +103,17 @@ def test_runs_with_other_kinds_of_adapters(configs) -> None:
 def test_runs_with_adapters_on_experts_and_a_router_loss(path) -> None:
     config = {"_experts_implementation": path, "output_router_logits": True}
     is_same((EXPERTS, ATTENTION, EXPERTS), plain_runs(3), "qwen3_moe", config=config)
+
+
+@pytest.mark.long
+@SLOW
+def test_runs_with_adapters_on_experts_in_triton_kernels(monkeypatch) -> None:
+    """Interpreted, which writes weights back as they were: to an inspection, a change."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    monkeypatch.setattr(Engine, "_inspect", lambda *_args, **_more: None)
+    config = {"_experts_implementation": "triton", "output_router_logits": True}
+    runs = [RunStep(micro_batches=rows(seed, 5)) for seed in (1, 2)]
+    is_same((EXPERTS, EXPERTS), runs, "qwen3_moe", config=config)
 
 
 def test_runs_of_packed_rows_next_to_padded_ones() -> None:

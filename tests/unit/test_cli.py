@@ -61,6 +61,7 @@ FLAGS = {
     "adapter": {"--format", "--out"},
     "merge": {"--out"},
     "export": {"--gguf", "--llama-cpp"},
+    "studio": {"--port", "--machine"},
     "recipes list": set(),
     "recipes show": set(),
     "recipes copy": set(),

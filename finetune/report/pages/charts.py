@@ -101,6 +101,46 @@ def step_times(rows: Sequence[Row], *, predicted_s: float) -> Chart:
     )
 
 
+def break_even(points: Sequence[Row], *, break_even_tokens: int | None) -> Chart:
+    """Return tokens/s over tokens per step, and from where streaming is free.
+
+    Args:
+        points: Each with `tokens per step` and `tokens/s`.
+        break_even_tokens: Tokens per step from which streaming is free: 0 where nothing is
+            streamed; None where it is more than any step should have.
+    """
+    x = {"field": "tokens per step", "type": "quantitative", "axis": {"format": ","}}
+    x["scale"] = {"type": "log", "base": 2, "nice": False}
+    y = {"field": "tokens/s", "type": "quantitative", "scale": {"zero": True}}
+    shown = [{"field": "tokens per step", "format": ","}, {"field": "tokens/s", "format": ",.0f"}]
+    layers: list[dict[str, Any]] = [
+        {
+            "data": {"name": "points", "values": list(points)},
+            "mark": {"type": "line", "point": {"filled": True, "size": 40}, "strokeWidth": 1.5},
+            "encoding": {"x": x, "y": y, "tooltip": shown},
+        }
+    ]
+    line = ""
+    if break_even_tokens == 0:
+        line = "The whole model is on the device: nothing is streamed."
+    elif break_even_tokens is not None:
+        line = f"The line is the break-even: {break_even_tokens:,} tokens."
+        layers.append(
+            {
+                "data": {"values": [{"tokens per step": break_even_tokens}]},
+                "mark": {"type": "rule", "strokeDash": [6, 4], "strokeWidth": 2},
+                "encoding": {"x": x},
+            }
+        )
+    return Chart(
+        name="curve",
+        title="Tokens per second over tokens per step",
+        summary=f"Predicted tokens per second for steps of more and fewer tokens. {line}",
+        note=line,
+        spec={"height": _HEIGHT, "layer": layers},
+    )
+
+
 def misses(found: Sequence[Miss], *, num: int = 8) -> Chart:
     """Return the parts of a step that took longest, predicted next to measured."""
     largest = sorted(found, key=lambda one: -max(one.predicted_s, one.measured_s))[:num]

@@ -12,61 +12,14 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-LIBRARIES = ("vega.min.js", "vega-lite.min.js", "vega-interpreter.min.js")
+LIBRARIES = ("vega.min.js", "vega-lite.min.js", "vega-interpreter.min.js", "draw.js")
+STYLE = "page.css"
 # Okabe and Ito's colours, which colour-blind people tell apart; without the yellow, too light here.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#7A7A7A")
-
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1b1f24; --paper: #ffffff; --soft: #59636e;
-  --line: #d1d9e0; --good: #0a5c2b; --bad: #a40e26; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --paper: #0d1117; --soft: #9198a1;
-  --line: #3d444d; --good: #9be9b4; --bad: #ffa198; } }
-* { box-sizing: border-box; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 68rem; margin: 0 auto; padding: 1rem;
-  color: var(--ink); background: var(--paper); overflow-wrap: anywhere; }
-h1 { font-size: 1.6rem; margin: .5rem 0; }
-h2 { font-size: 1.2rem; margin: 2rem 0 .5rem; }
-p.soft, figcaption, summary { color: var(--soft); }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; }
-th, td { text-align: left; padding: .25rem .8rem .25rem 0; border-bottom: 1px solid var(--line);
-  vertical-align: top; overflow-wrap: anywhere; }
-td.figure { overflow-wrap: normal; white-space: nowrap; }
-td.figure, th.figure { text-align: right; font-variant-numeric: tabular-nums; }
-.good { color: var(--good); } .bad { color: var(--bad); }
-figure { margin: 1rem 0; }
-.chart { width: 100%; min-height: 12rem; }
-.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(18rem, 1fr)); gap: 0 2rem; }
-.pair > * { min-width: 0; }
-pre { white-space: pre-wrap; border: 1px solid var(--line); border-radius: 6px; padding: .8rem; }
-"""
-
-# A chart takes the colours of the page, and is drawn again when these change.
+# Charts are drawn again when the page's colours change.
 _DRAW = """
-const dark = matchMedia("(prefers-color-scheme: dark)");
-async function draw() {
-  const ink = getComputedStyle(document.documentElement);
-  const of = (name) => ink.getPropertyValue(name).trim();
-  const words = { labelColor: of("--ink"), titleColor: of("--ink") };
-  const config = {
-    background: null, view: { stroke: null }, range: { category: COLOURS },
-    axis: { ...words, labelFontSize: 12, titleFontSize: 12, titleFontWeight: "normal",
-            gridColor: of("--line"), domainColor: of("--line"), tickColor: of("--line") },
-    legend: { ...words, labelFontSize: 12 }, header: words,
-    text: { color: of("--ink") }, rule: { color: of("--ink") },
-  };
-  for (const [id, spec] of Object.entries(CHARTS)) {
-    const element = document.getElementById(id);
-    element.replaceChildren();
-    const compiled = vegaLite.compile({ ...spec, config }).spec;
-    const view = new vega.View(vega.parse(compiled, null, { ast: true }), {
-      expr: vegaInterpreter.expressionInterpreter, renderer: "svg", container: element, hover: true,
-    });
-    await view.runAsync();
-  }
-  document.documentElement.dataset.drawn = "yes";
-}
-dark.addEventListener("change", draw);
+const draw = () => drawCharts(CHARTS, COLOURS);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 draw();
 """
 
@@ -90,6 +43,11 @@ class Chart:
     note: str = ""
 
     @property
+    def complete_spec(self) -> dict[str, Any]:
+        """What the library draws, as wide as its place."""
+        return {"description": self.summary, "width": "container", **self.spec}
+
+    @property
     def html(self) -> str:
         """The place of the chart."""
         note = f"<figcaption>{escape(self.note)}</figcaption>" if self.note else ""
@@ -109,12 +67,9 @@ def page(title: str, body: str, charts: Sequence[Chart] = ()) -> str:
     """
     scripts = ""
     if charts:
-        specs = {
-            chart.name: {"description": chart.summary, "width": "container", **chart.spec}
-            for chart in charts
-        }
-        data = f"const COLOURS = {_script(COLOURS)}, CHARTS = {_script(specs)};"
-        every = [*map(_library, LIBRARIES), data + _DRAW]
+        specs = {chart.name: chart.complete_spec for chart in charts}
+        data = f"const COLOURS = {_script(COLOURS)}, CHARTS = {_script(specs)};{_DRAW}"
+        every = [*map(asset, LIBRARIES), data]
         scripts = "".join(f"<script>{script}</script>\n" for script in every)
     return f"""<!doctype html>
 <html lang="en">
@@ -124,7 +79,7 @@ def page(title: str, body: str, charts: Sequence[Chart] = ()) -> str:
 <meta http-equiv="Content-Security-Policy"
  content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
 <title>{escape(title)}</title>
-<style>{_STYLE}</style>
+<style>{asset(STYLE)}</style>
 </head>
 <body>
 <main>
@@ -162,7 +117,8 @@ def _shown(cell: object) -> str:
     return f"{cell:,}" if isinstance(cell, int) else escape(str(cell))
 
 
-def _library(name: str) -> str:
+def asset(name: str) -> str:
+    """Return a style sheet or script of pages."""
     return (resources.files("finetune.report.pages") / "assets" / name).read_text("utf-8")
 
 

@@ -78,6 +78,30 @@ def cache_bytes(
     return max(totals)
 
 
+def fitting_rows(
+    facts: ModelFacts,
+    terms: Iterable[MemoryTerm],
+    *,
+    limit_bytes: int,
+    prompt_tokens: int,
+    new_tokens: int,
+    dtype_bytes: int,
+) -> int | None:
+    """Return how many rows have room for their caches in device memory; None if that is not known.
+
+    The arguments are those of `require_room`.
+    """
+    row_bytes = cache_bytes(
+        facts, prompt_tokens=prompt_tokens, new_tokens=new_tokens, dtype_bytes=dtype_bytes
+    )
+    return None if row_bytes is None else free_bytes(terms, limit_bytes) // row_bytes
+
+
+def free_bytes(terms: Iterable[MemoryTerm], limit_bytes: int) -> int:
+    """Return the device memory that is free where a model generates."""
+    return max(0, limit_bytes - total_bytes(term for term in terms if term.name in STAYING))
+
+
 def require_room(
     facts: ModelFacts,
     terms: Iterable[MemoryTerm],
@@ -105,14 +129,14 @@ def require_room(
     row_bytes = cache_bytes(
         facts, prompt_tokens=prompt_tokens, new_tokens=new_tokens, dtype_bytes=dtype_bytes
     )
-    free_bytes = limit_bytes - total_bytes(term for term in terms if term.name in STAYING)
-    if row_bytes is None or num_rows * row_bytes <= free_bytes:
+    free = free_bytes(terms, limit_bytes)
+    if row_bytes is None or num_rows * row_bytes <= free:
         return
-    num_fitting = max(0, free_bytes) // row_bytes
+    num_fitting = free // row_bytes
     raise DoesNotFitError(
         f"the key-value caches of {num_rows} rows of {prompt_tokens} tokens and {new_tokens} new"
         f" ones take {num_rows * row_bytes / GIB:.2f} GiB",
-        limit=f"{max(0, free_bytes) / GIB:.2f} GiB of device memory is free next to the slots",
+        limit=f"{free / GIB:.2f} GiB of device memory is free next to the slots",
         hint=f"at most {num_fitting} rows at a time"
         if num_fitting
         else "a smaller `--max-new-tokens`, a shorter prompt, or fewer `offload.num_slots`",

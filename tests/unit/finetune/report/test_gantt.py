@@ -1,3 +1,4 @@
+import re
 from xml.etree import ElementTree
 
 import pytest
@@ -55,6 +56,18 @@ def test_a_step_of_ten_thousand_ops_is_a_small_file_that_hides_nothing() -> None
     told = [str(bar.findtext(f"{SVG}title")) for bar in found]
     shown = sum(int(t.split(" x ")[0]) if " x " in t else 1 for t in told)
     assert shown == 2 * len(large.spans)
+
+
+def test_of_ops_that_share_a_pixel_the_longest_is_drawn_and_the_others_are_counted() -> None:
+    large = step(64, 40)
+    drawing = gantt_svg({"predicted": large}, width=300)
+    told = [str(bar.findtext(f"{SVG}title")) for bar in bars(drawing)]
+    lanes = len({span.lane for span in large.spans})
+    assert len(told) <= 2 * 300 * lanes
+    drawn = sum(int(t.split(" x ")[0]) if " x " in t else 1 for t in told)
+    hidden = sum(int(n) for n in re.findall(r"and (\d+) narrower", " ".join(told)))
+    assert drawn + hidden == len(large.spans)
+    assert hidden > 0
 
 
 def test_a_step_without_ops_can_be_drawn() -> None:

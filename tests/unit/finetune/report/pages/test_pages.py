@@ -109,6 +109,17 @@ def test_a_page_loads_nothing_and_closes_what_it_opens(tmp_path: Path) -> None:
     assert file.stat().st_size < 2**20
 
 
+@pytest.mark.parametrize(
+    ("tokens", "num_layers", "words"),
+    [(5000, 2, "5,000 tokens"), (None, 1, "fewer tokens."), (0, 1, "nothing is streamed")],
+)
+def test_the_break_even_is_a_line_where_there_is_one(tokens, num_layers, words) -> None:
+    points = [{"tokens per step": 1024, "tokens/s": 10.0}]
+    chart = charts.break_even(points, break_even_tokens=tokens)
+    assert len(chart.spec["layer"]) == num_layers
+    assert words in chart.summary
+
+
 def test_text_of_a_run_cannot_become_markup_or_code(tmp_path: Path) -> None:
     evil = "</script><script>alert(1)</script>"
     runs = [

@@ -4,7 +4,7 @@ import pytest
 
 from offload.errors import DoesNotFitError
 from offload.plan.machine.machine import GIB
-from offload.plan.memory.cache import cache_bytes, require_room
+from offload.plan.memory.cache import cache_bytes, fitting_rows, require_room
 from offload.plan.memory.memory import SLOTS, VISIT, MemoryTerm
 from tests.builders import qwen3_30b
 
@@ -24,6 +24,7 @@ def test_rows_that_do_not_fit_are_refused_with_the_number_that_do() -> None:
     ]
     asked = {"prompt_tokens": 10_000, "new_tokens": 241, "dtype_bytes": 2}
     limit_bytes = 10 * GIB + 4 * ROW_BYTES * 10_240
+    assert fitting_rows(FACTS, terms, limit_bytes=limit_bytes, **asked) == 4
     require_room(FACTS, terms, limit_bytes=limit_bytes, num_rows=4, **asked)
     with pytest.raises(
         DoesNotFitError,

@@ -1,0 +1,256 @@
+// The Plan room. One question is on its way at a time; when its answer comes and the controls have
+// changed since, the newest question is asked and the old answer is not drawn.
+import { byId, colours, draw, element, gib, table, time, whole } from "./studio.js";
+
+const form = byId("question"), isStatic = document.body.dataset.static === "yes";
+const fields = form.elements;
+
+// ---------------------------------------------------------------- asking
+
+let send = async (kind, question) => {
+  const answer = await fetch(`ask/${kind}`, { method: "POST", body: JSON.stringify(question) });
+  return answer.json();
+};
+if (isStatic) {
+  const worker = new Worker("assets/worker.js", { type: "module" }), waiting = [];
+  worker.onmessage = ({ data }) => waiting.shift()(JSON.parse(data));
+  worker.onerror = (error) => say(`The planner could not be loaded: ${error.message}`, true);
+  send = (kind, question) => new Promise((done) => {
+    waiting.push(done);
+    worker.postMessage([kind, JSON.stringify(question)]);
+  });
+}
+
+function sliderValue(slider) {
+  return Number(slider.dataset.values.split(" ")[Number(slider.value)]);
+}
+
+function asked() {
+  const optional = (name) => (fields[name].value === "" || fields[name].disabled ? null : Number(fields[name].value));
+  const size = fields.micro_batch_size.value, setup = {
+    model: fields.model.value, card: fields.card.value, num_cards: Number(fields.num_cards.value),
+    ram_gib: optional("ram_gib"), link_gb_per_s: optional("link_gb_per_s"),
+    method: fields.method.value, rank: sliderValue(fields.rank), codec: fields.codec.value,
+    objective: fields.objective.value, seq_len: sliderValue(fields.seq_len),
+    tokens_per_step: sliderValue(fields.tokens_per_step),
+    micro_batch_size: size === "auto" ? size : Number(size),
+  };
+  if (setup.model === "other") {
+    const config = fields.config.value.trim();
+    Object.assign(setup, config ? { model: "config.json", config } : { model: fields.hub_id.value.trim() });
+  }
+  const work = {};
+  for (const name of ["data_tokens", "price_per_hour", "power_watts", "price_per_kwh"]) work[name] = Number(fields[name].value);
+  return { setup, work };
+}
+
+const REST_MS = 300;
+let newest = 0, changedAt = 0, isAsking = false, wake = () => {};
+
+function changed() {
+  newest += 1;
+  changedAt = performance.now();
+  for (const slider of form.querySelectorAll("input[data-values]")) {
+    const value = sliderValue(slider);
+    byId(`${slider.name}-shown`).textContent = whole(value);
+    slider.setAttribute("aria-valuetext", value);
+  }
+  if (byId("other")) byId("other").hidden = fields.model.value !== "other";
+  const isHere = fields.card.value === "this machine";
+  fields.ram_gib.disabled = fields.link_gb_per_s.disabled = isHere;
+  fields.rank.disabled = ["all", "ia3"].includes(fields.method.value);
+  byId("answer").setAttribute("aria-busy", "true");
+  wake();
+  if (!isAsking) answerNewest();
+}
+
+async function answerNewest() {
+  isAsking = true;
+  while (document.body.dataset.answered !== String(newest)) {
+    const number = newest, since = changedAt, question = asked();
+    const isUnnamed = question.setup.model === "";
+    if (isUnnamed || !form.checkValidity()) {
+      say(isUnnamed ? "Give a hub id, or the text of a config.json." : "A field has no valid value.", true);
+      byId("answer").removeAttribute("aria-busy");
+      document.body.dataset.answered = number;
+      break;
+    }
+    const isCurrent = () => number === newest;
+    try {
+      const answer = await send("plan", question);
+      if (!isCurrent()) continue;
+      show(answer, question);
+      document.body.dataset.answered = number;
+      byId("answer").removeAttribute("aria-busy");
+      requestAnimationFrame(() => setTimeout(() => {
+        document.body.dataset.ms = (performance.now() - since).toFixed(1);
+        document.body.dataset.timed = number;
+      }));
+      if (answer.error === null) await showMore(answer, question, isCurrent);
+    } catch (error) {
+      if (isCurrent()) {
+        say(`There is no answer: ${error.message}. Is sluice studio still running?`, true);
+        document.body.dataset.answered = number;
+      }
+    }
+  }
+  isAsking = false;
+}
+
+// Points of the curve and other ways, each by a short question, once the controls rest.
+async function showMore(answer, question, isCurrent) {
+  await new Promise((done) => {
+    wake = done;
+    setTimeout(done, REST_MS);
+  });
+  if (!isCurrent()) return;
+  if (answer.fits) {
+    const points = [];
+    for (const tokens of fields.tokens_per_step.dataset.values.split(" ").map(Number)) {
+      const point = await send("rate", { ...question, setup: { ...question.setup, tokens_per_step: tokens } });
+      if (!isCurrent()) return;
+      if (point.tokens_per_s) points.push({ "tokens per step": point.tokens_per_step, "tokens/s": point.tokens_per_s });
+    }
+    const once = [...new Map(points.map((point) => [point["tokens per step"], point])).values()];
+    answer.curve.layer[0].data.values = once;
+    await draw("curve", answer.curve);
+  }
+  const ways = await send("ways", question);
+  if (!isCurrent()) return;
+  showWays(ways, answer);
+  document.body.dataset.complete = newest;
+}
+
+// ---------------------------------------------------------------- showing
+
+function say(words, isBad, more = "") {
+  const headline = byId("headline");
+  headline.className = isBad ? "bad" : "good";
+  headline.replaceChildren(words);
+  if (more) headline.append(element("small", more));
+}
+
+function show(answer, question) {
+  byId("recipe").textContent = answer.recipe ?? "";
+  byId("command").textContent = answer.command ?? "";
+  const parts = ["gantt-part", "curve-part", "ways-part"];
+  for (const id of parts) byId(id).hidden = answer.error !== null || (id !== "ways-part" && !answer.fits);
+  byId("curve-note").textContent = byId("settings").textContent = "";
+  byId("ways").replaceChildren(element("p", "Pricing other ways ...", { class: "soft" }));
+  byId("figures").replaceChildren();
+  byId("memory").replaceChildren();
+  if (answer.error !== null) {
+    say(answer.error.what, true, [answer.error.limit, answer.error.hint && `Fix: ${answer.error.hint}`].filter(Boolean).join(". "));
+    return;
+  }
+  answer.memory.forEach(showMemory);
+  if (!answer.fits) {
+    const short = answer.shortages.map((one) => `${gib(one.short_bytes)} of ${one.what} (${gib(one.needed_bytes)} needed, ${gib(one.limit_bytes)} there)`);
+    say(`Does not fit: short of ${short.join(" and ")}`, true);
+    return;
+  }
+  const { predicted, schedule } = answer.figures, { work, settings } = answer;
+  say(`Fits, at ${whole(predicted.tokens_per_s)} tokens/s`, false);
+  const tiles = [
+    ["tokens/s", whole(predicted.tokens_per_s), "tokens_per_s", predicted.tokens_per_s],
+    ["a step", time(predicted.step_s), "step_s", predicted.step_s],
+    ["tokens per step", whole(schedule.tokens_per_step), "tokens_per_step", schedule.tokens_per_step],
+    ...memoryTiles(answer),
+    ["my data", time(work.hours * 3600), "hours", work.hours],
+    ["steps", whole(work.steps), "steps", work.steps],
+    ["energy", work.kwh ? `${work.kwh.toFixed(2)} kWh` : "give the power", "kwh", work.kwh],
+    ["cost", work.cost ? work.cost.toFixed(2) : "give a price", "cost", work.cost],
+  ];
+  for (const [name, shown, key, value] of tiles) {
+    const tile = element("div");
+    tile.append(element("dt", name), element("dd", shown, { "data-key": key, "data-value": value }));
+    byId("figures").append(tile);
+  }
+  const streamed = settings.slots < settings.layers ? `${settings.slots} of ${settings.layers} layers on the device at a time` : "the whole model on the device";
+  byId("settings").textContent = `Chosen: ${streamed}, weights ${settings.codec}, layer inputs ${settings.inputs}${settings.disk ? ", layers on disk" : ""}, ${settings.micro_batches} x ${settings.sequences} sequences.`;
+  byId("gantt").innerHTML = answer.gantt;
+  byId("zoom").value = 1;
+  byId("curve-note").textContent = answer.curve.description;
+  byId("curve").replaceChildren();
+}
+
+// On a CPU there is one memory.
+function memoryTiles({ memory, figures: { predicted } }) {
+  const device = predicted.peak_vram_bytes, host = predicted.host_bytes;
+  if (memory.length === 1) return [["RAM", gib(device + host), "ram_bytes", device + host]];
+  return [["VRAM", gib(device), "peak_vram_bytes", device], ["RAM", gib(host), "host_bytes", host]];
+}
+
+function showMemory(place) {
+  const box = element("div", "", { class: "place" }), bar = element("div", "", { class: "bar", role: "img" });
+  const list = element("ul", "", { class: "terms" });
+  const sum = place.terms.reduce((total, [, bytes]) => total + bytes, 0), most = Math.max(sum, place.limit_bytes);
+  const words = `${place.name}: ${gib(sum)} of ${gib(place.limit_bytes)}`;
+  bar.setAttribute("aria-label", words);
+  const terms = [...place.terms].sort((a, b) => b[1] - a[1]);
+  terms.forEach(([name, bytes], i) => {
+    const part = element("span", "", { title: `${name}: ${gib(bytes)}` });
+    part.style.width = `${(100 * bytes) / most}%`;
+    part.style.background = colours[Math.min(i, colours.length - 1)];
+    bar.append(part);
+    const item = element("li"), key = element("i");
+    key.style.background = colours[Math.min(i, colours.length - 1)];
+    item.append(key, name, element("b", gib(bytes)));
+    list.append(item);
+  });
+  if (sum > place.limit_bytes) {
+    const limit = element("span", "", { class: "limit" });
+    limit.style.left = `${(100 * place.limit_bytes) / most}%`;
+    bar.append(limit);
+  }
+  const line = element("p", words);
+  if (sum > place.limit_bytes) line.className = "bad";
+  box.append(line, bar, list);
+  byId("memory").append(box);
+}
+
+function showWays(found, answer) {
+  const place = byId("ways");
+  if (!answer.fits) {
+    place.replaceChildren(element("p", `What would fit: ${found.hint}`));
+  } else if (found.other_ways === null) {
+    place.replaceChildren(element("p", "Other ways are priced for one card.", { class: "soft" }));
+  } else {
+    const now = found.other_ways.plan;
+    const change = (then, before, words) => ({
+      shown: then === undefined ? "-" : then === before ? "=" : `${then > before ? "+" : "-"}${words(Math.abs(then - before))}`,
+    });
+    const rows = found.other_ways.options.map((option) => {
+      const then = option.figures ?? {};
+      return [
+        option.name + (option.figures && !option.fits ? " (does not fit)" : ""), option.standing,
+        change(then.step_s, now.step_s, time), change(then.vram_bytes, now.vram_bytes, gib),
+        change(then.ram_bytes, now.ram_bytes, gib), option.how.replaceAll("`", ""),
+      ];
+    });
+    const shown = table(["way", "is", "a step", "VRAM", "RAM", "by"], rows);
+    const note = "Changes to this plan, all else as it is. Of a way that is in the plan: the change without it.";
+    place.replaceChildren(shown, element("p", note, { class: "soft" }));
+  }
+}
+
+// ---------------------------------------------------------------- controls
+
+byId("zoom").addEventListener("change", async () => {
+  const number = newest, step = await send("step", { ...asked(), zoom: Number(byId("zoom").value) });
+  if (number === newest && step.gantt) byId("gantt").innerHTML = step.gantt;
+});
+byId("copy").addEventListener("click", async () => {
+  await navigator.clipboard.writeText(byId("recipe").textContent);
+  byId("copied").textContent = "copied";
+});
+byId("config-file")?.addEventListener("change", async ({ target }) => {
+  if (target.files.length) fields.config.value = await target.files[0].text();
+  changed();
+});
+// A text is asked about when it is complete, not at each letter.
+const isText = (field) => ["hub_id", "config"].includes(field.name);
+form.addEventListener("input", ({ target }) => isText(target) || changed());
+form.addEventListener("change", ({ target }) => isText(target) && changed());
+form.addEventListener("submit", (event) => event.preventDefault());
+changed();

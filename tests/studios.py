@@ -1,0 +1,94 @@
+"""Questions of the studio's page, a studio that is served, and a browser that opens it."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+
+from finetune.studio.answer import Planner
+from finetune.studio.guard import new_token
+from finetune.studio.question import Question
+from finetune.studio.server import Studio, listening
+from offload.plan.machine.machine import Machine
+
+SETUP: dict[str, Any] = {
+    "model": "qwen3-0.6b",
+    "card": "rtx3060",
+    "num_cards": 1,
+    "method": "lora",
+    "rank": 16,
+    "codec": "auto",
+    "objective": "sft",
+    "seq_len": 2048,
+    "tokens_per_step": 8192,
+    "micro_batch_size": 1,
+}
+WORK = {
+    "data_tokens": 36_000_000,
+    "price_per_hour": 0.5,
+    "power_watts": 400,
+    "price_per_kwh": 0.25,
+}
+CHROMIUM = Path("/usr/bin/chromium")
+CHROMIUM_FLAGS = (
+    *("--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"),
+    *("--disable-component-update", "--disable-sync"),
+)
+
+
+def question_values(*, zoom: int = 1, **changes: Any) -> dict[str, Any]:
+    return {"setup": SETUP | changes, "work": WORK, "zoom": zoom}
+
+
+def question(**changes: Any) -> Question:
+    return Question.model_validate(question_values(**changes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    studio: Studio
+    port: int
+    token: str
+
+
+def studio_of(
+    folder: Path, configs: Path, *, port: int = 8765, here: Callable[[], Machine] | None = None
+) -> Served:
+    """Return a studio that nothing serves yet."""
+    token = new_token()
+    studio = Studio(Planner(here=here, folder=configs), folder=folder, token=token, port=port)
+    return Served(studio=studio, port=port, token=token)
+
+
+@contextmanager
+def served(folder: Path, configs: Path) -> Iterator[Served]:
+    """Serve a studio in a thread."""
+    with listening(0) as sockets:
+        made = studio_of(folder, configs, port=sockets.getsockname()[1])
+        config = uvicorn.Config(made.studio.app, log_level="error", lifespan="off")
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [sockets]})
+        thread.start()
+        try:
+            yield made
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+@contextmanager
+def browser() -> Iterator[Any]:
+    """Start Debian's chromium, or skip the test."""
+    if not CHROMIUM.exists():
+        pytest.skip("chromium is not installed")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=CHROMIUM, args=list(CHROMIUM_FLAGS))
+        yield found
+        found.close()
