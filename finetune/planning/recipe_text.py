@@ -1,12 +1,12 @@
 """A suggested recipe as YAML, with its predicted figures and its settings explained in comments."""
 
 import json
+import re
 import textwrap
 from collections.abc import Iterator
 from typing import Any
 
 from finetune.planning.suggestion import SOME_ROWS, Form, Suggestion
-from finetune.recipe.describe import written
 from finetune.report.format import shown_break_even, shown_time
 from finetune.report.summary import SOURCES
 from offload.plan.machine.machine import GIB
@@ -28,6 +28,8 @@ _COMMENTS = {
     "offload.vram_budget": "GiB that the plan may use",
 }
 _COLUMN, _WIDTH = 32, 98
+_WORD = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
+_LITERALS = ("true", "True", "TRUE", "false", "False", "FALSE", "null", "Null", "NULL")
 
 
 def recipe_text(suggestion: Suggestion, *, name: str) -> str:
@@ -141,6 +143,7 @@ def _sections(suggestion: Suggestion) -> Iterator[str]:
 
 def _scalar(value: Any) -> str:
     """Write a value so that the recipe's reader gives the same one."""
-    if isinstance(value, str):
-        return written(value)
-    return json.dumps(value, ensure_ascii=True)
+    if isinstance(value, str) and _WORD.fullmatch(value) and value not in _LITERALS:
+        return value
+    is_plain = not isinstance(value, str) or value.isprintable()
+    return json.dumps(value, ensure_ascii=not is_plain)
