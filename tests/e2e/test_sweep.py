@@ -79,6 +79,7 @@ def test_runs_that_do_not_fit_together_train_in_halves(
     assert [one["status"] for one in found.values()] == ["finished"] * 3
 
 
+@pytest.mark.slow
 def test_runs_that_do_not_fit_together_by_the_plan_train_in_its_waves(
     recipe: Path, machine_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
