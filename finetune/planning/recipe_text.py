@@ -54,7 +54,7 @@ def figures(form: Form) -> dict[str, str]:
         "speed": f"{form.tokens_per_s:,.1f} tokens/s; {EPOCH_TOKENS // 10**6} million tokens take"
         f" {shown_time(epoch_s)}",
         "VRAM": f"{plan.peak_bytes / GIB:.2f} GiB of {vram_bytes / GIB:.2f}",
-        "RAM": f"{plan.host_bytes / GIB:.2f} GiB of {machine.ram_bytes / GIB:.2f}",
+        "RAM": f"{plan.host_bytes / GIB:.2f} GiB, to be free, of {machine.ram_bytes / GIB:.2f}",
         "streaming": f"adds less than 1% from {shown_break_even(plan.break_even_tokens)} tokens"
         " per step",
     }

@@ -48,7 +48,7 @@ def assert_header_is(figures: dict[str, Any], text: str) -> None:
     assert shown["step"] == f"{predicted['step_s']:.3f} s of {tokens:,} tokens"
     assert shown["speed"].startswith(f"{tokens / predicted['step_s']:,.1f} tokens/s; ")
     assert shown["VRAM"].startswith(f"{predicted['peak_vram_bytes'] / GIB:.2f} GiB of ")
-    assert shown["RAM"].startswith(f"{predicted['host_bytes'] / GIB:.2f} GiB of ")
+    assert shown["RAM"].startswith(f"{predicted['host_bytes'] / GIB:.2f} GiB, to be free, of ")
     assert f" {schedule['break_even_tokens']:,} tokens per step" in shown["streaming"]
 
 
