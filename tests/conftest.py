@@ -2,7 +2,9 @@
 
 import gc
 import os
-from collections.abc import Generator
+import shutil
+import tempfile
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,11 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # TRL counts its trainer
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# Checkpoints and reports are written through to the disk, which tests would wait for. So files of
+# tests are in memory where there is room, but for those of tests that are marked `disk`.
+MEMORY, ROOM_BYTES = Path("/dev/shm"), 4 * 2**30
+if MEMORY.is_dir() and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > ROOM_BYTES:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 os.environ.pop("COLUMNS", None)  # else tables are as wide as the terminal, or as a worker says
 
 
@@ -100,6 +107,16 @@ def _fail_if_skipped(report: pytest.TestReport | pytest.CollectReport, why: str)
     if report.skipped and not hasattr(report, "wasxfail"):
         report.outcome = "failed"
         report.longrepr = f"skipped although {why}: {report.longrepr}"
+
+
+@pytest.fixture
+def tmp_path(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """Return pytest's own folder, or for a test that is marked `disk` one on a disk."""
+    if request.node.get_closest_marker("disk") is None:
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
 
 
 @pytest.fixture

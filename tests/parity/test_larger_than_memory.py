@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from finetune.model.load import load_model
 from finetune.recipe.sections import ModelSection
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.slow, pytest.mark.disk, pytest.mark.timeout(200)]
 
 NUM_LAYERS, HIDDEN, MLP = 24, 768, 2112
 LAYER_BYTES = 4 * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * MLP)

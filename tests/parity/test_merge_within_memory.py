@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 from finetune.adapter.lora import expert_parameters
 from finetune.export.base_checkpoint import BaseWeights
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.slow, pytest.mark.disk, pytest.mark.timeout(280)]
 
 NUM_LAYERS, HIDDEN, EXPERT, NUM_EXPERTS = 5, 512, 768, 32
 LAYER_BYTES = 2 * 3 * HIDDEN * EXPERT * NUM_EXPERTS  # 75 MB

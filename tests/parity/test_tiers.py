@@ -23,6 +23,8 @@ from tests.parity.steps import (
 )
 from tests.tiers import mostly_slow
 
+pytestmark = pytest.mark.disk
+
 NUM_LAYERS, HIDDEN = 6, 32
 
 

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -490,13 +491,10 @@ def large(name: str) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module", params=["dense", "experts"])
-def published(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Path]:
-    folder: Path = tmp_path_factory.mktemp(request.param)
-    large(request.param).save_pretrained(folder, max_shard_size="50MB")
-    yield folder
-    shutil.rmtree(folder)
+def published(request: pytest.FixtureRequest) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:  # on a disk: what is in memory would count
+        large(request.param).save_pretrained(folder, max_shard_size="50MB")
+        yield Path(folder)
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ def two_nodes(root: Path) -> list[int]:
     return cpus
 
 
+@pytest.mark.disk
 def test_a_machine_gets_its_nodes_and_its_disk_and_keeps_the_rest(tmp_path: Path) -> None:
     found = with_host(a_cpu(), folder=tmp_path / "stores", seconds=0.1)
     assert replace(found, nodes=(), disk_bytes_per_s=None) == a_cpu()
@@ -72,6 +73,7 @@ def test_a_file_system_in_memory_is_not_taken_for_a_disk() -> None:
     assert (rate is None) == (mode == "buffered")
 
 
+@pytest.mark.disk
 def test_a_full_disk_is_not_measured(tmp_path: Path) -> None:
     assert disk_rate(tmp_path, seconds=0.01, file_bytes=2**60) is None
     assert list(tmp_path.iterdir()) == []

@@ -24,6 +24,8 @@ from offload.engine.host.store_writer import StoreWriter, sole_builder
 from offload.errors import OffloadError, StoreError, TransferError
 from offload.plan.facts.layer_layout import PAGE_BYTES
 
+pytestmark = pytest.mark.disk
+
 IDENTITY = {"files": [["model.safetensors", 10, 20]], "dtype": "float32", "codec": "native"}
 SHAPES = ((3, 4), (5000,), (2, 3, 7))
 NUM_LAYERS = 3
