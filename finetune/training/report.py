@@ -116,6 +116,7 @@ def write_report(
         },
         "held_out": _held_out(run_dir, rows, adapter_step=adapter_step),
         **explanation.to_json(),
+        "energy": explanation.energy.to_json(recipe.report),
     }
     write_atomically(run_dir / REPORT, json.dumps(content, indent=1))
     draw(run_dir, explanation)
