@@ -200,7 +200,7 @@ def train(
             if _is_due(done, output.checkpoint_every) or done == best or is_left:
                 ranks.require_same_weights(session.loop.weights, step=done)
                 with ranks.failing_together():
-                    _save(begun, plan, record, step=done, best=best, taken=taken)
+                    _save(begun, plan, record, step=done, best=best, taken=taken, is_left=is_left)
             if is_left:
                 end = Done(num_steps=done)
                 return end if is_last else replace(end, signal=signal, stopped=stopped)
@@ -262,6 +262,7 @@ def _save(
     step: int,
     best: int | None,
     taken: Sequence[Taken],
+    is_left: bool,
 ) -> None:
     """Write the checkpoint after a step, but first the metrics, which determine the best one."""
     session, run, loop = begun.session, begun.session.run, begun.session.loop
@@ -278,6 +279,7 @@ def _save(
         num_kept=run.recipe.output.keep_checkpoints,
         best=best,
     )
+    report.page_at_checkpoint(run.dir.path, is_left=is_left, note=run.screen.note)
 
 
 # ---------------------------------------------------------------------------------------------
