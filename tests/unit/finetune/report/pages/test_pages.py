@@ -2,72 +2,20 @@
 
 import json
 import os
-import re
-from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from finetune.app import main
 from finetune.errors import CheckpointError
 from finetune.files.seal import sealed_json
-from finetune.recipe.recipe import Recipe
 from finetune.report.pages import charts
 from finetune.report.pages.page import LIBRARIES, Chart, page, table
 from finetune.report.pages.run_page import run_page, write_run_page
 from finetune.report.pages.sweep_page import SweptRun, best_first, sweep_page
-from finetune.run.run_dir import RunDir
 from finetune.training.report import PAGE_EVERY_S, page_at_checkpoint
-from tests.builders import recipe_values
 from tests.unit.finetune.report.made_up import write_run
-
-CHART = re.compile(r"CHARTS = (\{.*\});\n")
-
-
-class Seen(HTMLParser):
-    """Collects the tags of a page, its text, and what it would load."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.loaded: list[str] = []
-        self.words: list[str] = []
-        self.open: list[str] = []
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.loaded += [str(value) for name, value in attrs if name in ("src", "href", "action")]
-        if tag not in ("meta", "br"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if not {"script", "style"} & set(self.open):
-            self.words.append(data)
-
-    @property
-    def text(self) -> str:
-        return " ".join(" ".join(self.words).split())
-
-
-def specs(text: str) -> dict[str, Any]:
-    """Return the charts of a page, by name."""
-    found = CHART.search(text)
-    assert found is not None
-    values: dict[str, Any] = json.loads(found[1])
-    return values
-
-
-def begun(folder: Path, **changes: Any) -> Path:
-    """Begin a run in a folder, without a step."""
-    recipe = Recipe.model_validate(recipe_values(**changes))
-    RunDir(folder).start(recipe, experts_implementation=None)
-    return folder
+from tests.unit.finetune.report.seen import Seen, begun, specs
 
 
 def test_the_page_of_a_run_says_what_it_did_and_draws_every_step(tmp_path: Path) -> None:
