@@ -10,7 +10,7 @@ from rich.text import Text
 
 from finetune.errors import CheckpointError, ConfigError
 from finetune.recipe.recipe import Recipe, differences
-from finetune.report.energy import J_PER_KWH, RunEnergy, cost_of, run_energy, shown_kwh
+from finetune.report.energy import RunEnergy, cost_of, run_energy, shown_kwh
 from finetune.report.explain import Explanation, explain
 from finetune.report.format import shown_time, table_of
 from finetune.run.evaluations import EVAL_LOSS
@@ -130,8 +130,7 @@ def recipe_changes(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
 
 def figures_of(run: ComparedRun) -> tuple[str, ...]:
     """Return a run's figures as they are shown, in the order of COLUMNS; "-" for none."""
-    step_s, joules = run.step_s, run.energy.joules
-    kwh = None if joules is None else joules / J_PER_KWH
+    step_s, kwh = run.step_s, run.energy.kwh
     cost, currency = cost_of(kwh, run.recipe.report), run.recipe.report.currency
     return (
         run.name,

@@ -70,16 +70,20 @@ class RunEnergy:
         return sum(one.joules for one in self.parts) if self.parts else None
 
     @property
+    def kwh(self) -> float | None:
+        """The same in kWh."""
+        return None if self.joules is None else self.joules / J_PER_KWH
+
+    @property
     def j_per_token(self) -> float | None:
         """Of all parts that were counted; None if none was."""
         return sum(one.j_per_token for one in self.parts) if self.parts else None
 
-    def to_json(self, prices: ReportSection | None = None) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return the figures for programs; None where nothing was counted."""
-        kwh = None if self.joules is None else self.joules / J_PER_KWH
-        figures: dict[str, Any] = {
+        return {
             "j_per_token": self.j_per_token,
-            "kwh": kwh,
+            "kwh": self.kwh,
             "parts": {
                 one.part: {
                     "joules": one.joules,
@@ -91,9 +95,6 @@ class RunEnergy:
             },
             "missing": dict(self.missing),
         }
-        if prices is None:
-            return figures
-        return figures | {"cost": cost_of(kwh, prices), "currency": prices.currency}
 
     def lines(self, prices: ReportSection | None = None) -> list[str]:
         """Return the same in words."""
@@ -106,10 +107,10 @@ class RunEnergy:
                 f" token, {one.mean_w:,.0f} W on average{some}"
             )
         found += [f"{part} not counted: {why}" for part, why in self.missing.items()]
-        if self.joules is not None and prices is not None:
-            cost = cost_of(self.joules / J_PER_KWH, prices)
+        cost = None if prices is None else cost_of(self.kwh, prices)
+        if cost is not None and prices is not None:
             counted = " and ".join(one.part for one in self.parts)
-            found += [] if cost is None else [f"cost of {counted}: {shown_cost(cost, prices)}"]
+            found.append(f"cost of {counted}: {shown_cost(cost, prices)}")
         return found or ["not counted"]
 
 

@@ -12,6 +12,7 @@ from finetune.data.stops import Stops
 from finetune.errors import CheckpointError
 from finetune.files.atomic import write_atomically
 from finetune.recipe.recipe import Recipe, recipe_hash
+from finetune.report.energy import cost_of
 from finetune.report.explain import METRICS, REPORT, Explanation, draw, explain
 from finetune.report.format import compact_table, shown_time
 from finetune.report.pages.run_page import REPORT_PAGE, write_run_page
@@ -118,7 +119,8 @@ def write_report(
         },
         "held_out": _held_out(run_dir, rows, adapter_step=adapter_step),
         **explanation.to_json(),
-        "energy": explanation.energy.to_json(recipe.report),
+        "cost": cost_of(explanation.energy.kwh, recipe.report),
+        "currency": recipe.report.currency,
     }
     write_atomically(run_dir / REPORT, json.dumps(content, indent=1))
     draw(run_dir, explanation)

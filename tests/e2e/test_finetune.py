@@ -303,7 +303,7 @@ def test_energy_adds_up_over_a_resume_and_each_checkpoint_has_a_page(
     assert figures["energy"]["parts"]["GPU"]["joules"] == pytest.approx(40)
     assert figures["energy"]["parts"]["CPU"]["num_steps"] == 1
     assert "unplugged" in figures["energy"]["missing"]["CPU"]
-    assert figures["energy"]["cost"] == pytest.approx(4.1)
+    assert (figures["cost"], figures["currency"]) == (pytest.approx(4.1), "EUR")
     assert figures["versions"]["torch"] == metadata.version("torch")
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     both, gpu = {"GPU": 10.0, "CPU": 1.0}, {"GPU": 10.0}

@@ -8,6 +8,7 @@ import pytest
 
 from finetune.recipe.sections import ReportSection
 from finetune.report.energy import (
+    cost_of,
     plan_cost,
     plan_energy,
     plan_energy_line,
@@ -33,9 +34,9 @@ def row(*, seconds: float = 2.0, num_tokens: int = 100, **joules: float) -> dict
 
 def test_a_run_takes_what_its_steps_took() -> None:
     found = run_energy([row(GPU=3.6e6, CPU=1.8e6), row(GPU=3.6e6, CPU=1.8e6)], {})
-    figures = found.to_json(EUROS)
+    figures = found.to_json()
     assert figures["kwh"] == pytest.approx(3.0)
-    assert figures["cost"] == pytest.approx(1.5)
+    assert cost_of(found.kwh, EUROS) == pytest.approx(1.5)
     assert figures["j_per_token"] == pytest.approx(10.8e6 / 200)
     assert figures["parts"]["GPU"]["mean_w"] == pytest.approx(7.2e6 / 4)
     assert found.lines(EUROS)[-1] == "cost of GPU and CPU: 1.50 EUR at 0.5 EUR per kWh"
@@ -51,8 +52,9 @@ def test_steps_that_were_not_counted_change_no_figure_per_token() -> None:
 
 
 def test_what_is_not_counted_has_no_figure_and_says_why() -> None:
-    figures = run_energy([{"num_tokens": 9}], {"GPU": "none"}).to_json(EUROS)
-    assert (figures["kwh"], figures["cost"], figures["j_per_token"]) == (None, None, None)
+    figures = run_energy([{"num_tokens": 9}], {"GPU": "none"}).to_json()
+    assert (figures["kwh"], figures["j_per_token"], figures["parts"]) == (None, None, {})
+    assert cost_of(None, EUROS) is None
     assert figures["missing"] == {"GPU": "none"}
     assert run_energy([{"num_tokens": 9}], {}).lines(EUROS) == ["not counted"]
 
