@@ -58,11 +58,13 @@ class RunEnergy:
         num_steps: Steps that are done.
         parts: Those that were counted.
         missing: Those that were not, or not to the end, and why.
+        at_most_j_per_token: Of the GPUs, as it was predicted; None if it was not.
     """
 
     num_steps: int
     parts: tuple[PartEnergy, ...]
     missing: Mapping[str, str]
+    at_most_j_per_token: float | None = None
 
     @property
     def joules(self) -> float | None:
@@ -94,6 +96,7 @@ class RunEnergy:
                 for one in self.parts
             },
             "missing": dict(self.missing),
+            "at_most_j_per_token": self.at_most_j_per_token,
         }
 
     def lines(self, prices: ReportSection | None = None) -> list[str]:
@@ -107,19 +110,25 @@ class RunEnergy:
                 f" token, {one.mean_w:,.0f} W on average{some}"
             )
         found += [f"{part} not counted: {why}" for part, why in self.missing.items()]
+        found = found or ["not counted"]
+        if self.at_most_j_per_token is not None:
+            found.append(f"GPU predicted: at most {self.at_most_j_per_token:.3g} J per token")
         cost = None if prices is None else cost_of(self.kwh, prices)
         if cost is not None and prices is not None:
             counted = " and ".join(one.part for one in self.parts)
             found.append(f"cost of {counted}: {shown_cost(cost, prices)}")
-        return found or ["not counted"]
+        return found
 
 
-def run_energy(rows: Sequence[Row], missing: Mapping[str, str]) -> RunEnergy:
+def run_energy(
+    rows: Sequence[Row], missing: Mapping[str, str], *, at_most_j_per_token: float | None = None
+) -> RunEnergy:
     """Add up a run's rows, those before a resume among them.
 
     Args:
         rows: Of metrics.jsonl.
         missing: Parts that the run could not measure, and why.
+        at_most_j_per_token: As it was predicted.
     """
     parts, why = [], dict(missing)
     for part in PARTS:
@@ -139,7 +148,12 @@ def run_energy(rows: Sequence[Row], missing: Mapping[str, str]) -> RunEnergy:
                 window_s=window_s,
             )
         )
-    return RunEnergy(num_steps=len(rows), parts=tuple(parts), missing=why)
+    return RunEnergy(
+        num_steps=len(rows),
+        parts=tuple(parts),
+        missing=why,
+        at_most_j_per_token=at_most_j_per_token,
+    )
 
 
 # ----------------------------------------------------------------------------------------- a plan

@@ -235,7 +235,11 @@ def explain(run_dir: Path) -> Explanation:
         measured_step=_measured_step(measured) if measured else None,
         memory=memory_rows(newest.calibrated, newest.memory_grade, measured) if measured else (),
         predicted=newest.timeline.with_optimizer(_phases(newest)["optimizer"]),
-        energy=run_energy(rows, (measured or {}).get("energy_missing", {})),
+        energy=run_energy(
+            rows,
+            (measured or {}).get("energy_missing", {}),
+            at_most_j_per_token=newest.calibrated.get("energy", {}).get("at_most_j_per_token"),
+        ),
         versions=(measured or {}).get("versions", {}),
     )
 

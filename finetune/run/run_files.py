@@ -106,6 +106,12 @@ class ScheduleContent(_Content):
     num_loads: Count
 
 
+class EnergyContent(_Content):
+    """What a plan's cards can take."""
+
+    at_most_j_per_token: Joules | None = None
+
+
 class PlanContent(_Content):
     """A plan as `plan_json` writes it."""
 
@@ -113,6 +119,7 @@ class PlanContent(_Content):
     grade: str
     schedule: ScheduleContent
     predicted: PredictedContent
+    energy: EnergyContent = EnergyContent()
 
 
 class PredictionContent(TimelineContent):

@@ -205,9 +205,7 @@ def _nvml() -> Any:
     try:
         import pynvml
     except ImportError:
-        raise OSError(
-            "nvidia-ml-py is not installed: `pip install sluice-finetune[energy]`"
-        ) from None
+        raise OSError("nvidia-ml-py is not installed: `pip install nvidia-ml-py`") from None
     return pynvml
 
 

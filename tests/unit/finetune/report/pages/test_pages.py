@@ -72,7 +72,8 @@ def test_while_a_run_goes_on_its_page_is_written_once_a_minute_and_never_stops_i
 
 def test_the_page_of_a_run_has_its_energy_and_its_cost(tmp_path: Path) -> None:
     write_run(begun(tmp_path, report__price_per_kwh=0.5, report__currency="EUR"), slow_s=[0.0])
-    assert "energy not counted" in Seen(run_page(tmp_path)).text
+    text = Seen(run_page(tmp_path)).text
+    assert "energy not counted energy GPU predicted: at most" in text
     file = tmp_path / "metrics.jsonl"
     energy = {"energy_j": {"GPU": 7.2e6}, "energy_window_s": 36000.0}
     file.write_text(json.dumps(json.loads(file.read_text()) | energy) + "\n")
