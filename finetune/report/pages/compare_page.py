@@ -16,8 +16,14 @@ def compare_page(runs: Sequence[ComparedRun]) -> str:
         (name, line) for name, lines in recipe_changes(runs).items() for line in lines or ["none"]
     ]
     heads = ("run", f"settings that differ from those of {runs[0].name}")
+    names, *figures = zip(*map(figures_of, runs), strict=True)
+    rows = [
+        (column, *cells)
+        for column, cells in zip(COLUMNS[1:], figures, strict=True)
+        if any(cell != "-" for cell in cells)
+    ]
     body = [
-        table(COLUMNS, [figures_of(run) for run in runs]),
+        table(("", *names), rows),
         table(heads, changes),
         *(f"<p>{escape(run.name)} has done no step yet.</p>" for run in runs if not run.rows),
         *(chart.html for chart in drawn),
@@ -43,4 +49,4 @@ def _charts(runs: Sequence[ComparedRun]) -> list[Chart]:
         summary = f"{title} of {len(runs)} runs by step."
         if points:
             drawn.append(charts.curves(name, title, points, y=field, by="run", summary=summary))
-    return drawn
+    return charts.same_colours(drawn, [run.name for run in runs])

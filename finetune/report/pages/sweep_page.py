@@ -97,7 +97,7 @@ def loss_charts(runs: Sequence[SweptRun]) -> list[Chart]:
                 summary=f"Training loss of {len(runs)} runs by step.",
             )
         )
-    return drawn
+    return charts.same_colours(drawn, [run.name for run in runs])
 
 
 def _table(runs: Sequence[SweptRun]) -> str:

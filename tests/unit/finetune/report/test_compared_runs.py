@@ -99,6 +99,8 @@ def test_the_page_has_the_curves_of_every_run(folders: list[Path]) -> None:
     steps = [(p["run"], p["step"]) for p in drawn["loss"]["data"]["values"]]
     assert steps == [*(("fast", i) for i in (1, 2)), *(("slow", i) for i in (1, 2, 3, 4))]
     assert {p["run"] for p in drawn["energy"]["data"]["values"]} == {"slow"}
+    for chart in drawn.values():  # a run has the same colour in all of them
+        assert chart["encoding"]["color"]["scale"]["domain"] == ["fast", "slow"]
 
 
 def test_what_cannot_be_compared_is_refused(folders: list[Path], tmp_path: Path) -> None:
