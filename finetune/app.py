@@ -9,7 +9,7 @@ import typer
 from finetune.cli.init import init
 from finetune.cli.planning import doctor, fit, plan, probe, validate
 from finetune.cli.recipes import recipes_app
-from finetune.cli.results import adapter, explain, export, merge
+from finetune.cli.results import adapter, compare, explain, export, merge
 from finetune.cli.rows import chat, data, generate, score
 from finetune.cli.studio import studio
 from finetune.cli.training import finetune, sweep
@@ -21,7 +21,7 @@ CHATTY_MODULES = r"(transformers|peft|accelerate|datasets|bitsandbytes|huggingfa
 COMMANDS = (
     *(finetune, sweep),
     *(init, plan, fit, probe, doctor, validate),
-    *(data, explain, generate, chat, score),
+    *(data, explain, compare, generate, chat, score),
     *(adapter, merge, export),
     studio,
 )

@@ -127,7 +127,7 @@ def finetune_together(
     with ExitStack() as held:
         runs = _opened_all(starts, ranks, held)
         prepared = _prepared(runs, machine_file)
-        screen.show(plan_summary(prepared.shared.choice))
+        screen.show(plan_summary(prepared.shared.choice, starts[0].recipe.report))
         screen.detail(plan_tables(prepared.shared.choice.plan))
         screen.detail(choice_tables(prepared.shared.choice))
         with _on_engine(prepared, screen) as (begun, plan, engine):

@@ -44,6 +44,30 @@ def explain(
         open_console().print(f"Drawn: {' and '.join(map(str, draw(run_dir, found)))}", markup=False)
 
 
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Directories of runs, finished or not.")],
+    *,
+    out: Annotated[
+        Path | None, typer.Option(help="The page to write, such as compare.html.")
+    ] = None,
+) -> None:
+    """Show runs next to each other: recipes, losses, speed, energy; with --out their curves."""
+    with explained(" ".join(map(str, runs))):
+        from finetune.files.atomic import write_atomically
+        from finetune.report.compared_runs import read_runs, runs_table
+        from finetune.report.pages.compare_page import compare_page
+
+        if out is not None and out.suffix != ".html":
+            raise ConfigError(
+                f"--out {out}", limit="it is a page: NAME.html", hint="`--out compare.html`"
+            )
+        found = read_runs(runs)
+        open_console().print(runs_table(found))
+        if out is not None:
+            write_atomically(out, compare_page(found))
+            open_console().print(f"Page: {out}", markup=False)
+
+
 def adapter(
     run_dir: Annotated[Path, typer.Argument(help="A finished run's directory.")],
     *,

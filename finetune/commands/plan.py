@@ -34,6 +34,7 @@ from finetune.planning.request import find_machine, with_backend
 from finetune.planning.runs import plan_variants, variants_of
 from finetune.planning.subject import Subject, subject_of
 from finetune.report import choice as choice_report
+from finetune.report.energy import plan_cost
 from finetune.report.format import shown_gib
 from finetune.report.host_map import host_map
 from finetune.report.plan import plan_json, plan_tables
@@ -181,8 +182,9 @@ def _one_plan(
     if form == "json":
         figures = plan_json(made) | choice_report.choice_json(choice)
         figures |= {"notes": notes}
+        figures["energy"] |= plan_cost(made, recipe.report)
         return _json(figures | (what_if_json(ways) if ways else {}))
-    shown: list[RenderableType] = [*map(Text, notes), plan_summary(choice)]
+    shown: list[RenderableType] = [*map(Text, notes), plan_summary(choice, recipe.report)]
     if form == "verbose":
         tables = choice_report.choice_tables(choice)
         shown += [plan_tables(made), tables, host_map(here, made)]

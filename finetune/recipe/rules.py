@@ -46,6 +46,14 @@ def broken_rules(recipe: Settings) -> Iterator[Breach]:
     if recipe.train.is_full:
         yield from broken_full_rules(recipe)
     yield from broken_objective_rules(recipe)
+    if recipe.report.currency is not None and recipe.report.price_per_kwh is None:
+        yield Breach(
+            field="report.currency",
+            what=f"report.currency is {recipe.report.currency} and there is no price",
+            limit="the currency is that of report.price_per_kwh",
+            hint="`report.price_per_kwh: 0.32`, or leave `report.currency` out",
+            reads=("report.price_per_kwh",),
+        )
     if recipe.train.compile and isinstance(recipe.offload.mlp_chunk, int):
         yield Breach(
             field="offload.mlp_chunk",

@@ -447,6 +447,20 @@ class ReportSection(Section):
         le=10**6,
         description="Held-out rows answered before and after training and scored for exact match.",
     )
+    price_per_kwh: float | None = Field(
+        default=None,
+        gt=0,
+        le=1e6,
+        description="What a kilowatt-hour costs, to show what a run costs; null shows its energy"
+        " alone.",
+        examples=[0.32],
+    )
+    currency: str | None = Field(
+        default=None,
+        pattern=r"^\S{1,8}$",
+        description="Of the price: a text that is shown after it.",
+        examples=["EUR"],
+    )
 
 
 class Settings(Section):

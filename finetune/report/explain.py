@@ -16,6 +16,7 @@ from typing import Any
 from finetune.errors import CheckpointError
 from finetune.files.atomic import write_atomically
 from finetune.report import prediction
+from finetune.report.energy import RunEnergy, run_energy
 from finetune.report.gantt import gantt_svg
 from finetune.report.memory import MemoryRow, memory_rows
 from finetune.report.prediction import SEAL, Prediction
@@ -172,6 +173,8 @@ class Explanation:
         measured_step: None before the first checkpoint.
         memory: By term; nothing before the first checkpoint.
         predicted: Of the newest section, to be drawn.
+        energy: Of all steps, those before a resume too.
+        versions: Of what ran, by package; nothing before the first checkpoint.
     """
 
     num_done: int
@@ -181,6 +184,8 @@ class Explanation:
     measured_step: MeasuredStep | None
     memory: tuple[MemoryRow, ...]
     predicted: Timeline
+    energy: RunEnergy
+    versions: Mapping[str, str]
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures for programs: seconds and bytes."""
@@ -194,6 +199,8 @@ class Explanation:
             if step is None
             else {"step": step.step, "step_s": step.step_s, "bound_s": step.bound_s},
             "memory": [asdict(row) | {"error": row.error} for row in self.memory],
+            "energy": self.energy.to_json(),
+            "versions": dict(self.versions),
         }
 
 
@@ -228,6 +235,12 @@ def explain(run_dir: Path) -> Explanation:
         measured_step=_measured_step(measured) if measured else None,
         memory=memory_rows(newest.calibrated, newest.memory_grade, measured) if measured else (),
         predicted=newest.timeline.with_optimizer(_phases(newest)["optimizer"]),
+        energy=run_energy(
+            rows,
+            (measured or {}).get("energy_missing", {}),
+            at_most_j_per_token=newest.calibrated.get("energy", {}).get("at_most_j_per_token"),
+        ),
+        versions=(measured or {}).get("versions", {}),
     )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from finetune.report.energy import plan_energy
 from finetune.report.format import shown_count, shown_gib, shown_mib, shown_time, table_of
 from offload.plan.facts.facts import WholeWeights
 from offload.plan.facts.linears import FP32_BYTES
@@ -123,6 +124,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "break_even_tokens": plan.break_even_tokens,
         },
         "objective": _objective_json(plan),
+        "energy": plan_energy(plan),
         "predicted": {
             "step_s": phases["step"],
             "tokens_per_s": plan.tokens_per_step / phases["step"],

@@ -10,7 +10,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from finetune.recipe.sections import ReportSection
 from finetune.report.choice import changed_settings, gains, reason_against
+from finetune.report.energy import plan_energy_line
 from finetune.report.explain import Explanation, Section
 from finetune.report.explain_tables import (
     disturbance,
@@ -56,10 +58,10 @@ STASHED = "in RAM until the backward (`offload.stash: host`)"
 NUM_TERMS = 3
 
 
-def plan_summary(choice: Choice) -> Table:
-    """Return how fast a plan is, what limits it, its memory, and what runs and why."""
+def plan_summary(choice: Choice, prices: ReportSection) -> Table:
+    """Return how fast a plan is, what limits it, its memory and energy, and what runs and why."""
     table = compact_table(f"Plan for {choice.plan.machine.name}: it fits")
-    for name, lines in _plan_rows(choice):
+    for name, lines in _plan_rows(choice, prices):
         for number, line in enumerate(lines):
             table.add_row("" if number else name, line)
     return table
@@ -79,7 +81,7 @@ def run_summary(explanation: Explanation) -> RenderableType:
 # --------------------------------------------------------------------------------------- before
 
 
-def _plan_rows(choice: Choice) -> Iterator[tuple[str, Sequence[str]]]:
+def _plan_rows(choice: Choice, prices: ReportSection) -> Iterator[tuple[str, Sequence[str]]]:
     """Yield names and their lines; a name without lines is not shown."""
     plan = choice.plan
     facts, kernel = plan.facts, plan.machine.experts_implementation
@@ -87,6 +89,7 @@ def _plan_rows(choice: Choice) -> Iterator[tuple[str, Sequence[str]]]:
     yield "limited by", [_limit_line(plan)]
     yield "faster with", _gain_lines(choice)
     yield from _memory_rows(plan)
+    yield "energy", [plan_energy_line(plan, prices)]
     model = f"{facts.model_type}, {facts.num_layers} layers, {shown_count(facts.num_parameters)}"
     active = shown_count(facts.num_active_parameters)
     yield "model", [f"{model} parameters, {active} active per token"]

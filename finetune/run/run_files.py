@@ -50,6 +50,8 @@ Number = Annotated[float, Field(ge=-MAX_S, le=MAX_S, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, le=MAX_S, allow_inf_nan=False)]
 SomeSeconds = Annotated[float, Field(gt=0, le=MAX_S, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+Joules = Annotated[float, Field(ge=0, le=1e18, allow_inf_nan=False)]
+EnergyPart = Literal["GPU", "CPU"]
 Step = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Bytes = Annotated[int, Field(ge=0, le=MAX_BYTES)]
 Phases = Annotated[dict[str, Seconds], AfterValidator(_has_all_phases)]
@@ -104,6 +106,12 @@ class ScheduleContent(_Content):
     num_loads: Count
 
 
+class EnergyContent(_Content):
+    """What a plan's cards can take."""
+
+    at_most_j_per_token: Joules | None = None
+
+
 class PlanContent(_Content):
     """A plan as `plan_json` writes it."""
 
@@ -111,6 +119,7 @@ class PlanContent(_Content):
     grade: str
     schedule: ScheduleContent
     predicted: PredictedContent
+    energy: EnergyContent = EnergyContent()
 
 
 class PredictionContent(TimelineContent):
@@ -145,6 +154,8 @@ class MeasuredContent(TimelineContent):
     peak_reserved_bytes: Bytes | None = None
     peak_host_bytes: Bytes | None = None
     memory: list[TermContent]
+    versions: dict[str, str] = {}
+    energy_missing: dict[EnergyPart, str] = {}
 
     @model_validator(mode="after")
     def _reserve_on_a_gpu(self) -> "MeasuredContent":
@@ -161,6 +172,8 @@ class RowContent(_Content):
     num_loads: Count
     phases_s: Phases
     parts_s: Parts
+    energy_j: dict[EnergyPart, Joules] = {}
+    energy_window_s: Seconds = 0.0
     prediction_sha256: str | None = None
 
 

@@ -1,8 +1,9 @@
 """What was measured, written at each checkpoint: one step's ops, and the memory by term."""
 
-from collections.abc import Iterable, Iterator, Mapping
+import platform
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,15 +12,23 @@ from finetune.files.seal import sealed_json
 from finetune.full.host_optimizer import LOW
 from finetune.report.prediction import SEAL, with_timeline
 from finetune.training.loop import StepRecord
+from finetune.training.run import Run
+from offload.engine.host.numa import bus_id_of
 from offload.engine.memory_meter import Arena, peak_bytes, peak_host_bytes, peak_reserved_bytes
 from offload.plan.facts.optimizer import HOST_STATES, LOW_HALVES
 from offload.plan.memory.memory import PAGED_STATES
 from offload.plan.plan import Plan, calibrate, with_costs
+from offload.probe.doctor.software import installed_version
+from offload.probe.energy import LEAST_WINDOW_S, Counters, Meter, Taken, by_part, find_counters
 
 if TYPE_CHECKING:
     from finetune.training.session import Session
 
 MEASURED = "measured.json"
+PACKAGES = {
+    "sluice": "sluice-finetune",
+    **{name: name for name in ("torch", "transformers", "peft", "bitsandbytes")},
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,8 +48,38 @@ class MeasuredTerm:
     is_on_host: bool
 
 
+def open_meter(run: Run) -> Meter:
+    """Look for this rank's counters of energy, once; a run that shares its steps has none."""
+    if run.adapter is not None:
+        why = "its steps are shared with those of other runs"
+        return Meter(Counters(found=(), missing={"GPU": why, "CPU": why}))
+    return Meter(find_counters(bus_id_of(run.device), host=platform.node()))
+
+
+def energy_row(taken: Sequence[Taken], *, num_tokens: int) -> dict[str, Any]:
+    """Return a step's energy, by the names in metrics.jsonl; nothing where none was counted.
+
+    Args:
+        taken: By each rank, since the step before.
+        num_tokens: Of the step, of all ranks.
+    """
+    joules, window_s = by_part(taken), taken[0].window_s
+    if not joules:
+        return {}
+    row: dict[str, Any] = {"energy_j": joules, "energy_window_s": window_s}
+    if window_s >= LEAST_WINDOW_S:  # the counters are too coarse for less
+        row["energy_per_token_j"] = sum(joules.values()) / num_tokens
+    return row
+
+
 def write_measured(
-    session: "Session", plan: Plan, record: StepRecord, *, step: int, seal: str
+    session: "Session",
+    plan: Plan,
+    record: StepRecord,
+    *,
+    step: int,
+    seal: str,
+    taken: Sequence[Taken],
 ) -> None:
     """Write where a step's time went, R3 at its own rates, and the memory of the run so far.
 
@@ -50,6 +89,7 @@ def write_measured(
         record: Of the step.
         step: Its number, counted from 1.
         seal: Of the file that the plan was written to.
+        taken: Energy of the step, by each rank.
     """
     device = session.run.device
     costs = calibrate(
@@ -70,6 +110,11 @@ def write_measured(
         "peak_reserved_bytes": peak_reserved_bytes(device),
         "peak_host_bytes": peak_host_bytes(),
         "memory": [asdict(term) for term in memory_terms(session)],
+        "versions": {
+            name: installed_version(package) or "not installed"
+            for name, package in PACKAGES.items()
+        },
+        "energy_missing": {part: why for one in taken for part, why in one.missing.items()},
     }
     text = sealed_json(with_timeline(content, record.timeline))
     write_atomically(session.run.dir.path / MEASURED, text)

@@ -1,9 +1,11 @@
+import itertools
 import json
 import random
 import shutil
 import signal
 import textwrap
 import time
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -14,9 +16,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from finetune.recipe.load import load_recipe
+from finetune.report import energy
+from finetune.report.pages.run_page import write_run_page
 from finetune.run.run_dir import RunDir
+from finetune.training import measured, report
 from finetune.training.metrics_writer import MetricsWriter
 from offload.plan.machine.machine import named_machine
+from offload.probe.energy import Counter, Counters, Part
 from tests.doubles import tiny_tokenizer
 from tests.e2e.runs import adapter, losses, run, start, wait_for
 
@@ -251,6 +257,58 @@ def test_ctrl_c_ends_the_step_saves_and_can_be_resumed(
     done = len(losses(tmp_path / "run"))
     saved = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
     assert saved == [f"step-{done:07d}"]
+
+
+def test_energy_adds_up_over_a_resume_and_each_checkpoint_has_a_page(
+    tmp_path: Path, write_recipe, machine_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By counters that rise by 10 J and 1 J each time they are read; the last one falls silent."""
+
+    def rising(part: Part, by_j: float, *, fails: bool = False) -> Counter:
+        reads = itertools.count(1)
+
+        def read_j() -> float:
+            number = next(reads)
+            if fails and number > 2:
+                raise OSError("unplugged")
+            return 1000 + number * by_j
+
+        return Counter(part=part, name=part, read_j=read_j)
+
+    starts = iter([(rising("GPU", 10),), (rising("GPU", 10), rising("CPU", 1, fails=True))])
+    monkeypatch.setattr(
+        measured, "find_counters", lambda bus_id, host: Counters(found=next(starts), missing={})
+    )
+    monkeypatch.setattr(energy, "LEAST_WINDOW_S", 0.0)
+    folder, pages = tmp_path / "run", list[str]()
+
+    def kept(run_dir: Path, *, goes_on: bool = False) -> Path:
+        page = write_run_page(run_dir, goes_on=goes_on)
+        pages.append(page.read_text())
+        return page
+
+    monkeypatch.setattr(report, "write_run_page", kept)
+    monkeypatch.setattr(report, "PAGE_EVERY_S", 0.0)
+    recipe = write_recipe(
+        train={"steps": 2, "schedule": "constant"},
+        output={"checkpoint_every": 1},
+        report={"price_per_kwh": 3.6e5, "currency": "EUR"},
+    )
+    assert run("finetune", recipe, "--machine", machine_file) == 0
+    assert ["when the run went on" in page for page in pages] == [True, False, False]
+    first = json.loads((folder / "report.json").read_text())
+    assert first["energy"]["parts"]["GPU"]["joules"] == pytest.approx(20)
+    assert run("finetune", recipe, "--machine", machine_file, "--resume", "train.steps=4") == 0
+    figures = json.loads((folder / "report.json").read_text())
+    assert figures["energy"]["parts"]["GPU"]["joules"] == pytest.approx(40)
+    assert figures["energy"]["parts"]["CPU"]["num_steps"] == 1
+    assert "unplugged" in figures["energy"]["missing"]["CPU"]
+    assert (figures["cost"], figures["currency"]) == (pytest.approx(4.1), "EUR")
+    assert figures["versions"]["torch"] == metadata.version("torch")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    both, gpu = {"GPU": 10.0, "CPU": 1.0}, {"GPU": 10.0}
+    assert [row["energy_j"] for row in rows] == [gpu, gpu, both, gpu]
+    assert "unplugged" in pages[-1]
 
 
 def test_metrics_go_to_tensorboard_when_asked(tmp_path, write_recipe, machine_file) -> None:

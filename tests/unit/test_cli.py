@@ -49,6 +49,7 @@ FLAGS = {
     "validate": set(),
     "data": {"--rows", "--json", "--html"},
     "explain": {"--html", "--json"},
+    "compare": {"--out"},  # the page with their curves
     "generate": {
         *("--prompt", "--max-new-tokens", "--stop"),
         *("--temperature", "--top-k", "--top-p", "--seed"),

@@ -1,6 +1,7 @@
 """The charts of pages, as Vega-Lite specifications."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from finetune.report.explain import Miss
@@ -67,6 +68,17 @@ def curves(
             },
         },
     )
+
+
+def same_colours(drawn: Sequence[Chart], names: Sequence[str]) -> list[Chart]:
+    """Return charts of curves in which each name has one colour, also where another is absent."""
+    found = []
+    for chart in drawn:
+        encoding = chart.spec["encoding"]
+        colour = encoding["color"] | {"scale": {"domain": list(names)}}
+        spec = {**chart.spec, "encoding": encoding | {"color": colour}}
+        found.append(replace(chart, spec=spec))
+    return found
 
 
 def step_times(rows: Sequence[Row], *, predicted_s: float) -> Chart:

@@ -23,18 +23,22 @@ NUM_SAMPLES = 5
 Row = Mapping[str, Any]
 
 
-def write_run_page(run_dir: Path) -> Path:
+def write_run_page(run_dir: Path, *, goes_on: bool = False) -> Path:
     """Write report.html from the files of a run, finished or not, and return it.
+
+    Args:
+        run_dir: Of the run.
+        goes_on: Whether the run is in progress, which the page then says.
 
     Raises:
         CheckpointError: There is no run, or a file is damaged.
     """
     file = run_dir / REPORT_PAGE
-    write_atomically(file, run_page(run_dir))
+    write_atomically(file, run_page(run_dir, goes_on=goes_on))
     return file
 
 
-def run_page(run_dir: Path) -> str:
+def run_page(run_dir: Path, *, goes_on: bool = False) -> str:
     """Return the page of a run; one that did no step shows what there is.
 
     Raises:
@@ -49,7 +53,8 @@ def run_page(run_dir: Path) -> str:
     recipe, rows = RunDir(run_dir).recipe(), read_rows(run_dir / METRICS)
     explanation = explain(run_dir) if rows else None
     drawn = _charts(rows, explanation) if explanation is not None else {}
-    parts = [_facts(recipe, rows, explanation), *(f"<p>{escape(n)}</p>" for n in _notes(rows))]
+    notes = (f"<p>{escape(note)}</p>" for note in _notes(rows, run_dir, goes_on=goes_on))
+    parts = [*notes, _facts(recipe, rows, explanation)]
     for pair in (("loss", "eval"), ("lr", "rate"), ("times", "parts"), ("memory",), ("gantt",)):
         found = "".join(drawn[name].html for name in pair if name in drawn)
         parts.append(f'<div class="pair">{found}</div>' if len(pair) > 1 else found)
@@ -59,8 +64,15 @@ def run_page(run_dir: Path) -> str:
     return page(f"Run {recipe.output.run_dir.name}", "\n".join(parts), list(drawn.values()))
 
 
-def _notes(rows: Sequence[Row]) -> list[str]:
-    return [] if rows else ["The run has done no step yet."]
+def _notes(rows: Sequence[Row], run_dir: Path, *, goes_on: bool) -> list[str]:
+    if not rows:
+        return ["The run has done no step yet."]
+    if not goes_on:
+        return []
+    return [
+        f"Written after step {rows[-1]['step']:,}, when the run went on; `sluice explain"
+        f" {run_dir} --html` writes this page again."
+    ]
 
 
 def _facts(recipe: Recipe, rows: Sequence[Row], explanation: Explanation | None) -> str:
@@ -91,6 +103,10 @@ def _facts(recipe: Recipe, rows: Sequence[Row], explanation: Explanation | None)
                 f" {shown_time(section.wall_s)} measured",
             ),
         ]
+        found += [("energy", line) for line in explanation.energy.lines(recipe.report)]
+        if explanation.versions:
+            versions = (f"{name} {version}" for name, version in explanation.versions.items())
+            found.append(("versions", ", ".join(versions)))
         for change in explanation.changes:
             found.append(("changed since", change))
     return table(("", ""), found)

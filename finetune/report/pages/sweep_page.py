@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune.report.pages import charts
-from finetune.report.pages.page import page, table
+from finetune.report.pages.page import Chart, page, table
 from finetune.run.evaluations import EVAL_LOSS
 
 
@@ -55,6 +55,13 @@ def sweep_page(title: str, facts: Sequence[tuple[str, str]], runs: Sequence[Swep
         facts: About all runs together, each with its name.
         runs: In the order of the sweep.
     """
+    drawn = loss_charts(runs)
+    body = [table(("", ""), facts), "<h2>Runs, the best first</h2>", _table(best_first(runs))]
+    return page(title, "\n".join([*body, *(chart.html for chart in drawn)]), drawn)
+
+
+def loss_charts(runs: Sequence[SweptRun]) -> list[Chart]:
+    """Return the curves of held-out and training losses, where there are any."""
     losses = [
         {"run": run.name, "step": row["step"], "loss": row["loss"]}
         for run in runs
@@ -67,7 +74,6 @@ def sweep_page(title: str, facts: Sequence[tuple[str, str]], runs: Sequence[Swep
         if EVAL_LOSS in row
     ]
     drawn = []
-    ranked = best_first(runs)
     if evaluated:
         drawn.append(
             charts.curves(
@@ -76,7 +82,7 @@ def sweep_page(title: str, facts: Sequence[tuple[str, str]], runs: Sequence[Swep
                 evaluated,
                 y="loss",
                 by="run",
-                summary=f"Held-out loss of {len(runs)} runs; {ranked[0].name} is lowest.",
+                summary=f"Held-out loss of {len(runs)} runs; {best_first(runs)[0].name} is lowest.",
                 has_points=True,
             )
         )
@@ -91,8 +97,7 @@ def sweep_page(title: str, facts: Sequence[tuple[str, str]], runs: Sequence[Swep
                 summary=f"Training loss of {len(runs)} runs by step.",
             )
         )
-    body = [table(("", ""), facts), "<h2>Runs, the best first</h2>", _table(ranked)]
-    return page(title, "\n".join([*body, *(chart.html for chart in drawn)]), drawn)
+    return charts.same_colours(drawn, [run.name for run in runs])
 
 
 def _table(runs: Sequence[SweptRun]) -> str:

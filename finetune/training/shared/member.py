@@ -23,13 +23,14 @@ from finetune.run.references import write_references
 from finetune.run.run_files import EVALUATION_BEFORE
 from finetune.training import report
 from finetune.training.loop import Computed, Request, StepRecord
-from finetune.training.measured import write_measured
+from finetune.training.measured import energy_row, open_meter, write_measured
 from finetune.training.metrics_writer import MetricsWriter, profiled
 from finetune.training.optimizer import rates_since
 from finetune.training.samples import answer, answerable
 from finetune.training.shared.together import Answer, Ended, Evaluated
 from offload.errors import SluiceError
 from offload.plan.plan import Plan
+from offload.probe.energy import Taken
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -168,7 +169,12 @@ def train(
     num_workers = recipe.data.num_workers
     loader = StepLoader(session.steps, first_step=done, num_workers=num_workers)
     writer = MetricsWriter(run.dir, recipe, is_main=ranks.is_main, first_step=done)
-    with loader, writer, run.screen.steps(done=done, total=num_steps) as bar:
+    with (
+        loader,
+        writer,
+        open_meter(run) as meter,
+        run.screen.steps(done=done, total=num_steps) as bar,
+    ):
         for batch in loader:
             is_profiled = ranks.is_main and recipe.report.profile == batch.step + 1
             with profiled(run.dir.path / "profile" if is_profiled else None):
@@ -181,9 +187,10 @@ def train(
             if _is_due(done, output.eval_every):
                 row |= report.evaluation_row(session.evaluation())
                 evaluations = evaluations.after(done, row[EVAL_LOSS])
+            taken = ranks.exchange(meter.taken())
             with ranks.failing_together():
                 if ranks.is_main:
-                    writer.write(row)
+                    writer.write(row | energy_row(taken, num_tokens=record.num_tokens))
             bar.advance(row)
             stopped = yield from _verdict(row)
             signal = max(ranks.exchange(received[0] if received else 0)) or None
@@ -193,7 +200,7 @@ def train(
             if _is_due(done, output.checkpoint_every) or done == best or is_left:
                 ranks.require_same_weights(session.loop.weights, step=done)
                 with ranks.failing_together():
-                    _save(begun, plan, record, step=done, best=best)
+                    _save(begun, plan, record, step=done, best=best, taken=taken, is_left=is_left)
             if is_left:
                 end = Done(num_steps=done)
                 return end if is_last else replace(end, signal=signal, stopped=stopped)
@@ -247,12 +254,21 @@ def _look_before(session: "Session") -> None:
     session.run.screen.note(f"Before training: {shown_evaluation(row)}")
 
 
-def _save(begun: Begun, plan: Plan, record: StepRecord, *, step: int, best: int | None) -> None:
+def _save(
+    begun: Begun,
+    plan: Plan,
+    record: StepRecord,
+    *,
+    step: int,
+    best: int | None,
+    taken: Sequence[Taken],
+    is_left: bool,
+) -> None:
     """Write the checkpoint after a step, but first the metrics, which determine the best one."""
     session, run, loop = begun.session, begun.session.run, begun.session.loop
     if not run.ranks.is_main:
         return
-    write_measured(session, plan, record, step=step, seal=begun.seal)
+    write_measured(session, plan, record, step=step, seal=begun.seal, taken=taken)
     run.dir.flush_metrics()
     run.dir.checkpoints.save(
         step,
@@ -263,6 +279,7 @@ def _save(begun: Begun, plan: Plan, record: StepRecord, *, step: int, best: int 
         num_kept=run.recipe.output.keep_checkpoints,
         best=best,
     )
+    report.page_at_checkpoint(run.dir.path, is_left=is_left, note=run.screen.note)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -42,19 +42,26 @@ class HostPlace:
 
 def place_near(torch_device: torch.device) -> HostPlace:
     """Find the place on this machine that is nearest to a device."""
-    if torch_device.type != "cuda":
+    bus_id = bus_id_of(torch_device)
+    if bus_id is None:
         return _anywhere("")
-    properties = torch.cuda.get_device_properties(torch_device)
-    bus_id = (
-        f"{properties.pci_domain_id:04x}"  # type: ignore[attr-defined] # torch's stub lacks these
-        f":{properties.pci_bus_id:02x}"  # type: ignore[attr-defined]
-        f":{properties.pci_device_id:02x}.0"  # type: ignore[attr-defined]
-    )
     return find_place(
         bus_id,
         nvml_node=nearest_node(bus_id),
         root=Path("/"),
         allowed_cpus=frozenset(os.sched_getaffinity(0)),
+    )
+
+
+def bus_id_of(torch_device: torch.device) -> str | None:
+    """Return where a GPU is, like 0000:81:00.0; None for a CPU."""
+    if torch_device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(torch_device)
+    return (
+        f"{properties.pci_domain_id:04x}"  # type: ignore[attr-defined] # torch's stub lacks these
+        f":{properties.pci_bus_id:02x}"  # type: ignore[attr-defined]
+        f":{properties.pci_device_id:02x}.0"  # type: ignore[attr-defined]
     )
 
 

@@ -8,7 +8,7 @@ from reprlib import repr as shown
 from typing import Any, Literal, get_args
 
 from offload.errors import MachineError
-from offload.plan.machine.cards import CARDS, Card, Line, Pcie
+from offload.plan.machine.cards import BOARD_W, CARDS, Card, Line, Pcie
 
 MIB, GIB = 2**20, 2**30
 MEASURED = "measured"  # the source of rates that were measured on this machine
@@ -277,12 +277,9 @@ def named_machine(
     Raises:
         MachineError: No such card (the error lists the nearest names), or it has no such dtype.
     """
-    known = {_plain(key): key for key in CARDS}
-    known |= {f"{_plain(key)}{card.memory_gib:g}gb": key for key, card in CARDS.items()}
-    plain = _plain(name)
-    key = known.get(plain) or known.get(f"rtx{plain}")
+    key = _card_key(name)
     if key is None:
-        nearest = difflib.get_close_matches(plain, CARD_NAMES, n=3, cutoff=0.0)
+        nearest = difflib.get_close_matches(_plain(name), CARD_NAMES, n=3, cutoff=0.0)
         raise MachineError(
             f"no machine is called '{name}'",
             limit=f"known are {', '.join(CARD_NAMES)}",
@@ -308,6 +305,13 @@ def named_machine(
         link=link if link_bytes_per_s is None else Rate(value=link_bytes_per_s, source=GIVEN),
         word="datasheet",
     )
+
+
+def board_w(machine: Machine) -> int | None:
+    """Return the watts that a machine's card draws at most, by its maker; None if not known."""
+    is_described = machine.gemm_flops_per_s.source.startswith(GIVEN)
+    key = None if machine.device == "cpu" or is_described else _card_key(machine.name)
+    return None if key is None else BOARD_W.get(key)
 
 
 def described_machine(
@@ -369,6 +373,13 @@ def is_described(text: str) -> bool:
         and not {"device", "gemm_flops_per_s"} & set(values)
         and any(key in values for key in CARD_KEYS)
     )
+
+
+def _card_key(name: str) -> str | None:
+    known = {_plain(key): key for key in CARDS}
+    known |= {f"{_plain(key)}{card.memory_gib:g}gb": key for key, card in CARDS.items()}
+    plain = _plain(name)
+    return known.get(plain) or known.get(f"rtx{plain}")
 
 
 def _plain(name: str) -> str:

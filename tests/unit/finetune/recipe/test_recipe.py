@@ -259,6 +259,7 @@ def test_a_value_on_its_limit_is_accepted(setting: str, value: object) -> None:
         ({"train__gradient_checkpointing": False}, "train.gradient_checkpointing is false; it can"),
         ({"output__eval_every": 5}, "output.eval_every is 5 and no rows are held out"),
         ({"report__samples": 3}, "report.samples is 3 and no rows are held out"),
+        ({"report__currency": "EUR"}, "report.currency is EUR and there is no price"),
         ({"report__profile": 11}, "report.profile is 11 and train.steps is 10"),
         (
             {"model__experts_implementation": "triton", "offload__device": "cpu"},

@@ -2,6 +2,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
+from finetune.recipe.sections import ReportSection
 from finetune.report.format import shown_time
 from finetune.report.summary import plan_summary
 from offload.plan.machine.machine import GIB, Rate, named_machine
@@ -19,7 +20,7 @@ def rows(choice: Choice) -> dict[str, list[str]]:
     """Return the lines of each row, by its name."""
     console = Console(width=400, highlight=False)
     with console.capture() as capture:
-        console.print(plan_summary(choice))
+        console.print(plan_summary(choice, ReportSection()))
     title, *lines = capture.get().splitlines()
     assert title == f"Plan for {choice.plan.machine.name}: it fits"
     width = lines[0].index(f"{shown_time(choice.plan.step_s)} for")

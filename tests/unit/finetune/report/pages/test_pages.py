@@ -1,71 +1,21 @@
 """Pages of runs that are made up: what they say, that nothing is loaded, and nothing injected."""
 
 import json
-import re
-from html.parser import HTMLParser
+import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from finetune.app import main
 from finetune.errors import CheckpointError
 from finetune.files.seal import sealed_json
-from finetune.recipe.recipe import Recipe
 from finetune.report.pages import charts
 from finetune.report.pages.page import LIBRARIES, Chart, page, table
 from finetune.report.pages.run_page import run_page, write_run_page
 from finetune.report.pages.sweep_page import SweptRun, best_first, sweep_page
-from finetune.run.run_dir import RunDir
-from tests.builders import recipe_values
+from finetune.training.report import PAGE_EVERY_S, page_at_checkpoint
 from tests.unit.finetune.report.made_up import write_run
-
-CHART = re.compile(r"CHARTS = (\{.*\});\n")
-
-
-class Seen(HTMLParser):
-    """Collects the tags of a page, its text, and what it would load."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.loaded: list[str] = []
-        self.words: list[str] = []
-        self.open: list[str] = []
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.loaded += [str(value) for name, value in attrs if name in ("src", "href", "action")]
-        if tag not in ("meta", "br"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if not {"script", "style"} & set(self.open):
-            self.words.append(data)
-
-    @property
-    def text(self) -> str:
-        return " ".join(" ".join(self.words).split())
-
-
-def specs(text: str) -> dict[str, Any]:
-    """Return the charts of a page, by name."""
-    found = CHART.search(text)
-    assert found is not None
-    values: dict[str, Any] = json.loads(found[1])
-    return values
-
-
-def begun(folder: Path, **changes: Any) -> Path:
-    """Begin a run in a folder, without a step."""
-    recipe = Recipe.model_validate(recipe_values(**changes))
-    RunDir(folder).start(recipe, experts_implementation=None)
-    return folder
+from tests.unit.finetune.report.seen import Seen, begun, specs
 
 
 def test_the_page_of_a_run_says_what_it_did_and_draws_every_step(tmp_path: Path) -> None:
@@ -88,6 +38,48 @@ def test_the_page_of_a_run_says_what_it_did_and_draws_every_step(tmp_path: Path)
     bars = drawn["gantt"]["data"]["values"]
     assert {bar["row"] for bar in bars} == {"predicted: compute", "predicted: h2d"}
     assert all(f'id="{name}"' in text for name in drawn)
+
+
+def test_the_page_of_a_run_that_goes_on_says_so_and_when_it_was_written(tmp_path: Path) -> None:
+    write_run(begun(tmp_path), slow_s=[0.0] * 2)
+    assert (
+        "Written after step 2, when the run went on" in Seen(run_page(tmp_path, goes_on=True)).text
+    )
+    assert "went on" not in Seen(run_page(tmp_path)).text
+
+
+def test_while_a_run_goes_on_its_page_is_written_once_a_minute_and_never_stops_it(
+    tmp_path: Path,
+) -> None:
+    write_run(begun(tmp_path), slow_s=[0.0] * 2)
+    page, notes = tmp_path / "report.html", list[str]()
+
+    def is_written(*, age_s: float, is_left: bool = False) -> bool:
+        page.write_text("old")
+        now_s = (tmp_path / "metrics.jsonl").stat().st_mtime
+        os.utime(page, (now_s - age_s, now_s - age_s))
+        page_at_checkpoint(tmp_path, is_left=is_left, note=notes.append)
+        return page.read_text() != "old"
+
+    assert is_written(age_s=PAGE_EVERY_S + 1)
+    assert not is_written(age_s=PAGE_EVERY_S - 1)
+    assert is_written(age_s=PAGE_EVERY_S - 1, is_left=True)
+    assert not notes
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    assert not is_written(age_s=100)
+    assert "was not written" in notes[0]
+
+
+def test_the_page_of_a_run_has_its_energy_and_its_cost(tmp_path: Path) -> None:
+    write_run(begun(tmp_path, report__price_per_kwh=0.5, report__currency="EUR"), slow_s=[0.0])
+    text = Seen(run_page(tmp_path)).text
+    assert "energy not counted energy GPU predicted: at most" in text
+    file = tmp_path / "metrics.jsonl"
+    energy = {"energy_j": {"GPU": 7.2e6}, "energy_window_s": 36000.0}
+    file.write_text(json.dumps(json.loads(file.read_text()) | energy) + "\n")
+    text = Seen(run_page(tmp_path)).text
+    assert "GPU: 2 kWh, 7.2e+04 J per token, 200 W on average" in text
+    assert "cost of GPU: 1.00 EUR at 0.5 EUR per kWh" in text
 
 
 def test_a_run_without_a_step_has_a_page_too(tmp_path: Path) -> None:
