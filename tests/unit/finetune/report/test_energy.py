@@ -110,7 +110,7 @@ def test_a_card_of_unknown_power_is_said_and_not_priced() -> None:
 
 
 def test_every_named_card_has_its_makers_power() -> None:
-    assert set(BOARD_W) == set(CARDS)
+    assert set(BOARD_W) == set(CARDS) - {"b200"}  # which is sold with several limits
     assert board_w(named_machine("RTX 4090")) == 450
     assert all(50 <= watts <= 1000 for watts in BOARD_W.values())
 
