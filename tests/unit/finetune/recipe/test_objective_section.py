@@ -115,7 +115,8 @@ def test_a_run_reads_its_own_recipe_as_it_was(method: str, loss: str | None) -> 
     values: dict[str, object] = {"method": method, "loss": loss}
     if loss == "robust":
         values["label_smoothing"] = 0.1
-    recipe = Recipe.model_validate(PLAIN | {"objective": values})
+    data = {"too_long": "drop"} if method == "reward" else {}
+    recipe = Recipe.model_validate(PLAIN | {"objective": values, "data": {**PLAIN["data"], **data}})
     again = Recipe.model_validate(yaml.safe_load(resolved_yaml(recipe)))
     assert again == recipe
     assert not differences(recipe, again)
