@@ -140,7 +140,8 @@ def make(answers: Answers, *, out: Path, note: Note) -> Made:
     text, plan = (_plan(out, name, asked, form, note) for form in ("json", "table"))
     plan_file.write_text(f"{text}\n")
     files = (out, plan_file, machine_file) if is_here else (out, plan_file)
-    num_tokens, chosen = answers.rows.num_tokens, found.chosen
+    chosen = found.chosen
+    num_tokens = answers.rows.num_tokens(chosen.seq_len)
     num_steps = math.ceil(num_tokens / chosen.plan.tokens_per_step)
     epoch = (
         f"an epoch is about {num_tokens:,} tokens, {num_steps:,} steps:"
@@ -186,7 +187,7 @@ def _suggested(
                 raise
             continue
         length = found.chosen.seq_len
-        cut = sum(one > length for one in rows.lengths)
+        cut = len(rows.cut_at(length))
         share = cut / len(rows.lengths)
         lines = [f"{share:.1%} of the rows are longer than {length:,} tokens and are cut"]
         return found, lines if cut else []
@@ -207,7 +208,8 @@ def _settings(answers: Answers, out: Path) -> Settings:
     settings = first_settings(answers.model, name=run_name(out.stem))
     settings["data"] = {"path": _path_from(out, rows.path), "format": rows.data_format}
     settings["train"]["seq_len"] = seq_len_for(rows, least=SEQ_LEN)
-    num_steps = rows.num_tokens // settings["train"]["tokens_per_step"]
+    num_tokens = rows.num_tokens(settings["train"]["seq_len"])
+    num_steps = num_tokens // settings["train"]["tokens_per_step"]
     every = max(1, min(MOST_EVERY, num_steps // NUM_EVALUATIONS))
     settings["output"] |= {"checkpoint_every": every, "eval_every": every}
     if rows.num_rows >= FEW_ROWS:

@@ -62,10 +62,15 @@ class Look:
         """Return the length that this share of the rows does not exceed, in tokens."""
         return self.lengths[min(len(self.lengths) - 1, int(frac * len(self.lengths)))]
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all rows, by the mean of those that were looked at."""
-        return round(self.num_rows * sum(self.lengths) / self.num_looked)
+    def num_tokens(self, seq_len: int) -> int:
+        """Return the tokens of all rows in sequences, by the mean of those that were looked at."""
+        kept = sum(self.lengths) - sum(one - seq_len for one in self.cut_at(seq_len))
+        return round(self.num_rows * kept / self.num_looked)
+
+    def cut_at(self, seq_len: int) -> tuple[int, ...]:
+        """Return the lengths of what is cut: documents go on in the next sequence."""
+        is_whole = self.data_format == "text"
+        return () if is_whole else tuple(one for one in self.lengths if one > seq_len)
 
     @property
     def objective(self) -> dict[str, Any]:

@@ -219,13 +219,27 @@ class Evaluated:
     num_loads: int
 
 
-def evaluated(engine: Engine, batches: Sequence[Batch], *, adapter: str) -> Evaluated:
+def computing_adapters(model: PeftModel) -> Sequence[str] | None:
+    """Return the adapters that a forward computes with; None if its modules are not alike in it.
+
+    Args:
+        model: Whose modules know it: `model.active_adapter` stays as it is when they are switched
+            off, and names one where several are on.
+    """
+    status = model.get_model_status()
+    if status.enabled is False:
+        return ()
+    active = status.active_adapters
+    return None if status.enabled == "irregular" or isinstance(active, str) else active
+
+
+def evaluated(engine: Engine, batches: Sequence[Batch], *, adapter: str | None) -> Evaluated:
     """Return the loss of each batch, all of them in one pass over the layers.
 
     Args:
         engine: Of the model.
         batches: As `micro_batch` returns them.
-        adapter: With which.
+        adapter: With which; None for the model without any.
     """
     scorable = [_rows_with_labels(batch) for batch in batches]
     kept = [batch for batch in scorable if batch is not None]

@@ -32,7 +32,14 @@ from finetune.integrations.refusals import (
     require_own_methods,
     require_trainer,
 )
-from finetune.integrations.stream import BatchLoss, StepBatches, Streaming, evaluated, micro_batch
+from finetune.integrations.stream import (
+    BatchLoss,
+    StepBatches,
+    Streaming,
+    computing_adapters,
+    evaluated,
+    micro_batch,
+)
 
 __all__ = ["SluiceTrainer", "Streaming"]
 
@@ -159,6 +166,9 @@ class SluiceTrainer(Trainer):
     ) -> EvalLoopOutput:
         """Evaluate; for losses alone, as many batches as a step has pass the layers together.
 
+        The model computes with the adapter that is switched on, or without any, as in
+        `with model.disable_adapter():`. Several at once are evaluated a batch at a time.
+
         Args:
             dataloader: Of the batches.
             description: As for the plain Trainer, as are all others.
@@ -168,19 +178,21 @@ class SluiceTrainer(Trainer):
         """
         if prediction_loss_only is None:
             prediction_loss_only = self.args.prediction_loss_only
-        if not prediction_loss_only:
+        model: Any = self.model
+        adapters = computing_adapters(model)
+        if not prediction_loss_only or adapters is None or len(adapters) > 1:
             with self._in_place():
                 return super().evaluation_loop(
                     dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
                 )
         self._set_mode("eval")
-        model: Any = self.model
+        adapter = adapters[0] if adapters else None
         self.callback_handler.eval_dataloader = dataloader
         found, counts, num_observed = list[float](), list[int](), 0
         fetched = self._fetched(dataloader)
         while group := list(islice(fetched, self.args.gradient_accumulation_steps)):
             batches = [micro_batch(inputs) for inputs, _ in group]
-            result = evaluated(self.engine, batches, adapter=model.active_adapter)
+            result = evaluated(self.engine, batches, adapter=adapter)
             self.num_loads += result.num_loads
             for one in result.batches:
                 self._note_evaluated(one)

@@ -226,6 +226,36 @@ def test_evaluation_weighs_batches_as_the_plain_trainer(
     assert every["SluiceTrainer"] == pytest.approx(every["Trainer"], rel=ROUNDING)
 
 
+def test_an_evaluation_computes_with_the_adapters_that_are_on(tmp_path: Path) -> None:
+    every = {}
+    for kind in (Trainer, SluiceTrainer):
+        model = with_two_adapters()
+        trainer = made(kind, tmp_path, model=model)
+        losses = [trainer.evaluate()["eval_loss"]]
+        with model.disable_adapter():
+            losses.append(trainer.evaluate()["eval_loss"])
+        losses.append(trainer.evaluate()["eval_loss"])
+        model = with_two_adapters()
+        model.base_model.set_adapter(["default", "other"])
+        losses.append(made(kind, tmp_path, model=model).evaluate()["eval_loss"])
+        every[kind.__name__] = losses
+    first, off, again, both_on = every["SluiceTrainer"]
+    assert first == again
+    assert len({round(loss, 4) for loss in (first, off, both_on)}) == 3
+    assert every["SluiceTrainer"] == pytest.approx(every["Trainer"], rel=ROUNDING)
+
+
+def with_two_adapters() -> Any:
+    """Return a model whose adapters change what it computes; the first is on, and trains."""
+    model = tiny("llama")
+    model.add_adapter("other", model.peft_config["default"])
+    draw = torch.Generator().manual_seed(4)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            weight.data.normal_(std=0.5, generator=draw)
+    return model
+
+
 def test_predictions_are_the_plain_trainers(trained: tuple[Any, Any]) -> None:
     plain, ours = (one.predict(Dataset.from_list(rows(7, seed=5))) for one in trained)
     assert plain.predictions == pytest.approx(ours.predictions, abs=ROUNDING)

@@ -87,6 +87,21 @@ def test_evaluations_come_four_times_an_epoch_and_few_steps_are_said(capsys) -> 
         assert ("25 steps are few to learn in" in out) == (num_rows == 400)
 
 
+@pytest.mark.parametrize(
+    ("row", "is_cut"),
+    [({"prompt": "x" * 179_997, "completion": "yyy"}, True), ({"text": "x" * 180_000}, False)],
+)
+def test_an_epoch_has_the_tokens_that_are_left_of_long_rows(row, is_cut: bool, capsys) -> None:
+    Path("rows.jsonl").write_text((json.dumps(row) + "\n") * 20)  # of 60,000 tokens each
+    assert run(*words(vram="4"), "--out", "mine.yaml", "--yes") == 0
+    seq_len = load_recipe("mine.yaml", []).train.seq_len
+    assert seq_len < 60_000
+    out = capsys.readouterr().out
+    each = seq_len if is_cut else 60_000
+    assert f"an epoch is about {20 * each:,} tokens" in out
+    assert ("rows are longer than" in out) == is_cut
+
+
 @pytest.mark.parametrize("flag", ["model", "data", "vram"])
 def test_what_is_missing_without_a_terminal_is_named_by_its_flag(flag: str, capsys) -> None:
     assert run(*words(**{flag: None})) == 1

@@ -64,7 +64,7 @@ def test_lengths_are_those_of_the_tokenizer_where_there_is_one(tmp_path: Path) -
     assert found.is_tokenised
     base = found.lengths[0] - 10
     assert found.lengths == (base + 10, base + 30, base + 400)
-    assert found.num_tokens == 3 * base + 440
+    assert found.num_tokens(2048) == 3 * base + 440
     assert (found.quantile(0.5), found.quantile(1.0)) == (base + 30, base + 400)
     assert "by the model's tokenizer" in list(found.lines())[1]
 
@@ -79,7 +79,7 @@ def test_without_a_tokenizer_lengths_are_assumed_and_it_is_said(tmp_path: Path) 
 def test_both_answers_of_a_pair_count_as_tokens_of_its_row(tmp_path: Path) -> None:
     found = looked(written(tmp_path, [PAIR] * 4))
     assert len(found.lengths) == 8
-    assert found.num_tokens == sum(found.lengths)
+    assert found.num_tokens(2048) == sum(found.lengths)
 
 
 def test_all_rows_are_counted_and_the_first_looked_at(
@@ -88,7 +88,7 @@ def test_all_rows_are_counted_and_the_first_looked_at(
     monkeypatch.setattr("finetune.commands.look.NUM_LOOKED", 10)
     found = looked(written(tmp_path, [{"text": "abc" * (n + 1)} for n in range(25)]))
     assert (found.num_rows, found.num_looked, found.lengths) == (25, 10, tuple(range(1, 11)))
-    assert found.num_tokens == round(25 * 5.5)
+    assert found.num_tokens(2048) == round(25 * 5.5)
 
 
 def test_sequences_hold_99_of_100_rows_in_whole_thousands(tmp_path: Path) -> None:
