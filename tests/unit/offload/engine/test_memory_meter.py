@@ -37,6 +37,7 @@ def test_pages_are_held_from_their_first_touch_and_shared_ones_too(flags: int) -
         assert held_bytes() - before == pytest.approx(64 * MIB, abs=SLACK_BYTES)
 
 
+@pytest.mark.disk
 def test_pages_of_a_mapped_file_are_not_held(tmp_path: Path) -> None:
     path = tmp_path / "weights"
     path.write_bytes(b"x" * (32 * MIB))
