@@ -67,14 +67,15 @@ class ApartError(FinetuneError):
 
     Attributes:
         waves: The runs of each, by their numbers.
+        sizes: Of the waves, in words.
     """
 
     def __init__(self, waves: Sequence[tuple[int, ...]]) -> None:
-        sizes = " and ".join(str(len(wave)) for wave in waves)
+        self.sizes = " and ".join(str(len(wave)) for wave in waves)
         super().__init__(
             f"{sum(map(len, waves))} runs in one step",
             limit="by the plan they do not fit, or take longer than in waves",
-            hint=f"`sluice sweep` trains them in waves of {sizes}",
+            hint=f"`sluice sweep` trains them in waves of {self.sizes}",
         )
         self.waves = waves
 

@@ -11,9 +11,10 @@ from typing import Any
 from rich.console import RenderableType
 
 from finetune.commands.look import Look, look_at, seq_len_for
-from finetune.commands.plan import HostOptions, planned, probed, uncollected
+from finetune.commands.plan import HostOptions, planned, probed
 from finetune.commands.recipes import Asked, require_new, run_name, target_of
 from finetune.errors import ConfigError
+from finetune.planning.collector import uncollected
 from finetune.planning.goals import Goal, goal_named
 from finetune.planning.recipe_text import recipe_text
 from finetune.planning.suggestion import (

@@ -1,9 +1,7 @@
 """What `plan` and `fit` show: one plan, a table of machines, or a table of models."""
 
-import gc
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,6 +10,7 @@ from rich.text import Text
 
 from finetune.errors import ConfigError
 from finetune.planning.candidates import choose, full_requests
+from finetune.planning.collector import uncollected
 from finetune.planning.compare import (
     FIT_COLUMNS,
     MACHINE_COLUMNS,
@@ -68,22 +67,6 @@ def form_of(*, as_json: bool, as_markdown: bool, is_verbose: bool) -> Form:
         flags = " and ".join(f"--{form}" for form in forms)
         raise ConfigError(f"both {flags}", hint=f"`--{forms[0]}` alone")
     return forms[0] if forms else "table"
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Disable the cyclic garbage collector in this block.
-
-    A plan makes tens of thousands of values without cycles; collection took a seventh of the time
-    of a large plan.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from finetune.commands.plan import HostOptions, machine_notes, uncollected
+from finetune.commands.plan import HostOptions, machine_notes
 from finetune.errors import ConfigError
+from finetune.planning.collector import uncollected
 from finetune.planning.compare import budgeted, slowest_card
 from finetune.planning.goals import goal_named
 from finetune.planning.recipe_text import recipe_text

@@ -166,7 +166,7 @@ def plan_energy(plan: Plan) -> dict[str, Any]:
     per_token = None if joules is None else joules / plan.tokens_per_step
     return {
         "board_w": watts,
-        "board_w_source": "not known" if watts is None else "data sheet",
+        "board_w_source": "not known" if watts is None else "published",
         "at_most_j_per_token": per_token,
         "at_most_kwh_per_million_tokens": None
         if per_token is None
@@ -191,8 +191,8 @@ def plan_energy_line(plan: Plan, prices: ReportSection) -> str:
     money = "" if cost is None else f", {shown_cost(cost, prices)}"
     cards = f"{plan.request.num_ranks} x " if plan.request.num_ranks > 1 else ""
     return (
-        f"at most {shown_kwh(kwh)} per million tokens{money}: {cards}{watts} W board power (data"
-        " sheet) x step time, without the host"
+        f"at most {shown_kwh(kwh)} per million tokens{money}: {cards}{watts} W board power"
+        " (published) x step time, without the host"
     )
 
 

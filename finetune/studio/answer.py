@@ -6,16 +6,15 @@ step, a point of the break-even curve; and what other ways to hold and move the 
 """
 
 import functools
-import gc
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from pydantic import ValidationError
 
 from finetune.planning.candidates import chosen_plan, full_requests, nearest_request
+from finetune.planning.collector import uncollected
 from finetune.planning.request import with_backend
 from finetune.report.gantt import gantt_svg
 from finetune.report.pages import charts
@@ -71,7 +70,7 @@ class Planner:
             `error` is None, or what is wrong, its limit and the fix. All else depends on the kind.
         """
         try:
-            with _uncollected():
+            with uncollected():
                 return {"error": None, **self._answer(kind, question)}
         except SluiceError as error:
             said = {"what": error.what, "limit": error.limit, "hint": error.hint}
@@ -100,18 +99,6 @@ class Planner:
 
 def _said(what: str, *, limit: str) -> str:
     return json.dumps({"error": {"what": what, "limit": limit, "hint": "change it"}})
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Disable the cyclic garbage collector: a plan makes tens of thousands of values, no cycles."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _plan_answer(plan: Plan, question: Question) -> Json:

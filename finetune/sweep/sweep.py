@@ -184,8 +184,7 @@ def _run(
         try:
             outcomes = _together(wave, variants, how, ranks, screen)
         except ApartError as error:
-            sizes = " and ".join(str(len(numbers)) for numbers in error.waves)
-            screen.note(f"By the plan, {len(wave)} runs train in waves of {sizes}")
+            screen.note(f"By the plan, {len(wave)} runs train in waves of {error.sizes}")
             left[:0] = [[wave[number] for number in numbers] for numbers in error.waves]
             continue
         except DoesNotFitError as error:

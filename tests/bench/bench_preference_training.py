@@ -71,6 +71,26 @@ def fresh() -> nn.Module:
     return get_peft_model(model, copy.deepcopy(LORA))
 
 
+def trl_options(folder: str, *, num_steps: int) -> dict[str, Any]:
+    """Return what all of TRL's trainers are given: one micro-batch a step, rows in their order."""
+    return {
+        "output_dir": folder,
+        "learning_rate": LR,
+        "lr_scheduler_type": "constant",
+        "per_device_train_batch_size": NUM_ROWS,
+        "gradient_accumulation_steps": 1,
+        "max_steps": num_steps,
+        "logging_steps": 1,
+        "train_sampling_strategy": "sequential",
+        "report_to": [],
+        "bf16": False,
+        "use_cpu": True,
+        "gradient_checkpointing": False,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+
+
 def theirs(
     method: str, loss: str, num_steps: int, folder: str
 ) -> tuple[nn.Module, list[Batch], list[Mapping[str, float]]]:
@@ -85,21 +105,8 @@ def theirs(
     is_paired = method == "dpo"
     trainer_class, config_class = (DPOTrainer, DPOConfig) if is_paired else (KTOTrainer, KTOConfig)
     config = config_class(
-        output_dir=folder,
         loss_type=[loss] if is_paired else loss,
-        learning_rate=LR,
-        lr_scheduler_type="constant",
-        per_device_train_batch_size=NUM_ROWS,
-        gradient_accumulation_steps=1,
-        max_steps=num_steps,
-        logging_steps=1,
-        train_sampling_strategy="sequential",
-        report_to=[],
-        bf16=False,
-        use_cpu=True,
-        gradient_checkpointing=False,
-        save_strategy="no",
-        disable_tqdm=True,
+        **trl_options(folder, num_steps=num_steps),
         router_aux_loss_coef=0.0,
     )
     norms = Norms()

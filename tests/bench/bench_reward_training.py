@@ -27,7 +27,16 @@ from finetune.objective.factory import objective_of
 from finetune.objective.step_rows import StepRows
 from finetune.recipe.objective_section import ObjectiveSection
 from offload.engine.engine import Engine
-from tests.bench.bench_preference_training import LR, MODEL, NUM_ROWS, Batch, Norms, halves, rows
+from tests.bench.bench_preference_training import (
+    LR,
+    MODEL,
+    NUM_ROWS,
+    Batch,
+    Norms,
+    halves,
+    rows,
+    trl_options,
+)
 from tests.parity.steps import OPTIONS
 
 LORA = LoraConfig(
@@ -64,21 +73,8 @@ def theirs(
 
     torch.manual_seed(0)
     config = RewardConfig(
-        output_dir=folder,
         center_rewards_coefficient=center or None,
-        learning_rate=LR,
-        lr_scheduler_type="constant",
-        per_device_train_batch_size=NUM_ROWS,
-        gradient_accumulation_steps=1,
-        max_steps=num_steps,
-        logging_steps=1,
-        train_sampling_strategy="sequential",
-        report_to=[],
-        bf16=False,
-        use_cpu=True,
-        gradient_checkpointing=False,
-        save_strategy="no",
-        disable_tqdm=True,
+        **trl_options(folder, num_steps=num_steps),
     )
     norms = Norms()
     pairs = rows(NUM_ROWS * num_steps, is_paired=True)

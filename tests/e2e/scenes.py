@@ -64,7 +64,7 @@ def one_fails() -> None:
     def fail() -> None:
         with ProcessGroup(here) as ranks:
             if ranks.index == 1:
-                raise ConfigError("a setting is wrong", limit="it must be right", hint="mend it")
+                raise ConfigError("a setting is wrong", limit="it must be right", hint="correct it")
             ranks.exchange(None)
 
     here = launch()
@@ -83,7 +83,7 @@ def both_fail() -> None:
 
     def fail() -> None:
         with ProcessGroup(here):
-            raise ConfigError("a setting is wrong", limit="it must be right", hint="mend it")
+            raise ConfigError("a setting is wrong", limit="it must be right", hint="correct it")
 
     here = launch()
     with pytest.raises(ToldRankError if here.index else ConfigError):
@@ -100,7 +100,7 @@ def one_run_fails() -> None:
                     raise error
 
         full = OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
-        wrong = ConfigError("a setting is wrong", limit="it must be right", hint="mend it")
+        wrong = ConfigError("a setting is wrong", limit="it must be right", hint="correct it")
         for failing in (0, 1):
             with pytest.raises(RunFailedError, match=r"metrics\.jsonl: No space left on device; "):
                 fail(full, on=[failing])

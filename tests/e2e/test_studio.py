@@ -102,6 +102,26 @@ def test_a_step_is_drawn_wider_and_a_pasted_config_is_planned(opened) -> None:
     assert not problems
 
 
+def test_a_connection_that_is_lost_once_is_made_again_and_a_server_that_is_gone_is_named(
+    opened,
+) -> None:
+    page, _, problems = opened
+    answered(page)
+    page.route("**/ask/plan", lambda route: route.abort(), times=1)
+    page.select_option("[name=model]", "qwen3-0.6b")
+    page.wait_for_selector("#headline.good")
+    answered(page)
+    page.route("**/ask/plan", lambda route: route.abort())
+    page.select_option("[name=model]", "qwen3-8b")
+    page.wait_for_selector("#headline.bad")
+    answered(page)
+    assert page.inner_text("#headline").startswith("There is no answer: ")
+    page.unroute_all()
+    page.select_option("[name=model]", "qwen3-0.6b")
+    page.wait_for_selector("#headline.good")
+    problems.clear()  # the browser names each request that was lost
+
+
 def test_what_does_not_fit_and_what_cannot_be_planned_are_said(opened) -> None:
     page, _, problems = opened
     page.select_option("[name=card]", "t4")

@@ -7,8 +7,10 @@ const fields = form.elements;
 
 // ---------------------------------------------------------------- asking
 
+const post = (kind, question) => fetch(`ask/${kind}`, { method: "POST", body: JSON.stringify(question) });
 let send = async (kind, question) => {
-  const answer = await fetch(`ask/${kind}`, { method: "POST", body: JSON.stringify(question) });
+  // the server may be closing an idle connection just now: browsers do not repeat a POST by themselves
+  const answer = await post(kind, question).catch(() => post(kind, question));
   return answer.json();
 };
 if (isStatic) {
@@ -90,6 +92,7 @@ async function answerNewest() {
     } catch (error) {
       if (isCurrent()) {
         say(`There is no answer: ${error.message}. Is sluice studio still running?`, true);
+        byId("answer").removeAttribute("aria-busy");
         document.body.dataset.answered = number;
       }
     }

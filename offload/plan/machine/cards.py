@@ -195,29 +195,23 @@ CARDS: Mapping[str, Card] = {
     ),
 }
 
-# Watts of a whole card at most, as its maker's sheet or comparison page gives them: "graphics card
-# power" of a GeForce, "total board power" or "max power consumption" of a workstation card, "max
-# thermal design power" of a server card (of the SXM boards of A100, H100 and H200).
+# Watts of a whole card at most, as published: "graphics card power" of a GeForce, board power of a
+# workstation card, thermal design power of a server card (of A100 the SXM board, of V100 the PCIe
+# card). Of each at least one published table or article was read; cards that are not here were not.
 BOARD_W: Mapping[str, int] = {
     "rtx3060": 170,
-    "rtx3060-8gb": 170,
     "rtx3060ti": 200,
     "rtx3070": 220,
     "rtx3070ti": 290,
     "rtx3080": 320,
-    "rtx3080-12gb": 350,
     "rtx3080ti": 350,
     "rtx3090": 350,
     "rtx3090ti": 450,
     "rtx4060": 115,
     "rtx4060ti": 165,
     "rtx4060ti-8gb": 160,
-    "rtx4070": 200,
-    "rtx4070super": 220,
     "rtx4070ti": 285,
-    "rtx4070tisuper": 285,
     "rtx4080": 320,
-    "rtx4080super": 320,
     "rtx4090": 450,
     "rtx5060": 145,
     "rtx5060ti": 180,
@@ -228,12 +222,9 @@ BOARD_W: Mapping[str, int] = {
     "rtx5090": 575,
     "rtxa2000": 70,
     "rtxa2000-12gb": 70,
-    "rtxa4000": 140,
     "rtxa4500": 200,
-    "rtxa5000": 230,
     "rtxa5500": 230,
     "rtxa6000": 300,
-    "rtx6000ada": 300,
     "rtxpro4000": 140,
     "rtxpro4500": 200,
     "rtxpro5000": 300,
@@ -241,10 +232,5 @@ BOARD_W: Mapping[str, int] = {
     "t4": 70,
     "v100": 250,
     "v100-32gb": 250,
-    "a10": 150,
-    "l4": 72,
-    "l40s": 350,
     "a100": 400,
-    "h100": 700,
-    "h200": 700,
 }

@@ -53,19 +53,19 @@ def test_a_step_of_ten_thousand_ops_is_a_small_file_that_hides_nothing() -> None
     assert len(drawing) < 600_000
     found = bars(drawing)
     assert f"{2 * len(large.spans)} ops in {len(found)} bars" in drawing
-    told = [str(bar.findtext(f"{SVG}title")) for bar in found]
-    shown = sum(int(t.split(" x ")[0]) if " x " in t else 1 for t in told)
+    titles = [str(bar.findtext(f"{SVG}title")) for bar in found]
+    shown = sum(int(t.split(" x ")[0]) if " x " in t else 1 for t in titles)
     assert shown == 2 * len(large.spans)
 
 
 def test_of_ops_that_share_a_pixel_the_longest_is_drawn_and_the_others_are_counted() -> None:
     large = step(64, 40)
     drawing = gantt_svg({"predicted": large}, width=300)
-    told = [str(bar.findtext(f"{SVG}title")) for bar in bars(drawing)]
+    titles = [str(bar.findtext(f"{SVG}title")) for bar in bars(drawing)]
     lanes = len({span.lane for span in large.spans})
-    assert len(told) <= 2 * 300 * lanes
-    drawn = sum(int(t.split(" x ")[0]) if " x " in t else 1 for t in told)
-    hidden = sum(int(n) for n in re.findall(r"and (\d+) narrower", " ".join(told)))
+    assert len(titles) <= 2 * 300 * lanes
+    drawn = sum(int(t.split(" x ")[0]) if " x " in t else 1 for t in titles)
+    hidden = sum(int(n) for n in re.findall(r"and (\d+) narrower", " ".join(titles)))
     assert drawn + hidden == len(large.spans)
     assert hidden > 0
 
