@@ -43,9 +43,15 @@ class Counted(TorchDispatchMode):
     results.
     """
 
-    def __init__(self) -> None:
-        """Start from zero."""
+    def __init__(self, *, multiplies: bool = True) -> None:
+        """Start from zero.
+
+        Args:
+            multiplies: Whether matrix products are computed. Otherwise they are zero: where only
+                counts are asked for, products in 16 bits would take a CPU nearly all of the time.
+        """
         super().__init__()
+        self._multiplies = multiplies
         self.num_bytes: Counter[str] = Counter()
         self.num_ops: Counter[str] = Counter()
 
@@ -66,7 +72,11 @@ class Counted(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if self._multiplies or func not in _PRODUCTS:
+            result = func(*args, **kwargs)
+        else:
+            result = _zero_product(func, args, kwargs)
         read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         written = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
         name = func.overloadpacket.__name__
@@ -79,6 +89,15 @@ class Counted(TorchDispatchMode):
             return result
         self.num_bytes[name] += sum(map(_memory, (*read, *written)))
         return result
+
+
+def _zero_product(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    if func._schema.is_mutable:
+        written: torch.Tensor = kwargs.get("out", args[0])
+        return written.zero_()
+    *_, left, right = args
+    product: torch.Tensor = left.new_zeros(*left.shape[:-1], right.shape[-1])
+    return product
 
 
 def _memory(tensor: torch.Tensor) -> int:

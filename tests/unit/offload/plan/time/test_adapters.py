@@ -61,7 +61,7 @@ def counted(
 def _pass_through(
     group: list[AdaptedLinear], x: torch.Tensor, *, has_value: bool
 ) -> tuple[Counted, Counted]:
-    forward, backward = Counted(), Counted()
+    forward, backward = Counted(multiplies=False), Counted(multiplies=False)
     with forward:
         outputs = apply_linears(x, group, has_value=has_value)
     cotangents = [torch.randn(y.shape, dtype=y.dtype) for y in outputs]
@@ -116,7 +116,7 @@ def test_a_dropout_before_a_branch_moves_what_the_plan_says_within_a_tenth(
 
     def count() -> tuple[Counted, Counted]:
         x.grad = None
-        forward, backward = Counted(), Counted()
+        forward, backward = Counted(multiplies=False), Counted(multiplies=False)
         with forward:
             (y,) = apply_linears(x, [one], x_branch=torch.dropout(x, 0.1, train=True))
         gradient = torch.randn_like(y)

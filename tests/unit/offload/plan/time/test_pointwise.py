@@ -47,12 +47,12 @@ def counted(
     hook = layer.register_forward_pre_hook(
         lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
     )
-    with torch.no_grad():
+    with torch.no_grad(), Counted(multiplies=False):
         model(inputs_embeds=hidden, use_cache=False)
     hook.remove()
     (args, kwargs) = calls[0]
     leaf = hidden.requires_grad_()
-    forward, backward = Counted(), Counted()
+    forward, backward = Counted(multiplies=False), Counted(multiplies=False)
     ours = FusedLayers([layer]).visited(0) if is_fused else nullcontext()
     with ours, forward:
         output = layer(
