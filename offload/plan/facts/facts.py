@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
 from offload.errors import UnsupportedModelError
@@ -24,8 +25,23 @@ TIED_KEY = "tie_word_embeddings"
 MAX_LAYERS = 10_000
 
 
+class HashedOnce:
+    """A frozen value that is looked up far more often than it is made: its hash is kept."""
+
+    __slots__ = ("_hash",)
+    _hash: int
+
+    def __hash__(self) -> int:
+        try:
+            found: int = self._hash
+        except AttributeError:
+            found = hash(tuple(getattr(self, name) for name in type(self).__slots__))
+            object.__setattr__(self, "_hash", found)
+        return found
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LayerFacts:
+class LayerFacts(HashedOnce):
     """One decoder layer.
 
     Attributes:
@@ -39,6 +55,8 @@ class LayerFacts:
     linears: tuple[Linear, ...]
     norms: tuple[Norm, ...]
     num_others: int = 0
+
+    __hash__ = HashedOnce.__hash__
 
     @property
     def window(self) -> int | None:
@@ -113,8 +131,14 @@ class LayerFacts:
         return max((x.active for x in self.linears if x.group == "experts"), default=0)
 
 
+@cache
+def _one_of(layer: LayerFacts) -> LayerFacts:
+    """Return the same object for equal layers, which are then compared at no cost."""
+    return layer
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ModelFacts:
+class ModelFacts(HashedOnce):
     """A causal language model: embedding, layers, norm, head.
 
     Attributes:
@@ -146,6 +170,11 @@ class ModelFacts:
     layers: tuple[LayerFacts, ...]
     has_reward_head: bool = False
     grade: Literal["config", "built"] = "config"
+
+    __hash__ = HashedOnce.__hash__
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(map(_one_of, self.layers)))
 
     @property
     def num_outputs(self) -> int:

@@ -7,6 +7,7 @@ so a 16-bit copy has a master copy in fp32 for the optimizer's updates and for s
 
 import math
 from collections.abc import Collection, Mapping
+from functools import lru_cache
 
 from offload.errors import UnsupportedModelError
 from offload.plan.facts.facts import (
@@ -67,6 +68,7 @@ def adapter_tensor_sizes(facts: ModelFacts, spec: AdapterSpec) -> tuple[int, ...
     return tuple(map(math.prod, _adapter_tensor_shapes(facts, spec)))
 
 
+@lru_cache(maxsize=64)  # each plan that a search weighs asks
 def _adapter_tensor_shapes(facts: ModelFacts, spec: AdapterSpec) -> tuple[Shape, ...]:
     """Return every A (rank * E, d_in), B (d_out, rank * E) and magnitude."""
     shapes: list[Shape] = []
@@ -82,6 +84,7 @@ def _adapter_tensor_shapes(facts: ModelFacts, spec: AdapterSpec) -> tuple[Shape,
     return tuple(shapes)
 
 
+@lru_cache(maxsize=64)
 def adapter_parameters(facts: ModelFacts, spec: AdapterSpec) -> int:
     """Count the adapter's parameters: of LoRA, r * (d_in + d_out) for every target of every layer.
 
