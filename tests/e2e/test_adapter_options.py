@@ -104,6 +104,7 @@ def went_on(
     return load_file(folder / "adapter" / "adapter_model.safetensors")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_an_adapter(
     finished: Path, tmp_path: Path, write_recipe, machine_file, capsys
 ) -> None:

@@ -71,6 +71,7 @@ def test_what_cannot_be_talked_with_is_refused(finished, tmp_path, monkeypatch, 
     assert "top" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_answer_without_room_is_not_remembered(finished, monkeypatch, capsys) -> None:
     import finetune.commands.trained_model as trained_model
     from offload.errors import DoesNotFitError

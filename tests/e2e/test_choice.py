@@ -21,6 +21,7 @@ def settings(run_dir: Path) -> dict[str, object]:
     return train
 
 
+@pytest.mark.slow
 def test_an_open_size_is_settled_written_down_and_kept_by_a_resume(
     tmp_path, write_recipe, machine_file, capsys
 ) -> None:

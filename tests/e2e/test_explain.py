@@ -52,6 +52,7 @@ def _require_sealed_and_traced(file: Path, shown: str) -> None:
     assert isinstance(predicted["choice"]["rejected"], list)
 
 
+@pytest.mark.slow
 def test_a_run_is_explained_from_its_files_resumed_and_caught_when_forged(
     tmp_path, write_recipe, machine_file, capsys
 ) -> None:

@@ -259,6 +259,7 @@ def test_ctrl_c_ends_the_step_saves_and_can_be_resumed(
     assert saved == [f"step-{done:07d}"]
 
 
+@pytest.mark.slow
 def test_energy_adds_up_over_a_resume_and_each_checkpoint_has_a_page(
     tmp_path: Path, write_recipe, machine_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,6 +312,7 @@ def test_energy_adds_up_over_a_resume_and_each_checkpoint_has_a_page(
     assert "unplugged" in pages[-1]
 
 
+@pytest.mark.slow
 def test_metrics_go_to_tensorboard_when_asked(tmp_path, write_recipe, machine_file) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -363,6 +365,7 @@ def test_files_of_others_are_not_deleted(tmp_path, write_recipe, machine_file, c
     assert (precious / "thesis.txt").read_text() == "years of work"
 
 
+@pytest.mark.slow
 def test_an_overwritten_run_keeps_what_is_not_its_own(finished: Path, machine_file) -> None:
     (finished / "notes.txt").write_text("keep")
     recipe = finished.parent / "recipe.yaml"

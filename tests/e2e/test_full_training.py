@@ -56,7 +56,7 @@ def assert_same_runs(one: Path, other: Path) -> None:
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", mostly_slow(["bfloat16", "float32"], "float32"))
 def test_plain_transformers_loads_what_a_run_leaves(
     dtype, tmp_path, write_recipe, machine_file, capsys, model_dir
 ) -> None:
@@ -142,6 +142,7 @@ def test_a_killed_run_resumes_to_the_bit(
     assert_same_runs(tmp_path / "run", whole)
 
 
+@pytest.mark.slow
 def test_only_what_patterns_name_trains(tmp_path, write_recipe, machine_file, model_dir) -> None:
     recipe = full_recipe(write_recipe, what=["model.layers.[23].*", "model.norm.weight"])
     assert run("finetune", recipe, "--machine", machine_file) == 0

@@ -141,6 +141,7 @@ def rewarding(tmp_path_factory, model_dir, rows_file, machine_file) -> Path:
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_a_reward_model_is_refused_where_tokens_are_predicted(
     rewarding, model_dir, tmp_path, cache, capsys
 ) -> None:

@@ -35,6 +35,7 @@ def forget_after(run_dir: Path, step: int) -> None:
             shutil.rmtree(folder)
 
 
+@pytest.mark.slow
 def test_noise_and_restarts_are_resumed_to_the_bit(tmp_path, write_recipe, machine_file) -> None:
     recipe = write_recipe(
         train={

@@ -75,6 +75,7 @@ def asked_and_answered(tokenizer: Any, prompt: str, answer: str) -> tuple[list[i
     return tuple(tokenizer(part, add_special_tokens=False).input_ids for part in (before, found))
 
 
+@pytest.mark.slow
 def test_checkpoints_score_as_by_transformers_and_peft_in_one_pass(
     trained, model_dir, rows_file, machine_file, cache, tmp_path, capsys
 ) -> None:
@@ -119,6 +120,7 @@ def test_a_finished_adapter_scores_as_its_last_checkpoint(
     assert both["num_loads"] == NUM_LAYERS
 
 
+@pytest.mark.slow
 def test_adapters_that_peft_cannot_hold_together_are_scored_one_after_the_other(
     trained, model_dir, rows_file, machine_file, cache, tmp_path, capsys
 ) -> None:
@@ -263,6 +265,7 @@ def test_what_cannot_be_scored_is_refused_with_the_fix(
     assert f"{damaged} is damaged" in refused("--checkpoints", copied)
 
 
+@pytest.mark.slow
 def test_a_run_that_trained_the_base_is_refused_and_its_model_is_scored(
     write_recipe, rows_file, machine_file, tmp_path, capsys
 ) -> None:
@@ -284,6 +287,7 @@ def test_a_run_that_trained_the_base_is_refused_and_its_model_is_scored(
     assert found["scores"][0]["loss"] < base["scores"][0]["loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_dora", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_checkpoints_with_modules_trained_whole_score_as_the_run_said(
     is_dora, write_recipe, machine_file, tmp_path, capsys

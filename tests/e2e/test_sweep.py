@@ -27,6 +27,7 @@ def recipe(write_recipe: RecipeWriter, tmp_path: Path) -> Path:
     return write_recipe(output=output, train={"steps": 4})
 
 
+@pytest.mark.slow
 def test_a_grid_is_trained_ranked_and_its_best_recipe_written(
     recipe: Path, machine_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -54,6 +55,7 @@ def test_a_grid_is_trained_ranked_and_its_best_recipe_written(
     assert "holds a sweep already" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_runs_that_do_not_fit_together_train_in_halves(
     recipe: Path,
     machine_file: Path,
@@ -135,6 +137,7 @@ def test_an_interrupted_sweep_saves_all_its_runs(
         assert state["status"] == "waiting"
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_leaves_alone(
     recipe: Path, machine_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -149,6 +152,7 @@ def test_a_run_that_diverges_leaves_alone(
     assert len(learned(folder / "alpha-8")) == 4
 
 
+@pytest.mark.slow
 def test_a_run_that_is_worse_than_the_best_stops_and_is_saved(
     recipe: Path, machine_file: Path, tmp_path: Path
 ) -> None:

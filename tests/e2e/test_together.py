@@ -69,6 +69,7 @@ TWO: list[Sections] = [
 ]
 
 
+@pytest.mark.slow
 def test_two_runs_of_different_length_rank_and_targets_are_each_what_they_are_alone(
     write_recipe: RecipeWriter, machine_file: Path, tmp_path: Path
 ) -> None:

@@ -92,6 +92,7 @@ def test_kernels_compute_what_the_loop_does(kind: str, routing: str, device: str
     assert_close(ours, reference, limit=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", mostly_slow(GATED, "gelu"))
 def test_sizes_that_fill_no_block_are_computed_as_well(kind: str, device: str) -> None:
@@ -132,6 +133,7 @@ def test_kernels_are_as_close_to_the_truth_as_peft(
     pytest.fail(f"squared errors {squares}, the limit is {SLACK} in error")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_two_adapters_of_any_scaling_count_together(device: str) -> None:
     model = adapted_experts("gated", "eager", torch.float32)
@@ -324,6 +326,7 @@ def note_tile(
     tl.store(place + 3, column)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("block_m", mostly_slow([16, 32], 32))
 def test_each_row_is_in_one_tile_of_its_expert(block_m: int, device: str) -> None:

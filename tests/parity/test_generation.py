@@ -101,6 +101,7 @@ def test_move_encoded_layers_generate_what_they_do_decoded(options: dict[str, An
     assert_same(found, plain(model))  # detached: its weights are those that were decoded
 
 
+@pytest.mark.slow
 def test_move_fused_layers_generate_the_same_streamed_and_resident() -> None:
     answers = []
     for num_slots in (2, NUM_LAYERS):

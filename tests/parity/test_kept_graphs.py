@@ -74,6 +74,7 @@ def test_move_graphs_are_kept_whether_weights_stay_in_their_slots_or_come_back(n
         assert_equal(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", mostly_slow(["nf4", "int8"], "nf4"))
 def test_move_graphs_are_kept_of_layers_that_are_decoded_in_one_place(codec: CodecName) -> None:
     model = tiny("qwen3_moe", dropout=0.2)
@@ -82,6 +83,7 @@ def test_move_graphs_are_kept_of_layers_that_are_decoded_in_one_place(codec: Cod
         assert_equal(step(model, kept_graphs=kept_graphs, codec=codec), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stash", "order"),
     mostly_slow(

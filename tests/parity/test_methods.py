@@ -10,6 +10,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from finetune.adapter.lora import add_lora, trained
 from finetune.recipe.sections import AdapterSection
 from offload import attach
+from tests.tiers import mostly_slow
 
 SHAPE = Qwen3Config(
     hidden_size=32,
@@ -24,7 +25,7 @@ SHAPE = Qwen3Config(
 IGNORED = -100
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", mostly_slow([torch.float32, torch.bfloat16], torch.float32))
 @pytest.mark.parametrize("method", ["loha", "lokr", "ia3", "vera", "oft", "miss"])
 def test_gradients_are_those_of_plain_peft(method: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)

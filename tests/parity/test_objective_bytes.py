@@ -23,6 +23,7 @@ from offload.plan.schedule.residency import Residency
 from tests.builders import lora, request, workload
 from tests.parity.objectives import ByRow, pairs, sigmoid
 from tests.parity.steps import OPTIONS
+from tests.tiers import mostly_slow
 
 NUM_MICRO_BATCHES, HEAD_CHUNK, VOCABULARY = 3, 64, 4096
 CONFIG: dict[str, Any] = {
@@ -99,7 +100,7 @@ def planned(length: int, *, num_scored: int) -> dict[str, int]:
     return {term.name: term.num_bytes for term in terms if term.name not in STANDING}
 
 
-@pytest.mark.parametrize("num_scored", [0, NUM_MICRO_BATCHES], ids=["dpo", "kto"])
+@pytest.mark.parametrize("num_scored", mostly_slow({"dpo": 0, "kto": NUM_MICRO_BATCHES}, "dpo"))
 @pytest.mark.parametrize("length", LENGTHS)
 def test_the_peak_of_a_step_with_a_reference_is_the_plans(length: int, num_scored: int) -> None:
     found = counted(length, num_scored=num_scored)

@@ -31,6 +31,7 @@ from tests.parity.objectives import (
     sigmoid,
 )
 from tests.parity.steps import MODELS, OPTIONS, SHAPE, gradients, rel_error, tiny
+from tests.tiers import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -124,7 +125,7 @@ def test_the_reference_has_no_noise_of_neftune() -> None:
     assert not torch.allclose(found.policy_N.detach(), without.policy_N.detach())
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("name", mostly_slow(["llama", "gemma3_text"], "gemma3_text"))
 def test_reorder_modules_trained_whole_have_the_gradients_of_a_plain_loop(name: str) -> None:
     whole = WHOLE if name == "llama" else ["norm", "input_layernorm"]  # Gemma's head is tied
     model = with_adapter(name, modules_to_save=whole)

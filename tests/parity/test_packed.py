@@ -115,12 +115,14 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", mostly_slow(WAYS, "sent outputs"))
 def test_move_no_bit_of_a_packed_step_depends_on_what_is_kept(options: EngineOptions) -> None:
     model = tiny("qwen3")
     assert_equal(step(model, options), step(model))
 
 
+@pytest.mark.slow
 def test_move_packed_rows_with_dropout_do_not_depend_on_what_is_kept() -> None:
     model = tiny("qwen3", dropout=0.2)
     assert_equal(step(model, WAYS["graphs"]), step(model))

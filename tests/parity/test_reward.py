@@ -131,7 +131,7 @@ def step(
 FAMILIES = ("llama", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss")
 
 
-@pytest.mark.parametrize("name", mostly_slow(list(FAMILIES), "llama", "qwen3_moe"))
+@pytest.mark.parametrize("name", mostly_slow(list(FAMILIES), "qwen3_moe"))
 def test_reorder_gradients_are_those_of_a_plain_loop_however_a_step_is_cut(name: str) -> None:
     model = classifier(name).double()
     loss, truth = plain(model)
@@ -146,7 +146,7 @@ def test_reorder_gradients_are_those_of_a_plain_loop_however_a_step_is_cut(name:
             assert rel_error(found, truth) < 1e-11
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("name", mostly_slow(["llama", "qwen3_moe"], "qwen3_moe"))
 def test_reorder_packed_rows_have_the_gradients_of_rows_alone(name: str) -> None:
     model = classifier(name).double()
     loss, truth = plain(model)
@@ -163,7 +163,7 @@ LEVERS = {
 
 
 @pytest.mark.parametrize("name", mostly_slow(["llama", "qwen3_moe"], "qwen3_moe"))
-@pytest.mark.parametrize("lever", list(LEVERS))
+@pytest.mark.parametrize("lever", mostly_slow(list(LEVERS), next(iter(LEVERS))))
 def test_move_streamed_is_resident(name: str, lever: str) -> None:
     model, options = classifier(name), LEVERS[lever]
     resident = replace(OPTIONS, num_slots=6, codec=options.codec)

@@ -116,6 +116,7 @@ def test_reorder_gradients_of_any_adapter_are_those_of_plain_pytorch(
     require_exact(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     mostly_slow(
@@ -130,6 +131,7 @@ def test_move_however_a_step_runs_its_tiles_give_the_same_bits(changes: dict[str
     require_same(step(model, TILED), step(model, replace(TILED, **changes)))
 
 
+@pytest.mark.slow
 def test_move_encoded_weights_are_tiled_as_resident_ones() -> None:
     base = tiny_model("qwen3")
     model = with_adapters(base, LayeredModel(base).layers)
@@ -223,6 +225,7 @@ def test_an_mlp_that_may_do_something_else_in_tiles_is_refused() -> None:
         step(thresholded(is_by_length=True), TILED)
 
 
+@pytest.mark.slow
 def test_of_an_mlp_that_looks_at_all_its_tokens_what_does_not_is_tiled() -> None:
     model = thresholded(is_by_length=False)
     _, expected = plain(model, micro_batches())
@@ -261,6 +264,7 @@ def test_a_visit_in_tiles_keeps_one_tile_of_the_wide_tensors() -> None:
     assert saved > (whole - 20 * num_tokens * hidden * 4) * (1 - 2 * chunk / num_tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", mostly_slow(range(3), 0))
 def test_reorder_in_16_bits_tiles_are_as_near_the_truth_as_whole_mlps(seed: int) -> None:
     torch.manual_seed(seed)
@@ -283,6 +287,7 @@ def test_reorder_in_16_bits_tiles_are_as_near_the_truth_as_whole_mlps(seed: int)
 TRACED = ("llama", "qwen3", "phi3", "mistral", "olmo2", "glm4")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "is_grouped", "code"),
     tiered(

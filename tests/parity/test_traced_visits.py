@@ -197,6 +197,7 @@ def test_traced_bytes_are_those_of_the_step(
     assert prediction.recorded + hidden_bytes <= found[Kind.FRONT, None, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", mostly_slow({"frozen": False, "adapted": True}, "adapted"))
 def test_a_loop_over_experts_takes_what_its_routing_makes_of_it(experts: bool) -> None:
     model = built("moe", torch.bfloat16, path="eager", experts=experts)
@@ -281,6 +282,7 @@ def test_a_card_s_attention_is_priced_by_the_kernel_that_it_takes() -> None:
     assert visit_bytes(1024) - visit_bytes(512) > 2 * 4 * 4 * (1024**2 - 512**2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"),
     mostly_slow(

@@ -224,6 +224,7 @@ def test_what_libraries_say_to_developers_is_not_shown(tmp_path: Path) -> None:
     assert done.stderr.splitlines() == ["[transformers] an error"]
 
 
+@pytest.mark.slow
 def test_a_plan_shows_what_it_chose_and_turned_down(capsys) -> None:
     words = ("plan", "qwen3_8b_lora_3060", "--machine", "rtx3060", *OPEN)
     assert run(*words, "--verbose") == 0
@@ -308,6 +309,7 @@ def test_a_plan_says_which_expert_kernels_it_assumes(capsys) -> None:
     assert json.loads(capsys.readouterr().out)["experts_implementation"] is None
 
 
+@pytest.mark.slow
 def test_other_ways_are_priced_against_the_plan_for_people_and_programs(capsys) -> None:
     words = ("plan", "qwen30b_lora_5090", "--machine", "rtx5090", "--what-if")
     assert run(*words) == 0
@@ -522,8 +524,8 @@ def test_wrong_usage_exits_with_2(capsys) -> None:
 @pytest.mark.parametrize(
     ("recipe", "card"),
     [
-        ("qwen3_8b_lora_3060", "rtx3060"),
-        ("qwen30b_qlora_4060ti", "rtx4060ti"),
+        pytest.param("qwen3_8b_lora_3060", "rtx3060", marks=pytest.mark.slow),
+        pytest.param("qwen30b_qlora_4060ti", "rtx4060ti", marks=pytest.mark.slow),
         ("qwen30b_lora_5090", "rtx5090"),
         ("qwen30b_dpo_5090", "rtx5090"),
         pytest.param("qwen30b_kto_5090", "rtx5090", marks=pytest.mark.slow),

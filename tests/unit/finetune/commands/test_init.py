@@ -54,6 +54,7 @@ def test_flags_answer_all_questions_and_the_plan_is_that_of_the_recipe(capsys) -
     assert json.loads(capsys.readouterr().out) == json.loads(Path("mine.plan.json").read_text())
 
 
+@pytest.mark.slow
 def test_preferences_are_learned_by_dpo(capsys) -> None:
     row = {"prompt": "which?", "chosen": "this", "rejected": "that"}
     Path("pairs.jsonl").write_text((json.dumps(row) + "\n") * 20)
@@ -75,6 +76,7 @@ def test_rows_decide_how_long_sequences_are_within_what_fits(capsys) -> None:
     assert recipe.train.tokens_per_step == 12_288
 
 
+@pytest.mark.slow
 def test_evaluations_come_four_times_an_epoch_and_few_steps_are_said(capsys) -> None:
     row = {"prompt": "x" * 2997, "completion": "yyy"}  # 1,000 tokens, as they are assumed
     for num_rows, every in ((400, 6), (4000, 50)):
@@ -89,7 +91,10 @@ def test_evaluations_come_four_times_an_epoch_and_few_steps_are_said(capsys) -> 
 
 @pytest.mark.parametrize(
     ("row", "is_cut"),
-    [({"prompt": "x" * 179_997, "completion": "yyy"}, True), ({"text": "x" * 180_000}, False)],
+    [
+        ({"prompt": "x" * 179_997, "completion": "yyy"}, True),
+        pytest.param({"text": "x" * 180_000}, False, marks=pytest.mark.slow),
+    ],
 )
 def test_an_epoch_has_the_tokens_that_are_left_of_long_rows(row, is_cut: bool, capsys) -> None:
     Path("rows.jsonl").write_text((json.dumps(row) + "\n") * 20)  # of 60,000 tokens each

@@ -39,6 +39,7 @@ def printed(capsys, *argv: object):
 # Machines
 
 
+@pytest.mark.slow
 def test_all_machines_have_a_line_for_each_form_of_the_layers(capsys) -> None:
     found = printed(capsys, "plan", "tiny-qwen3", "--machines", "all", "train.seq_len=128")
     lines = [(line["machine"], line["codec"]) for line in found]
@@ -131,6 +132,7 @@ def in_12_gib() -> list[Comparison]:
     return compare_within_memory([SMALL, "qwen3-14b", "qwen3-30b-a3b"], machine)
 
 
+@pytest.mark.slow
 def test_what_fits_is_within_the_memory_and_what_does_not_is_short_of_one(
     in_12_gib: list[Comparison],
 ) -> None:
@@ -176,6 +178,7 @@ def test_more_memory_never_shortens_the_longest_sequence(in_12_gib: list[Compari
         assert less.longest_seq_len <= more.longest_seq_len
 
 
+@pytest.mark.slow
 def test_fit_lists_what_trains_at_the_rates_of_an_assumed_card(capsys) -> None:
     assert run("fit", SMALL, "--vram", "12", "--ram", "64") == 0
     out = capsys.readouterr().out

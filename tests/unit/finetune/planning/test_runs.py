@@ -118,6 +118,7 @@ def test_a_tile_or_packed_weights_are_open_only_where_they_are_for_all_runs() ->
     assert tiles(dropped) == {None}
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_runs_take_together_and_alone() -> None:
     variants = sweep("train.lr=1e-4,2e-4,5e-4", "adapter.rank=8,32")
     found = plan_variants(variants, CARD)

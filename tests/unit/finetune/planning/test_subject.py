@@ -206,6 +206,7 @@ def test_plan_fit_and_machines_agree_on_many_cards(model: str, card: str, ram_gi
     assert_answers_agree(model, named_machine(card, ram_bytes=ram_gib * GIB))
 
 
+@pytest.mark.slow
 def test_the_three_commands_print_the_same_figures(capsys) -> None:
     words = ("--ram", "16", "--json")
     assert run("plan", "gpt-oss-20b", "--machine", "rtx5090", "offload.tier=disk", *words) == 0
@@ -221,6 +222,7 @@ def test_the_three_commands_print_the_same_figures(capsys) -> None:
         assert line["ram_bytes"] == plan["predicted"]["host_bytes"]
 
 
+@pytest.mark.slow
 def test_a_recipe_with_open_micro_batches_has_a_table_of_machines(capsys) -> None:
     words = ("plan", "qwen3-0.6b", "train.micro_batch_size=auto", "--json")
     assert run(*words, "--machines", "rtx4090") == 0

@@ -64,9 +64,7 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize(
-    "words", mostly_slow(ASKED, "dense on its smallest card", "more than RAM", "half of a card")
-)
+@pytest.mark.parametrize("words", mostly_slow(ASKED, "more than RAM"))
 def test_a_suggested_recipe_plans_to_the_figures_on_top_of_it(
     words: str, tmp_path: Path, capsys
 ) -> None:
@@ -199,6 +197,7 @@ def test_an_unknown_goal_names_the_nearest(capsys) -> None:
 # ----------------------------------------------------------------------------------- what misses
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_names_the_least_that_does(capsys) -> None:
     asked = ("recipes", "for", "llama-3.1-70b", "offload.codec=nf4", "--ram", 32)
     assert run(*asked, "--vram", 8) == 3
@@ -212,6 +211,7 @@ def test_what_does_not_fit_names_the_least_that_does(capsys) -> None:
     assert run(*asked, "--vram", 12) == 3
 
 
+@pytest.mark.slow
 def test_too_little_ram_names_how_much_would_do(capsys) -> None:
     asked = ("recipes", "for", "gpt-oss-120b", "--machine", "rtx5090", "offload.tier=ram")
     assert run(*asked, "--ram", 32) == 3
@@ -242,6 +242,7 @@ def test_memory_alone_takes_the_rates_of_a_card_and_says_so(capsys) -> None:
     assert out.startswith("# LoRA on qwen3-8b, exact from RAM, for rtx3060 with 64 GiB of RAM.\n")
 
 
+@pytest.mark.slow
 def test_a_part_of_a_card_is_a_budget_of_the_recipe(capsys) -> None:
     words = ("qwen3-8b", "--machine", "rtx4090")
     assert "\n  vram_budget: 10" in suggested(capsys, *words, "--vram", 10)

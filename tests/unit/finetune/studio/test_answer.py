@@ -38,12 +38,17 @@ def planned(words: list[str], capsys) -> dict[str, object]:
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        {"method": "dora", "rank": 64, "seq_len": 1000},
-        {"method": "all", "tokens_per_step": 2048},
         {"objective": "dpo", "codec": "nf4"},
-        {"model": "llama-2-7b", "ram_gib": 48.5, "link_gb_per_s": 11.5},
-        {"micro_batch_size": "auto", "tokens_per_step": 65536, "card": "h100"},
+        *(
+            pytest.param(changes, marks=pytest.mark.slow)
+            for changes in (
+                {},
+                {"method": "dora", "rank": 64, "seq_len": 1000},
+                {"method": "all", "tokens_per_step": 2048},
+                {"model": "llama-2-7b", "ram_gib": 48.5, "link_gb_per_s": 11.5},
+                {"micro_batch_size": "auto", "tokens_per_step": 65536, "card": "h100"},
+            )
+        ),
     ],
 )
 def test_the_recipe_of_a_question_plans_to_the_same_figures(

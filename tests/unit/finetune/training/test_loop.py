@@ -142,6 +142,7 @@ def test_a_run_that_was_begun_with_the_first_seeds_keeps_them(tmp_path: Path) ->
 WHOLE = adapter(dropout=0.2, modules_to_save=("norms", "lm_head"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer", mostly_slow(["adamw", "adamw_8bit", "adafactor"], "adamw_8bit")
 )

@@ -21,6 +21,7 @@ from offload.plan.schedule.passes import Passes
 from offload.plan.schedule.residency import Residency
 from offload.plan.schedule.schedule import TransferSizes, step_schedule, warm_ring
 from tests.builders import lora, qwen3_8b, request, slow_link, workload
+from tests.tiers import mostly_slow
 
 FACTS = qwen3_8b()
 CARD = named_machine("rtx4060ti")
@@ -260,7 +261,7 @@ def test_what_a_run_has_for_itself_is_what_one_more_adds() -> None:
     assert peaks[2] - peaks[1] == pytest.approx(2 * 1.03 * own, rel=0.01)
 
 
-@pytest.mark.parametrize("most", [1, 2, 3])
+@pytest.mark.parametrize("most", mostly_slow([1, 2, 3], 2))
 def test_waves_are_as_fast_as_the_best_partition_of_a_few_runs(most: int) -> None:
     runs = [SMALL, adapted(rank=64), SMALL, replace(SMALL, num_micro_batches=16), SMALL]
     num_steps = [3, 3, 5, 3, 3]

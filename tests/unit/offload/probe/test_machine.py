@@ -64,6 +64,7 @@ def test_the_time_given_is_about_the_time_taken() -> None:
     assert 0.8 < time.perf_counter() - start_s < 10
 
 
+@pytest.mark.slow
 def test_the_probe_leaves_random_state_threads_and_grad_mode_as_they_were() -> None:
     state, num_threads = torch.get_rng_state(), torch.get_num_threads()
     probe(device="cpu", dtype="float32", seconds=0.1)

@@ -233,6 +233,7 @@ class Counting(nn.Module):
         return half_rotated(q, k, cos, sin)
 
 
+@pytest.mark.slow
 def test_code_that_decides_by_its_tokens_or_mode_or_writes_globals_is_left_alone() -> None:
     norms = (LongNorm(), LoudNorm(), QuietNorm(), QuietNorm().eval())
     assert all(find_norm(norm) is None for norm in norms)

@@ -26,6 +26,7 @@ def layers(name: str = "qwen3", dtype: torch.dtype = torch.bfloat16) -> list[nn.
     return list(model.to(dtype).requires_grad_(requires_grad=False).model.layers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "name"),
     mostly_slow(
@@ -41,6 +42,7 @@ def test_each_kind_of_part_is_right_and_timed(name: str, dtype: torch.dtype) -> 
     assert all(one.plain_s and one.fused_s for one in trials)
 
 
+@pytest.mark.slow
 def test_norms_of_two_widths_are_tried_apart_and_equal_ones_once() -> None:
     names = [one.name for one in try_fused(layers("qwen3"), VOCABULARY, CPU)]
     assert names.count("Norm of Qwen3RMSNorm") == 2
