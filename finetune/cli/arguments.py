@@ -42,4 +42,8 @@ Link = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print figures for programs.")]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Print every table.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print errors only.")]
+JsonLogs = Annotated[
+    bool, typer.Option("--json-logs", help="Print a JSON object a line, one for each step.")
+]
 AsMarkdown = Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")]

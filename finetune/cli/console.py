@@ -14,12 +14,15 @@ if TYPE_CHECKING:
 PIPE_COLUMNS = 120  # of a file or pipe: tables stay whole
 
 
-def open_console() -> Console:
+def open_console(*, is_quiet: bool = False) -> Console:
     """Return the terminal, or a stream as wide as COLUMNS says: 120 if it is not set.
 
     With several processes only the first one prints.
+
+    Args:
+        is_quiet: Whether nothing is printed.
     """
-    is_quiet = launch().index > 0
+    is_quiet = is_quiet or launch().index > 0
     console = Console(highlight=False, quiet=is_quiet)
     if console.is_terminal:
         return console

@@ -105,10 +105,11 @@ def merge(
     """Write the trained model as plain weights, a few tensors in memory at a time."""
     with explained(str(run_dir)):
         from finetune.export.merge_run import merge_run
-        from finetune.report.screen import bytes_bar
+        from finetune.report.screen import Screen
 
         console = open_console()
-        with bytes_bar(console, "merge") as progress:
+        screen = Screen(console, is_verbose=False)
+        with screen.working("Writing weights", "bytes") as progress:
             merged = merge_run(run_dir, out, progress=progress)
         print_notes(console, merged.notes)
         console.print(f"Model: {merged.folder}", markup=False)
@@ -126,10 +127,11 @@ def export(
     """Write the trained model as a GGUF file, by llama.cpp's converter."""
     with explained(str(source)):
         from finetune.export.gguf import export_gguf
-        from finetune.report.screen import bytes_bar
+        from finetune.report.screen import Screen
 
         console = open_console()
-        with bytes_bar(console, "merge") as progress:
+        screen = Screen(console, is_verbose=False)
+        with screen.working("Writing weights", "bytes") as progress:
             exported = export_gguf(source, gguf, llama_cpp=llama_cpp, progress=progress)
         print_notes(console, exported.notes)
         console.print(f"GGUF: {exported.file}", markup=False)

@@ -5,7 +5,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from finetune.cli.arguments import MachineFile, Overrides, Resume, Source, Verbose
+from finetune.cli.arguments import (
+    JsonLogs,
+    MachineFile,
+    Overrides,
+    Quiet,
+    Resume,
+    Source,
+    Verbose,
+)
 from finetune.cli.console import open_console
 from finetune.env import launch
 from finetune.errors import ConfigError
@@ -13,6 +21,7 @@ from finetune.exits import EXIT_USER, explained
 from finetune.interrupts import exit_code
 
 if TYPE_CHECKING:
+    from finetune.report.screen import Screen
     from finetune.sweep.variants import Variants
 
 
@@ -24,6 +33,8 @@ def finetune(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an old run.")] = False,
     machine: MachineFile = None,
     is_verbose: Verbose = False,
+    is_quiet: Quiet = False,
+    has_json_logs: JsonLogs = False,
 ) -> None:
     """Train an adapter, and show predicted against measured step time.
 
@@ -43,35 +54,32 @@ def finetune(
             from finetune.sweep.variants import recipes_together
 
             variants = recipes_together([recipe, *more], overrides or [])
-            _sweep(variants, machine, (resume, overwrite), most=None, is_verbose=is_verbose)
+            screen = _screen(is_verbose=is_verbose, is_quiet=is_quiet, has_json_logs=has_json_logs)
+            _sweep(variants, machine, (resume, overwrite), screen, most=None)
             return
-        console = open_console()
+        screen = _screen(is_verbose=is_verbose, is_quiet=is_quiet, has_json_logs=has_json_logs)
         with join(launch()) as ranks:
             settings = load_recipe(recipe, overrides or [])
             run_dir = settings.output.run_dir
-            console.print(f"Recipe {recipe}, run directory {run_dir}", markup=False)
-            from finetune.report.screen import Screen
+            screen.note(f"Recipe {recipe}, run directory {run_dir}")
             from finetune.train import finetune as run
 
             outcome = run(
                 settings,
                 ranks=ranks,
-                screen=Screen(console, is_verbose=is_verbose),
+                screen=screen,
                 machine_file=machine,
                 is_resume=resume,
                 may_overwrite=overwrite,
             )
         if outcome.signal is not None:
-            console.print(
-                f"Stopped after step {outcome.num_steps}; continue with `--resume`.",
-                markup=False,
-            )
+            screen.note(f"Stopped after step {outcome.num_steps}; continue with `--resume`.")
             raise typer.Exit(exit_code(outcome.signal))
         kind, folder = ("Model", "model") if settings.train.is_full else ("Adapter", "adapter")
-        console.print(f"{kind}: {outcome.run_dir / folder}", markup=False)
-        console.print(f"Report:  {outcome.run_dir / 'report.html'}", markup=False)
+        screen.note(f"{kind}: {outcome.run_dir / folder}")
+        screen.note(f"Report:  {outcome.run_dir / 'report.html'}")
         if not is_verbose:
-            console.print(f"Details: `sluice explain {outcome.run_dir}`", markup=False)
+            screen.note(f"Details: `sluice explain {outcome.run_dir}`")
 
 
 def sweep(
@@ -94,39 +102,57 @@ def sweep(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace old runs.")] = False,
     machine: MachineFile = None,
     is_verbose: Verbose = False,
+    is_quiet: Quiet = False,
+    has_json_logs: JsonLogs = False,
 ) -> None:
     """Train variants of a recipe over one stream of the base, each as if it were alone."""
     from finetune.sweep.variants import variants_of, variants_to_resume
 
     with explained(source):
+        screen = _screen(is_verbose=is_verbose, is_quiet=is_quiet, has_json_logs=has_json_logs)
         variants = (
             variants_to_resume(source, settings or [], is_zipped=is_zipped)
             if resume
             else variants_of(source, settings or [], is_zipped=is_zipped, max_runs=max_runs)
         )
-        _sweep(variants, machine, (resume, overwrite), most=together, is_verbose=is_verbose)
+        _sweep(variants, machine, (resume, overwrite), screen, most=together)
 
 
 def _sweep(
     variants: "Variants",
     machine: Path | None,
     resume_or_overwrite: tuple[bool, bool],
+    screen: "Screen",
     *,
     most: int | None,
-    is_verbose: bool,
 ) -> None:
     """Run a sweep; a run that failed makes the command fail."""
-    from finetune.report.screen import Screen
     from finetune.sweep.sweep import How
     from finetune.sweep.sweep import sweep as run
     from finetune.training.rendezvous import join
 
     how = How.of(machine, *resume_or_overwrite, most=most)
     with join(launch()) as ranks:
-        outcome = run(
-            variants, how, ranks=ranks, screen=Screen(open_console(), is_verbose=is_verbose)
-        )
+        outcome = run(variants, how, ranks=ranks, screen=screen)
     if outcome.signal is not None:
         raise typer.Exit(exit_code(outcome.signal))
     if outcome.has_failures:
         raise typer.Exit(EXIT_USER)
+
+
+def _screen(*, is_verbose: bool, is_quiet: bool, has_json_logs: bool) -> "Screen":
+    """Return the screen that the options ask for.
+
+    Raises:
+        ConfigError: Two of them contradict each other.
+    """
+    if is_quiet and (is_verbose or has_json_logs):
+        other = "--verbose" if is_verbose else "--json-logs"
+        raise ConfigError(f"both --quiet and {other}", hint="leave one of them out")
+    from finetune.report.screen import Screen
+
+    return Screen(
+        open_console(is_quiet=is_quiet),
+        is_verbose=is_verbose,
+        form="json" if has_json_logs else "text",
+    )

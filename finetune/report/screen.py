@@ -1,156 +1,119 @@
-"""What a run shows while it runs. Everything that is printed goes through one console."""
+"""What a run shows while it runs. Everything that is printed goes through one console.
 
+On a terminal long work is a live display of two lines; in a pipe it is lines that begin with the
+time of day; with JSON logs each is an object on a line of its own.
+"""
+
+import io
+import json
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from datetime import UTC, datetime
+from typing import Any, Literal
 
 from rich.console import Console, RenderableType
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.text import Text
+
+from finetune.report.progress import (
+    Memory,
+    Recent,
+    StepLines,
+    Steps,
+    Unit,
+    WorkLines,
+    evaluation_line,
+    now,
+    shown_memory,
+    shown_step,
+    shown_work,
+    sparkline,
 )
+from finetune.run.evaluations import EVAL_LOSS
 
-from finetune.run.evaluations import EVAL_LOSS, shown_evaluation
-from offload.plan.machine.machine import GIB
-
-NUM_RECENT_STEPS = 20
-LINE_EVERY_S, LINE_AFTER_S = 5.0, 60.0
-NUM_STEP_LINES = 10
-NUM_LOADING_LINES = 10
+Form = Literal["text", "json"]
+JSON_COLUMNS = 120  # of a table within an object
+_NARROW, _BAR, _SHORT_BAR = 100, 20, 10
 
 
-class Steps(Protocol):
-    """Optimizer steps as they are shown."""
+class Bars(Progress):
+    """Bars with a text each, and below them a line on the run as a whole."""
 
-    def advance(self, row: Mapping[str, Any]) -> None:
-        """Show that a step is done, by its row of metrics, and the loss on held-out rows in it."""
+    def __init__(self, console: Console) -> None:
+        """Show nothing yet."""
+        self.below = ""
+        super().__init__(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=_BAR if console.width >= _NARROW else _SHORT_BAR),
+            TextColumn("{task.fields[said]}", markup=False),
+            console=console,
+        )
 
-
-class Recent:
-    """The rate of the last few steps."""
-
-    def __init__(self) -> None:
-        """Begin with none."""
-        self._steps: deque[tuple[int, float]] = deque(maxlen=NUM_RECENT_STEPS)
-
-    def add(self, row: Mapping[str, Any]) -> None:
-        """Add a step, with its wait for data."""
-        self._steps.append((row["num_tokens"], row["num_tokens"] / row["tokens_per_s"]))
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens of a second."""
-        return sum(tokens for tokens, _ in self._steps) / sum(s for _, s in self._steps)
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of a step."""
-        return sum(seconds for _, seconds in self._steps) / len(self._steps)
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """Yield the bars, and the line if there is one."""
+        yield from super().get_renderables()
+        if self.below:
+            yield Text(self.below, no_wrap=True, overflow="ellipsis")
 
 
 class StepBar:
-    """A progress bar over optimizer steps; a loss on held-out rows is a line above it."""
-
-    def __init__(self, progress: Progress, task: TaskID, note: Callable[[str], None]) -> None:
-        """Keep the bar."""
-        self._progress = progress
-        self._task = task
-        self._note = note
-        self._recent = Recent()
-
-    def advance(self, row: Mapping[str, Any]) -> None:
-        """Show that a step is done, and the rate of the last few."""
-        self._recent.add(row)
-        rate = f"{self._recent.tokens_per_s:,.0f}"
-        self._progress.update(self._task, advance=1, loss=f"{row['loss']:.4f}", rate=rate)
-        if EVAL_LOSS in row:
-            self._note(_evaluation(row))
-
-
-class StepLines:
-    """Optimizer steps without a terminal: a line from time to time, and one for the last step."""
+    """A bar over optimizer steps with their losses; an evaluation is a line above it."""
 
     def __init__(
-        self, note: Callable[[str], None], *, clock: Callable[[], float], done: int, total: int
+        self, bars: Bars, task: TaskID, note: Callable[[str], None], memory: Memory, *, total: int
     ) -> None:
-        """Begin now, after `done` of `total` steps."""
-        self._note, self._clock = note, clock
-        self._total = total
-        self._last_step, self._last_s = done, clock()
-        self._recent = Recent()
+        """Keep the bar."""
+        self._bars, self._task, self._note, self._memory = bars, task, note, memory
+        self._total, self._recent, self._losses = total, Recent(), list[float]()
 
     def advance(self, row: Mapping[str, Any]) -> None:
-        """Print a line if a minute has passed, or a tenth is done and some seconds passed."""
+        """Show that a step is done, the rate of the last few, and the losses so far."""
         self._recent.add(row)
-        step, now_s = row["step"], self._clock()
-        waited_s = now_s - self._last_s
-        is_tenth = (step - self._last_step) * NUM_STEP_LINES >= self._total
-        is_due = waited_s >= (LINE_EVERY_S if is_tenth else LINE_AFTER_S)
-        if is_due or step == self._total:
-            self._last_step, self._last_s = step, now_s
-            self._note(
-                f"step {step}/{self._total}, loss {row['loss']:.4f},"
-                f" {self._recent.tokens_per_s:,.0f} tokens/s,"
-                f" ETA {(self._total - step) * self._recent.step_s:,.0f} s"
-            )
-        if EVAL_LOSS in row:
-            self._note(_evaluation(row))
-
-
-def _evaluation(row: Mapping[str, Any]) -> str:
-    return f"step {row['step']}: {shown_evaluation(row)}"
-
-
-class LoadingLines:
-    """Progress of loading without a terminal: a few lines, none for what takes no time."""
-
-    def __init__(self, note: Callable[[str], None], *, clock: Callable[[], float]) -> None:
-        """Begin now."""
-        self._note, self._clock = note, clock
-        self._start_s = self._last_s = clock()
-        self._num_shown = 0
-
-    def __call__(self, done_bytes: int, all_bytes: int) -> None:
-        """Print a line if a tenth more is done, and some seconds have passed."""
-        now_s, num_tenths = self._clock(), NUM_LOADING_LINES * done_bytes // all_bytes
-        if num_tenths <= self._num_shown or now_s - self._last_s < LINE_EVERY_S:
-            return
-        self._num_shown, self._last_s = num_tenths, now_s
-        bytes_per_s = done_bytes / (now_s - self._start_s)
-        self._note(
-            f"Loading weights: {done_bytes / GIB:.2f} of {all_bytes / GIB:.2f} GiB,"
-            f" {bytes_per_s / 1e6:,.0f} MB/s, ETA {(all_bytes - done_bytes) / bytes_per_s:,.0f} s"
+        self._losses.append(row["loss"])
+        eta_s = (self._total - row["step"]) * self._recent.step_s
+        is_ascii = not self._bars.console.encoding.startswith("utf")
+        losses = sparkline(self._losses, is_ascii=is_ascii)
+        self._bars.below = "  ".join(filter(None, (losses, shown_memory(self._memory()))))
+        self._bars.update(
+            self._task,
+            completed=row["step"],
+            description=f"step {row['step']}/{self._total}",
+            said=shown_step(row, self._recent, eta_s=eta_s),
         )
-
-
-@contextmanager
-def bytes_bar(console: Console, what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show how many bytes are written, and the time that is left; nothing before the first."""
-    columns = (DownloadColumn(), TransferSpeedColumn(), "ETA", TimeRemainingColumn())
-    with Progress(what, *columns, console=console) as bar:
-        task = bar.add_task("", visible=False)
-        yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
+        if EVAL_LOSS in row:
+            self._note(evaluation_line(row))
 
 
 class Screen:
-    """A console, and the bars on it."""
+    """A console, and what is live on it."""
 
-    def __init__(self, console: Console, *, is_verbose: bool) -> None:
-        """Write to this console, details too if it is verbose."""
+    def __init__(self, console: Console, *, is_verbose: bool, form: Form = "text") -> None:
+        """Write to a console.
+
+        Args:
+            console: It; a quiet one shows nothing.
+            is_verbose: Whether details are shown too.
+            form: Lines and tables for people, or an object a line.
+        """
         self.console = console
         self.is_verbose = is_verbose
+        self.form = form
+        self._bars: Bars | None = None
+
+    @property
+    def is_live(self) -> bool:
+        """Whether bars are shown, and not lines."""
+        return self.console.is_terminal and self.form == "text"
 
     def show(self, renderable: RenderableType) -> None:
         """Print a table or a text."""
-        self.console.print(renderable)
+        if self.form == "text":
+            self.console.print(renderable)
+            return
+        text = io.StringIO()
+        Console(file=text, width=JSON_COLUMNS, highlight=False).print(renderable)
+        self._object("table", text.getvalue().rstrip())
 
     def detail(self, renderable: RenderableType) -> None:
         """Print a table or a text where the screen is verbose."""
@@ -159,47 +122,85 @@ class Screen:
 
     def note(self, text: str) -> None:
         """Print a line of plain text, brackets and all."""
-        self.console.print(text, markup=False, highlight=False)
+        if self.form == "json":
+            self._object("note", text)
+        else:
+            self.console.print(text, markup=False, highlight=False)
+
+    def say(self, event: str, text: str, **fields: object) -> None:
+        """Print a line of progress, with the time."""
+        if self.form == "json":
+            self._object(event, text, **fields)
+        else:
+            self.note(f"{now()} {text}")
+
+    def _object(self, event: str, text: str, **fields: object) -> None:
+        at = datetime.now(UTC).isoformat(timespec="milliseconds")
+        line = json.dumps({"time": at, "event": event, **self._owner(), "text": text, **fields})
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _owner(self) -> Mapping[str, str]:
+        """Return what else an object holds: of which run it is, where there are several."""
+        return {}
 
     @contextmanager
-    def loading(self) -> Iterator[Callable[[int, int], None]]:
-        """Show the progress of loading; call the yielded function with bytes done and in total."""
-        if not self.console.is_terminal:
-            yield LoadingLines(self.note, clock=time.perf_counter)
-            return
-        progress = Progress(
-            TextColumn("Loading weights"),
-            DownloadColumn(binary_units=True),
-            BarColumn(),
-            TransferSpeedColumn(),
-            TextColumn("ETA"),
-            TimeRemainingColumn(),
-            console=self.console,
-        )
-        with progress:
-            task = progress.add_task("", visible=False)
+    def working(self, what: str, unit: Unit) -> Iterator[Callable[[int, int], None]]:
+        """Show the progress of some work; call the yielded function with what is done, and all.
 
-            def show(done_bytes: int, all_bytes: int) -> None:
-                progress.update(task, completed=done_bytes, total=all_bytes, visible=True)
+        Args:
+            what: The work in words.
+            unit: What is counted.
+        """
+        if not self.is_live:
+            yield WorkLines(self.say, what, unit, clock=time.perf_counter)
+            return
+        with self._live() as bars:
+            task = bars.add_task(what, visible=False, said="")
+            start_s = time.perf_counter()
+
+            def show(done: int, total: int) -> None:
+                said = shown_work(done, total, unit, seconds=time.perf_counter() - start_s)
+                is_first = not bars.tasks[bars.task_ids.index(task)].visible
+                bars.update(
+                    task, completed=done, total=total, said=said, visible=True, refresh=is_first
+                )
 
             yield show
+            if len(bars.tasks) > 1:  # of steps that go on
+                bars.remove_task(task)
 
     @contextmanager
-    def steps(self, *, done: int, total: int) -> Iterator[Steps]:
-        """Show a bar with loss, tokens/s and the time that is left, or lines without a terminal."""
-        if not self.console.is_terminal:
-            yield StepLines(self.note, clock=time.perf_counter, done=done, total=total)
+    def steps(self, *, done: int, total: int, memory: Memory = dict) -> Iterator[Steps]:
+        """Show optimizer steps: their loss, tokens/s, the time that is left, and memory.
+
+        Args:
+            done: Steps that are done.
+            total: Steps of the run.
+            memory: What is in use.
+        """
+        if not self.is_live:
+            yield StepLines(
+                self.say,
+                clock=time.perf_counter,
+                done=done,
+                total=total,
+                is_each=self.form == "json",
+                memory=memory,
+            )
             return
-        progress = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=20),
-            TextColumn("loss {task.fields[loss]}"),
-            TextColumn("{task.fields[rate]} tokens/s"),
-            TextColumn("ETA"),
-            TimeRemainingColumn(),
-            console=self.console,
-        )
-        with progress:
-            task = progress.add_task("", total=total, completed=done, loss="-", rate="-")
-            yield StepBar(progress, task, self.note)
+        with self._live() as bars:
+            task = bars.add_task(f"step {done}/{total}", total=total, completed=done, said="")
+            yield StepBar(bars, task, self.note, memory, total=total)
+
+    @contextmanager
+    def _live(self) -> Iterator[Bars]:
+        """Yield the bars that are shown, or new ones while the context lasts."""
+        if self._bars is not None:
+            yield self._bars
+            return
+        self._bars = Bars(self.console)
+        try:
+            with self._bars:
+                yield self._bars
+        finally:
+            self._bars = None

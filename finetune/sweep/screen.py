@@ -1,6 +1,6 @@
 """What is shown of runs that train together: a line for each."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from finetune.report.screen import Recent, Screen, Steps
+from finetune.report.progress import Memory, Recent, Steps, Unit, now
+from finetune.report.screen import Form, Screen
 from finetune.run.evaluations import EVAL_LOSS
 
 
@@ -84,26 +85,48 @@ class BoardRow:
 class RunScreen(Screen):
     """The screen of one of several runs: what it prints begins with its name."""
 
-    def __init__(self, console: Console, board: Board, *, name: str, is_verbose: bool) -> None:
+    def __init__(
+        self, console: Console, board: Board, *, name: str, is_verbose: bool, form: Form
+    ) -> None:
         """Write to this console, and to a line of this board."""
-        super().__init__(console, is_verbose=is_verbose)
+        super().__init__(console, is_verbose=is_verbose, form=form)
         self._board, self._name = board, name
 
     def show(self, renderable: RenderableType) -> None:
         """Print a table of the run if the screen is verbose; it is in the run's report."""
         if self.is_verbose:
-            self.note("")
+            if self.form == "text":
+                self.note("")
             super().show(renderable)
 
     def note(self, text: str) -> None:
         """Print a line of plain text."""
-        super().note(f"{self._name}: {text}")
+        super().note(text if self.form == "json" else f"{self._name}: {text}")
+
+    def say(self, event: str, text: str, **fields: object) -> None:
+        """Print a line of progress, with the time and the run's name."""
+        if self.form == "json":
+            super().say(event, text, **fields)
+        else:
+            Screen.note(self, f"{now()} {self._name}: {text}")
+
+    def _owner(self) -> Mapping[str, str]:
+        return {"run": self._name}
 
     @contextmanager
-    def steps(self, *, done: int, total: int) -> Iterator[Steps]:
+    def working(self, what: str, unit: Unit) -> Iterator[Callable[[int, int], None]]:
+        """Show the progress of some work as lines; on a terminal the board shows what it gives."""
+        if self.is_live:
+            yield lambda _done, _total: None
+            return
+        with super().working(what, unit) as progress:
+            yield progress
+
+    @contextmanager
+    def steps(self, *, done: int, total: int, memory: Memory = dict) -> Iterator[Steps]:
         """Show a line of the board, or lines without a terminal."""
-        if not self.console.is_terminal:
-            with super().steps(done=done, total=total) as lines:
+        if not self.is_live:
+            with super().steps(done=done, total=total, memory=memory) as lines:
                 yield lines
             return
         with self._board.row(self._name, done=done, total=total) as row:

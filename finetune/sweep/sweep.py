@@ -266,7 +266,9 @@ def _with_begun(
 
 
 def _screen(run: Variant, screen: Screen, board: Board) -> RunScreen:
-    return RunScreen(screen.console, board, name=run.name, is_verbose=screen.is_verbose)
+    return RunScreen(
+        screen.console, board, name=run.name, is_verbose=screen.is_verbose, form=screen.form
+    )
 
 
 def _ended(run: Variant, outcome: Outcome) -> RunState:

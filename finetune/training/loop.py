@@ -3,7 +3,7 @@
 import gc
 import math
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
@@ -34,6 +34,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 TIMED_S = 5.0  # for steps that are timed in addition to the first
+Progress = Callable[[int, int], None]
+
+
+def unseen(_done: int, _total: int) -> None:
+    """Show no progress."""
 
 
 @contextmanager
@@ -244,8 +249,15 @@ class Loop:
         request = self._request(share, order=order, lr=0.0, dropout_seed=0, name="the rehearsal")
         return self.complete(request, (yield request))
 
-    def validation_loss(self, examples: ExampleSet, *, pad_token_id: int) -> float:
+    def validation_loss(
+        self, examples: ExampleSet, *, pad_token_id: int, progress: Progress = unseen
+    ) -> float:
         """Return the mean loss over the label tokens of all held-out rows, shared by the ranks.
+
+        Args:
+            examples: The rows.
+            pad_token_id: What short rows are filled with.
+            progress: Called with the rows that are done, and all.
 
         Raises:
             RunFailedError: It is not finite.
@@ -258,24 +270,28 @@ class Loop:
                 result = self._engine.forward(self._shown(collate(rows, pad_token_id=pad_token_id)))
                 loss_sum += result.loss_sum
                 num_label_tokens += result.num_label_tokens
+                progress(min(start + size * self._ranks.num, len(examples)), len(examples))
         shares = self._ranks.exchange((loss_sum, num_label_tokens))
         loss = sum(loss for loss, _ in shares) / sum(num for _, num in shares)
         self._require_finite_held_out(loss)
         return loss
 
-    def validation(self, held_out: Steps) -> Evaluation:
+    def validation(self, held_out: Steps, *, progress: Progress = unseen) -> Evaluation:
         """Return the mean of the objective's loss and metrics over held-out rows.
 
         Args:
             held_out: Their steps, all this rank's; the ranks share them out by their numbers.
+            progress: Called with the rows that are done, and all.
 
         Raises:
             RunFailedError: The loss is not finite.
         """
         assert self._objectives is not None
         found: dict[int, tuple[int, Evaluation]] = {}
+        num_rows = 0
         with self._evaluated():
             for number, (num_groups, rows) in enumerate(parts_of(held_out)):
+                num_rows += len(rows)
                 if number % self._ranks.num != self._ranks.index:
                     continue
                 share = held_out.share_of(rows)
@@ -298,6 +314,7 @@ class Loop:
                         metrics=result.metrics,
                     ),
                 )
+                progress(num_rows, len(held_out.rows))
         parts = {
             number: part for one in self._ranks.exchange(found) for number, part in one.items()
         }

@@ -3,6 +3,7 @@
 import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,8 +14,15 @@ from finetune.full.host_optimizer import LOW
 from finetune.report.prediction import SEAL, with_timeline
 from finetune.training.loop import StepRecord
 from finetune.training.run import Run
+from offload.engine.host.limits import free_host_bytes
 from offload.engine.host.numa import bus_id_of
-from offload.engine.memory_meter import Arena, peak_bytes, peak_host_bytes, peak_reserved_bytes
+from offload.engine.memory_meter import (
+    Arena,
+    held_bytes,
+    peak_bytes,
+    peak_host_bytes,
+    peak_reserved_bytes,
+)
 from offload.plan.facts.optimizer import HOST_STATES, LOW_HALVES
 from offload.plan.memory.memory import PAGED_STATES
 from offload.plan.plan import Plan, calibrate, with_costs
@@ -46,6 +54,15 @@ class MeasuredTerm:
     num_bytes: int
     how: str
     is_on_host: bool
+
+
+def memory_in_use(device: torch.device) -> dict[str, int]:
+    """Return bytes in use now, of a GPU by all programs and of the host by this process."""
+    used = {"ram_held": held_bytes(), "ram_free": free_host_bytes(Path("/"))}
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        used |= {"gpu_used": total - free, "gpu_total": total}
+    return used
 
 
 def open_meter(run: Run) -> Meter:

@@ -101,12 +101,15 @@ class Session:
 
     def evaluation(self) -> Evaluation:
         """Return what held-out rows say, shared by the ranks."""
-        if self.held_out is not None:
-            return self.loop.validation(self.held_out)
-        rows = self.rows.held_out
-        assert rows is not None, "a rule of recipes"
-        loss = self.loop.validation_loss(rows, pad_token_id=self.steps.pad_token_id)
-        return Evaluation(loss=loss, metrics={})
+        with self.run.screen.working("Evaluating", "rows") as progress:
+            if self.held_out is not None:
+                return self.loop.validation(self.held_out, progress=progress)
+            rows = self.rows.held_out
+            assert rows is not None, "a rule of recipes"
+            loss = self.loop.validation_loss(
+                rows, pad_token_id=self.steps.pad_token_id, progress=progress
+            )
+            return Evaluation(loss=loss, metrics={})
 
     def with_references(self) -> "Session":
         """Return the session with the reference's log-probabilities, where they are taken first.
@@ -264,7 +267,7 @@ def load_adapted(runs: Sequence[Run], plan: Plan) -> Adapted:
     recipe = run.recipe
     place = place_near(run.device)
     # memory that cannot be bound to a NUMA node is allocated near the thread that fills it
-    with thread_on(place.cpus), run.screen.loading() as on_put:
+    with thread_on(place.cpus), run.screen.working("Loading weights", "bytes") as on_put:
         loaded = load_model(
             recipe.model,
             codec=plan.request.typical.codec,

@@ -312,6 +312,22 @@ def test_energy_adds_up_over_a_resume_and_each_checkpoint_has_a_page(
     assert "unplugged" in pages[-1]
 
 
+def test_logs_are_objects_with_each_step_or_nothing(
+    tmp_path, write_recipe, machine_file, capsys
+) -> None:
+    recipe = write_recipe(train={"steps": 2}, output={"eval_every": 2})
+    words = ("finetune", recipe, "--machine", machine_file)
+    assert run(*words, "--json-logs") == 0
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [e["loss"] for e in events if e["event"] == "step"] == losses(tmp_path / "run")
+    assert {e["event"] for e in events} == {"note", "table", "step", "evaluation"}
+    assert events[-2]["text"] == f"Report:  {tmp_path / 'run' / 'report.html'}"
+    assert run(*words, "--overwrite", "--quiet") == 0
+    assert capsys.readouterr().out == ""
+    assert run(*words, "--quiet", "--json-logs") == 1
+    assert "error: both --quiet and --json-logs" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_metrics_go_to_tensorboard_when_asked(tmp_path, write_recipe, machine_file) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -16,7 +16,11 @@ ROOT = Path(__file__).parents[2]
 
 # A new flag needs a line here, and a reason in its commit.
 FLAGS = {
-    "finetune": {"--resume", "--overwrite", "--machine", "--verbose"},
+    # what a pipe or a log collector is given
+    "finetune": {
+        *("--resume", "--overwrite", "--machine"),
+        *("--verbose", "--quiet", "--json-logs"),
+    },
     "sweep": {
         "--zip",
         "--max-runs",
@@ -24,7 +28,7 @@ FLAGS = {
         "--resume",
         "--overwrite",
         "--machine",
-        "--verbose",
+        *("--verbose", "--quiet", "--json-logs"),
     },
     # an answer each, so that it runs without a terminal; a file; and no questions
     "init": {

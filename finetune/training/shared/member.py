@@ -6,6 +6,7 @@ All ranks run it together; only the main rank writes files and samples from the 
 import json
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,7 +24,7 @@ from finetune.run.references import write_references
 from finetune.run.run_files import EVALUATION_BEFORE
 from finetune.training import report
 from finetune.training.loop import Computed, Request, StepRecord
-from finetune.training.measured import energy_row, open_meter, write_measured
+from finetune.training.measured import energy_row, memory_in_use, open_meter, write_measured
 from finetune.training.metrics_writer import MetricsWriter, profiled
 from finetune.training.optimizer import rates_since
 from finetune.training.samples import answer, answerable
@@ -173,7 +174,9 @@ def train(
         loader,
         writer,
         open_meter(run) as meter,
-        run.screen.steps(done=done, total=num_steps) as bar,
+        run.screen.steps(
+            done=done, total=num_steps, memory=partial(memory_in_use, run.device)
+        ) as bar,
     ):
         for batch in loader:
             is_profiled = ranks.is_main and recipe.report.profile == batch.step + 1

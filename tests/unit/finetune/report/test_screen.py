@@ -1,64 +1,40 @@
 """What is shown while weights are loaded, and of what they are."""
 
 import io
+import json
+import re
+from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.table import Table
 from transformers import AutoConfig
 
-from finetune.report.screen import (
-    NUM_LOADING_LINES,
-    NUM_STEP_LINES,
-    LoadingLines,
-    Screen,
-    StepLines,
-)
+from finetune.report.screen import Form, Screen
 from finetune.report.weights import inventory_table
 from offload.plan.facts.weights import InventoryRow, WeightInventory
 from offload.plan.machine.machine import GIB
 from tests.checkpoints import loaded, write_checkpoint
 
 
-def lines_of(*, seconds: float, num_parameters: int) -> list[str]:
-    """Return what is printed while 10 GiB are loaded."""
-    told: list[str] = []
-    times = iter(seconds * i / num_parameters for i in range(num_parameters + 1))
-    lines = LoadingLines(told.append, clock=lambda: next(times))
-    for number in range(1, num_parameters + 1):
-        lines(number * 10 * GIB // num_parameters, 10 * GIB)
-    return told
-
-
-def test_a_long_load_without_a_terminal_prints_a_line_each_tenth() -> None:
-    told = lines_of(seconds=1000, num_parameters=5000)
-    assert len(told) == NUM_LOADING_LINES
-    assert told[0] == "Loading weights: 1.00 of 10.00 GiB, 11 MB/s, ETA 900 s"
-    assert told[-1] == "Loading weights: 10.00 of 10.00 GiB, 11 MB/s, ETA 0 s"
-
-
-def test_a_short_load_prints_little_or_nothing() -> None:
-    assert lines_of(seconds=4, num_parameters=5000) == []
-    assert len(lines_of(seconds=12, num_parameters=5000)) == 2
-
-
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_loading_shows_bytes_and_time_left(is_terminal: bool) -> None:
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=is_terminal, width=100)
-    with Screen(console, is_verbose=False).loading() as on_put:
+    with Screen(console, is_verbose=False).working("Loading weights", "bytes") as on_put:
         on_put(GIB, 4 * GIB)
         on_put(4 * GIB, 4 * GIB)
     text = stream.getvalue()
-    assert is_terminal == ("4.0/4.0 GiB" in text)
+    assert is_terminal == ("4.00 of 4.00 GiB" in text)
     assert is_terminal == ("ETA" in text)
 
 
 def test_a_screen_that_is_not_heard_shows_nothing() -> None:
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=True, quiet=True)
-    with Screen(console, is_verbose=False).loading() as on_put:
+    with Screen(console, is_verbose=False).working("Loading weights", "bytes") as on_put:
         on_put(1, 1)
     assert stream.getvalue() == ""
 
@@ -121,43 +97,80 @@ def test_experts_that_are_left_as_they_are_show_in_the_table() -> None:
     assert line.split() == ["experts", "native", "95.00", "M", "95.0%"] + ["181.2", "MiB"] * 2
 
 
-# ------------------------------------------------------------------------------------------ steps
+# ------------------------------------------------------------------------------------------- live
 
 
-def row(step: int, *, loss: float, seconds: float, **others: float) -> dict[str, float]:
-    return {"step": step, "loss": loss, "num_tokens": 1000, "tokens_per_s": 1000 / seconds} | others
+def row(step: int, *, loss: float = 2.0, **others: float) -> dict[str, float]:
+    return {"step": step, "loss": loss, "num_tokens": 1000, "tokens_per_s": 1000.0} | others
 
 
-def step_lines(*, num_steps: int, seconds: float) -> list[str]:
-    """Return what is printed of steps that take so long each."""
-    told: list[str] = []
-    now_s = 0.0
-    lines = StepLines(told.append, clock=lambda: now_s, done=0, total=num_steps)
-    for step in range(1, num_steps + 1):
-        now_s += seconds
-        lines.advance(row(step, loss=1.5, seconds=seconds))
-    return told
+def memory() -> dict[str, int]:
+    return {"gpu_used": 18 * GIB, "gpu_total": 24 * GIB, "ram_held": 3 * GIB, "ram_free": 9 * GIB}
 
 
-def test_steps_without_a_terminal_are_lines_and_the_last_is_always_there() -> None:
-    told = step_lines(num_steps=200, seconds=1.0)
-    assert len(told) == NUM_STEP_LINES
-    assert told[0] == "step 20/200, loss 1.5000, 1,000 tokens/s, ETA 180 s"
-    assert told[-1] == "step 200/200, loss 1.5000, 1,000 tokens/s, ETA 0 s"
-    assert step_lines(num_steps=20, seconds=0.1) == [
-        "step 20/20, loss 1.5000, 10,000 tokens/s, ETA 0 s"
-    ]
-    assert len(step_lines(num_steps=1000, seconds=30.0)) == 500  # each minute
+def shown(width: int, *, is_terminal: bool, form: Form = "text") -> list[str]:
+    """Return what 12,000 steps show at the end, as a terminal would have it, and all lines else."""
+    stream = io.StringIO()
+    console = Console(
+        file=stream,
+        force_terminal=is_terminal,
+        width=width,
+        color_system=None,
+        legacy_windows=False,
+    )
+    screen = Screen(console, is_verbose=False, form=form)
+    with screen.steps(done=0, total=12_000, memory=memory) as steps:
+        for step in range(11_990, 12_001):
+            steps.advance(row(step, loss=12_001.0 - step, tokens_per_s=14_000.0))
+        with screen.working("Evaluating", "rows") as progress:
+            progress(150, 200)
+        steps.advance(row(12_000, tokens_per_s=14_000.0, eval_loss=1.25))
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue()).replace("\r", "\n")
+    return [line.rstrip() for line in lines.splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_terminal_shows_steps_losses_and_memory_in_two_lines_that_fit(width: int) -> None:
+    lines = shown(width, is_terminal=True)
+    assert max(map(len, lines)) <= width
+    bar, below = lines[-2:]
+    assert bar.startswith("step 12000/12000 ")
+    assert bar.endswith("loss 2.0000, 14,000 tokens/s, ETA 0 s")
+    losses, used = below.split("  ")
+    assert used == "GPU 18.0 of 24.0 GiB, RAM 3.0 GiB (9.0 free)"
+    assert losses[0] == "\u2588"  # the highest
+    assert any(line.startswith("Evaluating") and "150 of 200 rows" in line for line in lines)
+    assert "step 12000: loss on held-out rows 1.2500" in lines
+    assert not any(line.startswith("Evaluating") for line in lines[-2:])  # it is over
+
+
+def test_lines_of_a_pipe_begin_with_the_time() -> None:
+    *_, step, evaluation = shown(80, is_terminal=False)
+    assert re.fullmatch(r"\d\d:\d\d:\d\d step 12000/12000, loss 2.*, ETA 0 s", step)
+    assert re.fullmatch(r"\d\d:\d\d:\d\d step 12000: loss on held-out rows 1.2500", evaluation)
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_a_loss_on_held_out_rows_is_shown_where_it_is_taken(is_terminal: bool) -> None:
+def test_json_logs_are_an_object_a_line_and_have_each_step(is_terminal: bool) -> None:
+    events = [json.loads(line) for line in shown(40, is_terminal=is_terminal, form="json")]
+    assert [e["step"] for e in events if e["event"] == "step"] == [*range(11_990, 12_001), 12_000]
+    assert all(datetime.fromisoformat(e["time"]).tzinfo for e in events)
+    first, last = events[0], events[-1]
+    assert first["loss"] == 11.0
+    assert first["memory_bytes"] == memory()
+    assert first["total_steps"] == 12_000
+    assert first["eta_s"] == pytest.approx(10 / 14)
+    assert (last["event"], last["eval_loss"]) == ("evaluation", 1.25)
+
+
+def test_json_logs_hold_notes_and_tables_whole() -> None:
     stream = io.StringIO()
-    console = Console(file=stream, force_terminal=is_terminal, width=80)
-    with Screen(console, is_verbose=False).steps(done=0, total=2) as steps:
-        steps.advance(row(1, loss=2.0, seconds=1.0, eval_loss=1.25))
-        shown_then = stream.getvalue()
-        steps.advance(row(2, loss=1.0, seconds=1.0))
-    assert "step 1: loss on held-out rows 1.2500" in shown_then
-    assert is_terminal == ("\x1b" in stream.getvalue())
-    assert max(map(len, stream.getvalue().splitlines())) <= 80 or is_terminal
+    screen = Screen(Console(file=stream, width=40), is_verbose=False, form="json")
+    table = Table()
+    table.add_row("x" * 60)
+    screen.show(table)
+    screen.note("[brackets] and all of " + "a long line " * 10)
+    shown, noted = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert (shown["event"], noted["event"]) == ("table", "note")
+    assert "x" * 60 in shown["text"]
+    assert noted["text"].startswith("[brackets] and all")
