@@ -7,6 +7,7 @@ gradient run. Forward and backward are written out in float32, one row after the
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -85,7 +86,7 @@ class VariableLength:
 
     def _rows(self, ends: torch.Tensor) -> list[slice]:
         starts = [0, int(ends[-1])] if self.leaks else ends.tolist()
-        return [slice(*pair) for pair in zip(starts, starts[1:], strict=False)]
+        return [slice(*pair) for pair in pairwise(starts)]
 
 
 def _heads(x_TGK: torch.Tensor, num_heads: int) -> torch.Tensor:

@@ -49,7 +49,9 @@ class JoinedRows:
     def of(cls, lens: Sequence[int], device: torch.device) -> "JoinedRows":
         """Return causal rows; copies where they end to the device."""
         starts = [sum(lens[:number]) for number in range(len(lens) + 1)]
-        ends = torch.tensor(starts, dtype=torch.int32, device=device)
+        is_pinned = device.type == "cuda"  # the host need not wait for the copy
+        ends = torch.tensor(starts, dtype=torch.int32, pin_memory=is_pinned)
+        ends = ends.to(device, non_blocking=True)
         return cls(ends=ends, longest=max(lens), window=None)
 
     def seeing(self, lens: Sequence[int], masks: Sequence[Any]) -> "JoinedRows | None":
