@@ -45,7 +45,7 @@ def compared(lens: tuple[int, ...], settings: Settings) -> dict[str, Any]:
     distance = sum(float((joined[n] - g).norm() ** 2) for n, g in apart.items()) ** 0.5
     norm = sum(float(g.norm() ** 2) for g in apart.values()) ** 0.5
     return {
-        "num_rows": len(lens),
+        "num_packed_rows": len(lens),
         "tokens_per_step": sum(lens),
         "gradients_apart": distance / norm,
         "speedup": found["rows"]["step_s"] / found["joined"]["step_s"],
@@ -87,15 +87,16 @@ def _steps(
     try:
         if settings.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        seconds = []
+        seconds, loss = [], 0.0
         for _ in range(NUM_WARM + NUM_TIMED):
             made.model.zero_grad()
             result = engine.forward_backward([batch], dropout_seed=0)
             seconds.append(result.timeline.step_s)
+            loss = result.loss
         return {
             "step_s": median(seconds[NUM_WARM:]),
             "steps_s": seconds[NUM_WARM:],
-            "loss": result.loss,
+            "loss": loss,
             "num_joined_layers": len(engine.rows_joined),
             "peak_allocated_bytes": (
                 torch.cuda.max_memory_allocated() if settings.device == "cuda" else 0
