@@ -17,8 +17,8 @@ from offload.engine.model.layers import LayeredModel
 from offload.engine.packing.joined import JoinedRows, call_operator, joined_attention
 from offload.engine.streams import device_named
 from tests.parity.architectures import rel_error
+from tests.parity.packed_rows import LENS, packed, plain_alone, rows_of
 from tests.parity.steps import OPTIONS, assert_equal, gradients
-from tests.parity.test_packed import packed, plain_alone, rows_of
 from tests.parity.tiny_models import tiny_model, with_adapters
 from tests.tiers import mostly_slow
 from tests.variable_length import VariableLength, variable_length
@@ -26,7 +26,6 @@ from tests.variable_length import VariableLength, variable_length
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 JOINS = replace(OPTIONS, joins_rows=True)
-LENS = ((12, 5, 17), (3, 12, 12))
 KEPT = replace(JOINS, num_kept_graphs=0, num_kept_outputs=1, num_sent_outputs=1)
 
 
