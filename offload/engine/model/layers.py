@@ -67,6 +67,7 @@ if TYPE_CHECKING:
 Forms = tuple[Form, ...]
 FRONT_INPUTS = ("input_ids", "attention_mask", "position_ids")
 LayerCall = Call | PackedCall
+LOGITS_DIM = 3  # (B, T, V), also of a model with several hidden states a token
 COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
 """Config options that make a model collect outputs of its layers."""
 
@@ -336,7 +337,7 @@ class LayeredModel:
             UnsupportedModelError: It has no head, or one that does not predict tokens.
         """
         logits = getattr(self._tail(hidden_BTD), "logits", None)
-        if not isinstance(logits, torch.Tensor) or logits.dim() != hidden_BTD.dim():
+        if not isinstance(logits, torch.Tensor) or logits.dim() != LOGITS_DIM:
             found = "no logits" if logits is None else "one row of outputs for all tokens of a row"
             self.refuse(f"returns {found}", limit="a causal language model predicts each token")
         return logits
