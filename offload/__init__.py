@@ -111,6 +111,7 @@ def attach(  # noqa: PLR0913 - the door to all of it
     from offload.engine.engine import Engine
     from offload.engine.streams import device_named
 
+    opened = device_named(device)
     options = EngineOptions(
         num_slots=num_slots,
         codec=codec,
@@ -125,8 +126,9 @@ def attach(  # noqa: PLR0913 - the door to all of it
         num_sent_graphs=sent_graphs,
         mlp_chunk_tokens=mlp_chunk_tokens,
         layer_kernels=layer_kernels,
+        joins_rows=opened.type == "cuda",
     )
-    return Engine(model, device=device_named(device), options=options, backing=backing)
+    return Engine(model, device=opened, options=options, backing=backing)
 
 
 def detach(model: "nn.Module") -> None:

@@ -91,6 +91,7 @@ class Streaming:
                 head_chunk_tokens=self.head_chunk_tokens,
                 num_kept_graphs=self.kept_graphs,
                 layer_kernels=self.layer_kernels,
+                joins_rows=device.type == "cuda",
             ),
         )
 

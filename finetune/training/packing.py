@@ -36,13 +36,24 @@ def shown_packing(sizes: StepSizes) -> tuple[str, ...]:
     )
 
 
-def shown_layers(*, num_together: int, num_layers: int) -> str:
-    """Return how packed rows are computed, once the engine has found it out."""
-    if num_together == num_layers:
-        return "Packed rows: computed together in all layers, attention row by row"
+def shown_layers(*, num_together: int, num_joined: int, num_layers: int) -> str:
+    """Return how packed rows are computed, once the engine has found it out.
+
+    Args:
+        num_together: Layers that compute them together.
+        num_joined: Those of them whose attention is one call.
+        num_layers: All layers.
+    """
     if not num_together:
         return "Packed rows: this model's layers do not keep them apart, and take one by one"
+    attention = "row by row"
+    if num_joined:
+        attention = "in one call (torch's varlen_attn)"
+        if num_joined < num_together:
+            attention += f" in {num_joined} of them, row by row in the others"
+    if num_together == num_layers:
+        return f"Packed rows: computed together in all layers, attention {attention}"
     return (
-        f"Packed rows: computed together in {num_together} of {num_layers} layers, attention row by"
-        " row; the others do not keep them apart, and take one by one"
+        f"Packed rows: computed together in {num_together} of {num_layers} layers, attention"
+        f" {attention}; the others do not keep them apart, and take one by one"
     )

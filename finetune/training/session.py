@@ -192,9 +192,11 @@ def calibrated(sessions: Sequence[Session], plan: Plan) -> Plan:
     except FAILURES as error:
         raise refusal(error) from error
     if any(one.steps.sizes.packing is not None for one in sessions):
-        num_together = len(engine.rows_together)
+        num_together, num_joined = len(engine.rows_together), len(engine.rows_joined)
         num_layers = len(engine.layer_bytes)
-        run.screen.note(shown_layers(num_together=num_together, num_layers=num_layers))
+        run.screen.note(
+            shown_layers(num_together=num_together, num_joined=num_joined, num_layers=num_layers)
+        )
     with sessions[0].loop.using():
         unread = engine.unread
     plan, note = with_unread(plan, unread)

@@ -65,6 +65,11 @@ class Attached:
         return frozenset(self._layered.together)
 
     @property
+    def rows_joined(self) -> frozenset[int]:
+        """Layers of `rows_together` whose attention takes all packed rows in one call."""
+        return frozenset(self._layered.joined & self._layered.together)
+
+    @property
     def weights(self) -> WeightInventory:
         """The model's weights by class, and the form in which each is stored."""
         return inventory_of(self._layered, self._host.records)

@@ -38,6 +38,7 @@ class EngineOptions:
     gradient depends on it. `mlp_chunk_tokens` is how many tokens an MLP computes at a time; None
     for all of a micro-batch. `layer_kernels` is what computes norms, rotary embedding and gated
     activations: the model's own code, or fused operators where that is proven to be the same.
+    `joins_rows` is whether attention of packed rows is one call where torch's kernel computes it.
     """
 
     num_slots: int
@@ -54,6 +55,7 @@ class EngineOptions:
     num_sent_graphs: int = 0
     mlp_chunk_tokens: int | None = None
     layer_kernels: LayerKernels = "plain"
+    joins_rows: bool = False
 
     @property
     def records_attention(self) -> bool:
@@ -92,6 +94,10 @@ class EngineOptions:
             num_sent_graphs=plan.residency.num_sent_graphs,
             layer_kernels="fused" if code == "fused" else "plain",
             mlp_chunk_tokens=asked.typical.mlp_chunk_tokens,
+            joins_rows=any(
+                asked.typical.joins_rows(layer.attention, is_cuda=plan.machine.device == "cuda")
+                for layer in plan.facts.layers
+            ),
         )
 
     def within(self, num_layers: int) -> "EngineOptions":
@@ -170,6 +176,7 @@ def bind(
     placement.require_values(model, records)
     if options.layer_kernels == "fused":
         layered.fuse()
+    layered.joins_rows = options.joins_rows
     host_gradients = HostGradients(
         records,
         host.layers if options.trained_weights == "host" else (),

@@ -54,6 +54,7 @@ from offload.engine.model.recorders import (
 from offload.engine.model.router import RouterLoss
 from offload.engine.packing.attention import rows_apart
 from offload.engine.packing.calls import PackedCall, packed_calls
+from offload.engine.packing.joined import JoinedRows
 from offload.engine.pointwise.layers import FusedLayers
 from offload.engine.pointwise.ops import cross_entropy
 from offload.engine.pointwise.recognise import DTYPES
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
 Forms = tuple[Form, ...]
 FRONT_INPUTS = ("input_ids", "attention_mask", "position_ids")
 LayerCall = Call | PackedCall
+LOGITS_DIM = 3  # (B, T, V), also of a model with several hidden states a token
 COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
 """Config options that make a model collect outputs of its layers."""
 
@@ -141,6 +143,12 @@ class LayeredModel:
         self.fused: FusedLayers | None = None
         self.together: set[int] = set()
         """Layers that compute packed rows together; all others compute one row after the other."""
+        self.joins_rows = False
+        """Whether attention of packed rows may be one call."""
+        self.unjoined: set[int] = set()
+        """Layers in which it is not: one call was not found to give what row by row does."""
+        self.joined: set[int] = set()
+        """Layers in which it was, when they last computed rows together."""
 
     def fuse(self) -> None:
         """Compute the layers' norms, rotations and gated activations by fused operators."""
@@ -174,7 +182,8 @@ class LayeredModel:
             rows.append(rows[0].repeat(1, 2))
         by_row = [self.notes({"input_ids": row}) for row in rows]
         hidden_BTD = torch.cat([notes[0].hidden for notes in by_row[: len(lens)]], dim=1)
-        packed = packed_calls([[note.call for note in notes] for notes in by_row], lens)
+        joined = JoinedRows.of(lens, hidden_BTD.device) if self.joins_rows else None
+        packed = packed_calls([[note.call for note in notes] for notes in by_row], lens, joined)
         cut = tuple(call.cut(leaves) for call in packed)
         return Front(hidden_BTD=hidden_BTD, calls=(), leaves=leaves, packed=cut)
 
@@ -225,10 +234,12 @@ class LayeredModel:
         )
 
     def rows_together(self, layer: int, hidden_BTD: torch.Tensor, call: PackedCall) -> torch.Tensor:
-        """Run one layer on all tokens of packed rows, its attention row by row."""
+        """Run one layer on all tokens of packed rows, which its attention keeps apart."""
         assert call.together is not None
-        with rows_apart(self.layers[layer], lens=call.lens, masks=call.masks):
-            return self.row_forward(layer, hidden_BTD, call.together)
+        with rows_apart(self.layers[layer], call, joins=layer not in self.unjoined) as rows:
+            output_BTD = self.row_forward(layer, hidden_BTD, call.together)
+        (self.joined.add if rows.has_joined else self.joined.discard)(layer)
+        return output_BTD
 
     def rows_alone(self, layer: int, hidden_BTD: torch.Tensor, call: PackedCall) -> torch.Tensor:
         """Run one layer on each of some packed rows."""
@@ -326,7 +337,7 @@ class LayeredModel:
             UnsupportedModelError: It has no head, or one that does not predict tokens.
         """
         logits = getattr(self._tail(hidden_BTD), "logits", None)
-        if not isinstance(logits, torch.Tensor) or logits.dim() != hidden_BTD.dim():
+        if not isinstance(logits, torch.Tensor) or logits.dim() != LOGITS_DIM:
             found = "no logits" if logits is None else "one row of outputs for all tokens of a row"
             self.refuse(f"returns {found}", limit="a causal language model predicts each token")
         return logits

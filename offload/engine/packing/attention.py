@@ -1,10 +1,13 @@
-"""Attention of packed rows, computed row by row by the model's own attention function.
+"""Attention of packed rows, none of which sees another, by the model's own attention function.
 
 Transformers looks attention up by the name in a config, at each call. While a layer computes packed
 rows, the name is that of the function below. It cuts queries, keys and values at the rows' ends and
 calls, for each row, what the name meant before, with the mask that the row would have alone. So a
 fused kernel sees a causal row without a mask, a window or a sink is the model's own, and nothing of
 T x T exists but a row's own mask, where its model makes one.
+
+On CUDA one kernel computes all rows at once where it gives the same, as
+`offload.engine.packing.joined` says.
 """
 
 import sys
@@ -17,17 +20,31 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.engine.packing.calls import PackedCall
+from offload.engine.packing.joined import JoinedRows, joined_attention
+
 NAME = "sluice_packed_rows"
+JOINING = "sdpa"  # whose mask and scale are all that it reads
 _FIELD = "_attn_implementation_internal"  # the public property sets sub-configs too
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class _Rows:
-    """The rows of the layer that is being computed, and each one's mask."""
+    """The rows of the layer that is being computed, and how attention took them.
+
+    Attributes:
+        lens: Tokens of each row.
+        masks: Each row's mask as it is alone; None for none.
+        joined: The rows for one call; None to take them one by one.
+        names: What a config called the layer's attention.
+        has_joined: Whether all calls so far took them at once; None before the first.
+    """
 
     lens: tuple[int, ...]
     masks: tuple[Any, ...]
+    joined: JoinedRows | None
     names: dict[int, str | None]
+    has_joined: bool | None = None
 
 
 class _Current(threading.local):
@@ -38,25 +55,25 @@ _current = _Current()
 
 
 @contextmanager
-def rows_apart(
-    layer: nn.Module, *, lens: tuple[int, ...], masks: tuple[Any, ...]
-) -> Iterator[None]:
-    """Let a layer's attention be computed row by row meanwhile.
+def rows_apart(layer: nn.Module, call: PackedCall, *, joins: bool) -> Iterator[_Rows]:
+    """Let a layer's attention keep rows apart meanwhile; yields how it did.
 
     Args:
         layer: The layer.
-        lens: Tokens of each row.
-        masks: Each row's mask as it is alone; None for none.
+        call: Its rows.
+        joins: Whether one call may compute all rows, where it can.
     """
     _register()
     found = (getattr(module, "config", None) for module in layer.modules())
     configs = {id(config): config for config in found if hasattr(config, _FIELD)}
     names = {key: getattr(config, _FIELD) for key, config in configs.items()}
-    before, _current.rows = _current.rows, _Rows(lens=lens, masks=masks, names=names)
+    joined = call.joined if joins else None
+    rows = _Rows(lens=call.lens, masks=call.masks, joined=joined, names=names)
+    before, _current.rows = _current.rows, rows
     try:
         for config in configs.values():
             setattr(config, _FIELD, NAME)
-        yield
+        yield rows
     finally:
         for key, config in configs.items():
             setattr(config, _FIELD, names[key])
@@ -87,7 +104,14 @@ def attention_by_rows(
     del attention_mask
     rows = _current.rows
     assert rows is not None, "only `rows_apart` names this function"
-    own = _own(module, rows.names[id(module.config)])
+    name = rows.names[id(module.config)]
+    if name == JOINING and rows.joined is not None:
+        output = joined_attention(module, query, key, value, rows=rows.joined, options=options)
+        if output is not None:
+            rows.has_joined = rows.has_joined is not False
+            return output, None
+    rows.has_joined = False
+    own = _own(module, name)
     parts = zip(*(x.split(rows.lens, dim=2) for x in (query, key, value)), rows.masks, strict=True)
     outputs = [own(module, q, k, v, mask, **options)[0] for q, k, v, mask in parts]
     return torch.cat(outputs, dim=1), None

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from offload.engine.packing.joined import JoinedRows
+
 if TYPE_CHECKING:
     from offload.engine.model.recorded_args import Call, Leaves
 
@@ -37,11 +39,13 @@ class PackedCall:
         lens: Tokens of each row.
         rows: Its arguments for each row alone.
         together: Its arguments for all tokens at once, without a mask; None if there are none.
+        joined: Its rows for attention in one call; None if attention takes row after row.
     """
 
     lens: tuple[int, ...]
     rows: "tuple[Call, ...]"
     together: "Call | None"
+    joined: JoinedRows | None = None
 
     @property
     def masks(self) -> tuple[Any, ...]:
@@ -52,6 +56,8 @@ class PackedCall:
         """Yield the tensors of all arguments."""
         for one in (*self.rows, *([self.together] if self.together else [])):
             yield from one.tensors()
+        if self.joined is not None:
+            yield self.joined.ends
 
     def cut(self, leaves: "Leaves") -> "PackedCall":
         """Return the call with leaves in place of tensors that require grad."""
@@ -74,19 +80,31 @@ class PackedCall:
         return torch.split(hidden_BTD, list(self.lens), dim=1)
 
 
-def packed_calls(rows: "Sequence[Sequence[Call]]", lens: Sequence[int]) -> tuple[PackedCall, ...]:
+def packed_calls(
+    rows: "Sequence[Sequence[Call]]", lens: Sequence[int], joined: JoinedRows | None = None
+) -> tuple[PackedCall, ...]:
     """Return each layer's call for packed rows.
 
     Args:
         rows: Of each row, the calls of all layers. Not all may have the same number of tokens; a
             row after those of `lens` only shows which dimensions count tokens.
         lens: Tokens of each row that is joined.
+        joined: The rows for attention in one call, if it may be that.
     """
     joiner = _Joiner(lens=[*lens, *(None for _ in rows[len(lens) :])])
-    return tuple(
-        PackedCall(lens=tuple(lens), rows=tuple(calls[: len(lens)]), together=joiner.call(calls))
-        for calls in zip(*rows, strict=True)
-    )
+    seen: dict[tuple[int, ...], JoinedRows | None] = {}  # layers share masks
+
+    def joined_of(call: PackedCall) -> JoinedRows | None:
+        key = tuple(map(id, call.masks))
+        if joined is not None and key not in seen:
+            seen[key] = joined.seeing(lens, call.masks)
+        return seen.get(key)
+
+    calls = [
+        PackedCall(lens=tuple(lens), rows=tuple(some[: len(lens)]), together=joiner.call(some))
+        for some in zip(*rows, strict=True)
+    ]
+    return tuple(replace(call, joined=joined_of(call)) for call in calls)
 
 
 class _Joiner:

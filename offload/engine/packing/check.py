@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 LENS = (5, 3, 7, 2)  # tokens of the rows that are tried
 ROUNDINGS, ROUNDINGS_FP32 = 1, 8  # of a norm; 8 of float32 are 1e-6
+JOINED_ROUNDINGS = 2  # another kernel may compute each row alone
 Forward = Callable[[torch.Tensor, PackedCall], torch.Tensor]
 FLOAT32_BYTES, EXPERTS = 4, "_experts_implementation_internal"
 _ERRORS = (TypeError, ValueError, LookupError, AttributeError, RuntimeError)
@@ -53,19 +54,25 @@ class PackedTrial:
         self._kinds: dict[object, bool] = {}
 
     def visit(self, layer: int) -> bool:
-        """Try a layer, whose weights are in place; return whether it may compute rows together."""
+        """Try a layer, whose weights are in place; return whether it may compute rows together.
+
+        Where attention in one call is not the same, it is tried row by row.
+        """
         model, call = self._model, self._calls[layer]
         alone, together = (partial(f, layer) for f in (model.rows_alone, model.rows_together))
         hidden_BTD = self._hidden_BTD
         with _without_dropout(model.layers[layer]):
             self._hidden_BTD = alone(hidden_BTD, call)
-            try:
-                is_exact = is_exact_together(hidden_BTD, call, alone=alone, together=together)
-            except torch.OutOfMemoryError:
-                raise
-            except _ERRORS:  # of a layer that cannot take the tokens of several rows
-                return False
-            return is_exact and self._is_exact_in_float32(layer, hidden_BTD)
+            model.unjoined.discard(layer)
+            is_exact_for = partial(_is_exact, hidden_BTD, call, alone=alone, together=together)
+            is_exact = call.joined is not None and is_exact_for(roundings=JOINED_ROUNDINGS)
+            if not (is_exact and layer in model.joined):
+                model.unjoined.add(layer)
+                is_exact = is_exact_for(roundings=ROUNDINGS)
+            is_joined = layer in model.joined
+            is_exact = is_exact and self._is_exact_in_float32(layer, hidden_BTD)
+            (model.joined.add if is_exact and is_joined else model.joined.discard)(layer)
+            return is_exact
 
     def _is_exact_in_float32(self, layer: int, hidden_BTD: torch.Tensor) -> bool:
         """Try the first layer of each kind in float32; return what came of its kind."""
@@ -91,6 +98,25 @@ class PackedTrial:
                     stacklevel=2,
                 )
         return self._kinds[kind]
+
+
+def _is_exact(
+    hidden_BTD: torch.Tensor,
+    call: PackedCall,
+    *,
+    alone: Forward,
+    together: Forward,
+    roundings: int,
+) -> bool:
+    """Return whether rows may be computed together; not if the layer cannot take several."""
+    try:
+        return is_exact_together(
+            hidden_BTD, call, alone=alone, together=together, roundings=roundings
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except _ERRORS:
+        return False
 
 
 def _widened(x: torch.Tensor) -> torch.Tensor:
@@ -136,7 +162,12 @@ def _without_dropout(layer: nn.Module) -> Iterator[None]:
 
 
 def is_exact_together(
-    hidden_BTD: torch.Tensor, call: PackedCall, *, alone: Forward, together: Forward
+    hidden_BTD: torch.Tensor,
+    call: PackedCall,
+    *,
+    alone: Forward,
+    together: Forward,
+    roundings: int = ROUNDINGS,
 ) -> bool:
     """Return whether a layer computes packed rows together as it does each alone.
 
@@ -145,17 +176,19 @@ def is_exact_together(
         call: Its other arguments.
         alone: Computes the layer row by row.
         together: Computes it for all rows at once.
+        roundings: How many of 16 bits apart may be.
     """
     if call.together is None:
         return False
     expected_BTD = alone(hidden_BTD, call)
-    if not _are_near(expected_BTD, together(hidden_BTD, call), call):
+    rows = zip(call.split(expected_BTD), call.split(together(hidden_BTD, call)), strict=True)
+    if not all(_is_near(*row, roundings=roundings) for row in rows):
         return False
     for index, own_BTD in enumerate(call.split(expected_BTD)):
         others = [row.flip(-1) * 0.5 for row in call.split(hidden_BTD)]
         others[index] = call.split(hidden_BTD)[index]
         moved_BTD = call.split(together(torch.cat(others, dim=1), call))[index]
-        if not _is_near(own_BTD, moved_BTD):
+        if not _is_near(own_BTD, moved_BTD, roundings=roundings):
             return False
         poisoned = list(call.split(hidden_BTD))
         poisoned[index] = torch.full_like(poisoned[index], torch.nan)
@@ -166,12 +199,7 @@ def is_exact_together(
     return True
 
 
-def _are_near(one_BTD: torch.Tensor, other_BTD: torch.Tensor, call: PackedCall) -> bool:
-    rows = zip(call.split(one_BTD), call.split(other_BTD), strict=True)
-    return all(_is_near(*row) for row in rows)
-
-
-def _is_near(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _is_near(one: torch.Tensor, other: torch.Tensor, *, roundings: int) -> bool:
     """Return whether two results of a row differ by rounding."""
-    num = ROUNDINGS_FP32 if one.dtype.itemsize >= torch.float32.itemsize else ROUNDINGS
+    num = ROUNDINGS_FP32 if one.dtype.itemsize >= torch.float32.itemsize else roundings
     return is_near(other.float(), one.float(), num * torch.finfo(one.dtype).eps)

@@ -4,10 +4,11 @@ Problem. A recompute repeats attention, whose arithmetic grows with the square o
 Apart from queries, keys and values, all that the backward needs of it is its output and one number
 for each row of scores, the log-sum-exp: 260 bytes for a token and head of 128 features in bf16.
 
-Idea. Only calls of `torch.nn.functional.scaled_dot_product_attention` are intercepted, and in such
-a call the operation below autograd. A forward visit records what the operation returns. In the
-recompute the operation of the same call returns the record in place of computing. Autograd then
-saves what it would have saved, and runs the same kernel with the same bits in the backward.
+Idea. Only calls of `torch.nn.functional.scaled_dot_product_attention` are intercepted, and those of
+torch's operator for packed rows; and in such a call the operation below autograd. A forward visit
+records what the operation returns. In the recompute the operation of the same call returns the
+record in place of computing. Autograd then saves what it would have saved, and runs the same kernel
+with the same bits in the backward.
 
 A kernel may be chosen, and the log-sum-exp be written, only where gradients are needed. So a call
 of a forward visit is recorded with gradients switched on, and only if the same kernel would run
@@ -26,10 +27,12 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+from torch._ops import OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from offload.engine.packing.joined import JOINED
 from offload.plan.facts.attention import output_bytes
 
 _aten = torch.ops.aten
@@ -51,7 +54,8 @@ class _Fused:
     Attributes:
         operation: It.
         given: Its arguments; of a tensor its shape, strides, dtype and device.
-        tensors: Output (B, H, T, D) and log-sum-exp (B, H, ...), without a graph.
+        tensors: Output (B, H, T, D) and log-sum-exp (B, H, ...), without a graph; of packed rows in
+            one call (T, H, D) and (H, T).
         rest: What else it returned: sizes, and the state of dropout that is off.
     """
 
@@ -81,7 +85,7 @@ class Recorded:
     def sizes(self) -> tuple["OutputSize", ...]:
         """Heads, features and element size of each recorded call."""
         outputs = [call.tensors[0] for call in self.calls if call is not None]
-        return tuple(OutputSize(x.shape[1], x.shape[3], x.element_size()) for x in outputs)
+        return tuple(OutputSize(x.shape[1], x.shape[-1], x.element_size()) for x in outputs)
 
     def at(self, buffer: torch.Tensor) -> "Recorded":
         """Return the same tensors, by shape and strides, as views of a uint8 buffer."""
@@ -141,21 +145,22 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        if func is not _CALL:
+        if not _is_attention(func):
             return func(*args, **(kwargs or {}))
-        given = dict(zip(_ORDER, args, strict=False)) | (kwargs or {})
+        given = dict(zip(_names_of(func), args, strict=False)) | (kwargs or {})
         with torch.enable_grad():
             leaves = {name: given[name].detach().requires_grad_() for name in _LEAVES}
             wanted = given | leaves
-        if _kernel_of(given) != _kernel_of(wanted):
+        if func is _CALL and _kernel_of(given) != _kernel_of(wanted):
             self._calls.append(None)
             return func(**given)
         with torch.enable_grad(), _Seen() as seen:
-            output_BHTD = func(**wanted)
+            returned = func(**wanted)
         self._calls.append(seen.found)
-        output_BHTD = output_BHTD.detach()
-        self._versions.append((output_BHTD, output_BHTD._version))
-        return output_BHTD
+        returned = tree_map_only(torch.Tensor, lambda x: x.detach(), returned)
+        output = returned if func is _CALL else returned[0]
+        self._versions.append((output, output._version))
+        return returned
 
     def recorded(self) -> Recorded:
         """Return what was recorded; nothing if the layer wrote to an output of attention."""
@@ -179,7 +184,7 @@ class Giver(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        if func is not _CALL:
+        if not _is_attention(func):
             return func(*args, **(kwargs or {}))
         calls, number = self._recorded.calls, self._num_calls
         self._num_calls += 1
@@ -238,7 +243,8 @@ class _Seen(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         returned = func(*args, **(kwargs or {}))
-        if func in _FUSED and not _dropout_of(func, args, kwargs or {}):
+        is_fused = func in _FUSED or func.name() == JOINED
+        if is_fused and not _dropout_of(func, args, kwargs or {}):
             self._seen.append((func, _form_of(args, kwargs or {}), returned))
         return returned
 
@@ -269,6 +275,18 @@ class _Given(TorchDispatchMode):
         if func is not one.operation or _form_of(args, kwargs or {}) != one.given:
             return func(*args, **(kwargs or {}))
         return (*(x.detach() for x in one.tensors), *one.rest)
+
+
+def _is_attention(func: Any) -> bool:
+    if func is _CALL:
+        return True
+    return isinstance(func, OpOverloadPacket) and func._qualified_op_name == JOINED
+
+
+def _names_of(func: Any) -> Sequence[str]:
+    if func is _CALL:
+        return _ORDER
+    return [argument.name for argument in func.default._schema.arguments]
 
 
 def _kernel_of(given: dict[str, Any]) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Scores = Literal["fused", "sinks", "capped"]
+FLASH_MULTIPLE, FLASH_FEATURES = 8, 256  # what flash attention's heads are, and the widest
 DELTA_CHUNK_TOKENS = 64  # of the delta rule in transformers and in flash-linear-attention
 
 
@@ -120,6 +121,11 @@ def has_fused_kernel(kind: Attention, *, is_cuda: bool) -> bool:
     if not isinstance(kind, SoftmaxAttention) or kind.scores != "fused":
         return False
     return is_cuda or not kind.is_latent
+
+
+def can_join_rows(head_features: int) -> bool:
+    """Return whether flash attention computes heads of this size, for packed rows in one call."""
+    return head_features % FLASH_MULTIPLE == 0 and head_features <= FLASH_FEATURES
 
 
 def output_bytes(

@@ -3,7 +3,13 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from offload.plan.facts.attention import SoftmaxAttention, has_fused_kernel, output_bytes
+from offload.plan.facts.attention import (
+    Attention,
+    SoftmaxAttention,
+    can_join_rows,
+    has_fused_kernel,
+    output_bytes,
+)
 from offload.plan.facts.codec import CodecName, is_encoded
 from offload.plan.facts.facts import AdapterSpec, LayerFacts, ModelFacts
 from offload.plan.facts.fused import NOTHING, FusedParts, compiled_parts, fused_parts
@@ -15,6 +21,7 @@ from offload.plan.facts.trainable import unread_linears
 # What computes norms, rotary embedding and gated activations: the model's own code, one operator
 # each, or torch's compiler; `auto` is `fused` on CUDA and `plain` on a CPU.
 LayerCode = Literal["auto", "plain", "fused", "compiled"]
+HALF_BYTES = 2  # of the types that flash attention computes
 TILED_GROUPS = ("mlp", "shared_experts")
 
 
@@ -68,9 +75,28 @@ class Workload:
         return f"{self.micro_batch_size} x {self.seq_len}"
 
     @property
-    def num_attention_calls(self) -> int:
-        """Calls of attention in a layer: one, or one for each packed row."""
+    def num_rows(self) -> int:
+        """Packed rows of a micro-batch; 1 where rows are not packed."""
         return 1 if self.packed_tokens is None else -(-self.packed_tokens // self.seq_len)
+
+    def joins_rows(self, kind: Attention, *, is_cuda: bool) -> bool:
+        """Return whether attention of packed rows is one call, of torch's variable-length kernel.
+
+        Such a call has no mask, and takes keys and values of fewer heads as they are.
+        """
+        return (
+            self.packed_tokens is not None
+            and is_cuda
+            and self.dtype_bytes == HALF_BYTES
+            and isinstance(kind, SoftmaxAttention)
+            and has_fused_kernel(kind, is_cuda=is_cuda)
+            and not kind.is_latent
+            and can_join_rows(kind.qk_dim)
+        )
+
+    def num_attention_calls(self, kind: Attention, *, is_cuda: bool) -> int:
+        """Return how often a layer calls attention: once, or once for each packed row."""
+        return 1 if self.joins_rows(kind, is_cuda=is_cuda) else self.num_rows
 
     @property
     def is_encoded(self) -> bool:
@@ -135,7 +161,7 @@ class Workload:
             return 0
         num_rows = self.micro_batch_size
         if self.packed_tokens is not None:
-            num_rows = self.num_attention_calls
+            num_rows = self.num_rows  # joined rows leave less: their log-sum-exp is not padded
         return output_bytes(
             num_heads=kind.num_heads,
             head_features=kind.v_dim,

@@ -151,13 +151,15 @@ def _visit_bytes(
     linears = [linear for linear in adapted if linear.group != "experts"]
     form = experts_form(machine.experts_implementation.value, is_adapted=bool(experts))
     fused = workload.kept_fused(facts, layer, machine.device)
+    is_cuda = machine.device == "cuda"
     saved = saved_bytes_per_token(
         facts,
         layer,
         fused=fused,
         seq_len=seq_len,
         dtype_bytes=b,
-        is_masked=is_masked(layer.window, workload, is_padded=is_padded),
+        is_masked=is_masked(layer.window, workload, is_padded=is_padded)
+        and not workload.joins_rows(layer.attention, is_cuda=is_cuda),
         form=form,
         is_cpu=machine.device == "cpu",
     )

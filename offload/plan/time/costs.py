@@ -273,7 +273,8 @@ def _attention(at: Pricer, layer: LayerFacts) -> Work:
     load, kind = at.workload, layer.attention
     num, seq_len, b = load.num_tokens, load.seq_len, load.dtype_bytes
     work = attention_work(kind, at.machine, num_tokens=num, seq_len=seq_len, dtype_bytes=b)
-    return replace(work, num_ops=work.num_ops * load.num_attention_calls)
+    num_calls = load.num_attention_calls(kind, is_cuda=at.machine.device == "cuda")
+    return replace(work, num_ops=work.num_ops * num_calls)
 
 
 def routing_work(at: Pricer, layer: LayerFacts) -> Work:
@@ -493,7 +494,7 @@ def price(
     """
     at = Pricer(machine=machine, facts=facts, workload=workload)
     shapes = {x: _layer_cost(x, at, graph_bytes.get(x, 0)) for x in set(facts.layers)}
-    front_ops = FRONT_OPS * workload.num_attention_calls  # it runs on each packed row alone
+    front_ops = FRONT_OPS * workload.num_rows  # it runs on each packed row alone
     embedded_bytes = 2 * workload.num_tokens * facts.hidden_size * workload.dtype_bytes
     is_cuda = machine.device == "cuda"
     is_alone = is_cuda and not is_duplex

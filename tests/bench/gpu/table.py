@@ -125,6 +125,10 @@ def _words(rows: Sequence[Row]) -> Iterator[str]:
             top = [f"{one['frac']:.1%} {one['name'][:60]}" for one in row["top"][:8]]
             share = _percent(row, "ceiling_share")
             yield f"{name}: {share} of the GEMM ceiling in the layers; {'; '.join(top)}"
+        elif "num_packed_rows" in row:
+            steps = f"{row['joined_step_s']:.3g} s in one call, {row['rows_step_s']:.3g} s by rows"
+            counts = f"{row['num_packed_rows']} rows, {row['joined_num_joined_layers']} layers"
+            yield f"{name}: {counts}; {steps}; gradients {row['gradients_apart']:.2g} apart"
         elif "is_compared" in row:
             yield f"{name}: {row['note']}"
         elif "num_rows" in row:

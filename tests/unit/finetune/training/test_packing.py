@@ -1,5 +1,6 @@
 """Whether a run packs rows is settled once, and shown."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from finetune.recipe.recipe import Recipe, with_packing
 from finetune.report.screen import Screen
 from finetune.training.packing import settled_packing, shown_layers, shown_packing
 from offload.plan.machine.machine import named_machine
+from offload.plan.memory.visit import visit_bytes
 from offload.plan.plan import plan
 
 
@@ -78,11 +80,47 @@ def test_how_full_sequences_are_is_shown() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_together", "words"),
-    [(4, "in all layers"), (1, "in 1 of 4 layers"), (0, "take one by one")],
+    ("num_together", "num_joined", "words"),
+    [
+        (4, 0, "in all layers, attention row by row"),
+        (1, 0, "in 1 of 4 layers, attention row by row"),
+        (0, 0, "take one by one"),
+        (4, 4, r"in all layers, attention in one call (torch's varlen_attn)"),
+        (3, 2, "varlen_attn) in 2 of them, row by row in the others; the others do not"),
+    ],
 )
-def test_how_layers_compute_packed_rows_is_shown(num_together: int, words: str) -> None:
-    assert words in shown_layers(num_together=num_together, num_layers=4)
+def test_how_layers_compute_packed_rows_is_shown(
+    num_together: int, num_joined: int, words: str
+) -> None:
+    assert words in shown_layers(num_together=num_together, num_joined=num_joined, num_layers=4)
+
+
+def test_a_plan_counts_one_call_of_attention_and_no_mask_where_rows_are_joined() -> None:
+    recipe = with_packing(recipe_for(), "on")
+    facts = facts_of(recipe.model)
+    load = request_for(recipe, facts, SIZES, num_ranks=1).typical
+    kind: Any = facts.layers[0].attention
+    kind = replace(kind, qk_dim=16, v_dim=16)
+    assert load.num_attention_calls(kind, is_cuda=True) == 1
+    assert load.num_attention_calls(kind, is_cuda=False) == 4
+    unlike: list[Any] = [
+        replace(kind, scores="sinks"),
+        replace(kind, scores="capped"),
+        replace(kind, qk_dim=24),
+        replace(kind, qk_dim=12, v_dim=12),
+        replace(kind, qk_dim=512, v_dim=512),
+    ]
+    assert {load.num_attention_calls(other, is_cuda=True) for other in unlike} == {4}
+    assert replace(load, dtype_bytes=4).num_attention_calls(kind, is_cuda=True) == 4
+    assert not replace(load, packed_tokens=None).joins_rows(kind, is_cuda=True)
+
+    card = named_machine("rtx4090", dtype="bfloat16")
+    windowed = replace(kind, window=load.seq_len // 2, num_kv_heads=1)
+    layer = replace(facts.layers[0], attention=windowed)
+    joined = visit_bytes(facts, card, layer, load, is_padded=False)
+    masked = visit_bytes(facts, card, layer, replace(load, packed_tokens=None), is_padded=False)
+    per_token = (kind.num_heads - 1) * 2 * 16 * load.dtype_bytes  # keys and values of one head
+    assert joined.saved / load.num_tokens < masked.saved / load.seq_len - 0.9 * per_token
 
 
 def test_a_plan_counts_the_tokens_of_packed_rows_and_attention_within_them() -> None:
@@ -96,7 +134,7 @@ def test_a_plan_counts_the_tokens_of_packed_rows_and_attention_within_them() -> 
     assert request.largest.seq_len >= 50  # the longest row
     kept = {term.name: term.num_bytes for term in plan(facts, machine, request).device_memory}
     assert kept["kept layer inputs"] == 230 * facts.num_layers * facts.hidden_size * 2
-    assert request.typical.num_attention_calls == 4
+    assert request.typical.num_rows == 4
     layer = facts.layers[0]
     alone = request.typical.output_bytes(layer, is_cuda=True)
     kind: Any = layer.attention
