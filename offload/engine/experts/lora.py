@@ -19,9 +19,9 @@ Rejected: A of all experts on each token, selecting afterwards, which is one den
 times the arithmetic; [W; A] as one matrix, which copies all weights on each visit.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -32,6 +32,7 @@ from offload.engine.experts.branch import Branch
 from offload.engine.experts.interface import reason_outside
 from offload.engine.experts.products import Grouped, Loop, Products, takes_few_sizes
 from offload.engine.experts.routing import Routing, route
+from offload.engine.recompute.unread import not_a_value
 from offload.errors import UnsupportedModelError
 
 SUFFIX = "+lora"
@@ -81,12 +82,15 @@ def _experts_forward(
     weight_TC: torch.Tensor,
     *,
     lora: Mapping[str, Branch] | None = None,
+    has_value: bool = True,
 ) -> torch.Tensor:
     """Compute the same as transformers' implementation `plain`, plus the branches.
 
     Without branches transformers computes it, except for kernels that it lacks, and for its loop
     where that would use too many different row counts.
     A choice of an expert that does not exist contributes nothing, as in transformers' own loop.
+    If no value is asked for, ours leave out the projection down, whose gradients do not depend on
+    it; the result is then a `not_a_value`.
     """
     is_own = plain == TRITON or (plain == LOOP and takes_few_sizes(experts.down_proj))
     if lora is None and not is_own:
@@ -96,7 +100,10 @@ def _experts_forward(
     num_experts, dtype = experts.num_experts, experts.down_proj.dtype
     weight_TC = weight_TC.masked_fill(expert_TC >= num_experts, 0)
     routing = route(expert_TC.clamp(max=num_experts - 1), num_experts=num_experts)
-    out_TD = IMPLEMENTATIONS[plain](experts, lora or {}, routing, hidden_TD.to(dtype), weight_TC)
+    compute = IMPLEMENTATIONS[plain]
+    out_TD = compute(
+        experts, lora or {}, routing, hidden_TD.to(dtype), weight_TC, has_value=has_value
+    )
     if experts.has_bias:
         shape = (hidden_TD.shape[0], num_experts + 1)
         shares_TE = weight_TC.new_zeros(shape).scatter_reduce(1, expert_TC, weight_TC, "sum")
@@ -111,6 +118,8 @@ def _in_parts(
     routing: Routing,
     hidden_TD: torch.Tensor,
     weight_TC: torch.Tensor,
+    *,
+    has_value: bool,
 ) -> torch.Tensor:
     """Compute the products by one of products.py and the rest by torch, but no down bias."""
     up = "gate_up_proj" if experts.has_gate else "up_proj"
@@ -120,10 +129,26 @@ def _in_parts(
         rows_SF = rows_SF + getattr(experts, f"{up}_bias")[routing.expert_S]
     rows_SF = experts._apply_gate(rows_SF) if experts.has_gate else experts.act_fn(rows_SF)
     weight_S1 = weight_TC.reshape(-1, 1)[routing.choice_S]
-    return project("down_proj", (rows_SF * weight_S1).to(hidden_TD.dtype), is_up=False)
+    rows_SF = (rows_SF * weight_S1).to(hidden_TD.dtype)
+    return project("down_proj", rows_SF, is_up=False, has_value=has_value)
 
 
-Compute = Callable[[Any, Mapping[str, Branch], Routing, torch.Tensor, torch.Tensor], torch.Tensor]
+class Compute(Protocol):
+    """Computes the sum of each token's experts, without the bias of the projection down."""
+
+    def __call__(
+        self,
+        experts: Any,
+        lora: Mapping[str, Branch],
+        routing: Routing,
+        hidden_TD: torch.Tensor,
+        weight_TC: torch.Tensor,
+        *,
+        has_value: bool,
+    ) -> torch.Tensor:
+        """Return it, or what stands for it without its value."""
+
+
 LOOP, TRITON = "eager", "triton"
 IMPLEMENTATIONS: Mapping[str, Compute] = {
     LOOP: partial(_in_parts, Loop),
@@ -140,6 +165,7 @@ def _project(
     given: torch.Tensor,
     *,
     is_up: bool,
+    has_value: bool = True,
 ) -> torch.Tensor:
     """Project tokens up to rows, or rows down to tokens, by one projection of all experts."""
     weights_EKN: torch.Tensor = getattr(experts, name)
@@ -150,7 +176,7 @@ def _project(
         fitted = lora[name].fit(weights_EKN.dtype)
         branch = (fitted.a_ERK, fitted.b_ERN, fitted.scaling)
     projected: Any = _Projection.apply
-    return cast("torch.Tensor", projected(given, weights_EKN, *branch, products, is_up))
+    return cast("torch.Tensor", projected(given, weights_EKN, *branch, products, is_up, has_value))
 
 
 class _Projection(torch.autograd.Function):
@@ -166,6 +192,7 @@ class _Projection(torch.autograd.Function):
         scaling: float | torch.Tensor,
         products: Products,
         is_up: bool,  # noqa: FBT001 - autograd passes no keywords
+        has_value: bool,  # noqa: FBT001
     ) -> torch.Tensor:
         rows = products.rows(given) if is_up else given
         low_SR, pairs = None, [(rows, weights_EKN)]
@@ -174,6 +201,8 @@ class _Projection(torch.autograd.Function):
             pairs.insert(0, (low_SR, b_ERN))
         ctx.save_for_backward(given, weights_EKN, a_ERK, b_ERN, low_SR)
         ctx.scaling, ctx.products, ctx.is_up = scaling, products, is_up
+        if not has_value:
+            return not_a_value(given[: products.num_tokens], weights_EKN.shape[2])
         return products.sum(*pairs, to_tokens=not is_up)
 
     @staticmethod
@@ -197,4 +226,4 @@ class _Projection(torch.autograd.Function):
             del rows
         if is_given:
             of_given = products.sum(*pairs, to_tokens=is_up)
-        return of_given, of_weight, of_a, of_b, None, None, None
+        return of_given, of_weight, of_a, of_b, None, None, None, None

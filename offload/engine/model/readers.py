@@ -59,10 +59,15 @@ def candidates(
         for name, module in layer.named_modules()
         if name and "forward" not in vars(module) and can_leave_out(module)
     }
+    inner = {
+        f"{name}.base_layer"  # peft wraps a layer once more for each parameter that it adapts
+        for name, module in found.items()
+        if type(getattr(module, "base_layer", None)) is type(module)
+    }
     outside = {
         name: module
         for name, module in found.items()
-        if not any(name.startswith(f"{mlp}.") for mlp in mlps)
+        if name not in inner and not any(name.startswith(f"{mlp}.") for mlp in mlps)
     }
     return {**outside, **mlps}
 
