@@ -118,7 +118,10 @@ def _is_wrapped(layer: nn.Module) -> bool:
 
 
 def unheld_products(
-    layer: nn.Module, visit: Visit, mlps: Mapping[str, TiledMlp] = _NONE
+    layer: nn.Module,
+    visit: Visit,
+    mlps: Mapping[str, TiledMlp] = _NONE,
+    others: Mapping[str, nn.Module] | None = None,
 ) -> dict[str, Path]:
     """Return the products of which a graph holds nothing, nor anything else does.
 
@@ -126,8 +129,9 @@ def unheld_products(
         layer: A decoder layer, perhaps without values.
         visit: Computes it.
         mlps: Its parts that `visit` computes tile by tile, by name.
+        others: More of its modules to judge, whether they can leave their values out or not.
     """
-    named, taint = candidates(layer, mlps), Taint()
+    named, taint = {**candidates(layer, mlps), **(others or {})}, Taint()
     nodes: dict[int, list[Node | None]] = {}
     if not named:
         return {}
