@@ -13,7 +13,7 @@ from offload.plan.machine.machine import (
     Rate,
     named_machine,
 )
-from offload.plan.time.adapters import low_rank_branch
+from offload.plan.time.adapters import linear_branch
 from offload.plan.time.bounds import r3_bound_s, usual_order_bound_s
 from offload.plan.time.costs import Costs, LayerCost, price
 from offload.plan.time.pricer import Pricer
@@ -222,7 +222,7 @@ def test_a_branch_of_few_columns_costs_as_one_of_sixteen_and_more_cost_their_ari
     def branch(rank: int, at: Machine) -> Work:
         adapter = AdapterSpec(rank=rank, targets=("q_proj",), experts=False)
         load = workload(adapter=adapter)
-        return low_rank_branch(Pricer(machine=at, facts=LLAMA_7B, workload=load), linear)
+        return linear_branch(Pricer(machine=at, facts=LLAMA_7B, workload=load), linear)
 
     def seconds(rank: int, at: Machine = machine) -> float:
         work = branch(rank, at)
