@@ -40,8 +40,8 @@ from offload.engine.host.slab import Slab
 from offload.engine.host.store import Backing
 from offload.engine.memory_meter import reset_peak
 from offload.engine.model.layers import LayeredModel
-from offload.plan.machine.machine import GIB
 from offload.plan.facts.linears import Linear
+from offload.plan.machine.machine import GIB
 from offload.plan.plan import Plan, calibrate, costs_of, with_costs
 from offload.plan.schedule.schedule import MIN_SLOTS
 

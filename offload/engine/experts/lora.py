@@ -21,7 +21,7 @@ times the arithmetic; [W; A] as one matrix, which copies all weights on each vis
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import nn
@@ -36,6 +36,7 @@ from offload.engine.recompute.unread import not_a_value
 from offload.errors import UnsupportedModelError
 
 SUFFIX = "+lora"
+To = Literal["rows", "tokens", "nothing"]  # what a projection gives: nothing is its graph alone
 
 
 def take_branches(experts: nn.Module) -> None:
@@ -124,13 +125,13 @@ def _in_parts(
     """Compute the products by one of products.py and the rest by torch, but no down bias."""
     up = "gate_up_proj" if experts.has_gate else "up_proj"
     project = partial(_project, experts, lora, kind(routing))
-    rows_SF = project(up, hidden_TD, is_up=True)
+    rows_SF = project(up, hidden_TD, to="rows")
     if experts.has_bias:
         rows_SF = rows_SF + getattr(experts, f"{up}_bias")[routing.expert_S]
     rows_SF = experts._apply_gate(rows_SF) if experts.has_gate else experts.act_fn(rows_SF)
     weight_S1 = weight_TC.reshape(-1, 1)[routing.choice_S]
     rows_SF = (rows_SF * weight_S1).to(hidden_TD.dtype)
-    return project("down_proj", rows_SF, is_up=False, has_value=has_value)
+    return project("down_proj", rows_SF, to="tokens" if has_value else "nothing")
 
 
 class Compute(Protocol):
@@ -164,8 +165,7 @@ def _project(
     name: str,
     given: torch.Tensor,
     *,
-    is_up: bool,
-    has_value: bool = True,
+    to: To,
 ) -> torch.Tensor:
     """Project tokens up to rows, or rows down to tokens, by one projection of all experts."""
     weights_EKN: torch.Tensor = getattr(experts, name)
@@ -176,7 +176,7 @@ def _project(
         fitted = lora[name].fit(weights_EKN.dtype)
         branch = (fitted.a_ERK, fitted.b_ERN, fitted.scaling)
     projected: Any = _Projection.apply
-    return cast("torch.Tensor", projected(given, weights_EKN, *branch, products, is_up, has_value))
+    return cast("torch.Tensor", projected(given, weights_EKN, *branch, products, to))
 
 
 class _Projection(torch.autograd.Function):
@@ -191,9 +191,9 @@ class _Projection(torch.autograd.Function):
         b_ERN: torch.Tensor | None,
         scaling: float | torch.Tensor,
         products: Products,
-        is_up: bool,  # noqa: FBT001 - autograd passes no keywords
-        has_value: bool,  # noqa: FBT001
+        to: To,
     ) -> torch.Tensor:
+        is_up = to == "rows"
         rows = products.rows(given) if is_up else given
         low_SR, pairs = None, [(rows, weights_EKN)]
         if a_ERK is not None and b_ERN is not None:
@@ -201,7 +201,7 @@ class _Projection(torch.autograd.Function):
             pairs.insert(0, (low_SR, b_ERN))
         ctx.save_for_backward(given, weights_EKN, a_ERK, b_ERN, low_SR)
         ctx.scaling, ctx.products, ctx.is_up = scaling, products, is_up
-        if not has_value:
+        if to == "nothing":
             return not_a_value(given[: products.num_tokens], weights_EKN.shape[2])
         return products.sum(*pairs, to_tokens=not is_up)
 
@@ -226,4 +226,4 @@ class _Projection(torch.autograd.Function):
             del rows
         if is_given:
             of_given = products.sum(*pairs, to_tokens=is_up)
-        return of_given, of_weight, of_a, of_b, None, None, None, None
+        return of_given, of_weight, of_a, of_b, None, None, None

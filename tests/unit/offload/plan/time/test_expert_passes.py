@@ -73,7 +73,7 @@ def _bytes(x: torch.Tensor | None) -> int:
 
 @pytest.mark.parametrize("visit", ["forward", "recompute", "left out", "backward"])
 def test_fused_kernels_move_what_the_plan_says_within_a_tenth(visit: str) -> None:
-    model = compute_beside(adapted_experts("gated", "eager", torch.bfloat16, sizes=SIZES))
+    model: Any = compute_beside(adapted_experts("gated", "eager", torch.bfloat16, sizes=SIZES))
     model.get_base_model().config._experts_implementation = lora.TRITON + lora.SUFFIX
     hidden_TD, expert_TC, weight_TC = chosen("mixed", torch.bfloat16, sizes=SIZES)
     hidden_TD.requires_grad_()
