@@ -131,7 +131,7 @@ def launches(
         torch.set_grad_enabled(is_kept),
     ):
         routing = route(expert_TC, num_experts=mixture.num_experts)
-        out_TD = fused.compute(experts, lora, routing, hidden_TD, weight_TC)
+        out_TD = fused.compute(experts, lora, routing, hidden_TD, weight_TC, has_value=True)
         if is_kept:
             out_TD.backward(torch.empty_like(out_TD))
     return recorder.launches

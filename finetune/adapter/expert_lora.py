@@ -70,6 +70,10 @@ class ParamWrapper(layer.ParamWrapper):
         )
         return result
 
+    def without_value(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return the output's graph without its values; see `offload.engine.recompute.unread`."""
+        return ParamWrapper.forward(self, x, *args, has_value=False, **kwargs)
+
     def _branch(self, adapter: str) -> Branch:
         """Return an adapter's factors per expert: peft lays A out as (E R, K), B as (N, R E)."""
         a: Any = self.lora_A[adapter].weight

@@ -89,10 +89,10 @@ class Linear(layer.Linear):
             return result
         return self.siblings.output(self, x)
 
-    def without_value(self, x: torch.Tensor) -> torch.Tensor:
+    def without_value(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the output's graph without its values; see `offload.engine.recompute.unread`."""
-        if self.siblings.are_several or not self.is_plain(x):
-            return Linear.forward(self, x)
+        if args or kwargs or self.siblings.are_several or not self.is_plain(x):
+            return Linear.forward(self, x, *args, **kwargs)
         return self.siblings.output(self, x, has_value=False)
 
     def is_plain(self, x: torch.Tensor) -> bool:

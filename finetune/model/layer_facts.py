@@ -82,12 +82,15 @@ class Reader:
         Args:
             layer: It.
             number: Which.
-            unread: The names of its linears whose products nothing reads in a recompute.
+            unread: The names of its linears, and of the modules of all experts, whose products
+                nothing reads in a recompute.
         """
         kinds = parts_of(layer)
         linears, counted = self._linears(layer, kinds)
-        for name in unread:
-            linears[name] = replace(linears[name], is_unread=True)
+        for name, linear in linears.items():
+            is_last = linear.is_down and name.rpartition(".")[0] in unread  # of all experts
+            if name in unread or is_last:
+                linears[name] = replace(linear, is_unread=True)
         attention = self._attention(layer, kinds, linears, number)
         norms = []
         for name, module in layer.named_modules():

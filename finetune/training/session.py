@@ -40,6 +40,7 @@ from offload.engine.host.slab import Slab
 from offload.engine.host.store import Backing
 from offload.engine.memory_meter import reset_peak
 from offload.engine.model.layers import LayeredModel
+from offload.plan.facts.linears import Linear
 from offload.plan.machine.machine import GIB
 from offload.plan.plan import Plan, calibrate, costs_of, with_costs
 from offload.plan.schedule.schedule import MIN_SLOTS
@@ -236,14 +237,14 @@ def with_unread(plan: Plan, found: Sequence[Collection[str]]) -> tuple[Plan, str
     """
     typical, layers = plan.request.typical, plan.facts.layers
     names = [{name.removesuffix(BASE).rpartition(".")[2] for name in one} for one in found]
-    counted_on = [{linear.name for linear in typical.left_out(layer)} for layer in layers]
+    counted_on = [set(map(_module_name, typical.left_out(layer))) for layer in layers]
     if names == counted_on:
         return plan, ""
     as_found = tuple(
         replace(
             layer,
             linears=tuple(
-                replace(linear, is_unread=linear.is_module and linear.name in left_out)
+                replace(linear, is_unread=_module_name(linear) in left_out)
                 for linear in layer.linears
             ),
         )
@@ -256,6 +257,13 @@ def with_unread(plan: Plan, found: Sequence[Collection[str]]) -> tuple[Plan, str
         f"Recomputes leave out {sum(map(len, names))} products, and the plan counted on"
         f" {sum(map(len, counted_on))}: priced again"
     )
+
+
+def _module_name(linear: Linear) -> str | None:
+    """Return the last part of the name of the module that computes a product to the end."""
+    if linear.group == "experts" and not linear.is_module:
+        return "experts" if linear.is_down else None
+    return linear.name if linear.is_module else None
 
 
 def load_adapted(runs: Sequence[Run], plan: Plan) -> Adapted:

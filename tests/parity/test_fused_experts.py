@@ -13,6 +13,7 @@ from finetune.adapter.expert_lora import compute_beside
 from offload.engine.engine import Engine
 from offload.engine.experts import lora
 from offload.engine.experts.gates import Gate, gate_of
+from offload.engine.recompute.unread import is_no_value
 from offload.engine.tracing.allocator import LiveBytes
 from offload.engine.tracing.tracer import Tracer
 from offload.errors import UnsupportedModelError
@@ -392,3 +393,22 @@ def test_a_gate_of_another_kind_and_weights_that_train_are_refused_by_name() -> 
     model.requires_grad_(requires_grad=True)
     with pytest.raises(UnsupportedModelError, match=r"Qwen3MoeExperts has weights that train"):
         step(model, "mixed", torch.float32)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_without_the_value_are_those_with_it_to_the_bit(device: str) -> None:
+    model = by("triton", adapted_experts("gated", "eager", torch.float32), device)
+    hidden_TD, expert_TC, weight_TC = (x.to(device) for x in chosen("skewed", torch.float32))
+    hidden_TD.requires_grad_()
+    weight_TC.requires_grad_()
+    experts = model.get_base_model().experts
+    trained = [p for p in model.parameters() if p.requires_grad]
+
+    def gradients(forward: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        out = hidden_TD + forward(hidden_TD, expert_TC, weight_TC)
+        assert is_no_value(out) == (forward != experts)
+        given = torch.linspace(-1, 1, out.numel(), device=device).view(out.shape)
+        return torch.autograd.grad(out, [hidden_TD, weight_TC, *trained], given)
+
+    with_value, without = gradients(experts), gradients(experts.without_value)
+    assert all(map(torch.equal, with_value, without))

@@ -13,6 +13,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
+from finetune.adapter.expert_lora import compute_beside
 from finetune.adapter.linear_lora import compute_in_base_dtype
 from finetune.training.compile import compile_layers
 from offload.engine.batch import Batch
@@ -28,6 +29,7 @@ from offload.plan.time.pricer import Pricer
 from tests.builders import byte_machine, workload
 from tests.counted import Counted
 from tests.parity.architectures import micro_batches
+from tests.parity.experts import adapted_by_peft
 from tests.parity.steps import OPTIONS
 from tests.parity.tiny_models import tiny_model
 from tests.tiers import each_value, mostly_slow, tiered
@@ -125,6 +127,40 @@ def require_same_bits(
 def test_what_nothing_reads_is_left_out_without_a_bit_of_difference(model_type: str) -> None:
     targets = "all-linear" if model_type != "gpt2" else ["c_attn"]
     assert require_same_bits(adapted(model_type, targets=targets)) == FOUND[model_type]
+
+
+EXPERTS = frozenset({"mlp.experts"})
+WITH_EXPERTS = {
+    "qwen3_moe": (EXPERTS,) * 4,
+    "deepseek_v3": (DOWN, *(EXPERTS | SHARED,) * 3),
+    "qwen2_moe": (EXPERTS,) * 4,
+    "gpt_oss": (NONE,) * 4,  # the router's gradient reads a bias of each expert
+}
+EXPERT_CASES = (tuple(WITH_EXPERTS), ("eager", "grouped_mm"))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "path"),
+    tiered(
+        itertools.product(*EXPERT_CASES),
+        default=[("deepseek_v3", "grouped_mm")],
+        slow=list(itertools.product(*EXPERT_CASES)),
+    ),
+)
+def test_adapted_experts_leave_their_last_product_out(model_type: str, path: str) -> None:
+    base = tiny_model(model_type)
+    base.set_experts_implementation(path)
+    model = compute_beside(adapted_by_peft(base)).train()
+    assert require_same_bits(model) == WITH_EXPERTS[model_type]
+
+
+def test_the_plan_knows_of_which_experts_the_last_product_is_left_out() -> None:
+    base: Any = tiny_model("deepseek_v3")
+    facts = model_facts(base.config.to_dict())
+    for has_experts in (False, True):
+        load = workload(adapter=AdapterSpec(rank=4, targets=("q_proj",), experts=has_experts))
+        groups = {x.group for layer in facts.layers[1:] for x in load.left_out(layer)}
+        assert groups == {"shared_experts"} | ({"experts"} if has_experts else set())
 
 
 STORED = {

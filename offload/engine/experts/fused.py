@@ -25,6 +25,7 @@ from offload.engine.experts.interface import reason_outside
 from offload.engine.experts.launcher import Launcher
 from offload.engine.experts.routing import Routing
 from offload.engine.experts.tiles import Blocks, blocks_for
+from offload.engine.recompute.unread import not_a_value
 from offload.errors import UnsupportedModelError
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -60,6 +61,8 @@ def compute(
     routing: Routing,
     hidden_TD: torch.Tensor,
     weight_TC: torch.Tensor,
+    *,
+    has_value: bool,
 ) -> torch.Tensor:
     """Return the sum of each token's experts (T, D), without the bias of the projection down.
 
@@ -69,6 +72,7 @@ def compute(
         routing: Rows by expert.
         hidden_TD: In the dtype of the experts.
         weight_TC: Routing weights.
+        has_value: Whether to compute it, or only its graph.
 
     Raises:
         UnsupportedModelError: The gate has no kernel, or the experts' weights train.
@@ -106,6 +110,7 @@ def compute(
         up_scaling=up.scaling if up else 1.0,
         down_scaling=down.scaling if down else 1.0,
         is_kept=torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs),
+        has_value=has_value,
     )
     fused: Any = _Fused.apply
     result: torch.Tensor = fused(form, *inputs)
@@ -122,6 +127,7 @@ class _Form:
     up_scaling: float | torch.Tensor
     down_scaling: float | torch.Tensor
     is_kept: bool
+    has_value: bool
 
 
 class _Fused(torch.autograd.Function):
@@ -137,7 +143,10 @@ class _Fused(torch.autograd.Function):
             hidden_TD, up_EDF, bias_EF, up_low, weight_TC, is_kept=form.is_kept
         )
         down_low = at.beside(inner_SF, down)
-        out_TD = at.to_tokens(inner_SF, down_EFD, down_low)
+        if form.has_value:
+            out_TD = at.to_tokens(inner_SF, down_EFD, down_low)
+        else:
+            out_TD = not_a_value(hidden_TD, down_EFD.shape[2])
         if form.is_kept:
             made = (gates_SF, up_low[0], down_low[0])
             ctx.save_for_backward(hidden_TD, weight_TC, up_EDF, down_EFD, *factors, *made)

@@ -19,9 +19,9 @@ Rejected: A of all experts on each token, selecting afterwards, which is one den
 times the arithmetic; [W; A] as one matrix, which copies all weights on each visit.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import nn
@@ -32,9 +32,11 @@ from offload.engine.experts.branch import Branch
 from offload.engine.experts.interface import reason_outside
 from offload.engine.experts.products import Grouped, Loop, Products, takes_few_sizes
 from offload.engine.experts.routing import Routing, route
+from offload.engine.recompute.unread import not_a_value
 from offload.errors import UnsupportedModelError
 
 SUFFIX = "+lora"
+To = Literal["rows", "tokens", "nothing"]  # what a projection gives: nothing is its graph alone
 
 
 def take_branches(experts: nn.Module) -> None:
@@ -81,12 +83,15 @@ def _experts_forward(
     weight_TC: torch.Tensor,
     *,
     lora: Mapping[str, Branch] | None = None,
+    has_value: bool = True,
 ) -> torch.Tensor:
     """Compute the same as transformers' implementation `plain`, plus the branches.
 
     Without branches transformers computes it, except for kernels that it lacks, and for its loop
     where that would use too many different row counts.
     A choice of an expert that does not exist contributes nothing, as in transformers' own loop.
+    If no value is asked for, ours leave out the projection down, whose gradients do not depend on
+    it; the result is then a `not_a_value`.
     """
     is_own = plain == TRITON or (plain == LOOP and takes_few_sizes(experts.down_proj))
     if lora is None and not is_own:
@@ -96,7 +101,10 @@ def _experts_forward(
     num_experts, dtype = experts.num_experts, experts.down_proj.dtype
     weight_TC = weight_TC.masked_fill(expert_TC >= num_experts, 0)
     routing = route(expert_TC.clamp(max=num_experts - 1), num_experts=num_experts)
-    out_TD = IMPLEMENTATIONS[plain](experts, lora or {}, routing, hidden_TD.to(dtype), weight_TC)
+    compute = IMPLEMENTATIONS[plain]
+    out_TD = compute(
+        experts, lora or {}, routing, hidden_TD.to(dtype), weight_TC, has_value=has_value
+    )
     if experts.has_bias:
         shape = (hidden_TD.shape[0], num_experts + 1)
         shares_TE = weight_TC.new_zeros(shape).scatter_reduce(1, expert_TC, weight_TC, "sum")
@@ -111,19 +119,37 @@ def _in_parts(
     routing: Routing,
     hidden_TD: torch.Tensor,
     weight_TC: torch.Tensor,
+    *,
+    has_value: bool,
 ) -> torch.Tensor:
     """Compute the products by one of products.py and the rest by torch, but no down bias."""
     up = "gate_up_proj" if experts.has_gate else "up_proj"
     project = partial(_project, experts, lora, kind(routing))
-    rows_SF = project(up, hidden_TD, is_up=True)
+    rows_SF = project(up, hidden_TD, to="rows")
     if experts.has_bias:
         rows_SF = rows_SF + getattr(experts, f"{up}_bias")[routing.expert_S]
     rows_SF = experts._apply_gate(rows_SF) if experts.has_gate else experts.act_fn(rows_SF)
     weight_S1 = weight_TC.reshape(-1, 1)[routing.choice_S]
-    return project("down_proj", (rows_SF * weight_S1).to(hidden_TD.dtype), is_up=False)
+    rows_SF = (rows_SF * weight_S1).to(hidden_TD.dtype)
+    return project("down_proj", rows_SF, to="tokens" if has_value else "nothing")
 
 
-Compute = Callable[[Any, Mapping[str, Branch], Routing, torch.Tensor, torch.Tensor], torch.Tensor]
+class Compute(Protocol):
+    """Computes the sum of each token's experts, without the bias of the projection down."""
+
+    def __call__(
+        self,
+        experts: Any,
+        lora: Mapping[str, Branch],
+        routing: Routing,
+        hidden_TD: torch.Tensor,
+        weight_TC: torch.Tensor,
+        *,
+        has_value: bool,
+    ) -> torch.Tensor:
+        """Return it, or what stands for it without its value."""
+
+
 LOOP, TRITON = "eager", "triton"
 IMPLEMENTATIONS: Mapping[str, Compute] = {
     LOOP: partial(_in_parts, Loop),
@@ -139,7 +165,7 @@ def _project(
     name: str,
     given: torch.Tensor,
     *,
-    is_up: bool,
+    to: To,
 ) -> torch.Tensor:
     """Project tokens up to rows, or rows down to tokens, by one projection of all experts."""
     weights_EKN: torch.Tensor = getattr(experts, name)
@@ -150,7 +176,7 @@ def _project(
         fitted = lora[name].fit(weights_EKN.dtype)
         branch = (fitted.a_ERK, fitted.b_ERN, fitted.scaling)
     projected: Any = _Projection.apply
-    return cast("torch.Tensor", projected(given, weights_EKN, *branch, products, is_up))
+    return cast("torch.Tensor", projected(given, weights_EKN, *branch, products, to))
 
 
 class _Projection(torch.autograd.Function):
@@ -165,8 +191,9 @@ class _Projection(torch.autograd.Function):
         b_ERN: torch.Tensor | None,
         scaling: float | torch.Tensor,
         products: Products,
-        is_up: bool,  # noqa: FBT001 - autograd passes no keywords
+        to: To,
     ) -> torch.Tensor:
+        is_up = to == "rows"
         rows = products.rows(given) if is_up else given
         low_SR, pairs = None, [(rows, weights_EKN)]
         if a_ERK is not None and b_ERN is not None:
@@ -174,6 +201,8 @@ class _Projection(torch.autograd.Function):
             pairs.insert(0, (low_SR, b_ERN))
         ctx.save_for_backward(given, weights_EKN, a_ERK, b_ERN, low_SR)
         ctx.scaling, ctx.products, ctx.is_up = scaling, products, is_up
+        if to == "nothing":
+            return not_a_value(given[: products.num_tokens], weights_EKN.shape[2])
         return products.sum(*pairs, to_tokens=not is_up)
 
     @staticmethod

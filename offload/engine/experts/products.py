@@ -38,7 +38,13 @@ Slices = Sequence[torch.Tensor] | Taken
 
 
 class Products(Protocol):
-    """An implementation of products of rows that are sorted by expert."""
+    """An implementation of products of rows that are sorted by expert.
+
+    Attributes:
+        num_tokens: Whose rows these are.
+    """
+
+    num_tokens: int
 
     def __init__(self, routing: Routing) -> None:
         """Keep the routing of the rows."""
@@ -70,6 +76,7 @@ class Loop:
         self._used = [i for i, size in enumerate(self._sizes) if size]
         self._tokens = routing.token_S.split(self._sizes)
         self._shape = routing.row_TC.shape
+        self.num_tokens = len(routing.row_TC)
 
     @staticmethod
     def _read_sizes(routing: Routing) -> list[int]:
@@ -119,6 +126,7 @@ class Grouped:
     def __init__(self, routing: Routing) -> None:
         """Keep where each expert's rows end, on the device."""
         self._routing = routing
+        self.num_tokens = len(routing.row_TC)
 
     def rows(self, hidden_TK: torch.Tensor) -> Rows:
         """Copy each token's features to its rows."""

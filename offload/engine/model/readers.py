@@ -59,10 +59,15 @@ def candidates(
         for name, module in layer.named_modules()
         if name and "forward" not in vars(module) and can_leave_out(module)
     }
+    inner = {
+        f"{name}.base_layer"  # peft wraps a layer once more for each parameter that it adapts
+        for name, module in found.items()
+        if type(getattr(module, "base_layer", None)) is type(module)
+    }
     outside = {
         name: module
         for name, module in found.items()
-        if not any(name.startswith(f"{mlp}.") for mlp in mlps)
+        if name not in inner and not any(name.startswith(f"{mlp}.") for mlp in mlps)
     }
     return {**outside, **mlps}
 
@@ -113,7 +118,10 @@ def _is_wrapped(layer: nn.Module) -> bool:
 
 
 def unheld_products(
-    layer: nn.Module, visit: Visit, mlps: Mapping[str, TiledMlp] = _NONE
+    layer: nn.Module,
+    visit: Visit,
+    mlps: Mapping[str, TiledMlp] = _NONE,
+    others: Mapping[str, nn.Module] | None = None,
 ) -> dict[str, Path]:
     """Return the products of which a graph holds nothing, nor anything else does.
 
@@ -121,8 +129,9 @@ def unheld_products(
         layer: A decoder layer, perhaps without values.
         visit: Computes it.
         mlps: Its parts that `visit` computes tile by tile, by name.
+        others: More of its modules to judge, whether they can leave their values out or not.
     """
-    named, taint = candidates(layer, mlps), Taint()
+    named, taint = {**candidates(layer, mlps), **(others or {})}, Taint()
     nodes: dict[int, list[Node | None]] = {}
     if not named:
         return {}

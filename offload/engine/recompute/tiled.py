@@ -64,9 +64,9 @@ class TiledMlp:
         """Return the MLP's output, (..., M)."""
         return self._apply(x, has_value=True)
 
-    def without_value(self, x: torch.Tensor) -> torch.Tensor:
+    def without_value(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the output's graph without its values; see `offload.engine.recompute.unread`."""
-        return self._apply(x, has_value=False)
+        return self._apply(x, *args, has_value=False, **kwargs)
 
     def _apply(self, x: torch.Tensor, *, has_value: bool) -> torch.Tensor:
         trained = [p for p in self.module.parameters() if p.requires_grad]

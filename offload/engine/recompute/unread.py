@@ -35,9 +35,9 @@ Path = tuple[tuple[str, int], ...]
 
 @runtime_checkable
 class WithoutValue(Protocol):
-    """A linear layer of another kind that can leave its value out."""
+    """A linear layer of another kind, or all experts of a layer, that can leave its value out."""
 
-    def without_value(self, x: torch.Tensor) -> torch.Tensor:
+    def without_value(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return a `not_a_value` with the output's graph; or the output if that differs."""
 
 
@@ -201,11 +201,13 @@ def can_leave_out(module: nn.Module) -> bool:
 
 def _output(module: nn.Module | WithoutValue, *args: Any, **kwargs: Any) -> torch.Tensor:
     own = cast("Any", type(module))
-    if not args or len(args) > 1 or kwargs or torch.compiler.is_compiling():
+    if not args or torch.compiler.is_compiling():
+        return cast("torch.Tensor", own.forward(module, *args, **kwargs))
+    if isinstance(module, WithoutValue):
+        return module.without_value(*args, **kwargs)
+    if len(args) > 1 or kwargs:
         return cast("torch.Tensor", own.forward(module, *args, **kwargs))
     (x,) = args
-    if isinstance(module, WithoutValue):
-        return module.without_value(x)
     weight_MK: Any = module.weight
     is_plain = (
         type(x) is torch.Tensor

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from offload.engine.experts.interface import goes_through_interface
 from offload.engine.model.layers import Front, LayeredModel, kind_of
 from offload.engine.model.readers import unheld_products
 from offload.engine.model.visit import Graph, visit_with_graph
@@ -18,7 +19,7 @@ _ROWS, _TOKENS = 2, 5
 
 
 def trace_unread(model: Any) -> tuple[frozenset[str], ...]:
-    """Return by layer the names of frozen linears whose products nothing reads.
+    """Return by layer the names of frozen linears, and of experts, whose products nothing reads.
 
     An engine finds them again, with values, before its first step: only that decides what is left
     out.
@@ -54,4 +55,6 @@ def _unread(layered: LayeredModel, index: int, front: Front) -> frozenset[str]:
     def visit(unread: Sequence[Unread]) -> Graph:
         return visit_with_graph(layered, index, input_BTD=input_BTD, call=call, unread=unread)
 
-    return frozenset(unheld_products(layered.layers[index], visit))
+    layer = layered.layers[index]
+    experts = {name: m for name, m in layer.named_modules() if goes_through_interface(m)}
+    return frozenset(unheld_products(layer, visit, others=experts))

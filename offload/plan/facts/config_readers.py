@@ -302,8 +302,14 @@ class Experts:
             return False
         return (layer + 1) % config.size_or("decoder_sparse_step", 1, least=1) == 0
 
-    def read(self, config: Config, hidden: int) -> tuple[Linear, ...]:
-        """Read the products of router, experts and shared experts."""
+    def read(self, config: Config, hidden: int, *, is_unread: bool) -> tuple[Linear, ...]:
+        """Read the products of router, experts and shared experts.
+
+        Args:
+            config: Of the text part.
+            hidden: Features of a hidden state.
+            is_unread: Whether what the experts give is only added to the hidden state.
+        """
         width = config.size(self.width_key)
         num_experts = config.size("num_experts", "num_local_experts", "n_routed_experts")
         expert = partial(
@@ -326,7 +332,7 @@ class Experts:
         return (
             router,
             expert(name="gate_up_proj", d_in=hidden, d_out=2 * width),
-            expert(name="down_proj", d_in=width, d_out=hidden, reads=reads),
+            expert(name="down_proj", d_in=width, d_out=hidden, reads=reads, is_unread=is_unread),
             *self._shared(config, hidden, width),
         )
 

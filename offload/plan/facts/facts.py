@@ -448,7 +448,7 @@ def _layer(i: int, num_layers: int, family: Family, read: Config, input_size: in
         linears += mlp if family.has_norm_after_mlp else with_unread_last(mlp)
     if is_moe:
         assert family.experts is not None
-        experts = family.experts.read(read, hidden)
+        experts = family.experts.read(read, hidden, is_unread=not family.has_norm_after_mlp)
         linears += experts
         if family.has_mlp_beside_experts:
             num_norms += 3

@@ -203,10 +203,19 @@ def unread_linears(layer: LayerFacts, spec: AdapterSpec) -> tuple[Linear, ...]:
     """Return the matrices of a layer whose products a recompute can leave out.
 
     Not modules that are trained in full; nor adapted ones with DoRA or another method than LoRA,
-    whose gradients read their values.
+    whose gradients read their values. Experts only where they are adapted, for then our own code
+    computes them, and without biases, which the gradients of the router read.
     """
-    read = whole_linears(layer, spec) + (adapted_linears(layer, spec) if spec.reads_outputs else ())
-    return tuple(linear for linear in layer.linears if linear.is_unread and linear not in read)
+    adapted = adapted_linears(layer, spec)
+    read = whole_linears(layer, spec) + (adapted if spec.reads_outputs else ())
+    computes_experts = any(linear.group == "experts" for linear in adapted)
+    return tuple(
+        linear
+        for linear in layer.linears
+        if linear.is_unread
+        and linear not in read
+        and (linear.group != "experts" or (computes_experts and not linear.has_bias))
+    )
 
 
 def outer_module_sizes(facts: ModelFacts, spec: AdapterSpec) -> Mapping[str, int]:

@@ -57,10 +57,11 @@ def branches(at: Pricer, adapted: Sequence[Linear], *, left_out: Sequence[Linear
         linears = []
     if spec.method is not None:
         return sum((_by_peft(at, spec.counts_of(linear)) for linear in linears), start=total)
-    for linear in (*linears, *(linear for linear in adapted if linear.group == "experts")):
-        work = low_rank_branch(at, linear)
+    for linear in linears:
+        work = linear_branch(at, linear)
         total = total + Passes(forward=work, recompute=work, backward=work.times(2))
-    return total
+    experts = (linear for linear in adapted if linear.group == "experts")
+    return sum((expert_branch(at, linear, left_out) for linear in experts), start=total)
 
 
 def _by_peft(at: Pricer, counts: MethodCounts | None) -> Passes:
@@ -98,11 +99,6 @@ def _dropout(at: Pricer, linear: Linear) -> Passes:
     summed = SUM_PASSES * b - b
     back = at.traffic(elements * (backward + summed), num_ops=2)
     return Passes(forward=once, recompute=once, backward=back)
-
-
-def low_rank_branch(at: Pricer, linear: Linear) -> Work:
-    """Price the forward of one linear layer's branch by peft, or of all experts'."""
-    return expert_branch(at, linear) if linear.group == "experts" else linear_branch(at, linear)
 
 
 def _groups(linears: Sequence[Linear], spec: AdapterSpec) -> list[list[Linear]]:
@@ -211,21 +207,39 @@ def dora_norm(at: Pricer, linear: Linear) -> Work:
     )
 
 
-def expert_branch(at: Pricer, linear: Linear) -> Work:
-    """Price two more products; A and B are read in fp32, cast to the weights' dtype and reread."""
+def expert_branch(at: Pricer, linear: Linear, left_out: Sequence[Linear] = ()) -> Passes:
+    """Price two more products; A and B are read in fp32, cast to the weights' dtype and reread.
+
+    A recompute that leaves out the projection still computes A x, which the gradient of B reads.
+    """
     machine, way = at.machine, at.way
     rank, b = at.workload.adapter.rank_of(linear), at.workload.dtype_bytes
     rows = at.workload.num_tokens * linear.active
-    flops = 2.0 * rows * rank * (linear.d_in + linear.d_out)
-    products = Work(compute_s=flops / machine.expert_gemm_flops_per_s.value, flops=flops)
-    if way.branch_sides:
-        products = products + long_sides(
-            way.branch_sides * rows * (linear.d_in + linear.d_out),
-            rank,
-            tall=machine.tall_gemm_flops_per_s,
-            large=machine.gemm_flops_per_s,
-        )
-    factors = linear.adapter_parameters(rank)
-    num_bytes = rows * way.branch_features(linear) * b + factors * (FP32_BYTES + 2 * b)
     num_ops = EXPERT_LORA_OPS + EXPERT_LORA_PRODUCTS * at.expert_launches(linear)
-    return products + at.traffic(num_bytes, num_ops=num_ops)
+    factors = at.traffic(linear.adapter_parameters(rank) * (FP32_BYTES + 2 * b), num_ops=num_ops)
+
+    def products(features: float) -> Work:
+        flops = 2.0 * rows * rank * features
+        product = Work(compute_s=flops / machine.expert_gemm_flops_per_s.value, flops=flops)
+        if not way.branch_sides:
+            return product
+        elements = way.branch_sides * rows * features
+        tall, large = machine.tall_gemm_flops_per_s, machine.gemm_flops_per_s
+        return product + long_sides(elements, rank, tall=tall, large=large)
+
+    def rows_passed(d_in: float, d_out: float) -> Work:
+        features = d_in * linear.d_in + d_out * linear.d_out
+        return at.traffic(rows * features * b, num_ops=0, is_fused=way.is_fused)
+
+    both, forward, backward = (
+        products(linear.d_in + linear.d_out),
+        way.branch_forward,
+        way.branch_backward,
+    )
+    whole = both + factors + rows_passed(forward.d_in, forward.d_out)
+    inner = products(linear.d_in) + factors + rows_passed(forward.d_in, 0)
+    return Passes(
+        forward=whole,
+        recompute=inner if linear in left_out else whole,
+        backward=(both + factors).times(2) + rows_passed(backward.d_in, backward.d_out),
+    )

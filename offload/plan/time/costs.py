@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from offload.plan.facts.facts import LayerFacts, ModelFacts, adapted_linears
-from offload.plan.facts.linears import FP32_BYTES
+from offload.plan.facts.linears import FP32_BYTES, Linear
 from offload.plan.facts.trainable import (
     EMBEDDING,
     NORMS,
@@ -31,6 +31,7 @@ from offload.plan.schedule.passes import Passes
 from offload.plan.schedule.residency import NOTHING_SAVED, Residency, Saved
 from offload.plan.time.adapters import branches, dora_norm
 from offload.plan.time.attention import ATTENTION_OPS, attention_work
+from offload.plan.time.expert_passes import RowPasses
 from offload.plan.time.optimizer import host_update_s, outer_update_s, update_work
 from offload.plan.time.pointwise import NORM, NORM_WEIGHT, pointwise_work
 from offload.plan.time.pricer import Pricer
@@ -277,16 +278,40 @@ def _attention(at: Pricer, layer: LayerFacts) -> Work:
     return replace(work, num_ops=work.num_ops * num_calls)
 
 
-def routing_work(at: Pricer, layer: LayerFacts) -> Work:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoutingWork:
+    """Passes over routed rows: of a forward, of a recompute, and of the backward after it."""
+
+    forward: Work
+    recompute: Work
+    backward: Work
+
+
+def routing_work(at: Pricer, layer: LayerFacts, left_out: Sequence[Linear] = ()) -> RoutingWork:
     """Gathering of routed rows from tokens, their activation, and the sum back into tokens."""
     if not layer.num_experts:
-        return Work()
-    width = sum(x.d_in for x in layer.linears if x.group == "experts" and x.is_down)
-    features = at.way.routed_features(width=width, hidden=at.facts.hidden_size)
+        return RoutingWork(forward=Work(), recompute=Work(), backward=Work())
+    way = at.way
+    downs = [x for x in layer.linears if x.group == "experts" and x.is_down]
+    width, hidden = sum(x.d_in for x in downs), at.facts.hidden_size
     rows = at.workload.num_tokens * layer.experts_per_token
-    num_ops = at.way.num_ops + at.way.ops_per_expert * min(layer.num_experts, rows)
-    num_bytes = rows * features * at.workload.dtype_bytes
-    return at.traffic(num_bytes, num_ops=num_ops, is_fused=at.way.is_fused)
+    num_ops = way.num_ops + way.ops_per_expert * min(layer.num_experts, rows)
+
+    def passed(features: float, num_ops: float) -> Work:
+        num_bytes = rows * features * at.workload.dtype_bytes
+        return at.traffic(num_bytes, num_ops=num_ops, is_fused=way.is_fused)
+
+    def counted(passes: RowPasses, num_ops: float) -> Work:
+        return passed(passes.features(width=width, hidden=hidden), num_ops)
+
+    recompute = counted(way.recompute, num_ops)
+    if any(down in left_out for down in downs):
+        recompute = recompute + passed(-way.down.features(width=width, hidden=hidden), 0)
+    return RoutingWork(
+        forward=counted(way.forward, num_ops),
+        recompute=recompute,
+        backward=counted(way.backward, 2 * num_ops),
+    )
 
 
 def _sum(works: list[Work]) -> Work:
@@ -306,14 +331,16 @@ def _layer_cost(layer: LayerFacts, at: Pricer, graph_bytes: int) -> LayerCost:
     adapted, left_out = adapted_linears(layer, at.workload.adapter), at.workload.left_out(layer)
     products = _sum([at.matmul(linear) for linear in layer.linears])
     attention = _attention(at, layer)
-    pointwise, routing = pointwise_work(at, layer), routing_work(at, layer)
+    pointwise, routing = pointwise_work(at, layer), routing_work(at, layer, left_out)
     added = branches(at, adapted, left_out=left_out)
     norms = _sum([dora_norm(at, linear) for linear in adapted])
-    others, tiles = attention + pointwise.forward + routing + norms, tiling(at, layer)
-    forward = products + others + added.forward + tiles.forward
-    recompute = recomputed_products(layer, at) + others + added.recompute + tiles.recompute
+    others, tiles = attention + pointwise.forward + norms, tiling(at, layer)
+    first = products + others + routing.forward + tiles.forward
+    forward = first + added.forward
+    recompute = recomputed_products(layer, at) + others + routing.recompute
+    recompute = recompute + added.recompute + tiles.recompute
     backward = products + attention.times(FLASH_BACKWARD_FORWARDS) + _module_gradients(at, layer)
-    backward = backward + pointwise.backward + routing.times(2) + added.backward + tiles.backward
+    backward = backward + pointwise.backward + routing.backward + added.backward + tiles.backward
     b = at.workload.dtype_bytes
     cargo_bytes = at.workload.cargo_bytes(layer)
     decoded_bytes = cargo_bytes + layer.num_parameters * b
@@ -321,7 +348,7 @@ def _layer_cost(layer: LayerFacts, at: Pricer, graph_bytes: int) -> LayerCost:
     backward_s = (recompute + backward).seconds(at.machine)
     output_bytes = at.workload.output_bytes(layer, is_cuda=at.machine.device == "cuda")
     # a recompute that is given the output still arranges queries, keys and values
-    given = recomputed_products(layer, at) + pointwise.forward + routing + norms
+    given = recomputed_products(layer, at) + pointwise.forward + routing.recompute + norms
     given = given + added.recompute + Work(num_ops=ATTENTION_OPS - 1)
     given_s = (given + backward).seconds(at.machine)
     return LayerCost(
@@ -330,7 +357,7 @@ def _layer_cost(layer: LayerFacts, at: Pricer, graph_bytes: int) -> LayerCost:
         recompute_s=backward_s - (backward + tiles.again).seconds(at.machine),
         decode_s=decode.seconds(at.machine) if at.workload.is_encoded else 0.0,
         weight_bytes=cargo_bytes,
-        reference_s=(products + others + tiles.forward).seconds(at.machine),
+        reference_s=first.seconds(at.machine),
         forward_flops=forward.flops,
         backward_flops=recompute.flops + backward.flops,
         bound=forward.bound(at.machine),

@@ -5,7 +5,7 @@ from dataclasses import replace
 from offload.plan.facts.facts import ModelFacts, adapted_linears
 from offload.plan.facts.workload import Workload
 from offload.plan.machine.machine import ExpertsImplementation, Implementation, Machine, Rate
-from offload.plan.time.adapters import low_rank_branch
+from offload.plan.time.adapters import expert_branch
 from offload.plan.time.costs import routing_work
 from offload.plan.time.pricer import Pricer
 
@@ -37,11 +37,13 @@ def with_measured_experts(
     layer = next(layer for layer in facts.layers if layer.num_experts)
     experts = [linear for linear in layer.linears if linear.group == "experts"]
     adapted = [x for x in adapted_linears(layer, workload.adapter) if x.group == "experts"]
-    branches = [low_rank_branch(at, linear) for linear in adapted]
-    # a product runs once each way; all else counts twice as much in the backward (`costs.py`)
+    routing = routing_work(at, layer)
+    others = [routing.recompute, routing.backward]  # the measured forward has a graph
+    for branch in (expert_branch(at, linear) for linear in adapted):
+        others += [branch.recompute, branch.backward]
     flops = 2 * sum(at.experts(linear).flops for linear in experts)
-    flops += 3 * sum(branch.flops for branch in branches)
-    other_s = 3 * (routing_work(at, layer).memory_s + sum(branch.memory_s for branch in branches))
+    flops += sum(work.flops for work in others)
+    other_s = sum(work.memory_s for work in others)
     products_s = max(seconds - other_s, flops / machine.gemm_flops_per_s.value)
     rate = Rate(value=flops / products_s, source="measured")
     return replace(machine, expert_gemm_flops_per_s=rate)

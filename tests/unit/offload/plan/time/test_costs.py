@@ -13,7 +13,7 @@ from offload.plan.machine.machine import (
     Rate,
     named_machine,
 )
-from offload.plan.time.adapters import low_rank_branch
+from offload.plan.time.adapters import linear_branch
 from offload.plan.time.bounds import r3_bound_s, usual_order_bound_s
 from offload.plan.time.costs import Costs, LayerCost, price
 from offload.plan.time.pricer import Pricer
@@ -185,9 +185,10 @@ def test_adapters_on_experts_cost_by_the_routed_row_and_not_by_the_weight() -> N
     plain, more = (price(QWEN_30B, machine, w).layers[0] for w in (workload(), load))
     rows, features = 8 * load.num_tokens, (2048 + 1536) + (768 + 2048)
     assert more.forward_flops - plain.forward_flops == 2 * rows * 16 * features
-    assert more.backward_s - plain.backward_s == pytest.approx(
-        3 * (more.forward_s - plain.forward_s)
-    )
+    whole = price(QWEN_30B, machine, replace(load, leaves_out=False)).layers[0]
+    added_s = more.forward_s - plain.forward_s  # an outer product reads one side once more
+    assert 3 * added_s <= whole.backward_s - plain.backward_s <= 4 * added_s
+    assert more.backward_s < whole.backward_s  # the projection down is not computed again
     assert more.forward_s < 1.25 * plain.forward_s
 
 
@@ -222,7 +223,7 @@ def test_a_branch_of_few_columns_costs_as_one_of_sixteen_and_more_cost_their_ari
     def branch(rank: int, at: Machine) -> Work:
         adapter = AdapterSpec(rank=rank, targets=("q_proj",), experts=False)
         load = workload(adapter=adapter)
-        return low_rank_branch(Pricer(machine=at, facts=LLAMA_7B, workload=load), linear)
+        return linear_branch(Pricer(machine=at, facts=LLAMA_7B, workload=load), linear)
 
     def seconds(rank: int, at: Machine = machine) -> float:
         work = branch(rank, at)

@@ -18,7 +18,8 @@ def with_adapters(*, experts: bool) -> Workload:
 
 
 def priced_s(machine: Machine, load: Workload) -> float:
-    """Forward, recompute included, and backward of the layer's experts."""
+    """Forward with a graph, as a trial measures it, and backward of the layer's experts."""
+    load = replace(load, leaves_out=False)
     layer = MOE.layers[1]
     others = tuple(linear for linear in layer.linears if linear.group != "experts")
     whole, bare = (replace(MOE, layers=(x,)) for x in (layer, replace(layer, linears=others)))
