@@ -161,8 +161,9 @@ class TrainSection(Section):
     what: Literal["adapter", "all"] | Names = Field(
         default="adapter",
         description="What trains: an `adapter` on the frozen model, `all` weights of the model,"
-        " or those whose names match a pattern; weights that train are updated in RAM.",
-        examples=[["model.layers.2[0-9].*", "lm_head.*"]],
+        " or a list of groups (`biases`, `norms`, `last_4_layers`) and of patterns of their names;"
+        " weights that train are updated in RAM.",
+        examples=[["biases"], ["last_4_layers", "lm_head.*"]],
     )
 
     seq_len: int = Field(default=2048, ge=8, le=2**24, description="Longest sequence, in tokens.")
