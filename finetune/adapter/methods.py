@@ -12,7 +12,7 @@ from peft.utils.constants import TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_
 from torch import nn
 
 from finetune.errors import ConfigError
-from finetune.files.adapter import REWARD_TASK
+from finetune.files.adapter import CLASSIFIER_TASK
 from finetune.recipe.sections import AdapterSection
 from offload.plan.facts.trainable import SCORE
 
@@ -79,7 +79,7 @@ def method_config(
 
 def task_type(modules_to_save: Collection[str]) -> str:
     """Return peft's name of what a model is for, by the modules that are trained whole."""
-    return REWARD_TASK if SCORE in modules_to_save else "CAUSAL_LM"
+    return CLASSIFIER_TASK if SCORE in modules_to_save else "CAUSAL_LM"
 
 
 def is_adapted(module: nn.Module, adapter: str) -> bool:

@@ -86,7 +86,7 @@ def _known(model: "PreTrainedModel", linears: Mapping[str, nn.Module]) -> dict[s
     names = {module: name for name, module in model.named_modules()}
     decoder, head = cast("nn.Module", model.get_decoder()), model.get_output_embeddings()
     known = {
-        NORMS: {names[norm] for norm in norms_of(decoder)},
+        NORMS: {names[m] for m in decoder.modules() if "Norm" in type(m).__name__ and _owns(m)},
         ROUTER: {names[router] for block in decoder.modules() for router in _routers(block)},
         EMBEDDING: {names[model.get_input_embeddings()]},
         HEAD: set() if head is None else {names[head]},
@@ -95,11 +95,6 @@ def _known(model: "PreTrainedModel", linears: Mapping[str, nn.Module]) -> dict[s
     for name in linears:
         known.setdefault(name.rsplit(".", 1)[-1], set()).add(name)
     return known
-
-
-def norms_of(decoder: nn.Module) -> list[nn.Module]:
-    """Return the norms with weights of their own, those of queries and keys and the last too."""
-    return [m for m in decoder.modules() if "Norm" in type(m).__name__ and _owns(m)]
 
 
 def _routers(block: nn.Module) -> list[nn.Module]:

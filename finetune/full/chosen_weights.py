@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import nn
 
-from finetune.adapter.modules_to_save import norms_of
 from finetune.errors import ConfigError
 from finetune.model.empty import empty_of
+from finetune.model.layer_facts import is_norm
 from finetune.recipe.sections import ModelSection
 from offload.engine.model.layers import LayeredModel
 from offload.plan.facts.facts import WholeWeights, nearest
@@ -70,7 +70,7 @@ def _group(
         found = {n for n in named if n.endswith("bias") and not n.endswith("correction_bias")}
         limit = "its linear layers and norms have weights only"
     elif word == NORMS:
-        within = {id(p) for norm in norms_of(model.get_decoder()) for p in norm.parameters()}
+        within = {id(p) for m in model.modules() if is_norm(m) for p in m.parameters(False)}
         found, limit = {name for name, p in named.items() if id(p) in within}, "its norms have none"
     elif last:
         layers, num = list(LayeredModel(model).layers), int(last[1])
