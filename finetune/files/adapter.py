@@ -79,7 +79,7 @@ def require_adapter_files(folder: Path) -> dict[str, Place]:
 
 
 def refuse_classifier(folder: Path, doing: str) -> None:
-    """Refuse the adapter of a reward model or a classifier where a model that predicts tokens is needed.
+    """Refuse the adapter of a reward model or a classifier where tokens are to be predicted.
 
     Args:
         folder: Of an adapter.

@@ -1,7 +1,7 @@
 """Which of a model's own weights train: all, groups of them, or those that match a pattern."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import TYPE_CHECKING, Literal
@@ -70,8 +70,9 @@ def _group(
         found = {n for n in named if n.endswith("bias") and not n.endswith("correction_bias")}
         limit = "its linear layers and norms have weights only"
     elif word == NORMS:
-        within = {id(p) for m in model.modules() if is_norm(m) for p in m.parameters(False)}
-        found, limit = {name for name, p in named.items() if id(p) in within}, "its norms have none"
+        within = {id(p) for m in filter(is_norm, model.modules()) for p in _own(m)}
+        found = {name for name, p in named.items() if id(p) in within}
+        limit = "its norms have none"
     elif last:
         layers, num = list(LayeredModel(model).layers), int(last[1])
         within = {id(p) for layer in layers[-num:] for p in layer.parameters()}
@@ -123,6 +124,10 @@ def _weights(model: "PreTrainedModel") -> dict[str, nn.Parameter]:
     """Return the weights that text passes through, by name."""
     left = {id(p) for tower in LayeredModel(model).towers for p in tower.parameters()}
     return {name: p for name, p in model.named_parameters() if id(p) not in left}
+
+
+def _own(module: nn.Module) -> Iterator[nn.Parameter]:
+    return module.parameters(recurse=False)
 
 
 def _num_trained(module: nn.Module) -> int:

@@ -15,12 +15,12 @@ from finetune.objective.step_rows import StepRows
 from finetune.recipe.objective_section import ObjectiveSection
 from offload.engine.engine import Engine
 from tests.parity.steps import MODELS, OPTIONS, gradients, rel_error
-from tests.parity.test_reward import LENGTHS, batches_of, rows_of_step
 from tests.tiers import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CLASSES = (2, 0, 1, 0, 3, 2, 1, 3)
+LENGTHS = (5, 9, 12, 7, 6, 11, 8, 10)
 CUTS = ((8,), (1,) * 8, (5, 1, 2))
 
 
@@ -40,6 +40,30 @@ def classifier(name: str) -> Any:
         if "lora_B" in parameter_name:
             nn.init.normal_(parameter, std=0.1)
     return adapted.double().train()
+
+
+def rows_of_step() -> list[torch.Tensor]:
+    rng = torch.Generator().manual_seed(3)
+    return [torch.randint(1, 64, (num,), generator=rng) for num in LENGTHS]
+
+
+def batches_of(sizes: tuple[int, ...], *, is_packed: bool) -> list[dict[str, torch.Tensor]]:
+    """Return micro-batches of so many rows, padded to one width, or packed."""
+    rows, batches = iter(rows_of_step()), []
+    pad = nn.utils.rnn.pad_sequence
+    for size in sizes:
+        part = [next(rows) for _ in range(size)]
+        marks = [torch.full_like(row, -100) for row in part]
+        for row, mark in zip(part, marks, strict=True):
+            mark[-1] = row[-1]
+        if is_packed:
+            batch = {"input_ids": torch.cat(part)[None], "labels": torch.cat(marks)[None]}
+            batches.append(batch | {"row_lens": torch.tensor([len(row) for row in part])})
+            continue
+        ids = pad(part, batch_first=True)
+        labels = pad(marks, batch_first=True, padding_value=-100)
+        batches.append({"input_ids": ids, "labels": labels})
+    return batches
 
 
 def plain(model: Any) -> tuple[float, dict[str, torch.Tensor], float]:
