@@ -25,6 +25,7 @@ _FIELDS: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
     "vera": ("VeraConfig", {"rank": "r", "dropout": "vera_dropout"}, {}),
     "oft": ("OFTConfig", {"rank": "r"}, {"oft_block_size": 0}),
     "miss": ("MissConfig", {"rank": "r", "dropout": "miss_dropout"}, {}),
+    "hira": ("HiraConfig", {"rank": "r", "dropout": "hira_dropout"}, {}),
 }
 KINDS = ("LORA", *(name.upper() for name in _FIELDS))
 """What peft calls the methods in files."""

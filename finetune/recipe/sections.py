@@ -95,7 +95,7 @@ class ModelSection(Section):
 class AdapterSection(Section):
     """What is trained: an adapter, and modules trained whole."""
 
-    method: Literal["lora", "loha", "lokr", "ia3", "vera", "oft", "miss"] = Field(
+    method: Literal["lora", "loha", "lokr", "ia3", "vera", "oft", "miss", "hira"] = Field(
         default="lora",
         description="What is added to a linear layer: `lora`, or another method of peft's, computed"
         " by peft. Fields that a method does not read are refused.",
