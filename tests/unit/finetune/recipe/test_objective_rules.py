@@ -26,7 +26,10 @@ def settings(objective: dict[str, Any], **sections: dict[str, Any]) -> Settings:
 def test_every_loss_with_its_defaults_breaks_no_rule(method: str) -> None:
     for loss in LOSSES.get(method, (None,)):
         smoothing = {"label_smoothing": 0.1} if loss == "robust" else {}
-        reward = {"model": {"head": "reward"}, "data": {"too_long": "drop"}}
+        reward: dict[str, dict[str, Any]] = {
+            "model": {"head": "reward"},
+            "data": {"too_long": "drop"},
+        }
         classes = reward | {"model": {"head": "classes", "num_classes": 3}}
         sections = {"reward": reward, "classify": classes}.get(method, {})
         recipe = settings({"method": method, "loss": loss} | smoothing, **sections)
