@@ -12,7 +12,7 @@ from peft.utils.constants import TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_
 from torch import nn
 
 from finetune.errors import ConfigError
-from finetune.files.adapter import REWARD_TASK
+from finetune.files.adapter import CLASSIFIER_TASK
 from finetune.recipe.sections import AdapterSection
 from offload.plan.facts.trainable import SCORE
 
@@ -25,6 +25,7 @@ _FIELDS: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
     "vera": ("VeraConfig", {"rank": "r", "dropout": "vera_dropout"}, {}),
     "oft": ("OFTConfig", {"rank": "r"}, {"oft_block_size": 0}),
     "miss": ("MissConfig", {"rank": "r", "dropout": "miss_dropout"}, {}),
+    "hira": ("HiraConfig", {"rank": "r", "dropout": "hira_dropout"}, {}),
 }
 KINDS = ("LORA", *(name.upper() for name in _FIELDS))
 """What peft calls the methods in files."""
@@ -79,7 +80,7 @@ def method_config(
 
 def task_type(modules_to_save: Collection[str]) -> str:
     """Return peft's name of what a model is for, by the modules that are trained whole."""
-    return REWARD_TASK if SCORE in modules_to_save else "CAUSAL_LM"
+    return CLASSIFIER_TASK if SCORE in modules_to_save else "CAUSAL_LM"
 
 
 def is_adapted(module: nn.Module, adapter: str) -> bool:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from finetune.data.compared.groups import require_comparable
+from finetune.data.compared.groups import require_classes, require_comparable
 from finetune.data.dataset import Chosen, ExampleSet, load_rows
 from finetune.data.tokenize import IGNORE_INDEX, Example
 from finetune.env import cache_dir
@@ -53,6 +53,8 @@ def data_view(
         formats=formats_of(settings.objective),
     )
     require_comparable(rows, settings.objective)
+    if settings.model.num_classes is not None:
+        require_classes(rows, settings.model.num_classes)
     lengths = rows.train.lengths
     return DataView(
         recipe=recipe,

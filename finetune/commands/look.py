@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.data.rows import (
     FORMATS,
+    Classified,
     Compared,
     Conversation,
     Document,
+    Row,
     RowForm,
     bad_rows,
     no_rows,
@@ -157,9 +159,7 @@ def _form(path: str, rows: Sequence[tuple[str, Raw]]) -> RowForm:
     return supervised.detected(rows)
 
 
-def _read(
-    form: RowForm, rows: Sequence[tuple[str, Raw]]
-) -> Iterator[Conversation | Document | Compared]:
+def _read(form: RowForm, rows: Sequence[tuple[str, Raw]]) -> Iterator[Row]:
     problems, lost = [], dict[str, None]()
     for name, raw in rows:
         try:
@@ -179,7 +179,7 @@ def _tokenizer(source: str | None) -> "PreTrainedTokenizerBase | None":
 
 
 def _lengths(
-    rows: Sequence[Conversation | Document | Compared],
+    rows: Sequence[Row],
     tokenizer: "PreTrainedTokenizerBase | None",
 ) -> Iterator[int]:
     """Yield the tokens of each conversation or document."""
@@ -192,13 +192,13 @@ def _lengths(
         for part in row.conversations if isinstance(row, Compared) else (row,):
             if encoder is None:
                 yield -(-_num_chars(part) // CHARS_PER_TOKEN)
-            elif isinstance(part, Document):
+            elif isinstance(part, Document | Classified):
                 yield len(encoder.document_ids(part))
             else:
                 yield from (len(example.input_ids) for example in encoder.encode(part)[1])
 
 
-def _num_chars(part: Conversation | Document) -> int:
-    if isinstance(part, Document):
+def _num_chars(part: Conversation | Document | Classified) -> int:
+    if isinstance(part, Document | Classified):
         return len(part.text)
     return sum(len(message.content) + len(message.thought or "") for message in part.messages)

@@ -19,7 +19,7 @@ from finetune.data.stops import (
     read_generation_config,
 )
 from finetune.data.tokenize import encode, prompt_ids
-from finetune.files.adapter import refuse_reward
+from finetune.files.adapter import refuse_classifier
 from finetune.model.load import load_model
 from finetune.model.sampling import Choose
 from finetune.model.tokenizer import load_tokenizer
@@ -84,7 +84,7 @@ class Prepared:
         else:
             for word in run.require_adapter():
                 note(word)
-            refuse_reward(run.adapter, "able to answer")
+            refuse_classifier(run.adapter, "able to answer")
             recipe = run.recipe()
         facts = facts_of(recipe.model)
         device = preflight.torch_device_name(recipe.offload)

@@ -25,10 +25,12 @@ import numpy as np
 from finetune.data.compared.encode import encode_answers
 from finetune.data.remarks.rows import NUM_NAMED, remarks_on, special_tokens
 from finetune.data.rows import (
+    Classified,
     Compared,
     Conversation,
     Document,
     LossOn,
+    Row,
     RowForm,
     bad_rows,
     no_rows,
@@ -252,9 +254,11 @@ class _Task:
             unused=tuple(unused),
         )
 
-    def _encode(self, row: Conversation | Document | Compared) -> tuple[Fate, list[Example]]:
+    def _encode(self, row: Row) -> tuple[Fate, list[Example]]:
         if isinstance(row, Conversation):
             return self.encoder.encode(row)
+        if isinstance(row, Classified):
+            return self.encoder.classified(row)
         if isinstance(row, Compared):
             return encode_answers(row, self.encoder)
         ids = self.encoder.document_ids(row)
@@ -295,10 +299,12 @@ def _part(good: Sequence[tuple[Place, Fate, list[Example]]]) -> Part:
     )
 
 
-def _digest(row: Conversation | Document | Compared, loss_on: LossOn) -> bytes:
+def _digest(row: Row, loss_on: LossOn) -> bytes:
     """Digest what a row says and trains, wherever it is and whatever its columns are called."""
     if isinstance(row, Document):
         content: object = row.text
+    elif isinstance(row, Classified):
+        content = [row.text, row.label]
     elif isinstance(row, Compared):
         each = [_digest(one, loss_on).hex() for one in row.conversations]
         tops = [[x.tobytes().hex() for x in (t.counts, t.ids, t.logprobs)] for t in row.teacher]

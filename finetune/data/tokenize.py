@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from finetune.data.chat_template import refused, render
-from finetune.data.rows import Conversation, Document, LossOn, Message
+from finetune.data.rows import Classified, Conversation, Document, LossOn, Message
 from finetune.data.spans import Rendering, Shapes, Span, render_answers
 from finetune.data.teacher import TopTokens
 from finetune.errors import DataError
@@ -55,7 +55,8 @@ class Example:
         source: Of the row.
         is_truncated: Whether the row was cut at its right.
         end_ids: The tokens that end its answers, of those that were not cut off.
-        value: Of an answer that is compared with others; None if it is not.
+        value: Of an answer that is compared with others; of a text with a class its number; else
+            None.
         reference: Its log-probability by the reference, in nats; None where that is not known.
         logprobs: Of each token, the log-probability that it was sampled with, in nats, 0 where it
             was not; None where that is not known.
@@ -144,7 +145,27 @@ class Encoder:
             return Fate.NOTHING_LEFT, []
         return Fate.CUT if is_long else Fate.WHOLE, kept
 
-    def document_ids(self, document: Document) -> "NDArray[np.int32]":
+    def classified(self, row: Classified) -> tuple[Fate, list[Example]]:
+        """Tokenise a text as a document; its class is learned at the token that ends it.
+
+        Raises:
+            DataError: The tokenizer has no end-of-text token.
+        """
+        ids = self.document_ids(row)
+        if len(ids) > self.seq_len:
+            return Fate.TOO_LONG, []
+        labels = np.full_like(ids, IGNORE_INDEX)
+        labels[-1] = ids[-1]
+        one = Example(
+            input_ids=ids,
+            labels=labels,
+            source=row.source,
+            is_truncated=False,
+            value=float(row.label),
+        )
+        return Fate.WHOLE, [one]
+
+    def document_ids(self, document: Document | Classified) -> "NDArray[np.int32]":
         """Return a document's tokens: its beginning where the tokenizer adds one, text, its end.
 
         Raises:

@@ -21,7 +21,7 @@ from finetune.export.base_checkpoint import BaseWeights
 from finetune.export.checkpoint_files import copy_companions, write_config
 from finetune.export.safetensors_writer import Shards
 from finetune.export.tensor_names import Group, Renaming
-from finetune.files.adapter import refuse_reward
+from finetune.files.adapter import refuse_classifier
 from finetune.files.atomic import becoming
 from finetune.files.tensors import Spec
 from finetune.model.empty import empty_published
@@ -72,7 +72,7 @@ def merge(
         MergeError: The adapter does not belong to the base, `out` is there, or the disk is full.
         ModelError: The base is not complete, or in a form that cannot be merged into.
     """
-    refuse_reward(adapter, "merged")
+    refuse_classifier(adapter, "merged")
     published = BaseWeights(base)
     model = empty_published(str(base), torch.float32).model
     renaming = Renaming(model, published.specs)

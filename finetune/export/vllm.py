@@ -34,7 +34,7 @@ from finetune.files.adapter import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     read_adapter_config,
-    refuse_reward,
+    refuse_classifier,
     require_adapter_files,
 )
 from finetune.files.atomic import becoming, flush, require_free
@@ -104,7 +104,7 @@ def write_vllm_adapter(
     """
     require_free(out)
     require_adapter_files(adapter)
-    refuse_reward(adapter, "exported for vLLM")
+    refuse_classifier(adapter, "exported for vLLM")
     config = read_adapter_config(adapter)
     _require_readable(config)
     loras = dict(_published(_read(adapter, config, model_config), model_config))

@@ -14,7 +14,7 @@ from finetune.files.json import JsonFile
 from finetune.files.tensors import Place, read_known_header
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-REWARD_TASK = "SEQ_CLS"
+CLASSIFIER_TASK = "SEQ_CLS"
 """What peft calls the task of an adapter for transformers' sequence classification."""
 
 _Rank = Annotated[int, Field(ge=1, le=2**20)]
@@ -78,8 +78,8 @@ def require_adapter_files(folder: Path) -> dict[str, Place]:
     return read_known_header(weights)
 
 
-def refuse_reward(folder: Path, doing: str) -> None:
-    """Refuse the adapter of a reward model where a model that predicts tokens is needed.
+def refuse_classifier(folder: Path, doing: str) -> None:
+    """Refuse the adapter of a reward model or a classifier where tokens are to be predicted.
 
     Args:
         folder: Of an adapter.
@@ -88,10 +88,11 @@ def refuse_reward(folder: Path, doing: str) -> None:
     Raises:
         CheckpointError: It is one, or its settings are damaged.
     """
-    if read_adapter_config(folder).get("task_type") == REWARD_TASK:
+    if read_adapter_config(folder).get("task_type") == CLASSIFIER_TASK:
         raise CheckpointError(
-            f"{folder} is of a reward model (task_type {REWARD_TASK}), which is not {doing}",
-            limit="its head returns one number for a row, and predicts no tokens",
+            f"{folder} is of a reward model or a classifier (task_type {CLASSIFIER_TASK}), which is"
+            f" not {doing}",
+            limit="its head returns a reward or classes for a row, and predicts no tokens",
             hint="peft loads it on `AutoModelForSequenceClassification.from_pretrained(BASE,"
-            " num_labels=1)`",
+            " num_labels=...)`, 1 of a reward model",
         )

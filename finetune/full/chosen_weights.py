@@ -1,6 +1,7 @@
-"""Which of a model's own weights train: all, or those whose names match a pattern."""
+"""Which of a model's own weights train: all, groups of them, or those that match a pattern."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import TYPE_CHECKING, Literal
@@ -9,6 +10,7 @@ from torch import nn
 
 from finetune.errors import ConfigError
 from finetune.model.empty import empty_of
+from finetune.model.layer_facts import is_norm
 from finetune.recipe.sections import ModelSection
 from offload.engine.model.layers import LayeredModel
 from offload.plan.facts.facts import WholeWeights, nearest
@@ -16,6 +18,9 @@ from offload.plan.facts.trainable import EMBEDDING, HEAD, NORMS, OTHERS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+BIASES = "biases"
+_LAST_LAYERS = re.compile(r"last_([1-9]\d*)_layers?")
 
 
 def choose_weights(model: "PreTrainedModel", what: Literal["all"] | Sequence[str]) -> None:
@@ -25,24 +30,63 @@ def choose_weights(model: "PreTrainedModel", what: Literal["all"] | Sequence[str
 
     Args:
         model: The model, perhaps without values.
-        what: All, or patterns in the shell's way of names such as model.layers.0.mlp.up_proj.*.
+        what: All, or of each a group (`biases`, `norms`, `last_4_layers`), or a pattern in the
+            shell's way of names such as model.layers.0.mlp.up_proj.*.
 
     Raises:
-        ConfigError: A pattern matches nothing that computes text.
+        ConfigError: A group or a pattern matches nothing that computes text.
     """
     named = _weights(model)
     patterns = ("*",) if isinstance(what, str) else tuple(what)
+    chosen: set[str] = set()
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in named):
+        found = _group(model, pattern, named)
+        if found is None:
+            found = {name for name in named if fnmatchcase(name, pattern)}
+        if not found:
             raise ConfigError(
                 f"train.what: {pattern} matches no weight of a {type(model).__name__}",
                 limit=f"patterns match whole names, such as {next(iter(named))}",
                 hint=f"`train.what: [{nearest(pattern, named)}]`, or `train.what: all`",
             )
+        chosen |= found
     for parameter in model.parameters():
         parameter.requires_grad = False
-    for name, parameter in named.items():
-        parameter.requires_grad = any(fnmatchcase(name, pattern) for pattern in patterns)
+    for name in chosen:
+        named[name].requires_grad = True
+
+
+def _group(
+    model: "PreTrainedModel", word: str, named: Mapping[str, nn.Parameter]
+) -> set[str] | None:
+    """Return the names of a group's weights, of those with names; None if a word is no group.
+
+    Raises:
+        ConfigError: The model has none of the group.
+    """
+    last = _LAST_LAYERS.fullmatch(word)
+    if word == BIASES:
+        # A router's correction of its scores is no bias that is learned: it has no gradient.
+        found = {n for n in named if n.endswith("bias") and not n.endswith("correction_bias")}
+        limit = "its linear layers and norms have weights only"
+    elif word == NORMS:
+        within = {id(p) for m in filter(is_norm, model.modules()) for p in _own(m)}
+        found = {name for name, p in named.items() if id(p) in within}
+        limit = "its norms have none"
+    elif last:
+        layers, num = list(LayeredModel(model).layers), int(last[1])
+        within = {id(p) for layer in layers[-num:] for p in layer.parameters()}
+        found = {name for name, p in named.items() if id(p) in within}
+        found, limit = found if num <= len(layers) else set(), f"it has {len(layers)} layers"
+    else:
+        return None
+    if not found:
+        raise ConfigError(
+            f"train.what: {word}, and a {type(model).__name__} has no such weights",
+            limit=limit,
+            hint="`train.what: [norms]`, `[last_2_layers]`, or `all`",
+        )
+    return found
 
 
 @cache
@@ -80,6 +124,10 @@ def _weights(model: "PreTrainedModel") -> dict[str, nn.Parameter]:
     """Return the weights that text passes through, by name."""
     left = {id(p) for tower in LayeredModel(model).towers for p in tower.parameters()}
     return {name: p for name, p in model.named_parameters() if id(p) not in left}
+
+
+def _own(module: nn.Module) -> Iterator[nn.Parameter]:
+    return module.parameters(recurse=False)
 
 
 def _num_trained(module: nn.Module) -> int:

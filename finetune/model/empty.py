@@ -14,8 +14,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from finetune.errors import reading_config
+from finetune.model.classifier_head import with_classifier_head
 from finetune.model.config import read_config
-from finetune.model.reward_head import with_reward_head
 from finetune.recipe.sections import ModelSection
 
 
@@ -43,9 +43,9 @@ def empty_of(section: ModelSection) -> PreTrainedModel:
     """
     dtype: torch.dtype = getattr(torch, section.dtype)
     model = _empty(config_of(section), source=_source(section), dtype=dtype).model
-    if section.head == "reward":
+    if section.num_outputs:
         with torch.device("meta"):
-            return with_reward_head(model, seed=0)
+            return with_classifier_head(model, num_outputs=section.num_outputs, seed=0)
     return model
 
 

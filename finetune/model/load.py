@@ -92,10 +92,11 @@ def load_model(
         loaded = Loaded(
             model=model, backing=captured.backing, notes=() if captured.backing else (_UNSEEN,)
         )
-    if section.head == "reward":
-        from finetune.model.reward_head import with_reward_head
+    if section.num_outputs:
+        from finetune.model.classifier_head import with_classifier_head
 
-        loaded = replace(loaded, model=with_reward_head(loaded.model, seed=seed))
+        classifier = with_classifier_head(loaded.model, num_outputs=section.num_outputs, seed=seed)
+        loaded = replace(loaded, model=classifier)
     for tower in find_towers(loaded.model):  # for images or sound: text needs none of it
         tower.to("meta")
     compute_exactly(loaded.model)

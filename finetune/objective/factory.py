@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 from finetune.errors import DataError
+from finetune.objective.classify import ClassifyObjective
 from finetune.objective.distill import DistillObjective
 from finetune.objective.dpo import LOSSES, ipo_of_means
 from finetune.objective.grpo import GrpoObjective
@@ -39,8 +40,10 @@ def objective_of(
     """
     if section.method == "distill":
         return _distill(section, rows, exchange=exchange)
+    if section.is_classification:
+        return ClassifyObjective(rows=rows, exchange=exchange)
     beta = section.beta
-    assert beta is not None, "filled in by the section, except for sft and distill"
+    assert beta is not None, "filled in by the section, except for sft, distill and classify"
     if section.is_reward:
         return RewardObjective(rows=rows, center_weight=beta, exchange=exchange)
     rows = _with_reference(section, rows)

@@ -18,7 +18,8 @@ class StepRows:
             number of the row that it was made for.
         values_R: What is known of each row, float64: of a pair 1 for the chosen answer, or 1 more
             than the pair's margin, and 0 for the rejected one; of an unpaired row 1 if it is
-            desired, else 0; of a ranking the higher the better; of a sampled answer its reward.
+            desired, else 0; of a ranking the higher the better; of a sampled answer its reward; of
+            a text that is classified the number of its class.
         num_trained: Rows that are trained on; the others are only scored.
         reference_R: Sum of the reference's log-probabilities over a row's label tokens, where it is
             known beforehand, float64; None where the reference is computed.

@@ -19,7 +19,7 @@ from offload.plan.facts.facts import (
     is_known,
     linear_names,
     model_facts,
-    with_reward_head,
+    with_classifier_head,
 )
 from offload.plan.facts.trainable import all_weights
 from offload.plan.facts.workload import LayerCode, Workload
@@ -50,15 +50,15 @@ def facts_of(model: ModelSection) -> ModelFacts:
     config = read_config(model)
     if model.head == "tokens" and is_known(config):
         return model_facts(config)
+    from finetune.model.classifier_head import require_classifier
     from finetune.model.empty import config_of
     from finetune.model.facts import built_facts
-    from finetune.model.reward_head import require_classifier
 
     facts = model_facts(config) if is_known(config) else built_facts(config)
     if model.head == "tokens":
         return facts
     require_classifier(config_of(model))
-    return with_reward_head(facts)
+    return with_classifier_head(facts, model.num_outputs)
 
 
 def find_machine(
@@ -127,7 +127,7 @@ def has_router_loss(recipe: Recipe) -> bool:
     """Return whether the recipe, or else the model's config, asks for the router's loss."""
     if recipe.train.router_loss_coef is not None:
         return recipe.train.router_loss_coef > 0
-    if recipe.objective.is_reward:
+    if recipe.model.head != "tokens":
         return False
     config = read_config(recipe.model)
     parts = [config, *(part for part in config.values() if isinstance(part, dict))]

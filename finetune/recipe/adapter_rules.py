@@ -13,6 +13,7 @@ READS = {
     "vera": EVERY_METHOD | {"rank", "dropout"},
     "oft": EVERY_METHOD | {"rank"},
     "miss": EVERY_METHOD | {"rank", "dropout"},
+    "hira": EVERY_METHOD | {"rank", "dropout"},
 }
 """Method -> the fields of the section that it reads."""
 

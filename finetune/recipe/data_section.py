@@ -19,6 +19,7 @@ DataFormat = Literal[
     "sampled",
     "distilled",
     "rated",
+    "classified",
 ]
 FORMAT_COLUMNS = {
     "messages": (("messages",), ("tools", "system")),
@@ -38,6 +39,7 @@ FORMAT_COLUMNS = {
     ),
     "distilled": (("prompt", "completion", "top_ids", "top_logprobs"), ("tools", "system")),
     "rated": (("chosen", "rejected"), ("prompt", "tools", "system", "margin")),
+    "classified": (("text", "label"), ()),
 }
 """Format -> the columns that its rows have, and those that they may have."""
 ColumnName = Literal[
@@ -115,7 +117,8 @@ class DataSection(Section):
         default="auto",
         description="Form of a row; `auto` finds it by the column names. `text`: documents;"
         " `preference`, `ranking`, `labelled`, `sampled`: answers to compare; `distilled`: with a"
-        " teacher's likeliest tokens; `rated`: pairs for `objective.method: reward`.",
+        " teacher's likeliest tokens; `rated`: pairs for `objective.method: reward`; `classified`:"
+        " texts with the number of their class, for `classify`.",
     )
     columns: ColumnNames = Field(
         default={},

@@ -29,7 +29,7 @@ def broken_objective_rules(recipe: Settings) -> Iterator[Breach]:
     yield from _broken_format_rules(recipe)
     if not objective.is_sft:
         yield from _broken_row_rules(recipe)
-    yield from _broken_reward_rules(recipe)
+    yield from _broken_head_rules(recipe)
     if objective.computes_reference and recipe.adapter.init_from is not None:
         hint = "`objective.reference: precomputed`, in one pass before step 1"
         if objective.scores_mismatched:
@@ -200,19 +200,29 @@ def _broken_row_rules(recipe: Settings) -> Iterator[Breach]:
             )
 
 
-def _broken_reward_rules(recipe: Settings) -> Iterator[Breach]:
-    """A reward is one number of a whole row, by a head that is trained with the adapter."""
-    if (recipe.model.head == "reward") != recipe.objective.is_reward:
-        right = "reward" if recipe.objective.is_reward else "tokens"
+def _broken_head_rules(recipe: Settings) -> Iterator[Breach]:
+    """A reward or a class is of a whole row, by a head that is trained with the adapter."""
+    method, right = recipe.objective.method, recipe.objective.head
+    if recipe.model.head != right:
         yield Breach(
             field="model.head",
-            what=f"model.head is {recipe.model.head} and objective.method is"
-            f" {recipe.objective.method}",
-            limit="a reward is the output of a head of its own, and other losses predict tokens",
+            what=f"model.head is {recipe.model.head} and objective.method is {method}",
+            limit="a reward or a class is the output of a head of its own, and other losses predict"
+            " tokens",
             hint=f"leave out `model.head`, or `model.head: {right}`",
             reads=_METHOD,
         )
-    if not recipe.objective.is_reward:
+    if (recipe.model.num_classes is not None) != recipe.objective.is_classification:
+        is_needed = recipe.objective.is_classification
+        yield Breach(
+            field="model.num_classes",
+            what=f"model.num_classes is {recipe.model.num_classes or 'null'} and objective.method"
+            f" is {method}",
+            limit="a head has an output for each class" if is_needed else "it has no classes",
+            hint="`model.num_classes: 2`, or as many as there are" if is_needed else "leave it out",
+            reads=_METHOD,
+        )
+    if right == "tokens":
         return
     coefficient = recipe.train.router_loss_coef
     for field, value, is_possible, limit, fix in (
@@ -220,7 +230,7 @@ def _broken_reward_rules(recipe: Settings) -> Iterator[Breach]:
             "data.too_long",
             recipe.data.too_long,
             recipe.data.too_long in ("drop", "error"),
-            "a reward is that of a whole answer, by the token that ends it",
+            "it is of a whole row, by the token that ends it",
             "`data.too_long: drop`, or `error`",
         ),
         (
@@ -241,7 +251,7 @@ def _broken_reward_rules(recipe: Settings) -> Iterator[Breach]:
         if not is_possible:
             yield Breach(
                 field=field,
-                what=f"{field} is {value} and objective.method is reward",
+                what=f"{field} is {value} and objective.method is {method}",
                 limit=limit,
                 hint=fix,
                 reads=_METHOD,

@@ -7,7 +7,9 @@ from pydantic import Field, model_validator
 
 from finetune.recipe.section import Section
 
-Method = Literal["sft", "dpo", "simpo", "cpo", "orpo", "kto", "grpo", "distill", "reward"]
+Method = Literal[
+    "sft", "dpo", "simpo", "cpo", "orpo", "kto", "grpo", "distill", "reward", "classify"
+]
 LossName = Literal[
     "sigmoid",
     "hinge",
@@ -77,6 +79,7 @@ _OF_METHOD: Mapping[str, Mapping[str, object]] = {
     "grpo": {"beta": 0.0, "clip_epsilon": 0.2, "importance_sampling_mode": "none"},
     "distill": {"sft_weight": 0.0},
     "reward": {"beta": 0.0},
+    "classify": {},
 }
 _SMOOTHED = {"label_smoothing": 0.0}
 _OF_LOSS: Mapping[tuple[str, str], Mapping[str, object]] = {
@@ -99,7 +102,7 @@ class ObjectiveSection(Section):
         description="`sft` repeats the rows (cross-entropy). Pairs of answers: `dpo`, `simpo`,"
         " `cpo`, `orpo`. Answers that are desired or not: `kto`. Sampled answers with rewards:"
         " `grpo`. Answers with a teacher's distribution at each token: `distill`. Pairs, from which"
-        " a model of rewards is made: `reward`.",
+        " a model of rewards is made: `reward`. Texts with a class: `classify`.",
     )
     loss: LossName | None = Field(
         default=None,
@@ -251,6 +254,18 @@ class ObjectiveSection(Section):
     def is_reward(self) -> bool:
         """Whether one number is learned for each row, by a head of its own."""
         return self.method == "reward"
+
+    @property
+    def is_classification(self) -> bool:
+        """Whether the class of each row is learned, by a head of its own."""
+        return self.method == "classify"
+
+    @property
+    def head(self) -> Literal["tokens", "reward", "classes"]:
+        """What it learns by; see `model.head`."""
+        if self.is_reward:
+            return "reward"
+        return "classes" if self.is_classification else "tokens"
 
     @property
     def takes_sampler(self) -> bool:

@@ -30,20 +30,21 @@ class Recipe(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _give_a_reward_its_head(cls, values: Any) -> Any:
-        """Set what follows from `objective.method: reward`, so that a run keeps it."""
+    def _give_an_objective_its_head(cls, values: Any) -> Any:
+        """Set what follows from an objective with a head of its own, so that a run keeps it."""
         sections = ("objective", "model", "adapter")
         if not isinstance(values, dict) or not all(
             isinstance(values.get(name, {}), dict) for name in sections
         ):
             return values
         objective, model, adapter = (values.get(name, {}) for name in sections)
-        if objective.get("method") != "reward":
+        head = {"reward": "reward", "classify": "classes"}.get(str(objective.get("method")))
+        if head is None:
             return values
         whole = adapter.get("modules_to_save", ())
         if isinstance(whole, list | tuple) and SCORE not in whole:
             adapter = adapter | {"modules_to_save": [*whole, SCORE]}
-        return values | {"model": {"head": "reward"} | model, "adapter": adapter}
+        return values | {"model": {"head": head} | model, "adapter": adapter}
 
     @model_validator(mode="after")
     def _obey_rules(self) -> "Recipe":

@@ -1,9 +1,9 @@
-"""The formats of rows: to be repeated, or with answers to compare."""
+"""The formats of rows: to be repeated, or with answers to compare, or a class."""
 
 from finetune.recipe.objective_section import ObjectiveSection
 
 SUPERVISED = ("messages", "alpaca", "sharegpt", "prompt_completion", "text")
-COMPARED = ("preference", "ranking", "labelled", "sampled", "distilled", "rated")
+COMPARED = ("preference", "ranking", "labelled", "sampled", "distilled", "rated", "classified")
 
 _OF_METHOD = {
     "sft": SUPERVISED,
@@ -11,6 +11,7 @@ _OF_METHOD = {
     "grpo": ("sampled",),
     "distill": ("distilled",),
     "reward": ("rated",),
+    "classify": ("classified",),
 }
 
 

@@ -67,12 +67,24 @@ class ModelSection(Section):
         " finds it right and no slower.",
     )
 
-    head: Literal["tokens", "reward"] = Field(
+    head: Literal["tokens", "reward", "classes"] = Field(
         default="tokens",
         description="What follows the layers: `tokens`, the model's own head, which predicts them;"
-        " `reward`, a new one with one output, as in transformers' sequence classification."
-        " `objective.method: reward` sets it.",
+        " `reward`, a new one with one output, or `classes`, one with an output for each class, as"
+        " in transformers' sequence classification. `objective.method` sets it.",
     )
+    num_classes: int | None = Field(
+        default=None,
+        ge=2,
+        le=2**16,
+        description="Classes that `objective.method: classify` tells apart.",
+        examples=[3],
+    )
+
+    @property
+    def num_outputs(self) -> int:
+        """Outputs of a new head; 0 where the model keeps its own."""
+        return 1 if self.head == "reward" else self.num_classes or 0
 
     @property
     def tokenizer_source(self) -> str | None:
@@ -83,7 +95,7 @@ class ModelSection(Section):
 class AdapterSection(Section):
     """What is trained: an adapter, and modules trained whole."""
 
-    method: Literal["lora", "loha", "lokr", "ia3", "vera", "oft", "miss"] = Field(
+    method: Literal["lora", "loha", "lokr", "ia3", "vera", "oft", "miss", "hira"] = Field(
         default="lora",
         description="What is added to a linear layer: `lora`, or another method of peft's, computed"
         " by peft. Fields that a method does not read are refused.",
@@ -150,7 +162,7 @@ class AdapterSection(Section):
     modules_to_save: Names = Field(
         default=(),
         description="Trained whole with LoRA: norms, router, embed_tokens, lm_head, or linears;"
-        " `objective.method: reward` adds its head, score.",
+        " `objective.method: reward` or `classify` adds its head, score.",
         examples=[["norms", "router"]],
     )
 
@@ -161,8 +173,9 @@ class TrainSection(Section):
     what: Literal["adapter", "all"] | Names = Field(
         default="adapter",
         description="What trains: an `adapter` on the frozen model, `all` weights of the model,"
-        " or those whose names match a pattern; weights that train are updated in RAM.",
-        examples=[["model.layers.2[0-9].*", "lm_head.*"]],
+        " or a list of groups (`biases`, `norms`, `last_4_layers`) and of patterns of their names;"
+        " weights that train are updated in RAM.",
+        examples=[["biases"], ["last_4_layers", "lm_head.*"]],
     )
 
     seq_len: int = Field(default=2048, ge=8, le=2**24, description="Longest sequence, in tokens.")

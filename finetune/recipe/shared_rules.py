@@ -32,14 +32,14 @@ def require_shared(runs: Sequence[tuple[str, Recipe]]) -> None:
                     f"{path} is {values[0]} in {first_name} and {values[1]} in {name}",
                     limit="runs over one stream of the base share the sections `model` and"
                     f" `offload`, {', '.join(FIELDS)}, and train.seed where the base is random or"
-                    " has a reward head",
+                    " has a new head",
                     hint=f"one value of `{path}` for all, or a sweep for each",
                 )
 
 
 def _shared_paths(recipe: Recipe) -> list[str]:
     sections = [f"{name}.{field}" for name in SECTIONS for field in _fields(recipe, name)]
-    is_drawn = recipe.model.init == "random" or recipe.model.head == "reward"
+    is_drawn = recipe.model.init == "random" or recipe.model.head != "tokens"
     seed = ["train.seed"] if is_drawn else []
     return [*sections, *FIELDS, *seed]
 

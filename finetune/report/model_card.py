@@ -43,10 +43,10 @@ def model_card(recipe: Recipe, run_dir: Path, config: "PretrainedConfig", *, dat
     public = without_paths(recipe)
     base = public.model.path or public.model.config
     is_on_hub = recipe.model.path is not None and recipe.model.path == public.model.path
-    is_reward = recipe.objective.is_reward
+    is_classifier = recipe.model.head != "tokens"
     header: dict[str, Any] = {
         "library_name": "transformers" if recipe.train.is_full else "peft",
-        "pipeline_tag": "text-classification" if is_reward else "text-generation",
+        "pipeline_tag": "text-classification" if is_classifier else "text-generation",
         "tags": ["sluice"] if recipe.train.is_full else ["lora", "sluice"],
     }
     unpublished = _UNLINKED if recipe.train.is_full else _UNPUBLISHED
@@ -91,6 +91,12 @@ def _what(recipe: Recipe) -> str:
             "A reward model of {base}, trained with Sluice: a LoRA adapter and a head with one"
             " output, in peft's format for transformers' sequence classification. The reward of a"
             " conversation is read at the token that ends its last answer."
+        )
+    if recipe.objective.is_classification:
+        return (
+            f"A classifier of {recipe.model.num_classes} classes by {{base}}, trained with Sluice:"
+            " an adapter and a head, in peft's format for transformers' sequence classification."
+            " The class of a text is read at the end-of-text token that follows it."
         )
     if recipe.train.what == "adapter":
         return "A LoRA adapter of {base}, in peft's format, trained with Sluice."

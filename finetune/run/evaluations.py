@@ -11,7 +11,15 @@ from typing import Any
 
 EVAL_LOSS = "eval_loss"
 EVAL_PREFIX = "eval_"
-_SHOWN = ("rewards/accuracies", "rewards/margins", "logps/accuracies", "logps/margins", "kl")
+_SHOWN = (
+    "accuracy",
+    "f1",
+    "rewards/accuracies",
+    "rewards/margins",
+    "logps/accuracies",
+    "logps/margins",
+    "kl",
+)
 
 
 def shown_evaluation(row: Mapping[str, Any]) -> str:

@@ -32,9 +32,10 @@ def base_to_score(name: str, overrides: Sequence[str]) -> Subject:
         path = str(folder.absolute()) if folder.is_dir() else name
         overrides = [f"model.path={path}", *overrides]
     subject = subject_of(name, overrides)
-    if subject.recipe.model.head == "reward":
+    if subject.recipe.model.head != "tokens":
+        what = "reward model" if subject.recipe.objective.is_reward else "classifier"
         raise ConfigError(
-            f"{name} trains a reward model (model.head: reward)",
+            f"{name} trains a {what} (model.head: {subject.recipe.model.head})",
             limit="rows are scored by the log-probabilities of their tokens, which it has not",
             hint="evaluate it with `data.eval_path` and `output.eval_every`, or load its adapter"
             " with peft",

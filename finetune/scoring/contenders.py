@@ -11,7 +11,7 @@ from typing import Any
 
 from finetune.adapter.targets import chosen_targets
 from finetune.errors import CheckpointError, ConfigError
-from finetune.files.adapter import WEIGHTS_FILE, read_adapter_config, refuse_reward
+from finetune.files.adapter import WEIGHTS_FILE, read_adapter_config, refuse_classifier
 from finetune.files.tensors import read_known_header
 from finetune.planning.request import DTYPE_BYTES, adapter_spec
 from finetune.recipe.recipe import Recipe
@@ -73,7 +73,7 @@ def contenders_of(
     found, notes = list[Contender](), list[str]()
     for path in adapters:
         folder, own = adapter_to_go_on_from(path, model=recipe.model.path)
-        refuse_reward(folder, "scored by the log-probabilities of tokens")
+        refuse_classifier(folder, "scored by the log-probabilities of tokens")
         notes += own
         num_bytes = _fp32_bytes(folder / WEIGHTS_FILE)
         found.append(Contender(name=str(path), folder=folder, num_bytes=num_bytes))

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from finetune.data.steps import Steps
+from finetune.objective.classify import COUNTS, F1, ClassifyObjective, macro_f1
 from finetune.objective.factory import objective_of
 from finetune.objective.row_sums import summed
 from finetune.objective.step_rows import StepRows
@@ -67,6 +68,8 @@ class Objectives:
 
     def of_held_out(self, rows: StepRows) -> Objective:
         """Return the loss of rows that this rank has alone."""
+        if self.section.is_classification:
+            return ClassifyObjective(rows=rows, has_counts=True)
         if self.section.has_teacher or self.section.is_reward:
             return objective_of(self.section, rows, seq_len=self.seq_len)
         return WithLogps(
@@ -217,7 +220,7 @@ def mean_of(parts: Sequence[tuple[int, Evaluation]]) -> Evaluation:
     """Return the mean over parts, each weighted by its groups; a metric's over those that have it.
 
     Of the least and the largest reward it is the least and the largest of all, and the standard
-    deviation of rewards is that of all.
+    deviation of rewards is that of all. F1 follows from counts of all.
 
     Where a metric has a count of its own, it is weighted by that; a margin is then the difference.
 
@@ -237,6 +240,10 @@ def mean_of(parts: Sequence[tuple[int, Evaluation]]) -> Evaluation:
         metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
     if "reward_std" in metrics:
         metrics["reward_std"] = _std([part for _, part in parts], metrics["reward"])
+    counts = {name: value for name, value in metrics.items() if name.startswith(COUNTS)}
+    if counts:
+        metrics = {name: value for name, value in metrics.items() if name not in counts}
+        metrics[F1] = macro_f1(counts)
     weight, nll = parts[0][1].nll_weight, metrics.get("nll_loss", 0.0)
     apart = [(num, part.loss - weight * part.metrics.get("nll_loss", 0.0)) for num, part in parts]
     return Evaluation(loss=_mean(apart) + weight * nll, metrics=metrics)
@@ -254,6 +261,8 @@ def _std(parts: Sequence[Evaluation], mean: float) -> float:
 
 def _over(name: str) -> Callable[[Sequence[tuple[int, float]]], float]:
     """Return how a metric of parts becomes that of all."""
+    if name.startswith(COUNTS):
+        return lambda weighted: sum(value for _, value in weighted)
     of_all = {"rewards/min": min, "rewards/max": max}.get(name)
     return _mean if of_all is None else lambda weighted: of_all(value for _, value in weighted)
 

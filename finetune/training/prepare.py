@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finetune.data.compared.groups import require_comparable, require_known_tokens
+from finetune.data.compared.groups import require_classes, require_comparable, require_known_tokens
 from finetune.data.compared.step_layout import Comparison
 from finetune.data.dataset import Rows, load_rows
 from finetune.data.packing import PackedOrder, RowCost
@@ -122,6 +122,8 @@ def load_data(run: Run) -> Data:
             formats=formats_of(recipe.objective),
         )
     require_comparable(rows, recipe.objective)
+    if recipe.model.num_classes is not None:
+        require_classes(rows, recipe.model.num_classes)
     ranks.require_same("the training rows", lambda: rows.data_hash)
     for note in rows.notes:
         run.screen.note(note)

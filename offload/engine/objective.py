@@ -39,8 +39,8 @@ class Scores:
 
     Attributes:
         policy_N: Log-probability of each label token, in nats, in at least float32; for an
-            `OutputObjective` the head's output there. The gradient of the loss is taken by those of
-            rows that are trained on; the others are constants.
+            `OutputObjective` the head's output there, or all of them, (N, C). The gradient of the
+            loss is taken by those of rows that are trained on; the others are constants.
         reference_N: The same by the reference, without a graph; None if there is none.
         rows_N: The row of each, int64.
         num_rows: R.
@@ -101,11 +101,11 @@ class TopObjective(Objective, Protocol):
 class OutputObjective(Objective, Protocol):
     """A loss that reads the head's outputs of a sequence classifier, no log-probabilities.
 
-    It reads one number at each token that has a label, by that token and those before it: a label
-    is of its own token here, and does not say which token comes next. Of a reward model it is the
-    last token of each row.
+    It reads them at each token that has a label, by that token and those before it: a label is of
+    its own token here, and does not say which token comes next. Of a reward model and of a
+    classifier it is the last token of each row.
     """
 
     @property
-    def output_index(self) -> int:
-        """Which of the head's outputs it reads, from 0."""
+    def output_index(self) -> int | None:
+        """Which of the head's outputs it reads, from 0; None reads all."""

@@ -142,16 +142,27 @@ def test_a_killed_run_resumes_to_the_bit(
     assert_same_runs(tmp_path / "run", whole)
 
 
-@pytest.mark.slow
-def test_only_what_patterns_name_trains(tmp_path, write_recipe, machine_file, model_dir) -> None:
-    recipe = full_recipe(write_recipe, what=["model.layers.[23].*", "model.norm.weight"])
+@pytest.mark.parametrize(
+    ("what", "is_chosen"),
+    [
+        (
+            ["last_1_layer", "model.layers.2.*", "model.norm.weight"],
+            lambda n: ".layers.2." in n or ".layers.3." in n or n == "model.norm.weight",
+        ),
+        pytest.param(["norms"], lambda n: "norm" in n, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_only_what_patterns_and_groups_name_trains(
+    what, is_chosen, tmp_path, write_recipe, machine_file, model_dir
+) -> None:
+    recipe = full_recipe(write_recipe, what=what)
     assert run("finetune", recipe, "--machine", machine_file) == 0
     base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     before = dict(base.named_parameters())
     changed = {n for n, p in trained.named_parameters() if not torch.equal(p, before[n])}
-    expected = {n for n in before if ".layers.2." in n or ".layers.3." in n}
-    assert changed == expected | {"model.norm.weight"}
+    assert changed == {n for n in before if is_chosen(n)}
     predicted = json.loads((tmp_path / "run" / "predicted.json").read_text())
     numbers = predicted["calibrated"]["model"]
     assert numbers["num_adapter_parameters"] == 0

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.e2e.runs import adapter, losses, run
 
-METHODS = ("loha", "lokr", "ia3", "vera", "oft", "miss")
+METHODS = ("loha", "lokr", "ia3", "vera", "oft", "miss", "hira")
 
 
 def section(method: str) -> dict[str, Any]:

@@ -320,6 +320,15 @@ def write_table(verdicts: Sequence[Verdict]) -> str:
         f" ({num_packed[PARTLY]}); *row by row*: none does ({num_packed[BY_ROW]}). No exact type is"
         " refused.",
         "",
+        "*Methods*: LoRA holds on every exact type. DoRA and other methods of "
+        "`adapter.method` are for plain linear layers: a target of another class, or one that"
+        " peft adapts as a parameter (fused experts, and the gates next to them), is refused "
+        "by name. `train.what: [biases]` and `[norms]` are for types that have such weights."
+        " `objective.method: classify` and `reward` are for "
+        "types with a sequence classifier in transformers. Methods that put virtual tokens in"
+        " front of the layers (prompt tuning, prefix tuning, p-tuning) and bottleneck "
+        "adapters are not there.",
+        "",
         "| model type | verdict | packs | reason |",
         "|---|---|---|---|",
     ]

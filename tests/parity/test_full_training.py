@@ -11,10 +11,11 @@ import torch
 from bitsandbytes.optim.adamw import AdamW8bit
 from bitsandbytes.optim.lion import Lion
 from torch import nn
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import offload
 from finetune.data.steps import StepShare
+from finetune.full.chosen_weights import choose_weights
 from finetune.full.update import FullUpdate
 from finetune.recipe.sections import TrainSection
 from finetune.training.loop import Loop
@@ -181,6 +182,47 @@ def test_reorder_gradients_at_the_weights_of_plain_pytorch(name: str) -> None:
         assert nn.utils.clip_grad_norm_(reference.parameters(), MAX_NORM) > MAX_NORM
         optimizer.step()
         optimizer.zero_grad()
+    engine.detach()
+
+
+@pytest.mark.parametrize(
+    ("what", "is_chosen"),
+    [
+        (["biases"], lambda name: name.endswith("bias")),
+        (["norms"], lambda name: "norm" in name),
+        (["last_2_layers"], lambda name: ".layers.4." in name or ".layers.5." in name),
+        (["model.layers.3.mlp.*", "lm_head.*"], lambda name: "3.mlp" in name or "lm_head" in name),
+    ],
+    ids=str,
+)
+def test_reorder_gradients_of_selected_weights_are_those_of_plain_pytorch(
+    what: list[str], is_chosen: Callable[[str], bool]
+) -> None:
+    torch.manual_seed(0)
+    reference = Qwen2ForCausalLM(Qwen2Config(**SHAPE)).train()
+    with torch.no_grad():
+        for name, parameter in reference.named_parameters():
+            parameter.requires_grad = is_chosen(name)
+            if name.endswith("bias"):
+                parameter.normal_(std=0.1)
+    ours = copy.deepcopy(reference)
+    choose_weights(ours, what)
+    plain_gradients(reference, step_of(0))
+    engine = offload.attach(
+        ours, num_slots=2, device="cpu", trained_weights="host", head_chunk_tokens=7
+    )
+    engine.forward_backward(step_of(0))
+    found, expected = engine.trained_parameters, dict(reference.named_parameters())
+    assert found.keys() == {name for name in expected if is_chosen(name)}
+    squared = difference = 0.0
+    for name, parameter in found.items():
+        ours_grad, plain_grad = parameter.grad, expected[name].grad
+        assert ours_grad is not None
+        assert plain_grad is not None
+        assert plain_grad.norm() > 0, name
+        difference += float((ours_grad.double() - plain_grad.double()).norm()) ** 2
+        squared += float(plain_grad.double().norm()) ** 2
+    assert difference**0.5 <= 1e-6 * squared**0.5
     engine.detach()
 
 

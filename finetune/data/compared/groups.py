@@ -137,6 +137,34 @@ def require_comparable(rows: "Rows", objective: ObjectiveSection) -> None:
         )
 
 
+def require_classes(rows: "Rows", num_classes: int) -> None:
+    """Check that each row's class is one of the head's.
+
+    Args:
+        rows: That are trained on, and held out.
+        num_classes: Outputs of the head.
+
+    Raises:
+        DataError: A number is too large, or all rows that are trained on have one class.
+    """
+    for part in (*rows.train.parts, *(rows.held_out.parts if rows.held_out else ())):
+        highest = int(part.tokens.store.values[part.examples].max(initial=0))
+        if highest >= num_classes:
+            raise DataError(
+                f"{part.tokens.rows.source.path} has the class {highest}, and model.num_classes is"
+                f" {num_classes}",
+                limit="classes are numbered from 0",
+                hint=f"`model.num_classes: {highest + 1}`",
+            )
+    found = {v for part in rows.train.parts for v in part.tokens.store.values[part.examples]}
+    if len(found) < 2:
+        raise DataError(
+            f"all {len(rows.train):,} rows have the class {int(min(found))}",
+            limit="a classifier learns to tell classes apart",
+            hint="add rows of other classes",
+        )
+
+
 def require_known_tokens(rows: "Rows", num_tokens: int) -> None:
     """Check that a teacher's tokens are tokens of the model.
 

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from finetune.data.rows import Compared, Conversation, Document
+from finetune.data.rows import Classified, Compared, Conversation, Document
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,7 +70,7 @@ def remark_notes(tokens: "Tokens") -> list[str]:
 
 
 def _texts(row: object) -> Iterator[str]:
-    if isinstance(row, Document):
+    if isinstance(row, Document | Classified):
         yield row.text
     turns = row.conversations if isinstance(row, Compared) else (row,)
     for conversation in turns:

@@ -35,14 +35,16 @@ def is_classifier(model: LayeredModel) -> bool:
 
 
 def classifier_outputs(
-    model: LayeredModel, hidden_1ND: torch.Tensor, *, index: int
+    model: LayeredModel, hidden_1ND: torch.Tensor, *, index: int | None
 ) -> torch.Tensor:
-    """Run norm and head of a sequence classifier on some tokens; returns one output of each, (N,).
+    """Run norm and head of a sequence classifier on some tokens.
+
+    Returns one output of each, (N,), or all of them, (N, C).
 
     Args:
         model: The classifier.
         hidden_1ND: Output of its last layer.
-        index: Which output.
+        index: Which output; None takes all.
 
     Raises:
         UnsupportedModelError: It is no sequence classifier, or has fewer outputs.
@@ -50,6 +52,8 @@ def classifier_outputs(
     outputs_NC = getattr(model.output(hidden_1ND.transpose(0, 1)), "logits", None)
     if not isinstance(outputs_NC, torch.Tensor) or outputs_NC.dim() != 2:
         model.refuse("returns no outputs for a whole row", limit=_CLASSIFIER)
+    if index is None:
+        return outputs_NC
     if not 0 <= index < outputs_NC.shape[1]:
         model.refuse(
             f"has {outputs_NC.shape[1]} outputs, from 0, and the loss reads {index}",

@@ -67,8 +67,8 @@ class Scoring:
         reference: How the reference computes them; None if there is none.
         top_ids: The tokens (N, K) that the loss names, of each micro-batch, on the compute device;
             none if it names none.
-        output_index: Which of the head's outputs the loss reads; None if it reads
-            log-probabilities.
+        reads_outputs: Whether the loss reads the head's outputs, and no log-probabilities.
+        output_index: Which of them it then reads; None if it reads all.
     """
 
     objective: Objective
@@ -79,6 +79,7 @@ class Scoring:
     model: SwitchedModel
     reference: SwitchedModel | None
     top_ids: Sequence[torch.Tensor] = ()
+    reads_outputs: bool = False
     output_index: int | None = None
 
     @classmethod
@@ -121,6 +122,7 @@ class Scoring:
             model=SwitchedModel(model, adapter, is_evaluated=True),
             reference=None if asked is None else reference_model(model, asked),
             top_ids=top_ids,
+            reads_outputs=isinstance(objective, OutputObjective),
             output_index=objective.output_index if isinstance(objective, OutputObjective) else None,
         )
 
@@ -241,22 +243,24 @@ class ScoredTail:
         )
 
     def _scores_of_chunk(self, chunk_1ND: torch.Tensor, chunk: "_Chunk") -> torch.Tensor:
-        index = self._scoring.output_index
-        if index is not None:
-            return _wide(classifier_outputs(self._model, chunk_1ND, index=index))
+        if self._scoring.reads_outputs:
+            return self._outputs_of(chunk_1ND)
         logits_NV = self._model.tail_logits(chunk_1ND).flatten(0, 1)
         if chunk.ids_NK is not None:
             return top_scores(logits_NV, chunk.next_N, chunk.ids_NK)
         is_fused = has_fused_loss(self._model, chunk_1ND)
         return log_probabilities(logits_NV, chunk.next_N, is_fused=is_fused)
 
+    def _outputs_of(self, chunk_1ND: torch.Tensor) -> torch.Tensor:
+        index = self._scoring.output_index
+        return _wide(classifier_outputs(self._model, chunk_1ND, index=index))
+
     def _pass_back(
         self, chunk_1ND: torch.Tensor, chunk: "_Chunk", gradient_N: torch.Tensor
     ) -> None:
         """Compute the gradients by some hidden states, given those by their log-probabilities."""
-        index = self._scoring.output_index
-        if index is not None:
-            _wide(classifier_outputs(self._model, chunk_1ND, index=index)).backward(gradient_N)
+        if self._scoring.reads_outputs:
+            self._outputs_of(chunk_1ND).backward(gradient_N)
             return
         logits_NV = self._model.tail_logits(chunk_1ND).flatten(0, 1)
         if chunk.ids_NK is not None:

@@ -153,7 +153,8 @@ class ModelFacts(HashedOnce):
         num_others: Other parameters before and after the layers: positions, inputs of layers.
         layer_input_features: Features that each layer gets in addition to the hidden state.
         layers: In forward order.
-        has_reward_head: Whether the head has one output, and does not predict tokens.
+        num_classes: Outputs of a head that does not predict tokens: 1 of a reward model, of a
+            classifier one for each class; 0 if the head predicts tokens.
         grade: Whether the facts come from the config or from the model, built without weights.
     """
 
@@ -168,7 +169,7 @@ class ModelFacts(HashedOnce):
     num_others: int = 0
     layer_input_features: int = 0
     layers: tuple[LayerFacts, ...]
-    has_reward_head: bool = False
+    num_classes: int = 0
     grade: Literal["config", "built"] = "config"
 
     __hash__ = HashedOnce.__hash__
@@ -179,7 +180,7 @@ class ModelFacts(HashedOnce):
     @property
     def num_outputs(self) -> int:
         """Outputs of the head for a token."""
-        return 1 if self.has_reward_head else self.vocab_size
+        return self.num_classes or self.vocab_size
 
     @property
     def has_experts(self) -> bool:
@@ -208,13 +209,18 @@ class ModelFacts(HashedOnce):
         return self.outer_parameters + sum(layer.num_active_parameters for layer in self.layers)
 
 
-def with_reward_head(facts: ModelFacts) -> ModelFacts:
-    """Return the facts of a model whose head is replaced by one with one output, without a bias."""
+def with_classifier_head(facts: ModelFacts, num_classes: int) -> ModelFacts:
+    """Return the facts of a model whose head is replaced by one without a bias.
+
+    Args:
+        facts: Of the model.
+        num_classes: Outputs of the new head.
+    """
     return replace(
         facts,
-        head_parameters=facts.hidden_size,
+        head_parameters=num_classes * facts.hidden_size,
         tie_word_embeddings=False,
-        has_reward_head=True,
+        num_classes=num_classes,
     )
 
 

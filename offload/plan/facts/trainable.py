@@ -24,7 +24,7 @@ from offload.plan.facts.optimizer import Shape
 
 NORMS, ROUTER, EMBEDDING, HEAD = "norms", "router", "embed_tokens", "lm_head"
 SCORE = "score"
-"""The head of a reward model, by transformers' name."""
+"""The head of a reward model or a classifier, by transformers' name."""
 OTHERS = "others"
 
 
@@ -236,4 +236,4 @@ def trains_head(facts: ModelFacts, trained: Collection[str]) -> bool:
 
 
 def _head(facts: ModelFacts) -> str:
-    return SCORE if facts.has_reward_head else HEAD
+    return SCORE if facts.num_classes else HEAD

@@ -26,8 +26,12 @@ def settings(objective: dict[str, Any], **sections: dict[str, Any]) -> Settings:
 def test_every_loss_with_its_defaults_breaks_no_rule(method: str) -> None:
     for loss in LOSSES.get(method, (None,)):
         smoothing = {"label_smoothing": 0.1} if loss == "robust" else {}
-        reward = {"model": {"head": "reward"}, "data": {"too_long": "drop"}}
-        sections = reward if method == "reward" else {}
+        reward: dict[str, dict[str, Any]] = {
+            "model": {"head": "reward"},
+            "data": {"too_long": "drop"},
+        }
+        classes = reward | {"model": {"head": "classes", "num_classes": 3}}
+        sections = {"reward": reward, "classify": classes}.get(method, {})
         recipe = settings({"method": method, "loss": loss} | smoothing, **sections)
         assert not list(broken_objective_rules(recipe))
 
@@ -51,6 +55,21 @@ def test_what_makes_no_reward_is_named(
     found = list(broken_objective_rules(settings({"method": "reward"}, **given)))
     assert [one.field for one in found] == [field]
     assert what in found[0].what
+
+
+@pytest.mark.parametrize(
+    ("model", "what"),
+    [
+        ({"num_classes": None}, "model.num_classes is null and objective.method is classify"),
+        ({"head": "reward"}, "model.head is reward and objective.method is classify"),
+    ],
+)
+def test_what_makes_no_classifier_is_named(model: dict[str, Any], what: str) -> None:
+    right = {"head": "classes", "num_classes": 3}
+    (found,) = broken_objective_rules(
+        settings({"method": "classify"}, model=right | model, data={"too_long": "drop"})
+    )
+    assert found.what == what
 
 
 def test_a_reward_head_is_for_rewards_alone() -> None:

@@ -16,8 +16,8 @@ from transformers import (
 )
 
 from finetune.errors import ModelError
+from finetune.model.classifier_head import with_classifier_head
 from finetune.model.empty import empty_of
-from finetune.model.reward_head import with_reward_head
 from finetune.planning.request import adapter_spec, facts_of
 from finetune.recipe.sections import AdapterSection, ModelSection
 from offload.plan.facts.trainable import trained_parameters, trained_tensor_shapes
@@ -41,7 +41,7 @@ def causal(**changes: Any) -> PreTrainedModel:
 
 def test_it_gives_the_outputs_of_a_classifier_with_the_same_weights() -> None:
     ids = torch.arange(1, 13).view(2, 6)
-    own: Any = with_reward_head(causal(), seed=3)
+    own: Any = with_classifier_head(causal(), num_outputs=1, seed=3)
     config = Qwen3Config(**SHAPE | {"num_labels": 1, "pad_token_id": 0})
     plain: Any = AutoModelForSequenceClassification.from_config(config)
     assert type(own) is type(plain)
@@ -54,7 +54,7 @@ def test_it_gives_the_outputs_of_a_classifier_with_the_same_weights() -> None:
 def test_the_decoder_is_the_same_object_and_its_embedding_is_tied_to_nothing() -> None:
     model = causal(tie_word_embeddings=True)
     decoder = model.get_decoder()
-    own = with_reward_head(model, seed=0)
+    own = with_classifier_head(model, num_outputs=1, seed=0)
     assert own.get_decoder() is decoder
     assert own.get_output_embeddings() is None
     assert own.config.pad_token_id == 0
@@ -64,7 +64,7 @@ def test_the_decoder_is_the_same_object_and_its_embedding_is_tied_to_nothing() -
 def test_the_head_is_drawn_from_the_seed_alone_as_transformers_draws_it() -> None:
     def head(seed: int, **changes: Any) -> torch.Tensor:
         torch.manual_seed(seed + 11)
-        own: Any = with_reward_head(causal(**changes), seed=seed)
+        own: Any = with_classifier_head(causal(**changes), num_outputs=1, seed=seed)
         weight: torch.Tensor = own.score.weight.detach()
         return weight
 
@@ -77,14 +77,14 @@ def test_the_head_is_drawn_from_the_seed_alone_as_transformers_draws_it() -> Non
 def test_drawing_it_leaves_the_generator_as_it_was() -> None:
     model = causal()
     state = torch.random.get_rng_state()
-    with_reward_head(model, seed=1)
+    with_classifier_head(model, num_outputs=1, seed=1)
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
 def test_a_classifier_with_another_head_is_refused() -> None:
     config = RobertaConfig(**SHAPE, is_decoder=True)
     with pytest.raises(ModelError, match="RobertaForSequenceClassification is no RobertaModel"):
-        with_reward_head(AutoModelForCausalLM.from_config(config), seed=0)
+        with_classifier_head(AutoModelForCausalLM.from_config(config), num_outputs=1, seed=0)
 
 
 def test_a_type_without_a_classifier_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A causal language model with a reward head: transformers' sequence classifier around its decoder.
+"""A causal language model as a sequence classifier: transformers' own, around its decoder.
 
 The decoder stays the object that it is, so that its weights wait where they were loaded to. The old
 head is let go. The new one is drawn as transformers draws it where a checkpoint has none.
@@ -22,11 +22,12 @@ INITIALIZER_RANGE = 0.02
 """Standard deviation of new weights where a config has none; transformers' own default."""
 
 
-def with_reward_head(model: PreTrainedModel, *, seed: int) -> PreTrainedModel:
-    """Return a sequence classifier with one output around a model's decoder.
+def with_classifier_head(model: PreTrainedModel, *, num_outputs: int, seed: int) -> PreTrainedModel:
+    """Return a sequence classifier around a model's decoder.
 
     Args:
         model: A causal language model, which is of no use afterwards.
+        num_outputs: One of a reward model, or one for each class.
         seed: Of the head's weights.
 
     Raises:
@@ -34,7 +35,7 @@ def with_reward_head(model: PreTrainedModel, *, seed: int) -> PreTrainedModel:
     """
     require_classifier(model.config)
     config: Any = model.config
-    config.num_labels = 1
+    config.num_labels = num_outputs
     with torch.device("meta"):
         classifier: Any = AutoModelForSequenceClassification.from_config(config, dtype=model.dtype)
     decoder: Any = model.base_model
@@ -44,7 +45,7 @@ def with_reward_head(model: PreTrainedModel, *, seed: int) -> PreTrainedModel:
         raise ModelError(
             f"{type(classifier).__name__} is no {type(decoder).__name__} with a linear head"
             f" `{SCORE}`",
-            limit="a reward head follows the decoder of the causal language model",
+            limit="a head of rewards or classes follows the decoder of the causal language model",
             hint="another model",
         )
     setattr(classifier, classifier.base_model_prefix, decoder)
@@ -77,6 +78,6 @@ def require_classifier(config: PreTrainedConfig) -> None:
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         raise ModelError(
             f"transformers has no sequence classification of {config.model_type} models",
-            limit="a reward model is saved in its form, so that other programs can load it",
-            hint="another model, or `objective.method: dpo`",
+            limit="a reward model or a classifier is saved in its form, which others load",
+            hint="another model",
         )
