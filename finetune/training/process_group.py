@@ -49,7 +49,7 @@ JOIN_S = 120.0
 # Between steps: the main rank can sample for hours while the others wait.
 TIMEOUT_S = 6 * 3600.0
 # Within steps, for a process that hangs; one that dies or is stopped is noticed before.
-LEAST_STEP_TIMEOUT_S, STEP_TIMEOUT_STEPS = 30.0, 10
+LEAST_STEP_TIMEOUT_S, STEP_TIMEOUT_STEPS = 60.0, 10
 FAREWELL_S = 30.0
 _POLL_S = 0.0002
 
@@ -84,7 +84,8 @@ class ProcessGroup(Ranks):
         self._timeout_s = timeout_s
         self._is_broken = False
         self._longest_step_s = 0.0
-        self._step_start_s: float | None = None
+        self._exchanged_s = time.monotonic()
+        self._has_summed = False
         self._bucket_bytes = bucket_bytes
         self._bucket: torch.Tensor | None = None
         has_cuda, timeout = torch.cuda.is_available(), timedelta(seconds=timeout_s + FAREWELL_S)
@@ -206,14 +207,15 @@ class ProcessGroup(Ranks):
                     piece.copy_(summed)
         for i in set.intersection(*(theirs for _, theirs in gathered)):
             parameters[i].grad = None
-        self._step_start_s = time.monotonic()
+        self._has_summed = True
         return sum(theirs for theirs, _ in gathered)
 
     def _step_timeout_s(self) -> float:
         """Return how long the others may take longer than this rank for their share of a step."""
-        if self._step_start_s is None:  # it may compile layers
+        if not self._has_summed:  # layers are compiled, or kernels for their shapes
             return self._timeout_s
-        self._longest_step_s = max(self._longest_step_s, time.monotonic() - self._step_start_s)
+        own_s = time.monotonic() - self._exchanged_s
+        self._longest_step_s = max(self._longest_step_s, own_s)
         allowed_s = max(LEAST_STEP_TIMEOUT_S, STEP_TIMEOUT_STEPS * self._longest_step_s)
         return min(self._timeout_s, allowed_s)
 
@@ -251,6 +253,7 @@ class ProcessGroup(Ranks):
             padded = [torch.empty(most, dtype=torch.uint8) for _ in range(self.num)]
             own = torch.nn.functional.pad(own, (0, most - len(own)))
             self._wait(dist.all_gather(padded, own, async_op=True), limit_s=limit_s)
+        self._exchanged_s = time.monotonic()
         return [
             pickle.loads(one[: int(size)].numpy().tobytes())
             for one, size in zip(padded, sizes, strict=True)

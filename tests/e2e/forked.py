@@ -91,6 +91,7 @@ class Forked:
         sizes: Sequence[int],
         more: Mapping[int, Sequence[object]] = MappingProxyType({}),
         variables: Mapping[int, Mapping[str, str]] = MappingProxyType({}),
+        limits_bytes: Mapping[int, int] = MappingProxyType({}),
         **how: Any,
     ) -> "list[Started]":
         """Start ranks of several machines as their launchers do; all are this one.
@@ -100,6 +101,7 @@ class Forked:
             sizes: Ranks of each machine.
             more: Further arguments, by rank.
             variables: Further variables, by rank.
+            limits_bytes: The largest file that a rank may write, by rank.
             how: The rest of a `Start`.
         """
         with socket.socket() as probe:
@@ -115,6 +117,7 @@ class Forked:
                 | {"RANK": str(rank), "LOCAL_RANK": str(place), "GROUP_RANK": str(node)}
                 | {"LOCAL_WORLD_SIZE": str(sizes[node])}
                 | dict(variables.get(rank, {})),
+                limit_bytes=limits_bytes.get(rank),
                 **how,
             )
             for rank, (node, place) in enumerate(places)

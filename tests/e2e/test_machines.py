@@ -5,14 +5,17 @@ that are not rank 0's have no run directory.
 """
 
 import signal
+import socket
 import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.e2e.forked import Forked, Started
-from tests.e2e.runs import assert_same_training, losses, run
-from tests.e2e.sweeps import assert_same_bits
+from tests.e2e.ranks import output, torchrun
+from tests.e2e.runs import adapter, assert_same_training, run
+from tests.e2e.sweeps import assert_same_bits, learned
 
 DROPOUT = {"experts": False, "dropout": 0.2}
 ENDED_S = 30.0
@@ -101,6 +104,39 @@ def test_machines_resume_what_one_process_has_begun_without_its_directory(
     assert_same_training(tmp_path / "two", tmp_path / "one")
 
 
+@pytest.mark.long
+@pytest.mark.slow
+def test_two_launches_restart_a_killed_rank_and_go_on_to_the_bit(
+    tmp_path, write_recipe, machine_file, forked: Forked
+) -> None:
+    words = ("finetune", write_recipe(adapter=DROPOUT), "--machine", machine_file)
+    whole = forked.start_machines(*words, f"output.dir={tmp_path / 'whole'}", sizes=(1, 1))
+    assert ended(whole) == [0, 0], [rank.shown for rank in whole]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launches = [
+        torchrun(
+            *("-m", "tests.e2e.broken_rank", "killed", *words),
+            *(f"output.dir={tmp_path / str(node)}",),
+            node=node,
+            port=port,
+            cache=tmp_path / f"cache-{node}",
+        )
+        for node in range(2)
+    ]
+    first, second = (output(launched) for launched in launches)
+    assert [launched.returncode for launched in launches] == [0, 0], first + second
+    assert "rank 1 (machine 1) is gone or does not answer" in first
+    assert "The launcher has started the processes again" in first
+    assert "Continuing from" in first
+    assert not (tmp_path / "1").exists()
+    assert learned(tmp_path / "0") == learned(tmp_path / "whole")
+    trained, expected = adapter(tmp_path / "0"), adapter(tmp_path / "whole")
+    assert trained.keys() == expected.keys()
+    assert all(torch.equal(trained[name], expected[name]) for name in expected)
+
+
 # ------------------------------------------------------------------------------------------ faults
 
 
@@ -121,7 +157,39 @@ def test_a_machine_that_stops_is_named_within_the_time_limit(
     what = "rank 1 (machine 1) is gone or does not answer: no sign of life for 20 s"
     assert f"error (rank 0): {what}" in ranks[0].shown
     assert "is gone or does not answer" in ranks[1].shown
-    assert (tmp_path / "run" / "checkpoints" / "step-0000002").is_dir() or losses(tmp_path / "run")
+    assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_in_a_step_is_named_after_the_time_limit(
+    tmp_path, write_recipe, machine_file, caches, forked: Forked
+) -> None:
+    words = ("hangs", "finetune", write_recipe(), "--machine", machine_file)
+    ranks = forked.start_machines(
+        *words, sizes=(1, 1), variables=caches, module="tests.e2e.broken_rank"
+    )
+    ranks[0].wait_for(lambda: has_steps(tmp_path / "run", 2))
+    start_s = time.monotonic()
+    assert ranks[0].end() == 1
+    assert time.monotonic() - start_s < ENDED_S
+    what = "rank 1 (machine 1) is gone or does not answer: others have waited for it for "
+    assert f"error (rank 0): {what}" in ranks[0].shown
+    assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.slow
+def test_a_machine_without_room_for_its_store_is_named_on_all(
+    tmp_path, write_recipe, machine_file, caches, forked: Forked
+) -> None:
+    words = ("finetune", write_recipe(), "--machine", machine_file, "offload.codec=int8")
+    limits = {1: 30_000}
+    ranks = forked.start_machines(*words, sizes=(1, 1), variables=caches, limits_bytes=limits)
+    start_s = time.monotonic()
+    assert ended(ranks) == [1, 1], [rank.shown for rank in ranks]
+    assert time.monotonic() - start_s < ENDED_S
+    assert "error (rank 0): rank 1 has failed: " in ranks[0].shown
+    assert "error (rank 1): " in ranks[1].shown
+    assert all(".store" in rank.shown for rank in ranks), [rank.shown for rank in ranks]
 
 
 @pytest.mark.slow
@@ -150,11 +218,12 @@ def test_machines_that_differ_end_together_and_each_says_why(
         more = {1: ["train.lr=0.5"]}
     elif change == "place":
         caches[1]["LOCAL_RANK"] = "1"
-    words = ["finetune", write_recipe(), "--machine", machine_file]
-    how = {"module": "tests.e2e.broken_rank"} if change == "threads" else {}
-    words = ["threads", *words] if how else words
+    words: list[object] = ["finetune", write_recipe(), "--machine", machine_file]
+    module = "finetune.app"
+    if change == "threads":
+        words, module = ["threads", *words], "tests.e2e.broken_rank"
     start_s = time.monotonic()
-    ranks = forked.start_machines(*words, sizes=(1, 1), more=more, variables=caches, **how)
+    ranks = forked.start_machines(*words, sizes=(1, 1), more=more, variables=caches, module=module)
     assert ended(ranks) == [1, 1], [rank.shown for rank in ranks]
     assert time.monotonic() - start_s < ENDED_S
     assert all(what in rank.shown for rank in ranks), [rank.shown for rank in ranks]
