@@ -18,12 +18,14 @@ class Launch:
         index: This one's number among them.
         num_local: Those on this machine.
         local_index: This one's number on this machine.
+        node: This machine's number; two launchers on one host count as two machines.
     """
 
     num: int
     index: int
     num_local: int
     local_index: int
+    node: int
 
 
 def launch() -> Launch:
@@ -34,12 +36,15 @@ def launch() -> Launch:
     """
     num = _number("WORLD_SIZE", default="1")
     if num == 1:
-        return Launch(num=1, index=0, num_local=1, local_index=0)
+        return Launch(num=1, index=0, num_local=1, local_index=0, node=0)
+    index = _number("RANK")
+    num_local = _number("LOCAL_WORLD_SIZE", default=str(num))
     return Launch(
         num=num,
-        index=_number("RANK"),
-        num_local=_number("LOCAL_WORLD_SIZE", default=str(num)),
+        index=index,
+        num_local=num_local,
         local_index=_number("LOCAL_RANK"),
+        node=_number("GROUP_RANK", default=str(index // max(1, num_local))),
     )
 
 
@@ -128,6 +133,7 @@ def quiet_libraries() -> None:
     Each library reads these settings when it is imported.
     """
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers' bars too
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its store warns of closed connections
     for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY", "DATASETS_VERBOSITY"):
         os.environ.setdefault(name, "error")
 

@@ -85,15 +85,20 @@ class TrialDoesNotFitError(DoesNotFitError):
 
 
 class ToldRankError(RankError):
-    """Another process of the run has failed and shows why; this one ends with it, silently."""
+    """Another process of the run has failed and shows why; this one ends with it.
 
-    def __init__(self, rank: int, failure: str) -> None:
+    Attributes:
+        speaker: The rank that shows it on this machine.
+        is_shown: Whether that is this one: the rank that failed is on another machine.
+    """
+
+    def __init__(self, rank: int, failure: str, *, speaker: int, is_shown: bool) -> None:
         super().__init__(
             f"rank {rank} has failed: {failure}",
             limit="the ranks of a run end together",
             hint=f"see what rank {rank} shows",
         )
-        self.rank = rank
+        self.speaker, self.is_shown = speaker, is_shown
 
 
 def file_error(error: OSError, where: str) -> FinetuneError:

@@ -21,9 +21,9 @@ def explained(where: str) -> Iterator[None]:
     try:
         with raised():
             yield
-    except ToldRankError:
-        raise typer.Exit(EXIT_USER) from None  # the rank that failed shows why
     except SluiceError as error:
+        if isinstance(error, ToldRankError) and not error.is_shown:
+            raise typer.Exit(EXIT_USER) from None  # another rank of this machine shows why
         joint = "\n" if "\n" in error.what else "; " if error.limit else ""
         is_named = isinstance(error, ConfigError) or where in f"{error.what} {error.limit}"
         limit, newline, details = error.limit.partition("\n")

@@ -20,7 +20,7 @@ from finetune.report.prediction import require_unchanged
 from finetune.report.screen import Screen
 from finetune.report.summary import plan_summary
 from finetune.report.weights import inventory_table
-from finetune.run.run_dir import RunDir
+from finetune.run.run_dir import RunDir, as_begun
 from finetune.run.run_lock import locked
 from finetune.training import preflight
 from finetune.training.layer_kernels import settled_layer_kernels, shown_fused
@@ -30,7 +30,7 @@ from finetune.training.prepare import (
     Data,
     Planned,
     load_data,
-    measure,
+    measured_everywhere,
     plan_steps,
     with_chosen,
 )
@@ -90,7 +90,14 @@ def finetune(
     Raises:
         SluiceError: Anything a user or the machine can cause.
     """
-    start = Start(recipe=recipe, screen=screen, is_resume=is_resume, may_overwrite=may_overwrite)
+    if ranks.is_restart:
+        screen.note("The launcher has started the processes again: the run goes on")
+    start = Start(
+        recipe=recipe,
+        screen=screen,
+        is_resume=is_resume or ranks.is_restart,
+        may_overwrite=may_overwrite,
+    )
     (outcome,) = finetune_together(
         [start], ranks=ranks, screen=screen, machine_file=machine_file, judge=judged_alone
     )
@@ -192,7 +199,10 @@ def _opened_all(starts: Sequence[Start], ranks: Ranks, held: ExitStack) -> list[
 def _opened(start: Start, run_dir: RunDir, ranks: Ranks, *, adapter: str | None) -> Run:
     """Return the run, after all checks that need nothing measured or loaded."""
     screen, is_resume = start.screen, start.is_resume
-    recipe = run_dir.as_begun(start.recipe) if is_resume else start.recipe
+    recipe = start.recipe
+    if is_resume:
+        recipe = as_begun(recipe, ranks.from_main(run_dir.begun))
+    ranks.require_same("settings", lambda: _shared_settings(recipe))
     preflight.require_micro_batch_per_rank(recipe.train, num_ranks=ranks.num)
     preflight.require_one_rank(recipe.train, num_ranks=ranks.num)
     preflight.require_loggers(recipe.report.log_to)
@@ -216,6 +226,11 @@ def _opened(start: Start, run_dir: RunDir, ranks: Ranks, *, adapter: str | None)
         is_resumed=is_resume,
         adapter=adapter,
     )
+
+
+def _shared_settings(recipe: Recipe) -> str:
+    """Return what all ranks must be told alike; files may be elsewhere on another machine."""
+    return recipe.model_dump_json(include={"adapter", "train", "objective", "offload"})
 
 
 @contextmanager
@@ -247,7 +262,7 @@ def _require_resumable(run_dir: RunDir, recipe: Recipe, screen: Screen) -> None:
 def _prepared(runs: Sequence[Run], machine_file: Path | None) -> _Prepared:
     """Measure the machine, read the rows of all runs, and plan their steps."""
     ranks, facts = runs[0].ranks, facts_of(runs[0].recipe.model)
-    machine, is_settled = ranks.from_main(lambda: measure(runs[0], facts, machine_file))
+    machine, is_settled = measured_everywhere(runs[0], facts, machine_file)
     planned: list[Planned] = []
     data: list[Data] = []
     for run in _settled(runs):

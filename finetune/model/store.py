@@ -55,6 +55,24 @@ def identity(contents: Contents, dtype: str, codec: CodecName) -> dict[str, Any]
     }
 
 
+def weights_digest(section: ModelSection, codec: CodecName) -> str:
+    """Return a digest of all that a model is made from.
+
+    Files are read only if they have changed since they were last read.
+
+    Raises:
+        ModelError: Weights are missing, or change meanwhile.
+    """
+    from finetune.model.empty import config_of
+
+    path = section.path
+    if section.init == "random" or path is None:
+        return hashlib.sha256(config_of(section).to_json_string().encode()).hexdigest()
+    files = WeightFiles(weights_folder(path), store_path(path, section.dtype, codec))
+    contents = files.recorded() or files.read()
+    return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
+
+
 def layer_store(
     section: ModelSection, codec: CodecName, device: str, on_put: "OnPut"
 ) -> "tuple[Store, tuple[str, ...]]":
@@ -206,6 +224,7 @@ class WeightFiles:
             contents |= {name: found.result() for name, found in hashes.items()}
         self._require_unchanged()
         record = {"stamps": self._stamps, "contents": contents}
+        self._record.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(self._record, json.dumps(record))
 
     def _require_unchanged(self) -> None:

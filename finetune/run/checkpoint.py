@@ -60,6 +60,28 @@ class _Content:
     optimizer: dict[str, Any]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Restored:
+    """What a run goes on with after a checkpoint; it can be sent to other ranks.
+
+    Attributes:
+        seeding: How the run's dropout is seeded.
+        tensors: Name -> what trains.
+        optimizer: Its states.
+    """
+
+    seeding: Seeding
+    tensors: Mapping[str, torch.Tensor]
+    optimizer: dict[str, Any]
+
+    def put_into(self, parameters: Mapping[str, torch.Tensor], optimizer: Resumable) -> None:
+        """Copy the tensors into the parameters, and let the optimizer take its states."""
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(self.tensors[name])
+        optimizer.load_state_dict(self.optimizer)
+
+
 class Checkpoints:
     """The checkpoints of one run, a folder for each."""
 
@@ -148,7 +170,7 @@ class Checkpoints:
             return None
         return f"{folder} cannot be verified: an older version wrote it, without checksums"
 
-    def load(
+    def read(
         self,
         step: int,
         parameters: Mapping[str, torch.Tensor],
@@ -156,8 +178,8 @@ class Checkpoints:
         *,
         form: StateForm,
         data_hash: str,
-    ) -> Seeding:
-        """Load a checkpoint's tensors into the parameters and the optimizer.
+    ) -> Restored:
+        """Return what a checkpoint holds, if it is what these parameters and optimizer need.
 
         Args:
             step: Of the checkpoint.
@@ -166,13 +188,9 @@ class Checkpoints:
             form: The states that it makes of them.
             data_hash: Of the training rows.
 
-        Returns:
-            How the run's dropout is seeded.
-
         Raises:
             CheckpointError: The training rows are not those that the run was started with, the
-                checkpoint is damaged, or its optimizer is that of an older version. Nothing has
-                been changed.
+                checkpoint is damaged, or its optimizer is that of an older version.
         """
         self.require_whole(step)
         try:
@@ -193,12 +211,11 @@ class Checkpoints:
                 limit="a resumed run continues to the bit, so its data cannot change",
                 hint="restore the data file, or start a new run with `output.name=...`",
             )
-        seeding = _seeding_of(content.state)
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(content.tensors[name])
-        optimizer.load_state_dict(content.optimizer)
-        return seeding
+        return Restored(
+            seeding=_seeding_of(content.state),
+            tensors=content.tensors,
+            optimizer=content.optimizer,
+        )
 
     def trained(self, step: int) -> Mapping[str, torch.Tensor]:
         """Return what a checkpoint's run has trained, by name; each tensor is read when asked for.
@@ -291,6 +308,10 @@ class _Stored(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+    def __reduce__(self) -> tuple[type[dict[str, torch.Tensor]], tuple[dict[str, torch.Tensor]]]:
+        """Become a dict for a rank of another machine, which does not see the file."""
+        return dict, (dict(self),)
 
 
 def _read(folder: Path) -> _Content:

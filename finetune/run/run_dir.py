@@ -216,31 +216,9 @@ class RunDir:
             hint='`{"experts_implementation": "eager"}` in it if the run was begun on a CPU',
         )
 
-    def as_begun(self, recipe: Recipe) -> Recipe:
-        """Return the recipe with what was open when the run began as it was chosen then.
-
-        Another machine, or this one measured again, might choose other sizes of micro-batch, head
-        chunk and tile of an MLP, or other layer kernels; a later version might pack rows, choose
-        another precision of adapters, or take a router loss over the step.
-        """
-        if not self.recipe_file.exists():
-            return recipe
-        begun = self.recipe()
-        if recipe.train.micro_batch_size == "auto":
-            recipe = with_micro_batch_size(recipe, begun.train.sequences)
-        if recipe.offload.head_chunk == "auto":
-            recipe = with_offload(recipe, head_chunk=begun.offload.head_chunk)
-        if recipe.offload.mlp_chunk == "auto" and begun.offload.mlp_chunk != "auto":
-            recipe = with_offload(recipe, mlp_chunk=begun.offload.mlp_chunk)
-        if recipe.adapter.compute_dtype == "auto":
-            recipe = with_compute_dtype(recipe, begun.adapter.compute_dtype)
-        if recipe.data.packing == "auto" and begun.data.packing != "auto":
-            recipe = with_packing(recipe, begun.data.packing)
-        if "router_loss_over" not in recipe.train.model_fields_set:
-            recipe = with_router_loss_over(recipe, begun.train.router_loss_over)
-        if recipe.model.layer_kernels == "auto" and begun.model.layer_kernels != "auto":
-            recipe = with_layer_kernels(recipe, begun.model.layer_kernels)
-        return recipe
+    def begun(self) -> Recipe | None:
+        """Return the recipe that the run began with; None if there is no run."""
+        return self.recipe() if self.recipe_file.exists() else None
 
     def wandb_id(self) -> str:
         """Return a name for this run that a resume finds again and no other run has."""
@@ -381,3 +359,29 @@ def require_whole_adapter(adapter: Path) -> tuple[str, ...]:
     if has_manifest(adapter):
         return ()
     return (f"{adapter} cannot be verified: it has no {MANIFEST}",)
+
+
+def as_begun(recipe: Recipe, begun: Recipe | None) -> Recipe:
+    """Return the recipe with what was open when the run began as it was chosen then.
+
+    Another machine, or this one measured again, might choose other sizes of micro-batch, head
+    chunk and tile of an MLP, or other layer kernels; a later version might pack rows, choose
+    another precision of adapters, or take a router loss over the step.
+    """
+    if begun is None:
+        return recipe
+    if recipe.train.micro_batch_size == "auto":
+        recipe = with_micro_batch_size(recipe, begun.train.sequences)
+    if recipe.offload.head_chunk == "auto":
+        recipe = with_offload(recipe, head_chunk=begun.offload.head_chunk)
+    if recipe.offload.mlp_chunk == "auto" and begun.offload.mlp_chunk != "auto":
+        recipe = with_offload(recipe, mlp_chunk=begun.offload.mlp_chunk)
+    if recipe.adapter.compute_dtype == "auto":
+        recipe = with_compute_dtype(recipe, begun.adapter.compute_dtype)
+    if recipe.data.packing == "auto" and begun.data.packing != "auto":
+        recipe = with_packing(recipe, begun.data.packing)
+    if "router_loss_over" not in recipe.train.model_fields_set:
+        recipe = with_router_loss_over(recipe, begun.train.router_loss_over)
+    if recipe.model.layer_kernels == "auto" and begun.model.layer_kernels != "auto":
+        recipe = with_layer_kernels(recipe, begun.model.layer_kernels)
+    return recipe

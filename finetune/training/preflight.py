@@ -67,11 +67,13 @@ def torch_device(offload: OffloadSection, ranks: Ranks) -> "torch.device":
     if name == "cpu" or ranks.num == 1:
         return torch.device(name)
     num_cards = torch.cuda.device_count()
-    if num_cards < ranks.num:
+    num_local = ranks.nodes.count(ranks.nodes[ranks.index])
+    if num_cards < num_local:
+        per_machine = "--num_processes" if ranks.num_machines == 1 else "--nproc_per_node"
         raise ConfigError(
-            f"{ranks.num} processes were launched for {num_cards} CUDA devices",
+            f"{num_local} processes were launched for {num_cards} CUDA devices",
             limit="each process needs a card of its own",
-            hint=f"`--num_processes {num_cards}`",
+            hint=f"`{per_machine} {num_cards}`",
         )
     return torch.device(name, ranks.local_index)
 

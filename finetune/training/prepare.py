@@ -11,6 +11,7 @@ from finetune.data.dataset import Rows, load_rows
 from finetune.data.packing import PackedOrder, RowCost
 from finetune.data.steps import BatchOrder, Steps
 from finetune.env import cache_dir, stores_dir
+from finetune.errors import ConfigError
 from finetune.model.tokenizer import load_tokenizer
 from finetune.planning.candidates import choose, requests_for, with_each_size
 from finetune.planning.request import find_machine
@@ -67,10 +68,40 @@ class Planned:
     open_requests: tuple[PlanRequest, ...]
 
 
+def measured_everywhere(
+    run: Run, facts: ModelFacts, machine_file: Path | None
+) -> tuple[Machine, bool]:
+    """Return the machine that all ranks plan for, and whether its expert backend is settled.
+
+    The first rank of each machine measures it, the others wait. Rates are the main rank's; of each
+    memory there is as much as the machine has that has least.
+
+    Raises:
+        MachineError: One cannot be measured, or the file cannot be read.
+        ConfigError: The file's rates are of another device, an expert backend cannot be used, or
+            the machines compute on other kinds of devices.
+    """
+    ranks = run.ranks
+    every = ranks.exchange(measure(run, facts, machine_file) if ranks.is_first_here else None)
+    found = [one for one in every if one is not None]
+    (main, is_settled), machines = found[0], [machine for machine, _ in found]
+    devices = sorted({machine.device for machine in machines})
+    if len(devices) > 1:
+        raise ConfigError(
+            f"the machines of this run compute on {' and '.join(devices)}",
+            limit="what trains must stay the same on all ranks, to the bit",
+            hint="`offload.device: cpu`, or leave out the machines without a GPU",
+        )
+    return replace(
+        main,
+        vram_bytes=min(machine.vram_bytes for machine in machines),
+        ram_bytes=min(machine.ram_bytes for machine in machines),
+        pinned_bytes=min(machine.pinned_bytes for machine in machines),
+    ), is_settled
+
+
 def measure(run: Run, facts: ModelFacts, machine_file: Path | None) -> tuple[Machine, bool]:
     """Return the rates of this rank's device, and whether its expert backend is settled.
-
-    The other ranks wait.
 
     Args:
         run: The run.
@@ -96,7 +127,7 @@ def measure(run: Run, facts: ModelFacts, machine_file: Path | None) -> tuple[Mac
         facts,
         machine,
         device,
-        resumed=run.dir if run.is_resumed else None,
+        resumed=run.dir if run.is_resumed and run.ranks.is_main else None,
         is_from_file=machine_file is not None,
     )
     return resolved or machine, resolved is not None
@@ -111,7 +142,7 @@ def load_data(run: Run) -> Data:
     """
     recipe, ranks = run.recipe, run.ranks
     tokenizer = load_tokenizer(recipe.model.tokenizer_source)
-    with ranks.main_first():
+    with ranks.first_here_first():
         rows = load_rows(
             recipe.data,
             tokenizer,
@@ -161,6 +192,8 @@ def plan_steps(
 
     sized = [(one, steps_of(one).sizes) for one in with_each_size(recipe, num_ranks=ranks.num)]
     requests = requests_for(recipe, facts, sized, num_ranks=ranks.num)
+    if ranks.num_machines > 1:
+        requests = [replace(one, most_local_ranks=ranks.most_local) for one in requests]
     choice = choose(facts, machine, requests)
     recipe = with_micro_batch_size(recipe, choice.plan.request.typical.micro_batch_size)
     steps = steps_of(recipe)

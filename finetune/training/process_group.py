@@ -1,16 +1,20 @@
 """Ranks that use torch.distributed: gloo for messages; gloo or, on CUDA, NCCL for gradients.
 
 No rank waits for a dead one. Messages go over TCP connections between the processes: a process that
-is killed closes its connections, which at once is an error on the others. A rank that fails but
-lives takes part in the others' next exchange with the reason in place of a value. Only a process
-that hangs is waited for, until the timeout.
+is killed closes its connections, which at once is an error on the others. One that is stopped, or
+whose machine is gone, no longer gives signs of life. One that hangs lets the others wait for its
+share of a step, for no longer than ten times the longest step so far. A rank that fails but lives
+takes part in the others' next exchange with the reason in place of a value.
 
-No error report is cut off. A launcher ends all ranks as soon as one exits with an error, so those
-that have nothing to report wait until the one that shows the error has exited.
+No error report is cut off. On each machine one rank shows the error: the one that has it, or the
+first if that is elsewhere. A launcher ends all ranks of its machine as soon as one exits with an
+error, so those that have nothing to report wait until the one that shows the error has exited.
 """
 
 import atexit
 import hashlib
+import pickle
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -33,15 +37,21 @@ from finetune.errors import (
     file_error,
 )
 from finetune.training.ranks import Ranks
+from finetune.training.world.heartbeat import STOPPED_S, Heartbeat
+from finetune.training.world.meeting import meet
+from finetune.training.world.surroundings import surroundings
 from offload.errors import SluiceError
 from offload.plan.memory.memory import GRADIENT_BUCKET_BYTES
 
 T = TypeVar("T")
 
-# For a process that hangs; one that dies is noticed at once. The main rank can sample for hours
-# while the others wait.
+JOIN_S = 120.0
+# Between steps: the main rank can sample for hours while the others wait.
 TIMEOUT_S = 6 * 3600.0
+# Within steps, for a process that hangs; one that dies or is stopped is noticed before.
+LEAST_STEP_TIMEOUT_S, STEP_TIMEOUT_STEPS = 60.0, 10
 FAREWELL_S = 30.0
+_POLL_S = 0.0002
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,15 +80,31 @@ class ProcessGroup(Ranks):
             FinetuneError: They cannot be reached.
         """
         self.num, self.index, self.local_index = launch.num, launch.index, launch.local_index
+        self._launch = launch
         self._timeout_s = timeout_s
+        self._is_broken = False
+        self._longest_step_s = 0.0
+        self._exchanged_s = time.monotonic()
+        self._has_summed = False
         self._bucket_bytes = bucket_bytes
         self._bucket: torch.Tensor | None = None
-        timeout = timedelta(seconds=timeout_s)
+        has_cuda, timeout = torch.cuda.is_available(), timedelta(seconds=timeout_s + FAREWELL_S)
         try:
-            if torch.cuda.is_available():
-                PartialState(backend="cuda:nccl,cpu:gloo", timeout=timeout)
-            else:
-                PartialState(cpu=True, timeout=timeout)
+            store, _, _ = next(
+                dist.rendezvous(  # type: ignore[attr-defined]  # no stub has it
+                    "env://", self.index, self.num, timeout=timedelta(seconds=JOIN_S)
+                )
+            )
+            self._meeting = meet(store, index=self.index, num=self.num, timeout_s=JOIN_S)
+            self._heartbeat = Heartbeat(self._meeting.store, index=self.index, num=self.num)
+            dist.init_process_group(
+                backend="cuda:nccl,cpu:gloo" if has_cuda else "gloo",
+                store=self._meeting.store,
+                rank=self.index,
+                world_size=self.num,
+                timeout=timeout,
+            )
+            PartialState(cpu=not has_cuda)
         except (RuntimeError, ValueError) as error:
             raise FinetuneError(
                 f"rank {self.index} of {self.num} cannot reach the others:"
@@ -87,7 +113,19 @@ class ProcessGroup(Ranks):
                 hint=f"`accelerate launch --multi_gpu --num_processes {self.num}"
                 " --main_process_port 0` takes a port that is free",
             ) from error
-        atexit.register(_leave)  # for a process that does not exit at once, as the commands do
+        self.is_restart = self._meeting.is_restart
+        self._heartbeat.start()
+        atexit.register(self._leave)  # for a process that does not exit at once, as commands do
+        try:
+            self.nodes = tuple(self.exchange(launch.node))
+            self._require_one_world()
+        except FinetuneError as error:
+            self._tell(error)
+            raise
+
+    def note_begun(self) -> None:
+        """Let processes that the launcher starts after these continue the run."""
+        self._meeting.note_begun()
 
     def __exit__(
         self,
@@ -99,17 +137,39 @@ class ProcessGroup(Ranks):
         if error is None:
             self.exchange(None)
         elif isinstance(error, ToldRankError):
-            self._wait_for(error.rank)
+            self._wait_for(error.speaker)
         elif isinstance(error, Exception) and not isinstance(error, RankError):
             self._tell(error)
 
     def exchange(self, value: T) -> tuple[T, ...]:
         """Return the values of all ranks, in rank order."""
-        words = self._gather(_Word(value=value, failure=None))
-        for rank, word in enumerate(words):
-            if word.failure is not None:
-                raise ToldRankError(rank, word.failure)
+        return self._exchange(value, limit_s=self._timeout_s)
+
+    def from_main(self, make: Callable[[], T]) -> T:
+        """Return the result of `make` on the main rank, on all ranks."""
+        made = [make()] if self.is_main else []
+        content = pickle.dumps(made[0]) if made else b""
+        sent = torch.empty(self.exchange(len(content))[0], dtype=torch.uint8)
+        if made:
+            sent.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        with self._connected():
+            work = dist.broadcast(sent, src=0, async_op=True)
+            self._wait(work, limit_s=self._timeout_s)
+        return made[0] if made else pickle.loads(sent.numpy().data)
+
+    def _exchange(self, value: T, *, limit_s: float) -> tuple[T, ...]:
+        words = self._gather(_Word(value=value, failure=None), limit_s=limit_s)
+        failed = [rank for rank, word in enumerate(words) if word.failure is not None]
+        if failed:
+            raise self._told(failed, words[failed[0]].failure or "")
         return tuple(word.value for word in words)
+
+    def _told(self, failed: Sequence[int], failure: str) -> ToldRankError:
+        """Return the error of a rank that is told why others have failed."""
+        here = [rank for rank in range(self.num) if self.nodes[rank] == self.nodes[self.index]]
+        speaker = next((rank for rank in failed if rank in here), here[0])
+        is_shown = speaker == self.index
+        return ToldRankError(failed[0], failure, speaker=speaker, is_shown=is_shown)
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
@@ -137,21 +197,31 @@ class ProcessGroup(Ranks):
         gradients = [p.grad for p in parameters if p.grad is not None]
         bucket = self._bucket_for(gradients)
         # All memory is allocated: from here on no rank can fail alone and leave others waiting.
-        gathered = self.exchange((loss, missing))
+        gathered = self._exchange((loss, missing), limit_s=self._step_timeout_s())
         with self._connected():
             for part in _parts(gradients, max_elements=bucket.numel()):
                 sizes = [piece.numel() for piece in part]
                 flat = torch.cat(part, out=bucket[: sum(sizes)])
-                dist.all_reduce(flat)
+                self._wait(dist.all_reduce(flat, async_op=True), limit_s=self._timeout_s)
                 for piece, summed in zip(part, flat.split(sizes), strict=True):
                     piece.copy_(summed)
         for i in set.intersection(*(theirs for _, theirs in gathered)):
             parameters[i].grad = None
+        self._has_summed = True
         return sum(theirs for theirs, _ in gathered)
+
+    def _step_timeout_s(self) -> float:
+        """Return how long the others may take longer than this rank for their share of a step."""
+        if not self._has_summed:  # layers are compiled, or kernels for their shapes
+            return self._timeout_s
+        own_s = time.monotonic() - self._exchanged_s
+        self._longest_step_s = max(self._longest_step_s, own_s)
+        allowed_s = max(LEAST_STEP_TIMEOUT_S, STEP_TIMEOUT_STEPS * self._longest_step_s)
+        return min(self._timeout_s, allowed_s)
 
     def add_up(self, own: torch.Tensor) -> torch.Tensor:
         """Add up a vector over the ranks, in rank order; waits for the device."""
-        every = self.exchange(own.tolist())
+        every = self._exchange(own.tolist(), limit_s=self._step_timeout_s())
         return torch.tensor([sum(one) for one in zip(*every, strict=True)]).to(own)
 
     def require_same(self, what: str, digest: Callable[[], str]) -> None:
@@ -172,28 +242,60 @@ class ProcessGroup(Ranks):
 
     # ----------------------------------------------------------------------------------- messages
 
-    def _gather(self, word: _Word) -> list[_Word]:
-        words: list[Any] = [None] * self.num
+    def _gather(self, word: _Word, *, limit_s: float) -> list[_Word]:
+        own = torch.frombuffer(bytearray(pickle.dumps(word)), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.num)]
+        self._heartbeat.arrive()
         with self._connected():
-            dist.all_gather_object(words, word)
-        return words
+            size = torch.tensor([len(own)])
+            self._wait(dist.all_gather(sizes, size, async_op=True), limit_s=limit_s)
+            most = max(int(size) for size in sizes)
+            padded = [torch.empty(most, dtype=torch.uint8) for _ in range(self.num)]
+            own = torch.nn.functional.pad(own, (0, most - len(own)))
+            self._wait(dist.all_gather(padded, own, async_op=True), limit_s=limit_s)
+        self._exchanged_s = time.monotonic()
+        return [
+            pickle.loads(one[: int(size)].numpy().tobytes())
+            for one, size in zip(padded, sizes, strict=True)
+        ]
+
+    def _wait(self, work: "dist.Work | None", *, limit_s: float) -> None:
+        """Wait for a collective, but for no rank that has stopped, nor longer than allowed.
+
+        Raises:
+            RankError: A rank does not answer.
+            RuntimeError: A connection is closed.
+        """
+        assert work is not None
+        end_s = time.monotonic() + limit_s
+        while not work.is_completed():
+            stopped = self._heartbeat.stopped()
+            if stopped:
+                raise self._lost(stopped, f"no sign of life for {STOPPED_S:.0f} s")
+            if time.monotonic() > end_s:
+                late = self._heartbeat.late()
+                raise self._lost(late, f"others have waited for it for {limit_s:,.0f} s")
+            time.sleep(_POLL_S)
+        work.wait()
 
     def _tell(self, error: Exception) -> None:
-        """Report why this rank fails; if several fail alike, the first one reports for all."""
+        """Report why this rank fails; of a machine's that fail alike, one reports for all."""
         failure = (
             error.what if isinstance(error, SluiceError) else f"{type(error).__name__}: {error}"
         )
         try:
-            words = self._gather(_Word(value=None, failure=failure))
+            words = self._gather(_Word(value=None, failure=failure), limit_s=self._timeout_s)
         except RankError:
             return  # no rank is left to report to
-        speaker = next(rank for rank, word in enumerate(words) if word.failure == failure)
-        if speaker != self.index:
-            self._wait_for(speaker)
-            raise ToldRankError(speaker, failure) from error
+        told = self._told([r for r, word in enumerate(words) if word.failure == failure], failure)
+        if told.speaker != self.index:
+            self._wait_for(told.speaker)
+            raise told from error
 
     def _wait_for(self, rank: int) -> None:
         """Wait until a rank has exited; it sends nothing, its closing connection ends the wait."""
+        if rank == self.index:
+            return
         with suppress(RuntimeError):
             work = dist.irecv(torch.empty(1), src=rank)
             assert work is not None
@@ -204,12 +306,64 @@ class ProcessGroup(Ranks):
         try:
             yield
         except RuntimeError as error:
-            raise RankError(
-                f"another rank is gone or does not answer: {str(error).splitlines()[0]}",
-                limit=f"each must live, and answer within {self._timeout_s:,.0f} s",
-                hint="see what the others and the launcher show; `--resume` continues from the"
-                " newest checkpoint",
-            ) from error
+            raise self._lost(self._heartbeat.gone(), str(error).splitlines()[0]) from error
+
+    def _lost(self, ranks: Sequence[int], why: str) -> RankError:
+        """Return the error that ranks are gone, and let the others know that this one is not.
+
+        If others have left because of it, it is the error that they have said.
+        """
+        self._is_broken = True
+        machine = "" if self.num_machines == 1 else " (machine {})"
+        names = [f"rank {rank}{machine.format(self.nodes[rank])}" for rank in ranks]
+        what = self._heartbeat.reason() or (
+            f"{' and '.join(names) or 'another rank'} is gone or does not answer: {why}"
+        )
+        self._heartbeat.leave(what)
+        return RankError(
+            what,
+            limit="all must live, and do their share of each step",
+            hint="see what the others and the launcher show; `--resume` continues from the"
+            " newest checkpoint",
+        )
+
+    def _leave(self) -> None:
+        """Disconnect, unless an exchange is unfinished, which would be waited for."""
+        self._heartbeat.leave()
+        if dist.is_initialized() and not self._is_broken:
+            dist.destroy_process_group()
+
+    def _require_one_world(self) -> None:
+        """Check that the launchers agree, and that what changes the last bits is alike.
+
+        Raises:
+            FinetuneError: They do not, or it is not.
+        """
+        launch = self._launch
+        every = self.exchange((launch.num, launch.num_local, launch.local_index, surroundings()))
+        for rank, (num, num_local, local_index, _) in enumerate(every):
+            here = [r for r in range(self.num) if self.nodes[r] == self.nodes[rank]]
+            if (num, num_local, local_index) != (self.num, len(here), here.index(rank)):
+                raise FinetuneError(
+                    f"rank {rank} is number {local_index} of {num_local} on machine"
+                    f" {self.nodes[rank]}, of {num} in all",
+                    limit=f"by what the others say it is number {here.index(rank)} of {len(here)}"
+                    f" there, of {self.num} in all",
+                    hint="start all machines by the same launcher, and see that none sets RANK,"
+                    " LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK or WORLD_SIZE itself",
+                )
+        expected = every[0][3]
+        for rank, (*_, found) in enumerate(every):
+            other = [name for name in expected if found.get(name) != expected[name]]
+            if other:
+                raise FinetuneError(
+                    f"rank {rank} (machine {self.nodes[rank]}) has "
+                    + " and ".join(f"{name} {found.get(name)}" for name in other),
+                    limit="rank 0 has "
+                    + " and ".join(f"{name} {expected[name]}" for name in other)
+                    + ", and what trains must stay the same on all, to the bit",
+                    hint="install the same versions on all machines, and set OMP_NUM_THREADS there",
+                )
 
     # ----------------------------------------------------------------------------------- gradients
 
@@ -227,11 +381,6 @@ class ProcessGroup(Ranks):
             kept = torch.empty(num_elements, dtype=dtype, device=gradients[0].device)
             self._bucket = kept
         return kept[:num_elements]
-
-
-def _leave() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def _parts(gradients: Sequence[torch.Tensor], *, max_elements: int) -> Iterator[list[torch.Tensor]]:

@@ -3,6 +3,9 @@
 Each rank trains on its own micro-batches; the gradients are added up once per step, and all ranks
 make the same update. Ranks share a step and do not enlarge it: with N ranks a step has the same
 rows, the same loss and, except for the order of summation, the same gradients as with one.
+
+The main rank, of all machines, writes the run's directory. The first rank of each machine fills its
+slab, writes its store and its cache of tokens.
 """
 
 import sys
@@ -30,6 +33,10 @@ class Ranks:
     num = 1
     index = 0
     local_index = 0
+    nodes: tuple[int, ...] = (0,)
+    """The machine of each rank."""
+    is_restart = False
+    """Whether the launcher has started the ranks again after they had begun a run."""
     run_errors: "tuple[type[SluiceError | OSError], ...]" = (SluiceError, OSError)
     """By these a run fails alone: one that shares its steps with others leaves them."""
 
@@ -37,6 +44,24 @@ class Ranks:
     def is_main(self) -> bool:
         """Return whether this is the rank that writes files and prints."""
         return self.index == 0
+
+    @property
+    def is_first_here(self) -> bool:
+        """Return whether this is the rank that fills what its machine has once."""
+        return self.nodes.index(self.nodes[self.index]) == self.index
+
+    @property
+    def num_machines(self) -> int:
+        """Return on how many machines the ranks are."""
+        return len(set(self.nodes))
+
+    @property
+    def most_local(self) -> int:
+        """Return the ranks of the machine that has most of them."""
+        return max(map(self.nodes.count, self.nodes))
+
+    def note_begun(self) -> None:
+        """Let processes that the launcher starts after these continue the run."""
 
     def __enter__(self) -> Self:
         """Return itself."""
@@ -62,13 +87,18 @@ class Ranks:
         """Return the result of `make` on the main rank, on all ranks."""
         return self.exchange(make() if self.is_main else None)[0]  # type: ignore[return-value]
 
+    def from_first_here(self, make: Callable[[], T]) -> T:
+        """Return the result of `make` on the first rank of this machine, on all its ranks."""
+        every = self.exchange(make() if self.is_first_here else None)
+        return every[self.nodes.index(self.nodes[self.index])]  # type: ignore[return-value]
+
     @contextmanager
-    def main_first(self) -> Iterator[None]:
-        """Let the main rank go first, so that the others find its results in a cache."""
-        if not self.is_main:
+    def first_here_first(self) -> Iterator[None]:
+        """Let the first rank of each machine go first; the others find its results in a cache."""
+        if not self.is_first_here:
             self.exchange(None)
         yield
-        if self.is_main:
+        if self.is_first_here:
             self.exchange(None)
 
     @contextmanager

@@ -18,6 +18,7 @@ from finetune.errors import FinetuneError, TrialDoesNotFitError
 from finetune.full.chosen_weights import choose_weights
 from finetune.full.update import FullUpdate
 from finetune.model.load import Loaded, load_model, set_router_loss
+from finetune.model.store import weights_digest
 from finetune.recipe.recipe import Recipe
 from finetune.report.format import shown_graphs
 from finetune.run.references import References, read_references
@@ -274,7 +275,11 @@ def load_adapted(runs: Sequence[Run], plan: Plan) -> Adapted:
         plan: Of their steps.
     """
     run = runs[0]
-    recipe = run.recipe
+    recipe, ranks = run.recipe, run.ranks
+    if ranks.num_machines > 1:
+        codec = plan.request.typical.codec
+        digest = ranks.from_first_here(lambda: weights_digest(recipe.model, codec))
+        ranks.require_same("files of the base model", lambda: digest)
     place = place_near(run.device)
     # memory that cannot be bound to a NUMA node is allocated near the thread that fills it
     with thread_on(place.cpus), run.screen.working("Loading weights", "bytes") as on_put:
@@ -285,11 +290,11 @@ def load_adapted(runs: Sequence[Run], plan: Plan) -> Adapted:
             seed=recipe.train.seed,
             tier=recipe.offload.load_tier,
             experts_implementation=plan.experts_implementation,
-            make_slab=_shared_slab(run.ranks, run.device, place.node),
+            make_slab=_shared_slab(ranks, run.device, place.node),
             on_put=on_put,
         )
     set_router_loss(loaded.model, recipe.train.router_loss_coef)
-    run.ranks.exchange(None)  # from here on the slab is filled
+    ranks.exchange(None)  # from here on the slab is filled
     model: PeftModel | PreTrainedModel = loaded.model
     if recipe.train.what == "adapter":
         model = _with_adapters(loaded, runs)
@@ -402,7 +407,7 @@ def _update(run: Run, model: "PeftModel | PreTrainedModel", engine: Engine) -> U
 def _shared_slab(
     ranks: Ranks, device: torch.device, node: int | None
 ) -> Callable[[Sequence[Record]], Slab]:
-    """Return what makes a rank's slab: the main rank's is filled, and mapped by the others.
+    """Return what makes a rank's slab: the first of a machine fills one, the others map it.
 
     CUDA does not page-lock read-only mappings, so for a GPU the mapping is writable.
     """
@@ -411,8 +416,8 @@ def _shared_slab(
         return bind_memory(address, num_bytes, node)
 
     def make(records: Sequence[Record]) -> Slab:
-        own = Slab(records, before_touch=near_device) if ranks.is_main else None
-        handle = ranks.from_main(lambda: own.handle if own and not own.reason else None)
+        own = Slab(records, before_touch=near_device) if ranks.is_first_here else None
+        handle = ranks.from_first_here(lambda: own.handle if own and not own.reason else None)
         if own is not None:
             return own
         if handle is None:  # there is no memfd in this container: each rank has its own slab

@@ -81,7 +81,7 @@ class MemoryNeeds:
             facts=facts, machine=machine, request=request, on_device=on_device, fixed_host=None
         )
         # several ranks on a CPU count each other's slots as host memory
-        is_fixed = machine.device == "cuda" or request.num_ranks == 1
+        is_fixed = machine.device == "cuda" or request.local_ranks == 1
         return replace(needs, fixed_host=needs.host(needs.least)) if is_fixed else needs
 
     def device(self, residency: Residency) -> tuple[MemoryTerm, ...]:
@@ -105,12 +105,12 @@ class MemoryNeeds:
                 )
                 for run in request.runs
             ],
-            num_ranks=request.num_ranks,
+            num_ranks=request.local_ranks,
             num_slabs=request.num_slabs,
             rank_device_bytes=self.on_device.peak_bytes(residency),
         )
         sizes = {term.name: term.num_bytes for term in terms}
-        num_others = request.num_ranks - 1
+        num_others = request.local_ranks - 1
         if residency.sends:
             sent_bytes = self.on_device.sent_bytes(residency)
             if OTHER_RANKS in sizes:
@@ -169,8 +169,8 @@ class MemoryNeeds:
         host = self._host_sizes(residency)
         is_locked, machine = self.machine.device == "cuda", self.machine
         reserve_bytes = int(GRAPH_RESERVE_FRAC * self.on_device.sent_graphs_bytes(residency))
-        reserve_bytes *= self.request.num_ranks
-        inputs_bytes = self.request.num_ranks * host.get(STASH, 0) if is_locked else 0
+        reserve_bytes *= self.request.local_ranks
+        inputs_bytes = self.request.local_ranks * host.get(STASH, 0) if is_locked else 0
         sent_bytes = 0
         if is_locked and residency.sends:
             sent_bytes = self._locked_bytes(host) + reserve_bytes
@@ -192,7 +192,7 @@ class MemoryNeeds:
         staging = host.get(STAGING, 0)
         each = host.get(STASH, 0) + host.get(SENT, 0) + staging
         slabs = 0 if staging else self.request.num_slabs * host.get(SLAB, 0)
-        return slabs + self.request.num_ranks * each
+        return slabs + self.request.local_ranks * each
 
     @cached_property
     def least(self) -> Residency:

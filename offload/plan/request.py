@@ -60,7 +60,8 @@ class PlanRequest:
         num_workers: Data workers of each rank.
         is_stashed: Whether layer inputs are kept in host memory until the backward.
         is_on_disk: Whether the layers are stored in a file.
-        num_ranks: Processes that share the step, on one machine and each with its own device.
+        num_ranks: Processes that share the step, each with its own device.
+        most_local_ranks: Those on the machine that has most of them; None if all are on one.
         is_slab_shared: Whether they share one slab; otherwise each has one.
         traced: Memory of `largest` as a trace measured it; None counts it by formulas.
         is_masked: Whether the model gets a padding mask, so that masks are materialized.
@@ -92,6 +93,7 @@ class PlanRequest:
     most_tokens: int | None = None
     objective: ObjectiveCost | None = None
     others: tuple["PlanRequest", ...] = ()
+    most_local_ranks: int | None = None
 
     @property
     def runs(self) -> tuple["PlanRequest", ...]:
@@ -117,16 +119,21 @@ class PlanRequest:
         return replace(self, num_slots=num_layers)
 
     @property
+    def local_ranks(self) -> int:
+        """Processes that share the memory of one machine."""
+        return self.most_local_ranks or self.num_ranks
+
+    @property
     def num_slabs(self) -> int:
-        """Slabs in the machine's memory."""
+        """Slabs in a machine's memory."""
         if self.is_on_disk:
             return 0
-        return 1 if self.is_slab_shared else self.num_ranks
+        return 1 if self.is_slab_shared else self.local_ranks
 
     @property
     def num_disk_readers(self) -> int:
         """Processes that read the layers from disk."""
-        return self.num_ranks if self.is_on_disk else 0
+        return self.local_ranks if self.is_on_disk else 0
 
     @property
     def rank_micro_batches(self) -> int:

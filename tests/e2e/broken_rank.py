@@ -1,5 +1,9 @@
-"""The program, with a rank 1 whose third step fails: `main([KIND, WORDS...])`."""
+"""The program, with a rank 1 that fails in its third step, or differs: `main([KIND, WORDS...])`."""
 
+import os
+import signal
+import sys
+import time
 from collections.abc import Sequence
 
 import torch
@@ -7,6 +11,7 @@ import torch
 from finetune import app
 from finetune.data.steps import StepShare
 from finetune.env import launch
+from finetune.training import process_group
 from finetune.training.loop import Loop, Request
 from offload.errors import TransferError
 
@@ -30,7 +35,47 @@ def break_rank_1(failure: Exception) -> None:
         Loop.request = broken  # type: ignore[method-assign]
 
 
+def kill_rank_1() -> None:
+    """Kill rank 1 in its third step, unless its launcher has started it again."""
+    whole = Loop.request
+
+    def killed(self: Loop, number: int, share: StepShare) -> Request:
+        if number == FAILING_STEP:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return whole(self, number, share)
+
+    is_first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"  # noqa: TID251 - of the launcher
+    if launch().index == 1 and is_first:
+        Loop.request = killed  # type: ignore[method-assign]
+
+
+def hang_rank_1() -> None:
+    """Let rank 1 sleep in its third step, and allow less for a step than users' runs do."""
+    process_group.LEAST_STEP_TIMEOUT_S = 3.0
+    whole = Loop.request
+
+    def hanging(self: Loop, number: int, share: StepShare) -> Request:
+        if number == FAILING_STEP:
+            time.sleep(600)
+        return whole(self, number, share)
+
+    if launch().index == 1:
+        Loop.request = hanging  # type: ignore[method-assign]
+
+
 def main(argv: Sequence[str]) -> None:
     """Run the program."""
-    break_rank_1(FAILURES[argv[0]])
+    if argv[0] == "killed":
+        kill_rank_1()
+    elif argv[0] == "hangs":
+        hang_rank_1()
+    elif argv[0] in FAILURES:
+        break_rank_1(FAILURES[argv[0]])
+    elif launch().index == 1:
+        assert argv[0] == "threads"
+        torch.set_num_threads(2)
     app.main(argv[1:])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

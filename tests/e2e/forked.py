@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 ROOT = Path(__file__).parents[2]
@@ -80,20 +81,47 @@ class Forked:
         return started
 
     def start_ranks(self, *argv: object, of_rank_1: Sequence[object] = (), **how: Any) -> "Pair":
-        """Start two ranks as a launcher does; rank 1 may have more arguments."""
+        """Start two ranks of one machine as a launcher does; rank 1 may have more arguments."""
+        first, second = self.start_machines(*argv, sizes=(2,), more={1: of_rank_1}, **how)
+        return first, second
+
+    def start_machines(
+        self,
+        *argv: object,
+        sizes: Sequence[int],
+        more: Mapping[int, Sequence[object]] = MappingProxyType({}),
+        variables: Mapping[int, Mapping[str, str]] = MappingProxyType({}),
+        limits_bytes: Mapping[int, int] = MappingProxyType({}),
+        **how: Any,
+    ) -> "list[Started]":
+        """Start ranks of several machines as their launchers do; all are this one.
+
+        Args:
+            argv: Of all ranks.
+            sizes: Ranks of each machine.
+            more: Further arguments, by rank.
+            variables: Further variables, by rank.
+            limits_bytes: The largest file that a rank may write, by rank.
+            how: The rest of a `Start`.
+        """
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        first, second = (
+        common = {"WORLD_SIZE": str(sum(sizes)), "MASTER_ADDR": "127.0.0.1"}
+        common["MASTER_PORT"] = str(port)
+        places = [(node, place) for node, size in enumerate(sizes) for place in range(size)]
+        return [
             self.start(
-                *(*argv, *more),
-                variables=common | {"RANK": str(i), "LOCAL_RANK": str(i)},
+                *(*argv, *more.get(rank, ())),
+                variables=common
+                | {"RANK": str(rank), "LOCAL_RANK": str(place), "GROUP_RANK": str(node)}
+                | {"LOCAL_WORLD_SIZE": str(sizes[node])}
+                | dict(variables.get(rank, {})),
+                limit_bytes=limits_bytes.get(rank),
                 **how,
             )
-            for i, more in enumerate(((), of_rank_1))
-        )
-        return first, second
+            for rank, (node, place) in enumerate(places)
+        ]
 
     def end_all(self) -> None:
         """Kill what a test that failed has left running."""

@@ -9,7 +9,7 @@ import yaml
 
 from finetune.errors import ConfigError
 from finetune.recipe.load import load_recipe
-from finetune.run.run_dir import RunDir
+from finetune.run.run_dir import RunDir, as_begun
 from finetune.training.preflight import require_micro_batch_per_rank
 from tests.e2e.runs import adapter, losses, run
 
@@ -36,7 +36,7 @@ def test_an_open_size_is_settled_written_down_and_kept_by_a_resume(
     assert predicted["num_micro_batches"] == 6 // int(str(size))
 
     # each process has a micro-batch, or the resume is refused
-    settled = RunDir(run_dir).as_begun(load_recipe(str(recipe), []))
+    settled = as_begun(load_recipe(str(recipe), []), RunDir(run_dir).begun())
     assert settled.train.micro_batch_size == size
     too_many = settled.train.num_micro_batches + 1
     with pytest.raises(ConfigError, match=f"micro-batches for {too_many} processes"):

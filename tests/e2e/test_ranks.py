@@ -122,7 +122,7 @@ def test_two_ranks_have_one_slab_and_a_killed_one_ends_the_other_with_an_error(
     ranks[1].end(signal.SIGKILL)
     assert ranks[0].end() == 1
     survivor = ranks[0].shown
-    assert "error (rank 0): another rank is gone or does not answer: " in survivor
+    assert "error (rank 0): rank 1 is gone or does not answer: " in survivor
     assert "hint: see what the others and the launcher show; `--resume`" in survivor
     assert "Traceback" not in survivor
 

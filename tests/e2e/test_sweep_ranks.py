@@ -53,7 +53,7 @@ def test_runs_of_two_ranks_are_what_each_is_alone_also_after_a_kill(
     ranks[0].wait_for(lambda: (folder / names[1] / "checkpoints" / "step-0000003").exists())
     ranks[1].end(signal.SIGKILL)
     assert ranks[0].end() == 1
-    assert "another rank is gone" in ranks[0].shown
+    assert "rank 1 is gone" in ranks[0].shown
     killed, longer = tmp_path / "killed", tmp_path / "longer"
     on_two_ranks(forked, "sweep", folder, "--resume", "--machine", machine_file)
     folder.rename(killed)

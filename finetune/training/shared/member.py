@@ -19,6 +19,7 @@ from finetune.report.explain_tables import explanation_tables
 from finetune.report.model_card import MODEL_CARD, model_card
 from finetune.report.prediction import write_prediction
 from finetune.report.summary import run_summary
+from finetune.run.checkpoint import Restored
 from finetune.run.evaluations import EVAL_LOSS, Evaluations, shown_evaluation
 from finetune.run.references import write_references
 from finetune.run.run_files import EVALUATION_BEFORE
@@ -86,7 +87,7 @@ def begin(
     run, ranks, num_steps = session.run, session.run.ranks, session.steps.num
     first_step = ranks.from_main(lambda: _begin(session, plan))
     if first_step:
-        _restore(session, step=first_step)
+        _restore(session, ranks.from_main(lambda: _read_checkpoint(session, first_step)))
     ranks.require_same_weights(session.loop.weights, step=first_step)
     run.screen.note(report.promise(plan, num_steps=num_steps - first_step))
     seal = ranks.from_main(
@@ -106,6 +107,7 @@ def _begin(session: "Session", plan: Plan) -> int:
     run = session.run
     if not run.is_resumed:
         run.dir.start(run.recipe, experts_implementation=plan.experts_implementation)
+    run.ranks.note_begun()
     if session.references:
         write_references(run.dir.path, session.references, rows=session.rows_hash)
     if not run.is_resumed:
@@ -119,16 +121,22 @@ def _begin(session: "Session", plan: Plan) -> int:
     return newest
 
 
-def _restore(session: "Session", *, step: int) -> None:
-    """Load a checkpoint's weights and optimizer states into the model on its engine."""
-    loop = session.loop
-    loop.seeding = session.run.dir.checkpoints.load(
+def _read_checkpoint(session: "Session", step: int) -> Restored:
+    """Read the weights and optimizer states of a checkpoint."""
+    return session.run.dir.checkpoints.read(
         step,
-        loop.weights,
-        loop.optimizer,
-        form=loop.state_form,
+        session.loop.weights,
+        session.loop.optimizer,
+        form=session.loop.state_form,
         data_hash=session.rows.data_hash,
     )
+
+
+def _restore(session: "Session", restored: Restored) -> None:
+    """Load what a checkpoint holds into the model on its engine."""
+    loop = session.loop
+    restored.put_into(loop.weights, loop.optimizer)
+    loop.seeding = restored.seeding
     loop.publish()
 
 
@@ -350,7 +358,7 @@ def _take_best(session: "Session", evaluations: Evaluations) -> None:
             limit="output.best_checkpoint is use, so the result is that of such a checkpoint",
             hint="restore the checkpoint from a copy, or start a new run with `output.name=...`",
         )
-    _restore(session, step=step)
+    _restore(session, _read_checkpoint(session, step))
     session.run.screen.note(
         f"What was trained is that of step {step}: its loss on held-out rows,"
         f" {evaluations.best_loss:.4f}, is the lowest"

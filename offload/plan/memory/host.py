@@ -69,10 +69,10 @@ def host_terms(
 
     Args:
         facts: The model.
-        machine: The machine that all ranks run on.
+        machine: The machine that they run on.
         runs: What each run of the step has there; layers are the same for all.
-        num_ranks: Processes that share the step.
-        num_slabs: Slabs of all ranks together; 0 if layers are on disk.
+        num_ranks: Processes that share the step on this machine.
+        num_slabs: Slabs of all of them together; 0 if layers are on disk.
         rank_device_bytes: Device memory of each rank, which on a CPU is host memory too.
     """
     kinds, workload = Counter(facts.layers), runs[0].workload

@@ -74,9 +74,10 @@ class Prepared:
 
     def checkpoint(self) -> Any:
         parameters, optimizer = self._fresh()
-        Checkpoints(self.path / "checkpoints").load(
+        restored = Checkpoints(self.path / "checkpoints").read(
             STEP, parameters, optimizer, form=self._form, data_hash=self._data_hash
         )
+        restored.put_into(parameters, optimizer)
         return plain({**parameters, "optimizer": optimizer.state_dict()})
 
     def adapter(self) -> Any:

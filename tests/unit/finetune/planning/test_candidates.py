@@ -12,7 +12,7 @@ from finetune.planning.subject import model_subject
 from finetune.recipe.recipe import Recipe, resolved_yaml, with_offload
 from finetune.recipe.rules import broken_rules
 from finetune.recipe.shipped import load_shape
-from finetune.run.run_dir import RunDir
+from finetune.run.run_dir import RunDir, as_begun
 from offload.errors import DoesNotFitError
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.machine.machine import GIB, Machine, named_machine
@@ -209,11 +209,11 @@ def test_a_resumed_run_keeps_its_head_chunk(tmp_path: Path) -> None:
     begun = with_offload(recipe(), head_chunk=256)
     run = RunDir(tmp_path)
     run.recipe_file.write_text(resolved_yaml(begun))
-    assert run.as_begun(recipe()).offload.head_chunk == 256
-    assert run.as_begun(recipe(offload__head_chunk=64)).offload.head_chunk == 64
+    assert as_begun(recipe(), run.begun()).offload.head_chunk == 256
+    assert as_begun(recipe(offload__head_chunk=64), run.begun()).offload.head_chunk == 64
     before = resolved_yaml(recipe()).replace("  head_chunk: auto\n", "")
     run.recipe_file.write_text(before)  # of a run that knew no such setting
-    assert run.as_begun(recipe()) == recipe()
+    assert as_begun(recipe(), run.begun()) == recipe()
 
 
 # ------------------------------------------------------------------------------------------- MLP
@@ -250,11 +250,11 @@ def test_tiles_do_not_change_the_requests_before_them() -> None:
 def test_a_resumed_run_keeps_its_tiles(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.recipe_file.write_text(resolved_yaml(with_offload(recipe(), mlp_chunk=512)))
-    assert run.as_begun(recipe()).offload.mlp_chunk == 512
-    assert run.as_begun(recipe(offload__mlp_chunk=64)).offload.mlp_chunk == 64
+    assert as_begun(recipe(), run.begun()).offload.mlp_chunk == 512
+    assert as_begun(recipe(offload__mlp_chunk=64), run.begun()).offload.mlp_chunk == 64
     before = resolved_yaml(recipe()).replace("  mlp_chunk: auto\n", "")
     run.recipe_file.write_text(before)  # of a run that knew no such setting
-    assert run.as_begun(recipe()).offload.mlp_chunk == "whole"
+    assert as_begun(recipe(), run.begun()).offload.mlp_chunk == "whole"
 
 
 def test_tiles_of_compiled_layers_are_refused() -> None:

@@ -37,7 +37,8 @@ FORM = state_form(trained(1)[1])
 
 def load(checkpoints: Checkpoints, step: int) -> tuple[dict[str, nn.Parameter], Optimizer]:
     parameters, optimizer = make()
-    checkpoints.load(step, parameters, optimizer, form=FORM, data_hash="rows")
+    restored = checkpoints.read(step, parameters, optimizer, form=FORM, data_hash="rows")
+    restored.put_into(parameters, optimizer)
     return parameters, optimizer
 
 
@@ -110,7 +111,7 @@ def test_a_checkpoint_from_before_manifests_is_taken_and_said_to_be_unverified(
 
 
 def reload_seeding(checkpoints: Checkpoints) -> Seeding:
-    return checkpoints.load(4, *make(), form=FORM, data_hash="rows")
+    return checkpoints.read(4, *make(), form=FORM, data_hash="rows").seeding
 
 
 def test_a_checkpoint_names_how_dropout_is_seeded(checkpoints: Checkpoints) -> None:
@@ -143,7 +144,7 @@ def test_a_checkpoint_with_other_groups_is_not_called_damaged(checkpoints: Check
     groups = [{"params": [parameter]} for parameter in parameters.values()]
     optimizer = torch.optim.AdamW(groups, lr=0.1)
     with pytest.raises(CheckpointError, match="in 1 groups, this version in 2") as raised:
-        checkpoints.load(4, parameters, optimizer, form=FORM, data_hash="rows")
+        checkpoints.read(4, parameters, optimizer, form=FORM, data_hash="rows")
     assert "rm -r" not in raised.value.hint
 
 

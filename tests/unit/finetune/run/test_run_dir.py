@@ -11,7 +11,7 @@ from finetune.files.manifest import whole_folder
 from finetune.files.seal import sealed_yaml
 from finetune.recipe.load import load_recipe
 from finetune.recipe.recipe import Recipe, with_layer_kernels, with_packing
-from finetune.run.run_dir import RunDir
+from finetune.run.run_dir import RunDir, as_begun
 from finetune.run.run_files import PHASES
 from finetune.run.run_lock import locked
 from offload.engine.seeding import NEWEST
@@ -122,54 +122,54 @@ def test_a_run_that_knew_no_precision_of_adapters_goes_on_in_float32(tmp_path, r
     run = RunDir(tmp_path)
     run.start(recipe, experts_implementation=None)
     assert run.recipe().adapter.compute_dtype == "auto"
-    assert run.as_begun(recipe).adapter.compute_dtype == "auto"
+    assert as_begun(recipe, run.begun()).adapter.compute_dtype == "auto"
     lines = run.recipe_file.read_text().splitlines(keepends=True)[1:-1]
     before = "".join(line for line in lines if not line.startswith("  compute_dtype: "))
     run.recipe_file.write_text(sealed_yaml(before))
     assert run.recipe().adapter.compute_dtype == "float32"
-    assert run.as_begun(recipe).adapter.compute_dtype == "float32"
-    run.require_same_recipe(run.as_begun(recipe))
+    assert as_begun(recipe, run.begun()).adapter.compute_dtype == "float32"
+    run.require_same_recipe(as_begun(recipe, run.begun()))
 
 
 def test_a_run_goes_on_with_the_layer_kernels_that_it_began_with(tmp_path, recipe) -> None:
     run = RunDir(tmp_path)
     run.start(with_layer_kernels(recipe, "fused"), experts_implementation=None)
-    assert run.as_begun(recipe).model.layer_kernels == "fused"
-    assert run.as_begun(with_layer_kernels(recipe, "plain")).model.layer_kernels == "plain"
+    assert as_begun(recipe, run.begun()).model.layer_kernels == "fused"
+    assert as_begun(with_layer_kernels(recipe, "plain"), run.begun()).model.layer_kernels == "plain"
     lines = run.recipe_file.read_text().splitlines(keepends=True)[1:-1]
     before = "".join(line for line in lines if not line.startswith("  layer_kernels: "))
     run.recipe_file.write_text(sealed_yaml(before))  # of a run before there was the setting
-    assert run.as_begun(recipe).model.layer_kernels == "plain"
-    run.require_same_recipe(run.as_begun(recipe))
+    assert as_begun(recipe, run.begun()).model.layer_kernels == "plain"
+    run.require_same_recipe(as_begun(recipe, run.begun()))
 
 
 def test_a_run_goes_on_packed_or_unpacked_as_it_began(tmp_path, recipe) -> None:
     run = RunDir(tmp_path)
     assert recipe.data.packing == "auto"
     run.start(with_packing(recipe, "on"), experts_implementation=None)
-    assert run.as_begun(recipe).data.packing == "on"
-    assert run.as_begun(with_packing(recipe, "off")).data.packing == "off"
+    assert as_begun(recipe, run.begun()).data.packing == "on"
+    assert as_begun(with_packing(recipe, "off"), run.begun()).data.packing == "off"
     lines = run.recipe_file.read_text().splitlines(keepends=True)[1:-1]
     before = "".join(line for line in lines if not line.startswith("  packing: "))
     run.recipe_file.write_text(sealed_yaml(before))  # of a run before there was the setting
-    assert run.as_begun(recipe).data.packing == "off"
-    run.require_same_recipe(run.as_begun(recipe))
+    assert as_begun(recipe, run.begun()).data.packing == "off"
+    run.require_same_recipe(as_begun(recipe, run.begun()))
 
 
 def test_a_run_goes_on_with_the_router_loss_over_what_it_began_with(tmp_path, recipe) -> None:
     run = RunDir(tmp_path)
     run.start(recipe, experts_implementation=None)
-    assert run.as_begun(recipe).train.router_loss_over == "step"
+    assert as_begun(recipe, run.begun()).train.router_loss_over == "step"
     lines = run.recipe_file.read_text().splitlines(keepends=True)[1:-1]
     before = "".join(line for line in lines if not line.startswith("  router_loss_over: "))
     assert len(before) < len("".join(lines))
     run.recipe_file.write_text(sealed_yaml(before))  # of a run before there was the setting
-    assert run.as_begun(recipe).train.router_loss_over == "micro_batch"
-    run.require_same_recipe(run.as_begun(recipe))
+    assert as_begun(recipe, run.begun()).train.router_loss_over == "micro_batch"
+    run.require_same_recipe(as_begun(recipe, run.begun()))
     asked = recipe.train.model_copy(update={"router_loss_over": "step"})
     asked.model_fields_set.add("router_loss_over")
     with pytest.raises(CheckpointError, match="router_loss_over"):
-        run.require_same_recipe(run.as_begun(recipe.model_copy(update={"train": asked})))
+        run.require_same_recipe(as_begun(recipe.model_copy(update={"train": asked}), run.begun()))
 
 
 def test_a_recipe_of_a_run_that_is_no_text_is_refused(tmp_path, recipe) -> None:

@@ -126,10 +126,11 @@ def test_a_run_that_was_begun_with_the_first_seeds_keeps_them(tmp_path: Path) ->
     def resumed(seeding: Seeding | None) -> tuple[list[float], dict[str, torch.nn.Parameter]]:
         loop, parameters = make_loop()
         loop.rehearse(batches(20), [batches(8)])
-        found = checkpoints.load(
+        found = checkpoints.read(
             2, loop.weights, loop.optimizer, form=loop.state_form, data_hash=""
         )
-        loop.seeding = seeding or found
+        found.put_into(loop.weights, loop.optimizer)
+        loop.seeding = seeding or found.seeding
         loop.publish()
         return [loop.step(number, batches(8)).loss for number in (2, 3)], parameters
 
@@ -168,7 +169,9 @@ def test_a_resume_in_16_bits_continues_to_the_bit(optimizer: Any, tmp_path: Path
             )
     resumed, found = make()
     resumed.rehearse(batches(20), [batches(8)])
-    checkpoints.load(2, resumed.weights, resumed.optimizer, form=resumed.state_form, data_hash="")
+    checkpoints.read(
+        2, resumed.weights, resumed.optimizer, form=resumed.state_form, data_hash=""
+    ).put_into(resumed.weights, resumed.optimizer)
     resumed.publish()
     assert [resumed.step(number, batches(8)).loss for number in (2, 3)] == losses[2:]
     assert all(torch.equal(found[name], expected[name]) for name in expected)

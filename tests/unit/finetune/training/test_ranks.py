@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune.env import Launch, launch, rank_label
-from finetune.errors import ConfigError, FinetuneError
+from finetune.errors import ConfigError
 from finetune.recipe.sections import OffloadSection, TrainSection
 from finetune.training import preflight
 from finetune.training.ranks import Ranks, own_micro_batches
@@ -44,7 +44,7 @@ def test_one_process_is_told_its_own_words() -> None:
         assert ranks.is_main
         assert ranks.exchange("x") == ("x",)
         assert ranks.from_main(lambda: 3) == 3
-        with ranks.main_first():
+        with ranks.first_here_first():
             pass
         parameter = torch.nn.Parameter(torch.zeros(2))
         assert ranks.sum_gradients([parameter], loss=0.5) == 0.5
@@ -56,7 +56,7 @@ def test_one_process_is_told_its_own_words() -> None:
 
 
 def set_launch(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -64,14 +64,14 @@ def set_launch(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
 
 def test_without_a_launcher_there_is_one_process(monkeypatch) -> None:
     set_launch(monkeypatch)
-    assert launch() == Launch(num=1, index=0, num_local=1, local_index=0)
+    assert launch() == Launch(num=1, index=0, num_local=1, local_index=0, node=0)
     assert rank_label() == ""
     assert join(launch()).num == 1
 
 
 def test_a_launcher_says_which_process_this_is(monkeypatch) -> None:
     set_launch(monkeypatch, WORLD_SIZE="4", RANK="3", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
-    assert launch() == Launch(num=4, index=3, num_local=2, local_index=1)
+    assert launch() == Launch(num=4, index=3, num_local=2, local_index=1, node=1)
     assert rank_label() == " (rank 3)"
 
 
@@ -84,12 +84,26 @@ def test_a_launcher_that_does_not_number_its_processes_is_named(monkeypatch) -> 
         launch()
 
 
-def test_several_machines_are_refused() -> None:
-    with pytest.raises(
-        FinetuneError,
-        match=r"(?s)4 processes were launched, 2 of them on this machine; .*--num_processes 2`",
-    ):
-        join(Launch(num=4, index=0, num_local=2, local_index=0))
+def test_a_launcher_that_does_not_number_its_machines_fills_one_after_the_other(
+    monkeypatch,
+) -> None:
+    own = {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    set_launch(monkeypatch, **own)
+    assert launch().node == 1
+    set_launch(monkeypatch, **own, GROUP_RANK="7")
+    assert launch().node == 7
+
+
+class _FourthOfFive(Ranks):
+    num, index, local_index, nodes = 5, 3, 1, (0, 0, 1, 1, 1)
+
+
+def test_a_rank_knows_who_is_on_its_machine() -> None:
+    ranks = _FourthOfFive()
+    assert (ranks.num_machines, ranks.most_local, ranks.is_first_here) == (2, 3, False)
+    ranks.index = 2
+    assert ranks.is_first_here
+    assert not ranks.is_main
 
 
 # -------------------------------------------------------------------------------- before the start
@@ -113,7 +127,7 @@ def test_fewer_micro_batches_than_ranks_are_refused_with_the_fix() -> None:
 
 
 class _SecondOfTwo(Ranks):
-    num, index, local_index = 2, 1, 1
+    num, index, local_index, nodes = 2, 1, 1, (0, 0)
 
 
 def test_each_rank_has_the_card_of_its_number(monkeypatch) -> None:
@@ -151,7 +165,7 @@ def test_a_rank_that_another_has_ended_shows_nothing(monkeypatch, capsys, tmp_pa
     from finetune.exits import EXIT_USER, explained
 
     with pytest.raises(typer.Exit) as ending, explained("recipe.yaml"):
-        raise ToldRankError(1, "it broke")
+        raise ToldRankError(1, "it broke", speaker=1, is_shown=False)
     assert ending.value.exit_code == EXIT_USER
     assert capsys.readouterr() == ("", "")
     set_launch(monkeypatch, WORLD_SIZE="2", RANK="1", LOCAL_RANK="1")

@@ -286,6 +286,17 @@ def test_a_slow_disk_is_what_a_step_waits_for() -> None:
     assert (slow.break_even_tokens or 0) > 10 * (fast.break_even_tokens or 0) > 0
 
 
+def test_ranks_of_another_machine_take_none_of_this_ones_memory() -> None:
+    roomy = replace(CARD, ram_bytes=256 * GIB, pinned_bytes=256 * GIB)
+    request = replace(REQUEST, num_slots=4, num_ranks=4, num_micro_batches=4)
+    for is_shared in (False, True):
+        four = replace(request, is_slab_shared=is_shared)
+        on_two = plan(FACTS, roomy, replace(four, most_local_ranks=2))
+        pair = plan(FACTS, roomy, replace(four, num_ranks=2))
+        assert on_two.host_bytes == pair.host_bytes < plan(FACTS, roomy, four).host_bytes
+        assert on_two.step_s == plan(FACTS, roomy, four).step_s
+
+
 def test_ranks_share_the_disk() -> None:
     alone, shared = on_disk(CARD, gb_per_s=0.5), on_disk(CARD, gb_per_s=0.5, num_ranks=2)
     assert shared.costs.read_bytes_per_s == alone.costs.read_bytes_per_s / 2

@@ -1,0 +1,52 @@
+import time
+from collections.abc import Callable
+
+import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # no stub has it
+
+from finetune.training.world import heartbeat
+from finetune.training.world.heartbeat import Heartbeat
+
+
+@pytest.fixture
+def three(monkeypatch: pytest.MonkeyPatch) -> list[Heartbeat]:
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.02)
+    monkeypatch.setattr(heartbeat, "STOPPED_S", 0.5)
+    store = HashStore()
+    ranks = [Heartbeat(store, index=index, num=3) for index in range(3)]
+    for rank in ranks[:2]:  # the third has stopped after its first sign of life
+        rank.start()
+    return ranks
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def test_a_rank_without_signs_of_life_is_noticed_and_who_leaves_is_not_taken_for_it(
+    three: list[Heartbeat],
+) -> None:
+    first, second, _ = three
+    wait_for(lambda: first.stopped() == [2])
+    assert first.gone() == [2]
+    second.leave("rank 2 is gone")
+    wait_for(lambda: first.reason() == "rank 2 is gone")
+    time.sleep(0.6)
+    assert first.stopped() == [2]
+    first.leave()
+
+
+def test_who_lets_others_wait_is_named(three: list[Heartbeat]) -> None:
+    first, second, _ = three
+    for rank in (first, second):
+        rank.arrive()
+    wait_for(lambda: first.late() == [2])
+    first.arrive()
+    wait_for(lambda: first.late() == [1, 2])
+    second.arrive()
+    wait_for(lambda: first.late() == [2])
+    for rank in (first, second):
+        rank.leave()
