@@ -25,8 +25,6 @@ from torch import nn
 
 from offload.plan.facts.attention import can_join_rows
 
-JOINED = "torch_attn::_varlen_attn"
-"""The operator's name; importing it takes a second, so that is left to its first call."""
 _NEEDED = {"scale", "window_size"}
 _UNSUPPORTED = ("dropout", "position_bias", "softcap", "s_aux", "cache", "output_attentions")
 

@@ -32,10 +32,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from offload.engine.packing.joined import JOINED
 from offload.plan.facts.attention import output_bytes
 
 _aten = torch.ops.aten
+_JOINED = "torch_attn::_varlen_attn"
+"""The operator for packed rows; importing it takes a second, so that is left to its first call."""
 _CALL: Any = torch.nn.functional.scaled_dot_product_attention
 _FUSED = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -243,7 +244,7 @@ class _Seen(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         returned = func(*args, **(kwargs or {}))
-        is_fused = func in _FUSED or func.name() == JOINED
+        is_fused = func in _FUSED or func.name() == _JOINED
         if is_fused and not _dropout_of(func, args, kwargs or {}):
             self._seen.append((func, _form_of(args, kwargs or {}), returned))
         return returned
@@ -280,7 +281,7 @@ class _Given(TorchDispatchMode):
 def _is_attention(func: Any) -> bool:
     if func is _CALL:
         return True
-    return isinstance(func, OpOverloadPacket) and func._qualified_op_name == JOINED
+    return isinstance(func, OpOverloadPacket) and func._qualified_op_name == _JOINED
 
 
 def _names_of(func: Any) -> Sequence[str]:
