@@ -151,7 +151,7 @@ def test_a_killed_run_resumes_to_the_bit(
         ),
         pytest.param(["norms"], lambda n: "norm" in n, marks=pytest.mark.slow),
     ],
-    ids=str,
+    ids=["layers", "norms"],
 )
 def test_only_what_patterns_and_groups_name_trains(
     what, is_chosen, tmp_path, write_recipe, machine_file, model_dir

@@ -193,7 +193,7 @@ def test_reorder_gradients_at_the_weights_of_plain_pytorch(name: str) -> None:
         (["last_2_layers"], lambda name: ".layers.4." in name or ".layers.5." in name),
         (["model.layers.3.mlp.*", "lm_head.*"], lambda name: "3.mlp" in name or "lm_head" in name),
     ],
-    ids=str,
+    ids=["biases", "norms", "layers", "patterns"],
 )
 def test_reorder_gradients_of_selected_weights_are_those_of_plain_pytorch(
     what: list[str], is_chosen: Callable[[str], bool]
