@@ -16,6 +16,7 @@ Memory = Callable[[], Mapping[str, int]]
 
 NUM_RECENT_STEPS = 20
 LINE_EVERY_S, LINE_AFTER_S = 5.0, 60.0
+RATE_AFTER_S = 0.5  # a rate means little before
 NUM_LINES = 10  # of a piece of work, at least if it is long
 SPARK_CELLS = 24
 _BLOCKS = "".join(chr(0x2581 + level) for level in range(8))
@@ -142,13 +143,14 @@ class WorkLines:
 
 def shown_work(done: int, total: int, unit: Unit, *, seconds: float) -> str:
     """Return how much of some work is done, how fast, and the time that is left."""
-    rate = max(done, 1) / max(seconds, 1e-9)
-    eta = f"ETA {(total - done) / rate:,.0f} s"
-    if unit == "bytes":
-        amount = f"{done / GIB:.2f} of {total / GIB:.2f} GiB, {rate / 1e6:,.0f} MB/s"
-    else:
-        amount = f"{done:,} of {total:,} rows, {rate:,.0f} rows/s"
-    return f"{amount}, {eta}"
+    is_in_bytes = unit == "bytes"
+    amount = f"{done / GIB:.2f} of {total / GIB:.2f} GiB"
+    amount = amount if is_in_bytes else f"{done:,} of {total:,} rows"
+    if seconds < RATE_AFTER_S or not done:
+        return amount
+    rate = done / seconds
+    shown_rate = f"{rate / 1e6:,.0f} MB/s" if is_in_bytes else f"{rate:,.0f} rows/s"
+    return f"{amount}, {shown_rate}, ETA {(total - done) / rate:,.0f} s"
 
 
 def sparkline(losses: Sequence[float], *, is_ascii: bool = False) -> str:

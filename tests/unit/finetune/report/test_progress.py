@@ -73,6 +73,11 @@ def test_rows_are_counted_as_rows() -> None:
     assert shown_work(500, 2_000, "rows", seconds=2.0) == "500 of 2,000 rows, 250 rows/s, ETA 6 s"
 
 
+def test_a_rate_is_said_once_it_means_something() -> None:
+    assert shown_work(5, 2_000, "rows", seconds=0.1) == "5 of 2,000 rows"
+    assert shown_work(0, 4 * GIB, "bytes", seconds=9.0) == "0.00 of 4.00 GiB"
+
+
 def test_losses_are_blocks_from_the_highest_to_the_lowest() -> None:
     assert sparkline([]) == ""
     assert sparkline([3.0]) == "\u2581"
