@@ -115,8 +115,16 @@ def test_a_run_reads_its_own_recipe_as_it_was(method: str, loss: str | None) -> 
     values: dict[str, object] = {"method": method, "loss": loss}
     if loss == "robust":
         values["label_smoothing"] = 0.1
-    data = {"too_long": "drop"} if method == "reward" else {}
-    recipe = Recipe.model_validate(PLAIN | {"objective": values, "data": {**PLAIN["data"], **data}})
+    whole_rows = {"too_long": "drop"} if method in ("reward", "classify") else {}
+    num_classes = {"num_classes": 3} if method == "classify" else {}
+    recipe = Recipe.model_validate(
+        PLAIN
+        | {
+            "objective": values,
+            "data": {**PLAIN["data"], **whole_rows},
+            "model": {**PLAIN["model"], **num_classes},
+        }
+    )
     again = Recipe.model_validate(yaml.safe_load(resolved_yaml(recipe)))
     assert again == recipe
     assert not differences(recipe, again)
