@@ -229,7 +229,7 @@ def _opened(start: Start, run_dir: RunDir, ranks: Ranks, *, adapter: str | None)
 
 
 def _shared_settings(recipe: Recipe) -> str:
-    """Return what all ranks must be told alike; files may be elsewhere on another machine."""
+    """Return the settings that must be equal on all ranks; paths may differ by machine."""
     return recipe.model_dump_json(include={"adapter", "train", "objective", "offload"})
 
 

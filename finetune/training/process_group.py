@@ -161,11 +161,11 @@ class ProcessGroup(Ranks):
         words = self._gather(_Word(value=value, failure=None), limit_s=limit_s)
         failed = [rank for rank, word in enumerate(words) if word.failure is not None]
         if failed:
-            raise self._told(failed, words[failed[0]].failure or "")
+            raise self._reported(failed, words[failed[0]].failure or "")
         return tuple(word.value for word in words)
 
-    def _told(self, failed: Sequence[int], failure: str) -> ToldRankError:
-        """Return the error of a rank that is told why others have failed."""
+    def _reported(self, failed: Sequence[int], failure: str) -> ToldRankError:
+        """Return the error for a rank to which others have reported a failure."""
         here = [rank for rank in range(self.num) if self.nodes[rank] == self.nodes[self.index]]
         speaker = next((rank for rank in failed if rank in here), here[0])
         is_shown = speaker == self.index
@@ -287,10 +287,12 @@ class ProcessGroup(Ranks):
             words = self._gather(_Word(value=None, failure=failure), limit_s=self._timeout_s)
         except RankError:
             return  # no rank is left to report to
-        told = self._told([r for r, word in enumerate(words) if word.failure == failure], failure)
-        if told.speaker != self.index:
-            self._wait_for(told.speaker)
-            raise told from error
+        reported = self._reported(
+            [r for r, word in enumerate(words) if word.failure == failure], failure
+        )
+        if reported.speaker != self.index:
+            self._wait_for(reported.speaker)
+            raise reported from error
 
     def _wait_for(self, rank: int) -> None:
         """Wait until a rank has exited; it sends nothing, its closing connection ends the wait."""

@@ -147,7 +147,7 @@ class Compute(Protocol):
         *,
         has_value: bool,
     ) -> torch.Tensor:
-        """Return it, or what stands for it without its value."""
+        """Return it, or a placeholder that has its graph and no value."""
 
 
 LOOP, TRITON = "eager", "triton"

@@ -141,7 +141,7 @@ def call_operator(
     q_THK, k_THK, v_THK = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     left = -1 if rows.window is None else rows.window - 1
     more: dict[str, Any] = {}
-    if "enable_gqa" in _keywords():  # some versions take fewer heads without being told
+    if "enable_gqa" in _keywords():  # other versions detect fewer key heads themselves
         more["enable_gqa"] = query.shape[1] != key.shape[1]
     output_THK = varlen_attn(
         q_THK,
