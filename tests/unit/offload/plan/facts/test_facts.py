@@ -1,3 +1,4 @@
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,9 @@ from transformers import AutoConfig
 
 from offload.errors import UnsupportedModelError
 from offload.plan.facts.facts import AdapterSpec, linear_names, model_facts
-from offload.plan.facts.trainable import adapter_parameters
+from offload.plan.facts.trainable import adapter_parameters, trained_tensor_shapes
 from tests.builders import QWEN3_30B
+from tests.counted import SMALL
 from tests.counting import counted, on_meta, without_zeros
 
 SHAPES = Path(__file__).parents[5] / "recipes" / "shapes"
@@ -189,3 +191,17 @@ def test_expert_adapters_on_a_dense_model_are_refused() -> None:
     spec = AdapterSpec(rank=4, targets=("q_proj",), experts=True)
     with pytest.raises(UnsupportedModelError, match="no experts"):
         adapter_parameters(model_facts(TINY_CONFIGS["qwen2"]), spec)
+
+
+def test_a_kept_hash_is_of_the_value_however_it_was_made() -> None:
+    first, second = model_facts(SMALL), model_facts(SMALL)
+    spec = AdapterSpec(rank=3, targets=("q_proj",), experts=False)
+    before = {first: "found"}
+    assert before[second] == "found"
+    assert first.layers[0] is second.layers[0]
+    assert before[pickle.loads(pickle.dumps(first))] == "found"
+    other = replace(first, layers=(replace(first.layers[0], num_others=1), *first.layers[1:]))
+    assert other not in before
+    assert trained_tensor_shapes(replace(first, layers=first.layers[:1] * 2), spec) == 2 * (
+        trained_tensor_shapes(replace(first, layers=first.layers[:1]), spec)
+    )
