@@ -1,5 +1,6 @@
 """Every causal language model type is exact or refused, as the committed table says."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import transformers
 
 from tests.parity.architectures import (
     LIMIT_S,
+    ROUNDED,
     TOGETHER,
     Verdict,
     causal_types,
@@ -43,7 +45,12 @@ def check(model_type: str) -> None:
     committed = TABLE.verdicts.get(model_type)
     found = verdict_of(model_type)
     if committed is not None and transformers.__version__ == TABLE.transformers:
-        assert found == committed
+        # On which side of the limit an error lies that is near it, the processor's kernels decide.
+        assert _limit_aside(found) == _limit_aside(committed)
+
+
+def _limit_aside(verdict: Verdict) -> Verdict:
+    return replace(verdict, packs=verdict.packs.removesuffix(ROUNDED))
 
 
 @pytest.mark.timeout(LIMIT_S)
