@@ -296,7 +296,7 @@ def _settled(runs: Sequence[Run]) -> list[Run]:
     kernels = run.ranks.from_main(lambda: settled_layer_kernels(run.recipe, run.device, run.screen))
     recipes = [with_layer_kernels(run.recipe, kernels) for run in runs]
     return [
-        replace(run, recipe=with_packing(recipe, settled_packing(recipe, run.screen)))
+        replace(run, recipe=with_packing(recipe, settled_packing(recipe, run.screen.note)))
         for run, recipe in zip(runs, recipes, strict=True)
     ]
 

@@ -7,13 +7,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from finetune.data.compared.groups import require_classes, require_comparable
+from finetune.data.compared.step_layout import Comparison
 from finetune.data.dataset import Chosen, ExampleSet, load_rows
+from finetune.data.packing import PackedOrder, RowCost
+from finetune.data.steps import StepSizes
 from finetune.data.tokenize import IGNORE_INDEX, Example
 from finetune.env import cache_dir
 from finetune.model.tokenizer import load_tokenizer
 from finetune.recipe.load import load_recipe
+from finetune.recipe.recipe import Recipe
 from finetune.recipe.row_formats import formats_of
 from finetune.report.data_view import DataView, Piece, SeenRow, SeenSource, Taught, histogram
+from finetune.training.packing import settled_packing
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -63,9 +68,27 @@ def data_view(
         held_out_rows=len(rows.held_out) if rows.held_out else 0,
         lengths=histogram(lengths),
         longest=max(lengths),
+        packed_fill=_packed_fill(settings, rows.train, note),
         notes=rows.notes,
         data_hash=rows.data_hash,
     )
+
+
+def _packed_fill(recipe: Recipe, rows: ExampleSet, note: Callable[[str], None]) -> float | None:
+    """Return how full the sequences of the first steps are; None where rows do not share them."""
+    if settled_packing(recipe, note) == "off":
+        return None
+    train = recipe.train
+    comparison = Comparison.of(
+        rows, is_mismatched=recipe.objective.scores_mismatched, seq_len=train.seq_len
+    )
+    cost = RowCost(
+        flops_per_token=1.0
+    )  # decides which rows share a sequence, not how many there are
+    order = PackedOrder.of(train, rows, num_ranks=1, cost=cost, comparison=comparison)
+    packing = StepSizes.of(order, rows).packing
+    assert packing is not None
+    return packing.fill
 
 
 def _source(part: Chosen, tokenizer: "PreTrainedTokenizerBase", num_rows: int) -> SeenSource:

@@ -105,6 +105,8 @@ class DataView:
         held_out_rows: Rows that are held out.
         lengths: A histogram of the rows of an epoch.
         longest: Tokens of the longest row.
+        packed_fill: Part of a sequence that the rows of the first steps fill where they share it;
+            None where each has its own.
         notes: What was dropped, cut and left out, and why.
         data_hash: Of the training rows.
     """
@@ -115,6 +117,7 @@ class DataView:
     held_out_rows: int
     lengths: tuple[Bin, ...]
     longest: int
+    packed_fill: float | None
     notes: tuple[str, ...]
     data_hash: str
 
@@ -176,10 +179,15 @@ def figures(view: DataView) -> list[tuple[str, str]]:
         ("with a loss", f"{view.epoch_loss_tokens:,} ({share:.1%})"),
         ("mean row", f"{view.epoch_tokens / view.epoch_rows:,.1f} tokens"),
         ("longest row", f"{view.longest:,} tokens"),
-        ("fill of seq_len", f"{view.fill:.1%} of {view.seq_len:,}"),
+        ("fill of seq_len", _shown_fill(view)),
         ("held-out rows", f"{view.held_out_rows:,}"),
         ("data hash", view.data_hash[:16]),
     ]
+
+
+def _shown_fill(view: DataView) -> str:
+    alone = f"{view.fill:.1%} of {view.seq_len:,}"
+    return alone if view.packed_fill is None else f"{alone}; {view.packed_fill:.1%} packed"
 
 
 def _sources(view: DataView) -> RenderableType:

@@ -4,15 +4,15 @@ Packed rows are what each is alone, but in their last bits, and a step that is g
 other rows. So a run keeps what it began with.
 """
 
+from collections.abc import Callable
 from typing import Literal
 
 from finetune.data.steps import StepSizes
 from finetune.recipe.recipe import Recipe
-from finetune.report.screen import Screen
 
 
-def settled_packing(recipe: Recipe, screen: Screen) -> Literal["on", "off"]:
-    """Return whether a run packs rows, and show why it does not where that was left open.
+def settled_packing(recipe: Recipe, note: Callable[[str], None]) -> Literal["on", "off"]:
+    """Return whether a run packs rows, and say why it does not where that was left open.
 
     No model is asked: the engine finds which of its layers keep packed rows apart, and gives the
     others one row after the other.
@@ -20,7 +20,7 @@ def settled_packing(recipe: Recipe, screen: Screen) -> Literal["on", "off"]:
     if recipe.data.packing != "auto":
         return recipe.data.packing
     if recipe.train.compile:
-        screen.note("Packing: off, as compiled layers do not keep packed rows apart")
+        note("Packing: off, as compiled layers do not keep packed rows apart")
         return "off"
     return "on"
 

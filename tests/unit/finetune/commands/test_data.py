@@ -78,6 +78,10 @@ def test_the_figures_are_those_of_the_run(
     assert (shown["epoch_rows"], shown["epoch_tokens"]) == (2, sum(rows.train.lengths))
     assert shown["epoch_loss_tokens"] == sum(row.num_loss_tokens for row in rows.train)
     assert shown["fill"] == sum(rows.train.lengths) / 2 / recipe.train.seq_len
+    # the 48 rows of a step are 24 of each, which two sequences of 16 times 64 tokens hold
+    assert shown["packed_fill"] == 24 * sum(rows.train.lengths) / (2 * 16 * 64)
+    shown = json.loads(run(capsys, file, "--json", "--rows", "1", "data.packing=off"))
+    assert shown["packed_fill"] is None
     assert sum(one["num_rows"] for one in shown["lengths"]) == 2
     (source,) = shown["sources"]
     assert (source["num_rows"], source["num_used"]) == (3, 2)

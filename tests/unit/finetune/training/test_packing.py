@@ -31,7 +31,7 @@ def recipe_for(packing: Any = "auto", **train: Any) -> Recipe:
 
 def settled(recipe: Recipe) -> tuple[str, str]:
     console = Console(record=True, width=200)
-    found = settled_packing(recipe, Screen(console, is_verbose=True))
+    found = settled_packing(recipe, Screen(console, is_verbose=True).note)
     return found, console.export_text()
 
 
