@@ -1,6 +1,6 @@
 """What `data` shows: the rows of a recipe as the model will see them, before it is loaded."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from finetune.model.tokenizer import load_tokenizer
 from finetune.recipe.load import load_recipe
 from finetune.recipe.row_formats import formats_of
 from finetune.report.data_view import DataView, Piece, SeenRow, SeenSource, Taught, histogram
+from finetune.report.progress import Working
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -23,7 +24,7 @@ _NUM_TAUGHT, _NUM_TOP = 3, 4
 
 
 def data_view(
-    recipe: str, overrides: Sequence[str], *, num_rows: int, note: Callable[[str], None]
+    recipe: str, overrides: Sequence[str], *, num_rows: int, working: Working
 ) -> DataView:
     """Read and tokenise what a recipe names, and return what the model will see of it.
 
@@ -33,7 +34,7 @@ def data_view(
         recipe: A recipe's path, or a shipped name.
         overrides: Settings over the recipe's.
         num_rows: Rows of each source to show.
-        note: Reports progress.
+        working: Shows the progress of tokenising.
 
     Raises:
         ConfigError: The recipe is wrong.
@@ -49,7 +50,7 @@ def data_view(
         seq_len=seq_len,
         seed=settings.train.seed,
         cache_dir=cache_dir(),
-        note=note,
+        working=working,
         formats=formats_of(settings.objective),
     )
     require_comparable(rows, settings.objective)
