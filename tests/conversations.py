@@ -13,6 +13,7 @@ from finetune.data.remarks.choice import choice_notes
 from finetune.data.rows import Conversation, LossOn, Message, RowForm
 from finetune.data.sources import Place, Raw
 from finetune.data.tokenize import Encoder
+from finetune.report.progress import unseen
 from tests.doubles import tiny_tokenizer
 
 
@@ -43,6 +44,9 @@ class ListSource:
 
     def name(self, place: Place) -> str:
         return self.conversations[place[1]].source
+
+    def num_rows(self) -> int:
+        return len(self.conversations)
 
     def rows(self) -> Iterator[tuple[Place, Raw]]:
         for index, row in enumerate(self.conversations):
@@ -87,7 +91,7 @@ def tokenised(
     source = source_of(rows)
     notes: list[str] = []
     store, is_from_cache = stored_tokens(
-        source, encoder, num_workers=0, cache_dir=cache_dir, notes=notes, note=notes.append
+        source, encoder, num_workers=0, cache_dir=cache_dir, notes=notes, working=unseen
     )
     tokens = Tokens(rows=source, store=store, is_from_cache=is_from_cache)
     part: Chosen = examples_of(tokens, np.arange(len(rows)))

@@ -1,9 +1,10 @@
-"""Questions of the studio's page, a studio that is served, and a browser that opens it."""
+"""Questions of the studio's page, a studio that is served, a browser for it, and axe-core."""
 
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import util
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +93,25 @@ def browser() -> Iterator[Any]:
         found = playwright.chromium.launch(executable_path=CHROMIUM, args=list(CHROMIUM_FLAGS))
         yield found
         found.close()
+
+
+def axe_script() -> str:
+    """Return axe-core, which checks whether a page is accessible, or skip the test."""
+    package = util.find_spec("axe_playwright_python")
+    if package is None or package.origin is None:
+        pytest.skip("axe-playwright-python is not installed")
+    return (Path(package.origin).parent / "axe.min.js").read_text("utf-8")
+
+
+def serious_findings(page: Any, axe: str) -> list[str]:
+    """Return what axe-core finds serious or critical in a page, with all of it unfolded."""
+    page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+    page.evaluate(axe)
+    found = page.evaluate("axe.run({ resultTypes: ['violations'] })")
+    assert found["passes"], "nothing was checked"
+    return [
+        f"{one['id']}: {one['help']} ({node['html'][:160]})"
+        for one in found["violations"]
+        if one["impact"] in ("serious", "critical")
+        for node in one["nodes"]
+    ]

@@ -29,6 +29,11 @@ def open_console(*, is_quiet: bool = False) -> Console:
     return Console(highlight=False, width=columns() or PIPE_COLUMNS, quiet=is_quiet)
 
 
+def open_errors() -> Console:
+    """Return where notes go that are not part of the answer."""
+    return Console(stderr=True, highlight=False)
+
+
 def print_notes(console: Console, notes: Sequence[str]) -> None:
     """Print notes, each on its own line."""
     console.print(*notes, sep="\n", end="\n" if notes else "", markup=False)

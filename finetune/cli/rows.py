@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from finetune.cli.arguments import AsJson, MachineFile, Overrides, Source
-from finetune.cli.console import open_console, print_part, print_text, show, typed_lines, warn
+from finetune.cli.console import (
+    open_console,
+    open_errors,
+    print_part,
+    print_text,
+    show,
+    typed_lines,
+    warn,
+)
 from finetune.errors import ConfigError
 from finetune.exits import explained
 
@@ -27,10 +35,12 @@ def data(
         from finetune.commands.data import data_view
         from finetune.report.data_html import data_html
         from finetune.report.data_view import data_json, data_tables
+        from finetune.report.screen import Screen
 
         if as_json and html is not None:
             raise ConfigError("both --json and --html", hint="`--json` alone, or `--html` alone")
-        view = data_view(recipe, overrides or [], num_rows=rows, note=warn)
+        working = Screen(open_errors(), is_verbose=False).working
+        view = data_view(recipe, overrides or [], num_rows=rows, working=working)
         if html is not None:
             html.write_text(data_html(view), encoding="utf-8")
             print_text(f"Written: {html}")

@@ -18,6 +18,7 @@ from finetune.recipe.load import load_recipe
 from finetune.recipe.recipe import Recipe
 from finetune.recipe.row_formats import formats_of
 from finetune.report.data_view import DataView, Piece, SeenRow, SeenSource, Taught, histogram
+from finetune.report.progress import Working
 from finetune.training.packing import settled_packing
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ _NUM_TAUGHT, _NUM_TOP = 3, 4
 
 
 def data_view(
-    recipe: str, overrides: Sequence[str], *, num_rows: int, note: Callable[[str], None]
+    recipe: str, overrides: Sequence[str], *, num_rows: int, working: Working
 ) -> DataView:
     """Read and tokenise what a recipe names, and return what the model will see of it.
 
@@ -38,7 +39,7 @@ def data_view(
         recipe: A recipe's path, or a shipped name.
         overrides: Settings over the recipe's.
         num_rows: Rows of each source to show.
-        note: Reports progress.
+        working: Shows the progress of tokenising.
 
     Raises:
         ConfigError: The recipe is wrong.
@@ -54,13 +55,14 @@ def data_view(
         seq_len=seq_len,
         seed=settings.train.seed,
         cache_dir=cache_dir(),
-        note=note,
+        working=working,
         formats=formats_of(settings.objective),
     )
     require_comparable(rows, settings.objective)
     if settings.model.num_classes is not None:
         require_classes(rows, settings.model.num_classes)
-    lengths = rows.train.lengths
+    lengths, notes = rows.train.lengths, list(rows.notes)
+    packed_fill = _packed_fill(settings, rows.train, notes.append)
     return DataView(
         recipe=recipe,
         seq_len=seq_len,
@@ -68,8 +70,8 @@ def data_view(
         held_out_rows=len(rows.held_out) if rows.held_out else 0,
         lengths=histogram(lengths),
         longest=max(lengths),
-        packed_fill=_packed_fill(settings, rows.train, note),
-        notes=rows.notes,
+        packed_fill=packed_fill,
+        notes=tuple(notes),
         data_hash=rows.data_hash,
     )
 
@@ -82,9 +84,7 @@ def _packed_fill(recipe: Recipe, rows: ExampleSet, note: Callable[[str], None]) 
     comparison = Comparison.of(
         rows, is_mismatched=recipe.objective.scores_mismatched, seq_len=train.seq_len
     )
-    cost = RowCost(
-        flops_per_token=1.0
-    )  # decides which rows share a sequence, not how many there are
+    cost = RowCost(flops_per_token=1.0)  # it decides who share a sequence, not how many they need
     order = PackedOrder.of(train, rows, num_ranks=1, cost=cost, comparison=comparison)
     packing = StepSizes.of(order, rows).packing
     assert packing is not None

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 
 from finetune.data.compared.groups import Groups, is_first, offsets
-from finetune.data.encode_source import Note, SourceRows, stored_tokens
+from finetune.data.encode_source import SourceRows, stored_tokens
 from finetune.data.hold_out import sides_of
 from finetune.data.mix import drawn, rows_per_source
 from finetune.data.remarks.choice import choice_notes, source_notes
@@ -38,6 +38,7 @@ from finetune.data.token_cache import TokenStore
 from finetune.data.tokenize import IGNORE_INDEX, Encoder, Example, Fate
 from finetune.errors import DataError
 from finetune.recipe.data_section import DataSection, MixSource
+from finetune.report.progress import Working, unseen
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -375,10 +376,6 @@ class Rows:
         return self.train.digest()
 
 
-def _quiet(_: str) -> None:
-    """Report no progress."""
-
-
 def load_rows(
     data: DataSection,
     tokenizer: "PreTrainedTokenizerBase",
@@ -386,7 +383,7 @@ def load_rows(
     seq_len: int,
     seed: int,
     cache_dir: Path,
-    note: Note = _quiet,
+    working: Working = unseen,
     formats: tuple[str, ...] = FORMATS,
 ) -> Rows:
     """Read and tokenise what the recipe names.
@@ -397,7 +394,7 @@ def load_rows(
         seq_len: Most tokens of a row.
         seed: Of what is held out, and of a mix.
         cache_dir: Where tokens are kept.
-        note: Reports progress.
+        working: Shows the progress of tokenising.
         formats: The formats that the objective reads.
 
     Raises:
@@ -412,7 +409,12 @@ def load_rows(
         rows = source_rows(data, source, max_rows=max_rows, formats=formats)
         num_workers = 0 if data.num_workers == 0 else None
         store, is_from_cache = stored_tokens(
-            rows, encoder, num_workers=num_workers, cache_dir=cache_dir, notes=notes, note=note
+            rows,
+            encoder,
+            num_workers=num_workers,
+            cache_dir=cache_dir,
+            notes=notes,
+            working=working,
         )
         notes.extend(source_notes(rows, store))
         return Tokens(rows=rows, store=store, is_from_cache=is_from_cache)

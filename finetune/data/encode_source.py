@@ -11,9 +11,8 @@ import itertools
 import json
 import shutil
 import tempfile
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -47,6 +46,7 @@ from finetune.data.token_cache import (
 from finetune.data.tokenize import Encoder, Example, Fate, learned_turns
 from finetune.data.workers import num_cores, prepare_worker, process_context, worker_died
 from finetune.errors import DataError
+from finetune.report.progress import Work, Working
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -55,9 +55,7 @@ if TYPE_CHECKING:
 MIN_ROWS_FOR_WORKERS = 4_000
 _CHUNK_ROWS, _CHUNK_BYTES = 250, 2**22
 _CHUNKS_PER_WORKER = 3
-_NOTE_EVERY_S = 10.0
 
-Note = Callable[[str], None]
 _Named = tuple[Place, str, Raw]
 
 
@@ -84,6 +82,11 @@ class SourceRows:
         rows = self.source.rows()
         for place, raw in itertools.islice(rows, self.max_rows):
             yield place, self.source.name(place), raw
+
+    def num(self) -> int | None:
+        """Return how many rows these are, None if they would have to be decoded to count them."""
+        num = self.source.num_rows()
+        return num if num is None or self.max_rows is None else min(num, self.max_rows)
 
     def opened(self) -> tuple[RowForm, Iterator[_Named]]:
         """Return how rows are read, with the format known, and the rows.
@@ -113,7 +116,7 @@ def stored_tokens(
     num_workers: int | None,
     cache_dir: Path,
     notes: list[str],
-    note: Note,
+    working: Working,
 ) -> tuple[TokenStore, bool]:
     """Return the tokens of a source, and whether they were in the cache.
 
@@ -123,7 +126,7 @@ def stored_tokens(
         num_workers: Processes; 0 is this one, None one per core if there are many rows.
         cache_dir: Where tokens are kept.
         notes: Gets what a user should know.
-        note: Reports progress.
+        working: Shows the progress of what is not in the cache.
 
     Raises:
         DataError: Rows are bad, or none; or a worker died.
@@ -135,7 +138,7 @@ def stored_tokens(
     is_cached = store is not None
     if store is None:
         try:
-            store = _written(rows, encoder, folder, num_workers=num_workers, note=note)
+            store = _written(rows, encoder, folder, num_workers=num_workers, working=working)
         except OSError as error:
             notes.append(
                 f"the token cache {folder} cannot be written: {error.strerror};"
@@ -143,7 +146,7 @@ def stored_tokens(
             )
             scratch = Path(tempfile.mkdtemp(prefix="sluice-tokens-"))
             atexit.register(shutil.rmtree, scratch, ignore_errors=True)
-            store = _written(rows, encoder, scratch / key, num_workers=num_workers, note=note)
+            store = _written(rows, encoder, scratch / key, num_workers=num_workers, working=working)
     problems = store.report.skipped
     if len(problems) > rows.skip_bad:
         named = [f"{rows.source.name((file, line))}: {what}" for file, line, what in problems]
@@ -153,13 +156,15 @@ def stored_tokens(
 
 
 def _written(
-    rows: SourceRows, encoder: Encoder, folder: Path, *, num_workers: int | None, note: Note
+    rows: SourceRows, encoder: Encoder, folder: Path, *, num_workers: int | None, working: Working
 ) -> TokenStore:
     """Encode a source and write its tokens."""
     form, named = rows.opened()
     task = _Task(form=form, encoder=encoder, has_digests=rows.drop_duplicates)
-    count = _Count(rows=rows, form=form, note=note)
-    with StoreWriter(folder=folder) as writer:
+    name = rows.source.path.rstrip("/").rpartition("/")[2]
+    with working(f"Tokenising {name}", "rows") as progress, StoreWriter(folder=folder) as writer:
+        count = _Count(rows=rows, form=form, progress=progress, num_expected=rows.num())
+        progress(0, count.num_expected)
         joined = _Joined(seq_len=encoder.seq_len)
         for chunk in _encoded(named, task, num_workers=num_workers, count=count):
             fresh = count.without_duplicates(chunk)
@@ -326,15 +331,14 @@ class _Count:
 
     rows: SourceRows
     form: RowForm
-    note: Note
+    progress: Work
+    num_expected: int | None
     num_rows: int = 0
     num_duplicates: int = 0
     remarks: dict[str, tuple[int, tuple[tuple[int, int, str], ...]]] = field(default_factory=dict)
     problems: list[_Problem] = field(default_factory=list)
     unused: dict[str, None] = field(default_factory=dict)
     seen: set[bytes] = field(default_factory=set)
-    start_s: float = field(default_factory=time.perf_counter)
-    noted_s: float = field(default_factory=time.perf_counter)
 
     @property
     def is_failed(self) -> bool:
@@ -357,13 +361,7 @@ class _Count:
             if problem.refusal is not None and self.is_failed and self._are_all_refusals():
                 what, limit, hint = problem.refusal
                 raise DataError(what, limit=limit, hint=hint)
-        now_s = time.perf_counter()
-        if now_s - self.noted_s >= _NOTE_EVERY_S:
-            self.noted_s = now_s
-            rate = self.num_rows / (now_s - self.start_s)
-            self.note(
-                f"Tokenised {self.num_rows:,} rows of {self.rows.source.path} ({rate:,.0f} rows/s)"
-            )
+        self.progress(self.num_rows, self.num_expected)
 
     def _are_all_refusals(self) -> bool:
         return all(problem.refusal is not None for problem in self.problems)

@@ -12,7 +12,7 @@ import csv
 import difflib
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +82,10 @@ class Source(Protocol):
 
     def rows(self) -> Iterator[tuple[Place, Raw]]:
         """Give the rows in order."""
+        ...
+
+    def num_rows(self) -> int | None:
+        """Count the rows, None if they would have to be decoded for it."""
         ...
 
 
@@ -164,6 +168,12 @@ class FileSource:
         for index, file in enumerate(self.files):
             for number, raw in READERS[file.suffix](file):
                 yield (index, number), raw
+
+    def num_rows(self) -> int | None:
+        """Count the rows of all files, None if one is of a kind that has to be decoded."""
+        if any(file.suffix not in _COUNTERS for file in self.files):
+            return None
+        return sum(_COUNTERS[file.suffix](file) for file in self.files)
 
 
 def _update(digest: Any, file: Path) -> None:
@@ -312,8 +322,11 @@ def _read_text(file: Path) -> Iterator[tuple[int, Raw]]:
 
 def _read_parquet(file: Path) -> Iterator[tuple[int, Raw]]:
     """Give the rows of a parquet file."""
-    rows = _load("parquet", split="train", data_files=str(file), path=str(file))
-    yield from enumerate(map(Filled, rows))
+    yield from enumerate(map(Filled, _parquet(file)))
+
+
+def _parquet(file: Path) -> Any:
+    return _load("parquet", split="train", data_files=str(file), path=str(file))
 
 
 READERS = {
@@ -325,6 +338,12 @@ READERS = {
     ".md": _read_text,
 }
 """Ending of a file -> what gives its rows, by line or by index."""
+_COUNTERS: dict[str, Callable[[Path], int]] = {
+    ".jsonl": lambda file: sum(1 for _ in _read_jsonl(file)),
+    ".parquet": lambda file: len(_parquet(file)),
+    ".txt": lambda _: 1,
+    ".md": lambda _: 1,
+}
 _BY_LINE = (".jsonl", ".csv", ".txt", ".md")
 
 
@@ -364,6 +383,10 @@ class DatasetSource:
         """Give the rows of the split."""
         for index, row in enumerate(map(Filled, self._loaded())):
             yield (0, index), row
+
+    def num_rows(self) -> int | None:
+        """Return the rows of the split, which the data set knows."""
+        return len(self._loaded())
 
     def _loaded(self) -> Any:
         name, split, config = _parts(self.path)

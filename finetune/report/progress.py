@@ -3,7 +3,8 @@
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 from typing import Any, Literal, Protocol
 
@@ -13,6 +14,8 @@ from offload.plan.machine.machine import GIB
 Unit = Literal["bytes", "rows"]
 Memory = Callable[[], Mapping[str, int]]
 """Bytes by name: gpu_used, gpu_total, ram_held, ram_free; only what there is."""
+Work = Callable[[int, int | None], None]
+"""Is called with what is done of some work, and all of it, None if that is not known."""
 
 NUM_RECENT_STEPS = 20
 LINE_EVERY_S, LINE_AFTER_S = 5.0, 60.0
@@ -28,6 +31,19 @@ class Say(Protocol):
 
     def __call__(self, event: str, text: str, **fields: object) -> None:
         """Show it."""
+
+
+class Working(Protocol):
+    """Shows the progress of some work while the context lasts."""
+
+    def __call__(self, what: str, unit: Unit, /) -> AbstractContextManager[Work]:
+        """Begin the work, in words, and say what is counted."""
+
+
+@contextmanager
+def unseen(_what: str, _unit: Unit, /) -> Iterator[Work]:
+    """Show no progress."""
+    yield lambda _done, _total: None
 
 
 class Steps(Protocol):
@@ -130,27 +146,38 @@ class WorkLines:
         self._start_s = self._last_s = clock()
         self._num_shown = 0
 
-    def __call__(self, done: int, total: int) -> None:
-        """Show a line if a tenth more is done, and some seconds have passed."""
-        now_s, num_tenths = self._clock(), NUM_LINES * done // total
-        if num_tenths <= self._num_shown or now_s - self._last_s < LINE_EVERY_S:
+    def __call__(self, done: int, total: int | None) -> None:
+        """Show a line if a tenth more is done, or a minute has passed of what has no known end.
+
+        No two lines are within some seconds.
+        """
+        now_s = self._clock()
+        waited_s = now_s - self._last_s
+        if total is None:
+            num_due = self._num_shown + (not self._num_shown or waited_s >= LINE_AFTER_S)
+        else:
+            num_due = NUM_LINES * done // total
+        if num_due <= self._num_shown or waited_s < LINE_EVERY_S:
             return
-        self._num_shown, self._last_s = num_tenths, now_s
+        self._num_shown, self._last_s = num_due, now_s
         text = shown_work(done, total, self._unit, seconds=now_s - self._start_s)
         known = {"what": self._what, "unit": self._unit, "done": done, "total": total}
         self._say("progress", f"{self._what}: {text}", **known)
 
 
-def shown_work(done: int, total: int, unit: Unit, *, seconds: float) -> str:
-    """Return how much of some work is done, how fast, and the time that is left."""
+def shown_work(done: int, total: int | None, unit: Unit, *, seconds: float) -> str:
+    """Return how much of some work is done, how fast, and the time that is left if it is known."""
     is_in_bytes = unit == "bytes"
-    amount = f"{done / GIB:.2f} of {total / GIB:.2f} GiB"
-    amount = amount if is_in_bytes else f"{done:,} of {total:,} rows"
+    numbers = [
+        f"{n / GIB:.2f}" if is_in_bytes else f"{n:,}" for n in (done, total) if n is not None
+    ]
+    amount = f"{' of '.join(numbers)} {'GiB' if is_in_bytes else 'rows'}"
     if seconds < RATE_AFTER_S or not done:
         return amount
     rate = done / seconds
     shown_rate = f"{rate / 1e6:,.0f} MB/s" if is_in_bytes else f"{rate:,.0f} rows/s"
-    return f"{amount}, {shown_rate}, ETA {(total - done) / rate:,.0f} s"
+    eta = "" if total is None else f", ETA {(total - done) / rate:,.0f} s"
+    return f"{amount}, {shown_rate}{eta}"
 
 
 def sparkline(losses: Sequence[float], *, is_ascii: bool = False) -> str:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Column
 from rich.text import Text
 
 from finetune.report.progress import (
@@ -22,6 +23,7 @@ from finetune.report.progress import (
     StepLines,
     Steps,
     Unit,
+    Work,
     WorkLines,
     evaluation_line,
     now,
@@ -35,6 +37,7 @@ from finetune.run.evaluations import EVAL_LOSS
 Form = Literal["text", "json"]
 JSON_COLUMNS = 120  # of a table within an object
 _NARROW, _BAR, _SHORT_BAR = 100, 20, 10
+_SHORT_NAME = 20  # leaves room for what is said
 
 
 class Bars(Progress):
@@ -43,9 +46,11 @@ class Bars(Progress):
     def __init__(self, console: Console) -> None:
         """Show nothing yet."""
         self.below = ""
+        is_narrow = console.width < _NARROW
+        name = Column(no_wrap=True, max_width=_SHORT_NAME if is_narrow else None)
         super().__init__(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=_BAR if console.width >= _NARROW else _SHORT_BAR),
+            TextColumn("{task.description}", markup=False, table_column=name),
+            BarColumn(bar_width=_SHORT_BAR if is_narrow else _BAR),
             TextColumn("{task.fields[said]}", markup=False),
             console=console,
         )
@@ -144,8 +149,10 @@ class Screen:
         return {}
 
     @contextmanager
-    def working(self, what: str, unit: Unit) -> Iterator[Callable[[int, int], None]]:
+    def working(self, what: str, unit: Unit) -> Iterator[Work]:
         """Show the progress of some work; call the yielded function with what is done, and all.
+
+        Where all is not known the bar moves to and fro.
 
         Args:
             what: The work in words.
@@ -155,10 +162,10 @@ class Screen:
             yield WorkLines(self.say, what, unit, clock=time.perf_counter)
             return
         with self._live() as bars:
-            task = bars.add_task(what, visible=False, said="")
+            task = bars.add_task(what, total=None, visible=False, said="")
             start_s = time.perf_counter()
 
-            def show(done: int, total: int) -> None:
+            def show(done: int, total: int | None) -> None:
                 said = shown_work(done, total, unit, seconds=time.perf_counter() - start_s)
                 is_first = not bars.tasks[bars.task_ids.index(task)].visible
                 bars.update(
@@ -166,6 +173,7 @@ class Screen:
                 )
 
             yield show
+            bars.update(task, total=bars.tasks[bars.task_ids.index(task)].completed)
             if len(bars.tasks) > 1:  # of steps that go on
                 bars.remove_task(task)
 

@@ -114,7 +114,9 @@ def runs_page() -> str:
 <p id="none" role="status"></p>
 <section id="one" hidden><h2 id="name"></h2><p id="problem" class="bad"></p>
 <table id="settings"></table>
-<div class="pair" id="curves"></div><div id="samples" class="wide"></div></section>"""
+<div class="pair" id="curves"></div>
+<section id="samples-part"><h2>Answers to held-out rows</h2><div id="samples" class="wide"
+ tabindex="0" role="group" aria-label="Answers to held-out rows"></div></section></section>"""
     return _frame("Runs", body, script="runs.js", is_static=False)
 
 

@@ -4,28 +4,26 @@ A run may be written to meanwhile, may have died before its first step, or may b
 shown with what there is, and never keeps the others from being shown.
 """
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from finetune.errors import CheckpointError
 from finetune.report.pages import charts
 from finetune.report.pages.page import Chart
-from finetune.report.pages.run_page import run_page
+from finetune.report.pages.run_page import answers, run_page
 from finetune.report.prediction import FIRST, read_predictions
 from finetune.run.evaluations import EVAL_LOSS
 from finetune.run.metrics import read_rows
 from finetune.run.run_dir import RunDir
-from finetune.run.run_files import SAMPLES, read_sealed
 from finetune.run.run_lock import holder
 from finetune.studio.guard import inside
 from offload.errors import SluiceError
 
 DEPTH = 2  # the runs of a sweep are in a folder of their own
 MOST_RUNS = 200
-NUM_SAMPLES = 5
 NUM_LAST = 20  # steps whose time tells when the run will end
 Json = dict[str, Any]
 Row = Mapping[str, Any]
@@ -69,7 +67,7 @@ def run_json(folder: Path, name: str) -> Json:
         ]
         rows = read_rows(RunDir(run).metrics_file)
         found["charts"] = {chart.name: chart.complete_spec for chart in _charts(rows)}
-        found["samples"] = list(_samples(run))
+        found["samples"] = [asdict(answer) for answer in answers(run)]
     except (SluiceError, OSError) as error:
         found["problem"] = str(error)
     return found
@@ -159,17 +157,6 @@ def _charts(rows: Sequence[Row]) -> Iterator[Chart]:
             summary=f"Held-out loss: {evaluated[-1]['loss']:.5g} at last.",
             has_points=True,
         )
-
-
-def _samples(run: Path) -> Iterator[Json]:
-    """Give answers to held-out rows, after training or else before it."""
-    for when in ("after", "before"):
-        file = run / f"samples_{when}.json"
-        if file.exists():
-            rows = read_sealed(SAMPLES, file)["rows"]
-            for row in itertools.islice(rows, NUM_SAMPLES):
-                yield {"when": when, **{key: row[key] for key in ("prompt", "wanted", "got")}}
-            return
 
 
 def _written_s(run: Path) -> float:

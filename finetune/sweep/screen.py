@@ -1,6 +1,6 @@
 """What is shown of runs that train together: a line for each."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from finetune.report.progress import Memory, Recent, Steps, Unit, now
+from finetune.report.progress import Memory, Recent, Steps, Unit, Work, now, unseen
 from finetune.report.screen import Form, Screen
 from finetune.run.evaluations import EVAL_LOSS
 
@@ -114,12 +114,10 @@ class RunScreen(Screen):
         return {"run": self._name}
 
     @contextmanager
-    def working(self, what: str, unit: Unit) -> Iterator[Callable[[int, int], None]]:
+    def working(self, what: str, unit: Unit) -> Iterator[Work]:
         """Show the progress of some work as lines; on a terminal the board shows what it gives."""
-        if self.is_live:
-            yield lambda _done, _total: None
-            return
-        with super().working(what, unit) as progress:
+        shown = unseen if self.is_live else super().working
+        with shown(what, unit) as progress:
             yield progress
 
     @contextmanager

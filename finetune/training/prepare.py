@@ -149,7 +149,7 @@ def load_data(run: Run) -> Data:
             seq_len=recipe.train.seq_len,
             seed=recipe.train.seed,
             cache_dir=cache_dir(),
-            note=run.screen.note,
+            working=run.screen.working,
             formats=formats_of(recipe.objective),
         )
     require_comparable(rows, recipe.objective)

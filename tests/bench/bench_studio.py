@@ -2,7 +2,7 @@
 
     python -m tests.bench.bench_studio                  the served page
     python -m tests.bench.bench_studio --site           and the static one (network)
-    python -m tests.bench.bench_studio --axe axe.min.js check both rooms with axe-core too
+    python -m tests.bench.bench_studio --axe            and check all pages with axe-core
     python -m tests.bench.bench_studio --shots FOLDER   and take pictures of all pages
 
 A change is one control set to a value that is drawn at random; its time is from the event to the
@@ -30,7 +30,7 @@ from finetune.studio.answer import Planner
 from finetune.studio.pages import ASSETS, RANKS, SEQ_LENS, STEPS, asset, plan_page
 from finetune.studio.question import Question, recipe_text
 from offload.errors import SluiceError
-from tests.studios import browser, question_values, served
+from tests.studios import axe_script, browser, question_values, serious_findings, served
 
 SEED = 20261124
 REL_ERROR = 1e-12
@@ -168,22 +168,18 @@ def compared(page: Any, num: int) -> str:
     return f"{num_fit} plans equal, floats within {worst:.1e}; {refused} others refused by both"
 
 
-def serious(page: Any, axe: Path) -> list[str]:
-    """Return axe-core's serious and critical findings of a page."""
-    page.evaluate(axe.read_text())
-    found = page.evaluate("axe.run()")
-    return [
-        f"{one['id']}: {one['help']} ({one['nodes'][0]['html'][:120]})"
-        for one in found["violations"]
-        if one["impact"] in ("serious", "critical")
-    ]
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    """A web server that logs nothing."""
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
 
 
 @contextmanager
-def website(folder: Path) -> Iterator[str]:
+def website(folder: Path, *, handler: type[Quiet] = Quiet) -> Iterator[str]:
     """Serve the static page."""
-    handler = functools.partial(Quiet, directory=str(folder))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+    of_folder = functools.partial(handler, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), of_folder) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
@@ -191,13 +187,6 @@ def website(folder: Path) -> Iterator[str]:
         finally:
             server.shutdown()
             thread.join()
-
-
-class Quiet(http.server.SimpleHTTPRequestHandler):
-    """A web server that logs nothing."""
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
 
 
 def looked_at(started: Any, addresses: dict[str, str], args: argparse.Namespace) -> None:
@@ -222,7 +211,7 @@ def looked_at(started: Any, addresses: dict[str, str], args: argparse.Namespace)
                     file = args.shots / f"{name}_{width}_{scheme}.png"
                     page.screenshot(path=file, full_page=True)
                 if args.axe:
-                    found = serious(page, args.axe)
+                    found = serious_findings(page, axe_script())
                     sys.stdout.write(
                         f"axe, {name} {width} {scheme}: {found or 'nothing serious'}\n"
                     )
@@ -236,7 +225,7 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=50)
     parser.add_argument("--site", action="store_true")
     parser.add_argument("--runs", type=Path, default=Path("runs"))
-    parser.add_argument("--axe", type=Path)
+    parser.add_argument("--axe", action="store_true")
     parser.add_argument("--shots", type=Path)
     args = parser.parse_args()
     size = len(plan_page(is_static=False)) + sum(len(asset(n)) for n in ASSETS if n != "worker.js")

@@ -35,10 +35,6 @@ def write_rows(file: Path, num_rows: int, *, seed: int = 0) -> None:
             out.write("\n")
 
 
-def _note(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
-
-
 def load(
     file: Path, cache_dir: Path, tokenizer_dir: str | None, *, has_template: bool
 ) -> dict[str, float]:
@@ -62,7 +58,6 @@ def load(
         seq_len=2048,
         seed=0,
         cache_dir=cache_dir,
-        note=_note,
     )
     opened_s = time.perf_counter() - start_s
     digest = rows.data_hash
@@ -92,7 +87,7 @@ def write_cache(file: Path, cache_dir: Path, tokenizer_dir: str | None, num_rows
     tokenizer = load_tokenizer(tokenizer_dir) if tokenizer_dir else tiny_tokenizer()
     data, num_first = DataSection(path=str(file)), min(num_rows, 10_000)
     few = DataSection(path=str(file), max_rows=num_first)
-    found = load_rows(few, tokenizer, seq_len=2048, seed=0, cache_dir=cache_dir, note=_note)
+    found = load_rows(few, tokenizer, seq_len=2048, seed=0, cache_dir=cache_dir)
     store = found.train.parts[0].tokens.store
     encoder = Encoder(
         tokenizer=tokenizer, seq_len=2048, loss_on=data.loss_on, too_long=data.too_long

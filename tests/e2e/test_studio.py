@@ -14,7 +14,7 @@ from finetune import app
 from finetune.recipe.shipped import load_shape
 from finetune.studio.answer import DRAWN_WIDTH
 from tests.studios import browser, served
-from tests.unit.finetune.studio.runs_made import begun, write_run
+from tests.unit.finetune.studio.runs_made import begun, write_answers, write_run
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.browser
@@ -24,6 +24,8 @@ pytestmark = pytest.mark.browser
 def an_opened_page(tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.mktemp("studio")
     write_run(begun(folder / "runs" / "done"), slow_s=[0.0] * 4)
+    write_answers(folder / "runs" / "done", "before", "<b>worse</b>")
+    write_answers(folder / "runs" / "done", "after", "better")
     begun(folder / "runs" / "dead")
     with (
         browser() as started,
@@ -142,10 +144,13 @@ def test_the_runs_room_draws_a_run_and_reads_well_without_steps(opened) -> None:
     page.click("text=done")
     page.wait_for_selector("body[data-shown=done]")
     page.wait_for_selector("#run-loss svg")
+    cells = page.locator("#samples tbody td").all_inner_texts()
+    assert cells == ["p0", "w0", "<b>worse</b>", "better"]
     page.click("#runs button:text('dead')")
     page.wait_for_selector("body[data-shown=dead]")
     assert "ended before its first step" in page.inner_text("#settings")
     assert not page.locator("#curves svg").count()
+    assert not page.is_visible("#samples-part")
     page.click("[aria-label='report of done']")
     page.wait_for_selector("html[data-drawn]")
     assert page.inner_text("h1") == "Run small"  # as its recipe calls it

@@ -62,15 +62,21 @@ def sources() -> list[Path]:
 def write_site(folder: Path) -> None:
     """Write the page and all that it runs, in place of what is in the folder."""
     shutil.rmtree(folder, ignore_errors=True)
-    for part in ("assets", "pyodide", "python"):
-        (folder / part).mkdir(parents=True)
+    write_page(folder)
+    for part in ("pyodide", "python"):
+        (folder / part).mkdir()
+    with tempfile.TemporaryDirectory() as scratch:
+        _vendor_python(Path(scratch), folder)
+    write_archive(folder / "python" / "sluice.zip")
+
+
+def write_page(folder: Path) -> None:
+    """Write the page and its files into a new folder, without the planner."""
+    (folder / "assets").mkdir(parents=True)
     (folder / "index.html").write_text(plan_page(is_static=True), encoding="utf-8")
     for name in ASSETS:
         if name != "runs.js":
             (folder / "assets" / name).write_text(asset(name), encoding="utf-8")
-    with tempfile.TemporaryDirectory() as scratch:
-        _vendor_python(Path(scratch), folder)
-    write_archive(folder / "python" / "sluice.zip")
 
 
 def write_archive(target: Path) -> None:

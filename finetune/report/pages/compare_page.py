@@ -23,8 +23,8 @@ def compare_page(runs: Sequence[ComparedRun]) -> str:
         if any(cell != "-" for cell in cells)
     ]
     body = [
-        table(("", *names), rows),
-        table(heads, changes),
+        table("Figures", ("", *names), rows),
+        table("Settings that differ", heads, changes),
         *(f"<p>{escape(run.name)} has done no step yet.</p>" for run in runs if not run.rows),
         *(chart.html for chart in drawn),
     ]

@@ -91,8 +91,16 @@ def page(title: str, body: str, charts: Sequence[Chart] = ()) -> str:
 """
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a table; the columns after the first are figures where they are numbers."""
+def table(name: str, heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return a table; the columns after the first are figures where they are numbers.
+
+    Where it is wider than the screen it is scrolled, by keys too.
+
+    Args:
+        name: What it is, for those who cannot see it.
+        heads: Of its columns.
+        rows: Their cells.
+    """
     listed = [list(row) for row in rows]
     head = "".join(
         f'<th scope="col"{_figure(listed[0][i] if listed else "")}>{escape(name)}</th>'
@@ -102,7 +110,10 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
         "<tr>" + "".join(f"<td{_figure(cell)}>{_shown(cell)}</td>" for cell in row) + "</tr>\n"
         for row in listed
     )
-    return f'<div class="wide"><table>\n<tr>{head}</tr>\n{lines}</table></div>'
+    return (
+        f'<div class="wide" tabindex="0" role="group" aria-label="{escape(name)}"><table>\n'
+        f"<tr>{head}</tr>\n{lines}</table></div>"
+    )
 
 
 def _figure(cell: object) -> str:

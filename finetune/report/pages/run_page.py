@@ -1,6 +1,8 @@
 """A run as a page: what ran, what it learned, and how its prediction held, from its files alone."""
 
+import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,23 @@ from offload.plan.machine.machine import GIB
 REPORT_PAGE = "report.html"
 NUM_SAMPLES = 5
 Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What a model answers to a held-out row.
+
+    Attributes:
+        prompt: Of the row.
+        wanted: The row's own answer.
+        before: The model's before training; None if it was not asked.
+        after: The same after training.
+    """
+
+    prompt: str
+    wanted: str
+    before: str | None
+    after: str | None
 
 
 def write_run_page(run_dir: Path, *, goes_on: bool = False) -> Path:
@@ -109,7 +128,7 @@ def _facts(recipe: Recipe, rows: Sequence[Row], explanation: Explanation | None)
             found.append(("versions", ", ".join(versions)))
         for change in explanation.changes:
             found.append(("changed since", change))
-    return table(("", ""), found)
+    return table("The run", ("", ""), found)
 
 
 def _charts(rows: Sequence[Row], explanation: Explanation) -> dict[str, Chart]:
@@ -166,7 +185,7 @@ def _comparison(explanation: Explanation) -> str:
         for row in explanation.sections[-1].comparison
     ]
     heads = ("phase", "lane", "predicted ms", "measured ms", "error")
-    return _details("Predicted and measured, phase by phase", table(heads, rows))
+    return _details("Predicted and measured, phase by phase", heads, rows)
 
 
 def _memory(explanation: Explanation) -> str:
@@ -181,26 +200,34 @@ def _memory(explanation: Explanation) -> str:
         for row in explanation.memory
     ]
     heads = ("term", "predicted GiB", "measured GiB", "error", "how it was measured")
-    return _details("Memory, term by term", table(heads, rows)) if rows else ""
+    return _details("Memory, term by term", heads, rows) if rows else ""
+
+
+def answers(run_dir: Path) -> list[Answer]:
+    """Return the first answers to held-out rows, of a run that has none yet an empty list.
+
+    Raises:
+        CheckpointError: A file of them is damaged.
+    """
+    before, after = (
+        read_sealed(SAMPLES, file)["rows"][:NUM_SAMPLES] if file.exists() else []
+        for file in (run_dir / "samples_before.json", run_dir / "samples_after.json")
+    )
+    return [
+        Answer(
+            prompt=(old or new)["prompt"],
+            wanted=(old or new)["wanted"],
+            before=old and old["got"],
+            after=new and new["got"],
+        )
+        for old, new in itertools.zip_longest(before, after)
+    ]
 
 
 def _samples(run_dir: Path) -> str:
-    found = {
-        when: read_sealed(SAMPLES, file)["rows"][:NUM_SAMPLES]
-        for when in ("before", "after")
-        if (file := run_dir / f"samples_{when}.json").exists()
-    }
-    if not found:
-        return ""
-    before = found.get("before", found.get("after", []))
-    after = found.get("after", [{"got": "-"}] * len(before))
-    rows = [
-        (old["prompt"], old["wanted"], old["got"] if "before" in found else "-", new["got"])
-        for old, new in zip(before, after, strict=False)
-    ]
-    return "<h2>Answers to held-out rows</h2>\n" + table(
-        ("prompt", "wanted", "before training", "after"), rows
-    )
+    rows = [(one.prompt, one.wanted, one.before, one.after) for one in answers(run_dir)]
+    title, heads = "Answers to held-out rows", ("prompt", "wanted", "before training", "after")
+    return f"<h2>{title}</h2>\n{table(title, heads, rows)}" if rows else ""
 
 
 def _recipe(run_dir: Path, explanation: Explanation | None) -> str:
@@ -209,11 +236,15 @@ def _recipe(run_dir: Path, explanation: Explanation | None) -> str:
         f"<p class=soft>Prediction {one.prediction}: <code>{escape(one.sha256)}</code></p>"
         for one in (explanation.sections if explanation else ())
     )
-    recipe = _details("Recipe", f"<pre>{escape(text)}</pre>")
+    recipe = _unfolded("Recipe", f"<pre>{escape(text)}</pre>")
     return recipe + (f"<h2>Seals of what was predicted</h2>{seals}" if seals else "")
 
 
-def _details(title: str, body: str) -> str:
+def _details(title: str, heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    return _unfolded(title, table(title, heads, rows))
+
+
+def _unfolded(title: str, body: str) -> str:
     return f"<details><summary><b>{escape(title)}</b></summary>\n{body}</details>"
 
 

@@ -56,7 +56,12 @@ def sweep_page(title: str, facts: Sequence[tuple[str, str]], runs: Sequence[Swep
         runs: In the order of the sweep.
     """
     drawn = loss_charts(runs)
-    body = [table(("", ""), facts), "<h2>Runs, the best first</h2>", _table(best_first(runs))]
+    title_of_runs = "Runs, the best first"
+    body = [
+        table("All runs together", ("", ""), facts),
+        f"<h2>{title_of_runs}</h2>",
+        _table(title_of_runs, best_first(runs)),
+    ]
     return page(title, "\n".join([*body, *(chart.html for chart in drawn)]), drawn)
 
 
@@ -100,10 +105,11 @@ def loss_charts(runs: Sequence[SweptRun]) -> list[Chart]:
     return charts.same_colours(drawn, [run.name for run in runs])
 
 
-def _table(runs: Sequence[SweptRun]) -> str:
+def _table(name: str, runs: Sequence[SweptRun]) -> str:
     fields = list(dict.fromkeys(field for run in runs for field in run.settings))
     heads = ("run", *fields, "held-out loss", "training loss", "steps", "tokens/s", "state")
     return table(
+        name,
         heads,
         [
             (

@@ -62,11 +62,10 @@ async function showOne() {
     return figure;
   }));
   for (const [id, spec] of charts) await draw(id, spec);
-  byId("samples").replaceChildren();
-  if (run.samples?.length) {
-    const rows = run.samples.map((sample) => [sample.prompt, sample.wanted, sample.got]);
-    byId("samples").append(element("h3", `Answers to held-out rows, ${run.samples[0].when} training`), table(["prompt", "wanted", "got"], rows));
-  }
+  const samples = run.samples ?? [];
+  byId("samples-part").hidden = !samples.length;
+  const answers = samples.map(({ prompt, wanted, before, after }) => [prompt, wanted, before ?? "-", after ?? "-"]);
+  byId("samples").replaceChildren(table(["prompt", "wanted", "before training", "after"], answers));
   document.body.dataset.shown = name;
 }
 

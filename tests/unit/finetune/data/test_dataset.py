@@ -13,6 +13,7 @@ from finetune.data.token_cache import TokenStore
 from finetune.data.tokenize import encode
 from finetune.errors import DataError
 from finetune.recipe.data_section import DataSection
+from finetune.report.progress import unseen
 from tests.conversations import count_rows, encoder_of, source_of, talk, tokenised
 from tests.doubles import tiny_tokenizer
 
@@ -126,7 +127,12 @@ def stored(
 ) -> TokenStore:
     encoder = encoder_of(tokenizer, seq_len=64)
     store, _ = stored_tokens(
-        source_of(rows), encoder, num_workers=num_workers, cache_dir=cache_dir, notes=[], note=print
+        source_of(rows),
+        encoder,
+        num_workers=num_workers,
+        cache_dir=cache_dir,
+        notes=[],
+        working=unseen,
     )
     return store
 

@@ -1,12 +1,17 @@
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 
 from finetune.data.dataset import Rows, load_rows
+from finetune.data.sources import open_source
 from finetune.errors import DataError
 from finetune.recipe.data_section import DataSection
+from finetune.report.progress import Work
 from tests.doubles import tiny_tokenizer
 
 HEAD = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
@@ -135,21 +140,52 @@ def test_documents_that_say_the_same_are_dropped_before_they_are_joined(tmp_path
     assert tiny_tokenizer().decode(rows.train.input_ids) == f"abc{ends}d{ends}"
 
 
-def test_progress_is_reported_with_a_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = write(tmp_path, *[qa(str(n)) for n in range(600)])
-    monkeypatch.setattr("finetune.data.encode_source._NOTE_EVERY_S", 0.0)
-    notes: list[str] = []
+def progress_of(file: Path, **settings: Any) -> tuple[list[str], list[tuple[int, int | None]]]:
+    """Return the works that tokenising a file shows, and their numbers."""
+    works, numbers = [], []
+
+    @contextmanager
+    def working(what: str, unit: str) -> Iterator[Work]:
+        assert unit == "rows"
+        works.append(what)
+        yield lambda done, total: numbers.append((done, total))
+
     load_rows(
-        DataSection(path=str(file)),
+        DataSection(path=str(file), **settings),
         tiny_tokenizer(),
         seq_len=100,
         seed=0,
-        cache_dir=tmp_path / "cache",
-        note=notes.append,
+        cache_dir=file.parent / "cache",
+        working=working,
     )
-    assert [note.split(" (")[0] for note in notes] == [
-        f"Tokenised {num} rows of {file}" for num in (250, 500, 600)
-    ]
+    return works, numbers
+
+
+def test_tokenising_counts_rows_of_a_known_number_once(tmp_path: Path) -> None:
+    file = write(tmp_path, *[qa(str(n)) for n in range(600)])
+    with file.open("a") as out:
+        out.write("\n \n")  # blank lines are no rows
+    works, numbers = progress_of(file)
+    assert works == ["Tokenising rows.jsonl"]
+    assert numbers == [(0, 600), (250, 600), (500, 600), (600, 600)]
+    assert progress_of(file) == ([], [])  # it is in the cache
+    assert progress_of(file, max_rows=300)[1] == [(0, 300), (250, 300), (300, 300)]
+
+
+def test_tokenising_rows_that_have_to_be_decoded_counts_without_an_end(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps([qa(str(n)) for n in range(300)]))
+    assert progress_of(file)[1] == [(0, None), (250, None), (300, None)]
+
+
+def test_data_sets_and_parquet_files_know_how_many_rows_they_have(tmp_path: Path) -> None:
+    rows = Dataset.from_list([qa(str(n)) for n in range(300)])
+    rows.to_parquet(tmp_path / "rows.parquet")
+    rows.save_to_disk(tmp_path / "saved")
+    (tmp_path / "text.txt").write_text("a\nb\n")
+    sources = [open_source(str(tmp_path / n)) for n in ("rows.parquet", "saved", "text.txt")]
+    assert [source.num_rows() for source in sources] == [300, 300, 1]
+    assert [len(list(source.rows())) for source in sources] == [300, 300, 1]
 
 
 def test_rows_that_differ_in_what_is_trained_are_no_duplicates(tmp_path: Path) -> None:

@@ -33,7 +33,6 @@ def load(tmp_path: Path, rows: list[dict[str, Any]], **more: Any) -> Rows:
         seq_len=seq_len,
         seed=0,
         cache_dir=tmp_path / "cache",
-        note=lambda _: None,
         formats=("distilled",),
     )
 

@@ -40,6 +40,21 @@ def test_short_work_says_little_or_nothing() -> None:
     assert len(lines_of(seconds=12, num_parameters=5000)) == 2
 
 
+def test_work_of_unknown_end_is_a_line_soon_and_then_each_minute() -> None:
+    told, now_s = [], 0.0
+
+    def say(event: str, text: str, **_fields: object) -> None:
+        told.append(text)
+
+    lines = WorkLines(say, "Tokenising a.csv", "rows", clock=lambda: now_s)
+    for second in range(1, 131):
+        now_s = float(second)
+        lines(100 * second, None)
+    assert told == [
+        f"Tokenising a.csv: {100 * second:,} rows, 100 rows/s" for second in (5, 65, 125)
+    ]
+
+
 def step_lines(*, num_steps: int, seconds: float, is_each: bool = False) -> list[str]:
     """Return what is said of steps that take so long each."""
     told: list[str] = []
@@ -71,6 +86,7 @@ def test_steps_without_a_terminal_are_lines_and_the_last_is_always_there() -> No
 
 def test_rows_are_counted_as_rows() -> None:
     assert shown_work(500, 2_000, "rows", seconds=2.0) == "500 of 2,000 rows, 250 rows/s, ETA 6 s"
+    assert shown_work(5_000, None, "rows", seconds=2.0) == "5,000 rows, 2,500 rows/s"
 
 
 def test_a_rate_is_said_once_it_means_something() -> None:

@@ -6,17 +6,21 @@ import re
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig
 
+from finetune.data.dataset import load_rows
+from finetune.recipe.data_section import DataSection
 from finetune.report.screen import Form, Screen
 from finetune.report.weights import inventory_table
 from offload.plan.facts.weights import InventoryRow, WeightInventory
 from offload.plan.machine.machine import GIB
 from tests.checkpoints import loaded, write_checkpoint
+from tests.doubles import tiny_tokenizer
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
@@ -97,6 +101,66 @@ def test_experts_that_are_left_as_they_are_show_in_the_table() -> None:
     assert line.split() == ["experts", "native", "95.00", "M", "95.0%"] + ["181.2", "MiB"] * 2
 
 
+# ------------------------------------------------------------------------------------- tokenising
+
+
+def tokenising(
+    folder: Path, name: str = "rows.jsonl", *, is_terminal: bool, **settings: Any
+) -> list[str]:
+    """Return what a screen shows of 600 rows that are tokenised."""
+    rows = [{"instruction": "q", "output": f"a{n}"} for n in range(600)]
+    file = folder / name
+    texts = [json.dumps(row) for row in rows]
+    file.write_text("\n".join(texts) if file.suffix == ".jsonl" else f"[{','.join(texts)}]")
+    stream = io.StringIO()
+    is_quiet = settings.pop("is_quiet", False)
+    console = Console(
+        file=stream, force_terminal=is_terminal, width=80, color_system=None, quiet=is_quiet
+    )
+    screen = Screen(console, is_verbose=False, **settings)
+    load_rows(
+        DataSection(path=str(file)),
+        tiny_tokenizer(),
+        seq_len=100,
+        seed=0,
+        cache_dir=folder / "cache",
+        working=screen.working,
+    )
+    return plain_lines(stream.getvalue())
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows-of-a-very-long-name.json"])
+def test_a_terminal_shows_a_bar_of_the_rows_that_are_tokenised(tmp_path: Path, name: str) -> None:
+    lines = tokenising(tmp_path, name, is_terminal=True)
+    assert max(map(len, lines)) <= 80
+    assert lines[-1].startswith("Tokenising rows")
+    is_known = name.endswith("jsonl")
+    assert re.search(
+        r"\u2501{9,} 600 of 600 rows" if is_known else r"\u2501{9,} 600 rows", lines[-1]
+    )
+
+
+def test_tokenising_is_lines_in_a_pipe_objects_in_json_and_nothing_if_quiet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert tokenising(tmp_path, is_terminal=False) == []  # it takes no time
+    monkeypatch.setattr("finetune.report.progress.LINE_EVERY_S", 0.0)
+    texts = [f"Tokenising rows.jsonl: {n} of 600 rows" for n in (250, 500, 600)]
+
+    def fresh(name: str) -> Path:
+        (tmp_path / name).mkdir()
+        return tmp_path / name
+
+    lines = tokenising(fresh("pipe"), is_terminal=False)
+    assert all(re.match(r"\d\d:\d\d:\d\d Tokenising", line) for line in lines)
+    assert [line[9:].partition(", ")[0] for line in lines] == texts
+    events = [json.loads(s) for s in tokenising(fresh("json"), is_terminal=True, form="json")]
+    assert [e["text"].partition(", ")[0] for e in events] == texts
+    assert {(e["event"], e["unit"], e["total"]) for e in events} == {("progress", "rows", 600)}
+    assert [e["done"] for e in events] == [250, 500, 600]
+    assert tokenising(fresh("quiet"), is_terminal=True, is_quiet=True) == []
+
+
 # ------------------------------------------------------------------------------------------- live
 
 
@@ -125,7 +189,11 @@ def shown(width: int, *, is_terminal: bool, form: Form = "text") -> list[str]:
         with screen.working("Evaluating", "rows") as progress:
             progress(150, 200)
         steps.advance(row(12_000, tokens_per_s=14_000.0, eval_loss=1.25))
-    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue()).replace("\r", "\n")
+    return plain_lines(stream.getvalue())
+
+
+def plain_lines(text: str) -> list[str]:
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).replace("\r", "\n")
     return [line.rstrip() for line in lines.splitlines() if line.strip()]
 
 

@@ -1,14 +1,16 @@
 """Runs of made-up figures in folders."""
 
+import json
 from pathlib import Path
 from typing import Any
 
+from finetune.files.seal import sealed_json
 from finetune.recipe.recipe import Recipe
 from finetune.run.run_dir import RunDir
 from tests.builders import recipe_values
 from tests.unit.finetune.report.made_up import write_run
 
-__all__ = ["begun", "write_run"]
+__all__ = ["begun", "write_answers", "write_run"]
 
 
 def begun(folder: Path, **changes: Any) -> Path:
@@ -17,3 +19,10 @@ def begun(folder: Path, **changes: Any) -> Path:
     recipe = Recipe.model_validate(recipe_values(**changes))
     RunDir(folder).start(recipe, experts_implementation=None)
     return folder
+
+
+def write_answers(folder: Path, when: str, *got: str) -> None:
+    """Write what a model answered to rows, before or after training."""
+    rows = [{"prompt": f"p{i}", "wanted": f"w{i}", "got": text} for i, text in enumerate(got)]
+    text = json.dumps({"exact_match": 0.5, "rows": rows}, indent=1)
+    (folder / f"samples_{when}.json").write_text(sealed_json(text))

@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 
 from finetune.errors import CheckpointError
+from finetune.report.pages.run_page import NUM_SAMPLES
 from finetune.run.metrics import line_of, read_rows
 from finetune.run.run_lock import locked
 from finetune.studio.runs import report_of, run_json, run_names, runs_json
-from tests.unit.finetune.studio.runs_made import begun, write_run
+from tests.unit.finetune.studio.runs_made import begun, write_answers, write_run
 
 
 def line(folder: Path, name: str) -> dict[str, object]:
@@ -50,6 +51,22 @@ def test_a_finished_run_says_so_and_those_of_a_sweep_are_found(tmp_path: Path) -
     (run / "adapter").mkdir()
     assert run_names(tmp_path) == ["sweep/lr-1"]
     assert line(tmp_path, "sweep/lr-1")["state"] == "finished"
+
+
+def test_answers_are_there_as_soon_as_they_were_given(tmp_path: Path) -> None:
+    run = begun(tmp_path / "run")
+    assert run_json(tmp_path, "run")["samples"] == []
+    write_answers(run, "before", *"abcdefg")
+    first = {"prompt": "p0", "wanted": "w0", "before": "a", "after": None}
+    assert run_json(tmp_path, "run")["samples"][0] == first
+    assert len(run_json(tmp_path, "run")["samples"]) == NUM_SAMPLES
+    write_answers(run, "after", *"xyzuvwt")
+    samples = run_json(tmp_path, "run")["samples"]
+    assert [(one["before"], one["after"]) for one in samples] == [
+        *zip("abcde", "xyzuv", strict=True)
+    ]
+    (run / "samples_before.json").unlink()
+    assert run_json(tmp_path, "run")["samples"][0] == first | {"before": None, "after": "x"}
 
 
 def test_a_damaged_run_is_named_and_the_others_are_shown(tmp_path: Path) -> None:

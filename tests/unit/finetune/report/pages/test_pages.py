@@ -172,7 +172,7 @@ def test_long_curves_are_thinned_and_keep_their_ends() -> None:
 
 
 def test_figures_in_tables_are_right_aligned_and_absent_ones_are_dashes() -> None:
-    text = table(("name", "value"), [("a", 1234), ("b", None), ("c", 0.12345)])
+    text = table("Figures", ("name", "value"), [("a", 1234), ("b", None), ("c", 0.12345)])
     assert Seen(text).text == "name value a 1,234 b - c 0.1235"
     assert text.count('class="figure"') == 4
 
