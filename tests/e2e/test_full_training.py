@@ -97,7 +97,8 @@ def test_plain_transformers_loads_what_a_run_leaves(
 
 
 @pytest.mark.parametrize(
-    "optimizer", mostly_slow(["adamw", "adamw_8bit", "adafactor", "lion", "sgd"], "adamw")
+    "optimizer",
+    mostly_slow(["adamw", "adamw_bf16", "adamw_8bit", "adafactor", "lion", "sgd"], "adamw_bf16"),
 )
 def test_a_run_that_ends_between_backward_and_update_resumes_to_the_bit(
     optimizer, tmp_path, write_recipe, machine_file, monkeypatch

@@ -4,11 +4,25 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
+from offload.errors import OffloadError
 from offload.plan.facts.linears import FP32_BYTES
 
-Optimizer = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "lion", "sgd"]
+Optimizer = Literal[
+    "adamw",
+    "adamw_bf16",
+    "adamw_8bit",
+    "paged_adamw_8bit",
+    "adafactor",
+    "lion",
+    "lion_bf16",
+    "sgd",
+]
 Shape = tuple[int, ...]
 
+HOST_ONLY: tuple[Optimizer, ...] = ("adamw_bf16", "lion_bf16")
+"""Optimizers of weights that train in RAM, where states are most of what a weight takes."""
+
+BF16_BYTES = 2
 MIN_8BIT_ELEMENTS = 4096
 MIN_PAGED_ELEMENTS = 100_000
 BLOCK_8BIT = 256
@@ -17,9 +31,11 @@ BLOCK_8BIT = 256
 # so large, for matrices of 800 rows and columns or more.
 HOST_STATE_BYTES: dict[str, float] = {
     "adamw": 2 * FP32_BYTES,
+    "adamw_bf16": BF16_BYTES + FP32_BYTES,
     "adamw_8bit": 2 * (1 + FP32_BYTES / BLOCK_8BIT),
     "adafactor": 0.01,
     "lion": FP32_BYTES,
+    "lion_bf16": BF16_BYTES,
     "sgd": 0,
 }
 WEIGHTS, LOW_HALVES = "weights", "low halves of fp32 masters"
@@ -34,9 +50,27 @@ def state_bytes(shapes: Sequence[Shape], optimizer: Optimizer) -> int:
     more are not on the device. Adafactor keeps a mean of squares for each row and column, and all
     squares of a vector. Lion keeps one fp32 moment, SGD nothing.
 
+    Raises:
+        OffloadError: See `refuse_host_only`.
+
     Source: bitsandbytes 0.50 optim/optimizer.py; torch/optim/_adafactor.py.
     """
+    refuse_host_only(shapes, optimizer)
     return sum(_state_bytes(shape, optimizer) for shape in shapes)
+
+
+def refuse_host_only(shapes: Sequence[Shape], optimizer: Optimizer) -> None:
+    """Refuse tensors on the device that an optimizer of weights in RAM should update.
+
+    Raises:
+        OffloadError: There are some.
+    """
+    if shapes and optimizer in HOST_ONLY:
+        raise OffloadError(
+            f"train.optimizer: {optimizer}, but what trains is on the device",
+            limit="it updates weights of the model, which train in RAM",
+            hint="`train.optimizer: adamw`, or `train.what: all`",
+        )
 
 
 def _state_bytes(shape: Shape, optimizer: Optimizer) -> int:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from finetune.recipe.full_rules import broken_full_rules
+from finetune.recipe.rules import broken_rules
 from finetune.recipe.sections import Settings
 
 
@@ -47,6 +48,15 @@ def test_what_cannot_be_combined_is_named_with_its_fix(
     assert breach.field == f"{section}.{field}"
     assert breach.hint == fix
     assert "train.what is all" in breach.what
+
+
+@pytest.mark.parametrize(("optimizer", "fix"), [("adamw_bf16", "adamw"), ("lion_bf16", "lion")])
+def test_an_optimizer_of_weights_in_ram_updates_no_adapter(optimizer: str, fix: str) -> None:
+    (breach,) = broken_rules(settings(train={"what": "adapter", "optimizer": optimizer}))
+    assert breach.field == "train.optimizer"
+    assert breach.what == f"train.optimizer is {optimizer} and train.what is adapter"
+    assert breach.hint == f"`train.optimizer: {fix}`, or `train.what: all`"
+    assert not list(broken_rules(settings(train={"optimizer": optimizer})))
 
 
 def test_an_empty_list_trains_nothing() -> None:

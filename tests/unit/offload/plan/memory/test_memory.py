@@ -14,7 +14,13 @@ from offload.errors import OffloadError
 from offload.plan.facts.codec import decode_workspace_bytes
 from offload.plan.facts.facts import AdapterSpec, linear_names, model_facts
 from offload.plan.facts.layer_layout import to_pages
-from offload.plan.facts.optimizer import paged_bytes, state_bytes, temporary_bytes
+from offload.plan.facts.optimizer import (
+    HOST_ONLY,
+    Optimizer,
+    paged_bytes,
+    state_bytes,
+    temporary_bytes,
+)
 from offload.plan.facts.trainable import adapter_tensor_sizes, trained_tensor_shapes
 from offload.plan.facts.workload import Workload
 from offload.plan.machine.machine import (
@@ -121,6 +127,13 @@ def test_paged_states_are_refused_on_a_cpu() -> None:
     with pytest.raises(OffloadError, match=r"paged_adamw_8bit, but rtx5090 is a CPU") as error:
         update_work(cpu, [(8,)], "paged_adamw_8bit")
     assert error.value.hint == "`train.optimizer: adamw_8bit`"
+
+
+@pytest.mark.parametrize("optimizer", HOST_ONLY)
+def test_an_optimizer_of_weights_in_ram_has_no_states_on_the_device(optimizer: Optimizer) -> None:
+    assert state_bytes([], optimizer) == 0
+    with pytest.raises(OffloadError, match=f"{optimizer}, but what trains is on the device"):
+        state_bytes([(300, 20)], optimizer)
 
 
 def test_adafactor_keeps_rows_and_columns_and_takes_a_tensor_at_a_time() -> None:

@@ -91,7 +91,9 @@ def test_all_weights_are_all_of_the_models_and_tied_ones_count_once() -> None:
     ("optimizer", "in_bfloat16", "in_float32"),
     [
         ("adamw", 14, 16),
+        ("adamw_bf16", 12, 14),
         ("lion", 10, 12),
+        ("lion_bf16", 8, 10),
         ("adamw_8bit", 8.03, 10.03),
         ("adafactor", 6.01, 8.01),
         ("sgd", 6, 8),
@@ -124,12 +126,13 @@ def test_host_memory_is_bytes_times_weights() -> None:
 def test_states_of_fewer_bytes_take_less_memory_and_the_slow_ones_more_time() -> None:
     found = {
         name: planned("qwen3-8b", ram_gib=192, optimizer=name)
-        for name in ("adamw", "lion", "adamw_8bit", "adafactor", "sgd")
+        for name in ("adamw", "adamw_bf16", "lion", "adamw_8bit", "lion_bf16", "adafactor", "sgd")
     }
     memory = {name: sum(t.num_bytes for t in one.host_memory) for name, one in found.items()}
     assert sorted(memory, key=lambda name: -memory[name]) == list(found)
     busy_s = {name: one.predict().busy_s(Kind.UPDATE) for name, one in found.items()}
     assert busy_s["sgd"] < busy_s["lion"] < busy_s["adamw"]
+    assert busy_s["adamw_bf16"] < busy_s["adamw"]
     facts = found["sgd"].facts
     num_weights = facts.num_parameters - facts.outer_parameters
     assert busy_s["adamw_8bit"] == pytest.approx(23e-9 / 8 * num_weights)
