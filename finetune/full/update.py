@@ -55,6 +55,11 @@ class FullUpdate:
         """The settings and the number of updates; its states are among the weights."""
         return self._optimizer
 
+    @property
+    def reducer(self) -> None:
+        """Weights that train on the host are those of a single rank."""
+        return None
+
     def gather(self, loss: float) -> tuple[float, float]:
         """Return the loss, and the norm of all gradients, by which they will be scaled."""
         norms = [*self._engine.updates.norms.values()]

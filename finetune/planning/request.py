@@ -21,6 +21,7 @@ from offload.plan.facts.facts import (
     model_facts,
     with_classifier_head,
 )
+from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.trainable import all_weights
 from offload.plan.facts.workload import LayerCode, Workload
 from offload.plan.machine.machine import (
@@ -31,7 +32,7 @@ from offload.plan.machine.machine import (
     is_described,
     named_machine,
 )
-from offload.plan.request import HEAD_CHUNK_TOKENS, ObjectiveCost, PlanRequest
+from offload.plan.request import HEAD_CHUNK_TOKENS, ObjectiveCost, PlanRequest, Reduction
 
 if TYPE_CHECKING:
     from finetune.data.steps import StepSizes
@@ -316,6 +317,10 @@ def _request(
         has_outputs=recipe.offload.attention_outputs == "auto" and not recipe.train.compile,
         has_sent_graphs=recipe.offload.sent_graphs == "auto" and not recipe.train.compile,
         objective=_objective_cost(recipe.objective),
+        reduction=Reduction(
+            element_bytes=2 if recipe.train.reduce_dtype == "bf16" else FP32_BYTES,
+            is_by_layer=recipe.train.reduce_gradients == "by_layer",
+        ),
     )
 
 

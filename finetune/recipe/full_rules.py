@@ -52,6 +52,20 @@ def broken_full_rules(recipe: Settings) -> Iterator[Breach]:
             "adamw_8bit",
         ),
         (
+            "train.reduce_gradients",
+            recipe.train.reduce_gradients,
+            recipe.train.reduce_gradients == "by_layer",
+            "such a run has one process",
+            "by_layer",
+        ),
+        (
+            "train.reduce_dtype",
+            recipe.train.reduce_dtype,
+            recipe.train.reduce_dtype == "fp32",
+            "such a run has one process",
+            "fp32",
+        ),
+        (
             "train.compile",
             recipe.train.compile,
             not recipe.train.compile,

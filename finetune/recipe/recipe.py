@@ -149,6 +149,12 @@ def with_router_loss_over(recipe: Recipe, over: Literal["step", "micro_batch"]) 
     return recipe.model_copy(update={"train": train})
 
 
+def with_reduce_gradients(recipe: Recipe, when: Literal["by_layer", "at_end"]) -> Recipe:
+    """Return the recipe with gradients of several processes added up at another time."""
+    train = recipe.train.model_copy(update={"reduce_gradients": when})
+    return recipe.model_copy(update={"train": train})
+
+
 def with_seq_len(recipe: Recipe, seq_len: int) -> Recipe:
     """Return the recipe with another sequence length, its step cut to whole micro-batches."""
     asked, size = recipe.train, recipe.train.micro_batch_size

@@ -287,6 +287,16 @@ class TrainSection(Section):
         description="What a router loss counts the tokens of: the whole step, so that its cut does"
         " not matter, or each micro-batch by itself, as before and in transformers.",
     )
+    reduce_gradients: Literal["by_layer", "at_end"] = Field(
+        default="by_layer",
+        description="When several processes add up their gradients: a layer's while the layers"
+        " below compute, in the order of the processes, or all after the last, as before.",
+    )
+    reduce_dtype: Literal["fp32", "bf16"] = Field(
+        default="fp32",
+        description="What gradients are sent in between processes: `bf16` halves the bytes, and"
+        " rounds each process's gradient and their sum, which is taken in fp32.",
+    )
     seed: int = Field(
         default=0, ge=0, lt=2**32, description="Seed of initial weights, data order and dropout."
     )

@@ -38,9 +38,13 @@ LANES = {
     "compute": ("forward", "decode", "head and loss", "backward", "stall", "optimizer"),
     "h2d": ("h2d",),
     "d2h": ("d2h",),
+    "network": ("network", "exposed network"),
     "host": ("reads", "updates", "exposed updates", "data wait"),
 }
-OPTIONAL = ("decode", "d2h", "reads", "updates", "exposed updates")
+OPTIONAL = (
+    *("decode", "d2h", "reads", "updates", "exposed updates"),
+    *("network", "exposed network"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -60,6 +60,12 @@ def shown_mib(num_bytes: float) -> str:
     return f"{num_bytes / 2**20:,.1f} MiB"
 
 
+def shown_gigabits(bytes_per_s: float) -> str:
+    """Return the rate of a network, in the unit that networks are sold by."""
+    gigabits = bytes_per_s * 8 / 1e9
+    return f"{gigabits:,.3g} Gb/s" if gigabits >= 0.1 else f"{gigabits * 1e3:,.3g} Mb/s"
+
+
 def shown_count(number: int) -> str:
     """Write a count in millions or billions."""
     if number >= 1e9:

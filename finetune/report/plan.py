@@ -7,12 +7,19 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from finetune.report.energy import plan_energy
-from finetune.report.format import shown_count, shown_gib, shown_mib, shown_time, table_of
+from finetune.report.format import (
+    shown_count,
+    shown_gib,
+    shown_gigabits,
+    shown_mib,
+    shown_time,
+    table_of,
+)
 from offload.plan.facts.facts import WholeWeights
 from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.optimizer import host_update_bytes
 from offload.plan.facts.trainable import adapter_parameters, trained_parameters
-from offload.plan.machine.machine import Implementation, Machine, Rate
+from offload.plan.machine.machine import Implementation, Machine, Network, Rate
 from offload.plan.plan import Plan
 from offload.plan.schedule.op import Kind
 from offload.plan.schedule.residency import Residency
@@ -123,6 +130,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "d2h_bytes": plan.schedule.d2h_bytes,
             "break_even_tokens": plan.break_even_tokens,
         },
+        **({} if plan.network is None else {"network": _network_json(plan, plan.network)}),
         "objective": _objective_json(plan),
         "energy": plan_energy(plan),
         "predicted": {
@@ -143,6 +151,28 @@ def _objective_json(plan: Plan) -> dict[str, Any] | None:
         return None
     time_frac, num_loads = plan.objective_price
     return {**asdict(plan.request.objective), "time_frac": time_frac, "num_loads": num_loads}
+
+
+def _network_json(plan: Plan, network: Network) -> dict[str, Any]:
+    return {
+        "num_ranks": plan.request.num_ranks,
+        "num_bytes": plan.schedule.network_bytes,
+        "latency_s": network.latency_s.value,
+        "bytes_per_s": network.bytes_per_s.value,
+        "source": network.bytes_per_s.source,
+        "hidden_frac": plan.network_hidden_frac,
+        "needed_bytes_per_s": plan.network_needed_bytes_per_s,
+    }
+
+
+def network_line(plan: Plan, network: Network) -> str:
+    """Return what ranks send each other, over what, and which network would cost no time."""
+    rate, needed = network.bytes_per_s, plan.network_needed_bytes_per_s
+    return (
+        f"each rank sends {shown_mib(plan.schedule.network_bytes)} of gradients per step at"
+        f" {shown_gigabits(rate.value)} ({rate.source}): {plan.network_hidden_frac:.0%} of the time"
+        f" hides behind the backward; the step is no longer from {shown_gigabits(needed)} on"
+    )
 
 
 def objective_line(plan: Plan) -> str:
@@ -213,7 +243,7 @@ def _whole_line(plan: Plan, whole: WholeWeights) -> str:
     parts = ", ".join(f"{size:.3g} {name}" for name, size in sizes.items() if size)
     timeline = plan.predict()
     update_s = timeline.busy_s(Kind.UPDATE)
-    exposed = f"{shown_time(timeline.exposed_update_s)} of it exposed"
+    exposed = f"{shown_time(timeline.exposed_s(Kind.UPDATE))} of it exposed"
     return (
         f"no adapter: {shown_count(whole.num_parameters)} of"
         f" {shown_count(plan.facts.num_parameters)} weights trained,"
@@ -284,8 +314,11 @@ def _time_table(plan: Plan) -> Table:
         ("d2h", "d2h: layer inputs and gradients, during compute"),
         ("reads", "host: reads into page-locked buffers, during compute"),
         ("updates", "host: updates of weights, during compute"),
+        ("network", "network: sums of gradients, during compute"),
+        ("exposed network", "network: the part with nothing to compute"),
     ):
-        if name in ("decode", "d2h", "reads", "updates") and not phases[name]:
+        optional = ("decode", "d2h", "reads", "updates", "network", "exposed network")
+        if name in optional and not phases.get(name):
             continue
         table.add_row(lane, shown_time(phases[name]), f"{phases[name] / phases['step']:.0%}")
     table.add_row("step", shown_time(phases["step"]), "")

@@ -33,6 +33,7 @@ from finetune.report.memory import PEAKS, MemoryRow
 from finetune.report.plan import (
     adapter_line,
     kept_line,
+    network_line,
     objective_line,
     outputs_line,
     place_of_layers,
@@ -99,6 +100,7 @@ def _plan_rows(choice: Choice, prices: ReportSection) -> Iterator[tuple[str, Seq
     yield "layers", [_layers_line(plan)]
     yield "layer inputs", [STASHED] if plan.request.is_stashed else []
     yield "tokens", [_tokens_line(plan)]
+    yield "network", [network_line(plan, plan.network)] if plan.network is not None else []
     yield "objective", [objective_line(plan)] if plan.request.objective is not None else []
     graphs = [kept_line(plan)] if plan.num_kept_graphs or plan.saved.graphs else []
     yield "backward", [*graphs, *([outputs_line(plan)] if plan.residency.has_outputs else [])]

@@ -25,6 +25,7 @@ from finetune.recipe.recipe import (
     with_micro_batch_size,
     with_offload,
     with_packing,
+    with_reduce_gradients,
     with_router_loss_over,
 )
 from finetune.recipe.sections import TrainSection
@@ -296,6 +297,8 @@ class RunDir:
             recipe = with_packing(recipe, "off")
         if re.search(r"^  router_loss_over: ", text, re.MULTILINE) is None:
             recipe = with_router_loss_over(recipe, "micro_batch")
+        if re.search(r"^  reduce_gradients: ", text, re.MULTILINE) is None:
+            recipe = with_reduce_gradients(recipe, "at_end")
         if re.search(r"^  mlp_chunk: ", text, re.MULTILINE) is None:
             recipe = with_offload(recipe, mlp_chunk="whole")
         return recipe
@@ -366,7 +369,7 @@ def as_begun(recipe: Recipe, begun: Recipe | None) -> Recipe:
 
     Another machine, or this one measured again, might choose other sizes of micro-batch, head
     chunk and tile of an MLP, or other layer kernels; a later version might pack rows, choose
-    another precision of adapters, or take a router loss over the step.
+    another precision of adapters, take a router loss over the step, or add up gradients by layer.
     """
     if begun is None:
         return recipe
@@ -382,6 +385,8 @@ def as_begun(recipe: Recipe, begun: Recipe | None) -> Recipe:
         recipe = with_packing(recipe, begun.data.packing)
     if "router_loss_over" not in recipe.train.model_fields_set:
         recipe = with_router_loss_over(recipe, begun.train.router_loss_over)
+    if "reduce_gradients" not in recipe.train.model_fields_set:
+        recipe = with_reduce_gradients(recipe, begun.train.reduce_gradients)
     if recipe.model.layer_kernels == "auto" and begun.model.layer_kernels != "auto":
         recipe = with_layer_kernels(recipe, begun.model.layer_kernels)
     return recipe

@@ -66,7 +66,7 @@ class StepRecord:
         num_tokens: Tokens of the rows of all ranks, padding left out.
         num_label_tokens: Tokens with a loss, of all ranks.
         num_loads: Layers that crossed this rank's link.
-        optimizer_s: Adding up the ranks' gradients, clipping and update.
+        optimizer_s: Adding up the ranks' losses, clipping and update.
         step_s: The whole step, without waiting for data.
         timeline: The engine's ops.
         metrics: Those of the objective, by name, over the rows of all ranks.
@@ -371,6 +371,7 @@ class Loop:
             num_label_tokens=share.num_label_tokens,
             micro_batch_ids=share.micro_batch_ids,
             router_loss=RouterScope(over=self._train.router_loss_over, add_up=self._ranks.add_up),
+            reducer=self._update.reducer,
         )
         prepared_s = time.perf_counter() - start_s
         return Request(run=run, share=share, order=order, lr=lr, name=name, prepared_s=prepared_s)

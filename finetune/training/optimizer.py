@@ -1,7 +1,7 @@
 """The update of a step: learning rate, optimizer, clipping."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -10,6 +10,8 @@ from torch import nn
 from finetune.recipe.sections import TrainSection
 from finetune.run.checkpoint import Resumable
 from finetune.training.ranks import Ranks
+from finetune.training.world.gradient_sums import GradientSums
+from offload.engine.passes.reducer import Reducer
 from offload.plan.facts.optimizer import Optimizer
 
 
@@ -70,6 +72,10 @@ class Update(Protocol):
     def optimizer(self) -> Resumable:
         """The optimizer, or what else a resume needs."""
 
+    @property
+    def reducer(self) -> Reducer | None:
+        """What adds up the gradients of several ranks while a step runs."""
+
     def gather(self, loss: float) -> tuple[float, float]:
         """Return the loss and the norm of the gradients, over all ranks, before clipping."""
 
@@ -93,6 +99,7 @@ class AdapterUpdate:
         train: TrainSection,
         loraplus_ratio: float | None,
         ranks: Ranks,
+        layers: Sequence[Collection[str]] = (),
     ) -> None:
         """Make a fresh optimizer.
 
@@ -101,11 +108,18 @@ class AdapterUpdate:
             train: Settings of training.
             loraplus_ratio: Learning rate of B matrices, as a multiple of the usual; None for 1.
             ranks: The processes that share each step.
+            layers: The names of the tensors that each layer has alone.
         """
         self._masters = MasterWeights(trained)
         self._parameters = list(self._masters.weights.values())
         self._train, self._loraplus_ratio, self._ranks = train, loraplus_ratio, ranks
         self._optimizer = self._make_optimizer()
+        self._sums = GradientSums(self._masters.weights, layers=layers, train=train, ranks=ranks)
+
+    @property
+    def reducer(self) -> Reducer | None:
+        """What adds up the masters' gradients."""
+        return self._sums if self._ranks.num > 1 else None
 
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:
@@ -118,8 +132,8 @@ class AdapterUpdate:
         return self._optimizer
 
     def gather(self, loss: float) -> tuple[float, float]:
-        """Add up the ranks' gradients, and scale them to the largest norm that is allowed."""
-        loss = self._ranks.sum_gradients(self._parameters, loss=loss)
+        """Add up the ranks' losses, and scale the gradients to the largest norm allowed."""
+        loss = self._ranks.sum_losses(loss)
         return loss, float(clip(self._parameters, self._train.max_grad_norm))
 
     def apply(self, *, lr: float) -> None:

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import reduce
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -41,6 +40,7 @@ from finetune.training.world.heartbeat import STOPPED_S, Heartbeat
 from finetune.training.world.meeting import meet
 from finetune.training.world.surroundings import surroundings
 from offload.errors import SluiceError
+from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.memory.memory import GRADIENT_BUCKET_BYTES
 
 T = TypeVar("T")
@@ -51,7 +51,7 @@ TIMEOUT_S = 6 * 3600.0
 # Within steps, for a process that hangs; one that dies or is stopped is noticed before.
 LEAST_STEP_TIMEOUT_S, STEP_TIMEOUT_STEPS = 60.0, 10
 FAREWELL_S = 30.0
-_POLL_S = 0.0002
+_POLL_S, _POLL_FRAC, _MOST_POLL_S = 0.0002, 0.02, 0.01
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +84,7 @@ class ProcessGroup(Ranks):
         self._timeout_s = timeout_s
         self._is_broken = False
         self._longest_step_s = 0.0
-        self._exchanged_s = time.monotonic()
+        self._begun_s = time.monotonic()
         self._has_summed = False
         self._bucket_bytes = bucket_bytes
         self._bucket: torch.Tensor | None = None
@@ -143,7 +143,9 @@ class ProcessGroup(Ranks):
 
     def exchange(self, value: T) -> tuple[T, ...]:
         """Return the values of all ranks, in rank order."""
-        return self._exchange(value, limit_s=self._timeout_s)
+        values = self._exchange(value, limit_s=self._timeout_s)
+        self._begun_s = time.monotonic()
+        return values
 
     def from_main(self, make: Callable[[], T]) -> T:
         """Return the result of `make` on the main rank, on all ranks."""
@@ -189,32 +191,40 @@ class ProcessGroup(Ranks):
             what, limit, hint = first
             raise RunFailedError(what, limit=limit, hint=hint) from failure
 
-    def sum_gradients(self, parameters: Sequence[nn.Parameter], *, loss: float) -> float:
-        """Add up the gradients of all ranks, in place, and return the sum of their losses."""
+    def sum_gradients(
+        self, parameters: Sequence[nn.Parameter], *, dtype: torch.dtype, is_ordered: bool
+    ) -> None:
+        """Add up the gradients of all ranks, in place."""
         missing = {i for i, parameter in enumerate(parameters) if parameter.grad is None}
         for i in missing:
             parameters[i].grad = torch.zeros_like(parameters[i])
         gradients = [p.grad for p in parameters if p.grad is not None]
-        bucket = self._bucket_for(gradients)
+        num_buffers = 2 if is_ordered else 1
+        num_elements = self._bucket_bytes // num_buffers // FP32_BYTES
+        num_elements = min(num_elements, sum(gradient.numel() for gradient in gradients))
+        bucket = self._bucket_for(num_buffers * (num_elements + self.num), like=gradients[0])
         # All memory is allocated: from here on no rank can fail alone and leave others waiting.
-        gathered = self._exchange((loss, missing), limit_s=self._step_timeout_s())
+        gathered = self._exchange(missing, limit_s=self._step_timeout_s())
         with self._connected():
-            for part in _parts(gradients, max_elements=bucket.numel()):
-                sizes = [piece.numel() for piece in part]
-                flat = torch.cat(part, out=bucket[: sum(sizes)])
-                self._wait(dist.all_reduce(flat, async_op=True), limit_s=self._timeout_s)
-                for piece, summed in zip(part, flat.split(sizes), strict=True):
-                    piece.copy_(summed)
-        for i in set.intersection(*(theirs for _, theirs in gathered)):
+            for part in _parts(gradients, max_elements=num_elements):
+                if is_ordered:
+                    self._sum_in_order(part, bucket, dtype)
+                else:
+                    self._sum_as_backend(part, bucket)
+        for i in set.intersection(*gathered):
             parameters[i].grad = None
-        self._has_summed = True
-        return sum(theirs for theirs, _ in gathered)
+
+    def sum_losses(self, loss: float) -> float:
+        """Return the sum of the losses of all ranks, at the end of a step."""
+        losses = self._exchange(loss, limit_s=self._step_timeout_s())
+        self._has_summed, self._begun_s = True, time.monotonic()
+        return sum(losses)
 
     def _step_timeout_s(self) -> float:
         """Return how long the others may take longer than this rank for their share of a step."""
         if not self._has_summed:  # layers are compiled, or kernels for their shapes
             return self._timeout_s
-        own_s = time.monotonic() - self._exchanged_s
+        own_s = time.monotonic() - self._begun_s
         self._longest_step_s = max(self._longest_step_s, own_s)
         allowed_s = max(LEAST_STEP_TIMEOUT_S, STEP_TIMEOUT_STEPS * self._longest_step_s)
         return min(self._timeout_s, allowed_s)
@@ -253,7 +263,6 @@ class ProcessGroup(Ranks):
             padded = [torch.empty(most, dtype=torch.uint8) for _ in range(self.num)]
             own = torch.nn.functional.pad(own, (0, most - len(own)))
             self._wait(dist.all_gather(padded, own, async_op=True), limit_s=limit_s)
-        self._exchanged_s = time.monotonic()
         return [
             pickle.loads(one[: int(size)].numpy().tobytes())
             for one, size in zip(padded, sizes, strict=True)
@@ -267,15 +276,17 @@ class ProcessGroup(Ranks):
             RuntimeError: A connection is closed.
         """
         assert work is not None
-        end_s = time.monotonic() + limit_s
+        start_s = time.monotonic()
         while not work.is_completed():
             stopped = self._heartbeat.stopped()
             if stopped:
                 raise self._lost(stopped, f"no sign of life for {STOPPED_S:.0f} s")
-            if time.monotonic() > end_s:
+            waited_s = time.monotonic() - start_s
+            if waited_s > limit_s:
                 late = self._heartbeat.late()
                 raise self._lost(late, f"others have waited for it for {limit_s:,.0f} s")
-            time.sleep(_POLL_S)
+            # a lane that polls often would keep the interpreter from others
+            time.sleep(min(_POLL_S + _POLL_FRAC * waited_s, _MOST_POLL_S))
         work.wait()
 
     def _tell(self, error: Exception) -> None:
@@ -369,20 +380,49 @@ class ProcessGroup(Ranks):
 
     # ----------------------------------------------------------------------------------- gradients
 
-    def _bucket_for(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the memory that gradients are sent from, kept from step to step.
+    def _bucket_for(self, num_elements: int, *, like: torch.Tensor) -> torch.Tensor:
+        """Return fp32 memory that gradients are sent from, kept from step to step."""
+        if self._bucket is None or self._bucket.numel() < num_elements:
+            self._bucket = torch.empty(num_elements, dtype=torch.float32, device=like.device)
+        return self._bucket
 
-        Its size follows from these gradients alone: so the order of each sum does, and runs that
-        share their steps have the bits that they have by themselves.
+    def _sum_in_order(
+        self, part: Sequence[torch.Tensor], bucket: torch.Tensor, dtype: torch.dtype
+    ) -> None:
+        """Add up in fp32, in the order of the ranks; each rank adds up an equal share.
+
+        It gets the others' gradients of its share, and sends them the sums: 2 (N - 1) / N of the
+        data, as the best all-reduce. So the bits depend on no size of bucket, and on no place in
+        it: a layer's own sums are those of all gradients at once.
         """
-        dtype = reduce(torch.promote_types, (g.dtype for g in gradients))
-        most = self._bucket_bytes // dtype.itemsize
-        num_elements = min(most, sum(g.numel() for g in gradients))
-        kept = self._bucket
-        if kept is None or kept.dtype != dtype or kept.numel() < num_elements:
-            kept = torch.empty(num_elements, dtype=dtype, device=gradients[0].device)
-            self._bucket = kept
-        return kept[:num_elements]
+        sizes = [piece.numel() for piece in part]
+        share = -(-sum(sizes) // self.num)
+        memory = bucket.view(dtype)
+        sent, received = memory[: 2 * self.num * share].split(self.num * share)
+        for piece, place in zip(part, sent.split([*sizes, len(sent) - sum(sizes)]), strict=False):
+            place.copy_(piece)
+        self._exchange_bytes(dist.all_to_all_single, received, sent)
+        first, *others = received.view(self.num, share)
+        total = first.float()
+        for other in others:
+            total += other
+        self._exchange_bytes(dist.all_gather_into_tensor, sent, total.to(dtype))
+        for piece, summed in zip(part, sent[: sum(sizes)].split(sizes), strict=True):
+            piece.copy_(summed)
+
+    def _exchange_bytes(
+        self, collective: Callable[..., Any], target: torch.Tensor, source: torch.Tensor
+    ) -> None:
+        """Run a collective that moves bytes: gloo does not know all types."""
+        as_bytes = target.view(torch.uint8), source.view(torch.uint8)
+        self._wait(collective(*as_bytes, async_op=True), limit_s=self._timeout_s)
+
+    def _sum_as_backend(self, part: Sequence[torch.Tensor], bucket: torch.Tensor) -> None:
+        sizes = [piece.numel() for piece in part]
+        flat = torch.cat(list(part), out=bucket[: sum(sizes)])
+        self._wait(dist.all_reduce(flat, async_op=True), limit_s=self._timeout_s)
+        for piece, summed in zip(part, flat.split(sizes), strict=True):
+            piece.copy_(summed)
 
 
 def _parts(gradients: Sequence[torch.Tensor], *, max_elements: int) -> Iterator[list[torch.Tensor]]:

@@ -110,11 +110,23 @@ class Ranks:
         """
         yield
 
-    def sum_gradients(self, parameters: "Sequence[nn.Parameter]", *, loss: float) -> float:
-        """Add up the gradients of all ranks, in place, and return the sum of their losses.
+    def sum_gradients(
+        self, parameters: "Sequence[nn.Parameter]", *, dtype: "torch.dtype", is_ordered: bool
+    ) -> None:
+        """Add up the gradients of all ranks, in place.
 
         A rank without a gradient counts as zero; if no rank has one, there is none afterwards.
+
+        Args:
+            parameters: Whose gradients.
+            dtype: That they are sent in; sums are taken in fp32.
+            is_ordered: Whether each sum is taken in the order of the ranks, so that its bits depend
+                on nothing else; otherwise as the backend orders it, which may depend on the place
+                among all gradients.
         """
+
+    def sum_losses(self, loss: float) -> float:
+        """Return the sum of the losses of all ranks, at the end of a step."""
         return loss
 
     def add_up(self, own: "torch.Tensor") -> "torch.Tensor":

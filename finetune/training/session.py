@@ -396,11 +396,17 @@ def _update(run: Run, model: "PeftModel | PreTrainedModel", engine: Engine) -> U
     recipe = run.recipe
     if recipe.train.is_full:
         return FullUpdate(engine, train=recipe.train)
+    tensors, own_layers = trained(model, run.adapter), engine.own_layers
+    layers: list[set[str]] = [set() for _ in engine.layer_bytes]
+    for name, tensor in tensors.items():
+        if id(tensor) in own_layers:
+            layers[own_layers[id(tensor)]].add(name)
     return AdapterUpdate(
-        trained(model, run.adapter),
+        tensors,
         train=recipe.train,
         loraplus_ratio=recipe.adapter.loraplus_ratio,
         ranks=run.ranks,
+        layers=layers,
     )
 
 

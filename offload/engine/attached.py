@@ -30,6 +30,24 @@ class Attached:
         return {name: p for name, p in named if id(p) not in streamed}
 
     @property
+    def own_layers(self) -> dict[int, int]:
+        """The layer of each parameter that one layer has alone, by the parameter's id."""
+        layers = self._layered.layers
+        within = [name for name, one in self._layered.whole.named_modules() if one is layers]
+        found: dict[int, set[str]] = {}
+        for path, parameter in self._layered.whole.named_parameters(remove_duplicate=False):
+            number = next(
+                (
+                    path.removeprefix(f"{x}.").split(".")[0]
+                    for x in within
+                    if path.startswith(f"{x}.")
+                ),
+                "",
+            )
+            found.setdefault(id(parameter), set()).add(number)
+        return {one: int(*of) for one, of in found.items() if len(of) == 1 and "" not in of}
+
+    @property
     def arenas(self) -> tuple[Arena, ...]:
         """The memory held from step to step, without parameters that were not moved."""
         return (

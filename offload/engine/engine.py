@@ -250,6 +250,8 @@ class Engine(Attached):
         executor, is_stashed = self._bound.executor, self._options.stash == "host"
         with self._consistent(schedule.ring_after), self._host.nearby():
             _, events = executor.step(schedule, parts, is_stashed=is_stashed)
+            if schedule.network_bytes:
+                self._device.finish()
             if self._bound.host_gradients.parameters:
                 self._device.finish()
                 self._bound.host_gradients.publish()

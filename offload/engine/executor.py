@@ -119,6 +119,11 @@ class Executor:
             with part.model.in_layer(op.layer_index):
                 self._backward(state, op, part)
 
+        def reduce(op: Op) -> None:
+            reducer = parts[op.run_index].reducer
+            assert reducer is not None
+            reducer.reduce(op.layer)
+
         def front_backward(op: Op) -> None:
             m = op.micro_batch_index
             state.fronts.pop(m).backward(state.gradient.pop(m))
@@ -132,6 +137,7 @@ class Executor:
             Kind.TAIL: lambda op: tails[of[m := op.micro_batch_index]].train(state, m),
             Kind.BACKWARD: backward,
             Kind.FRONT_BACKWARD: front_backward,
+            Kind.REDUCE: reduce,
         }
         return state, self._issue(schedule, state, visits)
 

@@ -79,6 +79,7 @@ class Workers:
         Raises:
             TransferError: A lane has failed.
         """
+        self._raise_failure()
         for flag in job.waits:
             self.wait(flag)
         self._run(job)
@@ -90,21 +91,13 @@ class Workers:
             TransferError: A lane has failed; a `SluiceError` is raised unchanged.
         """
         while not flag.done.wait(_POLL_S):
-            if self._failure is None:
-                continue
-            name, error = self._failure
-            if isinstance(error, SluiceError):
-                raise error
-            raise TransferError(
-                f"the {name} lane failed: {error!r}",
-                limit="every queued transfer must complete",
-                hint="see the cause above; the step was not applied and can be run again",
-            ) from error
+            self._raise_failure()
 
     def finish(self) -> None:
         """Wait until all lanes are empty; raise the first error of any lane."""
         for flag in self._mark():
             self.wait(flag)
+        self._raise_failure()
 
     def drain(self) -> None:
         """Drop queued jobs, wait for running ones, and clear the failure."""
@@ -121,6 +114,18 @@ class Workers:
             queue.put(None)
         for thread in self._threads:
             thread.join()
+
+    def _raise_failure(self) -> None:
+        if self._failure is None:
+            return
+        name, error = self._failure
+        if isinstance(error, SluiceError):
+            raise error
+        raise TransferError(
+            f"the {name} lane failed: {error!r}",
+            limit="every queued transfer must complete",
+            hint="see the cause above; the step was not applied and can be run again",
+        ) from error
 
     def _mark(self) -> list[Flag]:
         """Queue an empty job on each lane, which lanes run even while dropping jobs."""

@@ -21,6 +21,7 @@ from offload.engine.model.layers import LayeredModel
 from offload.engine.model.router import STEP, RouterScope
 from offload.engine.objective import Objective, OutputObjective
 from offload.engine.passes.part import Part
+from offload.engine.passes.reducer import Reducer
 from offload.engine.passes.reference import SwitchedModel, require_owners
 from offload.engine.passes.scoring import Scoring
 from offload.engine.seeding import NEWEST, Seeding
@@ -46,6 +47,8 @@ class RunStep:
         micro_batch_ids: Number of each micro-batch in the run's whole step, so that its dropout
             does not depend on the process that computes it; None numbers them from 0.
         router_loss: What a mixture's router loss is taken over, if its config asks for one.
+        reducer: Adds up the gradients over the processes that share the step, while it runs; None
+            leaves those of this process.
     """
 
     micro_batches: Sequence[Batch]
@@ -57,6 +60,7 @@ class RunStep:
     num_label_tokens: int | None = None
     micro_batch_ids: Sequence[int] | None = None
     router_loss: RouterScope = STEP
+    reducer: Reducer | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -136,6 +140,7 @@ class _Given:
             seeding=run.seeding,
             ids=ids,
             router_loss=run.router_loss,
+            reducer=run.reducer,
         )
 
 

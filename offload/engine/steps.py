@@ -56,7 +56,11 @@ class Steps:
         input_bytes = self.input_bytes(batches) if self._options.stash == "host" else ()
         saved = self._saved(parts)
         schedule = step_schedule(
-            replace(self._bound.sizes, updated=self._bound.updates.layers),
+            replace(
+                self._bound.sizes,
+                updated=self._bound.updates.layers,
+                reduced=tuple(p.reducer.reduced for p in parts if p.reducer is not None),
+            ),
             ring=ring,
             runs=[part.passes for part in parts],
             order=order,

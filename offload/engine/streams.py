@@ -11,7 +11,8 @@ compute with an older layer.
 
 On a GPU the lanes are CUDA streams, `submit` only issues, and `settle` returns at once: the host
 never waits inside a step. If loads go through a staging ring, which a thread fills, another thread
-issues the h2d lane, and only that thread waits for the reads.
+issues the h2d lane, and only that thread waits for the reads. So does one for the network lane,
+which waits for other ranks.
 """
 
 import ctypes
@@ -186,10 +187,12 @@ class CudaDevice:
             Lane.COMPUTE: torch.cuda.current_stream(torch_device),
             Lane.H2D: torch.cuda.Stream(torch_device),
             Lane.D2H: torch.cuda.Stream(torch_device),
+            Lane.NETWORK: torch.cuda.Stream(torch_device),
         }
         self._base = torch.cuda.Event(enable_timing=True)
         self._start_s = time.perf_counter()
-        self._issued_by_thread = (Lane.HOST, Lane.H2D) if is_staged else ()
+        loading = (Lane.HOST, Lane.H2D) if is_staged else ()
+        self._issued_by_thread = (*loading, Lane.NETWORK)
         self._workers = Workers(
             self._issued_by_thread,
             clock_s=lambda: time.perf_counter() - self._start_s,
@@ -202,7 +205,7 @@ class CudaDevice:
         self._base = torch.cuda.Event(enable_timing=True)
         self._base.record(self._streams[Lane.COMPUTE])
         self._start_s = time.perf_counter()
-        for lane in (Lane.H2D, Lane.D2H):
+        for lane in (Lane.H2D, Lane.D2H, Lane.NETWORK):
             self._streams[lane].wait_event(self._base)
 
     def submit(self, lane: Lane, waits: Sequence[Event], body: Callable[[], None]) -> Event:

@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.fit import MemoryNeeds
-from offload.plan.machine.machine import ExpertsImplementation, Machine
+from offload.plan.link import hidden_frac, needed_bytes_per_s
+from offload.plan.machine.machine import ExpertsImplementation, Machine, Network
 from offload.plan.memory.memory import MemoryTerm, total_bytes
 from offload.plan.memory.traced import MemoryGrade
 from offload.plan.memory.visit import visit_bytes
+from offload.plan.reduction import network_of, with_network
 from offload.plan.refusal import refusal
 from offload.plan.request import PlanRequest
 from offload.plan.schedule.op import Kind
@@ -147,6 +149,21 @@ class Plan:
         return self.step_s / plain.step_s - 1, num_loads
 
     @property
+    def network(self) -> Network | None:
+        """What connects the ranks; None if nothing is sent over it."""
+        return network_of(self.machine, self.request) if self.schedule.network_bytes else None
+
+    @property
+    def network_hidden_frac(self) -> float:
+        """The part of the time in which gradients are added up, over which others compute."""
+        return hidden_frac(self.schedule, self.costs)
+
+    @property
+    def network_needed_bytes_per_s(self) -> float:
+        """The slowest network that makes the step no longer; see `offload.plan.link`."""
+        return needed_bytes_per_s(self.schedule, self.costs)
+
+    @property
     def bound_s(self) -> float:
         """The bound R3 on the step, optimizer included."""
         bound_s = r3_bound_s(
@@ -208,6 +225,7 @@ def costs_of(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Costs
         num_disk_readers=request.num_disk_readers,
         graph_bytes={x: one.sent_graph for x, one in visits.items()},
     )
+    costs = with_network(costs, machine, request)
     if request.objective is None:
         return costs
     return with_objective(

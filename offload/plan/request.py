@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from offload.errors import OffloadError
 from offload.plan.facts.codec import CodecName
+from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.workload import Workload
 from offload.plan.memory.traced import TracedBytes
 from offload.plan.schedule.passes import Passes
@@ -45,6 +46,20 @@ class ObjectiveCost:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Reduction:
+    """How the gradients of several ranks are added up.
+
+    Attributes:
+        element_bytes: Of a gradient's element on the network.
+        is_by_layer: Whether a layer's follow its backward, while others compute; otherwise all
+            follow the last one's.
+    """
+
+    element_bytes: int = FP32_BYTES
+    is_by_layer: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PlanRequest:
     """What a run asks of the planner.
 
@@ -70,6 +85,7 @@ class PlanRequest:
             not computed again.
         has_sent_graphs: Whether graphs of layers are sent to host memory where that pays.
         objective: What the loss of the run adds to a step; None for a cross-entropy.
+        reduction: How the ranks' gradients are added up.
         others: Further runs that share the step, each with an adapter of its own. What concerns
             the machine is as this request says: of theirs, only what `OF_A_RUN` names counts.
     """
@@ -94,6 +110,7 @@ class PlanRequest:
     objective: ObjectiveCost | None = None
     others: tuple["PlanRequest", ...] = ()
     most_local_ranks: int | None = None
+    reduction: Reduction = Reduction()
 
     @property
     def runs(self) -> tuple["PlanRequest", ...]:
@@ -177,6 +194,7 @@ OF_A_RUN = (
     "is_masked",
     "most_tokens",
     "objective",
+    "reduction",
 )
 """What each run of a shared step has of its own."""
 

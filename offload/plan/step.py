@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.trainable import outer_module_sizes
 from offload.plan.memory.memory import input_bytes, layer_weight_bytes
+from offload.plan.reduction import reduced_of
 from offload.plan.request import PlanRequest
 from offload.plan.schedule.op import Kind, Lane, Op
 from offload.plan.schedule.passes import numbered
@@ -55,6 +56,7 @@ def schedule_of(
         decoded_bytes=layer_weight_bytes(facts, dtype_bytes=dtype_bytes) if is_encoded else None,
         num_staging=NUM_STAGING if is_staged and not is_draft else 0,
     )
+    sizes = replace(sizes, reduced=reduced_of(facts, request))
     if typical.adapter.whole is not None:
         trained = typical.adapter.whole.layers
         sizes = replace(
@@ -124,6 +126,8 @@ def _duration_of(costs: Costs) -> Callable[[Op], float]:
             return costs.h2d_latency_s + op.num_bytes / costs.fetch_bytes_per_s
         if op.lane is Lane.H2D:
             return costs.h2d_latency_s + op.num_bytes / costs.h2d_bytes_per_s
+        if op.kind is Kind.REDUCE:
+            return costs.network_latency_s + op.num_bytes / costs.network_bytes_per_s
         if op.kind is Kind.UPDATE:
             return costs.layers[op.layer_index].update_s
         if op.lane is Lane.HOST:

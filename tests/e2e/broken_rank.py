@@ -13,7 +13,11 @@ from finetune.data.steps import StepShare
 from finetune.env import launch
 from finetune.training import process_group
 from finetune.training.loop import Loop, Request
+from offload.engine.executor import Executor
+from offload.engine.passes.part import Part
+from offload.engine.results import PassState
 from offload.errors import TransferError
+from offload.plan.schedule.op import Op
 
 FAILING_STEP = 2  # counted from 0
 FAILURES = {
@@ -33,6 +37,26 @@ def break_rank_1(failure: Exception) -> None:
 
     if launch().index == 1:
         Loop.request = broken  # type: ignore[method-assign]
+
+
+def break_rank_1_late_in_a_visit(failure: Exception) -> None:
+    """Fail in the backward of the first layer, a second after rank 0 has come to its end."""
+    request, backward = Loop.request, Executor._backward
+    steps = []
+
+    def counted(self: Loop, number: int, share: StepShare) -> Request:
+        steps.append(number)
+        return request(self, number, share)
+
+    def broken(self: Executor, state: PassState, op: Op, part: Part) -> None:
+        if FAILING_STEP in steps and op.layer == 0:
+            time.sleep(1.0)
+            raise failure
+        backward(self, state, op, part)
+
+    if launch().index == 1:
+        Loop.request = counted  # type: ignore[method-assign]
+        Executor._backward = broken  # type: ignore[method-assign]
 
 
 def kill_rank_1() -> None:
@@ -69,6 +93,8 @@ def main(argv: Sequence[str]) -> None:
         kill_rank_1()
     elif argv[0] == "hangs":
         hang_rank_1()
+    elif argv[0] == "late in a visit":
+        break_rank_1_late_in_a_visit(FAILURES["named"])
     elif argv[0] in FAILURES:
         break_rank_1(FAILURES[argv[0]])
     elif launch().index == 1:

@@ -32,7 +32,8 @@ def sums() -> None:
         parameters[0].grad = torch.full((2, 3), 1.0 + me)
         parameters[1].grad = torch.arange(7.0) if me else None
         parameters[2].grad = torch.full((1,), 0.5) if me == 0 else None
-        assert ranks.sum_gradients(parameters, loss=1.0 + me) == 3.0
+        assert ranks.sum_losses(1.0 + me) == 3.0
+        ranks.sum_gradients(parameters, dtype=torch.float32, is_ordered=True)
         expected = [torch.full((2, 3), 3.0), torch.arange(7.0), torch.full((1,), 0.5), None]
         for parameter, gradient in zip(parameters, expected, strict=True):
             assert (parameter.grad is None) == (gradient is None)
@@ -117,13 +118,42 @@ def sums_of_runs() -> None:
         for size in sizes:
             parameter = nn.Parameter(torch.zeros(size))
             parameter.grad = torch.randn(size, generator=torch.Generator().manual_seed(ranks.index))
-            ranks.sum_gradients([parameter], loss=0.0)
+            ranks.sum_gradients([parameter], dtype=torch.float32, is_ordered=False)
             found.append(parameter.grad)
     first, second = (
         torch.randn(23, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)
     )
     assert torch.equal(found[0], first + second)
     assert torch.equal(found[0], found[2])
+
+
+def sums_in_order() -> None:
+    """Each sum is taken in the order of the ranks, whatever it is sent with, and in what pieces."""
+    sizes = (23, 5, 1, 40)
+
+    def gradients(rank: int) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(rank)
+        return [torch.randn(size, generator=generator) for size in sizes]
+
+    def added_up(dtype: torch.dtype, *, each_alone: bool) -> list[torch.Tensor | None]:
+        parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
+        for parameter, gradient in zip(parameters, gradients(ranks.index), strict=True):
+            parameter.grad = gradient
+        for part in [[one] for one in parameters] if each_alone else [parameters]:
+            ranks.sum_gradients(part, dtype=dtype, is_ordered=True)
+        return [parameter.grad for parameter in parameters]
+
+    with ProcessGroup(launch(), bucket_bytes=4 * 26) as ranks:
+        every = [gradients(rank) for rank in range(ranks.num)]
+        for dtype in (torch.float32, torch.bfloat16):
+            for each_alone in (True, False):
+                found = added_up(dtype, each_alone=each_alone)
+                for one, summands in zip(found, zip(*every, strict=True), strict=True):
+                    expected = torch.zeros(len(summands[0]))
+                    for summand in summands:
+                        expected = expected + summand.to(dtype).float()
+                    assert one is not None
+                    assert torch.equal(one, expected.to(dtype).float())
 
 
 def one_hangs() -> None:

@@ -1,5 +1,6 @@
 """Two real processes on a CPU, with gloo between them, against one process on the same rows."""
 
+import json
 import os
 import shutil
 import signal
@@ -8,9 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.e2e.ranks import accelerate_launch, output
-from tests.e2e.runs import assert_same_training, losses, run
+from tests.e2e.runs import adapter, assert_same_training, losses, run
+from tests.e2e.sweeps import learned
 
 DROPOUT = {"experts": False, "dropout": 0.2}
 
@@ -43,6 +46,13 @@ def test_two_ranks_talk(scene: str, forked) -> None:
         assert silent_s > speaker_s
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(2,), (2, 2)])
+def test_ranks_add_up_in_their_order(sizes, forked) -> None:
+    ranks = forked.start_machines("sums_in_order", sizes=sizes, module="tests.e2e.scenes")
+    assert [rank.end() for rank in ranks] == [0] * sum(sizes), [rank.shown for rank in ranks]
+
+
 # ---------------------------------------------------------------------------------------- training
 
 
@@ -61,6 +71,31 @@ def test_two_ranks_train_as_one_process_does(tmp_path, write_recipe, machine_fil
     assert sorted(path.name for path in (tmp_path / "two").iterdir()) == sorted(
         path.name for path in (tmp_path / "one").iterdir()
     )
+
+
+@pytest.mark.slow
+def test_gradients_added_up_by_layer_and_at_the_end_have_the_same_bits(
+    tmp_path, write_recipe, machine_file, forked
+) -> None:
+    # the front, the norm and the head train too, and belong to no layer
+    adapter_section = {"experts": False, "modules_to_save": ["norms", "embed_tokens"]}
+    words = ("finetune", write_recipe(adapter=adapter_section), "--machine", machine_file)
+    runs = {when: tmp_path / when for when in ("by_layer", "at_end", "bf16")}
+    for name, run_dir in runs.items():
+        setting = "train.reduce_dtype=bf16" if name == "bf16" else f"train.reduce_gradients={name}"
+        ranks = forked.start_ranks(*words, setting, f"output.dir={run_dir}")
+        assert [rank.end() for rank in ranks] == [0, 0], [rank.shown for rank in ranks]
+    assert learned(runs["by_layer"]) == learned(runs["at_end"])
+    mine, other = adapter(runs["by_layer"]), adapter(runs["at_end"])
+    assert mine.keys() == other.keys()
+    assert all(torch.equal(mine[name], other[name]) for name in other)
+    rounded = adapter(runs["bf16"])
+    assert any(not torch.equal(rounded[name], other[name]) for name in other)
+    close = zip(losses(runs["bf16"]), losses(runs["by_layer"]), strict=True)
+    assert all(abs(a - b) < 0.01 * b for a, b in close)
+    ops = json.loads((runs["by_layer"] / "measured.json").read_text())["timeline"]
+    sums = [op["layer"] for op in ops if op["lane"] == "network"]
+    assert sums == [*reversed(range(max(s for s in sums if s is not None) + 1)), None]
 
 
 @pytest.mark.long
@@ -161,6 +196,8 @@ def test_a_killed_rank_ends_the_launch_which_names_it(tmp_path, write_recipe, ma
             "memory", "OutOfMemoryError: CUDA out of memory.", marks=pytest.mark.exhaustive
         ),
         pytest.param("bug", "KeyError: 'layer'", marks=pytest.mark.exhaustive),
+        # rank 0 is ahead, and waits for the sum of the layer
+        ("late in a visit", "error (rank 1): a copy failed; every copy must complete"),
     ],
 )
 def test_a_rank_that_fails_in_a_visit_shows_why_and_ends_the_other(

@@ -19,6 +19,9 @@ Access = tuple[str, object, object]
 """Whether an op reads, writes or adds to a place, which, and what that then holds."""
 
 
+_OUTER: Access = ("add", ("gradients of the rank", -1), "of a step")
+
+
 class Accesses:
     """What an op does to slots, buffers and kept inputs, from its kind alone."""
 
@@ -46,6 +49,9 @@ class Accesses:
         return [] if op.carrier is None else [(mode, place, (op.layer, op.micro_batch))]
 
     def _moved(self, op: Op, layer: int, m: int | None) -> list[Access]:
+        if op.kind is Kind.REDUCE:
+            layers = [layer] if op.layer is not None else range(-1, self._last_layer + 1)
+            return [("read", ("gradients of the rank", i), "of a step") for i in layers]
         if op.kind is Kind.UPDATE:
             return [("read", ("sink", layer), None), ("write", ("weights", layer), "updated")]
         if op.kind is Kind.READ:
@@ -92,7 +98,7 @@ class Accesses:
             return [("read", "scores", "of all"), ("write", "weights of scores", None)]
         if op.kind is Kind.TAIL:
             worth: list[Access] = [("read", "weights of scores", None)] if self._is_scored else []
-            return [self._kept("read", self._last_layer + 1, m), *worth]
+            return [self._kept("read", self._last_layer + 1, m), *worth, _OUTER]
         if op.kind is Kind.BACKWARD:
             own: Access = ("read", ("graph", layer, m), None)
             if not op.has_graph:
@@ -101,8 +107,9 @@ class Accesses:
                 own = fetched if is_fetched else self._kept("read", layer, m)
             gathered = ("add", ("gradient", layer % 2), layer)
             carried = self._carried("read", op)
-            return [weights, own, *carried, *([gathered] if layer in self._trained else [])]
-        return []
+            final: Access = ("add", ("gradients of the rank", layer), "of a step")
+            return [weights, own, *carried, *([gathered] if layer in self._trained else []), final]
+        return [_OUTER] if op.kind is Kind.FRONT_BACKWARD else []
 
 
 def check_order(schedule: Schedule) -> None:

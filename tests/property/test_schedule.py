@@ -6,6 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.plan.schedule.op import Kind, Lane
+from offload.plan.schedule.passes import Passes
+from offload.plan.schedule.reduced import Reduced
 from offload.plan.schedule.residency import Residency
 from offload.plan.schedule.schedule import (
     Order,
@@ -14,6 +16,7 @@ from offload.plan.schedule.schedule import (
     TransferSizes,
     cold_ring,
     forward_schedule,
+    step_schedule,
     training_schedule,
     warm_ring,
     without_trained,
@@ -30,6 +33,13 @@ small = st.tuples(st.integers(2, 5), st.integers(2, 5), st.integers(1, 3)).map(
 orders = st.sampled_from(Order)
 
 
+def reduced(num_layers: int) -> st.SearchStrategy[Reduced]:
+    """Draw what crosses the network: of any layer, and of all else, there may be nothing."""
+    num_bytes = st.sampled_from([0, 12])
+    layers = st.tuples(*[num_bytes] * num_layers)
+    return st.builds(Reduced, layers=layers, rest=num_bytes)
+
+
 @st.composite
 def steps(draw: st.DrawFn) -> Schedule:
     """Draw a step in which anything may travel, over any ring that a pass can leave."""
@@ -43,6 +53,7 @@ def steps(draw: st.DrawFn) -> Schedule:
         decoded_bytes=tuple(draw(st.sampled_from([0, 50])) for _ in range(num_layers)),
         piece_bytes=draw(st.sampled_from([7, 100])),
         num_staging=draw(st.integers(0, 3)),
+        reduced=draw(st.sampled_from([(), (draw(reduced(num_layers)),)])),
     )
     ring = draw(st.sampled_from([warm_ring(num_slots), cold_ring(num_slots)]))
     if draw(st.booleans()):
@@ -103,6 +114,30 @@ def test_dropping_any_wait_breaks_the_order(schedule) -> None:
             ops[number] = op._replace(waits=tuple(i for i in op.waits if i != wait))
             with pytest.raises(AssertionError):
                 check_order(replace(schedule, ops=tuple(ops)))
+
+
+@given(small, orders, st.data())
+def test_ranks_with_other_micro_batches_add_up_in_the_same_order(shape, order, data) -> None:
+    num_layers, num_slots, most = shape
+    own = data.draw(st.lists(reduced(num_layers), min_size=1, max_size=2))
+
+    def sums(num: int) -> list[tuple[int | None, int | None, int]]:
+        made = step_schedule(
+            replace(TransferSizes.frozen([8] * num_layers), reduced=tuple(own)),
+            ring=warm_ring(num_slots),
+            runs=[Passes(num_trained=num, has_objective=False) for _ in own],
+            order=order,
+            trains_front=False,
+            input_bytes=(),
+        )
+        return [(op.layer, op.run, op.num_bytes) for op in made.ops if op.kind is Kind.REDUCE]
+
+    expected = [
+        (layer, run, one.rest if layer is None else one.layers[layer])
+        for layer in (*reversed(range(num_layers)), None)
+        for run, one in enumerate(own)
+    ]
+    assert sums(1) == sums(most) == [one for one in expected if one[2]]
 
 
 @given(steps())

@@ -9,6 +9,7 @@ from offload.engine.batch import LabelledBatch
 from offload.engine.low_rank import VISIT_CACHE
 from offload.engine.model.layers import LayeredModel
 from offload.engine.model.router import RouterScope, require_whole_step
+from offload.engine.passes.reducer import Reducer
 from offload.engine.passes.reference import SwitchedModel
 from offload.engine.passes.scoring import ScoredTail, Scoring
 from offload.engine.passes.tail import Tail
@@ -33,6 +34,7 @@ class Part:
         seeding: How these become a generator's seed.
         ids: Number in the run's whole step of each micro-batch that is trained on.
         router_loss: What a router loss is taken over.
+        reducer: Adds up its gradients over processes; None if there is one.
         state: What its ops find out.
     """
 
@@ -46,6 +48,7 @@ class Part:
     seeding: Seeding = NEWEST
     ids: Sequence[int] = ()
     router_loss: RouterScope = field(default_factory=RouterScope)
+    reducer: Reducer | None = None
     state: RunState = field(default_factory=RunState)
 
     @property

@@ -39,6 +39,17 @@ def trained_parameters(facts: ModelFacts, spec: AdapterSpec) -> int:
     return adapter_parameters(facts, spec) + module_parameters(facts, spec)
 
 
+@lru_cache(maxsize=64)
+def layer_parameters(facts: ModelFacts, spec: AdapterSpec) -> tuple[int, ...]:
+    """Count what trains of each layer, in forward order."""
+    if spec.whole is not None:
+        return spec.whole.layers
+    return tuple(
+        sum(map(math.prod, (*_adapter_shapes(layer, spec), *_layer_module_shapes(layer, spec))))
+        for layer in facts.layers
+    )
+
+
 def all_weights(facts: ModelFacts) -> WholeWeights:
     """Return that all weights of a model train."""
     outer = {
@@ -71,17 +82,20 @@ def adapter_tensor_sizes(facts: ModelFacts, spec: AdapterSpec) -> tuple[int, ...
 @lru_cache(maxsize=64)  # each plan that a search weighs asks
 def _adapter_tensor_shapes(facts: ModelFacts, spec: AdapterSpec) -> tuple[Shape, ...]:
     """Return every A (rank * E, d_in), B (d_out, rank * E) and magnitude."""
+    return tuple(shape for layer in facts.layers for shape in _adapter_shapes(layer, spec))
+
+
+def _adapter_shapes(layer: LayerFacts, spec: AdapterSpec) -> list[Shape]:
     shapes: list[Shape] = []
-    for layer in facts.layers:
-        for linear in adapted_linears(layer, spec):
-            counts = spec.counts_of(linear)
-            if counts is not None:
-                shapes += counts.shapes
-                continue
-            width = spec.rank_of(linear) * linear.num_experts
-            shapes += [(width, linear.d_in), (linear.d_out, width)]
-            shapes += [(linear.d_out,)] if spec.is_dora else []
-    return tuple(shapes)
+    for linear in adapted_linears(layer, spec):
+        counts = spec.counts_of(linear)
+        if counts is not None:
+            shapes += counts.shapes
+            continue
+        width = spec.rank_of(linear) * linear.num_experts
+        shapes += [(width, linear.d_in), (linear.d_out, width)]
+        shapes += [(linear.d_out,)] if spec.is_dora else []
+    return shapes
 
 
 @lru_cache(maxsize=64)

@@ -56,6 +56,21 @@ class Node:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Network:
+    """What connects the ranks of a run.
+
+    Attributes:
+        num_ranks: That it was measured between.
+        latency_s: Of adding up a few gradients, words about them included.
+        bytes_per_s: That each rank sends while it adds up many, and receives as many.
+    """
+
+    num_ranks: int
+    latency_s: Rate
+    bytes_per_s: Rate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
     """One device with its host.
 
@@ -89,6 +104,7 @@ class Machine:
         disk_bytes_per_s: Reads of a file that bypass the page cache, as stores are read; None if
             not measured.
         nodes: The host's NUMA nodes; empty if not measured.
+        network: Between the ranks that measured it; None if there was one.
     """
 
     name: str
@@ -114,6 +130,7 @@ class Machine:
     launch_s: Rate
     disk_bytes_per_s: Rate | None = None
     nodes: tuple[Node, ...] = ()
+    network: Network | None = None
 
     @property
     def is_measured(self) -> bool:
@@ -129,7 +146,10 @@ class Machine:
 
     def to_json(self) -> str:
         """Write the machine so that `from_json` returns an equal one."""
-        return json.dumps(asdict(self), indent=2) + "\n"
+        values = asdict(self)
+        if self.network is None:
+            del values["network"]  # as files of machines that know of none
+        return json.dumps(values, indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> "Machine":
@@ -143,6 +163,8 @@ class Machine:
         except (ValueError, RecursionError) as error:  # not JSON, a number too long, or too deep
             raise _bad_file(f"it is not JSON that can be read: {error}") from None
         types = {field.name: field.type for field in fields(cls)}
+        if not isinstance(values, dict) or "network" not in values:
+            del types["network"]
         _check_keys(values, types, "machine")
         return cls(**{key: _parsed(key, value, types[key]) for key, value in values.items()})
 
@@ -172,6 +194,8 @@ def _parsed(key: str, value: object, kind: object) -> Any:
         return None if value is None else _parsed(key, value, Rate)
     if kind == tuple[Node, ...]:
         return _parsed_nodes(key, value)
+    if kind == Network | None:
+        return _parsed_network(key, value)
     if kind in (Rate, Implementation):
         _check_keys(value, {"value": float, "source": str}, f"'{key}'")
         assert isinstance(value, dict)
@@ -203,6 +227,13 @@ def _parsed_nodes(key: str, value: object) -> tuple[Node, ...]:
         _check_keys(one, types, f"one of '{key}'")
         nodes.append(Node(**{name: _parsed(name, of, types[name]) for name, of in one.items()}))
     return tuple(nodes)
+
+
+def _parsed_network(key: str, value: object) -> Network:
+    types = {field.name: field.type for field in fields(Network)}
+    _check_keys(value, types, f"'{key}'")
+    assert isinstance(value, dict)
+    return Network(**{name: _parsed(name, of, types[name]) for name, of in value.items()})
 
 
 def _chosen(key: str, value: object, choices: object) -> Any:

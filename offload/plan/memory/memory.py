@@ -84,7 +84,7 @@ LABEL_BYTES, SCORE_BYTES = 8 + FP32_BYTES, 2 * FP32_BYTES
 TOKEN_BYTES, TOP_BYTES = 8, 3 * FP32_BYTES
 CUBLAS_BYTES = 2 * 32 * MIB
 FRAGMENTATION_FRAC = 0.03
-# Gradients are all-reduced in pieces of this size.
+# Gradients are added up over ranks in pieces: what is sent, and what arrives.
 GRADIENT_BUCKET_BYTES = 64 * MIB
 
 
@@ -443,7 +443,7 @@ def device_needs(
 
 def _bucket_term(facts: ModelFacts, workload: Workload, num_ranks: int) -> MemoryTerm:
     all_bytes = FP32_BYTES * trained_parameters(facts, workload.adapter)
-    num_bytes = 0 if num_ranks == 1 else min(GRADIENT_BUCKET_BYTES, all_bytes)
+    num_bytes = 0 if num_ranks == 1 else min(GRADIENT_BUCKET_BYTES, 2 * all_bytes)
     return MemoryTerm(name="gradient bucket", num_bytes=num_bytes)
 
 

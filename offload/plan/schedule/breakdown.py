@@ -46,6 +46,8 @@ def is_part(name: str) -> bool:
 
 def term_of(name: str) -> str:
     """Return the term that a part's name belongs to: compute, decode, head and loss, copy, ..."""
+    if name == WAIT + Kind.REDUCE.value:
+        return "network"
     return "copy" if name.startswith(WAIT) else _TERMS[name]
 
 

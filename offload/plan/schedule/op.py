@@ -11,6 +11,7 @@ class Lane(StrEnum):
     H2D = "h2d"
     D2H = "d2h"
     HOST = "host"
+    NETWORK = "network"
 
 
 class Kind(StrEnum):
@@ -33,6 +34,7 @@ class Kind(StrEnum):
     BACKWARD: compute a layer's gradients, after a recompute unless its graph was kept or sent.
     GRADIENT: copy a piece of the gradients of a layer's own weights to host memory (d2h).
     FRONT_BACKWARD: compute the gradients of the modules before the layers.
+    REDUCE: add up the gradients of a layer, or of all else that trains, over the ranks (network).
     OPTIMIZER: the update after the pass. Appears in timelines, never in a schedule.
     """
 
@@ -53,6 +55,7 @@ class Kind(StrEnum):
     BACKWARD = "backward"
     GRADIENT = "gradient"
     FRONT_BACKWARD = "front_backward"
+    REDUCE = "reduce"
     OPTIMIZER = "optimizer"
 
 
@@ -62,19 +65,20 @@ class Op(NamedTuple):
     Attributes:
         lane: Where it runs, after the lane's earlier ops.
         kind: What it does.
-        layer: Which layer, counted from 0.
+        layer: Which layer, counted from 0; for REDUCE none if it is of what no layer has alone.
         micro_batch: Which micro-batch of the step; with an objective, which of its passes.
         slot: The slot that a load fills, and that a visit or the decoding before it reads.
         buffer: For READ and LOAD the staging buffer, for FETCH and BACKWARD the buffer of the
             fetched layer input, for GRADIENT the buffer that is copied to the host.
         offset: First byte of a piece within its layer.
-        num_bytes: Bytes that are moved; for DECODE, bytes that are written.
+        num_bytes: Bytes that are moved; for DECODE, bytes that are written; for REDUCE, bytes that
+            this rank sends.
         has_graph: For FORWARD, whether the graph is kept, or sent if there is a carrier; for
             BACKWARD, whether one was.
         has_output: For FORWARD, whether the attention's output is recorded for the backward; for
             BACKWARD, whether the recompute is given it.
         carrier: The device buffer that a sent graph or output leaves from and comes back to.
-        run: For OBJECTIVE, the run whose loss it is, counted from 0.
+        run: For OBJECTIVE and REDUCE, the run whose loss or gradients they are, counted from 0.
         waits: Positions in the op list, always smaller than the op's own.
     """
 

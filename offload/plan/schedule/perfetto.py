@@ -18,8 +18,12 @@ def perfetto_trace(timelines: Mapping[str, Timeline]) -> str:
     events: list[dict[str, object]] = []
     for process, (name, timeline) in enumerate(timelines.items()):
         events.append(_metadata("process_name", name, process, 0))
-        for lane, thread in _LANES.items():
-            events.append(_metadata("thread_name", lane.value, process, thread))
+        used = {span.lane for span in timeline.spans}
+        events += [
+            _metadata("thread_name", lane.value, process, thread)
+            for lane, thread in _LANES.items()
+            if lane in used
+        ]
         events += [_complete_event(span, process) for span in timeline.spans]
         for number, (source, target) in enumerate(timeline.crossings()):
             events += _flow(timeline.spans[source], timeline.spans[target], process, number)

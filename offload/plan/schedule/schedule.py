@@ -42,6 +42,11 @@ known only after the last row. The log-probabilities of all label tokens are com
 a graph, then the loss, then the gradient of each micro-batch. Rows that are only scored, and all
 rows as the reference computes them, are further passes through the same visits: they add no load.
 
+Ranks. Several processes may share a step, each with its own micro-batches. In layer-major order a
+layer's gradients are final for the whole step once its backward visit ends, so they are added up
+over the ranks while the layers below compute. What several layers, front or tail share follows at
+the end. These ops have the same order on all ranks, whatever the number of their micro-batches.
+
 Runs. The micro-batches of a step need not be of one run: each may be computed with an adapter of
 its own. Runs that share the layers share every load.
 
@@ -50,13 +55,14 @@ parameters would have to be bound again at each visit. The micro-batch-major ord
 baseline that other tools use: it loads 2 * M * (L - C) layers.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from offload.plan.schedule.hazards import Line, Resource, parallel
 from offload.plan.schedule.op import Kind, Lane, Op
 from offload.plan.schedule.passes import Passes, numbered
+from offload.plan.schedule.reduced import Reduced
 from offload.plan.schedule.residency import NOTHING_SAVED, Saved
 
 PIECE_BYTES = 64 * 2**20  # a longer copy would delay others on the same copy engine
@@ -81,7 +87,7 @@ Ring = tuple[int | None, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransferSizes:
-    """What crosses the link, and in which portions.
+    """What crosses the link and the network, and in which portions.
 
     Attributes:
         layer_bytes: What one load of each layer moves, in forward order.
@@ -91,6 +97,7 @@ class TransferSizes:
         num_staging: Staging buffers of `piece_bytes` that loads pass through; 0 if the layers are
             in page-locked memory.
         updated: Layers that are updated on the host before they are loaded.
+        reduced: What of each run's gradients crosses the network; none with a single rank.
     """
 
     layer_bytes: tuple[int, ...]
@@ -99,6 +106,7 @@ class TransferSizes:
     piece_bytes: int
     num_staging: int
     updated: frozenset[int] = frozenset()
+    reduced: tuple[Reduced, ...] = ()
 
     @classmethod
     def frozen(
@@ -156,6 +164,11 @@ class Schedule:
     def d2h_bytes(self) -> int:
         """Bytes copied from device to host."""
         return sum(op.num_bytes for op in self.ops if op.lane is Lane.D2H)
+
+    @property
+    def network_bytes(self) -> int:
+        """Bytes that this rank sends to others."""
+        return sum(op.num_bytes for op in self.ops if op.lane is Lane.NETWORK)
 
 
 def cold_ring(num_slots: int) -> Ring:
@@ -228,6 +241,7 @@ def step_schedule(
         num_kept_graphs: How many layers, the last ones, are not checkpointed.
         saved: What the other layers keep or send, so that less is computed again.
     """
+    assert len(sizes.reduced) in (0, len(runs))
     assert 0 <= num_kept_graphs <= len(sizes.layer_bytes)
     assert order is Order.LAYER_MAJOR or not any(sizes.gradient_bytes)
     assert order is Order.LAYER_MAJOR or not any(run.has_objective for run in runs)
@@ -239,6 +253,7 @@ def step_schedule(
         input_bytes=input_bytes,
         first_graph=num_layers - num_kept_graphs,
         saved=saved,
+        run_of={m: i for i, _ in enumerate(sizes.reduced) for m in runs[i].trained},
     )
     trained = tuple(number for run in runs for number in run.trained)
     assert not input_bytes or len(input_bytes) == len(trained)
@@ -253,12 +268,14 @@ def step_schedule(
                 program.scored(layer, run)
         for number, run in enumerate(runs):
             program.tail(number, run, [m for m in run.trained if m in group])
-        if not trained:
-            continue
         for layer in reversed(range(num_layers)):
-            program.backward(layer, group)
-        if trains_front:
+            if trained:
+                program.backward(layer, group)
+            if group is groups[-1]:
+                program.reduce(layer)
+        if trained and trains_front:
             program.outside(Kind.FRONT_BACKWARD, group)
+    program.reduce(None)
     return program.schedule(ring)
 
 
@@ -291,6 +308,7 @@ class _Program:
     input_bytes: tuple[int, ...]
     first_graph: int
     saved: Saved = NOTHING_SAVED
+    run_of: Mapping[int, int] = field(default_factory=dict)
     lines: list[Line] = field(default_factory=list)
     decoded: int | None = None
     are_updated: set[int] = field(default_factory=set)
@@ -311,13 +329,12 @@ class _Program:
         """Write the ops before the first layer or after the last."""
         num_layers = len(self.sizes.layer_bytes)
         for m in group:
-            self.lines.append(
-                Line(
-                    ops=(Op(lane=Lane.COMPUTE, kind=kind, micro_batch=m),),
-                    reads=self._kept(num_layers, m) if kind in (Kind.SCORE, Kind.TAIL) else (),
-                    writes=self._kept(0, m) if kind is Kind.FRONT else (),
-                )
-            )
+            op = Op(lane=Lane.COMPUTE, kind=kind, micro_batch=m)
+            reads = self._kept(num_layers, m) if kind in (Kind.SCORE, Kind.TAIL) else ()
+            writes = self._kept(0, m) if kind is Kind.FRONT else ()
+            if kind in (Kind.TAIL, Kind.FRONT_BACKWARD):
+                writes = self._added_up(None, m)
+            self.lines.append(Line(ops=(op,), reads=reads, writes=writes))
 
     def apart(self, kind: Kind, group: Sequence[int]) -> None:
         """Write ops that touch no memory of other lanes."""
@@ -390,12 +407,29 @@ class _Program:
                 has_output=self.saved.has_output(layer),
                 carrier=carrier,
             )
-            writes = (gradient,) if num_bytes else ()
+            writes = (*((gradient,) if num_bytes else ()), *self._added_up(layer, m))
             self.lines.append(Line(ops=(op,), reads=(weights, *source, *carried), writes=writes))
         leaving = Op(lane=Lane.D2H, kind=Kind.GRADIENT, layer=layer, buffer=gradient[1])
         if num_bytes:
             pieces = self._pieces(leaving, num_bytes)
             self.lines.append(Line(ops=pieces, reads=(gradient,), writes=(_sink(layer),)))
+
+    def reduce(self, layer: int | None) -> None:
+        """Write the sums over ranks of a layer's gradients, or of those that are final last."""
+        for run, sizes in enumerate(self.sizes.reduced):
+            num_bytes = sizes.rest if layer is None else sizes.layers[layer]
+            if num_bytes:
+                op = Op(
+                    lane=Lane.NETWORK, kind=Kind.REDUCE, layer=layer, run=run, num_bytes=num_bytes
+                )
+                own = (_gradients(layer, run),)
+                layers = range(len(sizes.layers)) if layer is None else ()
+                read = (*own, *(_gradients(i, run) for i in layers))
+                self.lines.append(Line(ops=(op,), reads=read, writes=own))
+
+    def _added_up(self, layer: int | None, m: int) -> tuple[Resource, ...]:
+        """Return the gradients that an op adds to, if they are added up over ranks later."""
+        return (_gradients(layer, self.run_of[m]),) if m in self.run_of else ()
 
     def _load(self, layer: int) -> tuple[int, Resource]:
         """Write the load and decoding of a layer, unless its weights are already in place.
@@ -528,6 +562,10 @@ def _slot(slot: int) -> Resource:
 
 def _weights(layer: int) -> Resource:
     return ("weights", layer, 0)
+
+
+def _gradients(layer: int | None, run: int) -> Resource:
+    return ("gradients of a rank", -1 if layer is None else layer, run)
 
 
 def _sink(layer: int) -> Resource:

@@ -64,12 +64,11 @@ class Timeline:
         compute_s = sum(s.duration_s for s in self.spans if s.lane is Lane.COMPUTE)
         return max(0.0, self.step_s - compute_s)
 
-    @property
-    def exposed_update_s(self) -> float:
-        """Time in which weights are updated on the host and nothing is computed."""
+    def exposed_s(self, kind: Kind) -> float:
+        """Time in which ops of a kind run on another lane and nothing is computed."""
         computing = sorted((s.start_s, s.end_s) for s in self.spans if s.lane is Lane.COMPUTE)
         exposed_s = 0.0
-        for span in (s for s in self.spans if s.kind is Kind.UPDATE):
+        for span in (s for s in self.spans if s.kind is kind):
             now_s = span.start_s
             for start_s, end_s in computing:
                 if end_s > now_s and start_s < span.end_s:
@@ -105,9 +104,11 @@ class Timeline:
         """Seconds by phase, with the names of the report.
 
         Compute phases and `stall` add up to `step`; `h2d`, `d2h`, `reads` and `updates` overlap
-        with them. `exposed updates` are the part of `updates` in which nothing is computed.
+        with them. `exposed updates` are the part of `updates` in which nothing is computed. With
+        several ranks there are `network`, their sums of gradients with the waits for other ranks,
+        and `exposed network`.
         """
-        return {
+        phases = {
             "step": self.step_s,
             "forward": self.busy_s(Kind.FRONT, Kind.FORWARD, Kind.REFERENCE),
             "decode": self.busy_s(Kind.DECODE),
@@ -117,9 +118,13 @@ class Timeline:
             "d2h": self.busy_s(Kind.STASH, Kind.SEND, Kind.GRADIENT),
             "reads": self.busy_s(Kind.READ),
             "updates": self.busy_s(Kind.UPDATE),
-            "exposed updates": self.exposed_update_s,
+            "exposed updates": self.exposed_s(Kind.UPDATE),
             "stall": self.stall_s,
         }
+        if any(span.kind is Kind.REDUCE for span in self.spans):
+            phases["network"] = self.busy_s(Kind.REDUCE)
+            phases["exposed network"] = self.exposed_s(Kind.REDUCE)
+        return phases
 
     def to_json(self) -> str:
         """Return the spans as one JSON array, a row per op."""

@@ -129,6 +129,8 @@ class Costs:
         objective_s: Its loss and the gradient by the log-probabilities, once per step.
         num_scored: Micro-batches that are only scored, for each that is trained on.
         num_references: Micro-batches that a reference scores, for each that is trained on.
+        network_latency_s: Fixed time of adding up gradients over ranks.
+        network_bytes_per_s: Rate at which each rank sends meanwhile.
         runs: Of each run of a shared step, of which the rest is then the mean; none for one run.
     """
 
@@ -149,6 +151,8 @@ class Costs:
     top_s: float = 0.0
     num_scored: float = 0.0
     num_references: float = 0.0
+    network_latency_s: float = 0.0
+    network_bytes_per_s: float = math.inf
     runs: tuple["RunCosts", ...] = ()
 
     @property

@@ -172,6 +172,18 @@ def test_a_run_goes_on_with_the_router_loss_over_what_it_began_with(tmp_path, re
         run.require_same_recipe(as_begun(recipe.model_copy(update={"train": asked}), run.begun()))
 
 
+def test_a_run_goes_on_to_add_up_gradients_when_it_began_to(tmp_path, recipe) -> None:
+    run = RunDir(tmp_path)
+    run.start(recipe, experts_implementation=None)
+    assert as_begun(recipe, run.begun()).train.reduce_gradients == "by_layer"
+    lines = run.recipe_file.read_text().splitlines(keepends=True)[1:-1]
+    before = "".join(line for line in lines if not line.startswith("  reduce_"))
+    assert len(before) < len("".join(lines))
+    run.recipe_file.write_text(sealed_yaml(before))  # of a run before there were the settings
+    assert as_begun(recipe, run.begun()).train.reduce_gradients == "at_end"
+    run.require_same_recipe(as_begun(recipe, run.begun()))
+
+
 def test_a_recipe_of_a_run_that_is_no_text_is_refused(tmp_path, recipe) -> None:
     run = RunDir(tmp_path)
     run.start(recipe, experts_implementation=None)

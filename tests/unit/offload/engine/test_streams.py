@@ -57,9 +57,21 @@ def test_what_fails_on_the_copy_lane_is_raised_and_can_be_aborted(device: CpuDev
     device.finish()
 
 
+def test_what_fails_last_on_a_lane_is_raised_too(device: CpuDevice) -> None:
+    def fail() -> None:
+        raise OSError("the network is down")
+
+    device.begin()
+    device.submit(Lane.NETWORK, [], fail)
+    with pytest.raises(TransferError, match=r"the network lane failed: .*the network is down"):
+        device.settle()
+    device.abort()
+    device.settle()
+
+
 def test_the_lanes_end_when_the_device_is_closed() -> None:
     before = threading.active_count()
     device = CpuDevice()
-    assert threading.active_count() == before + 3
+    assert threading.active_count() == before + 4
     device.close()
     assert threading.active_count() == before

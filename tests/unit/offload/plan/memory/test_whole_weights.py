@@ -174,8 +174,8 @@ def test_a_slow_memory_exposes_updates_and_the_bound_holds() -> None:
     assert updates_s == pytest.approx(
         sum(slow.facts.num_parameters for _ in [0]) * 26 / 2e9, rel=0.2
     )
-    assert fast.predict().exposed_update_s < 0.3 * fast.predict().busy_s(Kind.UPDATE)
-    assert slow.predict().exposed_update_s > 0.5 * updates_s
+    assert fast.predict().exposed_s(Kind.UPDATE) < 0.3 * fast.predict().busy_s(Kind.UPDATE)
+    assert slow.predict().exposed_s(Kind.UPDATE) > 0.5 * updates_s
     for one in (fast, slow):
         assert one.bound_s <= one.step_s * (1 + 1e-9)
         assert one.bound_s > 0.9 * one.step_s

@@ -1,0 +1,67 @@
+"""What of a request's gradients its ranks send each other, and over what."""
+
+from dataclasses import replace
+
+from offload.plan.facts.facts import ModelFacts
+from offload.plan.facts.trainable import layer_parameters, trained_parameters
+from offload.plan.machine.machine import Machine, Network, Rate
+from offload.plan.request import PlanRequest
+from offload.plan.schedule.reduced import Reduced
+from offload.plan.time.costs import Costs
+
+# Until a launch measures them. Between machines 1 Gb/s Ethernet, of which TCP leaves 0.94.
+ETHERNET = Rate(value=0.94e9 / 8, source="assumed: 1 Gb/s Ethernet")
+NETWORK_LATENCY = Rate(value=1e-3, source="assumed")
+
+
+def reduced_of(facts: ModelFacts, request: PlanRequest) -> tuple[Reduced, ...]:
+    """Return what of each run's gradients is added up over ranks; nothing with a single rank.
+
+    Weights that train on the host are those of a single rank.
+    """
+    if request.num_ranks == 1 or request.typical.adapter.whole is not None:
+        return ()
+    return tuple(_reduced(facts, run) for run in request.runs)
+
+
+def _reduced(facts: ModelFacts, run: PlanRequest) -> Reduced:
+    spec = run.typical.adapter
+    layers = layer_parameters(facts, spec)
+    if not run.reduction.is_by_layer:
+        layers = (0,) * len(layers)
+    return Reduced.of(
+        layers,
+        trained_parameters(facts, spec) - sum(layers),
+        element_bytes=run.reduction.element_bytes,
+        num_ranks=run.num_ranks,
+    )
+
+
+def network_of(machine: Machine, request: PlanRequest) -> Network:
+    """Return what connects the ranks: as measured, or assumed.
+
+    On one machine they exchange through host memory, at the rate of its copies to a device.
+    """
+    if machine.network is not None:
+        return machine.network
+    is_one_machine = request.local_ranks == request.num_ranks
+    copies = machine.h2d_duplex_bytes_per_s
+    return Network(
+        num_ranks=request.num_ranks,
+        latency_s=NETWORK_LATENCY,
+        bytes_per_s=replace(copies, source=f"assumed: a copy, {copies.source}")
+        if is_one_machine
+        else ETHERNET,
+    )
+
+
+def with_network(costs: Costs, machine: Machine, request: PlanRequest) -> Costs:
+    """Return the costs of a step whose ranks add up their gradients."""
+    if request.num_ranks == 1:
+        return costs
+    network = network_of(machine, request)
+    return replace(
+        costs,
+        network_latency_s=network.latency_s.value,
+        network_bytes_per_s=network.bytes_per_s.value,
+    )
