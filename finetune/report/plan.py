@@ -13,7 +13,7 @@ from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.optimizer import host_update_bytes
 from offload.plan.facts.trainable import adapter_parameters, trained_parameters
 from offload.plan.machine.machine import Implementation, Machine, Rate
-from offload.plan.plan import Plan
+from offload.plan.plan import Plan, exchange_s, exchanged_bytes
 from offload.plan.schedule.op import Kind
 from offload.plan.schedule.residency import Residency
 from offload.plan.time.roofline import Count, layer_flops
@@ -136,6 +136,35 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "host_memory": {term.name: term.num_bytes for term in plan.host_memory},
         },
     }
+
+
+def gpus_json(plan: Plan) -> dict[str, Any]:
+    """Return how GPUs of a machine share the step; memory of the device is that of each."""
+    return {
+        "num_gpus": plan.request.num_ranks,
+        "most_micro_batches": plan.request.rank_micro_batches,
+        "exchanged_bytes": exchanged_bytes(plan.facts, plan.request),
+        "exchange_s": exchange_s(plan.facts, plan.machine, plan.request),
+    }
+
+
+def gpus_lines(plan: Plan) -> list[str]:
+    """Return the same in words, and what is assumed."""
+    request, machine = plan.request, plan.machine
+    if request.num_ranks == 1 or machine.device == "cpu":
+        return []
+    exchanged_s = exchange_s(plan.facts, machine, request)
+    most_bytes_per_s = request.local_ranks * plan.costs.h2d_bytes_per_s
+    exchange = f"; adding up gradients takes {shown_time(exchanged_s)}" if exchanged_s else ""
+    lines = [
+        f"{request.num_ranks} share the step, each with at most {request.rank_micro_batches} of its"
+        f" {request.num_micro_batches} micro-batches{exchange}",
+        f"VRAM is of each, RAM of all{', layers in it once' if request.num_slabs == 1 else ''}",
+    ]
+    if plan.schedule.num_loads:
+        rate = f"{most_bytes_per_s / 1e9:,.0f} GB/s"
+        lines.append(f"assumed: a link for each, and {rate} for all of them at once")
+    return lines
 
 
 def _objective_json(plan: Plan) -> dict[str, Any] | None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from offload.plan.facts.facts import ModelFacts
+from offload.plan.facts.trainable import trained_parameters
 from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.machine import ExpertsImplementation, Machine
 from offload.plan.memory.memory import MemoryTerm, total_bytes
@@ -33,6 +34,7 @@ from offload.plan.step import (
 )
 from offload.plan.time.bounds import r3_bound_s
 from offload.plan.time.costs import Costs, LayerCost, RunCosts, price, with_objective
+from offload.plan.time.roofline import all_reduce_bytes
 from offload.plan.time.shared import shared_costs
 
 
@@ -189,8 +191,32 @@ def plan(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Plan:
     return laid_out(needs, costs, residency)
 
 
+def exchanged_bytes(facts: ModelFacts, request: PlanRequest) -> float:
+    """Return what adding up the gradients of ranks moves through the link of each, once a step."""
+    return sum(
+        all_reduce_bytes(
+            num_parameters=trained_parameters(facts, run.typical.adapter),
+            num_cards=request.num_ranks,
+        )
+        for run in request.runs
+    )
+
+
+def exchange_s(facts: ModelFacts, machine: Machine, request: PlanRequest) -> float:
+    """Return the time of it, through links that are busy in both directions.
+
+    It is priced for GPUs of one machine: no rate is known of a network, nor of ranks on a CPU.
+    """
+    if machine.device == "cpu" or request.most_local_ranks is not None:
+        return 0.0
+    return exchanged_bytes(facts, request) / machine.h2d_duplex_bytes_per_s.value
+
+
 def costs_of(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Costs:
-    """Price the ops of a request, each of a run with its own adapter."""
+    """Price the ops of a request, each of a run with its own adapter.
+
+    The update of ranks begins with the sum of their gradients.
+    """
     if request.others:
         runs = [
             RunCosts(costs=costs_of(facts, machine, run), passes=run.passes(run.rank_micro_batches))
@@ -208,6 +234,9 @@ def costs_of(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Costs
         num_disk_readers=request.num_disk_readers,
         graph_bytes={x: one.sent_graph for x, one in visits.items()},
     )
+    if request.num_ranks > 1:
+        exchanged_s = exchange_s(facts, machine, request)
+        costs = replace(costs, optimizer_s=costs.optimizer_s + exchanged_s)
     if request.objective is None:
         return costs
     return with_objective(

@@ -6,7 +6,7 @@ import pytest
 from offload.errors import DoesNotFitError
 from offload.plan.machine.machine import GIB, Machine, Rate, named_machine
 from offload.plan.memory.traced import TracedBytes
-from offload.plan.plan import Plan, calibrate, plan, with_costs
+from offload.plan.plan import Plan, calibrate, exchange_s, exchanged_bytes, plan, with_costs
 from offload.plan.request import PlanRequest
 from offload.plan.schedule.op import Kind
 from offload.plan.schedule.schedule import NUM_STAGING, PIECE_BYTES
@@ -216,10 +216,24 @@ def test_ranks_share_the_micro_batches_and_not_the_step() -> None:
     assert shared.tokens_per_step == alone.tokens_per_step
     assert shared.request.rank_micro_batches == 4  # the one with most of them
     assert shared.schedule.num_loads == alone.schedule.num_loads
-    assert (
-        shared.step_s
-        == plan(FACTS, CARD, replace(REQUEST, num_slots=4, num_micro_batches=4)).step_s
-    )
+    four = plan(FACTS, CARD, replace(REQUEST, num_slots=4, num_micro_batches=4))
+    assert shared.predict().step_s == four.predict().step_s
+
+
+@pytest.mark.parametrize("num", [2, 4])
+def test_ranks_add_up_their_gradients_in_a_ring_once_a_step(num: int) -> None:
+    asked = replace(REQUEST, num_slots=4, num_micro_batches=4)
+    alone, shared = (plan(FACTS, CARD, replace(asked, num_ranks=n)) for n in (1, num))
+    rank, targets = REQUEST.typical.adapter.rank, REQUEST.typical.adapter.targets
+    adapted = [x for layer in FACTS.layers for x in layer.linears if x.name in targets]
+    gradient_bytes = 4 * sum(rank * (x.d_in + x.d_out) for x in adapted)
+    # each card sends and gets every part but one, twice: the sums, and then what they are
+    moved_bytes = 2 * gradient_bytes * (num - 1) / num
+    assert exchanged_bytes(FACTS, shared.request) == pytest.approx(moved_bytes, rel=1e-12)
+    took_s = shared.costs.optimizer_s - alone.costs.optimizer_s
+    assert took_s == pytest.approx(moved_bytes / CARD.h2d_duplex_bytes_per_s.value)
+    cpu = replace(CARD, device="cpu", vram_bytes=256 * GIB, ram_bytes=256 * GIB)
+    assert exchange_s(FACTS, cpu, shared.request) == 0.0
 
 
 def test_ranks_that_fit_one_by_one_and_not_together_are_refused_with_the_fix() -> None:
@@ -294,7 +308,9 @@ def test_ranks_of_another_machine_take_none_of_this_ones_memory() -> None:
         on_two = plan(FACTS, roomy, replace(four, most_local_ranks=2))
         pair = plan(FACTS, roomy, replace(four, num_ranks=2))
         assert on_two.host_bytes == pair.host_bytes < plan(FACTS, roomy, four).host_bytes
-        assert on_two.step_s == plan(FACTS, roomy, four).step_s
+        # no rate is known of the network, so its exchange is not in the plan
+        assert on_two.predict().step_s == plan(FACTS, roomy, four).predict().step_s
+        assert on_two.costs.optimizer_s < plan(FACTS, roomy, four).costs.optimizer_s
 
 
 def test_ranks_share_the_disk() -> None:
