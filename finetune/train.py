@@ -12,6 +12,7 @@ from pathlib import Path
 from finetune import interrupts
 from finetune.env import launch_notes
 from finetune.errors import ApartError
+from finetune.planning.ranks import require_micro_batch_per_rank, require_one_rank
 from finetune.planning.request import facts_of
 from finetune.recipe.recipe import Recipe, with_layer_kernels, with_packing
 from finetune.report.choice import choice_json, choice_tables
@@ -203,8 +204,8 @@ def _opened(start: Start, run_dir: RunDir, ranks: Ranks, *, adapter: str | None)
     if is_resume:
         recipe = as_begun(recipe, ranks.from_main(run_dir.begun))
     ranks.require_same("settings", lambda: _shared_settings(recipe))
-    preflight.require_micro_batch_per_rank(recipe.train, num_ranks=ranks.num)
-    preflight.require_one_rank(recipe.train, num_ranks=ranks.num)
+    require_micro_batch_per_rank(recipe.train, num_ranks=ranks.num)
+    require_one_rank(recipe.train, num_ranks=ranks.num)
     preflight.require_loggers(recipe.report.log_to)
     if recipe.adapter.init_from is not None:
         _, notes = preflight.adapter_to_go_on_from(

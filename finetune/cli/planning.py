@@ -37,6 +37,10 @@ def plan(
     ] = None,
     ram: Ram = None,
     link: Link = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(min=1, max=16, help="GPUs of the machine, which share a step and its RAM."),
+    ] = None,
     wants_ways: Annotated[
         bool, typer.Option("--what-if", help="Price other ways to hold, move and share the model.")
     ] = False,
@@ -56,6 +60,7 @@ def plan(
         from finetune.commands.plan import HostOptions, form_of, planned, planned_runs
         from finetune.recipe.grid import named_variants
 
+        host = HostOptions(ram_gib=ram, link_gb_per_s=link, num_gpus=gpus)
         if sweep or runs is not None or named_variants(model) is not None:
             flag = "--machines" if machines else "--what-if" if wants_ways else None
             if flag is not None:
@@ -70,7 +75,7 @@ def plan(
                 grid=sweep or [],
                 num_runs=runs,
                 machine=machine,
-                host=HostOptions(ram_gib=ram, link_gb_per_s=link),
+                host=host,
                 form=form_of(as_json=as_json, as_markdown=as_markdown, is_verbose=is_verbose),
                 note=warn,
             )
@@ -81,7 +86,7 @@ def plan(
             overrides or [],
             machine=machine,
             machines=machines,
-            host=HostOptions(ram_gib=ram, link_gb_per_s=link),
+            host=host,
             wants_ways=wants_ways,
             form=form_of(as_json=as_json, as_markdown=as_markdown, is_verbose=is_verbose),
             note=warn,

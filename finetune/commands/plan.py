@@ -1,8 +1,9 @@
 """What `plan` and `fit` show: one plan, a table of machines, or a table of models."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 from rich.console import Group, RenderableType
@@ -29,6 +30,7 @@ from finetune.planning.compare import (
     slowest_card,
     trained_models,
 )
+from finetune.planning.ranks import require_gpus
 from finetune.planning.request import find_machine, with_backend
 from finetune.planning.runs import plan_variants, variants_of
 from finetune.planning.subject import Subject, subject_of
@@ -36,7 +38,7 @@ from finetune.report import choice as choice_report
 from finetune.report.energy import plan_cost
 from finetune.report.format import shown_gib
 from finetune.report.host_map import host_map
-from finetune.report.plan import plan_json, plan_tables
+from finetune.report.plan import gpus_json, plan_json, plan_tables
 from finetune.report.runs import runs_json, runs_tables
 from finetune.report.summary import plan_summary
 from finetune.report.what_if import what_if_json, what_if_table
@@ -53,6 +55,7 @@ from offload.plan.machine.machine import (
 from offload.plan.what_if.what_if import NUM_CARDS, what_if
 
 Form = Literal["table", "verbose", "json", "markdown"]
+GPUS = "--gpus"
 
 
 def form_of(*, as_json: bool, as_markdown: bool, is_verbose: bool) -> Form:
@@ -71,10 +74,17 @@ def form_of(*, as_json: bool, as_markdown: bool, is_verbose: bool) -> Form:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostOptions:
-    """The host memory and link of a named card; None means the assumed value."""
+    """What a card is planned with.
+
+    Attributes:
+        ram_gib: Host memory of a named card; None means the assumed value.
+        link_gb_per_s: The link of a named card; likewise.
+        num_gpus: Cards of the machine, which share a step; None plans for one, and says so nowhere.
+    """
 
     ram_gib: float | None
     link_gb_per_s: float | None
+    num_gpus: int | None = None
 
     def machine(self, name: str, *, dtype: Dtype) -> Machine:
         """Return a named card with this host memory and link, or the machine of a file."""
@@ -127,14 +137,20 @@ def planned(
             limit="a table of machines has a line for each, and no more",
             hint=f"leave out `{flag}`, or `--machines`",
         )
+    if host.num_gpus is not None and wants_ways:
+        raise ConfigError(
+            f"--gpus {host.num_gpus} with --what-if",
+            limit="other ways are priced for one GPU, and for several alongside",
+            hint="leave out `--gpus`, or `--what-if`",
+        )
     subject = subject_of(model, overrides)
     dtype = subject.recipe.model.dtype
     if machines is not None:
         names = machine_names(machines, dtype=dtype)
         cards = [host.machine(name, dtype=dtype) for name in names]
-        return _by_machine(subject, cards, form=form)
+        return _by_machine(subject, cards, num_gpus=host.num_gpus, form=form)
     here = _one_machine(machine, host, dtype=dtype, note=note)
-    return _one_plan(subject, here, wants_ways=wants_ways, form=form)
+    return _one_plan(subject, here, num_gpus=host.num_gpus, wants_ways=wants_ways, form=form)
 
 
 def _one_machine(
@@ -154,18 +170,20 @@ def _one_machine(
 
 @uncollected()
 def _one_plan(
-    subject: Subject, machine: Machine, *, wants_ways: bool, form: Form
+    subject: Subject, machine: Machine, *, num_gpus: int | None, wants_ways: bool, form: Form
 ) -> RenderableType:
-    recipe, facts = subject.recipe, subject.facts
+    recipe, facts, num = subject.recipe, subject.facts, num_gpus or 1
+    require_gpus(recipe.train, machine, num_gpus=num, setting=GPUS)
     notes = [*subject.notes, *machine_notes(machine, dtype=recipe.model.dtype)]
     here = with_backend(recipe, facts, machine)
-    choice = choose(facts, here, full_requests(recipe, facts, num_ranks=1))
+    choice = choose(facts, here, full_requests(recipe, facts, num_ranks=num))
     made = choice.plan
     ways = what_if(made, num_cards=NUM_CARDS) if wants_ways else None
     if form == "json":
         figures = plan_json(made) | choice_report.choice_json(choice)
         figures |= {"notes": notes}
         figures["energy"] |= plan_cost(made, recipe.report)
+        figures |= {} if num_gpus is None else {"gpus": gpus_json(made)}
         return _json(figures | (what_if_json(ways) if ways else {}))
     shown: list[RenderableType] = [*map(Text, notes), plan_summary(choice, recipe.report)]
     if form == "verbose":
@@ -213,22 +231,31 @@ def planned_runs(
     first = variants.subjects[0]
     dtype = first.recipe.model.dtype
     named = _one_machine(machine, host, dtype=dtype, note=note)
-    here = with_backend(first.recipe, first.facts, named)
+    here, num = with_backend(first.recipe, first.facts, named), host.num_gpus or 1
+    for recipe in variants.recipes:
+        require_gpus(recipe.train, here, num_gpus=num, setting=GPUS)
     with uncollected():
-        found = plan_variants(variants, here)
+        found = plan_variants(variants, here, num_ranks=num)
     are_steps_known = variants.num_steps is not None
     notes = [*first.notes, *machine_notes(here, dtype=dtype)]
     if form == "json":
         figures = runs_json(found, variants.names, are_steps_known=are_steps_known)
+        figures |= {} if host.num_gpus is None else {"num_gpus": num}
         return _json({"machine": here.name, **figures, "notes": notes})
+    notes += _shared_by(num)
     return Group(
         *map(Text, notes), runs_tables(found, variants.names, are_steps_known=are_steps_known)
     )
 
 
 @uncollected()
-def _by_machine(subject: Subject, machines: Sequence[Machine], *, form: Form) -> RenderableType:
-    found = compare_on_cards(subject, machines)
+def _by_machine(
+    subject: Subject, machines: Sequence[Machine], *, num_gpus: int | None, form: Form
+) -> RenderableType:
+    num = num_gpus or 1
+    for machine in machines:
+        require_gpus(subject.recipe.train, machine, num_gpus=num, setting=GPUS)
+    found = compare_on_cards(subject, machines, num_ranks=num)
     first = found[0]
     title = (
         f"{subject.name}: {first.tokens_per_step:,} tokens per step in sequences of"
@@ -237,8 +264,16 @@ def _by_machine(subject: Subject, machines: Sequence[Machine], *, form: Form) ->
     rows = machine_rows(found)
     dtype = subject.recipe.model.dtype
     of_cards = (note for machine in machines for note in machine_notes(machine, dtype=dtype))
-    notes = (*subject.notes, *of_cards)
-    return _shown(title, MACHINE_COLUMNS, rows, found, form, notes=notes)
+    notes = (*subject.notes, *of_cards, *_shared_by(num))
+    more = {} if num_gpus is None else {"num_gpus": num_gpus}
+    return _shown(title, MACHINE_COLUMNS, rows, found, form, notes=notes, more=more)
+
+
+def _shared_by(num_gpus: int) -> list[str]:
+    """Return a note on figures of several GPUs."""
+    if num_gpus == 1:
+        return []
+    return [f"{num_gpus} GPUs of a machine share each step: VRAM is of each, RAM is of all"]
 
 
 @uncollected()
@@ -320,9 +355,10 @@ def _shown(
     form: Form,
     *,
     notes: Sequence[str] = (),
+    more: Mapping[str, int] = MappingProxyType({}),
 ) -> RenderableType:
     if form == "json":
-        return _json(comparisons_json(found))
+        return _json([{**one, **more} for one in comparisons_json(found)])
     if form == "markdown":
         return comparisons_markdown("\n\n".join([*notes, title]), columns, rows)
     return Group(*map(Text, notes), comparisons_table(title, columns, rows))

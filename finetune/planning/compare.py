@@ -49,7 +49,7 @@ class Comparison:
         tokens_per_step: Tokens of an optimizer step.
         tokens_per_s: Predicted; None if it does not fit.
         vram_bytes: Predicted peak of device memory; if it does not fit, the need.
-        ram_bytes: The same of host memory.
+        ram_bytes: The same of host memory, of all cards together.
         break_even_tokens: Tokens per step from which streaming is free, in micro-batches of the
             plan's size; None if they are more than any step should have.
         longest_seq_len: Of multiples of 1,024, the longest sequence that fits, within the model's
@@ -75,17 +75,24 @@ class Comparison:
     longest_limit: str | None = None
 
 
-def compare_on_cards(subject: Subject, machines: Sequence[Machine]) -> list[Comparison]:
+def compare_on_cards(
+    subject: Subject, machines: Sequence[Machine], *, num_ranks: int
+) -> list[Comparison]:
     """Plan one recipe or model on each machine, with its layers in each form.
 
     A form that the recipe leaves open is the one that its plan chooses. Layers that are more than
     the host's memory are planned on disk too, unless the recipe says where they wait.
+
+    Args:
+        subject: What is planned.
+        machines: Each with so many of its card.
+        num_ranks: Cards that share a step, in one machine.
     """
     return [
         compared
         for machine in machines
         for recipe in _forms(subject.recipe)
-        for compared in _comparisons(subject, machine, recipe)
+        for compared in _comparisons(subject, machine, recipe, num_ranks=num_ranks)
     ]
 
 
@@ -100,7 +107,7 @@ def compare_within_memory(models: Sequence[str], machine: Machine) -> list[Compa
         compared
         for subject in (model_subject(model, []) for model in models)
         for recipe in _forms(subject.recipe)
-        for one in _comparisons(subject, machine, recipe)
+        for one in _comparisons(subject, machine, recipe, num_ranks=1)
         for compared in [_with_longest(subject, machine, recipe, one)]
     ]
 
@@ -143,13 +150,15 @@ def _forms(recipe: Recipe) -> list[Recipe]:
     return [form for form in forms if not any(broken_rules(form))]
 
 
-def _comparisons(subject: Subject, machine: Machine, recipe: Recipe) -> Iterator[Comparison]:
+def _comparisons(
+    subject: Subject, machine: Machine, recipe: Recipe, *, num_ranks: int
+) -> Iterator[Comparison]:
     """Yield what a recipe gives on a machine; of layers that RAM cannot hold, from disk as well."""
-    compared = _comparison(subject, machine, recipe)
+    compared = _comparison(subject, machine, recipe, num_ranks=num_ranks)
     yield compared
     on_disk = with_offload(recipe, tier="disk")
     if "RAM" in compared.short and recipe.offload.tier == "auto" and not any(broken_rules(on_disk)):
-        other = _comparison(subject, machine, on_disk)
+        other = _comparison(subject, machine, on_disk, num_ranks=num_ranks)
         if not other.short:
             yield other
 
@@ -198,11 +207,13 @@ def fitting_lengths(
     return lengths, bisect_right(lengths, 0, key=lambda seq_len: int(is_too_long(seq_len)))
 
 
-def _comparison(subject: Subject, machine: Machine, recipe: Recipe) -> Comparison:
+def _comparison(
+    subject: Subject, machine: Machine, recipe: Recipe, *, num_ranks: int
+) -> Comparison:
     facts = subject.facts
     short: tuple[str, ...] = ()
     here = with_backend(recipe, facts, machine)
-    requests = full_requests(recipe, facts, num_ranks=1)
+    requests = full_requests(recipe, facts, num_ranks=num_ranks)
     made = chosen_plan(facts, here, requests)
     if made is None:
         made, short = plan_anyway(facts, here, nearest_request(facts, here, requests))

@@ -99,8 +99,13 @@ def variants_of(
     return found
 
 
-def plan_variants(variants: Variants, machine: Machine) -> RunsPlan:
+def plan_variants(variants: Variants, machine: Machine, *, num_ranks: int) -> RunsPlan:
     """Plan the runs together, on the machine with their expert backend.
+
+    Args:
+        variants: The runs.
+        machine: One device of it, with the host of all.
+        num_ranks: Devices that share each step.
 
     Raises:
         ConfigError: One does not fit alone.
@@ -108,10 +113,10 @@ def plan_variants(variants: Variants, machine: Machine) -> RunsPlan:
     recipes, facts = variants.recipes, variants.subjects[0].facts
 
     def planned(runs: tuple[int, ...]) -> Plan | None:
-        requests = shared_requests([recipes[run] for run in runs], facts, num_ranks=1)
+        requests = shared_requests([recipes[run] for run in runs], facts, num_ranks=num_ranks)
         return chosen_plan(facts, machine, requests)
 
-    kinds = [tuple(shared_requests([recipe], facts, num_ranks=1)) for recipe in recipes]
+    kinds = [tuple(shared_requests([recipe], facts, num_ranks=num_ranks)) for recipe in recipes]
     found = plan_runs(planned, num_steps=variants.num_steps or (1,) * len(recipes), kinds=kinds)
     if found is not None:
         return found

@@ -146,6 +146,31 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     }
 
 
+def gpus_json(plan: Plan) -> dict[str, Any]:
+    """Return how GPUs of a machine share the step; memory of the device is that of each."""
+    return {
+        "num_gpus": plan.request.num_ranks,
+        "most_micro_batches": plan.request.rank_micro_batches,
+    }
+
+
+def gpus_lines(plan: Plan) -> list[str]:
+    """Return the same in words, and what is assumed."""
+    request, machine = plan.request, plan.machine
+    if request.num_ranks == 1 or machine.device == "cpu":
+        return []
+    most_bytes_per_s = request.local_ranks * plan.costs.h2d_bytes_per_s
+    lines = [
+        f"{request.num_ranks} share the step, each with at most {request.rank_micro_batches} of its"
+        f" {request.num_micro_batches} micro-batches",
+        f"VRAM is of each, RAM of all{', layers in it once' if request.num_slabs == 1 else ''}",
+    ]
+    if plan.schedule.num_loads:
+        rate = f"{most_bytes_per_s / 1e9:,.0f} GB/s"
+        lines.append(f"assumed: a link for each, and {rate} for all of them at once")
+    return lines
+
+
 def _objective_json(plan: Plan) -> dict[str, Any] | None:
     if plan.request.objective is None:
         return None

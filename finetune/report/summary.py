@@ -32,6 +32,7 @@ from finetune.report.format import (
 from finetune.report.memory import PEAKS, MemoryRow
 from finetune.report.plan import (
     adapter_line,
+    gpus_lines,
     kept_line,
     network_line,
     objective_line,
@@ -61,7 +62,9 @@ NUM_TERMS = 3
 
 def plan_summary(choice: Choice, prices: ReportSection) -> Table:
     """Return how fast a plan is, what limits it, its memory and energy, and what runs and why."""
-    table = compact_table(f"Plan for {choice.plan.machine.name}: it fits")
+    num = choice.plan.request.local_ranks
+    name = f"{num} x {choice.plan.machine.name}" if num > 1 else choice.plan.machine.name
+    table = compact_table(f"Plan for {name}: it fits")
     for name, lines in _plan_rows(choice, prices):
         for number, line in enumerate(lines):
             table.add_row("" if number else name, line)
@@ -89,6 +92,7 @@ def _plan_rows(choice: Choice, prices: ReportSection) -> Iterator[tuple[str, Seq
     yield "step", [_step_line(plan)]
     yield "limited by", [_limit_line(plan)]
     yield "faster with", _gain_lines(choice)
+    yield "GPUs", gpus_lines(plan)
     yield from _memory_rows(plan)
     yield "energy", [plan_energy_line(plan, prices)]
     model = f"{facts.model_type}, {facts.num_layers} layers, {shown_count(facts.num_parameters)}"

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from finetune.planning.candidates import chosen_plan, full_requests, nearest_request
 from finetune.planning.collector import uncollected
+from finetune.planning.ranks import require_gpus
 from finetune.planning.request import with_backend
 from finetune.report.gantt import gantt_svg
 from finetune.report.pages import charts
@@ -93,7 +94,9 @@ class Planner:
         measured = self._here() if self._here is not None and setup.is_here else None
         planned = subject(setup, folder=self._folder)
         here = with_backend(planned.recipe, planned.facts, machine(setup, here=measured))
-        requests = full_requests(planned.recipe, planned.facts, num_ranks=setup.num_cards)
+        num_cards = setup.num_cards
+        require_gpus(planned.recipe.train, here, num_gpus=num_cards, setting="cards:")
+        requests = full_requests(planned.recipe, planned.facts, num_ranks=num_cards)
         return planned.facts, here, requests, chosen_plan(planned.facts, here, requests)
 
 

@@ -119,7 +119,7 @@ def recipe_text(setup: Setup) -> str:
     if setup.num_cards > 1:
         comments.append(
             f"# {setup.num_cards} cards: `accelerate launch --multi_gpu"
-            f" --num_processes {setup.num_cards}`; the command plans for one"
+            f" --num_processes {setup.num_cards}` shares a step among them"
         )
     if setup.model == CONFIG:
         comments.append(f"# model.path: the folder of your {CONFIG} and weights")
@@ -133,6 +133,7 @@ def command(setup: Setup) -> str:
         words.append(f"--machine {setup.card}")
         words += [] if setup.ram_gib is None else [f"--ram {setup.ram_gib:g}"]
         words += [] if setup.link_gb_per_s is None else [f"--link {setup.link_gb_per_s:g}"]
+    words += [f"--gpus {setup.num_cards}"] if setup.num_cards > 1 else []
     return " ".join(words)
 
 

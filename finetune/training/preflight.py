@@ -15,7 +15,7 @@ from finetune.model.load import set_router_loss
 from finetune.planning.candidates import choose, full_requests
 from finetune.recipe.recipe import Recipe
 from finetune.recipe.rules import broken_length_rules
-from finetune.recipe.sections import OffloadSection, TrainSection
+from finetune.recipe.sections import OffloadSection
 from finetune.report.format import shown_gib, shown_time
 from finetune.run.run_dir import RunDir
 from finetune.training.ranks import Ranks
@@ -31,28 +31,6 @@ from offload.plan.time.bounds import r3_bound_s
 
 if TYPE_CHECKING:
     import torch
-
-
-def require_micro_batch_per_rank(train: TrainSection, *, num_ranks: int) -> None:
-    """Refuse a step that leaves a rank without work.
-
-    Raises:
-        ConfigError: It has fewer micro-batches than there are ranks.
-    """
-    is_auto = train.micro_batch_size == "auto"  # at least one sequence each
-    num_micro_batches = train.global_batch_size if is_auto else train.num_micro_batches
-    if num_micro_batches < num_ranks:
-        rows = num_ranks if is_auto else train.sequences * num_ranks
-        setting = (
-            f"train.grad_accum_steps: {num_ranks}"
-            if train.tokens_per_step is None
-            else f"train.tokens_per_step: {rows * train.seq_len}"
-        )
-        raise ConfigError(
-            f"a step of {num_micro_batches} micro-batches for {num_ranks} processes",
-            limit="each needs at least one micro-batch of the step",
-            hint=f"`{setting}`, or `--num_processes {num_micro_batches}`",
-        )
 
 
 def torch_device(offload: OffloadSection, ranks: Ranks) -> "torch.device":
@@ -133,20 +111,6 @@ def require_within_run(recipe: Recipe, *, num_steps: int) -> None:
     breach = next(broken_length_rules(recipe, num_steps=num_steps), None)
     if breach is not None:
         raise ConfigError(breach.what, limit=breach.limit, hint=breach.hint)
-
-
-def require_one_rank(train: TrainSection, *, num_ranks: int) -> None:
-    """Refuse several processes that would train the model's own weights.
-
-    Raises:
-        ConfigError: There are several.
-    """
-    if train.is_full and num_ranks > 1:
-        raise ConfigError(
-            f"train.what: {train.what}, with {num_ranks} processes",
-            limit="weights of the model are updated by one process, in its memory",
-            hint="`sluice finetune` without `accelerate launch`, or `train.what: adapter`",
-        )
 
 
 def adapter_to_go_on_from(path: Path, *, model: str | None) -> tuple[Path, tuple[str, ...]]:

@@ -36,6 +36,7 @@ SEED = 20261124
 REL_ERROR = 1e-12
 DRAWN: dict[str, Sequence[Any]] = {
     "model": ("qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b", "gemma-3-27b-text", "llama-3.1-70b"),
+    "num_cards": (1, 1, 2, 4),
     "card": ("rtx3060", "rtx4060ti", "rtx4090", "rtx5090", "h100"),
     "method": ("lora", "dora", "all"),
     "objective": ("sft", "dpo", "kto"),
@@ -108,7 +109,11 @@ def command_s_figures(values: dict[str, Any], folder: Path) -> dict[str, Any] | 
             [],
             machine=setup.card,
             machines=None,
-            host=HostOptions(ram_gib=setup.ram_gib, link_gb_per_s=setup.link_gb_per_s),
+            host=HostOptions(
+                ram_gib=setup.ram_gib,
+                link_gb_per_s=setup.link_gb_per_s,
+                num_gpus=setup.num_cards,
+            ),
             wants_ways=False,
             form="json",
             note=print,

@@ -8,9 +8,9 @@ import torch
 import yaml
 
 from finetune.errors import ConfigError
+from finetune.planning.ranks import require_micro_batch_per_rank
 from finetune.recipe.load import load_recipe
 from finetune.run.run_dir import RunDir, as_begun
-from finetune.training.preflight import require_micro_batch_per_rank
 from tests.e2e.runs import adapter, losses, run
 
 OPEN = {"micro_batch_size": "auto", "grad_accum_steps": None, "tokens_per_step": 6 * 64}

@@ -40,6 +40,7 @@ FLAGS = {
         "--machines",
         "--ram",
         "--link",
+        "--gpus",
         "--what-if",
         "--sweep",
         "--runs",

@@ -181,7 +181,8 @@ function show(answer, question) {
 function memoryTiles({ memory, figures: { predicted } }) {
   const device = predicted.peak_vram_bytes, host = predicted.host_bytes;
   if (memory.length === 1) return [["RAM", gib(device + host), "ram_bytes", device + host]];
-  return [["VRAM", gib(device), "peak_vram_bytes", device], ["RAM", gib(host), "host_bytes", host]];
+  const [card, all] = Number(fields.num_cards.value) > 1 ? ["VRAM of each card", "RAM of all"] : ["VRAM", "RAM"];
+  return [[card, gib(device), "peak_vram_bytes", device], [all, gib(host), "host_bytes", host]];
 }
 
 function showMemory(place) {

@@ -9,6 +9,7 @@ from typing import Literal
 
 from offload.plan.facts.attention import seen_tokens
 from offload.plan.facts.facts import LayerFacts, ModelFacts
+from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.machine.machine import Machine
 
 Count = Literal["causal", "lecture", "lecture_full"]
@@ -128,6 +129,11 @@ def forward_flops_per_token(facts: ModelFacts, *, context_tokens: int) -> float:
 def all_gather_bytes(*, num_parameters: int, dtype_bytes: int) -> int:
     """Count what sharding (FSDP) gathers per layer and pass: all its weights."""
     return num_parameters * dtype_bytes
+
+
+def all_reduce_bytes(*, num_parameters: int, num_cards: int) -> float:
+    """Count what a ring moves through each link to add up gradients, which are in fp32."""
+    return 2 * (num_cards - 1) / num_cards * FP32_BYTES * num_parameters
 
 
 def tensor_parallel_bytes(*, num_tokens: int, hidden_size: int, dtype_bytes: int) -> int:

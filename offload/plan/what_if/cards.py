@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from offload.plan.facts.facts import LayerFacts
-from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.trainable import trained_parameters
 from offload.plan.memory.memory import (
     CONTEXT,
@@ -24,7 +23,11 @@ from offload.plan.memory.memory import (
 from offload.plan.plan import Plan, with_costs
 from offload.plan.time.bounds import usual_order_bound_s
 from offload.plan.time.costs import LayerCost
-from offload.plan.time.roofline import all_gather_bytes, tensor_parallel_bytes
+from offload.plan.time.roofline import (
+    all_gather_bytes,
+    all_reduce_bytes,
+    tensor_parallel_bytes,
+)
 from offload.plan.what_if.option import (
     Figures,
     Option,
@@ -85,7 +88,7 @@ class _Cards:
     def reduced_bytes(self) -> float:
         """Bytes that the all-reduce of the gradients moves through each link."""
         count = trained_parameters(self.plan.facts, self.plan.request.typical.adapter)
-        return 2 * self.arriving_frac * FP32_BYTES * count
+        return all_reduce_bytes(num_parameters=count, num_cards=self.num)
 
     def host_bytes(self, *, has_slab: bool) -> int:
         """Return the host memory of all processes: everything but the slab is per process."""
@@ -113,11 +116,7 @@ def _copy(cards: _Cards) -> Option:
         standing="a setting",
         how=f"`--num_processes {cards.num}`",
         source=SOURCES[name],
-        figures=replace(
-            figures,
-            step_s=figures.step_s + cards.reduced_bytes / cards.bytes_per_s,
-            link_bytes=figures.link_bytes + int(cards.reduced_bytes),
-        ),
+        figures=replace(figures, link_bytes=figures.link_bytes + int(cards.reduced_bytes)),
         fits=not short,
     )
 

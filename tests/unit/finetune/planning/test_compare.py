@@ -21,6 +21,7 @@ from offload.plan.machine.machine import CARD_NAMES, GIB, named_machine
 from offload.plan.plan import plan
 
 SMALL = "qwen3-1.7b"
+GPUS = ("--gpus", 2)
 
 
 def run(*argv: object) -> int:
@@ -45,6 +46,61 @@ def test_all_machines_have_a_line_for_each_form_of_the_layers(capsys) -> None:
     lines = [(line["machine"], line["codec"]) for line in found]
     cards = [card for card in CARD_NAMES if CARDS[card].has_bf16]
     assert lines == [(card, codec) for card in cards for codec in ("native", "fp8", "nf4")]
+
+
+def test_gpus_share_the_tokens_of_a_step_and_one_slab(capsys) -> None:
+    words = ("plan", SMALL, "train.tokens_per_step=16384", "--machine", "rtx3060")
+    plain, one, two = (printed(capsys, *words, *more) for more in ((), ("--gpus", 1), GPUS))
+    assert one.pop("gpus") == {
+        "num_gpus": 1,
+        "most_micro_batches": plain["schedule"]["num_micro_batches"],
+    }
+    assert one == plain
+    assert two["schedule"]["tokens_per_step"] == plain["schedule"]["tokens_per_step"] == 16384
+    assert two["gpus"]["most_micro_batches"] == plain["schedule"]["num_micro_batches"] / 2
+    num_gradients = plain["model"]["num_adapter_parameters"]
+    assert two["network"]["num_bytes"] == 4 * num_gradients  # half of each, twice, in fp32
+    rates = [found["predicted"]["tokens_per_s"] for found in (plain, two)]
+    assert 1.8 < rates[1] / rates[0] < 2.1
+    slabs = [found["predicted"]["host_memory"]["slab"] for found in (plain, two)]
+    assert slabs[0] == slabs[1]
+    assert two["predicted"]["host_bytes"] < 2 * plain["predicted"]["host_bytes"] - slabs[0]
+
+
+def test_gpus_are_planned_in_a_table_of_cards_and_with_several_runs(capsys) -> None:
+    words = ("plan", SMALL, "train.tokens_per_step=16384")
+    lines = printed(capsys, *words, "--machines", "rtx3060", *GPUS)
+    one = printed(capsys, *words, "offload.codec=nf4", "--machine", "rtx3060", *GPUS)
+    line = next(x for x in lines if x["codec"] == "nf4")
+    assert line["num_gpus"] == 2
+    assert line["tokens_per_s"] == one["predicted"]["tokens_per_s"]
+    runs = printed(capsys, *words, "offload.codec=nf4", "--machine", "rtx3060", "--runs", 2, *GPUS)
+    assert runs["num_gpus"] == 2
+    assert runs["sharings"][0]["step_s"] == one["predicted"]["step_s"]
+
+
+def test_a_plan_of_gpus_says_whose_memory_it_is(capsys) -> None:
+    words = ("plan", SMALL, "train.tokens_per_step=16384", *GPUS)
+    assert run(*words, "--machine", "rtx3060") == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Plan for 2 x rtx3060: it fits" in text
+    assert "2 share the step, each with at most 4 of its 8 micro-batches" in text
+    assert "VRAM is of each, RAM of all, layers in it once" in text
+    assert run(*words, "--machines", "rtx3060") == 0
+    assert "VRAM is of each, RAM is of all" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (("train.tokens_per_step=2048",), "a step of 1 micro-batches for 2 processes"),
+        (("train.what=all",), "train.what: all, with 2 processes"),
+        (("--what-if",), "--gpus 2 with --what-if"),
+    ],
+)
+def test_gpus_that_cannot_share_a_step_are_refused(words, match: str, capsys) -> None:
+    assert run("plan", SMALL, "--machine", "rtx3060", *GPUS, *words) == 1
+    assert match in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("codec", ["native", "nf4"])

@@ -121,7 +121,7 @@ def test_a_tile_or_packed_weights_are_open_only_where_they_are_for_all_runs() ->
 @pytest.mark.slow
 def test_a_plan_says_what_runs_take_together_and_alone() -> None:
     variants = sweep("train.lr=1e-4,2e-4,5e-4", "adapter.rank=8,32")
-    found = plan_variants(variants, CARD)
+    found = plan_variants(variants, CARD, num_ranks=1)
     assert [sharing.num_runs for sharing in found.sharings] == [1, 2, 4, 6]
     assert len({sharing.plan.schedule.num_loads for sharing in found.sharings}) == 1
     figures = runs_json(found, variants.names, are_steps_known=False)
@@ -138,7 +138,7 @@ def test_more_runs_than_fit_train_in_waves_and_the_table_says_so() -> None:
     small = named_machine("rtx4090", ram_bytes=64 * GIB)
     settings = ("train.tokens_per_step=8192", "train.seq_len=8192", "adapter.rank=256")
     variants = variants_of(MODEL, settings, grid=[], num_runs=5)
-    found = plan_variants(variants, small)
+    found = plan_variants(variants, small, num_ranks=1)
     assert len(found.waves) > 1
     assert sum(len(wave.runs) for wave in found.waves) == 5
     console = Console(width=150)
@@ -153,7 +153,7 @@ def test_more_runs_than_fit_train_in_waves_and_the_table_says_so() -> None:
 def test_a_run_that_does_not_fit_alone_is_named() -> None:
     variants = sweep("adapter.rank=8,4096", settings=("train.tokens_per_step=2048",))
     with pytest.raises(OffloadError, match=r"adapter\.rank=4096 does not fit rtx3060"):
-        plan_variants(variants, named_machine("rtx3060"))
+        plan_variants(variants, named_machine("rtx3060"), num_ranks=1)
 
 
 def test_the_command_answers_for_a_card_as_a_table_and_as_json() -> None:

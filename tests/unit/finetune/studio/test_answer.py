@@ -47,6 +47,7 @@ def planned(words: list[str], capsys) -> dict[str, object]:
                 {"method": "all", "tokens_per_step": 2048},
                 {"model": "llama-2-7b", "ram_gib": 48.5, "link_gb_per_s": 11.5},
                 {"micro_batch_size": "auto", "tokens_per_step": 65536, "card": "h100"},
+                {"num_cards": 3, "codec": "nf4"},
             )
         ),
     ],
@@ -140,6 +141,21 @@ def test_several_cards_share_a_step(planner: Planner) -> None:
     # a little more than twice, as each holds the inputs of half the step
     assert 1.9 < two["predicted"]["tokens_per_s"] / one["predicted"]["tokens_per_s"] < 2.1
     assert planner.answer("ways", question(num_cards=2))["other_ways"] is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "what", "hint"),
+    [
+        ({"num_cards": 5}, "a step of 4 micro-batches for 5 processes", "`cards: 4`"),
+        ({"num_cards": 2, "method": "all"}, "train.what: all, with 2 processes", "`cards: 1`"),
+    ],
+)
+def test_cards_that_cannot_share_a_step_are_refused(
+    changes, what: str, hint: str, planner: Planner
+) -> None:
+    error = planner.answer("plan", question(**changes))["error"]
+    assert error["what"] == what
+    assert hint in error["hint"]
 
 
 def test_this_machine_is_measured_once_and_only_if_it_is_asked_about(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from finetune.env import Launch, launch, rank_label
 from finetune.errors import ConfigError
-from finetune.recipe.sections import OffloadSection, TrainSection
+from finetune.recipe.sections import OffloadSection
 from finetune.training import preflight
 from finetune.training.ranks import Ranks, own_micro_batches
 from finetune.training.rendezvous import join
@@ -108,23 +108,6 @@ def test_a_rank_knows_who_is_on_its_machine() -> None:
 
 
 # -------------------------------------------------------------------------------- before the start
-
-
-def train_section(**settings: int) -> TrainSection:
-    return TrainSection.model_validate({"steps": 1, "seq_len": 64, **settings})
-
-
-def test_fewer_micro_batches_than_ranks_are_refused_with_the_fix() -> None:
-    preflight.require_micro_batch_per_rank(train_section(grad_accum_steps=3), num_ranks=3)
-    with pytest.raises(
-        ConfigError,
-        match=r"a step of 3 micro-batches for 4 processes; .*\n\n"
-        r"hint: `train\.grad_accum_steps: 4`, or `--num_processes 3`",
-    ):
-        preflight.require_micro_batch_per_rank(train_section(grad_accum_steps=3), num_ranks=4)
-    by_tokens = train_section(tokens_per_step=128, micro_batch_size=2)
-    with pytest.raises(ConfigError, match=r"hint: `train\.tokens_per_step: 256`"):
-        preflight.require_micro_batch_per_rank(by_tokens, num_ranks=2)
 
 
 class _SecondOfTwo(Ranks):

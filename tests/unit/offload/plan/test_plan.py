@@ -216,10 +216,9 @@ def test_ranks_share_the_micro_batches_and_not_the_step() -> None:
     assert shared.tokens_per_step == alone.tokens_per_step
     assert shared.request.rank_micro_batches == 4  # the one with most of them
     assert shared.schedule.num_loads == alone.schedule.num_loads
-    assert (
-        shared.step_s
-        == plan(FACTS, CARD, replace(REQUEST, num_slots=4, num_micro_batches=4)).step_s
-    )
+    four = plan(FACTS, CARD, replace(REQUEST, num_slots=4, num_micro_batches=4))
+    found = shared.predict()
+    assert found.step_s - found.exposed_s(Kind.REDUCE) == pytest.approx(four.predict().step_s)
 
 
 def test_ranks_that_fit_one_by_one_and_not_together_are_refused_with_the_fix() -> None:
@@ -294,7 +293,7 @@ def test_ranks_of_another_machine_take_none_of_this_ones_memory() -> None:
         on_two = plan(FACTS, roomy, replace(four, most_local_ranks=2))
         pair = plan(FACTS, roomy, replace(four, num_ranks=2))
         assert on_two.host_bytes == pair.host_bytes < plan(FACTS, roomy, four).host_bytes
-        assert on_two.step_s == plan(FACTS, roomy, four).step_s
+        assert on_two.step_s > plan(FACTS, roomy, four).step_s  # over a slower network
 
 
 def test_ranks_share_the_disk() -> None:

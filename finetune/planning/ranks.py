@@ -1,0 +1,79 @@
+"""Whether a step can be shared: by processes of a launcher, or by GPUs that are planned for."""
+
+from finetune.errors import ConfigError
+from finetune.recipe.sections import TrainSection
+from offload.plan.machine.machine import Machine
+
+LAUNCHED = "--num_processes"  # of accelerate
+
+
+def require_micro_batch_per_rank(
+    train: TrainSection, *, num_ranks: int, setting: str = LAUNCHED
+) -> None:
+    """Refuse a step that leaves a rank without work.
+
+    Args:
+        train: The recipe's section.
+        num_ranks: Processes that share the step.
+        setting: What their number is set by.
+
+    Raises:
+        ConfigError: It has fewer micro-batches than there are ranks.
+    """
+    is_auto = train.micro_batch_size == "auto"  # at least one sequence each
+    num_micro_batches = train.global_batch_size if is_auto else train.num_micro_batches
+    if num_micro_batches < num_ranks:
+        rows = num_ranks if is_auto else train.sequences * num_ranks
+        more = (
+            f"train.grad_accum_steps: {num_ranks}"
+            if train.tokens_per_step is None
+            else f"train.tokens_per_step: {rows * train.seq_len}"
+        )
+        raise ConfigError(
+            f"a step of {num_micro_batches} micro-batches for {num_ranks} processes",
+            limit="each needs at least one micro-batch of the step",
+            hint=f"`{more}`, or `{setting} {num_micro_batches}`",
+        )
+
+
+def require_one_rank(train: TrainSection, *, num_ranks: int, setting: str = LAUNCHED) -> None:
+    """Refuse several processes that would train the model's own weights.
+
+    Args:
+        train: The recipe's section.
+        num_ranks: Processes that share the step.
+        setting: What their number is set by.
+
+    Raises:
+        ConfigError: There are several.
+    """
+    if train.is_full and num_ranks > 1:
+        raise ConfigError(
+            f"train.what: {train.what}, with {num_ranks} processes",
+            limit="weights of the model are updated by one process, in its memory",
+            hint=f"`{setting} 1`, or `train.what: adapter`",
+        )
+
+
+def require_gpus(train: TrainSection, machine: Machine, *, num_gpus: int, setting: str) -> None:
+    """Refuse a number of GPUs that cannot share a step.
+
+    Args:
+        train: The recipe's section.
+        machine: One of the GPUs, with the host of all.
+        num_gpus: How many there are.
+        setting: What their number is set by.
+
+    Raises:
+        ConfigError: The machine computes on its CPU, or the step cannot be shared.
+    """
+    if num_gpus == 1:
+        return
+    if machine.device == "cpu":
+        raise ConfigError(
+            f"{num_gpus} GPUs, but {machine.name} is a CPU",
+            limit="each GPU of a machine takes its share of a step",
+            hint=f"`{setting} 1`, or a named card",
+        )
+    require_one_rank(train, num_ranks=num_gpus, setting=setting)
+    require_micro_batch_per_rank(train, num_ranks=num_gpus, setting=setting)
