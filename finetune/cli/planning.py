@@ -17,14 +17,12 @@ from finetune.cli.arguments import (
     finite,
 )
 from finetune.cli.console import open_console, print_text, show, warn
-from finetune.env import stores_dir
+from finetune.env import launch
 from finetune.errors import ConfigError
 from finetune.exits import EXIT_USER, explained
 
 if TYPE_CHECKING:
     pass
-
-PROBE_HOST_S = 2.0
 
 
 def plan(
@@ -133,14 +131,17 @@ def probe(
         Path | None, typer.Option(help="Write it to a file for `plan --machine`.")
     ] = None,
 ) -> None:
-    """Measure this machine."""
-    with explained("this machine"):
-        from finetune.commands.plan import probed
+    """Measure this machine and, with several processes, the network between them."""
+    from finetune.training.rendezvous import join
+
+    with explained("this machine"), join(launch()) as ranks:
+        from finetune.commands.probe import probed_with_network
         from finetune.report.host_map import host_map
         from finetune.report.plan import machine_table
-        from offload.probe.host import with_host
 
-        machine = with_host(probed(dtype, note=warn), folder=stores_dir(), seconds=PROBE_HOST_S)
+        machine = probed_with_network(dtype, ranks, note=warn)
+        if not ranks.is_main:
+            return
         if save is not None:
             save.write_text(machine.to_json())
         if as_json:

@@ -368,12 +368,16 @@ def _memory_table(plan: Plan) -> Table:
 def machine_table(machine: Machine) -> Table:
     """Return a machine's rates and capacities, each with its source."""
     table = table_of(f"{machine.name} ({machine.device}, {machine.dtype})", "", "value", "source")
-    for field in fields(machine):
-        value = getattr(machine, field.name)
+    named = {field.name: getattr(machine, field.name) for field in fields(machine)}
+    if machine.network is not None:
+        between = f"network, {machine.network.num_ranks} ranks"
+        named[f"{between}: latency_s"] = machine.network.latency_s
+        named[f"{between}: bytes_per_s"] = machine.network.bytes_per_s
+    for name, value in named.items():
         if isinstance(value, Rate):
-            table.add_row(field.name, f"{value.value:.4g}", value.source)
+            table.add_row(name, f"{value.value:.4g}", value.source)
         elif isinstance(value, Implementation):
-            table.add_row(field.name, value.value, value.source)
-        elif field.name.endswith("_bytes"):
-            table.add_row(field.name, shown_gib(value), "")
+            table.add_row(name, value.value, value.source)
+        elif name.endswith("_bytes"):
+            table.add_row(name, shown_gib(value), "")
     return table

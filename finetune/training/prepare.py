@@ -14,7 +14,7 @@ from finetune.env import cache_dir, stores_dir
 from finetune.errors import ConfigError
 from finetune.model.tokenizer import load_tokenizer
 from finetune.planning.candidates import choose, requests_for, with_each_size
-from finetune.planning.request import find_machine
+from finetune.planning.request import find_machine, trained_spec
 from finetune.recipe.recipe import Recipe, with_micro_batch_size, with_offload
 from finetune.recipe.row_formats import formats_of
 from finetune.training import preflight
@@ -24,7 +24,8 @@ from finetune.training.ranks import own_micro_batches
 from finetune.training.run import Run
 from finetune.training.samples import pad_id
 from offload.plan.facts.facts import ModelFacts
-from offload.plan.machine.machine import Machine
+from offload.plan.facts.trainable import layer_parameters
+from offload.plan.machine.machine import Machine, Network
 from offload.plan.plan import Plan
 from offload.plan.request import PlanRequest
 from offload.plan.search import Choice
@@ -94,10 +95,26 @@ def measured_everywhere(
         )
     return replace(
         main,
+        network=_network(run, facts, main),
         vram_bytes=min(machine.vram_bytes for machine in machines),
         ram_bytes=min(machine.ram_bytes for machine in machines),
         pinned_bytes=min(machine.pinned_bytes for machine in machines),
     ), is_settled
+
+
+def _network(run: Run, facts: ModelFacts, main: Machine) -> Network | None:
+    """Return what connects the ranks, measured with sums of a layer's size; None for a single one.
+
+    A machine's file may know it, if it was measured between as many.
+    """
+    if run.ranks.num == 1:
+        return main.network
+    if main.network is not None and main.network.num_ranks == run.ranks.num:
+        return main.network
+    from finetune.training.world.network_probe import measure_network  # it imports torch
+
+    most = max(layer_parameters(facts, trained_spec(run.recipe, facts)))
+    return measure_network(run.ranks, device=run.device, num_elements=most)
 
 
 def measure(run: Run, facts: ModelFacts, machine_file: Path | None) -> tuple[Machine, bool]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from offload.plan.machine.machine import Machine
 from tests.e2e.ranks import accelerate_launch, output
 from tests.e2e.runs import adapter, assert_same_training, losses, run
 from tests.e2e.sweeps import learned
@@ -138,6 +139,19 @@ def test_two_ranks_resume_what_one_process_has_begun(
     assert [rank.end() for rank in ranks] == [0, 0], [rank.shown for rank in ranks]
     assert (tmp_path / "run" / "checkpoints" / last.name).is_dir()
     assert_same_training(tmp_path / "run", tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_two_ranks_measure_the_network_and_one_writes_it(tmp_path, cache, forked) -> None:
+    file = tmp_path / "here.json"
+    ranks = forked.start_ranks("probe", "--dtype", "float32", "--save", file)
+    assert [rank.end() for rank in ranks] == [0, 0], [rank.shown for rank in ranks]
+    network = Machine.from_json(file.read_text()).network
+    assert network is not None
+    assert network.num_ranks == 2
+    assert network.latency_s.source == network.bytes_per_s.source == "measured"
+    assert "network, 2 ranks: bytes_per_s" in ranks[0].shown
+    assert "Measuring" not in ranks[1].shown
 
 
 # ------------------------------------------------------------------------------------------ faults

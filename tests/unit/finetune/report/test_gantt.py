@@ -29,6 +29,9 @@ def test_both_steps_are_drawn_over_the_same_seconds() -> None:
     words = [text.text for text in ElementTree.fromstring(drawing).iter(f"{SVG}text")]
     assert words.index("predicted") < words.index("measured")
     for lane in Lane:
+        if lane is Lane.NETWORK:  # of several ranks
+            assert lane.value not in words
+            continue
         assert words.count(lane.value) == 2
     for kind in {span.kind for span in step(3, 1).spans}:  # the legend
         assert kind.value.replace("_", " ") in words

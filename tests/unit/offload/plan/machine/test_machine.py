@@ -13,6 +13,7 @@ from offload.plan.machine.machine import (
     ExpertsImplementation,
     Implementation,
     Machine,
+    Network,
     Node,
     Rate,
     described_machine,
@@ -211,7 +212,7 @@ def edited(**changes: object) -> str:
     return json.dumps(json.loads(named_machine("h100").to_json()) | changes)
 
 
-@pytest.mark.parametrize("key", [field.name for field in fields(Machine)])
+@pytest.mark.parametrize("key", [x.name for x in fields(Machine) if x.name != "network"])
 def test_a_file_without_a_key_is_refused_by_the_key(key: str) -> None:
     values = json.loads(named_machine("h100").to_json())
     del values[key]
@@ -276,6 +277,22 @@ def test_nodes_and_the_disk_survive_json_exactly() -> None:
     node = Node(number=1, num_cpus=8, ram_bytes=32 * GIB, is_near=True, copy_bytes_per_s=rate)
     machine = replace(named_machine("h100"), disk_bytes_per_s=rate, nodes=(node, node))
     assert Machine.from_json(machine.to_json()) == machine
+
+
+def test_a_network_survives_json_and_is_left_out_of_a_machine_that_knows_none() -> None:
+    network = Network(
+        num_ranks=4,
+        latency_s=Rate(value=3e-4, source="measured"),
+        bytes_per_s=Rate(value=1.17e8, source="measured"),
+    )
+    alone = named_machine("h100")
+    machine = replace(alone, network=network)
+    assert Machine.from_json(machine.to_json()) == machine
+    assert "network" not in json.loads(alone.to_json())
+    values = json.loads(machine.to_json())
+    del values["network"]["latency_s"]
+    with pytest.raises(MachineError, match="'network' has no key 'latency_s'"):
+        Machine.from_json(json.dumps(values))
 
 
 def test_a_rate_that_json_cannot_write_short_survives() -> None:

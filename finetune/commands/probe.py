@@ -1,0 +1,31 @@
+"""What `probe` measures: this machine and, with several processes, the network between them."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from finetune.commands.plan import probed
+from finetune.env import stores_dir
+from finetune.training.ranks import Ranks
+from offload.plan.machine.machine import Machine
+from offload.probe.host import with_host
+
+PROBE_HOST_S = 2.0
+
+
+def probed_with_network(dtype: str, ranks: Ranks, *, note: Callable[[str], None]) -> Machine:
+    """Return the main rank's machine, with its host and the network between the ranks."""
+
+    def own() -> Machine:
+        return with_host(probed(dtype, note=note), folder=stores_dir(), seconds=PROBE_HOST_S)
+
+    machine = ranks.from_main(own)
+    if ranks.num == 1:
+        return machine
+    from finetune.recipe.sections import OffloadSection
+    from finetune.training.preflight import torch_device
+    from finetune.training.world.network_probe import measure_network
+
+    if ranks.is_main:
+        note(f"Measuring the network between {ranks.num} processes ...")
+    network = measure_network(ranks, device=torch_device(OffloadSection(), ranks))
+    return replace(machine, network=network)
