@@ -6,7 +6,7 @@ The plan, the search among plans and the refusal all use this module.
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.machine.machine import Machine
@@ -96,20 +96,7 @@ class MemoryNeeds:
     def _host_sizes(self, residency: Residency) -> dict[str, int]:
         """Return the bytes of each term of the host's peak, by its name."""
         request = self.request
-        terms = self.fixed_host or host_terms(
-            self.facts,
-            self.machine,
-            [
-                HostLoad(
-                    workload=run.largest, num_workers=run.num_workers, num_stashed=run.num_stashed
-                )
-                for run in request.runs
-            ],
-            num_ranks=request.local_ranks,
-            num_slabs=request.num_slabs,
-            rank_device_bytes=self.on_device.peak_bytes(residency),
-        )
-        sizes = {term.name: term.num_bytes for term in terms}
+        sizes = dict(self._fixed_sizes) or self._sizes_with(residency)
         num_others = request.local_ranks - 1
         if residency.sends:
             sent_bytes = self.on_device.sent_bytes(residency)
@@ -125,6 +112,29 @@ class MemoryNeeds:
                 if name in sizes:
                     sizes[name] -= spared_bytes
         return sizes
+
+    @cached_property
+    def _fixed_sizes(self) -> dict[str, int]:
+        """The bytes of each fixed term, by its name; empty if they grow with the slots."""
+        return {term.name: term.num_bytes for term in self.fixed_host or ()}
+
+    def _sizes_with(self, residency: Residency) -> dict[str, int]:
+        """Return the bytes of each term, by its name, with all layers checkpointed."""
+        request = self.request
+        terms = host_terms(
+            self.facts,
+            self.machine,
+            [
+                HostLoad(
+                    workload=run.largest, num_workers=run.num_workers, num_stashed=run.num_stashed
+                )
+                for run in request.runs
+            ],
+            num_ranks=request.local_ranks,
+            num_slabs=request.num_slabs,
+            rank_device_bytes=self.on_device.peak_bytes(residency),
+        )
+        return {term.name: term.num_bytes for term in terms}
 
     def _num_sent_below(self, residency: Residency) -> int:
         """Return how many layers send their graphs, but for the last, whose input never leaves."""
@@ -145,14 +155,9 @@ class MemoryNeeds:
         Graphs that the request does not set are counted with a reserve, and so are those that are
         sent: a step that ran out of memory because of them would have to be planned again.
         """
-        machine, budget_bytes = self.machine, self.request.vram_budget_bytes
-        is_cuda = machine.device == "cuda"
-        device_bytes = self.on_device.peak_bytes(residency)
-        if self.request.num_kept_graphs is None:
-            graph_bytes = self.on_device.graph_bytes[residency.num_kept_graphs]
-            device_bytes += int(GRAPH_RESERVE_FRAC * graph_bytes)
+        is_cuda = self.machine.device == "cuda"
+        device_bytes, limit_bytes = self._device_bytes(residency), self._limit_bytes
         on_host = self._host_shortages(residency, computing_bytes=0 if is_cuda else device_bytes)
-        limit_bytes = min(machine.vram_bytes, budget_bytes or machine.vram_bytes)
         if device_bytes <= limit_bytes:
             return on_host
         on_device = Shortage(
@@ -162,6 +167,30 @@ class MemoryNeeds:
             limit="may be used",
         )
         return (on_device, *on_host)
+
+    @cached_property
+    def is_short(self) -> Callable[[Residency], bool]:
+        """Whether any memory is too small: a search asks for the same residencies again."""
+        return cache(
+            lambda residency: (
+                self._device_bytes(residency) > self._limit_bytes or bool(self.shortages(residency))
+            )
+        )
+
+    @cached_property
+    def _limit_bytes(self) -> int:
+        """Device memory that may be used."""
+        return min(
+            self.machine.vram_bytes, self.request.vram_budget_bytes or self.machine.vram_bytes
+        )
+
+    def _device_bytes(self, residency: Residency) -> int:
+        """Return the peak of device memory, with the reserve."""
+        device_bytes = self.on_device.peak_bytes(residency)
+        if self.request.num_kept_graphs is None:
+            graph_bytes = self.on_device.graph_bytes[residency.num_kept_graphs]
+            device_bytes += int(GRAPH_RESERVE_FRAC * graph_bytes)
+        return device_bytes
 
     def _host_shortages(
         self, residency: Residency, *, computing_bytes: int = 0
@@ -225,7 +254,7 @@ class MemoryNeeds:
             numbers, lambda n: not self._host_shortages(replace(self.least, num_kept_graphs=n))
         )
         found = Residency(num_slots=self._fewest_slots, num_kept_graphs=fewest)
-        return fewest if fewest < len(numbers) and not self.shortages(found) else 0
+        return fewest if fewest < len(numbers) and not self.is_short(found) else 0
 
     @property
     def chooses_outputs(self) -> bool:
@@ -261,17 +290,13 @@ class MemoryNeeds:
         if not self.chooses_graphs:
             return fewest
         more = range(fewest.num_kept_graphs + 1, self.facts.num_layers + 1)
-        num_more = _num_false(
-            more, lambda n: bool(self.shortages(replace(fewest, num_kept_graphs=n)))
-        )
+        num_more = _num_false(more, lambda n: self.is_short(replace(fewest, num_kept_graphs=n)))
         return replace(fewest, num_kept_graphs=fewest.num_kept_graphs + num_more)
 
     def with_outputs(self, residency: Residency) -> Residency:
         """Return the same with as many kept outputs of attention as fit."""
         more = range(1, self._most_outputs(residency) + 1)
-        num = _num_false(
-            more, lambda n: bool(self.shortages(replace(residency, num_kept_outputs=n)))
-        )
+        num = _num_false(more, lambda n: self.is_short(replace(residency, num_kept_outputs=n)))
         return replace(residency, num_kept_outputs=num)
 
     def with_outputs_first(self, residency: Residency) -> Residency:
@@ -281,23 +306,19 @@ class MemoryNeeds:
         if most.num_kept_outputs < self._most_outputs(fewest) or not self.chooses_graphs:
             return most
         numbers = range(fewest.num_kept_graphs + 1, self.facts.num_layers + 1)
-        num = _num_false(numbers, lambda n: bool(self.shortages(replace(most, num_kept_graphs=n))))
+        num = _num_false(numbers, lambda n: self.is_short(replace(most, num_kept_graphs=n)))
         more = replace(most, num_kept_graphs=fewest.num_kept_graphs + num)
         return replace(more, num_kept_outputs=self._most_outputs(more))
 
     def most_sent(self, residency: Residency) -> int:
         """Return how many more layers could send what they do not keep."""
         numbers = range(1, self._most_outputs(residency) - residency.num_kept_outputs + 1)
-        return _num_false(
-            numbers, lambda n: bool(self.shortages(replace(residency, num_sent_outputs=n)))
-        )
+        return _num_false(numbers, lambda n: self.is_short(replace(residency, num_sent_outputs=n)))
 
     def most_sent_graphs(self, residency: Residency) -> int:
         """Return how many of the layers that do not keep their graphs could send them."""
         numbers = range(1, self.facts.num_layers - residency.num_kept_graphs + 1)
-        return _num_false(
-            numbers, lambda n: bool(self.shortages(replace(residency, num_sent_graphs=n)))
-        )
+        return _num_false(numbers, lambda n: self.is_short(replace(residency, num_sent_graphs=n)))
 
     def within_layers(self, residency: Residency) -> Residency:
         """Return the same with no more kept and sent outputs than other layers are left."""
@@ -319,12 +340,12 @@ class MemoryNeeds:
         More slots always take more memory, so a binary search finds it.
         """
         fewest = self.fewest
-        if self.shortages(fewest):
+        if self.is_short(fewest):
             return None
         if self.request.num_slots is not None:
             return fewest.num_slots
         more = range(fewest.num_slots + 1, self.facts.num_layers + 1)
-        num_more = _num_false(more, lambda n: bool(self.shortages(replace(fewest, num_slots=n))))
+        num_more = _num_false(more, lambda n: self.is_short(replace(fewest, num_slots=n)))
         return fewest.num_slots + num_more
 
 

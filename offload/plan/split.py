@@ -13,7 +13,7 @@ Whole graphs may be sent too. They are tried before outputs and after them: what
 depends on the length of sequences, and either the host's memory or the link ends it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 
@@ -38,6 +38,7 @@ def _bound(needs: MemoryNeeds, costs: Costs) -> _Seconds:
     """Return the lower bound as a function of the residency, each computed once."""
     request = needs.request
     num_micro_batches = sum(run.rank_micro_batches for run in request.runs)
+    saved = costs.saver(num_micro_batches=num_micro_batches)
 
     @cache
     def step_bound(*, sends: bool) -> StepBound:
@@ -53,7 +54,7 @@ def _bound(needs: MemoryNeeds, costs: Costs) -> _Seconds:
         bound_s = step_bound(sends=residency.sends).bound_s(
             residency.num_slots,
             num_kept_graphs=residency.num_kept_graphs,
-            saved=costs.saved(residency, num_micro_batches=num_micro_batches),
+            saved=saved(residency),
         )
         return bound_s + costs.optimizer_s
 
@@ -80,7 +81,7 @@ def fastest_residency(needs: MemoryNeeds, costs: Costs) -> Residency | None:
     step_s, best = _step(needs, costs), plain
     for spend, least_gain in _ways(needs, bound_s):
         found = _fastest(needs, slots_bound_s, spend)
-        if found is None or needs.shortages(found):
+        if found is None or needs.is_short(found):
             continue
         is_faster = bound_s(found) < bound_s(best) * (1 - least_gain)
         if is_faster and step_s(found) < step_s(best) * (1 - SAME_FRAC):
@@ -184,30 +185,26 @@ def _sent_both(needs: MemoryNeeds, bound_s: _Seconds, kept: Residency) -> Iterat
 
 def _with_sent_outputs(needs: MemoryNeeds, bound_s: _Seconds, kept: Residency) -> Residency:
     """Return the same with the number of sent outputs at which the link delays the step."""
-    ways = [
-        replace(kept, num_sent_outputs=num)
-        for num in range(needs.most_sent(replace(kept, num_sent_outputs=0)) + 1)
-    ]
-    return _last_faster(ways, bound_s)
+    most = needs.most_sent(replace(kept, num_sent_outputs=0))
+    return _last_faster(lambda num: replace(kept, num_sent_outputs=num), most, bound_s)
 
 
 def _with_sent_graphs(needs: MemoryNeeds, bound_s: _Seconds, kept: Residency) -> Residency:
     """Return the same with the number of sent graphs at which the link delays the step."""
     most = needs.most_sent_graphs(kept)
-    ways = [replace(kept, num_sent_graphs=num) for num in range(most + 1)]
-    return _last_faster(ways, bound_s)
+    return _last_faster(lambda num: replace(kept, num_sent_graphs=num), most, bound_s)
 
 
-def _last_faster(ways: Sequence[Residency], bound_s: _Seconds) -> Residency:
-    """Return the last of some ways that is faster than the one before it."""
-    low, high = min(1, len(ways) - 1), len(ways) - 1
+def _last_faster(sending: Callable[[int], Residency], most: int, bound_s: _Seconds) -> Residency:
+    """Return the residency of the last number, up to the most, that is faster than one less."""
+    low, high = min(1, most), most
     while low < high:
         middle = (low + high) // 2
-        if bound_s(ways[middle + 1]) < bound_s(ways[middle]) * (1 - SAME_FRAC):
+        if bound_s(sending(middle + 1)) < bound_s(sending(middle)) * (1 - SAME_FRAC):
             low = middle + 1
         else:
             high = middle
-    return ways[low]
+    return sending(low)
 
 
 def _step(needs: MemoryNeeds, costs: Costs) -> _Seconds:

@@ -6,9 +6,9 @@ head chunk and the first backward visit, each with all kept graphs; a visit that
 layer, without any of them; the optimizer.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 from offload.plan.facts.attention import SoftmaxAttention
 from offload.plan.facts.codec import decode_workspace_bytes
@@ -202,23 +202,24 @@ class DeviceNeeds:
         """Layers whose attention could be kept or sent."""
         return sum(size > 0 for size in self.output_bytes)
 
+    @cached_property
+    def _saved(self) -> Callable[[Residency], Saved]:
+        """What each residency saves: a search asks for the same ones again."""
+        outputs = tuple((size,) if size else () for size in self.output_bytes)
+        graphs = tuple((size,) for size in self.sent_graph_bytes)
+        return cache(lambda residency: residency.saved(outputs, graphs))
+
     def sent_bytes(self, residency: Residency) -> int:
         """Return what the sent graphs and outputs take in the host's memory."""
         saved = self._saved(residency)
-        return int(self.num_micro_batches * sum(sum(saved.sent_bytes(i)) for i in saved.leaving))
+        graphs = sum(map(self.sent_graph_bytes.__getitem__, saved.graphs))
+        outputs = sum(map(self.output_bytes.__getitem__, saved.sent))
+        return int(self.num_micro_batches * (graphs + outputs))
 
     def sent_graphs_bytes(self, residency: Residency) -> int:
         """Return what of it is of whole graphs."""
         graphs = residency.sent_graphs(len(self.sent_graph_bytes))
         return int(self.num_micro_batches * sum(self.sent_graph_bytes[i] for i in graphs))
-
-    def _saved(self, residency: Residency) -> Saved:
-        return residency.saved(*self._saved_sizes)
-
-    @cached_property
-    def _saved_sizes(self) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-        outputs = tuple((size,) if size else () for size in self.output_bytes)
-        return outputs, tuple((size,) for size in self.sent_graph_bytes)
 
     def _saved_bytes(self, residency: Residency) -> tuple[int, int, int]:
         """Return router logits and outputs that wait for the backward, and buffers of what leaves.
@@ -228,9 +229,11 @@ class DeviceNeeds:
         if not (residency.has_outputs or residency.sends):
             return 0, 0, 0
         saved, num = self._saved(residency), self.num_micro_batches
-        kept = sum(self.output_bytes[layer] for layer in saved.kept)
-        largest = max((sum(saved.sent_bytes(layer)) for layer in saved.leaving), default=0)
-        routers = sum(self.router_bytes[layer] for layer in saved.graphs)
+        kept = sum(map(self.output_bytes.__getitem__, saved.kept))
+        graph = max(map(self.sent_graph_bytes.__getitem__, saved.graphs), default=0)
+        output = max(map(self.output_bytes.__getitem__, saved.sent), default=0)
+        largest = max(graph, output)
+        routers = sum(map(self.router_bytes.__getitem__, saved.graphs))
         return int(num * routers), int(num * kept), int(NUM_CARRIED * num * largest)
 
     @cached_property

@@ -50,7 +50,21 @@ class Residency:
             output_bytes: By layer and micro-batch; none for a layer whose attention is not fused.
             graph_bytes: The same of what autograd saves of a layer; none where no graph is sent.
         """
-        return _saved(self, tuple(map(tuple, output_bytes)), tuple(map(tuple, graph_bytes)))
+        num_layers = len(output_bytes)
+        graphs = self.sent_graphs(num_layers)
+        able = [
+            layer
+            for layer in range(num_layers - self.num_kept_graphs)
+            if output_bytes[layer] and layer not in graphs
+        ]
+        num_below = max(0, len(able) - self.num_kept_outputs)
+        return Saved(
+            kept=frozenset(able[num_below:]),
+            sent=_spread(tuple(able[:num_below]), self.num_sent_outputs),
+            graphs=graphs,
+            output_bytes=tuple(map(tuple, output_bytes)),
+            graph_bytes=tuple(map(tuple, graph_bytes)),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,29 +103,6 @@ class Saved:
 
 
 NOTHING_SAVED = Saved()
-
-
-@lru_cache(maxsize=2**14)
-def _saved(
-    residency: Residency,
-    output_bytes: tuple[tuple[int, ...], ...],
-    graph_bytes: tuple[tuple[int, ...], ...],
-) -> Saved:
-    num_layers = len(output_bytes)
-    graphs = residency.sent_graphs(num_layers)
-    able = [
-        layer
-        for layer in range(num_layers - residency.num_kept_graphs)
-        if output_bytes[layer] and layer not in graphs
-    ]
-    num_below = max(0, len(able) - residency.num_kept_outputs)
-    return Saved(
-        kept=frozenset(able[num_below:]),
-        sent=_spread(tuple(able[:num_below]), residency.num_sent_outputs),
-        graphs=graphs,
-        output_bytes=output_bytes,
-        graph_bytes=graph_bytes,
-    )
 
 
 @lru_cache(maxsize=2**14)

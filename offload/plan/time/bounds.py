@@ -187,14 +187,19 @@ class _Sweeps:
             link_s += step.loads_s[layer]
             before = layer - len(ring)  # the layer whose visit holds the slot
             hold_s = below_s[before] + self._hold_s(before) if before >= 0 else 0
-            way_s = max(link_s, self.read_s(missing[place:], is_ahead=True))
+            way_s = link_s
+            if step.is_staged:
+                way_s = max(link_s, self.read_s(missing[place:], is_ahead=True))
             ends_s.append(hold_s + way_s + last_s)
         if missing[0] == 0:
             ends_s.append(step.loads_s[0] + sum(visits_s))
-        updated_s = 0.0
+        updated_s = latest_s = 0.0
         for layer in missing:  # updates follow one another, each ahead of its load
             updated_s += step.costs.layers[layer].update_s
-            ends_s.append(updated_s + step.loads_s[layer] + sum(visits_s[layer:]))
+            loaded_s = updated_s + step.loads_s[layer]
+            if loaded_s > latest_s:  # or one with more visits after it was loaded as late
+                latest_s = loaded_s
+                ends_s.append(loaded_s + sum(visits_s[layer:]))
         return max(ends_s)
 
     def leaving_s(self) -> float:
@@ -246,7 +251,7 @@ class _Sweeps:
             decode_s = costs.layers[layer].decode_s
             if layer + num_slots < num_layers:
                 link_s = max(link_s, free_s[layer + num_slots]) + step.loads_s[layer]
-                now_s = max(now_s, link_s)
+                now_s = now_s if now_s > link_s else link_s
             now_s += decode_s
             free_s[layer] = now_s
             if layer == num_layers - 1:  # it is still decoded

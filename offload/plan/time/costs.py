@@ -7,7 +7,7 @@ Passes and operators are counted in the code that runs.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -192,17 +192,22 @@ class Costs:
 
     def saved(self, residency: Residency, *, num_micro_batches: int) -> Saved:
         """Return what checkpointed layers keep or send; runs have their own micro-batches."""
-        if not (residency.has_outputs or residency.sends):
-            return NOTHING_SAVED
+        return self.saver(num_micro_batches=num_micro_batches)(residency)
+
+    def saver(self, *, num_micro_batches: int) -> Callable[[Residency], Saved]:
+        """Return the same for any residency: a search asks for thousands."""
         if self.runs:
-            return residency.saved(
-                _by_run(self.runs, [_output_bytes(run.costs) for run in self.runs]),
-                _by_run(self.runs, [_graph_bytes(run.costs) for run in self.runs]),
-            )
-        return residency.saved(
-            _by_micro_batch(_output_bytes(self), num_micro_batches),
-            _by_micro_batch(_graph_bytes(self), num_micro_batches),
-        )
+            outputs = _by_run(self.runs, [_output_bytes(run.costs) for run in self.runs])
+            graphs = _by_run(self.runs, [_graph_bytes(run.costs) for run in self.runs])
+        else:
+            outputs = _by_micro_batch(_output_bytes(self), num_micro_batches)
+            graphs = _by_micro_batch(_graph_bytes(self), num_micro_batches)
+
+        def saved(residency: Residency) -> Saved:
+            is_any = residency.has_outputs or residency.sends
+            return residency.saved(outputs, graphs) if is_any else NOTHING_SAVED
+
+        return saved
 
     def load_s(self, layer: int) -> float:
         """Seconds of one load of a layer."""
