@@ -25,7 +25,7 @@ class Doubling:
     def __init__(self, engine: Engine, model: PeftModel) -> None:
         trained = [p for p in model.parameters() if p.requires_grad]
         self.own: list[list[torch.nn.Parameter]] = [[] for _ in range(NUM_LAYERS)]
-        self.rest = []
+        self.rest: list[torch.nn.Parameter] = []
         for parameter in trained:
             layer = engine.own_layers.get(id(parameter))
             (self.rest if layer is None else self.own[layer]).append(parameter)
@@ -44,17 +44,17 @@ class Doubling:
             parameter.grad *= 2
 
 
-def late_compute(_number: int, lane: Lane, body: Callable[[], None]) -> None:
-    time.sleep(0.002 if lane is Lane.COMPUTE else 0)
+def late_compute(number: int, lane: Lane, body: Callable[[], None]) -> None:
+    time.sleep(0.002 + 0.001 * (number % 2) if lane is Lane.COMPUTE else 0)
     body()
 
 
 def sharing() -> PeftModel:
     """Return a model whose first two layers share a trained parameter."""
     model = tiny("qwen3")
-    one = dict(model.named_parameters())[f"base_model.model.model.{SHARED.format(0)}"]
-    layers = model.get_base_model().model.layers
-    layers[1].self_attn.q_proj.lora_A["default"].weight = one
+    first, second = (f"base_model.model.model.{SHARED.format(layer)}" for layer in (0, 1))
+    owner = model.get_submodule(second.removesuffix(".weight"))
+    owner.register_parameter("weight", model.get_parameter(first))
     return model
 
 
