@@ -182,6 +182,7 @@ REPLACED: Mapping[str, tuple[str, str]] = {
     "global_batch_size": ("train.tokens_per_step", "49152"),
     "train_batch_size": ("train.tokens_per_step", "49152"),
     "auto_find_batch_size": ("train.micro_batch_size", "auto"),
+    "communication_data_type": ("train.reduce_dtype", "bf16"),
     "lr_scheduler_kwargs": ("train.num_cycles", "4"),
     "load_best_model_at_end": ("output.best_checkpoint", "use"),
     "metric_for_best_model": ("output.best_checkpoint", "keep"),

@@ -38,7 +38,7 @@ NUM_WARM = 2  # steps that are not counted
 def main() -> None:
     """Run all, and print a line of JSON for each run."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument(INSIDE, action="store_true")
     options = parser.parse_args()
@@ -55,7 +55,7 @@ def main() -> None:
         bench = Bench(Path(folder), other, fixed)
         free = bench.measured("by_layer", rate_bits_per_s=None)
         console.print(json.dumps(free), highlight=False)
-        even = 8 * free["sent_bytes"] / free["backward_s"]
+        even = 8 * free["sent_bytes"] / free["predicted_backward_s"]
         for factor in FACTORS:
             for when in ("by_layer", "at_end"):
                 row = bench.measured(when, rate_bits_per_s=int(factor * even))
@@ -125,6 +125,7 @@ class Bench:
             "sent_bytes": network["num_bytes"],
             "predicted_step_s": plan["predicted"]["step_s"],
             "step_s": found["step"],
+            "predicted_backward_s": plan["predicted"]["phases_s"]["backward"],
             "backward_s": found["backward"],
             "predicted_hidden_frac": network["hidden_frac"],
             "hidden_frac": 1 - found["exposed network"] / found["network"],

@@ -59,6 +59,18 @@ def break_rank_1_late_in_a_visit(failure: Exception) -> None:
         Executor._backward = broken  # type: ignore[method-assign]
 
 
+def slow_rank_1() -> None:
+    """Let each backward visit of rank 1 take longer."""
+    backward = Executor._backward
+
+    def slow(self: Executor, state: PassState, op: Op, part: Part) -> None:
+        time.sleep(0.02)
+        backward(self, state, op, part)
+
+    if launch().index == 1:
+        Executor._backward = slow  # type: ignore[method-assign]
+
+
 def kill_rank_1() -> None:
     """Kill rank 1 in its third step, unless its launcher has started it again."""
     whole = Loop.request
@@ -95,6 +107,8 @@ def main(argv: Sequence[str]) -> None:
         hang_rank_1()
     elif argv[0] == "late in a visit":
         break_rank_1_late_in_a_visit(FAILURES["named"])
+    elif argv[0] == "slow":
+        slow_rank_1()
     elif argv[0] in FAILURES:
         break_rank_1(FAILURES[argv[0]])
     elif launch().index == 1:

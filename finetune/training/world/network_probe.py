@@ -11,11 +11,11 @@ from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.machine.machine import MEASURED, Network, Rate
 from offload.plan.schedule.reduced import Reduced
 
-NETWORK_S = 1.0  # of a run's start, and of `sluice probe`
+NETWORK_S = 0.5  # of a run's start, and of `sluice probe`
 NUM_ELEMENTS = 2 * 2**20  # of the largest sum, if no layer says: 8 MiB
 FEWEST_ELEMENTS = 2**12
 FEWEST_REPEATS, MOST_REPEATS = 3, 15
-MIN_S = 1e-9  # of what bytes add to a sum; less is no measurement
+LEAST_FRAC = 0.1  # of a sum's time that its bytes take; less cannot be told from the latency
 
 
 def measure_network(
@@ -43,10 +43,11 @@ def measure_network(
         num = min(4 * num, most)
         sum_s = _sum_s(ranks, num, device, seconds=seconds / 4)
     sent = Reduced.of((), num, element_bytes=FP32_BYTES, num_ranks=ranks.num).rest
+    bytes_s = max(sum_s - latency_s, LEAST_FRAC * sum_s)
     return Network(
         num_ranks=ranks.num,
         latency_s=Rate(value=latency_s, source=MEASURED),
-        bytes_per_s=Rate(value=sent / max(MIN_S, sum_s - latency_s), source=MEASURED),
+        bytes_per_s=Rate(value=sent / bytes_s, source=MEASURED),
     )
 
 
