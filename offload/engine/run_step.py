@@ -49,6 +49,8 @@ class RunStep:
         router_loss: What a mixture's router loss is taken over, if its config asks for one.
         reducer: Adds up the gradients over the processes that share the step, while it runs; None
             leaves those of this process.
+        loss_scale: Factor of all gradients, and not of the loss that is returned: a power of two
+            keeps small ones in float16.
     """
 
     micro_batches: Sequence[Batch]
@@ -61,6 +63,7 @@ class RunStep:
     micro_batch_ids: Sequence[int] | None = None
     router_loss: RouterScope = STEP
     reducer: Reducer | None = None
+    loss_scale: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -141,6 +144,7 @@ class _Given:
             ids=ids,
             router_loss=run.router_loss,
             reducer=run.reducer,
+            loss_scale=run.loss_scale,
         )
 
 
