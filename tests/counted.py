@@ -20,6 +20,9 @@ _PRODUCTS = {
     torch.ops.aten.bmm.default,
     torch.ops.aten.baddbmm.default,
 }
+_GROUPED = torch.ops.aten._grouped_mm.default
+# Rows that indices choose: read as often as they are written, whatever the tensor has besides.
+_GATHERS = {torch.ops.aten.index_select.default, torch.ops.aten.index.Tensor}
 
 SMALL: dict[str, object] = {
     "model_type": "qwen3",
@@ -37,7 +40,8 @@ class Counted(TorchDispatchMode):
     """Counts the bytes that each operation reads and writes, and the operations.
 
     Each operation reads its arguments and writes its results, once each; views take nothing,
-    and an element that is expanded to many counts once. Large matrix products are left out, but
+    and an element that is expanded to many counts once; of a gather and of a sum by indices the
+    rows count that they name. Large matrix products are left out, but
     for what an added-to result is read for: the plan prices them by arithmetic. An operation
     that torch does not show in parts, such as fused attention, counts as its arguments and
     results.
@@ -77,17 +81,18 @@ class Counted(TorchDispatchMode):
             result = func(*args, **kwargs)
         else:
             result = _zero_product(func, args, kwargs)
-        read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        given = {key: value for key, value in kwargs.items() if key != "out"}
+        read = [t for t in tree_leaves((args, given)) if isinstance(t, torch.Tensor)]
         written = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
         name = func.overloadpacket.__name__
         if any(map(is_no_value, written)) or not _moves(func, read, written):
             return result
         self.num_ops[name] += 1
-        if func in _PRODUCTS and _is_large(read):
+        if (func in _PRODUCTS or func is _GROUPED) and _is_large(read):
             beta_read = _memory(read[0]) if func is torch.ops.aten.addmm_.default else 0
             self.num_bytes[name] += beta_read
             return result
-        self.num_bytes[name] += sum(map(_memory, (*read, *written)))
+        self.num_bytes[name] += _moved(func, read, written)
         return result
 
 
@@ -98,6 +103,15 @@ def _zero_product(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     *_, left, right = args
     product: torch.Tensor = left.new_zeros(*left.shape[:-1], right.shape[-1])
     return product
+
+
+def _moved(func: Any, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> int:
+    if func in _GATHERS:
+        return 2 * sum(map(_memory, written)) + sum(map(_memory, read[1:]))
+    if func is torch.ops.aten.index_add_.default:
+        *_, indices, values = read  # rows of the result are read and written
+        return _memory(indices) + _memory(values) + 2 * values.numel() * written[0].itemsize
+    return sum(map(_memory, (*read, *written)))
 
 
 def _memory(tensor: torch.Tensor) -> int:
@@ -119,8 +133,8 @@ def _moves(func: Any, read: Sequence[torch.Tensor], written: Sequence[torch.Tens
         return False
     if func._schema.is_mutable:
         return True
-    places = {t.untyped_storage().data_ptr() for t in read}
-    return any(t.untyped_storage().data_ptr() not in places for t in written)
+    places = {t.untyped_storage()._cdata for t in read}  # those without values have no address
+    return any(t.untyped_storage()._cdata not in places for t in written)
 
 
 def _is_large(tensors: Sequence[torch.Tensor]) -> bool:

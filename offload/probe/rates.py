@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.machine.machine import TALL_COLUMNS
-from offload.plan.time.adapters import LORA_OPS
-from offload.plan.time.attention import causal_flops
-from offload.plan.time.costs import FLASH_BACKWARD_FORWARDS
+from offload.plan.time.adapters import LORA_BACKWARD_OPS, LORA_OPS
+from offload.plan.time.attention import FLASH_BACKWARD_FORWARDS, causal_flops
 from offload.plan.time.pointwise import GATED, NORM, NORM_CASTS, NORM_WEIGHT
 
 if TYPE_CHECKING:
@@ -191,8 +190,7 @@ class RateBench:
             seconds = self._time_s(run)
         parts = (NORM, NORM_WEIGHT, NORM_CASTS, GATED)
         others = sum(one.forward_ops + one.backward_ops for one in parts)
-        # the branch runs once, and its backward counts twice as much
-        return (2 + 3 * LORA_OPS + others) / seconds
+        return (2 + LORA_OPS + LORA_BACKWARD_OPS + others) / seconds
 
     def host_copy_bytes_per_s(self) -> float:
         """Copy within host memory by another thread."""

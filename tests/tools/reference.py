@@ -392,6 +392,36 @@ def refusals() -> str:
     return table(("setting", "why", "instead"), rows)
 
 
+def launches() -> str:
+    """Return what a visit launches and moves, before and after, for a shape of each family."""
+    from finetune.recipe.shipped import load_shape
+    from tests.visits import OFF, ON, SHAPES, counted_visit, priced_visit
+
+    rows = []
+    for name in SHAPES:
+        fields = load_shape(name)
+        before, after = (counted_visit(fields, levers) for levers in (OFF, ON))
+        priced = priced_visit(fields, ON)
+        moved = [sum(part.num_bytes for part in visit.values()) for visit in (before, after)]
+        rows.append(
+            [
+                f"`{fields['model_type']}`",
+                name,
+                *(
+                    " + ".join(f"{part.num_launches:.0f}" for part in visit.values())
+                    for visit in (before, after, priced)
+                ),
+                *(f"{num_bytes / 1e6:,.0f}" for num_bytes in moved),
+                f"{moved[1] / moved[0]:.2f}",
+            ]
+        )
+    head = (
+        *("family", "shape", "launches before", "after", "after, by the plan"),
+        *("MB before", "MB after", "of it"),
+    )
+    return table(head, rows)
+
+
 PARTS: Mapping[str, Mapping[str, Part]] = {
     "README.md": {"fit": fit_table},
     "docs/guides/choose-a-card.md": {"plan": plan},
@@ -402,6 +432,7 @@ PARTS: Mapping[str, Mapping[str, Part]] = {
     "docs/reference/machine-file.md": {"cards": cards},
     "docs/development/architecture.md": {"folders": folders, "contracts": contracts},
     "docs/development/testing.md": {"markers": markers},
+    "docs/development/launches.md": {"launches": launches},
 }
 
 

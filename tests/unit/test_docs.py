@@ -32,7 +32,8 @@ TEXTS = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
 README = TEXTS["README.md"]
 SHELL = ("bash", "console")
 MORE_TOKENS = "train.tokens_per_step=98304"
-SLOW_PAGES = ("README.md",)  # a minute of plans, which `reference --check` makes in CI
+# A minute of plans, and one of visits, which `reference --check` makes in CI.
+SLOW_PAGES = ("README.md", "docs/development/launches.md")
 AROUND: dict[str, dict[str, Any]] = {
     "model": {"path": "Qwen/Qwen3-8B"},
     "data": {"path": "rows.jsonl", "eval_frac": 0.1},

@@ -7,20 +7,19 @@ weights' dtype.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offload.plan.facts.facts import AdapterSpec
 from offload.plan.facts.linears import FP32_BYTES, Linear
 from offload.plan.facts.peft_method import MethodCounts, PassCounts
 from offload.plan.machine.machine import TALL_COLUMNS, Rate
+from offload.plan.time.expert_passes import BranchPasses
 from offload.plan.time.pricer import SUM_PASSES, Pricer
 from offload.plan.time.work import Work
 
-LORA_OPS = 6
+LORA_OPS, LORA_BACKWARD_OPS = 6, 11
 # DoRA's fp32 passes over a merged weight, for its norm, and over the output of each branch.
 DORA_WEIGHT_PASSES, DORA_OUTPUT_PASSES, DORA_OPS = 9, 8, 14
-# Casts of A and B, scaling and addition of an adapter on experts, and its two products.
-EXPERT_LORA_OPS, EXPERT_LORA_PRODUCTS = 5, 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +58,8 @@ def branches(at: Pricer, adapted: Sequence[Linear], *, left_out: Sequence[Linear
         return sum((_by_peft(at, spec.counts_of(linear)) for linear in linears), start=total)
     for linear in linears:
         work = linear_branch(at, linear)
-        total = total + Passes(forward=work, recompute=work, backward=work.times(2))
+        backward = replace(work.times(2), num_ops=LORA_BACKWARD_OPS)
+        total = total + Passes(forward=work, recompute=work, backward=backward)
     experts = (linear for linear in adapted if linear.group == "experts")
     return sum((expert_branch(at, linear, left_out) for linear in experts), start=total)
 
@@ -208,15 +208,13 @@ def dora_norm(at: Pricer, linear: Linear) -> Work:
 
 
 def expert_branch(at: Pricer, linear: Linear, left_out: Sequence[Linear] = ()) -> Passes:
-    """Price two more products; A and B are read in fp32, cast to the weights' dtype and reread.
+    """Price its products; A and B are read in fp32, cast to the weights' dtype and reread.
 
     A recompute that leaves out the projection still computes A x, which the gradient of B reads.
     """
     machine, way = at.machine, at.way
     rank, b = at.workload.adapter.rank_of(linear), at.workload.dtype_bytes
-    rows = at.workload.num_tokens * linear.active
-    num_ops = EXPERT_LORA_OPS + EXPERT_LORA_PRODUCTS * at.expert_launches(linear)
-    factors = at.traffic(linear.adapter_parameters(rank) * (FP32_BYTES + 2 * b), num_ops=num_ops)
+    rows, num_factors = at.workload.num_tokens * linear.active, linear.adapter_parameters(rank)
 
     def products(features: float) -> Work:
         flops = 2.0 * rows * rank * features
@@ -227,19 +225,19 @@ def expert_branch(at: Pricer, linear: Linear, left_out: Sequence[Linear] = ()) -
         tall, large = machine.tall_gemm_flops_per_s, machine.gemm_flops_per_s
         return product + long_sides(elements, rank, tall=tall, large=large)
 
-    def rows_passed(d_in: float, d_out: float) -> Work:
-        features = d_in * linear.d_in + d_out * linear.d_out
-        return at.traffic(rows * features * b, num_ops=0, is_fused=way.is_fused)
+    def passed(passes: BranchPasses, factor_bytes: float) -> Work:
+        features = passes.d_in * linear.d_in + passes.d_out * linear.d_out
+        num_ops = passes.launches.of(min(linear.num_experts, rows))
+        num_ops += passes.num_products * at.expert_launches(linear)
+        of_rows = at.traffic(rows * features * b, num_ops=num_ops, is_fused=way.is_fused)
+        return of_rows + at.traffic(num_factors * factor_bytes, num_ops=0)
 
-    both, forward, backward = (
-        products(linear.d_in + linear.d_out),
-        way.branch_forward,
-        way.branch_backward,
-    )
-    whole = both + factors + rows_passed(forward.d_in, forward.d_out)
-    inner = products(linear.d_in) + factors + rows_passed(forward.d_in, 0)
+    both, cast_bytes = products(linear.d_in + linear.d_out), FP32_BYTES + 2 * b
+    gradient_bytes = way.factor_passes * b + way.factor_fp32_passes * FP32_BYTES
+    whole = both + passed(way.branch_forward, cast_bytes)
+    inner = products(linear.d_in) + passed(way.branch_inner, cast_bytes)
     return Passes(
         forward=whole,
         recompute=inner if linear in left_out else whole,
-        backward=(both + factors).times(2) + rows_passed(backward.d_in, backward.d_out),
+        backward=both.times(2) + passed(way.branch_backward, gradient_bytes),
     )

@@ -5,6 +5,7 @@ kernel for softmax attention, if it has one, and plain operations in fp32 for th
 """
 
 import math
+from dataclasses import replace
 
 from offload.plan.facts.attention import (
     DELTA_CHUNK_TOKENS,
@@ -17,9 +18,10 @@ from offload.plan.machine.machine import Machine
 from offload.plan.time.work import Work
 
 RECURRENT_BYTES = 4  # fp32, in which delta rules and recurrences compute
-ATTENTION_OPS = 8
+FLASH_BACKWARD_FORWARDS = 2.5
+ATTENTION_OPS = 1  # of a fused kernel; of softmax attention as many backward as forward
 # Materialized scores: mask, caps or sinks, a softmax in fp32, its cast.
-SCORE_PASSES = 10
+SCORE_PASSES, SCORE_OPS = 10, 16
 # Over queries, keys and values of all heads, the products within a chunk, the convolved features.
 DELTA_PASSES, DELTA_CHUNK_PASSES, CONV_PASSES = 18, 16, 6
 DELTA_OPS, DELTA_OPS_PER_CHUNK = 60, 9
@@ -67,7 +69,7 @@ def attention_work(
             compute_s=flops / machine.gemm_flops_per_s.value,
             memory_s=num_bytes / memory,
             flops=flops,
-            num_ops=2 * ATTENTION_OPS,
+            num_ops=SCORE_OPS,
         )
     compute_s = flops / machine.vector_flops_per_s.value
     if isinstance(kind, DeltaAttention):
@@ -81,3 +83,10 @@ def attention_work(
         num_ops = RECURRENCE_OPS
     memory_s = num_tokens * num_bytes / memory
     return Work(compute_s=compute_s, memory_s=memory_s, flops=flops, num_ops=num_ops)
+
+
+def attention_backward(kind: Attention, forward: Work) -> Work:
+    """Price the backward of a layer's token mixing, given its forward."""
+    backward = forward.times(FLASH_BACKWARD_FORWARDS)
+    is_softmax = isinstance(kind, SoftmaxAttention)
+    return replace(backward, num_ops=forward.num_ops) if is_softmax else backward

@@ -30,8 +30,8 @@ from offload.plan.machine.machine import MEASURED, Machine
 from offload.plan.schedule.passes import Passes
 from offload.plan.schedule.residency import NOTHING_SAVED, Residency, Saved
 from offload.plan.time.adapters import branches, dora_norm
-from offload.plan.time.attention import ATTENTION_OPS, attention_work
-from offload.plan.time.expert_passes import RowPasses
+from offload.plan.time.attention import attention_backward, attention_work
+from offload.plan.time.expert_passes import Launches, RowPasses
 from offload.plan.time.optimizer import host_update_s, outer_update_s, update_work
 from offload.plan.time.pointwise import NORM, NORM_WEIGHT, pointwise_work
 from offload.plan.time.pricer import Pricer
@@ -40,7 +40,6 @@ from offload.plan.time.work import Bound, Work
 
 Grade = Literal["spec", "probed", "calibrated"]
 
-FLASH_BACKWARD_FORWARDS = 2.5
 GRADIENT_PASSES = 4  # a new gradient is written and read, the sum so far read and written
 FRONT_OPS, TAIL_OPS, TAIL_LOGIT_PASSES = 60, 40, 9
 # One operator reads the logits twice and writes their gradient, in place of TAIL_LOSS_OPS others.
@@ -49,6 +48,8 @@ FUSED_LOGIT_PASSES, TAIL_LOSS_OPS = 3, 8
 # and its gradient, which are a few numbers per label.
 SCORE_OPS, SCORE_LOGIT_PASSES, FUSED_SCORE_PASSES, OBJECTIVE_OPS = 24, 4, 1, 20
 H2D_LATENCY_S = 2e-5
+# Of a router besides its product: a softmax, the highest scores and their sum, and their gradients.
+ROUTER_OPS, ROUTER_BACKWARD_OPS = 5, 9
 PACKED_OPS = 2  # copies of an attention output and its log-sum-exp to the buffer they leave from
 GRAPH_OPS = 30  # copies of a whole graph: 20 to 44 in layers of Llama, Qwen3, OLMo 2 and Gemma 3
 
@@ -304,22 +305,29 @@ def routing_work(at: Pricer, layer: LayerFacts, left_out: Sequence[Linear] = ())
     downs = [x for x in layer.linears if x.group == "experts" and x.is_down]
     width, hidden = sum(x.d_in for x in downs), at.facts.hidden_size
     rows = at.workload.num_tokens * layer.experts_per_token
-    num_ops = way.num_ops + way.ops_per_expert * min(layer.num_experts, rows)
+    num_experts = min(layer.num_experts, rows)
 
-    def passed(features: float, num_ops: float) -> Work:
-        num_bytes = rows * features * at.workload.dtype_bytes
-        return at.traffic(num_bytes, num_ops=num_ops, is_fused=way.is_fused)
+    def counted(passes: RowPasses, launches: Launches, router_ops: int, sign: int = 1) -> Work:
+        features = passes.features(
+            width=width,
+            hidden=hidden,
+            rows_per_token=layer.experts_per_token,
+            num_experts=num_experts,
+        )
+        return at.traffic(
+            sign * rows * features * at.workload.dtype_bytes,
+            num_ops=sign * launches.of(num_experts) + router_ops,
+            is_fused=way.is_fused,
+        )
 
-    def counted(passes: RowPasses, num_ops: float) -> Work:
-        return passed(passes.features(width=width, hidden=hidden), num_ops)
-
-    recompute = counted(way.recompute, num_ops)
+    recompute = counted(way.recompute, way.forward_launches, ROUTER_OPS)
     if any(down in left_out for down in downs):
-        recompute = recompute + passed(-way.down.features(width=width, hidden=hidden), 0)
+        recompute = recompute + counted(way.down, way.down_launches, 0, sign=-1)
+    calls = Work(num_calls=way.num_calls)
     return RoutingWork(
-        forward=counted(way.forward, num_ops),
-        recompute=recompute,
-        backward=counted(way.backward, 2 * num_ops),
+        forward=counted(way.forward, way.forward_launches, ROUTER_OPS) + calls,
+        recompute=recompute + calls,
+        backward=counted(way.backward, way.backward_launches, ROUTER_BACKWARD_OPS) + calls,
     )
 
 
@@ -336,7 +344,29 @@ def recomputed_products(layer: LayerFacts, at: Pricer) -> Work:
     return _sum([*products, at.traffic(-num_bytes, num_ops=-len(left_out))])
 
 
-def _layer_cost(layer: LayerFacts, at: Pricer, graph_bytes: int) -> LayerCost:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _LayerWork:
+    """The operations of a layer, for one micro-batch.
+
+    Attributes:
+        first: A forward without adapters.
+        forward: A forward without a graph.
+        recompute: A forward with one.
+        given: A recompute that is given the output of its attention.
+        backward: The backward after it.
+        again: What a backward computes again for tiles of an MLP.
+    """
+
+    first: Work
+    forward: Work
+    recompute: Work
+    given: Work
+    backward: Work
+    again: Work
+
+
+def layer_work(at: Pricer, layer: LayerFacts) -> _LayerWork:
+    """Count what a layer computes and moves, and the operations that it launches."""
     adapted, left_out = adapted_linears(layer, at.workload.adapter), at.workload.left_out(layer)
     products = _sum([at.matmul(linear) for linear in layer.linears])
     attention = _attention(at, layer)
@@ -345,37 +375,47 @@ def _layer_cost(layer: LayerFacts, at: Pricer, graph_bytes: int) -> LayerCost:
     norms = _sum([dora_norm(at, linear) for linear in adapted])
     others, tiles = attention + pointwise.forward + norms, tiling(at, layer)
     first = products + others + routing.forward + tiles.forward
-    forward = first + added.forward
     recompute = recomputed_products(layer, at) + others + routing.recompute
-    recompute = recompute + added.recompute + tiles.recompute
-    backward = products + attention.times(FLASH_BACKWARD_FORWARDS) + _module_gradients(at, layer)
-    backward = backward + pointwise.backward + routing.backward + added.backward + tiles.backward
+    backward = (
+        products + attention_backward(layer.attention, attention) + _module_gradients(at, layer)
+    )
+    given = recomputed_products(layer, at) + pointwise.forward + routing.recompute + norms
+    return _LayerWork(
+        first=first,
+        forward=first + added.forward,
+        recompute=recompute + added.recompute + tiles.recompute,
+        given=given + added.recompute,
+        backward=backward + pointwise.backward + routing.backward + added.backward + tiles.backward,
+        again=tiles.again,
+    )
+
+
+def _layer_cost(layer: LayerFacts, at: Pricer, graph_bytes: int) -> LayerCost:
+    work, machine = layer_work(at, layer), at.machine
+    forward, recompute, backward = work.forward, work.recompute, work.backward
     b = at.workload.dtype_bytes
     cargo_bytes = at.workload.cargo_bytes(layer)
     decoded_bytes = cargo_bytes + layer.num_parameters * b
     decode = at.traffic(decoded_bytes, num_ops=len(layer.linears), is_fused=True)
-    backward_s = (recompute + backward).seconds(at.machine)
-    output_bytes = at.workload.output_bytes(layer, is_cuda=at.machine.device == "cuda")
-    # a recompute that is given the output still arranges queries, keys and values
-    given = recomputed_products(layer, at) + pointwise.forward + routing.recompute + norms
-    given = given + added.recompute + Work(num_ops=ATTENTION_OPS - 1)
-    given_s = (given + backward).seconds(at.machine)
+    backward_s = (recompute + backward).seconds(machine)
+    output_bytes = at.workload.output_bytes(layer, is_cuda=machine.device == "cuda")
+    given_s = (work.given + backward).seconds(machine)
     return LayerCost(
-        forward_s=forward.seconds(at.machine),
+        forward_s=forward.seconds(machine),
         backward_s=backward_s,
-        recompute_s=backward_s - (backward + tiles.again).seconds(at.machine),
-        decode_s=decode.seconds(at.machine) if at.workload.is_encoded else 0.0,
+        recompute_s=backward_s - (backward + work.again).seconds(machine),
+        decode_s=decode.seconds(machine) if at.workload.is_encoded else 0.0,
         weight_bytes=cargo_bytes,
-        reference_s=first.seconds(at.machine),
+        reference_s=work.first.seconds(machine),
         forward_flops=forward.flops,
         backward_flops=recompute.flops + backward.flops,
-        bound=forward.bound(at.machine),
-        recompute_frac=recompute.seconds(at.machine) / forward.seconds(at.machine),
+        bound=forward.bound(machine),
+        recompute_frac=recompute.seconds(machine) / forward.seconds(machine),
         attention_s=max(0.0, backward_s - given_s) if output_bytes else 0.0,
-        pack_s=at.traffic(2 * output_bytes, num_ops=PACKED_OPS).seconds(at.machine),
+        pack_s=at.traffic(2 * output_bytes, num_ops=PACKED_OPS).seconds(machine),
         output_bytes=output_bytes,
         graph_bytes=graph_bytes,
-        graph_pack_s=at.traffic(2 * graph_bytes, num_ops=GRAPH_OPS).seconds(at.machine),
+        graph_pack_s=at.traffic(2 * graph_bytes, num_ops=GRAPH_OPS).seconds(machine),
     )
 
 

@@ -1,59 +1,90 @@
 """Memory passes over a mixture's routed rows outside its products, by expert kernels.
 
-Of our Triton kernels: what their launcher hands them besides the rows that a product reads, and
-what they write. Declared, until a card has shown it.
+Counted from the operators that run; `tests/unit/offload/plan/time/test_expert_passes.py` counts
+them again. A gather reads as much as it writes. Of our Triton kernels: what their launcher hands
+them besides the rows that a product reads, and what they write: declared, until a card has shown
+it.
 """
 
 from dataclasses import dataclass, replace
 
+from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.machine.machine import ExpertsImplementation
-
-SWIGLU_PASSES = 5  # over the width of a gated activation, with torch's operators
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowPasses:
-    """Passes over the features of each routed row.
+    """Passes over the features of each routed row, and of each token.
 
     Attributes:
         width: Over the input of the projection down.
         hidden: Over hidden features.
+        tokens: Over hidden features of each token.
+        tokens_per_expert: Likewise, for each expert that has rows.
     """
 
     width: float
     hidden: float
+    tokens: float = 0
+    tokens_per_expert: float = 0
 
-    def features(self, *, width: int, hidden: int) -> float:
+    def features(
+        self, *, width: int, hidden: int, rows_per_token: float, num_experts: float
+    ) -> float:
         """Return features read or written for each row."""
-        return self.width * width + self.hidden * hidden
+        of_tokens = (self.tokens + self.tokens_per_expert * num_experts) / rows_per_token
+        return self.width * width + (self.hidden + of_tokens) * hidden
 
-    def times(self, factor: float) -> "RowPasses":
-        """Return so many times as many."""
-        return RowPasses(width=factor * self.width, hidden=factor * self.hidden)
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launches:
+    """Launches in addition to the products: once, and for each expert that has rows."""
+
+    once: int = 0
+    per_expert: int = 0
+
+    def of(self, num_experts: float) -> float:
+        """Return their number."""
+        return self.once + self.per_expert * num_experts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BranchPasses:
-    """Passes of a branch over the rows that its projection takes and gives."""
+    """What a branch takes besides the arithmetic of its products.
+
+    Attributes:
+        d_in: Passes over the rows that its projection takes.
+        d_out: Over those that it gives.
+        num_products: Products that are kernels of their own.
+        launches: In addition to these.
+    """
 
     d_in: float
     d_out: float
+    num_products: int
+    launches: Launches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Way:
-    """Passes of an expert kernel backend.
+    """Passes and launches of an expert kernel backend.
 
     Attributes:
         forward: Of a forward without a graph.
         recompute: Of one with a graph.
         backward: Of the backward after it.
         down: Of a forward's, those that come after the projection down.
+        forward_launches: Of a forward or a recompute.
+        backward_launches: Of the backward.
+        down_launches: Of a forward's, those that come after the projection down.
         branch_forward: Of a branch, in a forward.
+        branch_inner: Of one whose projection is left out of a recompute.
         branch_backward: Of a branch, in a backward.
         branch_sides: Over both sides of a branch, by products that are separate kernels.
-        num_ops: Launches of a forward in addition to the products; a backward has twice as many.
-        ops_per_expert: Likewise, for each expert.
+        factor_passes: Of a backward over A and B, in the weights' dtype: they are read, their
+            gradients written and cast.
+        factor_fp32_passes: Likewise in fp32: gradients are cast, put in order, and added up.
+        num_calls: Functions of our own, forward as well as backward.
         is_fused: Whether its kernels fuse these passes.
     """
 
@@ -61,49 +92,174 @@ class Way:
     recompute: RowPasses
     backward: RowPasses
     down: RowPasses
+    forward_launches: Launches
+    backward_launches: Launches
+    down_launches: Launches
     branch_forward: BranchPasses
+    branch_inner: BranchPasses
     branch_backward: BranchPasses
     branch_sides: int
-    num_ops: int
-    ops_per_expert: int
+    factor_passes: int
+    factor_fp32_passes: int
+    num_calls: int
     is_fused: bool
 
 
-# Rows are gathered, gated, weighted and added up by separate operators, and a branch's output is
-# added to that of the frozen product.
-_ROWS = RowPasses(width=SWIGLU_PASSES, hidden=9)
-_BY_TORCH = Way(
-    forward=_ROWS,
-    recompute=_ROWS,
-    backward=_ROWS.times(2),
-    down=RowPasses(width=0, hidden=1),  # rows are read and added up
-    branch_forward=BranchPasses(d_in=0, d_out=1),
-    branch_backward=BranchPasses(d_in=0, d_out=2),
-    branch_sides=1,
-    num_ops=33,
-    ops_per_expert=0,
+_ROUTE = 9  # launches that clamp and sort the choices, and find where each expert's rows end
+# A gate, its product with up, and that with the routing weights, which are gathered; backward the
+# gradients of all, those of gate and up side by side.
+_GATE, _GATE_LAUNCHES, _GATE_BACK, _GATE_BACK_LAUNCHES = 7, 4, 19, 9
+# By transformers' own code: it weights what comes down.
+_PLAIN_GATE, _PLAIN_GATE_BACK = 5, 13
+
+
+def _grouped(*, is_cast: bool) -> Way:
+    """Rows are gathered once; a branch's output is a tensor that the frozen product adds up with.
+
+    A gradient of A or B is one product, after which rows of experts without tokens become zeros.
+    """
+    casts, sides = 2 if is_cast else 1, RowPasses(width=0, hidden=1, tokens=1)
+    passes = RowPasses(width=_GATE, hidden=3, tokens=1)
+    return Way(
+        forward=passes,
+        recompute=passes,
+        backward=RowPasses(width=_GATE_BACK, hidden=5, tokens=1),
+        down=sides,
+        forward_launches=Launches(once=_ROUTE + 1 + _GATE_LAUNCHES + 2),
+        backward_launches=Launches(once=_GATE_BACK_LAUNCHES + 5),
+        down_launches=Launches(once=2),
+        branch_forward=BranchPasses(
+            d_in=0, d_out=3, num_products=2, launches=Launches(once=casts + 2)
+        ),
+        branch_inner=BranchPasses(
+            d_in=0, d_out=0, num_products=1, launches=Launches(once=casts + 1)
+        ),
+        branch_backward=BranchPasses(
+            d_in=3, d_out=0, num_products=4, launches=Launches(once=17 + 2 * is_cast)
+        ),
+        branch_sides=1,
+        factor_passes=4 + is_cast,
+        factor_fp32_passes=4 + is_cast,
+        num_calls=2,
+        is_fused=False,
+    )
+
+
+def _loop(*, is_adapted: bool, is_cast: bool) -> Way:
+    """Rows of one expert at a time are gathered for each product, and added up in fp32.
+
+    A branch gathers them once more forward; backward it gathers gradients twice, and rows once.
+    """
+    casts = 2 if is_cast else 1
+    added = RowPasses(width=0, hidden=9 if is_cast else 3, tokens=5 if is_cast else 1)
+    gathers, gathers_back = (4, 8) if is_adapted else (2, 2)
+    passes = replace(added, width=_GATE, hidden=gathers + added.hidden)
+    return Way(
+        forward=passes,
+        recompute=passes,
+        backward=replace(added, width=_GATE_BACK, hidden=gathers_back + added.hidden),
+        down=added,
+        forward_launches=Launches(
+            once=_ROUTE + _GATE_LAUNCHES + 1 + is_cast, per_expert=gathers // 2 + 1 + is_cast
+        ),
+        backward_launches=Launches(
+            once=_GATE_BACK_LAUNCHES + 2 + is_cast, per_expert=gathers_back // 2 + 1 + is_cast
+        ),
+        down_launches=Launches(once=1 + is_cast, per_expert=1 + is_cast),
+        branch_forward=BranchPasses(
+            d_in=0, d_out=1, num_products=2, launches=Launches(once=casts + 1)
+        ),
+        branch_inner=BranchPasses(
+            d_in=0, d_out=0, num_products=1, launches=Launches(once=casts + 1)
+        ),
+        branch_backward=BranchPasses(
+            d_in=1, d_out=0, num_products=4, launches=Launches(once=6 + 2 * is_cast)
+        ),
+        branch_sides=1,
+        factor_passes=3 + is_cast,
+        factor_fp32_passes=4 + is_cast,
+        num_calls=2,
+        is_fused=False,
+    )
+
+
+_NO_BRANCH = BranchPasses(d_in=0, d_out=0, num_products=0, launches=Launches())
+# transformers sorts rows, weights what comes down, and puts it back in order to add it up; the
+# gradients go the same way back, through tensors of zeros.
+_GROUPED_PLAIN = Way(
+    forward=RowPasses(width=_PLAIN_GATE, hidden=7, tokens=1),
+    recompute=RowPasses(width=_PLAIN_GATE, hidden=7, tokens=1),
+    backward=RowPasses(width=_PLAIN_GATE_BACK, hidden=12, tokens=4),
+    down=RowPasses(width=0, hidden=5, tokens=1),
+    forward_launches=Launches(once=14),
+    backward_launches=Launches(once=14),
+    down_launches=Launches(once=5),
+    branch_forward=_NO_BRANCH,
+    branch_inner=_NO_BRANCH,
+    branch_backward=_NO_BRANCH,
+    branch_sides=0,
+    factor_passes=0,
+    factor_fp32_passes=0,
+    num_calls=0,
     is_fused=False,
 )
-# A loop finds, gathers, gates, weights and adds up the rows of one expert at a time.
-_LOOP = replace(_BY_TORCH, ops_per_expert=10)
-# A tile writes the gated activation, and with a graph the two halves that it is computed from; the
-# backward reads these, and writes their gradients and the activation again, for the adapter. Rows
-# that become tokens are written and read. A branch reads its input; in the backward it reads that
-# for A, and the gradient of its output twice, for B and on the way to A.
-_FUSED = Way(
-    forward=RowPasses(width=1, hidden=2),
-    recompute=RowPasses(width=3, hidden=2),
-    backward=RowPasses(width=5, hidden=2),
-    down=RowPasses(width=0, hidden=2),
-    branch_forward=BranchPasses(d_in=1, d_out=0),
-    branch_backward=BranchPasses(d_in=1, d_out=2),
-    branch_sides=0,
-    num_ops=14,
-    ops_per_expert=0,
-    is_fused=True,
+# Each expert's gradient by the tokens is a tensor of its own, of all tokens.
+_LOOP_PLAIN = replace(
+    _GROUPED_PLAIN,
+    backward=RowPasses(width=_PLAIN_GATE_BACK, hidden=9, tokens_per_expert=6),
+    forward_launches=Launches(once=7, per_expert=8),
+    backward_launches=Launches(once=-2, per_expert=14),
+    down_launches=Launches(per_expert=3),
 )
 
 
-def way_of(implementation: ExpertsImplementation) -> Way:
-    """Return the passes of an expert kernel backend."""
-    return {"eager": _LOOP, "grouped_mm": _BY_TORCH, "triton": _FUSED}[implementation]
+def _fused(*, is_cast: bool) -> Way:
+    """A tile writes the gated activation, and with a graph the two halves that it is made of.
+
+    The backward reads these, and writes their gradients and the activation again, for the adapter.
+    Rows that become tokens are written and read. A branch reads its input; in the backward it reads
+    that for A, and the gradient of its output twice, for B and on the way to A.
+    """
+    casts = 2 if is_cast else 1
+    inner = BranchPasses(d_in=1, d_out=0, num_products=1, launches=Launches(once=casts + 1))
+    return Way(
+        forward=RowPasses(width=1, hidden=2),
+        recompute=RowPasses(width=3, hidden=2),
+        backward=RowPasses(width=5, hidden=2),
+        down=RowPasses(width=0, hidden=2),
+        forward_launches=Launches(once=_ROUTE + 1),
+        backward_launches=Launches(once=5),
+        down_launches=Launches(once=1),
+        branch_forward=inner,
+        branch_inner=inner,
+        branch_backward=BranchPasses(
+            d_in=1, d_out=2, num_products=3, launches=Launches(once=casts + 4)
+        ),
+        branch_sides=0,
+        factor_passes=4,
+        factor_fp32_passes=2,
+        num_calls=1,
+        is_fused=True,
+    )
+
+
+def way_of(
+    implementation: ExpertsImplementation, *, is_adapted: bool, is_ours: bool, dtype_bytes: int
+) -> Way:
+    """Return the passes of an expert kernel backend.
+
+    Args:
+        implementation: The backend.
+        is_adapted: Whether experts have branches.
+        is_ours: Whether a loop without branches is ours; otherwise it is transformers' own, as
+            grouped products without branches are.
+        dtype_bytes: Bytes of a weight and of an activation.
+    """
+    is_cast = dtype_bytes != FP32_BYTES
+    if implementation == "triton":
+        return _fused(is_cast=is_cast)
+    if implementation == "grouped_mm":
+        return _grouped(is_cast=is_cast) if is_adapted else _GROUPED_PLAIN
+    if is_adapted or is_ours:
+        return _loop(is_adapted=is_adapted, is_cast=is_cast)
+    return _LOOP_PLAIN

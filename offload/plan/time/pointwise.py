@@ -35,8 +35,12 @@ NORM = PassCounts(forward=5, backward=17, forward_ops=5, backward_ops=11)
 NORM_WEIGHT = PassCounts(forward=2, backward=2, forward_ops=1, backward_ops=1)
 # Casts to fp32 and back, in 16 bits: each reads one and writes the other.
 NORM_CASTS = PassCounts(forward=2, backward=2, forward_ops=2, backward_ops=2)
-# Over queries and keys: half negated, both halves joined, two products, a sum.
-ROTARY = PassCounts(forward=10, backward=14, forward_ops=10, backward_ops=14)
+# Of a norm that multiplies by 1 + its weight: that sum, and its cast to fp32 in 16 bits.
+WEIGHT_SUM = PassCounts(forward=0, backward=0, forward_ops=1, backward_ops=0)
+ADDS_ONE = frozenset(("gemma", "gemma2", "gemma3_text"))
+# Over queries and keys: half negated, both halves joined, two products, a sum; in the backward also
+# copies in the order of the products before.
+ROTARY = PassCounts(forward=10, backward=16, forward_ops=10, backward_ops=16)
 # Over the width of an MLP: its activation, and for a gated one the product.
 GATED = PassCounts(forward=5, backward=9, forward_ops=2, backward_ops=3)
 PLAIN = PassCounts(forward=2, backward=3, forward_ops=1, backward_ops=1)
@@ -111,6 +115,8 @@ def _plain(at: Pricer, layer: LayerFacts, fused: FusedParts) -> Iterator[Part]:
     yield hidden * b, 1, RESIDUALS
     if b != FP32_BYTES:
         yield per_norm * (b + FP32_BYTES), num_norms, NORM_CASTS
+    if at.facts.model_type in ADDS_ONE:
+        yield 0, num_norms * (1 if b == FP32_BYTES else 2), WEIGHT_SUM
     kind = layer.attention
     if isinstance(kind, SoftmaxAttention):
         yield from _around_softmax(layer, kind, b, is_rotary_fused=fused.has_rotary)

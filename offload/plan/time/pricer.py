@@ -31,7 +31,13 @@ class Pricer:
     @property
     def way(self) -> Way:
         """The memory passes of experts, outside their products."""
-        return way_of(self.machine.experts_implementation.value)
+        b = self.workload.dtype_bytes
+        return way_of(
+            self.machine.experts_implementation.value,
+            is_adapted=self.workload.adapter.experts,
+            is_ours=self.machine.device == "cpu" and b < FP32_BYTES,
+            dtype_bytes=b,
+        )
 
     def gemm(self, m: int, k: int, n: int) -> Work:
         """One matrix product, in a single kernel."""

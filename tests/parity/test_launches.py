@@ -1,0 +1,30 @@
+"""The launches of a layer's visit, and the host's time for them: by the plan, and as they run."""
+
+from dataclasses import replace
+
+import pytest
+
+from finetune.recipe.shipped import load_shape
+from tests.tiers import mostly_slow
+from tests.visits import MIXTURES, OFF, ON, PARTS, SHAPES, Levers, counted_visit, priced_visit
+
+BRANCHES, LOOP = replace(OFF, is_grouped=True), replace(OFF, experts="eager")
+CASES = [
+    *((shape, levers) for shape in SHAPES for levers in (OFF, BRANCHES, ON)),
+    *((shape, LOOP) for shape in MIXTURES),
+]
+
+
+@pytest.mark.parametrize(
+    ("shape", "levers"),
+    mostly_slow(CASES, ("qwen3-8b", BRANCHES), ("mixtral-8x7b", OFF)),
+    ids=str,
+)
+def test_a_visit_launches_and_keeps_the_host_as_the_plan_says_within_a_tenth(
+    shape: str, levers: Levers
+) -> None:
+    fields = load_shape(shape)
+    found, said = counted_visit(fields, levers), priced_visit(fields, levers)
+    for name in PARTS:
+        assert said[name].num_launches == pytest.approx(found[name].num_launches, rel=0.1), name
+        assert said[name].host_ops == pytest.approx(found[name].host_ops, rel=0.1), name
