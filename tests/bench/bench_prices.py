@@ -1,16 +1,20 @@
 """What a step of named cards is predicted to take, at the prices of two commits.
 
-    python -m tests.bench.bench_prices
+    python -m tests.bench.bench_prices [--levers]
 
 The prices before are those of commit afa2df0: a card has the memory that it is sold with, 0.8 of
 each datasheet rate is reached unless an owner measured more, kernels that fuse their passes are no
 faster than eager ones, and a loop over experts multiplies at the rate of grouped products. At
 either prices a step is planned with norms, rotations and gates by the models' own code, and fused;
-then at the prices of now in less RAM, and without sent graphs, without anything kept or sent.
+then at the prices of now in less RAM, and without sent graphs, without anything kept or sent. Last
+comes one lever after the other at both prices, and the seconds saved at the prices before: as a
+share of those saved at the prices of now, and of those from none before to all now.
 """
 
+import argparse
+import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from unittest.mock import patch
 
@@ -92,6 +96,39 @@ LESS: dict[str, tuple[str, ...]] = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Lever:
+    """Settings with which steps are planned, levers before it included.
+
+    Attributes:
+        name: What it adds.
+        settings: All of them.
+        kernels: The code of norms, rotations and gates.
+        leaves_out: Whether recomputes leave out what nothing reads.
+    """
+
+    name: str
+    settings: tuple[str, ...]
+    kernels: str = "fused"
+    leaves_out: bool = True
+
+
+KEEPS_NOTHING = LESS["nothing kept or sent"]
+LEVERS = (
+    Lever(
+        name="none",
+        settings=("adapter.compute_dtype=float32", *KEEPS_NOTHING),
+        kernels="plain",
+        leaves_out=False,
+    ),
+    Lever(name="branches", settings=KEEPS_NOTHING, kernels="plain", leaves_out=False),
+    Lever(name="fused layers", settings=KEEPS_NOTHING, leaves_out=False),
+    Lever(name="products left out", settings=KEEPS_NOTHING),
+    Lever(name="outputs of attention", settings=(NO_GRAPHS,)),
+    Lever(name="whole graphs", settings=()),
+)
+
+
 @contextmanager
 def before() -> Iterator[None]:
     """Price as the commit before did."""
@@ -122,6 +159,7 @@ def planned(
     kernels: str = "plain",
     more: Sequence[str] = (),
     ram_gib: int = 128,
+    leaves_out: bool = True,
 ) -> Plan | None:
     """Plan a step; None if it does not fit."""
     settings = [*case.settings, f"model.layer_kernels={kernels}", *more]
@@ -130,10 +168,16 @@ def planned(
     if is_before:
         machine = as_sold(machine)
     here = with_configured_backend(subject.recipe.model, subject.facts, machine)
-    try:
-        return chosen_plan(
-            subject.facts, here, full_requests(subject.recipe, subject.facts, num_ranks=1)
+    requests = [
+        replace(
+            request,
+            typical=replace(request.typical, leaves_out=leaves_out),
+            largest=replace(request.largest, leaves_out=leaves_out),
         )
+        for request in full_requests(subject.recipe, subject.facts, num_ranks=1)
+    ]
+    try:
+        return chosen_plan(subject.facts, here, requests)
     except DoesNotFitError:
         return None
 
@@ -153,8 +197,44 @@ def figures(plan: Plan | None) -> list[str]:
     ]
 
 
+def lever_rows(case: Case) -> Iterator[tuple[str, str, str]]:
+    """Yield the seconds of a step with one lever after the other, and shares of those saved."""
+    seconds: list[tuple[float, float]] = []
+    for lever in LEVERS:
+        both = []
+        for is_before in (True, False):
+            with before() if is_before else nullcontext():
+                plan = planned(
+                    case,
+                    is_before=is_before,
+                    kernels=lever.kernels,
+                    more=lever.settings,
+                    leaves_out=lever.leaves_out,
+                )
+            both.append(math.nan if plan is None else plan.step_s)
+        seconds.append((both[0], both[1]))
+        yield lever.name, f"{both[0]:.2f}", f"{both[1]:.2f}"
+    (old, new), (last_old, last_new) = seconds[0], seconds[-1]
+    yield "saved", f"{old - last_old:.2f}", f"{new - last_new:.2f}"
+    yield "of those saved now", f"{(old - last_old) / (new - last_new):.2f}", ""
+    yield "of those from none before to all now", f"{(old - last_old) / (old - last_new):.2f}", ""
+
+
 def main() -> None:
     """Print a column for each price, and below each step that with fused layers."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--levers", action="store_true", help="only one lever after the other")
+    if not parser.parse_args().levers:
+        show_prices()
+    for case in CASES[:3]:
+        table = Table(f"{case.name}, 128 GiB", "prices before", "prices now")
+        for row in lever_rows(case):
+            table.add_row(*row)
+        Console(width=150).print(table)
+
+
+def show_prices() -> None:
+    """Print steps at both prices, and in less RAM with less kept or sent."""
     table = Table("step", "prices before", "prices now")
     for case in CASES:
         for kernels in ("plain", "fused"):
