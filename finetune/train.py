@@ -207,6 +207,10 @@ def _opened(start: Start, run_dir: RunDir, ranks: Ranks, *, adapter: str | None)
     require_micro_batch_per_rank(recipe.train, num_ranks=ranks.num)
     require_one_rank(recipe.train, num_ranks=ranks.num)
     preflight.require_loggers(recipe.report.log_to)
+    if ranks.num == 1 and recipe.train.reduce_dtype != "fp32":
+        screen.note(
+            f"train.reduce_dtype: {recipe.train.reduce_dtype} has no effect: there is one process"
+        )
     if recipe.adapter.init_from is not None:
         _, notes = preflight.adapter_to_go_on_from(
             Path(recipe.adapter.init_from), model=recipe.model.path

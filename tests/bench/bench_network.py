@@ -5,6 +5,9 @@ namespaces that a pair of virtual cards connects, with `tc` to limit the rate of
 quickstart's training runs on one rank of one thread in each. Without a limit first, which says how
 fast a link would move the bytes of a step in just the time of its backward; then at half, twice and
 eight times that rate. The ranks measure the link at their start, as any run does, and plan with it.
+
+Each visit of a layer sleeps for some milliseconds on top of its work, as a host does while a card
+computes: otherwise two ranks would fill the cores that the transfers need too.
 """
 
 import argparse
@@ -24,10 +27,13 @@ from typing import Any
 
 from rich.console import Console
 
+from finetune import app
+from offload.engine.executor import Executor
 from offload.probe.machine import probe
 
 ROOT = Path(__file__).parents[2]
-INSIDE = "--inside"
+INSIDE, AS_RANK = "--inside", "--as-rank"
+FORWARD_S, BACKWARD_S = 0.02, 0.05
 PORT = 29500
 ADDRESSES = ("10.9.0.1", "10.9.0.2")
 CARDS = ("sluice0", "sluice1")
@@ -40,6 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--rank", type=int, default=128)
     parser.add_argument(INSIDE, action="store_true")
     options = parser.parse_args()
     if not options.inside:  # again, in a namespace of its own: the machine's network stays as it is
@@ -49,6 +56,7 @@ def main() -> None:
     fixed = (
         f"train.steps={options.steps}",
         f"train.grad_accum_steps={options.micro_batches}",
+        f"adapter.rank={options.rank}",
         *("train.warmup_steps=1", "report.samples=0", "output.eval_every=null"),
     )
     with tempfile.TemporaryDirectory() as folder, two_machines() as other:
@@ -60,6 +68,23 @@ def main() -> None:
             for when in ("by_layer", "at_end"):
                 row = bench.measured(when, rate_bits_per_s=int(factor * even))
                 console.print(json.dumps({"factor": factor} | row), highlight=False)
+
+
+def train(words: Sequence[str]) -> None:
+    """Run the program as a rank whose visits sleep."""
+    forward, backward = Executor._forward, Executor._backward
+
+    def late_forward(self: Executor, *args: Any, **settings: Any) -> None:
+        time.sleep(FORWARD_S)
+        forward(self, *args, **settings)
+
+    def late_backward(self: Executor, *args: Any) -> None:
+        time.sleep(BACKWARD_S)
+        backward(self, *args)
+
+    Executor._forward = late_forward  # type: ignore[method-assign]
+    Executor._backward = late_backward  # type: ignore[method-assign, assignment]
+    app.main(words)
 
 
 @contextmanager
@@ -136,7 +161,7 @@ class Bench:
         for number, card in enumerate(CARDS):
             there, rule = in_machine(number, self.other), ("dev", card, "root")
             if rate_bits_per_s is not None:
-                limit = ("tbf", "rate", f"{rate_bits_per_s}bit", "burst", "16kb", "latency", "1s")
+                limit = ("tbf", "rate", f"{rate_bits_per_s}bit", "burst", "64kb", "latency", "1s")
                 run(*there, "tc", "qdisc", "replace", *rule, *limit)
 
     def _start(self, rank: int, name: str, *words: str) -> subprocess.Popen[bytes]:
@@ -153,7 +178,8 @@ class Bench:
             return subprocess.Popen(
                 [
                     *in_machine(rank, self.other),
-                    *(sys.executable, "cli.py", "finetune", "quickstart", *self.words, *words),
+                    *(sys.executable, "-m", __spec__.name, AS_RANK),
+                    *("finetune", "quickstart", *self.words, *words),
                     *(f"output.dir={run_dir}", "--machine", str(self._machine())),
                 ],
                 cwd=ROOT,
@@ -170,4 +196,7 @@ class Bench:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == [AS_RANK]:
+        train(sys.argv[2:])
+    else:
+        main()

@@ -76,20 +76,32 @@ def test_two_ranks_train_as_one_process_does(tmp_path, write_recipe, machine_fil
 
 @pytest.mark.slow
 def test_gradients_added_up_by_layer_and_at_the_end_have_the_same_bits(
-    tmp_path, write_recipe, machine_file, forked
+    tmp_path, write_recipe, machine_file, forked, capsys
 ) -> None:
     # the front, the norm and the head train too, and belong to no layer
     adapter_section = {"experts": False, "modules_to_save": ["norms", "embed_tokens"]}
     words = ("finetune", write_recipe(adapter=adapter_section), "--machine", machine_file)
-    runs = {when: tmp_path / when for when in ("by_layer", "at_end", "bf16")}
+    settings = {
+        "by_layer": "train.reduce_gradients=by_layer",
+        "at_end": "train.reduce_gradients=at_end",
+        "bf16": "train.reduce_dtype=bf16",
+        "slow": "train.reduce_gradients=by_layer",  # on rank 1
+    }
+    runs = {name: tmp_path / name for name in settings}
     for name, run_dir in runs.items():
-        setting = "train.reduce_dtype=bf16" if name == "bf16" else f"train.reduce_gradients={name}"
-        ranks = forked.start_ranks(*words, setting, f"output.dir={run_dir}")
+        is_slow = name == "slow"
+        ranks = forked.start_ranks(
+            *([name] if is_slow else []),
+            *(*words, settings[name], f"output.dir={run_dir}"),
+            module="tests.e2e.broken_rank" if is_slow else "finetune.app",
+        )
         assert [rank.end() for rank in ranks] == [0, 0], [rank.shown for rank in ranks]
-    assert learned(runs["by_layer"]) == learned(runs["at_end"])
-    mine, other = adapter(runs["by_layer"]), adapter(runs["at_end"])
-    assert mine.keys() == other.keys()
-    assert all(torch.equal(mine[name], other[name]) for name in other)
+    other = adapter(runs["at_end"])
+    for name in ("by_layer", "slow"):
+        assert learned(runs[name]) == learned(runs["at_end"])
+        mine = adapter(runs[name])
+        assert mine.keys() == other.keys()
+        assert all(torch.equal(mine[key], other[key]) for key in other)
     rounded = adapter(runs["bf16"])
     assert any(not torch.equal(rounded[name], other[name]) for name in other)
     close = zip(losses(runs["bf16"]), losses(runs["by_layer"]), strict=True)
@@ -97,6 +109,9 @@ def test_gradients_added_up_by_layer_and_at_the_end_have_the_same_bits(
     ops = json.loads((runs["by_layer"] / "measured.json").read_text())["timeline"]
     sums = [op["layer"] for op in ops if op["lane"] == "network"]
     assert sums == [*reversed(range(max(s for s in sums if s is not None) + 1)), None]
+    assert run(*words, settings["bf16"], f"output.dir={tmp_path / 'alone'}") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "train.reduce_dtype: bf16 has no effect: there is one process" in shown
 
 
 @pytest.mark.long
