@@ -3,16 +3,18 @@
 Base weights are rounded to bfloat16 first, and the truth is plain autograd in float64 from them.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-import offload
+from offload.engine.bound import EngineOptions
+from offload.engine.engine import Engine
 from offload.engine.model.router import RouterScope
 from offload.engine.objective import Scores, StepLoss
 from offload.engine.run_step import RunStep
-from tests.parity.steps import micro_batches, tiny
+from tests.parity.steps import OPTIONS, micro_batches, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -56,14 +58,20 @@ def true_gradients(name: str) -> dict[str, torch.Tensor]:
 
 
 def gradients(
-    name: str, dtype: torch.dtype, scale: float, *, has_router_loss: bool = False, **run: Any
+    name: str,
+    dtype: torch.dtype,
+    scale: float,
+    *,
+    has_router_loss: bool = False,
+    options: EngineOptions = OPTIONS,
+    **run: Any,
 ) -> dict[str, torch.Tensor]:
     model = model_of(name, dtype)
     model.get_base_model().config.output_router_logits = has_router_loss
     for parameter_name, parameter in model.named_parameters():
         if "lora_" in parameter_name:
             parameter.data = parameter.data.float()
-    engine = offload.attach(model, num_slots=2, device="cpu", head_chunk_tokens=7)
+    engine = Engine(model, device=torch.device("cpu"), options=options)
     step = RunStep(
         micro_batches=micro_batches(), num_label_tokens=NUM_TOKENS, loss_scale=scale, **run
     )
@@ -90,16 +98,18 @@ def test_gradients_of_a_scaled_loss_are_closer_than_those_in_bfloat16(name: str)
     assert of["float16, not scaled"] > 2 * of["float16"], of
 
 
-def test_an_objectives_gradients_are_scaled_as_well() -> None:
-    truth = true_gradients("llama")
-    ours = gradients("llama", torch.float16, 2.0**16, objective=MeanOfLogps())
-    assert error(ours, truth) <= 3e-3
+@pytest.mark.parametrize("is_fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("run", [{}, {"objective": MeanOfLogps()}], ids=["loss", "objective"])
+def test_each_loss_is_scaled(run: Any, *, is_fused: bool) -> None:
+    options = replace(OPTIONS, layer_kernels="fused" if is_fused else "plain")
+    ours = gradients("llama", torch.float16, 2.0**16, options=options, **run)
+    assert error(ours, true_gradients("llama")) <= 3e-3
 
 
 @pytest.mark.parametrize("over", [None, "step", "micro_batch"])
 def test_move_a_power_of_two_changes_no_bit_where_nothing_underflows(over: Any) -> None:
     """Nor does it change the part of a mixture's router loss."""
-    more = {} if over is None else {"router_loss": RouterScope(over=over)}
+    more: Any = {} if over is None else {"router_loss": RouterScope(over=over)}
     plain, scaled = (
         gradients("qwen3_moe", torch.float32, scale, has_router_loss=over is not None, **more)
         for scale in (1.0, 2.0**10)

@@ -317,11 +317,9 @@ class LayeredModel:
         chunk_1ND.requires_grad_(is_trained)
         if self.fused is not None and chunk_1ND.dtype in DTYPES:
             logits_NV = self.tail_logits(chunk_1ND).flatten(0, 1)
+            divisor = num_items if loss_scale == 1 else num_items / loss_scale
             losses_N, of_logits_NV = cross_entropy(
-                logits_NV.detach(),
-                next_N,
-                num_items=num_items if loss_scale == 1 else num_items / loss_scale,
-                has_gradient=is_trained,
+                logits_NV.detach(), next_N, num_items=divisor, has_gradient=is_trained
             )
             loss = losses_N.sum() / num_items
             if is_trained:
