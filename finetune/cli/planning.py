@@ -121,7 +121,7 @@ def fit(
 def probe(
     *,
     dtype: Annotated[
-        str, typer.Option(help="What layers compute in: bfloat16 or float32.")
+        str, typer.Option(help="What layers compute in: bfloat16, float16 or float32.")
     ] = "bfloat16",
     as_json: AsJson = False,
     save: Annotated[

@@ -10,7 +10,7 @@ from finetune.full.host_optimizer import HostOptimizer, total_norm
 from finetune.recipe.sections import TrainSection
 from offload.engine.engine import Engine
 
-_CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 class FullUpdate:
@@ -55,14 +55,15 @@ class FullUpdate:
         """The settings and the number of updates; its states are among the weights."""
         return self._optimizer
 
-    def gather(self, loss: float) -> tuple[float, float]:
+    def gather(self, loss: float, *, loss_scale: float) -> tuple[float, float]:
         """Return the loss, and the norm of all gradients, by which they will be scaled."""
+        assert loss_scale == 1, "a rule of recipes"
         norms = [*self._engine.updates.norms.values()]
         norms += [one.norm() for one in self._around.values()]
         norm = total_norm(norms)
         self._scale = 1.0
         if self._max_norm is not None:
-            limit = torch.tensor(self._max_norm) / (torch.tensor(norm) + _CLIP_EPS)
+            limit = torch.tensor(self._max_norm) / (torch.tensor(norm) + CLIP_EPS)
             self._scale = float(limit.clamp(max=1.0))
         return loss, norm
 
@@ -85,6 +86,10 @@ class FullUpdate:
         update({name: one.taken() for name, one in self._around.items()})
         self._publish_around()
         self._engine.updates.defer(lambda layer: update(by_layer[layer]))
+
+    def skip(self) -> str | None:
+        """See `Update`."""
+        raise AssertionError("a rule of recipes: no gradient is scaled")
 
     def publish(self) -> None:
         """Let the model compute with weights that were changed from outside: layers do anyway."""

@@ -24,6 +24,7 @@ from offload.plan.facts.facts import (
 from offload.plan.facts.trainable import all_weights
 from offload.plan.facts.workload import LayerCode, Workload
 from offload.plan.machine.machine import (
+    DTYPE_BYTES,
     Dtype,
     Implementation,
     Machine,
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 MAX_MACHINE_BYTES = 2**20
 ASSUMED_TOP = 20
 """A teacher's tokens at each token before rows are known: the most that vLLM gives by default."""
-DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 
 
 def facts_of(model: ModelSection) -> ModelFacts:

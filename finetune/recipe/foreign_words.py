@@ -163,6 +163,7 @@ REPLACED: Mapping[str, tuple[str, str]] = {
     "bf16": ("model.dtype", "bfloat16"),
     "pure_bf16": ("model.dtype", "bfloat16"),
     "bnb_4bit_compute_dtype": ("model.dtype", "bfloat16"),
+    "fp16": ("model.dtype", "float16"),
     "fp32": ("model.dtype", "float32"),
     "lora_target_linear": ("adapter.targets", "all-linear"),
     "apply_lora_to_mlp": ("adapter.targets", "all-linear"),
@@ -222,7 +223,7 @@ _SHARD = "layers are streamed from RAM instead of sharded; several GPUs share a 
 _HUB = "nothing is uploaded: `hf upload` takes the adapter's folder"
 _LOSS = "the loss is cross-entropy of the next token"
 _STEPS = "every step's figures are in metrics.jsonl"
-_FP16 = "float16 would need loss scaling: `model.dtype: bfloat16`"
+_MIXED = "weights compute in model.dtype: bfloat16, float16 or float32"
 _REFERENCE = "the reference is the model without its adapter, or its log-probabilities"
 _GROUPS = "objective.loss decides what advantages are divided by and what a ratio is of"
 _REWARD = "rows bring their rewards; no model of rewards is trained or asked"
@@ -253,7 +254,7 @@ UNSUPPORTED: Mapping[str, str] = {
     **dict.fromkeys(("average_tokens_across_devices", "importance_loss_coef"), _LOSS),
     **dict.fromkeys(("logging_steps", "log_every_n_steps", "logging_strategy"), _STEPS),
     **dict.fromkeys(("logging_first_step", "plot_loss", "log_level"), _STEPS),
-    **dict.fromkeys(("fp16", "half", "mixed_precision", "amp"), _FP16),
+    **dict.fromkeys(("half", "mixed_precision", "amp"), _MIXED),
     **dict.fromkeys(("ref_model", "reference_free", "ref_model_adapters"), _REFERENCE),
     **dict.fromkeys(
         ("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"), _REFERENCE

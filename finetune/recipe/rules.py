@@ -145,6 +145,14 @@ def _broken_codec_rules(recipe: Settings) -> Iterator[Breach]:
             hint="`model.dtype: bfloat16`, or `offload.codec: native`",
             reads=("model.dtype",),
         )
+    if codec in ("bf16", "fp16") and recipe.model.dtype == "float16":
+        yield Breach(
+            field="offload.codec",
+            what=f"offload.codec is {codec} and model.dtype is float16",
+            limit="weights of 16 bits take as many bytes in it",
+            hint="`offload.codec: native`, or `int8`, `fp8` or `nf4`",
+            reads=("model.dtype",),
+        )
     encoded = [name for name in adapter.modules_to_save if name not in NEVER_ENCODED]
     if encoded:
         yield Breach(

@@ -16,7 +16,7 @@ from finetune.recipe.objective_section import ObjectiveSection
 from finetune.recipe.section import Names, Section
 from offload.plan.facts.codec import CodecName
 from offload.plan.facts.optimizer import Optimizer
-from offload.plan.machine.machine import GIB, ExpertsImplementation
+from offload.plan.machine.machine import GIB, Dtype, ExpertsImplementation
 
 # Upper limits of a step and an adapter: a plan examines each micro-batch, and no step that trains
 # comes near these.
@@ -44,9 +44,10 @@ class ModelSection(Section):
         default="pretrained",
         description="`random` builds the model from its config alone: for tests and measurements.",
     )
-    dtype: Literal["bfloat16", "float32"] = Field(
+    dtype: Dtype = Field(
         default="bfloat16",
-        description="Type of the base weights as they compute; float16 would need loss scaling.",
+        description="Type of the base weights as they compute; `float16`, for cards without"
+        " bfloat16, scales the loss and skips steps whose gradients overflow.",
     )
     tokenizer: str | None = Field(
         default=None,

@@ -1,7 +1,8 @@
 """Checkpoints of a run: a kill at any moment cannot tear them, and damage is detected.
 
 Data order, learning rate and dropout are pure functions of the recipe and the step, so weights,
-optimizer state, the step's number and the version of dropout's seeds are all that has to be kept.
+optimizer state, the step's number, the version of dropout's seeds and, in float16, the factor of
+the loss are all that has to be kept.
 Older checkpoints are removed only once the new one is whole and on the disk.
 
 Before anything is loaded, the files are checked against their manifest. Because checkpoints of
@@ -12,7 +13,7 @@ dtypes of all tensors are those of the run, and that all values are finite.
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 from pickle import UnpicklingError
@@ -25,10 +26,12 @@ from safetensors.torch import save_file
 from finetune.errors import CheckpointError
 from finetune.files.atomic import PARTIAL, naming, remove
 from finetune.files.manifest import clear_partial, damage, has_manifest, whole_folder
+from finetune.run.loss_scale import LossScale
 from offload.engine.seeding import NEWEST, Seeding
 
 _STATE, _TRAINED, _OPTIMIZER = "state.json", "trained.safetensors", "optimizer.pt"
 _FILES = (_STATE, _TRAINED, _OPTIMIZER)
+_SCALING = "loss_scale"
 _FORMAT = 2  # of those with a manifest; the first had none
 _PREFIX = "step-"
 _NAME = re.compile(_PREFIX + r"[0-9]{7,}")
@@ -66,11 +69,13 @@ class Restored:
 
     Attributes:
         seeding: How the run's dropout is seeded.
+        scaling: How its loss is scaled; None if it is not.
         tensors: Name -> what trains.
         optimizer: Its states.
     """
 
     seeding: Seeding
+    scaling: LossScale | None
     tensors: Mapping[str, torch.Tensor]
     optimizer: dict[str, Any]
 
@@ -126,6 +131,7 @@ class Checkpoints:
         *,
         data_hash: str,
         seeding: Seeding,
+        scaling: LossScale | None = None,
         num_kept: int,
         best: int | None = None,
     ) -> Path:
@@ -140,8 +146,9 @@ class Checkpoints:
             save_file(tensors, partial / _TRAINED)
             _save_optimizer(optimizer, partial / _OPTIMIZER)
             state = {"format": _FORMAT, "step": step, "data_hash": data_hash, "seeding": seeding}
+            scaled = {} if scaling is None else {_SCALING: asdict(scaling)}
             with naming(partial / _STATE):
-                (partial / _STATE).write_text(json.dumps(state))
+                (partial / _STATE).write_text(json.dumps(state | scaled))
         for old in self.steps()[:-num_kept]:
             if old == best:
                 continue
@@ -196,11 +203,13 @@ class Checkpoints:
         try:
             content = _read(self.folder(step))
             _check_tensors(content.tensors, parameters)
+            scaling = _scaling_of(content.state)
+            num_updates = step if scaling is None else step - scaling.num_skipped
             _check_optimizer(
                 content.optimizer,
                 optimizer,
-                form,
-                step=step,
+                form if num_updates else {},
+                step=num_updates,
                 is_complete=not has_manifest(self.folder(step)),
             )
         except _DamagedError as error:
@@ -213,6 +222,7 @@ class Checkpoints:
             )
         return Restored(
             seeding=_seeding_of(content.state),
+            scaling=scaling,
             tensors=content.tensors,
             optimizer=content.optimizer,
         )
@@ -349,6 +359,14 @@ def _seeding_of(state: Mapping[str, Any]) -> Seeding:
             limit=f"this version of Sluice knows 1 to {NEWEST:d}",
             hint="resume the run with the version of Sluice that it was begun with",
         ) from None
+
+
+def _scaling_of(state: Mapping[str, Any]) -> LossScale | None:
+    """Return how the loss of the next step is scaled; None if the run scales none."""
+    try:
+        return LossScale(**state[_SCALING]) if _SCALING in state else None
+    except TypeError as error:
+        raise _DamagedError(f"{_STATE} has a `{_SCALING}` that is none: {error}") from error
 
 
 def _check_tensors(

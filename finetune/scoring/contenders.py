@@ -13,12 +13,13 @@ from finetune.adapter.targets import chosen_targets
 from finetune.errors import CheckpointError, ConfigError
 from finetune.files.adapter import WEIGHTS_FILE, read_adapter_config, refuse_classifier
 from finetune.files.tensors import read_known_header
-from finetune.planning.request import DTYPE_BYTES, adapter_spec
+from finetune.planning.request import adapter_spec
 from finetune.recipe.recipe import Recipe
 from finetune.run.run_dir import RunDir
 from finetune.training.preflight import adapter_to_go_on_from
 from offload.plan.facts.facts import AdapterSpec, ModelFacts, linear_names
 from offload.plan.facts.linears import FP32_BYTES
+from offload.plan.machine.machine import DTYPE_BYTES
 
 BASE = "base"
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 import torch
@@ -16,8 +16,10 @@ from torch import nn
 from finetune.data.dataset import ExampleSet
 from finetune.data.steps import Steps, StepShare, collate
 from finetune.errors import RunFailedError
+from finetune.model.overflow import first_overflow
 from finetune.recipe.sections import TrainSection
 from finetune.run.checkpoint import Resumable, StateForm, state_form
+from finetune.run.loss_scale import BACKOFF, MAX_SKIPPED, LossScale
 from finetune.training.objectives import Evaluation, Objectives, RowLogps, mean_of, parts_of
 from finetune.training.optimizer import Update, learning_rate
 from finetune.training.ranks import Ranks
@@ -70,6 +72,10 @@ class StepRecord:
         step_s: The whole step, without waiting for data.
         timeline: The engine's ops.
         metrics: Those of the objective, by name, over the rows of all ranks.
+        loss_scale: Factor of its gradients until they were added up.
+        scaling: How the loss of the next step is scaled; None if the model does not compute in
+            float16.
+        is_skipped: Whether nothing was updated, because a gradient overflowed.
     """
 
     loss: float
@@ -82,6 +88,9 @@ class StepRecord:
     step_s: float
     timeline: Timeline
     metrics: Mapping[str, float] = field(default_factory=dict)
+    loss_scale: float = 1.0
+    scaling: LossScale | None = None
+    is_skipped: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -95,6 +104,7 @@ class Request:
         lr: Learning rate of the update that follows.
         name: The step in words.
         prepared_s: How long it took to make.
+        scaling: How its loss is scaled; None if it is not.
     """
 
     run: RunStep
@@ -103,6 +113,7 @@ class Request:
     lr: float
     name: str
     prepared_s: float
+    scaling: LossScale | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -142,6 +153,7 @@ class Loop:
         ranks: Ranks,
         objectives: Objectives | None = None,
         adapter: str | None = None,
+        scaling: LossScale | None = None,
     ) -> None:
         """Take the parts.
 
@@ -157,6 +169,7 @@ class Loop:
             ranks: The processes that share each step.
             objectives: The losses of steps; None for cross-entropy.
             adapter: The model's adapter that this run trains; None if it has no other.
+            scaling: How the loss of the first step is scaled, of a model in float16.
         """
         self._model = model
         self._engine = engine
@@ -168,7 +181,8 @@ class Loop:
         self._objectives = objectives
         self._adapter = adapter
         self.state_form: StateForm = {}
-        self.seeding = NEWEST  # a resumed run has that of its checkpoint
+        self.seeding = NEWEST  # a resumed run has that of its checkpoint, and
+        self.scaling = scaling  # this as well
 
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:
@@ -202,6 +216,7 @@ class Loop:
             lr=learning_rate(number, self._train, num_steps=self._num_steps),
             dropout_seed=self.seeding.of_step(self._train.seed, number),
             name=f"step {number + 1}",
+            scaling=self.scaling,
         )
 
     def rehearse(self, longest: StepShare, typical: Sequence[StepShare]) -> StepRecord:
@@ -246,7 +261,9 @@ class Loop:
         return later[len(later) // 2]
 
     def _rehearsed(self, order: int, share: StepShare) -> Generator[Request, Computed, StepRecord]:
-        request = self._request(share, order=order, lr=0.0, dropout_seed=0, name="the rehearsal")
+        request = self._request(
+            share, order=order, lr=0.0, dropout_seed=0, name="the rehearsal", scaling=None
+        )
         return self.complete(request, (yield request))
 
     def validation_loss(
@@ -358,7 +375,14 @@ class Loop:
             )
 
     def _request(
-        self, share: StepShare, *, order: int, lr: float, dropout_seed: int, name: str
+        self,
+        share: StepShare,
+        *,
+        order: int,
+        lr: float,
+        dropout_seed: int,
+        name: str,
+        scaling: LossScale | None,
     ) -> Request:
         start_s = time.perf_counter()
         run = RunStep(
@@ -371,21 +395,42 @@ class Loop:
             num_label_tokens=share.num_label_tokens,
             micro_batch_ids=share.micro_batch_ids,
             router_loss=RouterScope(over=self._train.router_loss_over, add_up=self._ranks.add_up),
+            loss_scale=1.0 if scaling is None else scaling.factor,
         )
-        prepared_s = time.perf_counter() - start_s
-        return Request(run=run, share=share, order=order, lr=lr, name=name, prepared_s=prepared_s)
+        return Request(
+            run=run,
+            share=share,
+            order=order,
+            lr=lr,
+            name=name,
+            prepared_s=time.perf_counter() - start_s,
+            scaling=scaling,
+        )
 
     def complete(self, request: Request, found: Computed) -> StepRecord:
         """Update what trains with the gradients of a step that the engine has computed.
 
+        A step whose loss was scaled and whose gradients overflowed is skipped, on all ranks alike:
+        all have the same sums of gradients.
+
         Raises:
-            RunFailedError: The loss or the gradients are not finite; nothing was updated.
+            RunFailedError: The loss or the gradients are not finite; nothing was updated. Or too
+                many steps in a row were skipped.
         """
-        share, result = request.share, found.result
+        share, result, scaling = request.share, found.result, request.scaling
         update_start_s = time.perf_counter()
-        loss, grad_norm = self._update.gather(result.loss)
-        self._require_finite(request.name, loss, grad_norm)
-        self._update.apply(lr=request.lr)
+        loss, grad_norm = self._update.gather(result.loss, loss_scale=request.run.loss_scale)
+        if self.scaling is not None and not math.isfinite(loss):
+            self._refuse_overflow(request)
+        is_skipped = scaling is not None and not math.isfinite(grad_norm)
+        if scaling is not None and is_skipped:
+            scaling = self.scaling = scaling.skipped()
+            self._skip(request.name, scaling)
+        else:
+            self._require_finite(request.name, loss, grad_norm)
+            self._update.apply(lr=request.lr)
+            if scaling is not None:
+                self.scaling = scaling.applied()
         self._engine.wait()
         optimizer_s = time.perf_counter() - update_start_s
         return StepRecord(
@@ -399,6 +444,9 @@ class Loop:
             step_s=request.prepared_s + found.computed_s + optimizer_s,
             timeline=result.timeline,
             metrics=result.metrics,
+            loss_scale=request.run.loss_scale,
+            scaling=None if scaling is None else self.scaling,
+            is_skipped=is_skipped,
         )
 
     def _objective_of(self, share: StepShare) -> Objective | None:
@@ -423,6 +471,44 @@ class Loop:
                 limit="both must be finite; the step was not applied, and checkpoints are good",
                 hint=self._lower_rate(),
             )
+
+    def _skip(self, name: str, scaling: LossScale) -> None:
+        """Let go of a step's gradients.
+
+        Raises:
+            RunFailedError: As many were skipped in a row as may be.
+        """
+        tensor = self._update.skip()
+        if scaling.num_in_a_row == MAX_SKIPPED:
+            raise RunFailedError(
+                f"in {name} the gradient of {tensor} overflows in float16, with the loss times"
+                f" {scaling.factor / BACKOFF:g}",
+                limit=f"{MAX_SKIPPED} steps in a row were skipped; checkpoints are good",
+                hint="`model.dtype: bfloat16` or `float32`",
+            )
+
+    def _refuse_overflow(self, request: Request) -> NoReturn:
+        """Compute a step's rows again, each module watched.
+
+        Raises:
+            RunFailedError: Always; it names the first module that overflows.
+        """
+        run = request.run
+        with self._evaluated(), first_overflow(self._model) as found:
+            if run.objective is not None:
+                self._engine.evaluate(run.micro_batches, objective=run.objective, scored=run.scored)
+            else:
+                for batch in run.micro_batches:
+                    self._engine.forward(batch)
+        names = [name for names in self._ranks.exchange(found) for name in names]
+        where = "the loss, for all modules are finite without dropout"
+        if names:
+            where = names[0].removeprefix("base_model.model.")  # peft's
+        raise RunFailedError(
+            f"the forward of {request.name} overflows in float16, first in {where}",
+            limit="its largest number is 65504; the step was not applied, checkpoints are good",
+            hint="`model.dtype: bfloat16` or `float32`",
+        )
 
     def _lower_rate(self) -> str:
         return f"start again with a lower rate: `train.lr: {self._train.lr / 4:.1e}`"

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from finetune.full.update import CLIP_EPS
 from finetune.recipe.sections import TrainSection
 from finetune.run.checkpoint import Resumable
 from finetune.training.ranks import Ranks
@@ -70,11 +71,19 @@ class Update(Protocol):
     def optimizer(self) -> Resumable:
         """The optimizer, or what else a resume needs."""
 
-    def gather(self, loss: float) -> tuple[float, float]:
-        """Return the loss and the norm of the gradients, over all ranks, before clipping."""
+    def gather(self, loss: float, *, loss_scale: float) -> tuple[float, float]:
+        """Return the loss and the norm of the gradients, over all ranks, before clipping.
+
+        Args:
+            loss: Of this rank.
+            loss_scale: Factor of its gradients, by which they are divided.
+        """
 
     def apply(self, *, lr: float) -> None:
         """Clip the gradients, update the weights with them, and let go of them."""
+
+    def skip(self) -> str | None:
+        """Let go of the gradients; return the last tensor of which one is not finite, by name."""
 
     def publish(self) -> None:
         """Let the model compute with weights that were changed from outside."""
@@ -117,15 +126,25 @@ class AdapterUpdate:
         """The optimizer."""
         return self._optimizer
 
-    def gather(self, loss: float) -> tuple[float, float]:
+    def gather(self, loss: float, *, loss_scale: float) -> tuple[float, float]:
         """Add up the ranks' gradients, and scale them to the largest norm that is allowed."""
         loss = self._ranks.sum_gradients(self._parameters, loss=loss)
-        return loss, float(clip(self._parameters, self._train.max_grad_norm))
+        limit = self._train.max_grad_norm
+        return loss, float(clip(self._parameters, limit, loss_scale=loss_scale))
 
     def apply(self, *, lr: float) -> None:
         """Update the masters, and round them into what computes."""
         update(self._optimizer, self._parameters, lr=lr, loraplus_ratio=self._loraplus_ratio)
         self.publish()
+
+    def skip(self) -> str | None:
+        """See `Update`; the last one is the first that the backward came to."""
+        found = None
+        for name, parameter in self._masters.weights.items():
+            if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
+                found = name
+            parameter.grad = None
+        return found
 
     def publish(self) -> None:
         """Round the masters into what computes."""
@@ -262,9 +281,23 @@ def is_b_matrix(name: str) -> bool:
     return ".lora_B." in name or ".lora_embedding_B." in name
 
 
-def clip(parameters: Sequence[nn.Parameter], max_norm: float | None) -> torch.Tensor:
-    """Scale all gradients to a joint norm of at most `max_norm`; return the norm before."""
-    return nn.utils.clip_grad_norm_(parameters, math.inf if max_norm is None else max_norm)
+def clip(
+    parameters: Sequence[nn.Parameter], max_norm: float | None, *, loss_scale: float = 1.0
+) -> torch.Tensor:
+    """Scale all gradients to a joint norm of at most `max_norm`; return the norm before.
+
+    Gradients of a loss that was scaled are divided by that in the same pass; the norm returned is
+    that of the loss itself. Where it is not finite they stay as they are.
+    """
+    max_norm = math.inf if max_norm is None else max_norm
+    if loss_scale == 1:
+        return nn.utils.clip_grad_norm_(parameters, max_norm)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = nn.utils.get_total_norm(gradients) / loss_scale
+    if bool(torch.isfinite(norm)):
+        factor = (max_norm / (norm + CLIP_EPS)).clamp(max=1.0) / loss_scale
+        torch._foreach_mul_(gradients, factor)
+    return norm
 
 
 def update(

@@ -69,16 +69,36 @@ def metrics_row(
         "step": step,
         "loss": record.loss,
         "lr": record.lr,
-        "grad_norm": record.grad_norm,
+        "grad_norm": None if record.is_skipped else record.grad_norm,
         "num_tokens": record.num_tokens,
         "num_label_tokens": record.num_label_tokens,
         "num_loads": record.num_loads,
         "tokens_per_s": record.num_tokens / (record.step_s + data_wait_s),
         **record.metrics,
+        **_scaled(record),
         "phases_s": phases,
         "parts_s": parts_json(parts),
         SEAL: seal,
     }
+
+
+def _scaled(record: "StepRecord") -> dict[str, float]:
+    """Return the factor of a step's loss, and how many steps were skipped so far."""
+    if record.scaling is None:
+        return {}
+    return {
+        "loss_scale": record.loss_scale,
+        "num_skipped_steps": record.scaling.num_skipped,
+    }
+
+
+def note_if_skipped(record: "StepRecord", *, step: int, note: Callable[[str], None]) -> None:
+    """Note that a step was skipped, and with which factor the next one goes on."""
+    if record.is_skipped and record.scaling is not None:
+        note(
+            f"step {step} is skipped: a gradient overflows in float16 with the loss times"
+            f" {record.loss_scale:g}; from here on times {record.scaling.factor:g}"
+        )
 
 
 def evaluation_row(evaluation: "Evaluation") -> dict[str, float]:

@@ -21,6 +21,7 @@ from finetune.model.load import Loaded, load_model, set_router_loss
 from finetune.model.store import weights_digest
 from finetune.recipe.recipe import Recipe
 from finetune.report.format import shown_graphs
+from finetune.run.loss_scale import LossScale
 from finetune.run.references import References, read_references
 from finetune.training.compile import FAILURES, compile_layers, refusal
 from finetune.training.loop import Loop, StepRecord
@@ -362,6 +363,7 @@ def attached(
         if recipe.objective.is_sft
         else Objectives(section=recipe.objective, seq_len=recipe.train.seq_len, ranks=run.ranks),
         adapter=run.adapter,
+        scaling=LossScale() if recipe.model.dtype == "float16" else None,
     )
     session = Session(
         run=run,

@@ -46,6 +46,8 @@ class RunStep:
         micro_batch_ids: Number of each micro-batch in the run's whole step, so that its dropout
             does not depend on the process that computes it; None numbers them from 0.
         router_loss: What a mixture's router loss is taken over, if its config asks for one.
+        loss_scale: Factor of all gradients, and not of the loss that is returned: a power of two
+            keeps small ones in float16.
     """
 
     micro_batches: Sequence[Batch]
@@ -57,6 +59,7 @@ class RunStep:
     num_label_tokens: int | None = None
     micro_batch_ids: Sequence[int] | None = None
     router_loss: RouterScope = STEP
+    loss_scale: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -136,6 +139,7 @@ class _Given:
             seeding=run.seeding,
             ids=ids,
             router_loss=run.router_loss,
+            loss_scale=run.loss_scale,
         )
 
 

@@ -15,11 +15,16 @@ from typing import Literal
 
 from offload.engine.host.limits import free_host_bytes, resident_bytes
 from offload.errors import MachineError
-from offload.plan.machine.machine import MEASURED, Machine, Rate, assumed_implementation
+from offload.plan.machine.machine import (
+    DTYPE_BYTES,
+    MEASURED,
+    Machine,
+    Rate,
+    assumed_implementation,
+)
 from offload.probe.memory import cuda_context_bytes, pinned_bytes, process_bytes
 from offload.probe.rates import RateBench
 
-DTYPES = ("bfloat16", "float32")
 PROBE_S = 5.0  # of a run's start, and of `sluice probe`
 NUM_MEASUREMENTS = 12
 NUM_ROUNDS = {"cpu": 2, "cuda": 1}
@@ -35,16 +40,16 @@ def probe(*, device: str, dtype: str, seconds: float) -> Machine:
 
     Args:
         device: cuda or cpu.
-        dtype: bfloat16 or float32: what the layers compute in.
+        dtype: bfloat16, float16 or float32: what the layers compute in.
         seconds: Time to measure for, shared evenly; starting torch or a CUDA context takes more.
 
     Raises:
         MachineError: No such device or dtype here, or the kernel does not report its free memory.
     """
-    if dtype not in DTYPES:
+    if dtype not in DTYPE_BYTES:
         raise MachineError(
             f"dtype '{dtype}' cannot be measured",
-            limit=f"it must be {' or '.join(DTYPES)}",
+            limit=f"it must be {' or '.join(DTYPE_BYTES)}",
             hint="`--dtype bfloat16`, or `model.dtype: bfloat16` in a recipe",
         )
     import torch

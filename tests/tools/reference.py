@@ -290,7 +290,7 @@ def cards() -> str:
     """Return the cards that `--machine` knows, with the rates that a plan takes for them."""
     rows = []
     for name, card in CARDS.items():
-        dtype: Dtype = "bfloat16" if card.has_bf16 else "float32"
+        dtype: Dtype = "bfloat16" if card.has_bf16 else "float16"
         machine = named_machine(name, dtype=dtype)
         rows.append(
             [

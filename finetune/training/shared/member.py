@@ -136,7 +136,7 @@ def _restore(session: "Session", restored: Restored) -> None:
     """Load what a checkpoint holds into the model on its engine."""
     loop = session.loop
     restored.put_into(loop.weights, loop.optimizer)
-    loop.seeding = restored.seeding
+    loop.seeding, loop.scaling = restored.seeding, restored.scaling
     loop.publish()
 
 
@@ -175,8 +175,7 @@ def train(
     stopped = yield from _verdict(newest[0] if newest else {})
     if stopped:
         return Done(num_steps=done, stopped=stopped)
-    num_workers = recipe.data.num_workers
-    loader = StepLoader(session.steps, first_step=done, num_workers=num_workers)
+    loader = StepLoader(session.steps, first_step=done, num_workers=recipe.data.num_workers)
     writer = MetricsWriter(run.dir, recipe, is_main=ranks.is_main, first_step=done)
     with (
         loader,
@@ -194,6 +193,7 @@ def train(
                 assert isinstance(found, Computed)
                 record = session.loop.complete(request, found)
             done = batch.step + 1
+            report.note_if_skipped(record, step=done, note=run.screen.note)
             row = report.metrics_row(record, step=done, data_wait_s=batch.wait_s, seal=seal)
             if _is_due(done, output.eval_every):
                 row |= report.evaluation_row(session.evaluation())
@@ -287,6 +287,7 @@ def _save(
         loop.optimizer,
         data_hash=session.rows.data_hash,
         seeding=loop.seeding,
+        scaling=loop.scaling,
         num_kept=run.recipe.output.keep_checkpoints,
         best=best,
     )

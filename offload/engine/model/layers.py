@@ -295,6 +295,7 @@ class LayeredModel:
         next_N: torch.Tensor,
         num_items: torch.Tensor,
         gradient_ND: torch.Tensor | None,
+        loss_scale: float = 1.0,
     ) -> torch.Tensor:
         """Run norm, head and loss on some tokens, and write the gradient where one is wanted.
 
@@ -306,6 +307,7 @@ class LayeredModel:
             next_N: That token.
             num_items: What the sum of the losses is divided by.
             gradient_ND: Where the gradient by `hidden_ND` goes.
+            loss_scale: Factor of all gradients.
 
         Returns:
             The loss, a scalar without a graph.
@@ -315,8 +317,9 @@ class LayeredModel:
         chunk_1ND.requires_grad_(is_trained)
         if self.fused is not None and chunk_1ND.dtype in DTYPES:
             logits_NV = self.tail_logits(chunk_1ND).flatten(0, 1)
+            divisor = num_items if loss_scale == 1 else num_items / loss_scale
             losses_N, of_logits_NV = cross_entropy(
-                logits_NV.detach(), next_N, num_items=num_items, has_gradient=is_trained
+                logits_NV.detach(), next_N, num_items=divisor, has_gradient=is_trained
             )
             loss = losses_N.sum() / num_items
             if is_trained:
@@ -324,7 +327,7 @@ class LayeredModel:
         else:  # no name holds the logits, so they are gone in the backward
             loss = cross_entropy_sum(self.tail_logits(chunk_1ND), next_N.unsqueeze(0)) / num_items
             if is_trained:
-                loss.backward()
+                (loss if loss_scale == 1 else loss_scale * loss).backward()
         if gradient_ND is not None:
             assert chunk_1ND.grad is not None
             gradient_ND[positions_N] = chunk_1ND.grad[0]

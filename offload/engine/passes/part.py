@@ -33,6 +33,7 @@ class Part:
         seeding: How these become a generator's seed.
         ids: Number in the run's whole step of each micro-batch that is trained on.
         router_loss: What a router loss is taken over.
+        loss_scale: Factor of all gradients.
         state: What its ops find out.
     """
 
@@ -46,6 +47,7 @@ class Part:
     seeding: Seeding = NEWEST
     ids: Sequence[int] = ()
     router_loss: RouterScope = field(default_factory=RouterScope)
+    loss_scale: float = 1.0
     state: RunState = field(default_factory=RunState)
 
     @property
@@ -86,7 +88,8 @@ class Part:
         """Return the gradients of the router loss by the router logits of a backward visit."""
         if self.state.balance is None:
             return []
-        return self.state.balance.gradients(layer, self.passes.micro_batch(number), logits)
+        found = self.state.balance.gradients(layer, self.passes.micro_batch(number), logits)
+        return found if self.loss_scale == 1 else [self.loss_scale * one for one in found]
 
 
 class PartTail:
@@ -95,11 +98,13 @@ class PartTail:
     def __init__(self, model: LayeredModel, part: Part, *, head_chunk_tokens: int) -> None:
         """Keep the parts; nothing is computed yet."""
         self._part = part
-        self._plain = Tail(model, head_chunk_tokens=head_chunk_tokens)
+        self._plain = Tail(model, head_chunk_tokens=head_chunk_tokens, loss_scale=part.loss_scale)
         scoring = part.scoring
         self._scored: ScoredTail | None = None
         if scoring is not None:
-            self._scored = ScoredTail(model, scoring, head_chunk_tokens=head_chunk_tokens)
+            self._scored = ScoredTail(
+                model, scoring, head_chunk_tokens=head_chunk_tokens, loss_scale=part.loss_scale
+            )
         # Filled on the device: `torch.tensor` would copy the number and wait for the device.
         torch_device = part.batches[0].positions.device if part.batches else torch.device("cpu")
         self._num_items = torch.full((), part.num_label_tokens, device=torch_device)

@@ -147,9 +147,10 @@ class ScoredTail:
         scoring: Scoring,
         *,
         head_chunk_tokens: int,
+        loss_scale: float,
     ) -> None:
-        """Keep the parts, and of how many tokens logits exist at a time."""
-        self._model, self._scoring = model, scoring
+        """Keep the parts, of how many tokens logits exist at a time, and a gradient's factor."""
+        self._model, self._scoring, self._loss_scale = model, scoring, loss_scale
         self._chunk_tokens = head_chunk_tokens
         self._last = len(model.layers)
         self._scores: dict[int, torch.Tensor] = {}
@@ -185,6 +186,8 @@ class ScoredTail:
             if leaves:
                 _require_graph(scoring.objective, loss.value)
                 gradients = torch.autograd.grad(loss.value, leaves)
+                if self._loss_scale != 1:
+                    gradients = tuple(self._loss_scale * gradient for gradient in gradients)
                 self._gradients = dict(zip(passes.trained, gradients, strict=True))
         run.losses.append(loss.value.detach())
         run.metrics.update({name: value.detach() for name, value in loss.metrics.items()})

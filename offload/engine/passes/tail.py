@@ -10,9 +10,11 @@ from offload.engine.results import PassState, RunState
 class Tail:
     """Computes the loss of a pass, and its gradient by the last layer's output."""
 
-    def __init__(self, model: LayeredModel, *, head_chunk_tokens: int) -> None:
-        """Keep the model, and of how many tokens logits exist at a time."""
-        self._model = model
+    def __init__(
+        self, model: LayeredModel, *, head_chunk_tokens: int, loss_scale: float = 1.0
+    ) -> None:
+        """Keep the model, of how many tokens logits exist at a time, and a gradient's factor."""
+        self._model, self._loss_scale = model, loss_scale
         self._chunk_tokens = head_chunk_tokens
         self._last = len(model.layers)
 
@@ -62,5 +64,6 @@ class Tail:
                 next_N=next_N,
                 num_items=num_items,
                 gradient_ND=gradient_ND,
+                loss_scale=self._loss_scale,
             )
             run.losses.append(loss)

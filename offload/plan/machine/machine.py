@@ -17,7 +17,8 @@ MIN_RATE, MAX_RATE, MAX_BYTES = 1e-15, 1e30, 2**60
 
 # Expert kernels, by the names of transformers; `triton` is this project's own.
 ExpertsImplementation = Literal["eager", "grouped_mm", "triton"]
-Dtype = Literal["bfloat16", "float32"]
+Dtype = Literal["bfloat16", "float16", "float32"]
+DTYPE_BYTES: Mapping[str, Literal[2, 4]] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -289,9 +290,8 @@ def named_machine(
     if dtype == "bfloat16" and not card.has_bf16:
         raise MachineError(
             f"{key} does not compute in bfloat16",
-            limit="cards before Ampere have 16-bit products of float16 only, which is not trained"
-            " in yet",
-            hint="`model.dtype: float32`, or a card such as rtx3060 or l4",
+            limit="cards before Ampere have 16-bit products of float16 only",
+            hint="`model.dtype: float16` or `float32`, or a card such as rtx3060 or l4",
         )
     link = _LINKS[card.pcie]
     if card.measured_link_gb_per_s is not None:
@@ -402,7 +402,8 @@ def _machine(
         vector = _share(half, FP32_FRAC, "16-bit rate")
     copy = _published(card.measured_memory_gb_per_s, card.memory_gb_per_s, COPY_FRAC, 1e9, word)
     memory = _published(None, card.memory_gb_per_s, EAGER_FRAC, 1e9, word)
-    gemm = half if dtype == "bfloat16" else vector
+    num_bytes = DTYPE_BYTES[dtype]
+    gemm = vector if dtype == "float32" else half
     return Machine(
         name=name,
         device="cuda",
@@ -419,7 +420,7 @@ def _machine(
         else Implementation(value="eager", source="assumed: the kernels need Ampere"),
         gemm_flops_per_s=gemm,
         expert_gemm_flops_per_s=_share(gemm, EXPERT_FRAC, "GEMM"),
-        tall_gemm_flops_per_s=_tall(gemm, copy, num_bytes=2 if dtype == "bfloat16" else 4),
+        tall_gemm_flops_per_s=_tall(gemm, copy, num_bytes=num_bytes),
         tall_fp32_flops_per_s=_tall(vector, copy, num_bytes=4),
         attention_flops_per_s=_share(gemm, ATTENTION_FRAC, "GEMM"),
         vector_flops_per_s=vector,

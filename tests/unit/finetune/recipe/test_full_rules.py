@@ -36,6 +36,7 @@ def test_a_plain_recipe_breaks_none() -> None:
         ("offload", "codec", "bf16_packed", "`offload.codec: native`"),
         ("offload", "tier", "disk", "`offload.tier: ram`"),
         ("train", "optimizer", "paged_adamw_8bit", "`train.optimizer: adamw_8bit`"),
+        ("model", "dtype", "float16", "`model.dtype: bfloat16`"),
         ("train", "compile", True, "`train.compile: false`"),
         ("model", "experts_implementation", "triton", "`model.experts_implementation: grouped_mm`"),
         ("model", "layer_kernels", "fused", "`model.layer_kernels: plain`"),
@@ -57,6 +58,15 @@ def test_an_optimizer_of_weights_in_ram_updates_no_adapter(optimizer: str, fix: 
     assert breach.what == f"train.optimizer is {optimizer} and train.what is adapter"
     assert breach.hint == f"`train.optimizer: {fix}`, or `train.what: all`"
     assert not list(broken_rules(settings(train={"optimizer": optimizer})))
+
+
+@pytest.mark.parametrize("codec", ["bf16", "fp16"])
+def test_weights_in_float16_are_not_kept_in_another_form_of_as_many_bytes(codec: str) -> None:
+    float16 = {"path": "Qwen/Qwen3-8B", "dtype": "float16"}
+    sections: dict[str, Any] = {"model": float16, "train": {"what": "adapter"}}
+    (breach,) = broken_rules(settings(**sections, offload={"codec": codec}))
+    assert breach.what == f"offload.codec is {codec} and model.dtype is float16"
+    assert not list(broken_rules(settings(**sections, offload={"codec": "nf4"})))
 
 
 def test_an_empty_list_trains_nothing() -> None:

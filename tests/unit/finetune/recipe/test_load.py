@@ -66,6 +66,7 @@ def test_a_misspelt_key_or_one_of_another_section_names_where_it_belongs(
         ("load_in_4bit: true", "here it is offload.codec", "use `offload.codec: nf4`"),
         ("sample_packing: true", "here it is data.packing", "use `data.packing: on`"),
         ("bf16: true", "here it is model.dtype", "use `model.dtype: bfloat16`"),
+        ("fp16: true", "here it is model.dtype", "use `model.dtype: float16`"),
         ("wandb_project: mine", "here it is report.log_to", "use `report.log_to: [wandb]`"),
         (
             "eval_packing: true",
@@ -290,12 +291,12 @@ def test_all_problems_are_reported_at_once_in_the_order_of_their_lines(folder: P
     assert text.count("\n\nhint: ") == 9
 
 
-def test_float16_is_refused_for_it_would_need_loss_scaling(folder: Path) -> None:
+def test_a_dtype_that_no_model_computes_in_is_refused(folder: Path) -> None:
     assert_refused(
-        replaced("  path: Qwen/Qwen3-0.6B", "  path: Qwen/Qwen3-0.6B\n  dtype: float16"),
-        what='r.yaml:3: model.dtype is "float16"',
-        limit="it must be bfloat16 or float32",
-        hint="`model.dtype: bfloat16`",
+        replaced("  path: Qwen/Qwen3-0.6B", "  path: Qwen/Qwen3-0.6B\n  dtype: float64"),
+        what='r.yaml:3: model.dtype is "float64"',
+        limit="it must be bfloat16 or float16 or float32",
+        hint="`model.dtype: float16`",
     )
 
 

@@ -16,6 +16,7 @@ from finetune.data.tokenize import Example
 from finetune.errors import FinetuneError
 from finetune.recipe.sections import AdapterSection, TrainSection
 from finetune.run.checkpoint import Checkpoints
+from finetune.run.loss_scale import MAX_SKIPPED, LossScale
 from finetune.training.loop import Computed, Loop, Request, StepRecord
 from finetune.training.optimizer import AdapterUpdate
 from finetune.training.ranks import Ranks
@@ -50,9 +51,13 @@ def make_loop(
     loraplus_ratio: float | None = None,
     lr: float = 0.1,
     is_masked: bool = False,
+    scaling: LossScale | None = None,
+    largest: float | None = None,
 ) -> tuple[Loop, dict[str, torch.nn.Parameter]]:
     torch.manual_seed(0)
     base: Any = Qwen3ForCausalLM(CONFIG)
+    if largest is not None:
+        torch.nn.init.constant_(base.model.layers[1].mlp.up_proj.weight, largest)
     model = adapters.add_lora(base.to(dtype), section, seed=0).train()
     trained = adapters.trained(model)
     for name, parameter in trained.items():
@@ -68,6 +73,7 @@ def make_loop(
         is_masked=is_masked,
         num_steps=4,
         ranks=Ranks(),
+        scaling=scaling,
     )
     return loop, trained
 
@@ -288,3 +294,94 @@ def test_a_held_out_loss_that_is_not_finite_is_an_error() -> None:
     next(p for name, p in parameters.items() if "down_proj" in name).data.fill_(torch.inf)
     with pytest.raises(FinetuneError, match=r"held-out rows is nan;(.|\n)*`train.lr: 2.5e-02`"):
         loop.validation_loss(rows, pad_token_id=0)
+
+
+HALF = adapter(targets=["q_proj", "v_proj", "down_proj"])
+
+
+def half_loop(factor: float, *, largest: float | None = None) -> tuple[Loop, Any]:
+    """Return a loop in float16; a layer's weights may be so large that its output overflows."""
+    loop, trained = make_loop(
+        dtype=torch.float16,
+        section=HALF,
+        scaling=LossScale(factor=factor),
+        largest=largest,
+        lr=1e-3,
+    )
+    return loop, trained
+
+
+def test_a_step_whose_gradients_overflow_is_skipped_and_the_next_one_is_scaled_by_half() -> None:
+    loop, trained = half_loop(2.0**24)
+    before = {name: p.detach().clone() for name, p in trained.items()}
+    records = [loop.step(number, batches(8)) for number in range(12)]
+    skipped = [record.is_skipped for record in records]
+    num = skipped.index(False)
+    assert 0 < num < 12
+    assert not any(skipped[num:])
+    assert [record.loss_scale for record in records[: num + 1]] == [
+        2.0 ** (24 - i) for i in range(num + 1)
+    ]
+    assert loop.scaling == LossScale(factor=2.0 ** (24 - num), num_good=12 - num, num_skipped=num)
+    assert len({record.loss for record in records[: num + 1]}) == 1  # nothing was updated
+    assert all(p.grad is None for p in trained.values())
+    again, others = half_loop(2.0 ** (24 - num))
+    assert all(torch.equal(p, before[name]) for name, p in others.items())
+    for number in range(num, 12):
+        assert again.step(number, batches(8)).loss == records[number].loss
+    assert all(torch.equal(p, trained[name]) for name, p in others.items())
+
+
+def test_what_a_step_in_float16_reports_is_of_the_loss_that_was_not_scaled() -> None:
+    one, other = half_loop(2.0**8)[0], half_loop(2.0**10)[0]
+    first, second = (loop.step(0, batches(8)) for loop in (one, other))
+    assert first.loss == second.loss
+    assert first.grad_norm == pytest.approx(second.grad_norm, rel=1e-3)
+
+
+def test_too_many_skipped_steps_in_a_row_end_the_run_and_name_the_tensor() -> None:
+    loop, _ = half_loop(2.0**60)
+    for number in range(MAX_SKIPPED - 1):
+        assert loop.step(number, batches(8)).is_skipped
+    with pytest.raises(FinetuneError, match=r"layers\.2\..* overflows in float16") as caught:
+        loop.step(MAX_SKIPPED - 1, batches(8))
+    assert "20 steps in a row were skipped" in caught.value.limit
+
+
+def test_an_overflow_in_the_forward_ends_the_run_and_names_the_module() -> None:
+    loop, trained = half_loop(2.0**16, largest=6e4)
+    before = {name: p.detach().clone() for name, p in trained.items()}
+    with pytest.raises(FinetuneError, match=r"first in model\.layers\.1\.mlp\.up_proj;"):
+        loop.step(0, batches(8))
+    assert all(torch.equal(p, before[name]) for name, p in trained.items())
+
+
+def test_move_a_resumed_run_keeps_the_scale_and_skipped_steps(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    whole, expected = half_loop(2.0**24)
+    whole.rehearse(batches(20), [batches(8)])
+    losses = []
+    for number in range(12):
+        losses.append(whole.step(number, batches(8)).loss)
+        checkpoints.save(
+            number + 1,
+            whole.weights,
+            whole.optimizer,
+            data_hash="",
+            seeding=NEWEST,
+            scaling=whole.scaling,
+            num_kept=12,
+        )
+    assert whole.scaling is not None
+    for step in (1, whole.scaling.num_skipped + 1):  # with no update so far, and with one
+        loop, trained = half_loop(2.0**16)
+        loop.rehearse(batches(20), [batches(8)])
+        found = checkpoints.read(
+            step, loop.weights, loop.optimizer, form=loop.state_form, data_hash=""
+        )
+        found.put_into(loop.weights, loop.optimizer)
+        loop.scaling = found.scaling
+        loop.publish()
+        assert [loop.step(n, batches(8)).loss for n in range(step, 12)] == losses[step:]
+        assert loop.scaling == whole.scaling
+        assert all(torch.equal(trained[name], expected[name]) for name in expected)

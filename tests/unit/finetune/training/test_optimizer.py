@@ -113,6 +113,20 @@ def test_a_step_clips_updates_and_clears_the_gradients(name: Any) -> None:
     assert torch.allclose(parameter, torch.tensor(-0.01), rtol=1e-3)
 
 
+@pytest.mark.parametrize("max_norm", [0.5, 1e3, None])
+def test_move_clipping_divides_by_the_scale_of_the_loss(max_norm: float | None) -> None:
+    scaled, plain = ([nn.Parameter(torch.zeros(5)) for _ in range(3)] for _ in range(2))
+    generator = torch.Generator().manual_seed(0)
+    for one, other in zip(scaled, plain, strict=True):
+        other.grad = torch.randn(5, generator=generator)
+        one.grad = other.grad * 2.0**16
+    assert clip(scaled, max_norm, loss_scale=2.0**16) == clip(plain, max_norm)
+    for one, other in zip(scaled, plain, strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.equal(one.grad, other.grad)
+
+
 def test_without_a_limit_nothing_is_clipped() -> None:
     parameter = torch.nn.Parameter(torch.zeros(4))
     optimizer = torch.optim.SGD([parameter], lr=1.0)

@@ -24,7 +24,9 @@ class FakeEngine:
 def request(name: str, number: int) -> Request:
     made: Any = f"{name}{number}"
     share: Any = None
-    return Request(run=made, share=share, order=number, lr=0.0, name="", prepared_s=0.0)
+    return Request(
+        run=made, share=share, order=number, lr=0.0, name="", prepared_s=0.0, scaling=None
+    )
 
 
 def task(

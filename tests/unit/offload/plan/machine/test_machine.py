@@ -93,9 +93,11 @@ def test_a_card_reaches_a_share_of_the_published_rates(
 def test_cards_before_ampere_are_refused_for_bfloat16(name: str) -> None:
     with pytest.raises(MachineError, match=f"{name} does not compute in bfloat16") as refused:
         named_machine(name)
-    assert "`model.dtype: float32`" in refused.value.hint
+    assert "`model.dtype: float16` or `float32`" in refused.value.hint
     machine = named_machine(name, dtype="float32")
     assert machine.gemm_flops_per_s == machine.vector_flops_per_s
+    half = named_machine(name, dtype="float16")
+    assert half.gemm_flops_per_s.value > 2 * machine.gemm_flops_per_s.value
 
 
 def test_a_card_in_float32_multiplies_at_its_fp32_rate() -> None:
