@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -39,6 +40,9 @@ if not torch.cuda.is_available():
 MEMORY, ROOM_BYTES = Path("/dev/shm"), 4 * 2**30
 if MEMORY.is_dir() and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > ROOM_BYTES:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+# No property fails by how long an example takes: machines are busy.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 os.environ.pop("COLUMNS", None)  # else tables are as wide as the terminal, or as a worker says
 
 
