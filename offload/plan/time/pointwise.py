@@ -38,9 +38,9 @@ NORM_CASTS = PassCounts(forward=2, backward=2, forward_ops=2, backward_ops=2)
 # Of a norm that multiplies by 1 + its weight: that sum, and its cast to fp32 in 16 bits.
 WEIGHT_SUM = PassCounts(forward=0, backward=0, forward_ops=1, backward_ops=0)
 ADDS_ONE = frozenset(("gemma", "gemma2", "gemma3_text"))
-# Over queries and keys: half negated, both halves joined, two products, a sum; in the backward also
-# copies in the order of the products before.
-ROTARY = PassCounts(forward=10, backward=16, forward_ops=10, backward_ops=16)
+# Over queries and keys: half negated, both halves joined, two products, a sum. A backward launches
+# two more: copies of gradients in the order of the products before, which its passes leave out.
+ROTARY = PassCounts(forward=10, backward=14, forward_ops=10, backward_ops=16)
 # Over the width of an MLP: its activation, and for a gated one the product.
 GATED = PassCounts(forward=5, backward=9, forward_ops=2, backward_ops=3)
 PLAIN = PassCounts(forward=2, backward=3, forward_ops=1, backward_ops=1)
