@@ -166,7 +166,10 @@ def compared(page: Any, num: int) -> str:
                 continue
             num_fit += 1
             ours = answer["figures"]
-            worst = max(worst, largest_difference(ours, {key: figures[key] for key in ours}))
+            theirs = {key: figures[key] for key in ours}
+            # the command also has the cost of the energy, at the recipe's price
+            theirs["energy"] = {key: theirs["energy"][key] for key in ours["energy"]}
+            worst = max(worst, largest_difference(ours, theirs))
     assert worst <= REL_ERROR, worst
     assert num_fit == num
     refused = len(asked) - num_fit
