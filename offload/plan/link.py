@@ -9,9 +9,6 @@ from offload.plan.schedule.simulate import simulate
 from offload.plan.step import FREE_FRAC, duration_of
 from offload.plan.time.costs import Costs
 
-LEAST_BYTES_PER_S, MOST_BYTES_PER_S = 1e3, 1e13
-PRECISION = 1.01
-
 
 def hidden_frac(schedule: Schedule, costs: Costs) -> float:
     """Return the part of the network's time in which something is computed."""
@@ -22,21 +19,15 @@ def hidden_frac(schedule: Schedule, costs: Costs) -> float:
 def needed_bytes_per_s(schedule: Schedule, costs: Costs) -> float:
     """Return the least rate with which a step takes at most `FREE_FRAC` longer than without bytes.
 
-    A faster link makes no step longer, so a binary search finds it, to a hundredth.
-
-    Returns:
-        `MOST_BYTES_PER_S` if no slower one is enough.
+    Only later sums wait for a sum. So over a network without limit each begins when its gradients
+    are final, or when the one before it ends; from that time on, its bytes and all later ones have
+    to be through by the end that is allowed, and the latency of each sum is not theirs.
     """
-
-    def step_s(bytes_per_s: float) -> float:
-        there = replace(costs, network_bytes_per_s=bytes_per_s)
-        return simulate(schedule, duration_of(there)).step_s
-
-    allowed_s = (1 + FREE_FRAC) * step_s(math.inf)
-    slow, fast = LEAST_BYTES_PER_S, MOST_BYTES_PER_S
-    if step_s(slow) <= allowed_s:
-        return slow
-    while fast > PRECISION * slow:
-        middle = math.sqrt(slow * fast)
-        slow, fast = (slow, middle) if step_s(middle) <= allowed_s else (middle, fast)
-    return fast
+    timeline = simulate(schedule, duration_of(replace(costs, network_bytes_per_s=math.inf)))
+    allowed_s = (1 + FREE_FRAC) * timeline.step_s
+    needed, num_bytes, latencies_s = 0.0, 0, 0.0
+    for span in reversed([span for span in timeline.spans if span.kind is Kind.REDUCE]):
+        num_bytes += span.num_bytes
+        latencies_s += costs.network_latency_s
+        needed = max(needed, num_bytes / (allowed_s - span.start_s - latencies_s))
+    return needed
