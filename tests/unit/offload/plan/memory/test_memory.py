@@ -474,4 +474,5 @@ def test_each_further_rank_has_a_slab_workers_and_a_process_of_its_own() -> None
 def test_gradients_go_to_other_ranks_through_a_bucket() -> None:
     assert "gradient bucket" not in on_5090()
     adapter_bytes = 4 * sum(adapter_tensor_sizes(QWEN_30B, WORKLOAD.adapter))
-    assert on_5090(num_ranks=2)["gradient bucket"] == min(adapter_bytes, 64 * 2**20)
+    # what is sent, and what arrives
+    assert on_5090(num_ranks=2)["gradient bucket"] == min(2 * adapter_bytes, 64 * 2**20)
