@@ -23,6 +23,7 @@ from offload.plan.machine.machine import Implementation, Machine, Network, Rate
 from offload.plan.plan import Plan
 from offload.plan.schedule.op import Kind
 from offload.plan.schedule.residency import Residency
+from offload.plan.step import FREE_FRAC
 from offload.plan.time.roofline import Count, layer_flops
 
 REFERENCE_FLOPS_PER_S = 250e12
@@ -196,7 +197,8 @@ def network_line(plan: Plan, network: Network) -> str:
     return (
         f"each rank sends {shown_mib(plan.schedule.network_bytes)} of gradients per step at"
         f" {shown_gigabits(rate.value)} ({rate.source}): {plan.network_hidden_frac:.0%} of the time"
-        f" hides behind the backward; the step is no longer from {shown_gigabits(needed)} on"
+        f" overlaps with compute; at {shown_gigabits(needed)} or more it adds at most"
+        f" {FREE_FRAC:.0%} to the step"
     )
 
 

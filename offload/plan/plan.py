@@ -160,7 +160,7 @@ class Plan:
 
     @property
     def network_needed_bytes_per_s(self) -> float:
-        """The slowest network that makes the step no longer; see `offload.plan.link`."""
+        """The slowest network that adds next to no time to the step; see `offload.plan.link`."""
         return needed_bytes_per_s(self.schedule, self.costs)
 
     @property

@@ -45,7 +45,7 @@ def check(model_type: str) -> None:
     committed = TABLE.verdicts.get(model_type)
     found = verdict_of(model_type)
     if committed is not None and transformers.__version__ == TABLE.transformers:
-        # On which side of the limit an error lies that is near it, the processor's kernels decide.
+        # An error near the limit may fall on either side of it, depending on the processor.
         assert _limit_aside(found) == _limit_aside(committed)
 
 

@@ -15,7 +15,7 @@ NETWORK_S = 0.5  # of a run's start, and of `sluice probe`
 NUM_ELEMENTS = 2 * 2**20  # of the largest sum, if no layer says: 8 MiB
 FEWEST_ELEMENTS = 2**12
 FEWEST_REPEATS, MOST_REPEATS = 3, 15
-LEAST_FRAC = 0.1  # of a sum's time that its bytes take; less cannot be told from the latency
+LEAST_FRAC = 0.1  # the least share of a sum's time that is not latency; less is noise
 
 
 def measure_network(

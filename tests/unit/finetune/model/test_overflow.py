@@ -1,4 +1,4 @@
-"""The first module whose output is not finite is named, and nothing stays behind."""
+"""The first module whose output is not finite is named, and its hooks are removed."""
 
 import torch
 from torch import nn

@@ -15,24 +15,24 @@ from offload.plan.machine.machine import GIB
 
 def lines_of(*, seconds: float, num_parameters: int) -> list[str]:
     """Return what is said while 10 GiB are loaded."""
-    told: list[str] = []
+    shown: list[str] = []
     times = iter(seconds * i / num_parameters for i in range(num_parameters + 1))
 
     def say(event: str, text: str, **_fields: object) -> None:
         assert event == "progress"
-        told.append(text)
+        shown.append(text)
 
     lines = WorkLines(say, "Loading weights", "bytes", clock=lambda: next(times))
     for number in range(1, num_parameters + 1):
         lines(number * 10 * GIB // num_parameters, 10 * GIB)
-    return told
+    return shown
 
 
 def test_long_work_without_a_terminal_is_a_line_each_tenth() -> None:
-    told = lines_of(seconds=1000, num_parameters=5000)
-    assert len(told) == NUM_LINES
-    assert told[0] == "Loading weights: 1.00 of 10.00 GiB, 11 MB/s, ETA 900 s"
-    assert told[-1] == "Loading weights: 10.00 of 10.00 GiB, 11 MB/s, ETA 0 s"
+    shown = lines_of(seconds=1000, num_parameters=5000)
+    assert len(shown) == NUM_LINES
+    assert shown[0] == "Loading weights: 1.00 of 10.00 GiB, 11 MB/s, ETA 900 s"
+    assert shown[-1] == "Loading weights: 10.00 of 10.00 GiB, 11 MB/s, ETA 0 s"
 
 
 def test_short_work_says_little_or_nothing() -> None:
@@ -41,42 +41,42 @@ def test_short_work_says_little_or_nothing() -> None:
 
 
 def test_work_of_unknown_end_is_a_line_soon_and_then_each_minute() -> None:
-    told, now_s = [], 0.0
+    shown, now_s = [], 0.0
 
     def say(event: str, text: str, **_fields: object) -> None:
-        told.append(text)
+        shown.append(text)
 
     lines = WorkLines(say, "Tokenising a.csv", "rows", clock=lambda: now_s)
     for second in range(1, 131):
         now_s = float(second)
         lines(100 * second, None)
-    assert told == [
+    assert shown == [
         f"Tokenising a.csv: {100 * second:,} rows, 100 rows/s" for second in (5, 65, 125)
     ]
 
 
 def step_lines(*, num_steps: int, seconds: float, is_each: bool = False) -> list[str]:
     """Return what is said of steps that take so long each."""
-    told: list[str] = []
+    shown: list[str] = []
     now_s = 0.0
 
     def say(event: str, text: str, **_fields: object) -> None:
         assert event == "step"
-        told.append(text)
+        shown.append(text)
 
     lines = StepLines(say, clock=lambda: now_s, done=0, total=num_steps, is_each=is_each)
     for step in range(1, num_steps + 1):
         now_s += seconds
         rate = 1000 / seconds
         lines.advance({"step": step, "loss": 1.5, "num_tokens": 1000, "tokens_per_s": rate})
-    return told
+    return shown
 
 
 def test_steps_without_a_terminal_are_lines_and_the_last_is_always_there() -> None:
-    told = step_lines(num_steps=200, seconds=1.0)
-    assert len(told) == NUM_LINES
-    assert told[0] == "step 20/200, loss 1.5000, 1,000 tokens/s, ETA 180 s"
-    assert told[-1] == "step 200/200, loss 1.5000, 1,000 tokens/s, ETA 0 s"
+    shown = step_lines(num_steps=200, seconds=1.0)
+    assert len(shown) == NUM_LINES
+    assert shown[0] == "step 20/200, loss 1.5000, 1,000 tokens/s, ETA 180 s"
+    assert shown[-1] == "step 200/200, loss 1.5000, 1,000 tokens/s, ETA 0 s"
     assert step_lines(num_steps=20, seconds=0.1) == [
         "step 20/20, loss 1.5000, 10,000 tokens/s, ETA 0 s"
     ]

@@ -11,7 +11,7 @@ from offload.plan.step import FREE_FRAC, duration_of
 from tests.builders import lora, qwen3_30b, request, workload
 
 
-def test_experts_of_30b_hide_behind_the_backward_from_half_a_gigabit() -> None:
+def test_gradients_of_30b_experts_overlap_with_the_backward_at_half_a_gigabit() -> None:
     """Two machines that send bf16: about the bytes of all layers by the time of the backward."""
     asked = request(
         workload(adapter=lora(rank=8, experts=True)),
@@ -28,7 +28,7 @@ def test_experts_of_30b_hide_behind_the_backward_from_half_a_gigabit() -> None:
     def hidden(bytes_per_s: float) -> float:
         return hidden_frac(made.schedule, replace(made.costs, network_bytes_per_s=bytes_per_s))
 
-    # the sum of layer 0, one of 48, has no visit to hide behind
+    # the sum of layer 0, one of 48, has no visit left to overlap with
     assert hidden(1.05 * even) == pytest.approx(47 / 48, abs=0.002)
     assert hidden(0.9 * even) < 0.9
     assert even < made.network_needed_bytes_per_s < 2 * even
