@@ -11,6 +11,7 @@ dtypes of all tensors are those of the run, and that all values are finite.
 """
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -185,6 +186,7 @@ class Checkpoints:
         *,
         form: StateForm,
         data_hash: str,
+        is_scaled: bool = False,
     ) -> Restored:
         """Return what a checkpoint holds, if it is what these parameters and optimizer need.
 
@@ -194,6 +196,7 @@ class Checkpoints:
             optimizer: Of these parameters, without states.
             form: The states that it makes of them.
             data_hash: Of the training rows.
+            is_scaled: Whether the run scales its loss.
 
         Raises:
             CheckpointError: The training rows are not those that the run was started with, the
@@ -203,7 +206,7 @@ class Checkpoints:
         try:
             content = _read(self.folder(step))
             _check_tensors(content.tensors, parameters)
-            scaling = _scaling_of(content.state)
+            scaling = _scaling_of(content.state) if is_scaled else None
             num_updates = step if scaling is None else step - scaling.num_skipped
             _check_optimizer(
                 content.optimizer,
@@ -361,12 +364,15 @@ def _seeding_of(state: Mapping[str, Any]) -> Seeding:
         ) from None
 
 
-def _scaling_of(state: Mapping[str, Any]) -> LossScale | None:
-    """Return how the loss of the next step is scaled; None if the run scales none."""
+def _scaling_of(state: Mapping[str, Any]) -> LossScale:
+    """Return how the loss of the next step is scaled; without it gradients would vanish."""
     try:
-        return LossScale(**state[_SCALING]) if _SCALING in state else None
-    except TypeError as error:
-        raise _DamagedError(f"{_STATE} has a `{_SCALING}` that is none: {error}") from error
+        found = LossScale(**state[_SCALING])
+        if 0 < found.factor < math.inf and found.num_skipped >= found.num_in_a_row >= 0:
+            return found
+    except (KeyError, TypeError):
+        pass  # it is not there, or it is something else
+    raise _DamagedError(f"{_STATE} has no good `{_SCALING}`: {state.get(_SCALING)}")
 
 
 def _check_tensors(

@@ -129,6 +129,7 @@ def _read_checkpoint(session: "Session", step: int) -> Restored:
         session.loop.optimizer,
         form=session.loop.state_form,
         data_hash=session.rows.data_hash,
+        is_scaled=session.loop.scaling is not None,
     )
 
 

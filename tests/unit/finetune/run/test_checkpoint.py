@@ -138,6 +138,21 @@ def test_seeds_of_a_later_version_are_refused_before_a_model_is_loaded(
     assert "knows 1 to 2" in raised.value.limit
 
 
+@pytest.mark.parametrize(
+    "scale",
+    [None, "65536", {"factor": 0.0}, {"factor": "65536"}, {"factor": 1e999}, {"speed": 2.0}],
+)
+def test_a_run_in_float16_does_not_go_on_without_the_factor_of_its_loss(
+    checkpoints: Checkpoints, scale: object
+) -> None:
+    """Gradients of a loss that is not scaled would vanish, and the run would learn little."""
+    forget_manifest(checkpoints.folder(4))
+    state = {"step": 4, "data_hash": "rows"} | ({} if scale is None else {"loss_scale": scale})
+    (checkpoints.folder(4) / "state.json").write_text(json.dumps(state))
+    with pytest.raises(CheckpointError, match="no good `loss_scale`"):
+        checkpoints.read(4, *make(), form=FORM, data_hash="rows", is_scaled=True)
+
+
 def test_a_checkpoint_with_other_groups_is_not_called_damaged(checkpoints: Checkpoints) -> None:
     forget_manifest(checkpoints.folder(4))
     parameters, _ = make()

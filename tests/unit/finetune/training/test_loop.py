@@ -377,7 +377,12 @@ def test_move_a_resumed_run_keeps_the_scale_and_skipped_steps(tmp_path: Path) ->
         loop, trained = half_loop(2.0**16)
         loop.rehearse(batches(20), [batches(8)])
         found = checkpoints.read(
-            step, loop.weights, loop.optimizer, form=loop.state_form, data_hash=""
+            step,
+            loop.weights,
+            loop.optimizer,
+            form=loop.state_form,
+            data_hash="",
+            is_scaled=True,
         )
         found.put_into(loop.weights, loop.optimizer)
         loop.scaling = found.scaling
