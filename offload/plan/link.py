@@ -6,13 +6,13 @@ from dataclasses import replace
 from offload.plan.schedule.op import Kind
 from offload.plan.schedule.schedule import Schedule
 from offload.plan.schedule.simulate import simulate
+from offload.plan.schedule.timeline import Timeline
 from offload.plan.step import FREE_FRAC, duration_of
 from offload.plan.time.costs import Costs
 
 
-def hidden_frac(schedule: Schedule, costs: Costs) -> float:
+def hidden_frac(timeline: Timeline) -> float:
     """Return the part of the network's time in which something is computed."""
-    timeline = simulate(schedule, duration_of(costs))
     return 1 - timeline.exposed_s(Kind.REDUCE) / timeline.busy_s(Kind.REDUCE)
 
 

@@ -7,6 +7,7 @@ graph saves its recompute. `offload.plan.split` divides the memory between the t
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.fit import MemoryNeeds
@@ -38,7 +39,7 @@ from offload.plan.time.costs import Costs, LayerCost, RunCosts, price, with_obje
 from offload.plan.time.shared import shared_costs
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: what is read again and again is kept
 class Plan:
     """Everything that configures the engine and that the report compares with.
 
@@ -106,6 +107,10 @@ class Plan:
 
     def predict(self) -> Timeline:
         """Simulate the step, without the optimizer."""
+        return self._timeline
+
+    @cached_property
+    def _timeline(self) -> Timeline:
         return simulate(self.schedule, duration_of(self.costs))
 
     @property
@@ -113,40 +118,25 @@ class Plan:
         """Predicted time of a step, optimizer included."""
         return self.predict().step_s + self.costs.optimizer_s
 
-    def without_objective(self) -> "Plan":
-        """Return the same step with the loss that needs one pass: a cross-entropy.
-
-        Of a step that runs share it is the same step: its price is of all of them.
-        """
-        if self.request.objective is None or self.request.others:
-            return self
-        request = replace(self.request, objective=None)
-        costs = replace(
-            self.costs,
-            tail_s=self.costs.tail_s - self.costs.top_s,
-            top_s=0.0,
-            score_s=0.0,
-            objective_s=0.0,
-            num_scored=0.0,
-            num_references=0.0,
-        )
-        is_staged = self.schedule.is_staged
-        return replace(
-            self,
-            request=request,
-            costs=costs,
-            schedule=schedule_of(self.facts, request, costs, self.residency, is_staged=is_staged),
-        )
-
-    @property
+    @cached_property
     def objective_price(self) -> tuple[float, int]:
-        """What the objective adds to the same step without it: a fraction of its time, and loads.
+        """What the objective adds to a step with cross-entropy: a fraction of its time, and loads.
 
-        That is nothing without an objective.
+        That is nothing without an objective, and of a step that runs share: its price is of all.
         """
-        plain = self.without_objective()
+        request, is_staged = self.request, self.schedule.is_staged
+        if request.objective is None or request.others:
+            return 0.0, 0
+        plain = Draft.of(
+            self.facts,
+            replace(request, objective=None),
+            self.costs.without_objective(),
+            self.residency,
+            is_staged=is_staged,
+        )
+        plain_s = plain.step_s(request.rank_micro_batches) + self.costs.optimizer_s
         num_loads = self.schedule.num_loads - plain.schedule.num_loads
-        return self.step_s / plain.step_s - 1, num_loads
+        return self.step_s / plain_s - 1, num_loads
 
     @property
     def network(self) -> Network | None:
@@ -156,9 +146,9 @@ class Plan:
     @property
     def network_hidden_frac(self) -> float:
         """The part of the time in which gradients are added up, over which others compute."""
-        return hidden_frac(self.schedule, self.costs)
+        return hidden_frac(self.predict())
 
-    @property
+    @cached_property
     def network_needed_bytes_per_s(self) -> float:
         """The slowest network that adds next to no time to the step; see `offload.plan.link`."""
         return needed_bytes_per_s(self.schedule, self.costs)
@@ -177,7 +167,7 @@ class Plan:
         )
         return bound_s + self.costs.optimizer_s
 
-    @property
+    @cached_property
     def break_even_tokens(self) -> int | None:
         """Tokens per step from which streaming is free, in micro-batches of the plan's size.
 

@@ -33,7 +33,7 @@ from offload.plan.plan import Plan, costs_of, draft_step_s, laid_out
 from offload.plan.refusal import refusal
 from offload.plan.request import PlanRequest, with_codec, with_micro_batches
 from offload.plan.schedule.residency import Residency
-from offload.plan.split import SAME_FRAC, bound_of, fastest_residency
+from offload.plan.split import SAME_FRAC, bound_of, fastest_residency, least_s
 from offload.plan.time.costs import Costs
 
 NUM_REJECTED = 3
@@ -176,10 +176,27 @@ def search(
 def chosen_plan(facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]) -> Plan:
     """Return the plan that `search` chooses, without the alternatives.
 
+    The memory of a request is divided only if the request can still win.
+
     Raises:
         DoesNotFitError: None of the requests fits.
     """
-    candidates, best = _weighed_all(facts, machine, requests)
+    all_needs = _comparable([MemoryNeeds.of(facts, machine, request) for request in requests])
+    weighed, best_s = {}, math.inf
+    drafts = [(needs, costs_of(facts, machine, needs.request)) for needs in all_needs]
+    may_be_s = [least_s(needs, costs) for needs, costs in drafts]
+    fitting = [(one_s, i) for i, one_s in enumerate(may_be_s) if one_s is not None]
+    if not fitting:
+        raise refusal(_nearest([Candidate.split(*draft) for draft in drafts]).needs)
+    for one_s, i in sorted(fitting):
+        if one_s <= best_s * (1 + SAME_FRAC):
+            weighed[i] = Candidate.split(*drafts[i])
+            if weighed[i].bound_s < best_s:
+                weighed[i] = weighed[i].simulated()
+                best_s = min(best_s, weighed[i].least_s)
+    candidates = [weighed[i] for i in sorted(weighed)]
+    best = fastest(candidates)
+    assert best is not None
     return candidates[best].laid_out()
 
 
@@ -187,31 +204,31 @@ def nearest_request(
     facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]
 ) -> PlanRequest:
     """Return the request that lacks the fewest bytes; the refusal is about this one."""
-    candidates = _comparable([_weighed(facts, machine, request) for request in requests])
-    return _nearest(candidates).request
+    all_needs = _comparable([MemoryNeeds.of(facts, machine, request) for request in requests])
+    return _nearest([_weighed(needs) for needs in all_needs]).request
 
 
 def _weighed_all(
     facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]
 ) -> tuple[list[Candidate], int]:
     """Evaluate all comparable requests, and find the fastest of them that fits."""
-    candidates = _comparable([_weighed(facts, machine, request) for request in requests])
+    all_needs = _comparable([MemoryNeeds.of(facts, machine, request) for request in requests])
+    candidates = [_weighed(needs) for needs in all_needs]
     best = fastest(candidates)
     if best is None:
         raise refusal(_nearest(candidates).needs)
     return candidates, best
 
 
-def _weighed(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Candidate:
-    costs = costs_of(facts, machine, request)
-    return Candidate.split(MemoryNeeds.of(facts, machine, request), costs)
+def _weighed(needs: MemoryNeeds) -> Candidate:
+    return Candidate.split(needs, costs_of(needs.facts, needs.machine, needs.request))
 
 
-def _comparable(candidates: list[Candidate]) -> list[Candidate]:
-    """Drop encoded candidates if a CPU has room for one that is not encoded (see above)."""
-    is_cpu = candidates[0].needs.machine.device == "cpu"
-    plain = [c for c in candidates if not c.request.typical.is_encoded]
-    return plain if is_cpu and any(not c.shortages for c in plain) else candidates
+def _comparable(all_needs: list[MemoryNeeds]) -> list[MemoryNeeds]:
+    """Drop encoded requests if a CPU has room for one that is not encoded (see above)."""
+    is_cpu = all_needs[0].machine.device == "cpu"
+    plain = [needs for needs in all_needs if not needs.request.typical.is_encoded]
+    return plain if is_cpu and any(needs.most_slots for needs in plain) else all_needs
 
 
 def fastest(candidates: list[Candidate]) -> int | None:
@@ -291,10 +308,10 @@ def _what_ifs(
         if c.request.typical.micro_batch_size == request.typical.micro_batch_size
     ]
     doubled = [with_micro_batches(r, 2) for r in same_size]
-    yield what_if("tokens", (_weighed(facts, machine, r) for r in doubled))
+    yield what_if("tokens", (_weighed(MemoryNeeds.of(facts, machine, r)) for r in doubled))
     for codec in rounding:
         coded = dict.fromkeys(with_codec(r, codec) for r in same_size)
-        found = what_if(codec, (_weighed(facts, machine, r) for r in coded))
+        found = what_if(codec, (_weighed(MemoryNeeds.of(facts, machine, r)) for r in coded))
         if found.tokens_per_s and found.best.least_s < chosen.least_s * (1 - SAME_FRAC):
             yield found
 

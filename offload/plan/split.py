@@ -61,6 +61,36 @@ def _bound(needs: MemoryNeeds, costs: Costs) -> _Seconds:
     return bound_s
 
 
+def least_s(needs: MemoryNeeds, costs: Costs) -> float | None:
+    """Return a time that no residency of a request gets its step below; None if it does not fit.
+
+    That is the longer of two. One is R3 with the most slots and every graph. The other is the time
+    of all visits where as many layers as can skip their recompute, and no other layer computes its
+    attention again if outputs may be kept or sent.
+    """
+    num_slots, num_layers = needs.most_slots, needs.facts.num_layers
+    if num_slots is None:
+        return None
+    fewest, has_output = needs.fewest, needs.chooses_outputs
+    num_graphs = needs.with_graphs(fewest.num_slots).num_kept_graphs
+    num_graphs += needs.most_sent_graphs(fewest) if needs.chooses_sent_graphs else 0
+    back_s = [cost.back_s(has_graph=False, has_output=has_output) for cost in costs.layers]
+    spared_s = [
+        one_s - cost.back_s(has_graph=True)
+        for one_s, cost in zip(back_s, costs.layers, strict=True)
+    ]
+    layers_s = sum(
+        cost.forth_s(is_sent=False) + costs.scoring_s(layer) + back_s[layer]
+        for layer, cost in enumerate(costs.layers)
+    ) - sum(sorted(spared_s, reverse=True)[:num_graphs])
+    one_s = costs.fronts_s + layers_s + costs.tails_s + costs.front_backward_s
+    num_micro_batches = sum(run.rank_micro_batches for run in needs.request.runs)
+    return max(
+        num_micro_batches * one_s + costs.objective_s + costs.optimizer_s,
+        bound_of(needs, costs, Residency(num_slots=num_slots, num_kept_graphs=num_layers)),
+    )
+
+
 def fastest_residency(needs: MemoryNeeds, costs: Costs) -> Residency | None:
     """Return the residency with which a request's step is fastest.
 
@@ -78,8 +108,11 @@ def fastest_residency(needs: MemoryNeeds, costs: Costs) -> Residency | None:
         return None
     # Graphs that are sent, and outputs of attention, where the bound says that they pay and a
     # simulation confirms it. Sent graphs take much of the host's memory.
-    step_s, best = _step(needs, costs), plain
+    step_s, best, may_be_s = _step(needs, costs), plain, least_s(needs, costs)
+    assert may_be_s is not None
     for spend, least_gain in _ways(needs, bound_s):
+        if bound_s(best) * (1 - least_gain) <= may_be_s:
+            continue
         found = _fastest(needs, slots_bound_s, spend)
         if found is None or needs.is_short(found):
             continue

@@ -44,7 +44,7 @@ DRAWN: dict[str, Sequence[Any]] = {
     "rank": RANKS,
     "seq_len": SEQ_LENS[:6],
     "tokens_per_step": STEPS,
-    "micro_batch_size": (1, 2, 4),
+    "micro_batch_size": (1, 2, 4, "auto"),
     "ram_gib": (32, 64, 128, 256),
 }
 SLIDERS = ("rank", "seq_len", "tokens_per_step")

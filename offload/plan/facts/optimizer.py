@@ -1,6 +1,7 @@
 """The size of an optimizer's state."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
@@ -56,7 +57,8 @@ def state_bytes(shapes: Sequence[Shape], optimizer: Optimizer) -> int:
     Source: bitsandbytes 0.50 optim/optimizer.py; torch/optim/_adafactor.py.
     """
     refuse_host_only(shapes, optimizer)
-    return sum(_state_bytes(shape, optimizer) for shape in shapes)
+    numbers = Counter(shapes)  # those of equal layers are equal
+    return sum(number * _state_bytes(shape, optimizer) for shape, number in numbers.items())
 
 
 def refuse_host_only(shapes: Sequence[Shape], optimizer: Optimizer) -> None:
@@ -96,8 +98,10 @@ def paged_bytes(shapes: Sequence[Shape], optimizer: Optimizer) -> int:
 
 def temporary_bytes(shapes: Sequence[Shape], optimizer: Optimizer) -> int:
     """Return the temporary memory of an update: Adafactor updates one tensor at a time."""
-    sizes = [FP32_BYTES * math.prod(shape) for shape in shapes]
-    return max(sizes, default=0) if optimizer == "adafactor" else sum(sizes)
+    sizes = {shape: FP32_BYTES * math.prod(shape) for shape in shapes}
+    if optimizer == "adafactor":
+        return max(sizes.values(), default=0)
+    return sum(number * sizes[shape] for shape, number in Counter(shapes).items())
 
 
 def host_update_bytes(dtype_bytes: int, optimizer: Optimizer) -> dict[str, float]:

@@ -28,6 +28,7 @@ SCORE = "score"
 OTHERS = "others"
 
 
+@lru_cache(maxsize=64)  # each plan that a search weighs asks
 def trained_parameters(facts: ModelFacts, spec: AdapterSpec) -> int:
     """Count all that trains.
 
@@ -64,6 +65,7 @@ def all_weights(facts: ModelFacts) -> WholeWeights:
     )
 
 
+@lru_cache(maxsize=64)
 def trained_tensor_shapes(facts: ModelFacts, spec: AdapterSpec) -> tuple[Shape, ...]:
     """Return the shape of every tensor that is updated on the device."""
     if spec.whole is not None:
@@ -79,7 +81,7 @@ def adapter_tensor_sizes(facts: ModelFacts, spec: AdapterSpec) -> tuple[int, ...
     return tuple(map(math.prod, _adapter_tensor_shapes(facts, spec)))
 
 
-@lru_cache(maxsize=64)  # each plan that a search weighs asks
+@lru_cache(maxsize=64)
 def _adapter_tensor_shapes(facts: ModelFacts, spec: AdapterSpec) -> tuple[Shape, ...]:
     """Return every A (rank * E, d_in), B (d_out, rank * E) and magnitude."""
     return tuple(shape for layer in facts.layers for shape in _adapter_shapes(layer, spec))
@@ -181,6 +183,7 @@ def module_parameters(facts: ModelFacts, spec: AdapterSpec) -> int:
     return sum(module_tensor_sizes(facts, spec))
 
 
+@lru_cache(maxsize=64)
 def module_tensor_sizes(facts: ModelFacts, spec: AdapterSpec) -> tuple[int, ...]:
     """Return the elements of every tensor of the modules that are trained in full."""
     outside = outer_module_sizes(facts, spec)

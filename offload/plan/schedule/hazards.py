@@ -15,7 +15,7 @@ that it waits for, and a transfer as early as that allows, so that it is queued 
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from offload.plan.schedule.op import Lane, Op
@@ -23,8 +23,11 @@ from offload.plan.schedule.op import Lane, Op
 Resource = tuple[str, int, int]
 """What ops contend for: a kind of memory and two numbers, such as ("slot", 2, 0)."""
 
-Clock = tuple[int, ...]
+Clock = list[int]
 """For each lane, how many of its lines are known to have ended."""
+
+Newest = dict[int, int]
+"""By lane, the last of its lines that has to end first; lanes are FIFO, so it stands for others."""
 
 
 class Line(NamedTuple):
@@ -43,46 +46,54 @@ def parallel(program: Sequence[Line]) -> tuple[Op, ...]:
     """
     index = {lane: number for number, lane in enumerate(Lane)}
     lanes = [index[line.ops[0].lane] for line in program]
-    hazards = _hazards(program)
+    hazards = _hazards(program, lanes)
     clocks: dict[int, Clock] = {}
-    lane_clocks: list[Clock] = [(0,) * len(index)] * len(index)
+    lane_clocks: list[Clock] = [[0] * len(index)] * len(index)
     last: dict[int, int] = {}
     ops: list[Op] = []
     for line in _issue_order(lanes, hazards):
         own = lanes[line]
-        clock = lane_clocks[own]
-        needed = _reduced(hazards[line], own, clock, lanes, clocks)
-        num_on_lane = clock[own] + 1
-        if needed:
-            clock = tuple(map(max, clock, *(clocks[other] for other in needed)))
-        clocks[line] = lane_clocks[own] = (*clock[:own], num_on_lane, *clock[own + 1 :])
+        clock = lane_clocks[own].copy()
+        clock[own] += 1
         first, *others = program[line].ops
-        waits = tuple(sorted(last[other] for other in needed))
-        ops += [first._replace(waits=waits) if waits else first, *others]
+        if needed := _reduced(hazards[line], clock, clocks):
+            for other in needed:
+                clock = list(map(max, clock, clocks[other]))
+            first = first._replace(waits=tuple(sorted(last[other] for other in needed)))
+        clocks[line] = lane_clocks[own] = clock
+        ops += [first, *others]
         last[line] = len(ops) - 1
     return tuple(ops)
 
 
-def _hazards(program: Sequence[Line]) -> list[set[int]]:
-    """Return for each line the earlier ones that it contends with."""
+def _hazards(program: Sequence[Line], lanes: Sequence[int]) -> list[Newest]:
+    """Return for each line the earlier ones of other lanes that it contends with."""
     writer: dict[Resource, int] = {}
-    readers: dict[Resource, list[int]] = {}
-    hazards: list[set[int]] = []
-    for number, line in enumerate(program):
-        found = {writer[resource] for resource in line.reads if resource in writer}
-        for resource in line.writes:
+    readers: dict[Resource, Newest] = {}
+    hazards: list[Newest] = []
+    for number, (_, reads, writes) in enumerate(program):
+        found = [writer[resource] for resource in reads if resource in writer]
+        for resource in writes:
             if resource in writer:
-                found.add(writer[resource])
-            found.update(readers.get(resource, ()))
-        for resource in line.reads:
-            readers.setdefault(resource, []).append(number)
-        for resource in line.writes:
-            writer[resource], readers[resource] = number, []
-        hazards.append(found)
+                found.append(writer[resource])
+            if resource in readers:
+                found += readers[resource].values()
+        own = lanes[number]
+        newest: Newest = {}
+        for line in found:
+            if line > newest.get(lanes[line], -1):
+                newest[lanes[line]] = line
+        newest.pop(own, None)
+        for resource in reads:
+            readers.setdefault(resource, {})[own] = number
+        for resource in writes:
+            writer[resource] = number
+            readers.pop(resource, None)
+        hazards.append(newest)
     return hazards
 
 
-def _issue_order(lanes: Sequence[int], hazards: Sequence[set[int]]) -> Iterable[int]:
+def _issue_order(lanes: Sequence[int], hazards: Sequence[Newest]) -> list[int]:
     """Merge the lanes: first all transfers whose waits are issued, then one compute op."""
     queues: list[deque[int]] = [deque() for _ in Lane]
     for line, lane in enumerate(lanes):
@@ -92,28 +103,19 @@ def _issue_order(lanes: Sequence[int], hazards: Sequence[set[int]]) -> Iterable[
     issued: dict[int, None] = {}
     while len(issued) < len(lanes):
         for queue in queues:
-            if queue and hazards[queue[0]] <= issued.keys():
+            if queue and issued.keys() >= set(hazards[queue[0]].values()):
                 issued[queue.popleft()] = None
                 break
-    return issued
+    return list(issued)
 
 
-def _reduced(
-    hazards: Iterable[int],
-    own: int,
-    lane_clock: Clock,
-    lanes: Sequence[int],
-    clocks: Mapping[int, Clock],
-) -> list[int]:
+def _reduced(hazards: Newest, clock: Clock, clocks: Mapping[int, Clock]) -> list[int]:
     """Drop waits that are implied by the lane's earlier ops or by another wait."""
-    newest: dict[int, int] = {}
-    for line in hazards:
-        lane = lanes[line]
-        if lane != own and line > newest.get(lane, -1):
-            newest[lane] = line
-    needed = []
-    for lane, line in newest.items():
-        others = [clocks[other][lane] for other in newest.values() if other != line]
-        if clocks[line][lane] > max([lane_clock[lane], *others]):
-            needed.append(line)
-    return needed
+    new = {lane: line for lane, line in hazards.items() if clocks[line][lane] > clock[lane]}
+    if len(new) < 2:
+        return list(new.values())
+    return [
+        line
+        for lane, line in new.items()
+        if all(clocks[line][lane] > clocks[other][lane] for other in new.values() if other != line)
+    ]

@@ -1,6 +1,7 @@
 """When each op started and ended: one type for predicted and measured steps."""
 
 import json
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -67,14 +68,17 @@ class Timeline:
     def exposed_s(self, kind: Kind) -> float:
         """Time in which ops of a kind run on another lane and nothing is computed."""
         computing = sorted((s.start_s, s.end_s) for s in self.spans if s.lane is Lane.COMPUTE)
+        ends_s = [end_s for _, end_s in computing]  # in order too: it is one lane
         exposed_s = 0.0
         for span in (s for s in self.spans if s.kind is kind):
-            now_s = span.start_s
-            for start_s, end_s in computing:
-                if end_s > now_s and start_s < span.end_s:
-                    exposed_s += max(0.0, start_s - now_s)
-                    now_s = max(now_s, end_s)
-            exposed_s += max(0.0, span.end_s - now_s)
+            now_s, span_end_s = span.start_s, span.end_s
+            for number in range(bisect_right(ends_s, now_s), len(computing)):
+                start_s, end_s = computing[number]
+                if start_s >= span_end_s:
+                    break
+                exposed_s += max(0.0, start_s - now_s)
+                now_s = end_s
+            exposed_s += max(0.0, span_end_s - now_s)
         return exposed_s
 
     def crossings(self) -> Iterator[tuple[int, int]]:

@@ -17,6 +17,10 @@ from offload.plan.schedule.schedule import (
 )
 from offload.plan.time.costs import Costs
 
+_Ends = tuple[float, float]
+"""When a visit ends for its first and for its last micro-batch."""
+_AT_ONCE = (0.0, 0.0)
+
 
 def r3_bound_s(
     costs: Costs,
@@ -219,11 +223,16 @@ class _Sweeps:
             ends_s.append(self._left_s(before, is_all=True) + self._above_s(last))
         return max(ends_s)
 
-    def sent_s(self) -> list[float]:
-        """Return when the last layer that sends has sent each micro-batch, if only copies delay."""
+    def sent_s(self) -> tuple[float, float]:
+        """Return when the last layer that sends has sent its first and its last micro-batch.
+
+        That is if only copies delay it.
+        """
         last = max(self.leaving)
         left_s = self._left_s(last, is_all=False)
-        return [left_s + (m + 1) * self._send_s(last) for m in range(self.step.num_micro_batches)]
+        return left_s + self._send_s(last), left_s + self.step.num_micro_batches * self._send_s(
+            last
+        )
 
     def _left_s(self, layer: int, *, is_all: bool) -> float:
         """Return when all below a layer has left the device, and with `is_all` the layer's too."""
@@ -238,15 +247,17 @@ class _Sweeps:
         return self.forth_s[layer] + sum(self.visits_s[layer + 1 :])
 
     def end_s(self, up_s: float, num_slots: int) -> float:
-        """Return the earliest end of the first layer's backward visit."""
+        """Return the earliest end of the first layer's backward visit.
+
+        Of a visit the first and the last micro-batch are enough; see `simulate.merged_s`.
+        """
         step, costs, num_layers = self.step, self.step.costs, len(self.visits_s)
         stashed, leaving = frozenset(self.stashed), self.leaving
-        num_micro_batches = step.num_micro_batches
-        fetch_s = costs.h2d_latency_s + step.stashed_bytes / costs.fetch_bytes_per_s
+        num = step.num_micro_batches
         now_s, link_s = max(up_s, self.leaving_s()) + step.tails_s, 0.0
-        free_s, at_once = [0.0] * num_layers, [0.0] * num_micro_batches
-        done_s = [at_once] * NUM_FETCHED
-        carried_s = [self.sent_s() if leaving else at_once] * NUM_CARRIED
+        free_s = [0.0] * num_layers
+        done_s = [_AT_ONCE] * NUM_FETCHED
+        carried_s = [self.sent_s() if leaving else _AT_ONCE] * NUM_CARRIED
         for layer in reversed(range(num_layers)):
             decode_s = costs.layers[layer].decode_s
             if layer + num_slots < num_layers:
@@ -256,30 +267,27 @@ class _Sweeps:
             free_s[layer] = now_s
             if layer == num_layers - 1:  # it is still decoded
                 now_s -= decode_s
-                free_s[layer] = up_s - num_micro_batches * self.forth_s[layer]
+                free_s[layer] = up_s - num * self.forth_s[layer]
             one_s = self.back_s[layer]
             is_stashed, is_sent = layer in stashed, layer in leaving
             if is_stashed or is_sent:
-                ends_s = []
-                return_s = self._return_s(layer) if is_sent else 0.0
-                # a plan asks for thousands of bounds: comparisons take half as long as `max`
-                for was_done_s, was_carried_s in zip(done_s[0], carried_s[0], strict=True):
-                    if is_stashed:  # to a buffer, once it is free
-                        link_s = (link_s if link_s > was_done_s else was_done_s) + fetch_s
-                    if is_sent:
-                        link_s = (link_s if link_s > was_carried_s else was_carried_s) + return_s
-                    now_s = (now_s if now_s > link_s else link_s) + one_s
-                    ends_s.append(now_s)
-                done_s = [*done_s[1:], ends_s] if is_stashed else done_s
-                carried_s = [*carried_s[1:], ends_s] if is_sent else carried_s
+                copy_s, first_free_s, last_free_s = self._copies_back(
+                    layer, done_s[0] if is_stashed else None, carried_s[0] if is_sent else None
+                )
+                copied_s = max(link_s, first_free_s) + copy_s
+                link_s = max(copied_s + (num - 1) * copy_s, last_free_s + copy_s)
+                first_s = max(now_s, copied_s) + one_s
+                now_s = max(first_s + (num - 1) * one_s, link_s + one_s)
+                done_s = [*done_s[1:], (first_s, now_s)] if is_stashed else done_s
+                carried_s = [*carried_s[1:], (first_s, now_s)] if is_sent else carried_s
             else:
-                now_s += num_micro_batches * one_s
+                now_s += num * one_s
             if not decode_s:
                 free_s[layer] = now_s
         loaded = range(num_layers - num_slots)
         if loaded:
             read_s = self.read_s(loaded, is_ahead=True)
-            first_s = num_micro_batches * self.back_s[0]
+            first_s = num * self.back_s[0]
             now_s = max(now_s, free_s[-1] + read_s + costs.layers[0].decode_s + first_s)
         return now_s
 
@@ -301,9 +309,29 @@ class _Sweeps:
         costs = self.step.costs
         return costs.h2d_latency_s + self.sent_bytes[layer] / costs.d2h_bytes_per_s
 
-    def _return_s(self, layer: int) -> float:
+    def _copies_back(
+        self, layer: int, done_s: _Ends | None, carried_s: _Ends | None
+    ) -> tuple[float, float, float]:
+        """Return how long the copies for one micro-batch's backward visit take, and when they may.
+
+        Args:
+            layer: The layer.
+            done_s: When the buffers of its inputs are free; None if they are not stashed.
+            carried_s: When those of what it sends are free; None if it sends nothing.
+
+        Returns:
+            The time of one micro-batch's copies, and when those of the first and of the last may
+            begin. A return follows the fetch on the same lane, so it waits for less.
+        """
         costs = self.step.costs
-        return costs.h2d_latency_s + self.sent_bytes[layer] / costs.fetch_bytes_per_s
+        copy_s, first_s, last_s = 0.0, *(done_s or _AT_ONCE)
+        if done_s is not None:
+            copy_s = costs.h2d_latency_s + self.step.stashed_bytes / costs.fetch_bytes_per_s
+        if carried_s is not None:
+            first_s = max(first_s, carried_s[0] - copy_s)
+            last_s = max(last_s, carried_s[1] - copy_s)
+            copy_s += costs.h2d_latency_s + self.sent_bytes[layer] / costs.fetch_bytes_per_s
+        return copy_s, first_s, last_s
 
     def _hold_s(self, layer: int) -> float:
         """How long a layer holds its slot: until it is decoded, or else for its visit upwards."""

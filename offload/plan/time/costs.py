@@ -191,6 +191,18 @@ class Costs:
             duplex_frac=1.0,
         )
 
+    def without_objective(self) -> "Costs":
+        """Return the costs of the same step with a cross-entropy, a loss that needs one pass."""
+        return replace(
+            self,
+            tail_s=self.tail_s - self.top_s,
+            top_s=0.0,
+            score_s=0.0,
+            objective_s=0.0,
+            num_scored=0.0,
+            num_references=0.0,
+        )
+
     def saved(self, residency: Residency, *, num_micro_batches: int) -> Saved:
         """Return what checkpointed layers keep or send; runs have their own micro-batches."""
         return self.saver(num_micro_batches=num_micro_batches)(residency)

@@ -26,7 +26,8 @@ def test_gradients_of_30b_experts_overlap_with_the_backward_at_half_a_gigabit() 
     assert even * 8 == pytest.approx(0.5e9, rel=0.05)
 
     def hidden(bytes_per_s: float) -> float:
-        return hidden_frac(made.schedule, replace(made.costs, network_bytes_per_s=bytes_per_s))
+        costs = replace(made.costs, network_bytes_per_s=bytes_per_s)
+        return hidden_frac(simulate(made.schedule, duration_of(costs)))
 
     # the sum of layer 0, one of 48, has no visit left to overlap with
     assert hidden(1.05 * even) == pytest.approx(47 / 48, abs=0.002)
