@@ -1,18 +1,21 @@
 """Weights on the host, their optimizer's states, and their update, a piece at a time.
 
+The same update is made of copies on a device, which brings them there and takes them back.
+
 An update reads and writes a weight, its gradient and states, and little arithmetic: it is as fast
 as the host's memory. So everything else that an update does (scaling of gradients, putting split
 masters together and taking them apart) is done on the same piece while it is in the cache.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from finetune.full.split_master import joined, split_into
 from finetune.full.update_rules import RULES, SCALES, States, Step, rule_of
-from offload.plan.facts.optimizer import BLOCK_8BIT, Optimizer
+from offload.plan.facts.optimizer import BLOCK_8BIT, DEVICE_PIECE_ELEMENTS, Optimizer
 
 # For each core, 1 MiB of fp32: its temporaries stay in a cache. Whole blocks of states in 8 bits.
 PIECE_ELEMENTS = 2**18
@@ -29,7 +32,12 @@ class HostOptimizer:
     """
 
     def __init__(
-        self, weights: Mapping[str, torch.Tensor], *, name: Optimizer, weight_decay: float
+        self,
+        weights: Mapping[str, torch.Tensor],
+        *,
+        name: Optimizer,
+        weight_decay: float,
+        states: Mapping[str, States] = MappingProxyType({}),
     ) -> None:
         """Make states, which are zero, and the low halves of weights in bf16, as if just rounded.
 
@@ -37,14 +45,13 @@ class HostOptimizer:
             weights: Name -> contiguous fp32 or bf16 tensor on the host.
             name: The optimizer.
             weight_decay: Of tensors of two dimensions or more.
+            states: Those of weights whose states have memory already, zeros.
         """
         self._weights, self._name, self._weight_decay = dict(weights), name, weight_decay
         self._rules = {n: rule_of(name, weight) for n, weight in weights.items()}
-        self._states = {n: self._rules[n].states(w.shape) for n, w in weights.items()}
-        self._lows = {
-            name: torch.zeros(weight.shape, dtype=torch.int16)
-            for name, weight in weights.items()
-            if weight.dtype is torch.bfloat16
+        self._states = {
+            n: states[n] if n in states else fresh_states(name, weight)
+            for n, weight in weights.items()
         }
         self.num_updates = 0
 
@@ -53,7 +60,6 @@ class HostOptimizer:
         """All that a resume needs except `num_updates`, by name: weights, low halves, states."""
         return {
             **self._weights,
-            **{f"{name}:{LOW}": low for name, low in self._lows.items()},
             **{
                 f"{name}:{state}": value
                 for name, states in self._states.items()
@@ -64,8 +70,10 @@ class HostOptimizer:
     def masters(self) -> dict[str, torch.Tensor]:
         """Return fp32 copies of the weights, put together where they are split."""
         return {
-            name: joined(weight, self._lows[name]) if name in self._lows else weight.clone()
-            for name, weight in self._weights.items()
+            name: joined(weight, states[LOW]) if LOW in states else weight.clone()
+            for (name, weight), states in zip(
+                self._weights.items(), self._states.values(), strict=True
+            )
         }
 
     def forget(self) -> None:
@@ -83,43 +91,32 @@ class HostOptimizer:
         num_updates: int,
         lr: float,
         scale: float,
+        weights: Mapping[str, torch.Tensor] | None = None,
+        states: Mapping[str, States] | None = None,
     ) -> None:
-        """Update weights in place by their gradients, which are left scaled or unchanged.
+        """Update weights and their states in place by their gradients, which are left unchanged.
 
         Args:
-            gradients: Name -> gradient of a weight, on the host.
+            gradients: Name -> gradient of a weight.
             num_updates: This one's number, counted from 1.
             lr: Learning rate.
             scale: Factor of the gradients.
+            weights: Copies to update on the device of the gradients; None for its own.
+            states: Copies of their states; None for its own.
         """
+        weights = self._weights if weights is None else weights
+        states = self._states if states is None else states
         for name, gradient in gradients.items():
             rule = self._rules[name]
             decay = self._weight_decay if gradient.dim() > 1 else 0.0
             step = Step(number=num_updates, lr=lr, weight_decay=decay)
-            for weight, low, piece, states in self._pieces(name, gradient):
+            whole = weights[name], gradient, states[name]
+            for weight, piece, of_piece in _pieces(*whole) if rule.is_elementwise else [whole]:
+                low = of_piece.get(LOW)
                 master = weight if low is None else joined(weight, low)
-                rule.update(master, piece.float() * scale, states, step)
+                rule.update(master, piece.float() * scale, of_piece, step)
                 if low is not None:
                     split_into(master, weight, low)
-
-    def _pieces(
-        self, name: str, gradient: torch.Tensor
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, States]]:
-        """Cut a weight, its low half, its gradient and its states alike."""
-        weight, low, states = self._weights[name], self._lows.get(name), self._states[name]
-        if not self._rules[name].is_elementwise:
-            yield weight, low, gradient, states
-            return
-        num_elements = PIECE_ELEMENTS * torch.get_num_threads()
-        for first in range(0, weight.numel(), num_elements):
-            part = slice(first, first + num_elements)
-            blocks = slice(part.start // BLOCK_8BIT, part.stop // BLOCK_8BIT)
-            yield (
-                weight.view(-1)[part],
-                None if low is None else low.view(-1)[part],
-                gradient.view(-1)[part],
-                {n: s.view(-1)[blocks if n in SCALES else part] for n, s in states.items()},
-            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of updates and the settings, in the form of torch's optimizers."""
@@ -132,6 +129,32 @@ class HostOptimizer:
     def load_state_dict(self, content: Mapping[str, Any]) -> None:
         """Take the number of updates that `state_dict` returned."""
         self.num_updates = int(content["state"][0]["step"])
+
+
+def fresh_states(name: Optimizer, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the states of a weight on the default device, zeros, and its master's low half."""
+    low = {LOW: torch.zeros(weight.shape, dtype=torch.int16)}
+    return (low if weight.dtype is torch.bfloat16 else {}) | rule_of(name, weight).states(
+        weight.shape
+    )
+
+
+def _pieces(
+    weight: torch.Tensor, gradient: torch.Tensor, states: States
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, States]]:
+    """Cut a weight, its gradient and its states alike."""
+    is_on_host = weight.device.type == "cpu"
+    num_elements = DEVICE_PIECE_ELEMENTS
+    if is_on_host:
+        num_elements = PIECE_ELEMENTS * torch.get_num_threads()
+    for first in range(0, weight.numel(), num_elements):
+        part = slice(first, first + num_elements)
+        blocks = slice(part.start // BLOCK_8BIT, part.stop // BLOCK_8BIT)
+        yield (
+            weight.view(-1)[part],
+            gradient.view(-1)[part],
+            {n: s.view(-1)[blocks if n in SCALES else part] for n, s in states.items()},
+        )
 
 
 def total_norm(norms: Iterable[torch.Tensor]) -> float:

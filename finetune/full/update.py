@@ -1,4 +1,4 @@
-"""The update of a model whose own weights train: on the host, a layer before its next load."""
+"""The update of a model whose own weights train: a layer at its next load, around it at once."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -6,19 +6,22 @@ from functools import partial
 import torch
 from torch import nn
 
-from finetune.full.host_optimizer import HostOptimizer, total_norm
+from finetune.full.host_optimizer import HostOptimizer, fresh_states, total_norm
+from finetune.full.state_layout import StateLayout
+from finetune.full.update_rules import States
 from finetune.recipe.sections import TrainSection
 from offload.engine.engine import Engine
+from offload.engine.host_gradients import LayerUpdate
 
 CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 class FullUpdate:
-    """The update on the host of the layers and of what is around them.
+    """The update of the layers and of what is around them.
 
-    Layers are updated in the next step, each before it is loaded. Embeddings, norm and head are on
-    the device for the whole run and needed first, so they are updated at once: their gradients, in
-    fp32, come to the host, and new weights go back.
+    Layers are updated in the next step: on the host before their load, or on the device after it.
+    Embeddings, norm and head are on the device for the whole run and needed first, so they are
+    updated at once, on the host: their gradients, in fp32, come there, and new weights go back.
     """
 
     def __init__(self, engine: Engine, *, train: TrainSection) -> None:
@@ -37,12 +40,27 @@ class FullUpdate:
             for name, parameter in trained.items()
             if name not in self._layer_of
         }
+        self._layouts: list[StateLayout] = []
+        states: dict[str, States] = {}
+        if train.update == "device":
+            self._layouts = self._laid_out(train)
+            engine.update_on_device([layout.num_bytes for layout in self._layouts])
+            for layout, memory in zip(self._layouts, engine.updates.states, strict=True):
+                states |= layout.views(memory)
         on_host = {name: master.detach() for name, master in self._layers.items()}
         on_host |= {name: one.on_host for name, one in self._around.items()}
         self._optimizer = HostOptimizer(
-            on_host, name=train.optimizer, weight_decay=train.weight_decay
+            on_host, name=train.optimizer, weight_decay=train.weight_decay, states=states
         )
         self._scale = 1.0
+
+    def _laid_out(self, train: TrainSection) -> list[StateLayout]:
+        """Return where the states of each layer's weights lie while a device updates them."""
+        layers: list[dict[str, States]] = [{} for _ in self._engine.layer_bytes]
+        with torch.device("meta"):
+            for name, layer in self._layer_of.items():
+                layers[layer][name] = fresh_states(train.optimizer, self._layers[name])
+        return [StateLayout.of(states) for states in layers]
 
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:
@@ -82,15 +100,19 @@ class FullUpdate:
             lr=lr,
             scale=self._scale,
         )
-        by_layer: dict[int, dict[str, torch.Tensor]] = {}
-        for name, layer in self._layer_of.items():
-            master = self._layers[name]
+        for master in self._layers.values():
             assert master.grad is not None
-            by_layer.setdefault(layer, {})[name] = master.grad
             master.grad = None
         update({name: one.taken() for name, one in self._around.items()})
         self._publish_around()
-        self._engine.updates.defer(lambda layer: update(by_layer[layer]))
+
+        def late(one: LayerUpdate) -> None:
+            states = None
+            if one.states is not None:
+                states = self._layouts[one.layer].views(one.states)
+            update(one.gradients, weights=one.weights, states=states)
+
+        self._engine.updates.defer(late)
 
     def skip(self) -> str | None:
         """See `Update`."""

@@ -1,4 +1,4 @@
-"""How one weight on the host is updated by its gradient, and the states that this keeps.
+"""How one weight is updated by its gradient, on the host or a device, and the states of this.
 
 A rule that treats each element by itself is given pieces of a weight that fit a cache. States have
 an element for each of the weight's, or for each block of it.
@@ -81,7 +81,7 @@ class AdamW:
             [states[MEAN]],
             [states[SQUARE]],
             [],
-            [torch.tensor(step.number - 1.0)],
+            [torch.full((), step.number - 1.0, device=weight.device)],
             fused=True,
             amsgrad=False,
             beta1=BETAS[0],
@@ -118,14 +118,17 @@ class AdamW8bit:
         names = ((MEAN, MEAN_SCALE), (SQUARE, SQUARE_SCALE))
         moments = {
             name: dequantize_blockwise(
-                states[name], absmax=states[scale], code=_codes()[name], blocksize=BLOCK_8BIT
+                states[name],
+                absmax=states[scale],
+                code=_codes(weight.device)[name],
+                blocksize=BLOCK_8BIT,
             )
             for name, scale in names
         }
         AdamW().update(weight, gradient, moments, step)
         for name, scale in names:
             codes, found = quantize_blockwise(
-                moments[name], code=_codes()[name], blocksize=BLOCK_8BIT
+                moments[name], code=_codes(weight.device)[name], blocksize=BLOCK_8BIT
             )
             states[name].copy_(codes)
             states[scale].copy_(found.absmax)
@@ -256,8 +259,9 @@ def rule_of(optimizer: Optimizer, weight: torch.Tensor) -> UpdateRule:
 
 
 @cache
-def _codes() -> dict[str, torch.Tensor]:
+def _codes(device: torch.device) -> dict[str, torch.Tensor]:
     """Return the 256 values that a byte of a moment can have, for a scale of 1."""
     from bitsandbytes.functional import create_dynamic_map
 
-    return {MEAN: create_dynamic_map(signed=True), SQUARE: create_dynamic_map(signed=False)}
+    signs = {MEAN: True, SQUARE: False}
+    return {name: create_dynamic_map(signed=one).to(device) for name, one in signs.items()}

@@ -17,6 +17,7 @@ from finetune.recipe.recipe import Recipe, with_micro_batch_size
 from finetune.recipe.rules import NEVER_ENCODED
 from offload.plan.facts.codec import CodecName
 from offload.plan.facts.facts import ModelFacts
+from offload.plan.facts.optimizer import UpdatePlace
 from offload.plan.machine.machine import Machine
 from offload.plan.plan import Plan
 from offload.plan.request import (
@@ -28,6 +29,7 @@ from offload.plan.request import (
     with_codec,
     with_head_chunk,
     with_mlp_chunk,
+    with_updates_on,
 )
 from offload.plan.search import Choice, search
 from offload.plan.search import chosen_plan as search_plan
@@ -181,8 +183,8 @@ def _all_ways(
 ) -> list[PlanRequest]:
     """Return each cut of the step in each form and place, the plainest first.
 
-    That is: whole MLPs, large head chunks, native weights, inputs on the device, small
-    micro-batches, in this order.
+    That is: whole MLPs, large head chunks, native weights, updates on the host, inputs on the
+    device, small micro-batches, in this order.
     """
     whole, are_tiles_open = _ways(recipes, cut), recipes[0].offload.mlp_chunk == "auto"
     if not are_tiles_open or not all(_may_tile(recipe, facts) for recipe in recipes):
@@ -214,12 +216,18 @@ def _ways(recipes: Sequence[Recipe], cut: Sequence[PlanRequest]) -> list[PlanReq
     recipe = recipes[0]
     stash = recipe.offload.stash
     places = (False, True) if stash == "auto" else (stash == "host",)
+    update = recipe.train.update if recipe.train.is_full else "host"
+    updates: tuple[UpdatePlace, ...] = ("host", "device") if update == "auto" else (update,)
     chunk = recipe.offload.head_chunk
     return [
-        replace(with_head_chunk(with_codec(request, codec), num_tokens), is_stashed=is_stashed)
+        with_updates_on(
+            replace(with_head_chunk(with_codec(request, codec), num_tokens), is_stashed=is_stashed),
+            place,
+        )
         for num_tokens in (HEAD_CHUNKS if chunk == "auto" else (chunk,))
         for codec in _codecs(recipe)
         if all(codec in _codecs(other) for other in recipes)
+        for place in updates
         for is_stashed in places
         for request in cut
     ]

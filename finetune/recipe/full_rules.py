@@ -3,9 +3,30 @@
 from collections.abc import Iterator
 
 from finetune.recipe.breach import Breach
-from finetune.recipe.sections import AdapterSection, Settings
+from finetune.recipe.sections import AdapterSection, Settings, TrainSection
+from offload.plan.facts.optimizer import HOST_ONLY
 
 _WHAT = ("train.what",)
+
+
+def broken_frozen_rules(train: TrainSection) -> Iterator[Breach]:
+    """Yield what is set for weights of the model where an adapter trains."""
+    if train.optimizer in HOST_ONLY:
+        yield Breach(
+            field="train.optimizer",
+            what=f"train.optimizer is {train.optimizer} and train.what is adapter",
+            limit="it updates weights of the model in RAM; an adapter's states are few bytes",
+            hint=f"`train.optimizer: {train.optimizer.split('_')[0]}`, or `train.what: all`",
+            reads=_WHAT,
+        )
+    if train.update != "auto":
+        yield Breach(
+            field="train.update",
+            what=f"train.update is {train.update} and train.what is adapter",
+            limit="an adapter is on the device, and updated there",
+            hint="leave `train.update` out, or `train.what: all`",
+            reads=_WHAT,
+        )
 
 
 def broken_full_rules(recipe: Settings) -> Iterator[Breach]:

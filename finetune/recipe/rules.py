@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from finetune.recipe.adapter_rules import broken_method_rules
 from finetune.recipe.breach import Breach
 from finetune.recipe.data_section import FORMAT_COLUMNS, DataSection
-from finetune.recipe.full_rules import broken_full_rules
+from finetune.recipe.full_rules import broken_frozen_rules, broken_full_rules
 from finetune.recipe.objective_rules import broken_objective_rules
 from finetune.recipe.sections import MAX_MICRO_BATCHES, ModelSection, Settings, TrainSection
-from offload.plan.facts.optimizer import HOST_ONLY
 
 # Pairs of which at most one field may be set. One set on the command line replaces the other one
 # that a recipe file sets.
@@ -47,14 +46,8 @@ def broken_rules(recipe: Settings) -> Iterator[Breach]:
     yield from _broken_device_rules(recipe)
     if recipe.train.is_full:
         yield from broken_full_rules(recipe)
-    elif recipe.train.optimizer in HOST_ONLY:
-        yield Breach(
-            field="train.optimizer",
-            what=f"train.optimizer is {recipe.train.optimizer} and train.what is adapter",
-            limit="it updates weights of the model in RAM; an adapter's states are few bytes",
-            hint=f"`train.optimizer: {recipe.train.optimizer.split('_')[0]}`, or `train.what: all`",
-            reads=("train.what",),
-        )
+    else:
+        yield from broken_frozen_rules(recipe.train)
     yield from broken_objective_rules(recipe)
     if recipe.report.currency is not None and recipe.report.price_per_kwh is None:
         yield Breach(

@@ -219,6 +219,12 @@ class TrainSection(Section):
         " `lion` one moment, `sgd` nothing; `adamw_bf16` and `lion_bf16`, of weights of the model"
         " alone, keep the mean of gradients in bf16.",
     )
+    update: Literal["auto", "host", "device"] = Field(
+        default="auto",
+        description="Where weights of the model are updated: on the `host` before their next load,"
+        " or on the `device` after it, where their states come with them; `auto` takes the"
+        " faster.",
+    )
     lr: float = Field(
         default=2e-4,
         gt=0,

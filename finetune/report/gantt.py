@@ -23,6 +23,8 @@ COLOURS = {
     Kind.FRONT: "#8da0cb",
     Kind.READ: "#bdbdbd",
     Kind.UPDATE: "#b15928",
+    Kind.STATES: "#e6ab02",
+    Kind.UPDATED: "#bf812d",
     Kind.LOAD: "#fc8d62",
     Kind.DECODE: "#e5c494",
     Kind.FORWARD: "#66c2a5",

@@ -271,11 +271,13 @@ def _whole_line(plan: Plan, whole: WholeWeights) -> str:
     timeline = plan.predict()
     update_s = timeline.busy_s(Kind.UPDATE)
     exposed = f"{shown_time(timeline.exposed_s(Kind.UPDATE))} of it exposed"
+    is_on_host = workload.updates == "host"
+    where, when = ("there", "before") if is_on_host else ("on the device", "after")
     return (
         f"no adapter: {shown_count(whole.num_parameters)} of"
         f" {shown_count(plan.facts.num_parameters)} weights trained,"
-        f" {sum(sizes.values()):.3g} bytes each in RAM ({parts}); updated there by"
-        f" {workload.optimizer}, each layer before its next load: {shown_time(update_s)}, {exposed}"
+        f" {sum(sizes.values()):.3g} bytes each in RAM ({parts}); updated {where} by"
+        f" {workload.optimizer}, each layer {when} its next load: {shown_time(update_s)}, {exposed}"
     )
 
 
@@ -329,6 +331,9 @@ def _layer_line(plan: Plan) -> str:
 
 def _time_table(plan: Plan) -> Table:
     phases = predicted_phases(plan)
+    updates = "compute: updates of weights"
+    if plan.request.typical.updates == "host":
+        updates = "host: updates of weights, during compute"
     table = table_of(f"Predicted step ({plan.costs.grade})", "lane", "time", "share")
     for name, lane in (
         ("forward", "compute: forward"),
@@ -340,7 +345,7 @@ def _time_table(plan: Plan) -> Table:
         ("h2d", "h2d: loads, during compute"),
         ("d2h", "d2h: layer inputs and gradients, during compute"),
         ("reads", "host: reads into page-locked buffers, during compute"),
-        ("updates", "host: updates of weights, during compute"),
+        ("updates", updates),
         ("network", "network: sums of gradients, during compute"),
         ("exposed network", "network: the part with nothing to compute"),
     ):

@@ -27,6 +27,7 @@ from finetune.recipe.recipe import (
     with_packing,
     with_reduce_gradients,
     with_router_loss_over,
+    with_update,
 )
 from finetune.recipe.sections import TrainSection
 from finetune.run.checkpoint import Checkpoints
@@ -301,6 +302,8 @@ class RunDir:
             recipe = with_reduce_gradients(recipe, "at_end")
         if re.search(r"^  mlp_chunk: ", text, re.MULTILINE) is None:
             recipe = with_offload(recipe, mlp_chunk="whole")
+        if recipe.train.is_full and re.search(r"^  update: ", text, re.MULTILINE) is None:
+            recipe = with_update(recipe, "host")
         return recipe
 
     # ------------------------------------------------------------------------------------ metrics
@@ -368,8 +371,9 @@ def as_begun(recipe: Recipe, begun: Recipe | None) -> Recipe:
     """Return the recipe with what was open when the run began as it was chosen then.
 
     Another machine, or this one measured again, might choose other sizes of micro-batch, head
-    chunk and tile of an MLP, or other layer kernels; a later version might pack rows, choose
-    another precision of adapters, take a router loss over the step, or add up gradients by layer.
+    chunk and tile of an MLP, other layer kernels, or another place of updates; a later version
+    might pack rows, choose another precision of adapters, take a router loss over the step, or add
+    up gradients by layer.
     """
     if begun is None:
         return recipe
@@ -387,6 +391,13 @@ def as_begun(recipe: Recipe, begun: Recipe | None) -> Recipe:
         recipe = with_router_loss_over(recipe, begun.train.router_loss_over)
     if "reduce_gradients" not in recipe.train.model_fields_set:
         recipe = with_reduce_gradients(recipe, begun.train.reduce_gradients)
+    recipe = _updated_as_begun(recipe, begun)
     if recipe.model.layer_kernels == "auto" and begun.model.layer_kernels != "auto":
         recipe = with_layer_kernels(recipe, begun.model.layer_kernels)
+    return recipe
+
+
+def _updated_as_begun(recipe: Recipe, begun: Recipe) -> Recipe:
+    if recipe.train.update == "auto" and begun.train.update != "auto":
+        return with_update(recipe, begun.train.update)
     return recipe

@@ -15,7 +15,7 @@ from finetune.errors import ConfigError
 from finetune.model.tokenizer import load_tokenizer
 from finetune.planning.candidates import choose, requests_for, with_each_size
 from finetune.planning.request import find_machine, trained_spec
-from finetune.recipe.recipe import Recipe, with_micro_batch_size, with_offload
+from finetune.recipe.recipe import Recipe, with_micro_batch_size, with_offload, with_update
 from finetune.recipe.row_formats import formats_of
 from finetune.training import preflight
 from finetune.training.expert_backend import fastest_expert_backend, resolve_expert_backend
@@ -236,13 +236,16 @@ def plan_steps(
             if one.typical.codec == chosen.codec
             and one.typical.head_chunk_tokens == chosen.head_chunk_tokens
             and one.typical.mlp_chunk_tokens == chosen.mlp_chunk_tokens
+            and one.typical.updates == chosen.updates
         ),
     )
 
 
 def with_chosen(recipe: Recipe, plan: Plan) -> Recipe:
-    """Return the recipe with the sizes of head chunk and MLP tile that a plan has chosen."""
+    """Return the recipe with what a plan has chosen: head chunk, MLP tile, place of updates."""
     chosen = plan.request.typical
+    if recipe.train.is_full:
+        recipe = with_update(recipe, chosen.updates)
     return with_offload(
         recipe,
         head_chunk=chosen.head_chunk_tokens,

@@ -5,21 +5,41 @@ there. Each trained parameter has a *master*, a parameter over the layer's recor
 The optimizer gets the master, and a step fills the master's `.grad`.
 
 On the device, one of a few buffers accumulates a layer's gradients over the micro-batches; it is
-copied to the host when the visit is over, and measured on the way, for clipping.
+copied to the host when the visit is over, and measured on the way, for clipping. A layer that is
+updated on the device gets them back there, and the optimizer's states with them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from offload.engine.host.layer_layout import Record, lay_out
+from offload.engine.host.layer_layout import Field, Record, lay_out
 from offload.engine.host.stash import Allocate
 from offload.engine.memory_meter import Arena
 from offload.errors import OffloadError
 from offload.plan.facts.optimizer import HOST_GRADIENTS
 from offload.plan.memory.memory import LAYER_GRADIENTS
 from offload.plan.schedule.schedule import NUM_GRADIENT_BUFFERS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LayerUpdate:
+    """What the update of a layer reads and writes, where it is made.
+
+    Attributes:
+        layer: Which layer.
+        weights: Name -> weight, to be changed in place.
+        gradients: Name -> gradient of the step that has ended; it may be overwritten.
+        states: On the device the optimizer's states, as they lie in `LateUpdates.states`; None on
+            the host, where the optimizer has them.
+    """
+
+    layer: int
+    weights: Mapping[str, torch.Tensor]
+    gradients: Mapping[str, torch.Tensor]
+    states: torch.Tensor | None
 
 
 class HostGradients:
@@ -45,17 +65,22 @@ class HostGradients:
         """
         self.parameters: dict[str, nn.Parameter] = {}
         self.norms: dict[str, torch.Tensor] = {}
-        for record, layer in zip(records, layers, strict=False):
+        self._weights: list[dict[str, Field]] = [{} for _ in records]
+        for record, layer, weights in zip(records, layers, self._weights, strict=False):
             for field in record.fields:
                 if field.parameter.requires_grad:
-                    master = nn.Parameter(field.view(layer))
-                    self.parameters[names[id(field.parameter)]] = master
-        self._names = names
+                    name = names[id(field.parameter)]
+                    self.parameters[name] = nn.Parameter(field.view(layer))
+                    weights[name] = field
+        self._names, self._layers = names, list(layers)
         self._gradients = [
             lay_out([f.parameter for f in record.fields if f.parameter.requires_grad])
             for record in records
         ]
         self.gradient_bytes = tuple(record.num_bytes for record in self._gradients)
+        self.state_bytes: tuple[int, ...] | None = None
+        self.states: tuple[torch.Tensor, ...] = ()
+        self._allocate_host, self._allocate_device = allocate_host, allocate_device
         on_host = allocate_host(sum(self.gradient_bytes))
         self._sinks = on_host.split(list(self.gradient_bytes))
         self._buffers = [
@@ -65,6 +90,63 @@ class HostGradients:
             Arena(name=HOST_GRADIENTS, blocks=[on_host]),
             Arena(name=LAYER_GRADIENTS, blocks=self._buffers),
         )
+
+    def add_states(self, state_bytes: Sequence[int]) -> None:
+        """Make room for optimizer states: zeros on the host, and of two layers on the device.
+
+        Args:
+            state_bytes: By layer.
+        """
+        self.state_bytes = tuple(state_bytes)
+        self.states = self._allocate_host(sum(state_bytes)).zero_().split(list(state_bytes))
+        most = max(map(sum, zip(self.gradient_bytes, state_bytes, strict=True)))
+        self._buffers.clear()
+        self._buffers += [self._allocate_device(most) for _ in range(NUM_GRADIENT_BUFFERS)]
+
+    def arriving(
+        self, layer: int, buffer: int, offset: int, num_bytes: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield device and host memory of a piece of a layer's gradients and states after them."""
+        start, end, memory = offset, offset + num_bytes, self._buffers[buffer]
+        for block in (self._sinks[layer], self.states[layer]):
+            first, last = max(0, start), min(end, block.numel())
+            if first < last:
+                yield memory[offset + first - start : offset + last - start], block[first:last]
+            start, end = start - block.numel(), end - block.numel()
+
+    def states_leaving(
+        self, layer: int, buffer: int, offset: int, num_bytes: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the host memory and the device memory of a piece of a layer's states."""
+        end, first = offset + num_bytes, self.gradient_bytes[layer]
+        return self.states[layer][offset:end], self._buffers[buffer][first + offset : first + end]
+
+    def weights_leaving(
+        self, layer: int, slot: torch.Tensor, offset: int, num_bytes: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the host memory and the device memory of a piece of a layer's weights."""
+        end = offset + num_bytes
+        return self._layers[layer][offset:end], slot[offset:end]
+
+    def on_host(self, layer: int) -> LayerUpdate:
+        """Return what an update of a layer changes on the host."""
+        weights = {name: self.parameters[name].detach() for name in self._weights[layer]}
+        gradients = self._gradients_in(layer, self._sinks[layer])
+        return LayerUpdate(layer=layer, weights=weights, gradients=gradients, states=None)
+
+    def on_device(self, layer: int, buffer: int, slot: torch.Tensor) -> LayerUpdate:
+        """Return what an update of a layer changes in its slot and a buffer."""
+        memory, first = self._buffers[buffer], self.gradient_bytes[layer]
+        return LayerUpdate(
+            layer=layer,
+            weights={name: field.view(slot) for name, field in self._weights[layer].items()},
+            gradients=self._gradients_in(layer, memory),
+            states=memory[first : first + self.states[layer].numel()],
+        )
+
+    def _gradients_in(self, layer: int, memory: torch.Tensor) -> dict[str, torch.Tensor]:
+        fields = self._gradients[layer].fields
+        return {self._names[id(field.parameter)]: field.view(memory) for field in fields}
 
     def gather(self, layer: int) -> None:
         """Accumulate a layer's gradients in its buffer, from zero at the start of the visit."""
@@ -129,12 +211,13 @@ class HostGradients:
 
 
 class LateUpdates:
-    """Updates of the masters that are made in the next step, each before its layer is loaded.
+    """Updates of layers that are made in the next step, each where its layer is first loaded.
 
     Clipping needs the norm of all gradients, which is known once a step's backward has ended. Then
     an update of all weights would take its time with the device idle. The first layers of the next
     forward need few of them, so each layer's update waits until its own load: a line of the
-    schedule. Whoever reads weights before that calls `flush`.
+    schedule. It is made on the host before the load; or, if states were moved, on the device after
+    it. Whoever reads weights before that calls `flush`, which makes them in the same place.
 
     Attributes:
         layer_of: The layer of each master, by its name.
@@ -144,33 +227,74 @@ class LateUpdates:
     def __init__(self, gradients: HostGradients) -> None:
         """Nothing is to be made."""
         self.layer_of, self.norms = gradients.layer_of(), gradients.norms
-        self._update: Callable[[int], None] | None = None
+        self._gradients = gradients
+        self._update: Callable[[LayerUpdate], None] | None = None
         self._layers: set[int] = set()
+        self._begun: set[int] = set()
+        self._on_device: Callable[[], None] | None = None
+
+    @property
+    def states(self) -> tuple[torch.Tensor, ...]:
+        """Of each layer, the memory on the host of its states; none if the optimizer has them."""
+        return self._gradients.states
+
+    def move_to_device(self, state_bytes: Sequence[int], make_all: Callable[[], None]) -> None:
+        """Make updates on the device from here on.
+
+        Args:
+            state_bytes: By layer, of the states that its update takes along.
+            make_all: Makes all updates there that are left.
+        """
+        self._gradients.add_states(state_bytes)
+        self._on_device = make_all
 
     @property
     def layers(self) -> frozenset[int]:
         """The layers that are still to be updated."""
         return frozenset(self._layers)
 
-    def defer(self, update: Callable[[int], None]) -> None:
+    def defer(self, update: Callable[[LayerUpdate], None]) -> None:
         """Let the layers be updated late; those of the step before are updated now.
 
         Gradients stay where the step has put them until then; `.grad` may be let go of.
 
         Args:
-            update: Updates the masters of the layer whose number it is given. It is called once
-                per layer, on another thread, and depends on nothing that changes later.
+            update: Updates a layer. It is called once per layer, on the host on another thread,
+                and depends on nothing that changes later.
         """
         self.flush()
         self._update, self._layers = update, set(self.layer_of.values())
 
     def run(self, layer: int) -> None:
-        """Update a layer."""
+        """Update a layer on the host."""
         assert self._update is not None
-        self._update(layer)
+        self._update(self._gradients.on_host(layer))
+        self._layers.remove(layer)
+
+    def run_on_device(self, layer: int, buffer: int, slot: torch.Tensor) -> None:
+        """Update a layer in its slot; the update has ended when weights and states have left.
+
+        Raises:
+            OffloadError: It was begun before, and weights or states may have left.
+        """
+        if layer in self._begun:
+            raise OffloadError(
+                f"the update of layer {layer} was cut off by an error",
+                limit="its weights and its optimizer states may be of two steps",
+                hint="go on from the last checkpoint",
+            )
+        assert self._update is not None
+        self._begun.add(layer)
+        self._update(self._gradients.on_device(layer, buffer, slot))
+
+    def ended(self, layer: int) -> None:
+        """Note that weights and states of a layer have left the device."""
+        self._begun.remove(layer)
         self._layers.remove(layer)
 
     def flush(self) -> None:
-        """Update all layers that are left, in order, on this thread."""
+        """Update all layers that are left, in order; on this thread if it is on the host."""
+        if self._layers and self._on_device is not None:
+            self._on_device()
         for layer in sorted(self._layers):
             self.run(layer)

@@ -59,6 +59,10 @@ class Slots:
         """Return the place in a slot that a piece of a record is copied to."""
         return self._buffers[slot][offset : offset + num_bytes]
 
+    def memory(self, slot: int) -> torch.Tensor:
+        """Return a slot."""
+        return self._buffers[slot]
+
     def decode(self, layer: int, slot: int) -> None:
         """Decode a layer from its slot, on the running lane."""
         for field in self._records[layer].fields:

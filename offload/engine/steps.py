@@ -11,7 +11,15 @@ from offload.engine.passes.part import Part
 from offload.errors import OffloadError
 from offload.plan.schedule.op import Kind
 from offload.plan.schedule.residency import NOTHING_SAVED, Saved
-from offload.plan.schedule.schedule import Order, Ring, Schedule, forward_schedule, step_schedule
+from offload.plan.schedule.schedule import (
+    Order,
+    Ring,
+    Schedule,
+    TransferSizes,
+    forward_schedule,
+    step_schedule,
+    update_schedule,
+)
 
 
 class Steps:
@@ -27,6 +35,19 @@ class Steps:
     def forward(self, ring: Ring, num: int = 1) -> Schedule:
         """List the ops of a pass without gradients over `num` micro-batches, given the ring."""
         return forward_schedule(self._bound.sizes, ring=ring, num_micro_batches=num)
+
+    def updates(self, ring: Ring) -> Schedule:
+        """List the ops that make all updates on the device that are left, given the ring."""
+        return update_schedule(self._sizes, ring=ring)
+
+    @property
+    def _sizes(self) -> TransferSizes:
+        """The sizes of transfers, with the updates that are left."""
+        return replace(
+            self._bound.sizes,
+            updated=self._bound.updates.layers,
+            state_bytes=self._bound.host_gradients.state_bytes,
+        )
 
     def schedule(self, parts: Sequence[Part], *, ring: Ring, order: Order) -> Schedule:
         """List the ops of a step given the ring's contents, and make room for what leaves.
@@ -57,8 +78,7 @@ class Steps:
         saved = self._saved(parts)
         schedule = step_schedule(
             replace(
-                self._bound.sizes,
-                updated=self._bound.updates.layers,
+                self._sizes,
                 reduced=tuple(p.reducer.reduced for p in parts if p.reducer is not None),
             ),
             ring=ring,

@@ -3,12 +3,14 @@
 The plan, the search among plans and the refusal all use this module.
 """
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from offload.plan.facts.facts import ModelFacts
+from offload.plan.facts.optimizer import brought_bytes
 from offload.plan.machine.machine import Machine
 from offload.plan.memory.host import HostLoad, host_terms
 from offload.plan.memory.memory import (
@@ -28,6 +30,7 @@ from offload.plan.schedule.residency import Residency
 from offload.plan.schedule.schedule import MIN_SLOTS
 
 DEVICE, RAM = "of device memory", "of RAM"
+UPDATES = "of page-locked memory for updates on the device"
 GRAPH_RESERVE_FRAC = 0.1  # error of the formula for what autograd saves, over all tests
 
 
@@ -208,6 +211,7 @@ class MemoryNeeds:
         asked = (
             (inputs, inputs_bytes, machine.pinned_bytes, "may be page-locked"),
             (f"{sent} activations", sent_bytes, machine.pinned_bytes, "may be page-locked"),
+            (UPDATES, self._updates_bytes(host), machine.pinned_bytes, "may be page-locked"),
             (RAM, ram_bytes, machine.ram_bytes, "of RAM is there"),
         )
         return tuple(
@@ -215,6 +219,15 @@ class MemoryNeeds:
             for what, needed, limit_bytes, limit in asked
             if needed > limit_bytes
         )
+
+    def _updates_bytes(self, host: Mapping[str, int]) -> int:
+        """Return the page-locked memory that updates on the device copy from and to."""
+        load = self.request.largest
+        if load.updates == "host" or load.adapter.whole is None or self.machine.device != "cuda":
+            return 0
+        each = brought_bytes(load.dtype_bytes, load.optimizer)
+        brought = math.ceil(each * sum(load.adapter.whole.layers))
+        return host.get(SLAB, 0) + host.get(STASH, 0) + host.get(SENT, 0) + brought
 
     def _locked_bytes(self, host: Mapping[str, int]) -> int:
         """Return the page-locked memory of all ranks: what is sent locks no slab out."""

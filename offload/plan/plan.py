@@ -37,6 +37,7 @@ from offload.plan.step import (
 from offload.plan.time.bounds import r3_bound_s
 from offload.plan.time.costs import Costs, LayerCost, RunCosts, price, with_objective
 from offload.plan.time.shared import shared_costs
+from offload.plan.time.updates import with_updates
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: what is read again and again is kept
@@ -215,6 +216,7 @@ def costs_of(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Costs
         num_disk_readers=request.num_disk_readers,
         graph_bytes={x: one.sent_graph for x, one in visits.items()},
     )
+    costs = with_updates(costs, facts, machine, request.typical)
     costs = with_network(costs, machine, request)
     if request.objective is None:
         return costs

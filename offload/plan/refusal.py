@@ -19,9 +19,16 @@ from offload.plan.memory.memory import (
     SHRINKS,
     SMALLER_CHUNK,
     SMALLER_TILES,
+    UPDATES_IN_RAM,
     MemoryTerm,
 )
-from offload.plan.request import FEWEST_CHUNK_TOKENS, MLP_CHUNKS, PlanRequest, with_codec
+from offload.plan.request import (
+    FEWEST_CHUNK_TOKENS,
+    MLP_CHUNKS,
+    PlanRequest,
+    with_codec,
+    with_updates_on,
+)
 from offload.plan.schedule.schedule import MIN_SLOTS
 
 MIN_HINTED_SEQ_LEN = 128
@@ -77,6 +84,7 @@ def _effective(term: MemoryTerm, request: PlanRequest) -> list[str]:
         RANK: not _is_frozen(request),
         FEWER_TARGETS: not _is_frozen(request),
         INPUTS_IN_RAM: request.is_stashed,
+        UPDATES_IN_RAM: largest.updates == "host",
         SMALLER_TILES: (largest.mlp_chunk_tokens or 0) <= MLP_CHUNKS[-1],
         SMALLER_CHUNK: largest.head_chunk_tokens <= FEWEST_CHUNK_TOKENS,
     }
@@ -110,7 +118,7 @@ def _changes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     Requests that leave the training as it is come first: those in RAM, which are faster, then those
     on disk. Rounded weights come next, then shorter sequences.
     """
-    exact = [("", request), *_coded(request, PACKED)]
+    exact = [("", request), *_coded(request, PACKED), *_updated_in_ram(request)]
     for words, coded in exact:
         yield from _either_stash(words, coded)
     for num_ranks in range(request.num_ranks - 1, 0, -1):
@@ -155,6 +163,13 @@ def _on_disk(
         for words, request in requests
         if request.may_be_on_disk and not request.is_on_disk and _is_frozen(request)
     ]
+
+
+def _updated_in_ram(request: PlanRequest) -> list[tuple[str, PlanRequest]]:
+    """Return the request with updates on the host, if they are on the device."""
+    if request.largest.updates == "host":
+        return []
+    return [(UPDATES_IN_RAM, with_updates_on(request, "host"))]
 
 
 def _is_frozen(request: PlanRequest) -> bool:

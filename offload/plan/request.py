@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from offload.errors import OffloadError
 from offload.plan.facts.codec import CodecName
 from offload.plan.facts.linears import FP32_BYTES
+from offload.plan.facts.optimizer import UpdatePlace
 from offload.plan.facts.workload import Workload
 from offload.plan.memory.traced import TracedBytes
 from offload.plan.schedule.passes import Passes
@@ -268,4 +269,14 @@ def with_mlp_chunk(request: PlanRequest, num_tokens: int | None) -> PlanRequest:
         typical=replace(request.typical, mlp_chunk_tokens=num_tokens),
         largest=replace(request.largest, mlp_chunk_tokens=num_tokens),
         others=tuple(with_mlp_chunk(other, num_tokens) for other in request.others),
+    )
+
+
+def with_updates_on(request: PlanRequest, place: UpdatePlace) -> PlanRequest:
+    """Return the same request with the layers' own weights updated in this place."""
+    return replace(
+        request,
+        typical=replace(request.typical, updates=place),
+        largest=replace(request.largest, updates=place),
+        others=tuple(with_updates_on(other, place) for other in request.others),
     )

@@ -1,11 +1,14 @@
 """The ops of a step, their durations, and from how many tokens streaming is free."""
 
+import math
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from offload.plan.facts.facts import ModelFacts
+from offload.plan.facts.optimizer import moved_state_bytes
 from offload.plan.facts.trainable import outer_module_sizes
+from offload.plan.facts.workload import Workload
 from offload.plan.memory.memory import input_bytes, layer_weight_bytes
 from offload.plan.reduction import reduced_of
 from offload.plan.request import PlanRequest
@@ -63,6 +66,7 @@ def schedule_of(
             sizes,
             gradient_bytes=tuple(dtype_bytes * number for number in trained),
             updated=frozenset(layer for layer, number in enumerate(trained) if number),
+            state_bytes=_state_bytes(typical, trained),
         )
     if is_draft:
         sizes = replace(sizes, piece_bytes=max(sizes.layer_bytes))
@@ -81,6 +85,14 @@ def schedule_of(
         num_kept_graphs=residency.num_kept_graphs,
         saved=costs.saved(residency, num_micro_batches=numbers[0]),
     )
+
+
+def _state_bytes(typical: Workload, trained: Sequence[int]) -> tuple[int, ...] | None:
+    """Return what moves with each layer to its update on the device; None if it is on the host."""
+    if typical.updates == "host":
+        return None
+    each = moved_state_bytes(typical.dtype_bytes, typical.optimizer)
+    return tuple(math.ceil(each * number) for number in trained)
 
 
 def stashed_bytes(facts: ModelFacts, request: PlanRequest) -> int:

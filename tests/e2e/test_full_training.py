@@ -97,26 +97,34 @@ def test_plain_transformers_loads_what_a_run_leaves(
 
 
 @pytest.mark.parametrize(
-    "optimizer",
-    mostly_slow(["adamw", "adamw_bf16", "adamw_8bit", "adafactor", "lion", "sgd"], "adamw_bf16"),
+    ("optimizer", "place"),
+    mostly_slow(
+        [
+            ("adamw", "device"),
+            *((name, "host") for name in ("adamw", "adamw_8bit", "adafactor", "lion", "sgd")),
+            ("adamw_bf16", "host"),
+        ],
+        *(("adamw", "device"), ("adamw_bf16", "host")),
+    ),
 )
 def test_a_run_that_ends_between_backward_and_update_resumes_to_the_bit(
-    optimizer, tmp_path, write_recipe, machine_file, monkeypatch
+    optimizer, place, tmp_path, write_recipe, machine_file, monkeypatch
 ) -> None:
     recipe, whole = full_recipe(write_recipe, what=["model.layers.*"]), tmp_path / "whole"
-    machine = ("--machine", machine_file, f"train.optimizer={optimizer}")
+    machine = ("--machine", machine_file, f"train.optimizer={optimizer}", f"train.update={place}")
     assert run("finetune", recipe, *machine, f"output.dir={whole}") == 0
-    num_updated, update = 0, LateUpdates.run
+    name = "run" if place == "host" else "run_on_device"
+    num_updated, update = 0, getattr(LateUpdates, name)
 
-    def run_some(self: LateUpdates, layer: int) -> None:
+    def run_some(self: LateUpdates, *where: Any) -> None:
         nonlocal num_updated
         num_updated += 1
         if num_updated > 26:  # some layers of a later step are updated, others never
             raise OSError("killed")
-        update(self, layer)
+        update(self, *where)
 
     with monkeypatch.context() as patch:
-        patch.setattr(LateUpdates, "run", run_some)
+        patch.setattr(LateUpdates, name, run_some)
         assert run("finetune", recipe, *machine) != 0
     done = losses(tmp_path / "run")
     assert 2 <= len(done) < 6

@@ -4,7 +4,7 @@ import copy
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from finetune.recipe.sections import TrainSection
 from finetune.training.loop import Loop
 from finetune.training.ranks import Ranks
 from offload.engine.engine import Engine
+from offload.engine.host_gradients import LayerUpdate
 from offload.plan.facts.optimizer import Optimizer
 from offload.plan.schedule.op import Kind, Lane
 from tests.parity.steps import MODELS, SHAPE
@@ -106,10 +107,12 @@ def loop_of(
     max_norm: float | None = MAX_NORM,
     optimizer: Optimizer = "adamw",
     lr: float = LR,
+    update: Literal["host", "device"] = "host",
     **options: Any,
 ) -> Loop:
     train = TrainSection(
         what="all",
+        update=update,
         grad_accum_steps=NUM_MICRO_BATCHES,
         steps=1000,
         optimizer=optimizer,
@@ -304,9 +307,42 @@ def test_reorder_sgd_of_masters() -> None:
 
 
 @pytest.mark.parametrize(
+    ("optimizer", "dtype"),
+    mostly_slow(
+        itertools.product(
+            ("adamw", "adamw_bf16", "adamw_8bit", "adafactor", "lion", "lion_bf16", "sgd"),
+            (torch.float32, torch.bfloat16),
+        ),
+        ("adamw", torch.bfloat16),
+    ),
+    ids=str,
+)
+def test_move_an_update_on_the_device_is_that_on_the_host(
+    optimizer: Optimizer, dtype: torch.dtype
+) -> None:
+    host, device = (
+        loop_of(wider_model().to(dtype), optimizer=optimizer, update=update)
+        for update in ("host", "device")
+    )
+    assert run(device, range(4)) == run(host, range(4))
+    assert_same(values_of(device), values_of(host))
+
+
+@pytest.mark.exhaustive
+def test_move_300_updates_on_the_device_are_those_on_the_host() -> None:
+    """So their losses are as close to those of plain PyTorch, by the test above."""
+    host, device = loop_of(model_of()), loop_of(model_of(), update="device")
+    assert run(device, range(300)) == run(host, range(300))
+    assert_same(values_of(device), values_of(host))
+
+
+@pytest.mark.parametrize(
     "options",
     [
         {"num_slots": 6},
+        {"update": "device", "num_slots": 3},
+        pytest.param({"update": "device", "stash": "host"}, marks=pytest.mark.slow),
+        pytest.param({"update": "device", "kept_graphs": 2}, marks=pytest.mark.slow),
         pytest.param({"stash": "host"}, marks=pytest.mark.slow),
         pytest.param({"kept_graphs": 2, "num_slots": 3}, marks=pytest.mark.slow),
     ],
@@ -330,8 +366,49 @@ def test_move_an_update_is_in_the_next_step_and_before_the_layers_load() -> None
     assert engine_of(loop).updates.layers == set(range(6))
 
 
-def test_move_evaluating_after_each_step_changes_no_bit() -> None:
-    alone, evaluated = loop_of(model_of()), loop_of(model_of())
+def test_move_an_update_on_the_device_is_between_load_and_visits_and_goes_down() -> None:
+    loop = loop_of(model_of(), update="device")
+    _, step = (loop.step(n, share_of(step_of(n))).timeline for n in range(2))
+    num_weights = sum(
+        p.numel() for n, p in loop.weights.items() if "layers.0." in n and ":" not in n
+    )
+    for layer in range(6):
+        spans = [span for span in step.spans if span.layer == layer]
+        (update,) = (span for span in spans if span.kind is Kind.UPDATE)
+        assert update.lane is Lane.COMPUTE
+        loads = [span.end_s for span in spans if span.kind is Kind.LOAD]
+        assert loads[0] <= update.start_s
+        assert max(s.end_s for s in spans if s.kind is Kind.STATES) <= update.start_s
+        assert min(s.start_s for s in spans if s.kind is Kind.FORWARD) >= update.end_s
+        back = [span for span in spans if span.kind is Kind.UPDATED]
+        assert sum(span.num_bytes for span in back) >= (4 + 2 * 4) * num_weights
+
+
+def test_an_update_on_the_device_that_was_cut_off_is_not_made_again() -> None:
+    loop = loop_of(model_of(), update="device")
+    run(loop, [0])
+    updates = engine_of(loop).updates
+    assert updates._update is not None
+    late = updates._update
+
+    def cut_off(one: LayerUpdate) -> None:
+        if one.layer == 2:
+            raise OSError("cut off")
+        late(one)
+
+    updates._update = cut_off
+    with pytest.raises(OSError, match="cut off"):
+        run(loop, [1])
+    updates._update = late
+    with pytest.raises(offload.OffloadError, match="the update of layer 2 was cut off"):
+        updates.flush()
+
+
+@pytest.mark.parametrize("update", ["host", "device"])
+def test_move_evaluating_after_each_step_changes_no_bit(
+    update: Literal["host", "device"],
+) -> None:
+    alone, evaluated = (loop_of(model_of(), update=update) for _ in range(2))
     losses = run(alone, range(4))
     held_out = step_of(99)[0]
     for number in range(4):
@@ -368,8 +445,11 @@ def weights_of(loop: Loop) -> nn.Module:
     ],
     ids=["state_dict", "trained_parameters", "checkpoint", "close", "detach"],
 )
-def test_whoever_reads_weights_makes_the_updates_first(read: Callable[[Loop], Any]) -> None:
-    loop, other = loop_of(model_of()), loop_of(model_of())
+@pytest.mark.parametrize("update", ["host", "device"])
+def test_whoever_reads_weights_makes_the_updates_first(
+    update: Literal["host", "device"], read: Callable[[Loop], Any]
+) -> None:
+    loop, other = (loop_of(model_of(), update=update) for _ in range(2))
     run(loop, [0])
     run(other, [0])
     assert engine_of(loop).updates.layers
@@ -378,9 +458,12 @@ def test_whoever_reads_weights_makes_the_updates_first(read: Callable[[Loop], An
     assert_same(values_of(loop), values_of(other))
 
 
-def test_the_values_of_the_ended_step_are_used_whatever_comes_after() -> None:
+@pytest.mark.parametrize("update", ["host", "device"])
+def test_the_values_of_the_ended_step_are_used_whatever_comes_after(
+    update: Literal["host", "device"],
+) -> None:
     """The next step's learning rate, norm and gradients are others."""
-    at_once, late = loop_of(model_of()), loop_of(model_of())
+    at_once, late = (loop_of(model_of(), update=update) for _ in range(2))
     for loop in (at_once, late):
         loop._train = loop._train.model_copy(update={"schedule": "linear", "steps": 8})
         loop._num_steps = 8

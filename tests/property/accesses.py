@@ -16,7 +16,10 @@ def ancestors(schedule: Schedule) -> list[set[int]]:
 
 
 Access = tuple[str, object, object]
-"""Whether an op reads, writes or adds to a place, which, and what that then holds."""
+"""Whether an op reads, writes, adds to or changes a place, which, and what that then holds.
+
+Of a change, what it holds before and after.
+"""
 
 
 _OUTER: Access = ("add", ("gradients of the rank", -1), "of a step")
@@ -31,10 +34,14 @@ class Accesses:
         self._encoded = {op.layer for op in schedule.ops if op.kind is Kind.DECODE}
         self._trained = {op.layer for op in schedule.ops if op.kind is Kind.GRADIENT}
         self._is_scored = any(op.kind is Kind.OBJECTIVE for op in schedule.ops)
-        self._updated = {op.layer for op in schedule.ops if op.kind is Kind.UPDATE}
+        updates = [op for op in schedule.ops if op.kind is Kind.UPDATE]
+        self._updated = {op.layer for op in updates}
+        self._old = {op.layer for op in updates if op.lane is Lane.COMPUTE}
 
     def _weights(self, layer: int) -> list[Access]:
-        return [("read", ("weights", layer), "updated")] if layer in self._updated else []
+        """Return what a load reads of a layer that is updated: on the device, its first the old."""
+        wanted = None if layer in self._old else "updated"
+        return [("read", ("weights", layer), wanted)] if layer in self._updated else []
 
     def of(self, op: Op) -> list[Access]:
         layer = -1 if op.layer is None else op.layer
@@ -48,18 +55,29 @@ class Accesses:
         place = ("carried", op.carrier)
         return [] if op.carrier is None else [(mode, place, (op.layer, op.micro_batch))]
 
+    def _updating(self, op: Op, layer: int) -> list[Access]:
+        if op.kind is Kind.UPDATE:
+            return [("read", ("sink", layer), None), ("write", ("weights", layer), "updated")]
+        if op.kind is Kind.STATES:
+            arrived: Access = ("add", ("gradient", op.buffer), ("brought", layer))
+            return [("read", ("sink", layer), None), arrived]
+        if op.buffer is not None:
+            return [("read", ("gradient", op.buffer), ("updated", layer))]
+        return [("read", ("slot", op.slot), layer), ("add", ("weights", layer), "updated")]
+
     def _moved(self, op: Op, layer: int, m: int | None) -> list[Access]:
         if op.kind is Kind.REDUCE:
             layers = [layer] if op.layer is not None else range(-1, self._last_layer + 1)
             return [("read", ("gradients of the rank", i), "of a step") for i in layers]
-        if op.kind is Kind.UPDATE:
-            return [("read", ("sink", layer), None), ("write", ("weights", layer), "updated")]
+        if op.kind in (Kind.UPDATE, Kind.STATES, Kind.UPDATED):
+            return self._updating(op, layer)
         if op.kind is Kind.READ:
             staged = ("write", ("staging", op.buffer), (layer, op.offset))
             return [*self._weights(layer), staged]
         if op.kind is Kind.LOAD:
             staged = ("read", ("staging", op.buffer), (layer, op.offset))
-            filled = ("add", ("slot", op.slot), layer)
+            content = ("old", layer) if layer in self._old else layer
+            filled = ("add", ("slot", op.slot), content)
             return [*self._weights(layer), filled] if op.buffer is None else [staged, filled]
         if op.kind is Kind.STASH:
             return [self._kept("read", layer, m), ("write", ("stash", layer, m), None)]
@@ -79,6 +97,13 @@ class Accesses:
     def _visited(self, op: Op, layer: int, m: int | None) -> list[Access]:
         written = ("read", ("slot", op.slot), layer)
         weights = ("read", "decoded", layer) if layer in self._encoded else written
+        if op.kind is Kind.UPDATE:
+            self._old.remove(layer)
+            brought = (("brought", layer), ("updated", layer))
+            return [
+                ("change", ("gradient", op.buffer), brought),
+                ("change", ("slot", op.slot), (("old", layer), layer)),
+            ]
         if op.kind is Kind.DECODE:
             return [written, ("write", "decoded", layer)]
         if op.kind is Kind.FRONT:
@@ -131,12 +156,16 @@ def check_order(schedule: Schedule) -> None:
                 assert content.get(place) == wanted
                 assert before[number].issuperset(writers.get(place, ()))
                 readers.setdefault(place, []).append(number)
-            elif mode == "write" or content.get(place) != wanted:
+            elif mode != "add" or content.get(place) != wanted:
+                if mode == "change":
+                    assert isinstance(wanted, tuple)
+                    was, wanted = wanted
+                    assert content.get(place) == was
                 assert before[number].issuperset(readers.get(place, ()))
                 assert before[number].issuperset(writers.get(place, ()))
                 content[place], readers[place], writers[place] = wanted, [], [number]
             else:
                 writers[place].append(number)
-    trained = {op.layer for op in schedule.ops if op.kind is Kind.GRADIENT}
+    trained = {op.layer for op in schedule.ops if op.kind in (Kind.GRADIENT, Kind.UPDATE)}
     slots = (content[("slot", slot)] for slot in range(len(schedule.ring_before)))
     assert schedule.ring_after == tuple(None if i in trained else i for i in slots)

@@ -60,7 +60,9 @@ def steps(draw: st.DrawFn) -> Schedule:
         ring = forward_schedule(sizes, ring=ring, num_micro_batches=1).ring_after
     if draw(st.booleans()):
         updated = frozenset(i for i in range(num_layers) if is_trained[i] and draw(st.booleans()))
-        sizes, ring = replace(sizes, updated=updated), without_trained(ring, sizes)
+        states = draw(st.sampled_from([None, tuple(11 * is_one for is_one in is_trained)]))
+        sizes = replace(sizes, updated=updated, state_bytes=states)
+        ring = without_trained(ring, sizes)
     num_kept_graphs = draw(st.integers(0, num_layers))
     residency = Residency(
         num_slots=num_slots,

@@ -38,6 +38,8 @@ class Transfers:
             Kind.RETURN: partial(self._return, state),
             Kind.GRADIENT: self._gradient,
             Kind.UPDATE: self._update,
+            Kind.STATES: self._bring_states,
+            Kind.UPDATED: self._take_back,
         }
 
     def _read(self, op: Op) -> None:
@@ -93,7 +95,27 @@ class Transfers:
         return self._sent.place(*at)[:num_bytes], self._sent.buffer(op.carrier_index, num_bytes)
 
     def _update(self, op: Op) -> None:
-        self._updates.run(op.layer_index)
+        if op.slot is None:
+            self._updates.run(op.layer_index)
+        else:
+            memory = self._slots.memory(op.slot)
+            self._updates.run_on_device(op.layer_index, op.buffer_index, memory)
+
+    def _bring_states(self, op: Op) -> None:
+        for target, source in self._host_gradients.arriving(
+            op.layer_index, op.buffer_index, op.offset, op.num_bytes
+        ):
+            self._device.copy(target, source)
+
+    def _take_back(self, op: Op) -> None:
+        layer, at = op.layer_index, (op.offset, op.num_bytes)
+        if op.slot is not None:
+            memory = self._slots.memory(op.slot)
+            self._device.copy(*self._host_gradients.weights_leaving(layer, memory, *at))
+            return
+        self._device.copy(*self._host_gradients.states_leaving(layer, op.buffer_index, *at))
+        if op.offset + op.num_bytes == self._updates.states[layer].numel():
+            self._updates.ended(layer)
 
     def _gradient(self, op: Op) -> None:
         if not op.offset:

@@ -18,6 +18,8 @@ Optimizer = Literal[
     "lion_bf16",
     "sgd",
 ]
+UpdatePlace = Literal["host", "device"]
+"""Where weights that train in RAM are updated: there, or on the device that computes."""
 Shape = tuple[int, ...]
 
 HOST_ONLY: tuple[Optimizer, ...] = ("adamw_bf16", "lion_bf16")
@@ -27,6 +29,9 @@ BF16_BYTES = 2
 MIN_8BIT_ELEMENTS = 4096
 MIN_PAGED_ELEMENTS = 100_000
 BLOCK_8BIT = 256
+DEVICE_PIECE_ELEMENTS = 2**22
+"""Weights that a device updates at a time."""
+DEVICE_COPIES = 5  # in fp32, of these: the master, its gradient twice, its bits, a state's
 
 # What a weight that trains in RAM takes there, and its optimizer's states. Adafactor's are at most
 # so large, for matrices of 800 rows and columns or more.
@@ -117,3 +122,26 @@ def host_update_bytes(dtype_bytes: int, optimizer: Optimizer) -> dict[str, float
         HOST_GRADIENTS: dtype_bytes,
         HOST_STATES: HOST_STATE_BYTES[optimizer],
     }
+
+
+def moved_state_bytes(dtype_bytes: int, optimizer: Optimizer) -> float:
+    """Return what an update on the device brings there and takes back, beside the weight itself."""
+    sizes = host_update_bytes(dtype_bytes, optimizer)
+    return sizes[LOW_HALVES] + sizes[HOST_STATES]
+
+
+def brought_bytes(dtype_bytes: int, optimizer: Optimizer) -> float:
+    """Return what it brings there, with the gradient."""
+    sizes = host_update_bytes(dtype_bytes, optimizer)
+    return sizes[HOST_GRADIENTS] + moved_state_bytes(dtype_bytes, optimizer)
+
+
+def device_temporary_bytes(optimizer: Optimizer, *, largest: int) -> int:
+    """Return the temporary memory of an update on the device.
+
+    Args:
+        optimizer: The optimizer; Adafactor updates a tensor at a time, the others pieces.
+        largest: Weights of the largest tensor.
+    """
+    at_once = largest if optimizer == "adafactor" else min(largest, DEVICE_PIECE_ELEMENTS)
+    return DEVICE_COPIES * FP32_BYTES * at_once

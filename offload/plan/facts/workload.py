@@ -15,7 +15,7 @@ from offload.plan.facts.facts import AdapterSpec, LayerFacts, ModelFacts
 from offload.plan.facts.fused import NOTHING, FusedParts, compiled_parts, fused_parts
 from offload.plan.facts.layer_layout import record_bytes
 from offload.plan.facts.linears import Linear
-from offload.plan.facts.optimizer import Optimizer
+from offload.plan.facts.optimizer import Optimizer, UpdatePlace
 from offload.plan.facts.trainable import unread_linears
 
 # What computes norms, rotary embedding and gated activations: the model's own code, one operator
@@ -44,6 +44,7 @@ class Workload:
         layer_code: What computes norms, rotary embedding and gated activations.
         mlp_chunk_tokens: Tokens that an MLP computes at a time; None for the whole micro-batch.
         packed_tokens: Tokens of a micro-batch whose rows are packed; None where they are not.
+        updates: Where the layers' own weights are updated, if they train.
     """
 
     micro_batch_size: int
@@ -59,6 +60,7 @@ class Workload:
     layer_code: LayerCode = "plain"
     mlp_chunk_tokens: int | None = None
     packed_tokens: int | None = None
+    updates: UpdatePlace = "host"
 
     @property
     def num_tokens(self) -> int:

@@ -6,6 +6,7 @@ head chunk and the first backward visit, each with all kept graphs; a visit that
 layer, without any of them; the optimizer.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -19,6 +20,8 @@ from offload.plan.facts.optimizer import (
     HOST_GRADIENTS,
     HOST_STATES,
     LOW_HALVES,
+    brought_bytes,
+    device_temporary_bytes,
     state_bytes,
     temporary_bytes,
 )
@@ -92,7 +95,7 @@ GRADIENT_BUCKET_BYTES = 64 * MIB
 SEQ_LEN, MICRO_BATCH = "a shorter `train.seq_len`", "a smaller `train.micro_batch_size`"
 TOKENS, RANK = "fewer `train.tokens_per_step`", "a smaller `adapter.rank`"
 FEWER_TARGETS = "fewer `adapter.targets`"
-FEWER_WEIGHTS = "fewer weights in `train.what`"
+FEWER_WEIGHTS, UPDATES_IN_RAM = "fewer weights in `train.what`", "`train.update: host`"
 FEWER_SLOTS, ROUNDED_LAYERS = "fewer `offload.num_slots`", "`offload.codec: nf4`"
 ON_DISK, INPUTS_IN_RAM = "`offload.tier: disk`", "`offload.stash: host`"
 SMALLER_CHUNK = "a smaller `offload.head_chunk`"
@@ -105,6 +108,7 @@ SHRINKS: Mapping[str, tuple[str, ...]] = {
     GRADIENTS: (RANK, FEWER_TARGETS),
     STATES: ("`train.optimizer: adamw_8bit`", RANK),
     UPDATE: (RANK,),
+    LAYER_GRADIENTS: (UPDATES_IN_RAM,),
     TRAINED_MODULES: ("fewer `adapter.modules_to_save`",),
     KEPT_INPUTS: (INPUTS_IN_RAM, TOKENS),
     HIDDEN: (TOKENS,),
@@ -168,8 +172,8 @@ class DeviceNeeds:
         kept: Live from the forward to the backward, without kept graphs.
         graph_bytes: What kept graphs add to it, by their number.
         visit: A visit that recomputes its layer, without kept graphs.
-        instants: A head chunk, and a visit whose graph was kept: what is live in addition to all
-            kept graphs.
+        instants: A head chunk, a visit whose graph was kept, a layer's update on the device: what
+            is live in addition to all kept graphs.
         forward: A visit without a graph, at most.
         scored: Of passes that only score, until all rows are scored: live with a head chunk or a
             visit without a graph. None where there are no such passes.
@@ -428,6 +432,7 @@ def device_needs(
         instants=(
             (MemoryTerm(name=HEAD_CHUNK, num_bytes=chunk_bytes),),
             () if traced else _visit_terms(beside),
+            (MemoryTerm(name=UPDATE, num_bytes=_device_update_bytes(facts, workload)),),
         ),
         forward=forward,
         update=MemoryTerm(
@@ -442,6 +447,13 @@ def device_needs(
         router_bytes=tuple(routers[layer] for layer in facts.layers),
         num_micro_batches=num_micro_batches,
     )
+
+
+def _device_update_bytes(facts: ModelFacts, workload: Workload) -> int:
+    if workload.updates == "host":
+        return 0
+    largest = max(linear.num_weights for layer in facts.layers for linear in layer.linears)
+    return device_temporary_bytes(workload.optimizer, largest=largest)
 
 
 def _bucket_term(facts: ModelFacts, workload: Workload, num_ranks: int) -> MemoryTerm:
@@ -465,7 +477,9 @@ def _standing_terms(
     layer_gradients = 0
     if workload.adapter.whole is not None:
         gradients, modules = FP32_BYTES * workload.adapter.whole.num_outer, ()
-        layer_gradients = NUM_GRADIENT_BUFFERS * b * max(workload.adapter.whole.layers)
+        each = b if workload.updates == "host" else brought_bytes(b, workload.optimizer)
+        most = max(workload.adapter.whole.layers)
+        layer_gradients = math.ceil(NUM_GRADIENT_BUFFERS * each * most)
     new_gradient = outside.get(EMBEDDING, 0) if is_traced else max(modules, default=0)
     copy_bytes = b if b == FP32_BYTES else b + FP32_BYTES
     shapes = trained_tensor_shapes(facts, workload.adapter)

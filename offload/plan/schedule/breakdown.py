@@ -33,6 +33,7 @@ _TERMS = {
     Kind.OBJECTIVE.value: "head and loss",
     Kind.TAIL.value: "head and loss",
     OPTIMIZER: "optimizer",
+    Kind.UPDATE.value: "optimizer",
     IDLE: "stall",
     OUTSIDE: "host",
     DATA_WAIT: "data wait",

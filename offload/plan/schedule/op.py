@@ -18,7 +18,11 @@ class Kind(StrEnum):
     """What an op does.
 
     FRONT: run the modules before the layers, for one micro-batch.
-    UPDATE: update a layer's trained weights by the gradients of the step before (host).
+    UPDATE: update a layer's trained weights by the gradients of the step before, on the host ahead
+        of their load (host), or in their slot and a buffer of gradients and states (compute).
+    STATES: copy a piece of a layer's gradients and optimizer states to the device (h2d).
+    UPDATED: copy a piece of a layer back that was updated on the device: of its weights, from their
+        slot, or of its states, from a buffer (d2h).
     READ: read a piece of a layer from disk or pageable memory into a staging buffer (host).
     LOAD: copy a piece of a layer into its slot (h2d).
     DECODE: decode a layer from its slot into the buffer that it computes from, once per visit.
@@ -40,6 +44,8 @@ class Kind(StrEnum):
 
     FRONT = "front"
     UPDATE = "update"
+    STATES = "states"
+    UPDATED = "updated"
     READ = "read"
     LOAD = "load"
     DECODE = "decode"
@@ -69,7 +75,8 @@ class Op(NamedTuple):
         micro_batch: Which micro-batch of the step; with an objective, which of its passes.
         slot: The slot that a load fills, and that a visit or the decoding before it reads.
         buffer: For READ and LOAD the staging buffer, for FETCH and BACKWARD the buffer of the
-            fetched layer input, for GRADIENT the buffer that is copied to the host.
+            fetched layer input, for GRADIENT the buffer that is copied to the host, for STATES,
+            UPDATE and UPDATED that of gradients and states.
         offset: First byte of a piece within its layer.
         num_bytes: Bytes that are moved; for DECODE, bytes that are written; for REDUCE, bytes that
             this rank sends.
@@ -95,6 +102,13 @@ class Op(NamedTuple):
     carrier: int | None = None
     run: int | None = None
     waits: tuple[int, ...] = ()
+
+    def pieces(self, total: int, piece_bytes: int) -> tuple["Op", ...]:
+        """Split a copy of so many bytes into pieces; an empty copy is one piece."""
+        return tuple(
+            self._replace(offset=offset, num_bytes=min(piece_bytes, total - offset))
+            for offset in range(0, max(1, total), piece_bytes)
+        )
 
     @property
     def layer_index(self) -> int:

@@ -22,7 +22,8 @@ and waits from it. Other transfers are lines too: layer inputs that are kept in 
 
 Weights that train on the host. Clipping needs the norm of all gradients, so a layer's update cannot
 start before the backward has ended. It need not end before the next forward either, but only before
-the layer's next load: the update is a line ahead of that load, on the lane of the host.
+the layer's next load: the update is a line ahead of that load, on the lane of the host; or it
+follows the load on the device, see `offload.plan.schedule.updates`.
 
 Kept graphs. The last K layers are not checkpointed: they keep the graph of their forward visit. The
 saved graph aliases the slot, which other layers overwrite in between if K > C (the decoding buffer,
@@ -64,6 +65,14 @@ from offload.plan.schedule.op import Kind, Lane, Op
 from offload.plan.schedule.passes import Passes, numbered
 from offload.plan.schedule.reduced import Reduced
 from offload.plan.schedule.residency import NOTHING_SAVED, Saved
+from offload.plan.schedule.updates import (
+    device_update,
+    gradients_on_device,
+    gradients_on_host,
+    host_update,
+    slot_of,
+    weights_on_host,
+)
 
 PIECE_BYTES = 64 * 2**20  # a longer copy would delay others on the same copy engine
 NUM_STAGING = 4  # page-locked staging buffers, if not all layers can be page-locked
@@ -96,7 +105,10 @@ class TransferSizes:
         piece_bytes: The largest copy; larger ones are split.
         num_staging: Staging buffers of `piece_bytes` that loads pass through; 0 if the layers are
             in page-locked memory.
-        updated: Layers that are updated on the host before they are loaded.
+        updated: Layers that are updated by the gradients of the step before, each where it is first
+            loaded.
+        state_bytes: Of what an update on the device brings along and takes back, by layer; None if
+            layers are updated on the host.
         reduced: What of each run's gradients crosses the network; none with a single rank.
     """
 
@@ -106,6 +118,7 @@ class TransferSizes:
     piece_bytes: int
     num_staging: int
     updated: frozenset[int] = frozenset()
+    state_bytes: tuple[int, ...] | None = None
     reduced: tuple[Reduced, ...] = ()
 
     @classmethod
@@ -295,6 +308,14 @@ def forward_schedule(sizes: TransferSizes, *, ring: Ring, num_micro_batches: int
     return program.schedule(ring)
 
 
+def update_schedule(sizes: TransferSizes, *, ring: Ring) -> Schedule:
+    """List the ops that update layers on the device and nothing else, for whoever reads weights."""
+    program = _Program(sizes=sizes, ring=list(ring), input_bytes=(), first_graph=0)
+    for layer in sorted(sizes.updated):
+        program.load(layer)
+    return program.schedule(ring)
+
+
 # ---------------------------------------------------------------------------------------------
 # The serial program
 
@@ -351,7 +372,7 @@ class _Program:
 
     def scored(self, layer: int, passes: Passes) -> None:
         """Write the passes of a visit that no backward visit follows."""
-        slot, weights = self._load(layer)
+        slot, weights = self.load(layer)
         for kind, group in (Kind.FORWARD, passes.scored), (Kind.REFERENCE, passes.reference):
             for number in group:
                 op = Op(lane=Lane.COMPUTE, kind=kind, layer=layer, micro_batch=number, slot=slot)
@@ -359,7 +380,7 @@ class _Program:
 
     def forward(self, layer: int, group: Sequence[int], *, is_kept: bool) -> None:
         """Write a forward visit; `is_kept` if a backward visit will follow."""
-        slot, weights = self._load(layer)
+        slot, weights = self.load(layer)
         has_graph = self._has_graph(layer)
         for m in group:
             carrier, carried = self._carrier(layer, group) if is_kept else (None, ())
@@ -382,8 +403,9 @@ class _Program:
 
     def backward(self, layer: int, group: Sequence[int]) -> None:
         """Write a backward visit, and the copies of its gradients to the host."""
-        slot, weights = self._load(layer)
-        gradient = ("gradient", layer % NUM_GRADIENT_BUFFERS, 0)
+        slot, weights = self.load(layer)
+        buffer_of_sum = layer % NUM_GRADIENT_BUFFERS
+        gradient = gradients_on_device(buffer_of_sum)
         num_bytes, has_graph = self.sizes.gradient_bytes[layer], self._has_graph(layer)
         for m in group:
             # A graph holds its own input, which no other op overwrites.
@@ -409,10 +431,12 @@ class _Program:
             )
             writes = (*((gradient,) if num_bytes else ()), *self._added_up(layer, m))
             self.lines.append(Line(ops=(op,), reads=(weights, *source, *carried), writes=writes))
-        leaving = Op(lane=Lane.D2H, kind=Kind.GRADIENT, layer=layer, buffer=gradient[1])
+        leaving = Op(lane=Lane.D2H, kind=Kind.GRADIENT, layer=layer, buffer=buffer_of_sum)
         if num_bytes:
-            pieces = self._pieces(leaving, num_bytes)
-            self.lines.append(Line(ops=pieces, reads=(gradient,), writes=(_sink(layer),)))
+            pieces = leaving.pieces(num_bytes, self.sizes.piece_bytes)
+            self.lines.append(
+                Line(ops=pieces, reads=(gradient,), writes=(gradients_on_host(layer),))
+            )
 
     def reduce(self, layer: int | None) -> None:
         """Write the sums over ranks of a layer's gradients, or of those that are final last."""
@@ -431,8 +455,10 @@ class _Program:
         """Return the gradients that an op adds to, if they are added up over ranks later."""
         return (_gradients(layer, self.run_of[m]),) if m in self.run_of else ()
 
-    def _load(self, layer: int) -> tuple[int, Resource]:
+    def load(self, layer: int) -> tuple[int, Resource]:
         """Write the load and decoding of a layer, unless its weights are already in place.
+
+        An update that is due is written ahead of the load, or after it if it is on the device.
 
         Returns:
             The layer's slot, and the resource that a visit reads.
@@ -442,12 +468,15 @@ class _Program:
             return slot, _DECODED
         if self.ring[slot] != layer:
             self.ring[slot] = layer
-            if layer in self.sizes.updated and layer not in self.are_updated:
-                self.are_updated.add(layer)
-                self.lines.append(self._update(layer))
+            is_due = layer in self.sizes.updated and layer not in self.are_updated
+            if is_due and self.sizes.state_bytes is None:
+                self.lines.append(host_update(layer, self.sizes.gradient_bytes[layer]))
             self.lines += self._copies(layer, slot)
+            if is_due and self.sizes.state_bytes is not None:
+                self.lines += self._device_update(layer, slot, self.sizes.state_bytes[layer])
+            self.are_updated.add(layer)
         if not self.sizes.decoded_bytes[layer]:
-            return slot, _slot(slot)
+            return slot, slot_of(slot)
         self.decoded = layer
         op = Op(
             lane=Lane.COMPUTE,
@@ -456,16 +485,16 @@ class _Program:
             slot=slot,
             num_bytes=self.sizes.decoded_bytes[layer],
         )
-        self.lines.append(Line(ops=(op,), reads=(_slot(slot),), writes=(_DECODED,)))
+        self.lines.append(Line(ops=(op,), reads=(slot_of(slot),), writes=(_DECODED,)))
         return slot, _DECODED
 
     def _copies(self, layer: int, slot: int) -> Iterator[Line]:
         """Write the copies that fill a slot: one line, or two for each piece that is staged."""
         load = Op(lane=Lane.H2D, kind=Kind.LOAD, layer=layer, slot=slot)
-        loads = self._pieces(load, self.sizes.layer_bytes[layer])
-        weights = (_weights(layer),) if layer in self.sizes.updated else ()
+        loads = load.pieces(self.sizes.layer_bytes[layer], self.sizes.piece_bytes)
+        weights = (weights_on_host(layer),) if layer in self.sizes.updated else ()
         if not self.sizes.num_staging:
-            yield Line(ops=loads, reads=weights, writes=(_slot(slot),))
+            yield Line(ops=loads, reads=weights, writes=(slot_of(slot),))
             return
         for piece in loads:
             buffer = self.num_pieces % self.sizes.num_staging
@@ -474,23 +503,17 @@ class _Program:
             read = piece._replace(lane=Lane.HOST, kind=Kind.READ, slot=None, buffer=buffer)
             yield Line(ops=(read,), reads=weights, writes=staged)
             load = piece._replace(buffer=buffer)
-            yield Line(ops=(load,), reads=staged, writes=(_slot(slot),))
+            yield Line(ops=(load,), reads=staged, writes=(slot_of(slot),))
 
-    def _update(self, layer: int) -> Line:
-        op = Op(
-            lane=Lane.HOST,
-            kind=Kind.UPDATE,
-            layer=layer,
-            num_bytes=self.sizes.gradient_bytes[layer],
-        )
-        return Line(ops=(op,), reads=(_sink(layer),), writes=(_weights(layer),))
-
-    def _pieces(self, whole: Op, total: int) -> tuple[Op, ...]:
-        """Split a copy into pieces; an empty copy is one piece."""
-        piece = self.sizes.piece_bytes
-        return tuple(
-            whole._replace(offset=offset, num_bytes=min(piece, total - offset))
-            for offset in range(0, max(1, total), piece)
+    def _device_update(self, layer: int, slot: int, state_bytes: int) -> Iterator[Line]:
+        return device_update(
+            layer,
+            slot=slot,
+            buffer=layer % NUM_GRADIENT_BUFFERS,
+            gradient_bytes=self.sizes.gradient_bytes[layer],
+            state_bytes=state_bytes,
+            layer_bytes=self.sizes.layer_bytes[layer],
+            piece_bytes=self.sizes.piece_bytes,
         )
 
     def _stash(self, layer: int, m: int) -> Line:
@@ -556,17 +579,5 @@ class _Program:
 _DECODED: Resource = ("decoded", 0, 0)
 
 
-def _slot(slot: int) -> Resource:
-    return ("slot", slot, 0)
-
-
-def _weights(layer: int) -> Resource:
-    return ("weights", layer, 0)
-
-
 def _gradients(layer: int | None, run: int) -> Resource:
     return ("gradients of a rank", -1 if layer is None else layer, run)
-
-
-def _sink(layer: int) -> Resource:
-    return ("gradients on the host", layer, 0)

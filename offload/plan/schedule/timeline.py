@@ -66,8 +66,9 @@ class Timeline:
         return max(0.0, self.step_s - compute_s)
 
     def exposed_s(self, kind: Kind) -> float:
-        """Time in which ops of a kind run on another lane and nothing is computed."""
-        computing = sorted((s.start_s, s.end_s) for s in self.spans if s.lane is Lane.COMPUTE)
+        """Time in which ops of a kind run and nothing else is computed."""
+        others = (s for s in self.spans if s.lane is Lane.COMPUTE and s.kind is not kind)
+        computing = sorted((s.start_s, s.end_s) for s in others)
         ends_s = [end_s for _, end_s in computing]  # in order too: it is one lane
         exposed_s = 0.0
         for span in (s for s in self.spans if s.kind is kind):
@@ -108,7 +109,8 @@ class Timeline:
         """Seconds by phase, with the names of the report.
 
         Compute phases and `stall` add up to `step`; `h2d`, `d2h`, `reads` and `updates` overlap
-        with them. `exposed updates` are the part of `updates` in which nothing is computed. With
+        with them, but for updates on the device, which are a compute phase. `exposed updates` are
+        the part of `updates` in which nothing else is computed. With
         several ranks there are `network`, their sums of gradients with the waits for other ranks,
         and `exposed network`.
         """
@@ -118,8 +120,8 @@ class Timeline:
             "decode": self.busy_s(Kind.DECODE),
             "head and loss": self.busy_s(Kind.SCORE, Kind.OBJECTIVE, Kind.TAIL),
             "backward": self.busy_s(Kind.BACKWARD, Kind.FRONT_BACKWARD),
-            "h2d": self.busy_s(Kind.LOAD, Kind.FETCH, Kind.RETURN),
-            "d2h": self.busy_s(Kind.STASH, Kind.SEND, Kind.GRADIENT),
+            "h2d": self.busy_s(Kind.LOAD, Kind.STATES, Kind.FETCH, Kind.RETURN),
+            "d2h": self.busy_s(Kind.STASH, Kind.SEND, Kind.GRADIENT, Kind.UPDATED),
             "reads": self.busy_s(Kind.READ),
             "updates": self.busy_s(Kind.UPDATE),
             "exposed updates": self.exposed_s(Kind.UPDATE),

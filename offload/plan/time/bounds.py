@@ -173,7 +173,8 @@ class _Sweeps:
             forth_s=forth_s,
             back_s=back_s,
             visits_s=[
-                num * one_s + cost.decode_s for one_s, cost in zip(forth_s, layers, strict=True)
+                num * one_s + cost.decode_s + cost.device_update_s
+                for one_s, cost in zip(forth_s, layers, strict=True)
             ],
         )
 
@@ -188,7 +189,7 @@ class _Sweeps:
         last_s = sum(visits_s[missing[-1] :])
         ends_s = [below_s[-1], self.read_s(missing) + last_s]
         for place, layer in reversed(list(enumerate(missing))):
-            link_s += step.loads_s[layer]
+            link_s += self.first_load_s(layer)
             before = layer - len(ring)  # the layer whose visit holds the slot
             hold_s = below_s[before] + self._hold_s(before) if before >= 0 else 0
             way_s = link_s
@@ -196,15 +197,24 @@ class _Sweeps:
                 way_s = max(link_s, self.read_s(missing[place:], is_ahead=True))
             ends_s.append(hold_s + way_s + last_s)
         if missing[0] == 0:
-            ends_s.append(step.loads_s[0] + sum(visits_s))
+            ends_s.append(self.first_load_s(0) + sum(visits_s))
         updated_s = latest_s = 0.0
         for layer in missing:  # updates follow one another, each ahead of its load
-            updated_s += step.costs.layers[layer].update_s
+            cost = step.costs.layers[layer]
+            updated_s += cost.update_s - cost.device_update_s
             loaded_s = updated_s + step.loads_s[layer]
             if loaded_s > latest_s:  # or one with more visits after it was loaded as late
                 latest_s = loaded_s
                 ends_s.append(loaded_s + sum(visits_s[layer:]))
         return max(ends_s)
+
+    def first_load_s(self, layer: int) -> float:
+        """Return the time on the link of a layer, and of what its update on the device needs."""
+        costs, cost = self.step.costs, self.step.costs.layers[layer]
+        if not cost.brought_bytes:
+            return self.step.loads_s[layer]
+        brought_s = costs.h2d_latency_s + cost.brought_bytes / costs.h2d_bytes_per_s
+        return self.step.loads_s[layer] + brought_s
 
     def leaving_s(self) -> float:
         """Return when the last layer's forward visit ends if only copies to the host delay it.
@@ -339,7 +349,7 @@ class _Sweeps:
 
 
 def _ring_between_steps(costs: Costs, num_slots: int) -> Ring:
-    """Return what the slots hold after a step: no layer that is updated on the host."""
+    """Return what the slots hold after a step: no layer that is updated in the next."""
     updated = {number for number, layer in enumerate(costs.layers) if layer.update_s}
     return tuple(None if layer in updated else layer for layer in warm_ring(num_slots))
 

@@ -32,7 +32,7 @@ from offload.plan.schedule.residency import NOTHING_SAVED, Residency, Saved
 from offload.plan.time.adapters import branches, dora_norm
 from offload.plan.time.attention import attention_backward, attention_work
 from offload.plan.time.expert_passes import Launches, RowPasses
-from offload.plan.time.optimizer import host_update_s, outer_update_s, update_work
+from offload.plan.time.optimizer import outer_update_s, update_work
 from offload.plan.time.pointwise import NORM, NORM_WEIGHT, pointwise_work
 from offload.plan.time.pricer import Pricer
 from offload.plan.time.tiles import tiling
@@ -70,7 +70,9 @@ class LayerCost:
         graph_bytes: Of all that autograd saves of a visit; 0 if no graph is to be sent.
         graph_pack_s: Copying that to the buffer that it is sent from.
         reference_s: Forward without adapters, as a reference computes it.
-        update_s: Updating its weights on the host, once per step; 0 if they are frozen.
+        update_s: Updating its weights, once per step; 0 if they are frozen.
+        brought_bytes: Gradients and states that come to the device for that; 0 if it is made on
+            the host.
         decode_s: Decoding: once per visit, whatever the number of micro-batches.
         weight_bytes: What one load moves.
         forward_flops: Of the forward.
@@ -93,7 +95,13 @@ class LayerCost:
     graph_bytes: int = 0
     graph_pack_s: float = 0.0
     update_s: float = 0.0
+    brought_bytes: int = 0
     reference_s: float = 0.0
+
+    @property
+    def device_update_s(self) -> float:
+        """Updating its weights on the device; 0 if that is done on the host."""
+        return self.update_s if self.brought_bytes else 0.0
 
     def forth_s(self, *, is_sent: bool, has_graph: bool = False) -> float:
         """Return the seconds of a forward visit, with a copy of what is sent."""
@@ -542,22 +550,6 @@ def _optimizer(at: Pricer) -> Work:
     return update + at.traffic(copied, num_ops=0)  # compute copies are cast from fp32
 
 
-def _with_updates(
-    layers: Sequence[LayerCost], machine: Machine, workload: Workload
-) -> tuple[LayerCost, ...]:
-    """Add the time of updates on the host."""
-    whole, b = workload.adapter.whole, workload.dtype_bytes
-    if whole is None:
-        return tuple(layers)
-    return tuple(
-        replace(
-            layer,
-            update_s=host_update_s(machine, number, dtype_bytes=b, optimizer=workload.optimizer),
-        )
-        for layer, number in zip(layers, whole.layers, strict=True)
-    )
-
-
 def price(
     facts: ModelFacts,
     machine: Machine,
@@ -598,7 +590,7 @@ def price(
         load_bytes_per_s = load_bytes_per_s if is_cuda else read_bytes_per_s
     return Costs(
         grade="probed" if is_measured else "spec",
-        layers=_with_updates([shapes[layer] for layer in facts.layers], machine, workload),
+        layers=tuple(shapes[layer] for layer in facts.layers),
         front_s=at.traffic(embedded_bytes, num_ops=front_ops).seconds(machine),
         front_backward_s=_front_backward(at).seconds(machine),
         tail_s=_tail(at, is_fused=_is_fused(at)).seconds(machine),
