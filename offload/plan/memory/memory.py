@@ -19,6 +19,8 @@ from offload.plan.facts.optimizer import (
     HOST_GRADIENTS,
     HOST_STATES,
     LOW_HALVES,
+    ROUNDED_BYTES,
+    ROUNDING_BYTES,
     state_bytes,
     temporary_bytes,
 )
@@ -27,6 +29,7 @@ from offload.plan.facts.trainable import (
     adapter_parameters,
     module_tensor_sizes,
     outer_module_sizes,
+    rounded_tensor_sizes,
     trained_parameters,
     trained_tensor_shapes,
 )
@@ -430,18 +433,21 @@ def device_needs(
             () if traced else _visit_terms(beside),
         ),
         forward=forward,
-        update=MemoryTerm(
-            name=UPDATE,
-            num_bytes=temporary_bytes(
-                trained_tensor_shapes(facts, workload.adapter), workload.optimizer
-            ),
-        ),
+        update=MemoryTerm(name=UPDATE, num_bytes=_update_bytes(facts, workload)),
         fixed=(cublas, MemoryTerm(name=CONTEXT, num_bytes=machine.context_bytes)),
         output_bytes=tuple(outputs[layer] for layer in facts.layers),
         sent_graph_bytes=tuple(visits[layer].sent_graph for layer in facts.layers),
         router_bytes=tuple(routers[layer] for layer in facts.layers),
         num_micro_batches=num_micro_batches,
     )
+
+
+def _update_bytes(facts: ModelFacts, workload: Workload) -> int:
+    """Return the temporary memory of an update; of weights in bf16 it includes fp32 copies."""
+    shapes = trained_tensor_shapes(facts, workload.adapter)
+    rounded = rounded_tensor_sizes(facts, workload.adapter)
+    in_rounding = ROUNDING_BYTES * max(rounded, default=0)
+    return FP32_BYTES * sum(rounded) + max(temporary_bytes(shapes, workload.optimizer), in_rounding)
 
 
 def _bucket_term(facts: ModelFacts, workload: Workload, num_ranks: int) -> MemoryTerm:
@@ -457,6 +463,7 @@ def _standing_terms(
     slot_bytes = max(workload.cargo_bytes(layer) for layer in kinds)
     gradients = FP32_BYTES * trained_parameters(facts, workload.adapter)
     adapters = FP32_BYTES * adapter_parameters(facts, workload.adapter)
+    adapters -= ROUNDED_BYTES * sum(rounded_tensor_sizes(facts, workload.adapter))
     if workload.adapter.method is not None:
         adapters += workload.adapter.method.frozen_bytes
     modules = module_tensor_sizes(facts, workload.adapter)
