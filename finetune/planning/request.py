@@ -198,6 +198,7 @@ def adapter_spec(adapter: AdapterSection, facts: ModelFacts, *, dtype_bytes: int
         modules=tuple(dict.fromkeys(adapter.modules_to_save)),
         is_in_base_dtype=adapter.compute_dtype == "auto",
         has_dropout=adapter.dropout > 0,
+        is_rounded=adapter.dtype == "bfloat16",
     )
     if adapter.method == "lora":
         return spec

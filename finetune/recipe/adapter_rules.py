@@ -1,4 +1,4 @@
-"""Rules for adapters of other methods than LoRA: a method has its own settings, and no others."""
+"""Rules for adapters in bf16, and of other methods than LoRA, which have their own settings."""
 
 from collections.abc import Iterator
 
@@ -16,6 +16,45 @@ READS = {
     "hira": EVERY_METHOD | {"rank", "dropout"},
 }
 """Method -> the fields of the section that it reads."""
+
+
+def broken_dtype_rules(recipe: Settings) -> Iterator[Breach]:
+    """Yield what an adapter in bf16 cannot be combined with."""
+    adapter = recipe.adapter
+    if adapter.dtype != "bfloat16" or adapter.method != "lora":
+        return
+    for field, value, is_possible, limit, fix in (
+        (
+            "adapter.dora",
+            adapter.dora,
+            not adapter.dora,
+            "a magnitude rounded to bfloat16 is up to 0.2 % from the norm that it starts as",
+            "false",
+        ),
+        (
+            "adapter.compute_dtype",
+            adapter.compute_dtype,
+            adapter.compute_dtype == "auto",
+            "peft, which computes in float32, multiplies in the type of A and B",
+            "auto",
+        ),
+        (
+            "model.dtype",
+            recipe.model.dtype,
+            recipe.model.dtype != "float16",
+            "a model in float16 is for cards without bfloat16",
+            "bfloat16",
+        ),
+    ):
+        if not is_possible:
+            shown = str(value).lower() if isinstance(value, bool) else value
+            yield Breach(
+                field=field,
+                what=f"{field} is {shown} and adapter.dtype is bfloat16",
+                limit=limit,
+                hint=f"`{field}: {fix}`, or `adapter.dtype: float32`",
+                reads=("adapter.dtype",),
+            )
 
 
 def broken_method_rules(recipe: Settings) -> Iterator[Breach]:

@@ -7,7 +7,7 @@ them are reported at once.
 
 from collections.abc import Iterator
 
-from finetune.recipe.adapter_rules import broken_method_rules
+from finetune.recipe.adapter_rules import broken_dtype_rules, broken_method_rules
 from finetune.recipe.breach import Breach
 from finetune.recipe.data_section import FORMAT_COLUMNS, DataSection
 from finetune.recipe.full_rules import broken_frozen_rules, broken_full_rules
@@ -33,6 +33,7 @@ def broken_rules(recipe: Settings) -> Iterator[Breach]:
     yield from _broken_model_rules(recipe.model)
     yield from _broken_adapter_rules(recipe)
     yield from broken_method_rules(recipe)
+    yield from broken_dtype_rules(recipe)
     yield from _broken_source_rules(recipe.data)
     yield from _broken_data_rules(recipe.data)
     yield from _broken_train_rules(recipe.train)

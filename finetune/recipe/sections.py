@@ -145,7 +145,13 @@ class AdapterSection(Section):
     compute_dtype: Literal["auto", "float32"] = Field(
         default="auto",
         description="Precision of the products of A and B on linear layers: `auto`, that of the"
-        " weights that they adapt, or float32, as peft computes. A and B are float32 in both.",
+        " weights that they adapt, or float32, as peft computes.",
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="Type in which A and B are kept and saved. With `bfloat16` each update is"
+        " computed in float32, and its result rounded up or down at random, the nearer the"
+        " likelier.",
     )
     loraplus_ratio: float | None = Field(
         default=None,

@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from finetune.adapter.rounded_weights import RoundedOptimizer, RoundedWeights
 from finetune.full.update import CLIP_EPS
 from finetune.recipe.sections import TrainSection
 from finetune.run.checkpoint import Resumable
@@ -109,6 +111,7 @@ class AdapterUpdate:
         loraplus_ratio: float | None,
         ranks: Ranks,
         layers: Sequence[Collection[str]] = (),
+        rounded: Collection[str] = (),
     ) -> None:
         """Make a fresh optimizer.
 
@@ -118,8 +121,11 @@ class AdapterUpdate:
             loraplus_ratio: Learning rate of B matrices, as a multiple of the usual; None for 1.
             ranks: The processes that share each step.
             layers: The names of the tensors that each layer has alone.
+            rounded: The names of those in bf16 that have no master, but are rounded at random.
         """
-        self._masters = MasterWeights(trained)
+        kept = {name: tensor for name, tensor in trained.items() if name in rounded}
+        self._rounded = RoundedWeights(kept, seed=train.seed)
+        self._masters = MasterWeights(trained, copies=self._rounded.copies)
         self._parameters = list(self._masters.weights.values())
         self._train, self._loraplus_ratio, self._ranks = train, loraplus_ratio, ranks
         self._optimizer = self._make_optimizer()
@@ -132,13 +138,15 @@ class AdapterUpdate:
 
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """The masters, by name."""
-        return self._masters.weights
+        """The masters, by name, and the tensors without one."""
+        return self._masters.weights | self._rounded.held
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer:
+    def optimizer(self) -> Resumable:
         """The optimizer."""
-        return self._optimizer
+        if not self._rounded.held:
+            return self._optimizer
+        return RoundedOptimizer(self._optimizer, self._rounded)
 
     def gather(self, loss: float, *, loss_scale: float) -> tuple[float, float]:
         """Add up the ranks' losses, and scale the gradients to the largest norm allowed."""
@@ -148,7 +156,8 @@ class AdapterUpdate:
 
     def apply(self, *, lr: float) -> None:
         """Update the masters, and round them into what computes."""
-        update(self._optimizer, self._parameters, lr=lr, loraplus_ratio=self._loraplus_ratio)
+        with self._rounded.updated():
+            update(self._optimizer, self._parameters, lr=lr, loraplus_ratio=self._loraplus_ratio)
         self.publish()
 
     def skip(self) -> str | None:
@@ -166,13 +175,14 @@ class AdapterUpdate:
 
     def rehearsal(self) -> Callable[[], None]:
         """Keep the masters; undoing makes a fresh optimizer."""
-        before = [parameter.detach().cpu().clone() for parameter in self._parameters]
+        before = {name: weight.detach().cpu().clone() for name, weight in self.weights.items()}
 
         def undo() -> None:
             with torch.no_grad():
-                for parameter, value in zip(self._parameters, before, strict=True):
-                    parameter.copy_(value)
+                for name, weight in self.weights.items():
+                    weight.copy_(before[name])
             self.publish()
+            self._rounded.num_updates = 0
             self._optimizer = self._make_optimizer()
 
         return undo
@@ -196,17 +206,26 @@ class MasterWeights:
     after an update the master is rounded into the tensor.
     """
 
-    def __init__(self, trained: Mapping[str, nn.Parameter]) -> None:
+    def __init__(
+        self,
+        trained: Mapping[str, nn.Parameter],
+        *,
+        copies: Mapping[str, nn.Parameter] = MappingProxyType({}),
+    ) -> None:
         """Make the copies; trained tensors must already be on the device that computes.
 
         Args:
             trained: Name -> tensor, of the model.
+            copies: Of some of them, what is updated in their place and rounded elsewhere.
         """
         self._copies: list[tuple[nn.Parameter, nn.Parameter]] = []
         self.weights: dict[str, nn.Parameter] = {}
         for name, parameter in trained.items():
             self.weights[name] = parameter
-            if parameter.dtype in (torch.bfloat16, torch.float16):
+            if name in copies:
+                self.weights[name] = copies[name]
+                parameter.register_post_accumulate_grad_hook(_HandOver(copies[name]))
+            elif parameter.dtype in (torch.bfloat16, torch.float16):
                 master = nn.Parameter(parameter.detach().float())
                 parameter.register_post_accumulate_grad_hook(_HandOver(master))
                 self._copies.append((parameter, master))

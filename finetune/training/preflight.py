@@ -22,8 +22,17 @@ from finetune.training.ranks import Ranks
 from offload.errors import DoesNotFitError
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.linears import FP32_BYTES
-from offload.plan.facts.optimizer import HOST_GRADIENTS, host_update_bytes, state_bytes
-from offload.plan.facts.trainable import trained_parameters, trained_tensor_shapes
+from offload.plan.facts.optimizer import (
+    HOST_GRADIENTS,
+    ROUNDED_BYTES,
+    host_update_bytes,
+    state_bytes,
+)
+from offload.plan.facts.trainable import (
+    rounded_tensor_sizes,
+    trained_parameters,
+    trained_tensor_shapes,
+)
 from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.machine import Machine
 from offload.plan.plan import Plan, costs_of
@@ -145,6 +154,7 @@ def require_room(folder: Path, plan: Plan) -> None:
     """
     facts, spec = plan.facts, plan.request.typical.adapter
     weight_bytes = FP32_BYTES * trained_parameters(facts, spec)
+    weight_bytes -= ROUNDED_BYTES * sum(rounded_tensor_sizes(facts, spec))
     shapes = trained_tensor_shapes(facts, spec)
     state_file_bytes = state_bytes(shapes, plan.request.typical.optimizer)
     needed_bytes = 2 * weight_bytes + state_file_bytes

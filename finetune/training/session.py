@@ -9,7 +9,15 @@ import numpy as np
 import torch
 
 from finetune.adapter.linear_lora import computed_by_peft
-from finetune.adapter.lora import ALONE, NewAdapter, add_loras, base_eos, load_into, trained
+from finetune.adapter.lora import (
+    ALONE,
+    NewAdapter,
+    add_loras,
+    base_eos,
+    is_trained_whole,
+    load_into,
+    trained,
+)
 from finetune.adapter.neftune import add_noise
 from finetune.data.dataset import Rows
 from finetune.data.steps import Steps
@@ -399,6 +407,7 @@ def _update(run: Run, model: "PeftModel | PreTrainedModel", engine: Engine) -> U
     if recipe.train.is_full:
         return FullUpdate(engine, train=recipe.train)
     tensors, own_layers = trained(model, run.adapter), engine.own_layers
+    is_rounded = recipe.adapter.dtype == "bfloat16"
     layers: list[set[str]] = [set() for _ in engine.layer_bytes]
     for name, tensor in tensors.items():
         if id(tensor) in own_layers:
@@ -409,6 +418,7 @@ def _update(run: Run, model: "PeftModel | PreTrainedModel", engine: Engine) -> U
         loraplus_ratio=recipe.adapter.loraplus_ratio,
         ranks=run.ranks,
         layers=layers,
+        rounded={name for name in tensors if is_rounded and not is_trained_whole(name)},
     )
 
 

@@ -275,6 +275,7 @@ class AdapterSpec:
             a mask of its own.
         whole: The model's own weights that train in place of an adapter; None if it is frozen.
         method: The counts of another method than LoRA, whose modules peft computes; else None.
+        is_rounded: Whether A and B are kept in bf16, and rounded at random after each update.
     """
 
     rank: int
@@ -288,6 +289,7 @@ class AdapterSpec:
     has_dropout: bool = False
     whole: WholeWeights | None = None
     method: PeftMethod | None = None
+    is_rounded: bool = False
 
     @classmethod
     def none(cls, whole: WholeWeights) -> "AdapterSpec":

@@ -26,6 +26,10 @@ HOST_ONLY: tuple[Optimizer, ...] = ("adamw_bf16", "lion_bf16")
 """Optimizers of weights that train in RAM, where states are most of what a weight takes."""
 
 BF16_BYTES = 2
+ROUNDED_BYTES = BF16_BYTES
+"""Of a weight that is kept in bf16 and rounded at random."""
+ROUNDING_BYTES = 4 + 1 + 4 + 2
+"""Of a weight while it is rounded: a random number, whether it is finite, the result twice."""
 MIN_8BIT_ELEMENTS = 4096
 MIN_PAGED_ELEMENTS = 100_000
 BLOCK_8BIT = 256

@@ -76,6 +76,11 @@ def trained_tensor_shapes(facts: ModelFacts, spec: AdapterSpec) -> tuple[Shape, 
     return (*_adapter_tensor_shapes(facts, spec), *modules)
 
 
+def rounded_tensor_sizes(facts: ModelFacts, spec: AdapterSpec) -> tuple[int, ...]:
+    """Return the elements of every A and B that is kept in bf16 and rounded at random."""
+    return adapter_tensor_sizes(facts, spec) if spec.is_rounded else ()
+
+
 def adapter_tensor_sizes(facts: ModelFacts, spec: AdapterSpec) -> tuple[int, ...]:
     """Return the elements of every A, B and magnitude."""
     return tuple(map(math.prod, _adapter_tensor_shapes(facts, spec)))

@@ -20,6 +20,8 @@ from offload.plan.facts.optimizer import (
     HOST_GRADIENTS,
     HOST_STATES,
     LOW_HALVES,
+    ROUNDED_BYTES,
+    ROUNDING_BYTES,
     brought_bytes,
     device_temporary_bytes,
     state_bytes,
@@ -30,6 +32,7 @@ from offload.plan.facts.trainable import (
     adapter_parameters,
     module_tensor_sizes,
     outer_module_sizes,
+    rounded_tensor_sizes,
     trained_parameters,
     trained_tensor_shapes,
 )
@@ -435,12 +438,7 @@ def device_needs(
             (MemoryTerm(name=UPDATE, num_bytes=_device_update_bytes(facts, workload)),),
         ),
         forward=forward,
-        update=MemoryTerm(
-            name=UPDATE,
-            num_bytes=temporary_bytes(
-                trained_tensor_shapes(facts, workload.adapter), workload.optimizer
-            ),
-        ),
+        update=MemoryTerm(name=UPDATE, num_bytes=_update_bytes(facts, workload)),
         fixed=(cublas, MemoryTerm(name=CONTEXT, num_bytes=machine.context_bytes)),
         output_bytes=tuple(outputs[layer] for layer in facts.layers),
         sent_graph_bytes=tuple(visits[layer].sent_graph for layer in facts.layers),
@@ -456,6 +454,14 @@ def _device_update_bytes(facts: ModelFacts, workload: Workload) -> int:
     return device_temporary_bytes(workload.optimizer, largest=largest)
 
 
+def _update_bytes(facts: ModelFacts, workload: Workload) -> int:
+    """Return the temporary memory of an update; of weights in bf16 it includes fp32 copies."""
+    shapes = trained_tensor_shapes(facts, workload.adapter)
+    rounded = rounded_tensor_sizes(facts, workload.adapter)
+    in_rounding = ROUNDING_BYTES * max(rounded, default=0)
+    return FP32_BYTES * sum(rounded) + max(temporary_bytes(shapes, workload.optimizer), in_rounding)
+
+
 def _bucket_term(facts: ModelFacts, workload: Workload, num_ranks: int) -> MemoryTerm:
     all_bytes = FP32_BYTES * trained_parameters(facts, workload.adapter)
     num_bytes = 0 if num_ranks == 1 else min(GRADIENT_BUCKET_BYTES, 2 * all_bytes)
@@ -469,6 +475,7 @@ def _standing_terms(
     slot_bytes = max(workload.cargo_bytes(layer) for layer in kinds)
     gradients = FP32_BYTES * trained_parameters(facts, workload.adapter)
     adapters = FP32_BYTES * adapter_parameters(facts, workload.adapter)
+    adapters -= ROUNDED_BYTES * sum(rounded_tensor_sizes(facts, workload.adapter))
     if workload.adapter.method is not None:
         adapters += workload.adapter.method.frozen_bytes
     modules = module_tensor_sizes(facts, workload.adapter)

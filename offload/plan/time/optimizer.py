@@ -36,6 +36,11 @@ OPS = {
 }
 CUDA_TENSORS_PER_FOREACH = 100
 
+# What a weight in bf16 adds: its fp32 copy, a random number, and what is made of the two. A CPU
+# takes as long as for so many bytes, mostly to draw (29 copies of an fp32 tensor, on one core).
+ROUNDING_BYTES_PER_WEIGHT = {"cuda": 58, "cpu": 232}
+ROUNDING_OPS = 10
+
 # Seconds that a core computes for a weight in RAM where that takes longer than its memory: states
 # to and from 8 bits, Adafactor's passes over a whole tensor. Measured on an AMD EPYC (2026-11-23).
 # Means in bf16 take 1.6 times what AdamW's (2.05) and Lion's (2.29) in fp32 do there.

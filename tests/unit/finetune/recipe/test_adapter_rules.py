@@ -1,23 +1,27 @@
-"""Fields that the method of an adapter does not read are refused, each by its name."""
+"""An adapter's fields that its method does not read or its type excludes are refused by name."""
 
 from typing import Any
 
 import pytest
 
-from finetune.recipe.adapter_rules import READS, broken_method_rules
+from finetune.recipe.adapter_rules import READS, broken_dtype_rules, broken_method_rules
 from finetune.recipe.sections import AdapterSection, Settings
 
 
-def broken(adapter: dict[str, Any], **offload: object) -> list[str]:
+def settings(adapter: dict[str, Any], *, dtype: str = "bfloat16", **offload: Any) -> Settings:
     content = {
-        "model": {"path": "Qwen/Qwen3-8B"},
+        "model": {"path": "Qwen/Qwen3-8B", "dtype": dtype},
         "data": {"path": "rows.jsonl"},
         "train": {"steps": 3, "grad_accum_steps": 1},
         "output": {"name": "x"},
         "adapter": adapter,
         "offload": offload,
     }
-    return [breach.field for breach in broken_method_rules(Settings.model_validate(content))]
+    return Settings.model_validate(content)
+
+
+def broken(adapter: dict[str, Any], **offload: Any) -> list[str]:
+    return [breach.field for breach in broken_method_rules(settings(adapter, **offload))]
 
 
 def test_lora_reads_all_and_each_method_its_own() -> None:
@@ -39,6 +43,7 @@ def test_lora_reads_all_and_each_method_its_own() -> None:
         ("miss", "rank_pattern", {"q_proj": 8}),
         ("vera", "loraplus_ratio", 16),
         ("oft", "compute_dtype", "float32"),
+        ("vera", "dtype", "bfloat16"),
     ],
 )
 def test_a_field_that_is_not_read_is_refused(method: str, field: str, value: object) -> None:
@@ -53,3 +58,20 @@ def test_methods_are_those_of_the_field_and_read_its_fields() -> None:
     allowed = AdapterSection.model_fields["method"].annotation.__args__  # type: ignore[union-attr]
     assert {"lora", *READS} == set(allowed)
     assert all(fields <= AdapterSection.model_fields.keys() for fields in READS.values())
+
+
+@pytest.mark.parametrize(
+    ("adapter", "dtype", "field", "seen"),
+    [
+        ({"dora": True}, "bfloat16", "adapter.dora", "true"),
+        ({"compute_dtype": "float32"}, "bfloat16", "adapter.compute_dtype", "float32"),
+        ({}, "float16", "model.dtype", "float16"),
+    ],
+)
+def test_what_an_adapter_in_bf16_cannot_be_combined_with(
+    adapter: dict[str, Any], dtype: str, field: str, seen: str
+) -> None:
+    assert not list(broken_dtype_rules(settings(adapter, dtype=dtype)))
+    (breach,) = broken_dtype_rules(settings(adapter | {"dtype": "bfloat16"}, dtype=dtype))
+    assert breach.field == field
+    assert breach.what == f"{field} is {seen} and adapter.dtype is bfloat16"

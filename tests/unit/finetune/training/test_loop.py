@@ -25,7 +25,6 @@ from offload.plan.facts.facts import AdapterSpec, linear_names, model_facts
 from offload.plan.machine.machine import named_machine
 from offload.plan.memory.memory import device_terms
 from tests.builders import adapter, workload
-from tests.tiers import mostly_slow
 
 CONFIG = Qwen3Config.from_dict(
     {
@@ -65,10 +64,17 @@ def make_loop(
             torch.nn.init.constant_(parameter, 0.1)
     train = TrainSection(grad_accum_steps=2, steps=4, lr=lr, weight_decay=0.1, optimizer=optimizer)
     engine = offload.attach(model, num_slots=2, device="cpu")
+    rounds = section.dtype == "bfloat16"
     loop = Loop(
         model=model,
         engine=engine,
-        update=AdapterUpdate(trained, train=train, loraplus_ratio=loraplus_ratio, ranks=Ranks()),
+        update=AdapterUpdate(
+            trained,
+            train=train,
+            loraplus_ratio=loraplus_ratio,
+            ranks=Ranks(),
+            rounded={name for name in trained if rounds and not adapters.is_trained_whole(name)},
+        ),
         train=train,
         is_masked=is_masked,
         num_steps=4,
@@ -151,14 +157,22 @@ WHOLE = adapter(dropout=0.2, modules_to_save=("norms", "lm_head"))
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "optimizer", mostly_slow(["adamw", "adamw_8bit", "adafactor"], "adamw_8bit")
+    ("optimizer", "kept_in"),
+    [
+        ("adamw", "float32"),
+        ("adamw_8bit", "float32"),
+        ("adafactor", "float32"),
+        ("adamw_8bit", "bfloat16"),
+    ],
 )
-def test_a_resume_in_16_bits_continues_to_the_bit(optimizer: Any, tmp_path: Path) -> None:
+def test_a_resume_in_16_bits_continues_to_the_bit(
+    optimizer: Any, kept_in: str, tmp_path: Path
+) -> None:
     def make() -> tuple[Loop, dict[str, torch.nn.Parameter]]:
         return make_loop(
             optimizer=optimizer,
             dtype=torch.bfloat16,
-            section=WHOLE,
+            section=WHOLE.model_copy(update={"dtype": kept_in}),
             loraplus_ratio=16.0,
             lr=1e-4,  # steps too small for 16 bits: a resume from what computes would lose them
         )
@@ -239,15 +253,28 @@ def test_a_run_of_one_step_is_rehearsed_with_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "optimizer"),
-    [(torch.float32, "adamw"), (torch.bfloat16, "adamw"), (torch.float32, "adafactor")],
+    ("dtype", "optimizer", "is_rounded"),
+    [
+        (torch.float32, "adamw", False),
+        (torch.bfloat16, "adamw", False),
+        (torch.float32, "adafactor", False),
+        (torch.bfloat16, "adamw", True),
+    ],
 )
-def test_what_trains_takes_the_bytes_that_the_plan_says(dtype: torch.dtype, optimizer: Any) -> None:
-    loop, parameters = make_loop(dtype=dtype, section=WHOLE, optimizer=optimizer)
+def test_what_trains_takes_the_bytes_that_the_plan_says(
+    dtype: torch.dtype, optimizer: Any, is_rounded: bool
+) -> None:
+    kept_in = {"dtype": "bfloat16" if is_rounded else "float32"}
+    section = WHOLE.model_copy(update=kept_in)
+    loop, parameters = make_loop(dtype=dtype, section=section, optimizer=optimizer)
     loop.step(0, batches(8))
     facts = model_facts(CONFIG.to_dict())
     spec = AdapterSpec(
-        rank=2, targets=linear_names(facts), experts=False, modules=WHOLE.modules_to_save
+        rank=2,
+        targets=linear_names(facts),
+        experts=False,
+        modules=WHOLE.modules_to_save,
+        is_rounded=is_rounded,
     )
     micro_batch = workload(
         micro_batch_size=2,
