@@ -15,6 +15,7 @@ from offload.plan.machine.machine import ExpertsImplementation, Machine, Network
 from offload.plan.memory.memory import MemoryTerm, total_bytes
 from offload.plan.memory.traced import MemoryGrade
 from offload.plan.memory.visit import visit_bytes
+from offload.plan.other_rank import OtherRank, arrivals_of
 from offload.plan.reduction import network_of, with_network
 from offload.plan.refusal import refusal
 from offload.plan.request import PlanRequest
@@ -51,6 +52,7 @@ class Plan:
         costs: The times of the ops, and how they are known.
         device_memory: Terms of the peak in device memory, on each device.
         host_memory: Terms of the peak in host memory.
+        others: The other ranks, where ranks are planned one by one.
     """
 
     facts: ModelFacts
@@ -61,6 +63,7 @@ class Plan:
     costs: Costs
     device_memory: tuple[MemoryTerm, ...]
     host_memory: tuple[MemoryTerm, ...]
+    others: tuple[OtherRank, ...] = ()
 
     @property
     def num_slots(self) -> int:
@@ -106,12 +109,26 @@ class Plan:
 
     def predict(self) -> Timeline:
         """Simulate the step, without the optimizer."""
-        return simulate(self.schedule, duration_of(self.costs))
+        every = [other.arrivals_s for other in self.others]
+        arrivals_s = [max(times) for times in zip(*every, strict=True)]
+        return simulate(self.schedule, duration_of(self.costs), arrivals_s=arrivals_s)
 
     @property
     def step_s(self) -> float:
-        """Predicted time of a step, optimizer included."""
+        """Predicted time of a step, optimizer and waits for the other ranks included."""
         return self.predict().step_s + self.costs.optimizer_s
+
+    @property
+    def as_other(self) -> OtherRank:
+        """What the other ranks know of this one."""
+        return OtherRank(
+            machine=self.machine,
+            num_micro_batches=self.request.rank_micro_batches,
+            num_slots=self.num_slots,
+            num_kept_graphs=self.num_kept_graphs,
+            step_s=replace(self, others=()).step_s,
+            arrivals_s=arrivals_of(self.schedule, self.costs),
+        )
 
     def without_objective(self) -> "Plan":
         """Return the same step with the loss that needs one pass: a cross-entropy.
@@ -225,7 +242,7 @@ def costs_of(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Costs
         num_disk_readers=request.num_disk_readers,
         graph_bytes={x: one.sent_graph for x, one in visits.items()},
     )
-    costs = with_network(costs, machine, request)
+    costs = with_network(costs, facts, machine, request)
     if request.objective is None:
         return costs
     return with_objective(
