@@ -12,11 +12,15 @@ from pathlib import Path
 from finetune import interrupts
 from finetune.env import launch_notes
 from finetune.errors import ApartError
-from finetune.planning.ranks import require_micro_batch_per_rank, require_one_rank
+from finetune.planning.ranks import (
+    require_micro_batch_per_rank,
+    require_one_rank,
+    require_shares,
+)
 from finetune.planning.request import facts_of
 from finetune.recipe.recipe import Recipe, with_layer_kernels, with_packing
 from finetune.report.choice import choice_json, choice_tables
-from finetune.report.plan import plan_json, plan_tables
+from finetune.report.plan import plan_json, plan_tables, ranks_table
 from finetune.report.prediction import require_unchanged
 from finetune.report.screen import Screen
 from finetune.report.summary import plan_summary
@@ -48,6 +52,7 @@ from finetune.training.shared.member import (
 )
 from finetune.training.shared.plan_wave import plan_wave, plan_waves
 from finetune.training.shared.together import Judge, judged_alone, together
+from finetune.training.world.other_ranks import with_others
 from offload.engine.engine import Engine
 from offload.plan.plan import Plan
 
@@ -136,6 +141,8 @@ def finetune_together(
         runs = _opened_all(starts, ranks, held)
         prepared = _prepared(runs, machine_file)
         screen.show(plan_summary(prepared.shared.choice, starts[0].recipe.report))
+        if prepared.shared.choice.plan.others:
+            screen.show(ranks_table(prepared.shared.choice.plan))
         screen.detail(plan_tables(prepared.shared.choice.plan))
         screen.detail(choice_tables(prepared.shared.choice))
         with _on_engine(prepared, screen) as (begun, plan, engine):
@@ -202,10 +209,11 @@ def _opened(start: Start, run_dir: RunDir, ranks: Ranks, *, adapter: str | None)
     screen, is_resume = start.screen, start.is_resume
     recipe = start.recipe
     if is_resume:
-        recipe = as_begun(recipe, ranks.from_main(run_dir.begun))
+        recipe = as_begun(recipe, ranks.from_main(run_dir.begun), num_ranks=ranks.num)
     ranks.require_same("settings", lambda: _shared_settings(recipe))
     require_micro_batch_per_rank(recipe.train, num_ranks=ranks.num)
     require_one_rank(recipe.train, num_ranks=ranks.num)
+    require_shares(recipe.train, num_ranks=ranks.num)
     preflight.require_loggers(recipe.report.log_to)
     if ranks.num == 1 and recipe.train.reduce_dtype != "fp32":
         screen.note(
@@ -267,26 +275,27 @@ def _require_resumable(run_dir: RunDir, recipe: Recipe, screen: Screen) -> None:
 def _prepared(runs: Sequence[Run], machine_file: Path | None) -> _Prepared:
     """Measure the machine, read the rows of all runs, and plan their steps."""
     ranks, facts = runs[0].ranks, facts_of(runs[0].recipe.model)
-    machine, is_settled = measured_everywhere(runs[0], facts, machine_file)
+    cards = measured_everywhere(runs[0], facts, machine_file)
     planned: list[Planned] = []
     data: list[Data] = []
     for run in _settled(runs):
-        preflight.require_ready(run.recipe, facts, machine, num_ranks=ranks.num)
+        own = cards.machines[ranks.index]
+        preflight.require_ready(run.recipe, facts, own, num_ranks=ranks.num)
         data.append(load_data(run))
-        one = plan_steps(run, facts, data[-1], machine, is_backend_settled=is_settled)
-        planned.append(one)
-        machine, is_settled = one.choice.plan.machine, True  # expert kernels are timed once
-    waves = plan_waves(planned)
+        planned.append(plan_steps(run, facts, data[-1], cards))
+        cards = planned[-1].cards  # expert kernels are timed once
+    waves = ranks.from_main(lambda: plan_waves(planned))
     if len(waves) > 1:
         raise ApartError(waves)
     shared = plan_wave(planned)
-    plan = shared.choice.plan
+    plan = with_others(shared.choice.plan, ranks)
+    shared = replace(shared, choice=replace(shared.choice, plan=plan))
     if ranks.is_main:
         for run in runs:
             preflight.require_room(run.dir.path, plan)
     return _Prepared(
         runs=[
-            replace(run, recipe=with_chosen(one.recipe, plan))
+            replace(run, recipe=with_chosen(one.recipe, plan), are_cards_alike=cards.are_alike)
             for run, one in zip(runs, planned, strict=True)
         ],
         data=data,
@@ -317,14 +326,14 @@ def _on_engine(prepared: _Prepared, screen: Screen) -> Iterator[tuple[list[Begun
     from finetune.training.session import attached, calibrated, engine_of, load_adapted
     from finetune.training.trace_memory import trace_memory
 
-    runs, shared = prepared.runs, prepared.shared
+    runs, shared, ranks = prepared.runs, prepared.shared, prepared.runs[0].ranks
     adapted = load_adapted(runs, shared.choice.plan)
     plan, note = trace_memory(
         adapted.model,
         shared.choice.plan,
         open_requests=shared.open_requests,
         device=runs[0].device,
-        ranks=runs[0].ranks,
+        ranks=ranks,
     )
     engine = engine_of(runs[0], plan, adapted)
     with closing(engine), gc_frozen():
@@ -337,7 +346,8 @@ def _on_engine(prepared: _Prepared, screen: Screen) -> Iterator[tuple[list[Begun
         screen.detail(inventory_table(engine.weights))
         for session in sessions:
             session.run.screen.note(session.stops.shown(session.tokenizer))
-        priced, plan = plan_json(plan), calibrated(sessions, plan)
+        plan = with_others(plan, ranks)  # as traced
+        priced, plan = plan_json(plan), with_others(calibrated(sessions, plan), ranks)
         choice = choice_json(shared.choice)
         begun = [begin(session, plan, priced=priced, choice=choice) for session in sessions]
         yield begun, plan, engine

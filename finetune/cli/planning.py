@@ -29,7 +29,10 @@ def plan(
     model: Annotated[str, typer.Argument(help="A recipe, a shape, a config.json or variants.")],
     overrides: Overrides = None,
     *,
-    machine: Machine = None,
+    machine: Annotated[
+        str | None,
+        typer.Option(help="A card such as rtx5090, or a file; several with commas share a step."),
+    ] = None,
     machines: Annotated[
         str | None, typer.Option(help="`all`, or cards with commas: a table of them all.")
     ] = None,

@@ -2,7 +2,8 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
@@ -33,12 +34,14 @@ from finetune.planning.compare import (
 from finetune.planning.ranks import require_gpus
 from finetune.planning.request import find_machine, with_backend
 from finetune.planning.runs import plan_variants, variants_of
+from finetune.planning.shares import own_choice, share_out
 from finetune.planning.subject import Subject, subject_of
+from finetune.recipe.sections import TrainSection
 from finetune.report import choice as choice_report
 from finetune.report.energy import plan_cost
 from finetune.report.format import shown_gib
 from finetune.report.host_map import host_map
-from finetune.report.plan import gpus_json, plan_json, plan_tables
+from finetune.report.plan import gpus_json, plan_json, plan_tables, ranks_json, ranks_table
 from finetune.report.runs import runs_json, runs_tables
 from finetune.report.summary import plan_summary
 from finetune.report.what_if import what_if_json, what_if_table
@@ -55,7 +58,7 @@ from offload.plan.machine.machine import (
 from offload.plan.what_if.what_if import NUM_CARDS, what_if
 
 Form = Literal["table", "verbose", "json", "markdown"]
-GPUS = "--gpus"
+GPUS, MACHINE = "--gpus", "--machine"
 
 
 def form_of(*, as_json: bool, as_markdown: bool, is_verbose: bool) -> Form:
@@ -145,6 +148,17 @@ def planned(
         )
     subject = subject_of(model, overrides)
     dtype = subject.recipe.model.dtype
+    named = several_machines(machine)
+    if named:
+        for flag, is_given in (("--gpus", host.num_gpus is not None), ("--what-if", wants_ways)):
+            if is_given:
+                raise ConfigError(
+                    f"{flag} with --machine {machine}",
+                    limit="each of several machines has one GPU, and they share a step",
+                    hint=f"leave out `{flag}`; a machine may be named twice",
+                )
+        cards = [host.machine(name, dtype=dtype) for name in named]
+        return _of_ranks(subject, cards, form=form, setting=MACHINE)
     if machines is not None:
         names = machine_names(machines, dtype=dtype)
         cards = [host.machine(name, dtype=dtype) for name in names]
@@ -174,6 +188,8 @@ def _one_plan(
 ) -> RenderableType:
     recipe, facts, num = subject.recipe, subject.facts, num_gpus or 1
     require_gpus(recipe.train, machine, num_gpus=num, setting=GPUS)
+    if not isinstance(recipe.train.shares, str):
+        return _of_ranks(subject, [machine] * num, form=form, setting=GPUS)
     notes = [*subject.notes, *machine_notes(machine, dtype=recipe.model.dtype)]
     here = with_backend(recipe, facts, machine)
     choice = choose(facts, here, full_requests(recipe, facts, num_ranks=num))
@@ -192,6 +208,56 @@ def _one_plan(
     else:
         shown.append(Text("`--verbose`: time by lane, memory by term, alternatives, rates"))
     return Group(*shown, *([what_if_table(ways, machine=here)] if ways else []))
+
+
+def several_machines(names: str | None) -> list[str]:
+    """Return the names of machines with commas; none if it is a single one, or a file."""
+    if names is None or "," not in names or Path(names).is_file():
+        return []
+    return [name.strip() for name in names.split(",")]
+
+
+@uncollected()
+def _of_ranks(
+    subject: Subject, machines: Sequence[Machine], *, form: Form, setting: str
+) -> RenderableType:
+    """Return the plan of ranks whose cards or shares differ: that of rank 0, and each one's share.
+
+    Args:
+        subject: What is planned.
+        machines: Of each rank.
+        form: Output format.
+        setting: What their number is set by: machines, or GPUs of one.
+    """
+    recipe, facts, num = subject.recipe, subject.facts, len(machines)
+    notes = list(subject.notes)
+    for machine in dict.fromkeys(machines):
+        require_gpus(recipe.train, machine, num_gpus=num, setting=setting)
+        notes += machine_notes(machine, dtype=recipe.model.dtype)
+    here = [with_backend(recipe, facts, machine) for machine in machines]
+    reduction = {"sends_update": len(set(here)) > 1}
+    requests = [
+        replace(
+            one,
+            most_local_ranks=1 if setting == MACHINE else None,
+            reduction=replace(one.reduction, **reduction),
+        )
+        for one in full_requests(recipe, facts, num_ranks=num)
+    ]
+    shares = share_out(facts, here, requests, wanted=recipe.train.shares)
+    choices = [own_choice(facts, one, shares, rank=rank) for rank, one in enumerate(here)]
+    others = tuple(choice.plan.as_other for choice in choices[1:])
+    made = replace(choices[0].plan, others=others)
+    choice = replace(choices[0], plan=made)
+    if form == "json":
+        figures = plan_json(made) | choice_report.choice_json(choice)
+        figures["energy"] |= plan_cost(made, recipe.report)
+        return _json(figures | {"ranks": ranks_json(made), "notes": notes})
+    shown: list[RenderableType] = [*map(Text, notes), plan_summary(choice, recipe.report)]
+    shown.append(ranks_table(made))
+    if form == "verbose":
+        shown += [plan_tables(made), choice_report.choice_tables(choice)]
+    return Group(*shown)
 
 
 def planned_runs(
@@ -227,12 +293,19 @@ def planned_runs(
             limit="a table of runs is shown as it is, or as JSON",
             hint="`--json`",
         )
+    if several_machines(machine):
+        raise ConfigError(
+            f"--machine {machine} with several runs",
+            limit="runs are planned together for one machine",
+            hint="name one, or leave out `--sweep` and `--runs`",
+        )
     variants = variants_of(model, overrides, grid=grid, num_runs=num_runs)
     first = variants.subjects[0]
     dtype = first.recipe.model.dtype
     named = _one_machine(machine, host, dtype=dtype, note=note)
     here, num = with_backend(first.recipe, first.facts, named), host.num_gpus or 1
     for recipe in variants.recipes:
+        _require_no_shares(recipe.train, "several runs")
         require_gpus(recipe.train, here, num_gpus=num, setting=GPUS)
     with uncollected():
         found = plan_variants(variants, here, num_ranks=num)
@@ -253,6 +326,7 @@ def _by_machine(
     subject: Subject, machines: Sequence[Machine], *, num_gpus: int | None, form: Form
 ) -> RenderableType:
     num = num_gpus or 1
+    _require_no_shares(subject.recipe.train, "--machines")
     for machine in machines:
         require_gpus(subject.recipe.train, machine, num_gpus=num, setting=GPUS)
     found = compare_on_cards(subject, machines, num_ranks=num)
@@ -267,6 +341,20 @@ def _by_machine(
     notes = (*subject.notes, *of_cards, *_shared_by(num))
     more = {} if num_gpus is None else {"num_gpus": num_gpus}
     return _shown(title, MACHINE_COLUMNS, rows, found, form, notes=notes, more=more)
+
+
+def _require_no_shares(train: TrainSection, planned: str) -> None:
+    """Refuse shares for tables, in which GPUs share steps equally.
+
+    Raises:
+        ConfigError: There are shares.
+    """
+    if not isinstance(train.shares, str):
+        raise ConfigError(
+            f"train.shares: {list(train.shares)} with {planned}",
+            limit="in a table GPUs share each step equally",
+            hint="`train.shares=auto`, or one plan with `--gpus` or several of `--machine`",
+        )
 
 
 def _shared_by(num_gpus: int) -> list[str]:

@@ -156,19 +156,19 @@ def nearest_request(
     facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]
 ) -> PlanRequest:
     """Return the request that `choose` reports in its error if none fits."""
-    return nearest(facts, machine, _resorts(requests)[-1])
+    return nearest(facts, machine, in_forms(requests)[-1])
 
 
 def _resort(
     facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]
 ) -> list[PlanRequest]:
     """Return the first group in which any request fits; the last one if none does."""
-    *earlier, last = _resorts(requests)
+    *earlier, last = in_forms(requests)
     return next((some for some in earlier if fits(facts, machine, some)), last)
 
 
-def _resorts(requests: Sequence[PlanRequest]) -> list[list[PlanRequest]]:
-    """Return the requests in groups, each to be tried only where those before it do not fit."""
+def in_forms(requests: Sequence[PlanRequest]) -> list[list[PlanRequest]]:
+    """Return the requests by the form of a step, each to be tried where those before do not fit."""
     plain = requests[0].typical.codec
     groups: dict[tuple[int | None, int, bool], list[PlanRequest]] = {}
     for request in requests:

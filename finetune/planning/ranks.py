@@ -36,6 +36,26 @@ def require_micro_batch_per_rank(
         )
 
 
+def require_shares(train: TrainSection, *, num_ranks: int, setting: str = LAUNCHED) -> None:
+    """Refuse shares of another number of processes, or of a single one.
+
+    Args:
+        train: The recipe's section.
+        num_ranks: Processes that share the step.
+        setting: What their number is set by.
+
+    Raises:
+        ConfigError: They are not as many.
+    """
+    shares = train.shares
+    if not isinstance(shares, str) and (len(shares) != num_ranks or num_ranks == 1):
+        raise ConfigError(
+            f"train.shares: {list(shares)}, with {num_ranks} process{'es' * (num_ranks > 1)}",
+            limit="it has a number for each of several processes",
+            hint=f"`{setting} {max(2, len(shares))}`, or `train.shares: auto`",
+        )
+
+
 def require_one_rank(train: TrainSection, *, num_ranks: int, setting: str = LAUNCHED) -> None:
     """Refuse several processes that would train the model's own weights.
 
@@ -67,6 +87,7 @@ def require_gpus(train: TrainSection, machine: Machine, *, num_gpus: int, settin
     Raises:
         ConfigError: The machine computes on its CPU, or the step cannot be shared.
     """
+    require_shares(train, num_ranks=num_gpus, setting=setting)
     if num_gpus == 1:
         return
     if machine.device == "cpu":

@@ -87,6 +87,13 @@ def broken_full_rules(recipe: Settings) -> Iterator[Breach]:
             "fp32",
         ),
         (
+            "train.shares",
+            recipe.train.shares,
+            recipe.train.shares == "auto",
+            "such a run has one process",
+            "auto",
+        ),
+        (
             "model.dtype",
             recipe.model.dtype,
             recipe.model.dtype != "float16",

@@ -161,6 +161,12 @@ def with_reduce_gradients(recipe: Recipe, when: Literal["by_layer", "at_end"]) -
     return recipe.model_copy(update={"train": train})
 
 
+def with_shares(recipe: Recipe, shares: Literal["auto", "equal"] | tuple[int, ...]) -> Recipe:
+    """Return the recipe with other shares of several processes."""
+    train = recipe.train.model_copy(update={"shares": shares})
+    return recipe.model_copy(update={"train": train})
+
+
 def with_seq_len(recipe: Recipe, seq_len: int) -> Recipe:
     """Return the recipe with another sequence length, its step cut to whole micro-batches."""
     asked, size = recipe.train, recipe.train.micro_batch_size

@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 # Lists arrive as lists from YAML and are kept as tuples, which are immutable.
 Names = Annotated[tuple[str, ...], Field(strict=False)]
+Counts = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(strict=False)]
 
 
 class Section(BaseModel):

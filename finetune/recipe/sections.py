@@ -13,7 +13,7 @@ from pydantic import Field
 
 from finetune.recipe.data_section import DataSection
 from finetune.recipe.objective_section import ObjectiveSection
-from finetune.recipe.section import Names, Section
+from finetune.recipe.section import Counts, Names, Section
 from offload.plan.facts.codec import CodecName
 from offload.plan.facts.optimizer import Optimizer
 from offload.plan.machine.machine import GIB, Dtype, ExpertsImplementation
@@ -309,6 +309,13 @@ class TrainSection(Section):
         default="fp32",
         description="What gradients are sent in between processes: `bf16` halves the bytes, and"
         " rounds each process's gradient and their sum, which is taken in fp32.",
+    )
+    shares: Literal["auto", "equal"] | Counts = Field(
+        default="auto",
+        description="How several processes share the micro-batches of a step: `auto` in proportion"
+        " to the predicted rates of their cards where these differ in kind, else `equal`; or a"
+        " number for each process.",
+        examples=[[3, 1]],
     )
     seed: int = Field(
         default=0, ge=0, lt=2**32, description="Seed of initial weights, data order and dropout."

@@ -161,8 +161,12 @@ def run_energy(
 
 def plan_energy(plan: Plan) -> dict[str, Any]:
     """Return what a plan's cards can take at most, for programs; None where that is not known."""
-    watts = board_w(plan.machine)
-    joules = None if watts is None else watts * plan.request.num_ranks * plan.step_s
+    watts, num = board_w(plan.machine), plan.request.num_ranks
+    if plan.others:
+        every = [watts, *(board_w(other.machine) for other in plan.others)]
+        known = [one for one in every if one is not None]
+        watts, num = sum(known) if len(known) == len(every) else None, 1
+    joules = None if watts is None else watts * num * plan.step_s
     per_token = None if joules is None else joules / plan.tokens_per_step
     return {
         "board_w": watts,
@@ -190,6 +194,8 @@ def plan_energy_line(plan: Plan, prices: ReportSection) -> str:
     cost = cost_of(kwh, prices)
     money = "" if cost is None else f", {shown_cost(cost, prices)}"
     cards = f"{plan.request.num_ranks} x " if plan.request.num_ranks > 1 else ""
+    if plan.others:
+        cards = "all ranks: "
     return (
         f"at most {shown_kwh(kwh)} per million tokens{money}: {cards}{watts} W board power"
         " (published) x step time, without the host"

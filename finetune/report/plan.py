@@ -155,9 +155,47 @@ def gpus_json(plan: Plan) -> dict[str, Any]:
     }
 
 
+def ranks_json(plan: Plan) -> list[dict[str, Any]]:
+    """Return what each rank has of the step, and how long it waits for the slowest."""
+    ranks = (plan.as_other, *plan.others)
+    slowest = max(range(len(ranks)), key=lambda rank: ranks[rank].step_s)
+    step_s = max(plan.step_s, ranks[slowest].step_s)
+    return [
+        {
+            "machine": rank.machine.name,
+            "num_micro_batches": rank.num_micro_batches,
+            "num_slots": rank.num_slots,
+            "kept_graphs": rank.num_kept_graphs,
+            "alone_s": rank.step_s,
+            "waits_s": step_s - rank.step_s,
+            "waits_for": None if number == slowest else slowest,
+        }
+        for number, rank in enumerate(ranks)
+    ]
+
+
+def ranks_table(plan: Plan) -> Table:
+    """Return the same for people; the plan is that of rank 0."""
+    columns = ("rank", "card", "micro-batches", "slots", "kept graphs", "step", "waits")
+    table = table_of("Ranks: each one's share, and its step before it waits for others", *columns)
+    for number, row in enumerate(ranks_json(plan)):
+        waits_for = row["waits_for"]
+        waits = "" if waits_for is None else f"{shown_time(row['waits_s'])} for rank {waits_for}"
+        counts = (row["num_micro_batches"], row["num_slots"], row["kept_graphs"])
+        table.add_row(
+            str(number), row["machine"], *map(str, counts), shown_time(row["alone_s"]), waits
+        )
+    return table
+
+
 def gpus_lines(plan: Plan) -> list[str]:
     """Return the same in words, and what is assumed."""
     request, machine = plan.request, plan.machine
+    if request.own_micro_batches is not None:
+        return [
+            f"{request.num_ranks} ranks share the step's {request.num_micro_batches} micro-batches;"
+            f" this is the plan of rank 0, which takes {request.rank_micro_batches}"
+        ]
     if request.num_ranks == 1 or machine.device == "cpu":
         return []
     most_bytes_per_s = request.local_ranks * plan.costs.h2d_bytes_per_s

@@ -27,6 +27,7 @@ from finetune.recipe.recipe import (
     with_packing,
     with_reduce_gradients,
     with_router_loss_over,
+    with_shares,
     with_update,
 )
 from finetune.recipe.sections import TrainSection
@@ -165,7 +166,7 @@ class RunDir:
                 limit="only a run that was started can be resumed",
                 hint="leave `--resume` away",
             )
-        before = self.recipe()
+        before = with_shares(self.recipe(), recipe.train.shares)  # free, as the number of ranks is
         changed = differences(before, recipe)
         if is_longer(before, recipe) and len(changed) == 1:
             self._require_going_on(recipe)
@@ -300,6 +301,8 @@ class RunDir:
             recipe = with_router_loss_over(recipe, "micro_batch")
         if re.search(r"^  reduce_gradients: ", text, re.MULTILINE) is None:
             recipe = with_reduce_gradients(recipe, "at_end")
+        if re.search(r"^  shares:", text, re.MULTILINE) is None:
+            recipe = with_shares(recipe, "equal")
         if re.search(r"^  mlp_chunk: ", text, re.MULTILINE) is None:
             recipe = with_offload(recipe, mlp_chunk="whole")
         if recipe.train.is_full and re.search(r"^  update: ", text, re.MULTILINE) is None:
@@ -367,13 +370,13 @@ def require_whole_adapter(adapter: Path) -> tuple[str, ...]:
     return (f"{adapter} cannot be verified: it has no {MANIFEST}",)
 
 
-def as_begun(recipe: Recipe, begun: Recipe | None) -> Recipe:
+def as_begun(recipe: Recipe, begun: Recipe | None, *, num_ranks: int = 1) -> Recipe:
     """Return the recipe with what was open when the run began as it was chosen then.
 
     Another machine, or this one measured again, might choose other sizes of micro-batch, head
-    chunk and tile of an MLP, other layer kernels, or another place of updates; a later version
-    might pack rows, choose another precision of adapters, take a router loss over the step, or add
-    up gradients by layer.
+    chunk and tile of an MLP, other layer kernels, shares of the ranks or another place of updates;
+    a later version might pack rows, choose another precision of adapters, take a router loss over
+    the step, or add up gradients by layer. Shares of another number of ranks are chosen again.
     """
     if begun is None:
         return recipe
@@ -387,17 +390,20 @@ def as_begun(recipe: Recipe, begun: Recipe | None) -> Recipe:
         recipe = with_compute_dtype(recipe, begun.adapter.compute_dtype)
     if recipe.data.packing == "auto" and begun.data.packing != "auto":
         recipe = with_packing(recipe, begun.data.packing)
+    if recipe.model.layer_kernels == "auto" and begun.model.layer_kernels != "auto":
+        recipe = with_layer_kernels(recipe, begun.model.layer_kernels)
+    if recipe.train.update == "auto" and begun.train.update != "auto":
+        recipe = with_update(recipe, begun.train.update)
+    return _reduced_as_begun(recipe, begun, num_ranks=num_ranks)
+
+
+def _reduced_as_begun(recipe: Recipe, begun: Recipe, *, num_ranks: int) -> Recipe:
+    """Return the recipe with what concerns several ranks as it was chosen."""
     if "router_loss_over" not in recipe.train.model_fields_set:
         recipe = with_router_loss_over(recipe, begun.train.router_loss_over)
     if "reduce_gradients" not in recipe.train.model_fields_set:
         recipe = with_reduce_gradients(recipe, begun.train.reduce_gradients)
-    recipe = _updated_as_begun(recipe, begun)
-    if recipe.model.layer_kernels == "auto" and begun.model.layer_kernels != "auto":
-        recipe = with_layer_kernels(recipe, begun.model.layer_kernels)
-    return recipe
-
-
-def _updated_as_begun(recipe: Recipe, begun: Recipe) -> Recipe:
-    if recipe.train.update == "auto" and begun.train.update != "auto":
-        return with_update(recipe, begun.train.update)
+    shares = begun.train.shares
+    if recipe.train.shares == "auto" and (isinstance(shares, str) or len(shares) == num_ranks):
+        recipe = with_shares(recipe, shares)
     return recipe

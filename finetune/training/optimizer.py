@@ -110,6 +110,7 @@ class AdapterUpdate:
         train: TrainSection,
         loraplus_ratio: float | None,
         ranks: Ranks,
+        are_cards_alike: bool = True,
         layers: Sequence[Collection[str]] = (),
         rounded: Collection[str] = (),
     ) -> None:
@@ -120,6 +121,8 @@ class AdapterUpdate:
             train: Settings of training.
             loraplus_ratio: Learning rate of B matrices, as a multiple of the usual; None for 1.
             ranks: The processes that share each step.
+            are_cards_alike: Whether all of them compute the same bits; otherwise all take the
+                main rank's update.
             layers: The names of the tensors that each layer has alone.
             rounded: The names of those in bf16 that have no master, but are rounded at random.
         """
@@ -128,6 +131,7 @@ class AdapterUpdate:
         self._masters = MasterWeights(trained, copies=self._rounded.copies)
         self._parameters = list(self._masters.weights.values())
         self._train, self._loraplus_ratio, self._ranks = train, loraplus_ratio, ranks
+        self._are_cards_alike = are_cards_alike
         self._optimizer = self._make_optimizer()
         self._sums = GradientSums(self._masters.weights, layers=layers, train=train, ranks=ranks)
 
@@ -152,12 +156,15 @@ class AdapterUpdate:
         """Add up the ranks' losses, and scale the gradients to the largest norm allowed."""
         loss = self._ranks.sum_losses(loss)
         limit = self._train.max_grad_norm
-        return loss, float(clip(self._parameters, limit, loss_scale=loss_scale))
+        norm = float(clip(self._parameters, limit, loss_scale=loss_scale))
+        return loss, norm if self._are_cards_alike else self._ranks.exchange(norm)[0]
 
     def apply(self, *, lr: float) -> None:
         """Update the masters, and round them into what computes."""
         with self._rounded.updated():
             update(self._optimizer, self._parameters, lr=lr, loraplus_ratio=self._loraplus_ratio)
+            if not self._are_cards_alike:
+                self._ranks.send_from_main([weight.data for weight in self._parameters])
         self.publish()
 
     def skip(self) -> str | None:

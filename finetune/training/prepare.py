@@ -1,9 +1,12 @@
 """What is known before the model is loaded: the machine, the rows, and the plan of a step."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import torch
 
 from finetune.data.compared.groups import require_classes, require_comparable, require_known_tokens
 from finetune.data.compared.step_layout import Comparison
@@ -15,12 +18,19 @@ from finetune.errors import ConfigError
 from finetune.model.tokenizer import load_tokenizer
 from finetune.planning.candidates import choose, requests_for, with_each_size
 from finetune.planning.request import find_machine, trained_spec
-from finetune.recipe.recipe import Recipe, with_micro_batch_size, with_offload, with_update
+from finetune.planning.shares import own_choice, share_out
+from finetune.recipe.recipe import (
+    Recipe,
+    with_micro_batch_size,
+    with_offload,
+    with_shares,
+    with_update,
+)
 from finetune.recipe.row_formats import formats_of
 from finetune.training import preflight
 from finetune.training.expert_backend import fastest_expert_backend, resolve_expert_backend
 from finetune.training.packing import shown_packing
-from finetune.training.ranks import own_micro_batches
+from finetune.training.ranks import micro_batches_by_shares
 from finetune.training.run import Run
 from finetune.training.samples import pad_id
 from offload.plan.facts.facts import ModelFacts
@@ -58,24 +68,50 @@ class Planned:
     Attributes:
         recipe: With the sizes of micro-batch and head chunk that were chosen, where left open.
         steps: As these sizes cut them.
-        choice: The plan, the same for all ranks, and the alternatives that were considered.
+        choice: The plan, the same for all ranks unless their shares or cards differ, and the
+            alternatives that were considered.
         open_requests: What may still be chosen once layers are loaded and steps cut: the slots, and
             where layer inputs wait.
+        cards: What the ranks compute on, with settled expert kernels.
     """
 
     recipe: Recipe
     steps: Steps
     choice: Choice
     open_requests: tuple[PlanRequest, ...]
+    cards: "Cards"
 
 
-def measured_everywhere(
-    run: Run, facts: ModelFacts, machine_file: Path | None
-) -> tuple[Machine, bool]:
-    """Return the machine that all ranks plan for, and whether its expert backend is settled.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cards:
+    """What the ranks of a run compute on.
 
-    The first rank of each machine measures it, the others wait. Rates are the main rank's; of each
-    memory there is as much as the machine has that has least.
+    Attributes:
+        machines: Of each rank; those with cards of a kind are planned alike.
+        are_alike: Whether there is one kind of card.
+        is_settled: Whether the expert backend is.
+    """
+
+    machines: tuple[Machine, ...]
+    are_alike: bool
+    is_settled: bool
+
+    def with_experts(self, main: Machine) -> "Cards":
+        """Return the same with the main rank's expert backend; its rate is that of its own kind."""
+        way = main.experts_implementation
+        machines = tuple(
+            main if machine == self.machines[0] else replace(machine, experts_implementation=way)
+            for machine in self.machines
+        )
+        return replace(self, machines=machines, is_settled=True)
+
+
+def measured_everywhere(run: Run, facts: ModelFacts, machine_file: Path | None) -> Cards:
+    """Return what all ranks plan for.
+
+    Of each machine the first rank of each kind of card measures it, one after the other; the others
+    wait. Rates are those of the first card of a kind; of each memory there is as much as the
+    machine has that has least.
 
     Raises:
         MachineError: One cannot be measured, or the file cannot be read.
@@ -83,9 +119,28 @@ def measured_everywhere(
             the machines compute on other kinds of devices.
     """
     ranks = run.ranks
-    every = ranks.exchange(measure(run, facts, machine_file) if ranks.is_first_here else None)
-    found = [one for one in every if one is not None]
-    (main, is_settled), machines = found[0], [machine for machine, _ in found]
+    is_cuda = run.device.type == "cuda"
+    cards = ranks.exchange(torch.cuda.get_device_name(run.device) if is_cuda else "a CPU")
+    here = [rank for rank, node in enumerate(ranks.nodes) if node == ranks.nodes[ranks.index]]
+    own_kinds = list(dict.fromkeys(cards[rank] for rank in here))
+    if machine_file is not None and len(own_kinds) > 1:
+        raise ConfigError(
+            f"--machine {machine_file} on a machine with {' and '.join(own_kinds)}",
+            limit="a file has the rates of one kind of card",
+            hint="leave `--machine` out: each kind is measured",
+        )
+    places = list(zip(ranks.nodes, cards, strict=True))
+    is_first = places.index(places[ranks.index]) == ranks.index
+    found: list[tuple[Machine, bool] | None] = [None] * ranks.num
+    num_turns = max(len({card for other, card in places if other == node}) for node in ranks.nodes)
+    for turn in range(num_turns):
+        is_due = is_first and own_kinds.index(cards[ranks.index]) == turn
+        every = ranks.exchange(measure(run, facts, machine_file) if is_due else None)
+        found = [before or new for before, new in zip(found, every, strict=True)]
+    measured = [found[places.index(place)] for place in places]
+    machines = [one[0] for one in measured if one is not None]
+    main = machines[0]
+    assert measured[0] is not None
     devices = sorted({machine.device for machine in machines})
     if len(devices) > 1:
         raise ConfigError(
@@ -93,13 +148,26 @@ def measured_everywhere(
             limit="what trains must stay the same on all ranks, to the bit",
             hint="`offload.device: cpu`, or leave out the machines without a GPU",
         )
-    return replace(
-        main,
-        network=_network(run, facts, main),
-        vram_bytes=min(machine.vram_bytes for machine in machines),
-        ram_bytes=min(machine.ram_bytes for machine in machines),
-        pinned_bytes=min(machine.pinned_bytes for machine in machines),
-    ), is_settled
+    network = _network(run, facts, main)
+    kinds = [(card, machine.name) for card, machine in zip(cards, machines, strict=True)]
+    way = main.experts_implementation
+
+    def of_kind(kind: tuple[str, str]) -> Machine:
+        alike = [machine for machine, one in zip(machines, kinds, strict=True) if one == kind]
+        return replace(
+            alike[0],
+            network=network,
+            vram_bytes=min(machine.vram_bytes for machine in alike),
+            ram_bytes=min(machine.ram_bytes for machine in alike),
+            pinned_bytes=min(machine.pinned_bytes for machine in alike),
+            experts_implementation=way,
+        )
+
+    return Cards(
+        machines=tuple(map(of_kind, kinds)),
+        are_alike=len(set(kinds)) == 1,
+        is_settled=measured[0][1],
+    )
 
 
 def _network(run: Run, facts: ModelFacts, main: Machine) -> Network | None:
@@ -178,12 +246,11 @@ def load_data(run: Run) -> Data:
     return Data(tokenizer=tokenizer, rows=rows)
 
 
-def plan_steps(
-    run: Run, facts: ModelFacts, data: Data, machine: Machine, *, is_backend_settled: bool
-) -> Planned:
+def plan_steps(run: Run, facts: ModelFacts, data: Data, cards: Cards) -> Planned:
     """Choose how the steps are run, among the options that the recipe leaves open.
 
-    Where the expert backend is not settled, all are timed once a step fits.
+    Where cards or shares differ, the main rank chooses the shares, and each its own plan. Where the
+    expert backend is not settled, all are timed once a step fits.
 
     Raises:
         DoesNotFitError: No option fits.
@@ -192,7 +259,7 @@ def plan_steps(
     recipe, ranks = run.recipe, run.ranks
     require_known_tokens(data.rows, facts.vocab_size)
 
-    def steps_of(recipe: Recipe) -> Steps:
+    def steps_of(recipe: Recipe, shares: Sequence[int] = (1,) * ranks.num) -> Steps:
         train, rows = recipe.train, data.rows.train
         comparison = Comparison.of(
             rows, is_mismatched=recipe.objective.scores_mismatched, seq_len=train.seq_len
@@ -203,7 +270,7 @@ def plan_steps(
             order = PackedOrder.of(train, rows, num_ranks=num, cost=cost, comparison=comparison)
         else:
             order = BatchOrder.of(train, rows, comparison=comparison)
-        own = partial(own_micro_batches, index=ranks.index, num=ranks.num)
+        own = partial(micro_batches_by_shares, index=ranks.index, shares=shares)
         pad = pad_id(data.tokenizer)
         return Steps.of(order, rows, own=own, pad_token_id=pad, comparison=comparison)
 
@@ -211,21 +278,39 @@ def plan_steps(
     requests = requests_for(recipe, facts, sized, num_ranks=ranks.num)
     if ranks.num_machines > 1:
         requests = [replace(one, most_local_ranks=ranks.most_local) for one in requests]
-    choice = choose(facts, machine, requests)
+    shares = None
+    if not cards.are_alike or not isinstance(recipe.train.shares, str):
+        requests = [_sending_update(one, sends_update=not cards.are_alike) for one in requests]
+        shares = ranks.from_main(
+            lambda: share_out(facts, cards.machines, requests, wanted=recipe.train.shares)
+        )
+
+    def chosen(machine: Machine, requests: Sequence[PlanRequest]) -> Choice:
+        if shares is None:
+            return choose(facts, machine, requests)
+        return own_choice(facts, machine, shares, rank=ranks.index)
+
+    choice = chosen(cards.machines[ranks.index], requests)
     recipe = with_micro_batch_size(recipe, choice.plan.request.typical.micro_batch_size)
     steps = steps_of(recipe)
+    if shares is not None:
+        recipe = with_shares(recipe, shares.micro_batches)
+        steps = steps_of(recipe, shares.micro_batches)
+        requests = shares.of(ranks.index)
     preflight.require_within_run(recipe, num_steps=steps.num)
     size = choice.plan.request.typical.micro_batch_size
     of_size = [one for one in requests if one.typical.micro_batch_size == size]
-    if not is_backend_settled:
-        load = choice.plan.request.typical
-        timed = ranks.from_main(
-            lambda: fastest_expert_backend(recipe, facts, machine, run.device, load, run.screen)
+    if not cards.is_settled:
+        load, main = choice.plan.request.typical, cards.machines[0]
+        cards = cards.with_experts(
+            ranks.from_main(
+                lambda: fastest_expert_backend(recipe, facts, main, run.device, load, run.screen)
+            )
         )
-        choice = choose(facts, timed, of_size)
+        choice = chosen(cards.machines[ranks.index], of_size)
     for note in shown_packing(steps.sizes):
         run.screen.note(note)
-    chosen = choice.plan.request.typical
+    typical = choice.plan.request.typical
     return Planned(
         recipe=with_chosen(recipe, choice.plan),
         steps=steps,
@@ -233,12 +318,18 @@ def plan_steps(
         open_requests=tuple(
             one
             for one in of_size
-            if one.typical.codec == chosen.codec
-            and one.typical.head_chunk_tokens == chosen.head_chunk_tokens
-            and one.typical.mlp_chunk_tokens == chosen.mlp_chunk_tokens
-            and one.typical.updates == chosen.updates
+            if one.typical.codec == typical.codec
+            and one.typical.head_chunk_tokens == typical.head_chunk_tokens
+            and one.typical.mlp_chunk_tokens == typical.mlp_chunk_tokens
+            and one.typical.updates == typical.updates
         ),
+        cards=cards,
     )
+
+
+def _sending_update(request: PlanRequest, *, sends_update: bool) -> PlanRequest:
+    """Return a request whose ranks take the main rank's update, or make their own."""
+    return replace(request, reduction=replace(request.reduction, sends_update=sends_update))
 
 
 def with_chosen(recipe: Recipe, plan: Plan) -> Recipe:

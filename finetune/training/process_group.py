@@ -214,6 +214,21 @@ class ProcessGroup(Ranks):
         for i in set.intersection(*gathered):
             parameters[i].grad = None
 
+    def send_from_main(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Replace tensors by those of the main rank; all are fp32."""
+        num_elements = min(self._bucket_bytes // FP32_BYTES, sum(map(torch.Tensor.numel, tensors)))
+        bucket = self._bucket_for(num_elements, like=tensors[0])
+        self._exchange(None, limit_s=self._step_timeout_s())  # see `sum_gradients`
+        with self._connected():
+            for part in _parts(tensors, max_elements=num_elements):
+                sizes = [piece.numel() for piece in part]
+                flat = bucket[: sum(sizes)]
+                if self.is_main:
+                    torch.cat(list(part), out=flat)
+                self._wait(dist.broadcast(flat, src=0, async_op=True), limit_s=self._timeout_s)
+                for piece, sent in zip(part, flat.split(sizes), strict=True):
+                    piece.copy_(sent)
+
     def sum_losses(self, loss: float) -> float:
         """Return the sum of the losses of all ranks, at the end of a step."""
         losses = self._exchange(loss, limit_s=self._step_timeout_s())
@@ -426,7 +441,7 @@ class ProcessGroup(Ranks):
 
 
 def _parts(gradients: Sequence[torch.Tensor], *, max_elements: int) -> Iterator[list[torch.Tensor]]:
-    """Cut gradients, as flat views, into parts that fit the bucket."""
+    """Cut tensors, as flat views, into parts that fit the bucket."""
     part: list[torch.Tensor] = []
     num_elements = 0
     for piece in (piece for g in gradients for piece in g.view(-1).split(max_elements)):

@@ -11,10 +11,12 @@ slab, writes its store and its cache of tokens.
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from fractions import Fraction
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from offload.errors import SluiceError
+from offload.plan.shares import apportioned
 
 if TYPE_CHECKING:
     import torch
@@ -125,6 +127,9 @@ class Ranks:
                 among all gradients.
         """
 
+    def send_from_main(self, tensors: "Sequence[torch.Tensor]") -> None:
+        """Replace tensors by those of the main rank."""
+
     def sum_losses(self, loss: float) -> float:
         """Return the sum of the losses of all ranks, at the end of a step."""
         return loss
@@ -152,6 +157,25 @@ def is_joined() -> bool:
     """Return whether this process is one of several that are connected."""
     distributed = sys.modules.get("torch.distributed")
     return distributed is not None and bool(distributed.is_initialized())
+
+
+def micro_batches_by_shares(
+    num_micro_batches: int, *, index: int, shares: Sequence[int]
+) -> tuple[int, ...]:
+    """Return which micro-batches of a step a rank takes, in proportion to the ranks' shares.
+
+    The step is sorted by size. Those of each rank are spread evenly over it, so its tokens are
+    about in proportion too. Equal shares are dealt out as `own_micro_batches` does.
+    """
+    if len(set(shares)) == 1:
+        return own_micro_batches(num_micro_batches, index=index, num=len(shares))
+    counts = apportioned(num_micro_batches, shares)
+    places = sorted(
+        (Fraction(2 * place + 1, count), rank)
+        for rank, count in enumerate(counts)
+        for place in range(count)
+    )
+    return tuple(number for number, (_, rank) in enumerate(places) if rank == index)
 
 
 def own_micro_batches(num_micro_batches: int, *, index: int, num: int) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ class Run:
         device: Where this rank computes.
         screen: Where it is shown.
         is_resumed: Whether it continues what is in its directory.
+        are_cards_alike: Whether all ranks compute on cards of one kind.
         adapter: Name of its adapter in a model that it shares with other runs; None where it has
             the model for itself.
     """
@@ -31,4 +32,5 @@ class Run:
     device: torch.device
     screen: Screen
     is_resumed: bool
+    are_cards_alike: bool = True
     adapter: str | None = None

@@ -417,6 +417,7 @@ def _update(run: Run, model: "PeftModel | PreTrainedModel", engine: Engine) -> U
         train=recipe.train,
         loraplus_ratio=recipe.adapter.loraplus_ratio,
         ranks=run.ranks,
+        are_cards_alike=run.are_cards_alike,
         layers=layers,
         rounded={name for name in tensors if is_rounded and not is_trained_whole(name)},
     )

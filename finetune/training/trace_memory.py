@@ -33,7 +33,7 @@ def trace_memory(
     device: torch.device,
     ranks: Ranks,
 ) -> tuple[Plan, str]:
-    """Return the plan with its memory traced, the same on all ranks, and a note about it.
+    """Return the plan with its memory traced, by the main rank for all, and a note about it.
 
     Args:
         model: With what trains, as it is to be attached.

@@ -16,6 +16,7 @@ from offload.plan.machine.machine import ExpertsImplementation, Machine, Network
 from offload.plan.memory.memory import MemoryTerm, total_bytes
 from offload.plan.memory.traced import MemoryGrade
 from offload.plan.memory.visit import visit_bytes
+from offload.plan.other_rank import OtherRank, arrivals_of
 from offload.plan.reduction import network_of, with_network
 from offload.plan.refusal import refusal
 from offload.plan.request import PlanRequest
@@ -53,6 +54,7 @@ class Plan:
         costs: The times of the ops, and how they are known.
         device_memory: Terms of the peak in device memory, on each device.
         host_memory: Terms of the peak in host memory.
+        others: The other ranks, where ranks are planned one by one.
     """
 
     facts: ModelFacts
@@ -63,6 +65,7 @@ class Plan:
     costs: Costs
     device_memory: tuple[MemoryTerm, ...]
     host_memory: tuple[MemoryTerm, ...]
+    others: tuple[OtherRank, ...] = ()
 
     @property
     def num_slots(self) -> int:
@@ -112,12 +115,26 @@ class Plan:
 
     @cached_property
     def _timeline(self) -> Timeline:
-        return simulate(self.schedule, duration_of(self.costs))
+        every = [other.arrivals_s for other in self.others]
+        arrivals_s = [max(times) for times in zip(*every, strict=True)]
+        return simulate(self.schedule, duration_of(self.costs), arrivals_s=arrivals_s)
 
     @property
     def step_s(self) -> float:
-        """Predicted time of a step, optimizer included."""
+        """Predicted time of a step, optimizer and waits for the other ranks included."""
         return self.predict().step_s + self.costs.optimizer_s
+
+    @property
+    def as_other(self) -> OtherRank:
+        """What the other ranks know of this one."""
+        return OtherRank(
+            machine=self.machine,
+            num_micro_batches=self.request.rank_micro_batches,
+            num_slots=self.num_slots,
+            num_kept_graphs=self.num_kept_graphs,
+            step_s=replace(self, others=()).step_s,
+            arrivals_s=arrivals_of(self.schedule, self.costs),
+        )
 
     @cached_property
     def objective_price(self) -> tuple[float, int]:
@@ -137,7 +154,8 @@ class Plan:
         )
         plain_s = plain.step_s(request.rank_micro_batches) + self.costs.optimizer_s
         num_loads = self.schedule.num_loads - plain.schedule.num_loads
-        return self.step_s / plain_s - 1, num_loads
+        own_s = replace(self, others=()).step_s if self.others else self.step_s  # without waits
+        return own_s / plain_s - 1, num_loads
 
     @property
     def network(self) -> Network | None:
@@ -217,7 +235,7 @@ def costs_of(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Costs
         graph_bytes={x: one.sent_graph for x, one in visits.items()},
     )
     costs = with_updates(costs, facts, machine, request.typical)
-    costs = with_network(costs, machine, request)
+    costs = with_network(costs, facts, machine, request)
     if request.objective is None:
         return costs
     return with_objective(

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from offload.plan.facts.facts import ModelFacts
+from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.trainable import layer_parameters, trained_parameters
 from offload.plan.machine.machine import Machine, Network, Rate
 from offload.plan.request import PlanRequest
@@ -55,13 +56,25 @@ def network_of(machine: Machine, request: PlanRequest) -> Network:
     )
 
 
-def with_network(costs: Costs, machine: Machine, request: PlanRequest) -> Costs:
-    """Return the costs of a step whose ranks add up their gradients."""
+def with_network(costs: Costs, facts: ModelFacts, machine: Machine, request: PlanRequest) -> Costs:
+    """Return the costs of a step whose ranks add up their gradients.
+
+    An update that is sent to all is part of the update's time: nothing is computed meanwhile.
+    """
     if request.num_ranks == 1:
         return costs
     network = network_of(machine, request)
+    latency_s, bytes_per_s = network.latency_s.value, network.bytes_per_s.value
     return replace(
         costs,
-        network_latency_s=network.latency_s.value,
-        network_bytes_per_s=network.bytes_per_s.value,
+        network_latency_s=latency_s,
+        network_bytes_per_s=bytes_per_s,
+        optimizer_s=costs.optimizer_s
+        + (latency_s + update_bytes(facts, request) / bytes_per_s) * request.reduction.sends_update,
     )
+
+
+def update_bytes(facts: ModelFacts, request: PlanRequest) -> int:
+    """Return what the main rank sends of an update, in as many rounds as reach all ranks."""
+    num_rounds = (request.num_ranks - 1).bit_length()
+    return num_rounds * FP32_BYTES * trained_parameters(facts, request.typical.adapter)

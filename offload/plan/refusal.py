@@ -121,7 +121,8 @@ def _changes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     exact = [("", request), *_coded(request, PACKED), *_updated_in_ram(request)]
     for words, coded in exact:
         yield from _either_stash(words, coded)
-    for num_ranks in range(request.num_ranks - 1, 0, -1):
+    is_alone = request.own_micro_batches is None  # with fewer ranks its share would be another
+    for num_ranks in range(request.num_ranks - 1, 0, -1) if is_alone else ():
         yield f"`--num_processes {num_ranks}`", replace(request, num_ranks=num_ranks)
     yield from _all_cut(exact)
     stored = _on_disk(exact)
@@ -186,10 +187,12 @@ def _all_cut(
         for size in range(largest.micro_batch_size - 1, 0, -1):
             num, rest = divmod(largest.micro_batch_size, size)
             if rest == 0:
+                own = request.own_micro_batches
                 cut = replace(
                     request,
                     largest=replace(largest, micro_batch_size=size),
                     num_micro_batches=request.num_micro_batches * num,
+                    own_micro_batches=None if own is None else own * num,
                     traced=None,  # a trace is of one size
                 )
                 parts = f"`train.micro_batch_size: {size}` and {num} times as many"

@@ -54,10 +54,12 @@ class Reduction:
         element_bytes: Of a gradient's element on the network.
         is_by_layer: Whether a layer's follow its backward, while others compute; otherwise all
             follow the last one's.
+        sends_update: Whether the main rank's weights are sent to all after its update.
     """
 
     element_bytes: int = FP32_BYTES
     is_by_layer: bool = True
+    sends_update: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +70,8 @@ class PlanRequest:
         typical: The micro-batch that time is predicted for.
         largest: The largest micro-batch of the run, which must fit.
         num_micro_batches: Micro-batches per step.
+        own_micro_batches: Those of the rank that is planned, where ranks are planned one by one;
+            None plans the one that has most of equal shares.
         most_tokens: Tokens that no step exceeds; None for all that its micro-batches can have.
         num_slots: Layers on the device at a time; None takes as many as fit.
         num_kept_graphs: How many layers, the last ones, keep their graph from the forward to the
@@ -112,6 +116,7 @@ class PlanRequest:
     others: tuple["PlanRequest", ...] = ()
     most_local_ranks: int | None = None
     reduction: Reduction = Reduction()
+    own_micro_batches: int | None = None
 
     @property
     def runs(self) -> tuple["PlanRequest", ...]:
@@ -155,7 +160,9 @@ class PlanRequest:
 
     @property
     def rank_micro_batches(self) -> int:
-        """Micro-batches of the rank that has most of them."""
+        """Micro-batches of the rank that is planned."""
+        if self.own_micro_batches is not None:
+            return self.own_micro_batches
         return -(-self.num_micro_batches // self.num_ranks)
 
     @property
@@ -190,6 +197,7 @@ OF_A_RUN = (
     "typical",
     "largest",
     "num_micro_batches",
+    "own_micro_batches",
     "num_workers",
     "traced",
     "is_masked",
@@ -235,9 +243,11 @@ def sharing(requests: Sequence[PlanRequest]) -> PlanRequest:
 
 def with_micro_batches(request: PlanRequest, factor: int) -> PlanRequest:
     """Return the same request with so many times the micro-batches in a step."""
+    own = request.own_micro_batches
     return replace(
         request,
         num_micro_batches=factor * request.num_micro_batches,
+        own_micro_batches=None if own is None else factor * own,
         others=tuple(with_micro_batches(other, factor) for other in request.others),
     )
 

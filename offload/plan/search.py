@@ -200,6 +200,13 @@ def chosen_plan(facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequ
     return candidates[best].laid_out()
 
 
+def fastest_step_s(facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]) -> float:
+    """Return the step time of the plan that `search` chooses; infinite if none fits."""
+    candidates = _comparable([_weighed(facts, machine, request) for request in requests])
+    best = fastest(candidates)
+    return math.inf if best is None else candidates[best].least_s
+
+
 def nearest_request(
     facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]
 ) -> PlanRequest:

@@ -275,6 +275,8 @@ def break_even_tokens(draft: Draft, request: PlanRequest) -> int | None:
         return draft.step_s(num_micro_batches) <= (1 + FREE_FRAC) * free.step_s(num_micro_batches)
 
     tokens = request.typical.num_tokens * request.num_ranks
+    if request.own_micro_batches is not None:  # in the proportions of the ranks' shares
+        tokens = request.tokens_per_step // request.own_micro_batches
     numbers = range(1, MOST_TOKENS // tokens + 1)
     fewer = bisect_left(numbers, 1, key=lambda number: int(is_free(number)))
     return tokens * numbers[fewer] if fewer < len(numbers) else None

@@ -11,7 +11,7 @@ import torch
 from finetune import app
 from finetune.data.steps import StepShare
 from finetune.env import launch
-from finetune.training import process_group
+from finetune.training import optimizer, process_group
 from finetune.training.loop import Loop, Request
 from offload.engine.executor import Executor
 from offload.engine.passes.part import Part
@@ -71,6 +71,25 @@ def slow_rank_1() -> None:
         Executor._backward = slow  # type: ignore[method-assign]
 
 
+def let_rank_1_drift() -> None:
+    """Let rank 1 make other updates than rank 0."""
+    whole = optimizer.update
+
+    def drifting(  # its weights are off by a thousandth
+        of: torch.optim.Optimizer,
+        parameters: Sequence[torch.nn.Parameter],
+        *,
+        lr: float,
+        loraplus_ratio: float | None,
+    ) -> None:
+        whole(of, parameters, lr=lr, loraplus_ratio=loraplus_ratio)
+        for parameter in parameters:
+            parameter.data *= 1.001
+
+    if launch().index == 1:
+        optimizer.update = drifting  # type: ignore[assignment]
+
+
 def kill_rank_1() -> None:
     """Kill rank 1 in its third step, unless its launcher has started it again."""
     whole = Loop.request
@@ -107,6 +126,8 @@ def main(argv: Sequence[str]) -> None:
         hang_rank_1()
     elif argv[0] == "late in a visit":
         break_rank_1_late_in_a_visit(FAILURES["named"])
+    elif argv[0] == "drifts":
+        let_rank_1_drift()
     elif argv[0] == "slow":
         slow_rank_1()
     elif argv[0] in FAILURES:

@@ -3,22 +3,26 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from offload.plan.schedule.op import Lane, Op
+from offload.plan.schedule.op import Kind, Lane, Op
 from offload.plan.schedule.schedule import NUM_STAGING, Schedule
 from offload.plan.schedule.timeline import Span, Timeline
 
 
-def simulate(schedule: Schedule, duration_s: Callable[[Op], float]) -> Timeline:
+def simulate(
+    schedule: Schedule, duration_s: Callable[[Op], float], *, arrivals_s: Sequence[float] = ()
+) -> Timeline:
     """Compute start and end of each op.
 
     An op starts when its lane is free and all ops that it waits for have ended. The list is in
-    issue order, so one pass suffices.
+    issue order, so one pass suffices. A sum over ranks takes its time once all of them are there.
 
     Args:
         schedule: The ops.
         duration_s: Seconds that an op takes on its lane once it has started.
+        arrivals_s: When the last of the other ranks comes to each sum; empty if none is late.
     """
     lane_free_s = dict.fromkeys(Lane, 0.0)
+    arrivals = iter(arrivals_s)
     starts_s: list[float] = []
     ends_s: list[float] = []
     for op in schedule.ops:
@@ -26,6 +30,8 @@ def simulate(schedule: Schedule, duration_s: Callable[[Op], float]) -> Timeline:
         for other in op.waits:
             start_s = max(start_s, ends_s[other])
         end_s = start_s + duration_s(op)
+        if op.kind is Kind.REDUCE:
+            end_s = max(end_s, next(arrivals, 0.0) + duration_s(op))
         lane_free_s[op.lane] = end_s
         starts_s.append(start_s)
         ends_s.append(end_s)

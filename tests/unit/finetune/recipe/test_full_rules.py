@@ -38,6 +38,7 @@ def test_a_plain_recipe_breaks_none() -> None:
         ("train", "optimizer", "paged_adamw_8bit", "`train.optimizer: adamw_8bit`"),
         ("train", "reduce_dtype", "bf16", "`train.reduce_dtype: fp32`"),
         ("train", "reduce_gradients", "at_end", "`train.reduce_gradients: by_layer`"),
+        ("train", "shares", (3, 1), "`train.shares: auto`"),
         ("model", "dtype", "float16", "`model.dtype: bfloat16`"),
         ("train", "compile", True, "`train.compile: false`"),
         ("model", "experts_implementation", "triton", "`model.experts_implementation: grouped_mm`"),

@@ -10,7 +10,13 @@ from finetune.errors import CheckpointError, ConfigError
 from finetune.files.manifest import whole_folder
 from finetune.files.seal import sealed_yaml
 from finetune.recipe.load import load_recipe
-from finetune.recipe.recipe import Recipe, with_layer_kernels, with_packing
+from finetune.recipe.recipe import (
+    Recipe,
+    resolved_yaml,
+    with_layer_kernels,
+    with_packing,
+    with_shares,
+)
 from finetune.run.run_dir import RunDir, as_begun
 from finetune.run.run_files import PHASES
 from finetune.run.run_lock import locked
@@ -182,6 +188,20 @@ def test_a_run_goes_on_to_add_up_gradients_when_it_began_to(tmp_path, recipe) ->
     run.recipe_file.write_text(sealed_yaml(before))  # of a run before there were the settings
     assert as_begun(recipe, run.begun()).train.reduce_gradients == "at_end"
     run.require_same_recipe(as_begun(recipe, run.begun()))
+
+
+def test_a_run_goes_on_with_its_shares_if_there_are_as_many_ranks(tmp_path, recipe) -> None:
+    run = RunDir(tmp_path)
+    run.start(with_shares(recipe, (5, 3)), experts_implementation=None)
+    assert as_begun(recipe, run.begun(), num_ranks=2).train.shares == (5, 3)
+    assert as_begun(recipe, run.begun(), num_ranks=3).train.shares == "auto"
+    assert as_begun(with_shares(recipe, (1, 1)), run.begun(), num_ranks=2).train.shares == (1, 1)
+    run.require_same_recipe(with_shares(recipe, (1, 1)))
+    lines = resolved_yaml(recipe).splitlines(keepends=True)
+    before = "".join(line for line in lines if not line.startswith("  shares:"))
+    assert len(before) < len("".join(lines))
+    run.recipe_file.write_text(sealed_yaml(before))  # of a run before there was the setting
+    assert as_begun(recipe, run.begun(), num_ranks=2).train.shares == "equal"
 
 
 def test_a_recipe_of_a_run_that_is_no_text_is_refused(tmp_path, recipe) -> None:

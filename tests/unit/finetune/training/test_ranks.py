@@ -9,7 +9,7 @@ from finetune.env import Launch, launch, rank_label
 from finetune.errors import ConfigError
 from finetune.recipe.sections import OffloadSection
 from finetune.training import preflight
-from finetune.training.ranks import Ranks, own_micro_batches
+from finetune.training.ranks import Ranks, micro_batches_by_shares, own_micro_batches
 from finetune.training.rendezvous import join
 
 
@@ -37,6 +37,21 @@ def test_a_share_of_one_rank_is_the_whole_step_in_its_order() -> None:
 def test_micro_batches_are_dealt_back_and_forth() -> None:
     assert [own_micro_batches(4, index=i, num=2) for i in range(2)] == [(1, 2), (0, 3)]
     assert [own_micro_batches(3, index=i, num=2) for i in range(2)] == [(1, 2), (0,)]
+
+
+@given(num=st.integers(0, 40), shares=st.lists(st.integers(1, 9), min_size=2, max_size=5))
+def test_each_micro_batch_has_one_rank_whatever_the_shares(num: int, shares: list[int]) -> None:
+    ranks = range(len(shares))
+    own = [micro_batches_by_shares(num, index=index, shares=shares) for index in ranks]
+    assert sorted(i for one in own for i in one) == list(range(num))
+    assert all(list(one) == sorted(one) for one in own)
+
+
+def test_unequal_shares_are_spread_over_a_step_and_equal_ones_dealt_as_before() -> None:
+    own = [micro_batches_by_shares(8, index=index, shares=(3, 1)) for index in range(2)]
+    assert own == [(0, 1, 3, 4, 5, 7), (2, 6)]
+    equal = [micro_batches_by_shares(5, index=index, shares=(2, 2)) for index in range(2)]
+    assert equal == [own_micro_batches(5, index=index, num=2) for index in range(2)]
 
 
 def test_one_process_is_told_its_own_words() -> None:
