@@ -128,7 +128,7 @@ class Choice:
         plan: The fastest plan that fits.
         chosen: Its candidate.
         rejected: The best of the other candidates, the fastest first, whether they fit or not.
-        candidates: All of them.
+        candidates: All of them; none where there was nothing to choose.
         rounding: Codecs to list among the what-ifs, if they would be faster.
     """
 
@@ -141,6 +141,8 @@ class Choice:
     @cached_property
     def what_ifs(self) -> tuple[WhatIf, ...]:
         """What other changes would gain; this takes longer than the choice itself."""
+        if not self.candidates:
+            return ()
         return tuple(_what_ifs(self.candidates, self.chosen, self.rounding))
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from offload.plan.schedule.op import Kind, Lane, Op
+from offload.plan.schedule.op import OVER_NETWORK, Kind, Lane, Op
 
 
 class Span(NamedTuple):
@@ -64,11 +64,11 @@ class Timeline:
         compute_s = sum(s.duration_s for s in self.spans if s.lane is Lane.COMPUTE)
         return max(0.0, self.step_s - compute_s)
 
-    def exposed_s(self, kind: Kind) -> float:
-        """Time in which ops of a kind run on another lane and nothing is computed."""
+    def exposed_s(self, *kinds: Kind) -> float:
+        """Time in which ops of these kinds run on one other lane and nothing is computed."""
         computing = sorted((s.start_s, s.end_s) for s in self.spans if s.lane is Lane.COMPUTE)
         exposed_s = 0.0
-        for span in (s for s in self.spans if s.kind is kind):
+        for span in (s for s in self.spans if s.kind in kinds):
             now_s = span.start_s
             for start_s, end_s in computing:
                 if end_s > now_s and start_s < span.end_s:
@@ -105,8 +105,8 @@ class Timeline:
 
         Compute phases and `stall` add up to `step`; `h2d`, `d2h`, `reads` and `updates` overlap
         with them. `exposed updates` are the part of `updates` in which nothing is computed. With
-        several ranks there are `network`, their sums of gradients with the waits for other ranks,
-        and `exposed network`.
+        several ranks there are `network`, what they gather and their sums of gradients, with the
+        waits for other ranks, and `exposed network`.
         """
         phases = {
             "step": self.step_s,
@@ -121,9 +121,9 @@ class Timeline:
             "exposed updates": self.exposed_s(Kind.UPDATE),
             "stall": self.stall_s,
         }
-        if any(span.kind is Kind.REDUCE for span in self.spans):
-            phases["network"] = self.busy_s(Kind.REDUCE)
-            phases["exposed network"] = self.exposed_s(Kind.REDUCE)
+        if any(span.lane is Lane.NETWORK for span in self.spans):
+            phases["network"] = self.busy_s(*OVER_NETWORK)
+            phases["exposed network"] = self.exposed_s(*OVER_NETWORK)
         return phases
 
     def to_json(self) -> str:
