@@ -12,7 +12,7 @@ from pathlib import Path
 from finetune import interrupts
 from finetune.env import launch_notes
 from finetune.errors import ApartError
-from finetune.planning.ranks import require_micro_batch_per_rank, require_one_rank
+from finetune.planning.ranks import require_micro_batch_per_rank, require_ranks_for
 from finetune.planning.request import facts_of
 from finetune.recipe.recipe import Recipe, with_layer_kernels, with_packing
 from finetune.report.choice import choice_json, choice_tables
@@ -25,7 +25,7 @@ from finetune.run.run_dir import RunDir, as_begun
 from finetune.run.run_lock import locked
 from finetune.training import preflight
 from finetune.training.layer_kernels import settled_layer_kernels, shown_fused
-from finetune.training.loop import gc_frozen
+from finetune.training.loop import StepEngine, gc_frozen
 from finetune.training.packing import settled_packing
 from finetune.training.prepare import (
     Data,
@@ -161,7 +161,9 @@ class _Prepared:
     shared: Planned
 
 
-def _trained(begun: Sequence[Begun], plan: Plan, engine: Engine, judge: Judge) -> list[Outcome]:
+def _trained(
+    begun: Sequence[Begun], plan: Plan, engine: StepEngine, judge: Judge
+) -> list[Outcome]:
     """Run all steps, and finish each run when it leaves; the last ones after their steps.
 
     While steps run, a signal waits for their checkpoints; afterwards it ends the program at once.
@@ -205,7 +207,7 @@ def _opened(start: Start, run_dir: RunDir, ranks: Ranks, *, adapter: str | None)
         recipe = as_begun(recipe, ranks.from_main(run_dir.begun))
     ranks.require_same("settings", lambda: _shared_settings(recipe))
     require_micro_batch_per_rank(recipe.train, num_ranks=ranks.num)
-    require_one_rank(recipe.train, num_ranks=ranks.num)
+    require_ranks_for(recipe.train, num_ranks=ranks.num)
     preflight.require_loggers(recipe.report.log_to)
     if ranks.num == 1 and recipe.train.reduce_dtype != "fp32":
         screen.note(
@@ -311,7 +313,9 @@ def _settled(runs: Sequence[Run]) -> list[Run]:
 
 
 @contextmanager
-def _on_engine(prepared: _Prepared, screen: Screen) -> Iterator[tuple[list[Begun], Plan, Engine]]:
+def _on_engine(
+    prepared: _Prepared, screen: Screen
+) -> Iterator[tuple[list[Begun], Plan, StepEngine]]:
     """Load the model, attach it, time it, and begin or restore the runs on it."""
     # peft, transformers' model code and torch's compiler take seconds to import: they come last
     from finetune.training.session import attached, calibrated, engine_of, load_adapted
@@ -319,22 +323,28 @@ def _on_engine(prepared: _Prepared, screen: Screen) -> Iterator[tuple[list[Begun
 
     runs, shared = prepared.runs, prepared.shared
     adapted = load_adapted(runs, shared.choice.plan)
-    plan, note = trace_memory(
-        adapted.model,
-        shared.choice.plan,
-        open_requests=shared.open_requests,
-        device=runs[0].device,
-        ranks=runs[0].ranks,
-    )
+    plan, traced = shared.choice.plan, list[str]()
+    if not plan.request.is_sharded:
+        plan, note = trace_memory(
+            adapted.model,
+            plan,
+            open_requests=shared.open_requests,
+            device=runs[0].device,
+            ranks=runs[0].ranks,
+        )
+        traced.append(note)
     engine = engine_of(runs[0], plan, adapted)
     with closing(engine), gc_frozen():
         sessions = [
             attached(run, plan, adapted, engine, data, one.steps)
             for run, data, one in zip(runs, prepared.data, prepared.planned, strict=True)
         ]
-        for one_note in (*adapted.notes, note, *engine.notes, *shown_fused(engine.fused)):
-            screen.note(one_note)
-        screen.detail(inventory_table(engine.weights))
+        for note in (*adapted.notes, *traced):
+            screen.note(note)
+        if isinstance(engine, Engine):
+            for note in (*engine.notes, *shown_fused(engine.fused)):
+                screen.note(note)
+            screen.detail(inventory_table(engine.weights))
         for session in sessions:
             session.run.screen.note(session.stops.shown(session.tokenizer))
         priced, plan = plan_json(plan), calibrated(sessions, plan)

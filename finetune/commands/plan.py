@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from finetune.errors import ConfigError
-from finetune.planning.candidates import choose, full_requests
+from finetune.planning.candidates import chooser, full_requests
 from finetune.planning.collector import uncollected
 from finetune.planning.compare import (
     FIT_COLUMNS,
@@ -176,7 +176,7 @@ def _one_plan(
     require_gpus(recipe.train, machine, num_gpus=num, setting=GPUS)
     notes = [*subject.notes, *machine_notes(machine, dtype=recipe.model.dtype)]
     here = with_backend(recipe, facts, machine)
-    choice = choose(facts, here, full_requests(recipe, facts, num_ranks=num))
+    choice = chooser(recipe)(facts, here, full_requests(recipe, facts, num_ranks=num))
     made = choice.plan
     ways = what_if(made, num_cards=NUM_CARDS) if wants_ways else None
     if form == "json":

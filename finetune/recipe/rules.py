@@ -13,6 +13,7 @@ from finetune.recipe.data_section import FORMAT_COLUMNS, DataSection
 from finetune.recipe.full_rules import broken_full_rules
 from finetune.recipe.objective_rules import broken_objective_rules
 from finetune.recipe.sections import MAX_MICRO_BATCHES, ModelSection, Settings, TrainSection
+from finetune.recipe.sharded_rules import broken_sharded_rules
 from offload.plan.facts.optimizer import HOST_ONLY
 
 # Pairs of which at most one field may be set. One set on the command line replaces the other one
@@ -55,6 +56,8 @@ def broken_rules(recipe: Settings) -> Iterator[Breach]:
             hint=f"`train.optimizer: {recipe.train.optimizer.split('_')[0]}`, or `train.what: all`",
             reads=("train.what",),
         )
+    if recipe.train.is_sharded:
+        yield from broken_sharded_rules(recipe)
     yield from broken_objective_rules(recipe)
     if recipe.report.currency is not None and recipe.report.price_per_kwh is None:
         yield Breach(

@@ -165,7 +165,7 @@ class RunDir:
                 hint="leave `--resume` away",
             )
         before = self.recipe()
-        changed = differences(before, recipe)
+        changed = _that_count(before, recipe)
         if is_longer(before, recipe) and len(changed) == 1:
             self._require_going_on(recipe)
             return
@@ -362,6 +362,21 @@ def require_whole_adapter(adapter: Path) -> tuple[str, ...]:
     if has_manifest(adapter):
         return ()
     return (f"{adapter} cannot be verified: it has no {MANIFEST}",)
+
+
+HOW = ("train.parallel:", "offload.")
+WHAT = ("offload.codec:", "offload.device:")
+
+
+def _that_count(before: Recipe, after: Recipe) -> list[str]:
+    """List the settings in which a run differs from what was begun, and that it must not change.
+
+    How processes share a step may change, and with it where they hold the layers.
+    """
+    found = differences(before, after)
+    if before.train.is_sharded == after.train.is_sharded:
+        return [one for one in found if not one.startswith(HOW[0])]
+    return [one for one in found if one.startswith(WHAT) or not one.startswith(HOW)]
 
 
 def as_begun(recipe: Recipe, begun: Recipe | None) -> Recipe:

@@ -13,7 +13,7 @@ from finetune.data.steps import BatchOrder, Steps
 from finetune.env import cache_dir, stores_dir
 from finetune.errors import ConfigError
 from finetune.model.tokenizer import load_tokenizer
-from finetune.planning.candidates import choose, requests_for, with_each_size
+from finetune.planning.candidates import chooser, requests_for, with_each_size
 from finetune.planning.request import find_machine, trained_spec
 from finetune.recipe.recipe import Recipe, with_micro_batch_size, with_offload
 from finetune.recipe.row_formats import formats_of
@@ -211,7 +211,8 @@ def plan_steps(
     requests = requests_for(recipe, facts, sized, num_ranks=ranks.num)
     if ranks.num_machines > 1:
         requests = [replace(one, most_local_ranks=ranks.most_local) for one in requests]
-    choice = choose(facts, machine, requests)
+    choose_among = chooser(recipe)
+    choice = choose_among(facts, machine, requests)
     recipe = with_micro_batch_size(recipe, choice.plan.request.typical.micro_batch_size)
     steps = steps_of(recipe)
     preflight.require_within_run(recipe, num_steps=steps.num)
@@ -222,7 +223,7 @@ def plan_steps(
         timed = ranks.from_main(
             lambda: fastest_expert_backend(recipe, facts, machine, run.device, load, run.screen)
         )
-        choice = choose(facts, timed, of_size)
+        choice = choose_among(facts, timed, of_size)
     for note in shown_packing(steps.sizes):
         run.screen.note(note)
     chosen = choice.plan.request.typical
@@ -242,6 +243,8 @@ def plan_steps(
 
 def with_chosen(recipe: Recipe, plan: Plan) -> Recipe:
     """Return the recipe with the sizes of head chunk and MLP tile that a plan has chosen."""
+    if recipe.train.is_sharded:  # head and MLPs are whole
+        return recipe
     chosen = plan.request.typical
     return with_offload(
         recipe,
