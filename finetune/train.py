@@ -34,6 +34,7 @@ from finetune.training.prepare import (
     measured_everywhere,
     plan_steps,
     with_chosen,
+    with_way,
 )
 from finetune.training.ranks import Ranks
 from finetune.training.run import Run
@@ -161,9 +162,7 @@ class _Prepared:
     shared: Planned
 
 
-def _trained(
-    begun: Sequence[Begun], plan: Plan, engine: StepEngine, judge: Judge
-) -> list[Outcome]:
+def _trained(begun: Sequence[Begun], plan: Plan, engine: StepEngine, judge: Judge) -> list[Outcome]:
     """Run all steps, and finish each run when it leaves; the last ones after their steps.
 
     While steps run, a signal waits for their checkpoints; afterwards it ends the program at once.
@@ -272,7 +271,7 @@ def _prepared(runs: Sequence[Run], machine_file: Path | None) -> _Prepared:
     machine, is_settled = measured_everywhere(runs[0], facts, machine_file)
     planned: list[Planned] = []
     data: list[Data] = []
-    for run in _settled(runs):
+    for run in _settled([replace(run, recipe=with_way(run, facts, machine)) for run in runs]):
         preflight.require_ready(run.recipe, facts, machine, num_ranks=ranks.num)
         data.append(load_data(run))
         one = plan_steps(run, facts, data[-1], machine, is_backend_settled=is_settled)

@@ -139,12 +139,10 @@ def choose(facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest])
 
 def chooser(recipe: Recipe) -> Callable[[ModelFacts, Machine, Sequence[PlanRequest]], Choice]:
     """Return what chooses a recipe's plan among its requests."""
-    return _choose_sharded if recipe.train.is_sharded else choose
+    return choose_sharded if recipe.train.is_sharded else choose
 
 
-def _choose_sharded(
-    facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]
-) -> Choice:
+def choose_sharded(facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]) -> Choice:
     """Return the fastest plan whose ranks each hold a part of the model.
 
     Raises:

@@ -55,7 +55,7 @@ def require_ranks_for(train: TrainSection, *, num_ranks: int, setting: str = LAU
                 hint=f"`{setting} 2`, or `train.parallel: stream`",
             )
         return
-    if train.is_full and num_ranks > 1:
+    if train.is_full and num_ranks > 1 and train.parallel == "stream":
         raise ConfigError(
             f"train.what: {train.what}, with {num_ranks} processes",
             limit="weights of the model are updated by one process, in its memory",

@@ -299,10 +299,10 @@ class TrainSection(Section):
         " rounds each process's gradient and their sum, which is taken in fp32.",
     )
     parallel: Literal["auto", "stream", "fsdp2"] = Field(
-        default="auto",
+        default="stream",
         description="How several processes share a step: `stream`, each streams all layers, or"
         " `fsdp2`, each holds a part of the model, gathered layer by layer (torch's `fully_shard`),"
-        " where the devices hold it in sum; `auto` is `stream`.",
+        " where the devices hold it in sum; `auto` takes what the plan says is faster on GPUs.",
     )
     seed: int = Field(
         default=0, ge=0, lt=2**32, description="Seed of initial weights, data order and dropout."

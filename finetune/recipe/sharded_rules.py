@@ -1,4 +1,4 @@
-"""Rules for recipes whose processes each hold a part of the model: what cannot be combined with it."""
+"""Rules for recipes whose processes each hold a part of the model: what it cannot have."""
 
 from collections.abc import Iterator
 
@@ -86,8 +86,7 @@ def _training(recipe: Settings) -> Iterator[_Rule]:
         "train.optimizer",
         train.optimizer,
         train.optimizer in OPTIMIZERS,
-        "each process updates its part of a tensor, element by element: "
-        + " or ".join(OPTIMIZERS),
+        "each process updates its part of a tensor, element by element: " + " or ".join(OPTIMIZERS),
         "adamw",
     )
     yield (

@@ -25,6 +25,7 @@ from finetune.recipe.recipe import (
     with_micro_batch_size,
     with_offload,
     with_packing,
+    with_parallel,
     with_reduce_gradients,
     with_router_loss_over,
 )
@@ -398,10 +399,16 @@ def as_begun(recipe: Recipe, begun: Recipe | None) -> Recipe:
         recipe = with_compute_dtype(recipe, begun.adapter.compute_dtype)
     if recipe.data.packing == "auto" and begun.data.packing != "auto":
         recipe = with_packing(recipe, begun.data.packing)
+    if recipe.model.layer_kernels == "auto" and begun.model.layer_kernels != "auto":
+        recipe = with_layer_kernels(recipe, begun.model.layer_kernels)
+    return _step_as_begun(recipe, begun)
+
+
+def _step_as_begun(recipe: Recipe, begun: Recipe) -> Recipe:
     if "router_loss_over" not in recipe.train.model_fields_set:
         recipe = with_router_loss_over(recipe, begun.train.router_loss_over)
     if "reduce_gradients" not in recipe.train.model_fields_set:
         recipe = with_reduce_gradients(recipe, begun.train.reduce_gradients)
-    if recipe.model.layer_kernels == "auto" and begun.model.layer_kernels != "auto":
-        recipe = with_layer_kernels(recipe, begun.model.layer_kernels)
+    if recipe.train.parallel == "auto":
+        recipe = with_parallel(recipe, begun.train.parallel)
     return recipe

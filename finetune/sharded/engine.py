@@ -108,6 +108,7 @@ class ShardedEngine:
         self._randomness = VisitRandomness(device)
         self._pass: _Pass | None = None
         self.num_layers = len(layered.layers)
+        self._module: nn.Module = model
         self._model: FSDPModule = shard(model, device=device, num_ranks=ranks.num)
         for number, layer in enumerate(layered.layers):
             self._wrap(number, layer)
@@ -140,6 +141,7 @@ class ShardedEngine:
                     seed=run.dropout_seed, seeding=run.seeding, number=number, clock=clock
                 )
                 loss += self._train(batch, num_label_tokens=run.num_label_tokens)
+                clock.note_skipped(self.num_layers)
             self._pass = None
             clock.end()
             timeline = clock.timeline()
@@ -168,6 +170,16 @@ class ShardedEngine:
             num_loads=0,
         )
 
+    def frozen_weights(self) -> dict[str, torch.Tensor]:
+        """Return what does not train in one piece, on the main rank; all ranks call it."""
+        from finetune.sharded.update import whole_of
+
+        is_main = self._ranks.is_main
+        frozen = {n: p for n, p in self._module.named_parameters() if not p.requires_grad}
+        with self._ranks.in_collectives():
+            whole = {name: whole_of(p.detach(), is_main=is_main) for name, p in frozen.items()}
+        return whole if is_main else {}
+
     def wait(self) -> None:
         """Wait until the device has finished all issued work."""
         if self._device.type == "cuda":
@@ -187,7 +199,7 @@ class ShardedEngine:
 
     def _loss(self, batch: LabelledBatch) -> torch.Tensor:
         """Return the sum of the losses of a batch's labels."""
-        logits_BTV = self._model(**batch.inputs, use_cache=False).logits  # type: ignore[operator]
+        logits_BTV = self._module(**batch.inputs, use_cache=False).logits
         labelled_1NV = logits_BTV.flatten(0, 1)[batch.positions].unsqueeze(0)
         return cross_entropy_sum(labelled_1NV, batch.next_tokens.unsqueeze(0))
 
@@ -261,6 +273,16 @@ class _Clock:
         """Note that the last visit has ended."""
         self._last = self._now()
 
+    def note_skipped(self, num_layers: int) -> None:
+        """Note layers that no gradient has come to, as below the first that trains."""
+        come = {
+            layer
+            for kind, layer, m, _ in self._marks
+            if kind is Kind.BACKWARD and m == self._micro_batch
+        }
+        for layer in set(range(num_layers)) - come:
+            self.mark(Kind.BACKWARD, layer)
+
     def timeline(self) -> Timeline:
         """Return the visits; waits for the device."""
         if self._is_cuda:
@@ -296,5 +318,3 @@ class _Clock:
         if self._is_cuda:
             return float(first.elapsed_time(moment)) / 1e3
         return float(moment - first)
-
-

@@ -59,9 +59,7 @@ def _policy(model: nn.Module) -> MixedPrecisionPolicy:
     Arguments of layers, such as tables of rotations, keep their types.
     """
     halves = {
-        p.dtype
-        for p in model.parameters()
-        if p.requires_grad and p.dtype is not torch.float32
+        p.dtype for p in model.parameters() if p.requires_grad and p.dtype is not torch.float32
     }
     if not halves:
         return MixedPrecisionPolicy(cast_forward_inputs=False)

@@ -22,7 +22,6 @@ from finetune.run.checkpoint import Restored, Resumable, Saved
 from finetune.training.optimizer import clip, make_optimizer, update
 from finetune.training.ranks import Ranks
 
-
 # Of optimizers of weights: names of their states in a checkpoint -> in torch's optimizer.
 MOMENTS: Mapping[str, Mapping[str, str]] = {
     "adamw": {MEAN: "exp_avg", SQUARE: "exp_avg_sq"},
@@ -156,11 +155,7 @@ class ShardedUpdate:
         return undo
 
     def _whole(self, value: Any) -> Any:
-        """Return a tensor in one piece, on the host of the main rank; other values as they are."""
-        if not isinstance(value, DTensor):
-            return copy.copy(value)
-        whole = value.full_tensor()
-        return whole.detach().cpu() if self._ranks.is_main else None
+        return whole_of(value, is_main=self._ranks.is_main)
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         return make_optimizer(
@@ -180,7 +175,12 @@ class ShardedFullUpdate(ShardedUpdate):
     """
 
     def __init__(
-        self, trained: Mapping[str, nn.Parameter], *, train: TrainSection, dtype: torch.dtype, ranks: Ranks
+        self,
+        trained: Mapping[str, nn.Parameter],
+        *,
+        train: TrainSection,
+        dtype: torch.dtype,
+        ranks: Ranks,
     ) -> None:
         """Make a fresh optimizer.
 
@@ -217,6 +217,13 @@ class ShardedFullUpdate(ShardedUpdate):
                 ],
             }
         )
+
+    def gather(self, loss: float, *, loss_scale: float) -> tuple[float, float]:
+        """Add up the losses and clip; a weight that nothing has used has a gradient of zero."""
+        for parameter in self._trained.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return super().gather(loss, loss_scale=loss_scale)
 
     def apply(self, *, lr: float) -> None:
         """Update this rank's part."""
@@ -289,6 +296,14 @@ def clip_parts(parameters: list[nn.Parameter], max_norm: float | None) -> float:
     """Scale all gradients to a joint norm of at most `max_norm`; return the norm before."""
     norm = clip(parameters, max_norm)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def whole_of(value: Any, *, is_main: bool) -> Any:
+    """Return a tensor in one piece, on the host of the main rank; other values as they are."""
+    if not isinstance(value, DTensor):
+        return copy.copy(value)
+    whole = value.full_tensor()
+    return whole.detach().cpu() if is_main else None
 
 
 def part_of(whole: torch.Tensor, *, like: torch.Tensor) -> DTensor:

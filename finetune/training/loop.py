@@ -137,7 +137,7 @@ class Computed:
 def computed(engine: StepEngine, requests: Sequence[Request]) -> list[Computed]:
     """Compute steps of runs that share an engine, in one pass over its layers and back."""
     start_s = time.perf_counter()
-    results: "Sequence[StepResult | ShardedResult]" = engine.forward_backward_runs(
+    results: Sequence[StepResult | ShardedResult] = engine.forward_backward_runs(
         [request.run for request in requests]
     )
     _ = results[0].timeline  # waits for the device
@@ -530,7 +530,9 @@ class Loop:
         run = request.run
         with self._evaluated(), first_overflow(self._model) as found:
             if run.objective is not None:
-                self._streamed.evaluate(run.micro_batches, objective=run.objective, scored=run.scored)
+                self._streamed.evaluate(
+                    run.micro_batches, objective=run.objective, scored=run.scored
+                )
             else:
                 for batch in run.micro_batches:
                     self._engine.forward(batch)

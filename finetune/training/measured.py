@@ -196,9 +196,7 @@ def _sharded_terms(session: "Session") -> list[MeasuredTerm]:
         named[name].append(own_part(parameter))
     named[STATES] = session.loop.update.states()
     return [
-        MeasuredTerm(
-            name=name, num_bytes=_tensor_bytes(tensors), how="tensors", is_on_host=False
-        )
+        MeasuredTerm(name=name, num_bytes=_tensor_bytes(tensors), how="tensors", is_on_host=False)
         for name, tensors in named.items()
         if tensors
     ]

@@ -14,8 +14,10 @@ from finetune.env import cache_dir, stores_dir
 from finetune.errors import ConfigError
 from finetune.model.tokenizer import load_tokenizer
 from finetune.planning.candidates import chooser, requests_for, with_each_size
+from finetune.planning.parallel import compare_ways
+from finetune.planning.ranks import require_ranks_for
 from finetune.planning.request import find_machine, trained_spec
-from finetune.recipe.recipe import Recipe, with_micro_batch_size, with_offload
+from finetune.recipe.recipe import Recipe, with_micro_batch_size, with_offload, with_parallel
 from finetune.recipe.row_formats import formats_of
 from finetune.training import preflight
 from finetune.training.expert_backend import fastest_expert_backend, resolve_expert_backend
@@ -148,6 +150,25 @@ def measure(run: Run, facts: ModelFacts, machine_file: Path | None) -> tuple[Mac
         is_from_file=machine_file is not None,
     )
     return resolved or machine, resolved is not None
+
+
+def with_way(run: Run, facts: ModelFacts, machine: Machine) -> Recipe:
+    """Return the recipe with how its processes share a step, where that was left open; say why.
+
+    Raises:
+        SluiceError: Neither way is possible.
+    """
+    recipe, num = run.recipe, run.ranks.num
+    if recipe.train.parallel != "auto":
+        return recipe
+    if num == 1 or machine.device == "cpu":
+        recipe = with_parallel(recipe, "stream")
+    else:
+        ways = compare_ways(recipe, facts, machine, num_ranks=num)
+        recipe = with_parallel(recipe, ways.faster.name)
+        run.screen.note(f"train.parallel: {ways.reason}")
+    require_ranks_for(recipe.train, num_ranks=num)
+    return recipe
 
 
 def load_data(run: Run) -> Data:

@@ -23,8 +23,8 @@ def needed_bytes_per_s(schedule: Schedule, costs: Costs) -> float:
 
     Only later sums wait for a sum. So over a network without limit each begins when its gradients
     are final, or when the one before it ends; from that time on, its bytes and all later ones have
-    to be through by the end that is allowed, and the latency of each sum is not theirs. Where visits
-    wait for what is gathered, the rate is searched for, to a hundredth.
+    to be through by the end that is allowed, and the latency of each sum is not theirs. Where
+    visits wait for what is gathered, the rate is searched for, to a hundredth.
     """
     if any(op.kind is Kind.GATHER for op in schedule.ops):
         return _searched_bytes_per_s(schedule, costs)

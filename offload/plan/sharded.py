@@ -27,7 +27,7 @@ from offload.plan.facts.trainable import (
 )
 from offload.plan.facts.workload import Workload
 from offload.plan.fit import MemoryNeeds
-from offload.plan.machine.machine import GIB, Machine
+from offload.plan.machine.machine import GIB, MEASURED, Machine
 from offload.plan.memory.host import HostLoad, host_terms
 from offload.plan.memory.memory import (
     ADAPTERS,
@@ -43,6 +43,7 @@ from offload.plan.memory.memory import (
     total_bytes,
 )
 from offload.plan.plan import Plan, costs_of
+from offload.plan.reduction import network_of
 from offload.plan.request import PlanRequest
 from offload.plan.schedule.residency import Residency
 from offload.plan.schedule.sharded import ShardedSizes, sharded_schedule
@@ -50,6 +51,8 @@ from offload.plan.search import Candidate, Choice
 from offload.plan.time.costs import Costs
 from offload.plan.time.optimizer import BYTES_PER_WEIGHT
 
+# Of a collective of tensors, without words between processes; until it is measured.
+COLLECTIVE_LATENCY_S = 5e-5
 NUM_GATHERED = 3  # layers: one computes, one is there, and a buffer that it has arrived in
 SHARDS, GATHERED = "own part of the weights", "gathered layers"
 NEW_GRADIENTS = "gradients before they are added up"
@@ -84,9 +87,7 @@ def as_sharded(request: PlanRequest) -> PlanRequest:
     )
 
 
-def sharded_choice(
-    facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]
-) -> Choice:
+def sharded_choice(facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]) -> Choice:
     """Return the fastest of some sharded plans that fits; they differ in their micro-batches.
 
     Raises:
@@ -181,7 +182,12 @@ def _costs(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Costs:
     if spec.whole is not None:
         num_bytes = BYTES_PER_WEIGHT[request.typical.optimizer] * spec.whole.num_parameters
         update_s = num_bytes / machine.memory_bytes_per_s.value
-    return replace(costs, optimizer_s=update_s / request.num_ranks)
+    latency = network_of(machine, request).latency_s
+    return replace(
+        costs,
+        optimizer_s=update_s / request.num_ranks,
+        network_latency_s=latency.value if latency.source == MEASURED else COLLECTIVE_LATENCY_S,
+    )
 
 
 def _device_terms(

@@ -207,19 +207,7 @@ def train(
             best = evaluations.best_step if output.best_checkpoint else None
             is_left = is_last or bool(stopped or signal)
             if _is_due(done, output.checkpoint_every) or done == best or is_left:
-                session.loop.require_same(step=done)
-                saved = session.loop.saved()
-                with ranks.failing_together():
-                    _save(
-                        begun,
-                        plan,
-                        record,
-                        saved,
-                        step=done,
-                        best=best,
-                        taken=taken,
-                        is_left=is_left,
-                    )
+                _save(begun, plan, record, step=done, best=best, taken=taken, is_left=is_left)
             if is_left:
                 end = Done(num_steps=done)
                 return end if is_last else replace(end, signal=signal, stopped=stopped)
@@ -277,17 +265,33 @@ def _save(
     begun: Begun,
     plan: Plan,
     record: StepRecord,
-    saved: Saved,
     *,
     step: int,
     best: int | None,
     taken: Sequence[Taken],
     is_left: bool,
 ) -> None:
-    """Write the checkpoint after a step, but first the metrics, which determine the best one."""
+    """Write the checkpoint after a step; all ranks have a part in it."""
+    begun.session.loop.require_same(step=step)
+    saved, ranks = begun.session.loop.saved(), begun.session.run.ranks
+    with ranks.failing_together():
+        if ranks.is_main:
+            _write(begun, plan, record, saved, step, best=best, taken=taken, is_left=is_left)
+
+
+def _write(
+    begun: Begun,
+    plan: Plan,
+    record: StepRecord,
+    saved: Saved,
+    step: int,
+    *,
+    best: int | None,
+    taken: Sequence[Taken],
+    is_left: bool,
+) -> None:
+    """Write a checkpoint, but first the metrics, which determine the best one."""
     session, run, loop = begun.session, begun.session.run, begun.session.loop
-    if not run.ranks.is_main:
-        return
     write_measured(session, plan, record, step=step, seal=begun.seal, taken=taken)
     run.dir.flush_metrics()
     run.dir.checkpoints.save(
@@ -311,13 +315,23 @@ def finished(begun: Begun, outcome: Outcome) -> Outcome:
     """Finish a run whose steps are done; return its outcome, with the error if that fails."""
     session, ranks = begun.session, begun.session.run.ranks
     try:
-        saved = session.loop.saved()
+        saved = _result(session)
         with ranks.failing_together(), session.loop.using():
             if ranks.is_main:
                 _finish(session, saved)
     except ranks.run_errors as error:
         return replace(outcome, error=error)
     return outcome
+
+
+def _result(session: "Session") -> Saved:
+    """Return what was trained, and of a model that is in parts what is saved with it."""
+    from finetune.sharded.engine import ShardedEngine
+
+    saved = session.loop.saved()
+    if not (session.run.recipe.train.is_full and isinstance(session.engine, ShardedEngine)):
+        return saved
+    return replace(saved, weights={**session.engine.frozen_weights(), **saved.weights})
 
 
 def _finish(session: "Session", saved: Saved) -> None:

@@ -81,7 +81,7 @@ class _Program:
         sizes, last = self.sizes, len(self.sizes.layers) - 1
         gathered = self._send(Kind.GATHER, last, sizes.layers[last], after=self.visits[-1:])
         for layer in reversed(range(last + 1)):
-            following: Sequence[int] = ()
+            following: tuple[int, ...] = ()
             if layer:
                 following = self._send(
                     Kind.GATHER, layer - 1, sizes.layers[layer - 1], after=self.visits[-1:]
