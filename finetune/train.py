@@ -14,7 +14,7 @@ from finetune.env import launch_notes
 from finetune.errors import ApartError
 from finetune.planning.ranks import (
     require_micro_batch_per_rank,
-    require_one_rank,
+    require_ranks_for,
     require_shares,
 )
 from finetune.planning.request import facts_of
@@ -29,7 +29,7 @@ from finetune.run.run_dir import RunDir, as_begun
 from finetune.run.run_lock import locked
 from finetune.training import preflight
 from finetune.training.layer_kernels import settled_layer_kernels, shown_fused
-from finetune.training.loop import gc_frozen
+from finetune.training.loop import StepEngine, gc_frozen
 from finetune.training.packing import settled_packing
 from finetune.training.prepare import (
     Data,
@@ -38,6 +38,7 @@ from finetune.training.prepare import (
     measured_everywhere,
     plan_steps,
     with_chosen,
+    with_way,
 )
 from finetune.training.ranks import Ranks
 from finetune.training.run import Run
@@ -168,7 +169,7 @@ class _Prepared:
     shared: Planned
 
 
-def _trained(begun: Sequence[Begun], plan: Plan, engine: Engine, judge: Judge) -> list[Outcome]:
+def _trained(begun: Sequence[Begun], plan: Plan, engine: StepEngine, judge: Judge) -> list[Outcome]:
     """Run all steps, and finish each run when it leaves; the last ones after their steps.
 
     While steps run, a signal waits for their checkpoints; afterwards it ends the program at once.
@@ -212,7 +213,7 @@ def _opened(start: Start, run_dir: RunDir, ranks: Ranks, *, adapter: str | None)
         recipe = as_begun(recipe, ranks.from_main(run_dir.begun), num_ranks=ranks.num)
     ranks.require_same("settings", lambda: _shared_settings(recipe))
     require_micro_batch_per_rank(recipe.train, num_ranks=ranks.num)
-    require_one_rank(recipe.train, num_ranks=ranks.num)
+    require_ranks_for(recipe.train, num_ranks=ranks.num)
     require_shares(recipe.train, num_ranks=ranks.num)
     preflight.require_loggers(recipe.report.log_to)
     if ranks.num == 1 and recipe.train.reduce_dtype != "fp32":
@@ -278,8 +279,8 @@ def _prepared(runs: Sequence[Run], machine_file: Path | None) -> _Prepared:
     cards = measured_everywhere(runs[0], facts, machine_file)
     planned: list[Planned] = []
     data: list[Data] = []
-    for run in _settled(runs):
-        own = cards.machines[ranks.index]
+    main, own = cards.machines[0], cards.machines[ranks.index]
+    for run in _settled([replace(run, recipe=with_way(run, facts, main)) for run in runs]):
         preflight.require_ready(run.recipe, facts, own, num_ranks=ranks.num)
         data.append(load_data(run))
         planned.append(plan_steps(run, facts, data[-1], cards))
@@ -320,7 +321,9 @@ def _settled(runs: Sequence[Run]) -> list[Run]:
 
 
 @contextmanager
-def _on_engine(prepared: _Prepared, screen: Screen) -> Iterator[tuple[list[Begun], Plan, Engine]]:
+def _on_engine(
+    prepared: _Prepared, screen: Screen
+) -> Iterator[tuple[list[Begun], Plan, StepEngine]]:
     """Load the model, attach it, time it, and begin or restore the runs on it."""
     # peft, transformers' model code and torch's compiler take seconds to import: they come last
     from finetune.training.session import attached, calibrated, engine_of, load_adapted
@@ -328,22 +331,28 @@ def _on_engine(prepared: _Prepared, screen: Screen) -> Iterator[tuple[list[Begun
 
     runs, shared, ranks = prepared.runs, prepared.shared, prepared.runs[0].ranks
     adapted = load_adapted(runs, shared.choice.plan)
-    plan, note = trace_memory(
-        adapted.model,
-        shared.choice.plan,
-        open_requests=shared.open_requests,
-        device=runs[0].device,
-        ranks=ranks,
-    )
+    plan, traced = shared.choice.plan, list[str]()
+    if not plan.request.is_sharded:
+        plan, note = trace_memory(
+            adapted.model,
+            plan,
+            open_requests=shared.open_requests,
+            device=runs[0].device,
+            ranks=ranks,
+        )
+        traced.append(note)
     engine = engine_of(runs[0], plan, adapted)
     with closing(engine), gc_frozen():
         sessions = [
             attached(run, plan, adapted, engine, data, one.steps)
             for run, data, one in zip(runs, prepared.data, prepared.planned, strict=True)
         ]
-        for one_note in (*adapted.notes, note, *engine.notes, *shown_fused(engine.fused)):
-            screen.note(one_note)
-        screen.detail(inventory_table(engine.weights))
+        for note in (*adapted.notes, *traced):
+            screen.note(note)
+        if isinstance(engine, Engine):
+            for note in (*engine.notes, *shown_fused(engine.fused)):
+                screen.note(note)
+            screen.detail(inventory_table(engine.weights))
         for session in sessions:
             session.run.screen.note(session.stops.shown(session.tokenizer))
         plan = with_others(plan, ranks)  # as traced

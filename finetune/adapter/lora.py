@@ -426,7 +426,12 @@ def base_eos(model: PeftModel | PreTrainedModel) -> tuple[int, ...]:
 
 
 def save_adapter(
-    model: PeftModel, folder: Path, *, adapter: str = ALONE, stops: Stops | None = None
+    model: PeftModel,
+    folder: Path,
+    *,
+    adapter: str = ALONE,
+    tensors: Mapping[str, torch.Tensor] | None = None,
+    stops: Stops | None = None,
 ) -> None:
     """Write an adapter as peft does and generation_config.json, whole and with a manifest.
 
@@ -434,13 +439,14 @@ def save_adapter(
         model: With its adapter.
         folder: Where to.
         adapter: Which of the model's; the files do not say.
+        tensors: Its values, by the model's names; None takes those of the model.
         stops: Where generation stops; None writes no generation config.
 
     Raises:
         CheckpointError: The folder cannot be written; what was there before is unchanged.
     """
     with whole_folder(folder, unlisted=(MODEL_CARD,)) as partial:
-        model.save_pretrained(str(partial), selected_adapters=[adapter])
+        model.save_pretrained(str(partial), selected_adapters=[adapter], state_dict=tensors)
         if adapter != ALONE:  # peft puts it into a folder of its own
             for file in (partial / adapter).iterdir():
                 file.rename(partial / file.name)

@@ -42,6 +42,10 @@ def plan(
         int | None,
         typer.Option(min=1, max=16, help="GPUs of the machine, which share a step and its RAM."),
     ] = None,
+    interconnect: Annotated[
+        str | None,
+        typer.Option(help="Between GPUs: `nvlink`, `pcie`, or GB/s each way; `pcie` without it."),
+    ] = None,
     wants_ways: Annotated[
         bool, typer.Option("--what-if", help="Price other ways to hold, move and share the model.")
     ] = False,
@@ -61,7 +65,9 @@ def plan(
         from finetune.commands.plan import HostOptions, form_of, planned, planned_runs
         from finetune.recipe.grid import named_variants
 
-        host = HostOptions(ram_gib=ram, link_gb_per_s=link, num_gpus=gpus)
+        host = HostOptions(
+            ram_gib=ram, link_gb_per_s=link, num_gpus=gpus, interconnect=interconnect
+        )
         if sweep or runs is not None or named_variants(model) is not None:
             flag = "--machines" if machines else "--what-if" if wants_ways else None
             if flag is not None:

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from finetune.errors import ConfigError
-from finetune.planning.candidates import choose, full_requests
+from finetune.planning.candidates import chooser, full_requests
 from finetune.planning.collector import uncollected
 from finetune.planning.compare import (
     FIT_COLUMNS,
@@ -31,11 +31,13 @@ from finetune.planning.compare import (
     slowest_card,
     trained_models,
 )
+from finetune.planning.parallel import compare_ways, ways_json, ways_lines
 from finetune.planning.ranks import require_gpus
 from finetune.planning.request import find_machine, with_backend
 from finetune.planning.runs import plan_variants, variants_of
 from finetune.planning.shares import own_choice, share_out
 from finetune.planning.subject import Subject, subject_of
+from finetune.recipe.recipe import with_parallel
 from finetune.recipe.sections import TrainSection
 from finetune.report import choice as choice_report
 from finetune.report.energy import plan_cost
@@ -46,6 +48,7 @@ from finetune.report.runs import runs_json, runs_tables
 from finetune.report.summary import plan_summary
 from finetune.report.what_if import what_if_json, what_if_table
 from offload.plan.machine.cards import CARDS
+from offload.plan.machine.interconnect import with_interconnect
 from offload.plan.machine.machine import (
     EAGER_FRAC,
     FP32_FRAC,
@@ -83,21 +86,32 @@ class HostOptions:
         ram_gib: Host memory of a named card; None means the assumed value.
         link_gb_per_s: The link of a named card; likewise.
         num_gpus: Cards of the machine, which share a step; None plans for one, and says so nowhere.
+        interconnect: What connects them; None is the link that loads weights too.
     """
 
     ram_gib: float | None
     link_gb_per_s: float | None
     num_gpus: int | None = None
+    interconnect: str | None = None
 
     def machine(self, name: str, *, dtype: Dtype) -> Machine:
         """Return a named card with this host memory and link, or the machine of a file."""
         link = self.link_gb_per_s
-        return find_machine(
+        machine = find_machine(
             name,
             dtype=dtype,
             ram_bytes=None if self.ram_gib is None else int(self.ram_gib * GIB),
             link_bytes_per_s=None if link is None else link * 1e9,
         )
+        if self.interconnect is None:
+            return machine
+        if (self.num_gpus or 1) == 1:
+            raise ConfigError(
+                f"--interconnect {self.interconnect} with one GPU",
+                limit="it connects the GPUs of a machine with each other",
+                hint="`--gpus 2`, or leave out `--interconnect`",
+            )
+        return with_interconnect(machine, self.interconnect, num_ranks=self.num_gpus or 1)
 
 
 def planned(
@@ -172,10 +186,11 @@ def _one_machine(
 ) -> Machine:
     if name is not None:
         return host.machine(name, dtype=dtype)
-    for flag, value in (("--ram", host.ram_gib), ("--link", host.link_gb_per_s)):
+    given = {"--ram": host.ram_gib, "--link": host.link_gb_per_s}
+    for flag, value in {**given, "--interconnect": host.interconnect}.items():
         if value is not None:
             raise ConfigError(
-                f"{flag} {value:g} without a named card",
+                f"{flag} {value if isinstance(value, str) else f'{value:g}'} without a named card",
                 limit="without --machine this machine's own memory and link are measured",
                 hint="`--machine rtx4090`, or another card",
             )
@@ -192,22 +207,30 @@ def _one_plan(
         return _of_ranks(subject, [machine] * num, form=form, setting=GPUS)
     notes = [*subject.notes, *machine_notes(machine, dtype=recipe.model.dtype)]
     here = with_backend(recipe, facts, machine)
-    choice = choose(facts, here, full_requests(recipe, facts, num_ranks=num))
+    ways = None
+    if num > 1:
+        ways = compare_ways(recipe, facts, here, num_ranks=num, setting=GPUS)
+    if recipe.train.parallel == "auto" and ways is not None:
+        recipe = with_parallel(recipe, ways.faster.name)
+    choice = chooser(recipe)(facts, here, full_requests(recipe, facts, num_ranks=num))
     made = choice.plan
-    ways = what_if(made, num_cards=NUM_CARDS) if wants_ways else None
+    others = what_if(made, num_cards=NUM_CARDS) if wants_ways else None
     if form == "json":
         figures = plan_json(made) | choice_report.choice_json(choice)
         figures |= {"notes": notes}
         figures["energy"] |= plan_cost(made, recipe.report)
         figures |= {} if num_gpus is None else {"gpus": gpus_json(made)}
-        return _json(figures | (what_if_json(ways) if ways else {}))
+        figures |= {} if ways is None else {"parallel": ways_json(ways)}
+        return _json(figures | (what_if_json(others) if others else {}))
     shown: list[RenderableType] = [*map(Text, notes), plan_summary(choice, recipe.report)]
     if form == "verbose":
         tables = choice_report.choice_tables(choice)
         shown += [plan_tables(made), tables, host_map(here, made)]
     else:
         shown.append(Text("`--verbose`: time by lane, memory by term, alternatives, rates"))
-    return Group(*shown, *([what_if_table(ways, machine=here)] if ways else []))
+    if ways is not None:
+        shown += map(Text, ("", *ways_lines(ways)))
+    return Group(*shown, *([what_if_table(others, machine=here)] if others else []))
 
 
 def several_machines(names: str | None) -> list[str]:
@@ -327,6 +350,12 @@ def _by_machine(
 ) -> RenderableType:
     num = num_gpus or 1
     _require_no_shares(subject.recipe.train, "--machines")
+    if subject.recipe.train.parallel != "stream":
+        raise ConfigError(
+            f"--machines with train.parallel: {subject.recipe.train.parallel}",
+            limit="a table of machines is of layers that are streamed",
+            hint="`train.parallel=stream`, or one `--machine` with `--gpus`",
+        )
     for machine in machines:
         require_gpus(subject.recipe.train, machine, num_gpus=num, setting=GPUS)
     found = compare_on_cards(subject, machines, num_ranks=num)

@@ -10,6 +10,7 @@ from finetune.full.host_optimizer import HostOptimizer, fresh_states, total_norm
 from finetune.full.state_layout import StateLayout
 from finetune.full.update_rules import States
 from finetune.recipe.sections import TrainSection
+from finetune.run.checkpoint import Restored, Saved
 from offload.engine.engine import Engine
 from offload.engine.host_gradients import LayerUpdate
 
@@ -73,6 +74,8 @@ class FullUpdate:
         """The settings and the number of updates; its states are among the weights."""
         return self._optimizer
 
+    has_copies = False  # there is one rank
+
     @property
     def reducer(self) -> None:
         """Weights that train on the host are those of a single rank."""
@@ -120,6 +123,15 @@ class FullUpdate:
 
     def publish(self) -> None:
         """Let the model compute with weights that were changed from outside: layers do anyway."""
+        self._publish_around()
+
+    def saved(self) -> Saved:
+        """Return weights, low halves of masters and states, as of the newest step."""
+        return Saved(weights=self.weights, optimizer=self._optimizer)
+
+    def restore(self, restored: Restored) -> None:
+        """Take them, and let the model compute with them."""
+        restored.put_into(self.weights, self._optimizer)
         self._publish_around()
 
     def rehearsal(self) -> Callable[[], None]:

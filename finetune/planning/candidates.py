@@ -7,7 +7,7 @@ tokens of the whole step, so it does not depend on the cut, except for a router'
 product of means over a micro-batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -34,6 +34,7 @@ from offload.plan.request import (
 from offload.plan.search import Choice, search
 from offload.plan.search import chosen_plan as search_plan
 from offload.plan.search import nearest_request as nearest
+from offload.plan.sharded import as_sharded, sharded_choice
 from offload.plan.what_if.option import fits as has_plan
 
 if TYPE_CHECKING:
@@ -136,6 +137,20 @@ def choose(facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest])
     may_round &= set(adapter.modules) <= set(NEVER_ENCODED)
     rounding = SUGGESTED_ROUNDING if may_round else ()
     return search(facts, machine, _resort(facts, machine, requests), rounding=rounding)
+
+
+def chooser(recipe: Recipe) -> Callable[[ModelFacts, Machine, Sequence[PlanRequest]], Choice]:
+    """Return what chooses a recipe's plan among its requests."""
+    return choose_sharded if recipe.train.is_sharded else choose
+
+
+def choose_sharded(facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]) -> Choice:
+    """Return the fastest plan whose ranks each hold a part of the model.
+
+    Raises:
+        DoesNotFitError: None fits.
+    """
+    return sharded_choice(facts, machine, list(dict.fromkeys(map(as_sharded, requests))))
 
 
 def chosen_plan(

@@ -56,8 +56,8 @@ def require_shares(train: TrainSection, *, num_ranks: int, setting: str = LAUNCH
         )
 
 
-def require_one_rank(train: TrainSection, *, num_ranks: int, setting: str = LAUNCHED) -> None:
-    """Refuse several processes that would train the model's own weights.
+def require_ranks_for(train: TrainSection, *, num_ranks: int, setting: str = LAUNCHED) -> None:
+    """Refuse several processes that would each train all of a model's own weights, or one part.
 
     Args:
         train: The recipe's section.
@@ -65,13 +65,22 @@ def require_one_rank(train: TrainSection, *, num_ranks: int, setting: str = LAUN
         setting: What their number is set by.
 
     Raises:
-        ConfigError: There are several.
+        ConfigError: There are several, or one that is to share the model.
     """
-    if train.is_full and num_ranks > 1:
+    if train.is_sharded:
+        if num_ranks == 1:
+            raise ConfigError(
+                "train.parallel: fsdp2, with one process",
+                limit="each process holds a part of the model, so there are two at least",
+                hint=f"`{setting} 2`, or `train.parallel: stream`",
+            )
+        return
+    if train.is_full and num_ranks > 1 and train.parallel == "stream":
         raise ConfigError(
             f"train.what: {train.what}, with {num_ranks} processes",
             limit="weights of the model are updated by one process, in its memory",
-            hint=f"`{setting} 1`, or `train.what: adapter`",
+            hint=f"`{setting} 1`, `train.what: adapter`, or `train.parallel: fsdp2`, where the"
+            " devices hold the model in sum",
         )
 
 
@@ -89,6 +98,7 @@ def require_gpus(train: TrainSection, machine: Machine, *, num_gpus: int, settin
     """
     require_shares(train, num_ranks=num_gpus, setting=setting)
     if num_gpus == 1:
+        require_ranks_for(train, num_ranks=1, setting=setting)
         return
     if machine.device == "cpu":
         raise ConfigError(
@@ -96,5 +106,5 @@ def require_gpus(train: TrainSection, machine: Machine, *, num_gpus: int, settin
             limit="each GPU of a machine takes its share of a step",
             hint=f"`{setting} 1`, or a named card",
         )
-    require_one_rank(train, num_ranks=num_gpus, setting=setting)
+    require_ranks_for(train, num_ranks=num_gpus, setting=setting)
     require_micro_batch_per_rank(train, num_ranks=num_gpus, setting=setting)

@@ -167,6 +167,12 @@ def with_shares(recipe: Recipe, shares: Literal["auto", "equal"] | tuple[int, ..
     return recipe.model_copy(update={"train": train})
 
 
+def with_parallel(recipe: Recipe, way: Literal["auto", "stream", "fsdp2"]) -> Recipe:
+    """Return the recipe whose processes share a step in another way."""
+    train = recipe.train.model_copy(update={"parallel": way})
+    return recipe.model_copy(update={"train": train})
+
+
 def with_seq_len(recipe: Recipe, seq_len: int) -> Recipe:
     """Return the recipe with another sequence length, its step cut to whole micro-batches."""
     asked, size = recipe.train, recipe.train.micro_batch_size

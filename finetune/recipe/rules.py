@@ -13,6 +13,7 @@ from finetune.recipe.data_section import FORMAT_COLUMNS, DataSection
 from finetune.recipe.full_rules import broken_frozen_rules, broken_full_rules
 from finetune.recipe.objective_rules import broken_objective_rules
 from finetune.recipe.sections import MAX_MICRO_BATCHES, ModelSection, Settings, TrainSection
+from finetune.recipe.sharded_rules import broken_sharded_rules
 
 # Pairs of which at most one field may be set. One set on the command line replaces the other one
 # that a recipe file sets.
@@ -49,6 +50,8 @@ def broken_rules(recipe: Settings) -> Iterator[Breach]:
         yield from broken_full_rules(recipe)
     else:
         yield from broken_frozen_rules(recipe.train)
+    if recipe.train.is_sharded:
+        yield from broken_sharded_rules(recipe)
     yield from broken_objective_rules(recipe)
     if recipe.report.currency is not None and recipe.report.price_per_kwh is None:
         yield Breach(

@@ -317,6 +317,12 @@ class TrainSection(Section):
         " number for each process.",
         examples=[[3, 1]],
     )
+    parallel: Literal["auto", "stream", "fsdp2"] = Field(
+        default="stream",
+        description="How several processes share a step: `stream`, each streams all layers, or"
+        " `fsdp2`, each holds a part of the model, gathered layer by layer (torch's `fully_shard`),"
+        " where the devices hold it in sum; `auto` takes what the plan says is faster on GPUs.",
+    )
     seed: int = Field(
         default=0, ge=0, lt=2**32, description="Seed of initial weights, data order and dropout."
     )
@@ -333,6 +339,11 @@ class TrainSection(Section):
     def is_full(self) -> bool:
         """Whether weights of the model itself train, and no adapter."""
         return self.what != "adapter"
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each process holds a part of the model, and nothing is streamed."""
+        return self.parallel == "fsdp2"
 
     def num_warmup_steps(self, num_steps: int) -> int:
         """Steps over which the learning rate rises, in a run of so many."""

@@ -61,6 +61,12 @@ def _require_apart(name: str, recipe: Recipe) -> None:
             limit="runs share a base that does not train; each trains an adapter",
             hint="`train.what: adapter`, or `sluice finetune` for each run",
         )
+    if recipe.train.is_sharded:
+        raise ConfigError(
+            f"train.parallel is fsdp2 in {name}",
+            limit="runs share one stream of their base; here nothing is streamed",
+            hint="`train.parallel: stream`, or `sluice finetune` for each run",
+        )
     if recipe.adapter.method != "lora":
         raise ConfigError(
             f"adapter.method is {recipe.adapter.method} in {name}",

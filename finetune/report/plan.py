@@ -232,8 +232,9 @@ def _network_json(plan: Plan, network: Network) -> dict[str, Any]:
 def network_line(plan: Plan, network: Network) -> str:
     """Return what ranks send each other, over what, and which network would cost no time."""
     rate, needed = network.bytes_per_s, plan.network_needed_bytes_per_s
+    what = "layers and gradients" if plan.request.is_sharded else "gradients"
     return (
-        f"each rank sends {shown_mib(plan.schedule.network_bytes)} of gradients per step at"
+        f"each rank sends {shown_mib(plan.schedule.network_bytes)} of {what} per step at"
         f" {shown_gigabits(rate.value)} ({rate.source}): {plan.network_hidden_frac:.0%} of the time"
         f" overlaps with compute; at {shown_gigabits(needed)} or more it adds at most"
         f" {FREE_FRAC:.0%} to the step"
@@ -279,6 +280,15 @@ def place_of_layers(plan: Plan) -> str:
     return f"on disk, read at {rate.value / 1e9:,.2f} GB/s ({rate.source})"
 
 
+def sharded_line(plan: Plan) -> str:
+    """Return where the parts of layers are, and how often a layer is gathered, in words."""
+    num, size = plan.request.num_ranks, sum(cost.weight_bytes for cost in plan.costs.layers)
+    return (
+        f"{shown_gib(size)} over {num} ranks, a part of each layer on each (fsdp2): gathered before"
+        f" each of {2 * plan.request.rank_micro_batches} visits, two at a time"
+    )
+
+
 def adapter_line(plan: Plan) -> str:
     """Return what is trained, in words."""
     spec = plan.request.typical.adapter
@@ -304,6 +314,12 @@ def adapter_line(plan: Plan) -> str:
 def _whole_line(plan: Plan, whole: WholeWeights) -> str:
     """Return how many weights train, what each takes in RAM, and how long their update does."""
     workload = plan.request.typical
+    if plan.request.is_sharded:
+        return (
+            f"no adapter: {shown_count(whole.num_parameters)} of"
+            f" {shown_count(plan.facts.num_parameters)} weights trained, with fp32 masters; each"
+            f" rank updates its part by {workload.optimizer}"
+        )
     sizes = host_update_bytes(workload.dtype_bytes, workload.optimizer)
     parts = ", ".join(f"{size:.3g} {name}" for name, size in sizes.items() if size)
     timeline = plan.predict()
@@ -384,7 +400,7 @@ def _time_table(plan: Plan) -> Table:
         ("d2h", "d2h: layer inputs and gradients, during compute"),
         ("reads", "host: reads into page-locked buffers, during compute"),
         ("updates", updates),
-        ("network", "network: sums of gradients, during compute"),
+        ("network", "network: what ranks send each other, during compute"),
         ("exposed network", "network: the part with nothing to compute"),
     ):
         optional = ("decode", "d2h", "reads", "updates", "network", "exposed network")

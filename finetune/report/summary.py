@@ -39,6 +39,7 @@ from finetune.report.plan import (
     outputs_line,
     place_of_layers,
     predicted_phases,
+    sharded_line,
 )
 from offload.plan.facts.codec import ROUNDING
 from offload.plan.memory.memory import MemoryTerm, total_bytes
@@ -143,6 +144,8 @@ def _limit_line(plan: Plan) -> str:
     copies = "reads from disk" if plan.request.is_on_disk else "copies from RAM"
     copy_s = max(phases["h2d"], phases["reads"])
     wait_frac = phases["stall"] / phases["step"]
+    if wait_frac >= LEAST_WAIT_FRAC and plan.request.is_sharded:
+        return f"network: the {device} waits for layers {wait_frac:.0%} of the step; {computing}"
     if wait_frac >= LEAST_WAIT_FRAC:
         return f"{copies}: the {device} waits for weights {wait_frac:.0%} of the step; {computing}"
     hidden = f"; {shown_time(copy_s)} of {copies} hide behind it" if copy_s else ""
@@ -188,6 +191,8 @@ def _memory_line(terms: Sequence[MemoryTerm], limit_bytes: int, limit: str) -> s
 
 def _layers_line(plan: Plan) -> str:
     num_layers, schedule = plan.facts.num_layers, plan.schedule
+    if plan.request.is_sharded:
+        return sharded_line(plan)
     codec = plan.request.typical.codec
     rounding = f", each weight rounded by {ROUNDING[codec]:.1%} RMS" if codec in ROUNDING else ""
     form = "" if codec == "native" else f" in {codec}{rounding}"

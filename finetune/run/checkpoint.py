@@ -41,11 +41,15 @@ StateForm = Mapping[str, tuple[torch.Size, torch.dtype]]
 """Tensors of an optimizer's states: where in its `state_dict` each is -> its shape and type."""
 
 
-class Resumable(Protocol):
-    """What a resume needs of an optimizer in addition to what it updates."""
+class Stateful(Protocol):
+    """What a checkpoint needs of an optimizer in addition to what it updates."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return its states and settings."""
+
+
+class Resumable(Stateful, Protocol):
+    """What a resume needs of it."""
 
     def load_state_dict(self, content: dict[str, Any], /) -> None:
         """Take what `state_dict` returned."""
@@ -88,6 +92,20 @@ class Restored:
         optimizer.load_state_dict(self.optimizer)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saved:
+    """What a checkpoint is made of.
+
+    Attributes:
+        weights: What is updated, by name, each tensor whole; none on a rank that writes nothing and
+            has only a part of it.
+        optimizer: With the states of these.
+    """
+
+    weights: Mapping[str, torch.Tensor]
+    optimizer: Stateful
+
+
 class Checkpoints:
     """The checkpoints of one run, a folder for each."""
 
@@ -128,7 +146,7 @@ class Checkpoints:
         self,
         step: int,
         parameters: Mapping[str, torch.Tensor],
-        optimizer: Resumable,
+        optimizer: Stateful,
         *,
         data_hash: str,
         seeding: Seeding,
@@ -286,7 +304,7 @@ class Checkpoints:
 # ----------------------------------------------------------------------------------------- writing
 
 
-def _save_optimizer(optimizer: Resumable, file: Path) -> None:
+def _save_optimizer(optimizer: Stateful, file: Path) -> None:
     """Write an optimizer's states.
 
     Raises:

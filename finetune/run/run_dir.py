@@ -25,6 +25,7 @@ from finetune.recipe.recipe import (
     with_micro_batch_size,
     with_offload,
     with_packing,
+    with_parallel,
     with_reduce_gradients,
     with_router_loss_over,
     with_shares,
@@ -167,7 +168,7 @@ class RunDir:
                 hint="leave `--resume` away",
             )
         before = with_shares(self.recipe(), recipe.train.shares)  # free, as the number of ranks is
-        changed = differences(before, recipe)
+        changed = _that_count(before, recipe)
         if is_longer(before, recipe) and len(changed) == 1:
             self._require_going_on(recipe)
             return
@@ -370,6 +371,21 @@ def require_whole_adapter(adapter: Path) -> tuple[str, ...]:
     return (f"{adapter} cannot be verified: it has no {MANIFEST}",)
 
 
+HOW = ("train.parallel:", "train.update:", "offload.")
+WHAT = ("offload.codec:", "offload.device:")
+
+
+def _that_count(before: Recipe, after: Recipe) -> list[str]:
+    """List the settings in which a run differs from what was begun, and that it must not change.
+
+    How processes share a step may change, and with it where they hold the layers.
+    """
+    found = differences(before, after)
+    if before.train.is_sharded == after.train.is_sharded:
+        return [one for one in found if not one.startswith(HOW[0])]
+    return [one for one in found if one.startswith(WHAT) or not one.startswith(HOW)]
+
+
 def as_begun(recipe: Recipe, begun: Recipe | None, *, num_ranks: int = 1) -> Recipe:
     """Return the recipe with what was open when the run began as it was chosen then.
 
@@ -406,4 +422,6 @@ def _reduced_as_begun(recipe: Recipe, begun: Recipe, *, num_ranks: int) -> Recip
     shares = begun.train.shares
     if recipe.train.shares == "auto" and (isinstance(shares, str) or len(shares) == num_ranks):
         recipe = with_shares(recipe, shares)
+    if recipe.train.parallel == "auto":
+        recipe = with_parallel(recipe, begun.train.parallel)
     return recipe

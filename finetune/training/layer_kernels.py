@@ -42,7 +42,8 @@ def settled_layer_kernels(recipe: Recipe, device: "torch.device", screen: Screen
         )
     if wanted != "auto":
         return wanted
-    if device.type != "cuda" or recipe.train.compile or recipe.train.is_full:
+    is_plain = recipe.train.compile or recipe.train.is_full or recipe.train.is_sharded
+    if device.type != "cuda" or is_plain:
         return "plain"
     if not has_triton:
         screen.note("Norms, rotations, gates and loss: the model's own code, as there is no Triton")

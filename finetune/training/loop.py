@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from finetune.data.steps import Steps, StepShare, collate
 from finetune.errors import RunFailedError
 from finetune.model.overflow import first_overflow
 from finetune.recipe.sections import TrainSection
-from finetune.run.checkpoint import Resumable, StateForm, state_form
+from finetune.run.checkpoint import Restored, Resumable, Saved, StateForm, state_form
 from finetune.run.loss_scale import BACKOFF, MAX_SKIPPED, LossScale
 from finetune.training.objectives import Evaluation, Objectives, RowLogps, mean_of, parts_of
 from finetune.training.optimizer import Update, learning_rate
@@ -34,6 +34,11 @@ from offload.plan.schedule.timeline import Timeline
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from finetune.sharded.engine import ShardedEngine, ShardedResult
+
+StepEngine: TypeAlias = "Engine | ShardedEngine"
+"""What computes steps: layers that are streamed, or ranks that each hold a part of the model."""
 
 TIMED_S = 5.0  # for steps that are timed in addition to the first
 Progress = Callable[[int, int], None]
@@ -125,14 +130,16 @@ class Computed:
         computed_s: Of the whole step, shared or not.
     """
 
-    result: StepResult
+    result: "StepResult | ShardedResult"
     computed_s: float
 
 
-def computed(engine: Engine, requests: Sequence[Request]) -> list[Computed]:
+def computed(engine: StepEngine, requests: Sequence[Request]) -> list[Computed]:
     """Compute steps of runs that share an engine, in one pass over its layers and back."""
     start_s = time.perf_counter()
-    results = engine.forward_backward_runs([request.run for request in requests])
+    results: Sequence[StepResult | ShardedResult] = engine.forward_backward_runs(
+        [request.run for request in requests]
+    )
     _ = results[0].timeline  # waits for the device
     computed_s = time.perf_counter() - start_s
     return [Computed(result=result, computed_s=computed_s) for result in results]
@@ -145,7 +152,7 @@ class Loop:
         self,
         *,
         model: nn.Module,
-        engine: Engine,
+        engine: StepEngine,
         update: Update,
         train: TrainSection,
         is_masked: bool,
@@ -185,18 +192,39 @@ class Loop:
         self.scaling = scaling  # this as well
 
     @property
+    def _streamed(self) -> Engine:
+        """The engine, of a run with settings that only this one has."""
+        assert isinstance(self._engine, Engine), "a rule of recipes"
+        return self._engine
+
+    @property
     def weights(self) -> Mapping[str, torch.Tensor]:
         """What is updated, by name: with the optimizer's states, all that a resume needs."""
         return self._update.weights
+
+    @property
+    def update(self) -> Update:
+        """What changes the weights."""
+        return self._update
 
     @property
     def optimizer(self) -> Resumable:
         """The optimizer."""
         return self._update.optimizer
 
-    def publish(self) -> None:
-        """Let the model compute with weights that were changed from outside."""
-        self._update.publish()
+    def saved(self) -> Saved:
+        """Return what a checkpoint is made of; all ranks call it, and the main one writes."""
+        return self._update.saved()
+
+    def restore(self, restored: Restored) -> None:
+        """Go on from what a checkpoint holds."""
+        self._update.restore(restored)
+        self.seeding, self.scaling = restored.seeding, restored.scaling
+
+    def require_same(self, *, step: int) -> None:
+        """Check that what trains is the same on all ranks, to the bit, where each has all of it."""
+        if self._update.has_copies:
+            self._ranks.require_same_weights(self.weights, step=step)
 
     def step(self, number: int, share: StepShare) -> StepRecord:
         """Run optimizer step `number`, counted from 0, of which this rank does a share."""
@@ -206,7 +234,7 @@ class Loop:
 
     def using(self) -> AbstractContextManager[None]:
         """Compute with this run's adapter in a context, whichever others the model has."""
-        return nullcontext() if self._adapter is None else self._engine.using(self._adapter)
+        return nullcontext() if self._adapter is None else self._streamed.using(self._adapter)
 
     def request(self, number: int, share: StepShare) -> Request:
         """Return what the engine is to compute for step `number`, counted from 0."""
@@ -282,8 +310,13 @@ class Loop:
         size = self._train.sequences
         loss_sum, num_label_tokens = 0.0, 0
         with self._evaluated():
-            for start in range(size * self._ranks.index, len(examples), size * self._ranks.num):
+            for first in range(0, len(examples), size * self._ranks.num):
+                start = first + size * self._ranks.index
                 rows = [examples[i] for i in range(start, min(start + size, len(examples)))]
+                if not rows:  # those of the last round are of other ranks
+                    if not isinstance(self._engine, Engine):
+                        self._engine.forward(None)
+                    continue
                 result = self._engine.forward(self._shown(collate(rows, pad_token_id=pad_token_id)))
                 loss_sum += result.loss_sum
                 num_label_tokens += result.num_label_tokens
@@ -313,7 +346,7 @@ class Loop:
                     continue
                 share = held_out.share_of(rows)
                 assert share.rows is not None
-                result = self._engine.evaluate(
+                result = self._streamed.evaluate(
                     [self._shown(batch) for batch in share.micro_batches],
                     objective=self._objectives.of_held_out(share.rows),
                     scored=[self._shown(batch) for batch in share.scored],
@@ -354,7 +387,7 @@ class Loop:
                     continue
                 logps = RowLogps()
                 batches = steps.share_of(rows).micro_batches
-                self._engine.evaluate([self._shown(batch) for batch in batches], objective=logps)
+                self._streamed.evaluate([self._shown(batch) for batch in batches], objective=logps)
                 found[list(steps.in_order(rows))] = logps.sums_R.numpy()
         return np.asarray(sum(self._ranks.exchange(found)))
 
@@ -497,7 +530,9 @@ class Loop:
         run = request.run
         with self._evaluated(), first_overflow(self._model) as found:
             if run.objective is not None:
-                self._engine.evaluate(run.micro_batches, objective=run.objective, scored=run.scored)
+                self._streamed.evaluate(
+                    run.micro_batches, objective=run.objective, scored=run.scored
+                )
             else:
                 for batch in run.micro_batches:
                     self._engine.forward(batch)

@@ -14,6 +14,7 @@ from finetune.full.host_optimizer import LOW
 from finetune.report.prediction import SEAL, with_timeline
 from finetune.training.loop import StepRecord
 from finetune.training.run import Run
+from offload.engine.engine import Engine
 from offload.engine.host.limits import free_host_bytes
 from offload.engine.host.numa import bus_id_of
 from offload.engine.memory_meter import (
@@ -24,8 +25,9 @@ from offload.engine.memory_meter import (
     peak_reserved_bytes,
 )
 from offload.plan.facts.optimizer import HOST_STATES, LOW_HALVES
-from offload.plan.memory.memory import PAGED_STATES
+from offload.plan.memory.memory import ADAPTERS, PAGED_STATES, STATES
 from offload.plan.plan import Plan, calibrate, with_costs
+from offload.plan.sharded import SHARDS
 from offload.probe.doctor.software import installed_version
 from offload.probe.energy import LEAST_WINDOW_S, Counters, Meter, Taken, by_part, find_counters
 
@@ -139,6 +141,8 @@ def write_measured(
 
 def memory_terms(session: "Session") -> list[MeasuredTerm]:
     """List memory that is held between two steps; temporary memory is only part of the peak."""
+    if not isinstance(session.engine, Engine):
+        return _sharded_terms(session)
     arenas = session.engine.arenas
     terms = [_arena_term(arena) for arena in arenas if arena.num_bytes]
     in_arenas = [(b.data_ptr(), b.data_ptr() + b.nbytes) for a in arenas for b in a.blocks]
@@ -178,6 +182,24 @@ def memory_terms(session: "Session") -> list[MeasuredTerm]:
                 )
             )
     return terms
+
+
+def _sharded_terms(session: "Session") -> list[MeasuredTerm]:
+    """List this rank's parts of the weights and of the optimizer's states."""
+    from finetune.sharded.update import ShardedUpdate, own_part
+
+    assert isinstance(session.loop.update, ShardedUpdate)
+    is_adapter = not session.run.recipe.train.is_full
+    named: dict[str, list[torch.Tensor]] = {SHARDS: [], ADAPTERS: []}
+    for parameter in session.model.parameters():
+        name = ADAPTERS if is_adapter and parameter.requires_grad else SHARDS
+        named[name].append(own_part(parameter))
+    named[STATES] = session.loop.update.states()
+    return [
+        MeasuredTerm(name=name, num_bytes=_tensor_bytes(tensors), how="tensors", is_on_host=False)
+        for name, tensors in named.items()
+        if tensors
+    ]
 
 
 def _full_terms(

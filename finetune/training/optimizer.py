@@ -11,7 +11,7 @@ from torch import nn
 from finetune.adapter.rounded_weights import RoundedOptimizer, RoundedWeights
 from finetune.full.update import CLIP_EPS
 from finetune.recipe.sections import TrainSection
-from finetune.run.checkpoint import Resumable
+from finetune.run.checkpoint import Restored, Resumable, Saved
 from finetune.training.ranks import Ranks
 from finetune.training.world.gradient_sums import GradientSums
 from offload.engine.passes.reducer import Reducer
@@ -68,6 +68,10 @@ class Update(Protocol):
     """How a step changes what trains: of an adapter, or of the model itself."""
 
     @property
+    def has_copies(self) -> bool:
+        """Whether each rank has all of what trains, so that copies could drift apart."""
+
+    @property
     def weights(self) -> Mapping[str, torch.Tensor]:
         """What is updated, as of the newest step, by name: with `optimizer` a resume needs it."""
 
@@ -95,6 +99,12 @@ class Update(Protocol):
 
     def publish(self) -> None:
         """Let the model compute with weights that were changed from outside."""
+
+    def saved(self) -> Saved:
+        """Return what a checkpoint is made of; all ranks call it, and the main one writes."""
+
+    def restore(self, restored: Restored) -> None:
+        """Take what a checkpoint holds."""
 
     def rehearsal(self) -> Callable[[], None]:
         """Return a function that undoes all steps, at a learning rate of 0, from here on."""
@@ -134,6 +144,8 @@ class AdapterUpdate:
         self._are_cards_alike = are_cards_alike
         self._optimizer = self._make_optimizer()
         self._sums = GradientSums(self._masters.weights, layers=layers, train=train, ranks=ranks)
+
+    has_copies = True
 
     @property
     def reducer(self) -> Reducer | None:
@@ -179,6 +191,15 @@ class AdapterUpdate:
     def publish(self) -> None:
         """Round the masters into what computes."""
         self._masters.publish()
+
+    def saved(self) -> Saved:
+        """Return the masters and their states."""
+        return Saved(weights=self.weights, optimizer=self._optimizer)
+
+    def restore(self, restored: Restored) -> None:
+        """Take masters and states, and round the masters into what computes."""
+        restored.put_into(self.weights, self._optimizer)
+        self.publish()
 
     def rehearsal(self) -> Callable[[], None]:
         """Keep the masters; undoing makes a fresh optimizer."""

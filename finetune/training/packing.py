@@ -19,6 +19,9 @@ def settled_packing(recipe: Recipe, note: Callable[[str], None]) -> Literal["on"
     """
     if recipe.data.packing != "auto":
         return recipe.data.packing
+    if recipe.train.is_sharded:
+        note("Packing: off, as only layers that are streamed keep packed rows apart")
+        return "off"
     if recipe.train.compile:
         note("Packing: off, as compiled layers do not keep packed rows apart")
         return "off"

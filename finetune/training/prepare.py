@@ -16,13 +16,16 @@ from finetune.data.steps import BatchOrder, Steps
 from finetune.env import cache_dir, stores_dir
 from finetune.errors import ConfigError
 from finetune.model.tokenizer import load_tokenizer
-from finetune.planning.candidates import choose, requests_for, with_each_size
+from finetune.planning.candidates import chooser, requests_for, with_each_size
+from finetune.planning.parallel import compare_ways
+from finetune.planning.ranks import require_ranks_for
 from finetune.planning.request import find_machine, trained_spec
-from finetune.planning.shares import own_choice, share_out
+from finetune.planning.shares import Shares, own_choice, share_out
 from finetune.recipe.recipe import (
     Recipe,
     with_micro_batch_size,
     with_offload,
+    with_parallel,
     with_shares,
     with_update,
 )
@@ -218,6 +221,25 @@ def measure(run: Run, facts: ModelFacts, machine_file: Path | None) -> tuple[Mac
     return resolved or machine, resolved is not None
 
 
+def with_way(run: Run, facts: ModelFacts, machine: Machine) -> Recipe:
+    """Return the recipe with how its processes share a step, where that was left open; say why.
+
+    Raises:
+        SluiceError: Neither way is possible.
+    """
+    recipe, num = run.recipe, run.ranks.num
+    if recipe.train.parallel != "auto":
+        return recipe
+    if num == 1 or machine.device == "cpu":
+        recipe = with_parallel(recipe, "stream")
+    else:
+        ways = compare_ways(recipe, facts, machine, num_ranks=num)
+        recipe = with_parallel(recipe, ways.faster.name)
+        run.screen.note(f"train.parallel: {ways.reason}")
+    require_ranks_for(recipe.train, num_ranks=num)
+    return recipe
+
+
 def load_data(run: Run) -> Data:
     """Read and tokenise the rows, the same on all ranks.
 
@@ -278,16 +300,11 @@ def plan_steps(run: Run, facts: ModelFacts, data: Data, cards: Cards) -> Planned
     requests = requests_for(recipe, facts, sized, num_ranks=ranks.num)
     if ranks.num_machines > 1:
         requests = [replace(one, most_local_ranks=ranks.most_local) for one in requests]
-    shares = None
-    if not cards.are_alike or not isinstance(recipe.train.shares, str):
-        requests = [_sending_update(one, sends_update=not cards.are_alike) for one in requests]
-        shares = ranks.from_main(
-            lambda: share_out(facts, cards.machines, requests, wanted=recipe.train.shares)
-        )
+    shares = _shared_out(run, facts, cards, requests)
 
     def chosen(machine: Machine, requests: Sequence[PlanRequest]) -> Choice:
         if shares is None:
-            return choose(facts, machine, requests)
+            return chooser(run.recipe)(facts, machine, requests)
         return own_choice(facts, machine, shares, rank=ranks.index)
 
     choice = chosen(cards.machines[ranks.index], requests)
@@ -327,6 +344,19 @@ def plan_steps(run: Run, facts: ModelFacts, data: Data, cards: Cards) -> Planned
     )
 
 
+def _shared_out(
+    run: Run, facts: ModelFacts, cards: Cards, requests: Sequence[PlanRequest]
+) -> Shares | None:
+    """Return the main rank's choice of shares where cards or shares differ; otherwise None."""
+    train = run.recipe.train
+    if train.is_sharded or (cards.are_alike and isinstance(train.shares, str)):
+        return None
+    sending = [_sending_update(one, sends_update=not cards.are_alike) for one in requests]
+    return run.ranks.from_main(
+        lambda: share_out(facts, cards.machines, sending, wanted=train.shares)
+    )
+
+
 def _sending_update(request: PlanRequest, *, sends_update: bool) -> PlanRequest:
     """Return a request whose ranks take the main rank's update, or make their own."""
     return replace(request, reduction=replace(request.reduction, sends_update=sends_update))
@@ -334,6 +364,8 @@ def _sending_update(request: PlanRequest, *, sends_update: bool) -> PlanRequest:
 
 def with_chosen(recipe: Recipe, plan: Plan) -> Recipe:
     """Return the recipe with what a plan has chosen: head chunk, MLP tile, place of updates."""
+    if recipe.train.is_sharded:  # head and MLPs are whole
+        return recipe
     chosen = plan.request.typical
     if recipe.train.is_full:
         recipe = with_update(recipe, chosen.updates)

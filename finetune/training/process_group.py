@@ -138,7 +138,7 @@ class ProcessGroup(Ranks):
             self.exchange(None)
         elif isinstance(error, ToldRankError):
             self._wait_for(error.speaker)
-        elif isinstance(error, Exception) and not isinstance(error, RankError):
+        elif isinstance(error, Exception) and not (isinstance(error, RankError) or self._is_broken):
             self._tell(error)
 
     def exchange(self, value: T) -> tuple[T, ...]:
@@ -190,6 +190,21 @@ class ProcessGroup(Ranks):
         if first is not None:
             what, limit, hint = first
             raise RunFailedError(what, limit=limit, hint=hint) from failure
+
+    @contextmanager
+    def in_collectives(self) -> Iterator[None]:
+        """See `Ranks`; a rank that fails cannot tell the others, who wait for a tensor."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+                gone = self._heartbeat.gone()
+                if gone or self._heartbeat.reason():
+                    raise self._lost(gone, str(error).splitlines()[0]) from error
+            self._is_broken = True
+            what = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            self._heartbeat.leave(f"rank {self.index} has failed: {what}")
+            raise
 
     def sum_gradients(
         self, parameters: Sequence[nn.Parameter], *, dtype: torch.dtype, is_ordered: bool

@@ -112,6 +112,17 @@ class Ranks:
         """
         yield
 
+    @contextmanager
+    def in_collectives(self) -> Iterator[None]:
+        """Run collectives of a library in this context, in which each rank waits for all others.
+
+        A rank that fails there leaves, and so do those that wait for it.
+
+        Raises:
+            RankError: Another rank is gone.
+        """
+        yield
+
     def sum_gradients(
         self, parameters: "Sequence[nn.Parameter]", *, dtype: "torch.dtype", is_ordered: bool
     ) -> None:

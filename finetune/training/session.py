@@ -32,7 +32,7 @@ from finetune.report.format import shown_graphs
 from finetune.run.loss_scale import LossScale
 from finetune.run.references import References, read_references
 from finetune.training.compile import FAILURES, compile_layers, refusal
-from finetune.training.loop import Loop, StepRecord
+from finetune.training.loop import Loop, StepEngine, StepRecord
 from finetune.training.objectives import Evaluation, Objectives, parts_of
 from finetune.training.optimizer import AdapterUpdate, Update
 from finetune.training.packing import shown_layers
@@ -104,7 +104,7 @@ class Session:
     rows: Rows
     steps: Steps
     model: "PeftModel | PreTrainedModel"
-    engine: Engine
+    engine: StepEngine
     loop: Loop
     stops: Stops
     held_out: Steps | None = None
@@ -202,6 +202,21 @@ def calibrated(sessions: Sequence[Session], plan: Plan) -> Plan:
         raise too_large(plan, error) from error
     except FAILURES as error:
         raise refusal(error) from error
+    if isinstance(engine, Engine):
+        plan = _as_inspected(sessions, engine, plan)
+    costs = calibrate(
+        plan.costs,
+        records[0].timeline,
+        optimizer_s=sum(record.optimizer_s for record in records),
+        num_kept_graphs=plan.num_kept_graphs,
+        saved=plan.saved,
+    )
+    return with_costs(plan, costs)
+
+
+def _as_inspected(sessions: Sequence[Session], engine: Engine, plan: Plan) -> Plan:
+    """Say what the first steps have shown of the layers, and return the plan priced by it."""
+    run = sessions[0].run
     if any(one.steps.sizes.packing is not None for one in sessions):
         num_together, num_joined = len(engine.rows_together), len(engine.rows_joined)
         num_layers = len(engine.layer_bytes)
@@ -213,14 +228,7 @@ def calibrated(sessions: Sequence[Session], plan: Plan) -> Plan:
     plan, note = with_unread(plan, unread)
     if note:
         run.screen.note(note)
-    costs = calibrate(
-        plan.costs,
-        records[0].timeline,
-        optimizer_s=sum(record.optimizer_s for record in records),
-        num_kept_graphs=plan.num_kept_graphs,
-        saved=plan.saved,
-    )
-    return with_costs(plan, costs)
+    return plan
 
 
 def _rehearsed(sessions: Sequence[Session]) -> list[StepRecord]:
@@ -342,8 +350,15 @@ def _precision_notes(model: "PeftModel | PreTrainedModel", recipe: Recipe) -> li
     return [f"adapters of {kind} layers are computed in float32, by peft" for kind in kinds]
 
 
-def engine_of(run: Run, plan: Plan, adapted: Adapted) -> Engine:
+def engine_of(run: Run, plan: Plan, adapted: Adapted) -> StepEngine:
     """Put the model on an engine that runs the plan."""
+    if run.recipe.train.is_sharded:
+        from finetune.sharded.engine import ShardedEngine
+
+        sharded = ShardedEngine(adapted.model, device=run.device, ranks=run.ranks)
+        if adapted.backing is not None:  # its last views were the layers' own weights
+            adapted.backing.close()
+        return sharded
     if run.recipe.train.compile:
         compile_layers(LayeredModel(adapted.model).layers)
     return Engine(
@@ -355,7 +370,7 @@ def engine_of(run: Run, plan: Plan, adapted: Adapted) -> Engine:
 
 
 def attached(
-    run: Run, plan: Plan, adapted: Adapted, engine: Engine, data: Data, steps: Steps
+    run: Run, plan: Plan, adapted: Adapted, engine: StepEngine, data: Data, steps: Steps
 ) -> Session:
     """Return a run on the engine of its model, with a fresh optimizer."""
     recipe, model = run.recipe, adapted.model
@@ -401,9 +416,26 @@ def _all_of(steps: Steps) -> Steps:
     return steps.held_out(steps.rows, steps.comparison)
 
 
-def _update(run: Run, model: "PeftModel | PreTrainedModel", engine: Engine) -> Update:
+def _update(run: Run, model: "PeftModel | PreTrainedModel", engine: StepEngine) -> Update:
     """Return the update of what trains, with a fresh optimizer."""
     recipe = run.recipe
+    if not isinstance(engine, Engine):
+        from finetune.sharded.update import ShardedFullUpdate, ShardedUpdate
+
+        if recipe.train.is_full:
+            dtype: torch.dtype = getattr(torch, recipe.model.dtype)
+            return ShardedFullUpdate(
+                {n: p for n, p in model.named_parameters() if p.requires_grad},
+                train=recipe.train,
+                dtype=dtype,
+                ranks=run.ranks,
+            )
+        return ShardedUpdate(
+            trained(model, run.adapter),
+            train=recipe.train,
+            loraplus_ratio=recipe.adapter.loraplus_ratio,
+            ranks=run.ranks,
+        )
     if recipe.train.is_full:
         return FullUpdate(engine, train=recipe.train)
     tensors, own_layers = trained(model, run.adapter), engine.own_layers

@@ -3,17 +3,19 @@
 import math
 from dataclasses import replace
 
-from offload.plan.schedule.op import Kind
+from offload.plan.schedule.op import OVER_NETWORK, Kind
 from offload.plan.schedule.schedule import Schedule
 from offload.plan.schedule.simulate import simulate
 from offload.plan.schedule.timeline import Timeline
 from offload.plan.step import FREE_FRAC, duration_of
 from offload.plan.time.costs import Costs
 
+LEAST_BYTES_PER_S = 1.0
+
 
 def hidden_frac(timeline: Timeline) -> float:
     """Return the part of the network's time in which something is computed."""
-    return 1 - timeline.exposed_s(Kind.REDUCE) / timeline.busy_s(Kind.REDUCE)
+    return 1 - timeline.exposed_s(*OVER_NETWORK) / timeline.busy_s(*OVER_NETWORK)
 
 
 def needed_bytes_per_s(schedule: Schedule, costs: Costs) -> float:
@@ -21,8 +23,11 @@ def needed_bytes_per_s(schedule: Schedule, costs: Costs) -> float:
 
     Only later sums wait for a sum. So over a network without limit each begins when its gradients
     are final, or when the one before it ends; from that time on, its bytes and all later ones have
-    to be through by the end that is allowed, and the latency of each sum is not theirs.
+    to be through by the end that is allowed, and the latency of each sum is not theirs. Where
+    visits wait for what is gathered, the rate is searched for, to a hundredth.
     """
+    if any(op.kind is Kind.GATHER for op in schedule.ops):
+        return _searched_bytes_per_s(schedule, costs)
     timeline = simulate(schedule, duration_of(replace(costs, network_bytes_per_s=math.inf)))
     allowed_s = (1 + FREE_FRAC) * timeline.step_s
     needed, num_bytes, latencies_s = 0.0, 0, 0.0
@@ -31,3 +36,16 @@ def needed_bytes_per_s(schedule: Schedule, costs: Costs) -> float:
         latencies_s += costs.network_latency_s
         needed = max(needed, num_bytes / (allowed_s - span.start_s - latencies_s))
     return needed
+
+
+def _searched_bytes_per_s(schedule: Schedule, costs: Costs) -> float:
+    def step_s(bytes_per_s: float) -> float:
+        at_rate = replace(costs, network_bytes_per_s=bytes_per_s)
+        return simulate(schedule, duration_of(at_rate)).step_s
+
+    allowed_s = (1 + FREE_FRAC) * step_s(math.inf)
+    low, high = LEAST_BYTES_PER_S, schedule.network_bytes / (FREE_FRAC * allowed_s)
+    while high > 1.01 * low:
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if step_s(middle) <= allowed_s else (middle, high)
+    return high

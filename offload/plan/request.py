@@ -91,6 +91,8 @@ class PlanRequest:
         has_sent_graphs: Whether graphs of layers are sent to host memory where that pays.
         objective: What the loss of the run adds to a step; None for a cross-entropy.
         reduction: How the ranks' gradients are added up.
+        is_sharded: Whether each rank holds a part of the model, which is gathered layer by layer,
+            and nothing is streamed; see `offload.plan.sharded`.
         others: Further runs that share the step, each with an adapter of its own. What concerns
             the machine is as this request says: of theirs, only what `OF_A_RUN` names counts.
     """
@@ -117,6 +119,7 @@ class PlanRequest:
     most_local_ranks: int | None = None
     reduction: Reduction = Reduction()
     own_micro_batches: int | None = None
+    is_sharded: bool = False
 
     @property
     def runs(self) -> tuple["PlanRequest", ...]:

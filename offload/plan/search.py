@@ -128,7 +128,7 @@ class Choice:
         plan: The fastest plan that fits.
         chosen: Its candidate.
         rejected: The best of the other candidates, the fastest first, whether they fit or not.
-        candidates: All of them.
+        candidates: All of them; none where there was nothing to choose.
         rounding: Codecs to list among the what-ifs, if they would be faster.
     """
 
@@ -141,6 +141,8 @@ class Choice:
     @cached_property
     def what_ifs(self) -> tuple[WhatIf, ...]:
         """What other changes would gain; this takes longer than the choice itself."""
+        if not self.candidates:
+            return ()
         return tuple(_what_ifs(self.candidates, self.chosen, self.rounding))
 
 
@@ -176,19 +178,35 @@ def search(
 def chosen_plan(facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]) -> Plan:
     """Return the plan that `search` chooses, without the alternatives.
 
-    The memory of a request is divided only if the request can still win.
-
     Raises:
         DoesNotFitError: None of the requests fits.
     """
+    found = _fastest_of(facts, machine, requests)
+    if found is None:
+        nearest = nearest_request(facts, machine, requests)
+        raise refusal(MemoryNeeds.of(facts, machine, nearest))
+    return found.laid_out()
+
+
+def fastest_step_s(facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]) -> float:
+    """Return the step time of the plan that `search` chooses; infinite if none fits."""
+    found = _fastest_of(facts, machine, requests)
+    return math.inf if found is None else found.least_s
+
+
+def _fastest_of(
+    facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]
+) -> Candidate | None:
+    """Return the candidate that `search` chooses; None if none fits.
+
+    The memory of a request is divided only if the request can still win.
+    """
     all_needs = _comparable([MemoryNeeds.of(facts, machine, request) for request in requests])
-    weighed, best_s = {}, math.inf
     drafts = [(needs, costs_of(facts, machine, needs.request)) for needs in all_needs]
     may_be_s = [least_s(needs, costs) for needs, costs in drafts]
-    fitting = [(one_s, i) for i, one_s in enumerate(may_be_s) if one_s is not None]
-    if not fitting:
-        raise refusal(_nearest([Candidate.split(*draft) for draft in drafts]).needs)
-    for one_s, i in sorted(fitting):
+    weighed: dict[int, Candidate] = {}
+    best_s = math.inf
+    for one_s, i in sorted((one_s, i) for i, one_s in enumerate(may_be_s) if one_s is not None):
         if one_s <= best_s * (1 + SAME_FRAC):
             weighed[i] = Candidate.split(*drafts[i])
             if weighed[i].bound_s < best_s:
@@ -196,15 +214,7 @@ def chosen_plan(facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequ
                 best_s = min(best_s, weighed[i].least_s)
     candidates = [weighed[i] for i in sorted(weighed)]
     best = fastest(candidates)
-    assert best is not None
-    return candidates[best].laid_out()
-
-
-def fastest_step_s(facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]) -> float:
-    """Return the step time of the plan that `search` chooses; infinite if none fits."""
-    candidates = _comparable([_weighed(facts, machine, request) for request in requests])
-    best = fastest(candidates)
-    return math.inf if best is None else candidates[best].least_s
+    return None if best is None else candidates[best]
 
 
 def nearest_request(

@@ -138,7 +138,7 @@ def _duration_of(costs: Costs) -> Callable[[Op], float]:
             return costs.h2d_latency_s + op.num_bytes / costs.fetch_bytes_per_s
         if op.lane is Lane.H2D:
             return costs.h2d_latency_s + op.num_bytes / costs.h2d_bytes_per_s
-        if op.kind is Kind.REDUCE:
+        if op.lane is Lane.NETWORK:
             return costs.network_latency_s + op.num_bytes / costs.network_bytes_per_s
         if op.kind is Kind.UPDATE:
             return costs.layers[op.layer_index].update_s

@@ -19,7 +19,7 @@ from finetune.report.explain_tables import explanation_tables
 from finetune.report.model_card import MODEL_CARD, model_card
 from finetune.report.prediction import write_prediction
 from finetune.report.summary import run_summary
-from finetune.run.checkpoint import Restored
+from finetune.run.checkpoint import Restored, Saved
 from finetune.run.evaluations import EVAL_LOSS, Evaluations, shown_evaluation
 from finetune.run.references import write_references
 from finetune.run.run_files import EVALUATION_BEFORE
@@ -88,7 +88,7 @@ def begin(
     first_step = ranks.from_main(lambda: _begin(session, plan))
     if first_step:
         _restore(session, ranks.from_main(lambda: _read_checkpoint(session, first_step)))
-    ranks.require_same_weights(session.loop.weights, step=first_step)
+    session.loop.require_same(step=first_step)
     run.screen.note(report.promise(plan, num_steps=num_steps - first_step))
     seal = ranks.from_main(
         lambda: write_prediction(
@@ -135,10 +135,7 @@ def _read_checkpoint(session: "Session", step: int) -> Restored:
 
 def _restore(session: "Session", restored: Restored) -> None:
     """Load what a checkpoint holds into the model on its engine."""
-    loop = session.loop
-    restored.put_into(loop.weights, loop.optimizer)
-    loop.seeding, loop.scaling = restored.seeding, restored.scaling
-    loop.publish()
+    session.loop.restore(restored)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -210,9 +207,7 @@ def train(
             best = evaluations.best_step if output.best_checkpoint else None
             is_left = is_last or bool(stopped or signal)
             if _is_due(done, output.checkpoint_every) or done == best or is_left:
-                ranks.require_same_weights(session.loop.weights, step=done)
-                with ranks.failing_together():
-                    _save(begun, plan, record, step=done, best=best, taken=taken, is_left=is_left)
+                _save(begun, plan, record, step=done, best=best, taken=taken, is_left=is_left)
             if is_left:
                 end = Done(num_steps=done)
                 return end if is_last else replace(end, signal=signal, stopped=stopped)
@@ -276,16 +271,33 @@ def _save(
     taken: Sequence[Taken],
     is_left: bool,
 ) -> None:
-    """Write the checkpoint after a step, but first the metrics, which determine the best one."""
+    """Write the checkpoint after a step; all ranks have a part in it."""
+    begun.session.loop.require_same(step=step)
+    saved, ranks = begun.session.loop.saved(), begun.session.run.ranks
+    with ranks.failing_together():
+        if ranks.is_main:
+            _write(begun, plan, record, saved, step, best=best, taken=taken, is_left=is_left)
+
+
+def _write(
+    begun: Begun,
+    plan: Plan,
+    record: StepRecord,
+    saved: Saved,
+    step: int,
+    *,
+    best: int | None,
+    taken: Sequence[Taken],
+    is_left: bool,
+) -> None:
+    """Write a checkpoint, but first the metrics, which determine the best one."""
     session, run, loop = begun.session, begun.session.run, begun.session.loop
-    if not run.ranks.is_main:
-        return
     write_measured(session, plan, record, step=step, seal=begun.seal, taken=taken)
     run.dir.flush_metrics()
     run.dir.checkpoints.save(
         step,
-        loop.weights,
-        loop.optimizer,
+        saved.weights,
+        saved.optimizer,
         data_hash=session.rows.data_hash,
         seeding=loop.seeding,
         scaling=loop.scaling,
@@ -303,16 +315,32 @@ def finished(begun: Begun, outcome: Outcome) -> Outcome:
     """Finish a run whose steps are done; return its outcome, with the error if that fails."""
     session, ranks = begun.session, begun.session.run.ranks
     try:
+        saved = _result(session)
         with ranks.failing_together(), session.loop.using():
             if ranks.is_main:
-                _finish(session)
+                _finish(session, saved)
     except ranks.run_errors as error:
         return replace(outcome, error=error)
     return outcome
 
 
-def _finish(session: "Session") -> None:
-    """Write the adapter or the model, its answers and the report."""
+def _result(session: "Session") -> Saved:
+    """Return what was trained, and of a model that is in parts what is saved with it."""
+    from finetune.sharded.engine import ShardedEngine
+
+    saved = session.loop.saved()
+    if not (session.run.recipe.train.is_full and isinstance(session.engine, ShardedEngine)):
+        return saved
+    return replace(saved, weights={**session.engine.frozen_weights(), **saved.weights})
+
+
+def _finish(session: "Session", saved: Saved) -> None:
+    """Write the adapter or the model, its answers and the report.
+
+    Args:
+        session: The run.
+        saved: What it has trained.
+    """
     run, recipe, stops = session.run, session.run.recipe, session.stops
     evaluations = run.dir.evaluations(recipe.train)
     if evaluations.are_enough:
@@ -324,7 +352,8 @@ def _finish(session: "Session") -> None:
     if recipe.output.best_checkpoint == "use":
         step = evaluations.best_step
         _take_best(session, evaluations)
-    folder = _save_trained(session)
+        saved = session.loop.saved()
+    folder = _save_trained(session, saved)
     _sample(session, when="after")
     explanation = report.write_report(
         run.dir.path, recipe, run.dir.read_metrics(), adapter_step=step, stops=stops
@@ -336,7 +365,7 @@ def _finish(session: "Session") -> None:
     run.screen.show(explanation_tables(explanation) if is_verbose else run_summary(explanation))
 
 
-def _save_trained(session: "Session") -> Path:
+def _save_trained(session: "Session", saved: Saved) -> Path:
     """Write the adapter, or the model if its own weights have trained; return the folder."""
     from finetune.adapter.lora import ALONE, save_adapter
     from finetune.full.save import save_model
@@ -344,10 +373,11 @@ def _save_trained(session: "Session") -> Path:
     directory, stops = session.run.dir, session.stops
     if not session.run.recipe.train.is_full:
         model, adapter = cast("PeftModel", session.model), session.run.adapter or ALONE
-        save_adapter(model, directory.adapter, adapter=adapter, stops=stops)
+        tensors = saved.weights if session.run.recipe.train.is_sharded else None
+        save_adapter(model, directory.adapter, adapter=adapter, tensors=tensors, stops=stops)
         return directory.adapter
-    whole, weights = cast("PreTrainedModel", session.model), session.loop.weights
-    save_model(whole, weights, session.tokenizer, directory.model, stops=stops)
+    whole = cast("PreTrainedModel", session.model)
+    save_model(whole, saved.weights, session.tokenizer, directory.model, stops=stops)
     return directory.model
 
 

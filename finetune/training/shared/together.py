@@ -15,9 +15,8 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from finetune.training.loop import Computed, Request, computed
+from finetune.training.loop import Computed, Request, StepEngine, computed
 from finetune.training.ranks import Ranks
-from offload.engine.engine import Engine
 from offload.errors import SluiceError
 
 T = TypeVar("T")
@@ -74,7 +73,7 @@ def judged_alone(_losses: Mapping[int, Evaluated]) -> Mapping[int, str]:
 
 
 def together(
-    engine: Engine, tasks: "Sequence[Task[T]]", *, ranks: Ranks, judge: Judge = judged_alone
+    engine: StepEngine, tasks: "Sequence[Task[T]]", *, ranks: Ranks, judge: Judge = judged_alone
 ) -> "Iterator[Ended[T]]":
     """Drive runs that share an engine; yield each when it leaves.
 
@@ -110,7 +109,7 @@ def together(
 
 
 def _answered(
-    engine: Engine, asked: Mapping[int, Request | Evaluated], judge: Judge
+    engine: StepEngine, asked: Mapping[int, Request | Evaluated], judge: Judge
 ) -> dict[int, Answer]:
     """Compute the steps that are due first; losses are judged once no run is before their step."""
     losses = {number: one for number, one in asked.items() if isinstance(one, Evaluated)}

@@ -10,7 +10,7 @@ no part, because it costs no time.
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from offload.plan.schedule.op import Kind, Lane
+from offload.plan.schedule.op import OVER_NETWORK, Kind, Lane
 from offload.plan.schedule.timeline import Span, Timeline
 
 Part = tuple[str, int | None]
@@ -47,7 +47,7 @@ def is_part(name: str) -> bool:
 
 def term_of(name: str) -> str:
     """Return the term that a part's name belongs to: compute, decode, head and loss, copy, ..."""
-    if name == WAIT + Kind.REDUCE.value:
+    if name in [WAIT + kind.value for kind in OVER_NETWORK]:
         return "network"
     return "copy" if name.startswith(WAIT) else _TERMS[name]
 

@@ -38,6 +38,7 @@ class Kind(StrEnum):
     BACKWARD: compute a layer's gradients, after a recompute unless its graph was kept or sent.
     GRADIENT: copy a piece of the gradients of a layer's own weights to host memory (d2h).
     FRONT_BACKWARD: compute the gradients of the modules before the layers.
+    GATHER: collect a layer, or all else, from the ranks that each hold a part of it (network).
     REDUCE: add up the gradients of a layer, or of all else that trains, over the ranks (network).
     OPTIMIZER: the update after the pass. Appears in timelines, never in a schedule.
     """
@@ -61,8 +62,12 @@ class Kind(StrEnum):
     BACKWARD = "backward"
     GRADIENT = "gradient"
     FRONT_BACKWARD = "front_backward"
+    GATHER = "gather"
     REDUCE = "reduce"
     OPTIMIZER = "optimizer"
+
+
+OVER_NETWORK = (Kind.GATHER, Kind.REDUCE)
 
 
 class Op(NamedTuple):
@@ -71,15 +76,16 @@ class Op(NamedTuple):
     Attributes:
         lane: Where it runs, after the lane's earlier ops.
         kind: What it does.
-        layer: Which layer, counted from 0; for REDUCE none if it is of what no layer has alone.
+        layer: Which layer, counted from 0; for GATHER and REDUCE none if it is of what no layer has
+            alone.
         micro_batch: Which micro-batch of the step; with an objective, which of its passes.
         slot: The slot that a load fills, and that a visit or the decoding before it reads.
         buffer: For READ and LOAD the staging buffer, for FETCH and BACKWARD the buffer of the
             fetched layer input, for GRADIENT the buffer that is copied to the host, for STATES,
             UPDATE and UPDATED that of gradients and states.
         offset: First byte of a piece within its layer.
-        num_bytes: Bytes that are moved; for DECODE, bytes that are written; for REDUCE, bytes that
-            this rank sends.
+        num_bytes: Bytes that are moved; for DECODE, bytes that are written; for GATHER and
+            REDUCE, bytes that this rank sends.
         has_graph: For FORWARD, whether the graph is kept, or sent if there is a carrier; for
             BACKWARD, whether one was.
         has_output: For FORWARD, whether the attention's output is recorded for the backward; for

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from offload.plan.schedule.op import Kind, Lane, Op
+from offload.plan.schedule.op import OVER_NETWORK, Kind, Lane, Op
 
 
 class Span(NamedTuple):
@@ -65,13 +65,13 @@ class Timeline:
         compute_s = sum(s.duration_s for s in self.spans if s.lane is Lane.COMPUTE)
         return max(0.0, self.step_s - compute_s)
 
-    def exposed_s(self, kind: Kind) -> float:
-        """Time in which ops of a kind run and nothing else is computed."""
-        others = (s for s in self.spans if s.lane is Lane.COMPUTE and s.kind is not kind)
+    def exposed_s(self, *kinds: Kind) -> float:
+        """Time in which ops of these kinds run on one lane and nothing else is computed."""
+        others = (s for s in self.spans if s.lane is Lane.COMPUTE and s.kind not in kinds)
         computing = sorted((s.start_s, s.end_s) for s in others)
         ends_s = [end_s for _, end_s in computing]  # in order too: it is one lane
         exposed_s = 0.0
-        for span in (s for s in self.spans if s.kind is kind):
+        for span in (s for s in self.spans if s.kind in kinds):
             now_s, span_end_s = span.start_s, span.end_s
             for number in range(bisect_right(ends_s, now_s), len(computing)):
                 start_s, end_s = computing[number]
@@ -110,9 +110,9 @@ class Timeline:
 
         Compute phases and `stall` add up to `step`; `h2d`, `d2h`, `reads` and `updates` overlap
         with them, but for updates on the device, which are a compute phase. `exposed updates` are
-        the part of `updates` in which nothing else is computed. With
-        several ranks there are `network`, their sums of gradients with the waits for other ranks,
-        and `exposed network`.
+        the part of `updates` in which nothing else is computed. With several ranks there are
+        `network`, what they gather and their sums of gradients, with the waits for other ranks, and
+        `exposed network`.
         """
         phases = {
             "step": self.step_s,
@@ -127,9 +127,9 @@ class Timeline:
             "exposed updates": self.exposed_s(Kind.UPDATE),
             "stall": self.stall_s,
         }
-        if any(span.kind is Kind.REDUCE for span in self.spans):
-            phases["network"] = self.busy_s(Kind.REDUCE)
-            phases["exposed network"] = self.exposed_s(Kind.REDUCE)
+        if any(span.lane is Lane.NETWORK for span in self.spans):
+            phases["network"] = self.busy_s(*OVER_NETWORK)
+            phases["exposed network"] = self.exposed_s(*OVER_NETWORK)
         return phases
 
     def to_json(self) -> str:

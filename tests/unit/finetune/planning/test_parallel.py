@@ -1,0 +1,74 @@
+"""Which way several GPUs share a step is taken by the plan's own arithmetic."""
+
+from dataclasses import replace
+
+import pytest
+
+from finetune.errors import ConfigError
+from finetune.planning.parallel import Ways, compare_ways, ways_json, ways_lines
+from finetune.planning.ranks import require_ranks_for
+from finetune.planning.subject import subject_of
+from offload.errors import DoesNotFitError
+from offload.plan.machine.interconnect import with_interconnect
+from offload.plan.machine.machine import GIB, named_machine
+
+
+def ways_of(
+    model: str, *overrides: str, card: str = "h100", between: str = "nvlink", num: int = 8
+) -> Ways:
+    subject = subject_of(model, overrides)
+    machine = with_interconnect(named_machine(card), between, num_ranks=num)
+    return compare_ways(subject.recipe, subject.facts, machine, num_ranks=num)
+
+
+def test_where_nvlink_gathers_faster_than_the_link_loads_the_model_is_held_in_sum() -> None:
+    found = ways_of("llama-3.1-70b")
+    assert found.stream.plan is not None
+    assert found.sharded.plan is not None
+    assert found.faster is found.sharded
+    assert found.sharded.plan.step_s < found.stream.plan.step_s
+    assert found.reason.startswith("fsdp2: ")
+    assert ways_json(found)["auto"] == "fsdp2"
+    assert [line.split(": ")[1] for line in ways_lines(found)] == [
+        "stream",
+        "fsdp2",
+        "auto takes fsdp2",
+    ]
+
+
+def test_over_a_slow_network_layers_are_streamed() -> None:
+    found = ways_of("llama-3.1-70b", between="1")
+    assert found.faster is found.stream
+    assert found.reason.startswith("stream: ")
+
+
+def test_all_weights_train_on_several_gpus_only_in_parts() -> None:
+    found = ways_of("qwen3-8b", "train.what=all")
+    assert found.stream.plan is None
+    assert found.faster is found.sharded
+    assert "weights of the model are updated by one process" in found.reason
+
+
+def test_what_the_parts_cannot_do_is_streamed_and_said() -> None:
+    found = ways_of("qwen3-8b", "offload.codec=nf4")
+    assert found.faster is found.stream
+    assert found.sharded.why_not.startswith("as offload.codec is nf4: parts of layers")
+
+
+def test_where_neither_fits_the_error_is_that_of_the_stream() -> None:
+    subject = subject_of("llama-3.1-70b", ())
+    card = replace(named_machine("rtx4090"), vram_bytes=4 * GIB, ram_bytes=8 * GIB)
+    machine = with_interconnect(card, "pcie", num_ranks=2)
+    found = compare_ways(subject.recipe, subject.facts, machine, num_ranks=2)
+    with pytest.raises(DoesNotFitError, match="slots of 80 layers"):
+        _ = found.faster
+
+
+def test_a_part_alone_is_refused() -> None:
+    train = subject_of("qwen3-8b", ["train.parallel=fsdp2"]).recipe.train
+    require_ranks_for(train, num_ranks=2)
+    with pytest.raises(ConfigError, match=r"fsdp2, with one process; .*\n\nhint: `--gpus 2`, or"):
+        require_ranks_for(train, num_ranks=1, setting="--gpus")
+    whole = subject_of("qwen3-8b", ["train.what=all"]).recipe.train
+    with pytest.raises(ConfigError, match=r"`train\.parallel: fsdp2`, where the"):
+        require_ranks_for(whole, num_ranks=2)
