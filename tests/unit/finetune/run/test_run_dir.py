@@ -10,7 +10,7 @@ from finetune.errors import CheckpointError, ConfigError
 from finetune.files.manifest import whole_folder
 from finetune.files.seal import sealed_yaml
 from finetune.recipe.load import load_recipe
-from finetune.recipe.recipe import Recipe, with_layer_kernels, with_packing
+from finetune.recipe.recipe import Recipe, with_layer_kernels, with_packing, with_update
 from finetune.run.run_dir import RunDir, as_begun
 from finetune.run.run_files import PHASES
 from finetune.run.run_lock import locked
@@ -181,6 +181,21 @@ def test_a_run_goes_on_to_add_up_gradients_when_it_began_to(tmp_path, recipe) ->
     assert len(before) < len("".join(lines))
     run.recipe_file.write_text(sealed_yaml(before))  # of a run before there were the settings
     assert as_begun(recipe, run.begun()).train.reduce_gradients == "at_end"
+    run.require_same_recipe(as_begun(recipe, run.begun()))
+
+
+def test_a_run_goes_on_to_update_weights_where_it_began_to(tmp_path, recipe) -> None:
+    none = type(recipe.adapter)()
+    train = recipe.train.model_copy(update={"what": "all"})
+    recipe = recipe.model_copy(update={"train": train, "adapter": none})
+    run = RunDir(tmp_path)
+    run.start(with_update(recipe, "device"), experts_implementation=None)
+    assert as_begun(recipe, run.begun()).train.update == "device"
+    lines = run.recipe_file.read_text().splitlines(keepends=True)[1:-1]
+    before = "".join(line for line in lines if not line.startswith("  update: "))
+    assert len(before) < len("".join(lines))
+    run.recipe_file.write_text(sealed_yaml(before))  # of a run before there was the setting
+    assert as_begun(recipe, run.begun()).train.update == "host"
     run.require_same_recipe(as_begun(recipe, run.begun()))
 
 
