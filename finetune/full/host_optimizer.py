@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from finetune.full.matrices import Matrices
 from finetune.full.split_master import joined, split_into
 from finetune.full.update_rules import RULES, SCALES, States, Step, rule_of
 from offload.plan.facts.optimizer import BLOCK_8BIT, DEVICE_PIECE_ELEMENTS, Optimizer
@@ -38,6 +39,7 @@ class HostOptimizer:
         name: Optimizer,
         weight_decay: float,
         states: Mapping[str, States] = MappingProxyType({}),
+        matrices: Mapping[str, Matrices] = MappingProxyType({}),
     ) -> None:
         """Make states, which are zero, and the low halves of weights in bf16, as if just rounded.
 
@@ -46,12 +48,14 @@ class HostOptimizer:
             name: The optimizer.
             weight_decay: Of tensors of two dimensions or more.
             states: Those of weights whose states have memory already, zeros.
+            matrices: Of weights that Muon updates, the matrices in them.
         """
         self._weights, self._name, self._weight_decay = dict(weights), name, weight_decay
-        self._rules = {n: rule_of(name, weight) for n, weight in weights.items()}
+        self._matrices = matrices
+        self._rules = {n: rule_of(name, w, is_matrix=n in matrices) for n, w in weights.items()}
         self._states = {
-            n: states[n] if n in states else fresh_states(name, weight)
-            for n, weight in weights.items()
+            n: states[n] if n in states else fresh_states(name, w, is_matrix=n in matrices)
+            for n, w in weights.items()
         }
         self.num_updates = 0
 
@@ -110,13 +114,26 @@ class HostOptimizer:
             rule = self._rules[name]
             decay = self._weight_decay if gradient.dim() > 1 else 0.0
             step = Step(number=num_updates, lr=lr, weight_decay=decay)
-            whole = weights[name], gradient, states[name]
-            for weight, piece, of_piece in _pieces(*whole) if rule.is_elementwise else [whole]:
+            for weight, piece, of_piece in self._parts(name, weights[name], gradient, states[name]):
                 low = of_piece.get(LOW)
                 master = weight if low is None else joined(weight, low)
                 rule.update(master, piece.float() * scale, of_piece, step)
                 if low is not None:
                     split_into(master, weight, low)
+
+    def _parts(
+        self, name: str, weight: torch.Tensor, gradient: torch.Tensor, states: States
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, States]]:
+        """Yield what is updated at a time: pieces, matrices, or all of a weight."""
+        if self._rules[name].is_elementwise:
+            yield from _pieces(weight, gradient, states)
+        elif name in self._matrices:
+            views = self._matrices[name].views
+            of_states = zip(*(views(value) for value in states.values()), strict=True)
+            for one, piece, values in zip(views(weight), views(gradient), of_states, strict=True):
+                yield one, piece, dict(zip(states, values, strict=True))
+        else:
+            yield weight, gradient, states
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of updates and the settings, in the form of torch's optimizers."""
@@ -131,12 +148,13 @@ class HostOptimizer:
         self.num_updates = int(content["state"][0]["step"])
 
 
-def fresh_states(name: Optimizer, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+def fresh_states(
+    name: Optimizer, weight: torch.Tensor, *, is_matrix: bool = False
+) -> dict[str, torch.Tensor]:
     """Return the states of a weight on the default device, zeros, and its master's low half."""
     low = {LOW: torch.zeros(weight.shape, dtype=torch.int16)}
-    return (low if weight.dtype is torch.bfloat16 else {}) | rule_of(name, weight).states(
-        weight.shape
-    )
+    states = rule_of(name, weight, is_matrix=is_matrix).states(weight.shape)
+    return low | states if weight.dtype is torch.bfloat16 else states
 
 
 def _pieces(

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import nn
 
 from finetune.full.host_optimizer import HostOptimizer, fresh_states, total_norm
+from finetune.full.matrices import Matrices
 from finetune.full.state_layout import StateLayout
 from finetune.full.update_rules import States
 from finetune.recipe.sections import TrainSection
@@ -25,13 +27,21 @@ class FullUpdate:
     updated at once, on the host: their gradients, in fp32, come there, and new weights go back.
     """
 
-    def __init__(self, engine: Engine, *, train: TrainSection) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        train: TrainSection,
+        matrices: Mapping[str, Matrices] = MappingProxyType({}),
+    ) -> None:
         """Make fresh states.
 
         Args:
             engine: Of the model, with trained weights on the host.
             train: Settings of training.
+            matrices: Of the layers' weights that Muon updates, the matrices in them.
         """
+        assert train.optimizer != "muon" or train.update == "device", "a rule of recipes"
         self._engine, self._max_norm = engine, train.max_grad_norm
         trained = engine.trained_parameters
         self._layer_of = engine.updates.layer_of
@@ -44,23 +54,29 @@ class FullUpdate:
         self._layouts: list[StateLayout] = []
         states: dict[str, States] = {}
         if train.update == "device":
-            self._layouts = self._laid_out(train)
+            self._layouts = self._laid_out(train, matrices)
             engine.update_on_device([layout.num_bytes for layout in self._layouts])
             for layout, memory in zip(self._layouts, engine.updates.states, strict=True):
                 states |= layout.views(memory)
         on_host = {name: master.detach() for name, master in self._layers.items()}
         on_host |= {name: one.on_host for name, one in self._around.items()}
         self._optimizer = HostOptimizer(
-            on_host, name=train.optimizer, weight_decay=train.weight_decay, states=states
+            on_host,
+            name=train.optimizer,
+            weight_decay=train.weight_decay,
+            states=states,
+            matrices=matrices,
         )
         self._scale = 1.0
 
-    def _laid_out(self, train: TrainSection) -> list[StateLayout]:
+    def _laid_out(self, train: TrainSection, matrices: Mapping[str, Matrices]) -> list[StateLayout]:
         """Return where the states of each layer's weights lie while a device updates them."""
         layers: list[dict[str, States]] = [{} for _ in self._engine.layer_bytes]
         with torch.device("meta"):
             for name, layer in self._layer_of.items():
-                layers[layer][name] = fresh_states(train.optimizer, self._layers[name])
+                layers[layer][name] = fresh_states(
+                    train.optimizer, self._layers[name], is_matrix=name in matrices
+                )
         return [StateLayout.of(states) for states in layers]
 
     @property

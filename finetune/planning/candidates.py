@@ -233,6 +233,8 @@ def _ways(recipes: Sequence[Recipe], cut: Sequence[PlanRequest]) -> list[PlanReq
     places = (False, True) if stash == "auto" else (stash == "host",)
     update = recipe.train.update if recipe.train.is_full else "host"
     updates: tuple[UpdatePlace, ...] = ("host", "device") if update == "auto" else (update,)
+    if recipe.train.optimizer == "muon":
+        updates = ("device",)
     chunk = recipe.offload.head_chunk
     return [
         with_updates_on(

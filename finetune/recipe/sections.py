@@ -223,7 +223,7 @@ class TrainSection(Section):
         description="`adamw_8bit` keeps its state in 8 bits (bitsandbytes), `paged_adamw_8bit` in"
         " host memory too where the card is full; `adafactor` keeps sums of rows and columns,"
         " `lion` one moment, `sgd` nothing; `adamw_bf16` and `lion_bf16`, of weights of the model"
-        " alone, keep the mean of gradients in bf16.",
+        " alone, keep the mean of gradients in bf16; `muon`, of these too, makes it orthogonal.",
     )
     update: Literal["auto", "host", "device"] = Field(
         default="auto",

@@ -156,7 +156,8 @@ def place_of_updates(choice: Choice) -> str:
     now = chosen.request.typical.updates
     others = [one for one in choice.candidates if one.request.typical.updates != now]
     if not others:
-        return f"{place}, as the recipe says"
+        is_only = chosen.request.typical.optimizer == "muon"
+        return f"{place}, the only one with muon" if is_only else f"{place}, as the recipe says"
     other = min(others, key=lambda one: (bool(one.shortages), one.least_s))
     where = _words(other)["updates"].removeprefix("updates ")
     if other.shortages:

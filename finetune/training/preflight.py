@@ -24,8 +24,10 @@ from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.optimizer import (
     HOST_GRADIENTS,
+    HOST_STATES,
     ROUNDED_BYTES,
     host_update_bytes,
+    outer_optimizer,
     state_bytes,
 )
 from offload.plan.facts.trainable import (
@@ -160,8 +162,11 @@ def require_room(folder: Path, plan: Plan) -> None:
     needed_bytes = 2 * weight_bytes + state_file_bytes
     if spec.whole is not None:  # masters and states in one file, and the model
         dtype_bytes, num = plan.request.typical.dtype_bytes, spec.whole.num_parameters
-        each = host_update_bytes(dtype_bytes, plan.request.typical.optimizer)
+        optimizer = plan.request.typical.optimizer
+        each = host_update_bytes(dtype_bytes, optimizer)
+        outer = host_update_bytes(dtype_bytes, outer_optimizer(optimizer))
         weight_bytes = math.ceil(num * (sum(each.values()) - each[HOST_GRADIENTS]))
+        weight_bytes += int(spec.whole.num_outer * (outer[HOST_STATES] - each[HOST_STATES]))
         needed_bytes = weight_bytes + facts.num_parameters * dtype_bytes
     free_bytes = shutil.disk_usage(folder).free
     if needed_bytes > free_bytes:

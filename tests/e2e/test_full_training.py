@@ -101,6 +101,7 @@ def test_plain_transformers_loads_what_a_run_leaves(
     mostly_slow(
         [
             ("adamw", "device"),
+            ("muon", "device"),
             *((name, "host") for name in ("adamw", "adamw_8bit", "adafactor", "lion", "sgd")),
             ("adamw_bf16", "host"),
         ],

@@ -16,6 +16,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCau
 import offload
 from finetune.data.steps import StepShare
 from finetune.full.chosen_weights import choose_weights
+from finetune.full.matrices import matrices_of
 from finetune.full.update import FullUpdate
 from finetune.recipe.sections import TrainSection
 from finetune.training.loop import Loop
@@ -121,6 +122,7 @@ def loop_of(
         max_grad_norm=max_norm,
         weight_decay=0.0,
     )
+    matrices = matrices_of(model) if optimizer == "muon" else {}
     engine = offload.attach(
         model,
         num_slots=options.pop("num_slots", 2),
@@ -132,7 +134,7 @@ def loop_of(
     return Loop(
         model=model,
         engine=engine,
-        update=FullUpdate(engine, train=train),
+        update=FullUpdate(engine, train=train, matrices=matrices),
         train=train,
         is_masked=False,
         num_steps=1000,
@@ -289,6 +291,35 @@ def test_reorder_other_optimizers_are_the_libraries_on_plain_pytorch(
     assert ours[-1] < ours[0]
 
 
+class MuonAndAdamW:
+    """torch's Muon of the layers' matrices, which are not fused here, and AdamW of all else."""
+
+    def __init__(self, model: nn.Module) -> None:
+        named = dict(model.named_parameters())
+        matrices = [p for n, p in named.items() if ".layers." in n and "norm" not in n]
+        others = [p for n, p in named.items() if ".layers." not in n or "norm" in n]
+        assert len(matrices) == 6 * 7
+        muon = torch.optim.Muon(matrices, lr=LR, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+        self.all = (muon, torch.optim.AdamW(others, lr=LR, weight_decay=0.0, fused=True))
+
+    def step(self) -> None:
+        for one in self.all:
+            one.step()
+
+    def zero_grad(self) -> None:
+        for one in self.all:
+            one.zero_grad()
+
+
+def test_reorder_muon_is_torchs_on_plain_pytorch() -> None:
+    reference = wider_model()
+    optimizer: Any = MuonAndAdamW(reference)
+    plain = plain_losses(reference, lambda _: optimizer, 12)
+    ours = run(loop_of(wider_model(), optimizer="muon", update="device"), range(12))
+    assert ours == pytest.approx(plain, rel=1e-3)  # products are in bfloat16
+    assert ours[-1] < 0.8 * ours[0]
+
+
 def test_reorder_sgd_of_masters() -> None:
     reference = plain_losses(model_of(), lambda p: torch.optim.SGD(p, lr=0.3), 20)
     model, losses = model_of(), []
@@ -404,11 +435,18 @@ def test_an_update_on_the_device_that_was_cut_off_is_not_made_again() -> None:
         updates.flush()
 
 
-@pytest.mark.parametrize("update", ["host", "device"])
+@pytest.mark.parametrize(
+    ("update", "optimizer"),
+    [
+        ("host", "adamw"),
+        ("device", "adamw"),
+        pytest.param("device", "muon", marks=pytest.mark.slow),
+    ],
+)
 def test_move_evaluating_after_each_step_changes_no_bit(
-    update: Literal["host", "device"],
+    update: Literal["host", "device"], optimizer: Optimizer
 ) -> None:
-    alone, evaluated = (loop_of(model_of(), update=update) for _ in range(2))
+    alone, evaluated = (loop_of(model_of(), update=update, optimizer=optimizer) for _ in range(2))
     losses = run(alone, range(4))
     held_out = step_of(99)[0]
     for number in range(4):

@@ -17,13 +17,14 @@ Optimizer = Literal[
     "lion",
     "lion_bf16",
     "sgd",
+    "muon",
 ]
 UpdatePlace = Literal["host", "device"]
 """Where weights that train in RAM are updated: there, or on the device that computes."""
 Shape = tuple[int, ...]
 
-HOST_ONLY: tuple[Optimizer, ...] = ("adamw_bf16", "lion_bf16")
-"""Optimizers of weights that train in RAM, where states are most of what a weight takes."""
+HOST_ONLY: tuple[Optimizer, ...] = ("adamw_bf16", "lion_bf16", "muon")
+"""Optimizers of weights of the model alone, which train in RAM."""
 
 BF16_BYTES = 2
 ROUNDED_BYTES = BF16_BYTES
@@ -35,7 +36,6 @@ MIN_PAGED_ELEMENTS = 100_000
 BLOCK_8BIT = 256
 DEVICE_PIECE_ELEMENTS = 2**22
 """Weights that a device updates at a time."""
-DEVICE_COPIES = 5  # in fp32, of these: the master, its gradient twice, its bits, a state's
 
 # What a weight that trains in RAM takes there, and its optimizer's states. Adafactor's are at most
 # so large, for matrices of 800 rows and columns or more.
@@ -47,6 +47,7 @@ HOST_STATE_BYTES: dict[str, float] = {
     "lion": FP32_BYTES,
     "lion_bf16": BF16_BYTES,
     "sgd": 0,
+    "muon": FP32_BYTES,
 }
 WEIGHTS, LOW_HALVES = "weights", "low halves of fp32 masters"
 HOST_GRADIENTS, HOST_STATES = "gradients in RAM", "optimizer states in RAM"
@@ -128,6 +129,11 @@ def host_update_bytes(dtype_bytes: int, optimizer: Optimizer) -> dict[str, float
     }
 
 
+def outer_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return what updates embeddings, norm and head: with Muon it is AdamW."""
+    return "adamw" if optimizer == "muon" else optimizer
+
+
 def moved_state_bytes(dtype_bytes: int, optimizer: Optimizer) -> float:
     """Return what an update on the device brings there and takes back, beside the weight itself."""
     sizes = host_update_bytes(dtype_bytes, optimizer)
@@ -138,14 +144,3 @@ def brought_bytes(dtype_bytes: int, optimizer: Optimizer) -> float:
     """Return what it brings there, with the gradient."""
     sizes = host_update_bytes(dtype_bytes, optimizer)
     return sizes[HOST_GRADIENTS] + moved_state_bytes(dtype_bytes, optimizer)
-
-
-def device_temporary_bytes(optimizer: Optimizer, *, largest: int) -> int:
-    """Return the temporary memory of an update on the device.
-
-    Args:
-        optimizer: The optimizer; Adafactor updates a tensor at a time, the others pieces.
-        largest: Weights of the largest tensor.
-    """
-    at_once = largest if optimizer == "adafactor" else min(largest, DEVICE_PIECE_ELEMENTS)
-    return DEVICE_COPIES * FP32_BYTES * at_once

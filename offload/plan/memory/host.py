@@ -13,6 +13,7 @@ from offload.plan.facts.optimizer import (
     LOW_HALVES,
     WEIGHTS,
     host_update_bytes,
+    outer_optimizer,
     paged_bytes,
 )
 from offload.plan.facts.trainable import trained_tensor_shapes
@@ -129,10 +130,12 @@ def _whole_host_terms(
     largest = max(*in_layers, facts.embedding_parameters if whole.num_outer else 0)
     temporaries = ADAFACTOR_COPIES * FP32_BYTES * largest
     num = whole.num_parameters
+    outer = host_update_bytes(workload.dtype_bytes, outer_optimizer(workload.optimizer))
+    states = each[HOST_STATES] * sum(whole.layers) + outer[HOST_STATES] * whole.num_outer
     return (
         MemoryTerm(name=LOW_HALVES, num_bytes=math.ceil(each[LOW_HALVES] * num)),
         MemoryTerm(name=HOST_GRADIENTS, num_bytes=math.ceil(gradients)),
-        MemoryTerm(name=HOST_STATES, num_bytes=math.ceil(each[HOST_STATES] * num)),
+        MemoryTerm(name=HOST_STATES, num_bytes=math.ceil(states)),
         MemoryTerm(
             name=HOST_TEMPORARIES,
             num_bytes=temporaries if workload.optimizer == "adafactor" else 0,

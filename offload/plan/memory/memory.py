@@ -23,7 +23,6 @@ from offload.plan.facts.optimizer import (
     ROUNDED_BYTES,
     ROUNDING_BYTES,
     brought_bytes,
-    device_temporary_bytes,
     state_bytes,
     temporary_bytes,
 )
@@ -39,6 +38,7 @@ from offload.plan.facts.trainable import (
 from offload.plan.facts.workload import Workload
 from offload.plan.machine.machine import Machine
 from offload.plan.memory.traced import TracedBytes
+from offload.plan.memory.updates import device_update_bytes
 from offload.plan.memory.visit import VisitBytes, is_masked, visit_bytes
 from offload.plan.schedule.residency import Residency, Saved
 from offload.plan.schedule.schedule import (
@@ -435,7 +435,7 @@ def device_needs(
         instants=(
             (MemoryTerm(name=HEAD_CHUNK, num_bytes=chunk_bytes),),
             () if traced else _visit_terms(beside),
-            (MemoryTerm(name=UPDATE, num_bytes=_device_update_bytes(facts, workload)),),
+            (MemoryTerm(name=UPDATE, num_bytes=device_update_bytes(facts, workload)),),
         ),
         forward=forward,
         update=MemoryTerm(name=UPDATE, num_bytes=_update_bytes(facts, workload)),
@@ -445,13 +445,6 @@ def device_needs(
         router_bytes=tuple(routers[layer] for layer in facts.layers),
         num_micro_batches=num_micro_batches,
     )
-
-
-def _device_update_bytes(facts: ModelFacts, workload: Workload) -> int:
-    if workload.updates == "host":
-        return 0
-    largest = max(linear.num_weights for layer in facts.layers for linear in layer.linears)
-    return device_temporary_bytes(workload.optimizer, largest=largest)
 
 
 def _update_bytes(facts: ModelFacts, workload: Workload) -> int:

@@ -15,6 +15,7 @@ from typing import Literal
 
 from offload.plan.facts.facts import LayerFacts, ModelFacts, adapted_linears
 from offload.plan.facts.linears import FP32_BYTES, Linear
+from offload.plan.facts.optimizer import outer_optimizer
 from offload.plan.facts.trainable import (
     EMBEDDING,
     NORMS,
@@ -546,7 +547,7 @@ def _optimizer(at: Pricer) -> Work:
                 at.machine,
                 spec.whole.num_outer,
                 dtype_bytes=at.workload.dtype_bytes,
-                optimizer=at.workload.optimizer,
+                optimizer=outer_optimizer(at.workload.optimizer),
             )
         )
     update = update_work(at.machine, shapes, at.workload.optimizer)

@@ -63,6 +63,7 @@ DEVICE_BYTES = {
     "lion": 76,
     "lion_bf16": 88,
     "sgd": 28,
+    "muon": 62,
 }
 DEVICE_SPLIT_BYTES = 58
 DEVICE_OPS = 16  # for each piece: 10 to cast, put together and take apart, the optimizer's

@@ -16,6 +16,7 @@ from finetune.recipe.recipe import (
     with_layer_kernels,
     with_packing,
     with_shares,
+    with_update,
 )
 from finetune.run.run_dir import RunDir, as_begun
 from finetune.run.run_files import PHASES
@@ -202,6 +203,21 @@ def test_a_run_goes_on_with_its_shares_if_there_are_as_many_ranks(tmp_path, reci
     assert len(before) < len("".join(lines))
     run.recipe_file.write_text(sealed_yaml(before))  # of a run before there was the setting
     assert as_begun(recipe, run.begun(), num_ranks=2).train.shares == "equal"
+
+
+def test_a_run_goes_on_to_update_weights_where_it_began_to(tmp_path, recipe) -> None:
+    none = type(recipe.adapter)()
+    train = recipe.train.model_copy(update={"what": "all"})
+    recipe = recipe.model_copy(update={"train": train, "adapter": none})
+    run = RunDir(tmp_path)
+    run.start(with_update(recipe, "device"), experts_implementation=None)
+    assert as_begun(recipe, run.begun()).train.update == "device"
+    lines = run.recipe_file.read_text().splitlines(keepends=True)[1:-1]
+    before = "".join(line for line in lines if not line.startswith("  update: "))
+    assert len(before) < len("".join(lines))
+    run.recipe_file.write_text(sealed_yaml(before))  # of a run before there was the setting
+    assert as_begun(recipe, run.begun()).train.update == "host"
+    run.require_same_recipe(as_begun(recipe, run.begun()))
 
 
 def test_a_recipe_of_a_run_that_is_no_text_is_refused(tmp_path, recipe) -> None:

@@ -98,6 +98,7 @@ def test_all_weights_are_all_of_the_models_and_tied_ones_count_once() -> None:
         ("adamw_8bit", 8.03, 10.03),
         ("adafactor", 6.01, 8.01),
         ("sgd", 6, 8),
+        ("muon", 10, 12),
     ],
 )
 def test_the_guide_has_the_bytes_of_a_weight(
@@ -219,6 +220,31 @@ def test_updates_on_the_device_pay_where_the_host_computes_slowly() -> None:
     requests = [fast.request, with_updates_on(fast.request, "device")]
     found = search(fast.facts, fast.machine, requests, rounding=())
     assert found.plan.request.typical.updates == "host"
+
+
+def test_muons_products_are_priced_and_its_states_are_those_of_two_optimizers() -> None:
+    request = planned("qwen3-8b", ram_gib=192, optimizer="lion").request
+    load = replace(request.typical, optimizer="muon", updates="device")
+    facts, machine = facts_of("qwen3-8b"), named_machine("rtx4090", dtype="bfloat16")
+    found = plan(
+        facts,
+        replace(machine, ram_bytes=192 * GIB, pinned_bytes=192 * GIB),
+        replace(request, typical=load, largest=load),
+    )
+    flops = 0
+    for rows, columns in (
+        *((4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096)),
+        *((12288, 4096), (12288, 4096), (4096, 12288)),
+    ):
+        m, n = min(rows, columns), max(rows, columns)
+        flops += 36 * 5 * (4 * m * m * n + 2 * m**3)
+    products_s = flops / found.machine.gemm_flops_per_s.value
+    num = sum(layer.num_parameters for layer in facts.layers)
+    passes_s = 120 * num / found.machine.memory_bytes_per_s.value
+    busy_s = found.predict().busy_s(Kind.UPDATE)
+    assert busy_s == pytest.approx(products_s + passes_s, rel=0.01)
+    terms = {term.name: term.num_bytes for term in found.host_memory}
+    assert terms[HOST_STATES] == 4 * num + 8 * facts.outer_parameters
 
 
 def test_updates_on_the_device_need_page_locked_memory() -> None:
