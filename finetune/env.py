@@ -19,6 +19,7 @@ class Launch:
         num_local: Those on this machine.
         local_index: This one's number on this machine.
         node: This machine's number; two launchers on one host count as two machines.
+        store: Host and port at which the processes meet; None if the launcher has not said it.
     """
 
     num: int
@@ -26,6 +27,7 @@ class Launch:
     num_local: int
     local_index: int
     node: int
+    store: tuple[str, int] | None = None
 
 
 def launch() -> Launch:
@@ -45,7 +47,13 @@ def launch() -> Launch:
         num_local=num_local,
         local_index=_number("LOCAL_RANK"),
         node=_number("GROUP_RANK", default=str(index // max(1, num_local))),
+        store=_store(),
     )
+
+
+def _store() -> tuple[str, int] | None:
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    return (host, int(port)) if host and port.isdecimal() else None
 
 
 def _number(name: str, *, default: str | None = None) -> int:

@@ -54,6 +54,7 @@ from finetune.training.shared.member import (
 from finetune.training.shared.plan_wave import plan_wave, plan_waves
 from finetune.training.shared.together import Judge, judged_alone, together
 from finetune.training.world.other_ranks import with_others
+from finetune.training.world.shortage import shortage_named
 from offload.engine.engine import Engine
 from offload.plan.plan import Plan
 
@@ -149,7 +150,8 @@ def finetune_together(
         with _on_engine(prepared, screen) as (begun, plan, engine):
             for one in begun:
                 look_before(one)
-            return _trained(begun, plan, engine, judge)
+            with shortage_named(ranks):
+                return _trained(begun, plan, engine, judge)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -37,7 +37,7 @@ from finetune.errors import (
 )
 from finetune.training.ranks import Ranks
 from finetune.training.world.heartbeat import STOPPED_S, Heartbeat
-from finetune.training.world.meeting import meet
+from finetune.training.world.meeting import meet, opened_store
 from finetune.training.world.surroundings import surroundings
 from offload.errors import SluiceError
 from offload.plan.facts.linears import FP32_BYTES
@@ -90,11 +90,7 @@ class ProcessGroup(Ranks):
         self._bucket: torch.Tensor | None = None
         has_cuda, timeout = torch.cuda.is_available(), timedelta(seconds=timeout_s + FAREWELL_S)
         try:
-            store, _, _ = next(
-                dist.rendezvous(  # type: ignore[attr-defined]  # no stub has it
-                    "env://", self.index, self.num, timeout=timedelta(seconds=JOIN_S)
-                )
-            )
+            store = opened_store(launch, timeout_s=JOIN_S)
             self._meeting = meet(store, index=self.index, num=self.num, timeout_s=JOIN_S)
             self._heartbeat = Heartbeat(self._meeting.store, index=self.index, num=self.num)
             dist.init_process_group(

@@ -23,6 +23,7 @@ FAILING_STEP = 2  # counted from 0
 FAILURES = {
     "named": TransferError("a copy failed", limit="every copy must complete", hint="try again"),
     "memory": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    "host memory": MemoryError(),
     "bug": KeyError("layer"),
 }
 

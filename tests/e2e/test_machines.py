@@ -178,6 +178,54 @@ def test_a_rank_that_hangs_in_a_step_is_named_after_the_time_limit(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        ("memory", "rank 1 ran out of device memory in a step: CUDA out of memory. Tried to"),
+        ("host memory", "rank 1 ran out of host memory in a step"),
+    ],
+)
+def test_a_rank_without_memory_is_named_on_all_and_the_run_goes_on_later(
+    kind, what, tmp_path, write_recipe, machine_file, caches, forked: Forked
+) -> None:
+    words = ("finetune", write_recipe(), "--machine", machine_file)
+    broken = (kind, *words)
+    ranks = forked.start_machines(
+        *broken, sizes=(1, 1), variables=caches, module="tests.e2e.broken_rank"
+    )
+    ranks[0].wait_for(lambda: has_steps(tmp_path / "run", 2))
+    start_s = time.monotonic()
+    assert ended(ranks) == [1, 1]
+    assert time.monotonic() - start_s < ENDED_S
+    assert f"error (rank 1): {what}" in ranks[1].shown
+    assert f"error (rank 0): rank 1 has failed: {what}" in ranks[0].shown
+    assert all("Traceback" not in rank.shown for rank in ranks)
+    assert run(*words, "--resume") == 0
+
+
+@pytest.mark.slow
+def test_a_port_in_use_is_named_by_each_rank(
+    write_recipe, machine_file, caches, forked: Forked
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:  # accepts, and says nothing
+        port = str(other.getsockname()[1])
+        variables = {rank: {**caches[rank], "MASTER_PORT": port} for rank in caches}
+        start_s = time.monotonic()
+        ranks = forked.start_machines(
+            *("finetune", write_recipe(), "--machine", machine_file),
+            sizes=(1, 1),
+            variables=variables,
+        )
+        assert ended(ranks) == [1, 1]
+        assert time.monotonic() - start_s < ENDED_S
+    taken = f"error (rank 0): rank 0 of 2 cannot listen at port {port}: another program has it"
+    silent = f"rank 1 of 2 has no answer from rank 0 at 127.0.0.1:{port}, where another program"
+    assert taken in ranks[0].shown
+    assert f"error (rank 1): {silent} listens" in ranks[1].shown
+    assert all("--master-port" in rank.shown for rank in ranks)
+
+
+@pytest.mark.slow
 def test_a_machine_without_room_for_its_store_is_named_on_all(
     tmp_path, write_recipe, machine_file, caches, forked: Forked
 ) -> None:

@@ -7,15 +7,24 @@ come. A rank that does not find itself on a list has read an old one, and looks 
 """
 
 import json
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from threading import Thread
 from uuid import uuid4
 
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # no stub has it
+from torch.distributed import (  # type: ignore[attr-defined]  # no stub has them
+    PrefixStore,
+    Store,
+    rendezvous,
+)
 
+from finetune.env import Launch
 from finetune.errors import FinetuneError
 
+ANSWER_S = 15.0  # once something listens
 _POLL_S = 0.02
 _MEETING, _BEGUN = "sluice/meeting", "sluice/begun"
 
@@ -39,6 +48,66 @@ class Meeting:
         self.launch_store.set(_BEGUN, "yes")
 
 
+def opened_store(launch: Launch, *, timeout_s: float) -> Store:
+    """Return the store of the launcher, or that of rank 0.
+
+    A program of another kind at its port would never answer, and torch would wait for it without a
+    limit. So a rank first waits until something listens there, and from then on not for long.
+
+    Raises:
+        FinetuneError: Another program has the port, or rank 0 is not in time.
+        RuntimeError: It cannot be reached.
+        ValueError: The launcher has not said where it is.
+    """
+    is_awaited = launch.index > 0 and launch.store is not None
+    if is_awaited and not _listens(launch.store, time.monotonic() + timeout_s):
+        raise _absent([0], index=launch.index, num=launch.num, timeout_s=timeout_s)
+    stores: list[Store] = []
+    failures: list[Exception] = []
+
+    def open_it() -> None:
+        try:
+            ways = rendezvous(
+                "env://", launch.index, launch.num, timeout=timedelta(seconds=timeout_s)
+            )
+            stores.append(next(ways)[0])
+        except (RuntimeError, ValueError) as error:
+            failures.append(error)
+
+    opening = Thread(target=open_it, name="store", daemon=True)  # it may never return
+    opening.start()
+    opening.join(timeout=ANSWER_S if is_awaited else timeout_s)
+    if stores:
+        return stores[0]
+    is_taken = bool(failures) and "EADDRINUSE" in str(failures[0])
+    if failures and not is_taken:
+        raise failures[0]
+    host, port = launch.store or ("MASTER_ADDR", "MASTER_PORT")
+    raise FinetuneError(
+        f"rank {launch.index} of {launch.num} "
+        + (
+            f"cannot listen at port {port}: another program has it"
+            if is_taken
+            else f"has no answer from rank 0 at {host}:{port}, where another program listens"
+        ),
+        limit="the processes meet at MASTER_PORT, which is rank 0's or the launcher's alone",
+        hint="`--main_process_port 0` of `accelerate launch` takes a free one; of several machines"
+        " all are given the same, such as `--master-port 29517` of torchrun",
+    )
+
+
+def _listens(place: tuple[str, int], end_s: float) -> bool:
+    """Wait until something accepts connections; return whether it does."""
+    while time.monotonic() < end_s:
+        try:
+            socket.create_connection(place, timeout=ANSWER_S).close()
+        except OSError:
+            time.sleep(10 * _POLL_S)
+        else:
+            return True
+    return False
+
+
 def meet(store: Store, *, index: int, num: int, timeout_s: float) -> Meeting:
     """Wait until all ranks are there.
 
@@ -51,14 +120,18 @@ def meet(store: Store, *, index: int, num: int, timeout_s: float) -> Meeting:
     )
     if not name:
         missing = _missing(store, own, num) if index == 0 else [0]
-        raise FinetuneError(
-            f"rank {index} of {num} has waited for rank {', '.join(map(str, missing))}",
-            limit=f"all must be there within {timeout_s:,.0f} s, and reach the launcher's"
-            " MASTER_ADDR and MASTER_PORT",
-            hint="start the same command on each machine; see that a firewall lets them through",
-        )
+        raise _absent(missing, index=index, num=num, timeout_s=timeout_s)
     met = PrefixStore(f"sluice/{name}", store)
     return Meeting(store=met, launch_store=store, is_restart=is_restart)
+
+
+def _absent(missing: Sequence[int], *, index: int, num: int, timeout_s: float) -> FinetuneError:
+    return FinetuneError(
+        f"rank {index} of {num} has waited for rank {', '.join(map(str, missing))}",
+        limit=f"all must be there within {timeout_s:,.0f} s, and reach the launcher's"
+        " MASTER_ADDR and MASTER_PORT",
+        hint="start the same command on each machine; see that a firewall lets them through",
+    )
 
 
 def _opened(store: Store, own: str, num: int, end_s: float) -> tuple[str, bool]:
