@@ -39,10 +39,11 @@ OPTIONS = EngineOptions(
     num_kept_graphs=0,
 )
 
+NUM_LAYERS = 4
 SHAPE: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 64,
-    "num_hidden_layers": 6,
+    "num_hidden_layers": NUM_LAYERS,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,
@@ -51,12 +52,15 @@ SHAPE: dict[str, Any] = {
 
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
+LAYER_TYPES = ["sliding_attention"] * (NUM_LAYERS - 1) + ["full_attention"]
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE)),
     "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **EXPERTS)),
-    "gemma3_text": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SHAPE, sliding_window=8)),
+    "gemma3_text": lambda: Gemma3ForCausalLM(
+        Gemma3TextConfig(**SHAPE, sliding_window=8, layer_types=LAYER_TYPES)
+    ),
     "gpt_oss": lambda: GptOssForCausalLM(
         GptOssConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=8)
     ),
@@ -123,7 +127,7 @@ def streamed(
 @functools.cache
 def resident(name: str) -> tuple[float, dict[str, torch.Tensor]]:
     """Return the step of a tiny model all of whose layers stay on the device."""
-    return streamed(tiny(name), num_slots=SHAPE["num_hidden_layers"])
+    return streamed(tiny(name), num_slots=NUM_LAYERS)
 
 
 def plain(model: PeftModel) -> tuple[float, dict[str, torch.Tensor]]:

@@ -58,7 +58,7 @@ def _limit_aside(verdict: Verdict) -> Verdict:
     "model_type",
     mostly_slow(
         [name for name in SAMPLE if name in causal_types()],
-        *("bloom", "gemma3n_text", "gpt_oss"),
+        *("bloom", "gemma3n_text"),
     ),
 )
 def test_reorder_a_sample_of_types_is_exact_or_refused_as_committed(model_type: str) -> None:

@@ -19,9 +19,9 @@ from transformers import Trainer, TrainingArguments
 
 import offload
 from offload.engine.engine import Engine
-from tests.parity.steps import MODELS, gradients, micro_batches, plain, tiny
+from tests.parity.steps import MODELS, NUM_LAYERS, gradients, micro_batches, plain, tiny
 from tests.parity.tiny_models import tiny_model
-from tests.tiers import mostly_slow
+from tests.tiers import diagonal, mostly_slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -266,7 +266,7 @@ def two_adapters() -> Any:
     return model
 
 
-@pytest.mark.parametrize("codec", ["int8", "bf16_packed"])
+@pytest.mark.parametrize("codec", mostly_slow(["int8", "bf16_packed"], "int8"))
 def test_of_encoded_layers_adapters_are_saved_and_the_rest_is_refused(
     codec: str, tmp_path: Path
 ) -> None:
@@ -300,7 +300,7 @@ def test_what_is_written_through_a_state_dict_is_trained_on() -> None:
     """As in the plain model, whose state_dict shares its memory; also where all is resident."""
     model = tiny("qwen3")
     reference = copy.deepcopy(model)
-    engine = offload.attach(model, num_slots=6, device="cpu")
+    engine = offload.attach(model, num_slots=NUM_LAYERS, device="cpu")
     engine.forward_backward(micro_batches())
     model.zero_grad()
     with torch.no_grad():
@@ -658,8 +658,10 @@ def halved(gradient: torch.Tensor) -> torch.Tensor:
 HINT_AFTER = r".*hint: apply it to `.grad` after `forward_backward` returns"
 
 
-@pytest.mark.parametrize("is_tied", [True, False])
-@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.norm.weight"])
+@pytest.mark.parametrize(
+    ("name", "is_tied"),
+    diagonal(["model.embed_tokens.weight", "model.norm.weight"], [True, False]),
+)
 def test_a_hook_on_a_gradient_outside_the_layers_is_refused(name: str, is_tied: bool) -> None:
     model = trained_whole(is_tied=is_tied)
     with attached(model) as engine:

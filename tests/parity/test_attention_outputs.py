@@ -14,12 +14,20 @@ from offload.engine.engine import Engine
 from offload.errors import TransferError
 from offload.plan.schedule.op import Kind, Lane
 from tests.doubles import HookedDevice
-from tests.parity.steps import OPTIONS, assert_equal, gradients, micro_batches, steps, tiny
+from tests.parity.steps import (
+    NUM_LAYERS,
+    OPTIONS,
+    assert_equal,
+    gradients,
+    micro_batches,
+    steps,
+    tiny,
+)
 from tests.tiers import mostly_slow
 
-KEPT = replace(OPTIONS, num_kept_outputs=6)
-SENT = replace(OPTIONS, num_sent_outputs=6)
-BOTH = replace(OPTIONS, num_kept_outputs=2, num_sent_outputs=3)
+KEPT = replace(OPTIONS, num_kept_outputs=NUM_LAYERS)
+SENT = replace(OPTIONS, num_sent_outputs=NUM_LAYERS)
+BOTH = replace(OPTIONS, num_kept_outputs=1, num_sent_outputs=2)
 
 
 class Counted(TorchDispatchMode):
@@ -76,10 +84,10 @@ def test_move_no_bit_differs_with_codecs_stash_and_kept_graphs(others: dict[str,
     ("options", "num"),
     mostly_slow(
         {
-            "neither": (OPTIONS, 12),
-            "kept": (KEPT, 6),
-            "sent": (SENT, 6),
-            "both": (BOTH, 7),
+            "neither": (OPTIONS, 2 * NUM_LAYERS),
+            "kept": (KEPT, NUM_LAYERS),
+            "sent": (SENT, NUM_LAYERS),
+            "both": (BOTH, 2 * NUM_LAYERS - 3),
         },
         "both",
     ),
@@ -147,7 +155,10 @@ def test_an_output_that_is_lost_on_the_host_gives_other_gradients() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [SENT, replace(OPTIONS, num_sent_graphs=6)], ids=["outputs", "graphs"]
+    "options",
+    mostly_slow(
+        {"outputs": SENT, "graphs": replace(OPTIONS, num_sent_graphs=NUM_LAYERS)}, "graphs"
+    ),
 )
 def test_after_a_send_that_fails_the_next_step_has_the_same_gradients(
     options: EngineOptions,

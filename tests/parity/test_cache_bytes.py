@@ -9,12 +9,13 @@ import offload
 from finetune.model.facts import facts_of
 from offload.plan.memory.cache import cache_bytes
 from tests.parity.tiny_models import tiny_model
+from tests.tiers import mostly_slow
 
 NUM_ROWS, NUM_PROMPT = 2, 11
 TYPES = ("llama", "qwen3_moe", "gemma3_text", "gpt_oss", "qwen3_next", "gpt2")
 
 
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", mostly_slow(TYPES, "gemma3_text", "qwen3_next"))
 def test_caches_take_what_the_formula_says(model_type: str) -> None:
     model: Any = tiny_model(model_type).eval()
     facts = facts_of(model)

@@ -87,19 +87,19 @@ def test_reorder_gradients_are_those_of_plain_peft_however_a_step_is_cut(name: s
     values = torch.tensor(CLASSES, dtype=torch.float64)
     rows = StepRows(groups_R=torch.arange(8), values_R=values, num_trained=8)
     objective = objective_of(ObjectiveSection(method="classify"), rows, seq_len=40)
-    for sizes, chunk, is_packed in [
-        *((s, c, False) for s in CUTS for c in (1, 7)),
-        ((5, 3), 7, True),
-    ]:
+    plain_cuts = [(sizes, False) for sizes in CUTS]
+    for chunk, cuts in ((1, plain_cuts), (7, [*plain_cuts, ((5, 3), True)])):
         streamed = copy.deepcopy(model)
         options = replace(OPTIONS, head_chunk_tokens=chunk)
         engine = Engine(streamed, device=torch.device("cpu"), options=options)
-        result = engine.forward_backward(
-            batches_of(sizes, is_packed=is_packed), objective=objective
-        )
-        assert result.loss == pytest.approx(loss, rel=1e-11)
-        assert result.metrics["accuracy"] == accuracy
-        found = gradients(streamed)
-        assert found.keys() == truth.keys()
-        assert rel_error(found, truth) < 1e-11
+        for sizes, is_packed in cuts:
+            result = engine.forward_backward(
+                batches_of(sizes, is_packed=is_packed), objective=objective
+            )
+            assert result.loss == pytest.approx(loss, rel=1e-11)
+            assert result.metrics["accuracy"] == accuracy
+            found = gradients(streamed)
+            assert found.keys() == truth.keys()
+            assert rel_error(found, truth) < 1e-11
+            streamed.zero_grad()
         engine.detach()

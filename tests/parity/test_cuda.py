@@ -25,8 +25,8 @@ from offload.plan.schedule.op import Lane
 from tests.parity.on_card import MID_MODELS, Batches, Found, long_micro_batches, tiny
 from tests.parity.steps import (
     MODELS,
+    NUM_LAYERS,
     OPTIONS,
-    SHAPE,
     assert_equal,
     gradients,
     micro_batches,
@@ -37,7 +37,6 @@ from tests.parity.steps import (
 
 pytestmark = pytest.mark.gpu
 
-NUM_LAYERS = SHAPE["num_hidden_layers"]
 LATE_CYCLES = 2_000_000  # about a millisecond, many times a tiny layer
 TOO_LATE_CYCLES = 50 * LATE_CYCLES  # many times what the host takes to issue a layer
 

@@ -85,7 +85,6 @@ def padded(side: str) -> list[dict[str, torch.Tensor]]:
     mostly_slow(
         list(itertools.product(PADDED, ("left", "right", "none"))),
         ("gpt2", "left"),
-        ("bloom", "none"),
     ),
 )
 def test_padding_on_either_side_or_none_is_exact(model_type: str, side: str) -> None:

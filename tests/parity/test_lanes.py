@@ -32,7 +32,7 @@ from offload.plan.schedule.schedule import (
     training_schedule,
 )
 from tests.doubles import HookedDevice
-from tests.parity.steps import OPTIONS, assert_equal, micro_batches, tiny
+from tests.parity.steps import NUM_LAYERS, OPTIONS, assert_equal, micro_batches, tiny
 from tests.tiers import mostly_slow
 
 NUM_SLOTS = 2
@@ -145,7 +145,7 @@ def drop(schedule: Schedule, without: tuple[int, int] | None) -> Schedule:
 )
 def test_move_any_delay_in_any_lane_gives_the_bits_of_the_resident_step(setting: Setting) -> None:
     resident = replace(setting, stash="device", piece_bytes=2**26)
-    expected = run(resident, CpuDevice(), num_slots=6)
+    expected = run(resident, CpuDevice(), num_slots=NUM_LAYERS)
     for seed in range(4):
         chance = random.Random(seed)
 

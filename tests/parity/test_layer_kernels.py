@@ -21,12 +21,12 @@ from offload.engine.engine import Engine
 from offload.engine.model.layers import LayeredModel
 from offload.plan.facts.codec import CodecName
 from tests.counted import Counted
-from tests.parity.steps import OPTIONS, SHAPE, micro_batches, rel_error, tiny, truth_of
+from tests.parity.steps import NUM_LAYERS, OPTIONS, SHAPE, micro_batches, rel_error, tiny, truth_of
 from tests.tiers import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FUSED = replace(OPTIONS, layer_kernels="fused")
-RESIDENT = replace(FUSED, num_slots=SHAPE["num_hidden_layers"])
+RESIDENT = replace(FUSED, num_slots=NUM_LAYERS)
 Step = tuple[float, dict[str, torch.Tensor]]
 # Fused parts of a layer: norms, rotations, gated MLPs.
 FOUND = {
@@ -114,7 +114,7 @@ def test_move_a_streamed_step_with_fused_layers_is_the_resident_one(
     ("options", "reference"),
     mostly_slow(
         {
-            "kept graphs": (replace(FUSED, num_kept_graphs=3), RESIDENT),
+            "kept graphs": (replace(FUSED, num_kept_graphs=2), RESIDENT),
             "stash": (replace(FUSED, stash="host"), RESIDENT),
             "all products": (replace(FUSED, leaves_out=False), RESIDENT),
             "int8": (replace(FUSED, codec="int8"), replace(RESIDENT, codec="int8")),
@@ -138,7 +138,7 @@ def test_move_all_together_no_bit_differs(codec: CodecName) -> None:
     together = replace(
         tiles, num_kept_graphs=1, num_kept_outputs=2, num_sent_outputs=2, stash="host"
     )
-    resident = replace(tiles, num_slots=SHAPE["num_hidden_layers"])
+    resident = replace(tiles, num_slots=NUM_LAYERS)
     require_same(step(model, together), step(model, resident))
 
 

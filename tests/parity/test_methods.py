@@ -26,7 +26,9 @@ IGNORED = -100
 
 
 @pytest.mark.parametrize("dtype", mostly_slow([torch.float32, torch.bfloat16], torch.float32))
-@pytest.mark.parametrize("method", ["loha", "lokr", "ia3", "vera", "oft", "miss", "hira"])
+@pytest.mark.parametrize(
+    "method", mostly_slow(["loha", "lokr", "ia3", "vera", "oft", "miss", "hira"], "ia3", "vera")
+)
 def test_gradients_are_those_of_plain_peft(method: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     section = AdapterSection.model_validate({"method": method, "rank": 4})

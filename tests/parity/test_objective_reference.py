@@ -78,13 +78,18 @@ WHOLE = ["embed_tokens", "lm_head", "norm", "input_layernorm"]
 
 @pytest.mark.parametrize(
     "config",
-    [
-        {"lora_dropout": 0.4},
-        {"modules_to_save": WHOLE},
-        {"target_modules": ["q_proj", "embed_tokens", "lm_head"]},
-        {"use_dora": True},
-    ],
-    ids=["dropout", "modules trained whole", "adapters outside the layers", "dora"],
+    mostly_slow(
+        {
+            "dropout": ({"lora_dropout": 0.4},),
+            "modules trained whole": ({"modules_to_save": WHOLE},),
+            "adapters outside the layers": (
+                {"target_modules": ["q_proj", "embed_tokens", "lm_head"]},
+            ),
+            "dora": ({"use_dora": True},),
+        },
+        "dropout",
+        "modules trained whole",
+    ),
 )
 def test_the_reference_scores_as_the_plain_model_without_adapters(config: Any) -> None:
     model = with_adapter(**config).double()

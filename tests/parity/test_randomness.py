@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import offload
 from offload.engine.model.layers import LayeredModel
 from offload.engine.randomness import _OwnGenerators
-from tests.parity.steps import micro_batches, tiny
+from tests.parity.steps import NUM_LAYERS, micro_batches, tiny
 from tests.tiers import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -104,7 +104,7 @@ def test_move_dropout_is_the_same_while_another_thread_draws(
 
 def test_move_the_recompute_repeats_the_dropout_of_a_kept_graph() -> None:
     again = step(tiny("qwen3", dropout=0.5))
-    assert_same(step(tiny("qwen3", dropout=0.5), kept_graphs=6), again)
+    assert_same(step(tiny("qwen3", dropout=0.5), kept_graphs=NUM_LAYERS), again)
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def noisy() -> nn.Module:
 
 def test_noise_from_the_default_generator_is_repeated(noisy: nn.Module) -> None:
     plain = copy.deepcopy(noisy)
-    assert_same(step(noisy), step(plain, kept_graphs=6))
+    assert_same(step(noisy), step(plain, kept_graphs=NUM_LAYERS))
 
 
 @pytest.mark.parametrize("call", [1, 2], ids=["forward", "recompute"])

@@ -63,4 +63,4 @@ def test_a_value_read_back_in_a_visit_would_be_seen() -> None:
     with Watch() as watch:
         engine.forward_backward(micro_batches(), dropout_seed=0)
     engine.detach()
-    assert sum("layer_forward" in reader for reader in watch.readers) == 6
+    assert sum("layer_forward" in reader for reader in watch.readers) == 6  # two visits of three

@@ -13,9 +13,8 @@ from offload.engine.run_step import RunStep
 from offload.plan.schedule.op import Lane
 from offload.plan.schedule.reduced import Reduced
 from tests.doubles import HookedDevice
-from tests.parity.steps import OPTIONS, SHAPE, gradients, micro_batches, plain, tiny
+from tests.parity.steps import NUM_LAYERS, OPTIONS, gradients, micro_batches, plain, tiny
 
-NUM_LAYERS = SHAPE["num_hidden_layers"]
 SHARED = "layers.{}.self_attn.q_proj.lora_A.default.weight"
 
 

@@ -5,7 +5,7 @@ MOVE is to the bit, REORDER within rounding.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from offload.engine.bound import EngineOptions
 from offload.engine.engine import Engine
 from offload.engine.objective import StepLoss
 from offload.errors import OffloadError, UnsupportedModelError
-from tests.parity.steps import MODELS, OPTIONS, assert_equal, gradients, rel_error, tiny
+from tests.parity.steps import MODELS, NUM_LAYERS, OPTIONS, assert_equal, gradients, rel_error, tiny
 from tests.tiers import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -98,14 +98,15 @@ def plain(model: Any) -> Found:
     return loss.item(), gradients(model)
 
 
-def step(
+def steps(
     model: Any,
-    sizes: Sequence[int],
+    cuts: Iterable[Sequence[int]],
     options: EngineOptions = OPTIONS,
     *,
     is_packed: bool = False,
     num_steps: int = 1,
-) -> Found:
+) -> Iterator[Found]:
+    """Yield what is found for each way to cut the step; gradients of several steps add up."""
     model = copy.deepcopy(model)
     rows = StepRows(
         groups_R=torch.tensor(GROUPS),
@@ -115,17 +116,26 @@ def step(
     section = ObjectiveSection.model_validate({"method": "reward", "beta": CENTER})
     engine = Engine(model, device=torch.device("cpu"), options=options)
     try:
-        results = [
-            engine.forward_backward(
-                batches_of(sizes, is_packed=is_packed),
-                objective=objective_of(section, rows, seq_len=40),
-                dropout_seed=seed,
-            )
-            for seed in range(num_steps)
-        ]
-        return results[-1].loss, gradients(model)
+        for sizes in cuts:
+            results = [
+                engine.forward_backward(
+                    batches_of(sizes, is_packed=is_packed),
+                    objective=objective_of(section, rows, seq_len=40),
+                    dropout_seed=seed,
+                )
+                for seed in range(num_steps)
+            ]
+            yield results[-1].loss, gradients(model)
+            model.zero_grad()
     finally:
         engine.detach()
+
+
+def step(
+    model: Any, sizes: Sequence[int], options: EngineOptions = OPTIONS, **changes: Any
+) -> Found:
+    (found,) = steps(model, [sizes], options, **changes)
+    return found
 
 
 FAMILIES = ("llama", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss")
@@ -137,10 +147,8 @@ def test_reorder_gradients_are_those_of_a_plain_loop_however_a_step_is_cut(name:
     loss, truth = plain(model)
     assert any("score" in n for n in truth)
     assert all(gradient.abs().max() > 1e-9 for n, gradient in truth.items() if "expert" not in n)
-    for sizes in CUTS:
-        for chunk in (1, 7):
-            options = replace(OPTIONS, head_chunk_tokens=chunk)
-            found_loss, found = step(model, sizes, options)
+    for chunk in (1, 7):
+        for found_loss, found in steps(model, CUTS, replace(OPTIONS, head_chunk_tokens=chunk)):
             assert found_loss == pytest.approx(loss, rel=1e-11)
             assert found.keys() == truth.keys()
             assert rel_error(found, truth) < 1e-11
@@ -156,7 +164,7 @@ def test_reorder_packed_rows_have_the_gradients_of_rows_alone(name: str) -> None
 
 
 LEVERS = {
-    "kept": replace(OPTIONS, num_kept_graphs=3),
+    "kept": replace(OPTIONS, num_kept_graphs=2),
     "stashed, kept": replace(OPTIONS, stash="host", num_kept_graphs=2, num_slots=3),
     "nf4": replace(OPTIONS, codec="nf4"),
 }
@@ -166,7 +174,7 @@ LEVERS = {
 @pytest.mark.parametrize("lever", mostly_slow(list(LEVERS), next(iter(LEVERS))))
 def test_move_streamed_is_resident(name: str, lever: str) -> None:
     model, options = classifier(name), LEVERS[lever]
-    resident = replace(OPTIONS, num_slots=6, codec=options.codec)
+    resident = replace(OPTIONS, num_slots=NUM_LAYERS, codec=options.codec)
     expected = step(model, (5, 3), resident, num_steps=2)
     assert_equal(step(model, (5, 3), options, num_steps=2), expected)
 

@@ -234,7 +234,7 @@ def cuts() -> dict[str, list[Batch]]:
     }
 
 
-@pytest.mark.parametrize("cut", cuts())
+@pytest.mark.parametrize("cut", mostly_slow(list(cuts()), "packed all, and one padded"))
 def test_any_cut_of_a_step_gives_its_router_loss_and_gradients(cut: str) -> None:
     model = balanced("qwen3_moe")
     plain_loss, expected = plain_over_step(model, [padded(*rows())])
@@ -265,14 +265,19 @@ def test_a_router_loss_of_a_step_is_exact_in_float64() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"num_slots": 8},
-        {"stash": "host"},
-        {"kept_graphs": 1},
-        {"sent_graphs": 2},
-        {"kept_graphs": 1, "sent_graphs": 1, "stash": "host"},
-    ],
-    ids=str,
+    mostly_slow(
+        {
+            str(options): (options,)
+            for options in (
+                {"num_slots": 8},
+                {"stash": "host"},
+                {"kept_graphs": 1},
+                {"sent_graphs": 2},
+                {"kept_graphs": 1, "sent_graphs": 1, "stash": "host"},
+            )
+        },
+        str({"kept_graphs": 1, "sent_graphs": 1, "stash": "host"}),
+    ),
 )
 def test_move_a_router_loss_of_a_step_is_the_same_wherever_things_wait(
     options: dict[str, Any],

@@ -18,7 +18,8 @@ from finetune.adapter.linear_lora import compute_in_base_dtype
 from offload.engine.engine import Engine
 from offload.engine.passes.scores import ScoreResult
 from offload.errors import OffloadError
-from tests.parity.steps import MODELS, OPTIONS, micro_batches
+from tests.parity.steps import MODELS, NUM_LAYERS, OPTIONS, micro_batches
+from tests.tiers import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -97,7 +98,7 @@ def assert_same(found: ScoreResult, expected: ScoreResult) -> None:
             assert torch.equal(one.rows_N, other.rows_N)
 
 
-@pytest.mark.parametrize("is_training", [True, False])
+@pytest.mark.parametrize("is_training", mostly_slow([True, False], True))
 def test_reorder_each_adapter_scores_as_plain_peft_with_it_alone(is_training: bool) -> None:
     model = with_adapters("llama", CONFIGS | {"drops": {"lora_dropout": 0.5}})
     plain = copy.deepcopy(model)
@@ -109,7 +110,7 @@ def test_reorder_each_adapter_scores_as_plain_peft_with_it_alone(is_training: bo
     assert len(sums) == len(adapters)  # no two adapters are alike
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("name", mostly_slow(["qwen3_moe", "gpt_oss"], "gpt_oss"))
 def test_reorder_adapters_on_experts_score_as_plain_peft(name: str) -> None:
     configs = {n: {"r": r, "target_parameters": EXPERTS} for n, r in (("one", 2), ("two", 4))}
     model = with_adapters(name, configs | {"attention": {"r": 2}})
@@ -118,16 +119,16 @@ def test_reorder_adapters_on_experts_score_as_plain_peft(name: str) -> None:
     assert_plain(plain, scored(compute_beside(model), adapters), adapters)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma3_text"])
+@pytest.mark.parametrize("name", mostly_slow(["llama", "qwen3_moe", "gemma3_text"], "qwen3_moe"))
 def test_move_streamed_scores_are_those_of_the_resident_model(name: str) -> None:
     experts = {"target_parameters": EXPERTS} if name == "qwen3_moe" else {}
     model = with_adapters(name, {"one": experts, "two": {"r": 2} | experts})
     compute_in_base_dtype(compute_beside(model))
     adapters = [None, "two", "one"]
-    resident = scored(copy.deepcopy(model), adapters, num_slots=6)
+    resident = scored(copy.deepcopy(model), adapters, num_slots=NUM_LAYERS)
     assert_same(scored(copy.deepcopy(model), adapters), resident)
     for codec in ("int8", "nf4"):
-        expected = scored(copy.deepcopy(model), adapters, codec=codec, num_slots=6)
+        expected = scored(copy.deepcopy(model), adapters, codec=codec, num_slots=NUM_LAYERS)
         assert_same(scored(copy.deepcopy(model), adapters, codec=codec), expected)
 
 
@@ -136,19 +137,20 @@ def test_move_an_adapter_scores_among_others_as_it_does_alone() -> None:
     compute_in_base_dtype(model)
     adapters = [None, *CONFIGS]
     together = scored(copy.deepcopy(model), adapters)
+    engine = Engine(model, device=torch.device("cpu"), options=OPTIONS)
     for number, adapter in enumerate(adapters):
-        alone = scored(copy.deepcopy(model), [adapter])
+        alone = engine.score(micro_batches(), adapters=[adapter])
         assert_same(replace(together, scores=together.scores[number : number + 1]), alone)
+    engine.detach()
 
 
 def test_the_loads_depend_on_neither_the_adapters_nor_the_micro_batches() -> None:
     model = with_adapters("llama", CONFIGS)
-    num_layers = 6
     for num, adapters in ((1, [None]), (1, [None, *CONFIGS]), (3, [None, *CONFIGS])):
         engine = Engine(model, device=torch.device("cpu"), options=OPTIONS)
         first, second = (engine.score(micro_batches(num), adapters=adapters) for _ in range(2))
         engine.detach()
-        assert first.num_loads == second.num_loads == num_layers  # the ring holds the last ones
+        assert first.num_loads == second.num_loads == NUM_LAYERS  # the ring holds the last ones
         assert first.num_passes == num * len(adapters)
 
 

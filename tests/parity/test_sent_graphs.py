@@ -12,13 +12,21 @@ from offload.engine.batch import shape_of
 from offload.engine.bound import EngineOptions
 from offload.engine.engine import Engine
 from offload.plan.schedule.op import Kind
-from tests.parity.steps import OPTIONS, assert_equal, gradients, micro_batches, steps, tiny
+from tests.parity.steps import (
+    NUM_LAYERS,
+    OPTIONS,
+    assert_equal,
+    gradients,
+    micro_batches,
+    steps,
+    tiny,
+)
 from tests.tiers import mostly_slow, tiered
 
-ALL = replace(OPTIONS, num_sent_graphs=6)
-SOME = replace(OPTIONS, num_sent_graphs=3)
+ALL = replace(OPTIONS, num_sent_graphs=NUM_LAYERS)
+SOME = replace(OPTIONS, num_sent_graphs=2)
 MIXED = replace(
-    OPTIONS, num_kept_graphs=1, num_sent_graphs=2, num_kept_outputs=1, num_sent_outputs=1
+    OPTIONS, num_kept_graphs=1, num_sent_graphs=1, num_kept_outputs=1, num_sent_outputs=1
 )
 
 
@@ -56,6 +64,7 @@ def test_move_no_bit_differs_where_graphs_are_sent(name: str, options: EngineOpt
                 "stash": "host",
                 "num_slots": 3,
                 "num_kept_graphs": 1,
+                "num_sent_graphs": 1,
                 "num_kept_outputs": 1,
                 "num_sent_outputs": 1,
             },
@@ -77,9 +86,10 @@ def test_move_no_bit_differs_with_other_settings(others: dict[str, Any]) -> None
     model = tiny("qwen3", dropout=0.3 if "mlp_chunk_tokens" not in others else 0.0)
     plain = {name: value for name, value in others.items() if not name.startswith("num_")}
     expected, _ = steps(model, replace(OPTIONS, **plain))
-    found, kinds = steps(model, replace(SOME, **others))
+    options = replace(SOME, **others)
+    found, kinds = steps(model, options)
     assert_equal(found, expected)
-    assert kinds.count(Kind.SEND) >= 3 * len(micro_batches())
+    assert kinds.count(Kind.SEND) >= options.num_sent_graphs * len(micro_batches())
 
 
 def test_a_layer_whose_graph_is_sent_is_not_computed_again() -> None:
@@ -91,10 +101,10 @@ def test_a_layer_whose_graph_is_sent_is_not_computed_again() -> None:
     engine.forward_backward(micro_batches())
     visited.clear()
     engine.forward_backward(micro_batches())  # nothing is inspected or measured any more
-    graphs = MIXED.residency.sent_graphs(6) | {5}
+    graphs = MIXED.residency.sent_graphs(NUM_LAYERS) | {NUM_LAYERS - 1}
     engine.detach()
-    counts = [visited.count(number) for number in range(6)]
-    assert counts == [(1 if number in graphs else 2) * 3 for number in range(6)]
+    counts = [visited.count(number) for number in range(NUM_LAYERS)]
+    assert counts == [(1 if number in graphs else 2) * 3 for number in range(NUM_LAYERS)]
 
 
 def test_a_graph_that_is_lost_on_the_host_gives_other_gradients() -> None:

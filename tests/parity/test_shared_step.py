@@ -6,7 +6,7 @@ import torch
 
 import offload
 from finetune.training.ranks import own_micro_batches
-from tests.parity.steps import gradients, micro_batches, streamed, tiny
+from tests.parity.steps import NUM_LAYERS, gradients, micro_batches, streamed, tiny
 
 NUM_RANKS = 2
 
@@ -35,7 +35,7 @@ def in_shares(*, keeps_ids: bool) -> tuple[float, dict[str, torch.Tensor]]:
 
 
 def test_reorder_the_shares_of_a_step_add_up_to_the_step_with_its_dropout() -> None:
-    whole_loss, whole = streamed(tiny("llama", dropout=0.3), num_slots=6, seed=5)
+    whole_loss, whole = streamed(tiny("llama", dropout=0.3), num_slots=NUM_LAYERS, seed=5)
     loss, shared = in_shares(keeps_ids=True)
     assert abs(loss - whole_loss) <= 1e-6 * whole_loss
     for name, gradient in whole.items():
@@ -43,6 +43,6 @@ def test_reorder_the_shares_of_a_step_add_up_to_the_step_with_its_dropout() -> N
 
 
 def test_shares_that_number_their_micro_batches_anew_drop_out_other_features() -> None:
-    whole_loss, _ = streamed(tiny("llama", dropout=0.3), num_slots=6, seed=5)
+    whole_loss, _ = streamed(tiny("llama", dropout=0.3), num_slots=NUM_LAYERS, seed=5)
     loss, _ = in_shares(keeps_ids=False)
     assert abs(loss - whole_loss) > 1e-3 * whole_loss

@@ -6,7 +6,7 @@ float64 what is left is rounding.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -220,7 +220,10 @@ def plain(model: Any, case: Case) -> tuple[float, dict[str, torch.Tensor]]:
     return loss.item(), gradients(model)
 
 
-def streamed(model: Any, case: Case, sizes: Sequence[int]) -> tuple[float, dict[str, torch.Tensor]]:
+def streamed(
+    model: Any, case: Case, cuts: Iterable[Sequence[int]]
+) -> Iterator[tuple[float, dict[str, torch.Tensor]]]:
+    """Yield the step's loss and gradients for each way to cut it."""
     model = copy.deepcopy(model)
     rows, (groups, values) = rows_of_step(), case.groups
     section = ObjectiveSection.model_validate(case.settings)
@@ -236,13 +239,15 @@ def streamed(model: Any, case: Case, sizes: Sequence[int]) -> tuple[float, dict[
     )
     engine = Engine(model, device=torch.device("cpu"), options=OPTIONS)
     try:
-        result = engine.forward_backward(
-            batches_of(rows, sizes),
-            objective=objective_of(section, step_rows, seq_len=SEQ_LEN),
-            scored=batches_of(scored, sizes[::-1]) if scored else (),
-            dropout_seed=0,
-        )
-        return result.loss, gradients(model)
+        for sizes in cuts:
+            result = engine.forward_backward(
+                batches_of(rows, sizes),
+                objective=objective_of(section, step_rows, seq_len=SEQ_LEN),
+                scored=batches_of(scored, sizes[::-1]) if scored else (),
+                dropout_seed=0,
+            )
+            yield result.loss, gradients(model)
+            model.zero_grad()
     finally:
         engine.detach()
 
@@ -264,8 +269,7 @@ def test_reorder_each_loss_has_the_gradients_of_a_plain_loop_however_it_is_cut(
     model.config._experts_implementation = "eager"
     loss, truth = plain(model, CASES[of])
     assert any(gradient.abs().max() > 1e-4 for gradient in truth.values())
-    for sizes in CUTS:
-        found_loss, found = streamed(model, CASES[of], sizes)
+    for found_loss, found in streamed(model, CASES[of], CUTS):
         assert found_loss == pytest.approx(loss, rel=1e-11)
         assert found.keys() == truth.keys()
         assert rel_error(found, truth) < 1e-11

@@ -13,6 +13,7 @@ import offload
 from offload.plan.schedule.schedule import Order
 from tests.parity.steps import (
     MODELS,
+    NUM_LAYERS,
     assert_equal,
     gradients,
     micro_batches,
@@ -25,7 +26,7 @@ from tests.tiers import mostly_slow
 
 pytestmark = pytest.mark.disk
 
-NUM_LAYERS, HIDDEN = 6, 32
+HIDDEN = 32
 
 
 def stashed(name: str, *, order: Order = Order.LAYER_MAJOR, dropout: float = 0.0):
@@ -45,7 +46,7 @@ def test_move_inputs_that_waited_on_the_host_change_nothing(name: str) -> None:
 def test_move_inputs_on_the_host_change_nothing_in_the_usual_order_and_under_dropout() -> None:
     order = Order.MICRO_BATCH_MAJOR
     result, found = stashed("qwen3", order=order, dropout=0.2)
-    expected = streamed(tiny("qwen3", dropout=0.2), num_slots=6, order=order)
+    expected = streamed(tiny("qwen3", dropout=0.2), num_slots=NUM_LAYERS, order=order)
     assert_equal((result.loss, found), expected)
 
 
@@ -170,7 +171,7 @@ def train(
 @pytest.mark.parametrize("name", mostly_slow(list(MODELS), "qwen3"))
 def test_move_trained_layers_streamed_equal_trained_layers_resident(name: str) -> None:
     streamed_run = train(name, num_slots=2, num_steps=3, trained_weights="host")
-    resident_run = train(name, num_slots=6, num_steps=3, trained_weights="host")
+    resident_run = train(name, num_slots=NUM_LAYERS, num_steps=3, trained_weights="host")
     assert streamed_run[0] == resident_run[0]
     assert all(torch.equal(streamed_run[1][n], w) for n, w in resident_run[1].items())
 
@@ -205,7 +206,7 @@ def plain_backward(model: nn.Module) -> float:
 def test_an_update_makes_every_slot_stale_and_the_reloads_are_counted() -> None:
     _, _, loads = train("qwen3", num_slots=2, num_steps=3, trained_weights="host")
     assert loads == [2 * NUM_LAYERS - 2] * 3
-    _, _, loads = train("qwen3", num_slots=6, num_steps=2, trained_weights="host")
+    _, _, loads = train("qwen3", num_slots=NUM_LAYERS, num_steps=2, trained_weights="host")
     assert loads == [NUM_LAYERS] * 2
 
 

@@ -299,7 +299,7 @@ TRACED = ("llama", "qwen3", "phi3", "mistral", "olmo2", "glm4")
 def test_the_formula_of_a_visit_in_tiles_is_its_trace_within_a_tenth(
     model_type: str, is_grouped: bool, code: LayerCode
 ) -> None:
-    num_tokens, hidden = 2048, 512
+    num_tokens, hidden = 1024, 512
     sizes = {"hidden_size": hidden, "intermediate_size": 4 * hidden, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
     others = {"vocab_size": 256, "max_position_embeddings": num_tokens, "pad_token_id": 0}

@@ -15,7 +15,7 @@ from offload.engine.bound import EngineOptions
 from offload.engine.objective import Reference, Scores, StepLoss
 from offload.errors import OffloadError
 from tests.parity.objectives import Batches, adapted, alone, attached, pairs
-from tests.parity.steps import OPTIONS, assert_equal, gradients, rel_error, tiny
+from tests.parity.steps import NUM_LAYERS, OPTIONS, assert_equal, gradients, rel_error, tiny
 from tests.tiers import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -150,7 +150,7 @@ def test_a_step_is_the_same_however_rows_and_chunks_of_the_head_are_cut(
 
 
 LEVERS = {
-    "kept": replace(OPTIONS, num_kept_graphs=3),
+    "kept": replace(OPTIONS, num_kept_graphs=2),
     "stashed, kept": replace(OPTIONS, stash="host", num_kept_graphs=2, num_slots=3),
     "nf4": replace(OPTIONS, codec="nf4"),
 }
@@ -160,7 +160,7 @@ LEVERS = {
 @pytest.mark.parametrize("lever", mostly_slow(list(LEVERS), next(iter(LEVERS))))
 def test_move_streamed_is_resident(name: str, lever: str) -> None:
     model, options = adapted(name), LEVERS[lever]
-    resident = replace(OPTIONS, num_slots=6, codec=options.codec)
+    resident = replace(OPTIONS, num_slots=NUM_LAYERS, codec=options.codec)
     expected = step(model, pairs(1, 2), resident, num_steps=2)
     assert_equal(step(model, pairs(1, 2), options, num_steps=2), expected)
 
@@ -178,7 +178,7 @@ def test_it_has_the_loads_of_plain_fine_tuning(num_micro_batches: int) -> None:
     plain = engine.forward_backward(batches)
     found = engine.forward_backward(batches, objective=ToTeacher(Teacher.drawn(batches)))
     engine.detach()
-    assert found.num_loads == plain.num_loads == 2 * (6 - 3)
+    assert found.num_loads == plain.num_loads == 2 * (NUM_LAYERS - 3)
     assert found.h2d_bytes == plain.h2d_bytes
 
 

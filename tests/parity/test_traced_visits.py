@@ -242,7 +242,7 @@ def test_a_trace_leaves_the_model_as_it_was() -> None:
         assert parameter.grad is None
 
 
-@pytest.mark.parametrize("path", ["grouped_mm", "triton"])
+@pytest.mark.parametrize("path", mostly_slow(["grouped_mm", "triton"], "grouped_mm"))
 def test_weights_that_wait_encoded_are_traced_as_those_that_they_decode_to(path: str) -> None:
     sizes: dict[str, Any] = {"rows": 1, "width": 16, "is_padded": False, "chunk": 8}
     model = built("moe", torch.bfloat16, path=path, experts=True)

@@ -22,6 +22,7 @@ import offload
 from tests.parity.architectures import gradients, micro_batches, streamed
 from tests.parity.exactness import adapted, assert_exact, llama
 from tests.parity.tiny_models import tiny_model
+from tests.tiers import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -86,7 +87,7 @@ def test_hidden_states_that_a_config_asks_for_are_not_collected_and_come_back_af
 # -------------------------------------------------------------------------- trained outside layers
 
 
-@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("is_tied", mostly_slow([True, False], True))
 def test_trained_embeddings_and_head_get_their_gradients_tied_or_not(is_tied: bool) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(

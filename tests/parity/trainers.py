@@ -12,11 +12,10 @@ from peft import PeftModel
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from finetune.integrations.trainer import SluiceTrainer, Streaming
-from tests.parity.steps import SHAPE, tiny
+from tests.parity.steps import tiny
 
 LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss", "epoch", "step")
 STREAMING = Streaming(num_slots=2)
-NUM_LAYERS = SHAPE["num_hidden_layers"]
 
 # 17 rows: with 2 in a micro-batch and 3 of these in a step, an epoch ends with a micro-batch of one
 # row and is 3 steps

@@ -532,7 +532,7 @@ def test_wrong_usage_exits_with_2(capsys) -> None:
         pytest.param("qwen3_8b_lora_3060", "rtx3060", marks=pytest.mark.slow),
         pytest.param("qwen30b_qlora_4060ti", "rtx4060ti", marks=pytest.mark.slow),
         ("qwen30b_lora_5090", "rtx5090"),
-        ("qwen30b_dpo_5090", "rtx5090"),
+        pytest.param("qwen30b_dpo_5090", "rtx5090", marks=pytest.mark.slow),
         pytest.param("qwen30b_kto_5090", "rtx5090", marks=pytest.mark.slow),
         pytest.param("qwen3_8b_dpo_4090", "rtx4090", marks=pytest.mark.slow),
         pytest.param("qwen3_8b_kto_4090", "rtx4090", marks=pytest.mark.slow),

@@ -10,6 +10,7 @@ import offload
 from finetune.adapter.neftune import add_noise
 from offload.engine.randomness import FRONT_LAYER
 from offload.engine.seeding import NEWEST
+from tests.tiers import diagonal
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 16,
@@ -60,8 +61,7 @@ def test_the_noise_is_that_of_transformers_to_the_bit(
     assert torch.equal(ours.get_base_model().get_input_embeddings()(ids), plain)
 
 
-@pytest.mark.parametrize("stash", ["device", "host"])
-@pytest.mark.parametrize("kept_graphs", [0, 2])
+@pytest.mark.parametrize(("stash", "kept_graphs"), diagonal(["device", "host"], [0, 2]))
 def test_gradients_of_a_streamed_step_are_those_of_transformers_under_the_same_noise(
     stash: Any, kept_graphs: int
 ) -> None:

@@ -18,6 +18,7 @@ from finetune.export.vllm import PER_EXPERT, write_vllm_adapter
 from finetune.recipe.sections import AdapterSection
 from tests.builders import adapter
 from tests.parity.tiny_models import tiny_model
+from tests.tiers import mostly_slow
 
 EVEN = adapter(experts=True)
 UNEVEN = adapter(
@@ -60,8 +61,8 @@ def deltas(folder: Path) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("section", [EVEN, UNEVEN], ids=["even", "uneven"])
-@pytest.mark.parametrize("model_type", sorted(PER_EXPERT))
+@pytest.mark.parametrize("section", mostly_slow({"even": EVEN, "uneven": UNEVEN}, "uneven"))
+@pytest.mark.parametrize("model_type", mostly_slow(sorted(PER_EXPERT), "deepseek_v3", "mixtral"))
 def test_each_matrix_is_changed_as_peft_changes_it_when_it_merges(
     model_type: str, section: AdapterSection, tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ from finetune.integrations.planned import plan_steps
 from finetune.integrations.trainer import SluiceTrainer, Streaming
 from offload.errors import DoesNotFitError
 from offload.plan.machine.machine import GIB, Machine, named_machine
-from tests.parity.steps import MODELS, tiny
+from tests.parity.steps import MODELS, NUM_LAYERS, tiny
 
 CARD = named_machine("rtx3060", dtype="float32")
 
@@ -88,4 +88,4 @@ def test_a_trainer_runs_the_plan_of_this_machine(tmp_path: Path, machine_file: P
         train_dataset=[{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}],
     )
     assert trainer.train().global_step == 3
-    assert trainer.num_loads <= 3 * 2 * 6
+    assert trainer.num_loads <= 3 * 2 * NUM_LAYERS

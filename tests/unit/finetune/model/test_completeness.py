@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.errors import ModelError
 from tests.checkpoints import Pack, assert_same_model, load, pack_fp8, write_checkpoint
-from tests.tiers import diagonal
+from tests.tiers import diagonal, mostly_slow
 
 Tier = Literal["ram", "disk"]
 Tensors = dict[str, torch.Tensor]
@@ -122,7 +122,7 @@ def drop(tensors: Tensors, part: str, *, of: str = "") -> None:
         del tensors[name]
 
 
-@pytest.mark.parametrize("is_quantised", [False, True])
+@pytest.mark.parametrize("is_quantised", mostly_slow([False, True], True))
 @pytest.mark.parametrize(
     ("change", "lacking"),
     [

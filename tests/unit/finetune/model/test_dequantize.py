@@ -26,7 +26,7 @@ from tests.checkpoints import (
     pack_mxfp4,
     write_checkpoint,
 )
-from tests.tiers import mostly_slow
+from tests.tiers import diagonal, mostly_slow
 
 Tier = Literal["ram", "disk"]
 
@@ -77,12 +77,16 @@ def unpacked(pack: Pack, name: str, values: torch.Tensor) -> Mapping[str, torch.
 @pytest.mark.parametrize("tier", mostly_slow(["ram", "disk"], "disk"))
 @pytest.mark.parametrize(
     ("kind", "quant_type", "has_double_quantisation", "storage", "dtype"),
-    [
-        ("llama", "nf4", True, torch.uint8, "bfloat16"),
+    mostly_slow(
+        [
+            ("llama", "nf4", True, torch.uint8, "bfloat16"),
+            ("qwen3_moe", "nf4", True, torch.uint8, "bfloat16"),
+            ("qwen3_moe", "fp4", False, torch.bfloat16, "float32"),
+            ("mixtral", "nf4", False, torch.uint8, "float32"),
+        ],
         ("qwen3_moe", "nf4", True, torch.uint8, "bfloat16"),
         ("qwen3_moe", "fp4", False, torch.bfloat16, "float32"),
-        ("mixtral", "nf4", False, torch.uint8, "float32"),
-    ],
+    ),
 )
 def test_4_bit_weights_are_those_that_bitsandbytes_dequantises(
     kind: str,
@@ -174,8 +178,7 @@ def test_only_one_tensor_is_dequantised_at_a_time(
 # ------------------------------------------------------------------------------------- mxfp4, fp8
 
 
-@pytest.mark.parametrize("tier", ["ram", "disk"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("dtype", "tier"), diagonal(["bfloat16", "float32"], ["ram", "disk"]))
 def test_mxfp4_experts_are_those_that_transformers_dequantises(
     dtype: str, tier: Tier, tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ from finetune.files.tensors import open_tensors
 from finetune.model.fuse_experts import join_experts
 from tests.checkpoints import assert_same_model, load, published_shapes, write_checkpoint
 from tests.parity.tiny_models import tiny_config
+from tests.tiers import mostly_slow
 
 JOINED = ("mixtral", "deepseek_v3", "glm4_moe", "phimoe")
 NOT_JOINED = ("gpt_oss", "granitemoe", "llama")
@@ -23,8 +24,18 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-@pytest.mark.parametrize(("tier", "dtype"), [("ram", "bfloat16"), ("disk", "float32")])
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_next", "granitemoe"])
+@pytest.mark.parametrize(
+    ("name", "tier", "dtype"),
+    mostly_slow(
+        [
+            (name, *how)
+            for name in ("mixtral", "qwen3_next", "granitemoe")
+            for how in (("ram", "bfloat16"), ("disk", "float32"))
+        ],
+        ("mixtral", "ram", "bfloat16"),
+        ("granitemoe", "disk", "float32"),
+    ),
+)
 def test_move_a_published_mixture_is_loaded_as_transformers_loads_it(
     name: str, tier: Literal["ram", "disk"], dtype: str, tmp_path: Path
 ) -> None:
@@ -33,7 +44,7 @@ def test_move_a_published_mixture_is_loaded_as_transformers_loads_it(
     assert_same_model(load(tmp_path, tier, dtype), expected)
 
 
-@pytest.mark.parametrize("name", [*JOINED, *NOT_JOINED])
+@pytest.mark.parametrize("name", mostly_slow([*JOINED, *NOT_JOINED], "mixtral", "gpt_oss", "llama"))
 def test_experts_are_joined_before_transformers_sees_them(name: str, tmp_path: Path) -> None:
     config = tiny_config(name)
     write_checkpoint(tmp_path, config)

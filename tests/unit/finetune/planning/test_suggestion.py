@@ -118,7 +118,7 @@ def rates(capsys, *argv: object) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("goal", GOALS.values(), ids=GOALS)
+@pytest.mark.parametrize("goal", mostly_slow(GOALS, *(name for name in GOALS if name != "context")))
 def test_a_goal_takes_what_rounds_least_of_the_forms_that_are_good_enough(goal: Goal) -> None:
     machine = named_machine("rtx3090", ram_bytes=32 * GIB)
     model = wanted_model("qwen3-1.7b")
@@ -182,7 +182,7 @@ def test_a_longer_sequence_keeps_whole_micro_batches(capsys) -> None:
 
 
 def test_every_form_has_a_line_and_one_is_chosen(capsys) -> None:
-    text = suggested(capsys, "gpt-oss-120b", "--machine", "rtx3090", "--ram", 64)
+    text = suggested(capsys, "qwen3-1.7b", "--machine", "rtx3090", "--ram", 64)
     lines = re.findall(r"^#   ((?:exact|int8|fp8|nf4).*)$", text, re.MULTILINE)
     assert [line.split(" from ")[0] for line in lines] == ["exact", "int8", "fp8", "nf4"]
     assert all("tokens/s" in line or "does not fit: short of" in line for line in lines)

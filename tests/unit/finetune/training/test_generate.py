@@ -12,6 +12,7 @@ from finetune.training.generate import generate
 from offload.engine.engine import Engine
 from tests.parity.steps import tiny
 from tests.parity.tiny_models import tiny_model
+from tests.tiers import mostly_slow
 
 PROMPTS = [[5, 9, 11], [7, 3, 8, 20, 4], [30, 31, 32], [12]]
 LIMIT = 5
@@ -48,7 +49,7 @@ def alone(stop_ids: tuple[int, ...] = ()) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("batch_size", [4, 3, 1])
+@pytest.mark.parametrize("batch_size", mostly_slow([4, 3, 1], 3))
 def test_answers_are_those_of_plain_transformers(engine: Engine, batch_size: int) -> None:
     assert answers(engine, batch_size=batch_size) == alone()
 

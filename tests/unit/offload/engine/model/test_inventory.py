@@ -13,6 +13,7 @@ from offload.engine.codecs.codec import codec_named
 from offload.plan.facts.codec import CodecName
 from offload.plan.facts.weights import WeightInventory
 from tests.parity.tiny_models import tiny_model
+from tests.tiers import mostly_slow
 
 NAMES = (
     "llama",
@@ -58,7 +59,7 @@ def stock_of(model: nn.Module, codec: CodecName) -> WeightInventory:
 
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set")
-@pytest.mark.parametrize("codec", ["native", "nf4"])
+@pytest.mark.parametrize("codec", mostly_slow(["native", "nf4"], "nf4"))
 @pytest.mark.parametrize("name", NAMES)
 def test_every_parameter_is_counted_once_in_its_class(name: str, codec: CodecName) -> None:
     model = adapted(name)

@@ -128,7 +128,7 @@ def plain_gate(curve: Curve) -> Callable[..., torch.Tensor]:
 @pytest.mark.parametrize("ours", FORMS, ids=["kernel", "reference"])
 @pytest.mark.parametrize("dtype", MOST_DTYPES, ids=str)
 @pytest.mark.parametrize("curve", CURVES)
-@pytest.mark.parametrize("size", [1.0, 30.0])
+@pytest.mark.parametrize("size", mostly_slow([1.0, 30.0], 30.0))
 def test_reorder_a_gate_is_as_exact_as_plain_code(
     size: float, curve: Curve, dtype: torch.dtype, ours: Any
 ) -> None:

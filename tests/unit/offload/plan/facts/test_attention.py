@@ -232,7 +232,10 @@ def storages(values: Any) -> Iterator[int]:
 @pytest.mark.parametrize(
     ("name", "is_adapted", "dropout"),
     [
-        (name, is_adapted, dropout)
+        pytest.param(
+            *(name, is_adapted, dropout),
+            marks=() if is_adapted and not dropout else pytest.mark.slow,
+        )
         for name in KINDS
         for is_adapted, dropout in ((False, 0.0), (True, 0.0), (True, 0.1))
         if not (dropout and name.startswith("latent"))  # refused: peft adapts it as a parameter
