@@ -299,7 +299,7 @@ class MuonAndAdamW:
         named = dict(model.named_parameters())
         matrices = [p for n, p in named.items() if ".layers." in n and "norm" not in n]
         others = [p for n, p in named.items() if ".layers." not in n or "norm" in n]
-        assert len(matrices) == 6 * 7
+        assert len(matrices) == 7 * NUM_LAYERS
         muon = torch.optim.Muon(matrices, lr=LR, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
         self.all = (muon, torch.optim.AdamW(others, lr=LR, weight_decay=0.0, fused=True))
 
