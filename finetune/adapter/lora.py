@@ -176,7 +176,7 @@ def _chosen(model: PreTrainedModel, adapter: AdapterSection) -> _Chosen:
         target_parameters=sorted({*experts, *weights.values()}) or None,
         modules_to_save=list(whole.names) or None,
         ensure_weight_tying=whole.has_tied,
-        task_type=task_type(whole.names),
+        task_type=task_type(model),
     )
     return _Chosen(config=config, linears=linears, whole=whole)
 
@@ -203,6 +203,7 @@ def _of_method(
         excluded=_in_towers(model, modules),
         modules_to_save=whole.names,
         model_type=str(model.config.model_type),
+        task=task_type(model),
     )
     return _Chosen(config=config, linears=linears, whole=whole)
 
