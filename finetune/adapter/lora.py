@@ -25,10 +25,11 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from finetune.adapter.expert_lora import ParamWrapper, compute_beside
-from finetune.adapter.linear_lora import Linear, compute_in_base_dtype
+from finetune.adapter.expert_lora import compute_beside
+from finetune.adapter.linear_lora import compute_in_base_dtype
 from finetune.adapter.methods import is_adapted, leave_out_draws, method_config, task_type
 from finetune.adapter.modules_to_save import Whole, whole_modules
+from finetune.adapter.rounded_weights import hold_in_bf16
 from finetune.adapter.targets import chosen_targets
 from finetune.data.stops import Stops, eos_ids, write_generation_config
 from finetune.errors import CheckpointError, ConfigError, read_by_library
@@ -132,7 +133,7 @@ def add_loras(
         compute_in_base_dtype(adapted)
     for name, new in adapters.items():
         if new.section.dtype == "bfloat16":
-            _hold_in_bf16(adapted, name)
+            hold_in_bf16(adapted, name)
     _start_from_base(adapted, backing)
     for name, one in chosen.items():
         section = adapters[name].section
@@ -175,7 +176,7 @@ def _chosen(model: PreTrainedModel, adapter: AdapterSection) -> _Chosen:
         target_parameters=sorted({*experts, *weights.values()}) or None,
         modules_to_save=list(whole.names) or None,
         ensure_weight_tying=whole.has_tied,
-        task_type=task_type(whole.names),
+        task_type=task_type(model),
     )
     return _Chosen(config=config, linears=linears, whole=whole)
 
@@ -202,6 +203,7 @@ def _of_method(
         excluded=_in_towers(model, modules),
         modules_to_save=whole.names,
         model_type=str(model.config.model_type),
+        task=task_type(model),
     )
     return _Chosen(config=config, linears=linears, whole=whole)
 
@@ -308,30 +310,6 @@ def _pattern(
                 hint=f"`adapter.{field_name}: {{{nearest(name, keys)}: {wanted[name]}}}`",
             )
     return {re.escape(end): value for name, value in wanted.items() for end in sorted(keys[name])}
-
-
-def _hold_in_bf16(adapted: PeftModel, adapter: str) -> None:
-    """Round an adapter's tensors to bf16, but not the modules that are trained whole.
-
-    Raises:
-        ConfigError: peft computes some of it, which would be in bf16 as well.
-    """
-    own = (Linear, ParamWrapper)
-    for name, module in adapted.get_base_model().named_modules():
-        if isinstance(module, LoraLayer) and not isinstance(module, own):
-            raise ConfigError(
-                f"adapter.dtype: bfloat16, and peft computes the adapter of {name}",
-                limit="it would round each product to bfloat16 as well",
-                hint="`adapter.dtype: float32`",
-            )
-    for name, parameter in adapted.named_parameters():
-        if adapter in name.split(".") and not is_trained_whole(name):
-            parameter.data = parameter.data.bfloat16()
-
-
-def is_trained_whole(name: str) -> bool:
-    """Return whether a trained parameter is that of a module trained whole, by its name."""
-    return ".modules_to_save." in name
 
 
 @torch.no_grad()

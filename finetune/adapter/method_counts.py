@@ -53,7 +53,12 @@ def counted(
 
     def adapted(size: Size) -> _Layer:
         config = method_config(
-            adapter, targets=[size[0]], excluded=(), modules_to_save=(), model_type=model_type
+            adapter,
+            targets=[size[0]],
+            excluded=(),
+            modules_to_save=(),
+            model_type=model_type,
+            task="CAUSAL_LM",
         )
         return _Layer.adapted(config, size, dtype)
 

@@ -12,9 +12,8 @@ from peft.utils.constants import TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_
 from torch import nn
 
 from finetune.errors import ConfigError
-from finetune.files.adapter import CLASSIFIER_TASK
+from finetune.files.adapter import ROW_TASK, TOKEN_TASK
 from finetune.recipe.sections import AdapterSection
-from offload.plan.facts.trainable import SCORE
 
 # What peft calls the fields that a method reads. A rank of OFT is a number of blocks, in place of
 # their size.
@@ -38,6 +37,7 @@ def method_config(
     excluded: Collection[str],
     modules_to_save: Collection[str],
     model_type: str,
+    task: str,
 ) -> PeftConfig:
     """Return peft's settings of an adapter.
 
@@ -50,6 +50,7 @@ def method_config(
         excluded: Full names of modules that have such a name and get no adapter.
         modules_to_save: Of modules trained whole.
         model_type: Of the model's config.
+        task: See `task_type`.
 
     Raises:
         ConfigError: The method cannot leave modules out.
@@ -72,15 +73,17 @@ def method_config(
     config: PeftConfig = config_class(
         target_modules=sorted(targets),
         modules_to_save=list(modules_to_save) or None,
-        task_type=task_type(modules_to_save),
+        task_type=task,
         **settings,
     )
     return config
 
 
-def task_type(modules_to_save: Collection[str]) -> str:
-    """Return peft's name of what a model is for, by the modules that are trained whole."""
-    return CLASSIFIER_TASK if SCORE in modules_to_save else "CAUSAL_LM"
+def task_type(model: nn.Module) -> str:
+    """Return peft's name of what a model is for, by the name that transformers gives it."""
+    ends = {"ForSequenceClassification": ROW_TASK, "ForTokenClassification": TOKEN_TASK}
+    name = type(model).__name__
+    return next((task for end, task in ends.items() if name.endswith(end)), "CAUSAL_LM")
 
 
 def is_adapted(module: nn.Module, adapter: str) -> bool:

@@ -60,7 +60,8 @@ def data_view(
     )
     require_comparable(rows, settings.objective)
     if settings.model.num_classes is not None:
-        require_classes(rows, settings.model.num_classes)
+        of_words = settings.objective.classifies_tokens
+        require_classes(rows, settings.model.num_classes, of_words=of_words)
     lengths, notes = rows.train.lengths, list(rows.notes)
     packed_fill = _packed_fill(settings, rows.train, notes.append)
     return DataView(

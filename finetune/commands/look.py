@@ -17,6 +17,7 @@ from finetune.data.rows import (
     no_rows,
 )
 from finetune.data.sources import Raw, RowError, open_source
+from finetune.data.tagged import Tagged
 from finetune.data.tokenize import Encoder
 from finetune.errors import ConfigError, DataError, ModelError
 from finetune.model.tokenizer import load_tokenizer
@@ -194,11 +195,13 @@ def _lengths(
                 yield -(-_num_chars(part) // CHARS_PER_TOKEN)
             elif isinstance(part, Document | Classified):
                 yield len(encoder.document_ids(part))
+            elif isinstance(part, Tagged):
+                yield from (len(example.input_ids) for example in encoder.tagged(part)[1])
             else:
                 yield from (len(example.input_ids) for example in encoder.encode(part)[1])
 
 
-def _num_chars(part: Conversation | Document | Classified) -> int:
-    if isinstance(part, Document | Classified):
+def _num_chars(part: Conversation | Document | Classified | Tagged) -> int:
+    if isinstance(part, Document | Classified | Tagged):
         return len(part.text)
     return sum(len(message.content) + len(message.thought or "") for message in part.messages)

@@ -35,6 +35,7 @@ from finetune.data.rows import (
     no_rows,
 )
 from finetune.data.sources import Place, Raw, RowError, Source
+from finetune.data.tagged import Tagged
 from finetune.data.token_cache import (
     Part,
     StoreReport,
@@ -264,6 +265,8 @@ class _Task:
             return self.encoder.encode(row)
         if isinstance(row, Classified):
             return self.encoder.classified(row)
+        if isinstance(row, Tagged):
+            return self.encoder.tagged(row)
         if isinstance(row, Compared):
             return encode_answers(row, self.encoder)
         ids = self.encoder.document_ids(row)
@@ -310,6 +313,8 @@ def _digest(row: Row, loss_on: LossOn) -> bytes:
         content: object = row.text
     elif isinstance(row, Classified):
         content = [row.text, row.label]
+    elif isinstance(row, Tagged):
+        content = [row.words, row.labels]
     elif isinstance(row, Compared):
         each = [_digest(one, loss_on).hex() for one in row.conversations]
         tops = [[x.tobytes().hex() for x in (t.counts, t.ids, t.logprobs)] for t in row.teacher]

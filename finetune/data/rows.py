@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from finetune.data.answers import read_answers
 from finetune.data.sources import Filled, Raw, RowError, decoded, open_source
+from finetune.data.tagged import Tagged, read_tagged
 from finetune.data.teacher import TopTokens
 from finetune.data.turns import Message as Message
 from finetune.data.turns import (
@@ -119,7 +120,7 @@ class Compared:
         return self.conversations[self.values.index(max(self.values))]
 
 
-Row = Conversation | Document | Classified | Compared
+Row = Conversation | Document | Classified | Tagged | Compared
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,6 +196,8 @@ class RowForm:
                 return _document(text(row, self.column("text")), source, unused)
             if self.data_format == "classified":
                 return self._classified(row, source, unused)
+            if self.data_format == "tagged":
+                return read_tagged(row, self.column, source, unused)
             tools_column = self.column("tools")
             tools = row.get(tools_column) if tools_column in self._optional() else None
             read = read_tools(tools) if tools else ()

@@ -34,7 +34,9 @@ import numpy as np
 
 from finetune.data.chat_template import refused, render
 from finetune.data.rows import Classified, Conversation, Document, LossOn, Message
+from finetune.data.sources import RowError
 from finetune.data.spans import Rendering, Shapes, Span, render_answers
+from finetune.data.tagged import Tagged
 from finetune.data.teacher import TopTokens
 from finetune.errors import DataError
 
@@ -51,7 +53,7 @@ class Example:
 
     Attributes:
         input_ids: The tokens, up to the end of the last answer.
-        labels: The same tokens, not shifted, or -100 for no loss.
+        labels: The same tokens, not shifted, or -100 for no loss; of words with a class its number.
         source: Of the row.
         is_truncated: Whether the row was cut at its right.
         end_ids: The tokens that end its answers, of those that were not cut off.
@@ -162,6 +164,47 @@ class Encoder:
             source=row.source,
             is_truncated=False,
             value=float(row.label),
+        )
+        return Fate.WHOLE, [one]
+
+    def tagged(self, row: Tagged) -> tuple[Fate, list[Example]]:
+        """Tokenise words; the class of each is learned at its first token, and is the label there.
+
+        The text begins with the tokenizer's begin-of-text token, or with end-of-text where there
+        is none. It is cut after the last class: what comes later changes none.
+
+        Raises:
+            RowError: Two words begin within one token.
+            DataError: The tokenizer has neither token, or no offsets.
+        """
+        check_is_fast(self.tokenizer)
+        begin = self.tokenizer.bos_token_id
+        begin = self.tokenizer.eos_token_id if begin is None else begin
+        if begin is None:
+            raise DataError(
+                "the tokenizer has neither a begin-of-text nor an end-of-text token",
+                limit=f"a row of words, as {row.source}, begins with one of them",
+                hint="set `model.tokenizer` to one that has it",
+            )
+        encoded = self.tokenizer(row.text, add_special_tokens=False, verbose=False)
+        ids = np.array([begin, *encoded["input_ids"]], dtype=np.int32)
+        labels, start, taken = np.full_like(ids, IGNORE_INDEX), 0, set[int]()
+        for word, label in zip(row.words, row.labels, strict=True):
+            place = encoded.char_to_token(start + len(word) - len(word.lstrip()))
+            if place is None or place in taken:
+                raise RowError(f"{word!r} begins with no token of its own")
+            taken.add(place)
+            labels[place + 1] = label
+            start += len(word) + 1
+        end = int(np.flatnonzero(labels != IGNORE_INDEX)[-1]) + 1
+        if end > self.seq_len:
+            return Fate.TOO_LONG, []
+        one = Example(
+            input_ids=ids[:end],
+            labels=labels[:end],
+            source=row.source,
+            is_truncated=False,
+            value=0.0,
         )
         return Fate.WHOLE, [one]
 

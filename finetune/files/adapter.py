@@ -14,8 +14,8 @@ from finetune.files.json import JsonFile
 from finetune.files.tensors import Place, read_known_header
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-CLASSIFIER_TASK = "SEQ_CLS"
-"""What peft calls the task of an adapter for transformers' sequence classification."""
+ROW_TASK, TOKEN_TASK = "SEQ_CLS", "TOKEN_CLS"
+"""What peft calls the task of an adapter for transformers' classification of rows, of tokens."""
 
 _Rank = Annotated[int, Field(ge=1, le=2**20)]
 _Alpha = Annotated[float, Field(ge=-1e9, le=1e9, allow_inf_nan=False)]
@@ -88,11 +88,13 @@ def refuse_classifier(folder: Path, doing: str) -> None:
     Raises:
         CheckpointError: It is one, or its settings are damaged.
     """
-    if read_adapter_config(folder).get("task_type") == CLASSIFIER_TASK:
+    task = read_adapter_config(folder).get("task_type")
+    if task in (ROW_TASK, TOKEN_TASK):
+        kind = "Sequence" if task == ROW_TASK else "Token"
         raise CheckpointError(
-            f"{folder} is of a reward model or a classifier (task_type {CLASSIFIER_TASK}), which is"
-            f" not {doing}",
-            limit="its head returns a reward or classes for a row, and predicts no tokens",
-            hint="peft loads it on `AutoModelForSequenceClassification.from_pretrained(BASE,"
+            f"{folder} is of a reward model or a classifier (task_type {task}), which is not"
+            f" {doing}",
+            limit="its head returns a reward or classes, and predicts no tokens",
+            hint=f"peft loads it on `AutoModelFor{kind}Classification.from_pretrained(BASE,"
             " num_labels=...)`, 1 of a reward model",
         )

@@ -1,4 +1,4 @@
-"""A causal language model as a sequence classifier: transformers' own, around its decoder.
+"""A causal language model as a classifier of rows or tokens: transformers' own, around its decoder.
 
 The decoder stays the object that it is, so that its weights wait where they were loaded to. The old
 head is let go. The new one is drawn as transformers draws it where a checkpoint has none.
@@ -10,7 +10,9 @@ import torch
 from torch import nn
 from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -22,26 +24,35 @@ INITIALIZER_RANGE = 0.02
 """Standard deviation of new weights where a config has none; transformers' own default."""
 
 
-def with_classifier_head(model: PreTrainedModel, *, num_outputs: int, seed: int) -> PreTrainedModel:
-    """Return a sequence classifier around a model's decoder.
+def with_classifier_head(
+    model: PreTrainedModel, *, num_outputs: int, seed: int, of_tokens: bool
+) -> PreTrainedModel:
+    """Return a classifier around a model's decoder.
+
+    A token classifier's head has a bias, which starts at zero, and no dropout before it.
 
     Args:
         model: A causal language model, which is of no use afterwards.
         num_outputs: One of a reward model, or one for each class.
         seed: Of the head's weights.
+        of_tokens: Whether it classifies tokens, and no rows.
 
     Raises:
         ModelError: transformers has no such classifier of this type of model.
     """
-    require_classifier(model.config)
+    require_classifier(model.config, of_tokens=of_tokens)
     config: Any = model.config
     config.num_labels = num_outputs
+    kind: Any = AutoModelForTokenClassification if of_tokens else AutoModelForSequenceClassification
+    if of_tokens:
+        config.classifier_dropout = 0.0
     with torch.device("meta"):
-        classifier: Any = AutoModelForSequenceClassification.from_config(config, dtype=model.dtype)
+        classifier: Any = kind.from_config(config, dtype=model.dtype)
     decoder: Any = model.base_model
     own = getattr(classifier, classifier.base_model_prefix)
     head = getattr(classifier, SCORE, None)
-    if type(own) is not type(decoder) or type(head) is not nn.Linear or head.bias is not None:
+    has_bias = getattr(head, "bias", None) is not None
+    if type(own) is not type(decoder) or type(head) is not nn.Linear or has_bias != of_tokens:
         raise ModelError(
             f"{type(classifier).__name__} is no {type(decoder).__name__} with a linear head"
             f" `{SCORE}`",
@@ -49,7 +60,8 @@ def with_classifier_head(model: PreTrainedModel, *, num_outputs: int, seed: int)
             hint="another model",
         )
     setattr(classifier, classifier.base_model_prefix, decoder)
-    device = model.get_input_embeddings().weight.device
+    embedding: Any = model.get_input_embeddings()
+    device = embedding.weight.device
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         weight = torch.empty_like(head.weight, device=device)
@@ -57,6 +69,8 @@ def with_classifier_head(model: PreTrainedModel, *, num_outputs: int, seed: int)
             std=getattr(config.get_text_config(), "initializer_range", INITIALIZER_RANGE)
         )
     head.weight = nn.Parameter(weight)
+    if of_tokens:
+        head.bias = nn.Parameter(torch.zeros_like(head.bias, device=device))
     classifier.config = config
     classifier.generation_config = model.generation_config
     classifier.name_or_path = model.name_or_path
@@ -69,15 +83,19 @@ def with_classifier_head(model: PreTrainedModel, *, num_outputs: int, seed: int)
     return found
 
 
-def require_classifier(config: PreTrainedConfig) -> None:
-    """Check that transformers has a sequence classifier of a type of model.
+def require_classifier(config: PreTrainedConfig, *, of_tokens: bool) -> None:
+    """Check that transformers has a classifier of a type of model.
 
     Raises:
         ModelError: It has none.
     """
-    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+    known: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    if of_tokens:
+        known = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
+    if type(config) not in known:
         raise ModelError(
-            f"transformers has no sequence classification of {config.model_type} models",
+            f"transformers has no {'token' if of_tokens else 'sequence'} classification of"
+            f" {config.model_type} models",
             limit="a reward model or a classifier is saved in its form, which others load",
             hint="another model",
         )

@@ -45,7 +45,12 @@ def empty_of(section: ModelSection) -> PreTrainedModel:
     model = _empty(config_of(section), source=_source(section), dtype=dtype).model
     if section.num_outputs:
         with torch.device("meta"):
-            return with_classifier_head(model, num_outputs=section.num_outputs, seed=0)
+            return with_classifier_head(
+                model,
+                num_outputs=section.num_outputs,
+                seed=0,
+                of_tokens=section.head == "token_classes",
+            )
     return model
 
 

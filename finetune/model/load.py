@@ -95,7 +95,12 @@ def load_model(
     if section.num_outputs:
         from finetune.model.classifier_head import with_classifier_head
 
-        classifier = with_classifier_head(loaded.model, num_outputs=section.num_outputs, seed=seed)
+        classifier = with_classifier_head(
+            loaded.model,
+            num_outputs=section.num_outputs,
+            seed=seed,
+            of_tokens=section.head == "token_classes",
+        )
         loaded = replace(loaded, model=classifier)
     for tower in find_towers(loaded.model):  # for images or sound: text needs none of it
         tower.to("meta")

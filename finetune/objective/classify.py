@@ -1,11 +1,11 @@
-"""The loss of classifiers: the cross-entropy of each row's class, and how often it is found.
+"""The loss of classifiers: the cross-entropy of each class, of a row or a word, and who is found.
 
 Macro F1 is the mean over classes of the harmonic mean of precision and recall,
 2 hits / (predicted + labelled), over the classes that some row has or is predicted to have. It is
 no mean over rows: from parts of the rows it follows by their counts.
 
-All of it is computed on the CPU in float64, as in `finetune.objective.row_sums`. R rows of this
-rank, A rows of all ranks, C classes.
+All of it is computed on the CPU in float64, as in `finetune.objective.row_sums`. N rows or words of
+this rank, A of all ranks, C classes.
 """
 
 from collections.abc import Mapping
@@ -24,10 +24,11 @@ HITS, PREDICTED, LABELLED = COUNTS = ("hits/", "predicted/", "labelled/")
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ClassifyObjective:
-    """The cross-entropy of the classes of a step's rows, by the head's outputs; each row as much.
+    """The cross-entropy of a step's classes, by the head's outputs; each row or word as much.
 
     Attributes:
-        rows: What the step's rows are; the value of a row is the number of its class.
+        rows: What the step's rows are; `classes_N` are the numbers of the words' classes, or else
+            the value of a row is that of its class.
         has_counts: Whether the metrics have the counts of each class, from which F1 follows.
         exchange: Gets the rows of the other ranks.
     """
@@ -46,30 +47,32 @@ class ClassifyObjective:
         """Return the loss of a step.
 
         Args:
-            scores: The outputs (R, C) at the last token of each row.
+            scores: The outputs (N, C) at the last token of each row, or at the first of each word.
         """
-        outputs_RC = scores.policy_N.cpu().double()
-        classes_R = self.rows.values_R[scores.rows_N.cpu()].long()
-        losses_R = torch.nn.functional.cross_entropy(outputs_RC, classes_R, reduction="none")
-        own_R3 = torch.stack(
-            (losses_R.detach(), classes_R.double(), outputs_RC.argmax(1).double()), dim=1
+        outputs_NC = scores.policy_N.cpu().double()
+        classes_N = self.rows.classes_N
+        if classes_N is None:
+            classes_N = self.rows.values_R[scores.rows_N.cpu()].long()
+        losses_N = torch.nn.functional.cross_entropy(outputs_NC, classes_N, reduction="none")
+        own_N3 = torch.stack(
+            (losses_N.detach(), classes_N.double(), outputs_NC.argmax(1).double()), dim=1
         )
-        others = self.exchange(own_R3) if self.exchange is not None else ()
-        all_A3 = torch.cat((own_R3, *others))
-        counts = counts_of(all_A3[:, 1].long(), all_A3[:, 2].long(), outputs_RC.shape[1])
+        others = self.exchange(own_N3) if self.exchange is not None else ()
+        all_A3 = torch.cat((own_N3, *others))
+        counts = counts_of(all_A3[:, 1].long(), all_A3[:, 2].long(), outputs_NC.shape[1])
         metrics = {
             ACCURACY: (all_A3[:, 1] == all_A3[:, 2]).double().mean(),
             F1: torch.tensor(macro_f1(counts), dtype=torch.float64),
         }
         if self.has_counts:
             metrics |= {name: torch.tensor(float(number)) for name, number in counts.items()}
-        return StepLoss(value=losses_R.sum() / len(all_A3), metrics=metrics)
+        return StepLoss(value=losses_N.sum() / len(all_A3), metrics=metrics)
 
 
 def counts_of(
     classes_A: torch.Tensor, predicted_A: torch.Tensor, num_classes: int
 ) -> dict[str, float]:
-    """Return of each class how many rows have it, are predicted to have it, and both."""
+    """Return of each class how many rows or words have it, are predicted to have it, and both."""
     of_all = (
         (HITS, classes_A[classes_A == predicted_A]),
         (PREDICTED, predicted_A),
@@ -83,7 +86,7 @@ def counts_of(
 
 
 def macro_f1(counts: Mapping[str, float]) -> float:
-    """Return the mean F1 of the classes that some row has or is predicted to have."""
+    """Return the mean F1 of the classes that some row or word has or is predicted to have."""
     scores = []
     for name, hits in counts.items():
         if name.startswith(HITS):

@@ -28,6 +28,8 @@ class StepRows:
         top_ids_NK: A teacher's likeliest tokens at each label token, in the same order, int64, the
             likeliest first; -1 where there are fewer than K. None where rows have no teacher.
         top_logps_NK: Their log-probabilities by the teacher, in nats.
+        classes_N: Number of the class at each label token, in the same order, int64, where words
+            have classes; None elsewhere.
     """
 
     groups_R: torch.Tensor
@@ -37,6 +39,7 @@ class StepRows:
     sampler_N: torch.Tensor | None = None
     top_ids_NK: torch.Tensor | None = None
     top_logps_NK: torch.Tensor | None = None
+    classes_N: torch.Tensor | None = None
 
     @property
     def reference(self) -> Reference | None:

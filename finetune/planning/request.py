@@ -58,8 +58,9 @@ def facts_of(model: ModelSection) -> ModelFacts:
     facts = model_facts(config) if is_known(config) else built_facts(config)
     if model.head == "tokens":
         return facts
-    require_classifier(config_of(model))
-    return with_classifier_head(facts, model.num_outputs)
+    of_tokens = model.head == "token_classes"
+    require_classifier(config_of(model), of_tokens=of_tokens)
+    return with_classifier_head(facts, model.num_outputs, has_bias=of_tokens)
 
 
 def find_machine(

@@ -20,6 +20,7 @@ DataFormat = Literal[
     "distilled",
     "rated",
     "classified",
+    "tagged",
 ]
 FORMAT_COLUMNS = {
     "messages": (("messages",), ("tools", "system")),
@@ -40,6 +41,7 @@ FORMAT_COLUMNS = {
     "distilled": (("prompt", "completion", "top_ids", "top_logprobs"), ("tools", "system")),
     "rated": (("chosen", "rejected"), ("prompt", "tools", "system", "margin")),
     "classified": (("text", "label"), ()),
+    "tagged": (("tokens", "labels"), ()),
 }
 """Format -> the columns that its rows have, and those that they may have."""
 ColumnName = Literal[
@@ -56,6 +58,8 @@ ColumnName = Literal[
     "chosen",
     "rejected",
     "label",
+    "labels",
+    "tokens",
     "completions",
     "scores",
     "ranks",
@@ -118,7 +122,8 @@ class DataSection(Section):
         description="Form of a row; `auto` finds it by the column names. `text`: documents;"
         " `preference`, `ranking`, `labelled`, `sampled`: answers to compare; `distilled`: with a"
         " teacher's likeliest tokens; `rated`: pairs for `objective.method: reward`; `classified`:"
-        " texts with the number of their class, for `classify`.",
+        " texts with the number of their class, for `classify`; `tagged`: words with one each, for"
+        " `classify_tokens`.",
     )
     columns: ColumnNames = Field(
         default={},

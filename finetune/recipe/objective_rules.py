@@ -201,7 +201,7 @@ def _broken_row_rules(recipe: Settings) -> Iterator[Breach]:
 
 
 def _broken_head_rules(recipe: Settings) -> Iterator[Breach]:
-    """A reward or a class is of a whole row, by a head that is trained with the adapter."""
+    """A reward or a class is of a whole row or word, by a head that is trained with the adapter."""
     method, right = recipe.objective.method, recipe.objective.head
     if recipe.model.head != right:
         yield Breach(
@@ -230,7 +230,7 @@ def _broken_head_rules(recipe: Settings) -> Iterator[Breach]:
             "data.too_long",
             recipe.data.too_long,
             recipe.data.too_long in ("drop", "error"),
-            "it is of a whole row, by the token that ends it",
+            "what is learned is of whole rows",
             "`data.too_long: drop`, or `error`",
         ),
         (
@@ -244,7 +244,7 @@ def _broken_head_rules(recipe: Settings) -> Iterator[Breach]:
             "train.router_loss_coef",
             coefficient,
             not coefficient,
-            "transformers' sequence classification has no router loss",
+            "transformers' classification has no router loss",
             "leave it out",
         ),
     ):

@@ -8,8 +8,19 @@ from pydantic import Field, model_validator
 from finetune.recipe.section import Section
 
 Method = Literal[
-    "sft", "dpo", "simpo", "cpo", "orpo", "kto", "grpo", "distill", "reward", "classify"
+    "sft",
+    "dpo",
+    "simpo",
+    "cpo",
+    "orpo",
+    "kto",
+    "grpo",
+    "distill",
+    "reward",
+    "classify",
+    "classify_tokens",
 ]
+Head = Literal["tokens", "reward", "classes", "token_classes"]
 LossName = Literal[
     "sigmoid",
     "hinge",
@@ -64,6 +75,13 @@ LOSSES: Mapping[str, tuple[LossName, ...]] = {
 }
 """Method -> its losses, the default first; others have one loss only."""
 
+HEADS: Mapping[str, Head] = {
+    "reward": "reward",
+    "classify": "classes",
+    "classify_tokens": "token_classes",
+}
+"""Method -> its head; others learn by the model's own."""
+
 _OF_METHOD: Mapping[str, Mapping[str, object]] = {
     "sft": {},
     "dpo": {"beta": 0.1, "sft_weight": 0.0, "reference": "base"},
@@ -80,6 +98,7 @@ _OF_METHOD: Mapping[str, Mapping[str, object]] = {
     "distill": {"sft_weight": 0.0},
     "reward": {"beta": 0.0},
     "classify": {},
+    "classify_tokens": {},
 }
 _SMOOTHED = {"label_smoothing": 0.0}
 _OF_LOSS: Mapping[tuple[str, str], Mapping[str, object]] = {
@@ -102,7 +121,8 @@ class ObjectiveSection(Section):
         description="`sft` repeats the rows (cross-entropy). Pairs of answers: `dpo`, `simpo`,"
         " `cpo`, `orpo`. Answers that are desired or not: `kto`. Sampled answers with rewards:"
         " `grpo`. Answers with a teacher's distribution at each token: `distill`. Pairs, from which"
-        " a model of rewards is made: `reward`. Texts with a class: `classify`.",
+        " a model of rewards is made: `reward`. Texts with a class: `classify`. Words with one"
+        " each: `classify_tokens`.",
     )
     loss: LossName | None = Field(
         default=None,
@@ -257,15 +277,18 @@ class ObjectiveSection(Section):
 
     @property
     def is_classification(self) -> bool:
-        """Whether the class of each row is learned, by a head of its own."""
-        return self.method == "classify"
+        """Whether classes are learned, of rows or of words, by a head of its own."""
+        return self.method in ("classify", "classify_tokens")
 
     @property
-    def head(self) -> Literal["tokens", "reward", "classes"]:
+    def classifies_tokens(self) -> bool:
+        """Whether the class of each word is learned."""
+        return self.method == "classify_tokens"
+
+    @property
+    def head(self) -> Head:
         """What it learns by; see `model.head`."""
-        if self.is_reward:
-            return "reward"
-        return "classes" if self.is_classification else "tokens"
+        return HEADS.get(self.method, "tokens")
 
     @property
     def takes_sampler(self) -> bool:

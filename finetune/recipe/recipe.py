@@ -16,6 +16,7 @@ from pydantic import model_validator
 from pydantic_core import PydanticCustomError
 
 from finetune.errors import ConfigError
+from finetune.recipe.objective_section import HEADS
 from finetune.recipe.rules import broken_rules
 from finetune.recipe.sections import Settings
 from offload.plan.facts.codec import CodecName
@@ -38,7 +39,7 @@ class Recipe(Settings):
         ):
             return values
         objective, model, adapter = (values.get(name, {}) for name in sections)
-        head = {"reward": "reward", "classify": "classes"}.get(str(objective.get("method")))
+        head = HEADS.get(str(objective.get("method")))
         if head is None:
             return values
         whole = adapter.get("modules_to_save", ())

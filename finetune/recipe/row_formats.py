@@ -3,7 +3,16 @@
 from finetune.recipe.objective_section import ObjectiveSection
 
 SUPERVISED = ("messages", "alpaca", "sharegpt", "prompt_completion", "text")
-COMPARED = ("preference", "ranking", "labelled", "sampled", "distilled", "rated", "classified")
+COMPARED = (
+    "preference",
+    "ranking",
+    "labelled",
+    "sampled",
+    "distilled",
+    "rated",
+    "classified",
+    "tagged",
+)
 
 _OF_METHOD = {
     "sft": SUPERVISED,
@@ -12,6 +21,7 @@ _OF_METHOD = {
     "distill": ("distilled",),
     "reward": ("rated",),
     "classify": ("classified",),
+    "classify_tokens": ("tagged",),
 }
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from finetune.recipe.data_section import DataSection
-from finetune.recipe.objective_section import ObjectiveSection
+from finetune.recipe.objective_section import Head, ObjectiveSection
 from finetune.recipe.section import Counts, Names, Section
 from offload.plan.facts.codec import CodecName
 from offload.plan.facts.optimizer import Optimizer
@@ -68,17 +68,18 @@ class ModelSection(Section):
         " finds it right and no slower.",
     )
 
-    head: Literal["tokens", "reward", "classes"] = Field(
+    head: Head = Field(
         default="tokens",
         description="What follows the layers: `tokens`, the model's own head, which predicts them;"
         " `reward`, a new one with one output, or `classes`, one with an output for each class, as"
-        " in transformers' sequence classification. `objective.method` sets it.",
+        " in transformers' sequence classification; `token_classes`, as in its token"
+        " classification. `objective.method` sets it.",
     )
     num_classes: int | None = Field(
         default=None,
         ge=2,
         le=2**16,
-        description="Classes that `objective.method: classify` tells apart.",
+        description="Classes that `objective.method: classify` or `classify_tokens` tells apart.",
         examples=[3],
     )
 
@@ -169,7 +170,7 @@ class AdapterSection(Section):
     modules_to_save: Names = Field(
         default=(),
         description="Trained whole with LoRA: norms, router, embed_tokens, lm_head, or linears;"
-        " `objective.method: reward` or `classify` adds its head, score.",
+        " `objective.method: reward`, `classify` or `classify_tokens` adds its head, score.",
         examples=[["norms", "router"]],
     )
 

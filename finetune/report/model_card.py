@@ -43,10 +43,9 @@ def model_card(recipe: Recipe, run_dir: Path, config: "PretrainedConfig", *, dat
     public = without_paths(recipe)
     base = public.model.path or public.model.config
     is_on_hub = recipe.model.path is not None and recipe.model.path == public.model.path
-    is_classifier = recipe.model.head != "tokens"
     header: dict[str, Any] = {
         "library_name": "transformers" if recipe.train.is_full else "peft",
-        "pipeline_tag": "text-classification" if is_classifier else "text-generation",
+        "pipeline_tag": _PIPELINES[recipe.model.head],
         "tags": ["sluice"] if recipe.train.is_full else ["lora", "sluice"],
     }
     unpublished = _UNLINKED if recipe.train.is_full else _UNPUBLISHED
@@ -92,6 +91,12 @@ def _what(recipe: Recipe) -> str:
             " output, in peft's format for transformers' sequence classification. The reward of a"
             " conversation is read at the token that ends its last answer."
         )
+    if recipe.objective.classifies_tokens:
+        return (
+            f"A classifier of words in {recipe.model.num_classes} classes by {{base}}, trained with"
+            " Sluice: an adapter and a head, in peft's format for transformers' token"
+            " classification. The class of a word is read at its first token."
+        )
     if recipe.objective.is_classification:
         return (
             f"A classifier of {recipe.model.num_classes} classes by {{base}}, trained with Sluice:"
@@ -103,6 +108,13 @@ def _what(recipe: Recipe) -> str:
     which = "all weights" if recipe.train.what == "all" else "some of its weights"
     return f"{{base}} with {which} trained by Sluice: plain weights, without an adapter."
 
+
+_PIPELINES = {
+    "tokens": "text-generation",
+    "reward": "text-classification",
+    "classes": "text-classification",
+    "token_classes": "token-classification",
+}
 
 _UNLINKED = """
 {base} was a directory on the machine that trained it, so this card cannot link it.

@@ -80,6 +80,8 @@ class Objectives:
         """Return what held-out rows count for: that which the loss is a mean over."""
         if self.section.has_teacher or self.section.loss == "dapo":
             return num_label_tokens
+        if self.section.classifies_tokens:
+            return num_label_tokens
         return num_rows if self.section.method == "grpo" else num_groups
 
     def evaluation(

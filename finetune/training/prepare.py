@@ -261,7 +261,7 @@ def load_data(run: Run) -> Data:
         )
     require_comparable(rows, recipe.objective)
     if recipe.model.num_classes is not None:
-        require_classes(rows, recipe.model.num_classes)
+        require_classes(rows, recipe.model.num_classes, of_words=recipe.objective.classifies_tokens)
     ranks.require_same("the training rows", lambda: rows.data_hash)
     for note in rows.notes:
         run.screen.note(note)
@@ -284,7 +284,10 @@ def plan_steps(run: Run, facts: ModelFacts, data: Data, cards: Cards) -> Planned
     def steps_of(recipe: Recipe, shares: Sequence[int] = (1,) * ranks.num) -> Steps:
         train, rows = recipe.train, data.rows.train
         comparison = Comparison.of(
-            rows, is_mismatched=recipe.objective.scores_mismatched, seq_len=train.seq_len
+            rows,
+            is_mismatched=recipe.objective.scores_mismatched,
+            seq_len=train.seq_len,
+            has_classes=recipe.objective.classifies_tokens,
         )
         order: BatchOrder | PackedOrder
         if recipe.data.packing == "on":

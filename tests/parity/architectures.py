@@ -325,9 +325,9 @@ def write_table(verdicts: Sequence[Verdict]) -> str:
         " peft adapts as a parameter (fused experts, and the gates next to them), is refused "
         "by name. `train.what: [biases]` and `[norms]` are for types that have such weights."
         " `objective.method: classify` and `reward` are for "
-        "types with a sequence classifier in transformers. Methods that put virtual tokens in"
-        " front of the layers (prompt tuning, prefix tuning, p-tuning) and bottleneck "
-        "adapters are not there.",
+        "types with a sequence classifier in transformers, `classify_tokens` for those with a token"
+        " classifier. Methods that put virtual tokens in front of the layers (prompt tuning, prefix"
+        " tuning, p-tuning) and bottleneck adapters are not there.",
         "",
         "| model type | verdict | packs | reason |",
         "|---|---|---|---|",

@@ -1,10 +1,11 @@
 """Examples that belong together: the answers of one row, which are always in one step."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from finetune.data.tokenize import IGNORE_INDEX
 from finetune.errors import DataError
 from finetune.recipe.objective_section import ObjectiveSection
 
@@ -137,18 +138,26 @@ def require_comparable(rows: "Rows", objective: ObjectiveSection) -> None:
         )
 
 
-def require_classes(rows: "Rows", num_classes: int) -> None:
-    """Check that each row's class is one of the head's.
+def require_classes(rows: "Rows", num_classes: int, *, of_words: bool) -> None:
+    """Check that each class is one of the head's.
 
     Args:
         rows: That are trained on, and held out.
         num_classes: Outputs of the head.
+        of_words: Whether labels are the classes of words; otherwise each row has one.
 
     Raises:
-        DataError: A number is too large, or all rows that are trained on have one class.
+        DataError: A number is too large, or all that is trained on has one class.
     """
+
+    def classes_of(part: "Chosen") -> "NDArray[Any]":
+        if not of_words:
+            return part.tokens.store.values[part.examples]
+        found = {int(label) for block in part.blocks("labels") for label in np.unique(block)}
+        return np.array(sorted(found - {IGNORE_INDEX}), dtype=np.int64)
+
     for part in (*rows.train.parts, *(rows.held_out.parts if rows.held_out else ())):
-        highest = int(part.tokens.store.values[part.examples].max(initial=0))
+        highest = int(classes_of(part).max(initial=0))
         if highest >= num_classes:
             raise DataError(
                 f"{part.tokens.rows.source.path} has the class {highest}, and model.num_classes is"
@@ -156,10 +165,11 @@ def require_classes(rows: "Rows", num_classes: int) -> None:
                 limit="classes are numbered from 0",
                 hint=f"`model.num_classes: {highest + 1}`",
             )
-    found = {v for part in rows.train.parts for v in part.tokens.store.values[part.examples]}
+    found = {int(value) for part in rows.train.parts for value in classes_of(part)}
     if len(found) < 2:
+        what = "words of all" if of_words else "all"
         raise DataError(
-            f"all {len(rows.train):,} rows have the class {int(min(found))}",
+            f"{what} {len(rows.train):,} rows have the class {min(found)}",
             limit="a classifier learns to tell classes apart",
             hint="add rows of other classes",
         )

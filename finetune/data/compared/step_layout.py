@@ -41,6 +41,7 @@ class Comparison:
         seq_len: Most tokens of a mismatched row.
         has_sampler: Whether rows have the log-probabilities that their tokens were sampled with.
         num_top: A teacher's likeliest tokens, of the token with most of them; 0 without a teacher.
+        has_classes: Whether labels are the classes of words.
     """
 
     groups: Groups
@@ -49,15 +50,24 @@ class Comparison:
     seq_len: int
     has_sampler: bool
     num_top: int
+    has_classes: bool = False
 
     @classmethod
-    def of(cls, rows: "ExampleSet", *, is_mismatched: bool, seq_len: int) -> Self | None:
+    def of(
+        cls,
+        rows: "ExampleSet",
+        *,
+        is_mismatched: bool,
+        seq_len: int,
+        has_classes: bool = False,
+    ) -> Self | None:
         """Return what is compared among examples; None where they are not.
 
         Args:
             rows: The examples.
             is_mismatched: Whether each prompt is also scored with the answer of another row.
             seq_len: Most tokens of a row.
+            has_classes: Whether labels are the classes of words.
         """
         groups = Groups.of(rows)
         if groups is None:
@@ -69,12 +79,18 @@ class Comparison:
             seq_len=seq_len,
             has_sampler=all(len(part.tokens.store.logprobs) for part in rows.parts),
             num_top=max(map(_most_top, rows.parts)),
+            has_classes=has_classes,
         )
 
     def of_same_kind(self, rows: "ExampleSet") -> "Comparison":
         """Return what is compared among other rows, in the same way."""
         is_mismatched = self.prompt_lens is not None
-        found = Comparison.of(rows, is_mismatched=is_mismatched, seq_len=self.seq_len)
+        found = Comparison.of(
+            rows,
+            is_mismatched=is_mismatched,
+            seq_len=self.seq_len,
+            has_classes=self.has_classes,
+        )
         assert found is not None, "held-out rows have the format of the others"
         return found
 
@@ -172,7 +188,15 @@ class Comparison:
             sampler_N=sampler,
             top_ids_NK=top_ids_NK,
             top_logps_NK=top_logps_NK,
+            classes_N=self._classes_of([examples[row] for row in rows[trained]]),
         )
+
+    def _classes_of(self, examples: Sequence[Example]) -> torch.Tensor | None:
+        """Return the classes at the label tokens of examples, where words have classes."""
+        if not self.has_classes:
+            return None
+        found = [one.labels[_label_mask(one)].astype(np.int64) for one in examples]
+        return torch.from_numpy(np.concatenate(found))
 
     def _teacher_of(
         self, examples: Sequence[Example]
@@ -243,6 +267,7 @@ def made_up(
         sampler_N=torch.zeros(num_tokens) if comparison.has_sampler else None,
         top_ids_NK=torch.arange(num_top).expand(num_tokens, num_top) if num_top else None,
         top_logps_NK=torch.full((num_tokens, num_top), -math.log(num_top + 1)) if num_top else None,
+        classes_N=torch.arange(num_tokens) % 2 if comparison.has_classes else None,
     )
 
 

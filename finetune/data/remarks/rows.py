@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from finetune.data.rows import Classified, Compared, Conversation, Document
+from finetune.data.tagged import Tagged
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,7 +71,7 @@ def remark_notes(tokens: "Tokens") -> list[str]:
 
 
 def _texts(row: object) -> Iterator[str]:
-    if isinstance(row, Document | Classified):
+    if isinstance(row, Document | Classified | Tagged):
         yield row.text
     turns = row.conversations if isinstance(row, Compared) else (row,)
     for conversation in turns:

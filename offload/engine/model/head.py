@@ -1,8 +1,9 @@
 """What a model reads and returns: how many tokens it knows, or the outputs of a classifier.
 
 A sequence classifier of transformers runs its head on all tokens of a row, and returns the outputs
-of the last one that is no padding. So rows of a single token give the outputs of any tokens, by the
-model's own code. Shapes: N tokens, each a row of its own, C outputs.
+of the last one that is no padding; a token classifier returns those of all. So rows of a single
+token give the outputs of any tokens, by the model's own code. Shapes: N tokens, each a row of its
+own, C outputs.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -30,14 +31,14 @@ def vocabulary_of(model: "PreTrainedModel") -> Vocabulary:
 
 
 def is_classifier(model: LayeredModel) -> bool:
-    """Return whether a model is a sequence classifier, by the name that transformers gives it."""
-    return model.name.endswith("ForSequenceClassification")
+    """Return whether a model classifies rows or tokens, by the name that transformers gives it."""
+    return model.name.endswith(("ForSequenceClassification", "ForTokenClassification"))
 
 
 def classifier_outputs(
     model: LayeredModel, hidden_1ND: torch.Tensor, *, index: int | None
 ) -> torch.Tensor:
-    """Run norm and head of a sequence classifier on some tokens.
+    """Run norm and head of a classifier on some tokens.
 
     Returns one output of each, (N,), or all of them, (N, C).
 
@@ -47,9 +48,9 @@ def classifier_outputs(
         index: Which output; None takes all.
 
     Raises:
-        UnsupportedModelError: It is no sequence classifier, or has fewer outputs.
+        UnsupportedModelError: It is no classifier, or has fewer outputs.
     """
-    outputs_NC = getattr(model.output(hidden_1ND.transpose(0, 1)), "logits", None)
+    outputs_NC = _of_last_token(model.output(hidden_1ND.transpose(0, 1)))
     if not isinstance(outputs_NC, torch.Tensor) or outputs_NC.dim() != 2:
         model.refuse("returns no outputs for a whole row", limit=_CLASSIFIER)
     if index is None:
@@ -76,14 +77,23 @@ def require_outputs_of_last_token(model: LayeredModel, hidden_BTD: torch.Tensor)
     ids_BT = torch.full(hidden_BTD.shape[:2], int(padding == 0), device=hidden_BTD.device)
     poisoned_BTD = hidden_BTD.clone()
     poisoned_BTD[:, :-1] = torch.nan
-    own_BC = model.output(poisoned_BTD, input_ids=ids_BT).logits
-    last_BC, again_BC = (model.output(hidden_BTD[:, -1:]).logits for _ in range(2))
+    own_BC = _of_last_token(model.output(poisoned_BTD, input_ids=ids_BT))
+    last_BC, again_BC = (_of_last_token(model.output(hidden_BTD[:, -1:])) for _ in range(2))
     if not are_close(last_BC, own_BC):
         model.refuse("does not compute its outputs from a row's last token", limit=_CLASSIFIER)
     if not are_equal(last_BC, again_BC):
         model.refuse("gives other outputs for the same hidden state", limit=_CLASSIFIER)
 
 
+def _of_last_token(output: Any) -> Any:
+    """Return a classifier's outputs of the last token of each row, (B, C)."""
+    logits = getattr(output, "logits", None)
+    if isinstance(logits, torch.Tensor) and logits.dim() == _BY_TOKEN_DIM:
+        return logits[:, -1]
+    return logits
+
+
+_BY_TOKEN_DIM = 3
 _CLASSIFIER = (
     "a loss of the head's outputs trains a sequence classifier, e.g."
     " `AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)`"

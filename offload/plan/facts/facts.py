@@ -209,16 +209,17 @@ class ModelFacts(HashedOnce):
         return self.outer_parameters + sum(layer.num_active_parameters for layer in self.layers)
 
 
-def with_classifier_head(facts: ModelFacts, num_classes: int) -> ModelFacts:
-    """Return the facts of a model whose head is replaced by one without a bias.
+def with_classifier_head(facts: ModelFacts, num_classes: int, *, has_bias: bool) -> ModelFacts:
+    """Return the facts of a model whose head is replaced.
 
     Args:
         facts: Of the model.
         num_classes: Outputs of the new head.
+        has_bias: Whether it has a bias.
     """
     return replace(
         facts,
-        head_parameters=num_classes * facts.hidden_size,
+        head_parameters=num_classes * (facts.hidden_size + has_bias),
         tie_word_embeddings=False,
         num_classes=num_classes,
     )

@@ -72,7 +72,10 @@ def trained_tensor_shapes(facts: ModelFacts, spec: AdapterSpec) -> tuple[Shape, 
         return ()
     modules = [shape for layer in facts.layers for shape in _layer_module_shapes(layer, spec)]
     for name, size in outer_module_sizes(facts, spec).items():
-        modules.append((size,) if name == NORMS else (size // facts.hidden_size, facts.hidden_size))
+        num_biases = size - facts.num_classes * facts.hidden_size if name == SCORE else 0
+        rows = (size - num_biases) // facts.hidden_size
+        modules.append((size,) if name == NORMS else (rows, facts.hidden_size))
+        modules += [(num_biases,)] if num_biases else []
     return (*_adapter_tensor_shapes(facts, spec), *modules)
 
 

@@ -22,7 +22,6 @@ from offload.plan.facts.trainable import (
     layer_module_sizes,
     module_parameters,
     outer_module_sizes,
-    rounded_tensor_sizes,
     trained_tensor_shapes,
     trains_head,
     whole_linears,
@@ -34,12 +33,7 @@ from offload.plan.schedule.residency import NOTHING_SAVED, Residency, Saved
 from offload.plan.time.adapters import branches, dora_norm
 from offload.plan.time.attention import attention_backward, attention_work
 from offload.plan.time.expert_passes import Launches, RowPasses
-from offload.plan.time.optimizer import (
-    ROUNDING_BYTES_PER_WEIGHT,
-    ROUNDING_OPS,
-    outer_update_s,
-    update_work,
-)
+from offload.plan.time.optimizer import outer_update_s, rounding_work, update_work
 from offload.plan.time.pointwise import NORM, NORM_WEIGHT, pointwise_work
 from offload.plan.time.pricer import Pricer
 from offload.plan.time.tiles import tiling
@@ -551,12 +545,9 @@ def _optimizer(at: Pricer) -> Work:
             )
         )
     update = update_work(at.machine, shapes, at.workload.optimizer)
-    rounded = rounded_tensor_sizes(at.facts, spec)
-    rounded_bytes = ROUNDING_BYTES_PER_WEIGHT[at.machine.device] * sum(rounded)
-    update += at.traffic(rounded_bytes, num_ops=ROUNDING_OPS * len(rounded))
-    if at.workload.dtype_bytes == FP32_BYTES:
-        return update
-    copied = module_parameters(at.facts, spec) * (FP32_BYTES + at.workload.dtype_bytes)
+    update += rounding_work(at.machine, at.facts, spec)
+    b = at.workload.dtype_bytes
+    copied = 0 if b == FP32_BYTES else module_parameters(at.facts, spec) * (FP32_BYTES + b)
     return update + at.traffic(copied, num_ops=0)  # compute copies are cast from fp32
 
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 
 from offload.errors import OffloadError
+from offload.plan.facts.facts import AdapterSpec, ModelFacts
 from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.optimizer import (
     HOST_GRADIENTS,
@@ -13,6 +14,7 @@ from offload.plan.facts.optimizer import (
     paged_bytes,
     refuse_host_only,
 )
+from offload.plan.facts.trainable import rounded_tensor_sizes
 from offload.plan.machine.machine import Machine
 from offload.plan.time.work import Work
 
@@ -130,3 +132,11 @@ def update_work(machine: Machine, shapes: Sequence[Shape], optimizer: Optimizer)
         + paged / machine.d2h_bytes_per_s.value
     )
     return Work(memory_s=seconds, num_ops=OPS[optimizer] * num_tensors)
+
+
+def rounding_work(machine: Machine, facts: ModelFacts, spec: AdapterSpec) -> Work:
+    """Price the rounding of an adapter's weights in bf16, if that is where they are kept."""
+    sizes = rounded_tensor_sizes(facts, spec)
+    num_bytes = ROUNDING_BYTES_PER_WEIGHT[machine.device] * sum(sizes)
+    seconds = num_bytes / machine.memory_bytes_per_s.value
+    return Work(memory_s=seconds, num_ops=ROUNDING_OPS * len(sizes))

@@ -31,7 +31,9 @@ def test_every_loss_with_its_defaults_breaks_no_rule(method: str) -> None:
             "data": {"too_long": "drop"},
         }
         classes = reward | {"model": {"head": "classes", "num_classes": 3}}
-        sections = {"reward": reward, "classify": classes}.get(method, {})
+        words = reward | {"model": {"head": "token_classes", "num_classes": 3}}
+        by_head = {"reward": reward, "classify": classes, "classify_tokens": words}
+        sections = by_head.get(method, {})
         recipe = settings({"method": method, "loss": loss} | smoothing, **sections)
         assert not list(broken_objective_rules(recipe))
 

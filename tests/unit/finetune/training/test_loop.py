@@ -11,6 +11,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import offload
 from finetune.adapter import lora as adapters
+from finetune.adapter.rounded_weights import is_trained_whole
 from finetune.data.steps import StepShare
 from finetune.data.tokenize import Example
 from finetune.errors import FinetuneError
@@ -73,7 +74,7 @@ def make_loop(
             train=train,
             loraplus_ratio=loraplus_ratio,
             ranks=Ranks(),
-            rounded={name for name in trained if rounds and not adapters.is_trained_whole(name)},
+            rounded={name for name in trained if rounds and not is_trained_whole(name)},
         ),
         train=train,
         is_masked=is_masked,
