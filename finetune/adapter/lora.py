@@ -26,10 +26,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from finetune.adapter.expert_lora import compute_beside
-from finetune.adapter.linear_lora import compute_in_base_dtype
+from finetune.adapter.linear_lora import compute_in_base_dtype, hold_in_bf16
 from finetune.adapter.methods import is_adapted, leave_out_draws, method_config, task_type
 from finetune.adapter.modules_to_save import Whole, whole_modules
-from finetune.adapter.rounded_weights import hold_in_bf16
 from finetune.adapter.targets import chosen_targets
 from finetune.data.stops import Stops, eos_ids, write_generation_config
 from finetune.errors import CheckpointError, ConfigError, read_by_library

@@ -20,41 +20,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from peft import PeftModel
-from peft.tuners.lora import LoraLayer
 from torch import nn
-
-from finetune.adapter.expert_lora import ParamWrapper
-from finetune.adapter.linear_lora import Linear
-from finetune.errors import ConfigError
 
 LOW_BITS = 16
 _KEPT = -(1 << LOW_BITS)  # as a mask
 _STATE = "rounding"
-
-
-def hold_in_bf16(adapted: PeftModel, adapter: str) -> None:
-    """Round an adapter's tensors to bf16, but not the modules that are trained whole.
-
-    Raises:
-        ConfigError: peft computes some of it, which would be in bf16 as well.
-    """
-    own = (Linear, ParamWrapper)
-    for name, module in adapted.get_base_model().named_modules():
-        if isinstance(module, LoraLayer) and not isinstance(module, own):
-            raise ConfigError(
-                f"adapter.dtype: bfloat16, and peft computes the adapter of {name}",
-                limit="it would round each product to bfloat16 as well",
-                hint="`adapter.dtype: float32`",
-            )
-    for name, parameter in adapted.named_parameters():
-        if adapter in name.split(".") and not is_trained_whole(name):
-            parameter.data = parameter.data.bfloat16()
-
-
-def is_trained_whole(name: str) -> bool:
-    """Return whether a trained parameter is that of a module trained whole, by its name."""
-    return ".modules_to_save." in name
 
 
 def round_at_random(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

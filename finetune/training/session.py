@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from finetune.adapter.linear_lora import computed_by_peft
+from finetune.adapter.linear_lora import computed_by_peft, is_trained_whole
 from finetune.adapter.lora import ALONE, NewAdapter, add_loras, base_eos, load_into, trained
 from finetune.adapter.neftune import add_noise
-from finetune.adapter.rounded_weights import is_trained_whole
 from finetune.data.dataset import Rows
 from finetune.data.steps import Steps
 from finetune.data.stops import Stops

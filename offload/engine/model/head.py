@@ -32,7 +32,7 @@ def vocabulary_of(model: "PreTrainedModel") -> Vocabulary:
 
 def is_classifier(model: LayeredModel) -> bool:
     """Return whether a model classifies rows or tokens, by the name that transformers gives it."""
-    return model.name.endswith(("ForSequenceClassification", "ForTokenClassification"))
+    return model.name.endswith(("ForSequenceClassification", _OF_TOKENS))
 
 
 def classifier_outputs(
@@ -50,7 +50,7 @@ def classifier_outputs(
     Raises:
         UnsupportedModelError: It is no classifier, or has fewer outputs.
     """
-    outputs_NC = _of_last_token(model.output(hidden_1ND.transpose(0, 1)))
+    outputs_NC = _of_last_token(model, hidden_1ND.transpose(0, 1))
     if not isinstance(outputs_NC, torch.Tensor) or outputs_NC.dim() != 2:
         model.refuse("returns no outputs for a whole row", limit=_CLASSIFIER)
     if index is None:
@@ -77,23 +77,25 @@ def require_outputs_of_last_token(model: LayeredModel, hidden_BTD: torch.Tensor)
     ids_BT = torch.full(hidden_BTD.shape[:2], int(padding == 0), device=hidden_BTD.device)
     poisoned_BTD = hidden_BTD.clone()
     poisoned_BTD[:, :-1] = torch.nan
-    own_BC = _of_last_token(model.output(poisoned_BTD, input_ids=ids_BT))
-    last_BC, again_BC = (_of_last_token(model.output(hidden_BTD[:, -1:])) for _ in range(2))
+    own_BC = _of_last_token(model, poisoned_BTD, input_ids=ids_BT)
+    last_BC, again_BC = (_of_last_token(model, hidden_BTD[:, -1:]) for _ in range(2))
     if not are_close(last_BC, own_BC):
         model.refuse("does not compute its outputs from a row's last token", limit=_CLASSIFIER)
     if not are_equal(last_BC, again_BC):
         model.refuse("gives other outputs for the same hidden state", limit=_CLASSIFIER)
 
 
-def _of_last_token(output: Any) -> Any:
+def _of_last_token(model: LayeredModel, hidden_BTD: torch.Tensor, **inputs: torch.Tensor) -> Any:
     """Return a classifier's outputs of the last token of each row, (B, C)."""
-    logits = getattr(output, "logits", None)
-    if isinstance(logits, torch.Tensor) and logits.dim() == _BY_TOKEN_DIM:
+    logits = getattr(model.output(hidden_BTD, **inputs), "logits", None)
+    is_by_token = isinstance(logits, torch.Tensor) and logits.dim() == _BY_TOKEN_DIM
+    if is_by_token and model.name.endswith(_OF_TOKENS):
+        assert logits is not None
         return logits[:, -1]
     return logits
 
 
-_BY_TOKEN_DIM = 3
+_BY_TOKEN_DIM, _OF_TOKENS = 3, "ForTokenClassification"
 _CLASSIFIER = (
     "a loss of the head's outputs trains a sequence classifier, e.g."
     " `AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)`"

@@ -11,7 +11,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import offload
 from finetune.adapter import lora as adapters
-from finetune.adapter.rounded_weights import is_trained_whole
+from finetune.adapter.linear_lora import is_trained_whole
 from finetune.data.steps import StepShare
 from finetune.data.tokenize import Example
 from finetune.errors import FinetuneError
