@@ -347,10 +347,9 @@ def engine_of(run: Run, plan: Plan, adapted: Adapted) -> StepEngine:
     if run.recipe.train.is_sharded:
         from finetune.training.sharded.engine import ShardedEngine
 
-        sharded = ShardedEngine(adapted.model, device=run.device, ranks=run.ranks)
-        if adapted.backing is not None:  # its last views were the layers' own weights
+        if adapted.backing is not None:  # freed with the layers' weights, as they are cut
             adapted.backing.close()
-        return sharded
+        return ShardedEngine(adapted.model, device=run.device, ranks=run.ranks)
     if run.recipe.train.compile:
         compile_layers(LayeredModel(adapted.model).layers)
     return Engine(
