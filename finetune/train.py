@@ -344,6 +344,8 @@ def _on_engine(
         )
         traced.append(note)
     engine = engine_of(runs[0], plan, adapted)
+    if plan.request.is_sharded:  # nothing else may hold the memory that the model was loaded to
+        adapted = replace(adapted, backing=None)
     with closing(engine), gc_frozen():
         sessions = [
             attached(run, plan, adapted, engine, data, one.steps)

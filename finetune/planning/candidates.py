@@ -140,8 +140,21 @@ def choose(facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest])
 
 
 def chooser(recipe: Recipe) -> Callable[[ModelFacts, Machine, Sequence[PlanRequest]], Choice]:
-    """Return what chooses a recipe's plan among its requests."""
-    return choose_sharded if recipe.train.is_sharded else choose
+    """Return what chooses a recipe's plan among its requests.
+
+    Raises:
+        ConfigError: Processes are to hold parts of a model whose config asks for a router loss.
+    """
+    if not recipe.train.is_sharded:
+        return choose
+    if has_router_loss(recipe):
+        raise ConfigError(
+            "train.parallel: fsdp2, and the model's config asks for a router loss",
+            limit="it counts the tokens of the whole step, and here each micro-batch passes through"
+            " the model by itself",
+            hint="`train.router_loss_coef: 0`, or `train.parallel: stream`",
+        )
+    return choose_sharded
 
 
 def choose_sharded(facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]) -> Choice:

@@ -35,7 +35,7 @@ from offload.plan.schedule.timeline import Timeline
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from finetune.sharded.engine import ShardedEngine, ShardedResult
+    from finetune.training.sharded.engine import ShardedEngine, ShardedResult
 
 StepEngine: TypeAlias = "Engine | ShardedEngine"
 """What computes steps: layers that are streamed, or ranks that each hold a part of the model."""

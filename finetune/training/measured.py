@@ -186,7 +186,7 @@ def memory_terms(session: "Session") -> list[MeasuredTerm]:
 
 def _sharded_terms(session: "Session") -> list[MeasuredTerm]:
     """List this rank's parts of the weights and of the optimizer's states."""
-    from finetune.sharded.update import ShardedUpdate, own_part
+    from finetune.training.sharded.update import ShardedUpdate, own_part
 
     assert isinstance(session.loop.update, ShardedUpdate)
     is_adapter = not session.run.recipe.train.is_full

@@ -346,12 +346,11 @@ def _precision_notes(model: "PeftModel | PreTrainedModel", recipe: Recipe) -> li
 def engine_of(run: Run, plan: Plan, adapted: Adapted) -> StepEngine:
     """Put the model on an engine that runs the plan."""
     if run.recipe.train.is_sharded:
-        from finetune.sharded.engine import ShardedEngine
+        from finetune.training.sharded.engine import ShardedEngine
 
-        sharded = ShardedEngine(adapted.model, device=run.device, ranks=run.ranks)
-        if adapted.backing is not None:  # its last views were the layers' own weights
+        if adapted.backing is not None:  # freed with the layers' weights, as they are cut
             adapted.backing.close()
-        return sharded
+        return ShardedEngine(adapted.model, device=run.device, ranks=run.ranks)
     if run.recipe.train.compile:
         compile_layers(LayeredModel(adapted.model).layers)
     return Engine(
@@ -413,7 +412,7 @@ def _update(run: Run, model: "PeftModel | PreTrainedModel", engine: StepEngine) 
     """Return the update of what trains, with a fresh optimizer."""
     recipe = run.recipe
     if not isinstance(engine, Engine):
-        from finetune.sharded.update import ShardedFullUpdate, ShardedUpdate
+        from finetune.training.sharded.update import ShardedFullUpdate, ShardedUpdate
 
         if recipe.train.is_full:
             dtype: torch.dtype = getattr(torch, recipe.model.dtype)

@@ -57,6 +57,7 @@ NUM_GATHERED = 3  # layers: one computes, one is there, and a buffer that it has
 SHARDS, GATHERED = "own part of the weights", "gathered layers"
 NEW_GRADIENTS = "gradients before they are added up"
 LOGITS = "logits of all tokens"
+CHECKPOINT = "a checkpoint on the main rank"
 
 
 def as_sharded(request: PlanRequest) -> PlanRequest:
@@ -245,7 +246,7 @@ def _host_terms(
     spec = replace(request.largest.adapter, whole=None, targets=(), experts=False, modules=())
     workload = replace(request.largest, adapter=spec)
     load = HostLoad(workload=workload, num_workers=request.num_workers, num_stashed=0)
-    return host_terms(
+    terms = host_terms(
         facts,
         replace(machine, pinned_bytes=machine.ram_bytes),  # nothing is page-locked
         [load],
@@ -253,6 +254,14 @@ def _host_terms(
         num_slabs=request.num_slabs,
         rank_device_bytes=device_bytes,
     )
+    whole = request.largest.adapter.whole
+    if whole is None:
+        return terms
+    # the main rank gathers masters and states to write them; in bf16 it then splits the masters
+    each = HOST_STATE_BYTES[workload.optimizer] + FP32_BYTES
+    each += FP32_BYTES if workload.dtype_bytes < FP32_BYTES else 0
+    num_bytes = int(each * whole.num_parameters)
+    return (*terms, MemoryTerm(name=CHECKPOINT, num_bytes=num_bytes))
 
 
 def _refusal(nearest: Plan) -> DoesNotFitError:

@@ -144,6 +144,7 @@ def loop_of(
 
 
 def engine_of(loop: Loop) -> Engine:
+    assert isinstance(loop._engine, Engine)
     return loop._engine
 
 

@@ -41,6 +41,7 @@ FLAGS = {
         "--ram",
         "--link",
         "--gpus",
+        "--interconnect",
         "--what-if",
         "--sweep",
         "--runs",

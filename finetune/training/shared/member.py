@@ -30,6 +30,7 @@ from finetune.training.metrics_writer import MetricsWriter, profiled
 from finetune.training.optimizer import rates_since
 from finetune.training.samples import answer, answerable
 from finetune.training.shared.together import Answer, Ended, Evaluated
+from offload.engine.engine import Engine
 from offload.errors import SluiceError
 from offload.plan.plan import Plan
 from offload.probe.energy import Taken
@@ -326,7 +327,7 @@ def finished(begun: Begun, outcome: Outcome) -> Outcome:
 
 def _result(session: "Session") -> Saved:
     """Return what was trained, and of a model that is in parts what is saved with it."""
-    from finetune.sharded.engine import ShardedEngine
+    from finetune.training.sharded.engine import ShardedEngine
 
     saved = session.loop.saved()
     if not (session.run.recipe.train.is_full and isinstance(session.engine, ShardedEngine)):
@@ -406,6 +407,7 @@ def _sample(session: "Session", *, when: str) -> None:
         run.screen.note(f"{len(rows) - len(asked)} held-out rows are too long to be asked")
     if not asked:
         return
+    assert isinstance(session.engine, Engine), "a rule of recipes"
     answers = answer(
         asked,
         model=session.model,

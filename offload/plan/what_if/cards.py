@@ -21,10 +21,10 @@ from offload.plan.memory.memory import (
     total_bytes,
 )
 from offload.plan.plan import Plan, with_costs
-from offload.plan.time.bounds import usual_order_bound_s
+from offload.plan.request import PlanRequest
+from offload.plan.sharded import as_sharded, sharded_plan, shortages
 from offload.plan.time.costs import LayerCost
 from offload.plan.time.roofline import (
-    all_gather_bytes,
     all_reduce_bytes,
     tensor_parallel_bytes,
 )
@@ -128,49 +128,32 @@ def _copy(cards: _Cards) -> Option:
 
 
 def _shard(cards: _Cards) -> Option:
-    """Each card has 1/N of every layer, in the codec of the plan; the order is micro-batch-major.
-
-    Every micro-batch gathers every layer upwards and downwards, during the visit of the layer
-    before it.
-    """
-    plan, request = cards.plan, cards.plan.request
-    layers = tuple(
-        replace(
-            cost,
-            weight_bytes=int(
-                cards.arriving_frac
-                * all_gather_bytes(num_parameters=cost.weight_bytes, dtype_bytes=1)
-            ),
-        )
-        for cost in plan.costs.layers
-    )
-    costs = replace(plan.costs, layers=layers, h2d_bytes_per_s=cards.bytes_per_s)
-    micro_batches = cards.num_micro_batches
-    step_s = usual_order_bound_s(costs, num_slots=0, num_micro_batches=micro_batches)
-    gathered = 2 * micro_batches * sum(cost.weight_bytes for cost in layers)
-    terms = device_terms(
-        plan.facts,
-        plan.machine,
-        request.largest,
-        num_slots=2,  # one layer computes, the next one is loaded
-        num_micro_batches=1,
-        num_ranks=cards.num,
-        is_padded=request.is_masked,
-        is_stashed=False,
-    )
-    held = sum(cost.weight_bytes for cost in plan.costs.layers) // cards.num
-    return cards.option(
-        "shard (FSDP)",
-        "gathered per micro-batch",
-        Figures(
-            step_s=step_s
-            + plan.costs.optimizer_s / cards.num
-            + cards.reduced_bytes / cards.bytes_per_s,
-            vram_bytes=held + _scaled(terms, {"embeddings, norm and head": 1 / cards.num}),
-            ram_bytes=cards.host_bytes(has_slab=False),
-            link_bytes=gathered + int(cards.reduced_bytes),
+    """Each card has 1/N of every layer, native: see `offload.plan.sharded`."""
+    name, plan = "shard (FSDP)", cards.plan
+    if plan.request.objective is not None or plan.request.others:
+        return without_price(name, "for one run with a cross-entropy", SOURCES[name])
+    request = replace(plan.request, num_ranks=cards.num, is_slab_shared=True)
+    made = sharded_plan(plan.facts, plan.machine, as_sharded(request))
+    return Option(
+        name=name,
+        standing="a setting" if _is_offered(request) else "not done here",
+        how="`train.parallel: fsdp2`, native" if _is_offered(request) else "native layers",
+        source=SOURCES[name],
+        figures=Figures(
+            step_s=made.step_s,
+            vram_bytes=made.peak_bytes,
+            ram_bytes=made.host_bytes,
+            link_bytes=made.schedule.network_bytes,
         ),
+        fits=not shortages(made),
     )
+
+
+def _is_offered(request: PlanRequest) -> bool:
+    """Return whether a run could be sharded; `finetune.recipe.sharded_rules` says why not."""
+    typical, spec = request.typical, request.typical.adapter
+    is_lora = not (spec.experts or spec.is_dora or spec.modules or spec.method)
+    return is_lora and typical.optimizer in ("adamw", "sgd") and typical.router_loss is None
 
 
 def _split(cards: _Cards) -> Option:

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from finetune.errors import ConfigError
-from finetune.planning.candidates import choose, full_requests, with_each_size
+from finetune.planning.candidates import choose, chooser, full_requests, with_each_size
 from finetune.planning.request import facts_of
 from finetune.planning.subject import model_subject
-from finetune.recipe.recipe import Recipe, resolved_yaml, with_offload
+from finetune.recipe.recipe import Recipe, resolved_yaml, with_offload, with_parallel
 from finetune.recipe.rules import broken_rules
 from finetune.recipe.shipped import load_shape
 from finetune.run.run_dir import RunDir, as_begun
@@ -260,3 +260,17 @@ def test_a_resumed_run_keeps_its_tiles(tmp_path: Path) -> None:
 def test_tiles_of_compiled_layers_are_refused() -> None:
     with pytest.raises(ValueError, match=r"offload\.mlp_chunk is 64 and train\.compile is true"):
         recipe(offload__mlp_chunk=64, train__compile=True)
+
+
+def test_parts_of_a_model_whose_config_asks_for_a_router_loss_are_refused(tmp_path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(load_shape("tiny-qwen3-moe") | {"output_router_logits": True}))
+    values = recipe_values(
+        model__path=None, model__config=str(file), model__init="random", train__parallel="fsdp2"
+    )
+    asked = Recipe.model_validate(values)
+    with pytest.raises(
+        ConfigError, match=r"config asks for a router loss; .*\n\nhint: .*_coef: 0`"
+    ):
+        chooser(asked)
+    assert chooser(with_parallel(asked, "stream")) is choose

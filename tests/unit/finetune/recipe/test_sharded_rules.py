@@ -7,12 +7,18 @@ import pytest
 from finetune.recipe.rules import broken_rules
 from finetune.recipe.sections import Settings
 from finetune.recipe.sharded_rules import broken_sharded_rules
-from tests.unit.finetune.recipe.test_full_rules import settings as full_settings
 
 
 def settings(**sections: dict[str, Any]) -> Settings:
-    train = {"what": "adapter", "parallel": "fsdp2"} | sections.pop("train", {})
-    return full_settings(train=train, **sections)
+    content: dict[str, dict[str, Any]] = {
+        "model": {"path": "Qwen/Qwen3-8B"},
+        "data": {"path": "rows.jsonl", "eval_frac": 0.1},
+        "train": {"parallel": "fsdp2", "steps": 3, "grad_accum_steps": 1},
+        "output": {"name": "x", "eval_every": 1},
+    }
+    for name, section in sections.items():
+        content[name] = content.get(name, {}) | section
+    return Settings.model_validate(content)
 
 
 def test_a_plain_recipe_breaks_none() -> None:

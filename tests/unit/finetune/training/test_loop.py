@@ -142,9 +142,8 @@ def test_a_run_that_was_begun_with_the_first_seeds_keeps_them(tmp_path: Path) ->
         found = checkpoints.read(
             2, loop.weights, loop.optimizer, form=loop.state_form, data_hash=""
         )
-        found.put_into(loop.weights, loop.optimizer)
+        loop.restore(found)
         loop.seeding = seeding or found.seeding
-        loop.publish()
         return [loop.step(number, batches(8)).loss for number in (2, 3)], parameters
 
     again, found = resumed(None)
@@ -190,10 +189,11 @@ def test_a_resume_in_16_bits_continues_to_the_bit(
             )
     resumed, found = make()
     resumed.rehearse(batches(20), [batches(8)])
-    checkpoints.read(
-        2, resumed.weights, resumed.optimizer, form=resumed.state_form, data_hash=""
-    ).put_into(resumed.weights, resumed.optimizer)
-    resumed.publish()
+    resumed.restore(
+        checkpoints.read(
+            2, resumed.weights, resumed.optimizer, form=resumed.state_form, data_hash=""
+        )
+    )
     assert [resumed.step(number, batches(8)).loss for number in (2, 3)] == losses[2:]
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert all(torch.equal(resumed.weights[name], whole.weights[name]) for name in expected)
@@ -412,9 +412,7 @@ def test_move_a_resumed_run_keeps_the_scale_and_skipped_steps(tmp_path: Path) ->
             data_hash="",
             is_scaled=True,
         )
-        found.put_into(loop.weights, loop.optimizer)
-        loop.scaling = found.scaling
-        loop.publish()
+        loop.restore(found)
         assert [loop.step(n, batches(8)).loss for n in range(step, 12)] == losses[step:]
         assert loop.scaling == whole.scaling
         assert all(torch.equal(trained[name], expected[name]) for name in expected)

@@ -12,6 +12,7 @@ from offload.plan.memory.memory import GRADIENTS, STATES
 from offload.plan.plan import Plan, plan
 from offload.plan.schedule.op import Kind
 from offload.plan.sharded import (
+    CHECKPOINT,
     COLLECTIVE_LATENCY_S,
     GATHERED,
     SHARDS,
@@ -69,6 +70,7 @@ def test_of_weights_that_train_each_rank_has_a_quarter_of_16_bytes() -> None:
     assert found[SHARDS] == 4 * WEIGHTS / 4  # fp32 masters
     assert found[GRADIENTS] == 4 * WEIGHTS / 4
     assert found[STATES] == 8 * WEIGHTS / 4
+    assert {term.name: term.num_bytes for term in made.host_memory}[CHECKPOINT] == 16 * WEIGHTS
     update_s = 92 * WEIGHTS / 4 / HERE.memory_bytes_per_s.value
     assert made.costs.optimizer_s == pytest.approx(update_s)
     sums = [op for op in made.schedule.ops if op.kind is Kind.REDUCE]

@@ -3,14 +3,13 @@ from dataclasses import replace
 import pytest
 
 from offload.plan.facts.facts import ModelFacts
-from offload.plan.facts.layer_layout import record_bytes
 from offload.plan.facts.trainable import trained_parameters
 from offload.plan.machine.machine import GIB, named_machine
 from offload.plan.plan import Plan, plan
 from offload.plan.time.roofline import tensor_parallel_bytes
 from offload.plan.what_if.option import Figures, Option, figures_of, plan_anyway
 from offload.plan.what_if.what_if import what_if
-from tests.builders import qwen3_8b, qwen3_30b, request, workload
+from tests.builders import lora, qwen3_8b, qwen3_30b, request, workload
 
 DENSE = qwen3_8b(num_hidden_layers=6)
 MOE = qwen3_30b(num_hidden_layers=8)
@@ -186,16 +185,24 @@ def test_training_all_weights_takes_16_bytes_for_each_and_does_not_fit() -> None
 @pytest.mark.parametrize("num_cards", [2, 4])
 def test_sharding_gathers_what_a_card_has_not_for_every_micro_batch(num_cards: int) -> None:
     made = planned(num_micro_batches=8)
-    layer = record_bytes(MOE.layers[0], "native", 2)
+    layer, trained = 2 * MOE.layers[0].num_parameters, trained_parameters(MOE, WORKLOAD.adapter)
     missing_frac = (num_cards - 1) / num_cards
     micro_batches = 8 // num_cards
-    gathered = 2 * micro_batches * 8 * missing_frac * layer
-    reduced = 2 * missing_frac * 4 * trained_parameters(MOE, WORKLOAD.adapter)
-    there = figures(made, "shard (FSDP)", num_cards=num_cards)
-    assert there.link_bytes == pytest.approx(gathered + reduced, rel=1e-6)
+    gathered = 2 * (8 * layer + 4 * trained) + 2 * MOE.outer_parameters
+    sent = micro_batches * missing_frac * (gathered + 4 * trained)
+    option = options_of(made, num_cards=num_cards)["shard (FSDP)"]
+    assert option.standing == "a setting"
+    there = option.figures
+    assert there is not None
+    assert there.link_bytes == pytest.approx(sent, rel=1e-6)
     rate = CARD.h2d_duplex_bytes_per_s.value
-    assert there.step_s > gathered / rate
+    assert there.step_s > micro_batches * missing_frac * gathered / rate
     assert there.vram_bytes > 8 * layer / num_cards
+
+
+def test_sharding_that_no_recipe_may_ask_for_is_only_priced() -> None:
+    made = plan(MOE, CARD, replace(REQUEST, typical=workload(adapter=lora(experts=True))))
+    assert options_of(made)["shard (FSDP)"].standing == "not done here"
 
 
 def test_splitting_waits_for_four_exchanges_per_layer_and_pass() -> None:

@@ -99,7 +99,7 @@ class ShardedEngine:
             device: Where this rank computes.
             ranks: The processes that share it.
         """
-        from finetune.sharded.shard import shard
+        from finetune.training.sharded.shard import shard
 
         layered = LayeredModel(model)
         switch_off_checkpointing(model)
@@ -172,7 +172,7 @@ class ShardedEngine:
 
     def frozen_weights(self) -> dict[str, torch.Tensor]:
         """Return what does not train in one piece, on the main rank; all ranks call it."""
-        from finetune.sharded.update import whole_of
+        from finetune.training.sharded.update import whole_of
 
         is_main = self._ranks.is_main
         frozen = {n: p for n, p in self._module.named_parameters() if not p.requires_grad}
@@ -186,7 +186,7 @@ class ShardedEngine:
             torch.cuda.current_stream(self._device).synchronize()
 
     def close(self) -> None:
-        """Let go of nothing: the parts are the model's, and go with it."""
+        """Do nothing: the parts are the model's, and go with it."""
 
     def _train(self, batch: Batch, *, num_label_tokens: int) -> torch.Tensor:
         """Run a micro-batch up and down; return its loss."""
@@ -194,7 +194,7 @@ class ShardedEngine:
         assert self._pass is not None
         self._randomness.seed(self._pass.seed_of(FRONT_LAYER))
         loss = self._loss(labelled) / num_label_tokens
-        loss.backward()  # type: ignore[no-untyped-call]  # torch's
+        loss.backward()
         return loss.detach()
 
     def _loss(self, batch: LabelledBatch) -> torch.Tensor:
@@ -238,7 +238,7 @@ class ShardedEngine:
             if self._pass is not None:
                 self._pass.clock.mark(Kind.GATHER, number)
 
-        layer.forward = forward  # type: ignore[method-assign]
+        layer.forward = forward
         layer.register_forward_pre_hook(begun, prepend=True)
 
 
