@@ -59,8 +59,8 @@ def opened_store(launch: Launch, *, timeout_s: float) -> Store:
         RuntimeError: It cannot be reached.
         ValueError: The launcher has not said where it is.
     """
-    is_awaited = launch.index > 0 and launch.store is not None
-    if is_awaited and not _listens(launch.store, time.monotonic() + timeout_s):
+    place = launch.store if launch.index else None
+    if place is not None and not _listens(place, time.monotonic() + timeout_s):
         raise _absent([0], index=launch.index, num=launch.num, timeout_s=timeout_s)
     stores: list[Store] = []
     failures: list[Exception] = []
