@@ -76,7 +76,7 @@ def opened_store(launch: Launch, *, timeout_s: float) -> Store:
 
     opening = Thread(target=open_it, name="store", daemon=True)  # it may never return
     opening.start()
-    opening.join(timeout=ANSWER_S if is_awaited else timeout_s)
+    opening.join(timeout=timeout_s if place is None else ANSWER_S)
     if stores:
         return stores[0]
     is_taken = bool(failures) and "EADDRINUSE" in str(failures[0])
