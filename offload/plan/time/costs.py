@@ -238,12 +238,7 @@ class Costs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunCosts:
-    """One run of a shared step.
-
-    Attributes:
-        costs: Of its ops.
-        passes: Its passes through each visit.
-    """
+    """One run of a shared step: the costs of its ops, and its passes through each visit."""
 
     costs: Costs
     passes: Passes
