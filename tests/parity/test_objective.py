@@ -99,7 +99,7 @@ def test_a_step_is_the_same_however_its_rows_are_cut(name: str, formula: Formula
             scored=pairs(*further, seed=seed),
             dropout_seed=0,
         ).loss
-        found = gradients(model)  # type: ignore[arg-type] # as peft's models
+        found = gradients(model)
         assert found_loss == pytest.approx(loss, rel=1e-6)
         assert rel_error(found, expected) < 1e-6
     engine.detach()
