@@ -255,17 +255,24 @@ def furthest(a: Sequence[float], b: Sequence[float]) -> float:
     ],
 )
 def test_reorder_losses_are_as_close_as_those_of_pytorchs_own_adamws(num_steps: int) -> None:
-    """PyTorch has two of them, and adds up the micro-batches of a step in either order."""
+    """PyTorch has two of them, and adds up the micro-batches of a step in either order.
+
+    Six layers, for with fewer two orders of PyTorch's may differ by less than a rounding.
+    """
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return Qwen3ForCausalLM(Qwen3Config(**SHAPE | {"num_hidden_layers": 6})).train()
 
     def adamw(parameters: Any, *, is_fused: bool) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=LR, weight_decay=0.0, fused=is_fused, foreach=False)
 
     plain = [
-        plain_losses(model_of(), partial(adamw, is_fused=is_fused), num_steps, is_reversed=reverse)
+        plain_losses(made(), partial(adamw, is_fused=is_fused), num_steps, is_reversed=reverse)
         for is_fused in (True, False)
         for reverse in (False, True)
     ]
-    ours = run(loop_of(model_of()), range(num_steps))
+    ours = run(loop_of(made()), range(num_steps))
     apart = max(furthest(a, b) for a, b in itertools.combinations(plain, 2))
     assert apart > 0
     assert max(furthest(ours, one) for one in plain) <= 2 * apart
