@@ -1,5 +1,6 @@
 import math
 from collections.abc import Sequence
+from functools import partial
 from itertools import product
 
 from hypothesis import given
@@ -44,9 +45,7 @@ def test_no_other_shares_have_a_faster_slowest_rank(
     def slowest_s(counts: Sequence[int]) -> float:
         return max(step_s(card, count) for card, count in zip(cards, counts, strict=True))
 
-    found = fastest_shares(
-        [lambda count, card=card: step_s(card, count) for card in cards], num=num
-    )
+    found = fastest_shares([partial(step_s, card) for card in cards], num=num)
     every = [
         counts for counts in product(range(1, num + 1), repeat=len(cards)) if sum(counts) == num
     ]
