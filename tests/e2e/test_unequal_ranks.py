@@ -31,6 +31,7 @@ def slow_file(machine_file: Path, tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_a_slow_card_gets_fewer_micro_batches_and_trains_as_one_process_does(
     tmp_path, write_recipe, machine_file, slow_file, forked: Forked
 ) -> None:

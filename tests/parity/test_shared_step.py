@@ -2,23 +2,22 @@
 
 import copy
 
+import pytest
 import torch
 
 import offload
-from finetune.training.ranks import own_micro_batches
+from finetune.training.ranks import micro_batches_by_shares
 from tests.parity.steps import NUM_LAYERS, gradients, micro_batches, streamed, tiny
 
-NUM_RANKS = 2
 
-
-def in_shares(*, keeps_ids: bool) -> tuple[float, dict[str, torch.Tensor]]:
+def in_shares(*shares: int, keeps_ids: bool) -> tuple[float, dict[str, torch.Tensor]]:
     """Run each rank's share on an engine of its own; return the sums."""
     batches = micro_batches()
     num_label_tokens = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
     losses, found = [], []
-    for index in range(NUM_RANKS):
+    for index in range(len(shares)):
         model = copy.deepcopy(tiny("llama", dropout=0.3))
-        own = own_micro_batches(len(batches), index=index, num=NUM_RANKS)
+        own = micro_batches_by_shares(len(batches), index=index, shares=shares)
         engine = offload.attach(model, num_slots=2, device="cpu", head_chunk_tokens=7)
         try:
             result = engine.forward_backward(
@@ -34,9 +33,12 @@ def in_shares(*, keeps_ids: bool) -> tuple[float, dict[str, torch.Tensor]]:
     return sum(losses), {name: first + found[1][name] for name, first in found[0].items()}
 
 
-def test_reorder_the_shares_of_a_step_add_up_to_the_step_with_its_dropout() -> None:
+@pytest.mark.parametrize("shares", [(1, 1), (1, 2)])
+def test_reorder_the_shares_of_a_step_add_up_to_the_step_with_its_dropout(
+    shares: tuple[int, int],
+) -> None:
     whole_loss, whole = streamed(tiny("llama", dropout=0.3), num_slots=NUM_LAYERS, seed=5)
-    loss, shared = in_shares(keeps_ids=True)
+    loss, shared = in_shares(*shares, keeps_ids=True)
     assert abs(loss - whole_loss) <= 1e-6 * whole_loss
     for name, gradient in whole.items():
         assert torch.allclose(shared[name], gradient, rtol=1e-5, atol=1e-7), name
@@ -44,5 +46,5 @@ def test_reorder_the_shares_of_a_step_add_up_to_the_step_with_its_dropout() -> N
 
 def test_shares_that_number_their_micro_batches_anew_drop_out_other_features() -> None:
     whole_loss, _ = streamed(tiny("llama", dropout=0.3), num_slots=NUM_LAYERS, seed=5)
-    loss, _ = in_shares(keeps_ids=False)
+    loss, _ = in_shares(1, 1, keeps_ids=False)
     assert abs(loss - whole_loss) > 1e-3 * whole_loss

@@ -59,8 +59,8 @@ def opened_store(launch: Launch, *, timeout_s: float) -> Store:
         RuntimeError: It cannot be reached.
         ValueError: The launcher has not said where it is.
     """
-    place = launch.store if launch.index else None
-    if place is not None and not _listens(place, time.monotonic() + timeout_s):
+    awaited = launch.store if launch.index else None
+    if awaited is not None and not _listens(awaited, time.monotonic() + timeout_s):
         raise _absent([0], index=launch.index, num=launch.num, timeout_s=timeout_s)
     stores: list[Store] = []
     failures: list[Exception] = []
@@ -76,7 +76,7 @@ def opened_store(launch: Launch, *, timeout_s: float) -> Store:
 
     opening = Thread(target=open_it, name="store", daemon=True)  # it may never return
     opening.start()
-    opening.join(timeout=timeout_s if place is None else ANSWER_S)
+    opening.join(timeout=timeout_s if awaited is None else ANSWER_S)
     if stores:
         return stores[0]
     is_taken = bool(failures) and "EADDRINUSE" in str(failures[0])
