@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from finetune.recipe.breach import Breach
+from finetune.recipe.breach import Breach, breaches
 from finetune.recipe.sections import AdapterSection, Settings
 
 EVERY_METHOD = frozenset({"method", "targets", "init_from", "modules_to_save"})
@@ -23,7 +23,7 @@ def broken_dtype_rules(recipe: Settings) -> Iterator[Breach]:
     adapter = recipe.adapter
     if adapter.dtype != "bfloat16" or adapter.method != "lora":
         return
-    for field, value, is_possible, limit, fix in (
+    rules = (
         (
             "adapter.dora",
             adapter.dora,
@@ -45,16 +45,8 @@ def broken_dtype_rules(recipe: Settings) -> Iterator[Breach]:
             "a model in float16 is for cards without bfloat16",
             "bfloat16",
         ),
-    ):
-        if not is_possible:
-            shown = str(value).lower() if isinstance(value, bool) else value
-            yield Breach(
-                field=field,
-                what=f"{field} is {shown} and adapter.dtype is bfloat16",
-                limit=limit,
-                hint=f"`{field}: {fix}`, or `adapter.dtype: float32`",
-                reads=("adapter.dtype",),
-            )
+    )
+    yield from breaches(rules, setting="adapter.dtype", value="bfloat16", instead="float32")
 
 
 def broken_method_rules(recipe: Settings) -> Iterator[Breach]:

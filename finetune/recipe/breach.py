@@ -1,5 +1,6 @@
 """A broken rule between fields of a recipe."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 
@@ -20,3 +21,30 @@ class Breach:
     limit: str
     hint: str
     reads: tuple[str, ...] = ()
+
+
+Allowed = tuple[str, object, bool, str, str]
+"""A field beside a setting: its path, its value, whether that is possible, the limit, the fix."""
+
+
+def breaches(
+    rules: Iterable[Allowed], *, setting: str, value: object, instead: str = ""
+) -> Iterator[Breach]:
+    """Yield a breach for each field whose value is not possible beside a setting.
+
+    Args:
+        rules: The fields.
+        setting: Dotted path of the setting.
+        value: Its value.
+        instead: The setting's value with which all fields are possible; empty if there is none.
+    """
+    for field, found, is_possible, limit, fix in rules:
+        if not is_possible:
+            shown = str(found).lower() if isinstance(found, bool) else found
+            yield Breach(
+                field=field,
+                what=f"{field} is {shown} and {setting} is {value}",
+                limit=limit,
+                hint=f"`{field}: {fix}`" + (f", or `{setting}: {instead}`" if instead else ""),
+                reads=(setting,),
+            )

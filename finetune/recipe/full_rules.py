@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from finetune.recipe.breach import Breach
+from finetune.recipe.breach import Breach, breaches
 from finetune.recipe.sections import AdapterSection, Settings, TrainSection
 from offload.plan.facts.optimizer import HOST_ONLY
 
@@ -60,7 +60,7 @@ def broken_full_rules(recipe: Settings) -> Iterator[Breach]:
                 hint=f"leave `adapter.{name}` out, or `train.what: adapter`",
                 reads=_WHAT,
             )
-    for field, value, is_possible, limit, fix in (
+    rules = (
         (
             "offload.codec",
             recipe.offload.codec,
@@ -131,13 +131,5 @@ def broken_full_rules(recipe: Settings) -> Iterator[Breach]:
             "fused norms have no gradients by their weights",
             "plain",
         ),
-    ):
-        if not is_possible:
-            shown = str(value).lower() if isinstance(value, bool) else value
-            yield Breach(
-                field=field,
-                what=f"{field} is {shown} and train.what is {what}",
-                limit=limit,
-                hint=f"`{field}: {fix}`",
-                reads=_WHAT,
-            )
+    )
+    yield from breaches(rules, setting="train.what", value=what)

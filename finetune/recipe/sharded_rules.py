@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator
 
-from finetune.recipe.breach import Breach
+from finetune.recipe.breach import Allowed, Breach, breaches
 from finetune.recipe.sections import OffloadSection, Settings
 
-_PARALLEL = ("train.parallel",)
 OPTIMIZERS = ("adamw", "sgd")
 _OF_SLOTS = ("num_slots", "kept_graphs", "sent_graphs", "attention_outputs", "stash")
 _OF_CHUNKS = ("head_chunk", "mlp_chunk")
@@ -13,23 +12,11 @@ _OF_CHUNKS = ("head_chunk", "mlp_chunk")
 
 def broken_sharded_rules(recipe: Settings) -> Iterator[Breach]:
     """Yield the rules that a recipe breaks with `train.parallel: fsdp2`."""
-    for field, value, is_possible, limit, fix in (*_training(recipe), *_holding(recipe)):
-        if is_possible:
-            continue
-        shown = str(value).lower() if isinstance(value, bool) else value
-        yield Breach(
-            field=field,
-            what=f"{field} is {shown} and train.parallel is fsdp2",
-            limit=limit,
-            hint=f"`{field}: {fix}`, or `train.parallel: stream`",
-            reads=_PARALLEL,
-        )
+    rules = (*_training(recipe), *_holding(recipe))
+    yield from breaches(rules, setting="train.parallel", value="fsdp2", instead="stream")
 
 
-_Rule = tuple[str, object, bool, str, str]
-
-
-def _training(recipe: Settings) -> Iterator[_Rule]:
+def _training(recipe: Settings) -> Iterator[Allowed]:
     """Yield what is trained and how: field, value, whether it is possible, the limit, the fix."""
     model, adapter, train, objective = recipe.model, recipe.adapter, recipe.train, recipe.objective
     yield (
@@ -154,7 +141,7 @@ def _training(recipe: Settings) -> Iterator[_Rule]:
     )
 
 
-def _holding(recipe: Settings) -> Iterator[_Rule]:
+def _holding(recipe: Settings) -> Iterator[Allowed]:
     """Yield where weights are, and what is written: the same five values."""
     offload, none = recipe.offload, OffloadSection()
     yield (
