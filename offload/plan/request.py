@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from offload.errors import OffloadError
 from offload.plan.facts.codec import CodecName
@@ -255,41 +256,31 @@ def with_micro_batches(request: PlanRequest, factor: int) -> PlanRequest:
     )
 
 
-def with_codec(request: PlanRequest, codec: CodecName) -> PlanRequest:
-    """Return the same request with the layers stored in another codec."""
+def _with_workload(request: PlanRequest, **changes: Any) -> PlanRequest:
+    """Return the same request with other settings of all its micro-batches."""
     return replace(
         request,
-        typical=replace(request.typical, codec=codec),
-        largest=replace(request.largest, codec=codec),
-        others=tuple(with_codec(other, codec) for other in request.others),
+        typical=replace(request.typical, **changes),
+        largest=replace(request.largest, **changes),
+        others=tuple(_with_workload(other, **changes) for other in request.others),
     )
+
+
+def with_codec(request: PlanRequest, codec: CodecName) -> PlanRequest:
+    """Return the same request with the layers stored in another codec."""
+    return _with_workload(request, codec=codec)
 
 
 def with_head_chunk(request: PlanRequest, num_tokens: int) -> PlanRequest:
     """Return the same request with fewer or more logits at a time."""
-    return replace(
-        request,
-        typical=replace(request.typical, head_chunk_tokens=num_tokens),
-        largest=replace(request.largest, head_chunk_tokens=num_tokens),
-        others=tuple(with_head_chunk(other, num_tokens) for other in request.others),
-    )
+    return _with_workload(request, head_chunk_tokens=num_tokens)
 
 
 def with_mlp_chunk(request: PlanRequest, num_tokens: int | None) -> PlanRequest:
     """Return the same request with MLPs that compute so many tokens at a time; None for all."""
-    return replace(
-        request,
-        typical=replace(request.typical, mlp_chunk_tokens=num_tokens),
-        largest=replace(request.largest, mlp_chunk_tokens=num_tokens),
-        others=tuple(with_mlp_chunk(other, num_tokens) for other in request.others),
-    )
+    return _with_workload(request, mlp_chunk_tokens=num_tokens)
 
 
 def with_updates_on(request: PlanRequest, place: UpdatePlace) -> PlanRequest:
     """Return the same request with the layers' own weights updated in this place."""
-    return replace(
-        request,
-        typical=replace(request.typical, updates=place),
-        largest=replace(request.largest, updates=place),
-        others=tuple(with_updates_on(other, place) for other in request.others),
-    )
+    return _with_workload(request, updates=place)

@@ -27,7 +27,7 @@ Clock = list[int]
 """For each lane, how many of its lines are known to have ended."""
 
 Newest = dict[int, int]
-"""By lane, the last of its lines that has to end first; lanes are FIFO, so it stands for others."""
+"""By lane, the last of its lines to wait for; lanes are FIFO, so all earlier ones end before it."""
 
 
 class Line(NamedTuple):
