@@ -194,11 +194,11 @@ class AdapterUpdate:
 
     def saved(self) -> Saved:
         """Return the masters and their states."""
-        return Saved(weights=self.weights, optimizer=self._optimizer)
+        return Saved(weights=self.weights, optimizer=self.optimizer)
 
     def restore(self, restored: Restored) -> None:
         """Take masters and states, and round the masters into what computes."""
-        restored.put_into(self.weights, self._optimizer)
+        restored.put_into(self.weights, self.optimizer)
         self.publish()
 
     def rehearsal(self) -> Callable[[], None]:

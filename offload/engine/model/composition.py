@@ -60,6 +60,10 @@ class Composition:
             ):
                 return
             changes = list(self._changes())
+            if not changes:  # peft's wrapper of a module's own parameters puts them back in new order
+                self._modules, self._parameters = modules, parameters
+                self._traits = _traits(parameters)
+                return
         more = f" (and {len(changes) - 1} more)" if len(changes) > 1 else ""
         raise OffloadError(
             f"{changes[0]} since the model was attached{more}",

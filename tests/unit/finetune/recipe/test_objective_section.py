@@ -115,8 +115,9 @@ def test_a_run_reads_its_own_recipe_as_it_was(method: str, loss: str | None) -> 
     values: dict[str, object] = {"method": method, "loss": loss}
     if loss == "robust":
         values["label_smoothing"] = 0.1
-    whole_rows = {"too_long": "drop"} if method in ("reward", "classify") else {}
-    num_classes = {"num_classes": 3} if method == "classify" else {}
+    has_head = method in ("reward", "classify", "classify_tokens")
+    whole_rows = {"too_long": "drop"} if has_head else {}
+    num_classes = {"num_classes": 3} if has_head and method != "reward" else {}
     recipe = Recipe.model_validate(
         PLAIN
         | {
