@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from zlib import crc32
 
 import hypothesis
 import pytest
@@ -58,8 +59,25 @@ def pytest_collectstart() -> None:
     gc.disable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    said = "run the K-th of N parts of the selected tests, counted from 1"
+    parser.addoption("--part", metavar="K/N", type=_part, help=said)
+
+
+def _part(text: str) -> tuple[int, int]:
+    part, num_parts = map(int, text.split("/"))
+    if not 1 <= part <= num_parts:
+        raise ValueError(text)
+    return part, num_parts
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with long tests; a worker that has none left takes some of the others'."""
+    if config.option.part is not None:
+        part, num_parts = config.option.part
+        kept = [item for item in items if crc32(item.nodeid.encode()) % num_parts == part - 1]
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        items[:] = kept
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 

@@ -8,7 +8,7 @@ each rank's own plan. The shares are those with which the slowest rank's simulat
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Literal
 
 from finetune.errors import ConfigError
@@ -17,7 +17,7 @@ from offload.errors import DoesNotFitError
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.machine.machine import Machine
 from offload.plan.request import PlanRequest
-from offload.plan.search import Choice, fastest_step_s
+from offload.plan.search import Choice, fastest_step_s, fits
 from offload.plan.shares import apportioned, fastest_shares
 
 Wanted = Literal["auto", "equal"] | tuple[int, ...]
@@ -120,17 +120,28 @@ def _of_cut(
 ) -> Shares:
     num = alike[0].num_micro_batches
 
+    def own(count: int) -> list[PlanRequest]:
+        return [replace(request, own_micro_batches=count) for request in alike]
+
     @cache
-    def step_s(machine: Machine, own: int) -> float:
-        asked = [replace(request, own_micro_batches=own) for request in alike]
-        return fastest_step_s(facts, machine, asked)
+    def step_s(machine: Machine, count: int) -> float:
+        return fastest_step_s(facts, machine, own(count))
+
+    def has_room(machine: Machine, count: int) -> bool:
+        return fits(facts, machine, own(count))
 
     counts = None
     if wanted == "auto":
-        steps_s = [lambda own, machine=machine: step_s(machine, own) for machine in machines]
-        counts = fastest_shares(steps_s, num=num)
+        counts = fastest_shares(
+            [partial(step_s, machine) for machine in machines],
+            [partial(has_room, machine) for machine in machines],
+            num=num,
+        )
     if counts is None:
         weights = (1,) * len(machines) if isinstance(wanted, str) else wanted
         counts = apportioned(num, weights)
-    times_s = [step_s(machine, own) for machine, own in zip(machines, counts, strict=True)]
-    return Shares(micro_batches=counts, requests=tuple(alike), step_s=max(times_s))
+    taken = list(zip(machines, counts, strict=True))
+    slowest_s = math.inf
+    if all(has_room(*one) for one in taken):
+        slowest_s = max(step_s(*one) for one in taken)
+    return Shares(micro_batches=counts, requests=tuple(alike), step_s=slowest_s)

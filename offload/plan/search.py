@@ -188,6 +188,13 @@ def chosen_plan(facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequ
     return found.laid_out()
 
 
+def fits(facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]) -> bool:
+    """Return whether a machine has room for one of them."""
+    return any(
+        MemoryNeeds.of(facts, machine, request).most_slots is not None for request in requests
+    )
+
+
 def fastest_step_s(facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]) -> float:
     """Return the step time of the plan that `search` chooses; infinite if none fits."""
     found = _fastest_of(facts, machine, requests)

@@ -27,7 +27,10 @@ def apportioned(num: int, shares: Sequence[int]) -> tuple[int, ...]:
 
 
 def fastest_shares(
-    steps_s: Sequence[Callable[[int], float]], *, num: int
+    steps_s: Sequence[Callable[[int], float]],
+    fit: Sequence[Callable[[int], bool]],
+    *,
+    num: int,
 ) -> tuple[int, ...] | None:
     """Return the micro-batches of each rank with which the slowest rank's step is shortest.
 
@@ -37,14 +40,14 @@ def fastest_shares(
     micro-batches, so that another had more, whose step would be shorter than the slowest's.
 
     Args:
-        steps_s: Of each rank, the time of its step with so many micro-batches; infinite where they
-            do not fit.
+        steps_s: Of each rank, the time of its step with so many micro-batches, which fit.
+        fit: Of each rank, whether a step of so many fits; if it does, so do fewer.
         num: Micro-batches of the step.
 
     Returns:
         At least one for each rank; None if they do not fit.
     """
-    most = [_most(step_s, num - len(steps_s) + 1) for step_s in steps_s]
+    most = [_most(fits, num - len(fit) + 1) for fits in fit]
     if min(most) < 1 or sum(most) < num:
         return None
     counts = best = _proportional(steps_s, most, num)
@@ -65,9 +68,9 @@ def fastest_shares(
         counts = tuple(count + (i == fastest) - (i == slowest) for i, count in enumerate(counts))
 
 
-def _most(step_s: Callable[[int], float], num: int) -> int:
+def _most(fits: Callable[[int], bool], num: int) -> int:
     """Return with how many micro-batches, up to `num`, a rank's step fits."""
-    return bisect_left(range(1, num + 1), 1, key=lambda n: int(math.isinf(step_s(n))))
+    return bisect_left(range(1, num + 1), 1, key=lambda n: int(not fits(n)))
 
 
 def _proportional(

@@ -38,14 +38,20 @@ CARDS = st.lists(
 def test_no_other_shares_have_a_faster_slowest_rank(
     cards: list[tuple[int, int, int]], num: int
 ) -> None:
+    def fits(card: tuple[int, int, int], count: int) -> bool:
+        return count <= card[2]
+
     def step_s(card: tuple[int, int, int], count: int) -> float:
-        loads_s, one_s, most = card
-        return max(loads_s, one_s * count) if count <= most else math.inf
+        assert fits(card, count)
+        return max(card[0], card[1] * count)
 
     def slowest_s(counts: Sequence[int]) -> float:
-        return max(step_s(card, count) for card, count in zip(cards, counts, strict=True))
+        taken = list(zip(cards, counts, strict=True))
+        return max(step_s(*one) for one in taken) if all(fits(*one) for one in taken) else math.inf
 
-    found = fastest_shares([partial(step_s, card) for card in cards], num=num)
+    found = fastest_shares(
+        [partial(step_s, card) for card in cards], [partial(fits, card) for card in cards], num=num
+    )
     every = [
         counts for counts in product(range(1, num + 1), repeat=len(cards)) if sum(counts) == num
     ]
@@ -58,5 +64,6 @@ def test_no_other_shares_have_a_faster_slowest_rank(
 
 def test_a_step_that_is_shorter_with_more_ends_the_search() -> None:
     odd = {1: 5.0, 2: 4.0, 3: 9.0}
-    found = fastest_shares([odd.__getitem__, lambda count: 2.0 * count], num=4)
+    steps_s = [odd.__getitem__, lambda count: 2.0 * count]
+    found = fastest_shares(steps_s, [lambda count: True] * 2, num=4)
     assert found == (2, 2)
