@@ -304,10 +304,10 @@ class ProcessGroup(Ranks):
         assert work is not None
         start_s = time.monotonic()
         while not work.is_completed():
-            stopped = self._heartbeat.stopped()
+            waited_s = time.monotonic() - start_s
+            stopped = self._heartbeat.stopped(waited_s=waited_s)
             if stopped:
                 raise self._lost(stopped, f"no sign of life for {STOPPED_S:.0f} s")
-            waited_s = time.monotonic() - start_s
             if waited_s > limit_s:
                 late = self._heartbeat.late()
                 raise self._lost(late, f"others have waited for it for {limit_s:,.0f} s")

@@ -68,10 +68,17 @@ class Heartbeat:
         )
         return next(filter(None, said), "")
 
-    def stopped(self) -> list[int]:
-        """Return ranks without a sign of life for long."""
-        now_s = time.monotonic()
-        return self._silent(since_s=now_s - STOPPED_S) if self._has_store else []
+    def stopped(self, *, waited_s: float) -> list[int]:
+        """Return ranks without a sign of life for long.
+
+        Without its store no rank shows any: then it is rank 0, see `gone`.
+
+        Args:
+            waited_s: How long this rank has waited for the others.
+        """
+        if not self._has_store:
+            return [0] if waited_s > STOPPED_S else []
+        return self._silent(since_s=time.monotonic() - STOPPED_S)
 
     def gone(self) -> list[int]:
         """Return ranks that no longer give signs of life; takes a few beats.

@@ -2,10 +2,10 @@ import time
 from collections.abc import Callable
 
 import pytest
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # no stub has it
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]  # no stub has it
 
 from finetune.training.world import heartbeat
-from finetune.training.world.heartbeat import Heartbeat
+from finetune.training.world.heartbeat import STOPPED_S, Heartbeat
 
 
 @pytest.fixture
@@ -30,13 +30,25 @@ def test_a_rank_without_signs_of_life_is_noticed_and_who_leaves_is_not_taken_for
     three: list[Heartbeat],
 ) -> None:
     first, second, _ = three
-    wait_for(lambda: first.stopped() == [2])
+    wait_for(lambda: first.stopped(waited_s=0.0) == [2])
     assert first.gone() == [2]
     second.leave("rank 2 is gone")
     wait_for(lambda: first.reason() == "rank 2 is gone")
     time.sleep(0.6)
-    assert first.stopped() == [2]
+    assert first.stopped(waited_s=0.0) == [2]
     first.leave()
+
+
+def test_without_the_store_nobody_is_waited_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.02)
+    server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    ranks = [
+        Heartbeat(TCPStore("localhost", server.port), index=index, num=2) for index in range(2)
+    ]
+    ranks[1].start()
+    del server
+    wait_for(lambda: ranks[1].stopped(waited_s=STOPPED_S + 1) == [0])
+    assert ranks[1].stopped(waited_s=1.0) == []
 
 
 def test_who_lets_others_wait_is_named(three: list[Heartbeat]) -> None:
