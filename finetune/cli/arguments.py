@@ -40,6 +40,10 @@ Link = Annotated[
     float | None,
     typer.Option(min=0.1, max=1_000_000, callback=finite, help="GB/s of a named card's link."),
 ]
+Gpus = Annotated[
+    int | None,
+    typer.Option(min=1, max=16, help="GPUs of the machine, which share a step and its RAM."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print figures for programs.")]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Print every table.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print errors only.")]

@@ -8,6 +8,7 @@ import typer
 from finetune.cli.arguments import (
     AsJson,
     AsMarkdown,
+    Gpus,
     Link,
     Machine,
     Overrides,
@@ -38,10 +39,7 @@ def plan(
     ] = None,
     ram: Ram = None,
     link: Link = None,
-    gpus: Annotated[
-        int | None,
-        typer.Option(min=1, max=16, help="GPUs of the machine, which share a step and its RAM."),
-    ] = None,
+    gpus: Gpus = None,
     interconnect: Annotated[
         str | None,
         typer.Option(help="Between GPUs: `nvlink`, `pcie`, or GB/s each way; `pcie` without it."),
@@ -112,6 +110,7 @@ def fit(
     ] = None,
     ram: Ram = None,
     link: Link = None,
+    gpus: Gpus = None,
     machine: Machine = None,
     as_json: AsJson = False,
     as_markdown: AsMarkdown = False,
@@ -124,7 +123,7 @@ def fit(
             model,
             machine=machine,
             vram_gib=vram,
-            host=HostOptions(ram_gib=ram, link_gb_per_s=link),
+            host=HostOptions(ram_gib=ram, link_gb_per_s=link, num_gpus=gpus),
             form=form_of(as_json=as_json, as_markdown=as_markdown, is_verbose=False),
         )
         show(shown)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from finetune.cli.arguments import Machine, Overrides, Ram, Vram
+from finetune.cli.arguments import Gpus, Machine, Overrides, Ram, Vram
 from finetune.cli.console import print_text, warn
 from finetune.exits import explained
 
@@ -62,6 +62,7 @@ def recipes_for(
     *,
     vram: Vram = None,
     ram: Ram = None,
+    gpus: Gpus = None,
     machine: Machine = None,
     goal: GoalName = "balanced",
     out: Annotated[
@@ -72,7 +73,7 @@ def recipes_for(
     with explained(model):
         from finetune.commands.recipes import Asked, recipe_for
 
-        asked = Asked(machine=machine, vram_gib=vram, ram_gib=ram, goal=goal)
+        asked = Asked(machine=machine, vram_gib=vram, ram_gib=ram, num_gpus=gpus, goal=goal)
         text, notes = recipe_for(model, overrides or [], asked, out=out)
         for note in notes:
             warn(note)

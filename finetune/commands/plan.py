@@ -32,11 +32,11 @@ from finetune.planning.compare import (
     trained_models,
 )
 from finetune.planning.parallel import compare_ways, ways_json, ways_lines
-from finetune.planning.ranks import require_gpus
+from finetune.planning.ranks import GPUS, require_gpus
 from finetune.planning.request import find_machine, with_backend
 from finetune.planning.runs import plan_variants, variants_of
 from finetune.planning.shares import own_choice, share_out
-from finetune.planning.subject import Subject, subject_of
+from finetune.planning.subject import Subject, model_subject, subject_of
 from finetune.recipe.recipe import with_parallel
 from finetune.recipe.sections import TrainSection
 from finetune.report import choice as choice_report
@@ -61,7 +61,7 @@ from offload.plan.machine.machine import (
 from offload.plan.what_if.what_if import NUM_CARDS, what_if
 
 Form = Literal["table", "verbose", "json", "markdown"]
-GPUS, MACHINE = "--gpus", "--machine"
+MACHINE = "--machine"
 
 
 def form_of(*, as_json: bool, as_markdown: bool, is_verbose: bool) -> Form:
@@ -336,9 +336,9 @@ def planned_runs(
     notes = [*first.notes, *machine_notes(here, dtype=dtype)]
     if form == "json":
         figures = runs_json(found, variants.names, are_steps_known=are_steps_known)
-        figures |= {} if host.num_gpus is None else {"num_gpus": num}
+        figures |= _asked_gpus(host.num_gpus)
         return _json({"machine": here.name, **figures, "notes": notes})
-    notes += _shared_by(num)
+    notes += shared_by(num)
     return Group(
         *map(Text, notes), runs_tables(found, variants.names, are_steps_known=are_steps_known)
     )
@@ -367,8 +367,8 @@ def _by_machine(
     rows = machine_rows(found)
     dtype = subject.recipe.model.dtype
     of_cards = (note for machine in machines for note in machine_notes(machine, dtype=dtype))
-    notes = (*subject.notes, *of_cards, *_shared_by(num))
-    more = {} if num_gpus is None else {"num_gpus": num_gpus}
+    notes = (*subject.notes, *of_cards, *shared_by(num))
+    more = _asked_gpus(num_gpus)
     return _shown(title, MACHINE_COLUMNS, rows, found, form, notes=notes, more=more)
 
 
@@ -386,11 +386,16 @@ def _require_no_shares(train: TrainSection, planned: str) -> None:
         )
 
 
-def _shared_by(num_gpus: int) -> list[str]:
-    """Return a note on figures of several GPUs."""
+def shared_by(num_gpus: int) -> list[str]:
+    """Return the notes on figures of so many GPUs."""
     if num_gpus == 1:
         return []
     return [f"{num_gpus} GPUs of a machine share each step: VRAM is of each, RAM is of all"]
+
+
+def _asked_gpus(num_gpus: int | None) -> dict[str, int]:
+    """Return what JSON says of a number of GPUs: nothing where none was asked for."""
+    return {} if num_gpus is None else {"num_gpus": num_gpus}
 
 
 @uncollected()
@@ -408,11 +413,11 @@ def models_that_fit(
         model: A shipped shape or a config.json; None takes all shipped shapes.
         machine: The card whose rates are used; None takes the slowest desktop card with the memory.
         vram_gib: Device memory that may be used; None takes all of the machine's.
-        host: Host memory and link.
+        host: Host memory, link and number of GPUs.
         form: Output format.
 
     Raises:
-        ConfigError: No budget, or more than the machine has.
+        ConfigError: No budget, or more than the machine has; or GPUs that cannot share a step.
         DoesNotFitError: Nothing fits.
     """
     card = host.machine(machine or slowest_card(vram_gib), dtype="bfloat16")
@@ -423,15 +428,20 @@ def models_that_fit(
             f"the rates are those of {card.name}, the slowest known desktop card with"
             f" {shown_gib(CARDS[card.name].memory_gib * GIB)}; `--machine NAME` takes another's"
         )
-    found = fitting(compare_within_memory(trained_models(model), here), here)
+    num = host.num_gpus or 1
+    subjects = [model_subject(one, []) for one in trained_models(model)]
+    for subject in subjects:
+        require_gpus(subject.recipe.train, here, num_gpus=num, setting=GPUS)
+    found = fitting(compare_within_memory(subjects, here, num_ranks=num), here)
+    notes += shared_by(num)
     title = (
         f"LoRA in {shown_gib(here.vram_bytes)} of VRAM and {shown_gib(here.ram_bytes)} of RAM, at"
         f" the rates of {here.name}{'' if machine else ' (assumed)'}:"
         f" {found[0].tokens_per_step:,} tokens per step in sequences of {found[0].seq_len:,};"
         f" {UNITS}"
     )
-    rows = fit_rows(found)
-    return _shown(title, FIT_COLUMNS, rows, found, form, notes=notes)
+    rows, more = fit_rows(found), _asked_gpus(host.num_gpus)
+    return _shown(title, FIT_COLUMNS, rows, found, form, notes=notes, more=more)
 
 
 def machine_notes(machine: Machine, *, dtype: Dtype) -> list[str]:

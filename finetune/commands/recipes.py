@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from finetune.commands.plan import HostOptions, machine_notes
+from finetune.commands.plan import HostOptions, machine_notes, shared_by
 from finetune.errors import ConfigError
 from finetune.planning.collector import uncollected
 from finetune.planning.compare import budgeted, slowest_card
 from finetune.planning.goals import goal_named
+from finetune.planning.ranks import GPUS
 from finetune.planning.recipe_text import recipe_text
 from finetune.planning.suggestion import Target, first_settings, suggest
 from finetune.planning.wanted_model import wanted_model
@@ -28,12 +29,14 @@ class Asked:
         vram_gib: Device memory that may be used; None takes all of the card's.
         ram_gib: Host memory; None takes what is assumed for the card.
         goal: Name of the goal.
+        num_gpus: Such cards in the machine, which share a step; None plans for one.
     """
 
     machine: str | None
     vram_gib: float | None
     ram_gib: float | None
     goal: str
+    num_gpus: int | None = None
 
 
 def recipe_for(
@@ -42,14 +45,16 @@ def recipe_for(
     """Return a recipe as text, written to a file if there is one, and notes on it.
 
     Raises:
-        ConfigError: There is no such model, card or goal, or the file exists.
+        ConfigError: There is no such model, card or goal, the file exists, or the GPUs cannot
+            share a step.
         DoesNotFitError: Nothing fits.
     """
     require_new(out)
     wanted, goal = wanted_model(model), goal_named(asked.goal)
     dtype: Dtype = "float32" if "model.dtype=float32" in overrides else "bfloat16"
     target, notes = target_of(asked, dtype=dtype)
-    name = run_name(f"{wanted.name}-{target.machine.name}")
+    several = f"-x{target.num_gpus}" if target.num_gpus > 1 else ""
+    name = run_name(f"{wanted.name}-{target.machine.name}{several}")
     with uncollected():
         settings = first_settings(wanted, name=name)
         found = suggest(wanted, target, goal, settings=settings, overrides=overrides)
@@ -98,11 +103,14 @@ def target_of(asked: Asked, *, dtype: Dtype) -> tuple[Target, list[str]]:
             f"the rates are those of {name}, the slowest known desktop card with"
             f" {shown_gib(CARDS[name].memory_gib * 2**30)}; `--machine NAME` takes another's"
         )
+    notes += shared_by(asked.num_gpus or 1)
     has_budget = budgeted(machine, vram_gib=asked.vram_gib).vram_bytes < machine.vram_bytes
     options = f"--machine {shlex.quote(name)}"
     options += "" if asked.ram_gib is None else f" --ram {asked.ram_gib:g}"
-    budget = asked.vram_gib if has_budget else None
-    return Target(machine=machine, options=options, vram_gib=budget), notes
+    options += "" if asked.num_gpus is None else f" {GPUS} {asked.num_gpus}"
+    budget, num_gpus = asked.vram_gib if has_budget else None, asked.num_gpus or 1
+    target = Target(machine=machine, options=options, vram_gib=budget, num_gpus=num_gpus)
+    return target, notes
 
 
 def run_name(text: str) -> str:

@@ -10,7 +10,7 @@ from rich.table import Table
 from finetune.errors import ConfigError
 from finetune.planning.candidates import chosen_plan, fits, full_requests, nearest_request
 from finetune.planning.request import with_backend
-from finetune.planning.subject import Subject, model_subject
+from finetune.planning.subject import Subject
 from finetune.recipe.recipe import Recipe, with_offload, with_seq_len
 from finetune.recipe.rules import broken_rules
 from finetune.recipe.shipped import shipped_shapes
@@ -96,19 +96,22 @@ def compare_on_cards(
     ]
 
 
-def compare_within_memory(models: Sequence[str], machine: Machine) -> list[Comparison]:
-    """Plan LoRA on each model, in each form, with the longest sequence that fits.
+def compare_within_memory(
+    subjects: Sequence[Subject], machine: Machine, *, num_ranks: int
+) -> list[Comparison]:
+    """Plan each model, in each form, with the longest sequence that fits.
 
     Args:
-        models: Shipped shapes, paths of configs or hub ids.
+        subjects: What is planned.
         machine: With the memory that may be used.
+        num_ranks: Cards that share a step, in one machine.
     """
     return [
         compared
-        for subject in (model_subject(model, []) for model in models)
+        for subject in subjects
         for recipe in _forms(subject.recipe)
-        for one in _comparisons(subject, machine, recipe, num_ranks=1)
-        for compared in [_with_longest(subject, machine, recipe, one)]
+        for one in _comparisons(subject, machine, recipe, num_ranks=num_ranks)
+        for compared in [_with_longest(subject, machine, recipe, one, num_ranks=num_ranks)]
     ]
 
 
@@ -164,7 +167,7 @@ def _comparisons(
 
 
 def _with_longest(
-    subject: Subject, machine: Machine, recipe: Recipe, compared: Comparison
+    subject: Subject, machine: Machine, recipe: Recipe, compared: Comparison, *, num_ranks: int
 ) -> Comparison:
     """Add the longest sequence that fits, of multiples of 1,024, and what limits it.
 
@@ -175,11 +178,11 @@ def _with_longest(
     facts = subject.facts
     here = with_backend(recipe, facts, machine)
     placed = with_offload(recipe, tier=compared.tier)
-    lengths, number = fitting_lengths(facts, here, placed)
+    lengths, number = fitting_lengths(facts, here, placed, num_ranks=num_ranks)
     if number == len(lengths):
         longest = lengths[-1] if lengths else recipe.train.seq_len
         return replace(compared, longest_seq_len=longest, longest_limit="model")
-    too_long = full_requests(with_seq_len(placed, lengths[number]), facts, num_ranks=1)
+    too_long = full_requests(with_seq_len(placed, lengths[number]), facts, num_ranks=num_ranks)
     nearest = nearest_request(facts, here, too_long)
     needs = MemoryNeeds.of(facts, here, nearest)
     short = needs.shortages(needs.fewest)
@@ -191,12 +194,12 @@ def _with_longest(
 
 
 def fitting_lengths(
-    facts: ModelFacts, machine: Machine, recipe: Recipe
+    facts: ModelFacts, machine: Machine, recipe: Recipe, *, num_ranks: int
 ) -> tuple[Sequence[int], int]:
     """Return the lengths of sequences that are tried, in tokens, and how many of them fit."""
 
     def is_too_long(seq_len: int) -> bool:
-        requests = full_requests(with_seq_len(recipe, seq_len), facts, num_ranks=1)
+        requests = full_requests(with_seq_len(recipe, seq_len), facts, num_ranks=num_ranks)
         # the last take least memory: where they fit, the others need not be tried
         return not fits(facts, machine, requests[::-1])
 

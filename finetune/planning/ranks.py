@@ -5,6 +5,7 @@ from finetune.recipe.sections import TrainSection
 from offload.plan.machine.machine import Machine
 
 LAUNCHED = "--num_processes"  # of accelerate
+GPUS = "--gpus"  # of commands that plan
 
 
 def require_micro_batch_per_rank(

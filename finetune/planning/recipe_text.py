@@ -62,15 +62,18 @@ def figures(form: Form) -> dict[str, str]:
 
 def _header(suggestion: Suggestion, name: str) -> Iterator[str]:
     chosen, target, goal = suggestion.chosen, suggestion.target, suggestion.goal
-    machine = target.machine
+    machine, num_gpus = target.machine, target.num_gpus
     recipe = chosen.recipe
+    cards = (
+        machine.name if num_gpus == 1 else f"{num_gpus} GPUs of {machine.name}, which share a step,"
+    )
     learns = [] if recipe.objective.is_sft else [recipe.objective.method.upper()]
     adapter = _METHODS.get(recipe.adapter.method, recipe.adapter.method)
     trained = "all weights of" if recipe.train.is_full else f"{adapter} on"
     way = " with ".join([*learns, trained])
     yield from _wrapped(
         f"{way[0].upper()}{way[1:]} {suggestion.model.name}, {form_words(chosen)}, for"
-        f" {machine.name} with"
+        f" {cards} with"
         f" {machine.ram_bytes / GIB:g} GiB of RAM."
     )
     yield ""
@@ -89,7 +92,11 @@ def _header(suggestion: Suggestion, name: str) -> Iterator[str]:
     yield from (f"  {line}" for line in reasons(suggestion))
     yield ""
     yield f"  sluice plan {name} {target.options}"
-    yield f"  sluice finetune {name}"
+    if num_gpus == 1:
+        yield f"  sluice finetune {name}"
+    else:
+        launch = f"accelerate launch --multi_gpu --num_processes {num_gpus}"
+        yield f"  {launch} cli.py finetune {name}"
 
 
 def _wrapped(text: str) -> list[str]:

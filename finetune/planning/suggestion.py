@@ -16,6 +16,7 @@ from finetune.errors import ConfigError
 from finetune.planning.candidates import chosen_plan, fits, full_requests, nearest_request
 from finetune.planning.compare import Codec, fitting_lengths, slowest_card
 from finetune.planning.goals import Goal
+from finetune.planning.ranks import GPUS, require_gpus
 from finetune.planning.request import facts_of, with_backend
 from finetune.planning.wanted_model import WantedModel
 from finetune.recipe.load import recipe_from
@@ -49,11 +50,13 @@ class Target:
         machine: Its rates and memory.
         options: What `sluice plan` is given to mean it.
         vram_gib: Device memory that the recipe may use; None for all that there is.
+        num_gpus: Such cards, which share a step and the host's memory.
     """
 
     machine: Machine
     options: str
     vram_gib: float | None = None
+    num_gpus: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,6 +152,7 @@ def suggest(
     if goal.is_longest:
         _require_open_length(overrides)
     base = _Base.of(settings, target, overrides)
+    require_gpus(base.recipe.train, target.machine, num_gpus=target.num_gpus, setting=GPUS)
     planned = tuple(base.forms(target.machine, goal))
     fitting = [form for form in planned if not form.short]
     if not fitting:
@@ -194,6 +198,7 @@ class _Base:
     settings: Settings
     recipe: Recipe
     facts: ModelFacts
+    num_gpus: int
 
     @classmethod
     def of(
@@ -214,9 +219,9 @@ class _Base:
         facts = facts_of(recipe.model)
         is_asked = any(text.startswith("train.seq_len=") for text in overrides)
         if not is_asked and recipe.train.seq_len > facts.max_position_embeddings:
-            written = _with_length(written, facts.max_position_embeddings)
+            written = _with_length(written, facts.max_position_embeddings, target.num_gpus)
             recipe, written = _completed(written, ())
-        return cls(settings=written, recipe=recipe, facts=facts)
+        return cls(settings=written, recipe=recipe, facts=facts, num_gpus=target.num_gpus)
 
     def forms(self, machine: Machine, goal: Goal) -> Iterator[Form]:
         """Yield each form: from RAM where that holds the layers, else from disk.
@@ -237,7 +242,7 @@ class _Base:
         free = self.recipe.model_copy(update={"offload": offload})
         here = with_backend(free, self.facts, machine)
         return any(
-            fits(self.facts, here, full_requests(placed, self.facts, num_ranks=1)[::-1])
+            fits(self.facts, here, full_requests(placed, self.facts, num_ranks=self.num_gpus)[::-1])
             for codec, tiers in reversed(self._open().items())  # the smallest first
             for placed in (_placed(free, codec, tier) for tier in reversed(tiers))
         )
@@ -259,13 +264,13 @@ class _Base:
         changes: dict[str, Any] = {} if codec == "auto" else {"codec": codec}
         changes |= {} if tier == "auto" else {"tier": tier}
         if goal.is_longest:
-            lengths, number = fitting_lengths(self.facts, here, recipe)
+            lengths, number = fitting_lengths(self.facts, here, recipe, num_ranks=self.num_gpus)
             if number:
-                settings = _with_length(settings, lengths[number - 1])
+                settings = _with_length(settings, lengths[number - 1], self.num_gpus)
         if changes:
             settings = settings | {"offload": {**settings.get("offload", {}), **changes}}
         recipe, settings = _completed(settings, ())
-        requests = full_requests(recipe, self.facts, num_ranks=1)
+        requests = full_requests(recipe, self.facts, num_ranks=self.num_gpus)
         made = chosen_plan(self.facts, here, requests)
         short: tuple[str, ...] = ()
         if made is None:
@@ -277,13 +282,13 @@ def _placed(recipe: Recipe, codec: Codec, tier: Tier) -> Recipe:
     return with_offload(recipe, codec=codec, tier=None if tier == "auto" else tier)
 
 
-def _with_length(settings: Settings, seq_len: int) -> Settings:
-    """Return settings with another length of sequences, the step cut to whole ones."""
+def _with_length(settings: Settings, seq_len: int, num_gpus: int) -> Settings:
+    """Return settings with another length of sequences, the step cut to whole ones for each GPU."""
     train = settings["train"] | {"seq_len": seq_len}
     if "tokens_per_step" in train:
         size = train.get("micro_batch_size", 1)
         unit = seq_len * (1 if size == "auto" else size)
-        train["tokens_per_step"] = whole_units(train["tokens_per_step"], unit)
+        train["tokens_per_step"] = whole_units(max(train["tokens_per_step"], num_gpus * unit), unit)
     return settings | {"train": train}
 
 

@@ -7,6 +7,7 @@ be made for a model that was never downloaded. A shape may also be a config.json
 import difflib
 import json
 import re
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -127,6 +128,7 @@ def load_shape(name_or_path: str) -> dict[str, Any]:
     return shape
 
 
+@lru_cache(maxsize=32)  # a plan reads its shape for each size of micro-batch; YAML takes longest
 def _as_json(content: bytes, path: Path) -> bytes:
     try:
         return json.dumps(yaml.load(content, Loader=CoreLoader)).encode()

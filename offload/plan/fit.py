@@ -5,7 +5,7 @@ The plan, the search among plans and the refusal all use this module.
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
@@ -308,7 +308,7 @@ class MemoryNeeds:
 
     def with_outputs(self, residency: Residency) -> Residency:
         """Return the same with as many kept outputs of attention as fit."""
-        more = range(1, self._most_outputs(residency) + 1)
+        more = range(1, self.most_outputs(residency) + 1)
         num = _num_false(more, lambda n: self.is_short(replace(residency, num_kept_outputs=n)))
         return replace(residency, num_kept_outputs=num)
 
@@ -316,16 +316,29 @@ class MemoryNeeds:
         """Return the same with all outputs of attention, and graphs in the rest of the memory."""
         fewest = replace(residency, num_kept_graphs=self._fewest_graphs)
         most = self.with_outputs(fewest)
-        if most.num_kept_outputs < self._most_outputs(fewest) or not self.chooses_graphs:
+        if most.num_kept_outputs < self.most_outputs(fewest) or not self.chooses_graphs:
             return most
         numbers = range(fewest.num_kept_graphs + 1, self.facts.num_layers + 1)
         num = _num_false(numbers, lambda n: self.is_short(replace(most, num_kept_graphs=n)))
         more = replace(most, num_kept_graphs=fewest.num_kept_graphs + num)
-        return replace(more, num_kept_outputs=self._most_outputs(more))
+        return replace(more, num_kept_outputs=self.most_outputs(more))
+
+    def most_kept(self, residency: Residency) -> Iterator[Residency]:
+        """Yield the same with each number of kept graphs that fits, and the most outputs then."""
+        most = replace(residency, num_kept_graphs=self._fewest_graphs)
+        most = self.with_outputs(most) if self.chooses_outputs else most
+        last = self.facts.num_layers if self.chooses_graphs else self._fewest_graphs
+        for num in range(self._fewest_graphs, last + 1):
+            most = replace(most, num_kept_graphs=num)
+            while self.is_short(most):
+                if not most.num_kept_outputs:
+                    return
+                most = replace(most, num_kept_outputs=most.num_kept_outputs - 1)
+            yield most
 
     def most_sent(self, residency: Residency) -> int:
         """Return how many more layers could send what they do not keep."""
-        numbers = range(1, self._most_outputs(residency) - residency.num_kept_outputs + 1)
+        numbers = range(1, self.most_outputs(residency) - residency.num_kept_outputs + 1)
         return _num_false(numbers, lambda n: self.is_short(replace(residency, num_sent_outputs=n)))
 
     def most_sent_graphs(self, residency: Residency) -> int:
@@ -335,12 +348,13 @@ class MemoryNeeds:
 
     def within_layers(self, residency: Residency) -> Residency:
         """Return the same with no more kept and sent outputs than other layers are left."""
-        most = self._most_outputs(residency)
+        most = self.most_outputs(residency)
         num_kept = min(residency.num_kept_outputs, most)
         num_sent = min(residency.num_sent_outputs, most - num_kept)
         return replace(residency, num_kept_outputs=num_kept, num_sent_outputs=num_sent)
 
-    def _most_outputs(self, residency: Residency) -> int:
+    def most_outputs(self, residency: Residency) -> int:
+        """Return how many layers compute attention again, and could be spared it."""
         num_layers = self.facts.num_layers
         others = set(range(num_layers - residency.num_kept_graphs))
         others -= residency.sent_graphs(num_layers)

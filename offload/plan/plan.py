@@ -26,12 +26,11 @@ from offload.plan.schedule.residency import NOTHING_SAVED, Residency, Saved
 from offload.plan.schedule.schedule import Schedule
 from offload.plan.schedule.simulate import simulate
 from offload.plan.schedule.timeline import Timeline
-from offload.plan.split import fastest_residency
+from offload.plan.split import Split
 from offload.plan.step import (
     Draft,
     break_even_tokens,
     duration_of,
-    pass_s,
     schedule_of,
     stashed_bytes,
 )
@@ -209,7 +208,7 @@ def plan(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Plan:
     """
     needs = MemoryNeeds.of(facts, machine, request)
     costs = costs_of(facts, machine, request)
-    residency = fastest_residency(needs, costs)
+    residency = Split(needs=needs, costs=costs).fastest
     if residency is None:
         raise refusal(needs)
     return laid_out(needs, costs, residency)
@@ -264,15 +263,6 @@ def laid_out(needs: MemoryNeeds, costs: Costs, residency: Residency) -> Plan:
         device_memory=needs.device(residency),
         host_memory=needs.host(residency),
     )
-
-
-def draft_step_s(needs: MemoryNeeds, costs: Costs, residency: Residency) -> float:
-    """Return the predicted time of a step, optimizer included, without all of its ops."""
-    costs = costs.given(residency)
-    without_update_s = pass_s(
-        needs.facts, needs.request, costs, residency, is_staged=needs.is_staged
-    )
-    return without_update_s + costs.optimizer_s
 
 
 def calibrate(

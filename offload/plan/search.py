@@ -23,17 +23,18 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from heapq import heapify, heappop, heappush
 from typing import Literal
 
 from offload.plan.facts.codec import CodecName
 from offload.plan.facts.facts import ModelFacts
 from offload.plan.fit import MemoryNeeds, Shortage
 from offload.plan.machine.machine import GIB, Machine
-from offload.plan.plan import Plan, costs_of, draft_step_s, laid_out
+from offload.plan.plan import Plan, costs_of, laid_out
 from offload.plan.refusal import refusal
 from offload.plan.request import PlanRequest, with_codec, with_micro_batches
 from offload.plan.schedule.residency import Residency
-from offload.plan.split import SAME_FRAC, bound_of, fastest_residency, least_s
+from offload.plan.split import SAME_FRAC, Split, bound_of, draft_step_s
 from offload.plan.time.costs import Costs
 
 NUM_REJECTED = 3
@@ -73,9 +74,9 @@ class Candidate:
         )
 
     @classmethod
-    def split(cls, needs: MemoryNeeds, costs: Costs) -> "Candidate":
+    def split(cls, split: Split) -> "Candidate":
         """Evaluate a request with its best split of memory, or its smallest if it does not fit."""
-        return cls.weighed(needs, costs, fastest_residency(needs, costs) or needs.fewest)
+        return cls.weighed(split.needs, split.costs, split.fastest or split.needs.fewest)
 
     @property
     def request(self) -> PlanRequest:
@@ -206,19 +207,24 @@ def _fastest_of(
 ) -> Candidate | None:
     """Return the candidate that `search` chooses; None if none fits.
 
-    The memory of a request is divided only if the request can still win.
+    The memory of a request is divided only if the request can still win: by the time of its loads,
+    which is one bound, and then by what its layers could save, which decides most cases.
     """
     all_needs = _comparable([MemoryNeeds.of(facts, machine, request) for request in requests])
-    drafts = [(needs, costs_of(facts, machine, needs.request)) for needs in all_needs]
-    may_be_s = [least_s(needs, costs) for needs, costs in drafts]
+    splits = [Split(needs=one, costs=costs_of(facts, machine, one.request)) for one in all_needs]
+    queue = [(split.loads_s, i, False) for i, split in enumerate(splits) if split.fits]
+    heapify(queue)
     weighed: dict[int, Candidate] = {}
     best_s = math.inf
-    for one_s, i in sorted((one_s, i) for i, one_s in enumerate(may_be_s) if one_s is not None):
-        if one_s <= best_s * (1 + SAME_FRAC):
-            weighed[i] = Candidate.split(*drafts[i])
-            if weighed[i].bound_s < best_s:
-                weighed[i] = weighed[i].simulated()
-                best_s = min(best_s, weighed[i].least_s)
+    while queue and queue[0][0] <= best_s * (1 + SAME_FRAC):
+        _, i, is_least = heappop(queue)
+        if not is_least:
+            heappush(queue, (splits[i].least_s, i, True))
+            continue
+        weighed[i] = Candidate.split(splits[i])
+        if weighed[i].bound_s < best_s:
+            weighed[i] = weighed[i].simulated()
+            best_s = min(best_s, weighed[i].least_s)
     candidates = [weighed[i] for i in sorted(weighed)]
     best = fastest(candidates)
     return None if best is None else candidates[best]
@@ -245,7 +251,9 @@ def _weighed_all(
 
 
 def _weighed(needs: MemoryNeeds) -> Candidate:
-    return Candidate.split(needs, costs_of(needs.facts, needs.machine, needs.request))
+    return Candidate.split(
+        Split(needs=needs, costs=costs_of(needs.facts, needs.machine, needs.request))
+    )
 
 
 def _comparable(all_needs: list[MemoryNeeds]) -> list[MemoryNeeds]:
@@ -352,7 +360,7 @@ def _with_more_memory(candidate: Candidate) -> Candidate:
             needs.request, vram_budget_bytes=None if budget_bytes is None else budget_bytes + GIB
         ),
     )
-    return Candidate.split(larger, candidate.costs)
+    return Candidate.split(Split(needs=larger, costs=candidate.costs))
 
 
 def _with_faster_link(candidate: Candidate) -> Candidate:
@@ -364,4 +372,4 @@ def _with_faster_link(candidate: Candidate) -> Candidate:
         d2h_bytes_per_s=2 * costs.d2h_bytes_per_s,
         fetch_bytes_per_s=2 * costs.fetch_bytes_per_s,
     )
-    return Candidate.split(candidate.needs, faster)
+    return Candidate.split(Split(needs=candidate.needs, costs=faster))

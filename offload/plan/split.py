@@ -11,13 +11,17 @@ device has no room for may be sent, as many as the host's memory and the link ho
 
 Whole graphs may be sent too. They are tried before outputs and after them: what saves more per byte
 depends on the length of sequences, and either the host's memory or the link ends it.
+
+A way is searched with dozens to hundreds of bounds. What it could give at best takes none: the time
+of all visits, less what the fewest slots leave room to save. It tells which ways need no search.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
 
 from offload.plan.fit import MemoryNeeds
+from offload.plan.floor import Floor
 from offload.plan.schedule.residency import Residency
 from offload.plan.step import pass_s, stashed_bytes
 from offload.plan.time.bounds import StepBound
@@ -61,70 +65,176 @@ def _bound(needs: MemoryNeeds, costs: Costs) -> _Seconds:
     return bound_s
 
 
-def least_s(needs: MemoryNeeds, costs: Costs) -> float | None:
-    """Return a time that no residency of a request gets its step below; None if it does not fit.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Way:
+    """A way to spend what slots leave, after the plainer ones.
 
-    That is the longer of two. One is R3 with the most slots and every graph. The other is the time
-    of all visits where as many layers as can skip their recompute, and no other layer computes its
-    attention again if outputs may be kept or sent.
+    Attributes:
+        spend: Gives the residency with so many slots.
+        least_gain: What it must gain over the plainer ways to be taken.
+        least_s: A time that no residency of this way, or of the plainer ones, gets below.
     """
-    num_slots, num_layers = needs.most_slots, needs.facts.num_layers
-    if num_slots is None:
-        return None
-    fewest, has_output = needs.fewest, needs.chooses_outputs
-    num_graphs = needs.with_graphs(fewest.num_slots).num_kept_graphs
-    num_graphs += needs.most_sent_graphs(fewest) if needs.chooses_sent_graphs else 0
-    back_s = [cost.back_s(has_graph=False, has_output=has_output) for cost in costs.layers]
-    spared_s = [
-        one_s - cost.back_s(has_graph=True)
-        for one_s, cost in zip(back_s, costs.layers, strict=True)
-    ]
-    layers_s = sum(
-        cost.forth_s(is_sent=False) + costs.scoring_s(layer) + back_s[layer]
-        for layer, cost in enumerate(costs.layers)
-    ) - sum(sorted(spared_s, reverse=True)[:num_graphs])
-    one_s = costs.fronts_s + layers_s + costs.tails_s + costs.front_backward_s
-    num_micro_batches = sum(run.rank_micro_batches for run in needs.request.runs)
-    return max(
-        num_micro_batches * one_s + costs.objective_s + costs.optimizer_s,
-        bound_of(needs, costs, Residency(num_slots=num_slots, num_kept_graphs=num_layers)),
-    )
+
+    spend: Callable[[int], Residency]
+    least_gain: float
+    least_s: float
 
 
-def fastest_residency(needs: MemoryNeeds, costs: Costs) -> Residency | None:
-    """Return the residency with which a request's step is fastest.
+@dataclass(frozen=True, kw_only=True)  # no slots: what is read again and again is kept
+class Split:
+    """The search for the residency with which a request's step is fastest.
 
-    Outputs of attention are kept or sent, and graphs sent, only where the step is then faster.
-
-    Returns:
-        The residency, or None if the request does not fit at all.
+    Attributes:
+        needs: The request and its memory.
+        costs: Of its ops.
     """
-    bound_s = slots_bound_s = _bound(needs, costs)
-    if needs.is_staged:  # staged bytes are read first
-        rate = min(costs.h2d_bytes_per_s, costs.read_bytes_per_s)
-        slots_bound_s = _bound(needs, replace(costs, h2d_bytes_per_s=rate))
-    plain = _fastest(needs, slots_bound_s, needs.with_graphs)
-    if plain is None:
-        return None
-    # Graphs that are sent, and outputs of attention, where the bound says that they pay and a
-    # simulation confirms it. Sent graphs take much of the host's memory.
-    step_s, best, may_be_s = _step(needs, costs), plain, least_s(needs, costs)
-    assert may_be_s is not None
-    for spend, least_gain in _ways(needs, bound_s):
-        if bound_s(best) * (1 - least_gain) <= may_be_s:
-            continue
-        found = _fastest(needs, slots_bound_s, spend)
-        if found is None or needs.is_short(found):
-            continue
-        is_faster = bound_s(found) < bound_s(best) * (1 - least_gain)
-        if is_faster and step_s(found) < step_s(best) * (1 - SAME_FRAC):
-            best = found
-    return best
+
+    needs: MemoryNeeds
+    costs: Costs
+
+    @property
+    def fits(self) -> bool:
+        """Whether the request fits at all."""
+        return self._most_slots is not None
+
+    @cached_property
+    def loads_s(self) -> float:
+        """A time that a step of a request that fits does not get below: R3 with all that may fit.
+
+        Those are the most slots, and every graph.
+        """
+        assert self._most_slots is not None
+        num_layers = self.needs.facts.num_layers
+        return self._bound_s(Residency(num_slots=self._most_slots, num_kept_graphs=num_layers))
+
+    @property
+    def least_s(self) -> float:
+        """A time that no residency gets a step of a request that fits below."""
+        return self._ways[-1].least_s
+
+    @cached_property
+    def fastest(self) -> Residency | None:
+        """The residency; None if the request does not fit at all.
+
+        Outputs of attention are kept or sent, and graphs sent, only where the step is then faster.
+        """
+        return self._fastest_of(self._ways) if self.fits else None
+
+    def _fastest_of(self, ways: Sequence[_Way]) -> Residency:
+        """Return the best of these ways, the plainest first.
+
+        The last is searched first if it may be better than all that the plainer ones could give.
+        """
+        *plainer, way = ways
+        if not plainer or self._is_faster(way, least_s=plainer[-1].least_s, best=None):
+            return self._searched(way)
+        best = self._fastest_of(plainer)
+        is_faster = self._is_faster(way, least_s=self._bound_s(best), best=best)
+        return self._searched(way) if is_faster else best
+
+    def _is_faster(self, way: _Way, *, least_s: float, best: Residency | None) -> bool:
+        """Return whether a way is faster than all that takes at least so long, or else the best."""
+        may_be_s = least_s * (1 - way.least_gain)
+        if way.least_s >= may_be_s:
+            return False
+        found = self._searched(way)
+        if self.needs.is_short(found) or self._bound_s(found) >= may_be_s:
+            return False
+        same_s = self._step_s(found) / (1 - SAME_FRAC)
+        return same_s < least_s or (best is not None and same_s < self._step_s(best))
+
+    @cached_property
+    def _searched(self) -> Callable[[_Way], Residency]:
+        """The best residency of a way, each found once."""
+        assert self._most_slots is not None
+        return cache(partial(_fastest, self.needs, self._slots_bound_s, self._most_slots))
+
+    @cached_property
+    def _ways(self) -> Sequence[_Way]:
+        """The ways of a request that fits, the plainest first."""
+        needs, floor = self.needs, Floor.of(self.costs, num_micro_batches=self._num_micro_batches)
+        fewest = needs.fewest
+        plain = needs.with_graphs(fewest.num_slots)
+        least_s = max(self.loads_s, floor.least_s([plain]))
+        ways = [_Way(spend=needs.with_graphs, least_gain=0.0, least_s=least_s)]
+
+        def add(spend: Callable[[int], Residency], least_gain: float, visits_s: float) -> None:
+            least_s = min(ways[-1].least_s, max(self.loads_s, visits_s))
+            ways.append(_Way(spend=spend, least_gain=least_gain, least_s=least_s))
+
+        if needs.chooses_outputs:
+            add(self._keeping, SAME_FRAC, floor.least_s(needs.most_kept(fewest)))
+        if needs.chooses_outputs and needs.machine.device != "cpu":
+            saved = self._with_most_sent(needs.most_kept(replace(fewest, num_sent_outputs=1)))
+            if any(one.num_sent_outputs for one in saved):
+                saved = [replace(one, num_sent_graphs=0) for one in saved]
+                add(self._sending, SAME_FRAC, floor.least_s(saved))
+        if needs.chooses_sent_graphs:
+            saved = self._with_most_sent(needs.most_kept(replace(fewest, num_sent_graphs=1)))
+            if any(one.num_sent_graphs for one in saved):
+                add(self._sending_graphs, WORTH_FRAC, floor.least_s(saved))
+        return ways
+
+    def _with_most_sent(self, kept: Iterable[Residency]) -> Sequence[Residency]:
+        """Return these with all that could be sent of each kind if the other were not.
+
+        That is most with the most kept graphs, whose inputs take no host memory, unless so few
+        layers are left that all of them could send.
+        """
+        kept, needs, fewest = list(kept), self.needs, self.needs.fewest
+        if not kept:
+            return ()
+        last = replace(fewest, num_kept_graphs=kept[-1].num_kept_graphs)
+        outputs, graphs = needs.most_sent(last), needs.most_sent_graphs(last)
+        if outputs == needs.most_outputs(last):
+            outputs = needs.most_outputs(fewest)
+        if graphs == needs.facts.num_layers - last.num_kept_graphs:
+            graphs = needs.facts.num_layers
+        return [replace(one, num_sent_outputs=outputs, num_sent_graphs=graphs) for one in kept]
+
+    def _least(self, ways: Iterable[Residency]) -> Residency:
+        return min(ways, key=self._bound_s)
+
+    def _keeping(self, num_slots: int) -> Residency:
+        return self._least(_kept(self.needs, num_slots))
+
+    def _sending(self, num_slots: int) -> Residency:
+        reserved = _kept(self.needs, num_slots, num_sent_outputs=1)  # with room for the buffers
+        return self._least(_with_sent_outputs(self.needs, self._bound_s, one) for one in reserved)
+
+    def _sending_graphs(self, num_slots: int) -> Residency:
+        reserved = _kept(self.needs, num_slots, num_sent_graphs=1)
+        return self._least(
+            way for one in reserved for way in _sent_both(self.needs, self._bound_s, one)
+        )
+
+    @cached_property
+    def _most_slots(self) -> int | None:
+        return self.needs.most_slots
+
+    @property
+    def _num_micro_batches(self) -> int:
+        return sum(run.rank_micro_batches for run in self.needs.request.runs)
+
+    @cached_property
+    def _bound_s(self) -> _Seconds:
+        return _bound(self.needs, self.costs)
+
+    @cached_property
+    def _slots_bound_s(self) -> _Seconds:
+        """The bound by which slots are chosen: staged bytes are read first."""
+        if not self.needs.is_staged:
+            return self._bound_s
+        rate = min(self.costs.h2d_bytes_per_s, self.costs.read_bytes_per_s)
+        return _bound(self.needs, replace(self.costs, h2d_bytes_per_s=rate))
+
+    @cached_property
+    def _step_s(self) -> _Seconds:
+        """The simulated time of a step as a function of the residency, each computed once."""
+        return cache(partial(draft_step_s, self.needs, self.costs))
 
 
-def _fastest(
-    needs: MemoryNeeds, bound_s: _Seconds, spend: Callable[[int], Residency]
-) -> Residency | None:
+def _fastest(needs: MemoryNeeds, bound_s: _Seconds, most_slots: int, way: _Way) -> Residency:
     """Return the number of slots with which a step is fastest, and what the rest is spent on.
 
     Each further slot leaves less room for the rest. A binary search finds the number of slots at
@@ -133,14 +243,10 @@ def _fastest(
     rest would gain less than `WORTH_FRAC`, slots get all the memory. On a CPU slots come first:
     there a load slows concurrent visits, which the plan does not price.
     """
-    low, high = needs.fewest.num_slots, needs.most_slots
-    if high is None:
-        return None
+    low, high, spend = needs.fewest.num_slots, most_slots, cache(way.spend)
     most = spend(high)
     if needs.machine.device == "cpu" or most.num_kept_graphs == needs.facts.num_layers:
         return most
-
-    spend = cache(spend)
     while low < high:
         middle = (low + high) // 2
         if bound_s(spend(middle + 1)) < bound_s(spend(middle)) * (1 - SAME_FRAC):
@@ -161,33 +267,6 @@ def _is_same_rest(one: Residency, other: Residency) -> bool:
 
 # ---------------------------------------------------------------------------------------------
 # Graphs that are sent, and outputs of attention
-
-
-def _ways(
-    needs: MemoryNeeds, bound_s: _Seconds
-) -> Iterator[tuple[Callable[[int], Residency], float]]:
-    """Yield ways to spend what slots leave, and what each must gain to be taken."""
-
-    def least(ways: Iterable[Residency]) -> Residency:
-        return min(ways, key=bound_s)
-
-    def keeping(num_slots: int) -> Residency:
-        return least(_kept(needs, num_slots))
-
-    def sending(num_slots: int) -> Residency:
-        reserved = _kept(needs, num_slots, num_sent_outputs=1)  # with room for the buffers
-        return least(_with_sent_outputs(needs, bound_s, one) for one in reserved)
-
-    def sending_graphs(num_slots: int) -> Residency:
-        reserved = _kept(needs, num_slots, num_sent_graphs=1)
-        return least(way for one in reserved for way in _sent_both(needs, bound_s, one))
-
-    if needs.chooses_outputs:
-        yield keeping, SAME_FRAC
-        if needs.machine.device != "cpu":
-            yield sending, SAME_FRAC
-    if needs.chooses_sent_graphs:
-        yield sending_graphs, WORTH_FRAC
 
 
 def _kept(
@@ -240,18 +319,13 @@ def _last_faster(sending: Callable[[int], Residency], most: int, bound_s: _Secon
     return sending(low)
 
 
-def _step(needs: MemoryNeeds, costs: Costs) -> _Seconds:
-    """Return the simulated time of a step as a function of the residency, each computed once."""
-
-    @cache
-    def step_s(residency: Residency) -> float:
-        without_update_s = pass_s(
-            needs.facts,
-            needs.request,
-            costs.given(residency),
-            residency,
-            is_staged=needs.is_staged,
-        )
-        return without_update_s + costs.optimizer_s
-
-    return step_s
+def draft_step_s(needs: MemoryNeeds, costs: Costs, residency: Residency) -> float:
+    """Return the predicted time of a step, optimizer included, without all of its ops."""
+    without_update_s = pass_s(
+        needs.facts,
+        needs.request,
+        costs.given(residency),
+        residency,
+        is_staged=needs.is_staged,
+    )
+    return without_update_s + costs.optimizer_s

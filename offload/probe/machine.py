@@ -84,7 +84,7 @@ def _probe_cpu(bench: RateBench, dtype: str) -> Machine:
     free_bytes, own_bytes = free_host_bytes(Path("/")), resident_bytes()
     machine = _machine(
         bench,
-        name=f"{_processor_name()}, {bench.num_threads} threads",
+        name=f"{_processor_name()}, {bench.num_threads} thread{'s' * (bench.num_threads != 1)}",
         device="cpu",
         dtype=dtype,
         memory=_Memory(

@@ -49,7 +49,7 @@ FLAGS = {
         "--markdown",
         "--verbose",
     },
-    "fit": {"--vram", "--ram", "--link", "--machine", "--json", "--markdown"},
+    "fit": {"--vram", "--ram", "--link", "--gpus", "--machine", "--json", "--markdown"},
     "probe": {"--dtype", "--json", "--save"},
     "doctor": {"--json"},
     "validate": set(),
@@ -74,7 +74,7 @@ FLAGS = {
     "recipes copy": set(),
     "recipes schema": set(),
     # a card, and what comes first; a suggested recipe goes to the terminal or a file
-    "recipes for": {"--vram", "--ram", "--machine", "--goal", "--out"},
+    "recipes for": {"--vram", "--ram", "--gpus", "--machine", "--goal", "--out"},
 }
 
 

@@ -27,6 +27,7 @@ from offload.plan.plan import Plan, plan
 from offload.plan.refusal import refusal
 from offload.plan.request import HEAD_CHUNK_TOKENS, PlanRequest
 from offload.plan.search import Candidate
+from offload.plan.split import Split
 from offload.plan.step import MOST_TOKENS, Draft, break_even_tokens
 from offload.plan.time.costs import price
 from tests.bench.gpu.rig import NUM_STEPS
@@ -228,7 +229,8 @@ def _best(model: Model, machine: Machine, part: Part, num_micro_batches: int) ->
             is_slab_shared=False,
         )
         costs = price(facts, machine, workload, is_duplex=is_stashed)
-        candidates.append(Candidate.split(MemoryNeeds.of(facts, machine, request), costs))
+        needs = MemoryNeeds.of(facts, machine, request)
+        candidates.append(Candidate.split(Split(needs=needs, costs=costs)))
     fitting = [candidate for candidate in candidates if not candidate.shortages]
     if not fitting:
         raise refusal(candidates[-1].needs)

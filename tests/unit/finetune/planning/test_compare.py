@@ -185,7 +185,7 @@ def test_a_machine_file_cannot_be_given_other_memory(tmp_path, capsys) -> None:
 
 def compared_in_12_gib(*models: str) -> list[Comparison]:
     machine = budgeted(named_machine("rtx3060", ram_bytes=48 * GIB), vram_gib=12)
-    return compare_within_memory(models, machine)
+    return compare_within_memory([model_subject(one, []) for one in models], machine, num_ranks=1)
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +234,8 @@ def test_the_longest_sequence_fits_and_one_that_is_a_step_longer_does_not(
 
 def test_more_memory_never_shortens_the_longest_sequence(in_12_gib: list[Comparison]) -> None:
     machine = budgeted(named_machine("rtx4090", ram_bytes=48 * GIB), vram_gib=20)
-    for less, more in zip(in_12_gib[:3], compare_within_memory([SMALL], machine), strict=True):
+    in_20_gib = compare_within_memory([model_subject(SMALL, [])], machine, num_ranks=1)
+    for less, more in zip(in_12_gib[:3], in_20_gib, strict=True):
         assert less.longest_seq_len is not None
         assert more.longest_seq_len is not None
         assert less.longest_seq_len <= more.longest_seq_len
@@ -250,6 +251,21 @@ def test_fit_lists_what_trains_at_the_rates_of_an_assumed_card(capsys) -> None:
     assert [line["codec"] for line in found] == ["native", "fp8", "nf4"]
     assert {line["machine"] for line in found} == {"rtx4090"}
     assert max(line["vram_bytes"] for line in found) <= 10 * GIB
+
+
+def test_fit_of_two_gpus_has_the_figures_of_their_plan(capsys) -> None:
+    words = ("--machine", "rtx3060", "--ram", "64", "--gpus", "2")
+    first, figures = (
+        printed(capsys, "fit", SMALL, *words)[0],
+        printed(capsys, "plan", SMALL, *words),
+    )
+    assert first["num_gpus"] == 2
+    assert first["tokens_per_s"] == pytest.approx(figures["predicted"]["tokens_per_s"])
+    assert first["ram_bytes"] == figures["predicted"]["host_bytes"]
+    assert run("fit", SMALL, *words) == 0
+    assert "2 GPUs of a machine share each step: VRAM is of each" in capsys.readouterr().out
+    assert run("fit", SMALL, *words[:-1], "9") == 1
+    assert "a step of 8 micro-batches for 9 processes" in capsys.readouterr().err
 
 
 def test_a_model_made_for_short_sequences_is_planned_with_those(tmp_path, capsys) -> None:

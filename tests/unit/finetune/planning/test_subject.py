@@ -156,7 +156,7 @@ def assert_answers_agree(model: str, machine: Machine) -> None:
     asked = subject_of(model, [])
     by_machine, by_model = (
         compare_on_cards(asked, [machine], num_ranks=1),
-        compare_within_memory([model], machine),
+        compare_within_memory([model_subject(model, [])], machine, num_ranks=1),
     )
     assert [(o.codec, o.tier) for o in by_machine] == [(o.codec, o.tier) for o in by_model]
     for one, other in zip(by_machine, by_model, strict=True):

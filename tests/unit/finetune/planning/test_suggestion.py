@@ -61,10 +61,12 @@ ASKED = {
     "settings of one's own": "mistral-7b --vram 16 train.seq_len=4096 adapter.rank=64",
     "a card by its name": "Qwen/Qwen3-32B --machine 'RTX 5090'",
     "a server": "qwen3-235b --machine h200",
+    "two cards": "qwen3-0.6b --machine rtx3060 --ram 64 --gpus 2",
+    "the longest on four cards": "qwen3-8b --vram 16 --ram 64 --gpus 4 --goal context",
 }
 
 
-@pytest.mark.parametrize("words", mostly_slow(ASKED, "more than RAM"))
+@pytest.mark.parametrize("words", mostly_slow(ASKED, "more than RAM", "two cards"))
 def test_a_suggested_recipe_plans_to_the_figures_on_top_of_it(
     words: str, tmp_path: Path, capsys
 ) -> None:

@@ -7,10 +7,11 @@ import pytest
 
 from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.machine import named_machine
-from offload.plan.plan import Plan, calibrate, draft_step_s, plan
+from offload.plan.plan import Plan, calibrate, plan
 from offload.plan.request import ObjectiveCost, PlanRequest
 from offload.plan.schedule.op import Kind
 from offload.plan.search import search
+from offload.plan.split import draft_step_s
 from offload.plan.step import Draft
 from offload.plan.what_if.what_if import what_if
 from tests.builders import qwen3_8b, request, slow_link

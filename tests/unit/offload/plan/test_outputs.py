@@ -13,7 +13,7 @@ from offload.plan.plan import calibrate, costs_of, plan
 from offload.plan.schedule.op import Kind
 from offload.plan.schedule.residency import Residency
 from offload.plan.schedule.simulate import simulate
-from offload.plan.split import SAME_FRAC, fastest_residency
+from offload.plan.split import SAME_FRAC, Split
 from offload.plan.time.attention import ATTENTION_OPS, attention_work
 from tests import builders
 from tests.builders import qwen3_8b
@@ -92,7 +92,7 @@ def test_long_sequences_keep_and_send_outputs_and_the_engine_is_told() -> None:
 def test_nothing_is_sent_on_a_cpu() -> None:
     cpu = replace(CARD, device="cpu", vram_bytes=60 * GIB, ram_bytes=60 * GIB)
     needs = MemoryNeeds.of(FACTS, cpu, REQUEST)
-    residency = fastest_residency(needs, costs_of(FACTS, cpu, REQUEST))
+    residency = Split(needs=needs, costs=costs_of(FACTS, cpu, REQUEST)).fastest
     assert residency is not None
     assert residency.num_sent_outputs == 0
 

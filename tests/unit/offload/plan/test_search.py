@@ -6,10 +6,11 @@ from offload.errors import DoesNotFitError
 from offload.plan.fit import MemoryNeeds
 from offload.plan.machine.machine import GIB, named_machine
 from offload.plan.memory.memory import device_terms
-from offload.plan.plan import draft_step_s, plan
+from offload.plan.plan import plan
 from offload.plan.request import with_codec
 from offload.plan.schedule.residency import Residency
 from offload.plan.search import search
+from offload.plan.split import draft_step_s
 from offload.plan.time.costs import price
 from tests.builders import qwen3_8b, request, slow_link, ways_of, workload
 
