@@ -67,6 +67,19 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
+@pytest.fixture
+def slow_file(machine_file: Path, tmp_path: Path) -> Path:
+    """Return the rates of a card of another kind, twice as slow in all."""
+    here = json.loads(machine_file.read_text()) | {"name": "a slow card"}
+    for name, rate in here.items():
+        if name.endswith("_per_s") and rate is not None:
+            rate["value"] /= 2
+    here["launch_s"]["value"] *= 2
+    file = tmp_path / "slow.json"
+    file.write_text(json.dumps(here))
+    return file
+
+
 @pytest.fixture(scope="session")
 def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forked]:
     with Forked(tmp_path_factory.mktemp("forked")) as forked:

@@ -15,6 +15,7 @@ import torch
 
 from finetune.data.rows import Conversation, Message
 from finetune.data.tokenize import encode
+from finetune.recipe.load import load_recipe
 from finetune.recipe.recipe import shipped_recipe
 from tests.doubles import tiny_tokenizer
 from tests.e2e.runs import (
@@ -213,18 +214,43 @@ def test_a_killed_run_resumes_to_the_bit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list(METHODS))
+@pytest.mark.parametrize(
+    ("name", "shares"), [*((name, "equal") for name in METHODS), ("dpo", "[1,2]")]
+)
 def test_two_ranks_train_as_one_process_does(
-    name, tmp_path, write_recipe, machine_file, forked
+    name, shares, tmp_path, write_recipe, machine_file, forked
 ) -> None:
     # 3 micro-batches: one rank has two of them, the other one
     recipe = recipe_for(write_recipe, tmp_path, name, adapter={"experts": False, "dropout": 0.2})
     words = ("finetune", recipe, "--machine", machine_file)
-    ranks = forked.start_ranks(*words, f"output.dir={tmp_path / 'two'}")
+    ranks = forked.start_ranks(*words, f"output.dir={tmp_path / 'two'}", f"train.shares={shares}")
     assert [rank.end() for rank in ranks] == [0, 0], [rank.shown for rank in ranks]
     assert run(*words, f"output.dir={tmp_path / 'one'}") == 0
-    assert_same_training(tmp_path / "two", tmp_path / "one")
-    for mine, other in zip(rows_of(tmp_path / "two"), rows_of(tmp_path / "one"), strict=True):
+    assert_same_preferences(tmp_path / "two", tmp_path / "one")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dpo", "kto", "grpo"])
+def test_a_slow_card_prefers_as_one_process_does(
+    name, tmp_path, write_recipe, machine_file, slow_file, forked
+) -> None:
+    """The step's loss is of all rows: a rank's part of it depends on those of the other."""
+    adapter, train = {"experts": False, "dropout": 0.2}, {"grad_accum_steps": 6}
+    recipe = recipe_for(write_recipe, tmp_path, name, adapter=adapter, train=train)
+    start = ("finetune", recipe)
+    assert run(*start, "--machine", machine_file, f"output.dir={tmp_path / 'one'}") == 0
+    more = {rank: ["--machine", file] for rank, file in enumerate((machine_file, slow_file))}
+    where = f"output.dir={tmp_path / 'two'}"
+    ranks = forked.start_machines(*start, where, sizes=(1, 1), more=more)
+    assert [rank.end() for rank in ranks] == [0, 0], [rank.shown for rank in ranks]
+    assert load_recipe(str(tmp_path / "two" / "recipe.yaml"), []).train.shares == (4, 2)
+    assert_same_preferences(tmp_path / "two", tmp_path / "one")
+
+
+def assert_same_preferences(ours: Path, theirs: Path) -> None:
+    """Compare the training of two runs, and the rewards that they report."""
+    assert_same_training(ours, theirs)
+    for mine, other in zip(rows_of(ours), rows_of(theirs), strict=True):
         assert mine.keys() == other.keys()
         for key in other:
             if "/" in key or key == "kl":

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from finetune.recipe.load import load_recipe
 from tests.e2e.conftest import RecipeWriter
 from tests.e2e.forked import Forked
 from tests.e2e.runs import assert_same_training, run
@@ -98,3 +99,35 @@ def test_a_rule_stops_a_run_on_both_ranks(
     assert [one["status"] for one in found.values()] == ["finished", "stopped"]
     assert found["lr-1e-6"]["steps"] == 2
     assert shown.count("lr-1e-6: stopped after step 2") == 1
+
+
+def test_runs_of_unlike_ranks_are_what_one_process_trains(
+    recipe: Path, machine_file: Path, slow_file: Path, tmp_path: Path, forked: Forked
+) -> None:
+    """A rank has two thirds of each run's micro-batches: as named, and since its card is faster.
+
+    With named shares each run also has the bits that it has alone.
+    """
+    settings = ("train.lr=0.02,0.005", "adapter.rank=2,4", "--zip")
+    words = ("sweep", recipe, "train.grad_accum_steps=6", *settings)
+    folder, by_name, by_card = (tmp_path / name for name in ("sweep", "by name", "by card"))
+    shown = on_two_ranks(forked, *words, "train.shares=[2,1]", "--machine", machine_file)
+    assert shown.count("Best recipe: ") == 1
+    folder.rename(by_name)
+    more = {rank: ["--machine", file] for rank, file in enumerate((machine_file, slow_file))}
+    ranks = forked.start_machines(*words, sizes=(1, 1), more=more)
+    assert [rank.end() for rank in ranks] == [0, 0], [rank.shown for rank in ranks]
+    folder.rename(by_card)
+    assert run(*words, "--machine", machine_file) == 0
+    names = list(states(folder))
+    assert len(names) == 2
+    for name in names:
+        assert load_recipe(str(by_card / name / "recipe.yaml"), []).train.shares == (4, 2)
+        assert_same_training(by_name / name, folder / name)
+        assert_same_training(by_card / name, folder / name)
+        alone = yaml.safe_load((by_name / name / "recipe.yaml").read_text())
+        alone["output"]["dir"] = str(tmp_path / f"alone-{name}")
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(yaml.safe_dump(alone))
+        on_two_ranks(forked, "finetune", file, "--machine", machine_file)
+        assert_same_bits(by_name / name, tmp_path / f"alone-{name}")

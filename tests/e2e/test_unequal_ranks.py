@@ -4,9 +4,7 @@ What makes two kinds of card of this machine's CPU is a machine file of another 
 its rates.
 """
 
-import json
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -16,19 +14,6 @@ from tests.e2e.runs import assert_same_training, run
 from tests.e2e.sweeps import assert_same_bits
 
 DROPOUT = {"experts": False, "dropout": 0.2}
-
-
-@pytest.fixture
-def slow_file(machine_file: Path, tmp_path: Path) -> Path:
-    """Return the rates of a card of another kind, twice as slow in all."""
-    here = json.loads(machine_file.read_text()) | {"name": "a slow card"}
-    for name, rate in here.items():
-        if name.endswith("_per_s") and rate is not None:
-            rate["value"] /= 2
-    here["launch_s"]["value"] *= 2
-    file = tmp_path / "slow.json"
-    file.write_text(json.dumps(here))
-    return file
 
 
 @pytest.mark.slow
