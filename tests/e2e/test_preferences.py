@@ -215,7 +215,7 @@ def test_a_killed_run_resumes_to_the_bit(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "shares"), [*((name, "equal") for name in METHODS), ("dpo", "[1,2]")]
+    ("name", "shares"), [*((name, "equal") for name in METHODS), ("dpo", "[1,2]"), ("kto", "[1,2]")]
 )
 def test_two_ranks_train_as_one_process_does(
     name, shares, tmp_path, write_recipe, machine_file, forked
