@@ -60,7 +60,9 @@ class Composition:
             ):
                 return
             changes = list(self._changes())
-            if not changes:  # peft's wrapper of a module's own parameters puts them back in new order
+            if (
+                not changes
+            ):  # peft's wrapper of a module's own parameters puts them back in new order
                 self._modules, self._parameters = modules, parameters
                 self._traits = _traits(parameters)
                 return
