@@ -52,6 +52,7 @@ from finetune.training.shared.member import (
     train,
 )
 from finetune.training.shared.plan_wave import plan_wave, plan_waves
+from finetune.training.shared.probe import probe
 from finetune.training.shared.together import Judge, judged_alone, together
 from finetune.training.world.other_ranks import with_others
 from finetune.training.world.shortage import shortage_named
@@ -150,6 +151,7 @@ def finetune_together(
         with _on_engine(prepared, screen) as (begun, plan, engine):
             for one in begun:
                 look_before(one)
+                probe(one, plan)
             with shortage_named(ranks):
                 return _trained(begun, plan, engine, judge)
 

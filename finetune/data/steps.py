@@ -371,6 +371,12 @@ class Steps:
             order = replace(self.order, lengths=tuple(lengths.tolist()))
         return replace(self, rows=rows, order=order, own=_all, comparison=comparison)
 
+    def lasting(self, num_steps: int) -> Self:
+        """Return the steps of a run of another length; each depends on its number alone."""
+        if isinstance(self.order, PackedOrder):
+            return replace(self, order=replace(self.order, num_steps=num_steps))
+        return replace(self, order=replace(self.order, num_steps=num_steps))
+
     def with_references(self, references: npt.NDArray[np.float64]) -> Self:
         """Return the steps with the reference's log-probability of each row, in nats."""
         assert self.comparison is not None

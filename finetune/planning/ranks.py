@@ -58,7 +58,7 @@ def require_shares(train: TrainSection, *, num_ranks: int, setting: str = LAUNCH
 
 
 def require_ranks_for(train: TrainSection, *, num_ranks: int, setting: str = LAUNCHED) -> None:
-    """Refuse several processes that would each train all of a model's own weights, or one part.
+    """Refuse several processes that would each train all of a model's weights, a head, or one part.
 
     Args:
         train: The recipe's section.
@@ -76,6 +76,12 @@ def require_ranks_for(train: TrainSection, *, num_ranks: int, setting: str = LAU
                 hint=f"`{setting} 2`, or `train.parallel: stream`",
             )
         return
+    if train.of_probe is not None and num_ranks > 1:
+        raise ConfigError(
+            f"train.probe_steps: {train.probe_steps}, with {num_ranks} processes",
+            limit="features are computed and kept by one process",
+            hint=f"`{setting} 1`, or `train.probe_steps: null`",
+        )
     if train.is_full and num_ranks > 1 and train.parallel == "stream":
         raise ConfigError(
             f"train.what: {train.what}, with {num_ranks} processes",

@@ -33,7 +33,13 @@ from offload.plan.machine.machine import (
     is_described,
     named_machine,
 )
-from offload.plan.request import HEAD_CHUNK_TOKENS, ObjectiveCost, PlanRequest, Reduction
+from offload.plan.request import (
+    HEAD_CHUNK_TOKENS,
+    ObjectiveCost,
+    PlanRequest,
+    Probe,
+    Reduction,
+)
 
 if TYPE_CHECKING:
     from finetune.data.steps import StepSizes
@@ -319,6 +325,7 @@ def _request(
         has_outputs=recipe.offload.attention_outputs == "auto" and not recipe.train.compile,
         has_sent_graphs=recipe.offload.sent_graphs == "auto" and not recipe.train.compile,
         objective=_objective_cost(recipe.objective),
+        probe=None if recipe.train.of_probe is None else Probe(),
         reduction=Reduction(
             element_bytes=2 if recipe.train.reduce_dtype == "bf16" else FP32_BYTES,
             is_by_layer=recipe.train.reduce_gradients == "by_layer",

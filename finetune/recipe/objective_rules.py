@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 from typing import get_args
 
-from finetune.recipe.breach import Breach
+from finetune.recipe.breach import Allowed, Breach, breaches
 from finetune.recipe.objective_section import LOSSES, Method, ObjectiveSection, read_settings
 from finetune.recipe.row_formats import formats_of
 from finetune.recipe.sections import Settings
 
 _METHOD = ("objective.method",)
+_STEPS = "train.probe_steps"
 
 
 def broken_objective_rules(recipe: Settings) -> Iterator[Breach]:
@@ -30,6 +31,7 @@ def broken_objective_rules(recipe: Settings) -> Iterator[Breach]:
     if not objective.is_sft:
         yield from _broken_row_rules(recipe)
     yield from _broken_head_rules(recipe)
+    yield from broken_probe_rules(recipe)
     if objective.computes_reference and recipe.adapter.init_from is not None:
         hint = "`objective.reference: precomputed`, in one pass before step 1"
         if objective.scores_mismatched:
@@ -256,3 +258,38 @@ def _broken_head_rules(recipe: Settings) -> Iterator[Breach]:
                 hint=fix,
                 reads=_METHOD,
             )
+
+
+def broken_probe_rules(recipe: Settings) -> Iterator[Breach]:
+    """Yield what a probe cannot be combined with, and its rate where there is none."""
+    train = recipe.train
+    if train.probe_steps is None:
+        if train.probe_lr is not None:
+            yield Breach(
+                field="train.probe_lr",
+                what=f"train.probe_lr is {train.probe_lr} and {_STEPS} is null",
+                limit="it is the learning rate of these steps",
+                hint=f"`{_STEPS}: 200`, or leave `train.probe_lr` out",
+                reads=(_STEPS,),
+            )
+        return
+    yield from breaches(_possible(recipe), setting=_STEPS, value=train.probe_steps, instead="null")
+
+
+def _possible(recipe: Settings) -> Iterator[Allowed]:
+    """Yield field, value, whether a probe is possible with it, the limit, and the fix."""
+    yield (
+        "objective.method",
+        recipe.objective.method,
+        recipe.objective.head != "tokens",
+        "a probe trains a new head, of classes or rewards; the head that predicts tokens is trained"
+        " already",
+        "classify",
+    )
+    yield (
+        "adapter.init_from",
+        recipe.adapter.init_from,
+        recipe.adapter.init_from is None,
+        "the head of an adapter that is trained further is no new one",
+        "null",
+    )

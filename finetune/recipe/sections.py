@@ -219,6 +219,21 @@ class TrainSection(Section):
         description="Passes over the training rows. Either this or `train.steps`.",
         examples=[1],
     )
+    probe_steps: int | None = Field(
+        default=None,
+        ge=1,
+        le=10**9,
+        description="Steps before step 1 in which only a new head learns, on what the frozen layers"
+        " give it, computed once and kept in RAM; null has none.",
+        examples=[200],
+    )
+    probe_lr: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Peak learning rate of `train.probe_steps`; null takes `train.lr`.",
+        examples=[1e-3],
+    )
     optimizer: Optimizer = Field(
         default="adamw",
         description="`adamw_8bit` keeps its state in 8 bits (bitsandbytes), `paged_adamw_8bit` in"
@@ -340,6 +355,18 @@ class TrainSection(Section):
     def is_full(self) -> bool:
         """Whether weights of the model itself train, and no adapter."""
         return self.what != "adapter"
+
+    @property
+    def of_probe(self) -> "TrainSection | None":
+        """The settings of the steps in which only the head learns; None if there are none.
+
+        They have the run's rows, optimizer and schedule, and no warm-up: features do not change.
+        """
+        if self.probe_steps is None:
+            return None
+        changes = {"steps": self.probe_steps, "epochs": None, "warmup_steps": 0}
+        lr = self.lr if self.probe_lr is None else self.probe_lr
+        return self.model_copy(update={**changes, "warmup_ratio": None, "lr": lr})
 
     @property
     def is_sharded(self) -> bool:

@@ -19,6 +19,7 @@ from offload.plan.facts.facts import WholeWeights
 from offload.plan.facts.linears import FP32_BYTES
 from offload.plan.facts.optimizer import host_update_bytes
 from offload.plan.facts.trainable import adapter_parameters, trained_parameters
+from offload.plan.feature_pass import FeaturePass, feature_pass
 from offload.plan.machine.machine import Implementation, Machine, Network, Rate
 from offload.plan.plan import Plan
 from offload.plan.schedule.op import Kind
@@ -133,6 +134,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         },
         **({} if plan.network is None else {"network": _network_json(plan, plan.network)}),
         "objective": _objective_json(plan),
+        **_probe_json(plan),
         "energy": plan_energy(plan),
         "predicted": {
             "step_s": phases["step"],
@@ -210,6 +212,11 @@ def gpus_lines(plan: Plan) -> list[str]:
     return lines
 
 
+def _probe_json(plan: Plan) -> dict[str, Any]:
+    cost = feature_pass(plan)
+    return {} if cost is None else {"probe": asdict(cost) | {"pass_s": cost.pass_s}}
+
+
 def _objective_json(plan: Plan) -> dict[str, Any] | None:
     if plan.request.objective is None:
         return None
@@ -248,6 +255,19 @@ def objective_line(plan: Plan) -> str:
     reference = ", also by the reference" if plan.request.objective.has_reference else ""
     return f"rows are scored before they are trained on{reference}: +{time_frac:.0%} time, " + (
         f"+{num_loads} loads"
+    )
+
+
+def probe_line(cost: FeaturePass) -> str:
+    """Return what a probe's features are predicted to cost, and what trains on them."""
+    trained = f"then the head alone, {shown_count(cost.num_parameters)} trained"
+    one = f"{shown_time(cost.one_pass_s)} for the rows of a step"
+    if cost.num_features is None or cost.pass_s is None:
+        return f"features of each row once, {one}, {cost.feature_bytes:,} bytes each; {trained}"
+    size = shown_gib(cost.num_features * cost.feature_bytes)
+    return (
+        f"{cost.num_features:,} features once, {shown_time(cost.pass_s)} ({one}), {size} of RAM;"
+        f" {trained}"
     )
 
 

@@ -39,9 +39,11 @@ from finetune.report.plan import (
     outputs_line,
     place_of_layers,
     predicted_phases,
+    probe_line,
     sharded_line,
 )
 from offload.plan.facts.codec import ROUNDING
+from offload.plan.feature_pass import feature_pass
 from offload.plan.memory.memory import MemoryTerm, total_bytes
 from offload.plan.plan import Plan
 from offload.plan.schedule.schedule import NUM_STAGING
@@ -108,6 +110,8 @@ def _plan_rows(choice: Choice, prices: ReportSection) -> Iterator[tuple[str, Seq
     yield "tokens", [_tokens_line(plan)]
     yield "network", [network_line(plan, plan.network)] if plan.network is not None else []
     yield "objective", [objective_line(plan)] if plan.request.objective is not None else []
+    cost = feature_pass(plan)
+    yield "probe", [] if cost is None else [probe_line(cost)]
     graphs = [kept_line(plan)] if plan.num_kept_graphs or plan.saved.graphs else []
     yield "backward", [*graphs, *([outputs_line(plan)] if plan.residency.has_outputs else [])]
     yield "expert kernels", [f"{kernel.value} ({kernel.source})"] if facts.has_experts else []

@@ -35,6 +35,7 @@ from finetune.recipe.sections import TrainSection
 from finetune.run.checkpoint import Checkpoints
 from finetune.run.evaluations import Evaluations
 from finetune.run.metrics import line_of, read_rows
+from finetune.run.probe_folder import FILES, PROBE
 from finetune.run.references import REFERENCES
 from finetune.run.run_files import EVALUATION_BEFORE
 from finetune.run.run_lock import LOCK_FILE, holder
@@ -44,7 +45,7 @@ _RECIPE, _EXPERTS, _CHECKPOINTS = "recipe.yaml", "experts.json", "checkpoints"
 # Temporary names, which a kill may leave.
 _REPLACED = (
     *("adapter", "model", "metrics.jsonl", "measured.json", "predicted", "report.", "samples_"),
-    *(_RECIPE, _EXPERTS, "trace.json", "gantt.svg"),
+    *(_RECIPE, _EXPERTS, PROBE, "trace.json", "gantt.svg"),
 )
 _MARKS = (_CHECKPOINTS, "metrics.jsonl", "predicted.json", "adapter", "model")
 # What a run writes in addition to its recipe; checkpoints first, so that remains are never resumed.
@@ -68,6 +69,8 @@ _WRITTEN = (
         for folder in ("model", "partial-model-*")
         for name in ("*.safetensors", "*.json", "README.md", "*.jinja", "merges.txt")
     ),
+    *(f"{folder}/{name}" for folder in (PROBE, f"{PARTIAL}{PROBE}-*") for name in FILES),
+    *(f"{folder}/*{MANIFEST}" for folder in (PROBE, f"{PARTIAL}{PROBE}-*")),
     *("profile/trace.json", "profile/memory.pickle"),
     "tensorboard/events.out.tfevents.*",
     *("wandb/run-*", "wandb/offline-run-*", "wandb/latest-run", "wandb/debug*.log"),

@@ -17,10 +17,18 @@ from finetune.data.dataset import ExampleSet
 from finetune.data.steps import Steps, StepShare, collate
 from finetune.errors import RunFailedError
 from finetune.model.overflow import first_overflow
+from finetune.objective.features import Features, passed_through
 from finetune.recipe.sections import TrainSection
 from finetune.run.checkpoint import Restored, Resumable, Saved, StateForm, state_form
 from finetune.run.loss_scale import BACKOFF, MAX_SKIPPED, LossScale
-from finetune.training.objectives import Evaluation, Objectives, RowLogps, mean_of, parts_of
+from finetune.training.objectives import (
+    Evaluation,
+    HeadOutputs,
+    Objectives,
+    RowLogps,
+    mean_of,
+    parts_of,
+)
 from finetune.training.optimizer import Update, learning_rate
 from finetune.training.ranks import Ranks
 from offload.engine.batch import rows_of_labels
@@ -390,6 +398,35 @@ class Loop:
                 self._streamed.evaluate([self._shown(batch) for batch in batches], objective=logps)
                 found[list(steps.in_order(rows))] = logps.sums_R.numpy()
         return np.asarray(sum(self._ranks.exchange(found)))
+
+    def features(
+        self, steps: Steps, head: nn.Module, *, dtype: torch.dtype, progress: Progress = unseen
+    ) -> Features:
+        """Return what a new head reads at each label token of rows, by the model as it is.
+
+        The layers compute each row once, in parts of about a step, each a pass over the layers.
+
+        Args:
+            steps: Of the rows, all this rank's.
+            head: The module; while this runs it returns what it reads.
+            dtype: Of the features.
+            progress: Called with the rows that are done, and all.
+        """
+        num_rows, num = len(steps.rows), int(steps.rows.loss_tokens.sum())
+        # it does not count the first token of a row, which may have a class
+        found = Features(num_rows=num_rows, max_features=num + num_rows, dtype=dtype)
+        done = 0
+        with self._evaluated(), passed_through(head):
+            for _, rows in parts_of(steps):
+                outputs, batches = HeadOutputs(), steps.share_of(rows).micro_batches
+                self._streamed.evaluate(
+                    [self._shown(batch) for batch in batches], objective=outputs
+                )
+                lens = rows_of_labels(batches, is_shifted=False)[0].bincount()
+                found.add(steps.in_order(rows), lens.tolist(), outputs.outputs_NC)
+                done += len(rows)
+                progress(done, num_rows)
+        return found
 
     @contextmanager
     def _evaluated(self) -> Iterator[None]:

@@ -192,6 +192,24 @@ class RowLogps:
         return StepLoss(value=self.sums_R.sum(), metrics={})
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
+class HeadOutputs:
+    """An objective that only takes what a new head returns, and has no loss.
+
+    Attributes:
+        outputs_NC: At each label token, once it was computed.
+    """
+
+    outputs_NC: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    output_index: int | None = None
+    reference: Reference | None = None
+
+    def loss(self, scores: Scores) -> StepLoss:
+        """Keep the outputs."""
+        self.outputs_NC = scores.policy_N.detach()
+        return StepLoss(value=self.outputs_NC.sum(), metrics={})
+
+
 def parts_of(steps: Steps) -> Iterator[tuple[int, tuple[int, ...]]]:
     """Give all rows in parts of about a step, each with its number of groups.
 
@@ -200,10 +218,17 @@ def parts_of(steps: Steps) -> Iterator[tuple[int, tuple[int, ...]]]:
     """
     assert steps.comparison is not None
     offsets = steps.comparison.groups.offsets
+    for part in np.array_split(np.arange(len(offsets) - 1), num_parts_of(steps)):
+        yield len(part), tuple(range(int(offsets[part[0]]), int(offsets[part[-1] + 1])))
+
+
+def num_parts_of(steps: Steps) -> int:
+    """Return in how many parts `parts_of` gives the rows."""
+    assert steps.comparison is not None
+    offsets = steps.comparison.groups.offsets
     num_groups = len(offsets) - 1
     per_part = max(1, steps.sizes.rows_per_step * num_groups // int(offsets[-1]))
-    for part in np.array_split(np.arange(num_groups), num_parts(num_groups, per_part)):
-        yield len(part), tuple(range(int(offsets[part[0]]), int(offsets[part[-1] + 1])))
+    return num_parts(num_groups, per_part)
 
 
 def num_parts(num_groups: int, per_part: int) -> int:

@@ -32,6 +32,7 @@ from finetune.recipe.recipe import (
 from finetune.recipe.row_formats import formats_of
 from finetune.training import preflight
 from finetune.training.expert_backend import fastest_expert_backend, resolve_expert_backend
+from finetune.training.objectives import num_parts_of
 from finetune.training.packing import shown_packing
 from finetune.training.ranks import micro_batches_by_shares
 from finetune.training.run import Run
@@ -40,7 +41,7 @@ from offload.plan.facts.facts import ModelFacts
 from offload.plan.facts.trainable import layer_parameters
 from offload.plan.machine.machine import Machine, Network
 from offload.plan.plan import Plan
-from offload.plan.request import PlanRequest
+from offload.plan.request import PlanRequest, Probe
 from offload.plan.search import Choice
 from offload.probe.host import RUN_FILE_BYTES, disk_rate
 from offload.probe.machine import PROBE_S, probe
@@ -62,6 +63,16 @@ class Data:
 
     tokenizer: "PreTrainedTokenizerBase"
     rows: Rows
+
+    def held_out(self, steps: Steps) -> Steps | None:
+        """Return steps of the held-out rows, cut as those that are trained on.
+
+        None where there are no such rows, or where each row is learned by itself.
+        """
+        rows = self.rows.held_out
+        if steps.comparison is None or rows is None:
+            return None
+        return steps.held_out(rows, steps.comparison.of_same_kind(rows))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -303,6 +314,9 @@ def plan_steps(run: Run, facts: ModelFacts, data: Data, cards: Cards) -> Planned
     requests = requests_for(recipe, facts, sized, num_ranks=ranks.num)
     if ranks.num_machines > 1:
         requests = [replace(one, most_local_ranks=ranks.most_local) for one in requests]
+    if recipe.train.of_probe is not None:
+        features = _features_of(recipe, data, steps_of(sized[0][0]))
+        requests = [replace(one, probe=features) for one in requests]
     shares = _shared_out(run, facts, cards, requests)
 
     def chosen(machine: Machine, requests: Sequence[PlanRequest]) -> Choice:
@@ -344,6 +358,16 @@ def plan_steps(run: Run, facts: ModelFacts, data: Data, cards: Cards) -> Planned
             and one.typical.updates == typical.updates
         ),
         cards=cards,
+    )
+
+
+def _features_of(recipe: Recipe, data: Data, steps: Steps) -> Probe:
+    """Return what a probe of these rows keeps, and in how many passes it is computed."""
+    held_out = data.held_out(steps) if recipe.output.eval_every is not None else None
+    every = [one for one in (steps, held_out) if one is not None]
+    return Probe(
+        num_features=sum(int(one.rows.loss_tokens.sum()) for one in every),
+        num_passes=sum(map(num_parts_of, every)),
     )
 
 

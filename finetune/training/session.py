@@ -389,17 +389,9 @@ def attached(
         engine=engine,
         loop=loop,
         stops=Stops(trained=data.rows.train.answer_ends, base=base_eos(model)),
-        held_out=_held_out(steps, data),
+        held_out=data.held_out(steps),
     )
     return session.with_references()
-
-
-def _held_out(steps: Steps, data: Data) -> Steps | None:
-    """Return steps of the held-out rows, cut as those that are trained on."""
-    rows = data.rows.held_out
-    if steps.comparison is None or rows is None:
-        return None
-    return steps.held_out(rows, steps.comparison.of_same_kind(rows))
 
 
 def _all_of(steps: Steps) -> Steps:

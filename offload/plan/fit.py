@@ -129,7 +129,10 @@ class MemoryNeeds:
             self.machine,
             [
                 HostLoad(
-                    workload=run.largest, num_workers=run.num_workers, num_stashed=run.num_stashed
+                    workload=run.largest,
+                    num_workers=run.num_workers,
+                    num_stashed=run.num_stashed,
+                    feature_bytes=run.feature_bytes(self.facts.hidden_size),
                 )
                 for run in request.runs
             ],

@@ -64,6 +64,20 @@ class Reduction:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Probe:
+    """Steps of a head alone, on features: what the frozen layers give it, kept in host memory.
+
+    Attributes:
+        num_features: Label tokens of all rows, each with a feature; None before rows are known.
+        num_passes: Passes over the layers that compute them, each of about the rows of a step; None
+            before rows are known.
+    """
+
+    num_features: int | None = None
+    num_passes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PlanRequest:
     """What a run asks of the planner.
 
@@ -92,6 +106,7 @@ class PlanRequest:
         has_sent_graphs: Whether graphs of layers are sent to host memory where that pays.
         objective: What the loss of the run adds to a step; None for a cross-entropy.
         reduction: How the ranks' gradients are added up.
+        probe: Steps of the head before the first one; None if there are none.
         is_sharded: Whether each rank holds a part of the model, which is gathered layer by layer,
             and nothing is streamed; see `offload.plan.sharded`.
         others: Further runs that share the step, each with an adapter of its own. What concerns
@@ -120,6 +135,7 @@ class PlanRequest:
     most_local_ranks: int | None = None
     reduction: Reduction = Reduction()
     own_micro_batches: int | None = None
+    probe: Probe | None = None
     is_sharded: bool = False
 
     @property
@@ -191,6 +207,11 @@ class PlanRequest:
             return Passes(num_trained=num_micro_batches, has_objective=False)
         return self.objective.passes(num_micro_batches)
 
+    def feature_bytes(self, hidden_size: int) -> int:
+        """Return what a probe's features take in host memory; 0 before rows are known."""
+        num = self.probe.num_features if self.probe is not None else None
+        return (num or 0) * hidden_size * self.typical.dtype_bytes
+
     @property
     def num_stashed(self) -> int:
         """Micro-batches whose layer inputs a rank has in host memory."""
@@ -208,6 +229,7 @@ OF_A_RUN = (
     "most_tokens",
     "objective",
     "reduction",
+    "probe",
 )
 """What each run of a shared step has of its own."""
 

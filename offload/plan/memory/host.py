@@ -34,6 +34,7 @@ from offload.plan.memory.memory import (
 )
 from offload.plan.schedule.schedule import NUM_STAGING, PIECE_BYTES
 
+FEATURES = "features of a linear probe"
 LOADING_LAYERS = 2
 WORKER_BYTES = 256 * MIB
 CUDA_PROCESS_BYTES = 1536 * MIB
@@ -48,11 +49,13 @@ class HostLoad:
         workload: Its largest micro-batch.
         num_workers: Its data workers of each rank.
         num_stashed: Micro-batches whose layer inputs each rank stashes in host memory.
+        feature_bytes: What a head reads that learns alone before the first step.
     """
 
     workload: Workload
     num_workers: int
     num_stashed: int
+    feature_bytes: int = 0
 
 
 def host_terms(
@@ -95,6 +98,7 @@ def host_terms(
         MemoryTerm(name=STAGING, num_bytes=staging),
         MemoryTerm(name="loading", num_bytes=LOADING_LAYERS * largest * workload.dtype_bytes),
         MemoryTerm(name=DATA_WORKERS, num_bytes=num_workers * WORKER_BYTES),
+        MemoryTerm(name=FEATURES, num_bytes=sum(run.feature_bytes for run in runs)),
         MemoryTerm(
             name=PAGED_STATES,
             num_bytes=sum(

@@ -1,0 +1,289 @@
+"""A probe: before the first step only a new head learns, on features of the layers as they are.
+
+What does not train gives a row the same features in every step. So one forward over the layers
+computes those of all rows; they are kept in RAM, and no step of the head moves or computes a layer.
+The run then begins with the head that was found: linear probing, then fine-tuning (LP-FT). A drawn
+head would first distort what the layers know.
+
+The head's steps have the rows, the optimizer, the clipping and the schedule of a run's, and compute
+in float32; the result is rounded once into the type of the model. A probe that is stopped leaves
+nothing, and starts again to the bit; one that has ended is read from its folder.
+
+Shapes: N label tokens of a step, D model dim, C outputs of the head.
+
+Source: arXiv:2202.10054, section 3.4.
+"""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from finetune.data.steps import Steps
+from finetune.errors import RunFailedError
+from finetune.objective.features import Features
+from finetune.objective.step_rows import StepRows
+from finetune.recipe.sections import TrainSection
+from finetune.report.format import shown_mib, shown_time
+from finetune.run.evaluations import EVAL_LOSS, EVAL_PREFIX
+from finetune.run.probe_folder import ProbeFigures, read_head, write_probe
+from finetune.training import report
+from finetune.training.objectives import Evaluation, Objectives, mean_of, parts_of
+from finetune.training.optimizer import AdapterUpdate, learning_rate
+from offload.engine.objective import Objective, OutputObjective, Scores, StepLoss
+from offload.plan.facts.trainable import SCORE
+from offload.plan.feature_pass import FeaturePass, feature_pass
+from offload.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+    from finetune.training.session import Session
+    from finetune.training.shared.member import Begun
+
+
+_SHARES = ("accuracy", "rewards/accuracies")
+"""Metrics that are shares of rows or words."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Rows:
+    """Rows with their features.
+
+    Attributes:
+        steps: Of the rows, all this rank's.
+        features: Of each row.
+    """
+
+    steps: Steps
+    features: Features
+
+    def scores(self, rows: Sequence[int], head: "_Head") -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the head's outputs (N, C) at the label tokens of rows, and the row of each."""
+        values_ND, rows_N = self.features.of(rows)
+        return head.outputs(values_ND), rows_N
+
+
+class _Head:
+    """The head's weights in float32, apart from those of the model."""
+
+    def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Copy weights, by their names in a checkpoint."""
+        self.weights = {
+            name: nn.Parameter(one.detach().clone().float()) for name, one in weights.items()
+        }
+        by_kind = {name.rpartition(".")[2]: weight for name, weight in self.weights.items()}
+        self._weight_CD, self._bias_C = by_kind["weight"], by_kind.get("bias")
+
+    @property
+    def num_parameters(self) -> int:
+        """Of all weights."""
+        return sum(weight.numel() for weight in self.weights.values())
+
+    def outputs(self, values_ND: torch.Tensor) -> torch.Tensor:
+        """Return the outputs (N, C) of features."""
+        values_ND = values_ND.to(self._weight_CD.device).float()
+        return functional.linear(values_ND, self._weight_CD, self._bias_C)
+
+
+def probe(begun: "Begun", plan: Plan) -> None:
+    """Let the head of a run learn before its first step, if the recipe has a probe.
+
+    Args:
+        begun: The run, whose model is on its engine.
+        plan: What the features are predicted to take.
+
+    Raises:
+        RunFailedError: A loss is not finite.
+        CheckpointError: The result cannot be written.
+    """
+    session, run = begun.session, begun.session.run
+    train, cost = run.recipe.train.of_probe, feature_pass(plan)
+    if train is None or cost is None or begun.first_step:
+        return
+    kept, note = read_head(run.dir.path, rows=session.rows_hash)
+    if note:
+        run.screen.note(note)
+    found = _learned(session, train, cost) if kept is None else kept
+    with torch.no_grad():
+        for name, weight in _head_of(session).items():
+            weight.copy_(found[name])
+    session.loop.update.publish()
+
+
+def _head_of(session: "Session") -> dict[str, torch.Tensor]:
+    """Return the weights of the head that the run updates, by their names in a checkpoint."""
+    return {n: weight for n, weight in session.loop.weights.items() if SCORE in n.split(".")}
+
+
+def _learned(
+    session: "Session", train: TrainSection, cost: FeaturePass
+) -> Mapping[str, torch.Tensor]:
+    """Take the features, run all steps of the head, and write what was found.
+
+    Args:
+        session: The run.
+        train: Settings of the head's steps.
+        cost: What the features are predicted to take.
+    """
+    run, start_s = session.run, time.perf_counter()
+    trained, held_out = _featured(session)
+    pass_s, start_s = time.perf_counter() - start_s, time.perf_counter()
+    head = _Head(_head_of(session))
+    learning = _Learning(session, train, head, trained, held_out)
+    rows = [learning.step(number) for number in range(learning.num_steps)]
+    tables = [one.features for one in (trained, held_out) if one is not None]
+    figures = ProbeFigures(
+        rows=session.rows_hash,
+        num_steps=len(rows),
+        num_features=sum(table.num for table in tables),
+        feature_bytes=sum(table.num_bytes for table in tables),
+        predicted_pass_s=cost.pass_s or 0.0,
+        pass_s=pass_s,
+        steps_s=time.perf_counter() - start_s,
+    )
+    write_probe(run.dir.path, head.weights, figures, rows)
+    run.screen.note(
+        f"Probe: {figures.num_features:,} features in {shown_time(pass_s)} (predicted"
+        f" {shown_time(figures.predicted_pass_s)}), {shown_mib(figures.feature_bytes)} of RAM;"
+        f" {len(rows)} steps of the head ({head.num_parameters:,} weights) in"
+        f" {shown_time(figures.steps_s)}: {_shown(rows)}"
+    )
+    return head.weights
+
+
+def _featured(session: "Session") -> tuple[_Rows, _Rows | None]:
+    """Compute the features of the rows that are trained on, and of those that are held out."""
+    run, loop = session.run, session.loop
+    dtype: torch.dtype = getattr(torch, run.recipe.model.dtype)
+    head = getattr(cast("PeftModel", session.model).get_base_model(), SCORE)
+
+    def of(steps: Steps, name: str) -> _Rows:
+        with run.screen.working(name, "rows") as progress:
+            features = loop.features(steps, head, dtype=dtype, progress=progress)
+        return _Rows(steps=steps, features=features)
+
+    trained = of(session.steps, "Taking features")
+    if session.held_out is None or run.recipe.output.eval_every is None:
+        return trained, None
+    return trained, of(session.held_out, "Taking features of held-out rows")
+
+
+class _Learning:
+    """The steps of a head on features."""
+
+    def __init__(
+        self,
+        session: "Session",
+        train: TrainSection,
+        head: _Head,
+        trained: _Rows,
+        held_out: _Rows | None,
+    ) -> None:
+        """Take the parts, and make a fresh optimizer of the head.
+
+        Args:
+            session: The run.
+            train: Settings of the steps.
+            head: What trains.
+            trained: Rows to train on.
+            held_out: Rows to evaluate on; None if there are none.
+        """
+        run = session.run
+        self.num_steps = session.steps.num if train.steps is None else train.steps
+        self._train, self._head, self._held_out = train, head, held_out
+        self._rows = trained
+        self._steps = trained.steps.lasting(self.num_steps)
+        self._eval_every = run.recipe.output.eval_every
+        self._objectives = Objectives(
+            section=run.recipe.objective, seq_len=train.seq_len, ranks=run.ranks
+        )
+        self._update = AdapterUpdate(
+            head.weights, train=train, loraplus_ratio=None, ranks=run.ranks
+        )
+
+    def step(self, number: int) -> dict[str, Any]:
+        """Run step `number`, counted from 0, and return what was learned.
+
+        Raises:
+            RunFailedError: The loss is not finite.
+        """
+        rows = self._steps.order.rows(number)
+        relations = self._steps.share_of(rows).rows
+        assert relations is not None, "a head of its own has an objective"
+        objective = self._objectives.of_step(relations)
+        found = self._loss(self._rows, self._steps.in_order(rows), objective)
+        found.value.backward()
+        loss, norm = self._update.gather(float(found.value.detach()), loss_scale=1.0)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise RunFailedError(
+                f"in step {number + 1} of the probe the loss is {loss} and the norm of the"
+                f" gradients {norm}",
+                limit="both must be finite",
+                hint=f"start again with a lower rate: `train.probe_lr: {self._train.lr / 4:.1e}`",
+            )
+        lr = learning_rate(number, self._train, num_steps=self.num_steps)
+        self._update.apply(lr=lr)
+        row = {"step": number + 1, "loss": loss, "lr": lr, "grad_norm": norm}
+        row |= {name: float(value) for name, value in found.metrics.items()}
+        is_last = number + 1 == self.num_steps
+        if self._held_out is not None and (is_last or _is_due(number + 1, self._eval_every)):
+            row |= report.evaluation_row(self._evaluation(self._held_out))
+        return row
+
+    def _loss(self, rows: _Rows, places: Sequence[int], objective: Objective) -> StepLoss:
+        outputs_NC, rows_N = rows.scores(places, self._head)
+        assert isinstance(objective, OutputObjective), "a head of its own has outputs"
+        index = objective.output_index
+        return objective.loss(
+            Scores(
+                policy_N=outputs_NC if index is None else outputs_NC[:, index],
+                reference_N=None,
+                rows_N=rows_N,
+                num_rows=len(places),
+            )
+        )
+
+    @torch.no_grad()
+    def _evaluation(self, held_out: _Rows) -> Evaluation:
+        """Return what held-out rows say of the head, cut into the parts of an evaluation."""
+        parts = []
+        for num_groups, rows in parts_of(held_out.steps):
+            share = held_out.steps.share_of(rows)
+            relations = cast("StepRows", share.rows)
+            places = held_out.steps.in_order(rows)
+            found = self._loss(held_out, places, self._objectives.of_held_out(relations))
+            weight = self._objectives.weight(
+                num_groups=num_groups, num_rows=len(rows), num_label_tokens=share.num_label_tokens
+            )
+            evaluation = self._objectives.evaluation(
+                relations,
+                label_lens=(),
+                loss=float(found.value),
+                metrics={name: float(value) for name, value in found.metrics.items()},
+            )
+            parts.append((weight, evaluation))
+        return mean_of(parts)
+
+
+def _is_due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
+
+
+def _shown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return what the head has learned: first and last loss and accuracy, and held-out rows."""
+    first, last = rows[0], rows[-1]
+    said = [f"loss {first['loss']:.4f} -> {last['loss']:.4f}"]
+    for name in _SHARES:
+        if name in last:
+            said.append(f"{name} {first[name]:.1%} -> {last[name]:.1%}")
+        if EVAL_PREFIX + name in last:
+            said.append(f"{name} of held-out rows {last[EVAL_PREFIX + name]:.1%}")
+    if EVAL_LOSS in last:
+        said.append(f"loss of held-out rows {last[EVAL_LOSS]:.4f}")
+    return ", ".join(said)

@@ -1,0 +1,203 @@
+"""A probe and the run that follows it against plain torch, transformers and peft."""
+
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from torch.nn import functional
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from tests.e2e.classifying import NUM_CLASSES, ROWS, classify_recipe
+from tests.e2e.forked import Forked
+from tests.e2e.runs import adapter, losses, rows_of, run
+
+NUM_TRAINED, LR, PROBE_LR = 36, 0.01, 0.05
+NUM_PROBE_STEPS, NUM_STEPS = 6, 3
+TRAIN = {
+    # all rows in each step, so that their order does not matter
+    **{"micro_batch_size": 4, "grad_accum_steps": 9, "lr": LR, "steps": NUM_STEPS, "seed": 3},
+    **{"probe_steps": NUM_PROBE_STEPS, "probe_lr": PROBE_LR},
+}
+ADAPTER = {"experts": False, "rank": 4, "alpha": 8, "targets": ["q_proj", "v_proj"]}
+
+
+def probe_recipe(write_recipe: Any, tmp_path: Path, **train: Any) -> Path:
+    return classify_recipe(
+        write_recipe,
+        tmp_path,
+        adapter=ADAPTER,
+        train=TRAIN | train,
+        data={"packing": "off"},
+        output={"eval_every": NUM_PROBE_STEPS},
+    )
+
+
+def cosine(step: int, num_steps: int) -> float:
+    return 0.5 * (1 + math.cos(math.pi * step / num_steps))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plain:
+    """Rows and a model, by transformers alone."""
+
+    model: Any
+    ids: list[torch.Tensor]
+    labels: torch.Tensor
+
+    @classmethod
+    def of(cls, model_dir: Path, rows: list[dict[str, Any]]) -> "Plain":
+        tokenizer = AutoTokenizer.from_pretrained(model_dir)
+        model: Any = AutoModelForSequenceClassification.from_pretrained(
+            model_dir, num_labels=NUM_CLASSES, dtype=torch.float32
+        )
+        torch.manual_seed(TRAIN["seed"])  # as transformers draws a head
+        torch.nn.init.normal_(model.score.weight, std=model.config.initializer_range)
+        texts = [tokenizer(row["text"])["input_ids"] for row in rows]
+        ids = [torch.tensor([[*text, tokenizer.eos_token_id]]) for text in texts]
+        return cls(model=model, ids=ids, labels=torch.tensor([row["label"] for row in rows]))
+
+    def features(self) -> torch.Tensor:
+        with torch.no_grad():
+            outputs = [self.model.model(input_ids=one).last_hidden_state for one in self.ids]
+        return torch.cat([output[:, -1] for output in outputs])
+
+    def logits(self, model: Any) -> torch.Tensor:
+        return torch.cat([model(input_ids=one).logits for one in self.ids])
+
+
+def steps_of(
+    parameters: list[Any],
+    outputs: Callable[[], torch.Tensor],
+    labels: torch.Tensor,
+    lr: float,
+    num: int,
+) -> list[tuple[float, float]]:
+    """Train with torch's AdamW; return loss and accuracy of each step."""
+    optimizer = torch.optim.AdamW(parameters, weight_decay=0.0)
+    found = []
+    for step in range(num):
+        logits = outputs()
+        loss = functional.cross_entropy(logits, labels)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.param_groups[0]["lr"] = lr * cosine(step, num)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((loss.item(), (logits.argmax(1) == labels).float().mean().item()))
+    return found
+
+
+def probe_rows(run_dir: Path) -> list[dict[str, Any]]:
+    from finetune.run.probe_folder import read_steps
+
+    return read_steps(run_dir)
+
+
+def test_reorder_both_phases_are_those_of_plain_torch_and_peft(
+    tmp_path, model_dir, write_recipe, machine_file, capsys
+) -> None:
+    recipe, run_dir = probe_recipe(write_recipe, tmp_path), tmp_path / "run"
+    assert run("finetune", recipe, "--machine", machine_file) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "96 trained" in shown
+    assert "48 features once" in shown
+    assert f"{NUM_PROBE_STEPS} steps of the head (96 weights)" in shown
+
+    plain, held_out = (Plain.of(model_dir, rows) for rows in (ROWS[:36], ROWS[36:]))
+    features, head = plain.features(), plain.model.score.weight
+    expected = steps_of(
+        [head], lambda: functional.linear(features, head), plain.labels, PROBE_LR, NUM_PROBE_STEPS
+    )
+    ours = probe_rows(run_dir)
+    assert [row["loss"] for row in ours] == pytest.approx([one for one, _ in expected], rel=1e-5)
+    assert [row["accuracy"] for row in ours] == pytest.approx([one for _, one in expected])
+    assert ours[-1]["loss"] < 0.9 * ours[0]["loss"]
+    (name, found), *others = load_file(run_dir / "probe" / "head.safetensors").items()
+    assert not others
+    assert name.endswith("score.modules_to_save.default.weight")
+    torch.testing.assert_close(found, head.data, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        outputs = functional.linear(held_out.features(), head)
+    assert ours[-1]["eval_loss"] == pytest.approx(
+        functional.cross_entropy(outputs, held_out.labels).item(), rel=1e-5
+    )
+
+    torch.manual_seed(TRAIN["seed"])
+    config = LoraConfig(
+        task_type="SEQ_CLS",
+        r=4,
+        lora_alpha=8,
+        target_modules=["q_proj", "v_proj"],
+        modules_to_save=["score"],
+    )
+    adapted = get_peft_model(plain.model, config)
+    trained = [p for p in adapted.parameters() if p.requires_grad]
+    expected = steps_of(trained, lambda: plain.logits(adapted), plain.labels, LR, NUM_STEPS)
+    assert losses(run_dir) == pytest.approx([one for one, _ in expected], rel=2e-5)
+    base = Plain.of(model_dir, ROWS[:36])
+    loaded = PeftModel.from_pretrained(base.model, str(run_dir / "adapter")).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(
+            base.logits(loaded), plain.logits(adapted.eval()), rtol=1e-3, atol=1e-4
+        )
+
+
+@pytest.mark.slow
+def test_move_a_run_killed_in_its_probe_or_after_it_ends_as_one_that_was_not(
+    tmp_path, write_recipe, machine_file, forked: Forked
+) -> None:
+    recipe = probe_recipe(write_recipe, tmp_path, probe_steps=300)
+    words = ("finetune", recipe, "--machine", machine_file)
+    whole, run_dir = tmp_path / "whole", tmp_path / "killed"
+    assert forked.start(*words, f"output.dir={whole}").end() == 0
+    process = forked.start(*words, f"output.dir={run_dir}")
+    process.wait_until(lambda: "Before training" in process.shown)
+    assert process.end(9) == -9
+    assert not (run_dir / "probe").exists()
+    process = forked.start(*words, f"output.dir={run_dir}", "--resume")
+    process.wait_until((run_dir / "probe").exists)
+    assert process.end(9) == -9
+    process = forked.start(*words, f"output.dir={run_dir}", "--resume")
+    assert process.end() == 0
+    assert "The head is that of the probe" in " ".join(process.shown.split())
+    assert [row["loss"] for row in probe_rows(run_dir)] == [
+        row["loss"] for row in probe_rows(whole)
+    ]
+    assert_same_bits(run_dir, whole)
+
+
+def test_move_a_run_resumed_after_its_probe_begins_with_its_head(
+    tmp_path, write_recipe, machine_file, capsys
+) -> None:
+    recipe, run_dir = probe_recipe(write_recipe, tmp_path), tmp_path / "run"
+    words = ("finetune", recipe, "--machine", machine_file)
+    assert run(*words) == 0
+    whole = tmp_path / "whole"
+    shutil.copytree(run_dir, whole)
+    for folder in (
+        "adapter",
+        *(f"checkpoints/{one.name}" for one in run_dir.glob("checkpoints/*")),
+    ):
+        shutil.rmtree(run_dir / folder)
+    (run_dir / "metrics.jsonl").unlink()
+    capsys.readouterr()
+    assert run(*words, "--resume") == 0
+    assert "The head is that of the probe" in " ".join(capsys.readouterr().out.split())
+    assert_same_bits(run_dir, whole)
+
+
+def assert_same_bits(run_dir: Path, whole: Path) -> None:
+    assert losses(run_dir) == losses(whole)
+    assert [row.get("eval_loss") for row in rows_of(run_dir)] == [
+        row.get("eval_loss") for row in rows_of(whole)
+    ]
+    ours, theirs = adapter(run_dir), adapter(whole)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

@@ -1,0 +1,59 @@
+"""What the features of a linear probe cost: a forward of the stream, and bytes in RAM."""
+
+from dataclasses import replace
+
+import pytest
+
+from offload.plan.facts.facts import with_classifier_head
+from offload.plan.feature_pass import feature_pass
+from offload.plan.machine.machine import named_machine
+from offload.plan.memory.host import FEATURES
+from offload.plan.plan import Plan, plan
+from offload.plan.request import ObjectiveCost, Probe
+from tests.builders import qwen3_8b, request, slow_link
+
+FACTS = with_classifier_head(qwen3_8b(), 3, has_bias=False)
+D, NUM_LAYERS = 4096, 36
+
+
+def made(probe: Probe | None, *, num_slots: int = 4, is_slow: bool = False) -> Plan:
+    asked = request(num_slots=num_slots)
+    spec = replace(asked.typical.adapter, modules=("score",))
+    asked = replace(
+        asked,
+        typical=replace(asked.typical, adapter=spec),
+        largest=replace(asked.largest, adapter=spec),
+        objective=ObjectiveCost(),
+        probe=probe,
+    )
+    return plan(FACTS, slow_link() if is_slow else named_machine("rtx5090"), asked)
+
+
+def test_features_are_counted_in_ram_and_cost_no_step_anything() -> None:
+    plain, found = made(None), made(Probe(num_features=1000, num_passes=5))
+    sizes = {term.name: term.num_bytes for term in found.host_memory}
+    assert sizes[FEATURES] == 1000 * D * 2
+    assert found.host_bytes - plain.host_bytes == 1000 * D * 2
+    assert found.step_s == plain.step_s
+    assert feature_pass(plain) is None
+    cost = feature_pass(found)
+    assert cost is not None
+    assert cost.num_parameters == 3 * D
+    assert cost.pass_s == pytest.approx(5 * cost.one_pass_s)
+
+
+def test_before_rows_are_known_there_is_a_price_of_one_pass() -> None:
+    cost = feature_pass(made(Probe()))
+    assert cost is not None
+    assert cost.one_pass_s > 0
+    assert cost.pass_s is None
+    assert cost.feature_bytes == D * 2
+
+
+def test_a_pass_is_a_forward_of_the_stream() -> None:
+    found = made(Probe(), is_slow=True)
+    cost = feature_pass(found)
+    assert cost is not None
+    loads_s = sum(found.costs.load_s(layer) for layer in range(NUM_LAYERS))
+    assert cost.one_pass_s > (NUM_LAYERS - 4) / NUM_LAYERS * loads_s
+    assert cost.one_pass_s < 0.7 * found.step_s  # a step loads layers twice, but for those in slots
