@@ -44,7 +44,8 @@ def test_rates_are_of_a_size_that_a_cpu_can_have(machine: Machine) -> None:
 def test_the_probe_names_the_machine_and_its_dtype(machine: Machine) -> None:
     assert (machine.device, machine.dtype, machine.has_grouped_gemm) == ("cpu", "float32", False)
     assert machine.experts_implementation.value == "eager"
-    assert machine.name.endswith(f"{torch.get_num_threads()} threads")
+    num = torch.get_num_threads()
+    assert machine.name.endswith(", 1 thread" if num == 1 else f", {num} threads")
 
 
 def test_the_context_of_a_cpu_is_this_process(machine: Machine) -> None:
