@@ -175,6 +175,15 @@ def memory(rows: Sequence[MemoryRow]) -> Chart:
     return _pairs("memory", "Memory by term", bars, x="GiB", y="term", unit="GiB")
 
 
+# A name of several parts in lines of two: its width is a part of a narrow screen's.
+_WRAPPED = {
+    "labelLimit": 150,
+    "labelExpr": "split(replace(datum.label, regexp('([^,]*, [^,]*), ', 'g'), '$1,|'), '|')",
+    "labelLineHeight": 10,
+    "labelFontSize": 9,
+}
+
+
 def _pairs(name: str, title: str, bars: Sequence[Row], *, x: str, y: str, unit: str) -> Chart:
     """Return bars in pairs: predicted and measured."""
     order = list(dict.fromkeys(bar[y] for bar in bars))
@@ -187,7 +196,7 @@ def _pairs(name: str, title: str, bars: Sequence[Row], *, x: str, y: str, unit: 
             "data": {"values": list(bars)},
             "mark": {"type": "bar"},
             "encoding": {
-                "y": {"field": y, "sort": order, "title": None, "axis": {"labelLimit": 150}},
+                "y": {"field": y, "sort": order, "title": None, "axis": _WRAPPED},
                 "yOffset": {"field": "which", "type": "nominal", "sort": _WHICH},
                 "x": {"field": x, "type": "quantitative", "title": unit},
                 "color": {
