@@ -149,9 +149,9 @@ def finetune_together(
         screen.detail(plan_tables(prepared.shared.choice.plan))
         screen.detail(choice_tables(prepared.shared.choice))
         with _on_engine(prepared, screen) as (begun, plan, engine):
-            for one in begun:
+            for one, request in zip(begun, plan.request.runs, strict=True):
                 look_before(one)
-                probe(one, plan)
+                probe(one, plan, request)
             with shortage_named(ranks):
                 return _trained(begun, plan, engine, judge)
 

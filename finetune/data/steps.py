@@ -373,8 +373,6 @@ class Steps:
 
     def lasting(self, num_steps: int) -> Self:
         """Return the steps of a run of another length; each depends on its number alone."""
-        if isinstance(self.order, PackedOrder):
-            return replace(self, order=replace(self.order, num_steps=num_steps))
         return replace(self, order=replace(self.order, num_steps=num_steps))
 
     def with_references(self, references: npt.NDArray[np.float64]) -> Self:

@@ -213,7 +213,7 @@ def gpus_lines(plan: Plan) -> list[str]:
 
 
 def _probe_json(plan: Plan) -> dict[str, Any]:
-    cost = feature_pass(plan)
+    cost = feature_pass(plan, plan.request)
     return {} if cost is None else {"probe": asdict(cost) | {"pass_s": cost.pass_s}}
 
 

@@ -110,8 +110,8 @@ def _plan_rows(choice: Choice, prices: ReportSection) -> Iterator[tuple[str, Seq
     yield "tokens", [_tokens_line(plan)]
     yield "network", [network_line(plan, plan.network)] if plan.network is not None else []
     yield "objective", [objective_line(plan)] if plan.request.objective is not None else []
-    cost = feature_pass(plan)
-    yield "probe", [] if cost is None else [probe_line(cost)]
+    costs = [feature_pass(plan, run) for run in plan.request.runs]
+    yield "probe", [probe_line(cost) for cost in costs if cost is not None]
     graphs = [kept_line(plan)] if plan.num_kept_graphs or plan.saved.graphs else []
     yield "backward", [*graphs, *([outputs_line(plan)] if plan.residency.has_outputs else [])]
     yield "expert kernels", [f"{kernel.value} ({kernel.source})"] if facts.has_experts else []

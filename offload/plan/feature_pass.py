@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from offload.plan.facts.trainable import SCORE, outer_module_sizes
 from offload.plan.memory.memory import layer_weight_bytes
 from offload.plan.plan import Plan
+from offload.plan.request import PlanRequest
 from offload.plan.schedule.passes import Passes
 from offload.plan.schedule.schedule import (
     NUM_STAGING,
@@ -41,18 +42,22 @@ class FeaturePass:
         return None if self.num_passes is None else self.num_passes * self.one_pass_s
 
 
-def feature_pass(plan: Plan) -> FeaturePass | None:
-    """Return what the features of a plan's probe cost; None if it has no probe.
+def feature_pass(plan: Plan, run: PlanRequest) -> FeaturePass | None:
+    """Return what the features of a run's probe cost; None if it has no probe.
 
     A pass begins with the layers in slots that the pass before it has left there. Micro-batches are
     those of a typical step.
+
+    Args:
+        plan: Of the run, or of several that share a step.
+        run: Its request, one of `plan.request.runs`.
     """
-    probe = plan.request.probe
+    probe = run.probe
     if probe is None:
         return None
-    facts, typical = plan.facts, plan.request.typical
-    first = _schedule(plan, ring=warm_ring(plan.num_slots))
-    next_one = _schedule(plan, ring=first.ring_after)
+    facts, typical = plan.facts, run.typical
+    first = _schedule(plan, run, ring=warm_ring(plan.num_slots))
+    next_one = _schedule(plan, run, ring=first.ring_after)
     return FeaturePass(
         one_pass_s=simulate(next_one, duration_of(plan.costs)).step_s,
         num_passes=probe.num_passes,
@@ -62,15 +67,15 @@ def feature_pass(plan: Plan) -> FeaturePass | None:
     )
 
 
-def _schedule(plan: Plan, *, ring: tuple[int | None, ...]) -> Schedule:
-    facts, typical = plan.facts, plan.request.typical
+def _schedule(plan: Plan, run: PlanRequest, *, ring: tuple[int | None, ...]) -> Schedule:
+    facts, typical = plan.facts, run.typical
     decoded = layer_weight_bytes(facts, dtype_bytes=typical.dtype_bytes)
     sizes = TransferSizes.frozen(
         [layer.weight_bytes for layer in plan.costs.layers],
         decoded_bytes=decoded if typical.is_encoded else None,
         num_staging=NUM_STAGING if plan.schedule.is_staged else 0,
     )
-    passes = Passes(num_trained=0, num_scored=plan.request.rank_micro_batches)
+    passes = Passes(num_trained=0, num_scored=run.rank_micro_batches)
     return step_schedule(
         replace(sizes, reduced=()), ring=ring, runs=[passes], trains_front=False, input_bytes=()
     )

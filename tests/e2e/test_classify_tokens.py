@@ -1,7 +1,6 @@
 """Classes of words by the command line: plain peft gives those that a run reports."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,41 +8,15 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForTokenClassification, AutoTokenizer
 
+from tests.e2e.classifying import (
+    NUM_CLASSES,
+    NUM_TRAINED,
+    TAGGED_ROWS,
+    ids_and_places,
+    tagging_recipe,
+    write,
+)
 from tests.e2e.runs import losses, rows_of, run
-
-NUM_CLASSES, NUM_TRAINED = 3, 36
-TAGS = (0, -100, 1, 2)  # of "what", "follows", a number, a mark
-
-
-def row_of(number: int) -> dict[str, Any]:
-    words = ["what", "follows", f"{number}", "!?."[number % 3] * (1 + number % 2)]
-    return {"tokens": words[number % 2 :], "ner_tags": list(TAGS[number % 2 :])}
-
-
-ROWS = [row_of(number) for number in range(48)]
-
-
-def write(file: Path, rows: list[dict[str, Any]]) -> str:
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(file)
-
-
-def tagging_recipe(write_recipe: Any, tmp_path: Path, **sections: Any) -> Path:
-    data: dict[str, Any] = {"format": "auto", "prompt_column": None, "completion_column": None}
-    data |= {"columns": {"labels": "ner_tags"}, "too_long": "drop", "eval_frac": None}
-    data |= {"path": write(tmp_path / "rows.jsonl", ROWS[:NUM_TRAINED])}
-    data |= {"eval_path": write(tmp_path / "held.jsonl", ROWS[NUM_TRAINED:])}
-    defaults: dict[str, dict[str, Any]] = {
-        "model": {"num_classes": NUM_CLASSES},
-        "objective": {"method": "classify_tokens"},
-        "data": data,
-        "train": {"steps": 8, "lr": 0.02},
-        "output": {"eval_every": 4},
-    }
-    for name, section in sections.items():
-        defaults[name] = defaults.get(name, {}) | section
-    recipe: Path = write_recipe(**defaults)
-    return recipe
 
 
 def macro_f1(pairs: list[tuple[int, int]]) -> float:
@@ -60,10 +33,10 @@ def test_plain_peft_gives_the_classes_of_words_that_a_run_reports(
     tmp_path, model_dir, write_recipe, machine_file, capsys
 ) -> None:
     recipe, run_dir = tagging_recipe(write_recipe, tmp_path), tmp_path / "run"
-    assert run("finetune", recipe, "--machine", machine_file, "train.steps=4") == 0
+    assert run("finetune", recipe, "--machine", machine_file, "train.steps=6") == 0
     stopped = losses(run_dir)
     assert run("finetune", recipe, "--machine", machine_file, "--resume") == 0
-    assert losses(run_dir)[:4] == stopped
+    assert losses(run_dir)[:6] == stopped
     last = [row for row in rows_of(run_dir) if "eval_loss" in row][-1]
 
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
@@ -77,12 +50,8 @@ def test_plain_peft_gives_the_classes_of_words_that_a_run_reports(
     planned = json.loads(capsys.readouterr().out)["model"]
     assert planned["num_adapter_parameters"] + planned["num_module_parameters"] == peft_count
     total, pairs = 0.0, []
-    for row in ROWS[NUM_TRAINED:]:
-        ids, firsts = [tokenizer.eos_token_id], []
-        for number, word in enumerate(row["tokens"]):  # a token of this tokenizer is a character
-            ids += tokenizer(" " * (number > 0))["input_ids"]
-            firsts.append(len(ids))
-            ids += tokenizer(word)["input_ids"]
+    for row in TAGGED_ROWS[NUM_TRAINED:]:
+        ids, firsts = ids_and_places(tokenizer, row)
         with torch.no_grad():
             outputs = plain(input_ids=torch.tensor([ids])).logits[0]
         for place, label in zip(firsts, row["ner_tags"], strict=True):

@@ -12,13 +12,26 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch.nn import functional
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+)
 
-from tests.e2e.classifying import NUM_CLASSES, ROWS, classify_recipe
+from tests.e2e.classifying import (
+    NUM_CLASSES,
+    NUM_TRAINED,
+    ROWS,
+    TAGGED_ROWS,
+    classify_recipe,
+    ids_and_places,
+    tagging_recipe,
+)
 from tests.e2e.forked import Forked
 from tests.e2e.runs import adapter, losses, rows_of, run
+from tests.e2e.sweeps import states
 
-NUM_TRAINED, LR, PROBE_LR = 36, 0.01, 0.05
+LR, PROBE_LR = 0.01, 0.05
 NUM_PROBE_STEPS, NUM_STEPS = 6, 3
 TRAIN = {
     # all rows in each step, so that their order does not matter
@@ -28,8 +41,10 @@ TRAIN = {
 ADAPTER = {"experts": False, "rank": 4, "alpha": 8, "targets": ["q_proj", "v_proj"]}
 
 
-def probe_recipe(write_recipe: Any, tmp_path: Path, **train: Any) -> Path:
-    return classify_recipe(
+def probe_recipe(
+    write_recipe: Any, tmp_path: Path, make: Callable[..., Path] = classify_recipe, **train: Any
+) -> Path:
+    return make(
         write_recipe,
         tmp_path,
         adapter=ADAPTER,
@@ -191,6 +206,61 @@ def test_move_a_run_resumed_after_its_probe_begins_with_its_head(
     assert run(*words, "--resume") == 0
     assert "The head is that of the probe" in " ".join(capsys.readouterr().out.split())
     assert_same_bits(run_dir, whole)
+
+
+@pytest.mark.slow
+def test_reorder_a_head_of_words_learns_as_in_plain_torch(
+    tmp_path, model_dir, write_recipe, machine_file
+) -> None:
+    recipe = probe_recipe(write_recipe, tmp_path, tagging_recipe)
+    assert run("finetune", recipe, "--machine", machine_file) == 0
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    model: Any = AutoModelForTokenClassification.from_pretrained(
+        model_dir, num_labels=NUM_CLASSES, dtype=torch.float32
+    )
+    head = model.score
+    torch.manual_seed(TRAIN["seed"])
+    torch.nn.init.normal_(head.weight, std=model.config.initializer_range)
+    torch.nn.init.zeros_(head.bias)
+    features, labels = [], []
+    for row in TAGGED_ROWS[:NUM_TRAINED]:
+        ids, firsts = ids_and_places(tokenizer, row)
+        with torch.no_grad():
+            states = model.model(input_ids=torch.tensor([ids])).last_hidden_state[0]
+        for place, label in zip(firsts, row["ner_tags"], strict=True):
+            if label != -100:
+                features.append(states[place])
+                labels.append(label)
+    values = torch.stack(features)
+    expected = steps_of(
+        [head.weight, head.bias],
+        lambda: functional.linear(values, head.weight, head.bias),
+        torch.tensor(labels),
+        PROBE_LR,
+        NUM_PROBE_STEPS,
+    )
+    ours = probe_rows(tmp_path / "run")
+    assert [row["loss"] for row in ours] == pytest.approx([one for one, _ in expected], rel=1e-5)
+    assert [row["accuracy"] for row in ours] == pytest.approx([one for _, one in expected])
+
+
+@pytest.mark.slow
+def test_move_each_run_of_a_sweep_has_its_own_probe_or_none(
+    tmp_path, write_recipe, machine_file
+) -> None:
+    recipe = probe_recipe(write_recipe, tmp_path, probe_lr=None, probe_steps=None)
+    words = ("--machine", machine_file)
+    folder = tmp_path / "run"
+    assert run("sweep", recipe, *words, f"train.probe_steps=null,{NUM_PROBE_STEPS}") == 0
+    without, having = (folder / name for name in states(folder))
+    assert not (without / "probe").exists()
+    alone = tmp_path / "alone"
+    setting = f"train.probe_steps={NUM_PROBE_STEPS}"
+    assert run("finetune", recipe, *words, setting, f"output.dir={alone}") == 0
+    found, expected = (load_file(one / "probe" / "head.safetensors") for one in (having, alone))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert_same_bits(having, alone)
+    assert losses(without)[0] != losses(having)[0]
 
 
 def assert_same_bits(run_dir: Path, whole: Path) -> None:

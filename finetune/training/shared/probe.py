@@ -39,6 +39,7 @@ from offload.engine.objective import Objective, OutputObjective, Scores, StepLos
 from offload.plan.facts.trainable import SCORE
 from offload.plan.feature_pass import FeaturePass, feature_pass
 from offload.plan.plan import Plan
+from offload.plan.request import PlanRequest
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -91,21 +92,23 @@ class _Head:
         return functional.linear(values_ND, self._weight_CD, self._bias_C)
 
 
-def probe(begun: "Begun", plan: Plan) -> None:
+def probe(begun: "Begun", plan: Plan, request: PlanRequest) -> None:
     """Let the head of a run learn before its first step, if the recipe has a probe.
 
     Args:
         begun: The run, whose model is on its engine.
-        plan: What the features are predicted to take.
+        plan: Of all runs that share its stream.
+        request: Of this run.
 
     Raises:
         RunFailedError: A loss is not finite.
         CheckpointError: The result cannot be written.
     """
     session, run = begun.session, begun.session.run
-    train, cost = run.recipe.train.of_probe, feature_pass(plan)
-    if train is None or cost is None or begun.first_step:
+    train, cost = run.recipe.train.of_probe, feature_pass(plan, request)
+    if train is None or begun.first_step:
         return
+    assert cost is not None, "a recipe with a probe asks for one"
     kept, note = read_head(run.dir.path, rows=session.rows_hash)
     if note:
         run.screen.note(note)

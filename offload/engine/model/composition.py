@@ -60,9 +60,8 @@ class Composition:
             ):
                 return
             changes = list(self._changes())
-            if (
-                not changes
-            ):  # peft's wrapper of a module's own parameters puts them back in new order
+            # peft's wrapper of a module's own parameters puts them back in another order
+            if not changes:
                 self._modules, self._parameters = modules, parameters
                 self._traits = _traits(parameters)
                 return

@@ -35,15 +35,16 @@ def test_features_are_counted_in_ram_and_cost_no_step_anything() -> None:
     assert sizes[FEATURES] == 1000 * D * 2
     assert found.host_bytes - plain.host_bytes == 1000 * D * 2
     assert found.step_s == plain.step_s
-    assert feature_pass(plain) is None
-    cost = feature_pass(found)
+    assert feature_pass(plain, plain.request) is None
+    cost = feature_pass(found, found.request)
     assert cost is not None
     assert cost.num_parameters == 3 * D
     assert cost.pass_s == pytest.approx(5 * cost.one_pass_s)
 
 
 def test_before_rows_are_known_there_is_a_price_of_one_pass() -> None:
-    cost = feature_pass(made(Probe()))
+    found = made(Probe())
+    cost = feature_pass(found, found.request)
     assert cost is not None
     assert cost.one_pass_s > 0
     assert cost.pass_s is None
@@ -52,7 +53,7 @@ def test_before_rows_are_known_there_is_a_price_of_one_pass() -> None:
 
 def test_a_pass_is_a_forward_of_the_stream() -> None:
     found = made(Probe(), is_slow=True)
-    cost = feature_pass(found)
+    cost = feature_pass(found, found.request)
     assert cost is not None
     loads_s = sum(found.costs.load_s(layer) for layer in range(NUM_LAYERS))
     assert cost.one_pass_s > (NUM_LAYERS - 4) / NUM_LAYERS * loads_s
