@@ -31,6 +31,17 @@ def on_two_ranks(forked: Forked, *words: object, module: str = "finetune.app") -
     return "".join(rank.shown for rank in ranks)
 
 
+def alone_on_two_ranks(forked: Forked, run_dir: Path, machine_file: Path) -> Path:
+    """Train a sweep's run again, by itself; return its directory."""
+    content = yaml.safe_load((run_dir / "recipe.yaml").read_text())
+    alone = run_dir.parent.parent / f"alone-{run_dir.name}"
+    content["output"]["dir"] = str(alone)
+    file = alone.with_suffix(".yaml")
+    file.write_text(yaml.safe_dump(content))
+    on_two_ranks(forked, "finetune", file, "--machine", machine_file)
+    return alone
+
+
 def test_runs_of_two_ranks_are_what_each_is_alone_also_after_a_kill(
     recipe: Path, machine_file: Path, tmp_path: Path, forked: Forked
 ) -> None:
@@ -43,12 +54,7 @@ def test_runs_of_two_ranks_are_what_each_is_alone_also_after_a_kill(
     folder.rename(whole)
     names = list(states(whole))
     for name in names:
-        alone = yaml.safe_load((whole / name / "recipe.yaml").read_text())
-        alone["output"]["dir"] = str(tmp_path / f"alone-{name}")
-        file = tmp_path / f"{name}.yaml"
-        file.write_text(yaml.safe_dump(alone))
-        on_two_ranks(forked, "finetune", file, "--machine", machine_file)
-        assert_same_bits(whole / name, tmp_path / f"alone-{name}")
+        assert_same_bits(whole / name, alone_on_two_ranks(forked, whole / name, machine_file))
     more = (*words, "train.steps=8")
     ranks = forked.start_ranks(*more)
     ranks[0].wait_for(lambda: (folder / names[1] / "checkpoints" / "step-0000003").exists())
@@ -125,9 +131,4 @@ def test_runs_of_unlike_ranks_are_what_one_process_trains(
         assert load_recipe(str(by_card / name / "recipe.yaml"), []).train.shares == (4, 2)
         assert_same_training(by_name / name, folder / name)
         assert_same_training(by_card / name, folder / name)
-        alone = yaml.safe_load((by_name / name / "recipe.yaml").read_text())
-        alone["output"]["dir"] = str(tmp_path / f"alone-{name}")
-        file = tmp_path / f"{name}.yaml"
-        file.write_text(yaml.safe_dump(alone))
-        on_two_ranks(forked, "finetune", file, "--machine", machine_file)
-        assert_same_bits(by_name / name, tmp_path / f"alone-{name}")
+        assert_same_bits(by_name / name, alone_on_two_ranks(forked, by_name / name, machine_file))
