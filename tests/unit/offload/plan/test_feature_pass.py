@@ -42,6 +42,20 @@ def test_features_are_counted_in_ram_and_cost_no_step_anything() -> None:
     assert cost.pass_s == pytest.approx(5 * cost.one_pass_s)
 
 
+def test_of_runs_that_share_a_step_each_has_its_own_probe_or_none() -> None:
+    probe = Probe(num_features=1000, num_passes=5)
+    alone, with_probe = made(None), made(probe)
+    both = replace(alone.request, others=(with_probe.request,))
+    shared = plan(FACTS, alone.machine, both)
+    first, second = (feature_pass(shared, run) for run in shared.request.runs)
+    expected = feature_pass(with_probe, with_probe.request)
+    assert first is None
+    assert second is not None
+    assert expected is not None
+    assert second.num_features == expected.num_features == 1000
+    assert second.pass_s == pytest.approx(expected.pass_s)
+
+
 def test_before_rows_are_known_there_is_a_price_of_one_pass() -> None:
     found = made(Probe())
     cost = feature_pass(found, found.request)
