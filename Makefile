@@ -11,7 +11,7 @@ check: ## lint, types, import rules, generated pages
 test: ## the default tests
 	python -m pytest
 
-test-all: ## and the slow ones
+test-all: ## and the thorough and the slow ones
 	python -m pytest -m "not gpu and not exhaustive and not network"
 
 docs: ## the documentation, into site/

@@ -14,6 +14,7 @@ import torch
 
 pytest_plugins = ["pytester"]
 
+PARTED = ("slow", "bench")  # tests of which CI runs another part with each commit
 EXPECTED_SKIPS = (
     "torch sees no CUDA device",
     "there is a CUDA device",  # what holds without one
@@ -60,7 +61,7 @@ def pytest_collectstart() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    said = "run the K-th of N parts of the selected tests, counted from 1"
+    said = "of slow tests, and those of benchmarks, run the K-th of N parts, counted from 1"
     parser.addoption("--part", metavar="K/N", type=_part, help=said)
 
 
@@ -75,7 +76,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Begin with long tests; a worker that has none left takes some of the others'."""
     if config.option.part is not None:
         part, num_parts = config.option.part
-        kept = [item for item in items if crc32(item.nodeid.encode()) % num_parts == part - 1]
+        kept = [
+            item
+            for item in items
+            if not any(map(item.get_closest_marker, PARTED))
+            or crc32(item.nodeid.encode()) % num_parts == part - 1
+        ]
         config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
         items[:] = kept
     items.sort(key=lambda item: item.get_closest_marker("long") is None)

@@ -98,6 +98,7 @@ def test_a_page_has_no_serious_finding_in_light_or_dark(opened, name: str) -> No
             assert (scheme, serious_findings(page, axe_script())) == (scheme, [])
 
 
+@pytest.mark.thorough
 def test_axe_finds_text_that_is_too_pale(opened) -> None:
     with opened("runs") as page:
         page.evaluate("document.getElementById('folder').style.color = '#ccc'")

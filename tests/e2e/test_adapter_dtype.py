@@ -4,6 +4,7 @@ import json
 import shutil
 from typing import Any
 
+import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from tests.e2e.runs import adapter, losses, run
 
 
+@pytest.mark.thorough
 def test_an_adapter_in_bf16_resumes_to_the_bit_and_loads_in_peft(
     write_recipe, model_dir, machine_file, cache, tmp_path, capsys
 ) -> None:

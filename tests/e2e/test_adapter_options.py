@@ -162,6 +162,7 @@ def test_norms_and_routers_move_and_are_saved_under_their_own_names(
         assert not torch.equal(tensor, base[name.removeprefix("base_model.model.")]), name
 
 
+@pytest.mark.thorough
 def test_an_adapter_is_written_for_vllm(finished: Path, tmp_path: Path, capsys) -> None:
     out = tmp_path / "vllm"
     assert run("adapter", finished, "--format", "vllm", "--out", out) == 0

@@ -47,6 +47,7 @@ def talk(lines: Sequence[str], monkeypatch: pytest.MonkeyPatch, *words: object) 
     return run("chat", *words, "--max-new-tokens", str(NEW_TOKENS))
 
 
+@pytest.mark.thorough
 def test_turns_are_remembered_and_the_base_answers_the_same(
     finished, model_dir, monkeypatch, capsys
 ) -> None:
@@ -65,6 +66,7 @@ def test_turns_are_remembered_and_the_base_answers_the_same(
     assert shown == "".join(f"{text}\n" for text in (*spoken, *spoken[:2]))
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_talked_with_is_refused(finished, tmp_path, monkeypatch, capsys) -> None:
     assert talk(["hello"], monkeypatch, tmp_path / "nowhere") == 1
     assert talk(["hello"], monkeypatch, finished, "--top-k", "3") == 1

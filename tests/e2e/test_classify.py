@@ -12,6 +12,7 @@ from tests.e2e.classifying import NUM_CLASSES, ROWS, classify_recipe, write
 from tests.e2e.runs import losses, rows_of, run
 
 
+@pytest.mark.thorough
 def test_plain_peft_gives_the_classes_that_a_run_reports(
     tmp_path, model_dir, write_recipe, machine_file, capsys
 ) -> None:

@@ -29,6 +29,7 @@ def macro_f1(pairs: list[tuple[int, int]]) -> float:
     return sum(scores) / len(scores)
 
 
+@pytest.mark.thorough
 def test_plain_peft_gives_the_classes_of_words_that_a_run_reports(
     tmp_path, model_dir, write_recipe, machine_file, capsys
 ) -> None:

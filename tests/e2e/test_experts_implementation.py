@@ -64,6 +64,7 @@ def test_a_run_that_triton_began_does_not_go_on_without_it(
     )
 
 
+@pytest.mark.thorough
 def test_the_fastest_way_of_a_trial_is_planned_run_and_written_down(
     tmp_path: Path, write_recipe, machine_file, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:

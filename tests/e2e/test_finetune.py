@@ -94,6 +94,7 @@ def test_the_newest_two_checkpoints_are_kept(finished: Path) -> None:
     assert names == ["step-0000004", "step-0000006"]
 
 
+@pytest.mark.thorough
 def test_the_adapter_gives_the_same_logits_in_plain_transformers_and_peft(
     finished: Path, model_dir: Path
 ) -> None:
@@ -120,6 +121,7 @@ def test_the_adapter_gives_the_same_logits_in_plain_transformers_and_peft(
     assert torch.allclose(ours, plain, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_generate_answers_with_the_adapter(finished: Path, capsys) -> None:
     asked = ("generate", finished, "--prompt", "what follows 3", "--max-new-tokens", "3")
     assert run(*asked) == 0
@@ -149,6 +151,7 @@ def test_streamed_and_resident_runs_are_equal_to_the_bit(
         assert all(torch.equal(found[name], resident[name]) for name in resident)
 
 
+@pytest.mark.thorough
 def test_eight_bit_adam_keeps_two_bytes_of_state_per_large_tensor(
     tmp_path, write_recipe, machine_file
 ) -> None:
@@ -312,6 +315,7 @@ def test_energy_adds_up_over_a_resume_and_each_checkpoint_has_a_page(
     assert "unplugged" in pages[-1]
 
 
+@pytest.mark.thorough
 def test_logs_are_objects_with_each_step_or_nothing(
     tmp_path, write_recipe, machine_file, capsys
 ) -> None:

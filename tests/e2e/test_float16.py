@@ -44,6 +44,7 @@ def numbers(run_dir: Path) -> list[tuple[object, ...]]:
     return [tuple(row[name] for name in names) for row in rows_of(run_dir)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kept", mostly_slow([2, 4], 2))
 def test_overflows_are_skipped_and_counted_and_a_resume_goes_on_to_the_bit(
     kept, tmp_path, words, capsys

@@ -57,6 +57,7 @@ def assert_close_runs(one: Path, other: Path) -> None:
                 assert mine[name] == pytest.approx(theirs[name], rel=LOSS_TOLERANCE), name
 
 
+@pytest.mark.thorough
 def test_two_parts_train_as_one_stream_does(tmp_path, write_recipe, machine_file, forked) -> None:
     # 3 micro-batches: one rank has two of them, and of the held-out rows one has none
     words = ("finetune", recipe_of(write_recipe), "--machine", machine_file)

@@ -56,6 +56,7 @@ def assert_same_runs(one: Path, other: Path) -> None:
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", mostly_slow(["bfloat16", "float32"], "float32"))
 def test_plain_transformers_loads_what_a_run_leaves(
     dtype, tmp_path, write_recipe, machine_file, capsys, model_dir
@@ -96,6 +97,7 @@ def test_plain_transformers_loads_what_a_run_leaves(
     assert run("generate", run_dir, "--prompt", "what follows 3", "--max-new-tokens", 3) == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("optimizer", "place"),
     mostly_slow(

@@ -1,10 +1,13 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from finetune.recipe.load import load_recipe
 from tests.e2e.runs import losses, run
 
 
+@pytest.mark.thorough
 def test_what_init_writes_trains(
     tmp_path: Path, model_dir: Path, machine_file: Path, cache: Path, capsys
 ) -> None:

@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -59,6 +60,7 @@ def test_a_run_is_merged_and_exported(finished: Path, model_dir: Path, capsys) -
     assert f"error: {out} is there already; " in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_how_a_run_was_trained_decides_how_it_is_merged(
     finished: Path, tmp_path: Path, capsys
 ) -> None:

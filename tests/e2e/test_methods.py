@@ -31,6 +31,7 @@ def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return result
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "method",
     [m if m == "vera" else pytest.param(m, marks=pytest.mark.slow) for m in METHODS],

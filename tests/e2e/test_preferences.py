@@ -106,6 +106,7 @@ def recipe_for(write_recipe, tmp_path: Path, name: str, **sections: dict[str, An
     return write_recipe(**defaults, **sections)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", ["dpo", *(pytest.param(n, marks=pytest.mark.slow) for n in METHODS if n != "dpo")]
 )

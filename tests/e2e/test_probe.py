@@ -115,6 +115,7 @@ def probe_rows(run_dir: Path) -> list[dict[str, Any]]:
     return read_steps(run_dir)
 
 
+@pytest.mark.thorough
 def test_reorder_both_phases_are_those_of_plain_torch_and_peft(
     tmp_path, model_dir, write_recipe, machine_file, capsys
 ) -> None:
@@ -188,6 +189,7 @@ def test_move_a_run_killed_in_its_probe_or_after_it_ends_as_one_that_was_not(
     assert_same_bits(run_dir, whole)
 
 
+@pytest.mark.thorough
 def test_move_a_run_resumed_after_its_probe_begins_with_its_head(
     tmp_path, write_recipe, machine_file, capsys
 ) -> None:

@@ -92,6 +92,7 @@ def plain_rewards(base: Path, adapter: Path) -> list[tuple[float, float]]:
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("family", "offload"),
     [
@@ -166,6 +167,7 @@ def test_a_reward_model_is_refused_where_tokens_are_predicted(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.thorough
 def test_the_card_says_what_it_is(rewarding) -> None:
     card = (rewarding / "adapter" / "README.md").read_text()
     assert "pipeline_tag: text-classification" in card

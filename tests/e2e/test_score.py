@@ -105,6 +105,7 @@ def test_checkpoints_score_as_by_transformers_and_peft_in_one_pass(
         assert losses[name] == pytest.approx(-total, rel=1e-9)
 
 
+@pytest.mark.thorough
 def test_a_finished_adapter_scores_as_its_last_checkpoint(
     trained, rows_file, machine_file, cache, capsys
 ) -> None:

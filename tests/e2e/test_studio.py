@@ -49,6 +49,7 @@ def shown(page, key: str) -> float:
     return float(page.get_attribute(f'#figures [data-key="{key}"]', "data-value"))
 
 
+@pytest.mark.thorough
 def test_a_slider_moves_and_the_page_shows_the_plan_of_the_command(
     opened, tmp_path: Path, capsys
 ) -> None:
@@ -157,6 +158,7 @@ def test_the_runs_room_draws_a_run_and_reads_well_without_steps(opened) -> None:
     assert not problems
 
 
+@pytest.mark.thorough
 def test_no_page_is_wider_than_a_phone(opened) -> None:
     page, made, _ = opened
     for room in ("", "runs"):
@@ -165,6 +167,7 @@ def test_no_page_is_wider_than_a_phone(opened) -> None:
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
+@pytest.mark.thorough
 def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "cli.py"), "studio", str(tmp_path), "--port", "0"]
     with subprocess.Popen(

@@ -171,6 +171,7 @@ def test_a_run_that_is_worse_than_the_best_stops_and_is_saved(
     assert states(folder)["lr-1e-6"]["status"] == "stopped"
 
 
+@pytest.mark.thorough
 def test_recipes_that_share_their_base_train_together(
     write_recipe: RecipeWriter,
     machine_file: Path,

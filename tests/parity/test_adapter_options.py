@@ -145,6 +145,7 @@ def test_reorder_gradients_of_every_option_are_no_worse_than_those_of_peft(case:
     pytest.fail(f"squared errors {squares}, the limit is {SLACK} in error")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model_type", mostly_slow(["qwen3_moe", "gpt_oss"], "gpt_oss"))
 def test_reorder_the_router_loss_listens_to_the_router_that_trains(model_type: str) -> None:
     case = Case(model_type=model_type, adapter=adapter(modules_to_save=("router",)))
@@ -162,6 +163,7 @@ def test_reorder_the_router_loss_listens_to_the_router_that_trains(model_type: s
     assert rel_error(deaf, reference) > 0.01
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "case", mostly_slow(CASES, "a router with a bias that corrects", "tied embeddings")
 )
@@ -227,6 +229,7 @@ def test_patterns_mean_one_projection_each_also_when_loaded(
     assert found["mlp.experts.base_layer"] == (2, 7 / 2**0.5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("has_experts", [False, True])
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe", "qwen2_moe"])
 def test_linears_beside_experts_are_adapted_and_experts_only_if_wanted(

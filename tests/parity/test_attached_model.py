@@ -92,6 +92,7 @@ def test_move_a_forward_of_the_attached_model_is_that_of_the_plain_model(name: s
                 assert expected.loss is None or torch.equal(found.loss, expected.loss)
 
 
+@pytest.mark.thorough
 def test_move_a_forward_by_position_and_as_a_tuple_is_that_of_the_plain_model() -> None:
     model = tiny("qwen3").eval().get_base_model()
     batch = micro_batches()[0]
@@ -111,6 +112,7 @@ GENERATIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("settings", mostly_slow(GENERATIONS, "beams"))
 def test_move_generate_gives_the_tokens_of_the_plain_model(settings: dict[str, Any]) -> None:
     model = tiny("qwen3").eval()
@@ -129,6 +131,7 @@ def test_move_generate_gives_the_tokens_of_the_plain_model(settings: dict[str, A
         assert torch.equal(tokens(model.get_base_model()), expected)
 
 
+@pytest.mark.thorough
 def test_generating_leaves_the_next_step_as_it_was() -> None:
     model = tiny("qwen3")
     loss, expected = plain(model)
@@ -178,6 +181,7 @@ def test_outputs_that_the_config_asks_for_are_refused() -> None:
         model(input_ids=micro_batches()[0]["input_ids"])
 
 
+@pytest.mark.thorough
 def test_a_forward_with_gradients_or_in_training_mode_and_a_cache_are_refused() -> None:
     model = tiny("qwen3", dropout=0.5)
     batch = micro_batches()[0]
@@ -194,6 +198,7 @@ def test_a_forward_with_gradients_or_in_training_mode_and_a_cache_are_refused() 
             model.generate(input_ids=batch["input_ids"], use_cache=True)
 
 
+@pytest.mark.thorough
 def test_the_base_is_asked_through_the_engine_too() -> None:
     """As a reference model: with its adapters switched off, where nothing has a gradient."""
     model = tiny("qwen3").eval()
@@ -239,6 +244,7 @@ def layer_values(expected: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {n.removeprefix(prefix): t for n, t in expected.items() if n.startswith(prefix)}
 
 
+@pytest.mark.thorough
 def test_move_saved_files_are_those_of_the_plain_model(tmp_path: Path) -> None:
     model = two_adapters()
     reference = copy.deepcopy(model)
@@ -266,6 +272,7 @@ def two_adapters() -> Any:
     return model
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("codec", mostly_slow(["int8", "bf16_packed"], "int8"))
 def test_of_encoded_layers_adapters_are_saved_and_the_rest_is_refused(
     codec: str, tmp_path: Path
@@ -296,6 +303,7 @@ def test_of_layers_on_disk_adapters_are_saved(tmp_path: Path) -> None:
             model.state_dict()[UP].clone()
 
 
+@pytest.mark.thorough
 def test_what_is_written_through_a_state_dict_is_trained_on() -> None:
     """As in the plain model, whose state_dict shares its memory; also where all is resident."""
     model = tiny("qwen3")
@@ -314,6 +322,7 @@ def test_what_is_written_through_a_state_dict_is_trained_on() -> None:
     assert torch.equal(up_proj(model).weight, up_proj(reference).weight)
 
 
+@pytest.mark.thorough
 def test_an_adapter_is_loaded_into_an_attached_model() -> None:
     model = tiny("qwen3")
     other = tiny("qwen3", seed=1)
@@ -371,6 +380,7 @@ USES: dict[str, Callable[[Any], object]] = {
 }
 
 
+@pytest.mark.thorough
 def test_any_other_use_is_refused_by_name_and_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -417,6 +427,7 @@ def test_an_attached_model_can_be_looked_at() -> None:
         torch.optim.AdamW(model.parameters()).step()
 
 
+@pytest.mark.thorough
 def test_an_optimizer_made_before_it_was_attached_trains_the_adapter() -> None:
     def trained(*, is_attached: bool) -> dict[str, torch.Tensor]:
         model = tiny("qwen3")
@@ -463,6 +474,7 @@ def test_an_optimizer_or_clipping_over_weights_whose_masters_train_is_refused() 
 # ------------------------------------------------------------------------- attached once
 
 
+@pytest.mark.thorough
 def test_attaching_twice_is_refused_and_the_first_engine_goes_on() -> None:
     model = tiny("qwen3")
     before, loss = values(model), plain(model)[0]
@@ -490,6 +502,7 @@ def test_a_model_whose_engine_is_gone_is_detached_by_itself() -> None:
         offload.detach(model)
 
 
+@pytest.mark.thorough
 def test_a_model_whose_engine_was_closed_is_refused_until_it_has_its_weights_back() -> None:
     model = tiny("qwen3")
     before = values(model)
@@ -619,6 +632,7 @@ def test_a_change_after_attach_is_refused_before_any_gradient_is_written(
     assert all(p.grad is None for p in (*parameters, *model.parameters()))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_on", [True, False])
 def test_a_router_loss_that_is_switched_after_attach_is_refused(is_on: bool) -> None:
     model: Any = tiny_model("qwen3_moe", output_router_logits=not is_on)
@@ -658,6 +672,7 @@ def halved(gradient: torch.Tensor) -> torch.Tensor:
 HINT_AFTER = r".*hint: apply it to `.grad` after `forward_backward` returns"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "is_tied"),
     diagonal(["model.embed_tokens.weight", "model.norm.weight"], [True, False]),
@@ -684,6 +699,7 @@ def test_a_hook_on_a_gradient_that_two_layers_share_is_refused() -> None:
             engine.forward_backward(micro_batches())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("where", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight"])
 def test_a_hook_on_an_accumulated_gradient_is_refused(where: str) -> None:
     model = trained_whole(is_tied=False)
@@ -723,6 +739,7 @@ def test_a_hook_on_a_master_is_refused_for_it_would_not_run() -> None:
     engine.detach()
 
 
+@pytest.mark.thorough
 def test_a_hook_on_a_gradient_inside_a_layer_runs_as_in_the_plain_model() -> None:
     """The sum of what it made of each micro-batch: `plain` runs a copy, which has no hooks."""
     model = tiny("qwen3")
@@ -743,6 +760,7 @@ def test_a_hook_on_a_gradient_inside_a_layer_runs_as_in_the_plain_model() -> Non
     assert all(torch.allclose(found[n], g, rtol=1e-3, atol=1e-6) for n, g in expected.items())
 
 
+@pytest.mark.thorough
 def test_a_pass_where_torch_caches_parametrized_weights_is_refused() -> None:
     model = tiny("qwen3")
     what = r"(?s)in `torch.nn.utils.parametrize.cached\(\)`.*hint: leave the block"
@@ -756,6 +774,7 @@ def test_a_pass_where_torch_caches_parametrized_weights_is_refused() -> None:
         engine.forward_backward(micro_batches())
 
 
+@pytest.mark.thorough
 def test_what_trains_is_not_listed_from_a_model_that_has_changed() -> None:
     model = two_adapters()
     with attached(model) as engine:
@@ -766,6 +785,7 @@ def test_what_trains_is_not_listed_from_a_model_that_has_changed() -> None:
         assert all(".default." in name for name in engine.trained_parameters)
 
 
+@pytest.mark.thorough
 def test_a_change_that_is_undone_or_attached_anew_trains_like_the_plain_model() -> None:
     model = two_adapters()
     with attached(model) as engine:
@@ -785,6 +805,7 @@ def test_a_change_that_is_undone_or_attached_anew_trains_like_the_plain_model() 
 # ------------------------------------------------------------------------------- passes
 
 
+@pytest.mark.thorough
 def test_a_pass_inside_of_a_pass_is_refused() -> None:
     model = tiny("qwen3")
     batch = {n: t for n, t in micro_batches()[0].items() if n != "labels"}

@@ -62,6 +62,7 @@ def test_move_no_bit_differs_where_attention_is_not_computed_again(
     assert kinds.count(Kind.SEND) == kinds.count(Kind.RETURN) == num_sent
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "others",
     mostly_slow(
@@ -80,6 +81,7 @@ def test_move_no_bit_differs_with_codecs_stash_and_kept_graphs(others: dict[str,
     assert_equal(steps(model, replace(BOTH, **others))[0], expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("options", "num"),
     mostly_slow(
@@ -103,6 +105,7 @@ def test_attention_is_computed_once_per_layer_that_keeps_or_sends_it(
     assert counted.num == num * len(micro_batches())
 
 
+@pytest.mark.thorough
 def test_attention_without_a_fused_kernel_is_computed_again() -> None:
     model = tiny("gpt_oss")  # its attention has sinks
     expected, _ = steps(model, OPTIONS)
@@ -111,6 +114,7 @@ def test_attention_without_a_fused_kernel_is_computed_again() -> None:
     assert Kind.SEND not in kinds
 
 
+@pytest.mark.thorough
 def test_a_layer_that_calls_attention_otherwise_in_its_recompute_is_computed_again() -> None:
     """Above six tokens, so that the inspection does not see it."""
 
@@ -135,6 +139,7 @@ def test_a_layer_that_calls_attention_otherwise_in_its_recompute_is_computed_aga
         engine.detach()
 
 
+@pytest.mark.thorough
 def test_an_output_that_is_lost_on_the_host_gives_other_gradients() -> None:
     """So these tests would see a copy that is lost."""
     model = tiny("qwen3")
@@ -154,6 +159,7 @@ def test_an_output_that_is_lost_on_the_host_gives_other_gradients() -> None:
     assert any(not torch.equal(found[name], expected[1][name]) for name in found)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     mostly_slow(

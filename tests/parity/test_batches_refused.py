@@ -107,6 +107,7 @@ def test_other_arguments_that_a_step_cannot_take_are_refused(
     engine.detach()
 
 
+@pytest.mark.thorough
 def test_tokens_are_looked_up_in_embeddings_and_heads_that_peft_has_wrapped() -> None:
     targets = ["q_proj", "embed_tokens", "lm_head"]
     for config in (
@@ -161,6 +162,7 @@ def test_a_frozen_sparse_weight_of_a_layer_is_refused_at_attach() -> None:
     assert plain(tiny("qwen3"))[0] == plain_loss()
 
 
+@pytest.mark.thorough
 def test_micro_batches_in_another_form_give_the_same_step() -> None:
     model = tiny("qwen3")
     engine = offload.attach(model, num_slots=2, device="cpu")
@@ -200,6 +202,7 @@ def test_attaching_in_inference_mode_is_refused() -> None:
         offload.attach(model, num_slots=2, device="cpu")
 
 
+@pytest.mark.thorough
 def test_an_evaluation_in_inference_mode_leaves_nothing_that_a_step_cannot_use() -> None:
     model = tiny("qwen3")
     engine = offload.attach(model, num_slots=2, device="cpu")
@@ -213,6 +216,7 @@ def plain_loss() -> float:
     return plain(tiny("qwen3"))[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("device", mostly_slow(["cuda:99", "mps", "gpu", ""], "gpu", ""))
 def test_a_device_that_is_not_there_is_refused(device: str) -> None:
     model = tiny("qwen3")
@@ -267,6 +271,7 @@ def test_a_model_that_skips_layers_at_random_is_refused_at_attach() -> None:
     offload.attach(model, num_slots=2, device="cpu").detach()
 
 
+@pytest.mark.thorough
 def test_reorder_a_config_without_named_outputs_trains_like_the_plain_model() -> None:
     model = tiny("qwen3")
     loss, expected = plain(model)
@@ -292,6 +297,7 @@ class Detached(nn.Module):
         return self.inner(hidden.detach(), *args, **kwargs)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kept_graphs", [0, 3])
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_reorder_below_a_layer_that_detaches_there_are_no_gradients(

@@ -15,6 +15,7 @@ NUM_ROWS, NUM_PROMPT = 2, 11
 TYPES = ("llama", "qwen3_moe", "gemma3_text", "gpt_oss", "qwen3_next", "gpt2")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model_type", mostly_slow(TYPES, "gemma3_text", "qwen3_next"))
 def test_caches_take_what_the_formula_says(model_type: str) -> None:
     model: Any = tiny_model(model_type).eval()
@@ -39,6 +40,7 @@ def test_caches_take_what_the_formula_says(model_type: str) -> None:
         assert max(found[:new_tokens]) == NUM_ROWS * expected
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model_type", ["mamba2", "deepseek_v3"])
 def test_what_differs_by_model_is_not_counted(model_type: str) -> None:
     facts = facts_of(tiny_model(model_type))

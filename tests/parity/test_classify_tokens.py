@@ -84,6 +84,7 @@ def plain(model: Any) -> tuple[float, dict[str, torch.Tensor], float]:
     return total, gradients(model), hits / num
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", mostly_slow(["llama", "qwen3", "qwen3_moe"], "qwen3_moe"))
 def test_reorder_gradients_are_those_of_plain_peft_however_a_step_is_cut(name: str) -> None:
     model = classifier(name)

@@ -92,6 +92,7 @@ def test_towers_stay_where_they_are_when_the_rest_moves(model_type: str) -> None
     assert not any("language_model" in name or "lm_head" in name for name in names)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tier", mostly_slow(["ram", "disk"], "disk"))
 def test_a_loaded_composite_keeps_no_tower_in_memory_and_trains(
     tier: Literal["ram", "disk"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -116,6 +117,7 @@ def test_a_loaded_composite_keeps_no_tower_in_memory_and_trains(
     assert rel_error(found, reference) < 2e-6
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model_type", mostly_slow([*WHOLE, *TEXT_PART], WHOLE[0], TEXT_PART[0]))
 def test_weights_of_towers_are_no_error_and_others_that_are_unknown_are(
     model_type: str, tmp_path: Path

@@ -209,6 +209,7 @@ def test_move_streams_that_run_apart_give_the_bits_of_the_resident_step(
     engine.detach()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_staging", mostly_slow([0, 2], 2))
 def test_move_encoded_layers_over_streams_compute_as_resident_rounded_ones(
     open_device: Open, num_staging: int
@@ -225,6 +226,7 @@ def test_move_encoded_layers_over_streams_compute_as_resident_rounded_ones(
     engine.detach()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("number", "num_staging"), diagonal([1, 40], [0, 2]))
 def test_the_step_after_one_that_failed_is_right(
     open_device: Open, number: int, num_staging: int, monkeypatch: pytest.MonkeyPatch
@@ -251,6 +253,7 @@ def test_the_step_after_one_that_failed_is_right(
     engine.detach()
 
 
+@pytest.mark.thorough
 def test_a_stream_that_does_not_wait_gives_other_gradients(
     open_device: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,6 +84,7 @@ def test_move_encoded_layers_compute_as_resident_rounded_ones(name: str, codec: 
     assert_equal(encoded_step(model, codec), expected)
 
 
+@pytest.mark.thorough
 def test_move_packed_layers_compute_as_the_layers_themselves() -> None:
     torch.manual_seed(0)
     model = with_lora(MODELS["qwen3_moe"]().bfloat16())
@@ -99,6 +100,7 @@ def test_a_cast_to_the_type_that_weights_have_leaves_them_as_they_are(codec: Cod
     assert not matrices(model.half() if codec == "fp16" else model.bfloat16(), codec)
 
 
+@pytest.mark.thorough
 def test_move_encoded_layers_from_disk_and_in_the_usual_order(tmp_path: Path) -> None:
     model = tiny("qwen3_moe")
     order = Order.MICRO_BATCH_MAJOR
@@ -109,6 +111,7 @@ def test_move_encoded_layers_from_disk_and_in_the_usual_order(tmp_path: Path) ->
     assert_equal(found, expected)
 
 
+@pytest.mark.thorough
 def test_evaluation_sees_the_decoded_weights() -> None:
     model = tiny("qwen3_moe").eval()
     (batch,) = micro_batches(1)
@@ -138,6 +141,7 @@ PLANNED: dict[str, dict[str, object]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("codec", get_args(CodecName))
 @pytest.mark.parametrize("model_type", mostly_slow(list(PLANNED), "gpt_oss"))
 def test_planned_arenas_are_those_that_the_engine_takes(model_type: str, codec: CodecName) -> None:
@@ -166,6 +170,7 @@ def test_a_detached_model_has_the_rounded_weights_and_the_rest_untouched() -> No
     assert all(torch.equal(p, expected[name]) for name, p in model.named_parameters())
 
 
+@pytest.mark.thorough
 def test_weights_that_train_on_the_host_are_not_encoded_and_the_frozen_ones_are() -> None:
     model = MODELS["qwen3"]().train()
     for name, parameter in model.named_parameters():
@@ -280,6 +285,7 @@ def test_a_weight_that_cannot_be_written_is_named(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.thorough
 def test_dora_over_encoded_layers_starts_from_the_weights_that_they_decode_to() -> None:
     base = MODELS["qwen3"]().train().requires_grad_(False)
     section = adapter(rank=4, alpha=8.0, targets=["q_proj", "down_proj"], dora=True)

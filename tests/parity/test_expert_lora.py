@@ -96,6 +96,7 @@ def assert_each_close(ours: Gradients, reference: Gradients) -> None:
         assert (ours[name] - tensor).norm() <= CLOSE * 10 * tensor.norm(), name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("path", mostly_slow(PATHS, "grouped_mm"))
 def test_a_streamed_step_is_the_resident_one_to_the_bit(path: str) -> None:
     model = compute_beside(adapted_by_peft(tiny("qwen3_moe", path)))
@@ -105,6 +106,7 @@ def test_a_streamed_step_is_the_resident_one_to_the_bit(path: str) -> None:
     assert all(torch.equal(ours[name], resident[name]) for name in resident)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model_type", mostly_slow(TYPES, "gpt_oss", "qwen3_moe"))
 def test_a_saved_adapter_gives_the_same_logits_in_plain_peft(
     model_type: str, tmp_path: Path
@@ -124,6 +126,7 @@ def test_a_saved_adapter_gives_the_same_logits_in_plain_peft(
         torch.testing.assert_close(again(input_ids=input_ids).logits, ours, rtol=0, atol=2e-6)
 
 
+@pytest.mark.thorough
 def test_adapters_can_be_switched_off_merged_and_taken_off() -> None:
     base = tiny("qwen3_moe", "eager").eval()
     batch = {"input_ids": torch.arange(3, 23).unsqueeze(0)}
@@ -142,6 +145,7 @@ def test_adapters_can_be_switched_off_merged_and_taken_off() -> None:
         torch.testing.assert_close(merged(**batch).logits, adapted, rtol=0, atol=2e-6)
 
 
+@pytest.mark.thorough
 def test_two_adapters_count_together_as_in_peft() -> None:
     first = LoraConfig(r=4, target_parameters=["mlp.experts.gate_up_proj"], target_modules=[])
     second = LoraConfig(
@@ -236,6 +240,7 @@ def test_experts_without_rows_get_no_gradient_whatever_a_grouped_product_leaves_
         assert torch.equal(tensor, right[name]), name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "dtype", mostly_slow([torch.float32, torch.bfloat16], torch.bfloat16), ids=str
 )
@@ -345,6 +350,7 @@ def test_what_is_kept_for_the_backward_grows_by_the_rank_alone() -> None:
     assert saved_bytes(4) <= num_rows * (6 * F + 2 * 4 + 8) * 4 + inputs_bytes + 4 * transposed_b
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rank", mostly_slow([4, 8, 16], 4))
 @pytest.mark.parametrize("kind", KINDS)
 def test_grouped_products_never_make_the_host_wait(kind: str, rank: int) -> None:

@@ -65,6 +65,7 @@ def test_an_error_in_any_lane_ends_the_step_and_not_the_engine(lane: Lane, after
     check_recovery(engine, model, before)
 
 
+@pytest.mark.thorough
 def test_an_error_of_the_projects_own_is_raised_as_it_is_from_any_lane() -> None:
     error = offload.UnsupportedModelError("a", limit="b", hint="c")
     engine = Engine(tiny("qwen3"), device=HookedDevice(Fault(Lane.D2H, 0, error)), options=OPTIONS)
@@ -81,6 +82,7 @@ def heeds_ctrl_c() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("heeds_ctrl_c")
 def test_ctrl_c_while_the_step_waits_for_a_copy_ends_it() -> None:
     model = tiny("qwen3")
@@ -100,6 +102,7 @@ def test_ctrl_c_while_the_step_waits_for_a_copy_ends_it() -> None:
     check_recovery(engine, model, before)
 
 
+@pytest.mark.thorough
 def test_an_evaluation_that_fails_leaves_the_next_step_right() -> None:
     model = tiny("qwen3")
     before = copy.deepcopy(dict(model.named_parameters()))
@@ -110,6 +113,7 @@ def test_an_evaluation_that_fails_leaves_the_next_step_right() -> None:
     check_recovery(engine, model, before)
 
 
+@pytest.mark.thorough
 def test_an_attachment_that_fails_half_way_gives_the_model_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

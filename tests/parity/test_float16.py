@@ -86,6 +86,7 @@ def error(ours: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> floa
     return float(sum(e for e, _ in squares) / sum(t for _, t in squares)) ** 0.5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe"])
 def test_gradients_of_a_scaled_loss_are_closer_than_those_in_bfloat16(name: str) -> None:
     truth = true_gradients(name)
@@ -98,6 +99,7 @@ def test_gradients_of_a_scaled_loss_are_closer_than_those_in_bfloat16(name: str)
     assert of["float16, not scaled"] > 2 * of["float16"], of
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("run", [{}, {"objective": MeanOfLogps()}], ids=["loss", "objective"])
 def test_each_loss_is_scaled(run: Any, *, is_fused: bool) -> None:

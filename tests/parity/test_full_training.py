@@ -246,6 +246,7 @@ def furthest(a: Sequence[float], b: Sequence[float]) -> float:
     return max(abs(x - y) for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "num_steps",
     [
@@ -320,6 +321,7 @@ class MuonAndAdamW:
             one.zero_grad()
 
 
+@pytest.mark.thorough
 def test_reorder_muon_is_torchs_on_plain_pytorch() -> None:
     reference = wider_model()
     optimizer: Any = MuonAndAdamW(reference)
@@ -329,6 +331,7 @@ def test_reorder_muon_is_torchs_on_plain_pytorch() -> None:
     assert ours[-1] < 0.8 * ours[0]
 
 
+@pytest.mark.thorough
 def test_reorder_sgd_of_masters() -> None:
     reference = plain_losses(model_of(), lambda p: torch.optim.SGD(p, lr=0.3), 8)
     model, losses = model_of(), []
@@ -376,6 +379,7 @@ def test_move_300_updates_on_the_device_are_those_on_the_host() -> None:
     assert_same(values_of(device), values_of(host))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [
@@ -406,6 +410,7 @@ def test_move_an_update_is_in_the_next_step_and_before_the_layers_load() -> None
     assert engine_of(loop).updates.layers == set(range(NUM_LAYERS))
 
 
+@pytest.mark.thorough
 def test_move_an_update_on_the_device_is_between_load_and_visits_and_goes_down() -> None:
     loop = loop_of(model_of(), update="device")
     _, step = (loop.step(n, share_of(step_of(n))).timeline for n in range(2))
@@ -444,6 +449,7 @@ def test_an_update_on_the_device_that_was_cut_off_is_not_made_again() -> None:
         updates.flush()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("update", "optimizer"),
     [
@@ -481,6 +487,7 @@ def weights_of(loop: Loop) -> nn.Module:
     return model
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "read",
     [
@@ -511,6 +518,7 @@ def values_after_a_step() -> dict[str, torch.Tensor]:
     return values_of(loop)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("update", ["host", "device"])
 def test_the_values_of_the_ended_step_are_used_whatever_comes_after(
     update: Literal["host", "device"],
@@ -527,6 +535,7 @@ def test_the_values_of_the_ended_step_are_used_whatever_comes_after(
     assert_same(values_of(at_once), values_of(late))
 
 
+@pytest.mark.thorough
 def test_a_rehearsal_leaves_no_trace() -> None:
     rehearsed, other = loop_of(model_of()), loop_of(model_of())
     rehearsed.rehearse(share_of(step_of(7)), [share_of(step_of(8))])
@@ -534,6 +543,7 @@ def test_a_rehearsal_leaves_no_trace() -> None:
     assert_same(values_of(rehearsed), values_of(other))
 
 
+@pytest.mark.thorough
 def test_reorder_without_clipping() -> None:
     loop = loop_of(model_of(), max_norm=None)
     reference = model_of()

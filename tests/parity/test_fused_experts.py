@@ -152,6 +152,7 @@ def test_two_adapters_of_any_scaling_count_together(device: str) -> None:
     assert_close(step(by("triton", model, device), "mixed", torch.float32), reference, limit=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", mostly_slow(TWO_KINDS, "gated"))
 def test_experts_without_an_adapter_compute_as_well(kind: str, device: str) -> None:
@@ -163,6 +164,7 @@ def test_experts_without_an_adapter_compute_as_well(kind: str, device: str) -> N
     assert_close(step(model.to(device), "mixed", torch.float32), reference, limit=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_choice_of_an_expert_that_is_not_there_counts_for_nothing(device: str) -> None:
     model = by("triton", adapted_experts("gated", "eager", torch.float32), device)
@@ -175,6 +177,7 @@ def test_the_choice_of_an_expert_that_is_not_there_counts_for_nothing(device: st
         torch.testing.assert_close(model(hidden_TD, expert_TC, weight_TC), right)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", mostly_slow(TWO_KINDS, "gated"))
 def test_what_is_no_number_stays_so_and_in_its_own_token(kind: str, device: str) -> None:
@@ -219,6 +222,7 @@ def test_a_streamed_step_is_the_resident_one_to_the_bit(
     assert rel_error(ours, reference) < 1e-5
 
 
+@pytest.mark.thorough
 def test_what_is_kept_is_what_the_gate_saw_and_a_rank_per_branch() -> None:
     rank, sizes = 4, SIZES
     model = by("triton", adapted_experts("gated", "eager", torch.float32, r=rank))
@@ -395,6 +399,7 @@ def test_a_gate_of_another_kind_and_weights_that_train_are_refused_by_name() -> 
         step(model, "mixed", torch.float32)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("device", DEVICES)
 def test_gradients_without_the_value_are_those_with_it_to_the_bit(device: str) -> None:
     model = by("triton", adapted_experts("gated", "eager", torch.float32), device)

@@ -85,6 +85,7 @@ def assert_same(found: Answers, expected: Answers) -> None:
 # ------------------------------------------------------------------------------ what is computed
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", mostly_slow(list(MODELS), "gemma3_text"))
 def test_move_cached_logits_and_tokens_are_those_of_the_plain_model(name: str) -> None:
     model = tiny(name).eval()
@@ -93,6 +94,7 @@ def test_move_cached_logits_and_tokens_are_those_of_the_plain_model(name: str) -
         assert_same(generated(generation, prompts()), expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options", mostly_slow({"nf4": ({"codec": "nf4"},), "int8": ({"codec": "int8"},)}, "nf4")
 )
@@ -118,6 +120,7 @@ def test_move_fused_layers_generate_the_same_streamed_and_resident() -> None:
         assert torch.equal(tokens, plain(tiny("qwen3").eval())[group][1])
 
 
+@pytest.mark.thorough
 def test_move_a_group_that_joins_later_or_waits_is_computed_as_if_alone() -> None:
     model = tiny("qwen3").eval()
     with attached(model) as engine:
@@ -209,6 +212,7 @@ def test_move_each_type_generates_as_transformers_does_or_is_refused(model_type:
 # ----------------------------------------------------------------------------------------- loads
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("num_slots", "num_loads"), [(2, 4), (3, 2), (4, 0)])
 def test_a_pass_loads_no_layer_that_is_still_in_its_slot(num_slots: int, num_loads: int) -> None:
     """Of 4 layers in C slots, 2 * C - 4 have a slot of their own and stay."""
@@ -293,6 +297,7 @@ def test_caches_of_other_weights_or_modes_or_rows_are_refused() -> None:
         assert not generation.cache_bytes
 
 
+@pytest.mark.thorough
 def test_a_step_after_a_generation_is_the_step_without_it() -> None:
     losses = []
     for generates in (False, True):

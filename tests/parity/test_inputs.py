@@ -20,6 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 PADDED = ("llama", "gemma3_text", "qwen3_next", "gpt2", "bloom")
 
 
+@pytest.mark.thorough
 def test_rotary_tables_that_follow_the_longest_row_seen_are_those_of_the_plain_model() -> None:
     """`dynamic` scaling keeps a table from call to call; the tail must not disturb it."""
     base: Any = tiny_model("llama")
@@ -44,6 +45,7 @@ def test_rotary_tables_that_follow_the_longest_row_seen_are_those_of_the_plain_m
     assert rel_error(found, gradients(plain_model)) < 2e-6
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "model_type",
     mostly_slow(["bamba", "gemma3_text", "mpt", "qwen3_next"], "gemma3_text"),
@@ -80,6 +82,7 @@ def padded(side: str) -> list[dict[str, torch.Tensor]]:
     return batches
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("model_type", "side"),
     mostly_slow(
@@ -138,6 +141,7 @@ def test_an_input_that_would_not_reach_the_model_is_refused() -> None:
     engine.detach()
 
 
+@pytest.mark.thorough
 def test_packed_sequences_do_not_see_each_other() -> None:
     """The loss of a row of two sequences is that of the two, each in a row of its own."""
     model = llama()
@@ -152,6 +156,7 @@ def test_packed_sequences_do_not_see_each_other() -> None:
     assert rel_error(ours, expected) < 2e-6
 
 
+@pytest.mark.thorough
 def test_an_evaluation_may_run_in_inference_mode() -> None:
     engine = offload.attach(llama(), num_slots=2, device="cpu")
     batch = micro_batches()[0]
@@ -162,6 +167,7 @@ def test_an_evaluation_may_run_in_inference_mode() -> None:
     engine.detach()
 
 
+@pytest.mark.thorough
 def test_a_mask_that_micro_batches_share_is_exact() -> None:
     batches = micro_batches()[:1] * 3
     assert batches[0]["attention_mask"] is batches[2]["attention_mask"]
@@ -197,6 +203,7 @@ def test_reorder_bfloat16_is_no_worse_than_the_plain_model(
     assert ours_squared <= 1.05**2 * plain_squared
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_micro_batches", mostly_slow([1, 2], 1))
 def test_one_micro_batch_and_two_are_exact(num_micro_batches: int) -> None:
     assert_exact(llama(), micro_batches()[:num_micro_batches])
@@ -219,6 +226,7 @@ def test_sliding_and_full_layers_mixed_are_exact_beyond_the_window() -> None:
     assert_exact(adapted(Gemma3ForCausalLM(config).requires_grad_(False).train()))
 
 
+@pytest.mark.thorough
 def test_router_noise_in_training_is_replayed() -> None:
     base = tiny_model("phimoe", router_jitter_noise=0.1)
     model = adapted(base)

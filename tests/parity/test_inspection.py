@@ -274,6 +274,7 @@ class Logs(CustomLayer):
         return super().forward(hidden) * SHARED["table"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("layer", "what"),
     [
@@ -358,6 +359,7 @@ def test_weights_that_layers_share_are_exact() -> None:
 # ------------------------------------------------------------------ modules with several places
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["norm", "embed_tokens"])
 def test_a_module_of_a_layer_and_of_the_model_is_not_streamed(name: str) -> None:
     model = built(CustomModel)
@@ -659,6 +661,7 @@ def bert() -> Any:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("build", [bart, bert, lambda: tiny_model("pegasus")])
 def test_a_loss_that_is_not_shifted_is_refused(build: Callable[[], Any]) -> None:
     model = build()

@@ -76,6 +76,7 @@ def test_rounding_joined_rows_have_the_gradients_of_rows_taken_one_by_one(
     assert rel_error(found, truth) <= 1.3 * rel_error(apart, truth)  # two roundings of one model
 
 
+@pytest.mark.thorough
 def test_a_window_is_passed_on_as_a_number(operator: VariableLength) -> None:
     config = tiny_model("gemma3_text").config
     step(halved(model_of("gemma3_text")), JOINS)
@@ -85,6 +86,7 @@ def test_a_window_is_passed_on_as_a_number(operator: VariableLength) -> None:
     assert set(operator.windows) == {(-1, 0), *(windows[kind] for kind in config.layer_types)}
 
 
+@pytest.mark.thorough
 def test_move_no_bit_differs_where_joined_attention_is_not_computed_again(
     operator: VariableLength,
 ) -> None:
@@ -98,6 +100,7 @@ def test_move_no_bit_differs_where_joined_attention_is_not_computed_again(
     assert len(operator.windows) == num_all - 2 * len(LENS)  # of two layers each
 
 
+@pytest.mark.thorough
 def test_an_operator_that_does_not_keep_rows_apart_is_not_used() -> None:
     model = halved(model_of("qwen3"))
     expected = step(model, OPTIONS)
@@ -109,6 +112,7 @@ def test_an_operator_that_does_not_keep_rows_apart_is_not_used() -> None:
     assert_equal(found[:2], expected[:2])
 
 
+@pytest.mark.thorough
 def test_rows_in_float32_are_taken_one_by_one(operator: VariableLength) -> None:
     model = model_of("qwen3")
     found, expected = step(model, JOINS), step(model, OPTIONS)

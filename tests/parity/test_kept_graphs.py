@@ -107,6 +107,7 @@ def test_move_graphs_are_kept_wherever_inputs_wait_in_either_order(
         assert_equal(step(model, kept_graphs=kept_graphs, stash=stash, order=order), expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("before", "codec"),
     mostly_slow(
@@ -122,6 +123,7 @@ def test_move_graphs_are_kept_over_any_ring_that_a_pass_leaves(
     assert_equal(step(model, kept_graphs=3, codec=codec, before=before), expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model_type", mostly_slow(["gpt_oss", "mixtral", "qwen3_moe"], "mixtral"))
 def test_move_a_kept_graph_takes_the_gradient_of_the_router_loss(model_type: str) -> None:
     model = balanced(model_type)
@@ -138,6 +140,7 @@ def offload_layers(model: Any) -> nn.ModuleList:
     return model.get_base_model().model.layers
 
 
+@pytest.mark.thorough
 def test_move_recorded_arguments_get_the_gradients_of_kept_graphs() -> None:
     model: Any = adapted(tiny_model("gemma4_text"))
     trained = model.get_base_model().model
@@ -149,6 +152,7 @@ def test_move_recorded_arguments_get_the_gradients_of_kept_graphs() -> None:
         assert_equal(step(model, kept_graphs=kept_graphs), expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("trained_weights", mostly_slow(["device", "host"], "host"))
 def test_move_modules_saved_whole_and_weights_trained_on_the_host_learn_the_same(
     trained_weights: Literal["device", "host"],
@@ -199,6 +203,7 @@ def on_hooked_device(model: nn.Module, around: Callable[..., None], codec: Codec
         engine.detach()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("codec", mostly_slow(["native", "int8"], "int8"))
 def test_late_copies_change_no_gradient_of_a_kept_graph(codec: CodecName) -> None:
     model = tiny("qwen3")
@@ -211,6 +216,7 @@ def test_late_copies_change_no_gradient_of_a_kept_graph(codec: CodecName) -> Non
     assert_equal(on_hooked_device(model, late, codec), step(model, kept_graphs=0, codec=codec))
 
 
+@pytest.mark.thorough
 def test_a_kept_graph_reads_its_slot_so_these_tests_see_weights_that_are_not_back() -> None:
     """Without the two loads of the way down, autograd says nothing and gradients are wrong."""
     model = tiny("qwen3")
@@ -231,6 +237,7 @@ def test_a_kept_graph_reads_its_slot_so_these_tests_see_weights_that_are_not_bac
     assert all(wrong for name, wrong in is_wrong.items() if "layers.1." in name)
 
 
+@pytest.mark.thorough
 def test_kept_layers_are_computed_once_and_the_others_twice() -> None:
     model: Any = tiny("qwen3")
     num_visits = [0] * NUM_LAYERS

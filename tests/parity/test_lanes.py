@@ -139,6 +139,7 @@ def drop(schedule: Schedule, without: tuple[int, int] | None) -> Schedule:
     return replace(schedule, ops=tuple(ops))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "setting",
     mostly_slow(SETTINGS, "weights, inputs and gradients"),

@@ -73,6 +73,7 @@ def require_same(a: Step, b: Step) -> None:
     assert all(torch.equal(a[1][name], b[1][name]) for name in a[1])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", mostly_slow(list(FOUND), "qwen3", "gpt_oss"))
 def test_what_is_fused_is_found_by_what_it_computes(name: str) -> None:
     layered = LayeredModel(tiny(name))
@@ -82,6 +83,7 @@ def test_what_is_fused_is_found_by_what_it_computes(name: str) -> None:
     assert (counts["Norm"], counts["Rotary"], counts["GatedMlp"]) == FOUND[name]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", mostly_slow(list(FOUND), "qwen3"))
 @pytest.mark.parametrize(
     "dtype", mostly_slow([torch.float32, torch.bfloat16], torch.bfloat16), ids=str
@@ -99,6 +101,7 @@ def test_reorder_fused_layers_are_as_exact_as_the_models_own_code(
     assert sum(fused) <= 1.4 * sum(plain) + 2 * torch.finfo(torch.float32).eps
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", mostly_slow(["qwen3", "gemma3_text", "qwen3_moe"], "gemma3_text"))
 @pytest.mark.parametrize(
     "dtype", mostly_slow([torch.float32, torch.bfloat16], torch.bfloat16), ids=str
@@ -110,6 +113,7 @@ def test_move_a_streamed_step_with_fused_layers_is_the_resident_one(
     require_same(step(model, FUSED), step(model, RESIDENT))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("options", "reference"),
     mostly_slow(
@@ -175,6 +179,7 @@ def test_a_fused_loss_is_one_operator_and_no_other_reads_the_logits_but_the_head
     assert rel_error({"": gradients[1]}, {"": gradients[0]}) < 0.01
 
 
+@pytest.mark.thorough
 def test_recomputes_of_fused_layers_leave_out_what_those_of_plain_ones_do() -> None:
     model = tiny("qwen3")
     unread = []
@@ -187,6 +192,7 @@ def test_recomputes_of_fused_layers_leave_out_what_those_of_plain_ones_do() -> N
     assert all(unread[0])
 
 
+@pytest.mark.thorough
 def test_between_visits_and_for_another_model_of_its_class_the_code_is_the_models_own() -> None:
     first: Any = tiny("qwen3")
     second: Any = tiny("qwen3")

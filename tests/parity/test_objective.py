@@ -60,6 +60,7 @@ def alone_rows(batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return batch["row_lens"] if "row_lens" in batch else batch["input_ids"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "formula", mostly_slow([sigmoid, in_order, against_scored], against_scored)
 )
@@ -75,6 +76,7 @@ def test_reorder_gradients_are_those_of_a_plain_loop(name: str, formula: Formula
     assert rel_error(ours, truth) < 3e-6
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", mostly_slow(["llama", "qwen3_moe", "gemma3_text"], "qwen3_moe"))
 def test_in_float64_gradients_are_exact_to_the_last_digits(name: str) -> None:
     model = tiny(name).double()
@@ -105,6 +107,7 @@ def test_a_step_is_the_same_however_its_rows_are_cut(name: str, formula: Formula
     engine.detach()
 
 
+@pytest.mark.thorough
 def test_move_a_micro_batch_is_scored_alike_whatever_else_is_in_the_step() -> None:
     model = adapted("qwen3_moe")
     engine = attached(model)
@@ -145,6 +148,7 @@ def test_move_streamed_is_resident(name: str, lever: str) -> None:
     assert_equal(found, expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "changes", [{"layer_kernels": "fused"}, {"mlp_chunk_tokens": 8}], ids=["fused", "tiles"]
 )
@@ -160,6 +164,7 @@ def test_layers_computed_in_other_ways_have_the_gradients_of_a_plain_loop(change
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("codec", mostly_slow(["nf4", "int8"], "nf4"))
 def test_move_streamed_is_resident_where_layers_are_decoded(codec: Any) -> None:
     model = adapted("qwen3_moe")
@@ -171,6 +176,7 @@ def test_move_streamed_is_resident_where_layers_are_decoded(codec: Any) -> None:
         assert_equal(found, expected)
 
 
+@pytest.mark.thorough
 def test_move_dropout_of_the_policy_is_repeated_and_the_reference_has_none() -> None:
     model = adapted("llama", dropout=0.3)
     batches = pairs(1, 2)
@@ -194,6 +200,7 @@ def test_move_dropout_of_the_policy_is_repeated_and_the_reference_has_none() -> 
     assert not torch.equal(with_dropout.policy_N[~is_scored], without.policy_N[~is_scored])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_micro_batches", mostly_slow([1, 4, 8], 4))
 def test_a_reference_adds_no_load(num_micro_batches: int) -> None:
     engine = attached(tiny("llama"), replace(OPTIONS, num_slots=3))

@@ -100,6 +100,7 @@ def planned(length: int, *, num_scored: int) -> dict[str, int]:
     return {term.name: term.num_bytes for term in terms if term.name not in STANDING}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_scored", mostly_slow({"dpo": 0, "kto": NUM_MICRO_BATCHES}, "dpo"))
 @pytest.mark.parametrize("length", LENGTHS)
 def test_the_peak_of_a_step_with_a_reference_is_the_plans(length: int, num_scored: int) -> None:
@@ -108,6 +109,7 @@ def test_the_peak_of_a_step_with_a_reference_is_the_plans(length: int, num_score
     assert sum(plan.values()) == pytest.approx(found.peak_bytes, rel=0.05), plan
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("length", LENGTHS)
 def test_no_tensor_of_a_step_holds_the_vocabulary_for_all_tokens(length: int) -> None:
     found = counted(length)

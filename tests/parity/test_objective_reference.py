@@ -76,6 +76,7 @@ def by_row(scores: Scores) -> torch.Tensor:
 WHOLE = ["embed_tokens", "lm_head", "norm", "input_layernorm"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "config",
     mostly_slow(
@@ -122,6 +123,7 @@ def test_the_reference_may_be_another_adapter(outside: list[str]) -> None:
     assert not torch.allclose(found_R, plain_R, rtol=1e-2)
 
 
+@pytest.mark.thorough
 def test_the_reference_has_no_noise_of_neftune() -> None:
     plain, noisy = with_adapter(), with_adapter()
     add_noise(noisy, alpha=50.0)
@@ -130,6 +132,7 @@ def test_the_reference_has_no_noise_of_neftune() -> None:
     assert not torch.allclose(found.policy_N.detach(), without.policy_N.detach())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", mostly_slow(["llama", "gemma3_text"], "gemma3_text"))
 def test_reorder_modules_trained_whole_have_the_gradients_of_a_plain_loop(name: str) -> None:
     whole = WHOLE if name == "llama" else ["norm", "input_layernorm"]  # Gemma's head is tied
@@ -145,6 +148,7 @@ def test_reorder_modules_trained_whole_have_the_gradients_of_a_plain_loop(name: 
         assert rel_error(ours, truth) < 3e-6
 
 
+@pytest.mark.thorough
 def test_packed_rows_are_scored_and_trained_as_each_is_alone() -> None:
     model = with_adapter("qwen3")
     (batch,) = pairs(3)
@@ -172,6 +176,7 @@ def test_packed_rows_are_scored_and_trained_as_each_is_alone() -> None:
     assert rel_error(ours, truth) < 3e-6
 
 
+@pytest.mark.thorough
 def test_a_router_loss_is_added_for_the_policy_alone() -> None:
     model: Any = tiny("qwen3_moe")
     model.get_base_model().config.output_router_logits = True
@@ -202,6 +207,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
+@pytest.mark.thorough
 def test_no_tensor_is_larger_than_the_logits_of_a_chunk() -> None:
     config = LlamaConfig(**SHAPE | {"vocab_size": 1000, "num_hidden_layers": 2})
     model = get_peft_model(LlamaForCausalLM(config), LoraConfig(r=2, target_modules=["q_proj"]))
@@ -233,6 +239,7 @@ def refused(model: nn.Module, match: str, *, num_kept: int = 0, **step: Any) -> 
         engine.detach()
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_a_reference_is_refused_by_name() -> None:
     base = MODELS["llama"]()
     for name, parameter in base.named_parameters():
@@ -255,6 +262,7 @@ def test_what_cannot_be_a_reference_is_refused_by_name() -> None:
     )
 
 
+@pytest.mark.thorough
 def test_what_an_objective_cannot_take_is_refused_by_name() -> None:
     model = with_adapter()
     (batch,) = pairs(1)
@@ -281,6 +289,7 @@ def test_what_an_objective_cannot_take_is_refused_by_name() -> None:
     refused(model, "Plain returns a ratio float", objective=Plain(sigmoid, 2))
 
 
+@pytest.mark.thorough
 def test_a_loss_that_is_not_finite_is_returned_as_it_is() -> None:
     engine = engine_of(with_adapter())
     objective = ByRow(lambda ratio_R, _: ratio_R.sum() * float("nan"), num_trained=2)
@@ -289,6 +298,7 @@ def test_a_loss_that_is_not_finite_is_returned_as_it_is() -> None:
     assert result.loss != result.loss
 
 
+@pytest.mark.thorough
 def test_metrics_and_modes_are_as_before_a_step() -> None:
     model = with_adapter(lora_dropout=0.1)
     modes = {name: module.training for name, module in model.named_modules()}

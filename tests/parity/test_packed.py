@@ -102,6 +102,7 @@ def test_move_packed_rows_with_dropout_do_not_depend_on_what_is_kept() -> None:
     assert_equal(step(model, WAYS["graphs"]), step(model))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", mostly_slow(("qwen3", "gemma3_text", "gpt_oss"), "gpt_oss"))
 def test_other_tokens_in_other_rows_change_a_row_by_rounding_only(name: str) -> None:
     engine = offload.attach(tiny(name).eval(), num_slots=2, device="cpu")
@@ -150,6 +151,7 @@ class Seen(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+@pytest.mark.thorough
 def test_attention_never_sees_more_than_a_row_and_has_no_mask() -> None:
     engine = offload.attach(tiny("qwen3").eval(), num_slots=2, device="cpu")
     batch = packed(*rows_of(12, 5, 17))
@@ -162,6 +164,7 @@ def test_attention_never_sees_more_than_a_row_and_has_no_mask() -> None:
     assert not any(seen.mask_sizes)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("model_type", "together"),
     mostly_slow(
@@ -198,6 +201,7 @@ class Leaking(nn.Module):
         return self.mlp(x_BTD) + 1e-12 * before_BTD
 
 
+@pytest.mark.thorough
 def test_a_leak_below_rounding_is_seen_and_its_layer_takes_row_after_row() -> None:
     model = tiny("qwen3").eval()
     layers = model.get_base_model().model.layers  # type: ignore[union-attr]
@@ -234,6 +238,7 @@ class HalfOnly(nn.Module):
         return self.mlp(x_BTD)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", mostly_slow(("qwen3", "qwen3_moe", "gpt_oss"), "qwen3"))
 def test_one_layer_of_each_kind_of_a_model_of_16_bits_is_tried_in_float32(name: str) -> None:
     model = tiny(name).eval().bfloat16()
@@ -249,6 +254,7 @@ def test_one_layer_of_each_kind_of_a_model_of_16_bits_is_tried_in_float32(name: 
     assert all(x.dtype == before[n].dtype and torch.equal(x, before[n]) for n, x in after.items())
 
 
+@pytest.mark.thorough
 def test_layers_that_cannot_be_tried_in_float32_are_named() -> None:
     model = tiny("qwen3").eval().bfloat16()
     layers = model.get_base_model().model.layers  # type: ignore[union-attr]
@@ -261,6 +267,7 @@ def test_layers_that_cannot_be_tried_in_float32_are_named() -> None:
     engine.detach()
 
 
+@pytest.mark.thorough
 def test_rounding_packed_rows_in_bfloat16_are_as_near_as_rows_alone() -> None:
     model = tiny("qwen3")
     truth = plain_alone(model)[1]
@@ -288,6 +295,7 @@ REFUSED: dict[str, tuple[Callable[[dict[str, torch.Tensor]], dict[str, torch.Ten
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("change", "what"), REFUSED.values(), ids=REFUSED)
 def test_row_lens_that_do_not_fit_are_refused(change: Any, what: str) -> None:
     engine = offload.attach(tiny("qwen3"), num_slots=2, device="cpu")

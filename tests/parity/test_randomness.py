@@ -90,6 +90,7 @@ def assert_same(found: Found, expected: Found) -> None:
     assert all(torch.equal(found[1][name], expected[1][name]) for name in found[1])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", mostly_slow(MODELS, "dropout in attention, sdpa"))
 @pytest.mark.parametrize("calls", [(1,), (2,)], ids=["forward", "recompute"])
 def test_move_dropout_is_the_same_while_another_thread_draws(
@@ -102,6 +103,7 @@ def test_move_dropout_is_the_same_while_another_thread_draws(
     assert set(counts) == {2}, "visits must pass the point at which the thread draws"
 
 
+@pytest.mark.thorough
 def test_move_the_recompute_repeats_the_dropout_of_a_kept_graph() -> None:
     again = step(tiny("qwen3", dropout=0.5))
     assert_same(step(tiny("qwen3", dropout=0.5), kept_graphs=NUM_LAYERS), again)
@@ -116,11 +118,13 @@ def noisy() -> nn.Module:
     return model
 
 
+@pytest.mark.thorough
 def test_noise_from_the_default_generator_is_repeated(noisy: nn.Module) -> None:
     plain = copy.deepcopy(noisy)
     assert_same(step(noisy), step(plain, kept_graphs=NUM_LAYERS))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("call", [1, 2], ids=["forward", "recompute"])
 def test_noise_that_another_thread_changes_is_refused(noisy: nn.Module, call: int) -> None:
     disturb(noisy, (call,))
@@ -134,6 +138,7 @@ def test_noise_that_another_thread_changes_is_refused(noisy: nn.Module, call: in
     assert all(p.grad is None for p in layers.parameters())
 
 
+@pytest.mark.thorough
 def test_move_layers_that_draw_nothing_do_not_mind_threads_that_draw() -> None:
     expected = step(tiny("qwen3"))
     model = tiny("qwen3")

@@ -27,6 +27,7 @@ class Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", mostly_slow(["llama", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss"], "qwen3_moe")
 )
@@ -50,6 +51,7 @@ def test_only_masks_and_labels_are_looked_at_inside_a_step(name: str) -> None:
     assert not any("layer_forward" in reader for reader in watch.readers)
 
 
+@pytest.mark.thorough
 def test_a_value_read_back_in_a_visit_would_be_seen() -> None:
     model = tiny("qwen3")
     engine = offload.attach(model, num_slots=2, device="cpu", head_chunk_tokens=7)

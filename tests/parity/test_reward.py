@@ -141,6 +141,7 @@ def step(
 FAMILIES = ("llama", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", mostly_slow(list(FAMILIES), "qwen3_moe"))
 def test_reorder_gradients_are_those_of_a_plain_loop_however_a_step_is_cut(name: str) -> None:
     model = classifier(name).double()
@@ -170,6 +171,7 @@ LEVERS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", mostly_slow(["llama", "qwen3_moe"], "qwen3_moe"))
 @pytest.mark.parametrize("lever", mostly_slow(list(LEVERS), next(iter(LEVERS))))
 def test_move_streamed_is_resident(name: str, lever: str) -> None:
@@ -190,6 +192,7 @@ class Second:
         return StepLoss(value=scores.policy_N.sum(), metrics={})
 
 
+@pytest.mark.thorough
 def test_what_has_no_such_output_is_refused() -> None:
     engine = Engine(classifier("llama"), device=torch.device("cpu"), options=OPTIONS)
     with pytest.raises(UnsupportedModelError, match="has 1 outputs, from 0, and the loss reads 1"):

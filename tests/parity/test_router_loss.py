@@ -143,6 +143,7 @@ def test_the_router_loss_is_in_the_loss_and_in_the_gradients() -> None:
     assert rel_error(with_loss[1], without[1]) > 1e-3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model_type", mostly_slow(COMMON, "qwen3_moe"))
 def test_reorder_a_coefficient_that_is_set_later_is_that_of_transformers_own(
     model_type: str,
@@ -158,6 +159,7 @@ def test_reorder_a_coefficient_that_is_set_later_is_that_of_transformers_own(
     assert rel_error(ours, reference) < 2e-6
 
 
+@pytest.mark.thorough
 def test_a_coefficient_of_zero_leaves_out_what_the_config_asks_for() -> None:
     silent: Any = tiny_model("mixtral", output_router_logits=False)
     asking: Any = tiny_model("mixtral", output_router_logits=True, router_aux_loss_coef=0.5)
@@ -167,6 +169,7 @@ def test_a_coefficient_of_zero_leaves_out_what_the_config_asks_for() -> None:
     assert losses[0] == losses[1]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("scope", "reference"), SCOPES, ids=["step", "each"])
 def test_micro_batches_without_a_mask_are_counted_whole(
     scope: RouterScope, reference: Reference
@@ -183,6 +186,7 @@ def without_labels(batch: Batch) -> Batch:
     return {**batch, "labels": torch.full_like(batch["labels"], -100)}
 
 
+@pytest.mark.thorough
 def test_a_micro_batch_without_labels_adds_nothing_where_each_has_its_own() -> None:
     batches, model = micro_batches(), balanced("mixtral")
     loss, ours = step(model, [*batches, without_labels(batches[0])], MICRO_BATCH)
@@ -194,6 +198,7 @@ def test_a_micro_batch_without_labels_adds_nothing_where_each_has_its_own() -> N
 # ------------------------------------------------------------------------------------ over a step
 
 
+@pytest.mark.thorough
 def test_tokens_without_labels_are_routed_and_count_over_a_step() -> None:
     first, second, third = micro_batches()
     model, batches = balanced("qwen3_moe"), [first, without_labels(second), third]
@@ -234,6 +239,7 @@ def cuts() -> dict[str, list[Batch]]:
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("cut", mostly_slow(list(cuts()), "packed all, and one padded"))
 def test_any_cut_of_a_step_gives_its_router_loss_and_gradients(cut: str) -> None:
     model = balanced("qwen3_moe")
@@ -263,6 +269,7 @@ def test_a_router_loss_of_a_step_is_exact_in_float64() -> None:
     assert rel_error(ours, expected) < 1e-13
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     mostly_slow(
@@ -289,6 +296,7 @@ def test_move_a_router_loss_of_a_step_is_the_same_wherever_things_wait(
     assert all(torch.equal(ours[name], others[name]) for name in ours)
 
 
+@pytest.mark.thorough
 def test_processes_that_share_a_step_share_its_router_loss() -> None:
     model, batches = balanced("qwen3_moe"), cuts()["unequal"]
     plain_loss, expected = plain_over_step(model, batches)
@@ -342,6 +350,7 @@ def test_a_router_loss_of_another_formula_is_not_taken_over_a_step(
 # ------------------------------------------------------------------------------------- elsewhere
 
 
+@pytest.mark.thorough
 def test_an_evaluation_has_no_router_loss() -> None:
     batch = micro_batches()[0]
     losses = []
@@ -354,6 +363,7 @@ def test_an_evaluation_has_no_router_loss() -> None:
     assert losses[0] == losses[1]
 
 
+@pytest.mark.thorough
 def test_the_setting_is_on_again_after_a_step_and_no_hook_is_left() -> None:
     model: Any = balanced("mixtral")
     num_hooks = sum(len(module._forward_hooks) for module in model.modules())

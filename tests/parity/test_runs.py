@@ -79,6 +79,7 @@ def test_runs_of_mixed_ranks_targets_and_lengths(num) -> None:
     assert_same(together("qwen3", configs, plain_runs(num), num_steps=2), expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [
@@ -103,6 +104,7 @@ def test_runs_with_each_part_of_the_plan(options) -> None:
     assert_same(together("qwen3", MIXED, plain_runs(3), num_steps=2, **options), mixed_apart())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [
@@ -116,6 +118,7 @@ def test_runs_of_layers_that_are_computed_in_other_ways(options) -> None:
     is_same(MIXED, plain_runs(3), num_steps=2, **options)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "configs",
     [
@@ -129,6 +132,7 @@ def test_runs_with_other_kinds_of_adapters(configs) -> None:
     is_same(configs, plain_runs(len(configs)), num_steps=2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("path", ["grouped_mm", pytest.param("eager", marks=SLOW)])
 def test_runs_with_adapters_on_experts_and_a_router_loss(path) -> None:
     config = {"_experts_implementation": path, "output_router_logits": True}
@@ -146,12 +150,14 @@ def test_runs_with_adapters_on_experts_in_triton_kernels(monkeypatch) -> None:
     is_same((EXPERTS, EXPERTS), runs, "qwen3_moe", config=config)
 
 
+@pytest.mark.thorough
 def test_runs_of_packed_rows_next_to_padded_ones() -> None:
     runs = plain_runs(2)
     runs[1] = replace(runs[1], micro_batches=rows(1, 7, 9, packed=True))
     is_same(MIXED[:2], runs)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [{"stash": "host"}, *(pytest.param(one, marks=SLOW) for one in ({}, {"num_kept_graphs": 2}))],
@@ -190,6 +196,7 @@ def test_a_run_against_plain_autograd() -> None:
             torch.testing.assert_close(ours.double(), parameter.grad, rtol=2e-4, atol=1e-7)
 
 
+@pytest.mark.thorough
 def test_a_step_loads_the_same_layers_however_many_runs_share_it() -> None:
     loads = []
     for num in (1, 3):
@@ -201,6 +208,7 @@ def test_a_step_loads_the_same_layers_however_many_runs_share_it() -> None:
     assert loads == [{2 * (NUM_LAYERS - 2)}] * 2
 
 
+@pytest.mark.thorough
 def test_a_run_that_leaves_changes_nothing_for_the_others() -> None:
     runs, model = plain_runs(3), joint_model("qwen3", MIXED)
     engine = engine_of(model)
@@ -213,6 +221,7 @@ def test_a_run_that_leaves_changes_nothing_for_the_others() -> None:
     assert_same(ours, [expected[0], expected[2]])
 
 
+@pytest.mark.thorough
 def test_a_run_whose_adapter_is_not_finite_harms_no_other() -> None:
     runs, model = plain_runs(3), joint_model("qwen3", MIXED)
     with torch.no_grad():
@@ -228,6 +237,7 @@ def test_a_run_whose_adapter_is_not_finite_harms_no_other() -> None:
     assert ours[1][0] != ours[1][0]
 
 
+@pytest.mark.thorough
 def test_passes_of_their_own_use_one_adapter_and_change_no_flag() -> None:
     model = joint_model("qwen3", MIXED)
     flags = [parameter.requires_grad for parameter in model.parameters()]
@@ -253,6 +263,7 @@ def test_passes_of_their_own_use_one_adapter_and_change_no_flag() -> None:
     assert len({loss for loss, _ in ours}) == 3
 
 
+@pytest.mark.thorough
 def test_a_run_may_have_the_adapter_of_another_as_its_reference() -> None:
     model = joint_model("llama", [ATTENTION, ATTENTION])
     for path, parameter in model.named_parameters():

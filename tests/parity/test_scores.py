@@ -110,6 +110,7 @@ def test_reorder_each_adapter_scores_as_plain_peft_with_it_alone(is_training: bo
     assert len(sums) == len(adapters)  # no two adapters are alike
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", mostly_slow(["qwen3_moe", "gpt_oss"], "gpt_oss"))
 def test_reorder_adapters_on_experts_score_as_plain_peft(name: str) -> None:
     configs = {n: {"r": r, "target_parameters": EXPERTS} for n, r in (("one", 2), ("two", 4))}
@@ -119,6 +120,7 @@ def test_reorder_adapters_on_experts_score_as_plain_peft(name: str) -> None:
     assert_plain(plain, scored(compute_beside(model), adapters), adapters)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", mostly_slow(["llama", "qwen3_moe", "gemma3_text"], "qwen3_moe"))
 def test_move_streamed_scores_are_those_of_the_resident_model(name: str) -> None:
     experts = {"target_parameters": EXPERTS} if name == "qwen3_moe" else {}
@@ -132,6 +134,7 @@ def test_move_streamed_scores_are_those_of_the_resident_model(name: str) -> None
         assert_same(scored(copy.deepcopy(model), adapters, codec=codec), expected)
 
 
+@pytest.mark.thorough
 def test_move_an_adapter_scores_among_others_as_it_does_alone() -> None:
     model = with_adapters("llama", CONFIGS)
     compute_in_base_dtype(model)
@@ -144,6 +147,7 @@ def test_move_an_adapter_scores_among_others_as_it_does_alone() -> None:
     engine.detach()
 
 
+@pytest.mark.thorough
 def test_the_loads_depend_on_neither_the_adapters_nor_the_micro_batches() -> None:
     model = with_adapters("llama", CONFIGS)
     for num, adapters in ((1, [None]), (1, [None, *CONFIGS]), (3, [None, *CONFIGS])):

@@ -40,6 +40,7 @@ TYPES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "targets", "dtype", "code"),
     mostly_slow(

@@ -53,6 +53,7 @@ def test_move_no_bit_differs_where_graphs_are_sent(name: str, options: EngineOpt
     assert kinds.count(Kind.SEND) == kinds.count(Kind.RETURN) == num_sent
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "others",
     mostly_slow(
@@ -92,6 +93,7 @@ def test_move_no_bit_differs_with_other_settings(others: dict[str, Any]) -> None
     assert kinds.count(Kind.SEND) >= options.num_sent_graphs * len(micro_batches())
 
 
+@pytest.mark.thorough
 def test_a_layer_whose_graph_is_sent_is_not_computed_again() -> None:
     model: Any = tiny("qwen3")
     visited: list[int] = []
@@ -107,6 +109,7 @@ def test_a_layer_whose_graph_is_sent_is_not_computed_again() -> None:
     assert counts == [(1 if number in graphs else 2) * 3 for number in range(NUM_LAYERS)]
 
 
+@pytest.mark.thorough
 def test_a_graph_that_is_lost_on_the_host_gives_other_gradients() -> None:
     """So these tests would see a copy that is lost."""
     model = tiny("qwen3")
@@ -160,11 +163,13 @@ def changed(change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return model
 
 
+@pytest.mark.thorough
 def test_move_what_a_function_holds_without_saving_it_stays_on_the_device() -> None:
     model = changed(_Holding.apply)
     assert_equal(steps(model, ALL)[0], steps(model, OPTIONS)[0])
 
 
+@pytest.mark.thorough
 def test_move_a_function_may_hold_the_input_or_the_output_of_its_layer() -> None:
     """Graphs let go of both: in what the function holds, the values must stay."""
     model: Any = tiny("qwen3")
@@ -176,6 +181,7 @@ def test_move_a_function_may_hold_the_input_or_the_output_of_its_layer() -> None
     assert_equal(steps(model, ALL)[0], steps(model, OPTIONS)[0])
 
 
+@pytest.mark.thorough
 def test_move_a_layer_may_differentiate_while_it_computes() -> None:
     def slope(y: torch.Tensor) -> torch.Tensor:
         with torch.enable_grad():
@@ -187,6 +193,7 @@ def test_move_a_layer_may_differentiate_while_it_computes() -> None:
     assert_equal(steps(model, ALL)[0], steps(model, OPTIONS)[0])
 
 
+@pytest.mark.thorough
 def test_a_layer_that_writes_to_what_was_saved_raises_as_without_hooks() -> None:
     def writing(y: torch.Tensor) -> torch.Tensor:
         z = y.exp()
@@ -203,6 +210,7 @@ def more_of(batches: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
     return [{name: x[:, :size] for name, x in batches[-1].items()} for size in sizes]
 
 
+@pytest.mark.thorough
 def test_smaller_micro_batches_need_no_measuring_and_larger_ones_do() -> None:
     model = tiny("qwen3")
     engine = Engine(model, device=torch.device("cpu"), options=ALL)
@@ -221,6 +229,7 @@ def test_smaller_micro_batches_need_no_measuring_and_larger_ones_do() -> None:
     assert measured == [14, 16]
 
 
+@pytest.mark.thorough
 def test_a_graph_larger_than_counted_on_is_computed_again_with_a_warning() -> None:
     model = tiny("qwen3")
     expected, _ = steps(model, OPTIONS)

@@ -46,6 +46,7 @@ def test_answers_train_and_evaluate_as_by_trl(tmp_path: Path) -> None:
     assert len(history(ours, "loss")) == 6
 
 
+@pytest.mark.thorough
 def test_packed_rows_are_kept_apart_as_by_trl(tmp_path: Path) -> None:
     plain, ours = both(tmp_path, "texts", model="qwen3", packing=True, max_length=32)
     require_equal(plain, ours)

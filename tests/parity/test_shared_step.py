@@ -33,6 +33,7 @@ def in_shares(*shares: int, keeps_ids: bool) -> tuple[float, dict[str, torch.Ten
     return sum(losses), {name: first + found[1][name] for name, first in found[0].items()}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shares", [(1, 1), (1, 2)])
 def test_reorder_the_shares_of_a_step_add_up_to_the_step_with_its_dropout(
     shares: tuple[int, int],

@@ -255,6 +255,7 @@ def streamed(
 FAST = ("dpo sigmoid", "dpo aot", "simpo", "cpo sigmoid", "orpo", "kto", "grpo dapo")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "of"),
     mostly_slow(

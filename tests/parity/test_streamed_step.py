@@ -73,6 +73,7 @@ def test_reorder_gradients_are_no_worse_than_those_of_transformers_and_peft(name
     assert reference_squared < 6 * 1e-5**2
 
 
+@pytest.mark.thorough
 def test_move_dropout_is_replayed_in_the_recompute() -> None:
     model = tiny("qwen3", dropout=0.3)
     assert_equal(streamed(model, num_slots=2), streamed(model, num_slots=NUM_LAYERS))
@@ -96,6 +97,7 @@ def test_dropout_gradients_are_those_of_one_and_the_same_mask() -> None:
     assert found[name].view(-1)[place].item() == pytest.approx(slope, rel=0.01)
 
 
+@pytest.mark.thorough
 def test_the_usual_order_gives_the_same_gradients_within_rounding() -> None:
     model = tiny("qwen3_moe")
     truth = truth_of(model)
@@ -103,6 +105,7 @@ def test_the_usual_order_gives_the_same_gradients_within_rounding() -> None:
     assert rel_error(usual, truth) < 1e-5
 
 
+@pytest.mark.thorough
 def test_late_copies_change_nothing() -> None:
     model = tiny("qwen3")
     expected = streamed(model, num_slots=NUM_LAYERS)
@@ -118,6 +121,7 @@ def test_late_copies_change_nothing() -> None:
     engine.detach()
 
 
+@pytest.mark.thorough
 def test_loads_are_counted_from_cold_and_steady_and_after_an_evaluation() -> None:
     model = tiny("qwen3")
     engine = offload.attach(model, num_slots=2, device="cpu")
@@ -156,6 +160,7 @@ def test_detach_gives_the_model_back_as_it_was() -> None:
         engine.forward_backward(micro_batches())
 
 
+@pytest.mark.thorough
 def test_trained_embeddings_get_the_gradients_of_the_plain_model() -> None:
     torch.manual_seed(0)
     base = Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=True))
@@ -167,6 +172,7 @@ def test_trained_embeddings_get_the_gradients_of_the_plain_model() -> None:
     assert rel_error(ours, truth) < 1e-5
 
 
+@pytest.mark.thorough
 def test_checkpointing_and_cache_left_on_change_nothing() -> None:
     model = tiny("qwen3")
     expected = streamed(model, num_slots=2)
@@ -177,6 +183,7 @@ def test_checkpointing_and_cache_left_on_change_nothing() -> None:
     assert_equal(streamed(model, num_slots=2), expected)
 
 
+@pytest.mark.thorough
 def test_a_failed_copy_is_an_error_and_the_next_step_is_right() -> None:
     model = tiny("qwen3")
     expected = streamed(model, num_slots=2)
@@ -213,6 +220,7 @@ def test_a_step_without_labels_is_refused() -> None:
     engine.detach()
 
 
+@pytest.mark.thorough
 def test_a_module_that_two_layers_share_is_kept_out_of_the_slots() -> None:
     model = tiny("qwen3")
     base: Any = model.get_base_model()
@@ -240,6 +248,7 @@ def test_a_loss_of_another_kind_is_refused_before_any_gradient() -> None:
     engine.detach()
 
 
+@pytest.mark.thorough
 def test_dropout_before_the_layers_follows_the_seed_and_positions_their_limit() -> None:
     torch.manual_seed(0)
     config = GPT2Config(n_embd=32, n_layer=3, n_head=4, vocab_size=64, n_positions=20)
@@ -261,6 +270,7 @@ def test_fewer_than_two_slots_are_refused() -> None:
         offload.attach(tiny("qwen3"), num_slots=1, device="cpu")
 
 
+@pytest.mark.thorough
 def test_a_share_of_a_step_is_normalised_by_the_label_tokens_of_the_whole() -> None:
     """As where several processes share a step: the parts add up to the step done by one."""
     model = tiny("qwen3")

@@ -37,12 +37,14 @@ def stashed(name: str, *, order: Order = Order.LAYER_MAJOR, dropout: float = 0.0
     return result, gradients(model)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", mostly_slow(list(MODELS), "qwen3_moe"))
 def test_move_inputs_that_waited_on_the_host_change_nothing(name: str) -> None:
     result, found = stashed(name)
     assert_equal((result.loss, found), resident(name))
 
 
+@pytest.mark.thorough
 def test_move_inputs_on_the_host_change_nothing_in_the_usual_order_and_under_dropout() -> None:
     order = Order.MICRO_BATCH_MAJOR
     result, found = stashed("qwen3", order=order, dropout=0.2)
@@ -50,6 +52,7 @@ def test_move_inputs_on_the_host_change_nothing_in_the_usual_order_and_under_dro
     assert_equal((result.loss, found), expected)
 
 
+@pytest.mark.thorough
 def test_each_input_but_the_last_layers_crosses_the_link_once_each_way() -> None:
     result, _ = stashed("qwen3")
     num_tokens = sum(batch["input_ids"].numel() for batch in micro_batches())
@@ -168,6 +171,7 @@ def train(
     return losses, {n: p.detach().clone() for n, p in model.named_parameters()}, loads
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", mostly_slow(list(MODELS), "qwen3"))
 def test_move_trained_layers_streamed_equal_trained_layers_resident(name: str) -> None:
     streamed_run = train(name, num_slots=2, num_steps=3, trained_weights="host")
@@ -176,6 +180,7 @@ def test_move_trained_layers_streamed_equal_trained_layers_resident(name: str) -
     assert all(torch.equal(streamed_run[1][n], w) for n, w in resident_run[1].items())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", mostly_slow(list(MODELS), "qwen3_moe"))
 def test_reorder_training_all_weights_follows_the_plain_model(name: str) -> None:
     model = plain(name)
@@ -203,6 +208,7 @@ def plain_backward(model: nn.Module) -> float:
     return loss
 
 
+@pytest.mark.thorough
 def test_an_update_makes_every_slot_stale_and_the_reloads_are_counted() -> None:
     _, _, loads = train("qwen3", num_slots=2, num_steps=3, trained_weights="host")
     assert loads == [2 * NUM_LAYERS - 2] * 3
@@ -210,6 +216,7 @@ def test_an_update_makes_every_slot_stale_and_the_reloads_are_counted() -> None:
     assert loads == [NUM_LAYERS] * 2
 
 
+@pytest.mark.thorough
 def test_an_evaluation_between_step_and_update_leaves_no_old_weights_behind() -> None:
     def losses(*, is_evaluated: bool) -> list[float]:
         engine = offload.attach(
@@ -279,6 +286,7 @@ def test_the_usual_order_is_refused_where_layers_train_on_the_host() -> None:
     engine.detach()
 
 
+@pytest.mark.thorough
 def test_an_adapter_beside_trained_layers_has_its_gradient_on_the_device() -> None:
     model = tiny("qwen3")
     norm = next(n for n, _ in model.named_parameters() if n.endswith("input_layernorm.weight"))

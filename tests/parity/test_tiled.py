@@ -85,6 +85,7 @@ def test_reorder_gradients_are_those_of_plain_pytorch(model_type: str) -> None:
     require_exact(with_adapters(base, LayeredModel(base).layers))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "changes",
     mostly_slow(
@@ -158,6 +159,7 @@ def test_trained_weights_on_the_host_get_the_gradients_of_all_tiles() -> None:
     assert rel_error(ours, reference) < 1e-6
 
 
+@pytest.mark.thorough
 def test_an_mlp_that_draws_or_is_a_mixture_is_computed_whole() -> None:
     base = tiny_model("llama")
     torch.manual_seed(0)
@@ -169,6 +171,7 @@ def test_an_mlp_that_draws_or_is_a_mixture_is_computed_whole() -> None:
         step(balanced("mixtral"), TILED)
 
 
+@pytest.mark.thorough
 def test_a_mixture_s_dense_layers_are_tiled_and_its_experts_are_not() -> None:
     base = tiny_model("deepseek_v3")
     model = with_adapters(base, LayeredModel(base).layers)
@@ -220,6 +223,7 @@ def thresholded(*, is_by_length: bool) -> nn.Module:
     return with_adapters(model, LayeredModel(model).layers)
 
 
+@pytest.mark.thorough
 def test_an_mlp_that_may_do_something_else_in_tiles_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="may compute something else for more tokens"):
         step(thresholded(is_by_length=True), TILED)
@@ -233,6 +237,7 @@ def test_of_an_mlp_that_looks_at_all_its_tokens_what_does_not_is_tiled() -> None
     assert rel_error(ours, expected) < 1e-6
 
 
+@pytest.mark.thorough
 def test_a_visit_in_tiles_keeps_one_tile_of_the_wide_tensors() -> None:
     """Counted tensor by tensor: of 256 tokens, tiles of 32 leave an eighth of the MLP's memory."""
     num_tokens, chunk, hidden, width = 256, 32, 32, 512
@@ -329,6 +334,7 @@ def test_the_formula_of_a_visit_in_tiles_is_its_trace_within_a_tenth(
     assert one.graph + one.gradients + one.tile == pytest.approx(found.visits[0], rel=rel)
 
 
+@pytest.mark.thorough
 def test_a_step_in_tiles_takes_what_its_trace_does() -> None:
     model = tiny_model("llama", intermediate_size=256, max_position_embeddings=128)
     adapted = with_adapters(model, LayeredModel(model).layers)

@@ -115,6 +115,7 @@ def plain_step(model: Any, batches: Batches) -> Found:
     return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", mostly_slow(["llama", "qwen3_moe", "gemma3_text", "gpt_oss"], "qwen3_moe")
 )
@@ -136,6 +137,7 @@ def test_in_float64_gradients_are_exact_to_the_last_digits(name: str) -> None:
     assert rel_error(ours, truth) < 1e-13
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", mostly_slow(["llama", "qwen3_moe"], "qwen3_moe"))
 @pytest.mark.parametrize("chunk", mostly_slow([1, 7, 4096], 7))
 def test_a_step_is_the_same_however_rows_and_chunks_of_the_head_are_cut(
@@ -156,6 +158,7 @@ LEVERS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", mostly_slow(["qwen3_moe", "gemma3_text"], "qwen3_moe"))
 @pytest.mark.parametrize("lever", mostly_slow(list(LEVERS), next(iter(LEVERS))))
 def test_move_streamed_is_resident(name: str, lever: str) -> None:
@@ -165,11 +168,13 @@ def test_move_streamed_is_resident(name: str, lever: str) -> None:
     assert_equal(step(model, pairs(1, 2), options, num_steps=2), expected)
 
 
+@pytest.mark.thorough
 def test_a_reference_is_scored_by_its_labels_alone_and_changes_nothing() -> None:
     model = adapted("llama")
     assert_equal(step(model, pairs(1, 2), reference=Reference()), step(model, pairs(1, 2)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_micro_batches", mostly_slow([1, 4, 8], 4))
 def test_it_has_the_loads_of_plain_fine_tuning(num_micro_batches: int) -> None:
     engine = attached(tiny("llama"), replace(OPTIONS, num_slots=3))
@@ -182,6 +187,7 @@ def test_it_has_the_loads_of_plain_fine_tuning(num_micro_batches: int) -> None:
     assert found.h2d_bytes == plain.h2d_bytes
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("change", "found"),
     [

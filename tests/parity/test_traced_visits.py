@@ -233,6 +233,7 @@ def test_traced_bytes_are_those_of_the_step_in_a_medium_model(
         assert prediction.visits[layer] == pytest.approx(expected, rel=slack)
 
 
+@pytest.mark.thorough
 def test_a_trace_leaves_the_model_as_it_was() -> None:
     model = built("moe", torch.float32, path="eager", experts=True)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -242,6 +243,7 @@ def test_a_trace_leaves_the_model_as_it_was() -> None:
         assert parameter.grad is None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("path", mostly_slow(["grouped_mm", "triton"], "grouped_mm"))
 def test_weights_that_wait_encoded_are_traced_as_those_that_they_decode_to(path: str) -> None:
     sizes: dict[str, Any] = {"rows": 1, "width": 16, "is_padded": False, "chunk": 8}
@@ -254,6 +256,7 @@ def test_weights_that_wait_encoded_are_traced_as_those_that_they_decode_to(path:
     assert traced(model, **sizes) == whole
 
 
+@pytest.mark.thorough
 def test_layers_that_differ_are_priced_one_by_one() -> None:
     config = {**MOE, "mlp_only_layers": [1], "intermediate_size": 8 * HIDDEN}
     with torch.device("meta"):
@@ -264,6 +267,7 @@ def test_layers_that_differ_are_priced_one_by_one() -> None:
     assert len(set(visits)) == NUM_LAYERS
 
 
+@pytest.mark.thorough
 def test_a_card_s_attention_is_priced_by_the_kernel_that_it_takes() -> None:
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(AutoConfig.for_model(**DENSE))  # fp32, grouped keys

@@ -82,6 +82,7 @@ def test_losses_norms_rates_evaluations_and_adapter_are_the_plain_trainers(
     assert all(not torch.equal(start[name], end[name]) for name in start)
 
 
+@pytest.mark.thorough
 def test_a_step_loads_each_layer_once_per_pass_whatever_its_micro_batches(
     tmp_path: Path,
 ) -> None:
@@ -98,6 +99,7 @@ def test_entries_of_the_log_have_the_plain_trainers_names(trained: tuple[Any, An
     assert plain == ours
 
 
+@pytest.mark.thorough
 def test_weights_stay_on_the_host_and_come_back_at_the_end(tmp_path: Path) -> None:
     ours = made(SluiceTrainer, tmp_path, max_steps=1, eval_strategy="no")
     ours.train()
@@ -148,6 +150,7 @@ def test_models_train_as_by_the_plain_trainer(tmp_path: Path, model: str) -> Non
     require_equal(differences(plain, ours))
 
 
+@pytest.mark.thorough
 def test_a_run_resumes_to_the_bit_and_so_does_the_plain_trainer(
     trained: tuple[Any, Any], tmp_path: Path
 ) -> None:
@@ -164,6 +167,7 @@ def test_a_run_resumes_to_the_bit_and_so_does_the_plain_trainer(
         torch.testing.assert_close(value, ends[2][name], rtol=ROUNDING, atol=ROUNDING)
 
 
+@pytest.mark.thorough
 def test_dropout_is_drawn_by_seed_and_step(tmp_path: Path) -> None:
     def dropping(folder: str, *, dropout: float = 0.3, **changes: Any) -> Any:
         changes = {"max_steps": 3, "save_steps": 2, "eval_strategy": "no"} | changes
@@ -181,6 +185,7 @@ def test_dropout_is_drawn_by_seed_and_step(tmp_path: Path) -> None:
         assert history(other, "loss")[0] != history(whole, "loss")[0]
 
 
+@pytest.mark.thorough
 def test_the_best_checkpoint_is_loaded_and_training_goes_on(tmp_path: Path) -> None:
     best: dict[str, Any] = {
         "num_train_epochs": 1,
@@ -207,6 +212,7 @@ def test_callbacks_are_called_for_the_same(
     assert {name for name, _ in plain} == set(Heard.NAMES)
 
 
+@pytest.mark.thorough
 def test_a_callback_that_stops_within_a_step_leaves_the_weights(tmp_path: Path) -> None:
     class Stop(TrainerCallback):
         def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -225,6 +231,7 @@ def odd_rows() -> list[dict[str, list[int]]]:
     return given
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("size", [1, 3, 8])
 def test_evaluation_weighs_batches_as_the_plain_trainer(
     trained: tuple[Any, Any], size: int
@@ -241,6 +248,7 @@ def test_evaluation_weighs_batches_as_the_plain_trainer(
     assert every["SluiceTrainer"] == pytest.approx(every["Trainer"], rel=ROUNDING)
 
 
+@pytest.mark.thorough
 def test_an_evaluation_computes_with_the_adapters_that_are_on(tmp_path: Path) -> None:
     every = {}
     for kind in (Trainer, SluiceTrainer):
@@ -277,6 +285,7 @@ def test_predictions_are_the_plain_trainers(trained: tuple[Any, Any]) -> None:
     assert (plain.label_ids == ours.label_ids).all()
 
 
+@pytest.mark.thorough
 def test_metrics_of_logits_are_the_plain_trainers(tmp_path: Path) -> None:
     def right(found: Any) -> dict[str, float]:
         right_BT = found.predictions[:, :-1].argmax(-1) == found.label_ids[:, 1:]
@@ -294,11 +303,13 @@ class Stream(IterableDataset[dict[str, list[int]]]):
         return iter(rows(11))
 
 
+@pytest.mark.thorough
 def test_rows_without_a_length_train_and_evaluate(tmp_path: Path) -> None:
     plain, ours = both(tmp_path, train_dataset=Stream(), eval_dataset=Stream(), max_steps=2)
     require_equal(differences(plain, ours))
 
 
+@pytest.mark.thorough
 def test_flattened_rows_are_kept_apart(tmp_path: Path) -> None:
     def flattened(given: Any) -> dict[str, torch.Tensor]:
         """Flatten rows with their positions alone, from which llama makes its own mask."""
@@ -335,6 +346,7 @@ def test_a_card_trains_what_the_plain_trainer_trains(tmp_path: Path) -> None:
     assert {p.device.type for p in ours.model.parameters()} == {"cpu"}
 
 
+@pytest.mark.thorough
 def test_a_step_without_labels_is_refused(tmp_path: Path) -> None:
     given = [row | {"labels": [-100] * len(row["input_ids"])} for row in rows()]
     ours = made(SluiceTrainer, tmp_path, train_dataset=Dataset.from_list(given))
@@ -342,6 +354,7 @@ def test_a_step_without_labels_is_refused(tmp_path: Path) -> None:
         ours.train()
 
 
+@pytest.mark.thorough
 def test_a_batch_with_something_else_is_refused(tmp_path: Path) -> None:
     def collated(given: Any) -> dict[str, torch.Tensor]:
         return collate(given) | {"weights": torch.ones(len(given))}
@@ -351,6 +364,7 @@ def test_a_batch_with_something_else_is_refused(tmp_path: Path) -> None:
         ours.train()
 
 
+@pytest.mark.thorough
 def test_a_batch_without_labels_is_refused(tmp_path: Path) -> None:
     def collated(given: Any) -> dict[str, torch.Tensor]:
         return {name: value for name, value in collate(given).items() if name != "labels"}
@@ -366,6 +380,7 @@ def test_a_model_without_an_adapter_is_refused(tmp_path: Path) -> None:
         made(SluiceTrainer, tmp_path, model=base)
 
 
+@pytest.mark.thorough
 def test_the_guides_example_prints_what_it_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

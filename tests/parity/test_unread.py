@@ -139,6 +139,7 @@ WITH_EXPERTS = {
 EXPERT_CASES = (tuple(WITH_EXPERTS), ("eager", "grouped_mm"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("model_type", "path"),
     tiered(
@@ -174,6 +175,7 @@ TARGETS = {"all-linear": "all-linear", "queries": ["q_proj"]}
 STORED_CASES = (tuple(STORED), (torch.bfloat16, torch.float32), tuple(TARGETS))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("stored", "dtype", "targets"),
     tiered(
@@ -189,6 +191,7 @@ def test_however_layers_are_stored_no_bit_differs(
     assert require_same_bits(model, STORED[stored]) == FOUND["qwen3"]
 
 
+@pytest.mark.thorough
 def test_trained_weights_on_the_host_and_a_product_that_trains_are_computed() -> None:
     model = adapted("llama", targets=["q_proj"], modules_to_save=["down_proj"])
     for where in ("device", "host"):
@@ -196,12 +199,14 @@ def test_trained_weights_on_the_host_and_a_product_that_trains_are_computed() ->
         assert found == (NONE,) * 4
 
 
+@pytest.mark.thorough
 def test_of_adapters_that_peft_computes_only_the_frozen_product_is_left_out() -> None:
     base = frozenset({"mlp.down_proj.base_layer"})
     assert require_same_bits(adapted("qwen3", is_grouped=False)) == (base,) * 4
     assert require_same_bits(adapted("qwen3", use_dora=True)) == (NONE,) * 4
 
 
+@pytest.mark.thorough
 def test_router_losses_are_the_same() -> None:
     routed: Any = adapted("qwen3_moe")
     routed.config.output_router_logits = True
@@ -219,6 +224,7 @@ def test_compiled_layers_are_computed() -> None:
     engine.close()
 
 
+@pytest.mark.thorough
 def test_hooks_that_come_later_see_their_values_and_those_that_go_leave_none() -> None:
     model = adapted("llama")
     engine = attached(model, OPTIONS)
@@ -255,6 +261,7 @@ def with_use(model: nn.Module, use: Use) -> nn.Module:
     return model
 
 
+@pytest.mark.thorough
 def test_a_visit_that_is_not_as_it_was_inspected_computes_all() -> None:
     """A layer with a norm after its MLP for long rows only."""
     model = adapted("llama")
@@ -316,6 +323,7 @@ def added_by_a_foreign_kernel(x: torch.Tensor, y: torch.Tensor, _: int) -> torch
     return added
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "use",
     mostly_slow(
@@ -345,6 +353,7 @@ def test_a_layer_that_reads_only_where_it_was_not_inspected_is_computed(
     assert require_same_bits(with_use(model, use)) == (others, others, NONE, others)
 
 
+@pytest.mark.thorough
 def test_layers_that_threshold_their_mlp_have_the_gradients_of_a_plain_loop() -> None:
     """Inspection sees rows of 3 tokens, and these are longer: each layer falls back, and does so
     in several micro-batches and steps. The loop and its loss are written out here.
@@ -367,12 +376,14 @@ def test_layers_that_threshold_their_mlp_have_the_gradients_of_a_plain_loop() ->
     engine.close()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("use", mostly_slow([halved_if_large, halved_in_place], halved_in_place))
 def test_a_visit_that_is_repeated_draws_the_same_masks(use: Use) -> None:
     model = with_use(adapted("llama", lora_dropout=0.4), use)
     assert require_same_bits(model) == (NONE,) * 4
 
 
+@pytest.mark.thorough
 def test_evaluations_and_kept_graphs_have_values() -> None:
     model = adapted("llama")
     engine = attached(model, replace(OPTIONS, num_kept_graphs=4))
@@ -396,6 +407,7 @@ CONFIG: dict[str, Any] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "dtype", mostly_slow([torch.float32, torch.bfloat16], torch.float32), ids=str
 )

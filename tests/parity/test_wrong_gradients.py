@@ -45,10 +45,12 @@ def assert_refused(model: nn.Module, match: str) -> None:
 # -------------------------------------------------------------------------------- left switched on
 
 
+@pytest.mark.thorough
 def test_a_cache_left_on_in_the_config_changes_no_gradient() -> None:
     assert_exact(llama(use_cache=True))
 
 
+@pytest.mark.thorough
 def test_a_cache_left_on_for_generation_changes_no_gradient() -> None:
     base = tiny_model("llama")
     assert base.generation_config is not None
@@ -56,6 +58,7 @@ def test_a_cache_left_on_for_generation_changes_no_gradient() -> None:
     assert_exact(adapted(base))
 
 
+@pytest.mark.thorough
 def test_checkpointing_left_on_changes_no_gradient_and_is_on_again_after_detach() -> None:
     model: Any = llama()
     expected = assert_exact(model)
@@ -71,6 +74,7 @@ def test_checkpointing_left_on_changes_no_gradient_and_is_on_again_after_detach(
     assert model.get_base_model().is_gradient_checkpointing
 
 
+@pytest.mark.thorough
 def test_hidden_states_that_a_config_asks_for_are_not_collected_and_come_back_after_detach() -> (
     None
 ):
@@ -107,6 +111,7 @@ def test_trained_embeddings_and_head_get_their_gradients_tied_or_not(is_tied: bo
     assert any("lm_head" in name for name in found) is not is_tied
 
 
+@pytest.mark.thorough
 def test_a_head_saved_with_the_adapter_gets_its_gradient() -> None:
     base = tiny_model("llama")
     config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head", "embed_tokens"])
@@ -154,6 +159,7 @@ def test_shared_keys_and_values_are_refused_by_what_a_layer_writes() -> None:
     assert_refused(adapted(base), "Gemma4ForCausalLM has a layer 1 that changes its arguments")
 
 
+@pytest.mark.thorough
 def test_keys_and_values_that_a_layer_stores_and_none_reads_are_not_stored() -> None:
     """As some versions of transformers have it where no layers share them."""
     base: Any = gemma4()
@@ -236,6 +242,7 @@ def test_a_layer_that_writes_what_others_or_its_recompute_read_is_refused(
     )
 
 
+@pytest.mark.thorough
 def test_a_container_that_no_layer_changes_may_be_passed() -> None:
     assert_exact(adapted(gemma4()))
 
@@ -278,6 +285,7 @@ def test_a_tail_that_reads_other_tokens_is_refused() -> None:
     assert_refused(model, "does not compute a token's logits from the last layer's output for it")
 
 
+@pytest.mark.thorough
 def test_a_head_that_forbids_part_of_the_vocabulary_is_exact() -> None:
     base: Any = tiny_model("llama")
     model = adapted(base)
@@ -287,6 +295,7 @@ def test_a_head_that_forbids_part_of_the_vocabulary_is_exact() -> None:
     assert_exact(model)
 
 
+@pytest.mark.thorough
 def test_weights_that_are_no_numbers_show_in_the_loss() -> None:
     base: Any = tiny_model("llama")
     base.lm_head.weight[5] = torch.nan

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -87,6 +88,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
+@pytest.mark.thorough
 @settings(max_examples=20)
 @given(cases())
 def test_n_star_is_the_fewest_micro_batches_with_which_streaming_is_free(case: Case) -> None:

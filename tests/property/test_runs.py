@@ -104,6 +104,7 @@ def test_a_step_is_that_of_its_visits_one_after_the_other(
     assert found.schedule.num_loads == alone[0].schedule.num_loads == 6
 
 
+@pytest.mark.thorough
 @given(runs=runs_of_steps, is_stashed=st.booleans(), num_kept_graphs=st.integers(0, 6))
 def test_a_search_prices_the_step_that_is_laid_out(
     runs: list[PlanRequest], *, is_stashed: bool, num_kept_graphs: int

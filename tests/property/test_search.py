@@ -174,6 +174,7 @@ def test_what_was_rejected_trains_the_same_and_is_slower_or_does_not_fit(machine
             assert one.step_s >= choice.plan.step_s * (1 - 2 * SAME_FRAC)
 
 
+@pytest.mark.thorough
 @settings(max_examples=15)
 @given(machines(), all_requests(), st.sampled_from(["vram", "ram", "pinned", "link"]))
 def test_more_of_anything_never_gives_a_slower_plan(machine, requests, what) -> None:
@@ -197,6 +198,7 @@ def test_more_of_anything_never_gives_a_slower_plan(machine, requests, what) -> 
     assert more.plan.step_s <= choice.plan.step_s * (1 + 2 * SAME_FRAC)
 
 
+@pytest.mark.thorough
 @settings(max_examples=15)
 @given(machines(), all_requests())
 def test_what_if_is_what_a_plan_says_of_that_machine_or_step(machine, requests) -> None:

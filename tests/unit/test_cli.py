@@ -117,6 +117,7 @@ def test_commands_and_flags_are_those_that_were_agreed_on() -> None:
 HEAVY = {"torch", "transformers", "peft", "bitsandbytes", "numpy"}
 
 
+@pytest.mark.thorough
 def test_help_imports_no_torch() -> None:
     asked = [["--help"], ["finetune", "--help"], ["merge", "--help"], ["recipes", "list"]]
     code = (
@@ -130,6 +131,7 @@ def test_help_imports_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
 
+@pytest.mark.thorough
 def test_a_plan_for_a_card_imports_no_torch() -> None:
     code = (
         "import sys\nfrom finetune.app import main\n"
@@ -141,6 +143,7 @@ def test_a_plan_for_a_card_imports_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
 
 
+@pytest.mark.thorough
 def test_a_recipe_for_a_card_imports_no_torch() -> None:
     code = (
         "import sys\nfrom finetune.app import main\n"
@@ -151,6 +154,7 @@ def test_a_recipe_for_a_card_imports_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
 
 
+@pytest.mark.thorough
 def test_a_plan_for_235b_needs_no_torch() -> None:
     words = ["plan", "qwen3-235b-a22b", "--machine", "h200", "offload.codec=nf4"]
     words += ["offload.sent_graphs=none", "offload.attention_outputs=none"]
@@ -188,6 +192,7 @@ def test_the_largest_plan_with_everything_open_is_the_same_again(tmp_path: Path)
     assert len(plan["rejected"]) == 3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("width", mostly_slow([80, 100, 120], 100))
 def test_output_is_as_wide_as_columns_says_and_plain_in_a_pipe(
     width: int, monkeypatch: pytest.MonkeyPatch, capsys
@@ -241,6 +246,7 @@ def test_a_plan_shows_what_it_chose_and_turned_down(capsys) -> None:
     assert "a link of twice the rate" in shown
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "words",
     [
@@ -297,6 +303,7 @@ def test_the_plan_of_the_30b_recipe_has_the_known_figures(capsys) -> None:
     assert layer["h2d_s"] > 0
 
 
+@pytest.mark.thorough
 def test_a_plan_says_which_expert_kernels_it_assumes(capsys) -> None:
     words = ("plan", "qwen30b_lora_5090", "--machine", "rtx4090")
     assert run(*words, "--verbose") == 0  # what is shown without it, and more
@@ -356,6 +363,7 @@ def test_a_plan_that_does_not_fit_exits_with_3_and_names_the_fix(capsys) -> None
     assert run(*words, "offload.codec=bf16_packed") == 0
 
 
+@pytest.mark.thorough
 def test_a_refusal_names_what_takes_the_memory_and_what_makes_it_less(capsys) -> None:
     words = ("plan", "gpt-oss-120b", "--machine", "rtx5090")
     assert run(*words, "train.seq_len=32768") == 3
@@ -372,6 +380,7 @@ def test_a_refusal_names_what_takes_the_memory_and_what_makes_it_less(capsys) ->
     assert run(*words, "offload.tier=disk") == 0
 
 
+@pytest.mark.thorough
 def test_a_step_that_ram_is_too_small_for_runs_from_disk(capsys) -> None:
     words = ("plan", "qwen30b_lora_5090", "--machine", "rtx5090", "--ram", "16")
     assert run(*words) == 3
@@ -572,6 +581,7 @@ def test_a_probe_in_an_unknown_dtype_is_refused(capsys) -> None:
     assert "hint: `--dtype bfloat16`" in err
 
 
+@pytest.mark.thorough
 def test_the_doctor_shows_a_line_for_each_finding_and_fixes_below(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
@@ -598,6 +608,7 @@ LATE = {"accelerate", "bitsandbytes", "peft", "sympy", "transformers", "triton"}
 LATE |= {"torch._dynamo", "torch._inductor", "datasets"}
 
 
+@pytest.mark.thorough
 def test_a_run_plans_before_it_imports_what_its_model_is_built_with() -> None:
     code = "import sys\nimport finetune.train, finetune.training.prepare\nprint(*sys.modules)\n"
     words = [sys.executable, "-c", code]

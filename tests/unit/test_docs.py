@@ -165,6 +165,7 @@ def test_the_example_plan_runs(capsys) -> None:
     assert "98,304 tokens" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("page", TEXTS)
 def test_commands_and_flags_in_prose_exist(page: str) -> None:
     group: Any = typer.main.get_group(app.app)
@@ -293,6 +294,7 @@ PRINTED = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("page", PRINTED)
 def test_the_python_examples_run_and_print_what_is_said(page: str, capsys) -> None:
     for block in blocks("python"):

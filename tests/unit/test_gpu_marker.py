@@ -38,6 +38,7 @@ def outcomes(
     return pytester.runpytest_inprocess(*plugins).parseoutcomes()
 
 
+@pytest.mark.thorough
 def test_without_a_card_gpu_tests_are_skipped(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,6 +67,7 @@ def test_a_gpu_test_that_skips_itself_fails_where_a_card_is_required(
     assert found == {"passed": 2, "failed": 1}
 
 
+@pytest.mark.thorough
 def test_in_ci_only_a_skip_that_is_expected_is_one(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,6 +61,7 @@ def test_the_noise_is_that_of_transformers_to_the_bit(
     assert torch.equal(ours.get_base_model().get_input_embeddings()(ids), plain)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("stash", "kept_graphs"), diagonal(["device", "host"], [0, 2]))
 def test_gradients_of_a_streamed_step_are_those_of_transformers_under_the_same_noise(
     stash: Any, kept_graphs: int

@@ -40,6 +40,7 @@ def run(capsys: pytest.CaptureFixture[str], file: Path, *words: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_data_shows_rows_with_their_loss_lengths_and_what_is_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,6 +112,7 @@ class Page(HTMLParser):
             self.marked.append(data)
 
 
+@pytest.mark.thorough
 def test_the_page_is_one_file_with_every_text_escaped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

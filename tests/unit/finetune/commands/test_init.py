@@ -39,6 +39,7 @@ def words(**changes: str | None) -> list[str]:
     return ["init", *(word for flag, value in flags.items() if value for word in (flag, value))]
 
 
+@pytest.mark.thorough
 def test_flags_answer_all_questions_and_the_plan_is_that_of_the_recipe(capsys) -> None:
     assert run(*words(goal="fastest"), "--out", "mine.yaml") == 0
     out = capsys.readouterr().out
@@ -89,6 +90,7 @@ def test_evaluations_come_four_times_an_epoch_and_few_steps_are_said(capsys) -> 
         assert ("25 steps are few to learn in" in out) == (num_rows == 400)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("row", "is_cut"),
     [
@@ -126,6 +128,7 @@ def test_nothing_is_written_over(capsys) -> None:
     assert Path("mine.yaml").read_text() == Path("mine.plan.json").read_text() == "mine"
 
 
+@pytest.mark.thorough
 def test_what_does_not_fit_writes_nothing(capsys) -> None:
     assert run(*words(ram="1"), "--yes") == 3
     assert "does not fit" in capsys.readouterr().err

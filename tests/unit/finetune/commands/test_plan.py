@@ -17,6 +17,7 @@ def run(*argv: str) -> int:
     return exit_info.value.code
 
 
+@pytest.mark.thorough
 def test_each_machine_has_its_share_and_the_slowest_is_waited_for(capsys) -> None:
     assert run(*WORDS, *TWO, "--json") == 0
     found = json.loads(capsys.readouterr().out)

@@ -137,6 +137,7 @@ def stored(
     return store
 
 
+@pytest.mark.thorough
 def test_workers_encode_to_the_same_tokens_in_order(tmp_path: Path) -> None:
     rows = count_rows(521)  # three chunks
     ours, theirs = (

@@ -161,6 +161,7 @@ def progress_of(file: Path, **settings: Any) -> tuple[list[str], list[tuple[int,
     return works, numbers
 
 
+@pytest.mark.thorough
 def test_tokenising_counts_rows_of_a_known_number_once(tmp_path: Path) -> None:
     file = write(tmp_path, *[qa(str(n)) for n in range(600)])
     with file.open("a") as out:

@@ -78,6 +78,7 @@ def order_of(
     )
 
 
+@pytest.mark.thorough
 @settings(max_examples=25, deadline=None)
 @given(lengths=LENGTHS, tokens=st.integers(60, 200))
 def test_steps_given_in_tokens_visit_each_row_once_an_epoch(
@@ -110,6 +111,7 @@ def test_steps_given_in_rows_have_those_that_they_have_unpacked(
         assert sorted(chain(*order.step(step))) == sorted(chain(*unpacked.step(step)))
 
 
+@pytest.mark.thorough
 @settings(max_examples=25, deadline=None)
 @given(
     lengths=LENGTHS, tokens=st.integers(60, 200), is_in_rows=st.booleans(), is_long=st.booleans()

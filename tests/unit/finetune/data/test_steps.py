@@ -218,6 +218,7 @@ def test_a_resumed_loader_goes_on_with_the_same_batches(examples: ExampleSet) ->
     assert batches_of(examples, first_step=4) == batches_of(examples)[4:]
 
 
+@pytest.mark.thorough
 def test_workers_give_the_same_batches_without_sockets_and_are_gone_afterwards(
     examples: ExampleSet,
     worker_pids: Callable[[], list[int]],
@@ -253,6 +254,7 @@ def test_the_loader_leaves_the_random_state_alone(examples: ExampleSet) -> None:
 
 
 # torch tells of the death by a signal, which may come while it opens files or lets workers go.
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("sent", mostly_slow([signal.SIGKILL, signal.SIGSEGV], signal.SIGKILL))

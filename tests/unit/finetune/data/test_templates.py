@@ -238,6 +238,7 @@ def row_of(kind: str) -> dict[str, Any]:
     return {"messages": KINDS[kind], **({"tools": [TOOL]} if has_tools else {})}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("template", "kind"), LEARNED)
 def test_what_is_learned_is_what_is_written_by_hand(
     tmp_path: Path, template: str, kind: str

@@ -152,6 +152,7 @@ def qwen3(tmp_path: Path) -> SimpleNamespace:
 # ----------------------------------------------------------------------------------- the same model
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", mostly_slow(list(MODELS), "gpt_oss", "qwen3, tied"))
 def test_merged_in_float32_it_gives_the_adapter_model_s_logits(name: str, tmp_path: Path) -> None:
     base = publish(MODELS[name](), tmp_path / "base", torch.float32)
@@ -163,6 +164,7 @@ def test_merged_in_float32_it_gives_the_adapter_model_s_logits(name: str, tmp_pa
     assert merged.notes == ()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", mostly_slow(list(MODELS), "gpt_oss", "qwen3, tied"))
 def test_each_weight_is_rounded_once_and_others_keep_their_bits(name: str, tmp_path: Path) -> None:
     base = publish(MODELS[name](), tmp_path / "base", torch.bfloat16)
@@ -189,6 +191,7 @@ def test_each_weight_is_rounded_once_and_others_keep_their_bits(name: str, tmp_p
     assert rel(logits(load(tmp_path / "out", torch.bfloat16)), truth) < 2 * plain_error
 
 
+@pytest.mark.thorough
 def test_pieces_of_experts_make_up_the_whole(tmp_path: Path, monkeypatch) -> None:
     base = publish(MODELS["qwen3_moe"](), tmp_path / "base", torch.bfloat16)
     fused = publish(
@@ -262,6 +265,7 @@ def test_a_router_that_is_saved_whole_is_merged(tmp_path: Path) -> None:
     assert rel(logits(load(tmp_path / "out")), wanted) < 1e-5
 
 
+@pytest.mark.thorough
 def test_the_quickstart_merged_answers_as_with_its_adapter(tmp_path: Path) -> None:
     adapter = train(QUICKSTART, tmp_path / "adapter")
     merge(QUICKSTART, adapter, tmp_path / "out")
@@ -279,6 +283,7 @@ def test_the_quickstart_merged_answers_as_with_its_adapter(tmp_path: Path) -> No
     assert merged.generation_config.eos_token_id == 258
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("config", "pack", "quantization"),
     [

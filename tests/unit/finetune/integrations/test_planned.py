@@ -75,6 +75,7 @@ def test_a_model_in_half_precision_is_refused(tmp_path: Path) -> None:
         planned(tmp_path, model)
 
 
+@pytest.mark.thorough
 def test_a_trainer_runs_the_plan_of_this_machine(tmp_path: Path, machine_file: Path) -> None:
     model: Any = tiny("llama")
     machine = Machine.from_json(machine_file.read_text())

@@ -64,6 +64,7 @@ def test_entries_that_are_none_are_left_out() -> None:
     assert batch.keys() == {"input_ids", "labels"}
 
 
+@pytest.mark.thorough
 def test_rows_without_labels_change_no_loss() -> None:
     model = tiny("llama")
     model.eval()

@@ -59,6 +59,7 @@ def add_layer(tensors: Tensors, *, number: int) -> None:
     tensors[f"model.layers.{number}.shared_head.norm.weight"] = torch.ones(32)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "is_quantised", "tier"),
     diagonal(["deepseek_v3", "glm4_moe"], [False, True], ["ram", "disk"]),
@@ -77,6 +78,7 @@ def test_layers_that_predict_further_tokens_are_left_out(
     assert_same_model(found, expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("number", "num_further"), [(3, 0), (4, 1)])
 def test_other_layers_that_the_config_does_not_know_are_named(
     number: int, num_further: int, tmp_path: Path
@@ -88,6 +90,7 @@ def test_other_layers_that_the_config_does_not_know_are_named(
         load(tmp_path, "ram")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tier", ["ram", "disk"])
 def test_what_older_checkpoints_hold_besides_weights_is_let_be(tier: Tier, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, AutoConfig.for_model("llama", **SHAPE))
@@ -99,6 +102,7 @@ def test_what_older_checkpoints_hold_besides_weights_is_let_be(tier: Tier, tmp_p
     assert_same_model(load(tmp_path, tier), expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tier", ["ram", "disk"])
 def test_a_head_that_is_tied_and_published_all_the_same_is_one_tensor(
     tier: Tier, tmp_path: Path

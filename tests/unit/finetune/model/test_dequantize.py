@@ -130,6 +130,7 @@ def by_definition(pack: Pack, name: str, values: torch.Tensor) -> Mapping[str, t
     return {name: found.to(values.dtype).view(values.shape)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("has_double_quantisation", [False, True])
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 def test_4_bit_rows_that_are_no_whole_blocks_are_dequantised_as_the_format_says(
@@ -236,6 +237,7 @@ def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], obj
 GATE = "model.layers.1.mlp.gate_proj.weight"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("form", "change", "message"),
     [

@@ -94,6 +94,7 @@ def counted(facts: ModelFacts, name: str) -> int:
     return sum(layer.parameters_by_class()[name] for layer in facts.layers)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "model_type", mostly_slow(FORMS, "jetmoe", "llama4", "mamba", "qwen3_5_moe")
 )
@@ -172,6 +173,7 @@ def test_both_grades_agree_on_every_family(model_type: str) -> None:
         assert ours.attention == theirs.attention
 
 
+@pytest.mark.thorough
 def test_the_forms_of_attention_are_told_apart() -> None:
     gpt2 = facts_of(tiny("gpt2")).layers[0]
     assert isinstance(gpt2.attention, SoftmaxAttention)
@@ -223,6 +225,7 @@ def planned(capsys: Any, *words: object) -> str:
     return str(out)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("model_type", "grade"),
     [("starcoder2", "off the model, built without weights"), ("glm4", "from the config alone")],
@@ -237,6 +240,7 @@ def test_a_plan_says_where_its_counts_are_from(
     assert as_json["model"]["facts_grade"] == ("config" if model_type == "glm4" else "built")
 
 
+@pytest.mark.thorough
 def test_a_plan_of_a_composite_imports_no_torch(tmp_path: Path) -> None:
     file = config_file(tmp_path, "qwen3_5")
     code = (

@@ -24,6 +24,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "tier", "dtype"),
     mostly_slow(
@@ -44,6 +45,7 @@ def test_move_a_published_mixture_is_loaded_as_transformers_loads_it(
     assert_same_model(load(tmp_path, tier, dtype), expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", mostly_slow([*JOINED, *NOT_JOINED], "mixtral", "gpt_oss", "llama"))
 def test_experts_are_joined_before_transformers_sees_them(name: str, tmp_path: Path) -> None:
     config = tiny_config(name)

@@ -141,6 +141,7 @@ def test_a_checkpoint_that_is_published_in_another_dtype_is_loaded_alike(tmp_pat
         assert_same_model(load(path, tier).model, expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "tier"),
     mostly_slow(itertools.product(["qwen3", "qwen3_moe"], ["ram", "disk"]), ("qwen3_moe", "disk")),
@@ -187,6 +188,7 @@ def test_layers_that_were_loaded_into_a_slab_are_not_copied_by_attach(qwen3: Pat
 # ------------------------------------------------------------------------------------------- errors
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tier", ["ram", "disk"])
 @pytest.mark.parametrize(
     ("change", "message"),
@@ -262,6 +264,7 @@ def change_a_weight(shard: Path) -> None:
     assert (now.st_size, now.st_mtime_ns) == (status.st_size, status.st_mtime_ns)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("number", "is_replaced"),
     mostly_slow(
@@ -343,6 +346,7 @@ def damage_header(file: Path) -> None:
     file.write_bytes(content[:-4096].ljust(len(content), b"x"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("damage", "why"), [(damage_size, "it has"), (damage_header, "its header is damaged")]
 )
@@ -360,6 +364,7 @@ def test_a_damaged_store_is_built_anew_and_said_so(
     assert_same_model(again.model, expected)
 
 
+@pytest.mark.thorough
 def test_a_layer_damaged_on_disk_stops_the_run_and_the_next_start_builds_it_anew(
     qwen3: Path,
 ) -> None:

@@ -194,6 +194,7 @@ def chosen_chunk(gib: float, *overrides: str) -> int:
     return choose(asked.facts, small_card(gib), ways).plan.request.largest.head_chunk_tokens
 
 
+@pytest.mark.thorough
 def test_fewer_logits_exist_at_a_time_only_where_more_would_not_fit() -> None:
     assert [chosen_chunk(gib) for gib in (12, 6, 3.5, 3.3)] == [1024, 1024, 256, 256]
 

@@ -49,6 +49,7 @@ def test_all_machines_have_a_line_for_each_form_of_the_layers(capsys) -> None:
     assert lines == [(card, codec) for card in cards for codec in ("native", "fp8", "nf4")]
 
 
+@pytest.mark.thorough
 def test_gpus_share_the_tokens_of_a_step_and_one_slab(capsys) -> None:
     words = ("plan", SMALL, "train.tokens_per_step=16384", "--machine", "rtx3060")
     plain, one, two = (printed(capsys, *words, *more) for more in ((), ("--gpus", 1), GPUS))
@@ -68,6 +69,7 @@ def test_gpus_share_the_tokens_of_a_step_and_one_slab(capsys) -> None:
     assert two["predicted"]["host_bytes"] < 2 * plain["predicted"]["host_bytes"] - slabs[0]
 
 
+@pytest.mark.thorough
 def test_gpus_are_planned_in_a_table_of_cards_and_with_several_runs(capsys) -> None:
     words = ("plan", SMALL, "train.tokens_per_step=16384")
     lines = printed(capsys, *words, "--machines", "rtx3060", *GPUS)
@@ -80,6 +82,7 @@ def test_gpus_are_planned_in_a_table_of_cards_and_with_several_runs(capsys) -> N
     assert runs["sharings"][0]["step_s"] == one["predicted"]["step_s"]
 
 
+@pytest.mark.thorough
 def test_a_plan_of_gpus_says_whose_memory_it_is(capsys) -> None:
     words = ("plan", SMALL, "train.tokens_per_step=16384", *GPUS)
     assert run(*words, "--machine", "rtx3060") == 0
@@ -142,6 +145,7 @@ def test_what_does_not_fit_names_the_memory_and_what_it_needs(capsys) -> None:
     assert "nf4, disk" not in cells
 
 
+@pytest.mark.thorough
 def test_memory_and_link_beside_named_cards_can_be_given(capsys) -> None:
     words = ("plan", "qwen3-8b", "train.tokens_per_step=2048", "offload.kept_graphs=0")
     wide = printed(capsys, *words, "--machine", "rtx3060", "--ram", "32")
@@ -209,6 +213,7 @@ def test_what_fits_is_within_the_memory_and_what_does_not_is_short_of_one(
             assert compared.ram_bytes <= 48 * GIB
 
 
+@pytest.mark.thorough
 def test_the_longest_sequence_fits_and_one_that_is_a_step_longer_does_not(
     in_12_gib: list[Comparison],
 ) -> None:
@@ -232,6 +237,7 @@ def test_the_longest_sequence_fits_and_one_that_is_a_step_longer_does_not(
                 plan(facts, machine, request)
 
 
+@pytest.mark.thorough
 def test_more_memory_never_shortens_the_longest_sequence(in_12_gib: list[Comparison]) -> None:
     machine = budgeted(named_machine("rtx4090", ram_bytes=48 * GIB), vram_gib=20)
     in_20_gib = compare_within_memory([model_subject(SMALL, [])], machine, num_ranks=1)
@@ -253,6 +259,7 @@ def test_fit_lists_what_trains_at_the_rates_of_an_assumed_card(capsys) -> None:
     assert max(line["vram_bytes"] for line in found) <= 10 * GIB
 
 
+@pytest.mark.thorough
 def test_fit_of_two_gpus_has_the_figures_of_their_plan(capsys) -> None:
     words = ("--machine", "rtx3060", "--ram", "64", "--gpus", "2")
     first, figures = (

@@ -81,6 +81,7 @@ def test_a_suggested_recipe_plans_to_the_figures_on_top_of_it(
     load_recipe(str(file), [])  # the strict reader takes it
 
 
+@pytest.mark.thorough
 def test_settings_of_the_command_line_are_written(capsys) -> None:
     words = ("llama-3.2-1b", "--vram", 8, "train.seq_len=4096", "train.lr=0.0001")
     text = suggested(capsys, *words, "adapter.targets=[q_proj, v_proj]", "train.steps=20")
@@ -92,11 +93,13 @@ def test_settings_of_the_command_line_are_written(capsys) -> None:
     assert "train.rank is not a setting" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_a_recipe_for_experts_says_how_to_train_them(capsys) -> None:
     assert "\n  # experts: true " in suggested(capsys, "olmoe", "--vram", 24)
     assert "experts: true" not in suggested(capsys, "llama-3.2-1b", "--vram", 24)
 
 
+@pytest.mark.thorough
 def test_all_weights_have_no_adapter_and_a_lower_rate(capsys) -> None:
     words = ("qwen3-0.6b", "--vram", 24, "train.what=all")
     text = suggested(capsys, *words)
@@ -120,6 +123,7 @@ def rates(capsys, *argv: object) -> dict[str, float]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("goal", mostly_slow(GOALS, *(name for name in GOALS if name != "context")))
 def test_a_goal_takes_what_rounds_least_of_the_forms_that_are_good_enough(goal: Goal) -> None:
     machine = named_machine("rtx3090", ram_bytes=32 * GIB)
@@ -183,6 +187,7 @@ def test_a_longer_sequence_keeps_whole_micro_batches(capsys) -> None:
     assert int(found[2]) % (2 * int(found[1])) == 0
 
 
+@pytest.mark.thorough
 def test_every_form_has_a_line_and_one_is_chosen(capsys) -> None:
     text = suggested(capsys, "qwen3-1.7b", "--machine", "rtx3090", "--ram", 64)
     lines = re.findall(r"^#   ((?:exact|int8|fp8|nf4).*)$", text, re.MULTILINE)
@@ -237,6 +242,7 @@ def test_a_budget_is_kept_to_by_what_would_do(capsys) -> None:
 # ------------------------------------------------------------------------------------ the asking
 
 
+@pytest.mark.thorough
 def test_memory_alone_takes_the_rates_of_a_card_and_says_so(capsys) -> None:
     assert run("recipes", "for", "qwen3-8b", "--vram", 12) == 0
     out, err = capsys.readouterr()

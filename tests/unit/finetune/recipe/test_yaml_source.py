@@ -78,6 +78,7 @@ def test_a_recipe_too_large_to_be_one_is_not_read(folder: Path) -> None:
     assert error.limit == "a recipe is a file of at most 100,000 bytes"
 
 
+@pytest.mark.thorough
 def test_of_very_many_problems_the_first_are_shown(folder: Path) -> None:
     error = refusal(write("".join(f"k{i}: {i}\n" for i in range(500))))
     assert "problems in the recipe, of which these are 20" in error.what
@@ -98,6 +99,7 @@ def test_what_only_yaml_1_1_reads_as_something_else_is_text(text: str) -> None:
     assert read_draft("r", f"a: {text}").values == {"a": text}
 
 
+@pytest.mark.thorough
 @given(st.text(max_size=200))
 def test_any_text_is_a_draft_or_a_named_refusal(text: str) -> None:
     try:
@@ -116,6 +118,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.thorough
 @given(values=st.dictionaries(st.sampled_from(KEYS), VALUES), override=VALUES)
 @example(values={"model": {"path": "~0"}}, override=None)  # nobody's home
 @example(values={"model": {"config": "a/\ud800.json"}}, override=None)  # half a character

@@ -49,6 +49,7 @@ def test_every_kind_has_a_colour_of_its_own() -> None:
     assert len(set(COLOURS.values())) == len(COLOURS)
 
 
+@pytest.mark.thorough
 def test_a_step_of_ten_thousand_ops_is_a_small_file_that_hides_nothing() -> None:
     large = step(64, 40)
     drawing = gantt_svg({"predicted": large, "measured": large})

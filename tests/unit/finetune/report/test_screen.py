@@ -129,6 +129,7 @@ def tokenising(
     return plain_lines(stream.getvalue())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows-of-a-very-long-name.json"])
 def test_a_terminal_shows_a_bar_of_the_rows_that_are_tokenised(tmp_path: Path, name: str) -> None:
     lines = tokenising(tmp_path, name, is_terminal=True)
@@ -140,6 +141,7 @@ def test_a_terminal_shows_a_bar_of_the_rows_that_are_tokenised(tmp_path: Path, n
     )
 
 
+@pytest.mark.thorough
 def test_tokenising_is_lines_in_a_pipe_objects_in_json_and_nothing_if_quiet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,6 +69,7 @@ def test_the_recipe_of_a_question_plans_to_the_same_figures(
     assert figures["machine"] == machine.name
 
 
+@pytest.mark.thorough
 def test_a_pasted_config_is_planned_like_the_shape_that_it_is_of(
     planner: Planner, tmp_path: Path, capsys, monkeypatch
 ) -> None:
@@ -129,6 +130,7 @@ def test_a_wider_step_shows_more_ops(planner: Planner) -> None:
     assert wide.count("<rect") > 2 * planner.answer("plan", asked)["gantt"].count("<rect")
 
 
+@pytest.mark.thorough
 def test_other_ways_are_those_of_the_command(planner: Planner, capsys) -> None:
     words = ["qwen3-0.6b", "train.tokens_per_step=8192", "--machine", "rtx3060", "--what-if"]
     ways = json.loads(json.dumps(planner.answer("ways", question())["other_ways"]))
@@ -220,6 +222,7 @@ assert not {"torch", "transformers", "numpy", "huggingface_hub"} & set(sys.modul
 """
 
 
+@pytest.mark.thorough
 def test_the_static_page_s_archive_holds_all_that_its_answers_import(tmp_path: Path) -> None:
     import pydantic_core
 

@@ -98,6 +98,7 @@ def batches(width: int) -> StepShare:
     )
 
 
+@pytest.mark.thorough
 def test_a_rehearsal_leaves_no_trace() -> None:
     with_rehearsal, parameters = make_loop()
     before = {name: p.detach().clone() for name, p in parameters.items()}
@@ -121,6 +122,7 @@ def test_a_step_depends_on_its_number_and_not_on_the_state_of_random() -> None:
     assert other.step(1, batches(8)).loss != loss  # another dropout mask
 
 
+@pytest.mark.thorough
 def test_a_run_that_was_begun_with_the_first_seeds_keeps_them(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     begun, expected = make_loop()
@@ -204,6 +206,7 @@ def test_a_resume_in_16_bits_continues_to_the_bit(
     assert not torch.equal(whole.weights[norm], expected[norm].float())
 
 
+@pytest.mark.thorough
 def test_a_rehearsal_in_16_bits_leaves_no_trace_either() -> None:
     loop, parameters = make_loop(dtype=torch.bfloat16, section=WHOLE)
     before = {name: p.detach().clone() for name, p in parameters.items()}
@@ -213,6 +216,7 @@ def test_a_rehearsal_in_16_bits_leaves_no_trace_either() -> None:
     assert all(w.grad is None for w in loop.weights.values())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("times_s", "expected_s", "widths"),
     [
@@ -339,6 +343,7 @@ def half_loop(factor: float, *, largest: float | None = None) -> tuple[Loop, Any
     return loop, trained
 
 
+@pytest.mark.thorough
 def test_a_step_whose_gradients_overflow_is_skipped_and_the_next_one_is_scaled_by_half() -> None:
     loop, trained = half_loop(2.0**24)
     before = {name: p.detach().clone() for name, p in trained.items()}
@@ -360,6 +365,7 @@ def test_a_step_whose_gradients_overflow_is_skipped_and_the_next_one_is_scaled_b
     assert all(torch.equal(p, trained[name]) for name, p in others.items())
 
 
+@pytest.mark.thorough
 def test_what_a_step_in_float16_reports_is_of_the_loss_that_was_not_scaled() -> None:
     one, other = half_loop(2.0**8)[0], half_loop(2.0**10)[0]
     first, second = (loop.step(0, batches(8)) for loop in (one, other))
@@ -367,6 +373,7 @@ def test_what_a_step_in_float16_reports_is_of_the_loss_that_was_not_scaled() -> 
     assert first.grad_norm == pytest.approx(second.grad_norm, rel=1e-3)
 
 
+@pytest.mark.thorough
 def test_too_many_skipped_steps_in_a_row_end_the_run_and_name_the_tensor() -> None:
     loop, _ = half_loop(2.0**60)
     for number in range(MAX_SKIPPED - 1):
@@ -384,6 +391,7 @@ def test_an_overflow_in_the_forward_ends_the_run_and_names_the_module() -> None:
     assert all(torch.equal(p, before[name]) for name, p in trained.items())
 
 
+@pytest.mark.thorough
 def test_move_a_resumed_run_keeps_the_scale_and_skipped_steps(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     whole, expected = half_loop(2.0**24)

@@ -49,6 +49,7 @@ def traced(first: Plan, *, ways: Sequence[PlanRequest] = ()) -> tuple[Plan, str]
     return trace_memory(model, first, open_requests=all_ways, device=cpu, ranks=Ranks())
 
 
+@pytest.mark.thorough
 def test_a_plan_of_auto_slots_takes_as_many_as_fit_by_the_trace() -> None:
     first = planned("qwen3", num_slots=None)
     whole, note = traced(first)
@@ -67,6 +68,7 @@ def test_a_plan_of_auto_slots_takes_as_many_as_fit_by_the_trace() -> None:
     assert (again.num_slots != tight.num_slots) == ("planned again: 3 slots" in note)
 
 
+@pytest.mark.thorough
 def test_a_number_of_slots_that_does_not_fit_by_the_trace_is_refused_with_one_that_does() -> None:
     first = planned("qwen3", num_slots=4)
     whole, _ = traced(first)

@@ -261,6 +261,7 @@ def test_what_a_run_has_for_itself_is_what_one_more_adds() -> None:
     assert peaks[2] - peaks[1] == pytest.approx(2 * 1.03 * own, rel=0.01)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("most", mostly_slow([1, 2, 3], 2))
 def test_waves_are_as_fast_as_the_best_partition_of_a_few_runs(most: int) -> None:
     runs = [SMALL, adapted(rank=64), SMALL, replace(SMALL, num_micro_batches=16), SMALL]

@@ -92,6 +92,7 @@ def test_a_plan_sends_graphs_where_that_pays_and_the_engine_is_told() -> None:
     assert options.residency == found().residency
 
 
+@pytest.mark.thorough
 def test_less_ram_sends_fewer_graphs_and_takes_longer() -> None:
     counts = [found(ram).residency.num_sent_graphs for ram in (16, 32, 64, 128)]
     times_s = [found(ram).step_s for ram in (16, 32, 64, 128)]

@@ -26,12 +26,14 @@ def rates(machine: Machine) -> dict[str, Rate]:
     return {name: value for name, value in values.items() if isinstance(value, Rate)}
 
 
+@pytest.mark.thorough
 def test_every_rate_is_measured_and_above_zero(machine: Machine) -> None:
     assert machine.is_measured
     assert len(rates(machine)) == 12
     assert all(rate.value > 0 for rate in rates(machine).values())
 
 
+@pytest.mark.thorough
 def test_rates_are_of_a_size_that_a_cpu_can_have(machine: Machine) -> None:
     assert 1e8 < machine.gemm_flops_per_s.value < 1e14
     assert 1e8 < machine.attention_flops_per_s.value < 1e14
@@ -176,6 +178,7 @@ def test_a_system_without_meminfo_is_refused(tmp_path: Path) -> None:
         free_host_bytes(tmp_path)
 
 
+@pytest.mark.thorough
 def test_a_probe_leaves_later_threads_all_their_cores() -> None:
     probe(device="cpu", dtype="float32", seconds=0.2)
     found: list[int] = []

@@ -106,6 +106,7 @@ def kernel() -> Iterator[ModuleType]:
     sys.modules.pop(KERNEL, None)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_weights", [1, 255, 256, 2047, 2048, 2049, 70001])
 def test_the_kernel_gives_every_bit_back(kernel: ModuleType, num_weights: int) -> None:
     from offload.engine.codecs.packed import split

@@ -184,6 +184,7 @@ def test_triton_is_told_not_to_run_on_a_cpu() -> None:
     assert tried(experts(), "triton", "eager")["triton"].seconds is None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "ranks",
     mostly_slow({"frozen": {}, "lora": {"gate_up_proj": 4, "down_proj": 4}}, "frozen"),

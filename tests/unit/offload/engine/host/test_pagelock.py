@@ -176,6 +176,7 @@ def test_a_slab_is_rehearsed_in_a_child_and_then_locked_here(
     os.close(fd)
 
 
+@pytest.mark.thorough
 def test_a_slab_over_the_limit_is_staged_for_real(
     cuda_locker: Callable[[int | None], CudaLocker],
 ) -> None:

@@ -220,6 +220,7 @@ def test_a_slab_that_no_parameter_lies_in_is_refused() -> None:
 # ------------------------------------------------------------------------------------ two processes
 
 
+@pytest.mark.thorough
 def test_two_processes_see_the_same_bytes_which_take_memory_once(filled: Slab) -> None:
     code = """
 slab = Slab.open(handle, records)
@@ -237,6 +238,7 @@ sys.stdin.read()
     assert shares[0] == shares[1]
 
 
+@pytest.mark.thorough
 def test_values_put_into_a_slab_of_another_process_are_not_copied(filled: Slab) -> None:
     code = """
 slab = Slab.open(handle, records)

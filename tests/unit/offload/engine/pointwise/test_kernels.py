@@ -96,6 +96,7 @@ def plain_rotary(cos: torch.Tensor, sin: torch.Tensor) -> Callable[..., Result]:
     return rotate
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ours", FORMS, ids=["kernel", "reference"])
 @pytest.mark.parametrize("dtype", MOST_DTYPES, ids=str)
 @pytest.mark.parametrize(("rotated", "num_b"), diagonal([24, 8], [1, 2]))
@@ -143,6 +144,7 @@ def test_reorder_a_gate_is_as_exact_as_plain_code(
         assert error(each[:1], each[1:2]) <= 1.05 * error(each[2:], each[1:2]) + slack
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ours", FORMS, ids=["kernel", "reference"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_v", [7, 5001])
@@ -199,6 +201,7 @@ def test_logits_that_are_not_finite_give_a_loss_that_is_not(bad: float, ours: An
     assert torch.isfinite(losses[1])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", MOST_DTYPES, ids=str)
 def test_reorder_rows_that_are_not_dense_are_read_where_they_are(dtype: torch.dtype) -> None:
     torch.manual_seed(0)

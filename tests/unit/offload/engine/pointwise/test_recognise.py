@@ -43,6 +43,7 @@ class PlainNorm(nn.Module):
         return (self.weight + self.offset) * normed
 
 
+@pytest.mark.thorough
 def test_a_norm_is_known_with_its_eps_and_offset() -> None:
     expected = Norm(eps=1e-5, offset=0.0, is_cast_first=True)
     assert find_norm(PlainNorm()) == expected
@@ -52,6 +53,7 @@ def test_a_norm_is_known_with_its_eps_and_offset() -> None:
         assert find_norm(PlainNorm()) == expected
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "changed",
     [{"power": 2.01}, {"offset": 0.5}, {"mean": 1.0}, {"slope": 1.01}, {"limit": 1e3}],
@@ -167,6 +169,7 @@ def test_a_rotation_is_known_by_what_it_computes() -> None:
     assert find_rotary(Pairs()) is find_rotary(Queries()) is find_rotary(nn.Linear(D, D)) is None
 
 
+@pytest.mark.thorough
 def test_proofs_draw_nothing_from_torchs_generator_and_leave_modules_alone() -> None:
     mlp, norm = Mlp(), PlainNorm()
     before = [dict(vars(x)) for x in (mlp, norm)]

@@ -49,6 +49,7 @@ def test_norms_of_two_widths_are_tried_apart_and_equal_ones_once() -> None:
     assert len(names) == 5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["norm", "rotate", "gated", "cross_entropy"])
 def test_an_operator_that_is_wrong_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     own = getattr(ops, name)
@@ -65,6 +66,7 @@ def test_an_operator_that_is_wrong_is_found(name: str, monkeypatch: pytest.Monke
     assert set(reasons.values()) <= {None, "it is slower"}
 
 
+@pytest.mark.thorough
 def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     own = ops.gated
 

@@ -55,6 +55,7 @@ def quiet() -> Iterator[None]:
         yield
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", mostly_slow(BUILT, "gemma3_text", "gpt_oss"))
 def test_facts_say_what_is_proven(name: str) -> None:
     sizes = SIZES | ({"num_key_value_heads": 4} if name in LATENT else {})

@@ -42,6 +42,7 @@ BF16 = torch.bfloat16
 CASES = (tuple(TYPES), ("all-linear", "attention"), (torch.float32, BF16, BF16, torch.float32))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "targets", "dtype"),
     tiered(

@@ -128,6 +128,7 @@ def test_a_fused_layer_moves_what_the_plan_says_within_a_tenth(
         assert said.backward.num_ops == backward.total_ops - num_products - 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "dtype", mostly_slow([torch.float32, torch.bfloat16], torch.float32), ids=str
 )

@@ -73,6 +73,7 @@ def test_a_what_if_table_is_the_same_again() -> None:
 # Settings
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "request_changes", "workload_changes"),
     [
