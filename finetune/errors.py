@@ -9,6 +9,7 @@ FinetuneError            see offload.errors.SluiceError for the three parts
   RankError              another process of the run has failed
     ToldRankError        and has said so itself
   RunFailedError         one of several runs, which all its ranks know
+  StudioError            the page's second process has died
 ApartError               runs that are to train in waves, by their plan
 TrialDoesNotFitError     the longest batch ran out of memory when it was tried
 """
@@ -60,6 +61,10 @@ class RankError(FinetuneError):
 
 class RunFailedError(FinetuneError):
     """A run cannot go on. All its ranks raise it at the same point, so other runs can go on."""
+
+
+class StudioError(FinetuneError):
+    """A process of the local page has died."""
 
 
 class ApartError(FinetuneError):

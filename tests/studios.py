@@ -1,7 +1,7 @@
 """Questions of the studio's page, a studio that is served, a browser for it, and axe-core."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import util
@@ -12,10 +12,10 @@ import pytest
 import uvicorn
 
 from finetune.studio.answer import Planner
+from finetune.studio.background import Background
 from finetune.studio.guard import new_token
 from finetune.studio.question import Question
 from finetune.studio.server import Studio, listening
-from offload.plan.machine.machine import Machine
 
 SETUP: dict[str, Any] = {
     "model": "qwen3-0.6b",
@@ -57,20 +57,19 @@ class Served:
     token: str
 
 
-def studio_of(
-    folder: Path, configs: Path, *, port: int = 8765, here: Callable[[], Machine] | None = None
-) -> Served:
+def studio_of(folder: Path, planner: Planner, *, port: int = 8765) -> Served:
     """Return a studio that nothing serves yet."""
     token = new_token()
-    studio = Studio(Planner(here=here, folder=configs), folder=folder, token=token, port=port)
+    studio = Studio(planner, folder=folder, token=token, port=port)
     return Served(studio=studio, port=port, token=token)
 
 
 @contextmanager
 def served(folder: Path, configs: Path) -> Iterator[Served]:
     """Serve a studio in a thread."""
-    with listening(0) as sockets:
-        made = studio_of(folder, configs, port=sockets.getsockname()[1])
+    with listening(0) as sockets, Background(configs) as background:
+        planner = Planner(here=None, folder=configs, background=background.answer)
+        made = studio_of(folder, planner, port=sockets.getsockname()[1])
         config = uvicorn.Config(made.studio.app, log_level="error", lifespan="off")
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sockets]})

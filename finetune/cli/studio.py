@@ -36,11 +36,17 @@ def studio(
         from finetune.commands.plan import probed
         from finetune.planning.request import find_machine
         from finetune.studio.answer import Planner
+        from finetune.studio.background import Background
 
         known = None if machine is None else find_machine(machine, dtype="bfloat16")
-        with TemporaryDirectory(prefix="sluice-studio-") as configs:
+        with (
+            TemporaryDirectory(prefix="sluice-studio-") as configs,
+            Background(Path(configs)) as background,
+        ):
             planner = Planner(
-                here=lambda: known or probed("bfloat16", note=warn), folder=Path(configs)
+                here=lambda: known or probed("bfloat16", note=warn),
+                folder=Path(configs),
+                background=background.answer,
             )
             serve(planner, folder=folder, port=port, announce=print_address)
 

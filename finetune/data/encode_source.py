@@ -45,8 +45,9 @@ from finetune.data.token_cache import (
     open_store,
 )
 from finetune.data.tokenize import Encoder, Example, Fate, learned_turns
-from finetune.data.workers import num_cores, prepare_worker, process_context, worker_died
+from finetune.data.workers import num_cores, worker_died
 from finetune.errors import DataError
+from finetune.processes import prepare_worker, process_context
 from finetune.report.progress import Work, Working
 
 if TYPE_CHECKING:

@@ -14,8 +14,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from finetune.data.steps import Steps, StepShare
-from finetune.data.workers import prepare_worker, process_context, worker_died
+from finetune.data.workers import worker_died
 from finetune.interrupts import SIGNALS
+from finetune.processes import prepare_worker, process_context
 
 _PREFETCH_STEPS = 2
 

@@ -3,10 +3,12 @@
 The figures are those of `sluice plan --json`. Each kind of question is short, so that a newer one
 waits for little: the plan itself; its step, drawn wider; its rate at another number of tokens per
 step, a point of the break-even curve; and what other ways to hold and move the model would change.
+The last two are asked while the controls rest, and may be answered in the background.
 """
 
 import functools
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -34,6 +36,7 @@ from offload.plan.what_if.what_if import NUM_CARDS, what_if
 
 Json = dict[str, Any]
 Kind = Literal["plan", "step", "rate", "ways"]
+RESTING: tuple[Kind, ...] = ("rate", "ways")  # are asked while the controls rest
 DRAWN_WIDTH = 920  # of a step, in pixels
 NUM_HELD = 64  # plans: a slider that returns is answered at once
 
@@ -44,12 +47,23 @@ class Planner:
     Args:
         here: Measures this machine, when a question is first about it; None where it cannot be.
         folder: Where pasted configs are written.
+        background: Answers questions that are asked while the controls rest, with this machine if
+            they are about it; None answers them here.
     """
 
-    def __init__(self, *, here: Callable[[], Machine] | None, folder: Path) -> None:
+    def __init__(
+        self,
+        *,
+        here: Callable[[], Machine] | None,
+        folder: Path,
+        background: Callable[[Kind, Question, Machine | None], Json] | None = None,
+    ) -> None:
         """Plan nothing yet."""
         self._here = None if here is None else functools.cache(here)
         self._folder = folder
+        self._background = background
+        self._is_planning = threading.Lock()  # one plan at a time is the fastest for each
+        self._is_measuring = threading.Lock()
         self._planned = functools.lru_cache(maxsize=NUM_HELD)(self._plan_of)
 
     def answered(self, kind: str, text: str) -> str:
@@ -71,7 +85,9 @@ class Planner:
             `error` is None, or what is wrong, its limit and the fix. All else depends on the kind.
         """
         try:
-            with uncollected():
+            if self._background is not None and kind in RESTING:
+                return self._background(kind, question, self._measured(question.setup))
+            with self._is_planning, uncollected():
                 return {"error": None, **self._answer(kind, question)}
         except SluiceError as error:
             said = {"what": error.what, "limit": error.limit, "hint": error.hint}
@@ -90,10 +106,17 @@ class Planner:
             return {"gantt": _drawn(plan, zoom=question.zoom)}
         return _ways(plan) if kind == "ways" else _plan_answer(plan, question)
 
+    def _measured(self, setup: Setup) -> Machine | None:
+        """Return this machine if the setup is about it, and it can be measured."""
+        if self._here is None or not setup.is_here:
+            return None
+        with self._is_measuring:
+            return self._here()
+
     def _plan_of(self, setup: Setup) -> tuple[ModelFacts, Machine, list[PlanRequest], Plan | None]:
-        measured = self._here() if self._here is not None and setup.is_here else None
+        found = machine(setup, here=self._measured(setup))
         planned = subject(setup, folder=self._folder)
-        here = with_backend(planned.recipe, planned.facts, machine(setup, here=measured))
+        here = with_backend(planned.recipe, planned.facts, found)
         num_cards = setup.num_cards
         require_gpus(planned.recipe.train, here, num_gpus=num_cards, setting="cards:")
         requests = full_requests(planned.recipe, planned.facts, num_ranks=num_cards)

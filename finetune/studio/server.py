@@ -1,7 +1,6 @@
 """The server of the page: Starlette on uvicorn, on the loopback address alone."""
 
 import socket
-import threading
 from collections.abc import Callable
 from html import escape
 from pathlib import Path
@@ -40,7 +39,6 @@ class Studio:
         """Build the application; nothing listens yet."""
         self._planner, self._folder = planner, folder
         self._token, self._port = token, port
-        self._is_planning = threading.Lock()  # one plan at a time is the fastest for each
         at = f"/{token}"
         routes = [
             Route(f"{at}/", self._plan_room),
@@ -75,12 +73,9 @@ class Studio:
         kind, body = request.path_params["kind"], await request.body()
         if len(body) > MAX_QUESTION_BYTES:
             return PlainTextResponse("too long a question", TOO_LONG)
-        text = await run_in_threadpool(self._answered, kind, body.decode("utf-8", "replace"))
+        asked = body.decode("utf-8", "replace")
+        text = await run_in_threadpool(self._planner.answered, kind, asked)
         return Response(text, media_type="application/json")
-
-    def _answered(self, kind: str, text: str) -> str:
-        with self._is_planning:
-            return self._planner.answered(kind, text)
 
     async def _runs(self, _: Request) -> Response:
         return JSONResponse(await run_in_threadpool(runs_json, self._folder))

@@ -121,8 +121,14 @@ def break_even(points: Sequence[Row], *, break_even_tokens: int | None) -> Chart
         break_even_tokens: Tokens per step from which streaming is free: 0 where nothing is
             streamed; None where it is more than any step should have.
     """
-    x = {"field": "tokens per step", "type": "quantitative", "axis": {"format": ","}}
-    x["scale"] = {"type": "log", "base": 2, "nice": False}
+    # short labels: on a phone the last one would overlap the one before, and be dropped
+    in_k = {"labelExpr": "format(datum.value / 1024, ',') + 'k'"}
+    x: dict[str, Any] = {
+        "field": "tokens per step",
+        "type": "quantitative",
+        "title": "tokens per step (k: 1,024)",
+    }
+    x |= {"axis": in_k, "scale": {"type": "log", "base": 2, "nice": False}}
     y = {"field": "tokens/s", "type": "quantitative", "scale": {"zero": True}}
     shown = [{"field": "tokens per step", "format": ","}, {"field": "tokens/s", "format": ",.0f"}]
     layers: list[dict[str, Any]] = [

@@ -1,5 +1,6 @@
-// The Plan room. One question is on its way at a time; when its answer comes and the controls have
-// changed since, the newest question is asked and the old answer is not drawn.
+// The Plan room. One plan is on its way at a time; when its answer comes and the controls have
+// changed since, the newest question is asked and the old answer is not drawn. What else is asked
+// while the controls rest is answered in the background, and no plan waits for it.
 import { byId, colours, draw, element, gib, table, time, whole } from "./studio.js";
 
 const form = byId("question"), isStatic = document.body.dataset.static === "yes";
@@ -47,7 +48,7 @@ function asked() {
 }
 
 const REST_MS = 300;
-let newest = 0, changedAt = 0, isAsking = false, wake = () => {};
+let newest = 0, changedAt = 0, isAsking = false;
 
 function changed() {
   newest += 1;
@@ -62,7 +63,6 @@ function changed() {
   fields.ram_gib.disabled = fields.link_gb_per_s.disabled = isHere;
   fields.rank.disabled = ["all", "ia3"].includes(fields.method.value);
   byId("answer").setAttribute("aria-busy", "true");
-  wake();
   if (!isAsking) answerNewest();
 }
 
@@ -88,7 +88,9 @@ async function answerNewest() {
         document.body.dataset.ms = (performance.now() - since).toFixed(1);
         document.body.dataset.timed = number;
       }));
-      if (answer.error === null) await showMore(answer, question, isCurrent);
+      if (answer.error === null) {
+        showMore(answer, question, isCurrent).catch((error) => isCurrent() && sayNoMore(error.message));
+      }
     } catch (error) {
       if (isCurrent()) {
         say(`There is no answer: ${error.message}. Is sluice studio still running?`, true);
@@ -102,24 +104,24 @@ async function answerNewest() {
 
 // Points of the curve and other ways, each by a short question, once the controls rest.
 async function showMore(answer, question, isCurrent) {
-  await new Promise((done) => {
-    wake = done;
-    setTimeout(done, REST_MS);
-  });
+  await new Promise((done) => setTimeout(done, REST_MS));
   if (!isCurrent()) return;
   if (answer.fits) {
-    const points = [];
+    const points = [], refused = [];
     for (const tokens of fields.tokens_per_step.dataset.values.split(" ").map(Number)) {
       const point = await send("rate", { ...question, setup: { ...question.setup, tokens_per_step: tokens } });
       if (!isCurrent()) return;
+      if (point.error) refused.push([tokens, point.error.what]);
       if (point.tokens_per_s) points.push({ "tokens per step": point.tokens_per_step, "tokens/s": point.tokens_per_s });
     }
     const once = [...new Map(points.map((point) => [point["tokens per step"], point])).values()];
     answer.curve.layer[0].data.values = once;
     await draw("curve", answer.curve);
+    if (refused.length) byId("curve-note").append(` Without ${refused.map(([tokens]) => whole(tokens)).join(", ")} tokens per step: ${refused[0][1]}.`);
   }
   const ways = await send("ways", question);
   if (!isCurrent()) return;
+  if (ways.error) return sayNoMore(`${ways.error.what}. Fix: ${ways.error.hint}`);
   showWays(ways, answer);
   document.body.dataset.complete = newest;
 }
@@ -131,6 +133,10 @@ function say(words, isBad, more = "") {
   headline.className = isBad ? "bad" : "good";
   headline.replaceChildren(words);
   if (more) headline.append(element("small", more));
+}
+
+function sayNoMore(words) {
+  byId("ways").replaceChildren(element("p", `Not priced: ${words}`, { class: "bad" }));
 }
 
 function show(answer, question) {

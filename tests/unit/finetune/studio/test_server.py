@@ -11,6 +11,7 @@ from starlette.testclient import TestClient
 
 from finetune import app
 from finetune.errors import ConfigError
+from finetune.studio.answer import Planner
 from finetune.studio.server import MAX_QUESTION_BYTES, listening
 from tests.studios import question_values, served, studio_of
 from tests.unit.finetune.studio.runs_made import begun, write_run
@@ -19,7 +20,7 @@ from tests.unit.finetune.studio.runs_made import begun, write_run
 @pytest.fixture(name="site")
 def a_site(tmp_path: Path):
     (tmp_path / "runs").mkdir()
-    made = studio_of(tmp_path / "runs", tmp_path / "configs")
+    made = studio_of(tmp_path / "runs", Planner(here=None, folder=tmp_path / "configs"))
     return TestClient(made.studio.app, base_url="http://127.0.0.1:8765"), f"/{made.token}"
 
 
