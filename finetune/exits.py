@@ -1,9 +1,11 @@
 """How a command ends: its exit code and, after an error, the message on stderr."""
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 import typer
 
@@ -24,11 +26,7 @@ def explained(where: str) -> Iterator[None]:
     except SluiceError as error:
         if isinstance(error, ToldRankError) and not error.is_shown:
             raise typer.Exit(EXIT_USER) from None  # another rank of this machine shows why
-        joint = "\n" if "\n" in error.what else "; " if error.limit else ""
-        is_named = isinstance(error, ConfigError) or where in f"{error.what} {error.limit}"
-        limit, newline, details = error.limit.partition("\n")
-        what = f"{error.what}{joint}{limit}{'' if is_named else f' ({where})'}{newline}{details}"
-        print(f"error{rank_label()}: {what}\n\nhint: {error.hint}", file=sys.stderr)
+        _show(error, where)
         code = EXIT_DOES_NOT_FIT if isinstance(error, DoesNotFitError) else EXIT_USER
         raise typer.Exit(code) from None
     except BrokenPipeError:
@@ -40,3 +38,19 @@ def explained(where: str) -> Iterator[None]:
         print("stopped", file=sys.stderr)
         number = error.number if isinstance(error, Interrupted) else signal.SIGINT
         raise typer.Exit(exit_code(number)) from None
+
+
+def end_at_once(error: SluiceError) -> NoReturn:
+    """Show an error and end this process, whose main thread waits for what nothing can end."""
+    _show(error, "")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(EXIT_USER)
+
+
+def _show(error: SluiceError, where: str) -> None:
+    joint = "\n" if "\n" in error.what else "; " if error.limit else ""
+    is_named = isinstance(error, ConfigError) or where in f"{error.what} {error.limit}"
+    limit, newline, details = error.limit.partition("\n")
+    what = f"{error.what}{joint}{limit}{'' if is_named else f' ({where})'}{newline}{details}"
+    print(f"error{rank_label()}: {what}\n\nhint: {error.hint}", file=sys.stderr)

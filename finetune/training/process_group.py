@@ -2,9 +2,11 @@
 
 No rank waits for a dead one. Messages go over TCP connections between the processes: a process that
 is killed closes its connections, which at once is an error on the others. One that is stopped, or
-whose machine is gone, no longer gives signs of life. One that hangs lets the others wait for its
-share of a step, for no longer than ten times the longest step so far. A rank that fails but lives
-takes part in the others' next exchange with the reason in place of a value.
+whose machine is gone, no longer gives signs of life. Our own collectives are polled; while a
+library's are waited for, as those that gather parts of a model, a thread looks for these signs. One
+that hangs lets the others wait for its share of a step, for no longer than ten times the longest
+step so far. A rank that fails but lives takes part in the others' next exchange with the reason in
+place of a value.
 
 No error report is cut off. On each machine one rank shows the error: the one that has it, or the
 first if that is elsewhere. A launcher ends all ranks of its machine as soon as one exits with an
@@ -19,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from threading import Event, Thread
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -35,8 +38,9 @@ from finetune.errors import (
     ToldRankError,
     file_error,
 )
+from finetune.exits import end_at_once
 from finetune.training.ranks import Ranks
-from finetune.training.world.heartbeat import STOPPED_S, Heartbeat
+from finetune.training.world.heartbeat import BEAT_S, STOPPED_S, Heartbeat
 from finetune.training.world.meeting import meet, opened_store
 from finetune.training.world.surroundings import surroundings
 from offload.errors import SluiceError
@@ -137,8 +141,10 @@ class ProcessGroup(Ranks):
         elif isinstance(error, Exception) and not (isinstance(error, RankError) or self._is_broken):
             self._tell(error)
 
-    def exchange(self, value: T) -> tuple[T, ...]:
+    def exchange(self, value: T, *, is_step: bool = False) -> tuple[T, ...]:
         """Return the values of all ranks, in rank order."""
+        if is_step:
+            return self._exchange(value, limit_s=self._step_timeout_s())
         values = self._exchange(value, limit_s=self._timeout_s)
         self._begun_s = time.monotonic()
         return values
@@ -188,10 +194,11 @@ class ProcessGroup(Ranks):
             raise RunFailedError(what, limit=limit, hint=hint) from failure
 
     @contextmanager
-    def in_collectives(self) -> Iterator[None]:
+    def in_collectives(self, *, is_step: bool) -> Iterator[None]:
         """See `Ranks`; a rank that fails cannot tell the others, who wait for a tensor."""
         try:
-            yield
+            with self._watched(limit_s=self._step_timeout_s() if is_step else self._timeout_s):
+                yield
         except Exception as error:
             if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
                 gone = self._heartbeat.gone()
@@ -201,6 +208,10 @@ class ProcessGroup(Ranks):
             what = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             self._heartbeat.leave(f"rank {self.index} has failed: {what}")
             raise
+
+    def arrive(self) -> None:
+        """See `Ranks`."""
+        self._heartbeat.arrive()
 
     def sum_gradients(
         self, parameters: Sequence[nn.Parameter], *, dtype: torch.dtype, is_ordered: bool
@@ -305,15 +316,50 @@ class ProcessGroup(Ranks):
         start_s = time.monotonic()
         while not work.is_completed():
             waited_s = time.monotonic() - start_s
-            stopped = self._heartbeat.stopped(waited_s=waited_s)
-            if stopped:
-                raise self._lost(stopped, f"no sign of life for {STOPPED_S:.0f} s")
-            if waited_s > limit_s:
-                late = self._heartbeat.late()
-                raise self._lost(late, f"others have waited for it for {limit_s:,.0f} s")
+            self._require_answers(waited_s=waited_s, limit_s=limit_s)
             # a lane that polls often would keep the interpreter from others
             time.sleep(min(_POLL_S + _POLL_FRAC * waited_s, _MOST_POLL_S))
         work.wait()
+
+    def _require_answers(self, *, waited_s: float, limit_s: float) -> None:
+        """Check that all ranks live, and that none has let this one wait for too long.
+
+        Raises:
+            RankError: A rank does not answer.
+        """
+        stopped = self._heartbeat.stopped(waited_s=waited_s)
+        if stopped:
+            raise self._lost(stopped, f"no sign of life for {STOPPED_S:.0f} s")
+        if waited_s > limit_s:
+            late = self._heartbeat.late()
+            raise self._lost(late, f"others have waited for it for {limit_s:,.0f} s")
+
+    @contextmanager
+    def _watched(self, *, limit_s: float) -> Iterator[None]:
+        """End this process if another rank stops in this context, or this one comes no further.
+
+        No thread can end another's wait in a collective of gloo or NCCL: aborting gloo's group
+        leaves it waiting.
+        """
+        is_done = Event()
+
+        def watch() -> None:
+            place, since_s = self._heartbeat.place, time.monotonic()
+            while not is_done.wait(BEAT_S):
+                if self._heartbeat.place != place:
+                    place, since_s = self._heartbeat.place, time.monotonic()
+                try:
+                    self._require_answers(waited_s=time.monotonic() - since_s, limit_s=limit_s)
+                except RankError as error:
+                    end_at_once(error)
+
+        watching = Thread(target=watch, name="watch", daemon=True)
+        watching.start()
+        try:
+            yield
+        finally:
+            is_done.set()
+            watching.join()
 
     def _tell(self, error: Exception) -> None:
         """Report why this rank fails; of a machine's that fail alike, one reports for all."""

@@ -77,8 +77,13 @@ class Ranks:
     ) -> None:
         """Disconnect from the others, or report to them why this rank fails."""
 
-    def exchange(self, value: T) -> tuple[T, ...]:
+    def exchange(self, value: T, *, is_step: bool = False) -> tuple[T, ...]:
         """Return the values of all ranks, in rank order.
+
+        Args:
+            value: This rank's.
+            is_step: Whether all ranks have begun a step together, so that each is due within its
+                time limit.
 
         Raises:
             RankError: A rank has failed, or is gone.
@@ -113,15 +118,22 @@ class Ranks:
         yield
 
     @contextmanager
-    def in_collectives(self) -> Iterator[None]:
+    def in_collectives(self, *, is_step: bool) -> Iterator[None]:
         """Run collectives of a library in this context, in which each rank waits for all others.
 
-        A rank that fails there leaves, and so do those that wait for it.
+        A rank that fails there leaves, and so do those that wait for it. Nothing ends a library's
+        wait for a rank that has stopped: then this process ends with the cause on stderr.
+
+        Args:
+            is_step: See `exchange`.
 
         Raises:
             RankError: Another rank is gone.
         """
         yield
+
+    def arrive(self) -> None:
+        """Note that this rank has come to another collective; who has not come there is late."""
 
     def sum_gradients(
         self, parameters: "Sequence[nn.Parameter]", *, dtype: "torch.dtype", is_ordered: bool

@@ -13,11 +13,12 @@ from finetune.data.steps import StepShare
 from finetune.env import launch
 from finetune.training import optimizer, process_group
 from finetune.training.loop import Loop, Request
+from finetune.training.sharded.engine import _Clock
 from offload.engine.executor import Executor
 from offload.engine.passes.part import Part
 from offload.engine.results import PassState
 from offload.errors import TransferError
-from offload.plan.schedule.op import Op
+from offload.plan.schedule.op import Kind, Op
 
 FAILING_STEP = 2  # counted from 0
 FAILURES = {
@@ -107,7 +108,7 @@ def kill_rank_1() -> None:
 
 def hang_rank_1() -> None:
     """Let rank 1 sleep in its third step, and allow less for a step than users' runs do."""
-    process_group.LEAST_STEP_TIMEOUT_S = 3.0
+    process_group.LEAST_STEP_TIMEOUT_S, process_group.STEP_TIMEOUT_STEPS = 3.0, 3
     whole = Loop.request
 
     def hanging(self: Loop, number: int, share: StepShare) -> Request:
@@ -119,12 +120,34 @@ def hang_rank_1() -> None:
         Loop.request = hanging  # type: ignore[method-assign]
 
 
+def hang_rank_1_in_a_visit() -> None:
+    """Let rank 1 of a model in parts sleep in its third step, with a layer gathered."""
+    process_group.LEAST_STEP_TIMEOUT_S, process_group.STEP_TIMEOUT_STEPS = 3.0, 3
+    request, mark = Loop.request, _Clock.mark
+    steps = []
+
+    def counted(self: Loop, number: int, share: StepShare) -> Request:
+        steps.append(number)
+        return request(self, number, share)
+
+    def hanging(self: _Clock, kind: Kind, layer: int | None) -> None:
+        mark(self, kind, layer)
+        if FAILING_STEP in steps and (kind, layer) == (Kind.FORWARD, 1):
+            time.sleep(600)
+
+    if launch().index == 1:
+        Loop.request = counted  # type: ignore[method-assign]
+        _Clock.mark = hanging  # type: ignore[method-assign]
+
+
 def main(argv: Sequence[str]) -> None:
     """Run the program."""
     if argv[0] == "killed":
         kill_rank_1()
     elif argv[0] == "hangs":
         hang_rank_1()
+    elif argv[0] == "hangs in a visit":
+        hang_rank_1_in_a_visit()
     elif argv[0] == "late in a visit":
         break_rank_1_late_in_a_visit(FAILURES["named"])
     elif argv[0] == "drifts":

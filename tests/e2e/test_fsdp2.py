@@ -2,6 +2,7 @@
 
 import shutil
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.e2e.runs import (
 )
 
 FSDP2 = "train.parallel=fsdp2"
+ENDED_S = 30.0
 
 
 def recipe_of(write_recipe: Any, *, is_full: bool = False, **output: object) -> Path:
@@ -158,3 +160,41 @@ def test_a_part_that_is_killed_ends_the_other_with_the_cause(
     assert second.end(signal.SIGKILL) == -signal.SIGKILL
     assert first.end() == 1
     assert "rank 1 is gone" in " ".join(first.shown.split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_part_that_is_stopped_in_a_step_ends_the_other_with_the_cause(
+    stopped, tmp_path, write_recipe, machine_file, forked
+) -> None:
+    words = ("finetune", recipe_of(write_recipe), "--machine", machine_file, FSDP2)
+    ranks = forked.start_ranks(*words, "train.steps=2000")
+    metrics, other = tmp_path / "run" / "metrics.jsonl", ranks[1 - stopped]
+    ranks[0].wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 4)
+    ranks[stopped].signal(signal.SIGSTOP)
+    start_s = time.monotonic()
+    assert other.end() == 1
+    assert time.monotonic() - start_s < ENDED_S
+    what = f"rank {stopped} is gone or does not answer: no sign of life for 20 s"
+    assert f"error (rank {1 - stopped}): {what}" in other.shown
+    ranks[stopped].signal(signal.SIGCONT)
+    assert ranks[stopped].end() == 1
+    assert "is gone or does not answer" in ranks[stopped].shown
+    assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["hangs", "hangs in a visit"])
+def test_a_part_that_hangs_is_named_after_the_time_limit(
+    kind, tmp_path, write_recipe, machine_file, forked
+) -> None:
+    words = (kind, "finetune", recipe_of(write_recipe), "--machine", machine_file, FSDP2)
+    first, _ = forked.start_ranks(*words, module="tests.e2e.broken_rank")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    first.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2)
+    start_s = time.monotonic()
+    assert first.end() == 1
+    assert time.monotonic() - start_s < ENDED_S
+    what = "rank 1 is gone or does not answer: others have waited for it for "
+    assert f"error (rank 0): {what}" in first.shown
+    assert list((tmp_path / "run" / "checkpoints").glob("step-*"))

@@ -129,12 +129,12 @@ class ShardedEngine:
         assert run.micro_batch_ids is not None
         assert run.dropout_seed is not None
         batches = checked_batches(run.micro_batches, self._vocabulary)
-        num_passes = max(self._ranks.exchange(len(batches)))
+        num_passes = max(self._ranks.exchange(len(batches), is_step=True))
         batches += [_empty()] * (num_passes - len(batches))
         ids = [*run.micro_batch_ids, *[0] * (num_passes - len(run.micro_batch_ids))]
-        clock = _Clock(self._device)
+        clock = _Clock(self._device, self._ranks)
         loss = torch.zeros((), device=self._device)
-        with self._ranks.in_collectives():
+        with self._ranks.in_collectives(is_step=True):
             for m, (number, batch) in enumerate(zip(ids, batches, strict=True)):
                 clock.begin(m)
                 self._pass = _Pass(
@@ -159,7 +159,7 @@ class ShardedEngine:
         """
         checked = _empty() if batch is None else checked_batch(batch, self._vocabulary)
         labelled = with_labels(checked, self._device)
-        with self._ranks.in_collectives(), torch.no_grad():
+        with self._ranks.in_collectives(is_step=False), torch.no_grad():
             loss = self._loss(labelled)
             self._model.reshard()  # what is around the layers stays gathered until a backward
             loss_sum = float(loss)
@@ -176,7 +176,7 @@ class ShardedEngine:
 
         is_main = self._ranks.is_main
         frozen = {n: p for n, p in self._module.named_parameters() if not p.requires_grad}
-        with self._ranks.in_collectives():
+        with self._ranks.in_collectives(is_step=False):
             whole = {name: whole_of(p.detach(), is_main=is_main) for name, p in frozen.items()}
         return whole if is_main else {}
 
@@ -252,11 +252,11 @@ class _Clock:
     """When visits of a step began, and waits for the layers that they gather, one after another.
 
     Gradients are added up within a backward visit. On CUDA events are recorded, which wait for
-    nothing.
+    nothing. A visit that begins also tells the other ranks how far this one is.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
+    def __init__(self, device: torch.device, ranks: Ranks) -> None:
+        self._is_cuda, self._ranks = device.type == "cuda", ranks
         self._marks: list[tuple[Kind, int | None, int, Any]] = []
         self._micro_batch = 0
 
@@ -267,6 +267,7 @@ class _Clock:
 
     def mark(self, kind: Kind, layer: int | None) -> None:
         """Note that a visit begins."""
+        self._ranks.arrive()
         self._marks.append((kind, layer, self._micro_batch, self._now()))
 
     def end(self) -> None:

@@ -88,7 +88,7 @@ class ShardedUpdate:
         """Add up the ranks' losses, and scale the gradients to the largest norm allowed."""
         assert loss_scale == 1, "a rule of recipes"
         loss = self._ranks.sum_losses(loss)
-        with self._ranks.in_collectives():
+        with self._ranks.in_collectives(is_step=True):
             norm = clip_parts(list(self._trained.values()), self._train.max_grad_norm)
         return loss, norm
 
@@ -115,7 +115,7 @@ class ShardedUpdate:
 
     def saved(self) -> Saved:
         """Return whole tensors and states on the main rank, and none on others; all call it."""
-        with self._ranks.in_collectives():
+        with self._ranks.in_collectives(is_step=False):
             content = self._optimizer.state_dict()
             whole = {name: self._whole(tensor) for name, tensor in self._trained.items()}
             states = {
@@ -232,7 +232,7 @@ class ShardedFullUpdate(ShardedUpdate):
 
     def saved(self) -> Saved:
         """Return weights, low halves of masters and states in one piece, on the main rank."""
-        with self._ranks.in_collectives():
+        with self._ranks.in_collectives(is_step=False):
             masters = {name: self._whole(p) for name, p in self._trained.items()}
             states = {
                 (name, key): self._whole(self._optimizer.state[p][of_torch])

@@ -31,7 +31,9 @@ class Heartbeat:
         """
         self._store, self._index, self._num = store, index, num
         self._keys = [f"beat/{rank}" for rank in range(num)]
-        self._place = 0
+        self.place = 0
+        """The exchanges and collectives that this rank has come to."""
+        self._looked_s = 0.0
         self._seen: list[tuple[str, float]] = []
         self._has_ended = Event()
         self._has_store = True
@@ -41,14 +43,15 @@ class Heartbeat:
 
     def start(self) -> None:
         """Beat until `leave`; all ranks must have given their first sign of life."""
-        self._seen = [("", time.monotonic())] * self._num
+        self._looked_s = time.monotonic()
+        self._seen = [("", self._looked_s)] * self._num
         store = self._store.clone()  # type: ignore[attr-defined]  # no stub has it
         self._thread = Thread(target=self._beat, args=(store,), name="heartbeat", daemon=True)
         self._thread.start()  # on a connection that no other thread waits on
 
     def arrive(self) -> None:
-        """Count an exchange that this rank has come to."""
-        self._place += 1
+        """Count an exchange or a collective that this rank has come to."""
+        self.place += 1
 
     def leave(self, reason: str = "") -> None:
         """Say that this rank goes and why, so that it is not taken for dead; takes up to a beat.
@@ -71,14 +74,17 @@ class Heartbeat:
     def stopped(self, *, waited_s: float) -> list[int]:
         """Return ranks without a sign of life for long.
 
-        Without its store no rank shows any: then it is rank 0, see `gone`.
+        Without its store, or while that does not answer, no rank shows any: then it is rank 0, see
+        `gone`.
 
         Args:
             waited_s: How long this rank has waited for the others.
         """
         if not self._has_store:
             return [0] if waited_s > STOPPED_S else []
-        return self._silent(since_s=time.monotonic() - STOPPED_S)
+        now_s = time.monotonic()
+        silent = self._silent(since_s=now_s - STOPPED_S)
+        return [0] if silent and self._looked_s < now_s - STOPPED_S / 2 else silent
 
     def gone(self) -> list[int]:
         """Return ranks that no longer give signs of life; takes a few beats.
@@ -94,7 +100,7 @@ class Heartbeat:
         return [
             rank
             for rank, (seen, _) in enumerate(self._seen)
-            if seen and not seen.startswith(_LEFT) and int(seen.partition(" ")[2]) < self._place
+            if seen and not seen.startswith(_LEFT) and int(seen.partition(" ")[2]) < self.place
         ]
 
     def _silent(self, *, since_s: float) -> list[int]:
@@ -110,7 +116,7 @@ class Heartbeat:
             while not has_ended:
                 has_ended = self._has_ended.wait(BEAT_S)
                 number += 1
-                own = f"{_LEFT} {self._reason}" if has_ended else f"{number} {self._place}"
+                own = f"{_LEFT} {self._reason}" if has_ended else f"{number} {self.place}"
                 store.set(self._keys[self._index], own)
                 self._look(store.multi_get(self._keys))
             end_s = time.monotonic() + FAREWELL_S - BEAT_S
@@ -129,7 +135,7 @@ class Heartbeat:
         return any(not seen.startswith(_LEFT) and when_s > alive_s for seen, when_s in others)
 
     def _look(self, beats: Sequence[bytes]) -> None:
-        now_s = time.monotonic()
+        self._looked_s = now_s = time.monotonic()
         self._seen = [
             before if before[0] == beat.decode() else (beat.decode(), now_s)
             for before, beat in zip(self._seen, beats, strict=True)

@@ -1,5 +1,6 @@
 import time
 from collections.abc import Callable
+from threading import Event
 
 import pytest
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]  # no stub has it
@@ -49,6 +50,38 @@ def test_without_the_store_nobody_is_waited_for_longer(monkeypatch: pytest.Monke
     del server
     wait_for(lambda: ranks[1].stopped(waited_s=STOPPED_S + 1) == [0])
     assert ranks[1].stopped(waited_s=1.0) == []
+
+
+class HungStore:
+    """A store whose process is stopped while it is read."""
+
+    def __init__(self) -> None:
+        self.is_hung = Event()
+
+    def set(self, key: str, value: str) -> None:
+        pass
+
+    def clone(self) -> "HungStore":
+        return self
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        if self.is_hung.is_set():
+            time.sleep(600)
+        return [b"1 0" for _ in keys]
+
+
+def test_while_the_store_does_not_answer_only_rank_0_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.02)
+    monkeypatch.setattr(heartbeat, "STOPPED_S", 0.5)
+    store = HungStore()
+    rank = Heartbeat(store, index=1, num=3)  # type: ignore[arg-type]  # what it uses of one
+    rank.start()
+    assert rank.stopped(waited_s=0.0) == []
+    store.is_hung.set()
+    wait_for(lambda: rank.stopped(waited_s=0.0) != [])
+    assert rank.stopped(waited_s=0.0) == [0]
 
 
 def test_who_lets_others_wait_is_named(three: list[Heartbeat]) -> None:
