@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from finetune.recipe.recipe import Recipe, recipe_hash, resolved_yaml
-from finetune.report.explain import METRICS, REPORT
+from finetune.report.explain import METRICS, REPORT, probe_learned
 from finetune.run.evaluations import EVAL_LOSS, EVAL_PREFIX
 from finetune.run.metrics import read_rows
 
@@ -151,7 +151,11 @@ def _figures(run_dir: Path) -> Mapping[str, str]:
     rows = {row["step"]: row for row in read_rows(run_dir / METRICS)}
     report = json.loads((run_dir / REPORT).read_text())
     step, done = report["adapter_step"], max(rows)
-    found = {
+    found = {}
+    if "probe" in report:
+        found["steps of the head alone, before"] = f"{report['probe']['num_steps']:,}"
+        found["what it learned in them"] = probe_learned(report["probe"])
+    found |= {
         "steps": f"{done:,}" if step == done else f"{done:,}; the result is that of step {step:,}",
         "tokens trained on": f"{sum(rows[i]['num_tokens'] for i in rows if i <= step):,}",
         "training loss, first step": f"{rows[min(rows)]['loss']:.4f}",

@@ -28,6 +28,7 @@ class ProbeFigures:
         rows: Digest of the examples.
         num_steps: Of the head.
         num_features: Label tokens whose features were kept, those of held-out rows too.
+        num_parameters: Of the head.
         feature_bytes: What they took.
         predicted_pass_s: Of the passes over the layers that computed them.
         pass_s: The same, measured.
@@ -37,6 +38,7 @@ class ProbeFigures:
     rows: str
     num_steps: int
     num_features: int
+    num_parameters: int
     feature_bytes: int
     predicted_pass_s: float
     pass_s: float
@@ -91,3 +93,11 @@ def read_figures(run_dir: Path) -> dict[str, Any]:
 def read_steps(run_dir: Path) -> list[dict[str, Any]]:
     """Return what a probe that has ended has learned in each step."""
     return [json.loads(line) for line in (run_dir / PROBE / STEPS).read_text().splitlines()]
+
+
+def read_probe(run_dir: Path) -> dict[str, Any] | None:
+    """Return the figures of a probe with its `first` and `last` step; None if none has ended."""
+    if not (run_dir / PROBE).exists():
+        return None
+    steps = read_steps(run_dir)
+    return {**read_figures(run_dir), "first": steps[0], "last": steps[-1]}

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from finetune.full.matrices import matrices_of
 from finetune.full.update import FullUpdate
 from finetune.model.load import Loaded, load_model, set_router_loss
 from finetune.model.store import weights_digest
+from finetune.objective.features import PassThrough
 from finetune.recipe.recipe import Recipe
 from finetune.report.format import shown_graphs
 from finetune.run.loss_scale import LossScale
@@ -44,6 +45,7 @@ from offload.engine.host.store import Backing
 from offload.engine.memory_meter import reset_peak
 from offload.engine.model.layers import LayeredModel
 from offload.plan.facts.linears import Linear
+from offload.plan.facts.trainable import SCORE
 from offload.plan.machine.machine import GIB
 from offload.plan.plan import Plan, calibrate, costs_of, with_costs
 from offload.plan.schedule.schedule import MIN_SLOTS
@@ -379,6 +381,9 @@ def attached(
         else Objectives(section=recipe.objective, seq_len=recipe.train.seq_len, ranks=run.ranks),
         adapter=run.adapter,
         scaling=LossScale() if recipe.model.dtype == "float16" else None,
+        head=None
+        if recipe.train.of_probe is None
+        else PassThrough(getattr(cast("PeftModel", model).get_base_model(), SCORE)),
     )
     session = Session(
         run=run,

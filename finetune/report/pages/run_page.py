@@ -10,7 +10,7 @@ from typing import Any
 from finetune.errors import CheckpointError
 from finetune.files.atomic import write_atomically
 from finetune.recipe.recipe import Recipe
-from finetune.report.explain import METRICS, Explanation, explain
+from finetune.report.explain import METRICS, Explanation, explain, probe_learned, probe_took
 from finetune.report.format import shown_time
 from finetune.report.pages import charts
 from finetune.report.pages.page import Chart, page, table
@@ -112,7 +112,9 @@ def _facts(recipe: Recipe, rows: Sequence[Row], explanation: Explanation | None)
         best = min(evaluated, key=lambda row: float(row[EVAL_LOSS]))
         found.append(("best held-out loss", f"{best[EVAL_LOSS]:.4f} after step {best['step']}"))
     if explanation is not None:
-        section = explanation.sections[-1]
+        section, probe = explanation.sections[-1], explanation.probe
+        if probe is not None:
+            found += [("probe", probe_took(probe)), ("head of the probe", probe_learned(probe))]
         found += [
             ("steps", f"{explanation.num_done:,} of {explanation.num_steps:,} done"),
             ("machine", section.machine),

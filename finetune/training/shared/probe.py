@@ -29,9 +29,8 @@ from finetune.errors import RunFailedError
 from finetune.objective.features import Features
 from finetune.objective.step_rows import StepRows
 from finetune.recipe.sections import TrainSection
-from finetune.report.format import shown_mib, shown_time
-from finetune.run.evaluations import EVAL_LOSS, EVAL_PREFIX
-from finetune.run.probe_folder import ProbeFigures, read_head, write_probe
+from finetune.report.explain import probe_learned, probe_took
+from finetune.run.probe_folder import ProbeFigures, read_head, read_probe, write_probe
 from finetune.training import report
 from finetune.training.objectives import Evaluation, Objectives, mean_of, parts_of
 from finetune.training.optimizer import AdapterUpdate, learning_rate
@@ -42,14 +41,8 @@ from offload.plan.plan import Plan
 from offload.plan.request import PlanRequest
 
 if TYPE_CHECKING:
-    from peft import PeftModel
-
     from finetune.training.session import Session
     from finetune.training.shared.member import Begun
-
-
-_SHARES = ("accuracy", "rewards/accuracies")
-"""Metrics that are shares of rows or words."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -145,18 +138,16 @@ def _learned(
         rows=session.rows_hash,
         num_steps=len(rows),
         num_features=sum(table.num for table in tables),
+        num_parameters=head.num_parameters,
         feature_bytes=sum(table.num_bytes for table in tables),
         predicted_pass_s=cost.pass_s or 0.0,
         pass_s=pass_s,
         steps_s=time.perf_counter() - start_s,
     )
     write_probe(run.dir.path, head.weights, figures, rows)
-    run.screen.note(
-        f"Probe: {figures.num_features:,} features in {shown_time(pass_s)} (predicted"
-        f" {shown_time(figures.predicted_pass_s)}), {shown_mib(figures.feature_bytes)} of RAM;"
-        f" {len(rows)} steps of the head ({head.num_parameters:,} weights) in"
-        f" {shown_time(figures.steps_s)}: {_shown(rows)}"
-    )
+    found = read_probe(run.dir.path)
+    assert found is not None, "written just now"
+    run.screen.note(f"Probe: {probe_took(found)}: {probe_learned(found)}")
     return head.weights
 
 
@@ -164,11 +155,10 @@ def _featured(session: "Session") -> tuple[_Rows, _Rows | None]:
     """Compute the features of the rows that are trained on, and of those that are held out."""
     run, loop = session.run, session.loop
     dtype: torch.dtype = getattr(torch, run.recipe.model.dtype)
-    head = getattr(cast("PeftModel", session.model).get_base_model(), SCORE)
 
     def of(steps: Steps, name: str) -> _Rows:
         with run.screen.working(name, "rows") as progress:
-            features = loop.features(steps, head, dtype=dtype, progress=progress)
+            features = loop.features(steps, dtype=dtype, progress=progress)
         return _Rows(steps=steps, features=features)
 
     trained = of(session.steps, "Taking features")
@@ -276,17 +266,3 @@ class _Learning:
 
 def _is_due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
-
-
-def _shown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return what the head has learned: first and last loss and accuracy, and held-out rows."""
-    first, last = rows[0], rows[-1]
-    said = [f"loss {first['loss']:.4f} -> {last['loss']:.4f}"]
-    for name in _SHARES:
-        if name in last:
-            said.append(f"{name} {first[name]:.1%} -> {last[name]:.1%}")
-        if EVAL_PREFIX + name in last:
-            said.append(f"{name} of held-out rows {last[EVAL_PREFIX + name]:.1%}")
-    if EVAL_LOSS in last:
-        said.append(f"loss of held-out rows {last[EVAL_LOSS]:.4f}")
-    return ", ".join(said)
