@@ -24,7 +24,7 @@ from finetune.report.prediction import SEAL, Prediction
 from finetune.run import run_files
 from finetune.run.evaluations import EVAL_LOSS, EVAL_PREFIX
 from finetune.run.metrics import read_rows
-from finetune.run.probe_folder import read_probe
+from finetune.run.probe_folder import read_features, read_probe
 from offload.plan.schedule import breakdown
 from offload.plan.schedule.breakdown import Parts
 from offload.plan.schedule.perfetto import perfetto_trace
@@ -185,6 +185,7 @@ class Explanation:
         energy: Of all steps, those before a resume too.
         versions: Of what ran, by package; nothing before the first checkpoint.
         probe: What a probe before step 1 took and learned; None if there was none.
+        features: What features took of a head that trains alone; None if they were not taken.
     """
 
     num_done: int
@@ -197,6 +198,7 @@ class Explanation:
     energy: RunEnergy
     versions: Mapping[str, str]
     probe: Mapping[str, Any] | None = None
+    features: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures for programs: seconds and bytes."""
@@ -213,6 +215,7 @@ class Explanation:
             "energy": self.energy.to_json(),
             "versions": dict(self.versions),
             **({} if self.probe is None else {"probe": dict(self.probe)}),
+            **({} if self.features is None else {"features": dict(self.features)}),
         }
 
 
@@ -254,6 +257,7 @@ def explain(run_dir: Path) -> Explanation:
         ),
         versions=(measured or {}).get("versions", {}),
         probe=read_probe(run_dir),
+        features=read_features(run_dir),
     )
 
 
@@ -419,14 +423,18 @@ def _section_json(section: Section) -> dict[str, Any]:
     }
 
 
+def features_took(figures: Mapping[str, Any]) -> str:
+    """Return what features took, by the names of `FeatureFigures`."""
+    return (
+        f"{figures['num_features']:,} features in {shown_time(figures['pass_s'])} (predicted"
+        f" {shown_time(figures['predicted_pass_s'])}), {shown_mib(figures['feature_bytes'])} of RAM"
+    )
+
+
 def probe_took(probe: Mapping[str, Any]) -> str:
     """Return what a probe took, as `read_probe` returns it."""
-    return (
-        f"{probe['num_features']:,} features in {shown_time(probe['pass_s'])} (predicted"
-        f" {shown_time(probe['predicted_pass_s'])}), {shown_mib(probe['feature_bytes'])} of RAM;"
-        f" {probe['num_steps']:,} steps of the head ({probe['num_parameters']:,} weights) in"
-        f" {shown_time(probe['steps_s'])}"
-    )
+    head = f"{probe['num_steps']:,} steps of the head ({probe['num_parameters']:,} weights)"
+    return f"{features_took(probe)}; {head} in {shown_time(probe['steps_s'])}"
 
 
 def probe_learned(probe: Mapping[str, Any]) -> str:

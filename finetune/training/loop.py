@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from finetune.training.sharded.engine import ShardedEngine, ShardedResult
+    from finetune.training.shared.head_alone import HeadResult
 
 StepEngine: TypeAlias = "Engine | ShardedEngine"
 """What computes steps: layers that are streamed, or ranks that each hold a part of the model."""
@@ -138,7 +139,7 @@ class Computed:
         computed_s: Of the whole step, shared or not.
     """
 
-    result: "StepResult | ShardedResult"
+    result: "StepResult | ShardedResult | HeadResult"
     computed_s: float
 
 

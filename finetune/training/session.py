@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from finetune.training.shared.head_alone import HeadAlone
+
 
 BASE = ".base_layer"  # of the linear layer in peft's, where peft computes it
 
@@ -92,6 +94,7 @@ class Session:
         stops: Tokens that end an answer.
         held_out: Steps of the held-out rows, where rows are compared.
         references: Log-probabilities that were taken before step 1; empty if none were.
+        head_alone: Its steps, where a head trains alone; None until features are taken.
     """
 
     run: Run
@@ -104,9 +107,12 @@ class Session:
     stops: Stops
     held_out: Steps | None = None
     references: References = field(default_factory=dict)
+    head_alone: "HeadAlone | None" = None
 
     def evaluation(self) -> Evaluation:
         """Return what held-out rows say, shared by the ranks."""
+        if self.head_alone is not None:
+            return self.head_alone.evaluation()
         with self.run.screen.working("Evaluating", "rows") as progress:
             if self.held_out is not None:
                 return self.loop.validation(self.held_out, progress=progress)
@@ -308,7 +314,7 @@ def load_adapted(runs: Sequence[Run], plan: Plan) -> Adapted:
     set_router_loss(loaded.model, recipe.train.router_loss_coef)
     ranks.exchange(None)  # from here on the slab is filled
     model: PeftModel | PreTrainedModel = loaded.model
-    if recipe.train.what == "adapter":
+    if not recipe.train.is_full:
         model = _with_adapters(loaded, runs)
     else:
         choose_weights(loaded.model, recipe.train.what)
@@ -380,10 +386,12 @@ def attached(
         if recipe.objective.is_sft
         else Objectives(section=recipe.objective, seq_len=recipe.train.seq_len, ranks=run.ranks),
         adapter=run.adapter,
-        scaling=LossScale() if recipe.model.dtype == "float16" else None,
-        head=None
-        if recipe.train.of_probe is None
-        else PassThrough(getattr(cast("PeftModel", model).get_base_model(), SCORE)),
+        scaling=LossScale()
+        if recipe.model.dtype == "float16" and not recipe.train.is_head_alone
+        else None,
+        head=PassThrough(getattr(cast("PeftModel", model).get_base_model(), SCORE))
+        if recipe.train.takes_features
+        else None,
     )
     session = Session(
         run=run,
