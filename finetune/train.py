@@ -331,6 +331,7 @@ def _on_engine(
     """Load the model, attach it, time it, and begin or restore the runs on it."""
     # peft, transformers' model code and torch's compiler take seconds to import: they come last
     from finetune.training.session import attached, calibrated, engine_of, load_adapted
+    from finetune.training.shared.head_alone import with_features
     from finetune.training.trace_memory import trace_memory
 
     runs, shared, ranks = prepared.runs, prepared.shared, prepared.runs[0].ranks
@@ -363,6 +364,10 @@ def _on_engine(
             session.run.screen.note(session.stops.shown(session.tokenizer))
         plan = with_others(plan, ranks)  # as traced
         priced, plan = plan_json(plan), with_others(calibrated(sessions, plan), ranks)
+        if runs[0].recipe.train.is_head_alone:
+            (session,) = sessions  # a rule of recipes
+            session, plan = with_features(session, plan)
+            sessions = [session]
         choice = choice_json(shared.choice)
         begun = [begin(session, plan, priced=priced, choice=choice) for session in sessions]
         yield begun, plan, engine

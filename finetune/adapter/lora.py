@@ -20,6 +20,7 @@ from peft import (
 )
 from peft.tuners.lora import LoraLayer
 from peft.utils import ModulesToSaveWrapper
+from peft.utils.constants import DUMMY_TARGET_MODULES
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from safetensors.torch import load_file
 from torch import nn
@@ -162,6 +163,7 @@ def _chosen(model: PreTrainedModel, adapter: AdapterSection) -> _Chosen:
     if adapter.method != "lora":
         return _of_method(model, adapter, modules, linears=linears, whole=whole)
     keys = _pattern_keys(linears, weights, experts)
+    parameters = sorted({*experts, *weights.values()})
     config = LoraConfig(
         r=adapter.rank,
         lora_alpha=adapter.alpha,  # type: ignore[arg-type]  # peft takes floats
@@ -170,9 +172,10 @@ def _chosen(model: PreTrainedModel, adapter: AdapterSection) -> _Chosen:
         alpha_pattern=_pattern("alpha_pattern", adapter.alpha_pattern, keys),
         use_rslora=adapter.rslora,
         use_dora=adapter.dora,
-        target_modules=sorted(modules),
+        # peft's own name for none
+        target_modules=sorted(modules) if modules or parameters else DUMMY_TARGET_MODULES,
         exclude_modules=_in_towers(model, modules) or None,
-        target_parameters=sorted({*experts, *weights.values()}) or None,
+        target_parameters=parameters or None,
         modules_to_save=list(whole.names) or None,
         ensure_weight_tying=whole.has_tied,
         task_type=task_type(model),

@@ -55,15 +55,28 @@ class Features:
         return self._values_FD[np.concatenate(numbers)], torch.from_numpy(places_N)
 
 
-@contextmanager
-def passed_through(head: nn.Module) -> Iterator[None]:
-    """Let a head return what it reads."""
-    handle = head.register_forward_hook(_input_of)
-    try:
-        yield
-    finally:
-        handle.remove()
+class PassThrough:
+    """A hook by which a head returns what it reads, in a context; outside it changes nothing.
 
+    It stays on the head: an engine would inspect a model again whose hooks come and go.
+    """
 
-def _input_of(_head: nn.Module, inputs: tuple[torch.Tensor, ...], _output: object) -> torch.Tensor:
-    return inputs[0]
+    def __init__(self, head: nn.Module) -> None:
+        """Put it on a head."""
+        self._is_on = False
+        head.register_forward_hook(self)
+
+    def __call__(
+        self, _head: nn.Module, inputs: tuple[torch.Tensor, ...], _output: object
+    ) -> torch.Tensor | None:
+        """Return what replaces the head's output; None keeps it."""
+        return inputs[0] if self._is_on else None
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Let the head return what it reads."""
+        self._is_on = True
+        try:
+            yield
+        finally:
+            self._is_on = False

@@ -76,11 +76,14 @@ def require_ranks_for(train: TrainSection, *, num_ranks: int, setting: str = LAU
                 hint=f"`{setting} 2`, or `train.parallel: stream`",
             )
         return
-    if train.of_probe is not None and num_ranks > 1:
+    if train.takes_features and num_ranks > 1:
+        own, fix = f"train.probe_steps: {train.probe_steps}", "train.probe_steps: null"
+        if train.is_head_alone:
+            own, fix = "train.what: head", "train.what: adapter"
         raise ConfigError(
-            f"train.probe_steps: {train.probe_steps}, with {num_ranks} processes",
+            f"{own}, with {num_ranks} processes",
             limit="features are computed and kept by one process",
-            hint=f"`{setting} 1`, or `train.probe_steps: null`",
+            hint=f"`{setting} 1`, or `{fix}`",
         )
     if train.is_full and num_ranks > 1 and train.parallel == "stream":
         raise ConfigError(

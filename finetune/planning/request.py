@@ -225,7 +225,7 @@ def adapter_spec(adapter: AdapterSection, facts: ModelFacts, *, dtype_bytes: int
 def trained_spec(recipe: Recipe, facts: ModelFacts) -> AdapterSpec:
     """Return what trains: an adapter, or weights of the model, counted by their names."""
     what = recipe.train.what
-    if what == "adapter":
+    if what in ("adapter", "head"):
         return adapter_spec(recipe.adapter, facts, dtype_bytes=DTYPE_BYTES[recipe.model.dtype])
     if what == "all":
         return AdapterSpec.none(all_weights(facts))
@@ -307,12 +307,13 @@ def _request(
             limit="only a mixture of experts has a router loss",
             hint="`train.router_loss_coef: null`",
         )
+    has_backward = not recipe.train.is_head_alone
     return PlanRequest(
         typical=typical,
         largest=largest,
         num_micro_batches=recipe.train.num_micro_batches,
         num_slots=_num_slots(recipe, facts),
-        num_kept_graphs=_num_kept_graphs(recipe, facts),
+        num_kept_graphs=_num_kept_graphs(recipe, facts) if has_backward else 0,
         vram_budget_bytes=recipe.offload.vram_budget_bytes,
         num_workers=recipe.data.num_workers,
         is_stashed=recipe.offload.stash == "host",
@@ -322,10 +323,14 @@ def _request(
         is_masked=has_router_loss(recipe),  # it does not count padding
         may_be_on_disk=recipe.model.init == "pretrained",
         # compiled layers are computed whole
-        has_outputs=recipe.offload.attention_outputs == "auto" and not recipe.train.compile,
-        has_sent_graphs=recipe.offload.sent_graphs == "auto" and not recipe.train.compile,
+        has_outputs=recipe.offload.attention_outputs == "auto"
+        and not recipe.train.compile
+        and has_backward,
+        has_sent_graphs=recipe.offload.sent_graphs == "auto"
+        and not recipe.train.compile
+        and has_backward,
         objective=_objective_cost(recipe.objective),
-        probe=None if recipe.train.of_probe is None else Probe(),
+        probe=Probe(is_alone=recipe.train.is_head_alone) if recipe.train.takes_features else None,
         reduction=Reduction(
             element_bytes=2 if recipe.train.reduce_dtype == "bf16" else FP32_BYTES,
             is_by_layer=recipe.train.reduce_gradients == "by_layer",

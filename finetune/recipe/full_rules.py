@@ -11,11 +11,11 @@ _ON_DEVICE = {"adamw_bf16": "adamw", "lion_bf16": "lion", "muon": "adamw"}
 
 
 def broken_frozen_rules(train: TrainSection) -> Iterator[Breach]:
-    """Yield what is set for weights of the model where an adapter trains."""
+    """Yield what is set for weights of the model where an adapter or a new head trains."""
     if train.optimizer in HOST_ONLY:
         yield Breach(
             field="train.optimizer",
-            what=f"train.optimizer is {train.optimizer} and train.what is adapter",
+            what=f"train.optimizer is {train.optimizer} and train.what is {train.what}",
             limit="it updates weights of the model in RAM; an adapter's states are few bytes",
             hint=f"`train.optimizer: {_ON_DEVICE[train.optimizer]}`, or `train.what: all`",
             reads=_WHAT,
@@ -23,7 +23,7 @@ def broken_frozen_rules(train: TrainSection) -> Iterator[Breach]:
     if train.update != "auto":
         yield Breach(
             field="train.update",
-            what=f"train.update is {train.update} and train.what is adapter",
+            what=f"train.update is {train.update} and train.what is {train.what}",
             limit="an adapter is on the device, and updated there",
             hint="leave `train.update` out, or `train.what: all`",
             reads=_WHAT,

@@ -6,10 +6,12 @@ from typing import get_args
 from finetune.recipe.breach import Allowed, Breach, breaches
 from finetune.recipe.objective_section import LOSSES, Method, ObjectiveSection, read_settings
 from finetune.recipe.row_formats import formats_of
-from finetune.recipe.sections import Settings
+from finetune.recipe.sections import AdapterSection, Settings
+from offload.plan.facts.trainable import SCORE
 
 _METHOD = ("objective.method",)
 _STEPS = "train.probe_steps"
+_WHAT = "train.what"
 
 
 def broken_objective_rules(recipe: Settings) -> Iterator[Breach]:
@@ -32,6 +34,8 @@ def broken_objective_rules(recipe: Settings) -> Iterator[Breach]:
         yield from _broken_row_rules(recipe)
     yield from _broken_head_rules(recipe)
     yield from broken_probe_rules(recipe)
+    if recipe.train.is_head_alone:
+        yield from broken_head_alone_rules(recipe)
     if objective.computes_reference and recipe.adapter.init_from is not None:
         hint = "`objective.reference: precomputed`, in one pass before step 1"
         if objective.scores_mismatched:
@@ -238,9 +242,9 @@ def _broken_head_rules(recipe: Settings) -> Iterator[Breach]:
         (
             "train.what",
             recipe.train.what,
-            recipe.train.what == "adapter",
-            "the head is saved with an adapter",
-            "`train.what: adapter`",
+            not recipe.train.is_full,
+            "the head is saved with an adapter, or alone",
+            "`train.what: adapter`, or `head`",
         ),
         (
             "train.router_loss_coef",
@@ -293,3 +297,43 @@ def _possible(recipe: Settings) -> Iterator[Allowed]:
         "the head of an adapter that is trained further is no new one",
         "null",
     )
+
+
+def broken_head_alone_rules(recipe: Settings) -> Iterator[Breach]:
+    """Yield what a head that trains alone cannot be combined with."""
+    rules = (
+        (
+            "objective.method",
+            recipe.objective.method,
+            recipe.objective.head != "tokens",
+            "a new head trains alone, of classes or rewards; the head that predicts tokens is"
+            " trained already",
+            "classify",
+        ),
+        (
+            "train.probe_steps",
+            recipe.train.probe_steps,
+            recipe.train.probe_steps is None,
+            "all steps are of the head alone",
+            "null",
+        ),
+        (
+            "offload.kept_graphs",
+            recipe.offload.kept_graphs,
+            recipe.offload.kept_graphs in ("auto", 0),
+            "no step goes back through the layers",
+            "auto",
+        ),
+    )
+    yield from breaches(rules, setting=_WHAT, value="head", instead="adapter")
+    alone = AdapterSection(targets=(), modules_to_save=(SCORE,))
+    for name in AdapterSection.model_fields:
+        value = getattr(recipe.adapter, name)
+        if recipe.objective.head != "tokens" and value != getattr(alone, name):
+            yield Breach(
+                field=f"adapter.{name}",
+                what=f"adapter.{name} is {value} and train.what is head",
+                limit="the head trains alone, so there is no adapter",
+                hint=f"leave `adapter.{name}` out, or `train.what: adapter`",
+                reads=(_WHAT,),
+            )

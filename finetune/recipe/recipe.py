@@ -45,6 +45,9 @@ class Recipe(Settings):
         whole = adapter.get("modules_to_save", ())
         if isinstance(whole, list | tuple) and SCORE not in whole:
             adapter = adapter | {"modules_to_save": [*whole, SCORE]}
+        train = values.get("train", {})
+        if isinstance(train, dict) and train.get("what") == "head":
+            adapter = {"targets": []} | adapter
         return values | {"model": {"head": head} | model, "adapter": adapter}
 
     @model_validator(mode="after")

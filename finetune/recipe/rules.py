@@ -101,7 +101,7 @@ def _broken_model_rules(model: ModelSection) -> Iterator[Breach]:
 def _broken_adapter_rules(recipe: Settings) -> Iterator[Breach]:
     """An adapter has something to train, each part of it in one way."""
     adapter = recipe.adapter
-    if not adapter.targets and not adapter.experts:
+    if not adapter.targets and not adapter.experts and not recipe.train.is_head_alone:
         yield Breach(
             field="adapter.targets",
             what="adapter.targets is empty and adapter.experts is false",

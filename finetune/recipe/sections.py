@@ -178,9 +178,10 @@ class AdapterSection(Section):
 class TrainSection(Section):
     """The optimizer step: how many tokens, how many steps, and the update."""
 
-    what: Literal["adapter", "all"] | Names = Field(
+    what: Literal["adapter", "head", "all"] | Names = Field(
         default="adapter",
-        description="What trains: an `adapter` on the frozen model, `all` weights of the model,"
+        description="What trains: an `adapter` on the frozen model, a new `head` alone, on what the"
+        " frozen layers give it, computed once (linear probing), `all` weights of the model,"
         " or a list of groups (`biases`, `norms`, `last_4_layers`) and of patterns of their names;"
         " weights that train are updated in RAM.",
         examples=[["biases"], ["last_4_layers", "lm_head.*"]],
@@ -354,7 +355,17 @@ class TrainSection(Section):
     @property
     def is_full(self) -> bool:
         """Whether weights of the model itself train, and no adapter."""
-        return self.what != "adapter"
+        return self.what not in ("adapter", "head")
+
+    @property
+    def is_head_alone(self) -> bool:
+        """Whether a new head trains and nothing else."""
+        return self.what == "head"
+
+    @property
+    def takes_features(self) -> bool:
+        """Whether a new head trains alone, before step 1 or in all steps."""
+        return self.is_head_alone or self.probe_steps is not None
 
     @property
     def of_probe(self) -> "TrainSection | None":

@@ -61,6 +61,12 @@ def _require_apart(name: str, recipe: Recipe) -> None:
             limit="runs share a base that does not train; each trains an adapter",
             hint="`train.what: adapter`, or `sluice finetune` for each run",
         )
+    if recipe.train.is_head_alone:
+        raise ConfigError(
+            f"train.what is head in {name}",
+            limit="runs share the loads of layers, and steps of a head alone load none",
+            hint="`train.what: adapter`, or `sluice finetune` for each run",
+        )
     if recipe.train.is_sharded:
         raise ConfigError(
             f"train.parallel is fsdp2 in {name}",

@@ -17,11 +17,14 @@ from finetune.errors import CheckpointError
 from finetune.files.atomic import write_atomically
 from finetune.report import prediction
 from finetune.report.energy import RunEnergy, run_energy
+from finetune.report.format import shown_mib, shown_time
 from finetune.report.gantt import gantt_svg
 from finetune.report.memory import MemoryRow, memory_rows
 from finetune.report.prediction import SEAL, Prediction
 from finetune.run import run_files
+from finetune.run.evaluations import EVAL_LOSS, EVAL_PREFIX
 from finetune.run.metrics import read_rows
+from finetune.run.probe_folder import read_features, read_probe
 from offload.plan.schedule import breakdown
 from offload.plan.schedule.breakdown import Parts
 from offload.plan.schedule.perfetto import perfetto_trace
@@ -33,6 +36,8 @@ LOW, HIGH = 0.2, 0.8
 LOAD = "load_per_cpu"  # of a row: runnable processes per processor
 BUSY_LOAD = 1.5  # more than this run's own threads
 DISTURBED_SPREAD, FEWEST_SPREAD = 0.2, 5  # of equal steps, and how many are needed to measure it
+_SHARES = ("accuracy", "rewards/accuracies")
+"""Metrics that are shares of rows or words."""
 # Phases by lane, in the order of the report; the compute lane's and the last ones make up the step.
 LANES = {
     "compute": ("forward", "decode", "head and loss", "backward", "stall", "optimizer"),
@@ -179,6 +184,8 @@ class Explanation:
         predicted: Of the newest section, to be drawn.
         energy: Of all steps, those before a resume too.
         versions: Of what ran, by package; nothing before the first checkpoint.
+        probe: What a probe before step 1 took and learned; None if there was none.
+        features: What features took of a head that trains alone; None if they were not taken.
     """
 
     num_done: int
@@ -190,6 +197,8 @@ class Explanation:
     predicted: Timeline
     energy: RunEnergy
     versions: Mapping[str, str]
+    probe: Mapping[str, Any] | None = None
+    features: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures for programs: seconds and bytes."""
@@ -205,6 +214,8 @@ class Explanation:
             "memory": [asdict(row) | {"error": row.error} for row in self.memory],
             "energy": self.energy.to_json(),
             "versions": dict(self.versions),
+            **({} if self.probe is None else {"probe": dict(self.probe)}),
+            **({} if self.features is None else {"features": dict(self.features)}),
         }
 
 
@@ -245,6 +256,8 @@ def explain(run_dir: Path) -> Explanation:
             at_most_j_per_token=newest.calibrated.get("energy", {}).get("at_most_j_per_token"),
         ),
         versions=(measured or {}).get("versions", {}),
+        probe=read_probe(run_dir),
+        features=read_features(run_dir),
     )
 
 
@@ -408,3 +421,31 @@ def _section_json(section: Section) -> dict[str, Any]:
         "predicted_s": section.predicted_s,
         "is_disturbed": section.is_disturbed,
     }
+
+
+def features_took(figures: Mapping[str, Any]) -> str:
+    """Return what features took, by the names of `FeatureFigures`."""
+    return (
+        f"{figures['num_features']:,} features in {shown_time(figures['pass_s'])} (predicted"
+        f" {shown_time(figures['predicted_pass_s'])}), {shown_mib(figures['feature_bytes'])} of RAM"
+    )
+
+
+def probe_took(probe: Mapping[str, Any]) -> str:
+    """Return what a probe took, as `read_probe` returns it."""
+    head = f"{probe['num_steps']:,} steps of the head ({probe['num_parameters']:,} weights)"
+    return f"{features_took(probe)}; {head} in {shown_time(probe['steps_s'])}"
+
+
+def probe_learned(probe: Mapping[str, Any]) -> str:
+    """Return what a head has learned: first and last loss and accuracy, and held-out rows."""
+    first, last = probe["first"], probe["last"]
+    said = [f"loss {first['loss']:.4f} -> {last['loss']:.4f}"]
+    for name in _SHARES:
+        if name in last:
+            said.append(f"{name} {first[name]:.1%} -> {last[name]:.1%}")
+        if EVAL_PREFIX + name in last:
+            said.append(f"{name} of held-out rows {last[EVAL_PREFIX + name]:.1%}")
+    if EVAL_LOSS in last:
+        said.append(f"loss of held-out rows {last[EVAL_LOSS]:.4f}")
+    return ", ".join(said)

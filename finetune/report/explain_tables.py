@@ -6,7 +6,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from finetune.report.explain import Explanation, Miss, Section
+from finetune.report.explain import (
+    Explanation,
+    Miss,
+    Section,
+    features_took,
+    probe_learned,
+    probe_took,
+)
 from finetune.report.format import shown_mib, shown_time, table_of
 from finetune.report.memory import MemoryRow
 from offload.plan.schedule.op import Kind
@@ -18,6 +25,11 @@ NUM_LAYERS_NAMED = 6
 def explanation_tables(explanation: Explanation) -> RenderableType:
     """Return a run's comparison with its prediction: time, where it went, memory, the bound."""
     parts: list[RenderableType] = [*notices(explanation)]
+    if explanation.features is not None:
+        parts.append(Text(f"Features: {features_took(explanation.features)}"))
+    if explanation.probe is not None:
+        parts.append(Text(f"Probe: {probe_took(explanation.probe)}"))
+        parts.append(Text(f"Its head: {probe_learned(explanation.probe)}"))
     for section in explanation.sections:
         parts += [_time_table(section), _miss_table(section)]
         parts += [Text(line) for line in _section_lines(section)]

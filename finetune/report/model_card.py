@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from finetune.recipe.recipe import Recipe, recipe_hash, resolved_yaml
-from finetune.report.explain import METRICS, REPORT
+from finetune.report.explain import METRICS, REPORT, probe_learned
 from finetune.run.evaluations import EVAL_LOSS, EVAL_PREFIX
 from finetune.run.metrics import read_rows
 
@@ -46,7 +46,7 @@ def model_card(recipe: Recipe, run_dir: Path, config: "PretrainedConfig", *, dat
     header: dict[str, Any] = {
         "library_name": "transformers" if recipe.train.is_full else "peft",
         "pipeline_tag": _PIPELINES[recipe.model.head],
-        "tags": ["sluice"] if recipe.train.is_full else ["lora", "sluice"],
+        "tags": ["sluice"] if recipe.train.what != "adapter" else [recipe.adapter.method, "sluice"],
     }
     unpublished = _UNLINKED if recipe.train.is_full else _UNPUBLISHED
     if is_on_hub:
@@ -85,26 +85,30 @@ SHA-256 `{recipe_hash(recipe)}`, every setting with its value:
 
 def _what(recipe: Recipe) -> str:
     """Return what was trained, in a sentence."""
+    trained = (
+        "a head alone, on frozen layers" if recipe.train.is_head_alone else "an adapter and a head"
+    )
     if recipe.objective.is_reward:
         return (
-            "A reward model of {base}, trained with Sluice: a LoRA adapter and a head with one"
+            f"A reward model of {{base}}, trained with Sluice: {trained} with one"
             " output, in peft's format for transformers' sequence classification. The reward of a"
             " conversation is read at the token that ends its last answer."
         )
     if recipe.objective.classifies_tokens:
         return (
             f"A classifier of words in {recipe.model.num_classes} classes by {{base}}, trained with"
-            " Sluice: an adapter and a head, in peft's format for transformers' token"
+            f" Sluice: {trained}, in peft's format for transformers' token"
             " classification. The class of a word is read at its first token."
         )
     if recipe.objective.is_classification:
         return (
             f"A classifier of {recipe.model.num_classes} classes by {{base}}, trained with Sluice:"
-            " an adapter and a head, in peft's format for transformers' sequence classification."
+            f" {trained}, in peft's format for transformers' sequence classification."
             " The class of a text is read at the end-of-text token that follows it."
         )
     if recipe.train.what == "adapter":
-        return "A LoRA adapter of {base}, in peft's format, trained with Sluice."
+        name = "LoRA" if recipe.adapter.method == "lora" else recipe.adapter.method
+        return f"A {name} adapter of {{base}}, in peft's format, trained with Sluice."
     which = "all weights" if recipe.train.what == "all" else "some of its weights"
     return f"{{base}} with {which} trained by Sluice: plain weights, without an adapter."
 
@@ -151,7 +155,11 @@ def _figures(run_dir: Path) -> Mapping[str, str]:
     rows = {row["step"]: row for row in read_rows(run_dir / METRICS)}
     report = json.loads((run_dir / REPORT).read_text())
     step, done = report["adapter_step"], max(rows)
-    found = {
+    found = {}
+    if "probe" in report:
+        found["steps of the head alone, before"] = f"{report['probe']['num_steps']:,}"
+        found["what it learned in them"] = probe_learned(report["probe"])
+    found |= {
         "steps": f"{done:,}" if step == done else f"{done:,}; the result is that of step {step:,}",
         "tokens trained on": f"{sum(rows[i]['num_tokens'] for i in rows if i <= step):,}",
         "training loss, first step": f"{rows[min(rows)]['loss']:.4f}",

@@ -314,6 +314,8 @@ def adapter_line(plan: Plan) -> str:
     spec = plan.request.typical.adapter
     if spec.whole is not None:
         return _whole_line(plan, spec.whole)
+    if plan.request.is_on_features:
+        return f"none: the head alone trains, {shown_count(trained_parameters(plan.facts, spec))}"
     places = [*spec.targets, *(["the experts"] if spec.experts else [])]
     ranks = ", ".join(f"{name} {rank}" for name, rank in spec.rank_pattern)
     dtype_bytes = plan.request.typical.dtype_bytes

@@ -94,7 +94,7 @@ def _plan_rows(choice: Choice, prices: ReportSection) -> Iterator[tuple[str, Seq
     facts, kernel = plan.facts, plan.machine.experts_implementation
     yield "step", [_step_line(plan)]
     yield "limited by", [_limit_line(plan)]
-    yield "faster with", _gain_lines(choice)
+    yield "faster with", [] if plan.request.is_on_features else _gain_lines(choice)
     yield "GPUs", gpus_lines(plan)
     yield from _memory_rows(plan)
     yield "energy", [plan_energy_line(plan, prices)]
@@ -109,10 +109,13 @@ def _plan_rows(choice: Choice, prices: ReportSection) -> Iterator[tuple[str, Seq
     yield "layer inputs", [STASHED] if plan.request.is_stashed else []
     yield "tokens", [_tokens_line(plan)]
     yield "network", [network_line(plan, plan.network)] if plan.network is not None else []
-    yield "objective", [objective_line(plan)] if plan.request.objective is not None else []
+    has_objective = plan.request.objective is not None and not plan.request.is_on_features
+    yield "objective", [objective_line(plan)] if has_objective else []
     costs = [feature_pass(plan, run) for run in plan.request.runs]
-    yield "probe", [probe_line(cost) for cost in costs if cost is not None]
-    graphs = [kept_line(plan)] if plan.num_kept_graphs or plan.saved.graphs else []
+    name = "features" if plan.request.is_on_features else "probe"
+    yield name, [probe_line(cost) for cost in costs if cost is not None]
+    has_graphs = plan.num_kept_graphs or plan.saved.graphs
+    graphs = [kept_line(plan)] if has_graphs and not plan.request.is_on_features else []
     yield "backward", [*graphs, *([outputs_line(plan)] if plan.residency.has_outputs else [])]
     yield "expert kernels", [f"{kernel.value} ({kernel.source})"] if facts.has_experts else []
     yield "layer kernels", _layer_kernels(plan)
@@ -206,13 +209,15 @@ def _layers_line(plan: Plan) -> str:
     loads = f"{schedule.num_loads} loads, {shown_gib(schedule.h2d_bytes)} per step"
     back = f", {shown_gib(schedule.d2h_bytes)} back" if schedule.d2h_bytes else ""
     moved = loads if schedule.num_loads else "loaded once, then resident"
+    if plan.request.is_on_features:
+        moved = "visited for the features, and in no step"
     return f"{size} {place_of_layers(plan)}{form}; {slots}: {moved}{staged}{back}"
 
 
 def _tokens_line(plan: Plan) -> str:
     request = plan.request
     ranks = f", shared by {request.num_ranks} ranks" if request.num_ranks > 1 else ""
-    is_streamed = plan.num_slots < plan.facts.num_layers
+    is_streamed = plan.num_slots < plan.facts.num_layers and not request.is_on_features
     free = (
         f"; in micro-batches of this size streaming {free_streaming(plan.break_even_tokens)}"
         if is_streamed

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from finetune.files.atomic import write_atomically
 from finetune.files.manifest import damage, whole_folder
 
 PROBE = "probe"
@@ -20,26 +21,41 @@ PROBE = "probe"
 HEAD, FIGURES, STEPS = FILES = ("head.safetensors", "probe.json", "metrics.jsonl")
 
 
+FEATURES = "features.json"
+"""What features took of a head that trains alone."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ProbeFigures:
+class FeatureFigures:
+    """What features took.
+
+    Attributes:
+        num_features: Label tokens whose features were kept, those of held-out rows too.
+        num_parameters: Of the head.
+        feature_bytes: What they took.
+        predicted_pass_s: Of the passes over the layers that computed them.
+        pass_s: The same, measured.
+    """
+
+    num_features: int
+    num_parameters: int
+    feature_bytes: int
+    predicted_pass_s: float
+    pass_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProbeFigures(FeatureFigures):
     """What a probe took.
 
     Attributes:
         rows: Digest of the examples.
         num_steps: Of the head.
-        num_features: Label tokens whose features were kept, those of held-out rows too.
-        feature_bytes: What they took.
-        predicted_pass_s: Of the passes over the layers that computed them.
-        pass_s: The same, measured.
         steps_s: Of all steps of the head.
     """
 
     rows: str
     num_steps: int
-    num_features: int
-    feature_bytes: int
-    predicted_pass_s: float
-    pass_s: float
     steps_s: float
 
 
@@ -64,6 +80,20 @@ def write_probe(
         save_file({name: one.detach().cpu() for name, one in head.items()}, partial / HEAD)
         (partial / FIGURES).write_text(json.dumps(asdict(figures), indent=1) + "\n")
         (partial / STEPS).write_text("".join(json.dumps(row) + "\n" for row in steps))
+
+
+def write_features(run_dir: Path, figures: FeatureFigures) -> None:
+    """Write what features took of a head that trains alone."""
+    write_atomically(run_dir / FEATURES, json.dumps(asdict(figures), indent=1) + "\n")
+
+
+def read_features(run_dir: Path) -> dict[str, Any] | None:
+    """Return what features took of a head that trains alone; None where none were taken."""
+    file = run_dir / FEATURES
+    if not file.exists():
+        return None
+    figures: dict[str, Any] = json.loads(file.read_text())
+    return figures
 
 
 def read_head(run_dir: Path, *, rows: str) -> tuple[dict[str, torch.Tensor] | None, str]:
@@ -91,3 +121,11 @@ def read_figures(run_dir: Path) -> dict[str, Any]:
 def read_steps(run_dir: Path) -> list[dict[str, Any]]:
     """Return what a probe that has ended has learned in each step."""
     return [json.loads(line) for line in (run_dir / PROBE / STEPS).read_text().splitlines()]
+
+
+def read_probe(run_dir: Path) -> dict[str, Any] | None:
+    """Return the figures of a probe with its `first` and `last` step; None if none has ended."""
+    if not (run_dir / PROBE).exists():
+        return None
+    steps = read_steps(run_dir)
+    return {**read_figures(run_dir), "first": steps[0], "last": steps[-1]}

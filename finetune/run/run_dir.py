@@ -35,7 +35,7 @@ from finetune.recipe.sections import TrainSection
 from finetune.run.checkpoint import Checkpoints
 from finetune.run.evaluations import Evaluations
 from finetune.run.metrics import line_of, read_rows
-from finetune.run.probe_folder import FILES, PROBE
+from finetune.run.probe_folder import FEATURES, FILES, PROBE
 from finetune.run.references import REFERENCES
 from finetune.run.run_files import EVALUATION_BEFORE
 from finetune.run.run_lock import LOCK_FILE, holder
@@ -45,7 +45,7 @@ _RECIPE, _EXPERTS, _CHECKPOINTS = "recipe.yaml", "experts.json", "checkpoints"
 # Temporary names, which a kill may leave.
 _REPLACED = (
     *("adapter", "model", "metrics.jsonl", "measured.json", "predicted", "report.", "samples_"),
-    *(_RECIPE, _EXPERTS, PROBE, "trace.json", "gantt.svg"),
+    *(_RECIPE, _EXPERTS, PROBE, FEATURES, "trace.json", "gantt.svg"),
 )
 _MARKS = (_CHECKPOINTS, "metrics.jsonl", "predicted.json", "adapter", "model")
 # What a run writes in addition to its recipe; checkpoints first, so that remains are never resumed.
@@ -54,7 +54,14 @@ _WRITTEN = (
         f"{_CHECKPOINTS}/*step-[0-9]*/{name}"
         for name in ("state.json", "trained.safetensors", "optimizer.pt", f"*{MANIFEST}")
     ),
-    *("metrics.jsonl", _EXPERTS, "predicted.json", "predicted-[0-9]*.json", "measured.json"),
+    *(
+        "metrics.jsonl",
+        _EXPERTS,
+        FEATURES,
+        "predicted.json",
+        "predicted-[0-9]*.json",
+        "measured.json",
+    ),
     *("report.json", "report.html", "trace.json", "gantt.svg"),
     *("samples_before.json", "samples_after.json"),
     *(EVALUATION_BEFORE, REFERENCES),

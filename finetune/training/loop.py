@@ -17,7 +17,7 @@ from finetune.data.dataset import ExampleSet
 from finetune.data.steps import Steps, StepShare, collate
 from finetune.errors import RunFailedError
 from finetune.model.overflow import first_overflow
-from finetune.objective.features import Features, passed_through
+from finetune.objective.features import Features, PassThrough
 from finetune.recipe.sections import TrainSection
 from finetune.run.checkpoint import Restored, Resumable, Saved, StateForm, state_form
 from finetune.run.loss_scale import BACKOFF, MAX_SKIPPED, LossScale
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from finetune.training.sharded.engine import ShardedEngine, ShardedResult
+    from finetune.training.shared.head_alone import HeadResult
 
 StepEngine: TypeAlias = "Engine | ShardedEngine"
 """What computes steps: layers that are streamed, or ranks that each hold a part of the model."""
@@ -138,7 +139,7 @@ class Computed:
         computed_s: Of the whole step, shared or not.
     """
 
-    result: "StepResult | ShardedResult"
+    result: "StepResult | ShardedResult | HeadResult"
     computed_s: float
 
 
@@ -169,6 +170,7 @@ class Loop:
         objectives: Objectives | None = None,
         adapter: str | None = None,
         scaling: LossScale | None = None,
+        head: PassThrough | None = None,
     ) -> None:
         """Take the parts.
 
@@ -185,6 +187,7 @@ class Loop:
             objectives: The losses of steps; None for cross-entropy.
             adapter: The model's adapter that this run trains; None if it has no other.
             scaling: How the loss of the first step is scaled, of a model in float16.
+            head: On a new head, of a run that takes features.
         """
         self._model = model
         self._engine = engine
@@ -195,6 +198,7 @@ class Loop:
         self._ranks = ranks
         self._objectives = objectives
         self._adapter = adapter
+        self._head = head
         self.state_form: StateForm = {}
         self.seeding = NEWEST  # a resumed run has that of its checkpoint, and
         self.scaling = scaling  # this as well
@@ -400,7 +404,7 @@ class Loop:
         return np.asarray(sum(self._ranks.exchange(found)))
 
     def features(
-        self, steps: Steps, head: nn.Module, *, dtype: torch.dtype, progress: Progress = unseen
+        self, steps: Steps, *, dtype: torch.dtype, progress: Progress = unseen
     ) -> Features:
         """Return what a new head reads at each label token of rows, by the model as it is.
 
@@ -408,15 +412,15 @@ class Loop:
 
         Args:
             steps: Of the rows, all this rank's.
-            head: The module; while this runs it returns what it reads.
             dtype: Of the features.
             progress: Called with the rows that are done, and all.
         """
+        assert self._head is not None
         num_rows, num = len(steps.rows), int(steps.rows.loss_tokens.sum())
         # it does not count the first token of a row, which may have a class
         found = Features(num_rows=num_rows, max_features=num + num_rows, dtype=dtype)
         done = 0
-        with self._evaluated(), passed_through(head):
+        with self._evaluated(), self._head.on():
             for _, rows in parts_of(steps):
                 outputs, batches = HeadOutputs(), steps.share_of(rows).micro_batches
                 self._streamed.evaluate(

@@ -314,7 +314,7 @@ def plan_steps(run: Run, facts: ModelFacts, data: Data, cards: Cards) -> Planned
     requests = requests_for(recipe, facts, sized, num_ranks=ranks.num)
     if ranks.num_machines > 1:
         requests = [replace(one, most_local_ranks=ranks.most_local) for one in requests]
-    if recipe.train.of_probe is not None:
+    if recipe.train.takes_features:
         features = _features_of(recipe, data, steps_of(sized[0][0]))
         requests = [replace(one, probe=features) for one in requests]
     shares = _shared_out(run, facts, cards, requests)
@@ -366,6 +366,7 @@ def _features_of(recipe: Recipe, data: Data, steps: Steps) -> Probe:
     held_out = data.held_out(steps) if recipe.output.eval_every is not None else None
     every = [one for one in (steps, held_out) if one is not None]
     return Probe(
+        is_alone=recipe.train.is_head_alone,
         num_features=sum(int(one.rows.loss_tokens.sum()) for one in every),
         num_passes=sum(map(num_parts_of, every)),
     )

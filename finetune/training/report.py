@@ -18,7 +18,6 @@ from finetune.report.format import compact_table, shown_time
 from finetune.report.pages.run_page import REPORT_PAGE, write_run_page
 from finetune.report.prediction import SEAL
 from finetune.run.evaluations import EVAL_LOSS, EVAL_PREFIX
-from finetune.run.probe_folder import PROBE, read_figures, read_steps
 from finetune.run.run_files import EVALUATION, EVALUATION_BEFORE, SAMPLES, read_sealed
 from offload.plan.plan import Plan
 from offload.plan.schedule.breakdown import DATA_WAIT, OPTIMIZER, OUTSIDE, parts_json, parts_of
@@ -138,7 +137,6 @@ def write_report(
             for when in ("before", "after")
             if (file := run_dir / f"samples_{when}.json").exists()
         },
-        **_probe(run_dir),
         "held_out": _held_out(run_dir, rows, adapter_step=adapter_step),
         **explanation.to_json(),
         "cost": cost_of(explanation.energy.kwh, recipe.report),
@@ -148,14 +146,6 @@ def write_report(
     draw(run_dir, explanation)
     write_run_page(run_dir)
     return explanation
-
-
-def _probe(run_dir: Path) -> dict[str, Any]:
-    """Return what a linear probe took, and its first and last step; nothing if there was none."""
-    if not (run_dir / PROBE).exists():
-        return {}
-    steps = read_steps(run_dir)
-    return {"probe": {**read_figures(run_dir), "first": steps[0], "last": steps[-1]}}
 
 
 def page_at_checkpoint(run_dir: Path, *, is_left: bool, note: Callable[[str], None]) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from finetune.full.matrices import matrices_of
 from finetune.full.update import FullUpdate
 from finetune.model.load import Loaded, load_model, set_router_loss
 from finetune.model.store import weights_digest
+from finetune.objective.features import PassThrough
 from finetune.recipe.recipe import Recipe
 from finetune.report.format import shown_graphs
 from finetune.run.loss_scale import LossScale
@@ -44,6 +45,7 @@ from offload.engine.host.store import Backing
 from offload.engine.memory_meter import reset_peak
 from offload.engine.model.layers import LayeredModel
 from offload.plan.facts.linears import Linear
+from offload.plan.facts.trainable import SCORE
 from offload.plan.machine.machine import GIB
 from offload.plan.plan import Plan, calibrate, costs_of, with_costs
 from offload.plan.schedule.schedule import MIN_SLOTS
@@ -51,6 +53,8 @@ from offload.plan.schedule.schedule import MIN_SLOTS
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from finetune.training.shared.head_alone import HeadAlone
 
 
 BASE = ".base_layer"  # of the linear layer in peft's, where peft computes it
@@ -90,6 +94,7 @@ class Session:
         stops: Tokens that end an answer.
         held_out: Steps of the held-out rows, where rows are compared.
         references: Log-probabilities that were taken before step 1; empty if none were.
+        head_alone: Its steps, where a head trains alone; None until features are taken.
     """
 
     run: Run
@@ -102,9 +107,12 @@ class Session:
     stops: Stops
     held_out: Steps | None = None
     references: References = field(default_factory=dict)
+    head_alone: "HeadAlone | None" = None
 
     def evaluation(self) -> Evaluation:
         """Return what held-out rows say, shared by the ranks."""
+        if self.head_alone is not None:
+            return self.head_alone.evaluation()
         with self.run.screen.working("Evaluating", "rows") as progress:
             if self.held_out is not None:
                 return self.loop.validation(self.held_out, progress=progress)
@@ -306,7 +314,7 @@ def load_adapted(runs: Sequence[Run], plan: Plan) -> Adapted:
     set_router_loss(loaded.model, recipe.train.router_loss_coef)
     ranks.exchange(None)  # from here on the slab is filled
     model: PeftModel | PreTrainedModel = loaded.model
-    if recipe.train.what == "adapter":
+    if not recipe.train.is_full:
         model = _with_adapters(loaded, runs)
     else:
         choose_weights(loaded.model, recipe.train.what)
@@ -378,7 +386,12 @@ def attached(
         if recipe.objective.is_sft
         else Objectives(section=recipe.objective, seq_len=recipe.train.seq_len, ranks=run.ranks),
         adapter=run.adapter,
-        scaling=LossScale() if recipe.model.dtype == "float16" else None,
+        scaling=LossScale()
+        if recipe.model.dtype == "float16" and not recipe.train.is_head_alone
+        else None,
+        head=PassThrough(getattr(cast("PeftModel", model).get_base_model(), SCORE))
+        if recipe.train.takes_features
+        else None,
     )
     session = Session(
         run=run,

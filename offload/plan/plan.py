@@ -36,6 +36,7 @@ from offload.plan.step import (
 )
 from offload.plan.time.bounds import r3_bound_s
 from offload.plan.time.costs import Costs, LayerCost, RunCosts, price, with_objective
+from offload.plan.time.heads import head_step_s
 from offload.plan.time.shared import shared_costs
 from offload.plan.time.updates import with_updates
 
@@ -142,7 +143,7 @@ class Plan:
         That is nothing without an objective, and of a step that runs share: its price is of all.
         """
         request, is_staged = self.request, self.schedule.is_staged
-        if request.objective is None or request.others:
+        if request.objective is None or request.others or request.is_on_features:
             return 0.0, 0
         plain = Draft.of(
             self.facts,
@@ -174,6 +175,8 @@ class Plan:
     @property
     def bound_s(self) -> float:
         """The bound R3 on the step, optimizer included."""
+        if self.request.is_on_features:
+            return self.step_s
         bound_s = r3_bound_s(
             self.costs,
             num_slots=self.num_slots,
@@ -192,6 +195,8 @@ class Plan:
         None is more than any step should have; see `offload.plan.step.break_even_tokens`. Of a step
         that runs share, the size is that of the first run.
         """
+        if self.request.is_on_features:
+            return None
         is_staged, request = self.schedule.is_staged, self.request.runs[0]
         costs = self.costs.runs[0].costs if self.costs.runs else self.costs
         draft = Draft.of(self.facts, request, costs, self.residency, is_staged=is_staged)
@@ -237,7 +242,7 @@ def costs_of(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Costs
     costs = with_network(costs, facts, machine, request)
     if request.objective is None:
         return costs
-    return with_objective(
+    costs = with_objective(
         costs,
         facts,
         machine,
@@ -246,6 +251,11 @@ def costs_of(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Costs
         num_references=request.objective.num_references,
         has_top=request.objective.num_top > 0,
     )
+    if not request.is_on_features:
+        return costs
+    num_features = request.typical.label_tokens * request.rank_micro_batches
+    head_s = head_step_s(facts, machine, request.typical, num_features=num_features)
+    return replace(costs, tail_s=head_s)
 
 
 def laid_out(needs: MemoryNeeds, costs: Costs, residency: Residency) -> Plan:
@@ -285,6 +295,9 @@ def calibrate(
         num_kept_graphs: Layers of the measured step that were not checkpointed.
         saved: What other layers of it kept or sent.
     """
+    if not measured.busy_s(Kind.FORWARD):  # a step of a head on features
+        tail_s = _mean_s(measured, Kind.TAIL, None)
+        return replace(costs, grade="calibrated", tail_s=tail_s, optimizer_s=optimizer_s)
     if costs.runs:
         return shared_costs(
             [

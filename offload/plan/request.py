@@ -68,11 +68,13 @@ class Probe:
     """Steps of a head alone, on features: what the frozen layers give it, kept in host memory.
 
     Attributes:
+        is_alone: Whether all steps of the run are such, and none comes after them.
         num_features: Label tokens of all rows, each with a feature; None before rows are known.
         num_passes: Passes over the layers that compute them, each of about the rows of a step; None
             before rows are known.
     """
 
+    is_alone: bool = False
     num_features: int | None = None
     num_passes: int | None = None
 
@@ -206,6 +208,11 @@ class PlanRequest:
         if self.objective is None:
             return Passes(num_trained=num_micro_batches, has_objective=False)
         return self.objective.passes(num_micro_batches)
+
+    @property
+    def is_on_features(self) -> bool:
+        """Whether all steps are of a head alone, and visit no layer."""
+        return self.probe is not None and self.probe.is_alone
 
     def feature_bytes(self, hidden_size: int) -> int:
         """Return what a probe's features take in host memory; 0 before rows are known."""

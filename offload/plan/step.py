@@ -20,6 +20,7 @@ from offload.plan.schedule.schedule import (
     PIECE_BYTES,
     Schedule,
     TransferSizes,
+    head_schedule,
     step_schedule,
     warm_ring,
     without_trained,
@@ -52,6 +53,8 @@ def schedule_of(
         is_staged: Whether loads pass through page-locked buffers.
         is_draft: Whether to list one micro-batch only, and each load as one copy; see `Draft`.
     """
+    if request.is_on_features and not is_draft:
+        return head_schedule(warm_ring(residency.num_slots))
     typical = request.typical
     is_encoded, dtype_bytes = typical.is_encoded, typical.dtype_bytes
     sizes = TransferSizes.frozen(

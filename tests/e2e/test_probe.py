@@ -1,9 +1,8 @@
 """A probe and the run that follows it against plain torch, transformers and peft."""
 
-import math
+import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +27,16 @@ from tests.e2e.classifying import (
     tagging_recipe,
 )
 from tests.e2e.forked import Forked
+from tests.e2e.plain_heads import Plain, cosine, steps_of
+from tests.e2e.rewarding import PAIRS, WEIGHT, reward_recipe
 from tests.e2e.runs import adapter, losses, rows_of, run
 from tests.e2e.sweeps import states
 
-LR, PROBE_LR = 0.01, 0.05
+LR, PROBE_LR, SEED = 0.01, 0.05, 3
 NUM_PROBE_STEPS, NUM_STEPS = 6, 3
 TRAIN = {
     # all rows in each step, so that their order does not matter
-    **{"micro_batch_size": 4, "grad_accum_steps": 9, "lr": LR, "steps": NUM_STEPS, "seed": 3},
+    **{"micro_batch_size": 4, "grad_accum_steps": 9, "lr": LR, "steps": NUM_STEPS, "seed": SEED},
     **{"probe_steps": NUM_PROBE_STEPS, "probe_lr": PROBE_LR},
 }
 ADAPTER = {"experts": False, "rank": 4, "alpha": 8, "targets": ["q_proj", "v_proj"]}
@@ -52,61 +53,6 @@ def probe_recipe(
         data={"packing": "off"},
         output={"eval_every": NUM_PROBE_STEPS},
     )
-
-
-def cosine(step: int, num_steps: int) -> float:
-    return 0.5 * (1 + math.cos(math.pi * step / num_steps))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plain:
-    """Rows and a model, by transformers alone."""
-
-    model: Any
-    ids: list[torch.Tensor]
-    labels: torch.Tensor
-
-    @classmethod
-    def of(cls, model_dir: Path, rows: list[dict[str, Any]]) -> "Plain":
-        tokenizer = AutoTokenizer.from_pretrained(model_dir)
-        model: Any = AutoModelForSequenceClassification.from_pretrained(
-            model_dir, num_labels=NUM_CLASSES, dtype=torch.float32
-        )
-        torch.manual_seed(TRAIN["seed"])  # as transformers draws a head
-        torch.nn.init.normal_(model.score.weight, std=model.config.initializer_range)
-        texts = [tokenizer(row["text"])["input_ids"] for row in rows]
-        ids = [torch.tensor([[*text, tokenizer.eos_token_id]]) for text in texts]
-        return cls(model=model, ids=ids, labels=torch.tensor([row["label"] for row in rows]))
-
-    def features(self) -> torch.Tensor:
-        with torch.no_grad():
-            outputs = [self.model.model(input_ids=one).last_hidden_state for one in self.ids]
-        return torch.cat([output[:, -1] for output in outputs])
-
-    def logits(self, model: Any) -> torch.Tensor:
-        return torch.cat([model(input_ids=one).logits for one in self.ids])
-
-
-def steps_of(
-    parameters: list[Any],
-    outputs: Callable[[], torch.Tensor],
-    labels: torch.Tensor,
-    lr: float,
-    num: int,
-) -> list[tuple[float, float]]:
-    """Train with torch's AdamW; return loss and accuracy of each step."""
-    optimizer = torch.optim.AdamW(parameters, weight_decay=0.0)
-    found = []
-    for step in range(num):
-        logits = outputs()
-        loss = functional.cross_entropy(logits, labels)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.param_groups[0]["lr"] = lr * cosine(step, num)
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append((loss.item(), (logits.argmax(1) == labels).float().mean().item()))
-    return found
 
 
 def probe_rows(run_dir: Path) -> list[dict[str, Any]]:
@@ -126,7 +72,9 @@ def test_reorder_both_phases_are_those_of_plain_torch_and_peft(
     assert "48 features once" in shown
     assert f"{NUM_PROBE_STEPS} steps of the head (96 weights)" in shown
 
-    plain, held_out = (Plain.of(model_dir, rows) for rows in (ROWS[:36], ROWS[36:]))
+    assert_reported(run_dir, capsys)
+
+    plain, held_out = (Plain.of(model_dir, rows, seed=SEED) for rows in (ROWS[:36], ROWS[36:]))
     features, head = plain.features(), plain.model.score.weight
     expected = steps_of(
         [head], lambda: functional.linear(features, head), plain.labels, PROBE_LR, NUM_PROBE_STEPS
@@ -145,7 +93,7 @@ def test_reorder_both_phases_are_those_of_plain_torch_and_peft(
         functional.cross_entropy(outputs, held_out.labels).item(), rel=1e-5
     )
 
-    torch.manual_seed(TRAIN["seed"])
+    torch.manual_seed(SEED)
     config = LoraConfig(
         task_type="SEQ_CLS",
         r=4,
@@ -157,12 +105,111 @@ def test_reorder_both_phases_are_those_of_plain_torch_and_peft(
     trained = [p for p in adapted.parameters() if p.requires_grad]
     expected = steps_of(trained, lambda: plain.logits(adapted), plain.labels, LR, NUM_STEPS)
     assert losses(run_dir) == pytest.approx([one for one, _ in expected], rel=2e-5)
-    base = Plain.of(model_dir, ROWS[:36])
+    base = Plain.of(model_dir, ROWS[:36], seed=SEED)
     loaded = PeftModel.from_pretrained(base.model, str(run_dir / "adapter")).eval()
     with torch.no_grad():
         torch.testing.assert_close(
             base.logits(loaded), plain.logits(adapted.eval()), rtol=1e-3, atol=1e-4
         )
+
+
+def assert_reported(run_dir: Path, capsys: Any) -> None:
+    """The page, the card and the explanation say what the probe was."""
+    last = probe_rows(run_dir)[-1]
+    learned = f"-> {last['loss']:.4f}, accuracy"
+    page = (run_dir / "report.html").read_text()
+    assert "head of the probe" in page
+    assert learned in page.replace("&gt;", ">")
+    card = (run_dir / "adapter" / "README.md").read_text()
+    assert f"| steps of the head alone, before | {NUM_PROBE_STEPS} |" in card
+    assert learned in card
+    assert json.loads((run_dir / "report.json").read_text())["probe"]["last"] == last
+    assert run("explain", run_dir) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Probe: 48 features in" in shown
+    assert f"Its head: loss {probe_rows(run_dir)[0]['loss']:.4f} {learned}" in shown
+
+
+@pytest.mark.slow
+def test_reorder_a_head_of_rewards_learns_as_in_plain_torch(
+    tmp_path, model_dir, write_recipe, machine_file
+) -> None:
+    recipe = reward_recipe(
+        write_recipe,
+        tmp_path,
+        model_dir,
+        adapter=ADAPTER,
+        train=TRAIN | {"grad_accum_steps": 16},
+        output={"eval_every": NUM_PROBE_STEPS},
+    )
+    assert run("finetune", recipe, "--machine", machine_file) == 0
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    model: Any = AutoModelForSequenceClassification.from_pretrained(
+        model_dir, num_labels=1, dtype=torch.float32
+    )
+    head = model.score.weight
+    torch.manual_seed(SEED)
+    torch.nn.init.normal_(head, std=model.config.initializer_range)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+
+    def features(answer: str) -> torch.Tensor:
+        found = []
+        for pair in PAIRS[:-4]:
+            turns = [
+                {"role": "user", "content": pair["prompt"]},
+                {"role": "assistant", "content": pair[answer]},
+            ]
+            ids: Any = tokenizer.apply_chat_template(turns, tokenize=True, return_dict=False)
+            ids = torch.tensor([ids[: len(ids) - ids[::-1].index(end)]])
+            with torch.no_grad():
+                found.append(model.model(input_ids=ids).last_hidden_state[0, -1])
+        return torch.stack(found)
+
+    chosen, rejected = features("chosen"), features("rejected")
+    optimizer = torch.optim.AdamW([head], weight_decay=0.0)
+    expected = []
+    for step in range(NUM_PROBE_STEPS):
+        better, worse = chosen @ head[0], rejected @ head[0]
+        loss = -functional.logsigmoid(better - worse).mean()
+        loss = loss + WEIGHT * (better + worse).square().mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_([head], 1.0)
+        optimizer.param_groups[0]["lr"] = PROBE_LR * cosine(step, NUM_PROBE_STEPS)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    ours = probe_rows(tmp_path / "run")
+    assert [row["loss"] for row in ours] == pytest.approx(expected, rel=1e-5)
+    assert expected[-1] < 0.99 * expected[0]
+    assert rows_of(tmp_path / "run")[-1]["step"] == NUM_STEPS
+
+
+@pytest.mark.slow
+def test_quant_features_of_a_model_in_bf16_are_its_own_and_the_head_learns_in_fp32(
+    tmp_path, model_dir, write_recipe
+) -> None:
+    recipe = probe_recipe(write_recipe, tmp_path)
+    assert run("finetune", recipe, "model.dtype=bfloat16") == 0
+    plain = Plain.of(model_dir, ROWS[:36], seed=SEED)
+    exact, rounded = plain.features(), plain.model.bfloat16().model
+    with torch.no_grad():
+        states = [rounded(input_ids=one).last_hidden_state[:, -1] for one in plain.ids]
+    features = torch.cat(states).float()
+    apart = (features - exact).norm() / exact.norm()
+    assert 1e-3 < apart < 0.05  # what bf16 rounds
+    torch.manual_seed(SEED)
+    drawn = torch.nn.init.normal_(
+        plain.model.score.weight, std=plain.model.config.initializer_range
+    )
+    head = torch.nn.Parameter(drawn.detach().float())
+    expected = steps_of(
+        [head], lambda: functional.linear(features, head), plain.labels, PROBE_LR, NUM_PROBE_STEPS
+    )
+    ours = probe_rows(tmp_path / "run")
+    assert [row["loss"] for row in ours] == pytest.approx([one for one, _ in expected], rel=2e-3)
+    (found,) = load_file(tmp_path / "run" / "probe" / "head.safetensors").values()
+    assert found.dtype == torch.float32
+    assert (found - head.data).norm() < 0.05 * head.data.norm()
 
 
 @pytest.mark.slow
@@ -221,7 +268,7 @@ def test_reorder_a_head_of_words_learns_as_in_plain_torch(
         model_dir, num_labels=NUM_CLASSES, dtype=torch.float32
     )
     head = model.score
-    torch.manual_seed(TRAIN["seed"])
+    torch.manual_seed(SEED)
     torch.nn.init.normal_(head.weight, std=model.config.initializer_range)
     torch.nn.init.zeros_(head.bias)
     features, labels = [], []

@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from tests.doubles import tiny_tokenizer
+from tests.e2e.rewarding import MARGIN, PAIRS, WEIGHT, reward_recipe, write
 from tests.e2e.runs import rows_of, run
 from tests.e2e.sweeps import assert_same_bits
 
@@ -30,16 +31,6 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 128,
 }
 CONFIGS: dict[str, Any] = {"qwen3": Qwen3Config, "llama": LlamaConfig}
-PAIRS = [
-    {"prompt": f"what follows {n}{'!' * (n % 5)}", "chosen": f"{n + 1}.", "rejected": f"{n}"}
-    for n in range(36)
-]
-WEIGHT, MARGIN = 0.02, 0.25
-
-
-def write(file: Path, rows: list[dict[str, Any]]) -> str:
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(file)
 
 
 def model_of(family: str, tmp_path: Path, mixture: Path) -> Path:
@@ -52,22 +43,6 @@ def model_of(family: str, tmp_path: Path, mixture: Path) -> Path:
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / family)
     tokenizer.save_pretrained(tmp_path / family)
     return tmp_path / family
-
-
-def reward_recipe(write_recipe, tmp_path: Path, model: Path, **sections: Any) -> Path:
-    rows = write(tmp_path / "pairs.jsonl", PAIRS[:-4])
-    held_out = write(tmp_path / "held.jsonl", [row | {"margin": MARGIN} for row in PAIRS[-4:]])
-    data = {"path": rows, "format": "auto", "prompt_column": None, "completion_column": None}
-    defaults: dict[str, dict[str, Any]] = {
-        "model": {"path": str(model)},
-        "objective": {"method": "reward", "beta": WEIGHT},
-        "adapter": {"experts": "moe" in model.name or model.name.startswith("model")},
-        "data": data | {"too_long": "drop", "eval_path": held_out, "eval_frac": None},
-        "output": {"eval_every": 3},
-    }
-    for name, section in sections.items():
-        defaults[name] = defaults.get(name, {}) | section
-    return write_recipe(**defaults)
 
 
 def plain_rewards(base: Path, adapter: Path) -> list[tuple[float, float]]:

@@ -225,6 +225,10 @@ def load_values(shown: dict[str, Any], page: str) -> None:
     values = {name: rest | shown.get(name, {}) for name, rest in AROUND.items()} | {
         name: found for name, found in shown.items() if name not in AROUND
     }
+    if shown.get("train") == {"what": "head"}:
+        values |= {"objective": {"method": "classify"}}
+        values["model"] = values["model"] | {"num_classes": 2}
+        values["data"] = values["data"] | {"too_long": "drop"}
     for name, asked, given in INSTEAD:
         if asked in shown.get(name, {}):
             values[name].pop(given, None)

@@ -10,7 +10,14 @@ from typing import Any
 from finetune.errors import CheckpointError
 from finetune.files.atomic import write_atomically
 from finetune.recipe.recipe import Recipe
-from finetune.report.explain import METRICS, Explanation, explain
+from finetune.report.explain import (
+    METRICS,
+    Explanation,
+    explain,
+    features_took,
+    probe_learned,
+    probe_took,
+)
 from finetune.report.format import shown_time
 from finetune.report.pages import charts
 from finetune.report.pages.page import Chart, page, table
@@ -22,6 +29,7 @@ from offload.plan.machine.machine import GIB
 
 REPORT_PAGE = "report.html"
 NUM_SAMPLES = 5
+_TRAINED = {"adapter": "an adapter", "head": "a new head alone, on features of the frozen layers"}
 Row = Mapping[str, Any]
 
 
@@ -97,7 +105,7 @@ def _notes(rows: Sequence[Row], run_dir: Path, *, goes_on: bool) -> list[str]:
 def _facts(recipe: Recipe, rows: Sequence[Row], explanation: Explanation | None) -> str:
     found: list[tuple[str, str]] = [
         ("model", str(recipe.model.path)),
-        ("trains", "an adapter" if recipe.train.what == "adapter" else "weights of the model"),
+        ("trains", _TRAINED.get(str(recipe.train.what), "weights of the model")),
         ("learns by", recipe.objective.method),
         ("data", ", ".join(source.path for source in recipe.data.sources)),
     ]
@@ -112,7 +120,11 @@ def _facts(recipe: Recipe, rows: Sequence[Row], explanation: Explanation | None)
         best = min(evaluated, key=lambda row: float(row[EVAL_LOSS]))
         found.append(("best held-out loss", f"{best[EVAL_LOSS]:.4f} after step {best['step']}"))
     if explanation is not None:
-        section = explanation.sections[-1]
+        section, probe = explanation.sections[-1], explanation.probe
+        if explanation.features is not None:
+            found.append(("features", features_took(explanation.features)))
+        if probe is not None:
+            found += [("probe", probe_took(probe)), ("head of the probe", probe_learned(probe))]
         found += [
             ("steps", f"{explanation.num_done:,} of {explanation.num_steps:,} done"),
             ("machine", section.machine),

@@ -188,8 +188,7 @@ def train(
             is_profiled = ranks.is_main and recipe.report.profile == batch.step + 1
             with profiled(run.dir.path / "profile" if is_profiled else None):
                 request = session.loop.request(batch.step, batch.share)
-                found = yield request
-                assert isinstance(found, Computed)
+                found = yield from _computed(session, request)
                 record = session.loop.complete(request, found)
             done = batch.step + 1
             report.note_if_skipped(record, step=done, note=run.screen.note)
@@ -213,6 +212,15 @@ def train(
                 end = Done(num_steps=done)
                 return end if is_last else replace(end, signal=signal, stopped=stopped)
     return Done(num_steps=done)
+
+
+def _computed(session: "Session", request: Request) -> Generator[Request, Answer, Computed]:
+    """Ask for a step; a head that trains alone computes its own."""
+    if session.head_alone is not None:
+        return session.head_alone.computed(request)
+    found = yield request
+    assert isinstance(found, Computed)
+    return found
 
 
 def _verdict(row: Mapping[str, Any]) -> Generator[Evaluated, Answer, str | None]:

@@ -9,91 +9,44 @@ The head's steps have the rows, the optimizer, the clipping and the schedule of 
 in float32; the result is rounded once into the type of the model. A probe that is stopped leaves
 nothing, and starts again to the bit; one that has ended is read from its folder.
 
-Shapes: N label tokens of a step, D model dim, C outputs of the head.
-
 Source: arXiv:2202.10054, section 3.4.
 """
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
-from finetune.data.steps import Steps
 from finetune.errors import RunFailedError
-from finetune.objective.features import Features
-from finetune.objective.step_rows import StepRows
 from finetune.recipe.sections import TrainSection
-from finetune.report.format import shown_mib, shown_time
-from finetune.run.evaluations import EVAL_LOSS, EVAL_PREFIX
-from finetune.run.probe_folder import ProbeFigures, read_head, write_probe
+from finetune.report.explain import features_took, probe_learned, probe_took
+from finetune.run.probe_folder import (
+    ProbeFigures,
+    read_head,
+    read_probe,
+    write_features,
+    write_probe,
+)
 from finetune.training import report
-from finetune.training.objectives import Evaluation, Objectives, mean_of, parts_of
 from finetune.training.optimizer import AdapterUpdate, learning_rate
-from offload.engine.objective import Objective, OutputObjective, Scores, StepLoss
-from offload.plan.facts.trainable import SCORE
+from finetune.training.shared.head_rows import Head, HeadRows, featured, head_of, objectives_of
 from offload.plan.feature_pass import FeaturePass, feature_pass
 from offload.plan.plan import Plan
 from offload.plan.request import PlanRequest
 
 if TYPE_CHECKING:
-    from peft import PeftModel
-
     from finetune.training.session import Session
     from finetune.training.shared.member import Begun
 
 
-_SHARES = ("accuracy", "rewards/accuracies")
-"""Metrics that are shares of rows or words."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Rows:
-    """Rows with their features.
-
-    Attributes:
-        steps: Of the rows, all this rank's.
-        features: Of each row.
-    """
-
-    steps: Steps
-    features: Features
-
-    def scores(self, rows: Sequence[int], head: "_Head") -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the head's outputs (N, C) at the label tokens of rows, and the row of each."""
-        values_ND, rows_N = self.features.of(rows)
-        return head.outputs(values_ND), rows_N
-
-
-class _Head:
-    """The head's weights in float32, apart from those of the model."""
-
-    def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Copy weights, by their names in a checkpoint."""
-        self.weights = {
-            name: nn.Parameter(one.detach().clone().float()) for name, one in weights.items()
-        }
-        by_kind = {name.rpartition(".")[2]: weight for name, weight in self.weights.items()}
-        self._weight_CD, self._bias_C = by_kind["weight"], by_kind.get("bias")
-
-    @property
-    def num_parameters(self) -> int:
-        """Of all weights."""
-        return sum(weight.numel() for weight in self.weights.values())
-
-    def outputs(self, values_ND: torch.Tensor) -> torch.Tensor:
-        """Return the outputs (N, C) of features."""
-        values_ND = values_ND.to(self._weight_CD.device).float()
-        return functional.linear(values_ND, self._weight_CD, self._bias_C)
-
-
 def probe(begun: "Begun", plan: Plan, request: PlanRequest) -> None:
     """Let the head of a run learn before its first step, if the recipe has a probe.
+
+    Of a run whose head trains alone, write what its features took.
 
     Args:
         begun: The run, whose model is on its engine.
@@ -105,6 +58,11 @@ def probe(begun: "Begun", plan: Plan, request: PlanRequest) -> None:
         CheckpointError: The result cannot be written.
     """
     session, run = begun.session, begun.session.run
+    if session.head_alone is not None:
+        figures = session.head_alone.figures
+        write_features(run.dir.path, figures)
+        run.screen.note(f"Features: {features_took(asdict(figures))}")
+        return
     train, cost = run.recipe.train.of_probe, feature_pass(plan, request)
     if train is None or begun.first_step:
         return
@@ -114,14 +72,9 @@ def probe(begun: "Begun", plan: Plan, request: PlanRequest) -> None:
         run.screen.note(note)
     found = _learned(session, train, cost) if kept is None else kept
     with torch.no_grad():
-        for name, weight in _head_of(session).items():
+        for name, weight in head_of(session).items():
             weight.copy_(found[name])
     session.loop.update.publish()
-
-
-def _head_of(session: "Session") -> dict[str, torch.Tensor]:
-    """Return the weights of the head that the run updates, by their names in a checkpoint."""
-    return {n: weight for n, weight in session.loop.weights.items() if SCORE in n.split(".")}
 
 
 def _learned(
@@ -135,9 +88,11 @@ def _learned(
         cost: What the features are predicted to take.
     """
     run, start_s = session.run, time.perf_counter()
-    trained, held_out = _featured(session)
+    trained, held_out = featured(session)
     pass_s, start_s = time.perf_counter() - start_s, time.perf_counter()
-    head = _Head(_head_of(session))
+    head = Head(
+        {n: nn.Parameter(one.detach().clone().float()) for n, one in head_of(session).items()}
+    )
     learning = _Learning(session, train, head, trained, held_out)
     rows = [learning.step(number) for number in range(learning.num_steps)]
     tables = [one.features for one in (trained, held_out) if one is not None]
@@ -145,36 +100,17 @@ def _learned(
         rows=session.rows_hash,
         num_steps=len(rows),
         num_features=sum(table.num for table in tables),
+        num_parameters=head.num_parameters,
         feature_bytes=sum(table.num_bytes for table in tables),
         predicted_pass_s=cost.pass_s or 0.0,
         pass_s=pass_s,
         steps_s=time.perf_counter() - start_s,
     )
     write_probe(run.dir.path, head.weights, figures, rows)
-    run.screen.note(
-        f"Probe: {figures.num_features:,} features in {shown_time(pass_s)} (predicted"
-        f" {shown_time(figures.predicted_pass_s)}), {shown_mib(figures.feature_bytes)} of RAM;"
-        f" {len(rows)} steps of the head ({head.num_parameters:,} weights) in"
-        f" {shown_time(figures.steps_s)}: {_shown(rows)}"
-    )
+    found = read_probe(run.dir.path)
+    assert found is not None, "written just now"
+    run.screen.note(f"Probe: {probe_took(found)}: {probe_learned(found)}")
     return head.weights
-
-
-def _featured(session: "Session") -> tuple[_Rows, _Rows | None]:
-    """Compute the features of the rows that are trained on, and of those that are held out."""
-    run, loop = session.run, session.loop
-    dtype: torch.dtype = getattr(torch, run.recipe.model.dtype)
-    head = getattr(cast("PeftModel", session.model).get_base_model(), SCORE)
-
-    def of(steps: Steps, name: str) -> _Rows:
-        with run.screen.working(name, "rows") as progress:
-            features = loop.features(steps, head, dtype=dtype, progress=progress)
-        return _Rows(steps=steps, features=features)
-
-    trained = of(session.steps, "Taking features")
-    if session.held_out is None or run.recipe.output.eval_every is None:
-        return trained, None
-    return trained, of(session.held_out, "Taking features of held-out rows")
 
 
 class _Learning:
@@ -184,9 +120,9 @@ class _Learning:
         self,
         session: "Session",
         train: TrainSection,
-        head: _Head,
-        trained: _Rows,
-        held_out: _Rows | None,
+        head: Head,
+        trained: HeadRows,
+        held_out: HeadRows | None,
     ) -> None:
         """Take the parts, and make a fresh optimizer of the head.
 
@@ -203,9 +139,7 @@ class _Learning:
         self._rows = trained
         self._steps = trained.steps.lasting(self.num_steps)
         self._eval_every = run.recipe.output.eval_every
-        self._objectives = Objectives(
-            section=run.recipe.objective, seq_len=train.seq_len, ranks=run.ranks
-        )
+        self._objectives = objectives_of(session)
         self._update = AdapterUpdate(
             head.weights, train=train, loraplus_ratio=None, ranks=run.ranks
         )
@@ -220,7 +154,7 @@ class _Learning:
         relations = self._steps.share_of(rows).rows
         assert relations is not None, "a head of its own has an objective"
         objective = self._objectives.of_step(relations)
-        found = self._loss(self._rows, self._steps.in_order(rows), objective)
+        found = self._rows.loss(rows, objective, self._head)
         found.value.backward()
         loss, norm = self._update.gather(float(found.value.detach()), loss_scale=1.0)
         if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -236,57 +170,9 @@ class _Learning:
         row |= {name: float(value) for name, value in found.metrics.items()}
         is_last = number + 1 == self.num_steps
         if self._held_out is not None and (is_last or _is_due(number + 1, self._eval_every)):
-            row |= report.evaluation_row(self._evaluation(self._held_out))
+            row |= report.evaluation_row(self._held_out.evaluation(self._objectives, self._head))
         return row
-
-    def _loss(self, rows: _Rows, places: Sequence[int], objective: Objective) -> StepLoss:
-        outputs_NC, rows_N = rows.scores(places, self._head)
-        assert isinstance(objective, OutputObjective), "a head of its own has outputs"
-        index = objective.output_index
-        return objective.loss(
-            Scores(
-                policy_N=outputs_NC if index is None else outputs_NC[:, index],
-                reference_N=None,
-                rows_N=rows_N,
-                num_rows=len(places),
-            )
-        )
-
-    @torch.no_grad()
-    def _evaluation(self, held_out: _Rows) -> Evaluation:
-        """Return what held-out rows say of the head, cut into the parts of an evaluation."""
-        parts = []
-        for num_groups, rows in parts_of(held_out.steps):
-            share = held_out.steps.share_of(rows)
-            relations = cast("StepRows", share.rows)
-            places = held_out.steps.in_order(rows)
-            found = self._loss(held_out, places, self._objectives.of_held_out(relations))
-            weight = self._objectives.weight(
-                num_groups=num_groups, num_rows=len(rows), num_label_tokens=share.num_label_tokens
-            )
-            evaluation = self._objectives.evaluation(
-                relations,
-                label_lens=(),
-                loss=float(found.value),
-                metrics={name: float(value) for name, value in found.metrics.items()},
-            )
-            parts.append((weight, evaluation))
-        return mean_of(parts)
 
 
 def _is_due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
-
-
-def _shown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return what the head has learned: first and last loss and accuracy, and held-out rows."""
-    first, last = rows[0], rows[-1]
-    said = [f"loss {first['loss']:.4f} -> {last['loss']:.4f}"]
-    for name in _SHARES:
-        if name in last:
-            said.append(f"{name} {first[name]:.1%} -> {last[name]:.1%}")
-        if EVAL_PREFIX + name in last:
-            said.append(f"{name} of held-out rows {last[EVAL_PREFIX + name]:.1%}")
-    if EVAL_LOSS in last:
-        said.append(f"loss of held-out rows {last[EVAL_LOSS]:.4f}")
-    return ", ".join(said)

@@ -119,7 +119,7 @@ def adapter_parameters(facts: ModelFacts, spec: AdapterSpec) -> int:
     if spec.whole is not None:
         return 0
     known = linear_names(facts)
-    if not known and (spec.targets or not spec.experts):
+    if not known and (spec.targets or not (spec.experts or SCORE in spec.modules)):
         raise _unadaptable(facts)
     for target in spec.targets:
         if target not in known:
@@ -137,7 +137,7 @@ def adapter_parameters(facts: ModelFacts, spec: AdapterSpec) -> int:
     adapted = {
         linear.key: None for layer in facts.layers for linear in adapted_linears(layer, spec)
     }
-    if not adapted:
+    if not adapted and (spec.targets or SCORE not in spec.modules):
         raise UnsupportedModelError(
             "nothing gets an adapter: adapter.modules_to_save names all of adapter.targets",
             limit="an adapter needs at least one target",

@@ -184,6 +184,12 @@ class Schedule:
         return sum(op.num_bytes for op in self.ops if op.lane is Lane.NETWORK)
 
 
+def head_schedule(ring: Ring) -> Schedule:
+    """Return the one op of a step of a head on features, which moves and visits no layer."""
+    head = Op(lane=Lane.COMPUTE, kind=Kind.TAIL, micro_batch=0)
+    return Schedule(ops=(head,), ring_before=ring, ring_after=ring)
+
+
 def cold_ring(num_slots: int) -> Ring:
     """Return a ring whose slots are all empty."""
     return (None,) * num_slots

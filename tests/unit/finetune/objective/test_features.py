@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from finetune.objective.features import Features, passed_through
+from finetune.objective.features import Features, PassThrough
 
 
 def test_features_are_read_by_row_in_any_order() -> None:
@@ -17,6 +17,7 @@ def test_features_are_read_by_row_in_any_order() -> None:
 
 def test_a_head_returns_what_it_reads_only_meanwhile() -> None:
     head, values = nn.Linear(3, 2), torch.ones(4, 3)
-    with passed_through(head):
+    hook = PassThrough(head)
+    with hook.on():
         assert head(values) is values
     assert head(values).shape == (4, 2)

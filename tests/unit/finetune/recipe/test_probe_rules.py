@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from finetune.recipe.objective_rules import broken_probe_rules
+from finetune.recipe.objective_rules import broken_head_alone_rules, broken_probe_rules
 from finetune.recipe.recipe import Recipe
 from finetune.recipe.sections import Settings
 
@@ -75,3 +75,48 @@ def test_its_steps_have_the_rows_of_the_run_and_a_rate_of_their_own() -> None:
     plain = settings(train={"lr": 1e-3}).train.of_probe
     assert plain is not None
     assert plain.lr == 1e-3
+
+
+def alone(**sections: dict[str, Any]) -> Settings:
+    own: dict[str, dict[str, Any]] = {
+        "train": {"what": "head", "probe_steps": None},
+        "adapter": {"targets": (), "modules_to_save": ("score",)},
+    }
+    for name, section in sections.items():
+        own[name] = own.get(name, {}) | section
+    return settings(**own)
+
+
+def test_a_recipe_of_a_head_alone_has_the_head_and_no_adapter() -> None:
+    assert not list(broken_head_alone_rules(alone()))
+    content = alone().model_dump(exclude_unset=True)
+    del content["adapter"]
+    recipe = Recipe.model_validate(content)
+    assert recipe.adapter.targets == ()
+    assert recipe.adapter.modules_to_save == ("score",)
+    assert recipe.model.head == "classes"
+    assert not recipe.train.is_full
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value", "fix"),
+    [
+        ("objective", "method", "sft", "`objective.method: classify`, or `train.what: adapter`"),
+        ("train", "probe_steps", 9, "`train.probe_steps: null`, or `train.what: adapter`"),
+        ("offload", "kept_graphs", 2, "`offload.kept_graphs: auto`, or `train.what: adapter`"),
+        ("adapter", "rank", 4, "leave `adapter.rank` out, or `train.what: adapter`"),
+        (
+            "adapter",
+            "targets",
+            ("q_proj",),
+            "leave `adapter.targets` out, or `train.what: adapter`",
+        ),
+    ],
+)
+def test_what_a_head_alone_cannot_be_combined_with_is_named_with_its_fix(
+    section: str, field: str, value: object, fix: str
+) -> None:
+    (breach,) = broken_head_alone_rules(alone(**{section: {field: value}}))
+    assert breach.hint == fix
+    assert f"{section}.{field} is" in breach.what
+    assert "train.what is head" in breach.what
