@@ -340,7 +340,7 @@ class Executor:
         """Return the measured times of a pass that has finished."""
         return Timeline(
             spans=tuple(
-                Span.of(op, start_s=start_s, end_s=end_s)
+                Span.of(op, start_s, end_s)
                 for op, (start_s, end_s) in zip(
                     schedule.ops, (event.span_s() for event in events), strict=True
                 )

@@ -138,4 +138,4 @@ class Steps:
                     for batch in batches
                 ]
             )
-        return residency.saved(outputs, graphs)
+        return residency.saved(tuple(map(tuple, outputs)), tuple(map(tuple, graphs)))

@@ -152,7 +152,7 @@ class MemoryNeeds:
     @cached_property
     def is_staged(self) -> bool:
         """Whether loads pass through page-locked buffers, as not all of the slab can be locked."""
-        fewest = replace(self.least, num_kept_graphs=self._fewest_graphs)
+        fewest = self.least._replace(num_kept_graphs=self._fewest_graphs)
         return bool(self._host_sizes(fewest).get(STAGING))
 
     def shortages(self, residency: Residency) -> tuple[Shortage, ...]:
@@ -267,7 +267,7 @@ class MemoryNeeds:
             return self.request.num_kept_graphs or 0
         numbers = range(self.facts.num_layers + 1)
         fewest = _num_false(
-            numbers, lambda n: not self._host_shortages(replace(self.least, num_kept_graphs=n))
+            numbers, lambda n: not self._host_shortages(self.least._replace(num_kept_graphs=n))
         )
         found = Residency(num_slots=self._fewest_slots, num_kept_graphs=fewest)
         return fewest if fewest < len(numbers) and not self.is_short(found) else 0
@@ -306,55 +306,55 @@ class MemoryNeeds:
         if not self.chooses_graphs:
             return fewest
         more = range(fewest.num_kept_graphs + 1, self.facts.num_layers + 1)
-        num_more = _num_false(more, lambda n: self.is_short(replace(fewest, num_kept_graphs=n)))
-        return replace(fewest, num_kept_graphs=fewest.num_kept_graphs + num_more)
+        num_more = _num_false(more, lambda n: self.is_short(fewest._replace(num_kept_graphs=n)))
+        return fewest._replace(num_kept_graphs=fewest.num_kept_graphs + num_more)
 
     def with_outputs(self, residency: Residency) -> Residency:
         """Return the same with as many kept outputs of attention as fit."""
         more = range(1, self.most_outputs(residency) + 1)
-        num = _num_false(more, lambda n: self.is_short(replace(residency, num_kept_outputs=n)))
-        return replace(residency, num_kept_outputs=num)
+        num = _num_false(more, lambda n: self.is_short(residency._replace(num_kept_outputs=n)))
+        return residency._replace(num_kept_outputs=num)
 
     def with_outputs_first(self, residency: Residency) -> Residency:
         """Return the same with all outputs of attention, and graphs in the rest of the memory."""
-        fewest = replace(residency, num_kept_graphs=self._fewest_graphs)
+        fewest = residency._replace(num_kept_graphs=self._fewest_graphs)
         most = self.with_outputs(fewest)
         if most.num_kept_outputs < self.most_outputs(fewest) or not self.chooses_graphs:
             return most
         numbers = range(fewest.num_kept_graphs + 1, self.facts.num_layers + 1)
-        num = _num_false(numbers, lambda n: self.is_short(replace(most, num_kept_graphs=n)))
-        more = replace(most, num_kept_graphs=fewest.num_kept_graphs + num)
-        return replace(more, num_kept_outputs=self.most_outputs(more))
+        num = _num_false(numbers, lambda n: self.is_short(most._replace(num_kept_graphs=n)))
+        more = most._replace(num_kept_graphs=fewest.num_kept_graphs + num)
+        return more._replace(num_kept_outputs=self.most_outputs(more))
 
     def most_kept(self, residency: Residency) -> Iterator[Residency]:
         """Yield the same with each number of kept graphs that fits, and the most outputs then."""
-        most = replace(residency, num_kept_graphs=self._fewest_graphs)
+        most = residency._replace(num_kept_graphs=self._fewest_graphs)
         most = self.with_outputs(most) if self.chooses_outputs else most
         last = self.facts.num_layers if self.chooses_graphs else self._fewest_graphs
         for num in range(self._fewest_graphs, last + 1):
-            most = replace(most, num_kept_graphs=num)
+            most = most._replace(num_kept_graphs=num)
             while self.is_short(most):
                 if not most.num_kept_outputs:
                     return
-                most = replace(most, num_kept_outputs=most.num_kept_outputs - 1)
+                most = most._replace(num_kept_outputs=most.num_kept_outputs - 1)
             yield most
 
     def most_sent(self, residency: Residency) -> int:
         """Return how many more layers could send what they do not keep."""
         numbers = range(1, self.most_outputs(residency) - residency.num_kept_outputs + 1)
-        return _num_false(numbers, lambda n: self.is_short(replace(residency, num_sent_outputs=n)))
+        return _num_false(numbers, lambda n: self.is_short(residency._replace(num_sent_outputs=n)))
 
     def most_sent_graphs(self, residency: Residency) -> int:
         """Return how many of the layers that do not keep their graphs could send them."""
         numbers = range(1, self.facts.num_layers - residency.num_kept_graphs + 1)
-        return _num_false(numbers, lambda n: self.is_short(replace(residency, num_sent_graphs=n)))
+        return _num_false(numbers, lambda n: self.is_short(residency._replace(num_sent_graphs=n)))
 
     def within_layers(self, residency: Residency) -> Residency:
         """Return the same with no more kept and sent outputs than other layers are left."""
         most = self.most_outputs(residency)
         num_kept = min(residency.num_kept_outputs, most)
         num_sent = min(residency.num_sent_outputs, most - num_kept)
-        return replace(residency, num_kept_outputs=num_kept, num_sent_outputs=num_sent)
+        return residency._replace(num_kept_outputs=num_kept, num_sent_outputs=num_sent)
 
     def most_outputs(self, residency: Residency) -> int:
         """Return how many layers compute attention again, and could be spared it."""
@@ -375,7 +375,7 @@ class MemoryNeeds:
         if self.request.num_slots is not None:
             return fewest.num_slots
         more = range(fewest.num_slots + 1, self.facts.num_layers + 1)
-        num_more = _num_false(more, lambda n: self.is_short(replace(fewest, num_slots=n)))
+        num_more = _num_false(more, lambda n: self.is_short(fewest._replace(num_slots=n)))
         return fewest.num_slots + num_more
 
 

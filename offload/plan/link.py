@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from offload.plan.schedule.op import OVER_NETWORK, Kind
 from offload.plan.schedule.schedule import Schedule
-from offload.plan.schedule.simulate import simulate
+from offload.plan.schedule.simulate import times_s
 from offload.plan.schedule.timeline import Timeline
 from offload.plan.step import FREE_FRAC, duration_of
 from offload.plan.time.costs import Costs
@@ -28,20 +28,22 @@ def needed_bytes_per_s(schedule: Schedule, costs: Costs) -> float:
     """
     if any(op.kind is Kind.GATHER for op in schedule.ops):
         return _searched_bytes_per_s(schedule, costs)
-    timeline = simulate(schedule, duration_of(replace(costs, network_bytes_per_s=math.inf)))
-    allowed_s = (1 + FREE_FRAC) * timeline.step_s
+    at_once = duration_of(replace(costs, network_bytes_per_s=math.inf))
+    starts_s, ends_s = times_s(schedule, at_once)
+    allowed_s = (1 + FREE_FRAC) * max(ends_s, default=0.0)
     needed, num_bytes, latencies_s = 0.0, 0, 0.0
-    for span in reversed([span for span in timeline.spans if span.kind is Kind.REDUCE]):
-        num_bytes += span.num_bytes
-        latencies_s += costs.network_latency_s
-        needed = max(needed, num_bytes / (allowed_s - span.start_s - latencies_s))
+    for op, start_s in zip(reversed(schedule.ops), reversed(starts_s), strict=True):
+        if op.kind is Kind.REDUCE:
+            num_bytes += op.num_bytes
+            latencies_s += costs.network_latency_s
+            needed = max(needed, num_bytes / (allowed_s - start_s - latencies_s))
     return needed
 
 
 def _searched_bytes_per_s(schedule: Schedule, costs: Costs) -> float:
     def step_s(bytes_per_s: float) -> float:
         at_rate = replace(costs, network_bytes_per_s=bytes_per_s)
-        return simulate(schedule, duration_of(at_rate)).step_s
+        return max(times_s(schedule, duration_of(at_rate))[1], default=0.0)
 
     allowed_s = (1 + FREE_FRAC) * step_s(math.inf)
     low, high = LEAST_BYTES_PER_S, schedule.network_bytes / (FREE_FRAC * allowed_s)

@@ -96,7 +96,7 @@ def _nearest_fit(needs: MemoryNeeds) -> str:
     asked, wanted, fewer = needs.request, needs.request.num_slots, ""
     if asked.num_kept_graphs:
         freely = replace(needs, request=replace(asked, num_kept_graphs=None))
-        if not freely.shortages(replace(freely.fewest, num_kept_graphs=0)):
+        if not freely.shortages(freely.fewest._replace(num_kept_graphs=0)):
             most = freely.with_graphs(freely.fewest.num_slots)
             return f"`offload.kept_graphs: {most.num_kept_graphs}`"
         asked, fewer = replace(asked, num_kept_graphs=0), "`offload.kept_graphs: 0`"

@@ -294,8 +294,8 @@ def _rejected(candidates: list[Candidate], best: int) -> tuple[Candidate, ...]:
     others = [candidate for i, candidate in enumerate(candidates) if i != best]
     now, request = chosen.residency, chosen.request
     for more, asked in (
-        (replace(now, num_slots=now.num_slots + 1), request.num_slots),
-        (replace(now, num_kept_graphs=now.num_kept_graphs + 1), request.num_kept_graphs),
+        (now._replace(num_slots=now.num_slots + 1), request.num_slots),
+        (now._replace(num_kept_graphs=now.num_kept_graphs + 1), request.num_kept_graphs),
     ):
         most = max(more.num_slots, more.num_kept_graphs)
         if asked is None and most <= chosen.needs.facts.num_layers:

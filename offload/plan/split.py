@@ -165,12 +165,12 @@ class Split:
         if needs.chooses_outputs:
             add(self._keeping, SAME_FRAC, floor.least_s(needs.most_kept(fewest)))
         if needs.chooses_outputs and needs.machine.device != "cpu":
-            saved = self._with_most_sent(needs.most_kept(replace(fewest, num_sent_outputs=1)))
+            saved = self._with_most_sent(needs.most_kept(fewest._replace(num_sent_outputs=1)))
             if any(one.num_sent_outputs for one in saved):
-                saved = [replace(one, num_sent_graphs=0) for one in saved]
+                saved = [one._replace(num_sent_graphs=0) for one in saved]
                 add(self._sending, SAME_FRAC, floor.least_s(saved))
         if needs.chooses_sent_graphs:
-            saved = self._with_most_sent(needs.most_kept(replace(fewest, num_sent_graphs=1)))
+            saved = self._with_most_sent(needs.most_kept(fewest._replace(num_sent_graphs=1)))
             if any(one.num_sent_graphs for one in saved):
                 add(self._sending_graphs, WORTH_FRAC, floor.least_s(saved))
         return ways
@@ -184,13 +184,13 @@ class Split:
         kept, needs, fewest = list(kept), self.needs, self.needs.fewest
         if not kept:
             return ()
-        last = replace(fewest, num_kept_graphs=kept[-1].num_kept_graphs)
+        last = fewest._replace(num_kept_graphs=kept[-1].num_kept_graphs)
         outputs, graphs = needs.most_sent(last), needs.most_sent_graphs(last)
         if outputs == needs.most_outputs(last):
             outputs = needs.most_outputs(fewest)
         if graphs == needs.facts.num_layers - last.num_kept_graphs:
             graphs = needs.facts.num_layers
-        return [replace(one, num_sent_outputs=outputs, num_sent_graphs=graphs) for one in kept]
+        return [one._replace(num_sent_outputs=outputs, num_sent_graphs=graphs) for one in kept]
 
     def _least(self, ways: Iterable[Residency]) -> Residency:
         return min(ways, key=self._bound_s)
@@ -262,7 +262,7 @@ def _fastest(needs: MemoryNeeds, bound_s: _Seconds, most_slots: int, way: _Way) 
 
 
 def _is_same_rest(one: Residency, other: Residency) -> bool:
-    return replace(one, num_slots=other.num_slots) == other
+    return one._replace(num_slots=other.num_slots) == other
 
 
 # ---------------------------------------------------------------------------------------------
@@ -297,14 +297,14 @@ def _sent_both(needs: MemoryNeeds, bound_s: _Seconds, kept: Residency) -> Iterat
 
 def _with_sent_outputs(needs: MemoryNeeds, bound_s: _Seconds, kept: Residency) -> Residency:
     """Return the same with the number of sent outputs at which the link delays the step."""
-    most = needs.most_sent(replace(kept, num_sent_outputs=0))
-    return _last_faster(lambda num: replace(kept, num_sent_outputs=num), most, bound_s)
+    most = needs.most_sent(kept._replace(num_sent_outputs=0))
+    return _last_faster(lambda num: kept._replace(num_sent_outputs=num), most, bound_s)
 
 
 def _with_sent_graphs(needs: MemoryNeeds, bound_s: _Seconds, kept: Residency) -> Residency:
     """Return the same with the number of sent graphs at which the link delays the step."""
     most = needs.most_sent_graphs(kept)
-    return _last_faster(lambda num: replace(kept, num_sent_graphs=num), most, bound_s)
+    return _last_faster(lambda num: kept._replace(num_sent_graphs=num), most, bound_s)
 
 
 def _last_faster(sending: Callable[[int], Residency], most: int, bound_s: _Seconds) -> Residency:

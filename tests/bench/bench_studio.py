@@ -24,11 +24,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 from finetune.commands.plan import HostOptions, planned
 from finetune.studio.answer import Planner
 from finetune.studio.pages import ASSETS, RANKS, SEQ_LENS, STEPS, asset, plan_page
 from finetune.studio.question import Question, recipe_text
+from finetune.studio.runs import runs_json
 from offload.errors import SluiceError
 from tests.studios import axe_script, browser, question_values, serious_findings, served
 
@@ -244,6 +246,8 @@ def main() -> None:
             took = timed(started.new_page(), address, args.changes)
             sys.stdout.write(f"served, {len(took)} changes: {quantiles(took)}\n")
             rooms = {"plan": address, "runs": f"{address}runs"}
+            for run in runs_json(args.runs)["runs"][:1]:
+                rooms["report"] = f"{address}report?{urlencode({'name': run['name']})}"
             looked_at(started, rooms, args)
         if args.site:
             from tests.tools.site import write_site

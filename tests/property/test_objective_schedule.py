@@ -54,7 +54,7 @@ def both(draw: st.DrawFn) -> tuple[Schedule, Schedule, Passes]:
     ring = draw(st.sampled_from([warm_ring(num_slots), cold_ring(num_slots)]))
     trains_front = draw(st.booleans())
     input_bytes: tuple[int, ...] = draw(st.sampled_from([(), (5,) * num]))
-    saved = residency.saved([(3,) * num] * num_layers, [(8,) * num] * num_layers)
+    saved = residency.saved(((3,) * num,) * num_layers, ((8,) * num,) * num_layers)
     plain = training_schedule(
         sizes,
         ring=ring,
@@ -228,7 +228,7 @@ def shared(draw: st.DrawFn) -> tuple[Schedule, tuple[Passes, ...]]:
         trains_front=draw(st.booleans()),
         input_bytes=draw(st.sampled_from([(), (5,) * num])),
         num_kept_graphs=residency.num_kept_graphs,
-        saved=residency.saved([(3,) * num] * num_layers, [(8,) * num] * num_layers),
+        saved=residency.saved(((3,) * num,) * num_layers, ((8,) * num,) * num_layers),
     )
     return schedule, numbered(runs)
 

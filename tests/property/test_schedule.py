@@ -81,7 +81,7 @@ def steps(draw: st.DrawFn) -> Schedule:
         trains_front=draw(st.booleans()),
         input_bytes=draw(st.sampled_from([(), (5,) * num_micro_batches])),
         num_kept_graphs=num_kept_graphs,
-        saved=residency.saved(num_bytes, [(8,) * num_micro_batches] * num_layers),
+        saved=residency.saved(tuple(num_bytes), ((8,) * num_micro_batches,) * num_layers),
     )
 
 

@@ -77,15 +77,15 @@ def test_each_number_of_kept_graphs_comes_with_the_most_outputs_that_fit(
     request: PlanRequest, machine: Machine, sends: bool
 ) -> None:
     needs = MemoryNeeds.of(FACTS, machine, request)
-    fewest = replace(needs.fewest, num_sent_outputs=int(sends))
+    fewest = needs.fewest._replace(num_sent_outputs=int(sends))
     assume(not needs.is_short(fewest))
     most = list(needs.most_kept(fewest))
     numbers = [one.num_kept_graphs for one in most]
     assert numbers == list(range(needs.fewest.num_kept_graphs, numbers[-1] + 1))
     for one in most:
         assert not needs.is_short(one)
-        more = replace(one, num_kept_outputs=one.num_kept_outputs + 1)
+        more = one._replace(num_kept_outputs=one.num_kept_outputs + 1)
         is_all = one.num_kept_outputs >= NUM_LAYERS - one.num_kept_graphs - sends
         assert is_all or needs.is_short(more)
-    further = replace(fewest, num_kept_graphs=numbers[-1] + 1)
+    further = fewest._replace(num_kept_graphs=numbers[-1] + 1)
     assert numbers[-1] == NUM_LAYERS or needs.is_short(further)

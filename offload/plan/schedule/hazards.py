@@ -56,10 +56,10 @@ def parallel(program: Sequence[Line]) -> tuple[Op, ...]:
         clock = lane_clocks[own].copy()
         clock[own] += 1
         first, *others = program[line].ops
-        if needed := _reduced(hazards[line], clock, clocks):
+        if hazards[line] and (needed := _reduced(hazards[line], clock, clocks)):
             for other in needed:
                 clock = list(map(max, clock, clocks[other]))
-            first = first._replace(waits=tuple(sorted(last[other] for other in needed)))
+            first = first._replace(waits=tuple(sorted([last[other] for other in needed])))
         clocks[line] = lane_clocks[own] = clock
         ops += [first, *others]
         last[line] = len(ops) - 1
@@ -81,9 +81,9 @@ def _hazards(program: Sequence[Line], lanes: Sequence[int]) -> list[Newest]:
         own = lanes[number]
         newest: Newest = {}
         for line in found:
-            if line > newest.get(lanes[line], -1):
-                newest[lanes[line]] = line
-        newest.pop(own, None)
+            lane = lanes[line]
+            if lane != own and line > newest.get(lane, -1):
+                newest[lane] = line
         for resource in reads:
             readers.setdefault(resource, {})[own] = number
         for resource in writes:
@@ -100,13 +100,16 @@ def _issue_order(lanes: Sequence[int], hazards: Sequence[Newest]) -> list[int]:
         queues[lane].append(line)
     compute = list(Lane).index(Lane.COMPUTE)
     queues.append(queues.pop(compute))
-    issued: dict[int, None] = {}
+    is_issued = [False] * len(lanes)
+    issued: list[int] = []
     while len(issued) < len(lanes):
         for queue in queues:
-            if queue and issued.keys() >= set(hazards[queue[0]].values()):
-                issued[queue.popleft()] = None
+            if queue and all(map(is_issued.__getitem__, hazards[queue[0]].values())):
+                line = queue.popleft()
+                is_issued[line] = True
+                issued.append(line)
                 break
-    return list(issued)
+    return issued
 
 
 def _reduced(hazards: Newest, clock: Clock, clocks: Mapping[int, Clock]) -> list[int]:

@@ -1,13 +1,14 @@
 """What of the layers stays in device memory during a step, or leaves it and comes back."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Residency:
+class Residency(NamedTuple):
     """How many layers' weights, graphs and attention outputs are on the device at a time.
+
+    A tuple, since a search makes and looks up tens of thousands.
 
     Attributes:
         num_slots: Layers whose weights are on the device at a time.
@@ -40,7 +41,7 @@ class Residency:
         return _spread(range(num_layers - self.num_kept_graphs), self.num_sent_graphs)
 
     def saved(
-        self, output_bytes: Sequence[Sequence[int]], graph_bytes: Sequence[Sequence[int]]
+        self, output_bytes: tuple[tuple[int, ...], ...], graph_bytes: tuple[tuple[int, ...], ...]
     ) -> "Saved":
         """Return which layers keep and which send the output of their attention, or their graph.
 
@@ -62,8 +63,8 @@ class Residency:
             kept=frozenset(able[num_below:]),
             sent=_spread(tuple(able[:num_below]), self.num_sent_outputs),
             graphs=graphs,
-            output_bytes=tuple(map(tuple, output_bytes)),
-            graph_bytes=tuple(map(tuple, graph_bytes)),
+            output_bytes=output_bytes,
+            graph_bytes=graph_bytes,
         )
 
 

@@ -21,6 +21,14 @@ def simulate(
         duration_s: Seconds that an op takes on its lane once it has started.
         arrivals_s: When the last of the other ranks comes to each sum; empty if none is late.
     """
+    times = zip(schedule.ops, *times_s(schedule, duration_s, arrivals_s=arrivals_s), strict=True)
+    return Timeline(spans=tuple([Span.of(op, start_s, end_s) for op, start_s, end_s in times]))
+
+
+def times_s(
+    schedule: Schedule, duration_s: Callable[[Op], float], *, arrivals_s: Sequence[float] = ()
+) -> tuple[Sequence[float], Sequence[float]]:
+    """Return the starts and the ends of a schedule's ops; arguments as of `simulate`."""
     lane_free_s = dict.fromkeys(Lane, 0.0)
     arrivals = iter(arrivals_s)
     starts_s: list[float] = []
@@ -28,19 +36,15 @@ def simulate(
     for op in schedule.ops:
         start_s = lane_free_s[op.lane]
         for other in op.waits:
-            start_s = max(start_s, ends_s[other])
+            if ends_s[other] > start_s:
+                start_s = ends_s[other]
         end_s = start_s + duration_s(op)
         if op.kind is Kind.REDUCE:
             end_s = max(end_s, next(arrivals, 0.0) + duration_s(op))
         lane_free_s[op.lane] = end_s
         starts_s.append(start_s)
         ends_s.append(end_s)
-    return Timeline(
-        spans=tuple(
-            Span.of(op, start_s=start_s, end_s=end_s)
-            for op, start_s, end_s in zip(schedule.ops, starts_s, ends_s, strict=True)
-        )
-    )
+    return starts_s, ends_s
 
 
 Pieces = tuple[tuple[float, float], ...]

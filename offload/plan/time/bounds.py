@@ -4,6 +4,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
 from offload.plan.schedule.residency import NOTHING_SAVED, Saved
@@ -83,6 +84,11 @@ class StepBound:
             of what only scores.
         back_s: Of one micro-batch on the way down, by layer, with its recompute.
         graph_back_s: The same without the recompute.
+        decodes_s: Of decoding each layer.
+        device_updates_s: Of updating each layer's weights on the device.
+        host_updates_s: Of updating them on the host.
+        first_loads_s: Seconds on the link, by layer, with what its update on the device needs.
+        fetch_s: Of copying one micro-batch's input back to the device.
     """
 
     costs: Costs
@@ -93,6 +99,11 @@ class StepBound:
     forth_s: tuple[float, ...]
     back_s: tuple[float, ...]
     graph_back_s: tuple[float, ...]
+    decodes_s: tuple[float, ...]
+    device_updates_s: tuple[float, ...]
+    host_updates_s: tuple[float, ...]
+    first_loads_s: tuple[float, ...]
+    fetch_s: float
 
     @property
     def tails_s(self) -> float:
@@ -116,6 +127,11 @@ class StepBound:
             ),
             back_s=tuple(cost.back_s(has_graph=False) for cost in costs.layers),
             graph_back_s=tuple(cost.back_s(has_graph=True) for cost in costs.layers),
+            decodes_s=tuple(cost.decode_s for cost in costs.layers),
+            device_updates_s=tuple(cost.device_update_s for cost in costs.layers),
+            host_updates_s=tuple(cost.update_s - cost.device_update_s for cost in costs.layers),
+            first_loads_s=tuple(_first_load_s(costs, layer) for layer in range(len(costs.layers))),
+            fetch_s=costs.h2d_latency_s + stashed_bytes / costs.fetch_bytes_per_s,
         )
 
     def bound_s(
@@ -136,7 +152,8 @@ class _Sweeps:
         step: What does not depend on it.
         leaving: The layers that send anything.
         stashed: The layers whose inputs leave the device, in order.
-        sent_bytes: Of one micro-batch, of each layer that sends anything.
+        send_s: Of copying what each layer sends of one micro-batch, for those that send anything.
+        return_s: Of copying it back.
         forth_s: Of one micro-batch at each layer on the way up.
         back_s: Of one micro-batch at each layer on the way down.
         visits_s: Of all micro-batches at each layer on the way up, with its decoding.
@@ -145,7 +162,8 @@ class _Sweeps:
     step: StepBound
     leaving: frozenset[int]
     stashed: Sequence[int]
-    sent_bytes: Mapping[int, int]
+    send_s: Mapping[int, float]
+    return_s: Mapping[int, float]
     forth_s: Sequence[float]
     back_s: Sequence[float]
     visits_s: Sequence[float]
@@ -164,23 +182,34 @@ class _Sweeps:
         for layer in saved.graphs:
             back_s[layer] = step.graph_back_s[layer]
         back_s[first_graph:] = step.graph_back_s[first_graph:]
+        costs = step.costs
+        sent_bytes = {layer: _mean_bytes(saved.sent_bytes(layer)) for layer in leaving}
         below = range(min(first_graph, len(layers) - 1)) if step.stashed_bytes else range(0)
         return cls(
             step=step,
             leaving=leaving,
             stashed=[i for i in below if i not in saved.graphs] if saved.graphs else below,
-            sent_bytes={layer: _mean_bytes(saved.sent_bytes(layer)) for layer in leaving},
+            send_s={
+                layer: costs.h2d_latency_s + num_bytes / costs.d2h_bytes_per_s
+                for layer, num_bytes in sent_bytes.items()
+            },
+            return_s={
+                layer: costs.h2d_latency_s + num_bytes / costs.fetch_bytes_per_s
+                for layer, num_bytes in sent_bytes.items()
+            },
             forth_s=forth_s,
             back_s=back_s,
             visits_s=[
-                num * one_s + cost.decode_s + cost.device_update_s
-                for one_s, cost in zip(forth_s, layers, strict=True)
+                num * one_s + decode_s + update_s
+                for one_s, decode_s, update_s in zip(
+                    forth_s, step.decodes_s, step.device_updates_s, strict=True
+                )
             ],
         )
 
     def up_s(self, ring: Ring) -> float:
         """Return when the last layer's forward visit ends if no input has to be stashed."""
-        step, visits_s = self.step, self.visits_s
+        step, visits_s, first_loads_s = self.step, self.visits_s, self.step.first_loads_s
         fronts_s = step.num_micro_batches * step.costs.fronts_s
         below_s = list(accumulate(visits_s, initial=fronts_s))
         missing, link_s = _missing(ring, len(visits_s)), 0.0
@@ -188,33 +217,27 @@ class _Sweeps:
             return below_s[-1]
         last_s = sum(visits_s[missing[-1] :])
         ends_s = [below_s[-1], self.read_s(missing) + last_s]
+        num_slots, decodes_s = len(ring), step.decodes_s
         for place, layer in reversed(list(enumerate(missing))):
-            link_s += self.first_load_s(layer)
-            before = layer - len(ring)  # the layer whose visit holds the slot
-            hold_s = below_s[before] + self._hold_s(before) if before >= 0 else 0
+            link_s += first_loads_s[layer]
+            before = layer - num_slots  # the layer whose visit holds the slot until it is decoded
+            hold_s = 0.0
+            if before >= 0:
+                hold_s = below_s[before] + (decodes_s[before] or visits_s[before])
             way_s = link_s
             if step.is_staged:
                 way_s = max(link_s, self.read_s(missing[place:], is_ahead=True))
             ends_s.append(hold_s + way_s + last_s)
         if missing[0] == 0:
-            ends_s.append(self.first_load_s(0) + sum(visits_s))
+            ends_s.append(first_loads_s[0] + sum(visits_s))
         updated_s = latest_s = 0.0
         for layer in missing:  # updates follow one another, each ahead of its load
-            cost = step.costs.layers[layer]
-            updated_s += cost.update_s - cost.device_update_s
+            updated_s += step.host_updates_s[layer]
             loaded_s = updated_s + step.loads_s[layer]
             if loaded_s > latest_s:  # or one with more visits after it was loaded as late
                 latest_s = loaded_s
                 ends_s.append(loaded_s + sum(visits_s[layer:]))
         return max(ends_s)
-
-    def first_load_s(self, layer: int) -> float:
-        """Return the time on the link of a layer, and of what its update on the device needs."""
-        costs, cost = self.step.costs, self.step.costs.layers[layer]
-        if not cost.brought_bytes:
-            return self.step.loads_s[layer]
-        brought_s = costs.h2d_latency_s + cost.brought_bytes / costs.h2d_bytes_per_s
-        return self.step.loads_s[layer] + brought_s
 
     def leaving_s(self) -> float:
         """Return when the last layer's forward visit ends if only copies to the host delay it.
@@ -225,7 +248,7 @@ class _Sweeps:
         ends_s = [0.0]
         if self.stashed:
             last = self.stashed[-1]
-            after_s = self._send_s(last) if last in self.leaving else 0.0
+            after_s = self.send_s[last] if last in self.leaving else 0.0
             ends_s.append(self._left_s(last, is_all=True) - after_s + self._above_s(last + 1))
         if len(self.leaving) > NUM_CARRIED:
             leaving = sorted(self.leaving)
@@ -240,15 +263,14 @@ class _Sweeps:
         """
         last = max(self.leaving)
         left_s = self._left_s(last, is_all=False)
-        return left_s + self._send_s(last), left_s + self.step.num_micro_batches * self._send_s(
-            last
-        )
+        send_s = self.send_s[last]
+        return left_s + send_s, left_s + self.step.num_micro_batches * send_s
 
     def _left_s(self, layer: int, *, is_all: bool) -> float:
         """Return when all below a layer has left the device, and with `is_all` the layer's too."""
         step, costs = self.step, self.step.costs
         stash_s = costs.h2d_latency_s + step.stashed_bytes / costs.d2h_bytes_per_s
-        sends_s = sum(self._send_s(i) for i in self.leaving if i < layer + is_all)
+        sends_s = sum([self.send_s[i] for i in self.leaving if i < layer + is_all])
         num_stashed = bisect_left(self.stashed, layer + is_all)
         return costs.front_s + step.num_micro_batches * (num_stashed * stash_s + sends_s)
 
@@ -261,32 +283,32 @@ class _Sweeps:
 
         Of a visit the first and the last micro-batch are enough; see `simulate.merged_s`.
         """
-        step, costs, num_layers = self.step, self.step.costs, len(self.visits_s)
+        step, num_layers, back_s = self.step, len(self.visits_s), self.back_s
+        loads_s, decodes_s, num = step.loads_s, step.decodes_s, step.num_micro_batches
         stashed, leaving = frozenset(self.stashed), self.leaving
-        num = step.num_micro_batches
         now_s, link_s = max(up_s, self.leaving_s()) + step.tails_s, 0.0
         free_s = [0.0] * num_layers
         done_s = [_AT_ONCE] * NUM_FETCHED
         carried_s = [self.sent_s() if leaving else _AT_ONCE] * NUM_CARRIED
         for layer in reversed(range(num_layers)):
-            decode_s = costs.layers[layer].decode_s
+            decode_s, one_s = decodes_s[layer], back_s[layer]
             if layer + num_slots < num_layers:
-                link_s = max(link_s, free_s[layer + num_slots]) + step.loads_s[layer]
+                freed_s = free_s[layer + num_slots]
+                link_s = (link_s if link_s > freed_s else freed_s) + loads_s[layer]
                 now_s = now_s if now_s > link_s else link_s
             now_s += decode_s
             free_s[layer] = now_s
             if layer == num_layers - 1:  # it is still decoded
                 now_s -= decode_s
                 free_s[layer] = up_s - num * self.forth_s[layer]
-            one_s = self.back_s[layer]
             is_stashed, is_sent = layer in stashed, layer in leaving
             if is_stashed or is_sent:
                 copy_s, first_free_s, last_free_s = self._copies_back(
                     layer, done_s[0] if is_stashed else None, carried_s[0] if is_sent else None
                 )
-                copied_s = max(link_s, first_free_s) + copy_s
+                copied_s = (link_s if link_s > first_free_s else first_free_s) + copy_s
                 link_s = max(copied_s + (num - 1) * copy_s, last_free_s + copy_s)
-                first_s = max(now_s, copied_s) + one_s
+                first_s = (now_s if now_s > copied_s else copied_s) + one_s
                 now_s = max(first_s + (num - 1) * one_s, link_s + one_s)
                 done_s = [*done_s[1:], (first_s, now_s)] if is_stashed else done_s
                 carried_s = [*carried_s[1:], (first_s, now_s)] if is_sent else carried_s
@@ -298,7 +320,7 @@ class _Sweeps:
         if loaded:
             read_s = self.read_s(loaded, is_ahead=True)
             first_s = num * self.back_s[0]
-            now_s = max(now_s, free_s[-1] + read_s + costs.layers[0].decode_s + first_s)
+            now_s = max(now_s, free_s[-1] + read_s + decodes_s[0] + first_s)
         return now_s
 
     def read_s(self, layers: Sequence[int], *, is_ahead: bool = False) -> float:
@@ -315,10 +337,6 @@ class _Sweeps:
         ahead = NUM_STAGING * min(PIECE_BYTES, max(sizes, default=0)) if is_ahead else 0
         return max(0, sum(sizes) - ahead) / costs.read_bytes_per_s
 
-    def _send_s(self, layer: int) -> float:
-        costs = self.step.costs
-        return costs.h2d_latency_s + self.sent_bytes[layer] / costs.d2h_bytes_per_s
-
     def _copies_back(
         self, layer: int, done_s: _Ends | None, carried_s: _Ends | None
     ) -> tuple[float, float, float]:
@@ -333,19 +351,24 @@ class _Sweeps:
             The time of one micro-batch's copies, and when those of the first and of the last may
             begin. A return follows the fetch on the same lane, so it waits for less.
         """
-        costs = self.step.costs
-        copy_s, first_s, last_s = 0.0, *(done_s or _AT_ONCE)
-        if done_s is not None:
-            copy_s = costs.h2d_latency_s + self.step.stashed_bytes / costs.fetch_bytes_per_s
+        if done_s is None:
+            copy_s, (first_s, last_s) = 0.0, _AT_ONCE
+        else:
+            copy_s, (first_s, last_s) = self.step.fetch_s, done_s
         if carried_s is not None:
             first_s = max(first_s, carried_s[0] - copy_s)
             last_s = max(last_s, carried_s[1] - copy_s)
-            copy_s += costs.h2d_latency_s + self.sent_bytes[layer] / costs.fetch_bytes_per_s
+            copy_s += self.return_s[layer]
         return copy_s, first_s, last_s
 
-    def _hold_s(self, layer: int) -> float:
-        """How long a layer holds its slot: until it is decoded, or else for its visit upwards."""
-        return self.step.costs.layers[layer].decode_s or self.visits_s[layer]
+
+def _first_load_s(costs: Costs, layer: int) -> float:
+    """Return the time on the link of a layer, and of what its update on the device needs."""
+    num_bytes = costs.layers[layer].brought_bytes
+    if not num_bytes:
+        return _load_s(costs, layer)
+    brought_s = costs.h2d_latency_s + num_bytes / costs.h2d_bytes_per_s
+    return _load_s(costs, layer) + brought_s
 
 
 def _ring_between_steps(costs: Costs, num_slots: int) -> Ring:
@@ -354,7 +377,8 @@ def _ring_between_steps(costs: Costs, num_slots: int) -> Ring:
     return tuple(None if layer in updated else layer for layer in warm_ring(num_slots))
 
 
-def _missing(ring: Ring, num_layers: int) -> list[int]:
+@lru_cache(maxsize=2**10)
+def _missing(ring: Ring, num_layers: int) -> Sequence[int]:
     """Return the layers that a sweep up has to load."""
     held, missing = list(ring), []
     for layer in range(num_layers):

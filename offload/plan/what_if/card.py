@@ -64,7 +64,7 @@ def recompute_all(plan: Plan) -> Option:
                 ),
             ),
             vram_bytes=total_bytes(
-                needs.device(replace(plan.residency, num_kept_graphs=plan.facts.num_layers))
+                needs.device(plan.residency._replace(num_kept_graphs=plan.facts.num_layers))
             ),
         ),
         is_in_plan=True,

@@ -66,5 +66,5 @@ def test_a_step_too_large_with_kept_graphs_names_them_first() -> None:
     error = too_large(made, torch.OutOfMemoryError("CUDA out of memory"))
     assert "slots and 2 kept graphs: CUDA out of memory" in str(error)
     assert "hint: `offload.kept_graphs: 0`" in str(error)
-    without = replace(made, residency=replace(made.residency, num_kept_graphs=0))
+    without = replace(made, residency=made.residency._replace(num_kept_graphs=0))
     assert "kept" not in str(too_large(without, torch.OutOfMemoryError("CUDA out of memory")))

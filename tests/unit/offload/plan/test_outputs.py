@@ -55,7 +55,7 @@ def test_attention_without_a_fused_kernel_is_neither_kept_nor_sent(scores) -> No
 def test_kept_outputs_take_device_memory_and_sent_ones_buffers_and_ram() -> None:
     needs = MemoryNeeds.of(FACTS, CARD, REQUEST)
     without = Residency(num_slots=2)
-    some = replace(without, num_kept_outputs=3, num_sent_outputs=5)
+    some = without._replace(num_kept_outputs=3, num_sent_outputs=5)
     device = {term.name: term.num_bytes for term in needs.device(some)}
     host = {term.name: term.num_bytes for term in needs.host(some)}
     assert device[KEPT_OUTPUTS] == 3 * 4 * OUTPUT_BYTES
@@ -69,7 +69,7 @@ def test_what_cannot_be_page_locked_is_not_sent() -> None:
     slab = next(term.num_bytes for term in needs.host(needs.least) if term.name == "slab")
     locked = replace(CARD, pinned_bytes=slab + 7 * 4 * OUTPUT_BYTES)
     assert MemoryNeeds.of(FACTS, locked, REQUEST).most_sent(needs.least) == 7
-    short = replace(needs.least, num_sent_outputs=8)
+    short = needs.least._replace(num_sent_outputs=8)
     (shortage,) = MemoryNeeds.of(FACTS, locked, REQUEST).shortages(short)
     assert shortage.what == "of page-locked memory for sent activations"
     assert shortage.short_bytes == 4 * OUTPUT_BYTES

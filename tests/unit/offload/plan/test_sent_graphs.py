@@ -49,7 +49,7 @@ def test_sent_graphs_take_buffers_and_ram_and_their_inputs_are_not_stashed() -> 
     request = replace(REQUEST, is_stashed=True)
     needs = MemoryNeeds.of(FACTS, CARD, request)
     without = Residency(num_slots=2)
-    some = replace(without, num_sent_graphs=5)
+    some = without._replace(num_sent_graphs=5)
     device = {term.name: term.num_bytes for term in needs.device(some)}
     assert device[CARRIERS] == 2 * 4 * ONE_BYTES  # of two visits
     host = {term.name: term.num_bytes for term in needs.host(some)}
@@ -73,7 +73,7 @@ def test_what_cannot_be_page_locked_is_not_sent_and_a_reserve_is_kept() -> None:
     room = int(7 * 4 * ONE_BYTES * (1 + GRAPH_RESERVE_FRAC)) + 1
     locked = MemoryNeeds.of(FACTS, replace(CARD, pinned_bytes=slab + room), REQUEST)
     assert locked.most_sent_graphs(needs.least) == 7
-    (shortage,) = locked.shortages(replace(needs.least, num_sent_graphs=8))
+    (shortage,) = locked.shortages(needs.least._replace(num_sent_graphs=8))
     assert shortage.what == "of page-locked memory for sent activations"
     assert shortage.short_bytes == pytest.approx(4 * ONE_BYTES * 1.1, rel=1e-3)
 
@@ -106,7 +106,7 @@ def test_less_ram_sends_fewer_graphs_and_takes_longer() -> None:
 def _times_s(made: Plan, numbers: list[int]) -> list[float]:
     """Simulate whole steps that send other numbers of graphs."""
     needs = MemoryNeeds.of(FACTS, made.machine, made.request)
-    plans = [replace(made.residency, num_sent_graphs=number) for number in numbers]
+    plans = [made.residency._replace(num_sent_graphs=number) for number in numbers]
     assert not any(needs.shortages(one) for one in plans)
     return [
         replace(
