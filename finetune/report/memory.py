@@ -1,7 +1,7 @@
 """Predicted and measured memory, term by term where the terms can be measured separately."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from offload.plan.memory.memory import CONTEXT, DATA_WORKERS, FRAGMENTATION, OTHER_RANKS
@@ -30,6 +30,7 @@ class MemoryRow:
         predicted: None where it was not.
         measured: None where it cannot be.
         how: How it was measured, or why it was not.
+        limit: Of all terms of its memory, at their total; None elsewhere, and where no plan says it.
     """
 
     name: str
@@ -37,6 +38,7 @@ class MemoryRow:
     predicted: int | None
     measured: int | None
     how: str
+    limit: int | None = None
 
     @property
     def error(self) -> float | None:
@@ -60,12 +62,13 @@ def memory_rows(
         measured: As `write_measured` wrote it.
     """
     device, host = plan["predicted"]["device_memory"], plan["predicted"]["host_memory"]
+    limits = plan["predicted"].get("limit_bytes", {})  # runs of older versions have none
     is_cuda = measured["device"] == "cuda"
     others = {DATA_WORKERS, OTHER_RANKS}
     if not is_cuda:  # there is one memory, and one meter for all of this process
         terms = {name: n for name, n in (*device.items(), *host.items()) if name not in others}
         group = _group(terms, grade, measured, HEAP, peak=(PEAKS[2], "resident set"))
-        return (*group, *_unseen({**device, **host}, others))
+        return (*_within(limits.get("RAM"), group), *_unseen({**device, **host}, others))
     on_device = {n: size for n, size in device.items() if n not in (CONTEXT, FRAGMENTATION)}
     on_host = {n: size for n, size in host.items() if n not in others}
     torch_peak, process_peak = (
@@ -74,10 +77,16 @@ def memory_rows(
     )
     apart = measured["peak_reserved_bytes"] - measured["peak_bytes"]
     spare = _row(FRAGMENTATION, COUNTED, device.get(FRAGMENTATION), apart, "torch: not allocated")
+    device_rows = _group(
+        on_device, grade, _part(measured, is_on_host=False), VISITS, peak=torch_peak
+    )
+    host_rows = _group(
+        on_host, COUNTED, _part(measured, is_on_host=True), PROCESS, peak=process_peak
+    )
     return (
-        *_group(on_device, grade, _part(measured, is_on_host=False), VISITS, peak=torch_peak),
+        *_within(limits.get("VRAM"), device_rows),
         spare,
-        *_group(on_host, COUNTED, _part(measured, is_on_host=True), PROCESS, peak=process_peak),
+        *_within(limits.get("RAM"), host_rows),
         *_unseen({**device, **host}, {CONTEXT, *others}),
     )
 
@@ -115,6 +124,12 @@ def _group(
         if term not in terms
     ]
     return rows
+
+
+def _within(limit: int | None, group: Sequence[MemoryRow]) -> list[MemoryRow]:
+    """Return the rows of a memory with its limit at their total, which is the first."""
+    total, *others = group
+    return [replace(total, limit=limit), *others]
 
 
 def _unseen(terms: Mapping[str, int], names: Iterable[str]) -> list[MemoryRow]:

@@ -145,8 +145,15 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "host_bytes": plan.host_bytes,
             "device_memory": {term.name: term.num_bytes for term in plan.device_memory},
             "host_memory": {term.name: term.num_bytes for term in plan.host_memory},
+            "limit_bytes": memory_limits(plan.machine),
         },
     }
+
+
+def memory_limits(machine: Machine) -> dict[str, int]:
+    """Return the bytes of each memory by its name; a machine that computes on a CPU has one."""
+    limits = {"VRAM": machine.vram_bytes, "RAM": machine.ram_bytes}
+    return {"RAM": machine.ram_bytes} if machine.device == "cpu" else limits
 
 
 def gpus_json(plan: Plan) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from finetune.planning.ranks import require_gpus
 from finetune.planning.request import with_backend
 from finetune.report.gantt import gantt_svg
 from finetune.report.pages import charts
-from finetune.report.plan import plan_json
+from finetune.report.plan import memory_limits, plan_json
 from finetune.report.what_if import what_if_json
 from finetune.studio.question import Question, Setup, Work, command, machine, recipe_text, subject
 from offload.errors import SluiceError
@@ -180,16 +180,16 @@ def _memory(
     here: Machine, device: tuple[MemoryTerm, ...], host: tuple[MemoryTerm, ...]
 ) -> list[Json]:
     """Return each memory with its limit and its terms; on a CPU there is one memory."""
-    places = [("VRAM", here.vram_bytes, device), ("RAM", here.ram_bytes, host)]
+    of_place = {"VRAM": device, "RAM": host}
     if here.device == "cpu":
-        places = [("RAM", here.ram_bytes, (*device, *host))]
+        of_place = {"RAM": (*device, *host)}
     return [
         {
             "name": name,
             "limit_bytes": limit_bytes,
-            "terms": [[term.name, term.num_bytes] for term in terms if term.num_bytes],
+            "terms": [[term.name, term.num_bytes] for term in of_place[name] if term.num_bytes],
         }
-        for name, limit_bytes, terms in places
+        for name, limit_bytes in memory_limits(here).items()
     ]
 
 

@@ -12,6 +12,7 @@ from offload.plan.schedule.timeline import Timeline
 
 Row = Mapping[str, Any]
 MOST_POINTS = 2000  # of a curve: more are no sharper on a page, and the file stays small
+MOST_BEYOND = 4.0  # times the longest bar that a limit may be, or it is not drawn
 MOST_BARS = 3000  # of a step's drawing
 _ZOOM = [{"name": "zoom", "select": {"type": "interval", "encodings": ["x"]}, "bind": "scales"}]
 _HEIGHT = 260
@@ -171,14 +172,37 @@ def misses(found: Sequence[Miss], *, num: int = 8) -> Chart:
 
 
 def memory(rows: Sequence[MemoryRow]) -> Chart:
-    """Return memory by term, predicted next to measured."""
+    """Return memory by term, predicted next to measured, and the limit of each memory."""
     bars = [
         {"term": row.name, "which": which, "GiB": num_bytes / GIB}
         for row in rows
         for which, num_bytes in (("predicted", row.predicted), ("measured", row.measured))
         if num_bytes is not None
     ]
-    return _pairs("memory", "Memory by term", bars, x="GiB", y="term", unit="GiB")
+    chart = _pairs("memory", "Memory by term", bars, x="GiB", y="term", unit="GiB")
+    limits = {row.name: row.limit / GIB for row in rows if row.limit is not None}
+    if not limits:
+        return chart
+    shown = ", ".join(f"{term} {size:.4g} GiB" for term, size in limits.items())
+    most = MOST_BEYOND * max(max(row.predicted or 0, row.measured or 0) for row in rows) / GIB
+    encoding = chart.spec["encoding"]
+    lines = {
+        "data": {
+            "values": [
+                {"term": term, "which": "limit", "GiB": size}
+                for term, size in limits.items()
+                if size <= most
+            ]
+        },
+        "mark": {"type": "tick", "thickness": 3, "bandSize": 28},
+        "encoding": {axis: encoding[axis] for axis in ("y", "x", "tooltip")},
+    }
+    in_bars = {name: chart.spec[name] for name in ("data", "mark", "encoding")}
+    return replace(
+        chart,
+        note=f"Limits: {shown}. One that is near is a line at the total.",
+        spec={"height": chart.spec["height"], "layer": [in_bars, lines]},
+    )
 
 
 # A name of several parts in lines of two: its width is a part of a narrow screen's.

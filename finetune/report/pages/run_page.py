@@ -206,12 +206,13 @@ def _memory(explanation: Explanation) -> str:
             row.name,
             None if row.predicted is None else row.predicted / GIB,
             None if row.measured is None else row.measured / GIB,
+            None if row.limit is None else row.limit / GIB,
             _error(row.error),
             row.how,
         )
         for row in explanation.memory
     ]
-    heads = ("term", "predicted GiB", "measured GiB", "error", "how it was measured")
+    heads = ("term", "predicted GiB", "measured GiB", "limit GiB", "error", "how it was measured")
     return _details("Memory, term by term", heads, rows) if rows else ""
 
 

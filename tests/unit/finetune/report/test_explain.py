@@ -310,7 +310,7 @@ def test_layers_are_written_as_ranges() -> None:
 
 # ------------------------------------------------------------------------------------------ memory
 
-PLANNED = {
+PLANNED: dict[str, dict[str, dict[str, int]]] = {
     "predicted": {
         "device_memory": {
             "slots": 400,
@@ -321,6 +321,7 @@ PLANNED = {
             "context": 500,
         },
         "host_memory": {"slab": 1000, "loading": 100, "data workers": 300, "process": 600},
+        "limit_bytes": {"VRAM": 24_000, "RAM": 64_000},
     }
 }
 FOUND = [
@@ -359,6 +360,10 @@ def test_on_a_card_memory_is_compared_by_term_and_what_is_left_together() -> Non
     assert "not in the plan" in rows["staging"].how
     assert "not measured" in rows["data workers"].how
     assert {row.grade for name, row in rows.items() if name != "staging"} == {"formula"}
+    assert {name: row.limit for name, row in rows.items() if row.limit is not None} == {
+        "peak allocated VRAM": 24_000,
+        "peak host memory": 64_000,
+    }
 
 
 def test_on_a_cpu_all_of_it_is_one_memory() -> None:
@@ -381,3 +386,7 @@ def test_on_a_cpu_all_of_it_is_one_memory() -> None:
     }
     planned = sum(row.predicted or 0 for row in rows[1:] if row.measured is not None)
     assert planned == rows[0].predicted  # no term is counted twice or left out
+    assert [row.limit for row in rows if row.limit is not None] == [64_000]
+    before = {**PLANNED, "predicted": {**PLANNED["predicted"]}}
+    del before["predicted"]["limit_bytes"]  # as runs of older versions were planned
+    assert all(row.limit is None for row in memory_rows(before, "traced", measured))

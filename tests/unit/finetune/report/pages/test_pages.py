@@ -2,18 +2,22 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from finetune.app import main
 from finetune.errors import CheckpointError
 from finetune.files.seal import sealed_json
+from finetune.report.memory import MemoryRow
 from finetune.report.pages import charts
 from finetune.report.pages.page import LIBRARIES, Chart, page, table
 from finetune.report.pages.run_page import run_page, write_run_page
 from finetune.report.pages.sweep_page import SweptRun, best_first, sweep_page
 from finetune.training.report import PAGE_EVERY_S, page_at_checkpoint
+from offload.plan.machine.machine import GIB
 from tests.unit.finetune.report.made_up import write_run
 from tests.unit.finetune.report.seen import Seen, begun, specs
 
@@ -180,3 +184,17 @@ def test_figures_in_tables_are_right_aligned_and_absent_ones_are_dashes() -> Non
 def test_a_chart_has_words_for_those_who_cannot_see_it() -> None:
     chart = Chart(name="x", title="T", summary="falls from 2 to 1", spec={"mark": "line"})
     assert specs(page("P", chart.html, [chart]))["x"]["description"] == "falls from 2 to 1"
+
+
+def test_a_limit_of_memory_is_drawn_at_its_total_if_it_is_near() -> None:
+    def drawn(limit: int) -> tuple[list[Any], str]:
+        row = MemoryRow(name="peak memory", grade="", predicted=2 * GIB, measured=GIB, how="")
+        chart = charts.memory([replace(row, limit=limit)])
+        return chart.spec["layer"][1]["data"]["values"], chart.note
+
+    near, note = drawn(8 * GIB)
+    assert near == [{"term": "peak memory", "which": "limit", "GiB": 8.0}]
+    assert "peak memory 8 GiB" in note
+    far, note = drawn(9 * GIB)
+    assert far == []
+    assert "peak memory 9 GiB" in note
