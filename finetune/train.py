@@ -286,7 +286,7 @@ def _prepared(runs: Sequence[Run], machine_file: Path | None) -> _Prepared:
     main, own = cards.machines[0], cards.machines[ranks.index]
     for run in _settled([replace(run, recipe=with_way(run, facts, main)) for run in runs]):
         preflight.require_ready(run.recipe, facts, own, num_ranks=ranks.num)
-        data.append(load_data(run))
+        data.append(load_data(run, facts))
         planned.append(plan_steps(run, facts, data[-1], cards))
         cards = planned[-1].cards  # expert kernels are timed once
     waves = ranks.from_main(lambda: plan_waves(planned))
@@ -339,7 +339,7 @@ def _on_engine(
     plan, traced = shared.choice.plan, list[str]()
     if not plan.request.is_sharded:
         plan, note = trace_memory(
-            adapted.model,
+            adapted.streamed,
             plan,
             open_requests=shared.open_requests,
             device=runs[0].device,

@@ -31,6 +31,7 @@ from finetune.adapter.linear_lora import compute_in_base_dtype, hold_in_bf16
 from finetune.adapter.methods import is_adapted, leave_out_draws, method_config, task_type
 from finetune.adapter.modules_to_save import Whole, whole_modules
 from finetune.adapter.targets import chosen_targets
+from finetune.adapter.virtual_tokens import refuse_virtual
 from finetune.data.stops import Stops, eos_ids, write_generation_config
 from finetune.errors import CheckpointError, ConfigError, read_by_library
 from finetune.files.adapter import WEIGHTS_FILE, read_adapter_config, require_adapter_files
@@ -155,6 +156,7 @@ def held_by(model: PreTrainedModel, adapter: AdapterSection) -> tuple[frozenset[
 
 def _chosen(model: PreTrainedModel, adapter: AdapterSection) -> _Chosen:
     """Return what an adapter is in a model that has none yet."""
+    refuse_virtual(adapter.method)
     linears = _adapted_linears(model, adapter)
     experts = _expert_targets(model, adapter)
     whole = whole_modules(model, adapter.modules_to_save, linears=linear_modules(model))
@@ -456,6 +458,7 @@ def load_adapter(
         ModelError: Its weights are damaged.
     """
     places = require_adapter_files(folder)
+    refuse_virtual(str(read_adapter_config(folder).get("peft_type")))
     with (
         read_by_library(
             f"{folder} cannot be put on this model",

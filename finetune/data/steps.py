@@ -8,7 +8,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Self, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from finetune.data.compared.step_layout import (
     made_up,
     rehearsed_pieces,
 )
-from finetune.data.dataset import ExampleSet, shuffled
+from finetune.data.dataset import ExampleSet, Rows, shuffled
 from finetune.data.packing import PackedOrder
 from finetune.data.tokenize import IGNORE_INDEX, Example
 from finetune.objective.step_rows import StepRows
@@ -516,3 +516,60 @@ def _cut(example: Example, num_tokens: int) -> Example:
     return replace(
         example, input_ids=example.input_ids[:num_tokens], labels=example.labels[:num_tokens]
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class InFront(ExampleSet):
+    """Examples with virtual tokens in front of each; `input_ids` and `labels` are without them.
+
+    Attributes:
+        first_id: The first virtual token: the size of the vocabulary.
+        num: Virtual tokens of each example.
+    """
+
+    first_id: int
+    num: int
+
+    @property
+    def loss_tokens(self) -> npt.NDArray[np.int64]:
+        """Count the tokens with a loss; the first one of a row's own is predicted too."""
+        firsts = [
+            part.tokens.store.labels[part.tokens.store.offsets[part.examples]]
+            for part in self.parts
+        ]
+        others: npt.NDArray[np.int64] = ExampleSet.loss_tokens.__get__(self)
+        found: npt.NDArray[np.int64] = others + (np.concatenate(firsts) != IGNORE_INDEX)
+        return found
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Example]: ...
+
+    def __getitem__(self, index: int | slice) -> Example | list[Example]:
+        if isinstance(index, slice):
+            return [self[one] for one in range(len(self))[index]]
+        found = ExampleSet.__getitem__(self, index)
+        ids = np.arange(self.first_id, self.first_id + self.num, dtype=np.int32)
+        none = np.full(self.num, IGNORE_INDEX, np.int32)
+        return replace(
+            found,
+            input_ids=np.concatenate([ids, found.input_ids]),
+            labels=np.concatenate([none, found.labels]),
+        )
+
+    def _lengths(self) -> npt.NDArray[np.int64]:
+        return ExampleSet._lengths(self) + self.num
+
+
+def with_virtual_tokens(rows: Rows, *, first_id: int, num: int) -> Rows:
+    """Return rows with virtual tokens in front of each; the same rows if there are none."""
+    if not num:
+        return rows
+
+    def of(examples: ExampleSet) -> InFront:
+        return InFront(parts=examples.parts, notes=examples.notes, first_id=first_id, num=num)
+
+    held_out = None if rows.held_out is None else of(rows.held_out)
+    return replace(rows, train=of(rows.train), held_out=held_out)

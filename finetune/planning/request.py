@@ -22,7 +22,7 @@ from offload.plan.facts.facts import (
     with_classifier_head,
 )
 from offload.plan.facts.linears import FP32_BYTES
-from offload.plan.facts.trainable import all_weights
+from offload.plan.facts.trainable import all_weights, virtual_shapes
 from offload.plan.facts.workload import LayerCode, Workload
 from offload.plan.machine.machine import (
     DTYPE_BYTES,
@@ -193,6 +193,13 @@ def adapter_spec(adapter: AdapterSection, facts: ModelFacts, *, dtype_bytes: int
 
     Of another method than LoRA, its modules are counted, which loads torch and peft.
     """
+    if adapter.is_virtual:
+        shapes = virtual_shapes(
+            adapter.num_virtual_tokens,
+            facts.hidden_size,
+            has_encoder=adapter.method == "p_tuning",
+        )
+        return AdapterSpec(rank=1, targets=(), experts=False, virtual=shapes)
     spec = AdapterSpec(
         rank=adapter.rank,
         targets=chosen_targets(
@@ -268,9 +275,14 @@ def request_for(
 
 def full_request(recipe: Recipe, facts: ModelFacts, *, num_ranks: int) -> PlanRequest:
     """Return the request before the rows are known: all are full, every token has a loss."""
-    seq_len = recipe.train.seq_len
-    full = _workload(recipe, facts, seq_len, label_tokens=seq_len * recipe.train.sequences)
+    num_labels = recipe.train.seq_len * recipe.train.sequences
+    full = _workload(recipe, facts, _longest(recipe), label_tokens=num_labels)
     return _request(recipe, facts, typical=full, largest=full, num_ranks=num_ranks)
+
+
+def _longest(recipe: Recipe) -> int:
+    """Return the tokens of the longest row, virtual ones among them."""
+    return recipe.train.seq_len + recipe.adapter.num_in_front
 
 
 def _workload(recipe: Recipe, facts: ModelFacts, seq_len: int, *, label_tokens: int) -> Workload:
@@ -294,11 +306,14 @@ def _workload(recipe: Recipe, facts: ModelFacts, seq_len: int, *, label_tokens: 
 def _request(
     recipe: Recipe, facts: ModelFacts, *, typical: Workload, largest: Workload, num_ranks: int
 ) -> PlanRequest:
-    if recipe.train.seq_len > facts.max_position_embeddings:
+    if _longest(recipe) > facts.max_position_embeddings:
+        num = recipe.adapter.num_in_front
         raise ConfigError(
-            f"train.seq_len: {recipe.train.seq_len} for a {facts.model_type} model",
+            f"train.seq_len: {recipe.train.seq_len}"
+            + (f" and {num} virtual tokens" if num else "")
+            + f" for a {facts.model_type} model",
             limit=f"it was made for at most {facts.max_position_embeddings} positions",
-            hint=f"`train.seq_len: {facts.max_position_embeddings}`",
+            hint=f"`train.seq_len: {facts.max_position_embeddings - num}`",
         )
     if recipe.train.router_loss_coef is not None and not facts.has_experts:
         raise ConfigError(

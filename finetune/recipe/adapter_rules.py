@@ -14,6 +14,8 @@ READS = {
     "oft": EVERY_METHOD | {"rank"},
     "miss": EVERY_METHOD | {"rank", "dropout"},
     "hira": EVERY_METHOD | {"rank", "dropout"},
+    "prompt": frozenset({"method", "num_virtual_tokens"}),
+    "p_tuning": frozenset({"method", "num_virtual_tokens"}),
 }
 """Method -> the fields of the section that it reads."""
 
@@ -53,7 +55,27 @@ def broken_method_rules(recipe: Settings) -> Iterator[Breach]:
     """Yield the fields that are set and that the method of the adapter does not read."""
     adapter, default = recipe.adapter, AdapterSection()
     if adapter.method == "lora":
+        if adapter.num_virtual_tokens != default.num_virtual_tokens:
+            yield Breach(
+                field="adapter.num_virtual_tokens",
+                what=f"adapter.num_virtual_tokens is {adapter.num_virtual_tokens} and"
+                " adapter.method is lora",
+                limit="it has no virtual tokens",
+                hint="`adapter.method: prompt`, or leave it out",
+                reads=("adapter.method",),
+            )
         return
+    if adapter.method == "prefix":
+        yield Breach(
+            field="adapter.method",
+            what="adapter.method is prefix",
+            limit="it gives each layer keys and values of its own as a cache, which a layer that is"
+            " computed twice, forward and again for its gradients, would be given twice",
+            hint="`adapter.method: prompt` or `p_tuning`, virtual tokens in front of the layers",
+        )
+        return
+    if adapter.is_virtual:
+        yield from _broken_virtual_rules(recipe)
     for name in sorted(AdapterSection.model_fields.keys() - READS[adapter.method]):
         value = getattr(adapter, name)
         if value != getattr(default, name):
@@ -72,7 +94,7 @@ def broken_method_rules(recipe: Settings) -> Iterator[Breach]:
             hint="`train.compile: false`, or `adapter.method: lora`",
             reads=("adapter.method",),
         )
-    if isinstance(recipe.offload.mlp_chunk, int):
+    if isinstance(recipe.offload.mlp_chunk, int) and not adapter.is_virtual:
         yield Breach(
             field="offload.mlp_chunk",
             what=f"offload.mlp_chunk is {recipe.offload.mlp_chunk} and adapter.method is"
@@ -81,3 +103,46 @@ def broken_method_rules(recipe: Settings) -> Iterator[Breach]:
             hint="`offload.mlp_chunk: whole`, or `adapter.method: lora`",
             reads=("adapter.method",),
         )
+
+
+def _broken_virtual_rules(recipe: Settings) -> Iterator[Breach]:
+    """Yield what virtual tokens in front of rows cannot be combined with."""
+    rules = (
+        (
+            "objective.method",
+            recipe.objective.method,
+            recipe.objective.is_sft,
+            "rows that are compared, classified or scored by a reference have no virtual tokens",
+            "sft",
+        ),
+        (
+            "train.what",
+            recipe.train.what,
+            not recipe.train.is_full and not recipe.train.is_head_alone,
+            "virtual tokens are an adapter",
+            "adapter",
+        ),
+        (
+            "data.packing",
+            recipe.data.packing,
+            recipe.data.packing != "on",
+            "the room of a sequence is for rows without virtual tokens",
+            "off",
+        ),
+        (
+            "train.neftune_alpha",
+            recipe.train.neftune_alpha,
+            recipe.train.neftune_alpha is None,
+            "its noise is for embeddings of a row's own tokens",
+            "null",
+        ),
+        (
+            "report.samples",
+            recipe.report.samples,
+            not recipe.report.samples,
+            "prompts are answered without virtual tokens",
+            "0",
+        ),
+    )
+    method = recipe.adapter.method
+    yield from breaches(rules, setting="adapter.method", value=method, instead="lora")

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from finetune.recipe.data_section import DataSection
 from finetune.recipe.objective_section import Head, ObjectiveSection
-from finetune.recipe.section import Counts, Names, Section
+from finetune.recipe.section import AdapterMethod, Counts, Names, Section
 from offload.plan.facts.codec import CodecName
 from offload.plan.facts.optimizer import Optimizer
 from offload.plan.machine.machine import GIB, Dtype, ExpertsImplementation
@@ -21,7 +21,7 @@ from offload.plan.machine.machine import GIB, Dtype, ExpertsImplementation
 # Upper limits of a step and an adapter: a plan examines each micro-batch, and no step that trains
 # comes near these.
 MAX_MICRO_BATCHES = 10_000
-MAX_RANK = 2**16
+MAX_RANK = MAX_VIRTUAL = 2**16
 Schedule = Literal["cosine", "cosine_with_restarts", "linear", "constant"]
 
 
@@ -97,11 +97,20 @@ class ModelSection(Section):
 class AdapterSection(Section):
     """What is trained: an adapter, and modules trained whole."""
 
-    method: Literal["lora", "loha", "lokr", "ia3", "vera", "oft", "miss", "hira"] = Field(
+    method: AdapterMethod = Field(
         default="lora",
         description="What is added to a linear layer: `lora`, or another method of peft's, computed"
-        " by peft. Fields that a method does not read are refused.",
+        " by peft; or virtual tokens in front of each row, whose embeddings train (`prompt`), or an"
+        " encoder that returns them (`p_tuning`); `prefix` is refused with the reason. Fields that"
+        " a method does not read are refused.",
         examples=["vera"],
+    )
+    num_virtual_tokens: int = Field(
+        default=20,
+        ge=1,
+        le=MAX_VIRTUAL,
+        description="Virtual tokens of `prompt` and `p_tuning`; rows are longer by them than"
+        " `train.seq_len`.",
     )
     rank: int = Field(
         default=16,
@@ -173,6 +182,16 @@ class AdapterSection(Section):
         " `objective.method: reward`, `classify` or `classify_tokens` adds its head, score.",
         examples=[["norms", "router"]],
     )
+
+    @property
+    def is_virtual(self) -> bool:
+        """Whether virtual tokens in front of each row train, and nothing in the layers."""
+        return self.method in ("prompt", "p_tuning")
+
+    @property
+    def num_in_front(self) -> int:
+        """Virtual tokens in front of each row."""
+        return self.num_virtual_tokens if self.is_virtual else 0
 
 
 class TrainSection(Section):

@@ -323,6 +323,10 @@ def adapter_line(plan: Plan) -> str:
         return _whole_line(plan, spec.whole)
     if plan.request.is_on_features:
         return f"none: the head alone trains, {shown_count(trained_parameters(plan.facts, spec))}"
+    if spec.virtual:
+        num, trained = spec.virtual[0][0], shown_count(trained_parameters(plan.facts, spec))
+        name = "p-tuning" if spec.virtual[1:] else "prompt tuning"
+        return f"{name}, {num} virtual tokens in front of each row: {trained} trained"
     places = [*spec.targets, *(["the experts"] if spec.experts else [])]
     ranks = ", ".join(f"{name} {rank}" for name, rank in spec.rank_pattern)
     dtype_bytes = plan.request.typical.dtype_bytes

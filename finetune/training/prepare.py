@@ -12,7 +12,7 @@ from finetune.data.compared.groups import require_classes, require_comparable, r
 from finetune.data.compared.step_layout import Comparison
 from finetune.data.dataset import Rows, load_rows
 from finetune.data.packing import PackedOrder, RowCost
-from finetune.data.steps import BatchOrder, Steps
+from finetune.data.steps import BatchOrder, Steps, with_virtual_tokens
 from finetune.env import cache_dir, stores_dir
 from finetune.errors import ConfigError
 from finetune.model.tokenizer import load_tokenizer
@@ -251,8 +251,8 @@ def with_way(run: Run, facts: ModelFacts, machine: Machine) -> Recipe:
     return recipe
 
 
-def load_data(run: Run) -> Data:
-    """Read and tokenise the rows, the same on all ranks.
+def load_data(run: Run, facts: ModelFacts) -> Data:
+    """Read and tokenise the rows, the same on all ranks, and put virtual tokens in front.
 
     Raises:
         DataError: Rows are bad, or none; each is named by file and line.
@@ -276,6 +276,8 @@ def load_data(run: Run) -> Data:
     ranks.require_same("the training rows", lambda: rows.data_hash)
     for note in rows.notes:
         run.screen.note(note)
+    num = recipe.adapter.num_in_front
+    rows = with_virtual_tokens(rows, first_id=facts.vocab_size, num=num)
     return Data(tokenizer=tokenizer, rows=rows)
 
 

@@ -11,6 +11,7 @@ import torch
 from finetune.adapter.linear_lora import computed_by_peft, is_trained_whole
 from finetune.adapter.lora import ALONE, NewAdapter, add_loras, base_eos, load_into, trained
 from finetune.adapter.neftune import add_noise
+from finetune.adapter.virtual_tokens import add_virtual_tokens
 from finetune.data.dataset import Rows
 from finetune.data.steps import Steps
 from finetune.data.stops import Stops
@@ -73,6 +74,14 @@ class Adapted:
     model: "PeftModel | PreTrainedModel"
     backing: Backing | None
     notes: tuple[str, ...]
+
+    @property
+    def streamed(self) -> "PeftModel | PreTrainedModel":
+        """What an engine runs: with virtual tokens in its rows the model without peft's wrapper."""
+        config = getattr(self.model, "active_peft_config", None)
+        if config is None or not config.is_prompt_learning:
+            return self.model
+        return cast("PreTrainedModel", cast("PeftModel", self.model).get_base_model())
 
 
 FAR_REFERENCE = 0.2
@@ -327,6 +336,9 @@ def load_adapted(runs: Sequence[Run], plan: Plan) -> Adapted:
 
 def _with_adapters(loaded: Loaded, runs: Sequence[Run]) -> "PeftModel":
     """Return the model with the adapter of each run, new or as an earlier run has left it."""
+    section = runs[0].recipe.adapter
+    if section.is_virtual:  # by a rule of recipes that share a stream there is one run
+        return add_virtual_tokens(loaded.model, section, seed=runs[0].recipe.train.seed)
     new = {
         run.adapter or ALONE: NewAdapter(section=run.recipe.adapter, seed=run.recipe.train.seed)
         for run in runs
@@ -362,7 +374,7 @@ def engine_of(run: Run, plan: Plan, adapted: Adapted) -> StepEngine:
     if run.recipe.train.compile:
         compile_layers(LayeredModel(adapted.model).layers)
     return Engine(
-        adapted.model,
+        adapted.streamed,
         device=run.device,
         options=EngineOptions.planned(plan),
         backing=adapted.backing,

@@ -326,9 +326,9 @@ def write_table(verdicts: Sequence[Verdict]) -> str:
         "by name. `train.what: [biases]` and `[norms]` are for types that have such weights."
         " `objective.method: classify` and `reward` are for "
         "types with a sequence classifier in transformers, `classify_tokens` for those with a token"
-        " classifier. `train.what: head` is for the same types. Methods that put virtual tokens in"
-        " front of the layers (prompt tuning, prefix tuning, p-tuning) and bottleneck adapters are"
-        " not there.",
+        " classifier. `train.what: head` is for the same types. `adapter.method: prompt` and"
+        " `p_tuning` put virtual tokens in front of each row, at the embedding, which every exact"
+        " type has. Prefix tuning is refused by name, and bottleneck adapters are not there.",
         "",
         "| model type | verdict | packs | reason |",
         "|---|---|---|---|",

@@ -22,10 +22,13 @@ def vocabulary_of(model: "PreTrainedModel") -> Vocabulary:
     """Return the vocabulary; if no head is found, the config's number of tokens is used."""
     head = model.get_output_embeddings()
     num_predicted = _size(head, "out_features")
+    embedding = model.get_input_embeddings()
     if head is None:
         num_predicted = getattr(model.config.get_text_config(), "vocab_size", None)
+    num_read = _size(embedding, "num_embeddings")
+    num_virtual: int = getattr(embedding, "num_virtual_tokens", 0)  # whose embeddings train
     return Vocabulary(
-        num_read=_size(model.get_input_embeddings(), "num_embeddings"),
+        num_read=None if num_read is None else num_read + num_virtual,
         num_predicted=num_predicted,
     )
 

@@ -277,6 +277,7 @@ class AdapterSpec:
         whole: The model's own weights that train in place of an adapter; None if it is frozen.
         method: The counts of another method than LoRA, whose modules peft computes; else None.
         is_rounded: Whether A and B are kept in bf16, and rounded at random after each update.
+        virtual: Shapes of what trains for virtual tokens in front of rows; none without them.
     """
 
     rank: int
@@ -291,6 +292,7 @@ class AdapterSpec:
     whole: WholeWeights | None = None
     method: PeftMethod | None = None
     is_rounded: bool = False
+    virtual: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def none(cls, whole: WholeWeights) -> "AdapterSpec":

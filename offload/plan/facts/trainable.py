@@ -26,6 +26,7 @@ NORMS, ROUTER, EMBEDDING, HEAD = "norms", "router", "embed_tokens", "lm_head"
 SCORE = "score"
 """The head of a reward model or a classifier, by transformers' name."""
 OTHERS = "others"
+VIRTUAL = "virtual tokens"
 
 
 @lru_cache(maxsize=64)  # each plan that a search weighs asks
@@ -72,6 +73,9 @@ def trained_tensor_shapes(facts: ModelFacts, spec: AdapterSpec) -> tuple[Shape, 
         return ()
     modules = [shape for layer in facts.layers for shape in _layer_module_shapes(layer, spec)]
     for name, size in outer_module_sizes(facts, spec).items():
+        if name == VIRTUAL:
+            modules += spec.virtual
+            continue
         num_biases = size - facts.num_classes * facts.hidden_size if name == SCORE else 0
         rows = (size - num_biases) // facts.hidden_size
         modules.append((size,) if name == NORMS else (rows, facts.hidden_size))
@@ -116,7 +120,7 @@ def adapter_parameters(facts: ModelFacts, spec: AdapterSpec) -> int:
         UnsupportedModelError: A target's name occurs in no layer, there are no experts to adapt, or
             a pattern matches no projection with an adapter.
     """
-    if spec.whole is not None:
+    if spec.whole is not None or spec.virtual:
         return 0
     known = linear_names(facts)
     if not known and (spec.targets or not (spec.experts or SCORE in spec.modules)):
@@ -252,7 +256,17 @@ def outer_module_sizes(facts: ModelFacts, spec: AdapterSpec) -> Mapping[str, int
         EMBEDDING: facts.embedding_parameters,
         _head(facts): facts.head_parameters,
     }
-    return {name: size for name, size in sizes.items() if size and name in spec.modules}
+    found = {name: size for name, size in sizes.items() if size and name in spec.modules}
+    return found | ({VIRTUAL: sum(map(math.prod, spec.virtual))} if spec.virtual else {})
+
+
+def virtual_shapes(num: int, hidden_size: int, *, has_encoder: bool) -> tuple[Shape, ...]:
+    """Return the shapes of embeddings of virtual tokens, and of p-tuning's encoder in peft.
+
+    That is an MLP of three linear layers, as wide as the model.
+    """
+    encoder = ((hidden_size, hidden_size), (hidden_size,)) * 3
+    return ((num, hidden_size), *(encoder if has_encoder else ()))
 
 
 def trains_head(facts: ModelFacts, trained: Collection[str]) -> bool:

@@ -1,0 +1,54 @@
+"""What virtual tokens in front of rows cannot be combined with is refused, with the fix."""
+
+from typing import Any
+
+import pytest
+
+from finetune.recipe.adapter_rules import broken_method_rules
+from finetune.recipe.sections import Settings
+
+
+def settings(**sections: dict[str, Any]) -> Settings:
+    content: dict[str, dict[str, Any]] = {
+        "model": {"path": "Qwen/Qwen3-8B"},
+        "adapter": {"method": "prompt", "num_virtual_tokens": 8},
+        "data": {"path": "rows.jsonl"},
+        "train": {"steps": 3, "grad_accum_steps": 1},
+        "output": {"name": "x"},
+    }
+    for name, section in sections.items():
+        content[name] = content.get(name, {}) | section
+    return Settings.model_validate(content)
+
+
+@pytest.mark.parametrize("method", ["prompt", "p_tuning"])
+def test_virtual_tokens_are_in_front_of_rows_of_one_objective(method: str) -> None:
+    found = settings(adapter={"method": method})
+    assert not list(broken_method_rules(found))
+    assert found.adapter.num_in_front == 8
+    assert settings(adapter={"method": "lora"}).adapter.num_in_front == 0
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value", "fix"),
+    [
+        ("objective", "method", "dpo", "`objective.method: sft`, or `adapter.method: lora`"),
+        ("data", "packing", "on", "`data.packing: off`, or `adapter.method: lora`"),
+        ("train", "neftune_alpha", 5, "`train.neftune_alpha: null`, or `adapter.method: lora`"),
+        ("train", "what", "all", "`train.what: adapter`, or `adapter.method: lora`"),
+        ("report", "samples", 9, "`report.samples: 0`, or `adapter.method: lora`"),
+        ("adapter", "rank", 4, "leave `adapter.rank` out, or `adapter.method: lora`"),
+        ("adapter", "method", "lora", "`adapter.method: prompt`, or leave it out"),
+        (
+            "adapter",
+            "method",
+            "prefix",
+            "`adapter.method: prompt` or `p_tuning`, virtual tokens in front of the layers",
+        ),
+    ],
+)
+def test_what_they_cannot_be_combined_with_is_named_with_its_fix(
+    section: str, field: str, value: object, fix: str
+) -> None:
+    (breach,) = broken_method_rules(settings(**{section: {field: value}}))
+    assert breach.hint == fix
