@@ -30,7 +30,7 @@ class MemoryRow:
         predicted: None where it was not.
         measured: None where it cannot be.
         how: How it was measured, or why it was not.
-        limit: Of all terms of its memory, at their total; None elsewhere, and where no plan says it.
+        limit: Of its memory, at the total of all terms; None elsewhere, or if no plan says it.
     """
 
     name: str
