@@ -105,13 +105,6 @@ class AdapterSection(Section):
         " a method does not read are refused.",
         examples=["vera"],
     )
-    num_virtual_tokens: int = Field(
-        default=20,
-        ge=1,
-        le=MAX_VIRTUAL,
-        description="Virtual tokens of `prompt` and `p_tuning`; rows are longer by them than"
-        " `train.seq_len`.",
-    )
     rank: int = Field(
         default=16,
         ge=1,
@@ -181,6 +174,13 @@ class AdapterSection(Section):
         description="Trained whole with LoRA: norms, router, embed_tokens, lm_head, or linears;"
         " `objective.method: reward`, `classify` or `classify_tokens` adds its head, score.",
         examples=[["norms", "router"]],
+    )
+    num_virtual_tokens: int = Field(
+        default=20,
+        ge=1,
+        le=MAX_VIRTUAL,
+        description="Virtual tokens of `prompt` and `p_tuning`; rows are longer by them than"
+        " `train.seq_len`.",
     )
 
     @property

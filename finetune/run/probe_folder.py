@@ -8,13 +8,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
-from safetensors.torch import load_file, save_file
+from typing import TYPE_CHECKING, Any
 
 from finetune.files.atomic import write_atomically
 from finetune.files.manifest import damage, whole_folder
+
+if TYPE_CHECKING:
+    import torch
 
 PROBE = "probe"
 """Its name."""
@@ -61,7 +61,7 @@ class ProbeFigures(FeatureFigures):
 
 def write_probe(
     run_dir: Path,
-    head: Mapping[str, torch.Tensor],
+    head: Mapping[str, "torch.Tensor"],
     figures: ProbeFigures,
     steps: Sequence[Mapping[str, Any]],
 ) -> None:
@@ -76,6 +76,8 @@ def write_probe(
     Raises:
         CheckpointError: It cannot be written.
     """
+    from safetensors.torch import save_file  # it imports torch
+
     with whole_folder(run_dir / PROBE) as partial:
         save_file({name: one.detach().cpu() for name, one in head.items()}, partial / HEAD)
         (partial / FIGURES).write_text(json.dumps(asdict(figures), indent=1) + "\n")
@@ -96,7 +98,7 @@ def read_features(run_dir: Path) -> dict[str, Any] | None:
     return figures
 
 
-def read_head(run_dir: Path, *, rows: str) -> tuple[dict[str, torch.Tensor] | None, str]:
+def read_head(run_dir: Path, *, rows: str) -> "tuple[dict[str, torch.Tensor] | None, str]":
     """Return the head that a probe of these rows has found, or None; and a note, if there is one.
 
     The note says that the head was found before, or why its files are not used.
@@ -109,6 +111,8 @@ def read_head(run_dir: Path, *, rows: str) -> tuple[dict[str, torch.Tensor] | No
         found = "it is of other rows"
     if found is not None:
         return None, f"{folder} is not used, the probe is run again: {found}"
+    from safetensors.torch import load_file  # it imports torch
+
     return load_file(folder / HEAD), "The head is that of the probe, which ended before"
 
 
