@@ -15,8 +15,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from finetune.errors import CheckpointError
 from finetune.files.atomic import PARTIAL, flush, remove, write_atomically
 
@@ -39,6 +37,8 @@ def whole_folder(final: Path, *, unlisted: Collection[str] = ()) -> Iterator[Pat
     Raises:
         CheckpointError: It cannot be written: the disk is full, or may not be written to.
     """
+    from safetensors import SafetensorError  # a browser's Python, which only plans, has none
+
     partial = _fresh(final)
     try:
         try:
