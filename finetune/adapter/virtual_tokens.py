@@ -34,12 +34,30 @@ def add_virtual_tokens(model: PreTrainedModel, adapter: AdapterSection, *, seed:
         model: Without adapters.
         adapter: Of method `prompt` or `p_tuning`.
         seed: Of the encoder's weights.
+
+    Raises:
+        ConfigError: The model looks tokens up elsewhere too, where virtual ones are not.
     """
+    config: Any = model.config.get_text_config()
+    embedding: Any = model.get_input_embeddings()
+    of = ""
+    if getattr(config, "hidden_size_per_layer_input", 0):
+        of = "hidden_size_per_layer_input"
+    elif "hash_moe" in (getattr(config, "mlp_layer_types", None) or ()):
+        of = "hash_moe layers"
+    elif embedding.num_embeddings != config.vocab_size:
+        of = f"vocab_size {config.vocab_size}"
+    if of:
+        raise ConfigError(
+            f"adapter.method: {adapter.method} for a {config.model_type} model",
+            limit=f"by its config's {of} it has other tables of tokens than its embedding of"
+            f" {embedding.num_embeddings:,}, which have no virtual ones",
+            hint="`adapter.method: lora`",
+        )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         adapted = get_peft_model(model, _config(adapter))
     encoder: Any = adapted.prompt_encoder[adapted.active_adapter]
-    embedding: Any = model.get_input_embeddings()
     embedding.add_module(ENCODER, encoder)
     embedding.num_virtual_tokens = adapter.num_virtual_tokens
     vars(embedding)["forward"] = MethodType(_embedded, embedding)
