@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 
 import torch
@@ -14,6 +15,8 @@ from finetune.full.update_rules import States
 from finetune.recipe.sections import TrainSection
 from finetune.run.checkpoint import Restored, Saved
 from offload.engine.engine import Engine
+from offload.engine.host.mapping import aligned_empty
+from offload.engine.host.state_file import StateFile
 from offload.engine.host_gradients import LayerUpdate
 
 CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
@@ -33,6 +36,7 @@ class FullUpdate:
         *,
         train: TrainSection,
         matrices: Mapping[str, Matrices] = MappingProxyType({}),
+        states_dir: Path | None = None,
     ) -> None:
         """Make fresh states.
 
@@ -40,6 +44,11 @@ class FullUpdate:
             engine: Of the model, with trained weights on the host.
             train: Settings of training.
             matrices: Of the layers' weights that Muon updates, the matrices in them.
+            states_dir: Where the states of layers and the low halves of their masters wait in a
+                file; None for memory.
+
+        Raises:
+            TransferError: The disk is too full for the file.
         """
         assert train.optimizer != "muon" or train.update == "device", "a rule of recipes"
         self._engine, self._max_norm = engine, train.max_grad_norm
@@ -58,6 +67,13 @@ class FullUpdate:
             engine.update_on_device([layout.num_bytes for layout in self._layouts])
             for layout, memory in zip(self._layouts, engine.updates.states, strict=True):
                 states |= layout.views(memory)
+        elif states_dir is not None:
+            self._layouts = self._laid_out(train, matrices)
+            sizes = [layout.num_bytes for layout in self._layouts]
+            file = StateFile(states_dir, sizes, allocate=aligned_empty)
+            engine.updates.keep_on_disk(file)
+            for layout, memory in zip(self._layouts, file.mapped(), strict=True):
+                states |= layout.views(memory)
         on_host = {name: master.detach() for name, master in self._layers.items()}
         on_host |= {name: one.on_host for name, one in self._around.items()}
         self._optimizer = HostOptimizer(
@@ -70,7 +86,7 @@ class FullUpdate:
         self._scale = 1.0
 
     def _laid_out(self, train: TrainSection, matrices: Mapping[str, Matrices]) -> list[StateLayout]:
-        """Return where the states of each layer's weights lie while a device updates them."""
+        """Return where states of each layer's weights lie, on a device or in a file."""
         layers: list[dict[str, States]] = [{} for _ in self._engine.layer_bytes]
         with torch.device("meta"):
             for name, layer in self._layer_of.items():

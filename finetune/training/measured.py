@@ -156,7 +156,9 @@ def memory_terms(session: "Session") -> list[MeasuredTerm]:
     trained = [*session.loop.weights.items()]
     trained += [(name, p) for name, p in named.items() if p.requires_grad]
     if session.run.recipe.train.is_full:
-        return [*terms, *_full_terms(session.loop.weights, named.values())]
+        weights, file = session.loop.weights, session.engine.updates.file
+        in_memory = {n: w for n, w in weights.items() if file is None or not file.holds(w)}
+        return [*terms, *_full_terms(in_memory, named.values())]
     states = [
         value
         for state in session.loop.optimizer.state_dict()["state"].values()

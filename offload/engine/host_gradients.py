@@ -10,16 +10,18 @@ updated on the device gets them back there, and the optimizer's states with them
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from offload.engine.host.layer_layout import Field, Record, lay_out
 from offload.engine.host.stash import Allocate
+from offload.engine.host.state_file import StateFile
 from offload.engine.memory_meter import Arena
 from offload.errors import OffloadError
 from offload.plan.facts.optimizer import HOST_GRADIENTS
+from offload.plan.memory.host import STATE_RING
 from offload.plan.memory.memory import LAYER_GRADIENTS
 from offload.plan.schedule.schedule import NUM_GRADIENT_BUFFERS
 
@@ -32,8 +34,8 @@ class LayerUpdate:
         layer: Which layer.
         weights: Name -> weight, to be changed in place.
         gradients: Name -> gradient of the step that has ended; it may be overwritten.
-        states: On the device the optimizer's states, as they lie in `LateUpdates.states`; None on
-            the host, where the optimizer has them.
+        states: On the device the optimizer's states, as they lie in `LateUpdates.states`; on the
+            host those that were read from a file, or None where the optimizer has them.
     """
 
     layer: int
@@ -86,7 +88,7 @@ class HostGradients:
         self._buffers = [
             allocate_device(max(self.gradient_bytes)) for _ in range(NUM_GRADIENT_BUFFERS)
         ]
-        self.arenas = (
+        self.arenas: tuple[Arena, ...] = (
             Arena(name=HOST_GRADIENTS, blocks=[on_host]),
             Arena(name=LAYER_GRADIENTS, blocks=self._buffers),
         )
@@ -222,6 +224,8 @@ class LateUpdates:
     Attributes:
         layer_of: The layer of each master, by its name.
         norms: Of the newest step's gradients, fp32 scalars by name.
+        file: Where states wait that are read for an update on the host and written back after it;
+            None if they are in memory.
     """
 
     def __init__(self, gradients: HostGradients) -> None:
@@ -232,6 +236,7 @@ class LateUpdates:
         self._layers: set[int] = set()
         self._begun: set[int] = set()
         self._on_device: Callable[[], None] | None = None
+        self.file: StateFile | None = None
 
     @property
     def states(self) -> tuple[torch.Tensor, ...]:
@@ -247,6 +252,12 @@ class LateUpdates:
         """
         self._gradients.add_states(state_bytes)
         self._on_device = make_all
+
+    def keep_on_disk(self, file: StateFile) -> None:
+        """Read states from a file from here on, for updates on the host."""
+        assert self._on_device is None
+        self.file = file
+        self._gradients.arenas += (Arena(name=STATE_RING, blocks=file.buffers),)
 
     @property
     def layers(self) -> frozenset[int]:
@@ -266,9 +277,14 @@ class LateUpdates:
         self._update, self._layers = update, set(self.layer_of.values())
 
     def run(self, layer: int) -> None:
-        """Update a layer on the host."""
+        """Update a layer on the host; its states are in memory, or were read."""
         assert self._update is not None
-        self._update(self._gradients.on_host(layer))
+        one = self._gradients.on_host(layer)
+        if self.file is not None:
+            one = replace(one, states=self.file.memory(layer))
+        self._update(one)
+        if self.file is not None:
+            self.file.changed(layer)
         self._layers.remove(layer)
 
     def run_on_device(self, layer: int, buffer: int, slot: torch.Tensor) -> None:
@@ -293,8 +309,18 @@ class LateUpdates:
         self._layers.remove(layer)
 
     def flush(self) -> None:
-        """Update all layers that are left, in order; on this thread if it is on the host."""
+        """Update all layers that are left, in order; on this thread if it is on the host.
+
+        Raises:
+            TransferError: States cannot be read from a file, or written to it; what was updated is.
+        """
         if self._layers and self._on_device is not None:
             self._on_device()
+        if self.file is not None:
+            self.file.settle()
         for layer in sorted(self._layers):
+            if self.file is not None:
+                self.file.read(layer, 0)
             self.run(layer)
+            if self.file is not None:
+                self.file.write(layer)

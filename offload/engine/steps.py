@@ -43,10 +43,12 @@ class Steps:
     @property
     def _sizes(self) -> TransferSizes:
         """The sizes of transfers, with the updates that are left."""
+        updates = self._bound.updates
         return replace(
             self._bound.sizes,
-            updated=self._bound.updates.layers,
+            updated=updates.layers,
             state_bytes=self._bound.host_gradients.state_bytes,
+            disk_bytes=updates.file.layer_bytes if updates.file is not None else (),
         )
 
     def schedule(self, parts: Sequence[Part], *, ring: Ring, order: Order) -> Schedule:

@@ -191,7 +191,7 @@ class CudaDevice:
         }
         self._base = torch.cuda.Event(enable_timing=True)
         self._start_s = time.perf_counter()
-        loading = (Lane.HOST, Lane.H2D) if is_staged else ()
+        loading = (Lane.HOST, Lane.H2D, Lane.DISK) if is_staged else ()
         self._issued_by_thread = (*loading, Lane.NETWORK)
         self._workers = Workers(
             self._issued_by_thread,
@@ -210,8 +210,8 @@ class CudaDevice:
 
     def submit(self, lane: Lane, waits: Sequence[Event], body: Callable[[], None]) -> Event:
         """Issue `body` on the lane's stream; the host waits only for what a thread has to issue."""
-        if lane is Lane.HOST:
-            return self._submit_to_host(waits, body)
+        if lane in (Lane.HOST, Lane.DISK):
+            return self._submit_to_host(lane, waits, body)
         event = _CudaEvent(self._base)
         job = Job(
             body=lambda: self._issue(self._streams[lane], waits, body, event),
@@ -248,17 +248,20 @@ class CudaDevice:
         for stream in self._streams.values():
             stream.synchronize()
 
-    def _submit_to_host(self, waits: Sequence[Event], body: Callable[[], None]) -> Event:
-        """Queue a read, or an update, which starts when the copies it waits for have ended."""
-        copies = [_cuda(other) for other in waits]
+    def _submit_to_host(
+        self, lane: Lane, waits: Sequence[Event], body: Callable[[], None]
+    ) -> Event:
+        """Queue a read, or an update, which starts when what it waits for has ended."""
+        copies = [_cuda(other) for other in waits if not isinstance(other, Flag)]
+        flags = [other for other in waits if isinstance(other, Flag)]
 
         def read() -> None:
             for copy in copies:
                 copy.end.synchronize()
             body()
 
-        job = Job(body=read, waits=[copy.issued for copy in copies])
-        self._workers.put(Lane.HOST, job)
+        job = Job(body=read, waits=[*flags, *(copy.issued for copy in copies)])
+        self._workers.put(lane, job)
         return job.flag
 
     def _issue(

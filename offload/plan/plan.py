@@ -338,6 +338,10 @@ def calibrate(
             measured, Kind.FETCH, _rate(measured, Kind.RETURN, costs.fetch_bytes_per_s)
         ),
         read_bytes_per_s=_rate(measured, Kind.READ, costs.read_bytes_per_s),
+        disk_bytes_per_s=(
+            _rate(measured, Kind.STATES_READ, costs.disk_bytes_per_s[0]),
+            _rate(measured, Kind.STATES_WRITE, costs.disk_bytes_per_s[1]),
+        ),
     )
 
 

@@ -310,6 +310,11 @@ def with_mlp_chunk(request: PlanRequest, num_tokens: int | None) -> PlanRequest:
     return _with_workload(request, mlp_chunk_tokens=num_tokens)
 
 
+def with_states_on_disk(request: PlanRequest) -> PlanRequest:
+    """Return the same request with the states of the layers' own weights in a file."""
+    return _with_workload(request, are_states_on_disk=True)
+
+
 def with_updates_on(request: PlanRequest, place: UpdatePlace) -> PlanRequest:
     """Return the same request with the layers' own weights updated in this place."""
     return _with_workload(request, updates=place)

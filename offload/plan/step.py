@@ -70,6 +70,7 @@ def schedule_of(
             gradient_bytes=tuple(dtype_bytes * number for number in trained),
             updated=frozenset(layer for layer, number in enumerate(trained) if number),
             state_bytes=_state_bytes(typical, trained),
+            disk_bytes=_disk_bytes(typical, trained),
         )
     if is_draft:
         sizes = replace(sizes, piece_bytes=max(sizes.layer_bytes))
@@ -96,6 +97,13 @@ def _state_bytes(typical: Workload, trained: Sequence[int]) -> tuple[int, ...] |
         return None
     each = moved_state_bytes(typical.dtype_bytes, typical.optimizer)
     return tuple(math.ceil(each * number) for number in trained)
+
+
+def _disk_bytes(typical: Workload, trained: Sequence[int]) -> tuple[int, ...]:
+    """Return what an update of each layer reads from a file and writes; none if it is in memory."""
+    each = moved_state_bytes(typical.dtype_bytes, typical.optimizer)
+    is_on_disk = typical.are_states_on_disk
+    return tuple(math.ceil(each * number) for number in trained) if is_on_disk else ()
 
 
 def stashed_bytes(facts: ModelFacts, request: PlanRequest) -> int:
@@ -143,6 +151,8 @@ def _duration_of(costs: Costs) -> Callable[[Op], float]:
             return costs.h2d_latency_s + op.num_bytes / costs.h2d_bytes_per_s
         if op.lane is Lane.NETWORK:
             return costs.network_latency_s + op.num_bytes / costs.network_bytes_per_s
+        if op.lane is Lane.DISK:
+            return op.num_bytes / costs.disk_bytes_per_s[op.kind is Kind.STATES_WRITE]
         if op.kind is Kind.UPDATE:
             return costs.layers[op.layer_index].update_s
         if op.lane is Lane.HOST:

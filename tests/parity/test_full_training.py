@@ -5,6 +5,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -110,6 +111,7 @@ def loop_of(
     optimizer: Optimizer = "adamw",
     lr: float = LR,
     update: Literal["host", "device"] = "host",
+    states_dir: Path | None = None,
     **options: Any,
 ) -> Loop:
     train = TrainSection(
@@ -135,7 +137,7 @@ def loop_of(
     return Loop(
         model=model,
         engine=engine,
-        update=FullUpdate(engine, train=train, matrices=matrices),
+        update=FullUpdate(engine, train=train, matrices=matrices, states_dir=states_dir),
         train=train,
         is_masked=False,
         num_steps=1000,

@@ -45,6 +45,8 @@ class Workload:
         mlp_chunk_tokens: Tokens that an MLP computes at a time; None for the whole micro-batch.
         packed_tokens: Tokens of a micro-batch whose rows are packed; None where they are not.
         updates: Where the layers' own weights are updated, if they train.
+        are_states_on_disk: Whether their optimizer states and low halves wait in a file; the host
+            updates then.
     """
 
     micro_batch_size: int
@@ -61,6 +63,7 @@ class Workload:
     mlp_chunk_tokens: int | None = None
     packed_tokens: int | None = None
     updates: UpdatePlace = "host"
+    are_states_on_disk: bool = False
 
     @property
     def num_tokens(self) -> int:

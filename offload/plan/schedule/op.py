@@ -12,6 +12,7 @@ class Lane(StrEnum):
     D2H = "d2h"
     HOST = "host"
     NETWORK = "network"
+    DISK = "disk"
 
 
 class Kind(StrEnum):
@@ -23,6 +24,8 @@ class Kind(StrEnum):
     STATES: copy a piece of a layer's gradients and optimizer states to the device (h2d).
     UPDATED: copy a piece of a layer back that was updated on the device: of its weights, from their
         slot, or of its states, from a buffer (d2h).
+    STATES_READ: read a layer's optimizer states from a file, ahead of its update (disk).
+    STATES_WRITE: write them back after its update (disk).
     READ: read a piece of a layer from disk or pageable memory into a staging buffer (host).
     LOAD: copy a piece of a layer into its slot (h2d).
     DECODE: decode a layer from its slot into the buffer that it computes from, once per visit.
@@ -47,6 +50,8 @@ class Kind(StrEnum):
     UPDATE = "update"
     STATES = "states"
     UPDATED = "updated"
+    STATES_READ = "states_read"
+    STATES_WRITE = "states_write"
     READ = "read"
     LOAD = "load"
     DECODE = "decode"
@@ -82,7 +87,8 @@ class Op(NamedTuple):
         slot: The slot that a load fills, and that a visit or the decoding before it reads.
         buffer: For READ and LOAD the staging buffer, for FETCH and BACKWARD the buffer of the
             fetched layer input, for GRADIENT the buffer that is copied to the host, for STATES,
-            UPDATE and UPDATED that of gradients and states.
+            UPDATE and UPDATED that of gradients and states, for STATES_READ and STATES_WRITE that
+            of states in host memory.
         offset: First byte of a piece within its layer.
         num_bytes: Bytes that are moved; for DECODE, bytes that are written; for GATHER and
             REDUCE, bytes that this rank sends.

@@ -109,6 +109,8 @@ class TransferSizes:
             loaded.
         state_bytes: Of what an update on the device brings along and takes back, by layer; None if
             layers are updated on the host.
+        disk_bytes: Of the states that an update on the host reads from a file and writes back, by
+            layer; none if they are in memory.
         reduced: What of each run's gradients crosses the network; none with a single rank.
     """
 
@@ -120,6 +122,7 @@ class TransferSizes:
     updated: frozenset[int] = frozenset()
     state_bytes: tuple[int, ...] | None = None
     reduced: tuple[Reduced, ...] = ()
+    disk_bytes: tuple[int, ...] = ()
 
     @classmethod
     def frozen(
@@ -476,7 +479,12 @@ class _Program:
             self.ring[slot] = layer
             is_due = layer in self.sizes.updated and layer not in self.are_updated
             if is_due and self.sizes.state_bytes is None:
-                self.lines.append(host_update(layer, self.sizes.gradient_bytes[layer]))
+                self.lines += host_update(
+                    layer,
+                    self.sizes.updated,
+                    gradient_bytes=self.sizes.gradient_bytes[layer],
+                    disk_bytes=self.sizes.disk_bytes,
+                )
             self.lines += self._copies(layer, slot)
             if is_due and self.sizes.state_bytes is not None:
                 self.lines += self._device_update(layer, slot, self.sizes.state_bytes[layer])

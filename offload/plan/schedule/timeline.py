@@ -104,7 +104,7 @@ class Timeline:
         with them, but for updates on the device, which are a compute phase. `exposed updates` are
         the part of `updates` in which nothing else is computed. With several ranks there are
         `network`, what they gather and their sums of gradients, with the waits for other ranks, and
-        `exposed network`.
+        `exposed network`. With optimizer states in a file there is `disk`.
         """
         phases = {
             "step": self.step_s,
@@ -122,6 +122,8 @@ class Timeline:
         if any(span.lane is Lane.NETWORK for span in self.spans):
             phases["network"] = self.busy_s(*OVER_NETWORK)
             phases["exposed network"] = self.exposed_s(*OVER_NETWORK)
+        if any(span.lane is Lane.DISK for span in self.spans):
+            phases["disk"] = self.busy_s(Kind.STATES_READ, Kind.STATES_WRITE)
         return phases
 
     def to_json(self) -> str:

@@ -6,21 +6,60 @@ slot before the layer's first visit, and new weights and states go down. Gradien
 buffer that they left from in the backward, which has room for states too. There are two of these
 buffers: while one is updated and leaves, the next layer's gradients and states arrive.
 
+States may wait in a file instead of in host memory, if the host updates. Then there are two buffers
+of states in host memory: one is updated and written back, while the next layer's are read.
+
 Source: of optimizer states on the host that pass through the device, arXiv:2101.06840, where the
 CPU updates; here either place takes the same gradients, norm and learning rate: those of the step
 that has ended.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from offload.plan.schedule.hazards import Line, Resource
 from offload.plan.schedule.op import Kind, Lane, Op
 
+NUM_STATE_BUFFERS = 2  # layers whose states are in host memory, if they wait in a file
 
-def host_update(layer: int, gradient_bytes: int) -> Line:
-    """Return the update of a layer in host memory."""
+
+def host_update(
+    layer: int,
+    updated: Collection[int],
+    *,
+    gradient_bytes: int,
+    disk_bytes: Sequence[int],
+) -> Iterator[Line]:
+    """Yield the update of a layer in host memory, with reads and writes of states in a file.
+
+    The states of the next layer are read ahead of it, and so are its own if it is the first.
+
+    Args:
+        layer: Which layer.
+        updated: All layers that are updated in this step.
+        gradient_bytes: Of the layer.
+        disk_bytes: Of the states of each layer in the file; none if they are in memory.
+    """
     op = Op(lane=Lane.HOST, kind=Kind.UPDATE, layer=layer, num_bytes=gradient_bytes)
-    return Line(ops=(op,), reads=(gradients_on_host(layer),), writes=(weights_on_host(layer),))
+    line = Line(ops=(op,), reads=(gradients_on_host(layer),), writes=(weights_on_host(layer),))
+    if not disk_bytes:
+        yield line
+        return
+    order = sorted(updated)
+    place = order.index(layer)
+
+    def moved(kind: Kind, place: int) -> Line:
+        buffer, of = place % NUM_STATE_BUFFERS, order[place]
+        op = Op(lane=Lane.DISK, kind=kind, layer=of, buffer=buffer, num_bytes=disk_bytes[of])
+        memory = (states_on_host(buffer),)
+        is_read = kind is Kind.STATES_READ
+        return Line(ops=(op,), reads=() if is_read else memory, writes=memory if is_read else ())
+
+    arriving = (0, 1) if place == 0 else (place + 1,)
+    yield from (moved(Kind.STATES_READ, i) for i in arriving if i < len(order))
+    buffer = place % NUM_STATE_BUFFERS
+    writes = (*line.writes, states_on_host(buffer))
+    yield line._replace(ops=(op._replace(buffer=buffer),), writes=writes)
+    yield moved(Kind.STATES_WRITE, place)
 
 
 def device_update(
@@ -60,6 +99,11 @@ def weights_on_host(layer: int) -> Resource:
 def gradients_on_host(layer: int) -> Resource:
     """Return the sums of a layer's gradients in host memory."""
     return ("gradients on the host", layer, 0)
+
+
+def states_on_host(buffer: int) -> Resource:
+    """Return a buffer in host memory of states that wait in a file."""
+    return ("states on the host", buffer, 0)
 
 
 def gradients_on_device(buffer: int) -> Resource:

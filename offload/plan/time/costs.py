@@ -45,8 +45,7 @@ GRADIENT_PASSES = 4  # a new gradient is written and read, the sum so far read a
 FRONT_OPS, TAIL_OPS, TAIL_LOGIT_PASSES = 60, 40, 9
 # One operator reads the logits twice and writes their gradient, in place of TAIL_LOSS_OPS others.
 FUSED_LOGIT_PASSES, TAIL_LOSS_OPS = 3, 8
-# Counted as those of the tail, of what runs without a gradient; and of the loss of a step of pairs
-# and its gradient, which are a few numbers per label.
+# As of the tail, of what runs without a gradient; of a loss of pairs and its gradient.
 SCORE_OPS, SCORE_LOGIT_PASSES, FUSED_SCORE_PASSES, OBJECTIVE_OPS = 24, 4, 1, 20
 H2D_LATENCY_S = 2e-5
 # Of a router besides its product: a softmax, the highest scores and their sum, and their gradients.
@@ -127,8 +126,7 @@ class Costs:
         front_backward_s: Gradient of the embeddings for one micro-batch, if they train.
         tail_s: Norm, head and loss of one micro-batch, forward and backward.
         optimizer_s: Clipping and update, once per step.
-        h2d_bytes_per_s: Rate of a load while the device computes; a CPU's load of a layer on disk
-            is a read of its file.
+        h2d_bytes_per_s: Rate of a load during compute; on a CPU of a read, if layers are on disk.
         h2d_latency_s: Fixed time of a load.
         d2h_bytes_per_s: Rate of a copy to the host while the device computes.
         fetch_bytes_per_s: Rate of the copy back.
@@ -141,6 +139,7 @@ class Costs:
         num_references: Micro-batches that a reference scores, for each that is trained on.
         network_latency_s: Fixed time of adding up gradients over ranks.
         network_bytes_per_s: Rate at which each rank sends meanwhile.
+        disk_bytes_per_s: Rates at which optimizer states are read from a file, and written to it.
         runs: Of each run of a shared step, of which the rest is then the mean; none for one run.
     """
 
@@ -163,6 +162,7 @@ class Costs:
     num_references: float = 0.0
     network_latency_s: float = 0.0
     network_bytes_per_s: float = math.inf
+    disk_bytes_per_s: tuple[float, float] = (math.inf, math.inf)
     runs: tuple["RunCosts", ...] = ()
 
     @property
