@@ -17,7 +17,7 @@ from finetune.recipe.recipe import Recipe, with_micro_batch_size
 from finetune.recipe.rules import NEVER_ENCODED
 from offload.plan.facts.codec import CodecName
 from offload.plan.facts.facts import ModelFacts
-from offload.plan.facts.optimizer import UpdatePlace
+from offload.plan.facts.optimizer import UpdatePlace, moved_state_bytes
 from offload.plan.machine.machine import Machine
 from offload.plan.plan import Plan
 from offload.plan.request import (
@@ -29,6 +29,7 @@ from offload.plan.request import (
     with_codec,
     with_head_chunk,
     with_mlp_chunk,
+    with_states_on_disk,
     with_updates_on,
 )
 from offload.plan.search import Choice, search
@@ -198,11 +199,11 @@ def _resort(
 def in_forms(requests: Sequence[PlanRequest]) -> list[list[PlanRequest]]:
     """Return the requests by the form of a step, each to be tried where those before do not fit."""
     plain = requests[0].typical.codec
-    groups: dict[tuple[int | None, int, bool], list[PlanRequest]] = {}
+    groups: dict[tuple[int | None, int, bool, bool], list[PlanRequest]] = {}
     for request in requests:
         typical = request.typical
         key = (typical.mlp_chunk_tokens, typical.head_chunk_tokens, typical.codec == plain)
-        groups.setdefault(key, []).append(request)
+        groups.setdefault((*key, typical.are_states_on_disk), []).append(request)
     return list(groups.values())
 
 
@@ -211,9 +212,11 @@ def _all_ways(
 ) -> list[PlanRequest]:
     """Return each cut of the step in each form and place, the plainest first.
 
-    That is: whole MLPs, large head chunks, native weights, updates on the host, inputs on the
-    device, small micro-batches, in this order.
+    That is: states in RAM, whole MLPs, large head chunks, native weights, updates on the host,
+    inputs on the device, small micro-batches, in this order.
     """
+    if recipes[0].train.is_full:
+        return _with_states(recipes[0], _ways(recipes, cut))
     whole, are_tiles_open = _ways(recipes, cut), recipes[0].offload.mlp_chunk == "auto"
     if not are_tiles_open or not all(_may_tile(recipe, facts) for recipe in recipes):
         return whole
@@ -234,7 +237,7 @@ def _may_tile(recipe: Recipe, facts: ModelFacts) -> bool:
     """
     is_plain = facts.grade == "config" and not facts.has_experts
     is_plain &= not recipe.train.compile and recipe.adapter.dropout == 0
-    is_plain &= not recipe.train.is_full and recipe.adapter.method == "lora"
+    is_plain &= recipe.adapter.method == "lora"
     return is_plain and all(
         linear.is_unread for layer in facts.layers for linear in layer.linears if linear.is_down
     )
@@ -261,6 +264,22 @@ def _ways(recipes: Sequence[Recipe], cut: Sequence[PlanRequest]) -> list[PlanReq
         for is_stashed in places
         for request in cut
     ]
+
+
+def _with_states(recipe: Recipe, requests: Sequence[PlanRequest]) -> list[PlanRequest]:
+    """Return the requests with optimizer states where a recipe has them, or may have them."""
+    asked, may_write = recipe.offload.states, recipe.offload.allow_disk_writes
+    on_host = [one for one in requests if one.typical.updates == "host"]
+    stored = [with_states_on_disk(one) for one in on_host if has_states_on_disk(one)]
+    if asked == "disk":
+        return stored
+    may_write &= asked == "auto" and not recipe.train.is_sharded
+    return [*requests, *(stored if may_write else ())]
+
+
+def has_states_on_disk(request: PlanRequest) -> bool:
+    """Return whether an optimizer has anything that may wait on disk."""
+    return moved_state_bytes(request.typical.dtype_bytes, request.typical.optimizer) > 0
 
 
 def _codecs(recipe: Recipe) -> tuple[CodecName, ...]:

@@ -3,15 +3,29 @@
 from collections.abc import Iterator
 
 from finetune.recipe.breach import Breach, breaches
-from finetune.recipe.sections import AdapterSection, Settings, TrainSection
-from offload.plan.facts.optimizer import HOST_ONLY
+from finetune.recipe.sections import AdapterSection, OffloadSection, Settings, TrainSection
+from offload.plan.facts.optimizer import HOST_ONLY, moved_state_bytes
+from offload.plan.machine.machine import DTYPE_BYTES
 
 _WHAT = ("train.what",)
 _ON_DEVICE = {"adamw_bf16": "adamw", "lion_bf16": "lion", "muon": "adamw"}
 
 
-def broken_frozen_rules(train: TrainSection) -> Iterator[Breach]:
+def broken_frozen_rules(train: TrainSection, offload: OffloadSection) -> Iterator[Breach]:
     """Yield what is set for weights of the model where an adapter or a new head trains."""
+    for name, is_set in (
+        ("states", offload.states == "disk"),
+        ("allow_disk_writes", offload.allow_disk_writes),
+    ):
+        if is_set:
+            yield Breach(
+                field=f"offload.{name}",
+                what=f"offload.{name} is {str(getattr(offload, name)).lower()} and train.what is"
+                f" {train.what}",
+                limit="optimizer states of an adapter are few bytes, and on the device",
+                hint=f"leave `offload.{name}` out, or `train.what: all`",
+                reads=_WHAT,
+            )
     if train.optimizer in HOST_ONLY:
         yield Breach(
             field="train.optimizer",
@@ -28,6 +42,38 @@ def broken_frozen_rules(train: TrainSection) -> Iterator[Breach]:
             hint="leave `train.update` out, or `train.what: all`",
             reads=_WHAT,
         )
+
+
+def broken_state_rules(train: TrainSection, offload: OffloadSection) -> Iterator[Breach]:
+    """Yield what cannot be where optimizer states of the model's own weights wait on disk."""
+    if offload.allow_disk_writes and offload.states == "ram":
+        yield Breach(
+            field="offload.allow_disk_writes",
+            what="offload.allow_disk_writes is true and offload.states is ram",
+            limit="states in RAM are not written",
+            hint="leave `offload.allow_disk_writes` out, or `offload.states: disk`",
+            reads=("offload.states",),
+        )
+    if offload.states != "disk":
+        return
+    why = {
+        "train.update": "states on disk come to RAM, and the host updates",
+        "train.optimizer": "Muon updates on the device, and states on disk come to RAM",
+    }
+    found = {
+        "train.update": "device" if train.update == "device" else "",
+        "train.optimizer": "muon" if train.optimizer == "muon" else "",
+    }
+    fixes = {"train.update": "`train.update: host`", "train.optimizer": "`train.optimizer: adamw`"}
+    for field, value in found.items():
+        if value:
+            yield Breach(
+                field=field,
+                what=f"{field} is {value} and offload.states is disk",
+                limit=why[field],
+                hint=f"{fixes[field]}, or `offload.states: ram`",
+                reads=("offload.states",),
+            )
 
 
 def broken_full_rules(recipe: Settings) -> Iterator[Breach]:
@@ -49,6 +95,18 @@ def broken_full_rules(recipe: Settings) -> Iterator[Breach]:
             hint="`train.update: device`, or `train.optimizer: adamw`",
             reads=("train.optimizer",),
         )
+    if recipe.offload.states == "disk" and not moved_state_bytes(
+        DTYPE_BYTES[recipe.model.dtype], recipe.train.optimizer
+    ):
+        yield Breach(
+            field="offload.states",
+            what=f"offload.states is disk and train.optimizer is {recipe.train.optimizer} in"
+            f" {recipe.model.dtype}",
+            limit="it has no states, and masters are the weights themselves",
+            hint="`offload.states: ram`",
+            reads=("train.optimizer", "model.dtype"),
+        )
+    yield from broken_state_rules(recipe.train, recipe.offload)
     none = AdapterSection()
     for name in AdapterSection.model_fields:
         value = getattr(recipe.adapter, name)

@@ -588,7 +588,7 @@ class Settings(Section):
     data: DataSection = Field(description="The rows to train on.")
     objective: ObjectiveSection = Field(
         default=ObjectiveSection(),
-        description="What is learned from the rows: to repeat them, or to prefer some of them.",
+        description="What is learned: to repeat rows, or prefer some.",
     )
     train: TrainSection = Field(description="The optimizer step and how many of them.")
     offload: OffloadSection = Field(

@@ -215,7 +215,8 @@ def measure(run: Run, facts: ModelFacts, machine_file: Path | None) -> tuple[Mac
     if machine_file is None:
         run.screen.note("Measuring this machine ...")
         machine = probe(device=device.type, seconds=PROBE_S, dtype=dtype)
-        if recipe.offload.load_tier == "disk":
+        may_store = recipe.offload.states == "disk" or recipe.offload.allow_disk_writes
+        if recipe.offload.load_tier == "disk" or may_store:
             rate = disk_rate(stores_dir(), seconds=PROBE_DISK_S, file_bytes=RUN_FILE_BYTES)
             machine = replace(machine, disk_bytes_per_s=rate)
     else:
@@ -333,7 +334,7 @@ def plan_steps(run: Run, facts: ModelFacts, data: Data, cards: Cards) -> Planned
         recipe = with_shares(recipe, shares.micro_batches)
         steps = steps_of(recipe, shares.micro_batches)
         requests = shares.of(ranks.index)
-    preflight.require_within_run(recipe, num_steps=steps.num)
+    preflight.require_within_run(recipe, num_steps=steps.num, plan=choice.plan)
     size = choice.plan.request.typical.micro_batch_size
     of_size = [one for one in requests if one.typical.micro_batch_size == size]
     if not cards.is_settled:
@@ -358,6 +359,7 @@ def plan_steps(run: Run, facts: ModelFacts, data: Data, cards: Cards) -> Planned
             and one.typical.head_chunk_tokens == typical.head_chunk_tokens
             and one.typical.mlp_chunk_tokens == typical.mlp_chunk_tokens
             and one.typical.updates == typical.updates
+            and one.typical.are_states_on_disk == typical.are_states_on_disk
         ),
         cards=cards,
     )
@@ -403,4 +405,5 @@ def with_chosen(recipe: Recipe, plan: Plan) -> Recipe:
         recipe,
         head_chunk=chosen.head_chunk_tokens,
         mlp_chunk=chosen.mlp_chunk_tokens or "whole",
+        states="disk" if chosen.are_states_on_disk else None,
     )

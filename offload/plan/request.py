@@ -109,6 +109,7 @@ class PlanRequest:
         objective: What the loss of the run adds to a step; None for a cross-entropy.
         reduction: How the ranks' gradients are added up.
         probe: Steps of the head before the first one; None if there are none.
+        num_steps: Steps of the run, if they are known: what they write wears a disk.
         is_sharded: Whether each rank holds a part of the model, which is gathered layer by layer,
             and nothing is streamed; see `offload.plan.sharded`.
         others: Further runs that share the step, each with an adapter of its own. What concerns
@@ -139,6 +140,7 @@ class PlanRequest:
     own_micro_batches: int | None = None
     probe: Probe | None = None
     is_sharded: bool = False
+    num_steps: int | None = None
 
     @property
     def runs(self) -> tuple["PlanRequest", ...]:

@@ -100,6 +100,7 @@ TOKENS, RANK = "fewer `train.tokens_per_step`", "a smaller `adapter.rank`"
 FEWER_TARGETS = "fewer `adapter.targets`"
 FEWER_WEIGHTS, UPDATES_IN_RAM = "fewer weights in `train.what`", "`train.update: host`"
 FEWER_SLOTS, ROUNDED_LAYERS = "fewer `offload.num_slots`", "`offload.codec: nf4`"
+ON_DRIVE = "`offload.states: disk`"
 ON_DISK, INPUTS_IN_RAM = "`offload.tier: disk`", "`offload.stash: host`"
 SMALLER_CHUNK = "a smaller `offload.head_chunk`"
 SMALLER_TILES = "a smaller `offload.mlp_chunk`"
@@ -131,9 +132,9 @@ SHRINKS: Mapping[str, tuple[str, ...]] = {
     "one visit: adapters on whole weights": ("`adapter.method: lora`",),
     "one visit: adapter factors": (RANK,),
     SLAB: (ON_DISK, ROUNDED_LAYERS),
-    LOW_HALVES: (FEWER_WEIGHTS,),
+    LOW_HALVES: (ON_DRIVE, FEWER_WEIGHTS),
     HOST_GRADIENTS: (FEWER_WEIGHTS,),
-    HOST_STATES: ("`train.optimizer: lion`, `adamw_8bit` or `adafactor`", FEWER_WEIGHTS),
+    HOST_STATES: ("`train.optimizer: lion`, `adamw_8bit` or `adafactor`", ON_DRIVE, FEWER_WEIGHTS),
     STASH: (TOKENS, "`offload.stash: device`"),
     SENT: (NO_SENT_GRAPHS, NO_OUTPUTS, TOKENS),
     DATA_WORKERS: ("fewer `data.num_workers`",),
