@@ -382,17 +382,19 @@ def require_whole_adapter(adapter: Path) -> tuple[str, ...]:
 
 
 HOW = ("train.parallel:", "train.update:", "offload.")
+FREE = (HOW[0], "offload.states:", "offload.allow_disk_writes:")
 WHAT = ("offload.codec:", "offload.device:")
 
 
 def _that_count(before: Recipe, after: Recipe) -> list[str]:
     """List the settings in which a run differs from what was begun, and that it must not change.
 
-    How processes share a step may change, and with it where they hold the layers.
+    How processes share a step may change, and with it where they hold the layers; and so may the
+    place of optimizer states.
     """
     found = differences(before, after)
     if before.train.is_sharded == after.train.is_sharded:
-        return [one for one in found if not one.startswith(HOW[0])]
+        return [one for one in found if not one.startswith(FREE)]
     return [one for one in found if one.startswith(WHAT) or not one.startswith(HOW)]
 
 
@@ -420,6 +422,8 @@ def as_begun(recipe: Recipe, begun: Recipe | None, *, num_ranks: int = 1) -> Rec
         recipe = with_layer_kernels(recipe, begun.model.layer_kernels)
     if recipe.train.update == "auto" and begun.train.update != "auto":
         recipe = with_update(recipe, begun.train.update)
+    if recipe.offload.states == "auto" and begun.offload.states == "disk":
+        recipe = with_offload(recipe, states="disk")
     return _reduced_as_begun(recipe, begun, num_ranks=num_ranks)
 
 

@@ -57,7 +57,13 @@ class Accesses:
 
     def _updating(self, op: Op, layer: int) -> list[Access]:
         if op.kind is Kind.UPDATE:
-            return [("read", ("sink", layer), None), ("write", ("weights", layer), "updated")]
+            states = (("in a file", layer), ("updated", layer))
+            changed: list[Access] = [("change", ("states", op.buffer), states)]
+            return [
+                ("read", ("sink", layer), None),
+                ("write", ("weights", layer), "updated"),
+                *(changed if op.buffer is not None else []),
+            ]
         if op.kind is Kind.STATES:
             arrived: Access = ("add", ("gradient", op.buffer), ("brought", layer))
             return [("read", ("sink", layer), None), arrived]
@@ -71,6 +77,10 @@ class Accesses:
             return [("read", ("gradients of the rank", i), "of a step") for i in layers]
         if op.kind in (Kind.UPDATE, Kind.STATES, Kind.UPDATED):
             return self._updating(op, layer)
+        if op.kind is Kind.STATES_READ:
+            return [("write", ("states", op.buffer), ("in a file", layer))]
+        if op.kind is Kind.STATES_WRITE:
+            return [("read", ("states", op.buffer), ("updated", layer))]
         if op.kind is Kind.READ:
             staged = ("write", ("staging", op.buffer), (layer, op.offset))
             return [*self._weights(layer), staged]

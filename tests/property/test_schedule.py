@@ -61,7 +61,8 @@ def steps(draw: st.DrawFn) -> Schedule:
     if draw(st.booleans()):
         updated = frozenset(i for i in range(num_layers) if is_trained[i] and draw(st.booleans()))
         states = draw(st.sampled_from([None, tuple(11 * is_one for is_one in is_trained)]))
-        sizes = replace(sizes, updated=updated, state_bytes=states)
+        in_file = draw(st.sampled_from([(), (13,) * num_layers])) if states is None else ()
+        sizes = replace(sizes, updated=updated, state_bytes=states, disk_bytes=in_file)
         ring = without_trained(ring, sizes)
     num_kept_graphs = draw(st.integers(0, num_layers))
     residency = Residency(
