@@ -438,7 +438,8 @@ class OffloadSection(Section):
         default="auto", description="What computes; `auto` takes CUDA where there is one."
     )
     tier: Literal["auto", "ram", "disk"] = Field(
-        default="auto", description="Where layers wait: in `ram`, or in a file on `disk`."
+        default="auto",
+        description="Where layers wait that are in no slot: `ram`, or a file on `disk`.",
     )
     codec: Literal["auto"] | CodecName = Field(
         default="auto",
@@ -447,7 +448,8 @@ class OffloadSection(Section):
         " faster of the first two, which round nothing.",
     )
     num_slots: Literal["auto", "all"] | Annotated[int, Field(ge=2)] = Field(
-        default="auto", description="Layers on the device; `all` makes the model resident."
+        default="auto",
+        description="Layers that the device holds at a time; `all` makes the model resident.",
     )
     kept_graphs: Literal["auto", "all"] | Annotated[int, Field(ge=0)] = Field(
         default="auto",
@@ -466,7 +468,8 @@ class OffloadSection(Section):
         " as fit and pay.",
     )
     stash: Literal["auto", "device", "host"] = Field(
-        default="auto", description="Where layers' inputs wait; `host` saves device memory."
+        default="auto",
+        description="Where the layers' inputs wait for the backward; `host` saves device memory.",
     )
     head_chunk: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         default="auto",
@@ -479,14 +482,8 @@ class OffloadSection(Section):
         " or 512 where a step would not fit otherwise.",
     )
     vram_budget: Literal["auto"] | Annotated[float, Field(gt=0, le=1_000_000)] = Field(
-        default="auto", description="Device memory to plan with, in GiB; `auto`: what is free."
-    )
-    states: Literal["auto", "ram", "disk"] = Field(
         default="auto",
-        description="Where optimizer states of full training wait: `ram`, or a file on `disk`.",
-    )
-    allow_disk_writes: bool = Field(
-        default=False, description="Lets `auto` put states on disk, and a run write over 60 TB."
+        description="Device memory that the plan may use, in GiB; `auto` takes what is free.",
     )
 
     @property
@@ -567,7 +564,8 @@ class ReportSection(Section):
         default=None,
         gt=0,
         le=1e6,
-        description="What a kilowatt-hour costs; null shows the energy of a run alone.",
+        description="What a kilowatt-hour costs, to show what a run costs; null shows its energy"
+        " alone.",
         examples=[0.32],
     )
     currency: str | None = Field(
@@ -583,12 +581,13 @@ class Settings(Section):
 
     model: ModelSection = Field(description="Which model is trained.")
     adapter: AdapterSection = Field(
-        default=AdapterSection(), description="What is trained: an adapter, and modules whole."
+        default=AdapterSection(),
+        description="What is trained: a LoRA adapter, and modules trained whole.",
     )
     data: DataSection = Field(description="The rows to train on.")
     objective: ObjectiveSection = Field(
         default=ObjectiveSection(),
-        description="What is learned: to repeat rows, or prefer some.",
+        description="What is learned from the rows: to repeat them, or to prefer some of them.",
     )
     train: TrainSection = Field(description="The optimizer step and how many of them.")
     offload: OffloadSection = Field(
