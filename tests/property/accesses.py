@@ -56,6 +56,10 @@ class Accesses:
         return [] if op.carrier is None else [(mode, place, (op.layer, op.micro_batch))]
 
     def _updating(self, op: Op, layer: int) -> list[Access]:
+        if op.kind is Kind.STATES_READ:
+            return [("write", ("states", op.buffer), ("in a file", layer))]
+        if op.kind is Kind.STATES_WRITE:
+            return [("read", ("states", op.buffer), ("updated", layer))]
         if op.kind is Kind.UPDATE:
             states = (("in a file", layer), ("updated", layer))
             changed: list[Access] = [("change", ("states", op.buffer), states)]
@@ -75,12 +79,8 @@ class Accesses:
         if op.kind is Kind.REDUCE:
             layers = [layer] if op.layer is not None else range(-1, self._last_layer + 1)
             return [("read", ("gradients of the rank", i), "of a step") for i in layers]
-        if op.kind in (Kind.UPDATE, Kind.STATES, Kind.UPDATED):
+        if op.lane is Lane.DISK or op.kind in (Kind.UPDATE, Kind.STATES, Kind.UPDATED):
             return self._updating(op, layer)
-        if op.kind is Kind.STATES_READ:
-            return [("write", ("states", op.buffer), ("in a file", layer))]
-        if op.kind is Kind.STATES_WRITE:
-            return [("read", ("states", op.buffer), ("updated", layer))]
         if op.kind is Kind.READ:
             staged = ("write", ("staging", op.buffer), (layer, op.offset))
             return [*self._weights(layer), staged]
