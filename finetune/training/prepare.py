@@ -21,6 +21,7 @@ from finetune.planning.parallel import compare_ways
 from finetune.planning.ranks import require_ranks_for
 from finetune.planning.request import find_machine, trained_spec
 from finetune.planning.shares import Shares, own_choice, share_out
+from finetune.recipe.objective_section import formats_of
 from finetune.recipe.recipe import (
     Recipe,
     with_micro_batch_size,
@@ -29,7 +30,6 @@ from finetune.recipe.recipe import (
     with_shares,
     with_update,
 )
-from finetune.recipe.row_formats import formats_of
 from finetune.training import preflight
 from finetune.training.expert_backend import fastest_expert_backend, resolve_expert_backend
 from finetune.training.objectives import num_parts_of
