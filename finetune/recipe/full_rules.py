@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from finetune.recipe.breach import Breach, breaches
-from finetune.recipe.sections import AdapterSection, OffloadSection, Settings, TrainSection
+from finetune.recipe.offload_section import OffloadSection
+from finetune.recipe.sections import AdapterSection, Settings, TrainSection
 from offload.plan.facts.optimizer import HOST_ONLY, moved_state_bytes
 from offload.plan.machine.machine import DTYPE_BYTES
 

@@ -16,7 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.recipe.recipe import shipped_recipe
 from offload.engine.host_gradients import LateUpdates
+from offload.plan import endurance
+from offload.plan.facts.optimizer import HOST_STATES
 from offload.plan.machine.machine import Machine
+from offload.plan.memory.host import STATE_RING
 from tests.e2e.runs import losses, rows_of, run
 from tests.tiers import mostly_slow
 
@@ -106,17 +109,20 @@ def test_plain_transformers_loads_what_a_run_leaves(
             ("muon", "device"),
             *((name, "host") for name in ("adamw", "adamw_8bit", "adafactor", "lion", "sgd")),
             ("adamw_bf16", "host"),
+            ("adamw", "disk"),
         ],
-        *(("adamw", "device"), ("adamw_bf16", "host")),
+        *(("adamw", "device"), ("adamw_bf16", "host"), ("adamw", "disk")),
     ),
 )
 def test_a_run_that_ends_between_backward_and_update_resumes_to_the_bit(
     optimizer, place, tmp_path, write_recipe, machine_file, monkeypatch
 ) -> None:
     recipe, whole = full_recipe(write_recipe, what=["model.layers.*"]), tmp_path / "whole"
-    machine = ("--machine", machine_file, f"train.optimizer={optimizer}", f"train.update={place}")
-    assert run("finetune", recipe, *machine, f"output.dir={whole}") == 0
-    name = "run" if place == "host" else "run_on_device"
+    machine = ("--machine", machine_file, f"train.optimizer={optimizer}")
+    in_memory = f"train.update={'host' if place == 'disk' else place}"
+    assert run("finetune", recipe, *machine, in_memory, f"output.dir={whole}") == 0
+    machine += ("offload.states=disk" if place == "disk" else in_memory,)
+    name = "run_on_device" if place == "device" else "run"
     num_updated, update = 0, getattr(LateUpdates, name)
 
     def run_some(self: LateUpdates, *where: Any) -> None:
@@ -136,14 +142,16 @@ def test_a_run_that_ends_between_backward_and_update_resumes_to_the_bit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("seed", "settings"), [*((seed, ()) for seed in range(3)), (0, ("offload.states=disk",))]
+)
 def test_a_killed_run_resumes_to_the_bit(
-    seed, tmp_path, write_recipe, machine_file, forked
+    seed, settings, tmp_path, write_recipe, machine_file, forked, cache
 ) -> None:
     recipe, whole = full_recipe(write_recipe), tmp_path / "whole"
     assert run("finetune", recipe, "--machine", machine_file, f"output.dir={whole}") == 0
     metrics, chance = tmp_path / "run" / "metrics.jsonl", random.Random(seed)
-    words: tuple[object, ...] = ("finetune", recipe, "--machine", machine_file)
+    words: tuple[object, ...] = ("finetune", recipe, "--machine", machine_file, *settings)
     process = forked.start(*words)
     goal = chance.randrange(2, 6)
     process.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= goal)
@@ -151,6 +159,7 @@ def test_a_killed_run_resumes_to_the_bit(
     assert process.end(signal.SIGKILL) == -signal.SIGKILL
     process = forked.start(*words, "--resume")
     assert process.end() == 0, process.shown
+    assert not list(cache.rglob("states-*"))  # what held states is gone with the processes
     assert_same_runs(tmp_path / "run", whole)
 
 
@@ -179,6 +188,31 @@ def test_only_what_patterns_and_groups_name_trains(
     numbers = predicted["calibrated"]["model"]
     assert numbers["num_adapter_parameters"] == 0
     assert numbers["num_module_parameters"] == sum(before[n].numel() for n in changed)
+
+
+def test_a_run_says_what_it_writes_and_is_refused_where_that_is_too_much(
+    tmp_path, write_recipe, machine_file, capsys, monkeypatch
+) -> None:
+    recipe = full_recipe(write_recipe)
+    words = ("finetune", recipe, "--machine", machine_file, "offload.states=disk")
+    with monkeypatch.context() as patch:
+        patch.setattr(endurance, "MOST_RUN_BYTES", 10**6)
+        assert run(*words) == 1
+        shown = capsys.readouterr().err
+        assert "6 steps would write" in shown
+        assert "`offload.allow_disk_writes: true` on a drive that stands it" in shown
+        assert run("plan", recipe, "--machine", machine_file, "offload.states=disk") == 1
+        assert "6 steps would write" in capsys.readouterr().err
+        assert run(*words, "offload.allow_disk_writes=true") == 0
+    assert "a drive that stands 600 TB lasts" in " ".join(capsys.readouterr().out.split())
+    measured = json.loads((tmp_path / "run" / "measured.json").read_text())
+    terms = {term["name"]: term["num_bytes"] for term in measured["memory"]}
+    predicted = json.loads((tmp_path / "run" / "predicted.json").read_text())["calibrated"]
+    in_ram = predicted["predicted"]["host_memory"]
+    for name in (HOST_STATES, STATE_RING):
+        assert terms[name] == pytest.approx(in_ram[name], rel=0.05)
+    assert predicted["states_on_disk"]["written_bytes_per_step"] > 0
+    assert predicted["predicted"]["phases_s"]["disk"] > 0
 
 
 def test_a_pattern_that_matches_nothing_is_refused(write_recipe, machine_file, capsys) -> None:

@@ -91,3 +91,60 @@ def test_weights_in_float16_are_not_kept_in_another_form_of_as_many_bytes(codec:
 def test_an_empty_list_trains_nothing() -> None:
     (breach,) = broken_full_rules(settings(train={"what": []}))
     assert breach.field == "train.what"
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "fix"),
+    [
+        (
+            {"train": {"what": "adapter"}, "offload": {"states": "disk"}},
+            "offload.states",
+            "leave `offload.states` out, or `train.what: all`",
+        ),
+        (
+            {"train": {"what": "adapter"}, "offload": {"allow_disk_writes": True}},
+            "offload.allow_disk_writes",
+            "leave `offload.allow_disk_writes` out, or `train.what: all`",
+        ),
+        (
+            {"offload": {"states": "ram", "allow_disk_writes": True}},
+            "offload.allow_disk_writes",
+            "leave `offload.allow_disk_writes` out, or `offload.states: disk`",
+        ),
+        (
+            {"train": {"update": "device"}, "offload": {"states": "disk"}},
+            "train.update",
+            "`train.update: host`, or `offload.states: ram`",
+        ),
+        (
+            {"train": {"optimizer": "muon"}, "offload": {"states": "disk"}},
+            "train.optimizer",
+            "`train.optimizer: adamw`, or `offload.states: ram`",
+        ),
+        (
+            {
+                "model": {"dtype": "float32"},
+                "train": {"optimizer": "sgd"},
+                "offload": {"states": "disk"},
+            },
+            "offload.states",
+            "`offload.states: ram`",
+        ),
+        (
+            {"train": {"parallel": "fsdp2"}, "offload": {"states": "disk"}},
+            "offload.states",
+            "`offload.states: auto`, or `train.parallel: stream`",
+        ),
+    ],
+)
+def test_states_on_disk_that_cannot_be_are_refused(
+    changes: dict[str, Any], field: str, fix: str
+) -> None:
+    (breach,) = broken_rules(settings(**changes))
+    assert (breach.field, breach.hint) == (field, fix)
+
+
+def test_states_may_be_on_disk_where_the_host_updates() -> None:
+    for train in ({}, {"update": "host"}, {"optimizer": "sgd"}, {"optimizer": "adafactor"}):
+        assert not list(broken_rules(settings(train=train, offload={"states": "disk"})))
+    assert not list(broken_rules(settings(offload={"allow_disk_writes": True})))
