@@ -5,7 +5,6 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -16,53 +15,28 @@ from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import offload
-from finetune.data.steps import StepShare
 from finetune.full.chosen_weights import choose_weights
-from finetune.full.matrices import matrices_of
-from finetune.full.update import FullUpdate
-from finetune.recipe.sections import TrainSection
 from finetune.training.loop import Loop
-from finetune.training.ranks import Ranks
-from offload.engine.engine import Engine
 from offload.engine.host_gradients import LayerUpdate
 from offload.plan.facts.optimizer import Optimizer
 from offload.plan.schedule.op import Kind, Lane
+from tests.parity.full_training import (
+    LR,
+    MAX_NORM,
+    Batch,
+    assert_same,
+    engine_of,
+    loop_of,
+    model_of,
+    num_labels,
+    run,
+    share_of,
+    step_of,
+    values_of,
+    wider_model,
+)
 from tests.parity.steps import MODELS, NUM_LAYERS, SHAPE
 from tests.tiers import mostly_slow
-
-Batch = dict[str, torch.Tensor]
-LR, MAX_NORM = 3e-3, 0.25  # the norm of these gradients is larger in each step
-NUM_MICRO_BATCHES = 3
-
-
-def model_of(name: str = "qwen3") -> nn.Module:
-    torch.manual_seed(0)
-    return MODELS[name]().train()
-
-
-def wider_model() -> nn.Module:
-    """Return a model whose matrices are large enough for states in 8 bits."""
-    torch.manual_seed(0)
-    shape = SHAPE | {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
-    return Qwen3ForCausalLM(Qwen3Config(**shape)).train()
-
-
-def step_of(number: int) -> list[Batch]:
-    """Rows of a simple language (each token is a function of the last), so that a loss can fall."""
-    generator = torch.Generator().manual_seed(number)
-    batches = []
-    for width in (9, 12, 15):
-        ids = torch.randint(0, 64, (2, width), generator=generator)
-        for place in range(1, width):
-            ids[:, place] = (5 * ids[:, place - 1] + 3) % 64
-        labels = ids.clone()
-        labels[:, :2] = -100
-        batches.append({"input_ids": ids, "labels": labels})
-    return batches
-
-
-def num_labels(batches: Sequence[Batch]) -> int:
-    return sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
 
 
 def plain_gradients(model: nn.Module, batches: Sequence[Batch]) -> float:
@@ -93,74 +67,6 @@ def plain_losses(
         optimizer.step()
         optimizer.zero_grad()
     return losses
-
-
-def share_of(batches: Sequence[Batch]) -> StepShare:
-    return StepShare(
-        micro_batches=tuple(batches),
-        micro_batch_ids=tuple(range(len(batches))),
-        num_tokens=num_labels(batches),
-        num_label_tokens=num_labels(batches),
-    )
-
-
-def loop_of(
-    model: nn.Module,
-    *,
-    max_norm: float | None = MAX_NORM,
-    optimizer: Optimizer = "adamw",
-    lr: float = LR,
-    update: Literal["host", "device"] = "host",
-    states_dir: Path | None = None,
-    **options: Any,
-) -> Loop:
-    train = TrainSection(
-        what="all",
-        update=update,
-        grad_accum_steps=NUM_MICRO_BATCHES,
-        steps=1000,
-        optimizer=optimizer,
-        lr=lr,
-        schedule="constant",
-        max_grad_norm=max_norm,
-        weight_decay=0.0,
-    )
-    matrices = matrices_of(model) if optimizer == "muon" else {}
-    engine = offload.attach(
-        model,
-        num_slots=options.pop("num_slots", 2),
-        device="cpu",
-        head_chunk_tokens=7,
-        trained_weights="host",
-        **options,
-    )
-    return Loop(
-        model=model,
-        engine=engine,
-        update=FullUpdate(engine, train=train, matrices=matrices, states_dir=states_dir),
-        train=train,
-        is_masked=False,
-        num_steps=1000,
-        ranks=Ranks(),
-    )
-
-
-def engine_of(loop: Loop) -> Engine:
-    assert isinstance(loop._engine, Engine)
-    return loop._engine
-
-
-def run(loop: Loop, numbers: Sequence[int]) -> list[float]:
-    return [loop.step(number, share_of(step_of(number))).loss for number in numbers]
-
-
-def values_of(loop: Loop) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in loop.weights.items()}
-
-
-def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    assert a.keys() == b.keys()
-    assert all(torch.equal(a[name], b[name]) for name in a)
 
 
 @pytest.mark.parametrize("name", mostly_slow(list(MODELS), "qwen3"))

@@ -17,8 +17,7 @@ from offload.engine.host.state_file import StateFile
 from offload.errors import TransferError
 from offload.plan.facts.optimizer import Optimizer, moved_state_bytes
 from offload.plan.schedule.op import Kind, Lane
-from tests.parity.steps import NUM_LAYERS
-from tests.parity.test_full_training import (
+from tests.parity.full_training import (
     assert_same,
     engine_of,
     loop_of,
@@ -29,6 +28,7 @@ from tests.parity.test_full_training import (
     values_of,
     wider_model,
 )
+from tests.parity.steps import NUM_LAYERS
 from tests.tiers import mostly_slow
 
 

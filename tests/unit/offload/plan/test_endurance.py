@@ -12,7 +12,7 @@ from offload.plan.memory.host import STATE_RING
 from offload.plan.plan import Plan, plan
 from offload.plan.request import with_states_on_disk, with_updates_on
 from offload.plan.schedule.op import Kind, Lane
-from tests.unit.offload.plan.memory.test_whole_weights import planned
+from tests.full_plans import planned
 
 
 def on_disk(found: Plan, *, ram_gib: int | None = None) -> Plan:
