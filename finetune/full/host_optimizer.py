@@ -7,7 +7,7 @@ as the host's memory. So everything else that an update does (scaling of gradien
 masters together and taking them apart) is done on the same piece while it is in the cache.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -80,12 +80,13 @@ class HostOptimizer:
             )
         }
 
-    def forget(self) -> None:
-        """Set all states and the number of updates to zero."""
+    def forget(self, *, is_zero: Callable[[torch.Tensor], bool]) -> None:
+        """Set the number of updates to zero, and all states but those that are zero already."""
         self.num_updates = 0
         for states in self._states.values():
             for state in states.values():
-                state.zero_()
+                if not is_zero(state):
+                    state.zero_()
 
     @torch.no_grad()
     def update(

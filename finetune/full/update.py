@@ -171,7 +171,10 @@ class FullUpdate:
 
         def undo() -> None:
             self._engine.updates.flush()
-            self._optimizer.forget()
+            file = self._engine.updates.file
+            if file is not None:
+                file.clear()
+            self._optimizer.forget(is_zero=file.holds if file is not None else lambda _: False)
 
         return undo
 

@@ -6,14 +6,17 @@
 Random models of some ten million weights are trained by the program itself, in a process each. What
 it predicted before its first step (calibrated by a rehearsal, and from probed rates before that) is
 compared with its own report, and the plan's bytes per weight in RAM with those that were counted.
-With `states` a wider model trains with its optimizer states in RAM and on disk, twice each.
+With `states` a wider model trains with its optimizer states in RAM and on disk, twice each. Held
+memory is RssAnon + RssShmem, sampled every 20 ms: the system takes pages of files back.
 """
 
 import json
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +68,9 @@ def main() -> None:
         configurations = OF_STATES if is_of_states else CONFIGURATIONS
         for number, (words, configuration) in enumerate(configurations.items()):
             run_dir = folder / f"run-{number}"
-            _train(folder, run_dir, **configuration)
-            Console(width=200).print(f"{words}: {_shown(run_dir)}", markup=False)
+            held = _train(folder, run_dir, **configuration) / 2**20
+            shown = f"{words}: {_shown(run_dir)}; held at most {held:.0f} MiB"
+            Console(width=200).print(shown, markup=False)
 
 
 def _train(
@@ -77,7 +81,8 @@ def _train(
     grad_accum_steps: int,
     seq_len: int,
     states: str = "ram",
-) -> None:
+) -> int:
+    """Train, and return the most memory that the process held, file pages left out."""
     recipe = {
         "model": {
             "config": str(folder / "config.json"),
@@ -100,7 +105,15 @@ def _train(
     file = folder / "recipe.yaml"
     file.write_text(yaml.safe_dump(recipe))
     words = [sys.executable, "cli.py", "finetune", str(file)]
-    subprocess.run(words, cwd=ROOT, check=True, capture_output=True)
+    held = 0
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+        while process.poll() is None:
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            found = re.findall(r"(?:RssAnon|RssShmem):\s+(\d+) kB", status)
+            held = max(held, 1024 * sum(map(int, found)))
+            time.sleep(0.02)
+    assert process.returncode == 0
+    return held
 
 
 def _shown(run_dir: Path) -> str:

@@ -118,7 +118,7 @@ def test_a_run_that_ends_between_backward_and_update_resumes_to_the_bit(
     optimizer, place, tmp_path, write_recipe, machine_file, monkeypatch
 ) -> None:
     recipe, whole = full_recipe(write_recipe, what=["model.layers.*"]), tmp_path / "whole"
-    machine = ("--machine", machine_file, f"train.optimizer={optimizer}")
+    machine: tuple[object, ...] = ("--machine", machine_file, f"train.optimizer={optimizer}")
     in_memory = f"train.update={'host' if place == 'disk' else place}"
     assert run("finetune", recipe, *machine, in_memory, f"output.dir={whole}") == 0
     machine += ("offload.states=disk" if place == "disk" else in_memory,)

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import offload
-from offload.engine.host import state_file
 from offload.engine.host.mapping import aligned_empty
 from offload.engine.host.state_file import StateFile
 from offload.errors import TransferError
@@ -125,13 +124,13 @@ def test_move_what_a_checkpoint_holds_goes_on_in_either_place(tmp_path: Path) ->
     for before, after in ((tmp_path, None), (None, tmp_path), (tmp_path, tmp_path)):
         begun = loop_of(model_of(), states_dir=before)
         assert run(begun, range(2)) == losses[:2]
-        saved, num_updates = values_of(begun), begun.update.optimizer.num_updates
+        saved = values_of(begun)
         resumed = loop_of(model_of(), states_dir=after)
         run(resumed, [7])  # what it has must not survive
         for name, value in resumed.weights.items():
             value.copy_(saved[name])
         resumed.update.publish()
-        resumed.update.optimizer.num_updates = num_updates
+        resumed.update.optimizer.load_state_dict(begun.update.optimizer.state_dict())
         assert run(resumed, range(2, 4)) == losses[2:]
         assert_same(values_of(resumed), values_of(whole))
 
@@ -182,7 +181,7 @@ def test_a_folder_without_room_is_refused_at_the_start(
     def full(*_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(state_file.os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(offload.TransferError, match="GiB is free") as caught:
         StateFile(tmp_path, [10_000, 0, 5], allocate=aligned_empty)
     assert "needs 0.00 GiB for optimizer states" in str(caught.value)
@@ -208,7 +207,18 @@ def test_layers_of_other_sizes_keep_what_was_written(tmp_path: Path) -> None:
     file.read(3, 1)
     assert int(file.memory(2).min()) == int(file.memory(2).max()) == 9
     assert torch.equal(file.memory(3), values[3])
+    file.clear()
+    assert not any(int(memory.max()) for memory in file.mapped())
+    file.read(3, 1)
+    assert int(file.memory(3).max()) == 0
     file.close()
+
+
+def test_move_a_rehearsal_leaves_no_states(tmp_path: Path) -> None:
+    in_memory, on_disk = loop_of(model_of()), loop_of(model_of(), states_dir=tmp_path)
+    on_disk.rehearse(share_of(step_of(7)), [share_of(step_of(8))])
+    assert run(on_disk, range(2)) == run(in_memory, range(2))
+    assert_same(values_of(on_disk), values_of(in_memory))
 
 
 def test_plain_modules_are_no_part_of_it(tmp_path: Path) -> None:

@@ -18,12 +18,12 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from mmap import MADV_DONTNEED, mmap
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
 import torch
 
-from offload.engine.host.mapping import map_file
 from offload.engine.host.reads import READ_BYTES, FileReader
 from offload.errors import TransferError
 from offload.plan.facts.layer_layout import PAGE_BYTES, to_pages
@@ -75,9 +75,10 @@ class StateFile:
                 self.mode = self._reader.mode
                 direct = os.O_DIRECT if self.mode == "direct" else 0
                 self._descriptor = os.open(file.name, os.O_WRONLY | direct)
-                self._mapped = map_file(file.fileno(), total, is_writable=True)
+                self._memory = mmap(file.fileno(), max(PAGE_BYTES, total))
         except OSError as error:
             raise self._refused(total, error) from error
+        self._mapped = torch.frombuffer(self._memory, dtype=torch.uint8)
         self.close = weakref.finalize(self, _close, self._reader, self._descriptor)
         self.buffers = [allocate(max(pages)) for _ in range(NUM_STATE_BUFFERS)]
         self._held: dict[int, int] = {}
@@ -91,6 +92,21 @@ class StateFile:
         """
         places = zip(self._offsets, self.layer_bytes, strict=True)
         return [self._mapped[offset : offset + size] for offset, size in places]
+
+    def clear(self) -> None:
+        """Set all states to zero, between two steps.
+
+        Raises:
+            TransferError: Another has taken the room meanwhile.
+        """
+        with self._lock:
+            self._held.clear()
+            self._changed.clear()
+            try:
+                os.ftruncate(self._descriptor, 0)
+                os.posix_fallocate(self._descriptor, 0, len(self._memory))
+            except OSError as error:
+                raise self._refused(len(self._memory), error) from error
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is a part of what `mapped` returns."""
@@ -114,6 +130,8 @@ class StateFile:
                 if other == layer or place == buffer:
                     self.write(other)
             target = self.buffers[buffer][: self._page_bytes[layer]]
+            if target.numel():  # let go of pages that a checkpoint has read
+                self._memory.madvise(MADV_DONTNEED, self._offsets[layer], target.numel())
             self._reader.read_into(self._offsets[layer], target)
             self.read_bytes += target.numel()
             self._held[layer] = buffer
