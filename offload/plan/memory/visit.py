@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from offload.plan.facts.attention import (
     DELTA_CHUNK_TOKENS,
@@ -12,6 +13,7 @@ from offload.plan.facts.attention import (
 from offload.plan.facts.facts import AdapterSpec, LayerFacts, ModelFacts, adapted_linears
 from offload.plan.facts.fused import NOTHING, FusedParts
 from offload.plan.facts.linears import FP32_BYTES, Linear
+from offload.plan.facts.magnitudes import chunk_rows
 from offload.plan.facts.workload import Workload
 from offload.plan.machine.machine import Machine
 from offload.plan.memory.experts import (
@@ -125,7 +127,16 @@ def _with_tiles(
         one,
         saved=one.saved + hidden * b,
         gradients=output + hidden * b if is_within else later,
-        dora=max(one.dora, dora_bytes(adapted, spec=spec, dtype_bytes=b)),
+        dora=max(
+            one.dora,
+            dora_bytes(
+                adapted,
+                spec=spec,
+                dtype_bytes=b,
+                num_tokens=workload.mlp_chunk_tokens or 0,
+                device=machine.device,
+            ),
+        ),
         tile=tile if is_within else 0,
     )
 
@@ -185,7 +196,13 @@ def _visit_bytes(
         + factor_bytes(experts, spec=spec, dtype_bytes=b, form=form)
         + cast_bytes(linears, spec=spec, dtype_bytes=b),
         gradients=tokens * gradients,
-        dora=dora_bytes(adapted, spec=spec, dtype_bytes=b),
+        dora=dora_bytes(
+            adapted,
+            spec=spec,
+            dtype_bytes=b,
+            num_tokens=tokens,
+            device=machine.device,
+        ),
         update=update_bytes(linears, spec=spec, num_tokens=tokens),
         own_input=tokens * _own_input_bytes(facts, fused, b),
     )
@@ -318,7 +335,8 @@ def adapter_input_bytes(
     each of them. After a dropout each has an input of its own, and the mask: a byte per element on
     a GPU, on a CPU a factor in the input's dtype.
     Branches of experts save the hidden state without a cast, and `rank` features for each routed
-    row. DoRA scales both a linear's own output and the branch's.
+    row. Of DoRA each output is saved before it is scaled; peft's scales both a linear's own and the
+    branch's, in fp32.
     """
     inputs: dict[tuple[str, str], int] = {}
     for linear in adapted:
@@ -343,7 +361,8 @@ def adapter_input_bytes(
         if is_grouped:
             inputs[linear.group, f"{linear.name}: low"] = spec.rank_of(linear) * dtype_bytes
     outputs = sum(linear.d_out for linear in adapted) if spec.is_dora else 0
-    return sum(inputs.values()) + (dtype_bytes + FP32_BYTES) * outputs
+    output_bytes = dtype_bytes + (0 if spec.are_branches_grouped else FP32_BYTES)
+    return sum(inputs.values()) + output_bytes * outputs
 
 
 def method_bytes(linears: Sequence[Linear], *, spec: AdapterSpec) -> int:
@@ -374,16 +393,40 @@ def whole_input_bytes(layer: LayerFacts, *, spec: AdapterSpec, dtype_bytes: int)
 
 
 def cast_bytes(linears: Sequence[Linear], *, spec: AdapterSpec, dtype_bytes: int) -> int:
-    """Return the bytes of A and of scaled B of linear layers, as a visit's products read them."""
+    """Return the bytes of A and of scaled B of linear layers, as a visit's products read them.
+
+    With DoRA also B times what outputs are scaled by, that, and the norms.
+    """
     if not spec.are_branches_grouped:
         return 0
-    return sum(dtype_bytes * linear.adapter_parameters(spec.rank_of(linear)) for linear in linears)
+    ranks = [(linear, spec.rank_of(linear)) for linear in linears]
+    factors = sum(dtype_bytes * linear.adapter_parameters(rank) for linear, rank in ranks)
+    if not spec.is_dora:
+        return factors
+    return factors + sum(
+        linear.d_out * (dtype_bytes * rank + 2 * FP32_BYTES) for linear, rank in ranks
+    )
 
 
-def dora_bytes(adapted: tuple[Linear, ...], *, spec: AdapterSpec, dtype_bytes: int) -> int:
-    """Return what is live while the norm of the widest linear's merged weight is computed."""
+def dora_bytes(
+    adapted: tuple[Linear, ...],
+    *,
+    spec: AdapterSpec,
+    dtype_bytes: int,
+    num_tokens: int,
+    device: Literal["cpu", "cuda"],
+) -> int:
+    """Return what is live while the norm of the widest linear's merged weight is computed.
+
+    Ours makes no such weight. In place of it, in a backward, the gradient of the widest output is
+    scaled, and a chunk of it multiplied in fp32.
+    """
     if not spec.is_dora:
         return 0
+    if spec.are_branches_grouped:
+        rows = {x.d_out: min(num_tokens, chunk_rows(x.d_out, device)) for x in adapted}
+        scaled = max(dtype_bytes * num_tokens * d_out for d_out in rows)
+        return max(scaled, *(FP32_BYTES * num * d_out for d_out, num in rows.items()))
     copies = DORA_WEIGHT_COPIES[dtype_bytes]
     return FP32_BYTES * max(x.d_in**2 + copies * x.num_weights for x in adapted)
 

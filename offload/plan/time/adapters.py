@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from offload.plan.facts.facts import AdapterSpec
 from offload.plan.facts.linears import FP32_BYTES, Linear
+from offload.plan.facts.magnitudes import chunk_rows, num_chunks
 from offload.plan.facts.peft_method import MethodCounts, PassCounts
 from offload.plan.machine.machine import TALL_COLUMNS, Rate
 from offload.plan.time.expert_passes import BranchPasses
@@ -18,7 +19,7 @@ from offload.plan.time.pricer import SUM_PASSES, Pricer
 from offload.plan.time.work import Work
 
 LORA_OPS, LORA_BACKWARD_OPS = 6, 11
-# DoRA's fp32 passes over a merged weight, for its norm, and over the output of each branch.
+# Of peft's DoRA: fp32 passes over a merged weight, for its norm, and over each branch's output.
 DORA_WEIGHT_PASSES, DORA_OUTPUT_PASSES, DORA_OPS = 9, 8, 14
 
 
@@ -138,6 +139,8 @@ def _grouped(at: Pricer, group: Sequence[Linear], left_out: Sequence[Linear]) ->
         work + at.traffic(b * linear.d_out * (tokens + rank), num_ops=1)
         for linear, rank, work in zip(group, ranks, outputs, strict=True)
     ]
+    scaled = [_scaled(at, linear, rank) for linear, rank in zip(group, ranks, strict=True)]
+    added = [work + one.forward for work, one in zip(added, scaled, strict=True)]
     computed = [work for x, work in zip(group, added, strict=True) if x not in left_out]
     backward = at.traffic(
         b * tokens * d_in * num
@@ -146,12 +149,32 @@ def _grouped(at: Pricer, group: Sequence[Linear], left_out: Sequence[Linear]) ->
         num_ops=2 + (num > 1) + is_cast + num * (6 + is_cast),
     )
     backward = sum((work.times(2) for work in (inputs, *outputs)), start=backward)
+    backward = sum((one.backward for one in scaled), start=backward)
     call = Work(num_calls=1)
     return Passes(
         forward=sum(added, start=shared) + call,
         recompute=sum(computed, start=shared) + call,
         backward=backward + call,
     )
+
+
+def _scaled(at: Pricer, linear: Linear, rank: int) -> Passes:
+    """Price what DoRA does with the output of a linear in each micro-batch.
+
+    Forward: a pass scales it. Backward: a pass scales its gradient, another multiplies that with
+    the output in fp32 and adds it up, and the gradient of B is scaled.
+    """
+    if not at.workload.adapter.is_dora:
+        return Passes(forward=Work(), recompute=Work(), backward=Work())
+    tokens, b, d_out = at.workload.num_tokens, at.workload.dtype_bytes, linear.d_out
+    device, elements = at.machine.device, tokens * d_out
+    chunks = num_chunks(tokens, d_out, device)
+    once = at.traffic(2 * b * elements + chunks * FP32_BYTES * d_out, num_ops=chunks)
+    rows = min(tokens, chunk_rows(d_out, device))
+    summed = (2 * b + 2 * FP32_BYTES) * elements + 2 * FP32_BYTES * rows * d_out
+    of_magnitude = at.traffic(summed + 7 * FP32_BYTES * d_out, num_ops=chunks + 4)
+    of_b = at.traffic(FP32_BYTES * d_out * (2 * rank + 1), num_ops=1)
+    return Passes(forward=once, recompute=once, backward=once + of_magnitude + of_b)
 
 
 def _narrow(at: Pricer, num_elements: float, rank: int) -> Work:
@@ -195,16 +218,35 @@ def linear_branch(at: Pricer, linear: Linear) -> Work:
 
 
 def dora_norm(at: Pricer, linear: Linear) -> Work:
-    """Price the norm of a merged weight, without a gradient: A and B pass an identity for it."""
-    if not at.workload.adapter.is_dora:
+    """Price peft's norm of a merged weight, for which A and B pass an identity."""
+    spec = at.workload.adapter
+    if not spec.is_dora or spec.are_branches_grouped:
         return Work()
-    rank = at.workload.adapter.rank_of(linear)
+    rank = spec.rank_of(linear)
     flops = 2.0 * linear.d_in * rank * (linear.d_in + linear.d_out)
     passes = linear.d_in**2 + DORA_WEIGHT_PASSES * linear.num_weights
     arithmetic = Work(compute_s=flops / at.machine.vector_flops_per_s.value, flops=flops)
     return arithmetic + at.new_memory(
         FP32_BYTES * passes, num_ops=DORA_OPS, tensor_bytes=FP32_BYTES * linear.num_weights
     )
+
+
+def visit_norm(at: Pricer, linear: Linear) -> Work:
+    """Price the norm of a merged weight as we compute it, once for a visit: no such weight is made.
+
+    W is read for its own norm, and for a product with A; the rest is of the size of A and B.
+    """
+    spec, b = at.workload.adapter, at.workload.dtype_bytes
+    if not spec.is_dora or not spec.are_branches_grouped:
+        return Work()
+    rank, is_cast = spec.rank_of(linear), b != FP32_BYTES
+    a, of_b, cast_bytes = linear.d_in * rank, linear.d_out * rank, (b + FP32_BYTES) * is_cast
+    num_bytes = b * linear.num_weights + 12 * FP32_BYTES * linear.d_out
+    num_bytes += a * (cast_bytes + b + 2 * FP32_BYTES)
+    num_bytes += of_b * (2 * cast_bytes + b + 9 * FP32_BYTES)
+    chunks = num_chunks(linear.d_out, linear.d_in, at.machine.device)
+    passes = at.traffic(num_bytes, num_ops=chunks + 9 + 3 * is_cast)
+    return _narrow(at, linear.num_weights, rank) + passes
 
 
 def expert_branch(at: Pricer, linear: Linear, left_out: Sequence[Linear] = ()) -> Passes:

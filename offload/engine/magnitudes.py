@@ -1,0 +1,123 @@
+"""DoRA on a linear layer: each output feature has a magnitude that trains.
+
+    y = c (W x + s B A x) + b,    c = m / n,    n = |W + s B A|, a norm per output feature
+
+m is the magnitude. The norm is a constant: no gradient passes through it (arXiv:2402.09353, 4.3).
+
+Problem. Written out, the norm takes a matrix as large as W in fp32, and peft multiplies an identity
+by A and B to have it, for each micro-batch.
+
+Idea. The square of the norm is a sum of three terms:
+
+    |W + s B A|^2 = |W|^2 + 2 s sum_r B (W A^T) + s^2 sum_r B (B A A^T)
+
+They read W twice, once in a product with as many columns as the rank, and nothing else of its size
+is written. The norm holds for all micro-batches of a visit, as W, A and B do. With B = 0 it is |W|
+to the bit, which the magnitudes start from.
+
+The gradient of m is the sum of g (W x + s B A x) / n over all rows, taken in fp32. c multiplies the
+gradient before the product with W; before the product with B it multiplies B, which is smaller.
+
+Precision. W A^T has inputs in the dtype of W; all else is fp32.
+
+Shapes: N rows (tokens), K features in, M features out, R rank.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from offload.plan.facts.magnitudes import chunk_rows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Scale:
+    """What a layer's output is multiplied by, for as long as its weights are the same.
+
+    Attributes:
+        factor_M: The magnitude over the norm, in fp32 at least.
+        norm_M: The norm.
+    """
+
+    factor_M: torch.Tensor
+    norm_M: torch.Tensor
+
+    @classmethod
+    def of(
+        cls,
+        weight_MK: torch.Tensor,
+        magnitude_M: torch.Tensor,
+        *,
+        a_RK: torch.Tensor,
+        b_MR: torch.Tensor,
+        scaling: float,
+    ) -> "Scale":
+        """Compute the norm of a weight with its branch.
+
+        Args:
+            weight_MK: The frozen weight.
+            magnitude_M: What its rows are scaled to.
+            a_RK: A, in fp32.
+            b_MR: B, in fp32.
+            scaling: Factor of the branch.
+        """
+        wide = torch.promote_types(weight_MK.dtype, torch.float32)
+        norm_M = weight_MK.new_empty(len(weight_MK), dtype=wide)
+        for rows in _chunks(weight_MK):
+            torch.linalg.vector_norm(weight_MK[rows], dim=1, dtype=wide, out=norm_M[rows])
+        a_RK, b_MR = a_RK.to(wide), b_MR.to(wide)
+        low_MR = _wide_product(weight_MK, a_RK.to(weight_MK.dtype).t(), wide)
+        low_MR = torch.addmm(low_MR, b_MR, a_RK @ a_RK.t(), beta=2 * scaling, alpha=scaling**2)
+        added_M = low_MR.mul_(b_MR).sum(dim=1)
+        norm_M = torch.addcmul(added_M, norm_M, norm_M).sqrt_()  # of a square: exact
+        return cls(factor_M=magnitude_M.to(wide) / norm_M, norm_M=norm_M)
+
+    def scale(
+        self, y_NM: torch.Tensor, *, out_NM: torch.Tensor, bias_M: torch.Tensor | None = None
+    ) -> None:
+        """Write c y + b into `out_NM`, which may be y itself."""
+        for rows in _chunks(y_NM):
+            if bias_M is None:
+                torch.mul(y_NM[rows], self.factor_M, out=out_NM[rows])
+            else:
+                torch.addcmul(bias_M, y_NM[rows], self.factor_M, out=out_NM[rows])
+
+    def scaled(self, y_NM: torch.Tensor) -> torch.Tensor:
+        """Return c y, in the dtype of y."""
+        out_NM = torch.empty_like(y_NM)
+        self.scale(y_NM, out_NM=out_NM)
+        return out_NM
+
+    def of_magnitude(self, g_NM: torch.Tensor, y_NM: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of the magnitude, (M,).
+
+        Args:
+            g_NM: That of the output.
+            y_NM: The output before it was scaled.
+        """
+        num_rows = min(len(g_NM), chunk_rows(g_NM.shape[1], _device(g_NM)))
+        shape = num_rows, g_NM.shape[1]
+        summed = torch.zeros(shape, dtype=self.norm_M.dtype, device=g_NM.device)
+        for rows in _chunks(g_NM):
+            part_NM = g_NM[rows]
+            summed[: len(part_NM)].addcmul_(part_NM, y_NM[rows])
+        return summed.sum(dim=0).div_(self.norm_M)
+
+
+def _wide_product(left: torch.Tensor, right: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
+    """Return a product in fp32; on CUDA it was not rounded to the dtype of both before."""
+    if left.is_cuda and left.dtype != wide:
+        return torch.mm(left, right, out_dtype=wide)
+    return (left @ right).to(wide)
+
+
+def _device(x: torch.Tensor) -> Literal["cpu", "cuda"]:
+    return "cuda" if x.is_cuda else "cpu"
+
+
+def _chunks(x_NM: torch.Tensor) -> Iterator[slice]:
+    """Cut rows into chunks whose fp32 copies are small."""
+    size = chunk_rows(x_NM.shape[1], _device(x_NM))
+    return (slice(start, start + size) for start in range(0, len(x_NM), size))
