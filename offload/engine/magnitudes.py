@@ -25,11 +25,10 @@ Shapes: N rows (tokens), K features in, M features out, R rank.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
-from offload.plan.facts.magnitudes import chunk_rows
+from offload.plan.facts.magnitudes import sum_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -65,7 +64,7 @@ class Scale:
         """
         wide = torch.promote_types(weight_MK.dtype, torch.float32)
         norm_M = weight_MK.new_empty(len(weight_MK), dtype=wide)
-        for rows in _chunks(weight_MK):
+        for rows in _casts(weight_MK):
             torch.linalg.vector_norm(weight_MK[rows], dim=1, dtype=wide, out=norm_M[rows])
         a_RK, b_MR = a_RK.to(wide), b_MR.to(wide)
         low_MR = _wide_product(weight_MK, a_RK.to(weight_MK.dtype).t(), wide)
@@ -78,7 +77,7 @@ class Scale:
         self, y_NM: torch.Tensor, *, out_NM: torch.Tensor, bias_M: torch.Tensor | None = None
     ) -> None:
         """Write c y + b into `out_NM`, which may be y itself."""
-        for rows in _chunks(y_NM):
+        for rows in _casts(y_NM):
             if bias_M is None:
                 torch.mul(y_NM[rows], self.factor_M, out=out_NM[rows])
             else:
@@ -97,10 +96,11 @@ class Scale:
             g_NM: That of the output.
             y_NM: The output before it was scaled.
         """
-        num_rows = min(len(g_NM), chunk_rows(g_NM.shape[1], _device(g_NM)))
-        shape = num_rows, g_NM.shape[1]
-        summed = torch.zeros(shape, dtype=self.norm_M.dtype, device=g_NM.device)
-        for rows in _chunks(g_NM):
+        num_features, device = g_NM.shape[1], g_NM.device
+        size = sum_rows(num_features, "cuda" if g_NM.is_cuda else "cpu")
+        shape = min(len(g_NM), size), num_features
+        summed = torch.zeros(shape, dtype=self.norm_M.dtype, device=device)
+        for rows in _chunks(g_NM, size):
             part_NM = g_NM[rows]
             summed[: len(part_NM)].addcmul_(part_NM, y_NM[rows])
         return summed.sum(dim=0).div_(self.norm_M)
@@ -113,11 +113,11 @@ def _wide_product(left: torch.Tensor, right: torch.Tensor, wide: torch.dtype) ->
     return (left @ right).to(wide)
 
 
-def _device(x: torch.Tensor) -> Literal["cpu", "cuda"]:
-    return "cuda" if x.is_cuda else "cpu"
+def _casts(x_NM: torch.Tensor) -> Iterator[slice]:
+    """Cut rows into chunks whose fp32 copies, which a CPU makes, stay in its cache."""
+    size = max(1, len(x_NM)) if x_NM.is_cuda else sum_rows(x_NM.shape[1], "cpu")
+    return _chunks(x_NM, size)
 
 
-def _chunks(x_NM: torch.Tensor) -> Iterator[slice]:
-    """Cut rows into chunks whose fp32 copies are small."""
-    size = chunk_rows(x_NM.shape[1], _device(x_NM))
+def _chunks(x_NM: torch.Tensor, size: int) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, len(x_NM), size))

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from offload.plan.facts.attention import (
     DELTA_CHUNK_TOKENS,
@@ -13,7 +12,6 @@ from offload.plan.facts.attention import (
 from offload.plan.facts.facts import AdapterSpec, LayerFacts, ModelFacts, adapted_linears
 from offload.plan.facts.fused import NOTHING, FusedParts
 from offload.plan.facts.linears import FP32_BYTES, Linear
-from offload.plan.facts.magnitudes import chunk_rows
 from offload.plan.facts.workload import Workload
 from offload.plan.machine.machine import Machine
 from offload.plan.memory.experts import (
@@ -45,7 +43,7 @@ class VisitBytes:
         adapter_inputs: What low-rank branches save.
         factors: A and B in the compute dtype, where they are cast to it.
         gradients: The widest gradients that are live together with all of these.
-        dora: What is live while a merged weight's norm is computed.
+        dora: What is live while peft computes a merged weight's norm.
         update: What is live while another method than LoRA computes on a whole weight.
         tile: All that one tile of an MLP in tiles takes, if that is when most is live.
         own_input: The layer's input, if autograd saves it without a copy: `saved` leaves it out, as
@@ -127,16 +125,7 @@ def _with_tiles(
         one,
         saved=one.saved + hidden * b,
         gradients=output + hidden * b if is_within else later,
-        dora=max(
-            one.dora,
-            dora_bytes(
-                adapted,
-                spec=spec,
-                dtype_bytes=b,
-                num_tokens=workload.mlp_chunk_tokens or 0,
-                device=machine.device,
-            ),
-        ),
+        dora=max(one.dora, dora_bytes(adapted, spec=spec, dtype_bytes=b)),
         tile=tile if is_within else 0,
     )
 
@@ -196,13 +185,7 @@ def _visit_bytes(
         + factor_bytes(experts, spec=spec, dtype_bytes=b, form=form)
         + cast_bytes(linears, spec=spec, dtype_bytes=b),
         gradients=tokens * gradients,
-        dora=dora_bytes(
-            adapted,
-            spec=spec,
-            dtype_bytes=b,
-            num_tokens=tokens,
-            device=machine.device,
-        ),
+        dora=dora_bytes(adapted, spec=spec, dtype_bytes=b),
         update=update_bytes(linears, spec=spec, num_tokens=tokens),
         own_input=tokens * _own_input_bytes(facts, fused, b),
     )
@@ -408,25 +391,13 @@ def cast_bytes(linears: Sequence[Linear], *, spec: AdapterSpec, dtype_bytes: int
     )
 
 
-def dora_bytes(
-    adapted: tuple[Linear, ...],
-    *,
-    spec: AdapterSpec,
-    dtype_bytes: int,
-    num_tokens: int,
-    device: Literal["cpu", "cuda"],
-) -> int:
-    """Return what is live while the norm of the widest linear's merged weight is computed.
+def dora_bytes(adapted: tuple[Linear, ...], *, spec: AdapterSpec, dtype_bytes: int) -> int:
+    """Return what is live while peft computes the norm of the widest linear's merged weight.
 
-    Ours makes no such weight. In place of it, in a backward, the gradient of the widest output is
-    scaled, and a chunk of it multiplied in fp32.
+    We make no such weight; gradients that we scale are live when a visit takes less than its most.
     """
-    if not spec.is_dora:
+    if not spec.is_dora or spec.are_branches_grouped:
         return 0
-    if spec.are_branches_grouped:
-        rows = {x.d_out: min(num_tokens, chunk_rows(x.d_out, device)) for x in adapted}
-        scaled = max(dtype_bytes * num_tokens * d_out for d_out in rows)
-        return max(scaled, *(FP32_BYTES * num * d_out for d_out, num in rows.items()))
     copies = DORA_WEIGHT_COPIES[dtype_bytes]
     return FP32_BYTES * max(x.d_in**2 + copies * x.num_weights for x in adapted)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from offload.plan.facts.facts import AdapterSpec
 from offload.plan.facts.linears import FP32_BYTES, Linear
-from offload.plan.facts.magnitudes import chunk_rows, num_chunks
+from offload.plan.facts.magnitudes import num_casts, num_sums, sum_rows
 from offload.plan.facts.peft_method import MethodCounts, PassCounts
 from offload.plan.machine.machine import TALL_COLUMNS, Rate
 from offload.plan.time.expert_passes import BranchPasses
@@ -168,11 +168,11 @@ def _scaled(at: Pricer, linear: Linear, rank: int) -> Passes:
         return Passes(forward=Work(), recompute=Work(), backward=Work())
     tokens, b, d_out = at.workload.num_tokens, at.workload.dtype_bytes, linear.d_out
     device, elements = at.machine.device, tokens * d_out
-    chunks = num_chunks(tokens, d_out, device)
-    once = at.traffic(2 * b * elements + chunks * FP32_BYTES * d_out, num_ops=chunks)
-    rows = min(tokens, chunk_rows(d_out, device))
+    casts, sums = num_casts(tokens, d_out, device), num_sums(tokens, d_out, device)
+    once = at.traffic(2 * b * elements + casts * FP32_BYTES * d_out, num_ops=casts)
+    rows = min(tokens, sum_rows(d_out, device))
     summed = (2 * b + 2 * FP32_BYTES) * elements + 2 * FP32_BYTES * rows * d_out
-    of_magnitude = at.traffic(summed + 7 * FP32_BYTES * d_out, num_ops=chunks + 4)
+    of_magnitude = at.traffic(summed + 7 * FP32_BYTES * d_out, num_ops=sums + 4)
     of_b = at.traffic(FP32_BYTES * d_out * (2 * rank + 1), num_ops=1)
     return Passes(forward=once, recompute=once, backward=once + of_magnitude + of_b)
 
@@ -244,8 +244,8 @@ def visit_norm(at: Pricer, linear: Linear) -> Work:
     num_bytes = b * linear.num_weights + 12 * FP32_BYTES * linear.d_out
     num_bytes += a * (cast_bytes + b + 2 * FP32_BYTES)
     num_bytes += of_b * (2 * cast_bytes + b + 9 * FP32_BYTES)
-    chunks = num_chunks(linear.d_out, linear.d_in, at.machine.device)
-    passes = at.traffic(num_bytes, num_ops=chunks + 9 + 3 * is_cast)
+    casts = num_casts(linear.d_out, linear.d_in, at.machine.device)
+    passes = at.traffic(num_bytes, num_ops=casts + 9 + 3 * is_cast)
     return _narrow(at, linear.num_weights, rank) + passes
 
 

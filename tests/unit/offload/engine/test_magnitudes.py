@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from offload.engine.low_rank import AdaptedLinear, LowRank, apply_linears
 from offload.plan.facts import magnitudes
-from offload.engine.low_rank import VISIT_CACHE, AdaptedLinear, LowRank, apply_linears
 
 SHAPES = ((24, 3, 0.5), (8, 5, 1.5), (16, 2, 2.0))  # of a group: features out, rank, scaling
 K = 12

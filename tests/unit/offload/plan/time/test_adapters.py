@@ -166,6 +166,5 @@ def test_dora_moves_what_the_plan_says_within_a_tenth(
     once = sum((visit_norm(at, linear) for linear in linears), start=said.recompute)
     assert once.memory_s == pytest.approx(first.total_bytes, rel=0.1), dict(first.num_bytes)
     assert once.num_ops == first.total_ops - len(names), first.num_ops
-    assert said.recompute.memory_s == pytest.approx(later.total_bytes, rel=0.1)
     assert said.backward.memory_s == pytest.approx(backward.total_bytes, rel=0.1)
     assert said.backward.num_ops == backward.total_ops - len(names), backward.num_ops
