@@ -14,7 +14,8 @@ operators of the same layer read and write outside of large products, in a forwa
 models in bf16, gradients of each adapter tensor against float64, of ours and of peft under bf16
 autocast; the errors of a tensor are pooled over seeds, since for one draw either may be smaller.
 Both take the experts that float64 takes: a token that takes another outweighs all rounding.
-With `--dora` all adapters are DoRA. `curves`: one tiny model in bf16, trained with either from the same start on the same rows.
+`curves`: one tiny model in bf16, trained with either from the same start on the same rows. With
+`--dora` all adapters are DoRA.
 """
 
 import argparse
