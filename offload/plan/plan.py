@@ -239,8 +239,9 @@ def costs_of(facts: ModelFacts, machine: Machine, request: PlanRequest) -> Costs
         num_disk_readers=request.num_disk_readers,
         graph_bytes={x: one.sent_graph for x, one in visits.items()},
     )
-    num_micro_batches = request.rank_micro_batches
-    costs = with_norms(costs, facts, machine, request.typical, num_micro_batches=num_micro_batches)
+    costs = with_norms(
+        costs, facts, machine, request.typical, num_micro_batches=request.rank_micro_batches
+    )
     costs = with_updates(costs, facts, machine, request.typical)
     costs = with_network(costs, facts, machine, request)
     if request.objective is None:

@@ -28,7 +28,7 @@ def with_norms(
     if not (adapter.is_dora and adapter.are_branches_grouped):
         return costs
     at = Pricer(machine=machine, facts=facts, workload=workload)
-    shares_s = {x: _norms_s(at, x) / num_micro_batches for x in set(facts.layers)}
+    shares_s = {x: _norms_s(at, x) / max(1, num_micro_batches) for x in set(facts.layers)}
     layers = (
         _later(cost, shares_s[layer])
         for cost, layer in zip(costs.layers, facts.layers, strict=True)
