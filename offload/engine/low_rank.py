@@ -279,14 +279,10 @@ class _Group(torch.autograd.Function):
             for place, of_b in zip(places, of_bs, strict=True)
             for factor in (None if of_a_RK is None else of_a_RK[place.columns], of_b)
         ]
+        scaled = [(g, scale) for g, scale in zip(known, scales, strict=True) if scale is not None]
         of_magnitudes = [
-            None if g_NM is None or not need else scale.of_magnitude(g_NM, y_NM)
-            for (g_NM, scale), y_NM, need in zip(
-                ((g, scale) for g, scale in zip(known, scales, strict=True) if scale is not None),
-                before_NM,
-                needs_magnitude,
-                strict=True,
-            )
+            scale.of_magnitude(g_NM, y_NM) if need and g_NM is not None else None
+            for (g_NM, scale), y_NM, need in zip(scaled, before_NM, needs_magnitude, strict=True)
         ]
         of_x_NK: torch.Tensor | None = None
         of_branch_NK = of_low_NR @ a_RK if needs_branch or (needs_x and ctx.is_same) else None

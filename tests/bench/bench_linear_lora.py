@@ -5,6 +5,7 @@
     python -m tests.bench.bench_linear_lora bytes [--hidden 4096] [--dtype bfloat16] [--dora]
     python -m tests.bench.bench_linear_lora errors [TYPE ...] [--seeds 16] [--dora]
     python -m tests.bench.bench_linear_lora curves [--steps 300]
+    python -m tests.bench.bench_linear_lora norms [--hidden 4096] [--dtype bfloat16]
 
 `time`: one layer of Qwen3 with adapters on all linears, forward and backward, in CPU time of one
 thread. All arms run in turn within each round, and shares are of the same round. Several
@@ -15,7 +16,9 @@ models in bf16, gradients of each adapter tensor against float64, of ours and of
 autocast; the errors of a tensor are pooled over seeds, since for one draw either may be smaller.
 Both take the experts that float64 takes: a token that takes another outweighs all rounding.
 `curves`: one tiny model in bf16, trained with either from the same start on the same rows. With
-`--dora` all adapters are DoRA.
+`--dora` all adapters are DoRA. `norms`: DoRA's norms of weights with their branches, as we compute
+them, and of merged weights that are made in chunks of rows, in float32 or in the weights' dtype:
+CPU time of one thread, and the largest error of a norm against float64.
 """
 
 import argparse
@@ -38,6 +41,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 
 from finetune.adapter.linear_lora import Linear, compute_in_base_dtype
 from offload.engine.low_rank import VISIT_CACHE
+from offload.engine.magnitudes import Scale
 from offload.engine.recompute.unread import Unread, left_out
 from offload.errors import UnsupportedModelError
 from tests.counted import Counted
@@ -245,6 +249,58 @@ def show_errors(types: Sequence[str], *, seeds: int, dora: bool) -> None:
     _show(total)
 
 
+# ------------------------------------------------------------------------------------------ norms
+
+
+def merged_norms(
+    weight_MK: torch.Tensor, a_RK: torch.Tensor, b_MR: torch.Tensor, *, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the norms of the rows of a weight with its branch, made in chunks of this dtype."""
+    norms, a_RK = [], a_RK.to(dtype)
+    for rows in range(0, len(weight_MK), 64):
+        part = weight_MK[rows : rows + 64].to(dtype)
+        part = torch.addmm(part, b_MR[rows : rows + 64].to(dtype), a_RK)
+        norms.append(torch.linalg.vector_norm(part, dim=1, dtype=torch.float32))
+    return torch.cat(norms)
+
+
+def our_norms(weight_MK: torch.Tensor, a_RK: torch.Tensor, b_MR: torch.Tensor) -> torch.Tensor:
+    """Return them as we compute them."""
+    return Scale.of(weight_MK, b_MR[:, 0], a_RK=a_RK, b_MR=b_MR, scaling=1.0).norm_M
+
+
+def show_norms(*, hidden: int, dtype: str) -> None:
+    """Print the time and the error of each way to compute the norms."""
+    torch.set_num_threads(1)
+    weight_dtype = getattr(torch, dtype)
+    ways: Mapping[str, Callable[..., torch.Tensor]] = {
+        "ours": our_norms,
+        "merged, float32": partial(merged_norms, dtype=torch.float32),
+        f"merged, {dtype}": partial(merged_norms, dtype=weight_dtype),
+    }
+    for num_rows, num_columns in ((hidden, hidden), (3 * hidden, hidden), (hidden, 3 * hidden)):
+        torch.manual_seed(0)
+        weight_MK = (torch.randn(num_rows, num_columns) * num_columns**-0.5).to(weight_dtype)
+        a_RK = torch.randn(RANK, num_columns) * num_columns**-0.5
+        b_MR = 0.1 * torch.randn(num_rows, RANK)
+        true_M = (weight_MK.double() + b_MR.double() @ a_RK.double()).norm(dim=1)
+        for name, way in ways.items():
+            error = float(((way(weight_MK, a_RK, b_MR).double() - true_M) / true_M).abs().max())
+            times = []
+            for _ in range(5):
+                start_s = time.thread_time()
+                way(weight_MK, a_RK, b_MR)
+                times.append(time.thread_time() - start_s)
+            row = {
+                "norms": name,
+                "weight": [num_rows, num_columns],
+                "dtype": dtype,
+                "median_s": round(statistics.median(times), 4),
+                "largest_error": error,
+            }
+            _show(row)
+
+
 # ----------------------------------------------------------------------------------------- curves
 
 
@@ -302,7 +358,7 @@ def _show(row: Mapping[str, Any]) -> None:
 
 
 def main() -> None:
-    """Run one of the three."""
+    """Run one of the commands."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     commands = parser.add_subparsers(required=True)
     times = commands.add_parser("time")
@@ -319,6 +375,10 @@ def main() -> None:
     errors.add_argument("types", nargs="*")
     errors.add_argument("--seeds", type=int, default=16)
     errors.set_defaults(run=show_errors)
+    norms = commands.add_parser("norms")
+    norms.add_argument("--hidden", type=int, default=4096)
+    norms.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    norms.set_defaults(run=show_norms)
     for command in (times, moved, errors):
         command.add_argument("--dora", action="store_true")
     curves = commands.add_parser("curves")
