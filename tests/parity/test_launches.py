@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from finetune.recipe.shipped import load_shape
-from offload.plan.facts.magnitudes import CHUNK_ELEMENTS
+from offload.plan.facts.magnitudes import NORM_ELEMENTS, SUM_ELEMENTS
 from tests.tiers import mostly_slow
 from tests.visits import MIXTURES, OFF, ON, PARTS, SHAPES, Levers, counted_visit, priced_visit
 
@@ -27,7 +27,8 @@ def test_a_visit_launches_and_keeps_the_host_as_the_plan_says_within_a_tenth(
     shape: str, levers: Levers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for device in ("cpu", "cuda"):  # on a GPU a matrix is one chunk where a CPU takes many
-        monkeypatch.setitem(CHUNK_ELEMENTS, device, 2**40)
+        monkeypatch.setitem(NORM_ELEMENTS, device, 2**40)
+        monkeypatch.setitem(SUM_ELEMENTS, device, 2**40)
     fields = load_shape(shape)
     found, said = counted_visit(fields, levers), priced_visit(fields, levers)
     for name in PARTS:

@@ -1,26 +1,38 @@
-"""DoRA's magnitudes: how many rows of a matrix are computed on at once.
+"""DoRA's magnitudes: how many rows of a matrix are computed on at once, in fp32.
 
-A product of two matrices is summed over its rows in fp32, in memory for one chunk of them: on a CPU
-it fits into the cache, on a GPU into that of the chip. A CPU casts what it computes on in a chunk
-of its own too; a GPU's kernels cast as they read.
+On a CPU a chunk fits into the cache. On a GPU it is larger, so that launches are few: weights are
+cast for their norms; products of outputs and gradients are added up. What is only scaled is cast by
+a GPU's kernel as it reads, in one; on a CPU by the chunk.
 """
 
 import math
 from typing import Literal
 
-CHUNK_ELEMENTS = {"cpu": 2**18, "cuda": 2**21}
+Device = Literal["cpu", "cuda"]
+NORM_ELEMENTS = {"cpu": 2**18, "cuda": 2**23}
+SUM_ELEMENTS = {"cpu": 2**18, "cuda": 2**21}
 
 
-def sum_rows(num_features: int, device: Literal["cpu", "cuda"]) -> int:
-    """Return the rows of so many features that are summed at once; at least one."""
-    return max(1, CHUNK_ELEMENTS[device] // num_features)
+def norm_rows(num_features: int, device: Device) -> int:
+    """Return the rows of a weight with so many columns whose norms are computed at once."""
+    return max(1, NORM_ELEMENTS[device] // num_features)
 
 
-def num_sums(num_rows: int, num_features: int, device: Literal["cpu", "cuda"]) -> int:
-    """Return the chunks that a matrix is summed in."""
+def sum_rows(num_features: int, device: Device) -> int:
+    """Return the rows of so many features that are added up at once."""
+    return max(1, SUM_ELEMENTS[device] // num_features)
+
+
+def num_norms(num_rows: int, num_features: int, device: Device) -> int:
+    """Return the chunks of a weight."""
+    return math.ceil(num_rows / norm_rows(num_features, device))
+
+
+def num_sums(num_rows: int, num_features: int, device: Device) -> int:
+    """Return the chunks of an output that are added up."""
     return math.ceil(num_rows / sum_rows(num_features, device))
 
 
-def num_casts(num_rows: int, num_features: int, device: Literal["cpu", "cuda"]) -> int:
-    """Return the chunks that a matrix is read in where its elements are cast."""
+def num_scaled(num_rows: int, num_features: int, device: Device) -> int:
+    """Return the chunks of an output that are scaled."""
     return 1 if device == "cuda" else num_sums(num_rows, num_features, device)

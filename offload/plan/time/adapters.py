@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from offload.plan.facts.facts import AdapterSpec
 from offload.plan.facts.linears import FP32_BYTES, Linear
-from offload.plan.facts.magnitudes import num_casts, num_sums, sum_rows
+from offload.plan.facts.magnitudes import num_norms, num_scaled, num_sums, sum_rows
 from offload.plan.facts.peft_method import MethodCounts, PassCounts
 from offload.plan.machine.machine import TALL_COLUMNS, Rate
 from offload.plan.time.expert_passes import BranchPasses
@@ -168,7 +168,7 @@ def _scaled(at: Pricer, linear: Linear, rank: int) -> Passes:
         return Passes(forward=Work(), recompute=Work(), backward=Work())
     tokens, b, d_out = at.workload.num_tokens, at.workload.dtype_bytes, linear.d_out
     device, elements = at.machine.device, tokens * d_out
-    casts, sums = num_casts(tokens, d_out, device), num_sums(tokens, d_out, device)
+    casts, sums = num_scaled(tokens, d_out, device), num_sums(tokens, d_out, device)
     once = at.traffic(2 * b * elements + casts * FP32_BYTES * d_out, num_ops=casts)
     rows = min(tokens, sum_rows(d_out, device))
     summed = (2 * b + 2 * FP32_BYTES) * elements + 2 * FP32_BYTES * rows * d_out
@@ -234,19 +234,23 @@ def dora_norm(at: Pricer, linear: Linear) -> Work:
 def visit_norm(at: Pricer, linear: Linear) -> Work:
     """Price the norm of a merged weight as we compute it, once for a visit: no such weight is made.
 
-    W is read for its own norm, and for a product with A; the rest is of the size of A and B.
+    In chunks of rows W is cast to fp32, read for its own norm, and multiplied with A. The rest is
+    of the size of A and B.
     """
-    spec, b = at.workload.adapter, at.workload.dtype_bytes
+    spec, b, machine = at.workload.adapter, at.workload.dtype_bytes, at.machine
     if not spec.is_dora or not spec.are_branches_grouped:
         return Work()
-    rank, is_cast = spec.rank_of(linear), b != FP32_BYTES
-    a, of_b, cast_bytes = linear.d_in * rank, linear.d_out * rank, (b + FP32_BYTES) * is_cast
-    num_bytes = b * linear.num_weights + 12 * FP32_BYTES * linear.d_out
-    num_bytes += a * (cast_bytes + b + 2 * FP32_BYTES)
-    num_bytes += of_b * (2 * cast_bytes + b + 9 * FP32_BYTES)
-    casts = num_casts(linear.d_out, linear.d_in, at.machine.device)
-    passes = at.traffic(num_bytes, num_ops=casts + 9 + 3 * is_cast)
-    return _narrow(at, linear.num_weights, rank) + passes
+    rank, is_cast, num_weights = spec.rank_of(linear), b != FP32_BYTES, linear.num_weights
+    vector, tall = machine.vector_flops_per_s, machine.tall_fp32_flops_per_s
+    chunks = num_norms(linear.d_out, linear.d_in, machine.device)
+    cast_bytes = (b + FP32_BYTES) * is_cast
+    num_bytes = num_weights * (cast_bytes + FP32_BYTES) + 12 * FP32_BYTES * linear.d_out
+    num_bytes += (chunks + 2) * FP32_BYTES * linear.d_in * rank
+    num_bytes += linear.d_out * rank * (cast_bytes + 10 * FP32_BYTES)
+    passes = at.traffic(num_bytes, num_ops=chunks * (2 + is_cast) + 8 + is_cast)
+    flops = 2.0 * num_weights * rank
+    product = Work(compute_s=flops / vector.value, flops=flops)
+    return product + long_sides(num_weights, rank, tall=tall, large=vector) + passes
 
 
 def expert_branch(at: Pricer, linear: Linear, left_out: Sequence[Linear] = ()) -> Passes:

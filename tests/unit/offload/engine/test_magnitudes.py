@@ -62,7 +62,8 @@ def trained(linears: list[AdaptedLinear]) -> list[torch.Tensor]:
 def test_a_group_computes_the_formula_and_its_gradients(
     bias: bool, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(magnitudes.CHUNK_ELEMENTS, "cpu", chunk)
+    monkeypatch.setitem(magnitudes.NORM_ELEMENTS, "cpu", chunk)
+    monkeypatch.setitem(magnitudes.SUM_ELEMENTS, "cpu", chunk)
     torch.manual_seed(1)
     linears = made(torch.float32, bias=bias)
     x = torch.randn(2, 7, K).requires_grad_()
