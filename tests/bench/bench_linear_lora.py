@@ -17,8 +17,8 @@ autocast; the errors of a tensor are pooled over seeds, since for one draw eithe
 Both take the experts that float64 takes: a token that takes another outweighs all rounding.
 `curves`: one tiny model in bf16, trained with either from the same start on the same rows. With
 `--dora` all adapters are DoRA. `norms`: DoRA's norms of weights with their branches, as we compute
-them, and of merged weights that are made in chunks of rows, in float32 or in the weights' dtype:
-CPU time of one thread, and the largest error of a norm against float64.
+them, of weights that are merged in their own dtype, and as a sum of three terms: CPU time of one
+thread, and the largest error of a norm against float64.
 """
 
 import argparse
@@ -256,17 +256,36 @@ def merged_norms(
     weight_MK: torch.Tensor, a_RK: torch.Tensor, b_MR: torch.Tensor, *, dtype: torch.dtype
 ) -> torch.Tensor:
     """Return the norms of the rows of a weight with its branch, made in chunks of this dtype."""
-    norms, a_RK = [], a_RK.to(dtype)
-    for rows in range(0, len(weight_MK), 64):
-        part = weight_MK[rows : rows + 64].to(dtype)
-        part = torch.addmm(part, b_MR[rows : rows + 64].to(dtype), a_RK)
+    norms, a_RK, size = [], a_RK.to(dtype), 2**18 // weight_MK.shape[1]
+    for rows in range(0, len(weight_MK), size):
+        part = weight_MK[rows : rows + size].to(dtype)
+        part = torch.addmm(part, b_MR[rows : rows + size].to(dtype), a_RK)
         norms.append(torch.linalg.vector_norm(part, dim=1, dtype=torch.float32))
     return torch.cat(norms)
+
+
+def norms_in_terms(
+    weight_MK: torch.Tensor, a_RK: torch.Tensor, b_MR: torch.Tensor, *, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return them as |W|^2 + 2 sum_r B (W A^T) + sum_r B (B A A^T), with W A^T in this dtype."""
+    norms, lows, size = [], [], 2**18 // weight_MK.shape[1]
+    for rows in range(0, len(weight_MK), size):
+        part = weight_MK[rows : rows + size]
+        norms.append(torch.linalg.vector_norm(part.float(), dim=1))
+        lows.append((part.to(dtype) @ a_RK.to(dtype).t()).float())
+    added = torch.addmm(torch.cat(lows), b_MR, a_RK @ a_RK.t(), beta=2).mul_(b_MR).sum(dim=1)
+    return torch.cat(norms).square().add_(added).sqrt_()
 
 
 def our_norms(weight_MK: torch.Tensor, a_RK: torch.Tensor, b_MR: torch.Tensor) -> torch.Tensor:
     """Return them as we compute them."""
     return Scale.of(weight_MK, b_MR[:, 0], a_RK=a_RK, b_MR=b_MR, scaling=1.0).norm_M
+
+
+def _cpu_s(function: Callable[[], object]) -> float:
+    start_s = time.thread_time()
+    function()
+    return time.thread_time() - start_s
 
 
 def show_norms(*, hidden: int, dtype: str) -> None:
@@ -275,8 +294,9 @@ def show_norms(*, hidden: int, dtype: str) -> None:
     weight_dtype = getattr(torch, dtype)
     ways: Mapping[str, Callable[..., torch.Tensor]] = {
         "ours": our_norms,
-        "merged, float32": partial(merged_norms, dtype=torch.float32),
-        f"merged, {dtype}": partial(merged_norms, dtype=weight_dtype),
+        f"merged in {dtype}": partial(merged_norms, dtype=weight_dtype),
+        "terms, float32": partial(norms_in_terms, dtype=torch.float32),
+        f"terms, {dtype}": partial(norms_in_terms, dtype=weight_dtype),
     }
     for num_rows, num_columns in ((hidden, hidden), (3 * hidden, hidden), (hidden, 3 * hidden)):
         torch.manual_seed(0)
@@ -286,11 +306,7 @@ def show_norms(*, hidden: int, dtype: str) -> None:
         true_M = (weight_MK.double() + b_MR.double() @ a_RK.double()).norm(dim=1)
         for name, way in ways.items():
             error = float(((way(weight_MK, a_RK, b_MR).double() - true_M) / true_M).abs().max())
-            times = []
-            for _ in range(5):
-                start_s = time.thread_time()
-                way(weight_MK, a_RK, b_MR)
-                times.append(time.thread_time() - start_s)
+            times = [_cpu_s(partial(way, weight_MK, a_RK, b_MR)) for _ in range(9)]
             row = {
                 "norms": name,
                 "weight": [num_rows, num_columns],

@@ -232,25 +232,21 @@ def dora_norm(at: Pricer, linear: Linear) -> Work:
 
 
 def visit_norm(at: Pricer, linear: Linear) -> Work:
-    """Price the norm of a merged weight as we compute it, once for a visit: no such weight is made.
+    """Price the norm of a merged weight as we compute it, once for a visit.
 
-    In chunks of rows W is cast to fp32, read for its own norm, and multiplied with A. The rest is
-    of the size of A and B.
+    In chunks of rows W is cast to fp32, the product of B and A is added to it, and it is read.
     """
     spec, b, machine = at.workload.adapter, at.workload.dtype_bytes, at.machine
     if not spec.is_dora or not spec.are_branches_grouped:
         return Work()
     rank, is_cast, num_weights = spec.rank_of(linear), b != FP32_BYTES, linear.num_weights
-    vector, tall = machine.vector_flops_per_s, machine.tall_fp32_flops_per_s
     chunks = num_norms(linear.d_out, linear.d_in, machine.device)
-    cast_bytes = (b + FP32_BYTES) * is_cast
-    num_bytes = num_weights * (cast_bytes + FP32_BYTES) + 12 * FP32_BYTES * linear.d_out
-    num_bytes += (chunks + 2) * FP32_BYTES * linear.d_in * rank
-    num_bytes += linear.d_out * rank * (cast_bytes + 10 * FP32_BYTES)
-    passes = at.traffic(num_bytes, num_ops=chunks * (2 + is_cast) + 8 + is_cast)
+    num_bytes = num_weights * (b + 4 * FP32_BYTES) + chunks * FP32_BYTES * linear.d_in * rank
+    num_bytes += linear.d_out * rank * (3 * FP32_BYTES + (b + FP32_BYTES) * is_cast)
+    num_bytes += linear.d_out * 5 * FP32_BYTES
     flops = 2.0 * num_weights * rank
-    product = Work(compute_s=flops / vector.value, flops=flops)
-    return product + long_sides(num_weights, rank, tall=tall, large=vector) + passes
+    product = Work(compute_s=flops / machine.vector_flops_per_s.value, flops=flops)
+    return product + at.traffic(num_bytes, num_ops=3 * chunks + 2 + is_cast)
 
 
 def expert_branch(at: Pricer, linear: Linear, left_out: Sequence[Linear] = ()) -> Passes:

@@ -148,8 +148,7 @@ def test_dora_moves_what_the_plan_says_within_a_tenth(
     load = replace(
         workload(), micro_batch_size=1, seq_len=T, dtype_bytes=dtype.itemsize, adapter=adapter
     )
-    tall = byte_machine(4).tall_fp32_flops_per_s
-    machine = replace(byte_machine(dtype.itemsize), device="cpu", tall_fp32_flops_per_s=tall)
+    machine = replace(byte_machine(dtype.itemsize), device="cpu")
     at = Pricer(machine=machine, facts=FACTS, workload=load)
     linears = [linear for linear in FACTS.layers[0].linears if linear.name in names]
     said = branches(at, linears, left_out=())
