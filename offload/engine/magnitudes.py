@@ -7,8 +7,8 @@ m is the magnitude. The norm is a constant: no gradient passes through it (arXiv
 Problem. Written out, the norm takes a matrix as large as W in fp32, and peft multiplies an identity
 by A and B to have it, for each micro-batch.
 
-Idea. The norm holds for all micro-batches of a visit, as W, A and B do. The merged weight is made in
-chunks of rows, in fp32, and each is only read for its norms. With B = 0 they are those of W to the
+Idea. The norm holds for all micro-batches of a visit, as W, A and B do. Merged weights are made in
+chunks of rows, in fp32, that are only read for their norms. With B = 0 these are those of W to the
 bit, which the magnitudes start from.
 
 Rejected: the square of the norm as |W|^2 + 2 s sum_r B (W A^T) + s^2 sum_r B (B A A^T). It takes as
