@@ -11,9 +11,9 @@ Idea. The norm holds for all micro-batches of a visit, as W, A and B do. Merged 
 chunks of rows, in fp32, that are only read for their norms. With B = 0 these are those of W to the
 bit, which the magnitudes start from.
 
-Rejected: the square of the norm as |W|^2 + 2 s sum_r B (W A^T) + s^2 sum_r B (B A A^T). It takes as
-long on a CPU, and errs two to four times as much; with W A^T from inputs in bf16 it takes two
-thirds of the time and errs by 1e-4. Merged in bf16: by 5e-4.
+Rejected: the square of the norm as |W|^2 + 2 s sum_r B (W A^T) + s^2 sum_r B (B A A^T). On a CPU it
+is no faster, and errs two to four times as much, or with W A^T from inputs in bf16 by up to 5e-5.
+Merged in bf16, rows err by up to 5e-4.
 
 The gradient of m is the sum of g (W x + s B A x) / n over all rows, taken in fp32. c multiplies the
 gradient before the product with W; before the product with B it multiplies B, which is smaller.
