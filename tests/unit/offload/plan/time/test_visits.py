@@ -1,6 +1,7 @@
 """What a visit computes once, in the costs of its micro-batches."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -43,7 +44,7 @@ def test_micro_batches_share_the_norms_of_dora(num: int) -> None:
     "changes", [{"is_dora": False}, {"has_dropout": True}, {"is_in_base_dtype": False}]
 )
 def test_nothing_is_added_where_there_is_no_dora_or_peft_computes_it(
-    changes: dict[str, bool],
+    changes: dict[str, Any],
 ) -> None:
     load = workload(adapter=replace(DORA, **changes))
     costs = price(FACTS, MACHINE, load)
