@@ -21,7 +21,7 @@ gradient before the product with W; before the product with B it multiplies B, w
 Shapes: N rows (tokens), K features in, M features out, R rank.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -106,11 +106,15 @@ def _device(x: torch.Tensor) -> Device:
     return "cuda" if x.is_cuda else "cpu"
 
 
-def _casts(x_NM: torch.Tensor) -> Iterator[slice]:
-    """Cut rows into chunks whose fp32 copies, which a CPU makes, stay in its cache."""
-    size = max(1, len(x_NM)) if x_NM.is_cuda else sum_rows(x_NM.shape[1], "cpu")
-    return _chunks(x_NM, size)
+def _casts(x_NM: torch.Tensor) -> Iterable[slice]:
+    """Cut rows into chunks whose fp32 copies, which a CPU makes, stay in its cache.
+
+    A number of rows that is a symbol is not cut: all elements are computed alike.
+    """
+    if x_NM.is_cuda or not isinstance(x_NM.shape[0], int):
+        return (slice(None),)
+    return _chunks(x_NM, sum_rows(x_NM.shape[1], "cpu"))
 
 
-def _chunks(x_NM: torch.Tensor, size: int) -> Iterator[slice]:
+def _chunks(x_NM: torch.Tensor, size: int) -> Iterable[slice]:
     return (slice(start, start + size) for start in range(0, len(x_NM), size))
