@@ -14,7 +14,7 @@ place. The backward needs x once and A x, a few columns. The gradients by x are 
 tensor.
 
 DoRA: outputs are scaled, and the gradients by x start from scaled ones: see
-`offload.engine.magnitudes`.
+`offload.engine.pointwise.magnitudes`.
 
 Precision. Products take inputs in the dtype of x and sum in fp32. Gradients of A and B are returned
 in fp32 (on CUDA without having been rounded before), so autograd sums micro-batches in fp32.
@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd.function import once_differentiable
 
-from offload.engine.magnitudes import Scale
+from offload.engine.pointwise.magnitudes import Scale
 from offload.engine.recompute.unread import not_a_value
 
 T = TypeVar("T")

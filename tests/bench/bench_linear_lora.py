@@ -41,7 +41,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 
 from finetune.adapter.linear_lora import Linear, compute_in_base_dtype
 from offload.engine.low_rank import VISIT_CACHE
-from offload.engine.magnitudes import Scale
+from offload.engine.pointwise.magnitudes import Scale
 from offload.engine.recompute.unread import Unread, left_out
 from offload.errors import UnsupportedModelError
 from tests.counted import Counted
