@@ -102,14 +102,18 @@ VISIT_CACHE = VisitCache()
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Casts:
-    """A of all branches, one below the other, and B of each, in the dtype that computes.
+    """What is cast to the dtype that computes.
 
-    And of each linear what DoRA scales its output by; gradients meet B times that.
+    Attributes:
+        a_RK: A of all branches, one below the other.
+        bs_MR: B of each branch; with DoRA times the scaling and the scale of each output.
+        plain_bs_MR: B itself where there is DoRA.
+        scales: Those of each linear's outputs.
     """
 
     a_RK: torch.Tensor
     bs_MR: tuple[torch.Tensor, ...]
-    scaled_bs_MR: tuple[torch.Tensor, ...]
+    plain_bs_MR: tuple[torch.Tensor, ...]
     scales: tuple[Scale | None, ...]
 
 
@@ -140,9 +144,8 @@ def apply_linears(
     )
     flat = [t for one in linears for branch in one.branches for t in (branch.a_RK, branch.b_MR)]
     flat += [one.magnitude_M for one in linears if one.magnitude_M is not None]
-    way = _Way(has_value=has_value, has_graph=torch.is_grad_enabled())
     outputs: tuple[torch.Tensor, ...] = _Group.apply(  # type: ignore[no-untyped-call]  # torch's
-        x, x if x_branch is None else x_branch, tuple(linears), casts, way, *flat
+        x, x if x_branch is None else x_branch, tuple(linears), casts, has_value, *flat
     )
     return outputs
 
@@ -151,18 +154,18 @@ def apply_linears(
 def _cast(linears: Sequence[AdaptedLinear], dtype: torch.dtype) -> _Casts:
     branches = [branch for one in linears for branch in one.branches]
     scales = tuple(map(_scale, linears))
-    bs_MR = tuple(branch.b_MR.to(dtype) for branch in branches)
-    scaled_bs_MR = bs_MR
-    if any(scales):
-        scaled_bs_MR = tuple(
-            (branch.b_MR if scale is None else branch.b_MR * scale.factor_M[:, None]).to(dtype)
-            for one, scale in zip(linears, scales, strict=True)
-            for branch in one.branches
-        )
+    scaled = [
+        (branch, scale)
+        for one, scale in zip(linears, scales, strict=True)
+        for branch in one.branches
+    ]
     return _Casts(
         a_RK=_joined([branch.a_RK for branch in branches], dim=0).to(dtype),
-        bs_MR=bs_MR,
-        scaled_bs_MR=scaled_bs_MR,
+        bs_MR=tuple(
+            (branch.b_MR if scale is None else scale.of_b(branch.b_MR, branch.scaling)).to(dtype)
+            for branch, scale in scaled
+        ),
+        plain_bs_MR=tuple(branch.b_MR.to(dtype) for branch, scale in scaled if scale is not None),
         scales=scales,
     )
 
@@ -202,19 +205,6 @@ def _places(linears: Sequence[AdaptedLinear]) -> list[_Place]:
     ]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Way:
-    """How a group is computed.
-
-    Attributes:
-        has_value: Whether the outputs are computed, or only their graph.
-        has_graph: Whether gradients may be asked for.
-    """
-
-    has_value: bool
-    has_graph: bool
-
-
 class _Group(torch.autograd.Function):
     """The linears of a group; x and x_branch are the same tensor unless there is a dropout."""
 
@@ -225,26 +215,31 @@ class _Group(torch.autograd.Function):
         x_branch: torch.Tensor,
         linears: tuple[AdaptedLinear, ...],
         casts: _Casts,
-        way: _Way,
+        has_value: bool,  # noqa: FBT001  # torch passes arguments by position
         *_: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         places = _places(linears)
         branch_NK = x_branch.flatten(0, -2)
         low_NR = branch_NK @ casts.a_RK.t()
-        if way.has_value:
+        if has_value:
             outputs = [_linear(x, one) for one in linears]
         else:
             outputs = [not_a_value(x, len(one.weight_MK)) for one in linears]
-        for place, b_MR in zip(places, casts.bs_MR, strict=True) if way.has_value else ():
-            low = low_NR[:, place.columns]
-            y_NM = outputs[place.linear].flatten(0, -2)  # a view: it is contiguous
-            y_NM.addmm_(low, b_MR.t(), alpha=place.scaling)
-        before_NM = _scale_outputs(outputs, linears, casts.scales, keeps=way.has_graph)
+        before_NM = []  # what DoRA scales
+        for place, b_MR in zip(places, casts.bs_MR, strict=True) if has_value else ():
+            low, y = low_NR[:, place.columns], outputs[place.linear]
+            scale, y_NM = casts.scales[place.linear], y.flatten(0, -2)  # a view: it is contiguous
+            if scale is None:
+                y_NM.addmm_(low, b_MR.t(), alpha=place.scaling)
+                continue
+            before_NM.append(y_NM)
+            outputs[place.linear] = _branch(low, b_MR, like=y, bias_M=linears[place.linear].bias_M)
+            scale.add_scaled(outputs[place.linear].flatten(0, -2), y_NM)
         ctx.places, ctx.shape, ctx.is_same = places, x.shape, x_branch is x
         weights = [one.weight_MK for one in linears]
         ctx.scales = casts.scales
         ctx.save_for_backward(
-            branch_NK, low_NR, casts.a_RK, *casts.scaled_bs_MR, *weights, *before_NM
+            branch_NK, low_NR, casts.a_RK, *casts.bs_MR, *weights, *before_NM, *casts.plain_bs_MR
         )
         ctx.set_materialize_grads(False)
         return tuple(outputs)
@@ -256,7 +251,8 @@ class _Group(torch.autograd.Function):
         scales: tuple[Scale | None, ...] = ctx.scales
         x_NK, low_NR, a_RK, *rest = ctx.saved_tensors
         bs_MR, rest = rest[: len(places)], rest[len(places) :]
-        weights_MK, before_NM = rest[: len(scales)], rest[len(scales) :]
+        weights_MK, rest = rest[: len(scales)], rest[len(scales) :]
+        before_NM, plain_bs_MR = rest[: len(rest) // 2], rest[len(rest) // 2 :]
         needs_x, needs_branch, _, _, _, *needs = ctx.needs_input_grad
         needs, needs_magnitude = needs[: 2 * len(places)], needs[2 * len(places) :]
         known = [None if g is None else g.flatten(0, -2) for g in gradients]
@@ -264,25 +260,26 @@ class _Group(torch.autograd.Function):
         of_bs: list[torch.Tensor | None] = []
         for place, b_MR in zip(places, bs_MR, strict=True):
             g_NM, low = known[place.linear], low_NR[:, place.columns]
-            scale = scales[place.linear]
             if g_NM is None:
                 of_lows.append(torch.zeros_like(low))
                 of_bs.append(None)
             else:
-                of_lows.append((g_NM @ b_MR).mul_(place.scaling))
-                of_b = _outer(g_NM, low).mul_(place.scaling)
-                of_bs.append(of_b if scale is None else of_b.mul_(scale.factor_M[:, None]))
+                of_low = g_NM @ b_MR
+                is_scaled = scales[place.linear] is not None
+                of_lows.append(of_low if is_scaled else of_low.mul_(place.scaling))
+                of_bs.append(_outer(g_NM, low).mul_(place.scaling))
+        kept = zip(before_NM, plain_bs_MR, needs_magnitude, strict=True)
+        of_magnitudes = [
+            _through_scale(scale, known[place.linear], of_b, *next(kept))
+            for place, of_b in zip(places, of_bs, strict=True)
+            if (scale := scales[place.linear]) is not None
+        ]
         of_low_NR = _joined(of_lows, dim=1)
         of_a_RK = _outer(of_low_NR, x_NK) if any(needs[::2]) else None
         of_factors = [
             factor
             for place, of_b in zip(places, of_bs, strict=True)
             for factor in (None if of_a_RK is None else of_a_RK[place.columns], of_b)
-        ]
-        scaled = [(g, scale) for g, scale in zip(known, scales, strict=True) if scale is not None]
-        of_magnitudes = [
-            scale.of_magnitude(g_NM, y_NM) if need and g_NM is not None else None
-            for (g_NM, scale), y_NM, need in zip(scaled, before_NM, needs_magnitude, strict=True)
         ]
         of_x_NK: torch.Tensor | None = None
         of_branch_NK = of_low_NR @ a_RK if needs_branch or (needs_x and ctx.is_same) else None
@@ -304,24 +301,32 @@ class _Group(torch.autograd.Function):
         )
 
 
-def _scale_outputs(
-    outputs: list[torch.Tensor],
-    linears: Sequence[AdaptedLinear],
-    scales: Sequence[Scale | None],
-    *,
-    keeps: bool,
-) -> list[torch.Tensor]:
-    """Scale outputs where there is DoRA; return them as they were before, if that is kept."""
-    before_NM = []
-    for i, (one, scale) in enumerate(zip(linears, scales, strict=True)):
-        if scale is None:
-            continue
-        y = outputs[i]
-        if keeps:
-            before_NM.append(y.flatten(0, -2))
-            outputs[i] = torch.empty_like(y)
-        scale.scale(y.flatten(0, -2), out_NM=outputs[i].flatten(0, -2), bias_M=one.bias_M)
-    return before_NM
+def _through_scale(
+    scale: Scale,
+    g_NM: torch.Tensor | None,
+    of_b_MR: torch.Tensor | None,
+    y_NM: torch.Tensor,
+    b_MR: torch.Tensor,
+    needs_magnitude: bool,  # noqa: FBT001  # as torch says what needs a gradient
+) -> torch.Tensor | None:
+    """Scale the gradient of B in place; return that of the magnitudes, if it is wanted."""
+    if g_NM is None or of_b_MR is None:
+        return None
+    wanted = scale.of_magnitude(g_NM, y_NM, b_MR=b_MR, of_b_MR=of_b_MR) if needs_magnitude else None
+    of_b_MR.mul_(scale.factor_M[:, None])
+    return wanted
+
+
+def _branch(
+    low_NR: torch.Tensor, b_MR: torch.Tensor, *, like: torch.Tensor, bias_M: torch.Tensor | None
+) -> torch.Tensor:
+    """Return B (A x) + b in memory of its own, in the shape of another output."""
+    y = torch.empty_like(like)
+    if bias_M is None:
+        torch.mm(low_NR, b_MR.t(), out=y.flatten(0, -2))
+    else:
+        torch.addmm(bias_M, low_NR, b_MR.t(), out=y.flatten(0, -2))
+    return y
 
 
 def _linear(x: torch.Tensor, one: AdaptedLinear) -> torch.Tensor:

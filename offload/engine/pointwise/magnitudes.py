@@ -15,8 +15,10 @@ Rejected: the square of the norm as |W|^2 + 2 s sum_r B (W A^T) + s^2 sum_r B (B
 is no faster, and errs two to four times as much, or with W A^T from inputs in bf16 by up to 5e-5.
 Merged in bf16, rows err by up to 5e-4.
 
-The gradient of m is the sum of g (W x + s B A x) / n over all rows, taken in fp32. c multiplies the
-gradient before the product with W; before the product with B it multiplies B, which is smaller.
+The output is c (W x) added to (c s B)(A x) + b. So it is rounded as often as without DoRA: after the
+product with W, and at the end. The gradient of m is the sum of g (W x + s B A x) / n over all rows,
+taken in fp32; the part of B is that of s B times g^T (A x), which the gradient of B needs as well.
+c multiplies g before the product with W; before that with B it multiplies B.
 
 Shapes: N rows (tokens), K features in, M features out, R rank.
 """
@@ -69,28 +71,32 @@ class Scale:
             torch.linalg.vector_norm(merged_MK, dim=1, out=norm_M[rows])
         return cls(factor_M=magnitude_M.to(wide) / norm_M, norm_M=norm_M)
 
-    def scale(
-        self, y_NM: torch.Tensor, *, out_NM: torch.Tensor, bias_M: torch.Tensor | None = None
-    ) -> None:
-        """Write c y + b into `out_NM`, which may be y itself."""
+    def of_b(self, b_MR: torch.Tensor, scaling: float) -> torch.Tensor:
+        """Return what A x is multiplied by: c s B."""
+        return b_MR * (self.factor_M * scaling)[:, None]
+
+    def add_scaled(self, out_NM: torch.Tensor, y_NM: torch.Tensor) -> None:
+        """Add c y to what is in `out_NM`."""
         for rows in _casts(y_NM):
-            if bias_M is None:
-                torch.mul(y_NM[rows], self.factor_M, out=out_NM[rows])
-            else:
-                torch.addcmul(bias_M, y_NM[rows], self.factor_M, out=out_NM[rows])
+            torch.addcmul(out_NM[rows], y_NM[rows], self.factor_M, out=out_NM[rows])
 
     def scaled(self, y_NM: torch.Tensor) -> torch.Tensor:
         """Return c y, in the dtype of y."""
         out_NM = torch.empty_like(y_NM)
-        self.scale(y_NM, out_NM=out_NM)
+        for rows in _casts(y_NM):
+            torch.mul(y_NM[rows], self.factor_M, out=out_NM[rows])
         return out_NM
 
-    def of_magnitude(self, g_NM: torch.Tensor, y_NM: torch.Tensor) -> torch.Tensor:
+    def of_magnitude(
+        self, g_NM: torch.Tensor, y_NM: torch.Tensor, *, b_MR: torch.Tensor, of_b_MR: torch.Tensor
+    ) -> torch.Tensor:
         """Return the gradient of the magnitude, (M,).
 
         Args:
             g_NM: That of the output.
-            y_NM: The output before it was scaled.
+            y_NM: W x.
+            b_MR: B.
+            of_b_MR: The gradient of B as if nothing were scaled, s g^T (A x).
         """
         num_features, device = g_NM.shape[1], g_NM.device
         size = sum_rows(num_features, _device(g_NM))
@@ -99,7 +105,7 @@ class Scale:
         for rows in _chunks(g_NM, size):
             part_NM = g_NM[rows]
             summed[: len(part_NM)].addcmul_(part_NM, y_NM[rows])
-        return summed.sum(dim=0).div_(self.norm_M)
+        return summed.sum(dim=0).add_((of_b_MR * b_MR).sum(dim=1)).div_(self.norm_M)
 
 
 def _device(x: torch.Tensor) -> Device:

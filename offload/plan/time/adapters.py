@@ -161,20 +161,22 @@ def _grouped(at: Pricer, group: Sequence[Linear], left_out: Sequence[Linear]) ->
 def _scaled(at: Pricer, linear: Linear, rank: int) -> Passes:
     """Price what DoRA does with the output of a linear in each micro-batch.
 
-    Forward: a pass scales it. Backward: a pass scales its gradient, another multiplies that with
-    the output in fp32 and adds it up, and the gradient of B is scaled.
+    Forward: a pass scales the frozen product as it is added to the branch's. Backward: a pass
+    scales its gradient, another multiplies that with the product in fp32 and adds it up; the
+    gradient of B is multiplied with B, and scaled.
     """
     if not at.workload.adapter.is_dora:
         return Passes(forward=Work(), recompute=Work(), backward=Work())
     tokens, b, d_out = at.workload.num_tokens, at.workload.dtype_bytes, linear.d_out
     device, elements = at.machine.device, tokens * d_out
-    casts, sums = num_scaled(tokens, d_out, device), num_sums(tokens, d_out, device)
-    once = at.traffic(2 * b * elements + casts * FP32_BYTES * d_out, num_ops=casts)
+    scaled, sums = num_scaled(tokens, d_out, device), num_sums(tokens, d_out, device)
+    once = at.traffic(2 * b * elements + scaled * FP32_BYTES * d_out, num_ops=scaled)
     rows = min(tokens, sum_rows(d_out, device))
-    summed = (2 * b + 2 * FP32_BYTES) * elements + 2 * FP32_BYTES * rows * d_out
-    of_magnitude = at.traffic(summed + 7 * FP32_BYTES * d_out, num_ops=sums + 4)
-    of_b = at.traffic(FP32_BYTES * d_out * (2 * rank + 1), num_ops=1)
-    return Passes(forward=once, recompute=once, backward=once + of_magnitude + of_b)
+    num_bytes = (2 * b + 2 * FP32_BYTES) * elements + 2 * FP32_BYTES * rows * d_out
+    num_bytes += d_out * (12 * FP32_BYTES + rank * (5 * FP32_BYTES + b))
+    # the gradient by A x is not scaled apart; that of the magnitudes is added to those before
+    summed = at.traffic(num_bytes, num_ops=sums + 7)
+    return Passes(forward=once, recompute=once, backward=once + summed)
 
 
 def _narrow(at: Pricer, num_elements: float, rank: int) -> Work:
@@ -243,10 +245,10 @@ def visit_norm(at: Pricer, linear: Linear) -> Work:
     chunks = num_norms(linear.d_out, linear.d_in, machine.device)
     num_bytes = num_weights * (b + 4 * FP32_BYTES) + chunks * FP32_BYTES * linear.d_in * rank
     num_bytes += linear.d_out * rank * (3 * FP32_BYTES + (b + FP32_BYTES) * is_cast)
-    num_bytes += linear.d_out * 5 * FP32_BYTES
+    num_bytes += linear.d_out * 7 * FP32_BYTES
     flops = 2.0 * num_weights * rank
     product = Work(compute_s=flops / machine.vector_flops_per_s.value, flops=flops)
-    return product + at.traffic(num_bytes, num_ops=3 * chunks + 2 + is_cast)
+    return product + at.traffic(num_bytes, num_ops=3 * chunks + 3 + is_cast)
 
 
 def expert_branch(at: Pricer, linear: Linear, left_out: Sequence[Linear] = ()) -> Passes:
