@@ -15,7 +15,7 @@ Rejected: the square of the norm as |W|^2 + 2 s sum_r B (W A^T) + s^2 sum_r B (B
 is no faster, and errs two to four times as much, or with W A^T from inputs in bf16 by up to 5e-5.
 Merged in bf16, rows err by up to 5e-4.
 
-The output is c (W x) added to (c s B)(A x) + b. So it is rounded as often as without DoRA: after the
+The output is c (W x) added to (c s B)(A x) + b. It is rounded as often as without DoRA: after the
 product with W, and at the end. The gradient of m is the sum of g (W x + s B A x) / n over all rows,
 taken in fp32; the part of B is that of s B times g^T (A x), which the gradient of B needs as well.
 c multiplies g before the product with W; before that with B it multiplies B.
