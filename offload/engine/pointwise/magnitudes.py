@@ -77,8 +77,11 @@ class Scale:
 
     def add_scaled(self, out_NM: torch.Tensor, y_NM: torch.Tensor) -> None:
         """Add c y to what is in `out_NM`."""
+        if not isinstance(y_NM.shape[0], int):  # addcmul knows no symbols
+            out_NM.add_(y_NM * self.factor_M)
+            return
         for rows in _casts(y_NM):
-            torch.addcmul(out_NM[rows], y_NM[rows], self.factor_M, out=out_NM[rows])
+            out_NM[rows].addcmul_(y_NM[rows], self.factor_M)
 
     def scaled(self, y_NM: torch.Tensor) -> torch.Tensor:
         """Return c y, in the dtype of y."""
@@ -113,13 +116,8 @@ def _device(x: torch.Tensor) -> Device:
 
 
 def _casts(x_NM: torch.Tensor) -> Iterable[slice]:
-    """Cut rows into chunks whose fp32 copies, which a CPU makes, stay in its cache.
-
-    A number of rows that is a symbol is not cut: all elements are computed alike.
-    """
-    if x_NM.is_cuda or not isinstance(x_NM.shape[0], int):
-        return (slice(None),)
-    return _chunks(x_NM, sum_rows(x_NM.shape[1], "cpu"))
+    """Cut rows into chunks whose fp32 copies, which a CPU makes, stay in its cache."""
+    return (slice(None),) if x_NM.is_cuda else _chunks(x_NM, sum_rows(x_NM.shape[1], "cpu"))
 
 
 def _chunks(x_NM: torch.Tensor, size: int) -> Iterable[slice]:
