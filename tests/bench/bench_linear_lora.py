@@ -160,7 +160,7 @@ def _visit(
     leaf_BTD = x_BTD.detach().requires_grad_()
     with recompute, left_out(unread):
         y_BTD = model(inputs_embeds=leaf_BTD, use_cache=False).last_hidden_state
-    gradient_BTD = torch.ones_like(y_BTD)
+    gradient_BTD = torch.ones_like(x_BTD)
     with backward:
         y_BTD.backward(gradient_BTD)
     return forward, recompute, backward
