@@ -42,6 +42,8 @@ from finetune.run.run_lock import LOCK_FILE, holder
 from offload.plan.machine.machine import ExpertsImplementation
 
 _RECIPE, _EXPERTS, _CHECKPOINTS = "recipe.yaml", "experts.json", "checkpoints"
+# In a recipe with DoRA, unless the run was begun before: then peft computes it, in float32.
+_OWN_DORA = "# DoRA is computed at the precision of the weights.\n"
 # Temporary names, which a kill may leave.
 _REPLACED = (
     *("adapter", "model", "metrics.jsonl", "measured.json", "predicted", "report.", "samples_"),
@@ -138,7 +140,7 @@ class RunDir:
         if experts_implementation is not None:
             values = {"experts_implementation": experts_implementation}
             write_atomically(self.experts_file, json.dumps(values))
-        write_atomically(self.recipe_file, sealed_yaml(resolved_yaml(recipe)))
+        write_atomically(self.recipe_file, _recorded(recipe))
         flush(self.path)
 
     def _remove_written(self) -> None:
@@ -209,7 +211,7 @@ class RunDir:
     def lengthen(self, recipe: Recipe) -> None:
         """Note that the run has more steps than it was begun with."""
         stat = self.recipe_file.stat()
-        write_atomically(self.recipe_file, sealed_yaml(resolved_yaml(recipe)))
+        write_atomically(self.recipe_file, _recorded(recipe))
         os.utime(self.recipe_file, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # see `wandb_id`
 
     def experts_implementation(self) -> ExpertsImplementation | None:
@@ -302,7 +304,8 @@ class RunDir:
                 " and its last line",
             )
         # runs that were begun before there were these settings computed in these ways
-        if re.search(r"^  compute_dtype: ", text, re.MULTILINE) is None:
+        is_before = re.search(r"^  compute_dtype: ", text, re.MULTILINE) is None
+        if is_before or (recipe.adapter.dora and _OWN_DORA not in text):
             recipe = with_compute_dtype(recipe, "float32")
         if re.search(r"^  layer_kernels: ", text, re.MULTILINE) is None:
             recipe = with_layer_kernels(recipe, "plain")
@@ -355,6 +358,11 @@ class RunDir:
         if not num_missing:
             return ()
         return (f"{self.metrics_file} lacks {num_missing} of {step} steps that were trained",)
+
+
+def _recorded(recipe: Recipe) -> str:
+    """Return what a run's directory says of its recipe."""
+    return sealed_yaml((_OWN_DORA if recipe.adapter.dora else "") + resolved_yaml(recipe))
 
 
 def require_whole_adapter(adapter: Path) -> tuple[str, ...]:

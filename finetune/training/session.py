@@ -357,7 +357,8 @@ def _precision_notes(model: "PeftModel | PreTrainedModel", recipe: Recipe) -> li
     """Name the kinds of layers whose adapters are computed in another precision than planned."""
     if recipe.train.is_full:
         return []
-    if recipe.adapter.compute_dtype == "float32" or recipe.adapter.dora:
+    adapter = recipe.adapter
+    if adapter.compute_dtype == "float32" or (adapter.dora and adapter.dropout):
         return []
     kinds = computed_by_peft(model) if recipe.model.dtype != "float32" else ()
     return [f"adapters of {kind} layers are computed in float32, by peft" for kind in kinds]

@@ -42,6 +42,7 @@ from offload.plan.schedule.schedule import (
 from offload.plan.schedule.simulate import merged_s
 from offload.plan.step import duration_of
 from offload.plan.time.costs import Costs, price, with_objective
+from offload.plan.time.visits import with_norms
 
 # Each layer is visited once: more slots than let loads run ahead of visits of unequal times are of
 # no use, unless all layers stay from sweep to sweep.
@@ -288,7 +289,7 @@ class _Draft:
 
     def _time(self, sweeps: Sequence[Cut], num_slots: int, costs: Costs) -> tuple[float, int]:
         """Return the seconds and the loads of all sweeps."""
-        load, one_s = self.typical, duration_of(costs)
+        load = self.typical
         decoded = layer_weight_bytes(self.facts, dtype_bytes=load.dtype_bytes)
         sizes = TransferSizes.frozen(
             [layer.weight_bytes for layer in costs.layers],
@@ -301,9 +302,14 @@ class _Draft:
             if ring not in schedules:
                 schedules[ring] = forward_schedule(sizes, ring=ring, num_micro_batches=1)
             schedule = schedules[ring]
-            passes = len(batches) * self.request.num_adapters
+            num = len(batches)
+            one_s = duration_of(
+                with_norms(costs, self.facts, self.machine, load, num_micro_batches=num)
+            )
             durations_s = [one_s(op) for op in schedule.ops]
-            seconds += merged_s(schedule, durations_s, num_micro_batches=passes)
+            seconds += merged_s(
+                schedule, durations_s, num_micro_batches=num * self.request.num_adapters
+            )
             num_loads += schedule.num_loads
             ring = schedule.ring_after
         return seconds, num_loads
