@@ -179,7 +179,9 @@ def _require_plain(model: nn.Module, embedding: nn.Module) -> None:
     name = next((name for name, module in model.named_modules() if module is embedding), "it")
     if not isinstance(embedding, nn.Embedding) or "forward" in vars(embedding):
         of = "has another forward than" if isinstance(embedding, nn.Embedding) else "is"
-        raise _refused(f"`{name}` {of} {type(embedding).__name__}", "a plain embedding is looked up")
+        raise _refused(
+            f"`{name}` {of} {type(embedding).__name__}", "a plain embedding is looked up"
+        )
     if embedding.max_norm is not None:
         raise _refused(f"`{name}` has a max_norm", "a lookup would write to its weight")
     if any(parameter.requires_grad for parameter in embedding.parameters()):
@@ -191,7 +193,9 @@ def _require_plain(model: nn.Module, embedding: nn.Module) -> None:
         if module is not embedding and any(p is weight for p in module._parameters.values())
     ]
     if users:
-        raise _refused(f"`{users[0]}` has the same weight as `{name}`", "it is on the device for it")
+        raise _refused(
+            f"`{users[0]}` has the same weight as `{name}`", "it is on the device for it"
+        )
 
 
 def _refused(what: str, limit: str) -> UnsupportedModelError:
