@@ -63,6 +63,11 @@ class OffloadSection(Section):
         default="auto",
         description="Device memory that the plan may use, in GiB; `auto` takes what is free.",
     )
+    embeddings: Literal["auto", "device", "host"] = Field(
+        default="auto",
+        description="Where the input embedding waits; from `host`, each micro-batch brings the rows"
+        " of its tokens. `auto` takes `host` where a step would not fit otherwise.",
+    )
 
     @property
     def layer_codec(self) -> CodecName:

@@ -257,6 +257,12 @@ def sharing(requests: Sequence[PlanRequest]) -> PlanRequest:
                 limit="runs that share the layers share no weight that trains",
                 hint="train an adapter in each, or one run at a time",
             )
+        if typical.embeddings != first.typical.embeddings:
+            raise OffloadError(
+                f"runs are to share a step, and one has its embedding on the {typical.embeddings}",
+                limit=f"the first has it on the {first.typical.embeddings}",
+                hint="the same place in all",
+            )
         form = (typical.codec, typical.dtype_bytes, typical.head_chunk_tokens)
         if form != (
             first.typical.codec,

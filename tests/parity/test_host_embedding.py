@@ -3,13 +3,11 @@
 import copy
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from torch.nn import functional as F
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -18,25 +16,15 @@ from transformers import (
     PreTrainedModel,
 )
 
-import offload
-from finetune.adapter.neftune import add_noise
-from offload.engine.bound import EngineOptions
 from offload.engine.engine import Engine
-from offload.engine.run_step import RunStep
-from offload.errors import UnsupportedModelError
 from offload.plan.facts.embedding import rows_bytes
-from offload.plan.memory.memory import EMBEDDINGS, ROWS
 from offload.plan.schedule.op import Kind, Lane
-from offload.plan.schedule.schedule import Order
-from tests.parity.objectives import ByRow, against_scored, pairs
-from tests.parity.runs import assert_same, found, joint_model, own_model, rows, run_name, together
 from tests.parity.steps import (
     LAYER_TYPES,
     MODELS,
     OPTIONS,
     SHAPE,
     assert_equal,
-    gradients,
     micro_batches,
     steps,
     tiny,
