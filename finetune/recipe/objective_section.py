@@ -124,7 +124,7 @@ COMPARED = (
     "tagged",
 )
 
-_OF_METHOD = {
+_FORMATS = {
     "sft": SUPERVISED,
     "kto": ("labelled",),
     "grpo": ("sampled",),
@@ -349,4 +349,4 @@ def formats_of(objective: ObjectiveSection) -> tuple[str, ...]:
     """Return the values of `data.format` that an objective reads; of `auto`, one of these."""
     if objective.is_ranking:
         return ("preference", "ranking")
-    return _OF_METHOD.get(objective.method, ("preference",))
+    return _FORMATS.get(objective.method, ("preference",))
