@@ -71,6 +71,10 @@ class Accesses:
             return [("read", ("gradients of the rank", i), "of a step") for i in layers]
         if op.kind in (Kind.UPDATE, Kind.STATES, Kind.UPDATED):
             return self._updating(op, layer)
+        if op.kind is Kind.LOOK_UP:
+            return [("write", ("gathered", op.buffer), m)]
+        if op.kind is Kind.ROWS:
+            return [("read", ("gathered", op.buffer), m), ("write", ("rows", op.buffer), m)]
         if op.kind is Kind.READ:
             staged = ("write", ("staging", op.buffer), (layer, op.offset))
             return [*self._weights(layer), staged]
@@ -107,7 +111,8 @@ class Accesses:
         if op.kind is Kind.DECODE:
             return [written, ("write", "decoded", layer)]
         if op.kind is Kind.FRONT:
-            return [self._kept("write", 0, m)]
+            rows: list[Access] = [] if op.buffer is None else [("read", ("rows", op.buffer), m)]
+            return [*rows, self._kept("write", 0, m)]
         if op.kind in (Kind.FORWARD, Kind.REFERENCE):
             graph: list[Access] = [("write", ("graph", layer, m), None)] if op.has_graph else []
             return [
