@@ -1,4 +1,4 @@
-"""The input embedding in host memory, in plans: bytes and times by hand, and when it may be there."""
+"""The input embedding in host memory, in plans: bytes and times by hand, and when it may be."""
 
 from dataclasses import replace
 
@@ -85,9 +85,7 @@ def test_rows_take_the_time_of_their_bytes_in_memory_and_on_the_link() -> None:
     (look_up,) = {round(s.duration_s, 9) for s in spans if s.kind is Kind.LOOK_UP}
     (rows,) = {round(s.duration_s, 9) for s in spans if s.kind is Kind.ROWS}
     assert look_up == pytest.approx(OF_2048 / costs.look_up_bytes_per_s, abs=1e-9)
-    assert rows == pytest.approx(
-        costs.h2d_latency_s + OF_2048 / costs.h2d_bytes_per_s, abs=1e-9
-    )
+    assert rows == pytest.approx(costs.h2d_latency_s + OF_2048 / costs.h2d_bytes_per_s, abs=1e-9)
 
 
 @pytest.mark.parametrize("objective", [None, ObjectiveCost(has_reference=True)])
