@@ -206,7 +206,7 @@ def bind(
     layered.embedding = None
     if options.embeddings == "host":
         layered.embedding = host.hold_embedding(layered.model, torch_device, _freeing(host, device))
-    on_host = [] if layered.embedding is None else [layered.embedding.weight]
+    on_host = () if layered.embedding is None else (id(layered.embedding.weight),)
     placement.move_the_rest(layered, records, torch_device, on_host=on_host)
     slots = Slots(
         records,

@@ -195,19 +195,20 @@ def test_move_no_bit_differs_where_rows_are_packed() -> None:
 
 
 def test_move_noise_on_embeddings_is_the_same() -> None:
-    model = tiny("qwen3")
+    model: Any = tiny("qwen3")
     add_noise(model.get_base_model(), alpha=5.0)
     assert_equal(*(step_of(model, one) for one in BOTH))
 
 
 def test_move_preference_losses_are_the_same_with_reference_and_scored_rows() -> None:
     found = []
+    kinds: list[Kind] = []
     for options in BOTH:
         model = copy.deepcopy(tiny("qwen3"))
         engine = Engine(model, device=torch.device("cpu"), options=options)
         batches = pairs(1, 2)
         objective = ByRow(against_scored, num_trained=6)
-        one = {"objective": objective, "scored": pairs(1, seed=7)}
+        one: dict[str, Any] = {"objective": objective, "scored": pairs(1, seed=7)}
         trained = engine.forward_backward(batches, dropout_seed=0, **one)
         kinds = [span.kind for span in trained.timeline.spans]
         evaluated = engine.evaluate(batches, **one)

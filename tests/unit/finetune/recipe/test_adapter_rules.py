@@ -86,7 +86,7 @@ def test_what_an_adapter_in_bf16_cannot_be_combined_with(
 
 
 def test_what_trains_the_embedding_is_refused_where_it_waits_on_the_host() -> None:
-    cases = {
+    cases: dict[str, dict[str, Any]] = {
         "adapter.modules_to_save": {"modules_to_save": ["norms", "embed_tokens"]},
         "adapter.method": {"method": "prompt", "num_virtual_tokens": 4},
     }

@@ -1,6 +1,7 @@
 """The input embedding in host memory, in plans: bytes and times by hand, and when it may be."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ ROW = 4096 * 2
 OF_2048 = 2048 * 8 + 2049 * ROW  # tokens, int64; their rows, and one of a token that is not there
 
 
-def both(**changes: object) -> tuple[Plan, Plan]:
+def both(**changes: Any) -> tuple[Plan, Plan]:
     """Return a plan with the embedding on the device, and on the host, with as many slots."""
     asked = request(**{"num_slots": 4, **changes})
     host = with_embeddings(asked, "host")
