@@ -187,15 +187,23 @@ def nearest_request(
     facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]
 ) -> PlanRequest:
     """Return the request that `choose` reports in its error if none fits."""
-    return nearest(facts, machine, in_forms(requests, machine)[-1])
+    return nearest(facts, machine, _last(in_forms(requests, machine)))
 
 
 def _resort(
     facts: ModelFacts, machine: Machine, requests: Sequence[PlanRequest]
 ) -> list[PlanRequest]:
-    """Return the first group in which any request fits; the last one if none does."""
-    *earlier, last = in_forms(requests, machine)
-    return next((some for some in earlier if fits(facts, machine, some)), last)
+    """Return the first group in which any request fits; those of the last forms if none does."""
+    forms = in_forms(requests, machine)
+    if len(forms) == 1:
+        return forms[0]
+    return next((some for some in forms if fits(facts, machine, some)), _last(forms))
+
+
+def _last(forms: Sequence[list[PlanRequest]]) -> list[PlanRequest]:
+    """Return the last form of each place of the embedding: one lacks VRAM, the other RAM."""
+    found = {form[0].typical.embeddings: form for form in forms}
+    return [request for form in found.values() for request in form]
 
 
 def in_forms(requests: Sequence[PlanRequest], machine: Machine) -> list[list[PlanRequest]]:

@@ -324,9 +324,10 @@ def _require_ram(facts: ModelFacts, machine: Machine, request: ScoreRequest) -> 
     load = request.workload
     waiting = 0 if request.is_on_disk else sum(map(load.cargo_bytes, facts.layers))
     waiting += embedding_bytes(facts, load)
+    also = " and the embedding" if load.embeddings == "host" else ""
     if waiting > machine.ram_bytes:
         raise DoesNotFitError(
-            f"what waits for the device takes {waiting / GIB:.2f} GiB of RAM",
+            f"the layers{also} take {waiting / GIB:.2f} GiB of RAM",
             limit=f"{machine.ram_bytes / GIB:.2f} GiB of RAM is there on {machine.name}",
             hint="`offload.tier=disk`, or `offload.codec=nf4`",
         )

@@ -245,11 +245,9 @@ def test_mlps_compute_in_tiles_only_where_nothing_fits_otherwise() -> None:
 
 
 def test_tiles_do_not_change_the_requests_before_them() -> None:
-    asked = model_subject("llama-3.1-8b", ["train.seq_len=16384", "train.tokens_per_step=16384"])
-    whole = model_subject(
-        "llama-3.1-8b",
-        ["train.seq_len=16384", "train.tokens_per_step=16384", "offload.mlp_chunk=whole"],
-    )
+    words = ["train.seq_len=16384", "train.tokens_per_step=16384", "offload.embeddings=device"]
+    asked = model_subject("llama-3.1-8b", words)
+    whole = model_subject("llama-3.1-8b", [*words, "offload.mlp_chunk=whole"])
     found, plain = (full_requests(x.recipe, x.facts, num_ranks=1) for x in (asked, whole))
     assert found[: len(plain)] == plain
     assert {x.largest.mlp_chunk_tokens for x in found[len(plain) :]} == {8192, 2048, 512}
