@@ -328,3 +328,21 @@ def test_a_refused_lock_leaves_no_error_for_the_next_kernel() -> None:
 def test_the_card_has_a_place_on_the_host_or_the_reason_is_told() -> None:
     place = place_near(torch.device("cuda"))
     assert "NUMA node" in place.reason or "CPUs" in place.reason
+
+
+def test_an_embedding_on_the_host_changes_no_bit_and_leaves_the_card() -> None:
+    model = tiny("qwen3", dropout=0.3)
+    found, allocated = [], []
+    for embeddings in ("device", "host"):
+        own = copy.deepcopy(model)
+        before = torch.cuda.memory_allocated()
+        engine = offload.attach(own, num_slots=2, head_chunk_tokens=7, embeddings=embeddings)
+        allocated.append(torch.cuda.memory_allocated() - before)
+        for _ in range(2):  # the second looks up in buffers of the first
+            own.zero_grad()
+            result = engine.forward_backward(micro_batches(), dropout_seed=0)
+        found.append((result.loss, gradients(own)))
+        engine.detach()
+    assert_equal(*found)
+    table = model.get_input_embeddings().weight
+    assert allocated[0] - allocated[1] >= table.nbytes
