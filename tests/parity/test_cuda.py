@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -331,9 +331,10 @@ def test_the_card_has_a_place_on_the_host_or_the_reason_is_told() -> None:
 
 
 def test_an_embedding_on_the_host_changes_no_bit_and_leaves_the_card() -> None:
-    model = tiny("qwen3", dropout=0.3)
+    model: Any = tiny("qwen3", torch.bfloat16)
+    places: tuple[Literal["device", "host"], ...] = ("device", "host")
     found, allocated = [], []
-    for embeddings in ("device", "host"):
+    for embeddings in places:
         own = copy.deepcopy(model)
         before = torch.cuda.memory_allocated()
         engine = offload.attach(own, num_slots=2, head_chunk_tokens=7, embeddings=embeddings)
