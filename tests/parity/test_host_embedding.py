@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,12 +23,14 @@ import offload
 from finetune.adapter.neftune import add_noise
 from offload.engine.bound import EngineOptions
 from offload.engine.engine import Engine
+from offload.engine.model.layers import LayeredModel
 from offload.engine.run_step import RunStep
 from offload.errors import UnsupportedModelError
 from offload.plan.facts.embedding import rows_bytes
 from offload.plan.memory.memory import EMBEDDINGS, ROWS
 from offload.plan.schedule.op import Kind, Lane
 from offload.plan.schedule.schedule import Order
+from tests.parity.architectures import LIMIT_S, read_table
 from tests.parity.objectives import ByRow, against_scored, pairs
 from tests.parity.runs import assert_same, rows, together
 from tests.parity.steps import (
@@ -42,6 +45,8 @@ from tests.parity.steps import (
     tiny,
     with_lora,
 )
+from tests.parity.tiny_models import tiny_model, with_adapters
+from tests.tiers import tiered
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -322,3 +327,34 @@ def test_an_embedding_that_is_needed_on_the_device_is_refused_by_name(
     assert refused.value.hint == '`embeddings="device"`'
     assert vars(model.get_input_embeddings()) == before
     offload.attach(model, num_slots=2, device="cpu").detach()
+
+
+# ---------------------------------------------------------------------------- each type of model
+
+TYPES = read_table(Path(__file__).parents[2] / "docs" / "architectures.md").verdicts.values()
+EXACT = [one.model_type for one in TYPES if one.is_exact]
+
+
+def untied(model_type: str) -> nn.Module:
+    """Return a tiny model of a type with adapters, and a head of its own."""
+    model: Any = tiny_model(model_type)
+    head = model.get_output_embeddings()
+    if head is not None and head.weight is model.get_input_embeddings().weight:
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+    return with_adapters(model, LayeredModel(model).layers)
+
+
+@pytest.mark.timeout(LIMIT_S)
+@pytest.mark.parametrize(
+    "model_type", tiered(EXACT, default=(), slow=("bloom", "gemma4_text", "opt", "rwkv"))
+)
+def test_move_each_type_of_model_has_the_same_bits(model_type: str) -> None:
+    model, found = untied(model_type), []
+    for options in BOTH:
+        own = copy.deepcopy(model)
+        engine = Engine(own, device=torch.device("cpu"), options=options)
+        loss = engine.forward_backward(micro_batches(), dropout_seed=0).loss
+        grads = {n: p.grad for n, p in own.named_parameters() if p.grad is not None}
+        found.append((loss, grads))
+        engine.detach()
+    assert_equal(*found)

@@ -7,11 +7,22 @@ import torch
 from torch import nn
 
 from offload.engine.host.embedding import HostEmbedding
+from offload.engine.host.layer_layout import lay_out
+from offload.engine.host.slab import Slab
 from offload.engine.host.stash import Stash
 from offload.engine.streams import CpuDevice
 from offload.plan.schedule.op import Kind, Lane, Op
 
 IDS = torch.tensor([[5, 1, 5], [9, 1, 0]])
+
+
+def stash() -> Stash:
+    return Stash(
+        "rows",
+        allocate_host=lambda num: torch.zeros(num, dtype=torch.uint8),
+        free_host=lambda _block: None,
+        torch_device=torch.device("cpu"),
+    )
 
 
 @pytest.fixture
@@ -22,13 +33,7 @@ def module() -> nn.Embedding:
 
 @pytest.fixture
 def host(module: nn.Embedding) -> Iterator[HostEmbedding]:
-    rows = Stash(
-        "rows",
-        allocate_host=lambda num: torch.zeros(num, dtype=torch.uint8),
-        free_host=lambda _block: None,
-        torch_device=torch.device("cpu"),
-    )
-    held = HostEmbedding(nn.ModuleDict({"table": module}), module, rows=rows)
+    held = HostEmbedding(nn.ModuleDict({"table": module}), module, rows=stash())
     yield held
     held.let_go()
 
@@ -70,6 +75,25 @@ def test_what_nobody_reads_takes_no_lookup(module: nn.Embedding, host: HostEmbed
         found = module(torch.full((2, 3), 10**6))  # no such token
     assert found.shape == (2, 3, 6)
     assert not found.any()
+
+
+def test_a_weight_that_ranks_share_is_not_copied(module: nn.Embedding) -> None:
+    expected = module.weight.detach().clone()
+    own = Slab([lay_out([module.weight])])
+    own.take(0)
+    other = nn.Embedding(12, 6).requires_grad_(requires_grad=False)
+    opened = Slab.open(own.handle, [lay_out([other.weight])])
+    opened.take(0)
+    for slab in (own, opened):
+        slab.close()  # both have mapped it
+    places = [one.weight.data_ptr() for one in (module, other)]
+    for one in (module, other):
+        held = HostEmbedding(nn.ModuleDict({"table": one}), one, rows=stash())
+        assert torch.equal(one(IDS), expected[IDS])
+        held.let_go()
+    assert [one.weight.data_ptr() for one in (module, other)] == places
+    module.weight.data[5] = 7.0
+    assert other.weight[5].tolist() == [7.0] * 6  # it is the same memory
 
 
 def test_buffers_grow_to_the_largest_step_and_are_kept(host: HostEmbedding) -> None:
