@@ -23,6 +23,7 @@ import offload
 from finetune.adapter.neftune import add_noise
 from offload.engine.bound import EngineOptions
 from offload.engine.engine import Engine
+from offload.engine.host_gradients import LayerUpdate
 from offload.engine.model.layers import LayeredModel
 from offload.engine.run_step import RunStep
 from offload.errors import UnsupportedModelError
@@ -223,6 +224,33 @@ def test_move_preference_losses_are_the_same_with_reference_and_scored_rows() ->
     assert own == [loss, metrics, held_out]
     assert all(torch.equal(own_grads[name], grads[name]) for name in grads)
     assert kinds.count(Kind.ROWS) == kinds.count(Kind.FRONT) == 2 * 3  # model and reference
+
+
+def test_move_weights_of_layers_that_train_on_the_host_have_the_same_bits() -> None:
+    """Their updates run on the lane on which rows are gathered."""
+
+    def update(one: LayerUpdate) -> None:
+        for name, weight in one.weights.items():
+            weight.sub_(0.1 * one.gradients[name])
+
+    found = []
+    for options in BOTH:
+        torch.manual_seed(0)
+        model: Any = MODELS["qwen3"]().train().requires_grad_(requires_grad=False)
+        model.model.layers.requires_grad_()
+        options = replace(options, trained_weights="host")
+        engine = Engine(model, device=torch.device("cpu"), options=options)
+        losses = []
+        for _ in range(3):
+            losses.append(engine.forward_backward(micro_batches()).loss)
+            engine.updates.defer(update)
+            for weight in engine._bound.host_gradients.parameters.values():
+                weight.grad = None
+        weights = engine.trained_parameters
+        found.append((losses[2], {n: w.detach().clone() for n, w in weights.items()}))
+        assert losses[2] < losses[0]
+        engine.detach()
+    assert_equal(*found)
 
 
 def test_move_runs_that_share_a_step_are_what_they_are_alone() -> None:

@@ -90,12 +90,12 @@ def host_terms(
     stash = (facts.num_layers - 1) * sum(
         run.num_stashed * input_bytes(facts, run.workload) for run in runs
     )
-    is_short = num_slabs * slab + num_ranks * stash > machine.pinned_bytes
+    rows = max(row_buffers_bytes(facts, run.workload) for run in runs)
+    is_short = num_slabs * slab + num_ranks * (stash + rows) > machine.pinned_bytes
     staging = 0
     if is_cuda and (is_short or not num_slabs):  # loads pass through a page-locked ring
         staging = NUM_STAGING * min(max(map(workload.cargo_bytes, kinds)), PIECE_BYTES)
     embedding = embedding_bytes(facts, workload)
-    rows = max(row_buffers_bytes(facts, run.workload) for run in runs)
     terms = (
         MemoryTerm(name=SLAB, num_bytes=slab),
         *_whole_host_terms(facts, workload, is_cuda=is_cuda),
