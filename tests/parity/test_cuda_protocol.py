@@ -226,11 +226,12 @@ def test_move_rows_of_an_embedding_on_the_host_are_there_when_a_front_looks_them
     expected = engine.forward_backward(batches, dropout_seed=0).loss, gradients(reference)
     device = open_device(seed=seed, is_staged=True)
     engine = attached(model, device, num_staging=num_staging, embeddings="host")
+    kinds: list[Kind] = []
     for _ in range(2):
         model.zero_grad()
         result = engine.forward_backward(batches, dropout_seed=0)
         assert_equal((result.loss, gradients(model)), expected)
-    kinds = [span.kind for span in result.timeline.spans]
+        kinds = [span.kind for span in result.timeline.spans]
     assert kinds.count(Kind.LOOK_UP) == kinds.count(Kind.ROWS) == 5
     assert device.cuda.num_waits_for_nothing == 0
     engine.detach()

@@ -5,9 +5,9 @@ step reads the rows of its tokens.
 
 Idea. Its weight stays in host memory. The rows of a micro-batch's tokens, each once and in the
 order of the tokens, are gathered into a page-locked buffer and copied to the device, and its front
-looks tokens up in these. Only the product of a one-hot row with the weight is taken elsewhere: all
-that the embedding's own code does before and after it runs as it is, so the bits are those of a
-lookup on the device.
+looks tokens up in these. Only `functional.embedding` of the weight is answered otherwise: all that
+the embedding's own code does before and after it runs as it is, such as Gemma's scale, so the bits
+are those of a lookup on the device.
 
 Layout of a buffer: the tokens, int64, ascending; a row of NaN; the rows of the tokens. A token is
 found by a binary search on the device. One that is not there, which a front could look up that

@@ -79,10 +79,10 @@ def test_what_nobody_reads_takes_no_lookup(module: nn.Embedding, host: HostEmbed
 
 def test_a_weight_that_ranks_share_is_not_copied(module: nn.Embedding) -> None:
     expected = module.weight.detach().clone()
-    own = Slab([lay_out([module.weight])])
+    own = Slab([lay_out(list(module.parameters()))])
     own.take(0)
     other = nn.Embedding(12, 6).requires_grad_(requires_grad=False)
-    opened = Slab.open(own.handle, [lay_out([other.weight])])
+    opened = Slab.open(own.handle, [lay_out(list(other.parameters()))])
     opened.take(0)
     for slab in (own, opened):
         slab.close()  # both have mapped it
