@@ -181,9 +181,11 @@ def _embeddings_json(plan: Plan) -> dict[str, Any]:
 def embeddings_line(plan: Plan) -> str:
     """Return the same for people."""
     cost = _embeddings_json(plan)["embeddings"]
+    saved = cost["saved_vram_bytes"]
+    size = f"{shown_gib(abs(saved))} {'less' if saved > 0 else 'more'} of device memory"
     return (
-        f"in RAM (`offload.embeddings: host`): {shown_gib(cost['saved_vram_bytes'])} less of VRAM,"
-        f" and at most {shown_mib(cost['most_h2d_bytes'])} of rows to it per step, which is"
+        f"in RAM (`offload.embeddings: host`): {size}, and at most"
+        f" {shown_mib(cost['most_h2d_bytes'])} of rows to it per step, which is"
         f" {shown_time(cost['added_s'])} longer"
     )
 
