@@ -247,6 +247,17 @@ def test_more_memory_never_shortens_the_longest_sequence(in_12_gib: list[Compari
         assert less.longest_seq_len <= more.longest_seq_len
 
 
+@pytest.mark.thorough
+def test_a_model_that_fits_with_its_embedding_in_ram_says_so(capsys) -> None:
+    words = ("fit", "qwen3-14b", "--vram", "8")
+    assert {line["embeddings"] for line in printed(capsys, *words)} == {"host"}
+    assert run(*words, "--markdown") == 0
+    assert "| qwen3-14b | native | RAM, embedding too | 2 |" in capsys.readouterr().out
+    assert {line["embeddings"] for line in printed(capsys, "fit", SMALL, "--vram", "12")} == {
+        "device"
+    }
+
+
 @pytest.mark.slow
 def test_fit_lists_what_trains_at_the_rates_of_an_assumed_card(capsys) -> None:
     assert run("fit", SMALL, "--vram", "12", "--ram", "64") == 0
