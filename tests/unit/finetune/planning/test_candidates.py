@@ -346,9 +346,9 @@ def test_what_a_plan_has_chosen_is_written_down() -> None:
 @pytest.mark.thorough
 def test_weights_that_train_by_name_are_looked_up_on_the_device() -> None:
     words = ["offload.embeddings=host", "train.steps=3"]
-    trained = model_subject("qwen3-8b", [*words, "train.what=[*.embed_tokens.*, *.q_proj.*]"])
+    trained = model_subject("qwen3-8b", [*words, 'train.what=["*embed_tokens*", "*q_proj*"]'])
     with pytest.raises(ConfigError, match="it trains, and gradients of it are added up"):
         full_requests(trained.recipe, trained.facts, num_ranks=1)
-    frozen = model_subject("qwen3-8b", [*words, "train.what=[*.q_proj.*]"])
+    frozen = model_subject("qwen3-8b", [*words, 'train.what=["*q_proj*"]'])
     ways = full_requests(frozen.recipe, frozen.facts, num_ranks=1)
     assert {one.typical.embeddings for one in ways} == {"host"}
